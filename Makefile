@@ -1,0 +1,50 @@
+# Each line can be pasted into a shell without make. Elsewhere than on a machine with a GPU, take torch's
+# CPU wheel:  make TORCH_INDEX=https://download.pytorch.org/whl/cpu test
+
+TORCH_INDEX ?=
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+	$$p -c 'import ensurepip, sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt \
+	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+
+.DEFAULT_GOAL := help
+.PHONY: help .venv run test torture lint format bench clean
+
+help:  ## list the targets
+	@sed -n 's/^\([a-z.]*\):.*## \(.*\)/\1\t\2/p' Makefile | expand -t 12
+
+.venv: .venv/.installed  ## make the virtual environment, with the pinned versions
+
+.venv/.installed: pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "no Python 3.11 or later with venv found; name one: make PYTHON=..."; exit 1; }
+	$(PYTHON) -m venv .venv
+	$(PIP) hatchling
+	$(PIP) --no-build-isolation --editable '.[dev,gym]'
+	@touch $@
+
+run: .venv  ## collect CartPole into ./runs/cartpole.exp and train on it
+	$(BIN)/python examples/cartpole_dqn.py
+
+test: .venv  ## run the tests
+	$(BIN)/python -m pytest -q --durations=10 -m "not torture"
+
+torture: .venv  ## kill it a thousand times
+	$(BIN)/python -m pytest -q --durations=10 -m torture
+
+lint: .venv  ## check format, style and types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy --strict expstore api
+
+format: .venv  ## write the format, and the fixes that are safe
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: .venv  ## compare with TorchRL; exits 1 below the bars
+	$(BIN)/python benchmarks/vs_torchrl.py
+
+clean:  ## remove the environment, builds and caches; never ./runs
+	rm -rf .venv build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find api expstore benchmarks examples tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,258 @@
+"""Train a small DQN on CartPole from a store that outlives the process; the first thing to run.
+
+Run it with `make run`, or `python examples/cartpole_dqn.py --help`: about a minute on two cores.
+Stop it at any moment, even with kill -9, and run it again: it goes on from what is stored.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from tensordict import TensorDictBase
+from torch import nn
+
+import expstore
+
+CAPACITY = 50_000
+STEPS_PER_LANE = 8  # steps of each environment in one extend
+WARM_UP = 1_000  # transitions before the first update
+FLUSH_EVERY = 2_000  # transitions between two flushes, each with its weights
+BATCH_SIZE = 128
+TRANSITIONS_PER_UPDATE = 2
+TARGET_EVERY = 50  # updates
+LEARNING_RATE = 5e-4
+GAMMA = 0.99
+EPSILON_FROM, EPSILON_TO, EPSILON_STEPS = 1.0, 0.05, 12_000
+
+CURVE = """
+    WITH finished AS (
+        SELECT "return" AS total, ntile(12) OVER (ORDER BY end_time, episode_id) AS part
+        FROM episodes WHERE status IN ('terminated', 'truncated')
+    )
+    SELECT count(*), avg(total) FROM finished GROUP BY part ORDER BY part
+"""
+LATEST = """
+    SELECT count(*), avg("return") FILTER (newest <= 20), avg("return") FILTER (oldest <= 20) FROM (
+        SELECT "return", row_number() OVER (ORDER BY end_time, episode_id) AS oldest,
+               row_number() OVER (ORDER BY end_time DESC, episode_id DESC) AS newest
+        FROM episodes WHERE status IN ('terminated', 'truncated')
+    )
+"""
+
+
+def make_network() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 2))
+
+
+class Agent:
+    """A DQN with a target network: acts, learns, and turns into plain arrays and back."""
+
+    def __init__(self, seed: int) -> None:
+        torch.manual_seed(seed)
+        self.online, self.target = make_network(), make_network()
+        self.target.load_state_dict(self.online.state_dict())
+        self.optimizer = torch.optim.Adam(self.online.parameters(), lr=LEARNING_RATE)
+        self.updates = 0
+
+    @torch.no_grad()
+    def act(self, observation: NDArray[np.float32], epsilon: float, rng: np.random.Generator) -> Any:
+        """Return the best action of each lane, or with probability `epsilon` a random one."""
+        best = self.online(torch.from_numpy(observation)).argmax(dim=1).numpy()
+        explore = rng.random(len(best)) < epsilon
+        return np.where(explore, rng.integers(0, 2, len(best)), best)
+
+    def learn(self, batch: TensorDictBase) -> None:
+        """Take one step towards the double-DQN target."""
+        after = batch["next", "observation"]
+        with torch.no_grad():
+            choice = self.online(after).argmax(dim=1, keepdim=True)
+            future = self.target(after).gather(1, choice)
+            goal = batch["next", "reward"] + GAMMA * future * ~batch["next", "terminated"]
+        value = self.online(batch["observation"]).gather(1, batch["action"].unsqueeze(1))
+        loss = nn.functional.smooth_l1_loss(value, goal)
+        self.optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.online.parameters(), 10.0)
+        self.optimizer.step()
+        self.updates += 1
+        if self.updates % TARGET_EVERY == 0:
+            self.target.load_state_dict(self.online.state_dict())
+
+    def arrays(self) -> dict[str, NDArray[Any]]:
+        """Return weights, optimizer and counter by name."""
+        found: dict[str, NDArray[Any]] = {"updates": np.array(self.updates)}
+        for name, network in (("online", self.online), ("target", self.target)):
+            found |= {f"{name}/{key}": value.numpy() for key, value in network.state_dict().items()}
+        for number, state in self.optimizer.state_dict()["state"].items():
+            found |= {f"adam/{number}/{key}": value.numpy() for key, value in state.items()}
+        return found
+
+    def load(self, arrays: dict[str, NDArray[Any]]) -> None:
+        """Take over what `arrays` returned."""
+        parts: dict[str, dict[str, torch.Tensor]] = {"online": {}, "target": {}}
+        adam: dict[int, dict[str, torch.Tensor]] = {}
+        for name, array in arrays.items():
+            kind, _, key = name.partition("/")
+            if kind in parts:
+                parts[kind][key] = torch.from_numpy(array)
+            elif kind == "adam":
+                number, _, key = key.partition("/")
+                adam.setdefault(int(number), {})[key] = torch.from_numpy(array)
+        self.online.load_state_dict(parts["online"])
+        self.target.load_state_dict(parts["target"])
+        groups = self.optimizer.state_dict()["param_groups"]
+        self.optimizer.load_state_dict({"state": adam, "param_groups": groups})
+        self.updates = int(arrays["updates"])
+
+
+def save_weights(path: Path, agent: Agent, steps: int) -> None:
+    """Replace the weights at `path` at once: after a stop there are the old ones or the new ones."""
+    beside = path.with_suffix(".tmp")
+    with beside.open("wb") as file:
+        np.savez(file, allow_pickle=False, steps=np.array(steps), **agent.arrays())
+        file.flush()
+        os.fsync(file.fileno())
+    beside.replace(path)
+
+
+def load_weights(path: Path, agent: Agent, steps: int) -> str:
+    """Load the weights that belong to a store of `steps` transitions; return what was found, in words."""
+    if not path.exists():
+        return "no weights yet"
+    with np.load(path, allow_pickle=False) as file:
+        arrays = dict(file)
+    saved = int(arrays.pop("steps"))
+    # They are saved after a flush, so their own store can only be ahead of them.
+    if saved > steps:
+        return f"{path} is of another store and is left aside"
+    agent.load(arrays)
+    return f"weights as of step {saved:,}"
+
+
+def train(rb: expstore.TensorDictReplayBuffer, agent: Agent, args: argparse.Namespace, weights: Path) -> None:
+    """Collect, and learn from what is stored, until the store has seen `args.steps` transitions."""
+    # A stretch of its own after each resume: neither episodes nor exploration repeat.
+    rng = np.random.default_rng([args.seed, rb.write_count])
+    envs = gym.make_vec("CartPole-v1", num_envs=args.envs, vectorization_mode="sync")
+
+    def policy(observation: NDArray[np.float32]) -> Any:
+        share = min(rb.write_count / EPSILON_STEPS, 1.0)
+        return agent.act(observation, EPSILON_FROM + share * (EPSILON_TO - EPSILON_FROM), rng)
+
+    collector = expstore.Collector(
+        envs, policy, rb, steps_per_lane=STEPS_PER_LANE, seed=args.seed + rb.write_count
+    )
+    with collector, progress_bar() as progress:
+        bar = progress.add_task("steps", total=args.steps, completed=rb.write_count, news="")
+        try:
+            for collected in collector:
+                if rb.write_count >= WARM_UP:
+                    for _ in range(collected // TRANSITIONS_PER_UPDATE):
+                        agent.learn(rb.sample())
+                if rb.write_count // FLUSH_EVERY > (rb.write_count - collected) // FLUSH_EVERY:
+                    keep(rb, agent, weights)
+                    progress.update(bar, news=news(rb))
+                progress.update(bar, completed=min(rb.write_count, args.steps))
+                if rb.write_count >= args.steps:
+                    break
+        finally:
+            collector.close()
+            keep(rb, agent, weights)
+
+
+def keep(rb: expstore.TensorDictReplayBuffer, agent: Agent, weights: Path) -> None:
+    """Make experience and weights safe from a power cut."""
+    rb.flush()
+    save_weights(weights, agent, rb.write_count)
+
+
+def progress_bar() -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[news]}"),
+        TimeElapsedColumn(),
+    )
+
+
+def news(rb: expstore.TensorDictReplayBuffer) -> str:
+    count, latest, _ = rb.sql(LATEST).fetchall()[0]
+    return f"{count} episodes, mean return of the last 20: {latest:.0f}" if count else "no episode yet"
+
+
+def print_curve(rb: expstore.TensorDictReplayBuffer, console: Console) -> None:
+    """Print how the return grew, as SQL over all episodes tells it."""
+    parts = rb.sql(CURVE).fetchall()
+    if not parts:
+        return
+    console.print("\nmean return per episode, from the first to the last:")
+    top, before = max(mean for _, mean in parts), 0
+    for count, mean in parts:
+        bar = "█" * max(1, round(40 * mean / top))
+        console.print(f"  {before + 1:>5}-{before + count:<5} {bar} {mean:.0f}", highlight=False)
+        before += count
+    _, last, first = rb.sql(LATEST).fetchall()[0]
+    console.print(f"first 20 episodes {first:.1f}, last 20 episodes {last:.1f}", highlight=False)
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="Train a DQN on CartPole from a store that outlives the process."
+    )
+    parser.add_argument(
+        "--path", type=Path, default=Path("runs/cartpole.exp"), help="the store (%(default)s)"
+    )
+    parser.add_argument("--steps", type=int, default=40_000, help="transitions in all (%(default)s)")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of networks, environments and draws (%(default)s)"
+    )
+    parser.add_argument("--envs", type=int, default=8, help="environments side by side (%(default)s)")
+    parser.add_argument("--fresh", action="store_true", help="begin anew; the old store is moved aside")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    args, console = parse(arguments), Console()
+    torch.set_num_threads(1)  # so small a network only gets slower with more
+    weights = args.path.with_suffix(".weights.npz")
+    args.path.parent.mkdir(parents=True, exist_ok=True)
+    agent = Agent(args.seed)
+    mode = "w" if args.fresh else "a"
+    with expstore.open(args.path, capacity=CAPACITY, mode=mode, batch_size=BATCH_SIZE, seed=args.seed) as rb:
+        if rb.recovered:
+            console.print(rb.recovered, highlight=False)
+        if rb.write_count:
+            found = load_weights(weights, agent, rb.write_count)
+            console.print(f"resuming {args.path} at step {rb.write_count:,}, {found}", highlight=False)
+        finished = rb.write_count >= args.steps
+        try:
+            if not finished:
+                train(rb, agent, args, weights)
+        except KeyboardInterrupt:
+            console.print(f"\nstopped at step {rb.write_count:,}; run it again to go on", highlight=False)
+            return 130
+        print_curve(rb, console)
+    if finished:
+        console.print(
+            f"\nall {args.steps:,} steps were done already; --steps N for more, --fresh to begin anew"
+        )
+    query = 'SELECT status, count(*), max("return") FROM episodes GROUP BY status'
+    console.print("\nlook further:", highlight=False)
+    console.print(f"  expstore info {args.path}", highlight=False, soft_wrap=True)
+    console.print(f"  expstore sql {args.path} '{query}'", highlight=False, soft_wrap=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,75 @@
+"""Database-backed, persistent experience store for reinforcement learning.
+
+Names load when first used, so that importing the package, the command line and SQL stay
+instant; nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+__version__ = "0.1.0.dev0"
+
+_HOME = {
+    "Collector": "expstore.collectors",
+    "CorruptionError": "expstore.errors",
+    "ExpStoreError": "expstore.errors",
+    "Field": "expstore.schema",
+    "LockedError": "expstore.errors",
+    "MemoryStorage": "expstore.storages",
+    "MigrationError": "expstore.errors",
+    "NotFoundError": "expstore.errors",
+    "NotReadyError": "expstore.errors",
+    "PriorityError": "expstore.errors",
+    "QueryError": "expstore.errors",
+    "RandomSampler": "expstore.samplers",
+    "ReplayBuffer": "expstore.buffers",
+    "RoundRobinWriter": "expstore.writers",
+    "Schema": "expstore.schema",
+    "SchemaError": "expstore.errors",
+    "SnapshotError": "expstore.errors",
+    "StateError": "expstore.errors",
+    "StorageError": "expstore.errors",
+    "TensorDictReplayBuffer": "expstore.buffers",
+    "ZarrStorage": "expstore.storages",
+    "open": "expstore.door",
+}
+
+__all__ = sorted(_HOME)  # noqa: PLE0605
+
+if TYPE_CHECKING:
+    from expstore.buffers import ReplayBuffer, TensorDictReplayBuffer
+    from expstore.collectors import Collector
+    from expstore.door import open
+    from expstore.errors import (
+        CorruptionError,
+        ExpStoreError,
+        LockedError,
+        MigrationError,
+        NotFoundError,
+        NotReadyError,
+        PriorityError,
+        QueryError,
+        SchemaError,
+        SnapshotError,
+        StateError,
+        StorageError,
+    )
+    from expstore.samplers import RandomSampler
+    from expstore.schema import Field, Schema
+    from expstore.storages import MemoryStorage, ZarrStorage
+    from expstore.writers import RoundRobinWriter
+
+
+def __getattr__(name: str) -> object:
+    home = _HOME.get(name)
+    if home is None:
+        raise AttributeError(f"module 'expstore' has no attribute {name!r}")
+    value: object = getattr(importlib.import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME})

@@ -1,0 +1,232 @@
+"""Columns out of a TensorDict, and a TensorDict out of columns.
+
+Used by buffers. It converts without copying where it can and knows nothing of storages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict, TensorDictBase
+
+from expstore.episodes import Steps
+from expstore.errors import SchemaError
+from expstore.schema import Schema
+from expstore.storages.base import Keys
+from expstore.types import Array, IntArray, Key, key_name
+
+__all__ = ["Batch", "Builder", "flatten", "steps_of"]
+
+_NAMES = {getattr(torch, name): name for name in (
+    "bool", "uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64",
+    "float16", "bfloat16", "float32", "float64", "complex64",
+)}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Hold a batch as columns, in the order of the TensorDict.
+
+    Args:
+        keys: The fields' keys.
+        dtypes: Their dtypes by name.
+        arrays: Their values; bfloat16 as uint16 bits. Shapes `(n, *row shape)`.
+        count: How many rows.
+        lanes: Lane of each row; None: one lane.
+        lane_count: How many lanes.
+    """
+
+    keys: list[Key]
+    dtypes: list[str]
+    arrays: list[Array]
+    count: int
+    lanes: IntArray | None = None
+    lane_count: int = 1
+
+    def signature(self) -> dict[Key, tuple[str, tuple[int, ...]]]:
+        """Return key -> (dtype, row shape)."""
+        return {
+            key: (dtype, array.shape[1:])
+            for key, dtype, array in zip(self.keys, self.dtypes, self.arrays, strict=True)
+        }
+
+    def keep(self, rows: Array) -> Batch:
+        """Return the batch without the rows where `rows` is False."""
+        lanes = None if self.lanes is None else self.lanes[rows]
+        arrays = [array[rows] for array in self.arrays]
+        return replace(self, arrays=arrays, lanes=lanes, count=int(np.count_nonzero(rows)))
+
+
+def _leaves(data: TensorDictBase, path: Key, skip: frozenset[str], out: list[tuple[Key, Any]]) -> None:
+    for name, value in data.items():
+        if isinstance(value, torch.Tensor):
+            if path or name not in skip:
+                out.append(((*path, name), value))
+        elif isinstance(value, TensorDictBase):
+            _leaves(value, (*path, name), skip, out)
+        else:
+            raise SchemaError(
+                f"field {key_name((*path, name))!r} is a {type(value).__name__}, not a tensor",
+                hint="this storage keeps tensors only",
+            )
+
+
+def _to_numpy(tensor: torch.Tensor) -> Array:
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    if not tensor.is_cpu:
+        tensor = tensor.cpu()
+    if tensor.dtype is torch.bfloat16:
+        tensor = tensor.view(torch.uint16)
+    return tensor.numpy()
+
+
+def flatten(
+    data: TensorDictBase, *, all_dims: bool, single: bool = False, skip: frozenset[str] = frozenset()
+) -> Batch:
+    """Return a TensorDict's leaves as columns.
+
+    Args:
+        data: The batch.
+        all_dims: Make rows of all batch dims (time is the dim named "time", else the last; each place
+            along the others is a lane), not of the first only.
+        single: The TensorDict is one row.
+        skip: Root keys to leave out.
+
+    Raises:
+        SchemaError: It is no TensorDict, has no batch dim, or a leaf is no tensor of a known dtype.
+    """
+    if not isinstance(data, TensorDictBase):
+        raise SchemaError(f"expected a TensorDict, got {type(data).__name__}", hint="wrap it in TensorDict")
+    shape = tuple(data.batch_size)
+    if single:
+        if all_dims and shape:
+            raise SchemaError(
+                f"add() takes one transition, got batch size {list(shape)}", hint="use extend()"
+            )
+        dims, count = 0, 1
+    elif not shape:
+        raise SchemaError("extend() takes a batch, got a TensorDict without batch dims", hint="use add()")
+    else:
+        dims = len(shape) if all_dims else 1
+        count = int(np.prod(shape[:dims]))
+    leaves: list[tuple[Key, torch.Tensor]] = []
+    _leaves(data, (), skip, leaves)
+    keys, dtypes, arrays = [], [], []
+    for key, tensor in leaves:
+        name = _NAMES.get(tensor.dtype)
+        if name is None:
+            raise SchemaError(f"field {key_name(key)!r} has dtype {tensor.dtype}, which cannot be stored")
+        array = _to_numpy(tensor)
+        if dims != 1:
+            array = array.reshape(count, *array.shape[dims:])
+        keys.append(key)
+        dtypes.append(name)
+        arrays.append(array)
+    lanes, lane_count = _lanes(data, shape) if dims > 1 else (None, 1)
+    return Batch(keys, dtypes, arrays, count, lanes, lane_count)
+
+
+def _lanes(data: TensorDictBase, shape: tuple[int, ...]) -> tuple[IntArray, int]:
+    names = data.names if data._has_names() else []
+    time = names.index("time") if "time" in names else len(shape) - 1
+    others = [1 if dim == time else size for dim, size in enumerate(shape)]
+    count = int(np.prod(others))
+    lanes = np.broadcast_to(np.arange(count).reshape(others), shape).reshape(-1)
+    return lanes, count
+
+
+def steps_of(schema: Schema, keys: Keys, columns: Sequence[Array], batch: Batch) -> Steps:
+    """Return what a batch's rows are in the eyes of their collector.
+
+    Args:
+        schema: Of the store.
+        keys: Which fields say it.
+        columns: In the schema's order.
+        batch: Where the columns come from.
+    """
+
+    def column(key: Key | None) -> Any:
+        return None if key is None else columns[schema.place(key)].reshape(batch.count)
+
+    terminated, truncated, done = column(keys.terminated), column(keys.truncated), column(keys.done)
+    if terminated is not None:
+        terminated = terminated.astype(bool, copy=False)
+    if truncated is not None:
+        truncated = truncated.astype(bool, copy=False)
+    if done is not None:
+        done = done.astype(bool, copy=False)
+        # "done" alone does not say why; where it goes beyond the others the episode is over.
+        known = [flags for flags in (terminated, truncated) if flags is not None]
+        rest = done if not known else done & ~np.logical_or.reduce(known)
+        terminated = rest if terminated is None else terminated | rest
+    starts = column(keys.start)
+    if starts is not None:
+        starts = starts == 0 if keys.start == ("step_count",) else starts.astype(bool, copy=False)
+    trajectories = column(keys.trajectory)
+    rewards = column(keys.reward)
+    return Steps(
+        count=batch.count,
+        lanes=batch.lanes,
+        lane_count=batch.lane_count,
+        trajectories=None if trajectories is None else trajectories.astype(np.int64, copy=False),
+        terminated=terminated,
+        truncated=truncated,
+        starts=starts,
+        rewards=rewards if rewards is not None and rewards.dtype.kind in "fiub" else None,
+    )
+
+
+class Builder:
+    """Make TensorDicts of one schema.
+
+    Args:
+        schema: The fields.
+    """
+
+    def __init__(self, schema: Schema) -> None:
+        groups: dict[Key, int] = {(): 0}
+        self._parents: list[tuple[int, str]] = []  # of each group but the root: its parent and name
+        self._leaves: list[tuple[int, str, bool]] = []  # of each field: its group, name, bfloat16
+        for entry in schema.fields:
+            for depth in range(1, len(entry.key)):
+                path = entry.key[:depth]
+                if path not in groups:
+                    groups[path] = len(groups)
+                    self._parents.append((groups[path[:-1]], path[-1]))
+            self._leaves.append((groups[entry.key[:-1]], entry.key[-1], entry.dtype == "bfloat16"))
+
+    def build(
+        self,
+        columns: Iterable[Array],
+        size: torch.Size,
+        root: dict[str, torch.Tensor],
+        *,
+        first_row: bool = False,
+    ) -> TensorDict:
+        """Return columns as a TensorDict that owns them.
+
+        Args:
+            columns: In the schema's order. Shapes `(n, *row shape)`.
+            size: Its batch size.
+            root: More tensors for its root.
+            first_row: Take the first row only, without its dim.
+        """
+        groups: list[dict[str, Any]] = [{} for _ in range(len(self._parents) + 1)]
+        for (group, name, bits), column in zip(self._leaves, columns, strict=True):
+            tensor = torch.from_numpy(column)
+            if bits:
+                tensor = tensor.view(torch.bfloat16)
+            groups[group][name] = tensor[0] if first_row else tensor
+        groups[0].update(root)
+        # Backwards: a group comes after its parent. Nothing is left to validate, which would cost more
+        # than reading the rows.
+        for number in range(len(self._parents), 0, -1):
+            parent, name = self._parents[number - 1]
+            groups[parent][name] = TensorDict._new_unsafe(groups[number], size, device=None)
+        batch: TensorDict = TensorDict._new_unsafe(groups[0], size, device=None)
+        return batch

@@ -1,0 +1,470 @@
+"""The replay buffers: storage, sampler and writer put together, TensorDicts in and out.
+
+What users hold. The two data paths, `extend` and `sample`, read from top to bottom here; everything
+they call is in the layers below.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import count
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+import numpy as np
+import torch
+from tensordict import TensorDictBase
+
+from expstore.batches import Batch, Builder, flatten, steps_of
+from expstore.errors import NotFoundError, NotReadyError, SchemaError, StateError
+from expstore.samplers.base import Sampler, draw_generator
+from expstore.samplers.random import RandomSampler
+from expstore.schema import Schema
+from expstore.storages.base import Storage, describe
+from expstore.storages.catalog import Catalog
+from expstore.storages.memory import MemoryStorage
+from expstore.types import Array, IntArray, Key, Selection, key_name, to_key
+from expstore.writers import RoundRobinWriter, Writer
+
+if TYPE_CHECKING:
+    from expstore.index import Result
+
+__all__ = ["ReplayBuffer", "TensorDictReplayBuffer"]
+
+Index = int | slice | Sequence[int] | Array | torch.Tensor
+_Placed = TypeVar("_Placed", TensorDictBase, torch.Tensor)
+_PATIENCE = 3  # draws that may meet overwritten rows before the writer is asked to wait
+
+
+class ReplayBuffer:
+    """Store transitions and sample batches of them.
+
+    Threads: any number may sample while one writes; writers wait for one another. Processes: one
+    writer per store; a forked child cannot write. Crashes: as the storage promises; on disk an `extend`
+    that returned survives the process, a `flush` that returned survives the machine.
+
+    Args:
+        storage: Where rows are kept; `MemoryStorage(1000)` by default.
+        sampler: What makes up a batch; uniform by default.
+        writer: Where rows go; in a ring the newest replace the oldest by default.
+        batch_size: Of `sample` and iteration; may be given to `sample` instead.
+        device: Where batches are handed out; None: CPU.
+
+    Example:
+        >>> rb = ReplayBuffer(storage=MemoryStorage(1000), batch_size=2)
+        >>> rb.extend(TensorDict({"observation": torch.zeros(5, 3)}, [5]))
+        tensor([0, 1, 2, 3, 4])
+        >>> rb.sample()["observation"].shape
+        torch.Size([2, 3])
+    """
+
+    #: Root keys that samples carry beside the fields; not taken in again by `extend`.
+    _own_keys: frozenset[str] = frozenset()
+
+    def __init__(
+        self,
+        *,
+        storage: Storage | None = None,
+        sampler: Sampler | None = None,
+        writer: Writer | None = None,
+        batch_size: int | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        if batch_size is not None and batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+        self._storage = MemoryStorage(1000) if storage is None else storage
+        self._sampler = RandomSampler() if sampler is None else sampler
+        self._writer = RoundRobinWriter() if writer is None else writer
+        self._batch_size = batch_size
+        self._device = None if device is None else torch.device(device)
+        self._catalog = Catalog(self._storage)
+        self._storage.use_catalog(self._catalog)
+        self._builder = None if self._storage.schema is None else Builder(self._storage.schema)
+
+    # -- the two data paths ----------------------------------------------------------------------
+
+    def extend(
+        self, data: TensorDictBase, *, source: str | None = None, return_ids: bool = False
+    ) -> torch.Tensor:
+        """Append a batch of rows, all of them or none.
+
+        Rows with trajectory id -1 or `("collector", "mask")` False are dropped.
+
+        Args:
+            data: Rows. For stores made by `expstore.open` all batch dims are rows, time is the dim
+                named "time", else the last, and each place along the others is a stream of its own.
+                Elsewhere only the first batch dim counts.
+            source: Name of the stream of experience; a named one continues its open episodes after a
+                restart. None: this handle's own.
+            return_ids: Return ids, which are never used again, instead of indices.
+
+        Returns:
+            Index, or id, of each row; -1 for dropped rows. Shape `(n,)`, int64.
+
+        Raises:
+            SchemaError: The batch does not fit the store.
+            StateError: The store is closed or cannot be written.
+            StorageError: The disk failed; nothing was added.
+        """
+        return self._append(
+            flatten(data, all_dims=self._storage.flatten, skip=self._own_keys), source, return_ids
+        )
+
+    def _append(self, batch: Batch, source: str | None, return_ids: bool) -> torch.Tensor:
+        storage = self._storage
+        with storage.lock:
+            storage.check_writable()
+            batch, kept = self._take_in(batch)
+            if batch.count == 0:
+                return torch.full((0 if kept is None else kept.size,), -1, dtype=torch.int64)
+            schema = storage.require_schema()
+            columns = schema.arrange(batch.keys, batch.dtypes, batch.arrays)
+            steps = steps_of(schema, storage.keys, columns, batch)
+            rows = self._writer.place(storage, columns, steps, source=source)
+            storage.write(rows)
+            self._sampler.on_write(rows)
+        numbers = rows.ids if return_ids else storage.index_of(rows.ids)
+        if kept is not None:
+            numbers = _spread(numbers, kept)
+        return torch.from_numpy(numbers)
+
+    def sample(self, batch_size: int | None = None) -> TensorDictBase:
+        """Draw a batch.
+
+        Draw number k is the same whatever happened before it, so a restart goes on with the batches
+        that would have come.
+
+        Args:
+            batch_size: How many rows; None: the buffer's.
+
+        Returns:
+            A TensorDict that owns its memory, batch size `[batch_size]`.
+
+        Raises:
+            NotReadyError: The store is empty.
+        """
+        return self._hand_out(*self._draw(self._wanted(batch_size)))
+
+    def _draw(self, size: int) -> tuple[Selection, list[Array]]:
+        storage = self._storage
+        if storage.closed:
+            raise StateError("the store is closed", hint="open it again with expstore.open()")
+        if not len(storage):
+            raise NotReadyError("Cannot sample from an empty storage", hint="extend() it first")
+        draw = storage.next_draw()
+        for redraw in count():
+            if redraw == _PATIENCE:
+                storage.lock.acquire()
+            try:
+                generator = draw_generator(storage.seed, draw, redraw)
+                selection = self._sampler.sample(storage, size, generator)
+                columns = storage.read(selection.ids)
+                if storage.intact(selection.ids):
+                    return selection, columns
+                storage.counters.redraws += 1
+            finally:
+                if redraw == _PATIENCE:
+                    storage.lock.release()
+        raise StateError("unreachable")  # with the lock held nothing is overwritten
+
+    def _hand_out(self, selection: Selection, columns: list[Array]) -> TensorDictBase:
+        size = torch.Size((selection.ids.size,))
+        return self._placed(self._build().build(columns, size, self._root(selection)))
+
+    def _root(self, selection: Selection) -> dict[str, torch.Tensor]:
+        """Return what a sample carries beside the fields."""
+        return {}
+
+    # -- single rows -----------------------------------------------------------------------------
+
+    def add(self, data: TensorDictBase, *, source: str | None = None) -> int:
+        """Append one row; return its index, or -1 if it is dropped.
+
+        Args:
+            data: One row: a TensorDict without batch dims.
+            source: As in `extend`.
+        """
+        batch = flatten(data, all_dims=self._storage.flatten, single=True, skip=self._own_keys)
+        return int(self._append(batch, source, False)[0])
+
+    def __len__(self) -> int:
+        return len(self._storage)
+
+    def __getitem__(self, index: Index | str | tuple[str, ...]) -> Any:
+        """Read rows by index, or one field of all rows by key."""
+        storage = self._storage
+        if isinstance(index, (str, tuple)):
+            return self._field(to_key(index))
+        ids = self._ids(index)
+        columns = storage.read(ids)
+        if not storage.intact(ids):
+            with storage.lock:
+                ids = self._ids(index)
+                columns = storage.read(ids)
+        single = isinstance(index, int)
+        size = torch.Size(() if single else (ids.size,))
+        return self._placed(self._build().build(columns, size, {}, first_row=single))
+
+    def _field(self, key: Key) -> Any:
+        storage = self._storage
+        if storage.schema is not None and key in storage.schema:
+            ids = self._ids(slice(None))
+            column = storage.read(ids, [storage.place_of(key)])[0]
+            tensor = torch.from_numpy(column)
+            return self._placed(
+                tensor.view(torch.bfloat16) if storage.schema[key].dtype == "bfloat16" else tensor
+            )
+        batch = self[:]
+        if key not in batch.keys(include_nested=True):
+            raise NotFoundError(f"no field {key_name(key)!r}", hint=f"the store has {storage.schema!r}")
+        return batch[key]
+
+    def __setitem__(self, index: Index, data: TensorDictBase) -> None:
+        """Replace rows by index; neither length nor episodes change.
+
+        On disk the change is there as a whole or not at all after any crash.
+        """
+        storage = self._storage
+        with storage.lock:
+            storage.check_writable()
+            ids = self._ids(index)
+            single = isinstance(index, int)
+            batch = flatten(data, all_dims=storage.flatten, single=single, skip=self._own_keys)
+            if batch.count != ids.size:
+                raise SchemaError(f"{ids.size} rows are to be replaced by {batch.count}")
+            schema = storage.require_schema()
+            columns = schema.arrange(batch.keys, batch.dtypes, batch.arrays)
+            if ids.size > 1:
+                # Of a row given twice the last value counts.
+                ids, last = np.unique(ids[::-1], return_index=True)
+                columns = [column[::-1][last] for column in columns]
+            storage.change(ids, range(len(columns)), columns)
+
+    def _ids(self, index: Index) -> IntArray:
+        storage = self._storage
+        if isinstance(index, slice):
+            window = storage.window
+            ids = np.arange(window.low + 1, window.last + 1)
+            ordered: IntArray = ids[np.argsort(storage.index_of(ids), kind="stable")]
+            return ordered[index]
+        numbers = np.asarray(index.cpu() if isinstance(index, torch.Tensor) else index)
+        if numbers.dtype == np.bool_:
+            if numbers.shape != (len(storage),):
+                raise NotFoundError(f"the mask has shape {numbers.shape}, the store {len(storage)} rows")
+            return self._ids(slice(None))[numbers]
+        if numbers.size and numbers.dtype.kind not in "iu":
+            raise TypeError(f"rows are found by integers, not {numbers.dtype}")
+        numbers = numbers.reshape(-1).astype(np.int64)
+        return storage.ids_at(np.where(numbers < 0, numbers + len(storage), numbers))
+
+    def __iter__(self) -> Iterator[TensorDictBase]:
+        """Yield batches without end."""
+        while True:
+            yield self.sample()
+
+    def update_priority(self, index: Any = None, priority: Any = None, *, id: Any = None) -> int:
+        """Set the priorities of rows that are still there.
+
+        By id, a row that has left since it was sampled is skipped, never another one changed.
+
+        Args:
+            index: Which rows, by index. Shape `(n,)`; or give `id`.
+            priority: Finite, not negative; one for all or one each. Shape `()` or `(n,)`.
+            id: Which rows, by id. Shape `(n,)`.
+
+        Returns:
+            How many were set.
+
+        Raises:
+            PriorityError: A priority is negative, NaN or infinite; none was set.
+        """
+        if (index is None) == (id is None) or priority is None:
+            raise TypeError("update_priority takes a priority and either index or id")
+        numbers = np.atleast_1d(_to_array(index if id is None else id)).reshape(-1).astype(np.int64)
+        values = _to_array(priority).astype(np.float64)
+        if values.size not in (1, numbers.size):
+            raise SchemaError(f"{numbers.size} rows are given {values.size} priorities")
+        values = np.broadcast_to(values.reshape(-1), numbers.shape)
+        with self._storage.lock:
+            ids = numbers if id is not None else self._storage.ids_at(numbers)
+            return self._storage.set_priorities(ids, values)
+
+    # -- the whole store -------------------------------------------------------------------------
+
+    def empty(self) -> None:
+        """Forget all rows; ids and episode ids go on, indices begin at 0 in a ring."""
+        self._storage.clear()
+
+    def flush(self) -> None:
+        """Bring everything to the disk: rows, priorities and the number of the next draw.
+
+        Raises:
+            StorageError: The disk failed; the store must be opened again.
+        """
+        self._storage.check_writable()
+        self._storage.sync()
+
+    def close(self) -> None:
+        """Flush, bring the index up to date for other programs, let others open the store."""
+        if self._storage.closed:
+            return
+        try:
+            if self._storage.can_write:
+                self._catalog.close()
+        finally:
+            self._storage.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def sql(self, query: str, params: Sequence[object] | Mapping[str, object] | None = None) -> Result:
+        """Run one read-only SELECT over transitions, episodes, fragments, sources, priorities, commits.
+
+        You read your own writes. Nested keys are written as in `next.reward`.
+
+        Args:
+            query: The statement.
+            params: Values for `?` (a sequence) or `$name` (a mapping).
+
+        Returns:
+            The rows: `df()`, `arrow()`, `pl()`, `fetchall()`, `to_parquet(file)`.
+
+        Raises:
+            QueryError: It is not one SELECT, or DuckDB refuses it.
+        """
+        return self._catalog.query(query, params)
+
+    def stats(self) -> dict[str, Any]:
+        """Return facts about the buffer that JSON can keep."""
+        return describe(self._storage) | self._storage.more_stats() | {"batch_size": self._batch_size}
+
+    @property
+    def storage(self) -> Storage:
+        """Where the rows are."""
+        return self._storage
+
+    @property
+    def schema(self) -> Schema | None:
+        """The fields; None before the first rows."""
+        return self._storage.schema
+
+    @property
+    def batch_size(self) -> int | None:
+        """Rows per batch, unless `sample` is told otherwise."""
+        return self._batch_size
+
+    @property
+    def write_count(self) -> int:
+        """How many rows were ever written."""
+        return self._storage.write_count
+
+    @property
+    def meta(self) -> dict[str, Any]:
+        """The user's own facts, given when the store was made."""
+        return self._storage.meta()
+
+    @property
+    def recovered(self) -> str | None:
+        """One line that says what opening recovered after an unclean stop; None otherwise."""
+        return self._storage.counters.recovered
+
+    def __repr__(self) -> str:
+        storage = self._storage
+        room = "unbounded" if storage.capacity is None else f"capacity {storage.capacity}"
+        return f"{type(self).__name__}({storage.kind}, {len(storage)} rows, {room}, {self._sampler!r})"
+
+    # -- helpers ---------------------------------------------------------------------------------
+
+    def _take_in(self, batch: Batch) -> tuple[Batch, Array | None]:
+        """Fix the schema with the first rows; drop rows that are no transitions."""
+        storage = self._storage
+        if storage.schema is None and batch.count:
+            schema = Schema.infer(batch.signature())
+            keys = storage.resolve_keys(schema)
+            storage.prepare(schema, keys)
+            self._builder = Builder(schema)
+        keys = storage.keys
+        if keys.mask is None and keys.trajectory is None:
+            return batch, None
+        keep = np.ones(batch.count, bool)
+        for key, wanted in ((keys.mask, None), (keys.trajectory, -1)):
+            if key is not None and key in batch.keys:
+                column = batch.arrays[batch.keys.index(key)]
+                if column.size == batch.count:
+                    values = column.reshape(batch.count)
+                    keep &= values.astype(bool) if wanted is None else values != wanted
+        return (batch, None) if keep.all() else (batch.keep(keep), keep)
+
+    def _wanted(self, batch_size: int | None) -> int:
+        size = self._batch_size if batch_size is None else batch_size
+        if size is None:
+            raise ValueError("batch_size not specified; give it to sample() or to the buffer")
+        if size < 1:
+            raise ValueError(f"batch_size must be at least 1, got {size}")
+        return int(size)
+
+    def _build(self) -> Builder:
+        if self._builder is None:
+            self._builder = Builder(self._storage.require_schema())
+        return self._builder
+
+    def _placed(self, batch: _Placed) -> _Placed:
+        return batch if self._device is None else batch.to(self._device)
+
+
+class TensorDictReplayBuffer(ReplayBuffer):
+    """Store transitions and sample batches that say which rows they are.
+
+    Samples carry `index` at the root, and `id` where `with_ids` is set; `extend` leaves these keys out.
+    Threads, processes and crashes as `ReplayBuffer`.
+
+    Args:
+        priority_key: Where `update_tensordict_priority` finds priorities.
+        with_ids: Write `id` into samples; `expstore.open` does.
+        storage: As `ReplayBuffer`, and so are the others.
+        sampler: See there.
+        writer: See there.
+        batch_size: See there.
+        device: See there.
+    """
+
+    _own_keys = frozenset({"index", "id", "priority_weight"})
+
+    def __init__(self, *, priority_key: str = "td_error", with_ids: bool = False, **keywords: Any) -> None:
+        super().__init__(**keywords)
+        self.priority_key = priority_key
+        self._with_ids = with_ids
+
+    def _root(self, selection: Selection) -> dict[str, torch.Tensor]:
+        root = {"index": torch.from_numpy(self._storage.index_of(selection.ids))}
+        if self._with_ids:
+            root["id"] = torch.from_numpy(selection.ids)
+        return root
+
+    def update_tensordict_priority(self, data: TensorDictBase) -> int:
+        """Set the priorities of a sample's rows from its `priority_key`; return how many were set.
+
+        Args:
+            data: A sample with `priority_key` added. Shape of that entry `(n,)` or `(n, 1)`.
+        """
+        key = to_key(self.priority_key)
+        priority = data.get(key)
+        if priority is None:
+            raise SchemaError(f"the sample has no {key_name(key)!r} to take priorities from")
+        if self._with_ids:
+            return self.update_priority(id=data["id"], priority=priority)
+        return self.update_priority(data["index"], priority)
+
+
+def _to_array(values: Any) -> Array:
+    if isinstance(values, torch.Tensor):
+        return values.detach().cpu().numpy()
+    return np.asarray(values)
+
+
+def _spread(numbers: IntArray, kept: Array) -> IntArray:
+    spread = np.full(kept.size, -1, np.int64)
+    spread[kept] = numbers
+    return spread

@@ -1,0 +1,217 @@
+"""What changed in a store since a position, and how the index's tables take it in.
+
+Made by storages, applied by the index. It knows tables and transactions, not files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import duckdb
+import numpy as np
+import pyarrow as pa
+
+from expstore.types import Array, IntArray
+
+__all__ = [
+    "Delta",
+    "Position",
+    "apply",
+    "last_position",
+    "read_meta",
+    "replace_meta",
+    "replace_priorities",
+    "rollback",
+]
+
+#: (generation, sequence) of a record in the journal.
+Position = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """Hold what changed in a store since a position; applying it twice does no harm.
+
+    Args:
+        position: The last record it covers.
+        last_id: The newest id that can be read.
+        low_id: Ids up to this one can no longer be read.
+        time: When it was made, in microseconds since 1970 (UTC).
+        sources: (number, name, whether the user named it, generation) of each new source.
+        episodes: Columns of equal length, one row per new or changed episode: `episode_id`, `source`,
+            `trajectory_id`, `start_time`, `end_time` (-1: still open), `length`, `last_id` (int64, times
+            in microseconds), `has_trajectory` (bool), `return` (float64), `status` (0 open,
+            1 terminated, 2 truncated, 3 cut) and `info` (objects: JSON text or None).
+        fragments: Columns of equal length, int64: `episode_id`, `first_step`, `length`, `first_id`,
+            `stride`; one row per new or longer fragment.
+        live: `episode_id` and `live_rows`, int64: episodes whose number of readable rows may have
+            changed.
+        complete: This is everything, and replaces what the index holds.
+    """
+
+    position: Position
+    last_id: int
+    low_id: int
+    time: int
+    sources: Sequence[tuple[int, str, bool, int]]
+    episodes: Mapping[str, Array]
+    fragments: Mapping[str, Array]
+    live: Mapping[str, Array]
+    complete: bool = False
+
+
+def apply(con: duckdb.DuckDBPyConnection, delta: Delta, *, empty: bool = False) -> None:
+    """Write a delta in one transaction.
+
+    Args:
+        con: A connection of which nobody else makes use, without a transaction.
+        delta: What changed.
+        empty: The tables are known to hold nothing.
+    """
+    live, rest = _live_rows(con, delta, empty)
+    con.register("new_sources", _source_table(delta))
+    con.register("new_episodes", _episode_table(delta, live))
+    con.register("new_fragments", _fragment_table(delta))
+    con.register("new_live", rest)
+    generation, sequence = delta.position
+    with transaction(con):
+        for statement in _INSERT if empty else (*_FORGET, *_INSERT):
+            con.execute(statement)
+        con.execute("DELETE FROM fragment_rows WHERE last_id <= ?", [delta.low_id])
+        con.execute("DELETE FROM commits WHERE generation = ? AND sequence = ?", [generation, sequence])
+        con.execute(
+            "INSERT INTO commits VALUES (?, ?, ?, ?, make_timestamp(?))",
+            [generation, sequence, delta.low_id, delta.last_id, delta.time],
+        )
+    for name in ("new_sources", "new_episodes", "new_fragments", "new_live"):
+        con.unregister(name)
+
+
+# DELETE and INSERT, not UPDATE: what still changes then stands together at the end of its table.
+_FORGET = (
+    "DELETE FROM sources USING new_sources AS n WHERE sources.number = n.number",
+    "DELETE FROM episode_rows USING new_episodes AS n WHERE episode_rows.episode_id = n.episode_id",
+    "DELETE FROM fragment_rows USING new_fragments AS n WHERE fragment_rows.first_id = n.first_id",
+    "UPDATE episode_rows SET live_rows = n.live_rows FROM new_live AS n "
+    "WHERE episode_rows.episode_id = n.episode_id",
+)
+_INSERT = (
+    "INSERT INTO sources SELECT * FROM new_sources",
+    "INSERT INTO episode_rows SELECT * FROM new_episodes",
+    "INSERT INTO fragment_rows SELECT * FROM new_fragments",
+)
+
+
+def last_position(con: duckdb.DuckDBPyConnection) -> Position:
+    """Return the position of the last commit, (0, 0) if there was none."""
+    found = con.execute(
+        "SELECT generation, sequence FROM commits ORDER BY generation DESC, sequence DESC LIMIT 1"
+    ).fetchall()
+    return (int(found[0][0]), int(found[0][1])) if found else (0, 0)
+
+
+def replace_priorities(con: duckdb.DuckDBPyConnection, ids: Array, priorities: Array) -> None:
+    """Let the table `priorities` hold these and nothing else."""
+    rows = {"id": np.asarray(ids, np.int64), "priority": np.asarray(priorities, np.float32)}
+    con.register("new_priorities", pa.table(rows))
+    with transaction(con):
+        con.execute("DELETE FROM priorities")
+        con.execute("INSERT INTO priorities SELECT id, priority FROM new_priorities")
+    con.unregister("new_priorities")
+
+
+def read_meta(con: duckdb.DuckDBPyConnection) -> dict[str, str]:
+    """Return what the table `meta` holds: keys and JSON texts."""
+    return dict(con.execute("SELECT key, value FROM meta").fetchall())
+
+
+def replace_meta(con: duckdb.DuckDBPyConnection, meta: Mapping[str, str]) -> None:
+    """Let the table `meta` hold these keys and JSON texts and nothing else."""
+    with transaction(con):
+        con.execute("DELETE FROM meta")
+        if meta:
+            con.executemany("INSERT INTO meta VALUES (?, ?)", [list(item) for item in meta.items()])
+
+
+@contextlib.contextmanager
+def transaction(con: duckdb.DuckDBPyConnection) -> Iterator[None]:
+    """Commit what is done inside, or none of it."""
+    con.begin()
+    try:
+        yield
+        con.commit()
+    except BaseException:
+        rollback(con)
+        raise
+
+
+def rollback(con: duckdb.DuckDBPyConnection) -> None:
+    """End a transaction if there is one; the failure before may have ended it already."""
+    with contextlib.suppress(duckdb.Error):
+        con.rollback()
+
+
+def _live_rows(con: duckdb.DuckDBPyConnection, delta: Delta, empty: bool) -> tuple[IntArray, pa.Table]:
+    """Return the live rows of the changed episodes, and those of the others as a table."""
+    ids = np.asarray(delta.episodes["episode_id"], np.int64)
+    said = np.asarray(delta.live["episode_id"], np.int64)
+    rows = np.asarray(delta.live["live_rows"], np.int64)
+    others = ~np.isin(said, ids)
+    rest = pa.table({"episode_id": said[others], "live_rows": rows[others]})
+    unsaid = ids[~np.isin(ids, said)]
+    if len(unsaid) and not empty:
+        # An episode that changed otherwise keeps its number.
+        con.register("unsaid", pa.table({"episode_id": unsaid}))
+        kept = con.sql(
+            "SELECT episode_id, live_rows FROM episode_rows SEMI JOIN unsaid USING (episode_id)"
+        ).to_arrow_table()
+        con.unregister("unsaid")
+        said = np.concatenate([kept["episode_id"].to_numpy(), said])
+        rows = np.concatenate([kept["live_rows"].to_numpy(), rows])
+    return _look_up(ids, said, rows), rest
+
+
+def _look_up(wanted: IntArray, keys: IntArray, values: IntArray) -> IntArray:
+    """Return the value of each wanted key (of equal keys the last one), 0 where there is none."""
+    if not len(keys):
+        return np.zeros(len(wanted), np.int64)
+    order = np.argsort(keys, kind="stable")
+    at = order[np.maximum(np.searchsorted(keys, wanted, side="right", sorter=order) - 1, 0)]
+    return np.where(keys[at] == wanted, values[at], 0)
+
+
+def _source_table(delta: Delta) -> pa.Table:
+    kinds = {"number": pa.int64(), "name": pa.string(), "named": pa.bool_(), "generation": pa.int64()}
+    columns = list(zip(*delta.sources, strict=True)) or [()] * len(kinds)
+    return pa.table({name: pa.array(c, kinds[name]) for name, c in zip(kinds, columns, strict=True)})
+
+
+def _episode_table(delta: Delta, live: IntArray) -> pa.Table:
+    given = {
+        name: column if name == "info" else np.asarray(column) for name, column in delta.episodes.items()
+    }
+    unnamed, still_open = ~given["has_trajectory"].astype(bool), given["end_time"] < 0
+    return pa.table(
+        {
+            "episode_id": pa.array(given["episode_id"], pa.int64()),
+            "source": pa.array(given["source"], pa.int64()),
+            "trajectory_id": pa.array(given["trajectory_id"], pa.int64(), mask=unnamed),
+            "start_time": pa.array(given["start_time"], pa.int64()).cast(pa.timestamp("us")),
+            "end_time": pa.array(given["end_time"], pa.int64(), mask=still_open).cast(pa.timestamp("us")),
+            "length": pa.array(given["length"], pa.int64()),
+            "return": pa.array(given["return"], pa.float64()),
+            "status": pa.array(given["status"], pa.uint8()),
+            "live_rows": live,
+            "last_id": pa.array(given["last_id"], pa.int64()),
+            "info": pa.array(list(given["info"]), pa.string()),
+        }
+    )
+
+
+def _fragment_table(delta: Delta) -> pa.Table:
+    names = ("episode_id", "first_step", "length", "first_id", "stride")
+    columns = {name: np.asarray(delta.fragments[name], np.int64) for name in names}
+    columns["last_id"] = columns["first_id"] + (columns["length"] - 1) * columns["stride"]
+    return pa.table(columns)

@@ -1,0 +1,93 @@
+"""`expstore.open`: a folder in, a replay buffer out.
+
+What most programs call first. It only puts settings together; everything else is done below.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from expstore.buffers import TensorDictReplayBuffer
+from expstore.samplers.base import Sampler
+from expstore.schema import Schema
+from expstore.storages.settings import Mode, Settings
+from expstore.storages.zarr import ZarrStorage
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["open"]
+
+
+def open(
+    path: str | Path,
+    *,
+    capacity: int | None = None,
+    mode: Mode = "a",
+    storage: Literal["zarr"] | None = None,
+    batch_size: int | None = None,
+    sampler: Sampler | None = None,
+    seed: int | None = None,
+    schema: Schema | None = None,
+    traj_key: str | tuple[str, ...] | None = None,
+    done_keys: Sequence[str | tuple[str, ...]] | None = None,
+    reward_key: str | tuple[str, ...] | None = None,
+    meta: dict[str, Any] | None = None,
+    device: torch.device | str | None = None,
+) -> TensorDictReplayBuffer:
+    """Open the store in a folder, or make one.
+
+    What is not given is as stored; what contradicts the store is an error. Opening after a crash
+    recovers by itself; `rb.recovered` says what.
+
+    Args:
+        path: The folder, by habit named `something.exp`.
+        capacity: Most readable rows; None for a new store: it grows without bound.
+        mode: "a" opens or makes, "x" only makes, "w" moves an old store aside (`.old-1`) and makes one.
+        storage: How rows are kept; "zarr".
+        batch_size: Of `sample` and iteration.
+        sampler: What makes up a batch; uniform by default.
+        seed: Key of all draws; a new store without one picks one and keeps it.
+        schema: The fields, if they are to be fixed before the first rows come.
+        traj_key: Field with the collector's trajectory ids; found by TorchRL's names by default.
+        done_keys: Fields that end an episode; found by TorchRL's names by default.
+        reward_key: Field that is summed up to an episode's return; ("next", "reward") by default.
+        meta: Your own facts, for a new store; what JSON can keep.
+        device: Where batches are handed out.
+
+    Returns:
+        A buffer that is open for writing. Close it, or use it in a `with` block.
+
+    Raises:
+        LockedError: Somebody else has it open for writing.
+        StateError: The folder is in the way, or a setting contradicts the store.
+        CorruptionError: The store is damaged.
+
+    Example:
+        >>> with expstore.open("runs/demo.exp", capacity=100_000, batch_size=256) as rb:
+        ...     rb.extend(batch)
+        ...     rb.sample()
+    """
+    settings = Settings(
+        mode=mode,
+        storage=storage,
+        seed=seed,
+        traj_key=traj_key,
+        done_keys=done_keys,
+        reward_key=reward_key,
+        meta=meta,
+        flatten=True,
+        schema=schema,
+    )
+    kept = ZarrStorage(path, capacity, settings=settings)
+    try:
+        if schema is not None and kept.schema is None:
+            kept.prepare(schema, kept.resolve_keys(schema))
+        return TensorDictReplayBuffer(
+            storage=kept, sampler=sampler, batch_size=batch_size, device=device, with_ids=True
+        )
+    except BaseException:
+        kept.close()
+        raise

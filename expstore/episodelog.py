@@ -1,0 +1,167 @@
+"""episodes.log: one entry when an episode ends, goes on or is annotated, and one per source.
+
+Used by storages; the index is rebuilt from it. Append-only, a checksum per entry, the last entry of an
+episode wins. It knows nothing of rows.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import google_crc32c
+
+from expstore.errors import CorruptionError
+from expstore.files import Disk, File
+
+__all__ = ["EpisodeLog", "LogEntry"]
+
+# length, crc32c, kind, status, flags, source | episode, trajectory, start, end | return, rows, last id,
+# sequence | generation, bytes of text; 8 bytes zero.
+_ENTRY = struct.Struct("<IIBBHiqqqqdqqqiI8x")
+_EPISODE, _SOURCE = 1, 2
+_HAS_TRAJECTORY = 1
+_NAMED = 2
+
+
+@dataclass(frozen=True, slots=True)
+class LogEntry:
+    """One entry: an episode's state at one moment, or the name of a source (`episode` 0 then).
+
+    Args:
+        episode: Episode id.
+        source: Source number.
+        trajectory: The collector's trajectory id, or None.
+        start: First row's time, microseconds since 1970.
+        end: Last row's time.
+        ret: Sum of rewards.
+        length: How many rows the episode has had.
+        last_id: Id of its last row.
+        status: 0 open, 1 terminated, 2 truncated, 3 cut.
+        sequence: Of the journal record that it belongs to.
+        generation: The writer's.
+        text: Info as JSON, or a source's name.
+        named: Whether a user chose the source's name.
+    """
+
+    episode: int
+    source: int
+    trajectory: int | None = None
+    start: int = 0
+    end: int = 0
+    ret: float = 0.0
+    length: int = 0
+    last_id: int = 0
+    status: int = 0
+    sequence: int = 0
+    generation: int = 0
+    text: str = ""
+    named: bool = False
+
+    def pack(self) -> bytes:
+        """Return the entry as it stands in the file."""
+        text = self.text.encode()
+        text = text.ljust(-(-len(text) // 8) * 8)
+        flags = (_HAS_TRAJECTORY if self.trajectory is not None else 0) | (_NAMED if self.named else 0)
+        head = _ENTRY.pack(
+            _ENTRY.size + len(text),
+            0,
+            _EPISODE if self.episode else _SOURCE,
+            self.status,
+            flags,
+            self.source,
+            self.episode,
+            self.trajectory or 0,
+            self.start,
+            self.end,
+            self.ret,
+            self.length,
+            self.last_id,
+            self.sequence,
+            self.generation,
+            len(text),
+        )
+        crc = google_crc32c.value(head[8:] + text)
+        return b"".join((head[:4], crc.to_bytes(4, "little"), head[8:], text))
+
+
+def _unpack(data: bytes, at: int) -> tuple[LogEntry, int] | None:
+    if at + _ENTRY.size > len(data):
+        return None
+    (size, crc, _kind, status, flags, source, episode, trajectory, start, end, ret, length, last_id) = (
+        _ENTRY.unpack_from(data, at)[:13]
+    )
+    sequence, generation, text_size = _ENTRY.unpack_from(data, at)[13:]
+    stop = at + size
+    if size != _ENTRY.size + text_size or stop > len(data):
+        return None
+    if google_crc32c.value(data[at + 8 : stop]) != crc:
+        return None
+    entry = LogEntry(
+        episode=episode,
+        source=source,
+        trajectory=trajectory if flags & _HAS_TRAJECTORY else None,
+        start=start,
+        end=end,
+        ret=ret,
+        length=length,
+        last_id=last_id,
+        status=status,
+        sequence=sequence,
+        generation=generation,
+        text=data[at + _ENTRY.size : stop].decode().rstrip(" "),
+        named=bool(flags & _NAMED),
+    )
+    return entry, stop
+
+
+class EpisodeLog:
+    """Append entries and read them back.
+
+    One writer; entries survive the process when `append` returned, and the machine after a sync.
+
+    Args:
+        disk: Where files are touched.
+        path: The file; made if it is missing.
+        length: Where the entries that count end; what follows is dropped.
+    """
+
+    def __init__(self, disk: Disk, path: Path, *, length: int) -> None:
+        self.file: File = disk.open(path, create=True)
+        size = self.file.size()
+        if size < length:
+            self.file.close()
+            raise CorruptionError(f"{path} has {size} bytes, the journal says {length}")
+        if size > length:
+            self.file.truncate(length)
+        self.length = length
+        self.dirty = False
+
+    def append(self, entries: Iterable[LogEntry]) -> None:
+        """Append entries."""
+        data = b"".join(entry.pack() for entry in entries)
+        if data:
+            self.file.write(data, self.length)
+            self.length += len(data)
+            self.dirty = True
+
+    def read(self) -> Iterator[LogEntry]:
+        """Return all entries in order.
+
+        Raises:
+            CorruptionError: An entry's checksum does not fit.
+        """
+        data = self.file.read(0, self.length)
+        at = 0
+        while at < len(data):
+            found = _unpack(data, at)
+            if found is None:
+                raise CorruptionError(f"{self.file.path} is damaged at byte {at}")
+            entry, at = found
+            yield entry
+
+    def close(self) -> None:
+        """Close the file."""
+        self.file.close()

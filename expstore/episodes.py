@@ -1,0 +1,572 @@
+"""Which episode, and which step of it, every row belongs to.
+
+Used by storages to number new rows and by the index to answer SQL. Works on (source, trajectory id), so
+interleaved workers, lanes and restarts come out right. It keeps no rows and touches no files.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from expstore.episodelog import LogEntry
+from expstore.types import Array, IntArray
+
+__all__ = ["STATUS", "Assignment", "Episode", "EpisodeTable", "Fragments", "Segment", "Steps"]
+
+OPEN, TERMINATED, TRUNCATED, CUT = range(4)
+#: Status number -> word in SQL.
+STATUS = ("open", "terminated", "truncated", "cut")
+
+NEW, HAS_TRAJECTORY = 1, 2
+
+BoolArray = NDArray[np.bool_]
+
+
+class Segment(NamedTuple):
+    """Describe rows of one batch that follow one another in one episode.
+
+    The rows are number `start`, `start + stride`, ... of the batch (`rows` of them); `status` is how the
+    last of them leaves the episode.
+    """
+
+    episode: int
+    trajectory: int
+    step: int
+    source: int
+    start: int
+    rows: int
+    stride: int
+    ret: float
+    status: int
+    flags: int
+
+    @property
+    def key(self) -> tuple[int, int | None]:
+        """What the episode is found by: source and trajectory id."""
+        return self.source, self.trajectory if self.flags & HAS_TRAJECTORY else None
+
+
+_SEGMENT = struct.Struct("<qqqiiiidBB6x")
+
+
+def pack_segments(segments: Iterable[Segment]) -> bytes:
+    """Return segments as a publish record keeps them (56 bytes each)."""
+    return b"".join([_SEGMENT.pack(*segment) for segment in segments])
+
+
+def unpack_segments(data: bytes) -> list[Segment]:
+    """Read what `pack_segments` returned."""
+    return [Segment(*values) for values in _SEGMENT.iter_unpack(data)]
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """Say what a batch's rows are in the eyes of their collector. Arrays have one entry per row.
+
+    Args:
+        count: How many rows.
+        lanes: Lane of each row, rows of a lane in time order; None: one lane.
+        lane_count: How many lanes.
+        trajectories: The collector's trajectory ids, or None.
+        terminated: Rows after which the episode is over.
+        truncated: Rows after which it was stopped from outside.
+        starts: Rows that begin an episode whatever came before.
+        rewards: What is summed up to the return.
+    """
+
+    count: int
+    lanes: IntArray | None = None
+    lane_count: int = 1
+    trajectories: IntArray | None = None
+    terminated: BoolArray | None = None
+    truncated: BoolArray | None = None
+    starts: BoolArray | None = None
+    rewards: Array | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """Hold what `EpisodeTable.assign` decided; nothing is changed yet.
+
+    Args:
+        segments: The batch cut into runs.
+        episodes: Episode id per row. Shape `(n,)`.
+        steps: Step per row. Shape `(n,)`.
+        sources: Sources that are new: (number, name, named).
+    """
+
+    segments: list[Segment]
+    episodes: IntArray
+    steps: IntArray
+    sources: list[tuple[int, str, bool]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Episode:
+    """Hold the running state of an episode; `fragment` is the number of its newest fragment."""
+
+    episode: int
+    source: int
+    trajectory: int | None
+    start: int
+    end: int = 0
+    ret: float = 0.0
+    length: int = 0
+    last_id: int = 0
+    status: int = OPEN
+    text: str = ""
+    fragment: int = -1
+
+    def entry(self, sequence: int, generation: int) -> LogEntry:
+        """Return the log entry of the present state."""
+        return LogEntry(
+            episode=self.episode,
+            source=self.source,
+            trajectory=self.trajectory,
+            start=self.start,
+            end=self.end,
+            ret=self.ret,
+            length=self.length,
+            last_id=self.last_id,
+            status=self.status,
+            sequence=sequence,
+            generation=generation,
+            text=self.text,
+        )
+
+
+class Fragments:
+    """Keep fragments (arithmetic runs of one episode's rows) in arrival order.
+
+    Columns are `episode, first_step, length, first_id, stride`, int64. Dead ones leave at the head.
+    """
+
+    COLUMNS = ("episode", "first_step", "length", "first_id", "stride")
+
+    def __init__(self) -> None:
+        self._data = np.zeros((5, 256), np.int64)
+        self._head = 0
+        self._tail = 0
+        self._popped = 0  # numbers stay valid when the head moves
+
+    @property
+    def rows(self) -> IntArray:
+        """The live columns. Shape `(5, fragments)`; a view."""
+        return self._data[:, self._head : self._tail]
+
+    def add(self, number: int, values: tuple[int, int, int, int, int]) -> int:
+        """Append a run, or lengthen fragment `number` (-1: none) if it goes on there; return its number."""
+        _, _, count, first, stride = values
+        place = number - self._popped
+        if number >= 0 and place >= self._head:
+            _, _, length, start, step = self._data[:, place].tolist()
+            if length == 1:
+                step = first - start
+            if first == start + length * step and (count == 1 or stride == step):
+                self._data[2, place] = length + count
+                self._data[4, place] = step
+                return number
+        if self._tail == self._data.shape[1]:
+            self._grow()
+        self._data[:, self._tail] = values
+        self._tail += 1
+        return self._popped + self._tail - 1
+
+    def fill(self, columns: IntArray) -> None:
+        """Take over whole columns in place of what is held."""
+        size = columns.shape[1]
+        self._popped += self._tail
+        self._data = np.zeros((5, max(256, 2 * size)), np.int64)
+        self._data[:, :size] = columns
+        self._head, self._tail = 0, size
+
+    def evict(self, low: int) -> IntArray:
+        """Drop fragments at the head whose rows all have ids <= `low`; return their episodes."""
+        alive = last_ids(self.rows) > low
+        dead = int(np.argmax(alive)) if alive.any() else alive.size
+        gone = self.rows[0, :dead].copy()
+        self._head += dead
+        return gone
+
+    def _grow(self) -> None:
+        live = self.rows
+        size = live.shape[1]
+        data = np.zeros((5, max(256, 2 * size)), np.int64)
+        data[:, :size] = live
+        self._popped += self._head
+        self._data, self._head, self._tail = data, 0, size
+
+
+def last_ids(fragments: IntArray) -> IntArray:
+    """Return the last id of each fragment. `fragments` has shape `(5, n)`."""
+    ids: IntArray = fragments[3] + (fragments[2] - 1) * fragments[4]
+    return ids
+
+
+def clip(fragments: IntArray, low: int) -> IntArray:
+    """Cut off the rows with ids <= `low`; fragments without any others are left out."""
+    gone = np.maximum(0, -(-(low + 1 - fragments[3]) // np.maximum(1, fragments[4])))
+    kept = fragments.copy()
+    kept[1] += gone
+    kept[2] -= gone
+    kept[3] += gone * fragments[4]
+    return kept[:, kept[2] > 0]
+
+
+class EpisodeTable:
+    """Number episodes and steps, and know which are open.
+
+    Not locked: the storage calls it under its lock. After a crash the storage makes it anew from a base
+    record, the publish records after it and the columns; `assign` is pure, so that a write that fails
+    leaves nothing behind.
+
+    Args:
+        generation: This opening's number; unnamed sources carry it in their names.
+    """
+
+    def __init__(self, *, generation: int = 0) -> None:
+        self.generation = generation
+        self.fragments = Fragments()
+        self.next_episode = 1
+        self.next_source = 1
+        self.named: dict[str, int] = {}
+        self._unnamed: dict[str, int] = {}
+        self._open: dict[tuple[int, int | None], Episode] = {}
+        self._changed: dict[int, LogEntry] = {}
+        self._faded: set[int] = set()
+        self._sources: list[LogEntry] = []
+
+    # -- numbering -------------------------------------------------------------------------------
+
+    def assign(self, steps: Steps, *, source: str | None) -> Assignment:
+        """Decide episode and step of every row of a batch, without changing anything.
+
+        Args:
+            steps: The batch.
+            source: The user's name for this stream; None: this handle's own.
+        """
+        numbers, new_sources = self._source_numbers(source, steps.lane_count)
+        if steps.count == 1:
+            pieces = [self._single(steps)]
+            order = None
+        else:
+            pieces, order = _cut(steps)
+        segments: list[Segment] = []
+        pending: dict[tuple[int, int | None], tuple[int, int, int] | None] = {}
+        next_episode = self.next_episode
+        for lane, trajectory, starts, row, count, stride, status, ret in pieces:
+            key = (numbers[lane], trajectory)
+            known = pending[key] if key in pending else self._continued(key)
+            flags = HAS_TRAJECTORY if trajectory is not None else 0
+            if known is None or starts:
+                known = (next_episode, 0, OPEN)
+                next_episode += 1
+                flags |= NEW
+            episode, step, _ = known
+            segments.append(
+                Segment(episode, trajectory or 0, step, numbers[lane], row, count, stride, ret, status, flags)
+            )
+            over = status == TERMINATED or (status == TRUNCATED and trajectory is None)
+            pending[key] = None if over else (episode, step + count, status)
+        episodes, step_of = _spread(segments, steps.count, order)
+        return Assignment(segments, episodes, step_of, new_sources)
+
+    def _continued(self, key: tuple[int, int | None]) -> tuple[int, int, int] | None:
+        episode = self._open.get(key)
+        return None if episode is None else (episode.episode, episode.length, episode.status)
+
+    def _source_numbers(
+        self, source: str | None, lanes: int
+    ) -> tuple[list[int], list[tuple[int, str, bool]]]:
+        known = self._unnamed if source is None else self.named
+        base = f"@{self.generation}" if source is None else source
+        numbers: list[int] = []
+        new: list[tuple[int, str, bool]] = []
+        for lane in range(lanes):
+            name = f"{base}/{lane}" if lane else base
+            number = known.get(name)
+            if number is None:
+                number = self.next_source + len(new)
+                new.append((number, name, source is not None))
+            numbers.append(number)
+        return numbers, new
+
+    @staticmethod
+    def _single(steps: Steps) -> tuple[int, int | None, bool, int, int, int, int, float]:
+        status = OPEN
+        if steps.terminated is not None and steps.terminated[0]:
+            status = TERMINATED
+        elif steps.truncated is not None and steps.truncated[0]:
+            status = TRUNCATED
+        return (
+            0 if steps.lanes is None else int(steps.lanes[0]),
+            None if steps.trajectories is None else int(steps.trajectories[0]),
+            steps.starts is not None and bool(steps.starts[0]),
+            0,
+            1,
+            1,
+            status,
+            0.0 if steps.rewards is None else float(steps.rewards[0]),
+        )
+
+    # -- taking over -----------------------------------------------------------------------------
+
+    def commit(
+        self,
+        segments: Iterable[Segment],
+        sources: Iterable[tuple[int, str, bool]],
+        *,
+        first_id: int,
+        time: int,
+        sequence: int,
+    ) -> list[LogEntry]:
+        """Take over what `assign` decided; return the log entries that it brings.
+
+        Args:
+            segments: As assigned.
+            sources: New sources: (number, name, named).
+            first_id: Id of the batch's first row.
+            time: Of the batch, microseconds since 1970.
+            sequence: Of its publish record.
+        """
+        entries = [self._add_source(*source) for source in sources]
+        for segment in segments:
+            entries += self._commit_segment(segment, first_id, time, sequence)
+        return entries
+
+    def _add_source(self, number: int, name: str, named: bool) -> LogEntry:
+        (self.named if named else self._unnamed)[name] = number
+        self.next_source = max(self.next_source, number + 1)
+        entry = LogEntry(episode=0, source=number, text=name, named=named, generation=self.generation)
+        self._sources.append(entry)
+        return entry
+
+    def _commit_segment(self, segment: Segment, first_id: int, time: int, sequence: int) -> list[LogEntry]:
+        key = segment.key
+        entries: list[LogEntry] = []
+        episode = self._open.get(key)
+        if segment.flags & NEW or episode is None:
+            if episode is not None and episode.status == OPEN:
+                episode.status = CUT  # begun anew without an end: a reset by hand
+                entries.append(self._note(episode, sequence))
+            episode = Episode(segment.episode, segment.source, key[1], start=time)
+            self._open[key] = episode
+            self.next_episode = max(self.next_episode, segment.episode + 1)
+        goes_on = episode.status == TRUNCATED
+        first = first_id + segment.start
+        episode.fragment = self.fragments.add(
+            episode.fragment, (episode.episode, segment.step, segment.rows, first, segment.stride)
+        )
+        episode.length += segment.rows
+        episode.ret += segment.ret
+        episode.end = time
+        episode.last_id = first + (segment.rows - 1) * segment.stride
+        episode.status = segment.status
+        entry = self._note(episode, sequence)
+        if segment.status != OPEN or goes_on:
+            entries.append(entry)
+        if segment.status == TERMINATED or (segment.status == TRUNCATED and key[1] is None):
+            del self._open[key]
+        return entries
+
+    def _note(self, episode: Episode, sequence: int) -> LogEntry:
+        entry = episode.entry(sequence, self.generation)
+        self._changed[episode.episode] = entry
+        return entry
+
+    def cut_unnamed(self, sequence: int) -> list[LogEntry]:
+        """End the open episodes of former handles, which nobody can go on with; return their entries."""
+        keep = set(self.named.values())
+        entries = []
+        for key, episode in list(self._open.items()):
+            if episode.source not in keep:
+                del self._open[key]
+                if episode.status == OPEN:
+                    episode.status = CUT
+                    entries.append(self._note(episode, sequence))
+        self._unnamed.clear()
+        return entries
+
+    def evict(self, low: int) -> None:
+        """Forget what only rows with ids <= `low` need."""
+        self._faded.update(self.fragments.evict(low).tolist())
+        for key, episode in list(self._open.items()):
+            if episode.status == TRUNCATED and episode.last_id <= low:
+                del self._open[key]
+
+    # -- keeping and finding again ---------------------------------------------------------------
+
+    def to_base(self) -> dict[str, Any]:
+        """Return what a base record keeps: all that columns and episodes.log do not say."""
+        keys = ("episode", "source", "trajectory", "start", "end", "ret", "length", "last_id", "status")
+        return {
+            "next_episode": self.next_episode,
+            "next_source": self.next_source,
+            "named": self.named,
+            "unnamed": self._unnamed,
+            "open": [{k: getattr(e, k) for k in keys} | {"text": e.text} for e in self._open.values()],
+        }
+
+    def load_base(self, data: Mapping[str, Any]) -> None:
+        """Take over what `to_base` returned."""
+        self.next_episode = int(data["next_episode"])
+        self.next_source = int(data["next_source"])
+        self.named = {str(name): int(number) for name, number in data["named"].items()}
+        self._unnamed = {str(name): int(number) for name, number in data["unnamed"].items()}
+        for values in data["open"]:
+            episode = Episode(**values)
+            self._open[episode.source, episode.trajectory] = episode
+
+    def load_rows(self, episodes: IntArray, steps: IntArray, *, first_id: int) -> None:
+        """Find the fragments of rows that stand in the columns.
+
+        Args:
+            episodes: Episode id per row, oldest first. Shape `(n,)`.
+            steps: Step per row. Shape `(n,)`.
+            first_id: Id of the first row.
+        """
+        self.fragments.fill(_find_fragments(episodes, steps, first_id))
+
+    # -- for the index ---------------------------------------------------------------------------
+
+    def open_entries(self) -> list[LogEntry]:
+        """Return the state of episodes that are not in the log in their present state."""
+        return [e.entry(0, self.generation) for e in self._open.values() if e.status == OPEN]
+
+    def changes(self, low: int) -> tuple[list[LogEntry], list[LogEntry], IntArray]:
+        """Return sources and episodes changed since `settle`, and the episodes whose live rows changed."""
+        clipped = self.fragments.rows[0, self.fragments.rows[3] <= low]
+        touched = self._faded.union(self._changed, clipped.tolist())
+        return list(self._sources), list(self._changed.values()), np.fromiter(touched, np.int64)
+
+    @property
+    def waiting(self) -> int:
+        """How many changed episodes the index lacks."""
+        return len(self._changed)
+
+    def settle(self) -> None:
+        """Note that the index has all changes so far."""
+        self._sources.clear()
+        self._changed.clear()
+        self._faded.clear()
+
+    def live_rows(self, episodes: IntArray, low: int) -> IntArray:
+        """Count the readable rows of episodes. Shapes `(n,)` in and out."""
+        kept = clip(self.fragments.rows, low)
+        names, places = np.unique(kept[0], return_inverse=True)
+        counts = np.bincount(places, weights=kept[2], minlength=names.size).astype(np.int64)
+        at = np.minimum(np.searchsorted(names, episodes), max(0, names.size - 1))
+        if not names.size:
+            return np.zeros(episodes.size, np.int64)
+        return np.where(names[at] == episodes, counts[at], 0)
+
+
+_Piece = tuple[int, int | None, bool, int, int, int, int, float]
+
+
+def _cut(steps: Steps) -> tuple[list[_Piece], IntArray | None]:
+    """Cut a batch into runs: (lane, trajectory, starts, row, count, stride, status, return)."""
+    n = steps.count
+    order = None
+    if steps.lanes is not None and steps.lane_count > 1 and (np.diff(steps.lanes) < 0).any():
+        order = np.argsort(steps.lanes, kind="stable")
+
+    def of(values: Any) -> Any:
+        return values if order is None or values is None else values[order]
+
+    lanes, trajectories = of(steps.lanes), of(steps.trajectories)
+    terminated, truncated, starts = of(steps.terminated), of(steps.truncated), of(steps.starts)
+    cut = np.zeros(n, bool)
+    cut[0] = True
+    for ends in (terminated, truncated):
+        if ends is not None:
+            cut[1:] |= ends[:-1]
+    for names in (lanes, trajectories):
+        if names is not None:
+            cut[1:] |= names[1:] != names[:-1]
+    if starts is not None:
+        cut |= starts
+    if order is not None:
+        _cut_uneven(cut, order)
+    first = np.flatnonzero(cut)
+    last = np.append(first[1:], n) - 1
+    status = np.zeros(first.size, np.int64)
+    if truncated is not None:
+        status[truncated[last]] = TRUNCATED
+    if terminated is not None:
+        status[terminated[last]] = TERMINATED
+    rewards = of(steps.rewards)
+    returns = (
+        np.add.reduceat(rewards, first, dtype=np.float64) if rewards is not None else np.zeros(first.size)
+    )
+    row = first if order is None else order[first]
+    stride = np.ones(first.size, np.int64)
+    if order is not None:
+        many = last > first
+        stride[many] = order[first[many] + 1] - order[first[many]]
+    pieces: Iterable[Any] = zip(
+        [0] * first.size if lanes is None else lanes[first].tolist(),
+        [None] * first.size if trajectories is None else trajectories[first].tolist(),
+        [False] * first.size if starts is None else starts[first].tolist(),
+        row.tolist(),
+        (last - first + 1).tolist(),
+        stride.tolist(),
+        status.tolist(),
+        returns.tolist(),
+        strict=True,
+    )
+    return list(pieces), order
+
+
+def _cut_uneven(cut: BoolArray, order: IntArray) -> None:
+    """Cut runs whose rows are not evenly spaced in the batch (rows between were dropped)."""
+    gaps = np.diff(order)
+    uneven = np.flatnonzero(~cut[1:-1] & ~cut[2:] & (gaps[1:] != gaps[:-1])) + 2
+    for place in uneven.tolist():
+        # Unless a cut just before has already begun a new run here.
+        if not cut[place - 1]:
+            cut[place] = True
+
+
+def _spread(segments: list[Segment], n: int, order: IntArray | None) -> tuple[IntArray, IntArray]:
+    if len(segments) == 1 and order is None:
+        only = segments[0]
+        return np.full(n, only.episode, np.int64), np.arange(only.step, only.step + n, dtype=np.int64)
+    counts = np.array([s.rows for s in segments])
+    episodes = np.repeat(np.array([s.episode for s in segments], np.int64), counts)
+    starts = np.array([s.step for s in segments], np.int64)
+    before = np.cumsum(counts) - counts
+    steps = np.arange(n, dtype=np.int64) + np.repeat(starts - before, counts)
+    if order is None:
+        return episodes, steps
+    spread = np.empty((2, n), np.int64)
+    spread[0, order], spread[1, order] = episodes, steps
+    return spread[0], spread[1]
+
+
+def _find_fragments(episodes: IntArray, steps: IntArray, first_id: int) -> IntArray:
+    n = episodes.size
+    if n == 0:
+        return np.zeros((5, 0), np.int64)
+    ids = np.arange(first_id, first_id + n, dtype=np.int64)
+    cut = np.ones(n, bool)
+    cut[1:] = (episodes[1:] != episodes[:-1]) | (steps[1:] != steps[:-1] + 1)
+    if np.count_nonzero(cut) > n // 4:  # interleaved lanes: look along each episode instead
+        order = np.lexsort((steps, episodes))
+        episodes, steps, ids = episodes[order], steps[order], ids[order]
+        cut[1:] = (episodes[1:] != episodes[:-1]) | (steps[1:] != steps[:-1] + 1)
+        gaps = np.diff(ids)
+        cut[2:] |= ~cut[1:-1] & (gaps[1:] != gaps[:-1])
+    first = np.flatnonzero(cut)
+    counts = np.diff(np.append(first, n))
+    stride = np.ones(first.size, np.int64)
+    many = counts > 1
+    stride[many] = ids[first[many] + 1] - ids[first[many]]
+    found = np.stack([episodes[first], steps[first], counts, ids[first], stride])
+    return found[:, np.argsort(found[3], kind="stable")]

@@ -1,0 +1,420 @@
+"""The only module that touches files: open, pwrite, sync, rename, unlink, allocate, map, lock.
+
+Used by everything that keeps bytes on disk; tests put a `Disk` of their own in its place to stop or
+fail the N-th act. It knows nothing of stores, records or rows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import hashlib
+import mmap
+import os
+import shutil
+import sys
+import time
+import weakref
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from expstore.errors import StorageError
+
+__all__ = ["AddressRange", "Disk", "File"]
+
+#: Above this many bytes a write gives the GIL away: the copy then takes longer than a thread switch.
+KEEP_GIL_BYTES = 256 * 1024
+
+_PROT_READ = 1
+_MAP_SHARED, _MAP_PRIVATE, _MAP_FIXED = 0x01, 0x02, 0x10
+_MAP_NORESERVE = 0x40 if sys.platform == "darwin" else 0x4000
+_F_FULLFSYNC = 51  # macOS: fsync alone leaves data in the drive's cache
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_mmap = _libc.mmap
+_mmap.restype = ctypes.c_void_p
+_mmap.argtypes = [
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_longlong,
+]
+_munmap = _libc.munmap
+_munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+
+# PyDLL keeps the GIL: beside a busy Python thread each os.pwrite would wait 5 ms to get it back.
+_pwrite = ctypes.PyDLL(None, use_errno=True).pwrite
+_pwrite.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_longlong]
+_pwrite.restype = ctypes.c_ssize_t
+
+
+def _sync_data(fd: int) -> None:
+    if sys.platform == "darwin":
+        fcntl.fcntl(fd, _F_FULLFSYNC)
+    else:
+        os.fdatasync(fd)
+
+
+def _failed(act: str, path: Path, exc: OSError) -> StorageError:
+    kind = {errno.ENOSPC: "disk_full", errno.EDQUOT: "disk_full"}.get(exc.errno or 0, "storage")
+    hint = "free space on this disk, then try again" if kind == "disk_full" else ""
+    error = StorageError(f"cannot {act} {path}: {exc.strerror or exc}", kind=kind, hint=hint)
+    error.errno = exc.errno
+    return error
+
+
+class File:
+    """Hold one open file.
+
+    Threads may write disjoint ranges at once. After a fork the child shares the descriptor; the owner
+    of the file decides what a child may do.
+    """
+
+    def __init__(self, disk: Disk, path: Path, fd: int) -> None:
+        self.disk = disk
+        self.path = path
+        self.fd = fd
+
+    def write(self, data: bytes | NDArray[Any], offset: int) -> None:
+        """Write all of `data` at `offset`; C-contiguous arrays are written as they lie."""
+        self.disk.gate("write", self.path)
+        size = len(data) if isinstance(data, bytes) else data.nbytes
+        address: Any = data if isinstance(data, bytes) else data.ctypes.data
+        if size <= KEEP_GIL_BYTES and _pwrite(self.fd, address, size, offset) == size:
+            return
+        self.write_rest(data, offset)
+
+    def write_rest(self, data: bytes | NDArray[Any], offset: int) -> None:
+        """Write all of `data` at `offset` in as many steps as the system takes."""
+        view = memoryview(data) if isinstance(data, bytes) else data.reshape(-1).view(np.uint8).data
+        try:
+            while view:
+                done = os.pwrite(self.fd, view, offset)
+                view, offset = view[done:], offset + done
+        except OSError as exc:
+            raise _failed("write to", self.path, exc) from exc
+
+    def read(self, offset: int, size: int) -> bytes:
+        """Read up to `size` bytes at `offset`."""
+        parts = []
+        try:
+            while size > 0:
+                part = os.pread(self.fd, size, offset)
+                if not part:
+                    break
+                parts.append(part)
+                offset, size = offset + len(part), size - len(part)
+        except OSError as exc:
+            raise _failed("read", self.path, exc) from exc
+        return b"".join(parts)
+
+    def size(self) -> int:
+        """Return the length in bytes."""
+        return os.fstat(self.fd).st_size
+
+    def sync(self) -> None:
+        """Bring the file's bytes and length to the disk."""
+        self.disk.gate("sync", self.path)
+        self.disk.syncs += 1
+        try:
+            _sync_data(self.fd)
+        except OSError as exc:
+            raise _failed("sync", self.path, exc) from exc
+
+    def truncate(self, size: int) -> None:
+        """Set the length; what lies beyond the old one reads as zeros and takes no space."""
+        self.disk.gate("truncate", self.path)
+        try:
+            os.ftruncate(self.fd, size)
+        except OSError as exc:
+            raise _failed("resize", self.path, exc) from exc
+
+    def allocate(self, size: int) -> None:
+        """Reserve disk blocks for the first `size` bytes and set the length."""
+        self.disk.gate("allocate", self.path)
+        try:
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(self.fd, 0, size)
+            else:
+                os.ftruncate(self.fd, size)
+        except OSError as exc:
+            raise _failed("reserve space for", self.path, exc) from exc
+
+    def map_writable(self, size: int) -> mmap.mmap:
+        """Map the first `size` bytes for reading and writing, shared with other processes."""
+        try:
+            return mmap.mmap(self.fd, size)
+        except (OSError, ValueError) as exc:
+            raise StorageError(f"cannot map {self.path}: {exc}") from exc
+
+    def try_lock(self) -> bool:
+        """Take the advisory lock (flock) on this descriptor; say whether it was free."""
+        try:
+            fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError as exc:
+            raise _failed("lock", self.path, exc) from exc
+        return True
+
+    def close(self) -> None:
+        """Close the descriptor; a second call does nothing."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            with contextlib.suppress(OSError):
+                os.close(fd)
+
+
+class Disk:
+    """Act on the file system.
+
+    Every act that changes something passes `gate` first: the one place where tests stop or fail it.
+    """
+
+    def __init__(self) -> None:
+        self.syncs = 0
+
+    def gate(self, act: str, path: Path) -> None:
+        """Be told what is about to be done to `path`; does nothing outside tests."""
+
+    def open(self, path: Path, *, create: bool = False, write: bool = True) -> File:
+        """Open a file; with `create`, make it if it is missing."""
+        if create and not path.exists():
+            self.gate("create", path)
+        flags = (os.O_RDWR if write else os.O_RDONLY) | (os.O_CREAT if create else 0) | os.O_CLOEXEC
+        try:
+            return File(self, path, os.open(path, flags, 0o644))
+        except OSError as exc:
+            raise _failed("open", path, exc) from exc
+
+    def scatter(self, blob: bytes, pieces: Iterable[tuple[File, int, int, int]]) -> None:
+        """Write parts of `blob` to several files, keeping the GIL for small parts.
+
+        Args:
+            blob: The bytes of all pieces.
+            pieces: (file, offset in the file, start in the blob, size) of each.
+        """
+        base = np.frombuffer(blob, np.uint8).ctypes.data
+        for file, offset, start, size in pieces:
+            self.gate("write", file.path)
+            if size > KEEP_GIL_BYTES or _pwrite(file.fd, base + start, size, offset) != size:
+                file.write_rest(blob[start : start + size], offset)
+
+    def rename(self, old: Path, new: Path) -> None:
+        """Give `old` the name `new`, replacing a file of that name."""
+        self._do("rename", new, lambda: os.replace(old, new))
+
+    def unlink(self, path: Path) -> None:
+        """Remove a file; a missing one is fine."""
+        self._do("unlink", path, lambda: path.unlink(missing_ok=True))
+
+    def make_dir(self, path: Path) -> None:
+        """Make a folder and those above it; an existing one is fine."""
+        if not path.is_dir():
+            self._do("mkdir", path, lambda: path.mkdir(parents=True, exist_ok=True))
+
+    def remove_tree(self, path: Path) -> None:
+        """Remove a folder and all in it; a missing one is fine."""
+        if path.exists():
+            self._do("rmtree", path, lambda: shutil.rmtree(path))
+
+    def sync_dir(self, path: Path) -> None:
+        """Bring the names in a folder to the disk."""
+
+        def act() -> None:
+            fd = os.open(path, os.O_RDONLY)
+            try:
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+
+        self.syncs += 1
+        self._do("sync_dir", path, act)
+
+    def sync_path(self, path: Path) -> None:
+        """Bring a closed file's bytes to the disk."""
+        file = self.open(path)
+        try:
+            file.sync()
+        finally:
+            file.close()
+
+    def sync_all(
+        self, files: Iterable[File], folders: Iterable[Path], pool: ThreadPoolExecutor | None
+    ) -> None:
+        """Sync files and folders, side by side where a pool is given; raise the first failure."""
+        acts: list[Callable[[], None]] = [file.sync for file in files]
+        acts += [lambda path=path: self.sync_dir(path) for path in folders]  # type: ignore[misc]
+        if pool is None or len(acts) < 2:
+            for act in acts:
+                act()
+            return
+        jobs = [pool.submit(act) for act in acts]
+        failures = [job.exception() for job in jobs]
+        for failure in failures:
+            if failure is not None:
+                raise failure
+
+    def write_whole(self, path: Path, data: bytes) -> None:
+        """Replace a file by one with these bytes: all of it or nothing, also across a power cut."""
+        temp = path.with_name(path.name + ".tmp")
+        self.put(temp, data, sync=True)
+        self.rename(temp, path)
+        self.sync_dir(path.parent)
+
+    def put(self, path: Path, data: bytes, *, sync: bool = False) -> None:
+        """Write a new file in place, without a promise for crashes in the middle."""
+        file = self.open(path, create=True)
+        try:
+            file.truncate(0)
+            file.write(data, 0)
+            if sync:
+                file.sync()
+        finally:
+            file.close()
+
+    def read_whole(self, path: Path) -> bytes:
+        """Return all bytes of a file."""
+        try:
+            return path.read_bytes()
+        except OSError as exc:
+            raise _failed("read", path, exc) from exc
+
+    def exists(self, path: Path) -> bool:
+        """Say whether there is something of this name."""
+        return path.exists()
+
+    def size(self, path: Path) -> int:
+        """Return the length of a file in bytes, -1 if it is missing."""
+        try:
+            return path.stat().st_size
+        except FileNotFoundError:
+            return -1
+        except OSError as exc:
+            raise _failed("look at", path, exc) from exc
+
+    def used(self, path: Path) -> int:
+        """Return the bytes that a file or a folder with all in it takes on the disk."""
+        names = [path, *path.rglob("*")] if path.is_dir() else [path]
+        total = 0
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                total += name.stat().st_blocks * 512
+        return total
+
+    def free(self, path: Path) -> int:
+        """Return the bytes that are free on the disk of `path`."""
+        return shutil.disk_usage(path).free
+
+    def boot_id(self) -> bytes:
+        """Return 16 bytes that change with every start of the machine."""
+        try:
+            return bytes.fromhex(Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", ""))
+        except (OSError, ValueError):
+            # Elsewhere the time at which the machine started serves.
+            started = int((time.time() - time.monotonic()) // 60)
+            return hashlib.blake2b(str(started).encode(), digest_size=16).digest()
+
+    def names(self, path: Path) -> list[str]:
+        """Return the sorted names in a folder; none if it is missing."""
+        try:
+            return sorted(os.listdir(path))
+        except FileNotFoundError:
+            return []
+        except OSError as exc:
+            raise _failed("list", path, exc) from exc
+
+    def probe(self, folder: Path) -> None:
+        """Refuse a file system on which locks do not conflict or a write does not show in a map.
+
+        Raises:
+            StorageError: The store would not be safe in this folder.
+        """
+        path = folder / "PROBE.tmp"
+        first = self.open(path, create=True)
+        second = self.open(path)
+        try:
+            first.write(b"\0" * 4096, 0)
+            view = second.map_writable(4096)
+            first.write(b"probe", 0)
+            seen = bytes(view[:5])
+            view.close()
+            if not first.try_lock() or second.try_lock() or seen != b"probe":
+                raise StorageError(
+                    f"the file system of {folder} does not keep locks and maps apart",
+                    kind="unsafe_filesystem",
+                    hint="keep the store on a local disk",
+                )
+        finally:
+            first.close()
+            second.close()
+            self.unlink(path)
+
+    def _do(self, act: str, path: Path, call: Callable[[], object]) -> None:
+        self.gate(act, path)
+        try:
+            call()
+        except OSError as exc:
+            raise _failed(act, path, exc) from exc
+
+
+class AddressRange:
+    """Reserve addresses into which the data parts of files are mapped one behind another.
+
+    The range lives as long as an array over it; unmapped parts must not be read (SIGSEGV), which is
+    why no array over it ever leaves the library.
+    """
+
+    def __init__(self, size: int) -> None:
+        flags = _MAP_PRIVATE | _MAP_NORESERVE | mmap.MAP_ANONYMOUS
+        address = _mmap(None, size, 0, flags, -1, 0)
+        if address is None or address == ctypes.c_void_p(-1).value:
+            code = ctypes.get_errno()
+            raise StorageError(f"cannot reserve {size} bytes of addresses: {os.strerror(code)}")
+        self.address = int(address)
+        self.size = size
+        # Not at exit: a thread may still be reading when the interpreter goes.
+        weakref.finalize(self, _munmap, ctypes.c_void_p(self.address), size).atexit = False
+
+    def attach(self, file: File, *, at: int, size: int) -> None:
+        """Map the first `size` bytes of `file` for reading at offset `at` of the range."""
+        if file.size() < size:
+            raise StorageError(f"{file.path} is shorter than the {size} bytes to be mapped")
+        want = self.address + at
+        got = _mmap(want, size, _PROT_READ, _MAP_SHARED | _MAP_FIXED, file.fd, 0)
+        if got != want:
+            raise StorageError(f"cannot map {file.path}: {os.strerror(ctypes.get_errno())}")
+
+    def array(
+        self, dtype: np.dtype[Any], shape: tuple[int, ...], *, writable_flag: bool = False
+    ) -> NDArray[Any]:
+        """View the range as one array.
+
+        `writable_flag` only marks the array (torch warns about arrays without it): the pages stay
+        read-only.
+        """
+        return np.asarray(_View(self, dtype, shape, writable_flag))
+
+
+class _View:
+    """Carries numpy's array interface and keeps the range alive."""
+
+    def __init__(
+        self, owner: AddressRange, dtype: np.dtype[Any], shape: tuple[int, ...], writable_flag: bool
+    ) -> None:
+        self.owner = owner
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (owner.address, not writable_flag),
+            "typestr": dtype.str,
+            "shape": shape,
+        }

@@ -1,0 +1,257 @@
+"""The journal: the records that publish, change and delete rows, in order.
+
+Used by storages only. It frames, appends, syncs, rotates and reads records; what their bodies mean to
+rows and episodes is not its business. ARCHITECTURE.md has the byte table.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+import google_crc32c
+import numpy as np
+
+from expstore.errors import CorruptionError
+from expstore.files import Disk, File
+
+__all__ = ["Journal", "Kind", "Record", "read_journal"]
+
+ALIGN = 64
+SEGMENT_BYTES = 4 << 20
+
+# length of the body, crc32c, salt, sequence, kind; 7 bytes zero.
+_HEADER = struct.Struct("<IIQQB7x")
+
+
+class Kind(IntEnum):
+    """What a record does."""
+
+    BASE = 1
+    PUBLISH = 2
+    REDO = 3
+    DELETE = 4
+    RETIRE = 5
+    MOVE = 6
+    MARK = 7
+    SHARD = 8
+    CLOSE = 9
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One entry of the journal."""
+
+    sequence: int
+    kind: Kind
+    body: bytes
+
+    def json(self) -> Any:
+        """Return the body of a record that keeps JSON."""
+        return json.loads(self.body)
+
+
+def _frame(salt: int, sequence: int, kind: Kind, body: bytes) -> bytes:
+    head = _HEADER.pack(len(body), 0, salt, sequence, kind)
+    crc = google_crc32c.extend(google_crc32c.value(head[:4] + head[8:]), body)
+    record = b"".join((head[:4], crc.to_bytes(4, "little"), head[8:], body))
+    return record.ljust(-(-len(record) // ALIGN) * ALIGN, b"\0")
+
+
+def _parse(data: bytes, at: int, salt: int | None) -> tuple[Record, int, int] | None:
+    """Return the record at `at`, its salt and where the next one begins; None if there is none."""
+    if at + _HEADER.size > len(data):
+        return None
+    length, crc, own_salt, sequence, kind = _HEADER.unpack_from(data, at)
+    end = at + _HEADER.size + length
+    if (salt is not None and own_salt != salt) or end > len(data) or kind not in Kind.__members__.values():
+        return None
+    body = data[at + _HEADER.size : end]
+    head = data[at : at + 4] + data[at + 8 : at + _HEADER.size]
+    if google_crc32c.extend(google_crc32c.value(head), body) != crc:
+        return None
+    return Record(sequence, Kind(kind), body), own_salt, at + -(-(end - at) // ALIGN) * ALIGN
+
+
+@dataclass(frozen=True, slots=True)
+class _Segment:
+    path: Path
+    salt: int
+    records: list[Record]
+    marked: bool  # a durable mark stands in it, before or after its end
+
+
+def _read_segment(path: Path, data: bytes) -> _Segment | None:
+    """Read one segment up to its end; None if its base record is not whole."""
+    first = _parse(data, 0, None)
+    if first is None or first[0].kind is not Kind.BASE:
+        return None
+    record, salt, at = first
+    records = [record]
+    while (found := _parse(data, at, salt)) is not None and found[0].sequence == records[-1].sequence + 1:
+        records.append(found[0])
+        at = found[2]
+    if _mark_beyond(data, at, salt, records[-1].sequence):
+        raise CorruptionError(
+            f"{path} is damaged at byte {at}: the record after number {records[-1].sequence} cannot be read, "
+            "though later ones were brought to the disk",
+            hint="restore the store from a snapshot",
+        )
+    return _Segment(path, salt, records, any(r.kind is Kind.MARK for r in records))
+
+
+def _mark_beyond(data: bytes, at: int, salt: int, sequence: int) -> bool:
+    words = np.frombuffer(data[at : len(data) // ALIGN * ALIGN], "<u8").reshape(-1, ALIGN // 8)
+    for place in np.flatnonzero((words[:, 1] == salt) & ((words[:, 3] & 0xFF) == Kind.MARK)):
+        found = _parse(data, at + int(place) * ALIGN, salt)
+        if found is not None and found[0].sequence > sequence:
+            return True
+    return False
+
+
+def read_journal(disk: Disk, folder: Path) -> list[Record]:
+    """Return the records that count, the first a base record.
+
+    A base that an opening wrote stands for all before it. Otherwise segments follow one another
+    without a gap in their sequence; a segment whose base is not whole, or that begins beyond the end of
+    its predecessor, was never synced and is dropped with what follows.
+
+    Raises:
+        CorruptionError: A record is damaged that a later durable mark covers, or no base is left.
+    """
+    paths = [folder / name for name in disk.names(folder) if name.isdigit()]
+    segments = [_read_segment(path, disk.read_whole(path)) for path in paths]
+    start = 0
+    for place, segment in enumerate(segments):
+        if segment is not None and segment.records[0].json().get("opening"):
+            start = place
+    records: list[Record] = []
+    for place in range(start, len(segments)):
+        segment = segments[place]
+        if segment is None:
+            if not records:
+                raise CorruptionError(f"{paths[place]} is damaged: its first record cannot be read")
+            break
+        if records and segment.records[0].sequence != records[-1].sequence + 1:
+            if segment.marked:
+                raise CorruptionError(f"{paths[place - 1]} is damaged: it ends before {paths[place]} begins")
+            break
+        records += segment.records
+    if not records and paths:
+        raise CorruptionError(f"{folder} has no segment that can be read")
+    return records
+
+
+class Journal:
+    """Append records to the newest segment.
+
+    Not locked: the storage calls it under its own lock, except `sync_files`, whose result one thread
+    at a time brings to the disk. A record is published as soon as `append` returned; it survives the
+    process then, and the machine after a mark that covers it.
+
+    Args:
+        disk: Where files are touched.
+        folder: The folder of the segments.
+        uuid: The store's, mixed into the salts.
+        generation: This opening's number, likewise.
+        sequence: Of the last record that counts.
+        segment_bytes: Length of a segment; a larger record gets a longer one.
+    """
+
+    def __init__(
+        self,
+        disk: Disk,
+        folder: Path,
+        *,
+        uuid: str,
+        generation: int,
+        sequence: int,
+        segment_bytes: int = SEGMENT_BYTES,
+    ) -> None:
+        self._disk = disk
+        self._folder = folder
+        self._key = f"{uuid}/{generation}"
+        self._segment_bytes = segment_bytes
+        self.sequence = sequence
+        self._number = max((int(n) for n in disk.names(folder) if n.isdigit()), default=0)
+        self._file: File | None = None
+        self._older: list[File] = []
+        self._room = 0
+        self._at = 0
+        self._salt = 0
+
+    def start_segment(self, base: dict[str, Any], *, room: int = 0) -> None:
+        """Make a segment whose first record is `base`, and append there from now on.
+
+        Args:
+            base: The state after the last record.
+            room: Bytes that the next record needs.
+        """
+        self._number += 1
+        path = self._folder / f"{self._number:06d}"
+        salt_text = f"{self._key}/{self._number}".encode()
+        salt = int.from_bytes(hashlib.blake2b(salt_text, digest_size=8).digest(), "little")
+        frame = _frame(salt, self.sequence + 1, Kind.BASE, json.dumps(base).encode())
+        size = max(self._segment_bytes, len(frame) + room + 4 * ALIGN)
+        file = self._disk.open(path, create=True)
+        try:
+            file.allocate(size)
+            file.write(frame, 0)
+        except BaseException:
+            file.close()
+            self._disk.unlink(path)
+            self._number -= 1
+            raise
+        if self._file is not None:
+            self._older.append(self._file)
+        self._file, self._room, self._at, self._salt = file, size, len(frame), salt
+        self.sequence += 1
+
+    def fits(self, size: int) -> bool:
+        """Say whether a record with a body of `size` bytes has room; two marks always have."""
+        return self._at + _HEADER.size + size + 4 * ALIGN <= self._room
+
+    def append(self, kind: Kind, body: bytes) -> int:
+        """Append a record and return its sequence number."""
+        assert self._file is not None
+        frame = _frame(self._salt, self.sequence + 1, kind, body)
+        self._file.write(frame, self._at)
+        self.sequence += 1
+        self._at += len(frame)
+        return self.sequence
+
+    @property
+    def rotated(self) -> bool:
+        """Whether older segments wait to be cut."""
+        return bool(self._older)
+
+    def sync_files(self) -> list[File]:
+        """Return the files whose bytes make up the records appended so far."""
+        return [*self._older, *([self._file] if self._file else [])]
+
+    @property
+    def folder(self) -> Path:
+        """Where the segments lie."""
+        return self._folder
+
+    def cut(self) -> None:
+        """Remove every segment but the newest; the caller has synced that one and the folder."""
+        current = f"{self._number:06d}"
+        for file in self._older:
+            file.close()
+        self._older.clear()
+        for name in self._disk.names(self._folder):
+            if name != current:
+                self._disk.unlink(self._folder / name)
+
+    def close(self) -> None:
+        """Close the files."""
+        for file in self.sync_files():
+            file.close()
+        self._older.clear()
+        self._file = None

@@ -1,0 +1,115 @@
+"""expstore.json: what a store is, in one small file that says whether it is whole.
+
+Used by storages to open a store and by the door and the command line to look at one. Nothing that
+changes with every row is kept here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import google_crc32c
+
+from expstore.errors import CorruptionError, MigrationError, NotFoundError
+from expstore.files import Disk
+from expstore.schema import Schema
+from expstore.types import Key, to_key
+
+__all__ = ["FORMAT", "MANIFEST", "Manifest"]
+
+#: The format this library writes; it opens this one and older ones.
+FORMAT = 1
+MANIFEST = "expstore.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """Hold the settings of a store.
+
+    Args:
+        uuid: 32 hex digits, for ever the same.
+        generation: How often the store was opened for writing.
+        storage: Kind of storage, "zarr".
+        capacity: Most readable rows; None for an unbounded store.
+        spare: Slots beyond the capacity; 0 until the first rows have come.
+        seed: Key of all draws.
+        schema: The fields; None until the first rows have come.
+        created: Seconds since 1970.
+        traj_key: Field with the collector's trajectory ids, if any.
+        done_keys: Fields that end an episode: terminated, truncated, done; those that exist count.
+        reward_key: Field that is summed up to an episode's return.
+        flatten: Whether a batch's dims are all rows (else only the first one is).
+        meta: The user's own facts.
+    """
+
+    uuid: str
+    generation: int
+    storage: str
+    capacity: int | None
+    spare: int
+    seed: int
+    created: float
+    schema: Schema | None = None
+    traj_key: Key | None = None
+    done_keys: tuple[Key, ...] | None = None
+    reward_key: Key = ("next", "reward")
+    flatten: bool = True
+    meta: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def slots(self) -> int | None:
+        """How many rows the columns have room for; None for an unbounded store."""
+        return None if self.capacity is None else self.capacity + self.spare
+
+    def replace(self, **changes: Any) -> Manifest:
+        """Return a copy with some settings changed."""
+        return dataclasses.replace(self, **changes)
+
+    def save(self, disk: Disk, folder: Path) -> None:
+        """Write it as a whole; a power cut leaves the former one or this one."""
+        data = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        data["schema"] = self.schema.to_json() if self.schema else None
+        data["format"] = FORMAT
+        data["crc32c"] = _checksum(data)
+        disk.write_whole(folder / MANIFEST, json.dumps(data, indent=1).encode())
+
+    @classmethod
+    def load(cls, disk: Disk, folder: Path) -> Manifest:
+        """Read a store's manifest.
+
+        Raises:
+            NotFoundError: There is no store in this folder.
+            MigrationError: A newer version of the library made it.
+            CorruptionError: The file is damaged.
+        """
+        path = folder / MANIFEST
+        if not disk.exists(path):
+            raise NotFoundError(f"{folder} is not a store: it has no {MANIFEST}")
+        try:
+            data = json.loads(disk.read_whole(path))
+            checksum = data.pop("crc32c")
+            version = int(data["format"])
+        except (ValueError, KeyError, TypeError, AttributeError) as exc:
+            raise CorruptionError(f"{path} is damaged: {exc}") from exc
+        if version > FORMAT:
+            raise MigrationError(
+                f"{folder} has format {version}, this library knows formats up to {FORMAT}",
+                hint="install a newer expstore",
+            )
+        if checksum != _checksum(data):
+            raise CorruptionError(f"{path} is damaged: its checksum does not fit")
+        del data["format"]
+        data["schema"] = Schema.from_json(data["schema"]) if data["schema"] else None
+        data["traj_key"] = to_key(data["traj_key"]) if data["traj_key"] else None
+        data["done_keys"] = tuple(map(to_key, data["done_keys"])) if data["done_keys"] else None
+        data["reward_key"] = to_key(data["reward_key"])
+        return cls(**data)
+
+
+def _checksum(data: dict[str, Any]) -> str:
+    text = json.dumps(data, sort_keys=True, separators=(",", ":"))
+    return f"{google_crc32c.value(text.encode()):08x}"

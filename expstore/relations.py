@@ -1,0 +1,265 @@
+"""What SQL sees of the running store: columns in memory under the names users gave their fields.
+
+Given by storages to the index, which puts these views on the cursor of one query. It copies no column
+and never touches a file.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import duckdb
+import numpy as np
+import pyarrow as pa
+import pyarrow.dataset as ds
+
+from expstore.types import Array, Key, Window
+
+__all__ = ["Column", "Relations"]
+
+#: The row columns of `transitions`, in their order, with their Arrow types.
+ROW_COLUMNS: dict[str, pa.DataType] = {
+    "_id": pa.int64(),
+    "_index": pa.int64(),
+    "_episode": pa.int64(),
+    "_step": pa.int64(),
+    "_time": pa.timestamp("us"),
+    "_priority": pa.float32(),
+}
+
+# The Arrow table below the views. Fields cannot have this name: none begins with two underscores.
+_TABLE = "__columns"
+_BATCH_ROWS = 65_536
+_HALF = {"float16", "bfloat16"}
+#: Field dtype -> (how the bytes are shown to DuckDB, DuckDB's name of the type, values per item).
+_SHOWN: dict[str, tuple[str, str, int]] = {
+    "bool": ("u1", "BOOLEAN", 1),
+    "uint8": ("u1", "UTINYINT", 1),
+    "int8": ("i1", "TINYINT", 1),
+    "int16": ("<i2", "SMALLINT", 1),
+    "int32": ("<i4", "INTEGER", 1),
+    "int64": ("<i8", "BIGINT", 1),
+    "uint16": ("<u2", "USMALLINT", 1),
+    "uint32": ("<u4", "UINTEGER", 1),
+    "uint64": ("<u8", "UBIGINT", 1),
+    "float16": ("<u2", "FLOAT", 1),
+    "bfloat16": ("<u2", "FLOAT", 1),
+    "float32": ("<f4", "FLOAT", 1),
+    "float64": ("<f8", "DOUBLE", 1),
+    "complex64": ("<f4", "FLOAT", 2),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """Describe one column of the readable rows.
+
+    Args:
+        key: Path of the field, or one of the row columns such as `("_id",)`.
+        dtype: Dtype of the field as in the schema.
+        shape: Shape of one row's value.
+        parts: Views one behind another, each C-contiguous of shape `(n, *shape)`; together all rows,
+            in the same order in every column. bfloat16 comes as uint16 bits.
+    """
+
+    key: Key
+    dtype: str
+    shape: tuple[int, ...]
+    parts: Sequence[Array]
+
+
+@dataclass(frozen=True, slots=True)
+class Relations:
+    """Hold what one query sees beside the tables of the index.
+
+    Args:
+        columns: Row columns and fields; empty where no rows are at hand (a closed store's index): then
+            `transitions` has no rows and `priorities` is the table written last.
+        window: The readable ids, to which `fragments` is cut; None: those of the last commit.
+    """
+
+    columns: Sequence[Column] = ()
+    window: Window | None = None
+
+    def attach(self, cursor: duckdb.DuckDBPyConnection, sql: str) -> None:
+        """Make the views that `sql` needs, for this cursor only; they last until it is closed."""
+        row, fields = self._split()
+        items = [_Item(f"c{place}", column) for place, column in enumerate(fields)]
+        data = {item.name: item.data() for item in items if item.stored}
+        rows = max(map(len, (*row.values(), *data.values())), default=0)
+        missing = {name: pa.nulls(rows, kind) for name, kind in ROW_COLUMNS.items() if name not in row}
+        raw = pa.table(row | missing | data)
+        half = {item.name: item.column.dtype for item in items if item.column.dtype in _HALF and item.stored}
+        cursor.register(_TABLE, _HalfDataset(raw, half) if half else raw)
+        cursor.execute(f"CREATE TEMP VIEW transitions AS SELECT {_select(items)} FROM {_TABLE}")
+        # Each view takes half a millisecond. Where the text hides a name, the index's own table answers.
+        text = sql.lower()
+        if self.columns and "priorities" in text:
+            cursor.execute(
+                f"CREATE TEMP VIEW priorities AS SELECT _id AS id, _priority AS priority FROM {_TABLE}"
+            )
+        if self.window is not None and "fragments" in text:
+            cursor.execute(_FRAGMENTS.format(low=int(self.window.low), high=int(self.window.last)))
+
+    def _split(self) -> tuple[dict[str, pa.ChunkedArray], list[Column]]:
+        """Take the row columns apart from fields, of which one may have such a name too."""
+        row: dict[str, pa.ChunkedArray] = {}
+        fields: list[Column] = []
+        for column in self.columns:
+            name = column.key[0]
+            if len(column.key) == 1 and name in ROW_COLUMNS and name not in row:
+                row[name] = _arrow(column.parts, ROW_COLUMNS[name], ())
+            else:
+                fields.append(column)
+        return row, fields
+
+
+class _Item:
+    """One field: the column below the views and the expression that shows it."""
+
+    def __init__(self, name: str, column: Column) -> None:
+        self.name = name
+        self.column = column
+        shown, self.kind, width = _SHOWN[column.dtype]
+        self.dtype = np.dtype(shown)
+        self.shape = () if column.shape == (1,) else column.shape
+        if width > 1:
+            self.shape += (width,)
+        # DuckDB has no array of length 0: such a field is an empty list.
+        self.stored = 0 not in self.shape
+
+    def data(self) -> pa.ChunkedArray:
+        """Return the column as Arrow, not copied."""
+        parts = [np.ascontiguousarray(part).reshape(-1).view(self.dtype) for part in self.column.parts]
+        return _arrow(parts, pa.from_numpy_dtype(self.dtype), self.shape)
+
+    def expression(self) -> str:
+        """Write the column in SQL."""
+        if not self.stored:
+            return f"[]::{self.kind}[]"
+        if self.column.dtype == "bool":
+            return f"{self.name}::{self.kind}" + "".join(f"[{size}]" for size in reversed(self.shape))
+        return self.name
+
+
+class _HalfDataset(ds.InMemoryDataset):  # type: ignore[misc]
+    """Show 16-bit floats, which DuckDB does not know, as 32-bit ones.
+
+    Values are converted while DuckDB reads, only in the columns the query needs, batch by batch: memory
+    for the copy of a whole column of images may not be there.
+    """
+
+    def __init__(self, raw: pa.Table, half: Mapping[str, str]) -> None:
+        super().__init__(raw)
+        self._raw = raw
+        self._half = half
+
+    @property
+    def schema(self) -> pa.Schema:
+        """Name the columns with the types they are shown with."""
+        return pa.schema(
+            [pa.field(f.name, _as_float(f.type)) if f.name in self._half else f for f in self._raw.schema]
+        )
+
+    def scanner(self, columns: Sequence[str] | None = None, filter: Any = None, **options: Any) -> ds.Scanner:
+        """Read `columns` of the rows that pass `filter`."""
+        names = set(self._raw.column_names if columns is None else columns)
+        # The filter may name columns that are not read. A word too many only costs time.
+        names |= set(re.findall(r"\w+", str(filter))) if filter is not None else set()
+        kept = [name for name in self._raw.column_names if name in names] or self._raw.column_names[:1]
+        raw = self._raw.select(kept)
+        schema = pa.schema([self.schema.field(name) for name in kept])
+        return ds.Scanner.from_batches(
+            self._batches(raw, schema), schema=schema, columns=columns, filter=filter, **options
+        )
+
+    def _batches(self, raw: pa.Table, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
+        for batch in raw.to_batches(max_chunksize=_BATCH_ROWS):
+            arrays = [
+                _widen(column, self._half[name]) if name in self._half else column
+                for name, column in zip(raw.column_names, batch.columns, strict=True)
+            ]
+            yield pa.record_batch(arrays, schema=schema)
+
+
+def _widen(column: pa.Array, dtype: str) -> pa.Array:
+    """Turn (nested lists of) the bits of 16-bit floats into 32-bit floats."""
+    if pa.types.is_fixed_size_list(column.type):
+        return pa.FixedSizeListArray.from_arrays(_widen(column.flatten(), dtype), column.type.list_size)
+    bits = column.to_numpy(zero_copy_only=True)
+    if dtype == "float16":
+        return pa.array(bits.view("<f2").astype("<f4"))
+    return pa.array((bits.astype("<u4") << np.uint32(16)).view("<f4"))
+
+
+def _as_float(kind: pa.DataType) -> pa.DataType:
+    if pa.types.is_fixed_size_list(kind):
+        return pa.list_(_as_float(kind.value_type), kind.list_size)
+    return pa.float32()
+
+
+def _arrow(parts: Sequence[Array], kind: pa.DataType, shape: tuple[int, ...]) -> pa.ChunkedArray:
+    """See arrays as one Arrow column of nested lists of `shape`; copies nothing."""
+    arrays = []
+    for part in parts:
+        flat = np.ascontiguousarray(part).reshape(-1)
+        array = pa.Array.from_buffers(kind, len(flat), [None, pa.py_buffer(flat)])
+        for size in reversed(shape):
+            array = pa.FixedSizeListArray.from_arrays(array, size)
+        arrays.append(array)
+    for size in reversed(shape):
+        kind = pa.list_(kind, size)
+    return pa.chunked_array(arrays, type=kind)
+
+
+def _select(items: Sequence[_Item]) -> str:
+    """Name all columns: first the row columns, then the fields, nested keys as structs."""
+    tree: dict[str, Any] = {}
+    for item in items:
+        branch = tree
+        for part in item.column.key[:-1]:
+            branch = branch.setdefault(part, {})
+        branch[item.column.key[-1]] = item.expression()
+    taken = {name.lower() for name in ROW_COLUMNS}
+    shown = list(ROW_COLUMNS)
+    for name, value in tree.items():
+        while name.lower() in taken:
+            name += "_"
+        taken.add(name.lower())
+        shown.append(f"{_struct(value)} AS {_quote(name)}")
+    return ", ".join(shown)
+
+
+def _struct(value: str | dict[str, Any]) -> str:
+    # struct_pack and not a struct in Arrow: DuckDB then reads only those members the query names.
+    if isinstance(value, str):
+        return value
+    members = ", ".join(f"{_quote(name)} := {_struct(member)}" for name, member in value.items())
+    return f"struct_pack({members})"
+
+
+def _quote(name: str) -> str:
+    return '"' + name.replace('"', '""') + '"'
+
+
+# As the view of this name in the index, for the ids that this query sees.
+_FRAGMENTS = """
+CREATE TEMP VIEW fragments AS
+WITH clipped AS (
+    SELECT *,
+        CASE WHEN {low} < first_id THEN 0 ELSE ({low} - first_id) // greatest(stride, 1) + 1 END AS head,
+        CASE WHEN {high} >= last_id THEN 0 ELSE (last_id - {high} - 1) // greatest(stride, 1) + 1 END AS tail
+    FROM fragment_rows
+)
+SELECT
+    episode_id,
+    first_step + head AS first_step,
+    length - head - tail AS length,
+    first_id + head * stride AS first_id,
+    greatest(stride, 1) AS stride
+FROM clipped
+WHERE length > head + tail
+"""

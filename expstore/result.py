@@ -1,0 +1,147 @@
+"""The answer to an SQL query: a whole table in memory, in the shape the caller likes.
+
+Returned by the index; holds no connection, no file and no view into the store, so it stays as it is
+whatever happens to the store.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from os import PathLike
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from expstore.errors import StorageError
+
+__all__ = ["Result"]
+
+_ROWS_SHOWN = 10
+_WIDTH = 100
+_CELL = 28
+_ITEMS = 3
+
+
+class Result:
+    """Hold the rows of one query.
+
+    Args:
+        table: The rows as an Arrow table.
+
+    Example:
+        >>> result = Result(pa.table({"n": [1, 2]}))
+        >>> result.fetchall(), result.columns, len(result)
+        ([(1,), (2,)], ['n'], 2)
+    """
+
+    def __init__(self, table: pa.Table) -> None:
+        self._table = _plain_integers(table)
+        self._next = 0
+
+    @property
+    def columns(self) -> list[str]:
+        """Name the columns, in order."""
+        return list(self._table.column_names)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Count rows and columns."""
+        return self._table.num_rows, self._table.num_columns
+
+    def arrow(self) -> pa.Table:
+        """Return the rows as a pyarrow Table."""
+        return self._table
+
+    def df(self) -> Any:
+        """Return the rows as a pandas DataFrame.
+
+        Raises:
+            ImportError: pandas is not installed.
+        """
+        importlib.import_module("pandas")
+        return self._table.to_pandas()
+
+    def pl(self) -> Any:
+        """Return the rows as a polars DataFrame.
+
+        Raises:
+            ImportError: polars is not installed.
+        """
+        return importlib.import_module("polars").from_arrow(self._table)
+
+    def fetchall(self) -> list[tuple[Any, ...]]:
+        """Return all rows as tuples of Python values."""
+        return _tuples(self._table)
+
+    def fetchone(self) -> tuple[Any, ...] | None:
+        """Return the next row, None after the last one."""
+        rows = _tuples(self._table.slice(self._next, 1))
+        self._next += len(rows)
+        return rows[0] if rows else None
+
+    def to_parquet(self, path: str | PathLike[str]) -> None:
+        """Write the rows to a Parquet file, replacing one of that name.
+
+        Raises:
+            StorageError: The file cannot be written, or Parquet has no form for a column's type.
+        """
+        try:
+            pq.write_table(self._table, path)
+        except (OSError, pa.ArrowException) as exc:
+            raise StorageError(f"cannot write the result to {path}: {exc}") from exc
+
+    def __len__(self) -> int:
+        return int(self._table.num_rows)
+
+    def __iter__(self) -> Iterator[tuple[Any, ...]]:
+        return iter(self.fetchall())
+
+    def __repr__(self) -> str:
+        names = [_elide(name) for name in self.columns]
+        rows = [
+            [_elide(_short(value)) for value in row] for row in _tuples(self._table.slice(0, _ROWS_SHOWN))
+        ]
+        widths = [max(map(len, column)) for column in zip(names, *rows, strict=True)]
+        fitting = max(1, sum(sum(widths[: k + 1]) + 2 * k <= _WIDTH for k in range(len(widths))))
+        lines = ["  ".join(map(str.ljust, row[:fitting], widths)).rstrip() for row in (names, *rows)]
+        more = [f"{len(self)} rows"] if len(self) > _ROWS_SHOWN else []
+        if fitting < len(names):
+            more.append(
+                f"{len(names) - fitting} more columns: {_elide(', '.join(self.columns[fitting:]), _WIDTH)}"
+            )
+        return "\n".join(lines + ["... " + ", ".join(more)] * bool(more))
+
+
+def _tuples(table: pa.Table) -> list[tuple[Any, ...]]:
+    # Not Table.to_pylist: its rows are dicts, which lose columns of the same name.
+    return list(zip(*(column.to_pylist() for column in table.columns), strict=True))
+
+
+def _plain_integers(table: pa.Table) -> pa.Table:
+    """Turn the 128-bit integers of sum() and count() into int64 where the values fit."""
+    for place, field in enumerate(table.schema):
+        if pa.types.is_decimal128(field.type) and field.type.precision == 38 and field.type.scale == 0:
+            try:
+                column = table.column(place).cast(pa.int64())
+            except pa.ArrowInvalid:
+                continue
+            table = table.set_column(place, field.name, column)
+    return table
+
+
+def _short(value: Any) -> str:
+    """Write a value, of long lists only the beginning and the length."""
+    if isinstance(value, list):
+        inside = ", ".join(_short(item) for item in value[:_ITEMS])
+        return f"[{inside}, ... {len(value)}]" if len(value) > _ITEMS else f"[{inside}]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{name}: {_short(item)}" for name, item in list(value.items())[:_ITEMS]) + "}"
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    return str(value).replace("\n", " ")
+
+
+def _elide(text: str, width: int = _CELL) -> str:
+    return text if len(text) <= width else text[: width - 3] + "..."

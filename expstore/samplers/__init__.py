@@ -1,0 +1,9 @@
+"""Which rows make up a batch.
+
+Buffers take one of these.
+"""
+
+from expstore.samplers.base import Sampler
+from expstore.samplers.random import RandomSampler
+
+__all__ = ["RandomSampler", "Sampler"]

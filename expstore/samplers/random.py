@@ -1,0 +1,34 @@
+"""Uniform sampling with replacement.
+
+The default sampler of every buffer; it keeps no state.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from expstore.samplers.base import Sampler
+from expstore.types import Selection
+
+if TYPE_CHECKING:
+    from expstore.storages.base import Storage
+
+__all__ = ["RandomSampler"]
+
+
+class RandomSampler(Sampler):
+    """Draw every readable row with the same probability, with replacement.
+
+    Example:
+        >>> rb = TensorDictReplayBuffer(storage=MemoryStorage(100), sampler=RandomSampler(), batch_size=8)
+    """
+
+    def sample(self, storage: Storage, batch_size: int, generator: np.random.Generator) -> Selection:
+        """Choose `batch_size` readable rows."""
+        window = storage.window
+        return Selection(generator.integers(window.low + 1, window.last + 1, batch_size))
+
+    def __repr__(self) -> str:
+        return "RandomSampler()"

@@ -1,0 +1,231 @@
+"""What a row holds: the names, dtypes and row shapes of its fields.
+
+Used by buffers to check a batch, by storages to lay out columns and by SQL to name them. It never
+looks at values and never imports torch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from expstore.errors import CorruptionError, SchemaError
+from expstore.types import Array, Key, key_name, to_key
+
+__all__ = ["DTYPES", "Field", "Schema"]
+
+#: Field dtype -> how its bytes lie in a column (little-endian). NumPy has no bfloat16: its bits are kept.
+DTYPES: dict[str, np.dtype[Any]] = {
+    "bool": np.dtype("?"),
+    "uint8": np.dtype("u1"),
+    "int8": np.dtype("i1"),
+    "int16": np.dtype("<i2"),
+    "int32": np.dtype("<i4"),
+    "int64": np.dtype("<i8"),
+    "uint16": np.dtype("<u2"),
+    "uint32": np.dtype("<u4"),
+    "uint64": np.dtype("<u8"),
+    "float16": np.dtype("<f2"),
+    "bfloat16": np.dtype("<u2"),
+    "float32": np.dtype("<f4"),
+    "float64": np.dtype("<f8"),
+    "complex64": np.dtype("<c8"),
+}
+
+_COMPONENT = re.compile(r"[A-Za-z0-9_.\-]{1,100}")
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """Describe one field of a row.
+
+    Args:
+        key: Path of the leaf, for instance `("next", "reward")`.
+        dtype: One of `DTYPES`.
+        shape: Shape of one row's value; `()` and `(1,)` are scalars in SQL.
+    """
+
+    key: Key
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def numpy_dtype(self) -> np.dtype[Any]:
+        """How the values lie in memory and on disk."""
+        return DTYPES[self.dtype]
+
+    @property
+    def row_items(self) -> int:
+        """How many values a row has."""
+        return int(np.prod(self.shape, dtype=np.int64))
+
+    @property
+    def row_bytes(self) -> int:
+        """How many bytes a row takes."""
+        return self.row_items * self.numpy_dtype.itemsize
+
+    @property
+    def path(self) -> str:
+        """Where the column lies below `columns/`."""
+        return "/".join(self.key)
+
+    def __str__(self) -> str:
+        return f"{self.dtype}{list(self.shape)}"
+
+
+class Schema:
+    """Hold the fields of a store in their order. Immutable.
+
+    Args:
+        fields: At least one; names as the class checks them.
+
+    Raises:
+        SchemaError: A name cannot be a path, two names clash, or a dtype is not supported.
+
+    Example:
+        >>> schema = Schema([Field(("observation",), "float32", (4,)), Field(("action",), "int64", ())])
+        >>> schema.row_bytes
+        24
+    """
+
+    def __init__(self, fields: Iterable[Field]) -> None:
+        self.fields = tuple(fields)
+        if not self.fields:
+            raise SchemaError("a row needs at least one field, this batch has none")
+        seen: dict[str, Field] = {}
+        for entry in self.fields:
+            _check_name(entry.key)
+            if entry.dtype not in DTYPES:
+                raise SchemaError(
+                    f"field {key_name(entry.key)!r} has dtype {entry.dtype}",
+                    hint="supported are " + ", ".join(DTYPES),
+                )
+            clash = seen.setdefault(key_name(entry.key).lower(), entry)
+            if clash is not entry:
+                raise SchemaError(
+                    f"fields {key_name(clash.key)!r} and {key_name(entry.key)!r} have one name on some disks",
+                    hint="rename one of them",
+                )
+        for name in seen:
+            parents = name.split(".")[:-1]
+            for cut in range(1, len(parents) + 1):
+                if ".".join(parents[:cut]) in seen:
+                    raise SchemaError(f"{'.'.join(parents[:cut])!r} is both a field and a group of fields")
+
+    @classmethod
+    def infer(cls, columns: Mapping[Key, tuple[str, tuple[int, ...]]]) -> Schema:
+        """Make the schema that fits columns given as key -> (dtype, row shape)."""
+        return cls(Field(key, dtype, shape) for key, (dtype, shape) in columns.items())
+
+    @cached_property
+    def keys(self) -> tuple[Key, ...]:
+        """The keys in the order of the fields."""
+        return tuple(entry.key for entry in self.fields)
+
+    @cached_property
+    def row_bytes(self) -> int:
+        """How many bytes the user's fields take per row."""
+        return sum(entry.row_bytes for entry in self.fields)
+
+    @cached_property
+    def _by_key(self) -> dict[Key, int]:
+        return {entry.key: place for place, entry in enumerate(self.fields)}
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._by_key
+
+    def __getitem__(self, key: Key) -> Field:
+        return self.fields[self._by_key[key]]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Schema) and set(self.fields) == set(other.fields)
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self.fields))
+
+    def __repr__(self) -> str:
+        return "Schema(" + ", ".join(f"{key_name(f.key)}: {f}" for f in self.fields) + ")"
+
+    def place(self, key: Key) -> int:
+        """Return the position of a field, -1 if there is none."""
+        return self._by_key.get(key, -1)
+
+    def arrange(
+        self, keys: Sequence[Key], dtypes: Sequence[str], columns: Sequence[Array], *, partial: bool = False
+    ) -> list[Array]:
+        """Check a batch and return its columns in the order of the fields.
+
+        Args:
+            keys: The batch's keys, in any order.
+            dtypes: Field dtype of each column (bfloat16 comes as uint16 bits).
+            columns: Arrays of shape `(n, *row shape)`.
+            partial: Allow fields to be missing; the result then follows `keys`.
+
+        Returns:
+            C-contiguous arrays with the schema's dtypes; the given ones where they fit already.
+
+        Raises:
+            SchemaError: A field is missing or unknown, has another row shape, or a dtype that does
+                not fit without loss.
+        """
+        unknown = [key for key in keys if key not in self._by_key]
+        missing = [] if partial else [key for key in self.keys if key not in set(keys)]
+        if unknown or missing:
+            raise SchemaError(_key_trouble(unknown, missing), hint="the store has " + repr(self))
+        fitted = {
+            key: _fit(self[key], dtype, column)
+            for key, dtype, column in zip(keys, dtypes, columns, strict=True)
+        }
+        return [fitted[key] for key in (keys if partial else self.keys)]
+
+    def to_json(self) -> list[dict[str, Any]]:
+        """Return what `expstore.json` keeps."""
+        return [{"key": list(f.key), "dtype": f.dtype, "shape": list(f.shape)} for f in self.fields]
+
+    @classmethod
+    def from_json(cls, data: Any) -> Schema:
+        """Read what `to_json` returned."""
+        try:
+            return cls(Field(to_key(f["key"]), str(f["dtype"]), tuple(map(int, f["shape"]))) for f in data)
+        except (KeyError, TypeError, ValueError) as exc:
+            raise CorruptionError(f"the stored schema cannot be read: {exc}") from exc
+
+
+def _check_name(key: Key) -> None:
+    for part in key:
+        if not isinstance(part, str) or not _COMPONENT.fullmatch(part) or part in ("..", ".", "zarr.json"):
+            raise SchemaError(
+                f"key {key!r} cannot be a path: {part!r}",
+                hint="each part is 1 to 100 letters, digits or _ . -, and not '..' or 'zarr.json'",
+            )
+    if key[0].startswith(("_row", "__")):
+        raise SchemaError(f"key {key!r} starts with a reserved name", hint="avoid '_row' and '__' in front")
+
+
+def _key_trouble(unknown: Sequence[Key], missing: Sequence[Key]) -> str:
+    parts = []
+    if missing:
+        parts.append("lacks " + ", ".join(repr(key_name(key)) for key in missing))
+    if unknown:
+        parts.append("has unknown " + ", ".join(repr(key_name(key)) for key in unknown))
+    return "the batch " + " and ".join(parts)
+
+
+def _fit(entry: Field, dtype: str, column: Array) -> Array:
+    if column.shape[1:] != entry.shape:
+        raise SchemaError(
+            f"field {key_name(entry.key)!r}: expected {entry}, got {dtype}{list(column.shape[1:])}"
+        )
+    if dtype != entry.dtype:
+        bits = "bfloat16" in (dtype, entry.dtype)
+        if bits or not np.can_cast(column.dtype, entry.numpy_dtype, "safe"):
+            raise SchemaError(
+                f"field {key_name(entry.key)!r}: expected {entry}, got {dtype}, which may lose values",
+                hint=f"convert it to {entry.dtype} yourself",
+            )
+    return np.ascontiguousarray(column, dtype=entry.numpy_dtype).reshape(column.shape)

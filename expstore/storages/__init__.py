@@ -1,0 +1,26 @@
+"""Where rows are kept: in RAM or in Zarr columns on disk.
+
+Buffers take one of these; the classes load when first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from expstore.storages.base import Storage
+    from expstore.storages.memory import MemoryStorage
+    from expstore.storages.zarr import ZarrStorage
+
+__all__ = ["MemoryStorage", "Storage", "ZarrStorage"]
+
+_HOME = {"MemoryStorage": "memory", "Storage": "base", "ZarrStorage": "zarr"}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module 'expstore.storages' has no attribute {name!r}")
+    value: object = getattr(importlib.import_module(f"expstore.storages.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value

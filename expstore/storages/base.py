@@ -1,0 +1,576 @@
+"""What every storage does: number, publish, read, change and forget rows.
+
+Buffers talk to this class; a backend supplies the primitives at its end. The order of the acts here is
+the crash rule (payload first, then the record that publishes it) and stands nowhere else.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from expstore.episodelog import LogEntry
+from expstore.episodes import Assignment, EpisodeTable
+from expstore.errors import NotFoundError, PriorityError, SchemaError, StateError
+from expstore.files import Disk
+from expstore.schema import Field, Schema
+from expstore.types import Array, IntArray, Key, Window, key_name
+
+__all__ = ["ROW_FIELDS", "Keys", "Rows", "Storage", "spare_slots"]
+
+#: Columns that every store has beside the user's; `priority` comes last and is not part of a checksum.
+ROW_FIELDS = (
+    Field(("_row", "id"), "int64", ()),
+    Field(("_row", "episode"), "int64", ()),
+    Field(("_row", "step"), "int64", ()),
+    Field(("_row", "time"), "int64", ()),
+    Field(("_row", "priority"), "float32", ()),
+)
+ROW_BYTES = sum(entry.row_bytes for entry in ROW_FIELDS)
+
+#: An unbounded store overwrites nothing; this many rows may wait for the disk.
+UNBOUNDED_SPARE = 65_536
+UNBOUNDED_SPARE_BYTES = 256 << 20
+
+
+def spare_slots(capacity: int | None, row_bytes: int) -> int:
+    """Return how many slots a store has beyond its capacity (for an unbounded one: rows not yet synced).
+
+    The more spare slots, the longer a writer runs before it has to wait for the disk.
+    """
+    if capacity is None:
+        return max(1, min(UNBOUNDED_SPARE, UNBOUNDED_SPARE_BYTES // row_bytes))
+    return max(-(-capacity // 8), min(4096, max(64, (64 << 20) // row_bytes)))
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """Name the fields that say what a row is to its episode; None where a store has none."""
+
+    trajectory: Key | None = None
+    terminated: Key | None = None
+    truncated: Key | None = None
+    done: Key | None = None
+    start: Key | None = None
+    reward: Key | None = None
+    mask: Key | None = None
+
+
+REWARD: Key = ("next", "reward")
+
+
+def find_keys(
+    schema: Schema,
+    *,
+    trajectory: Key | None = None,
+    ends: Sequence[Key] | None = None,
+    reward: Key = REWARD,
+) -> Keys:
+    """Find the fields that say what a row is to its episode.
+
+    Only fields with one value per row count. TorchRL's names serve unless others are asked for.
+
+    Args:
+        schema: The fields.
+        trajectory: Field with the collector's trajectory ids.
+        ends: Fields that end an episode, known by their last part: terminated, truncated, or another.
+        reward: Field that is summed up.
+
+    Raises:
+        SchemaError: A key that was asked for is no field with one value per row.
+    """
+
+    def usable(key: Key) -> bool:
+        return key in schema and schema[key].row_items == 1
+
+    def demand(key: Key | None) -> Key | None:
+        if key is not None and not usable(key):
+            raise SchemaError(f"{key_name(key)!r} is not a field with one value per row, as it must be here")
+        return key
+
+    def first(*keys: Key, integer: bool = False) -> Key | None:
+        return next((k for k in keys if usable(k) and (not integer or "int" in schema[k].dtype)), None)
+
+    if ends is not None:
+        named = {key[-1]: demand(key) for key in ends}
+        terminated, truncated = named.pop("terminated", None), named.pop("truncated", None)
+        done = next(iter(named.values()), None)
+    else:
+        # Root flags speak of the observation before the step; they count only where there is no "next".
+        group: Key = ("next",) if any(key[0] == "next" for key in schema.keys) else ()
+        terminated, truncated, done = (first((*group, name)) for name in ("terminated", "truncated", "done"))
+    return Keys(
+        trajectory=demand(trajectory) or first(("collector", "traj_ids"), ("episode",), integer=True),
+        terminated=terminated,
+        truncated=truncated,
+        done=done,
+        start=first(("is_init",), ("step_count",)),
+        reward=first(reward, ("reward",)) if reward == REWARD else demand(reward),
+        mask=first(("collector", "mask")),
+    )
+
+
+class CatalogLike(Protocol):
+    """What a storage needs of the keeper of the index."""
+
+    def catch_up(self) -> object:
+        """Hand the index what it lacks."""
+
+    def busy(self) -> bool:
+        """Say whether many changes wait for the index."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Hold a batch that a writer has placed.
+
+    Args:
+        first_id: Id of its first row; the others follow.
+        count: How many rows.
+        columns: One array per field, in the schema's order. Shapes `(n, *row shape)`.
+        assignment: Episodes and steps.
+        time: Microseconds since 1970.
+    """
+
+    first_id: int
+    count: int
+    columns: Sequence[Array]
+    assignment: Assignment
+    time: int
+
+    @property
+    def ids(self) -> IntArray:
+        """The rows' ids. Shape `(n,)`."""
+        return np.arange(self.first_id, self.first_id + self.count, dtype=np.int64)
+
+
+@dataclass(slots=True)
+class Counters:
+    """Count what users ask `stats` for."""
+
+    extends: int = 0
+    samples: int = 0
+    redraws: int = 0
+    waits: int = 0
+    wait_seconds: float = 0.0
+    syncs: int = 0
+    recovered: str | None = field(default=None)
+
+
+class Storage(ABC):
+    """Keep rows under ever-growing ids, and know which of them can be read.
+
+    Readable are the last `capacity` published ids. Threads: one writes at a time (`lock`), any number
+    read without a lock. Processes: one writer. What a crash costs is the backend's word.
+
+    Args:
+        capacity: Most readable rows; None: unbounded.
+    """
+
+    kind = "abstract"
+
+    def __init__(self, capacity: int | None = None) -> None:
+        if capacity is not None and capacity < 1:
+            raise ValueError(f"capacity must be at least 1, got {capacity}")
+        self.capacity = capacity
+        self.schema: Schema | None = None
+        self.keys = Keys()
+        self.spare = 0
+        self.seed = 0
+        self.flatten = False
+        self.lock = threading.RLock()
+        self.counters = Counters()
+        self.episodes = EpisodeTable()
+        self.horizon = 0  # newest id whose slot may have been written to
+        self.retired = 0  # newest id given up for other reasons than age
+        self.max_priority = 1.0
+        self.write_count = 0
+        self.priorities: Array = np.ones(0, np.float32)
+        self._window = Window(0, 0)
+        self._draw = 0
+        self._draw_lock = threading.Lock()
+        self._changes = 0  # odd while rows are being changed in place
+        self._closed = False
+        self.priorities_set = False
+        self.episode_lock = threading.Lock()  # held while episodes and window change
+        self.content: tuple[int, int] = (0, 0)  # position of the last record that says something of rows
+        self.index_floor: tuple[int, int] = (0, 0)  # an index older than this must be rebuilt
+        self.index_path: Path | None = None
+        self.uuid = "0" * 32
+        self.disk = Disk()
+
+    # -- what can be read ------------------------------------------------------------------------
+
+    @property
+    def window(self) -> Window:
+        """The ids that can be read now."""
+        return self._window
+
+    @property
+    def last(self) -> int:
+        """The newest published id."""
+        return self._window.last
+
+    @property
+    def slots(self) -> int | None:
+        """How many physical places a ring has."""
+        return None if self.capacity is None else self.capacity + self.spare
+
+    def __len__(self) -> int:
+        return self._window.size
+
+    def slot_of(self, ids: IntArray) -> IntArray:
+        """Return the physical places of ids. Shapes `(n,)`."""
+        return ids - 1 if self.slots is None else (ids - 1) % self.slots
+
+    def index_of(self, ids: IntArray) -> IntArray:
+        """Return TorchRL's numbers (0 to capacity-1) of ids. Shapes `(n,)`."""
+        return ids - 1 if self.capacity is None else (ids - 1) % self.capacity
+
+    def ids_at(self, index: IntArray) -> IntArray:
+        """Return the ids of the readable rows with these numbers. Shapes `(n,)`.
+
+        Raises:
+            NotFoundError: There is no readable row of that number.
+        """
+        window = self._window
+        if self.capacity is None:
+            ids = index + 1
+        else:
+            ids = window.last - (window.last - 1 - index) % self.capacity
+        wrong = (ids <= window.low) | (ids > window.last) | (index < 0)
+        if self.capacity is not None:
+            wrong |= index >= self.capacity
+        if wrong.any():
+            first = int(index[np.argmax(wrong)])
+            raise NotFoundError(f"no row with index {first}: the store holds {window.size} rows")
+        return ids
+
+    def next_draw(self) -> int:
+        """Count a batch handed out and return its number, from 0."""
+        with self._draw_lock:
+            number = self._draw
+            self._draw = number + 1
+            self._note_draw(number + 1)
+        return number
+
+    @property
+    def changes(self) -> int:
+        """A number that moves whenever rows are changed in place."""
+        return self._changes
+
+    @property
+    def draw(self) -> int:
+        """How many batches have been handed out."""
+        return self._draw
+
+    # -- writing ---------------------------------------------------------------------------------
+
+    def prepare(self, schema: Schema, keys: Keys) -> None:
+        """Fix the fields, once, when the first rows come."""
+        self.check_writable()
+        self.spare = spare_slots(self.capacity, schema.row_bytes + ROW_BYTES)
+        self._create(schema, keys)
+        self.schema, self.keys = schema, keys
+
+    def write(self, rows: Rows) -> None:
+        """Make rows readable, all of them or none.
+
+        Raises:
+            StateError: The store is closed, not open for writing, or poisoned.
+            StorageError: The disk failed; nothing is published.
+        """
+        self.check_writable()
+        last = rows.first_id + rows.count - 1
+        self._make_room(rows.count)
+        self.horizon = last
+        self._note_horizon(last)
+        skipped = 0 if self.capacity is None else max(0, rows.count - self.capacity)
+        checksum = self._put(rows, skipped)
+        self._publish(rows, skipped, checksum)
+        self.counters.extends += 1
+
+    def _advance(self, last: int, *, count: int) -> None:
+        low = self.retired
+        if self.capacity is not None:
+            low = max(low, last - self.capacity)
+        self._window = Window(min(low, last), last)
+        self.write_count += count
+
+    def retire(self, through: int) -> None:
+        """Give up the rows with ids <= `through`, for good."""
+        self.retired = max(self.retired, through)
+        self._window = Window(max(self._window.low, self.retired), self._window.last)
+
+    def clear(self) -> None:
+        """Forget all rows; ids go on at the next multiple of the capacity, plus 1."""
+        with self.lock:
+            self.check_writable()
+            last = self._window.last
+            if self._window.size == 0:
+                return
+            if self.capacity is not None:
+                last = -(-last // self.capacity) * self.capacity
+            self._forget(last)
+
+    def _forget(self, last: int) -> None:
+        """Give up all rows; the next id is `last` + 1."""
+        self.retired = self.horizon = last
+        self._window = Window(last, last)
+
+    def change(self, ids: IntArray, places: Sequence[int], columns: Sequence[Array]) -> None:
+        """Replace fields of readable rows; episodes stay as they are.
+
+        Args:
+            ids: Which rows, each once. Shape `(n,)`.
+            places: Positions of the fields in the schema.
+            columns: Their new values. Shapes `(n, *row shape)`.
+        """
+        with self.lock:
+            self.check_writable()
+            window = self._window
+            if ids.size == 0:
+                return
+            if ids.min() <= window.low or ids.max() > window.last:
+                raise NotFoundError("cannot change rows that have left the store")
+            self._record_change(ids, places, columns)
+            with self.changing():
+                self._overwrite(self.slot_of(ids), places, columns)
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """Tell readers that rows are being changed in place."""
+        self._changes += 1
+        try:
+            yield
+        finally:
+            self._changes += 1
+
+    def set_priorities(self, ids: IntArray, values: Array) -> int:
+        """Set priorities; rows that have left are skipped. Returns how many were set.
+
+        Args:
+            ids: Shape `(n,)`; for an id given twice the last value counts.
+            values: Finite, not negative. Shape `(n,)`.
+
+        Raises:
+            PriorityError: A value is negative, NaN or infinite; none was set.
+        """
+        values = np.asarray(values, np.float32)
+        bad = ~np.isfinite(values) | (values < 0)
+        if bad.any():
+            at = int(np.argmax(bad))
+            raise PriorityError(
+                f"priority number {at} of {values.size} is {values[at]}", hint="give finite values >= 0"
+            )
+        with self.lock:
+            self.check_writable()
+            window = self._window
+            here = (ids > window.low) & (ids <= window.last)
+            slots = self.slot_of(ids[here])
+            self.priorities[slots] = values[here]
+            if slots.size:
+                self.priorities_set = True
+                self.max_priority = max(self.max_priority, float(values[here].max()))
+                self._note_priorities(slots)
+            return int(slots.size)
+
+    def _fill_priorities(self, first_id: int, count: int) -> None:
+        """Give new rows the largest priority seen so far, in RAM; grow the array if need be."""
+        slots = self.slots
+        size = first_id + count - 1 if slots is None else slots
+        if self.priorities.size < size:
+            grown = np.ones(size if slots is not None else max(4096, 2 * size), np.float32)
+            grown[: self.priorities.size] = self.priorities
+            self.priorities = grown
+        for slot, _, n in self.pieces(first_id, count):
+            self.priorities[slot : slot + n] = self.max_priority
+
+    def pieces(self, first_id: int, count: int) -> list[tuple[int, int, int]]:
+        """Cut a run of ids at the end of the ring: (first slot, offset in the run, rows)."""
+        slots = self.slots
+        if slots is None:
+            return [(first_id - 1, 0, count)]
+        start = (first_id - 1) % slots
+        head = min(count, slots - start)
+        return [(start, 0, head)] if head == count else [(start, 0, head), (0, head, count - head)]
+
+    # -- reading ---------------------------------------------------------------------------------
+
+    def read(self, ids: IntArray, places: Sequence[int] | None = None) -> list[Array]:
+        """Copy rows out.
+
+        A row that was overwritten meanwhile may come out torn: ask `intact` afterwards.
+
+        Args:
+            ids: Which rows. Shape `(n,)`.
+            places: Positions of the fields wanted; None: all.
+
+        Returns:
+            One array per field. Shapes `(n, *row shape)`.
+        """
+        slots = self.slot_of(ids)
+        for _ in range(3):
+            before = self._changes
+            columns = self._take(slots, places)
+            if before == self._changes and not before & 1:
+                return columns
+        with self.lock:
+            return self._take(slots, places)
+
+    def intact(self, ids: IntArray) -> bool:
+        """Say whether no slot of these ids has been written to for a later row."""
+        slots = self.slots
+        return slots is None or ids.size == 0 or int(ids.min()) > self.horizon - slots
+
+    # -- life ------------------------------------------------------------------------------------
+
+    def check_writable(self) -> None:
+        """Raise StateError unless rows can be written."""
+        if self._closed:
+            raise StateError("the store is closed", hint="open it again with expstore.open()")
+
+    def require_schema(self) -> Schema:
+        """Return the schema.
+
+        Raises:
+            StateError: No rows have come yet.
+        """
+        if self.schema is None:
+            raise StateError("the store has no fields yet", hint="extend() it first")
+        return self.schema
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
+
+    @property
+    def priority_place(self) -> int:
+        """Where `views` finds the priorities."""
+        return (len(self.schema.fields) if self.schema else 0) + len(ROW_FIELDS) - 1
+
+    def place_of(self, key: Key) -> int:
+        """Return the position of a field.
+
+        Raises:
+            SchemaError: There is no such field.
+        """
+        place = self.require_schema().place(key)
+        if place < 0:
+            raise SchemaError(f"no field {key_name(key)!r}", hint=f"the store has {self.schema!r}")
+        return place
+
+    def log_entries(self) -> Iterator[LogEntry]:
+        """Return everything that was noted about episodes that ended, in order."""
+        return iter(())
+
+    def resolve_keys(self, schema: Schema) -> Keys:
+        """Find the fields that say what a row is to its episode."""
+        return find_keys(schema)
+
+    def use_catalog(self, catalog: CatalogLike) -> None:
+        """Be told who keeps the index, to hand it changes before they are forgotten."""
+
+    @property
+    def can_write(self) -> bool:
+        """Whether the storage is open for writing and sound."""
+        return not self._closed
+
+    def meta(self) -> dict[str, Any]:
+        """Return the user's own facts."""
+        return {}
+
+    def more_stats(self) -> dict[str, Any]:
+        """Return what only this kind of storage has to say."""
+        return {}
+
+    def facts(self) -> dict[str, Any]:
+        """Return what the relation `meta` shows."""
+        return {"storage": self.kind, "capacity": self.capacity, "seed": self.seed}
+
+    # -- what a backend supplies -----------------------------------------------------------------
+
+    @abstractmethod
+    def _create(self, schema: Schema, keys: Keys) -> None:
+        """Make empty columns."""
+
+    @abstractmethod
+    def _put(self, rows: Rows, skipped: int) -> int:
+        """Write the payload of all rows but the first `skipped`; return its crc32c."""
+
+    @abstractmethod
+    def _publish(self, rows: Rows, skipped: int, checksum: int) -> None:
+        """Record the rows, then take them over: episodes, window."""
+
+    @abstractmethod
+    def _overwrite(self, slots: IntArray, places: Sequence[int], columns: Sequence[Array]) -> None:
+        """Write fields of single rows in place."""
+
+    @abstractmethod
+    def _take(self, slots: IntArray, places: Sequence[int] | None) -> list[Array]:
+        """Copy rows out by slot."""
+
+    @abstractmethod
+    def views(self, places: Sequence[int], first_id: int, count: int) -> list[list[Array]]:
+        """View columns over a run of ids without copying: per field one or two arrays.
+
+        Places from `len(schema.fields)` on are those of `ROW_FIELDS`.
+        """
+
+    @abstractmethod
+    def sync(self) -> None:
+        """Bring everything that was written to the disk."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Sync and let go; a second call does nothing."""
+
+    # -- what a backend may want to know -----------------------------------------------------------
+
+    def _make_room(self, count: int) -> None:
+        """Wait until `count` more rows may be written."""
+
+    def _note_draw(self, draw: int) -> None:
+        """Keep the draw number."""
+
+    def _note_horizon(self, horizon: int) -> None:
+        """Keep the write horizon."""
+
+    def _note_priorities(self, slots: IntArray) -> None:
+        """Keep the priorities of these slots."""
+
+    def _record_change(self, ids: IntArray, places: Sequence[int], columns: Sequence[Array]) -> None:
+        """Record new values of rows before they are written."""
+
+
+def now_us() -> int:
+    """Return the time, microseconds since 1970."""
+    return time.time_ns() // 1000
+
+
+def describe(storage: Storage) -> dict[str, Any]:
+    """Return the facts about a storage that `stats` shows."""
+    counters = storage.counters
+    return {
+        "storage": storage.kind,
+        "size": len(storage),
+        "capacity": storage.capacity,
+        "spare": storage.spare,
+        "write_count": storage.write_count,
+        "last_id": storage.last,
+        "draws": storage.draw,
+        "extends": counters.extends,
+        "redraws": counters.redraws,
+        "waits": counters.waits,
+        "wait_seconds": round(counters.wait_seconds, 3),
+        "syncs": counters.syncs,
+    }

@@ -1,0 +1,210 @@
+"""The index as a storage keeps it: opened when first needed, brought up to date, asked.
+
+Used by buffers for SQL and by storages before they cut the journal. The index only ever lags; what it
+lacks is handed to it before a query, so that users read their own writes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from expstore.episodelog import LogEntry
+from expstore.episodes import OPEN
+from expstore.errors import CorruptionError, StateError
+from expstore.storages.base import ROW_FIELDS, Storage, now_us
+from expstore.types import Array, IntArray, Window
+
+if TYPE_CHECKING:
+    from expstore.index import Delta, Index, Relations, Result
+
+__all__ = ["Catalog"]
+
+_log = logging.getLogger("expstore")
+#: So many changed episodes are handed to the index in the background, to bound memory.
+MANY_CHANGES = 20_000
+
+
+class Catalog:
+    """Bring the index up to date and ask it.
+
+    Threads may query at once; one brings the index up to date at a time.
+    """
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
+        self._lock = threading.RLock()
+        self._index: Index | None = None
+        self._whole = False  # the next commit must hold everything
+
+    def query(self, sql: str, params: Sequence[object] | Mapping[str, object] | None) -> Result:
+        """Run one SELECT over the rows that are readable when it begins.
+
+        Raises:
+            QueryError: It is not one SELECT, or DuckDB refuses it.
+            StateError: The store is closed.
+        """
+        if self._storage.closed:
+            raise StateError("the store is closed", hint="open it again with expstore.open()")
+        try:
+            return self._ask(sql, params)
+        except CorruptionError as exc:
+            if exc.kind != "index":
+                raise
+            _log.warning("%s", exc)
+            return self._ask(sql, params)
+
+    def _ask(self, sql: str, params: Sequence[object] | Mapping[str, object] | None) -> Result:
+        storage = self._storage
+        for held in (False, True):
+            # Rows that were overwritten under the query make it run again, then with the writer waiting.
+            with storage.lock if held else contextlib.nullcontext():
+                index = self.catch_up()
+                window, changes = storage.window, storage.changes
+                result = index.query(sql, params, self._relations(window, sql))
+                oldest = np.array([window.low + 1])
+                if held or (storage.intact(oldest) and changes == storage.changes):
+                    return result
+        raise StateError("unreachable")  # the second round returns
+
+    def catch_up(self) -> Index:
+        """Hand the index what it lacks and return it."""
+        with self._lock:
+            index = self._index or self._open()
+            storage = self._storage
+            with storage.episode_lock:
+                content = storage.content
+                if index.position == content and not self._whole:
+                    return index
+                whole = self._whole or index.position < storage.index_floor or index.position > content
+                low = storage.window.low
+                delta = self._delta(content, whole)
+                storage.episodes.evict(low)
+                storage.episodes.settle()
+            self._whole = True
+            index.commit(delta)
+            self._whole = False
+            return index
+
+    def busy(self) -> bool:
+        """Say whether many changes wait for the index."""
+        return self._storage.episodes.waiting > MANY_CHANGES
+
+    def close(self) -> None:
+        """Bring the index up to date for other programs, and let go of it."""
+        with self._lock:
+            storage = self._storage
+            try:
+                index = self.catch_up()
+                if storage.priorities_set and storage.schema is not None:
+                    window = storage.window
+                    parts = storage.views([storage.priority_place], window.low + 1, window.size)[0]
+                    values = np.concatenate(parts) if parts else np.ones(0, np.float32)
+                    index.write_priorities(np.arange(window.low + 1, window.last + 1), values)
+                index.write_meta(storage.facts())
+            finally:
+                self.drop()
+
+    def drop(self) -> None:
+        """Let go of the index as it is."""
+        with self._lock:
+            if self._index is not None:
+                self._index.close()
+                self._index = None
+
+    def _open(self) -> Index:
+        from expstore.index import Index  # loads DuckDB, which sampling does without
+
+        storage = self._storage
+        index = Index.open(storage.index_path, disk=storage.disk, store_uuid=storage.uuid)
+        if index.notice:
+            _log.warning("%s", index.notice)
+        self._index = index
+        return index
+
+    def _delta(self, content: tuple[int, int], whole: bool) -> Delta:
+        from expstore.index import Delta
+
+        storage = self._storage
+        window, table = storage.window, storage.episodes
+        if whole:
+            sources, episodes = _latest(storage.log_entries())
+            episodes += table.open_entries()
+            touched = np.array([entry.episode for entry in episodes], np.int64)
+            chosen = table.fragments.rows
+        else:
+            sources, episodes, touched = table.changes(window.low)
+            changed = np.array([entry.episode for entry in episodes], np.int64)
+            chosen = table.fragments.rows
+            chosen = chosen[:, np.isin(chosen[0], changed)]
+        return Delta(
+            position=content,
+            last_id=window.last,
+            low_id=window.low,
+            time=now_us(),
+            sources=[(s.source, s.text, s.named, s.generation) for s in sources],
+            episodes=_episode_columns(episodes),
+            fragments=dict(
+                zip(("episode_id", "first_step", "length", "first_id", "stride"), chosen.copy(), strict=True)
+            ),
+            live={"episode_id": touched, "live_rows": table.live_rows(touched, window.low)},
+            complete=whole,
+        )
+
+    def _relations(self, window: Window, sql: str) -> Relations:
+        from expstore.index import Column, Relations
+
+        storage = self._storage
+        schema = storage.schema
+        if schema is None:
+            return Relations(window=window)
+        fields = len(schema.fields)
+        parts = storage.views(range(fields + len(ROW_FIELDS)), window.low + 1, window.size)
+        columns = [
+            Column((f"_{entry.key[1]}",), entry.dtype, (), part)
+            for entry, part in zip(ROW_FIELDS, parts[fields:], strict=True)
+        ]
+        if "_index" in sql or "*" in sql:
+            ids: list[IntArray] = parts[fields]
+            columns.append(Column(("_index",), "int64", (), [storage.index_of(part) for part in ids]))
+        columns += [
+            Column(entry.key, entry.dtype, entry.shape, part)
+            for entry, part in zip(schema.fields, parts[:fields], strict=True)
+        ]
+        return Relations(columns, window)
+
+
+def _latest(entries: Iterator[LogEntry]) -> tuple[list[LogEntry], list[LogEntry]]:
+    """Return the sources and the last entry of every episode that has ended."""
+    sources: dict[int, LogEntry] = {}
+    episodes: dict[int, LogEntry] = {}
+    for entry in entries:
+        if entry.episode:
+            episodes[entry.episode] = entry
+        else:
+            sources[entry.source] = entry
+    return list(sources.values()), [entry for entry in episodes.values() if entry.status != OPEN]
+
+
+def _episode_columns(entries: Sequence[LogEntry]) -> dict[str, Array]:
+    def ints(values: Iterator[Any]) -> IntArray:
+        return np.fromiter(values, np.int64, len(entries))
+
+    return {
+        "episode_id": ints(e.episode for e in entries),
+        "source": ints(e.source for e in entries),
+        "trajectory_id": ints(e.trajectory or 0 for e in entries),
+        "has_trajectory": np.array([e.trajectory is not None for e in entries], bool),
+        "start_time": ints(e.start for e in entries),
+        "end_time": ints(-1 if e.status == OPEN else e.end for e in entries),
+        "length": ints(e.length for e in entries),
+        "return": np.array([e.ret for e in entries], np.float64),
+        "status": np.array([e.status for e in entries], np.uint8),
+        "last_id": ints(e.last_id for e in entries),
+        "info": np.array([e.text or None for e in entries], object),
+    }

@@ -1,0 +1,366 @@
+"""Columns on disk: Zarr v3 arrays whose shard files are one memory map.
+
+Used by `ZarrStorage`. A shard is all its rows in C order, then a chunk index that is known beforehand
+(Zarr v3 sharding codec, index at the end); rows are written with pwrite and read through the map.
+zarr-python makes the metadata and never runs when rows are written or read.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import google_crc32c
+import numpy as np
+
+from expstore.errors import CorruptionError
+from expstore.files import AddressRange, Disk, File
+from expstore.schema import Field
+from expstore.types import Array, IntArray
+
+__all__ = ["Column", "ColumnGroup"]
+
+CHUNK_ROWS = 4096
+SHARD_ROWS = 1 << 20
+SHARD_BYTES = 1 << 30
+#: Below this row size np.take is the faster gather, above it torch.index_select.
+WIDE_ROW = 512
+#: Batches up to this many bytes are joined first: one checksum, writes that keep the GIL.
+JOIN_BYTES = 256 * 1024
+
+
+def shard_rows(row_bytes: int, slots: int | None) -> int:
+    """Return how many rows a shard has: a multiple of 4096, so that its bytes fill whole pages."""
+    rows = min(SHARD_ROWS, max(CHUNK_ROWS, SHARD_BYTES // row_bytes // CHUNK_ROWS * CHUNK_ROWS))
+    return rows if slots is None else min(rows, -(-slots // CHUNK_ROWS) * CHUNK_ROWS)
+
+
+class Column:
+    """Keep one field of all rows.
+
+    Shards are made when the first row comes that needs them; the file has its full length at once and
+    takes disk space as rows are written.
+
+    Args:
+        disk: Where files are touched.
+        folder: The Zarr array's folder.
+        entry: The field.
+        slots: How many rows a ring has; None: the column grows.
+    """
+
+    def __init__(self, disk: Disk, folder: Path, entry: Field, slots: int | None) -> None:
+        self.entry = entry
+        self.folder = folder
+        self.row_bytes = entry.row_bytes
+        self.rows = shard_rows(self.row_bytes, slots)
+        self.files: list[File] = []
+        self._disk = disk
+        self._limit = None if slots is None else -(-slots // self.rows)
+        self._reserve(self._limit or 16)
+
+    @property
+    def ready(self) -> int:
+        """How many slots have a place in a shard."""
+        return len(self.files) * self.rows
+
+    def _reserve(self, shards: int) -> None:
+        addresses = AddressRange(shards * self.rows * self.row_bytes)
+        for number, file in enumerate(self.files):
+            self._attach(addresses, number, file)
+        shape = (shards * self.rows, *self.entry.shape)
+        self._addresses, self._shards = addresses, shards
+        self.view: Array = addresses.array(self.entry.numpy_dtype, shape)
+        self._bytes: Any = None  # made when torch is first needed
+
+    def _attach(self, addresses: AddressRange, number: int, file: File) -> None:
+        size = self.rows * self.row_bytes
+        addresses.attach(file, at=number * size, size=size)
+
+    def shard_path(self, number: int) -> Path:
+        """Return where a shard lies."""
+        return self.folder.joinpath("c", str(number), *["0"] * len(self.entry.shape))
+
+    @property
+    def file_bytes(self) -> int:
+        """Length of a shard file."""
+        return self.rows * self.row_bytes + 16 * (self.rows // CHUNK_ROWS) + 4
+
+    def _footer(self) -> bytes:
+        chunk = CHUNK_ROWS * self.row_bytes
+        index = np.empty((self.rows // CHUNK_ROWS, 2), "<u8")
+        index[:, 0] = np.arange(index.shape[0]) * chunk
+        index[:, 1] = chunk
+        data = index.tobytes()
+        crc: int = google_crc32c.value(data)
+        return data + crc.to_bytes(4, "little")
+
+    def add_shard(self) -> list[Path]:
+        """Make the next shard; return the folders whose names must be synced with its first rows."""
+        number = len(self.files)
+        path = self.shard_path(number)
+        self._disk.make_dir(path.parent)
+        temp = path.with_name(path.name + ".tmp")
+        file = self._disk.open(temp, create=True)
+        try:
+            file.truncate(0)
+            file.truncate(self.file_bytes)
+            file.write(self._footer(), self.rows * self.row_bytes)
+            self._disk.rename(temp, path)
+            file.path = path
+            if self._limit is None and number:
+                self._grow_shape(number + 1)
+            if number == self._shards:
+                self._reserve(2 * self._shards)
+            self._attach(self._addresses, number, file)
+        except BaseException:
+            file.close()
+            raise
+        self.files.append(file)
+        parents = [path.parent]
+        while parents[-1] != self.folder:
+            parents.append(parents[-1].parent)
+        return parents
+
+    def _grow_shape(self, shards: int) -> None:
+        path = self.folder / "zarr.json"
+        data = json.loads(self._disk.read_whole(path))
+        data["shape"][0] = shards * self.rows
+        temp = path.with_name("zarr.json.tmp")
+        self._disk.put(temp, json.dumps(data, indent=1).encode())
+        self._disk.rename(temp, path)
+
+    def open_shards(self, needed_slots: int) -> None:
+        """Open the shards that are there; those below `needed_slots` must be.
+
+        Raises:
+            CorruptionError: A shard that holds rows is missing or has another length.
+        """
+        while self._limit is None or len(self.files) < self._limit:
+            number = len(self.files)
+            path = self.shard_path(number)
+            size = self._disk.size(path)
+            if size != self.file_bytes:
+                if number * self.rows < needed_slots:
+                    found = "is missing" if size < 0 else f"has {size} bytes"
+                    raise CorruptionError(
+                        f"{path} {found}, {self.file_bytes} are expected",
+                        hint="restore the store from a snapshot",
+                    )
+                return
+            file = self._disk.open(path)
+            if number == self._shards:
+                self._reserve(2 * self._shards)
+            self._attach(self._addresses, number, file)
+            self.files.append(file)
+
+    def spans(self, slot: int, count: int) -> Iterator[tuple[File, int, int, int]]:
+        """Cut a run of slots at shard ends: (file, byte offset in it, first row of the run, rows)."""
+        done = 0
+        while done < count:
+            number, row = divmod(slot + done, self.rows)
+            n = min(count - done, self.rows - row)
+            yield self.files[number], row * self.row_bytes, done, n
+            done += n
+
+    def take(self, slots: IntArray) -> Array:
+        """Copy rows out. `slots` has shape `(n,)`, the result `(n, *row shape)`."""
+        if self.row_bytes < WIDE_ROW:
+            return self.view.take(slots, axis=0)
+        return self._take_wide(slots)
+
+    def _take_wide(self, slots: IntArray) -> Array:
+        import torch  # only wide rows need it; this layer stays importable without
+
+        if self._bytes is None:
+            shape = (self.view.shape[0], self.row_bytes)
+            flat = self._addresses.array(np.dtype(np.uint8), shape, writable_flag=True)
+            self._bytes = torch.from_numpy(flat)
+        rows = torch.index_select(self._bytes, 0, torch.from_numpy(slots)).numpy()
+        taken: Array = rows.view(self.entry.numpy_dtype).reshape(slots.size, *self.entry.shape)
+        return taken
+
+    def write_rows(self, slots: IntArray, values: Array) -> list[File]:
+        """Write single rows; return the files touched. Neighbours in order go in one write."""
+        touched: dict[File, None] = {}
+        cuts = np.flatnonzero(np.diff(slots) != 1) + 1
+        bounds = [0, *cuts.tolist(), slots.size]
+        for start, stop in itertools.pairwise(bounds):
+            for file, offset, row, n in self.spans(int(slots[start]), stop - start):
+                file.write(np.ascontiguousarray(values[start + row : start + row + n]), offset)
+                touched[file] = None
+        return list(touched)
+
+    def close(self) -> None:
+        """Close the files; the map goes when no array is over it any more."""
+        for file in self.files:
+            file.close()
+        self.files = []
+
+
+class ColumnGroup:
+    """Keep all columns of a store below one folder.
+
+    Args:
+        disk: Where files are touched.
+        folder: `columns/`.
+        fields: The user's fields, then the row fields, priority last.
+        slots: How many rows a ring has; None: it grows.
+    """
+
+    def __init__(self, disk: Disk, folder: Path, fields: Sequence[Field], slots: int | None) -> None:
+        self._disk = disk
+        self.folder = folder
+        self.columns = [Column(disk, folder.joinpath(*entry.key), entry, slots) for entry in fields]
+        self.new_folders: set[Path] = set()
+        self._ready = 0
+
+    @staticmethod
+    def create(
+        disk: Disk,
+        folder: Path,
+        fields: Sequence[Field],
+        slots: int | None,
+        pool: ThreadPoolExecutor | None,
+        attributes: dict[str, Any],
+    ) -> None:
+        """Make the Zarr metadata of empty columns aside, sync it, and rename it in."""
+        aside = folder.with_name(folder.name + ".tmp")
+        disk.remove_tree(aside)
+        disk.remove_tree(folder)
+        folders = {aside}
+        files = []
+        try:
+            for name, data in _metadata(fields, slots, attributes).items():
+                path = aside / name
+                disk.make_dir(path.parent)
+                folders.update(p for p in path.parents if p.is_relative_to(aside))
+                file = disk.open(path, create=True)
+                files.append(file)
+                file.write(data, 0)
+            disk.sync_all(files, sorted(folders), pool)
+        finally:
+            for file in files:
+                file.close()
+        disk.rename(aside, folder)
+        disk.sync_dir(folder.parent)
+
+    def open_shards(self, needed_slots: int) -> None:
+        """Open what is there; shards below `needed_slots` must be."""
+        for column in self.columns:
+            column.open_shards(needed_slots)
+        self._ready = min(column.ready for column in self.columns)
+
+    def ensure(self, slots: int) -> None:
+        """Make shards so that slots 0 to `slots` - 1 have a place."""
+        if slots <= self._ready:
+            return
+        for column in self.columns:
+            while column.ready < slots:
+                self.new_folders.update(column.add_shard())
+        self._ready = min(column.ready for column in self.columns)
+
+    def write(self, pieces: Sequence[tuple[int, int, int]], arrays: Sequence[Array]) -> int:
+        """Write a run of rows to all columns; return the crc32c of all but the last (priority).
+
+        Args:
+            pieces: Where the run lies: (first slot, offset in the run, rows).
+            arrays: One per column, C-contiguous. Shapes `(n, *row shape)`.
+        """
+        for slot, _, n in pieces:
+            self.ensure(slot + n)
+        if sum(array.nbytes for array in arrays) <= JOIN_BYTES:
+            return self._write_joined(pieces, arrays)
+        crc = 0
+        for array in arrays[:-1]:
+            crc = google_crc32c.extend(crc, array.reshape(-1).view(np.uint8))
+        for column, array in zip(self.columns, arrays, strict=True):
+            for slot, offset, n in pieces:
+                for file, at, row, rows in column.spans(slot, n):
+                    file.write(array[offset + row : offset + row + rows], at)
+        return crc
+
+    def _write_joined(self, pieces: Sequence[tuple[int, int, int]], arrays: Sequence[Array]) -> int:
+        payload = b"".join([array.tobytes() for array in arrays[:-1]])
+        crc: int = google_crc32c.value(payload)
+        acts = []
+        start = 0
+        for column, array in zip(self.columns, arrays, strict=True):
+            width = column.row_bytes
+            for slot, offset, n in pieces:
+                number, row = divmod(slot, column.rows)
+                if row + n <= column.rows:
+                    acts.append((column.files[number], row * width, start + offset * width, n * width))
+                    continue
+                for file, at, first, rows in column.spans(slot, n):
+                    acts.append((file, at, start + (offset + first) * width, rows * width))
+            start += array.nbytes
+        self._disk.scatter(payload + arrays[-1].tobytes(), acts)
+        return crc
+
+    def checksum(self, pieces: Iterable[tuple[int, int, int]]) -> int:
+        """Return the crc32c that `write` returned for these rows, from what stands on disk."""
+        runs = list(pieces)
+        crc = 0
+        for column in self.columns[:-1]:
+            for slot, _, n in runs:
+                if slot + n > column.ready:
+                    return -1
+                crc = google_crc32c.extend(crc, column.view[slot : slot + n].reshape(-1).view(np.uint8))
+        return crc
+
+    def rewrite(self, pieces: Iterable[tuple[int, int, int]]) -> None:
+        """Write rows again as they read, so that a sync brings them to the disk for sure."""
+        for slot, _, n in pieces:
+            for column in self.columns:
+                for file, at, row, rows in column.spans(slot, n):
+                    file.write(column.view[slot + row : slot + row + rows].copy(), at)
+
+    def files_of(self, pieces: Iterable[tuple[int, int, int]]) -> set[File]:
+        """Return the files that hold these slots."""
+        return {
+            file
+            for slot, _, n in pieces
+            for column in self.columns
+            for file, _, _, _ in column.spans(slot, n)
+        }
+
+    def close(self) -> None:
+        """Close all files."""
+        for column in self.columns:
+            column.close()
+
+
+def _metadata(fields: Sequence[Field], slots: int | None, attributes: dict[str, Any]) -> dict[str, bytes]:
+    """Return the files of the Zarr v3 group: relative name -> bytes."""
+    import zarr
+    from zarr.core.sync import sync
+    from zarr.storage import MemoryStore
+
+    store = MemoryStore()
+    group = zarr.create_group(store=store, attributes=attributes)
+    for entry in fields:
+        rows = shard_rows(entry.row_bytes, slots)
+        group.create_array(
+            entry.path,
+            shape=(slots or rows, *entry.shape),
+            chunks=(CHUNK_ROWS, *entry.shape),
+            shards=(rows, *entry.shape),
+            dtype=entry.numpy_dtype,
+            compressors=None,
+            filters=None,
+            attributes={"expstore": {"dtype": entry.dtype}},
+        )
+
+    async def collect() -> dict[str, bytes]:
+        found = {}
+        async for name in store.list():
+            data = await store.get(name, zarr.core.buffer.default_buffer_prototype())
+            if data is not None:
+                found[name] = data.to_bytes()
+        return found
+
+    return sync(collect())

@@ -1,0 +1,76 @@
+"""The background thread of a store on disk: writes priorities, syncs about once a second.
+
+Used by the Zarr storage. It holds its storage weakly, so that a forgotten buffer can go, and never
+raises: a failed sync poisons the storage, which tells the next caller.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Protocol
+
+from expstore.errors import ExpStoreError
+
+__all__ = ["Keeper"]
+
+PRIORITY_SECONDS = 0.1
+SYNC_SECONDS = 1.0
+
+
+class _Kept(Protocol):
+    def flush_priorities(self) -> None: ...
+
+    def sync(self) -> None: ...
+
+
+class Keeper:
+    """Sync a storage a while after it was written to."""
+
+    def __init__(self, storage: _Kept) -> None:
+        self._storage = weakref.ref(storage)
+        self._awake = threading.Event()
+        self._hurry = threading.Event()
+        self._stopped = False
+        self._thread = threading.Thread(target=self._run, name="expstore-keeper", daemon=True)
+        self._thread.start()
+
+    def note(self) -> None:
+        """Be told that something was written."""
+        if not self._awake.is_set():
+            self._awake.set()
+
+    def hurry(self) -> None:
+        """Be told that the spare slots are half used up."""
+        self._awake.set()
+        self._hurry.set()
+
+    def stop(self) -> None:
+        """End the thread; what is not synced stays so."""
+        self._stopped = True
+        self.hurry()
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stopped:
+            self._awake.wait()
+            self._awake.clear()
+            due = time.monotonic() + SYNC_SECONDS
+            while not self._stopped and time.monotonic() < due and not self._hurry.wait(PRIORITY_SECONDS):
+                self._act(lambda kept: kept.flush_priorities())
+            self._hurry.clear()
+            if not self._stopped:
+                self._act(lambda kept: kept.sync())
+
+    def _act(self, act: Callable[[_Kept], None]) -> None:
+        storage = self._storage()
+        if storage is None:
+            self._stopped = True
+            return
+        # A failure is noted by the storage, which raises at the next write.
+        with contextlib.suppress(ExpStoreError):
+            act(storage)

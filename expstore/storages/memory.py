@@ -1,0 +1,115 @@
+"""Rows in RAM: the reference of the tests, and a buffer for small runs.
+
+Same rows, episodes and SQL as a store on disk; nothing outlives the process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from expstore.episodelog import LogEntry
+from expstore.schema import Schema
+from expstore.storages.base import ROW_FIELDS, Keys, Rows, Storage
+from expstore.types import Array, IntArray
+
+__all__ = ["MemoryStorage"]
+
+
+class MemoryStorage(Storage):
+    """Keep rows in RAM.
+
+    Threads as `Storage`; a forked child has its own copy; nothing survives the process.
+
+    Args:
+        capacity: Most readable rows; None: unbounded.
+        seed: Key of all draws.
+
+    Example:
+        >>> rb = ReplayBuffer(storage=MemoryStorage(1000), batch_size=32)
+    """
+
+    kind = "memory"
+
+    def __init__(self, capacity: int | None = None, *, seed: int = 0) -> None:
+        super().__init__(capacity)
+        self.seed = seed
+        self._columns: list[Array] = []
+        self._log: list[LogEntry] = []
+
+    def _create(self, schema: Schema, keys: Keys) -> None:
+        size = self.slots or 4096
+        fields = (*schema.fields, *ROW_FIELDS[:-1])
+        self._columns = [np.zeros((size, *entry.shape), entry.numpy_dtype) for entry in fields]
+
+    def _put(self, rows: Rows, skipped: int) -> int:
+        first, count = rows.first_id + skipped, rows.count - skipped
+        if self.slots is None and first + count - 1 > self._columns[0].shape[0]:
+            size = 2 * (first + count)
+            self._columns = [
+                np.concatenate([column, np.zeros((size - column.shape[0], *column.shape[1:]), column.dtype)])
+                for column in self._columns
+            ]
+        ids = rows.ids
+        extra = (ids, rows.assignment.episodes, rows.assignment.steps, np.full(rows.count, rows.time))
+        for column, values in zip(self._columns, (*rows.columns, *extra), strict=True):
+            for slot, offset, n in self.pieces(first, count):
+                column[slot : slot + n] = values[skipped + offset : skipped + offset + n]
+        return 0
+
+    def _publish(self, rows: Rows, skipped: int, checksum: int) -> None:
+        self._fill_priorities(rows.first_id + skipped, rows.count - skipped)
+        assignment = rows.assignment
+        with self.episode_lock:
+            self._log += self.episodes.commit(
+                assignment.segments,
+                assignment.sources,
+                first_id=rows.first_id,
+                time=rows.time,
+                sequence=self.counters.extends,
+            )
+            self._advance(rows.first_id + rows.count - 1, count=rows.count)
+            self.content = (1, self.content[1] + 1)
+
+    def log_entries(self) -> Iterator[LogEntry]:
+        """Return everything that was noted about episodes that ended, in order."""
+        return iter(self._log)
+
+    def retire(self, through: int) -> None:
+        """Give up the rows with ids <= `through`, for good."""
+        with self.episode_lock:
+            super().retire(through)
+            self.content = (1, self.content[1] + 1)
+
+    def _forget(self, last: int) -> None:
+        with self.episode_lock:
+            super()._forget(last)
+            self.content = (1, self.content[1] + 1)
+
+    def _make_room(self, count: int) -> None:
+        if self.slots is not None and count > self.spare:
+            through = min(self.last, self.last + count - self.slots)
+            if through > self.window.low:
+                self.retire(through)
+
+    def _overwrite(self, slots: IntArray, places: Sequence[int], columns: Sequence[Array]) -> None:
+        for place, values in zip(places, columns, strict=True):
+            self._columns[place][slots] = values
+
+    def _take(self, slots: IntArray, places: Sequence[int] | None) -> list[Array]:
+        wanted = range(len(self.require_schema().fields)) if places is None else places
+        return [self._columns[place].take(slots, axis=0) for place in wanted]
+
+    def views(self, places: Sequence[int], first_id: int, count: int) -> list[list[Array]]:
+        """View columns over a run of ids without copying."""
+        columns = [*self._columns, self.priorities]
+        runs = self.pieces(first_id, count)
+        return [[columns[place][slot : slot + n] for slot, _, n in runs] for place in places]
+
+    def sync(self) -> None:
+        """Do nothing: there is no disk."""
+
+    def close(self) -> None:
+        """Let go of the rows."""
+        self._closed = True

@@ -1,0 +1,166 @@
+"""Bodies of the journal's records: what publish, redo, mark and the others say.
+
+Used by the Zarr storage and by recovery. The frame around a body is the journal's; ARCHITECTURE.md has
+the byte table.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from expstore.episodes import Segment, pack_segments, unpack_segments
+from expstore.schema import Schema
+from expstore.types import Array, IntArray
+
+__all__ = ["Mark", "Publish", "Redo"]
+
+# first id, draw, time | rows, rows not written, segments, bytes of the source list, crc32c of the payload,
+# number of the column set | priority of its rows | idempotency key, digest of the body
+_PUBLISH = struct.Struct("<QQqIIIIIIf16s16s4x")
+_MARK = struct.Struct("<QQQQQf4x")
+_REDO = struct.Struct("<II")
+
+
+@dataclass(frozen=True, slots=True)
+class Publish:
+    """Make rows readable.
+
+    Args:
+        first_id: Of the batch.
+        count: Rows of the batch.
+        skipped: How many of them, from the front, were never written (a batch longer than the ring).
+        draw: Batches handed out so far.
+        time: Microseconds since 1970.
+        checksum: crc32c of the payload.
+        priority: Of all its rows.
+        segments: Which rows belong to which episode.
+        sources: New sources: (number, name, named).
+    """
+
+    first_id: int
+    count: int
+    skipped: int
+    draw: int
+    time: int
+    checksum: int
+    priority: float
+    segments: Sequence[Segment]
+    sources: Sequence[tuple[int, str, bool]]
+
+    @property
+    def last_id(self) -> int:
+        """Id of its last row."""
+        return self.first_id + self.count - 1
+
+    def pack(self) -> bytes:
+        """Return the body."""
+        names = json.dumps(self.sources).encode() if self.sources else b""
+        head = _PUBLISH.pack(
+            self.first_id,
+            self.draw,
+            self.time,
+            self.count,
+            self.skipped,
+            len(self.segments),
+            len(names),
+            self.checksum,
+            0,
+            self.priority,
+            bytes(16),
+            bytes(16),
+        )
+        return b"".join((head, pack_segments(self.segments), names))
+
+    @classmethod
+    def unpack(cls, body: bytes) -> Publish:
+        """Read what `pack` returned."""
+        first, draw, time, count, skipped, segments, names, crc, _, priority, _, _ = _PUBLISH.unpack_from(
+            body
+        )
+        middle = len(body) - names
+        return cls(
+            first_id=first,
+            count=count,
+            skipped=skipped,
+            draw=draw,
+            time=time,
+            checksum=crc,
+            priority=priority,
+            segments=unpack_segments(body[_PUBLISH.size : middle]) if segments else [],
+            sources=[(n, name, named) for n, name, named in json.loads(body[middle:])] if names else [],
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """Say that everything up to a record is on the disk.
+
+    Args:
+        sequence: Of that record.
+        last_id: Published by it and those before.
+        log_length: Bytes of episodes.log that are on the disk.
+        draw: Batches handed out.
+        write_count: Rows ever written.
+        max_priority: The largest priority so far.
+    """
+
+    sequence: int
+    last_id: int
+    log_length: int
+    draw: int
+    write_count: int
+    max_priority: float
+
+    def pack(self) -> bytes:
+        """Return the body."""
+        return _MARK.pack(
+            self.sequence, self.last_id, self.log_length, self.draw, self.write_count, self.max_priority
+        )
+
+    @classmethod
+    def unpack(cls, body: bytes) -> Mark:
+        """Read what `pack` returned."""
+        return cls(*_MARK.unpack(body))
+
+
+@dataclass(frozen=True, slots=True)
+class Redo:
+    """Hold new values of rows that are about to be changed in place.
+
+    Args:
+        ids: Which rows. Shape `(n,)`.
+        places: Positions of the fields in the schema.
+        columns: Their new values. Shapes `(n, *row shape)`.
+    """
+
+    ids: IntArray
+    places: Sequence[int]
+    columns: Sequence[Array]
+
+    def pack(self) -> bytes:
+        """Return the body."""
+        head = _REDO.pack(self.ids.size, len(self.places))
+        places = np.array(self.places, "<i8").tobytes()
+        return b"".join((head, places, self.ids.tobytes(), *[column.tobytes() for column in self.columns]))
+
+    @classmethod
+    def unpack(cls, body: bytes, schema: Schema) -> Redo:
+        """Read what `pack` returned."""
+        n, wide = _REDO.unpack_from(body)
+        at = _REDO.size
+        places = np.frombuffer(body, "<i8", wide, at).tolist()
+        at += 8 * wide
+        ids = np.frombuffer(body, "<i8", n, at)
+        at += 8 * n
+        columns = []
+        for place in places:
+            entry = schema.fields[place]
+            values = np.frombuffer(body, entry.numpy_dtype, n * entry.row_items, at)
+            columns.append(values.reshape(n, *entry.shape))
+            at += n * entry.row_bytes
+        return cls(ids, places, columns)

@@ -1,0 +1,200 @@
+"""What opening a store does with its journal: find the last state that is whole, and take it over.
+
+Used by the Zarr storage, once per opening. The order is PROTOCOL's: verify what was published after the
+last durable mark, end at the first batch that is not whole, apply changes in place again, rebuild
+episodes. It writes only columns and episodes.log.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from expstore.episodelog import LogEntry
+from expstore.errors import CorruptionError
+from expstore.journal import Kind, Record
+from expstore.schema import Schema
+from expstore.storages.records import Mark, Publish
+from expstore.types import IntArray
+
+if TYPE_CHECKING:
+    from expstore.storages.columns import ColumnGroup
+    from expstore.storages.zarr import ZarrStorage
+
+__all__ = ["Past", "read_past", "take_over"]
+
+
+@dataclass(slots=True)
+class Past:
+    """Hold what the journal says.
+
+    Args:
+        base: The first record's content.
+        records: Those after it that count.
+        settled: How many of `records` a durable mark covers.
+        sequence: Of the last record that counts.
+        last: Newest published id.
+        retired: Newest id given up.
+        draw: Batches handed out, as far as records say.
+        max_priority: The largest priority so far.
+        log_length: Bytes of episodes.log that a mark covers.
+        synced: Newest id that a mark covers.
+        clean: Whether the writer closed the store.
+        content: Position of the last record that says something of rows.
+        index_floor: The same at the base: an older index must be rebuilt.
+        cut: Batches that were not whole and are dropped.
+    """
+
+    base: dict[str, Any]
+    records: list[Record]
+    settled: int
+    sequence: int
+    last: int
+    retired: int
+    draw: int
+    max_priority: float
+    log_length: int
+    synced: int
+    clean: bool
+    content: tuple[int, int]
+    index_floor: tuple[int, int]
+    cut: int = 0
+    publishes: list[Publish] = field(default_factory=list)
+
+    def window_low(self, capacity: int | None) -> int:
+        """Return the newest id that cannot be read any more."""
+        return self.retired if capacity is None else max(self.retired, self.last - capacity)
+
+
+def read_past(records: list[Record]) -> Past:
+    """Read the records up to the last durable mark; `verify` judges those after it."""
+    base = records[0].json()
+    rest = records[1:]
+    past = Past(
+        base=base,
+        records=rest,
+        settled=0,
+        sequence=records[0].sequence,
+        last=base["last"],
+        retired=base["retired"],
+        draw=base["draw"],
+        max_priority=base["max_priority"],
+        log_length=base["log_length"],
+        synced=base["last"],
+        clean=bool(rest) and rest[-1].kind is Kind.CLOSE,
+        content=(base["content"][0], base["content"][1]),
+        index_floor=(base["content"][0], base["content"][1]),
+    )
+    for place, record in enumerate(rest):
+        if record.kind is Kind.MARK:
+            mark = Mark.unpack(record.body)
+            past.settled = place + 1
+            past.log_length, past.synced = mark.log_length, mark.last_id
+    return past
+
+
+def verify(past: Past, columns: ColumnGroup | None, storage: ZarrStorage) -> None:
+    """Walk the records; end at the first one after the mark whose rows are not whole."""
+    for place, record in enumerate(past.records):
+        if record.kind is Kind.PUBLISH:
+            publish = Publish.unpack(record.body)
+            if place >= past.settled and not _whole(publish, columns, storage):
+                past.cut = sum(r.kind is Kind.PUBLISH for r in past.records[place:])
+                past.records = past.records[:place]
+                past.clean = False
+                return
+            past.publishes.append(publish)
+            past.last, past.draw = publish.last_id, max(past.draw, publish.draw)
+            past.max_priority = max(past.max_priority, publish.priority)
+        elif record.kind is Kind.MARK:
+            mark = Mark.unpack(record.body)
+            past.draw = max(past.draw, mark.draw)
+            past.max_priority = max(past.max_priority, mark.max_priority)
+        elif record.kind is Kind.RETIRE:
+            past.retired = max(past.retired, record.json()["through"])
+        elif record.kind is Kind.DELETE:
+            past.retired = past.last = record.json()["last"]
+        past.sequence = record.sequence
+        if record.kind in (Kind.PUBLISH, Kind.DELETE, Kind.RETIRE):
+            past.content = (past.base["generation"], record.sequence)
+
+
+def _whole(publish: Publish, columns: ColumnGroup | None, storage: ZarrStorage) -> bool:
+    if columns is None:
+        return False
+    written = storage.pieces(publish.first_id + publish.skipped, publish.count - publish.skipped)
+    return columns.checksum(written) == publish.checksum
+
+
+def take_over(past: Past, storage: ZarrStorage) -> list[LogEntry]:
+    """Bring storage, episodes and columns to the state that the records describe.
+
+    Returns:
+        Log entries of what was published after the mark: episodes.log may have lost them.
+    """
+    columns = storage.columns
+    verify(past, columns, storage)
+    if columns is not None:
+        _redo(past, storage, columns, storage.require_schema())
+    table = storage.episodes
+    table.load_base(past.base["episodes"])
+    low = past.window_low(storage.capacity)
+    base_last = past.base["last"]
+    if columns is not None and base_last > low:
+        episodes, steps = _row_columns(storage, low + 1, base_last - low)
+        table.load_rows(episodes, steps, first_id=low + 1)
+    entries: list[LogEntry] = []
+    write_count = past.base["write_count"]
+    for place, record in enumerate(past.records):
+        if record.kind is not Kind.PUBLISH:
+            continue
+        publish = Publish.unpack(record.body)
+        new = table.commit(
+            publish.segments,
+            publish.sources,
+            first_id=publish.first_id,
+            time=publish.time,
+            sequence=record.sequence,
+        )
+        write_count += publish.count
+        if place >= past.settled:
+            entries += new
+    storage.write_count = write_count
+    return entries
+
+
+def _redo(past: Past, storage: ZarrStorage, columns: ColumnGroup, schema: Schema) -> None:
+    """Apply changes in place again where the slot still belongs to the row."""
+    slots = storage.slots
+    for record in past.records[past.settled :]:
+        if record.kind is not Kind.REDO:
+            continue
+        redo = storage.load_redo(record.body, schema)
+        here = redo.ids > (0 if slots is None else past.last - slots)
+        for place, values in zip(redo.places, redo.columns, strict=True):
+            columns.columns[place].write_rows(storage.slot_of(redo.ids[here]), values[here])
+
+
+def _row_columns(storage: ZarrStorage, first_id: int, count: int) -> tuple[IntArray, IntArray]:
+    schema = storage.require_schema()
+    places = [len(schema.fields) + 1, len(schema.fields) + 2]
+    parts = storage.views(places, first_id, count)
+    episodes, steps = (np.concatenate(part) for part in parts)
+    if episodes.size and episodes.min() < 1:
+        raise CorruptionError(f"{storage.path}/columns/_row/episode has rows without an episode")
+    return episodes, steps
+
+
+def describe_past(past: Past, cut_episodes: int) -> str | None:
+    """Return one line about what opening did; None after a clean close."""
+    if past.clean:
+        return None
+    after = past.last - past.synced
+    parts = [f"{max(0, after)} rows since the last sync kept"]
+    if past.cut:
+        parts.append(f"{past.cut} unfinished writes dropped")
+    if cut_episodes:
+        parts.append(f"{cut_episodes} open episodes ended as cut")
+    return "the last writer did not close the store: " + ", ".join(parts)

@@ -1,0 +1,165 @@
+"""How a folder becomes a store: the settings of an opening, held against what is there.
+
+Used by the Zarr storage. It takes the writer's lock and makes or reads expstore.json; it never touches
+rows.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from expstore.errors import CorruptionError, SchemaError, StateError, StorageError
+from expstore.files import Disk
+from expstore.lock import WriterLock
+from expstore.manifest import MANIFEST, Manifest
+from expstore.schema import Schema
+from expstore.storages.base import REWARD
+from expstore.types import Key, to_key
+
+__all__ = ["Settings", "enter"]
+
+Mode = Literal["a", "x", "w"]
+KeyLike = str | tuple[str, ...]
+
+#: What a folder may hold in which a store is only being made.
+_BEGINNINGS = {"LOCK", "STATE", "journal", "episodes.log", "PROBE.tmp", MANIFEST + ".tmp"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Hold what `expstore.open` was asked for; None: as stored, or the default for a new store."""
+
+    mode: Mode = "a"
+    storage: str | None = None
+    seed: int | None = None
+    traj_key: KeyLike | None = None
+    done_keys: Sequence[KeyLike] | None = None
+    reward_key: KeyLike | None = None
+    meta: dict[str, Any] | None = None
+    flatten: bool = False
+    schema: Schema | None = None
+
+
+def enter(disk: Disk, path: Path, capacity: int | None, settings: Settings) -> tuple[WriterLock, Manifest]:
+    """Lock the folder and return its manifest; make both for a new store.
+
+    Raises:
+        LockedError: Another buffer has the store open.
+        StateError: The folder is in the way, or a setting contradicts the store.
+    """
+    if settings.mode not in ("a", "x", "w"):
+        raise ValueError(f"mode {settings.mode!r} is unknown; use 'a', 'x' or 'w'")
+    if settings.storage not in (None, "zarr"):
+        raise ValueError(f"storage {settings.storage!r} is unknown; this version has 'zarr'")
+    if capacity is not None and capacity < 1:
+        raise ValueError(f"capacity must be at least 1, got {capacity}")
+    exists = _look(disk, path)
+    if exists and settings.mode == "x":
+        raise StateError(f"{path} exists already", hint="open it with mode='a', or choose another path")
+    if exists and settings.mode == "w":
+        _move_aside(disk, path)
+        exists = False
+    _check_meta(settings.meta)
+    disk.make_dir(path / "journal")
+    lock = WriterLock(disk, path / "LOCK")
+    try:
+        if disk.exists(path / MANIFEST):
+            manifest = Manifest.load(disk, path)
+            _compare(path, manifest, capacity, settings)
+        else:
+            disk.probe(path)
+            manifest = _new(capacity, settings)
+            manifest.save(disk, path)
+            disk.sync_dir(path.absolute().parent)
+    except BaseException:
+        lock.release()
+        raise
+    return lock, manifest
+
+
+def _look(disk: Disk, path: Path) -> bool:
+    """Say whether there is a store; refuse a folder that is somebody else's."""
+    if disk.exists(path / MANIFEST):
+        return True
+    if disk.exists(path) and not path.is_dir():
+        raise StateError(f"{path} is a file, a store is a folder", hint="choose another path")
+    foreign = [name for name in disk.names(path) if name not in _BEGINNINGS]
+    if foreign and "columns" in foreign:
+        raise CorruptionError(f"{path} has columns but no {MANIFEST}")
+    if foreign:
+        raise StateError(
+            f"{path} is not empty and not a store: it holds {', '.join(foreign[:3])}",
+            hint="choose a new or empty folder",
+        )
+    return False
+
+
+def _move_aside(disk: Disk, path: Path) -> None:
+    WriterLock(disk, path / "LOCK").release()  # nobody has it open
+    number = 1
+    while disk.exists(path.with_name(f"{path.name}.old-{number}")):
+        number += 1
+    disk.rename(path, path.with_name(f"{path.name}.old-{number}"))
+
+
+def _check_meta(meta: dict[str, Any] | None) -> None:
+    try:
+        same = meta is None or json.loads(json.dumps(meta)) == meta
+    except (TypeError, ValueError):
+        same = False
+    if not same:
+        raise SchemaError("meta holds values that JSON cannot keep", hint="use numbers, text, lists, dicts")
+
+
+def _new(capacity: int | None, settings: Settings) -> Manifest:
+    seed = settings.seed
+    if seed is None:
+        # Kept in the store, so that every draw can be repeated.
+        seed = int.from_bytes(os.urandom(8), "little")
+    return Manifest(
+        uuid=uuid.uuid4().hex,
+        generation=0,
+        storage="zarr",
+        capacity=capacity,
+        spare=0,
+        seed=seed,
+        created=time.time(),
+        traj_key=None if settings.traj_key is None else to_key(settings.traj_key),
+        done_keys=_keys(settings.done_keys),
+        reward_key=REWARD if settings.reward_key is None else to_key(settings.reward_key),
+        flatten=settings.flatten,
+        meta=settings.meta or {},
+    )
+
+
+def _keys(names: Sequence[KeyLike] | None) -> tuple[Key, ...] | None:
+    return None if names is None else tuple(to_key(name) for name in names)
+
+
+def _compare(path: Path, manifest: Manifest, capacity: int | None, settings: Settings) -> None:
+    asked: dict[str, Any] = {
+        "capacity": capacity,
+        "seed": settings.seed,
+        "traj_key": None if settings.traj_key is None else to_key(settings.traj_key),
+        "done_keys": _keys(settings.done_keys),
+        "reward_key": None if settings.reward_key is None else to_key(settings.reward_key),
+        "meta": settings.meta,
+        "schema": settings.schema if manifest.schema is not None else None,
+    }
+    for name, value in asked.items():
+        stored = getattr(manifest, name)
+        if value is not None and value != stored:
+            raise StateError(
+                f"{path} was made with {name}={stored!r}, opened with {name}={value!r}",
+                kind="mismatch",
+                hint=f"leave {name} out to take it as stored, or use another path",
+            )
+    if manifest.storage != "zarr":
+        raise StorageError(f"{path} has storage {manifest.storage!r}, which this version does not know")

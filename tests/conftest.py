@@ -1,0 +1,76 @@
+"""What every test may use: seeded generators, batches made from facts, a fresh store path.
+
+Loaded by pytest before the tests; fixtures are facts or factories and never do hidden work. Nothing
+here imports torch before a test asks for a batch, so single tests start fast.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import hypothesis
+import numpy as np
+import pytest
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
+
+# Fixed examples everywhere but in the nightly run, which looks for new ones.
+hypothesis.settings.register_profile("dev", deadline=None, derandomize=True, max_examples=50)
+hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, max_examples=100)
+hypothesis.settings.register_profile("nightly", deadline=None, max_examples=2000, print_blob=True)
+hypothesis.settings.load_profile(
+    os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "dev")
+)
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    """A seeded generator, the same in every test."""
+    return np.random.default_rng(20_260_101)
+
+
+@pytest.fixture
+def store_path(tmp_path: Path) -> Path:
+    """Where a test may make its store; nothing is there yet."""
+    return tmp_path / "run.exp"
+
+
+@pytest.fixture
+def make_batch() -> Callable[..., TensorDict]:
+    """A factory of [T] batches whose every value follows from its row's number.
+
+    `make_batch(5, start=100)` is rows 100 to 104. `observation` f32[4], `action` i64 [], and under
+    `next`: `observation` of the row after, `reward` f32[1], `terminated` and `truncated` bool[1].
+    Every `episode_length`-th row terminates (0: none does).
+    """
+
+    def make(rows: int, *, start: int = 0, episode_length: int = 0) -> TensorDict:
+        import torch
+        from tensordict import TensorDict
+
+        number = torch.arange(start, start + rows)
+
+        def observation(of: torch.Tensor) -> torch.Tensor:
+            return of[:, None].float() + torch.arange(4) / 8
+
+        ended = torch.zeros_like(number, dtype=torch.bool)
+        if episode_length:
+            ended = (number + 1) % episode_length == 0
+        after = TensorDict(
+            {
+                "observation": observation(number + 1),
+                "reward": number[:, None].float() / 4,
+                "terminated": ended[:, None],
+                "truncated": torch.zeros_like(ended)[:, None],
+            },
+            batch_size=[rows],
+        )
+        return TensorDict(
+            {"observation": observation(number), "action": number % 3, "next": after}, batch_size=[rows]
+        )
+
+    return make

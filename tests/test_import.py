@@ -1,0 +1,92 @@
+"""What importing costs, and what the package offers by name.
+
+Run with the other tests, each question in a fresh interpreter; it opens no store.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+
+import expstore
+
+#: Seconds for `expstore --help`: half a second on a quiet machine; three times that on a busy one.
+HELP_BOUND = 1.5
+
+SLOW = ["torch", "tensordict", "torchrl", "duckdb", "zarr", "numba", "pyarrow", "pandas", "gymnasium"]
+
+HELP = """
+import sys
+sys.argv = ["expstore", "--help"]
+from expstore.cli import main
+try:
+    main()
+except SystemExit as stop:
+    if stop.code:
+        raise
+"""
+
+
+def loaded_after(code: str) -> set[str]:
+    """Return the top-level names of the modules that a fresh interpreter has after running code."""
+    tail = "\nimport json, sys\nprint()\nprint(json.dumps(sorted({m.split('.')[0] for m in sys.modules})))"
+    done = subprocess.run([sys.executable, "-c", code + tail], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return set(json.loads(done.stdout.splitlines()[-1]))
+
+
+def test_importing_the_package_loads_nothing_slow() -> None:
+    assert loaded_after("import expstore").isdisjoint(SLOW)
+
+
+def test_help_loads_nothing_slow() -> None:
+    assert loaded_after(HELP).isdisjoint(SLOW)
+
+
+def test_the_lines_below_the_writers_do_not_load_torch() -> None:
+    lines = "errors types files schema manifest lock state journal episodes episodelog index migrate storages"
+    code = "import importlib\n" + "\n".join(
+        f"importlib.import_module('expstore.{name}')" for name in lines.split()
+    )
+    assert loaded_after(code).isdisjoint({"torch", "tensordict", "torchrl", "gymnasium", "fastapi"})
+
+
+def test_errors_can_be_named_without_torch() -> None:
+    assert loaded_after("import expstore\nexpstore.LockedError, expstore.Schema").isdisjoint(
+        {"torch", "zarr"}
+    )
+
+
+def test_help_is_quick() -> None:
+    took = []
+    for _ in range(3):
+        began = time.perf_counter()
+        done = subprocess.run([sys.executable, "-c", HELP], capture_output=True, check=False)
+        took.append(time.perf_counter() - began)
+        assert done.returncode == 0, done.stderr
+    assert min(took) < HELP_BOUND
+
+
+def test_public_names_are_sorted_and_unique() -> None:
+    assert list(expstore.__all__) == sorted(set(expstore.__all__))
+
+
+@pytest.mark.parametrize("name", expstore.__all__)
+def test_every_public_name_resolves(name: str) -> None:
+    assert getattr(expstore, name) is not None
+    assert name in dir(expstore)
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no_such_name"):
+        expstore.no_such_name  # noqa: B018
+
+
+def test_the_version_is_the_installed_one() -> None:
+    from importlib.metadata import version
+
+    assert expstore.__version__ == version("expstore")
