@@ -121,7 +121,10 @@ def flatten(
         name = _NAMES.get(tensor.dtype)
         if name is None:
             raise SchemaError(f"field {key_name(key)!r} has dtype {tensor.dtype}, which cannot be stored")
-        array = _to_numpy(tensor)
+        try:
+            array = tensor.numpy()
+        except (RuntimeError, TypeError):  # it needs gradients, lies on a device, or is a bfloat16
+            array = _to_numpy(tensor)
         if dims != 1:
             array = array.reshape(count, *array.shape[dims:])
         keys.append(key)
@@ -161,8 +164,7 @@ def steps_of(schema: Schema, keys: Keys, columns: Sequence[Array], batch: Batch)
     if done is not None:
         done = done.astype(bool, copy=False)
         # "done" alone does not say why; where it goes beyond the others the episode is over.
-        known = [flags for flags in (terminated, truncated) if flags is not None]
-        rest = done if not known else done & ~np.logical_or.reduce(known)
+        rest = done if truncated is None else done & ~truncated
         terminated = rest if terminated is None else terminated | rest
     starts = column(keys.start)
     if starts is not None:

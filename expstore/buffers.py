@@ -250,7 +250,8 @@ class ReplayBuffer:
         if numbers.dtype == np.bool_:
             if numbers.shape != (len(storage),):
                 raise NotFoundError(f"the mask has shape {numbers.shape}, the store {len(storage)} rows")
-            return self._ids(slice(None))[numbers]
+            everything: IntArray = self._ids(slice(None))
+            return everything[numbers.astype(bool)]
         if numbers.size and numbers.dtype.kind not in "iu":
             raise TypeError(f"rows are found by integers, not {numbers.dtype}")
         numbers = numbers.reshape(-1).astype(np.int64)
@@ -388,14 +389,18 @@ class ReplayBuffer:
         keys = storage.keys
         if keys.mask is None and keys.trajectory is None:
             return batch, None
-        keep = np.ones(batch.count, bool)
-        for key, wanted in ((keys.mask, None), (keys.trajectory, -1)):
-            if key is not None and key in batch.keys:
-                column = batch.arrays[batch.keys.index(key)]
-                if column.size == batch.count:
-                    values = column.reshape(batch.count)
-                    keep &= values.astype(bool) if wanted is None else values != wanted
-        return (batch, None) if keep.all() else (batch.keep(keep), keep)
+        keep = None
+        for key in (keys.mask, keys.trajectory):
+            if key is None or key not in batch.keys:
+                continue
+            column = batch.arrays[batch.keys.index(key)]
+            if column.size != batch.count:
+                continue
+            values = column.reshape(batch.count)
+            good = values.astype(bool) if key == keys.mask else values != -1
+            if not good.all():
+                keep = good if keep is None else keep & good
+        return (batch, None) if keep is None else (batch.keep(keep), keep)
 
     def _wanted(self, batch_size: int | None) -> int:
         size = self._batch_size if batch_size is None else batch_size

@@ -15,9 +15,10 @@ import mmap
 import os
 import shutil
 import sys
+import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,8 @@ from numpy.typing import NDArray
 from expstore.errors import StorageError
 
 __all__ = ["AddressRange", "Disk", "File"]
+
+_Ints = NDArray[np.int64]
 
 #: Above this many bytes a write gives the GIL away: the copy then takes longer than a thread switch.
 KEEP_GIL_BYTES = 256 * 1024
@@ -182,6 +185,8 @@ class Disk:
 
     def __init__(self) -> None:
         self.syncs = 0
+        self._warmed = False
+        self._kernel: Callable[[_Ints, _Ints, _Ints, _Ints, int | None], int] | None = None
 
     def gate(self, act: str, path: Path) -> None:
         """Be told what is about to be done to `path`; does nothing outside tests."""
@@ -196,18 +201,39 @@ class Disk:
         except OSError as exc:
             raise _failed("open", path, exc) from exc
 
-    def scatter(self, blob: bytes, pieces: Iterable[tuple[File, int, int, int]]) -> None:
-        """Write parts of `blob` to several files, keeping the GIL for small parts.
+    def warm(self) -> None:
+        """Load the compiled loop for small writes, in the background."""
+        if self._warmed:
+            return
+        self._warmed = True
+        if type(self).gate is Disk.gate:
+            threading.Thread(target=self._load_kernel, name="expstore-warm", daemon=True).start()
+
+    def _load_kernel(self) -> None:
+        from expstore.kernels import write_pieces  # a second of numba
+
+        self._kernel = write_pieces
+
+    def scatter(
+        self, blob: bytes, files: Sequence[File], starts: _Ints, sizes: _Ints, offsets: _Ints
+    ) -> None:
+        """Write parts of `blob` to several files, keeping the GIL.
 
         Args:
-            blob: The bytes of all pieces.
-            pieces: (file, offset in the file, start in the blob, size) of each.
+            blob: The bytes of all parts.
+            files: Where each part goes.
+            starts: Where each part begins in the blob. Shape `(n,)`, int64.
+            sizes: Bytes of each part. Shape `(n,)`.
+            offsets: Where it goes in its file. Shape `(n,)`.
         """
-        base = np.frombuffer(blob, np.uint8).ctypes.data
-        for file, offset, start, size in pieces:
-            self.gate("write", file.path)
-            if size > KEEP_GIL_BYTES or _pwrite(file.fd, base + start, size, offset) != size:
-                file.write_rest(blob[start : start + size], offset)
+        done = 0
+        if self._kernel is not None:
+            fds = np.array([file.fd for file in files])
+            base = ctypes.cast(blob, ctypes.c_void_p).value
+            done = self._kernel(fds, starts, sizes, offsets, base)
+        for at in range(done, len(files)):
+            start = int(starts[at])
+            files[at].write(blob[start : start + int(sizes[at])], int(offsets[at]))
 
     def rename(self, old: Path, new: Path) -> None:
         """Give `old` the name `new`, replacing a file of that name."""

@@ -229,14 +229,17 @@ class Index:
 
     def _explain(self, exc: duckdb.Error, act: str) -> ExpStoreError:
         text = str(exc).strip()
-        if outside := self._outside(exc):
+        outside = self._outside(exc)
+        # Damaged blocks are plain errors in 2.0. After a fatal one, of any cause, DuckDB answers no more.
+        ruined = isinstance(exc, _RUINOUS) or type(exc) is duckdb.Error
+        if isinstance(exc, _FATAL) or (ruined and outside is None):
+            self._damage, self.position = text.splitlines()[0], (0, 0)
+            return outside or self._damaged()
+        if outside is not None:
             return outside
         if isinstance(exc, duckdb.OutOfMemoryException):
             kind = QueryError if act == "query" else StorageError
             return kind(f"DuckDB needs more memory than there is: {text}", kind="memory")
-        if isinstance(exc, _RUINOUS) or type(exc) is duckdb.Error:  # damaged blocks are plain errors in 2.0
-            self._damage, self.position = text.splitlines()[0], (0, 0)
-            return self._damaged()
         if act == "query":
             return QueryError(text, hint=f"the relations are {_RELATIONS}")
         return StorageError(f"cannot {act} to the index: {text}")
@@ -305,6 +308,8 @@ class Index:
         try:
             con = self._build(temp, delta)
         except (duckdb.Error, MigrationError) as exc:
+            if temp is not None:
+                self._remove(temp, "", *_LOG_SUFFIXES)
             cause = exc if isinstance(exc, duckdb.Error) else exc.__cause__
             raise self._outside(cause) or StorageError(f"cannot build the index: {exc}") from exc
         if temp is not None:
@@ -361,12 +366,8 @@ class Index:
         self.notice = f"{path.name} is not usable, is kept as {aside.name} and made anew: {reason}"
 
 
-_RUINOUS = (
-    duckdb.FatalException,
-    duckdb.InternalException,
-    duckdb.IOException,
-    duckdb.SerializationException,
-)
+_FATAL = (duckdb.FatalException, duckdb.InternalException)
+_RUINOUS = (*_FATAL, duckdb.IOException, duckdb.SerializationException)
 
 
 class _Gate:

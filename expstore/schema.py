@@ -173,6 +173,13 @@ class Schema:
             SchemaError: A field is missing or unknown, has another row shape, or a dtype that does
                 not fit without loss.
         """
+        if tuple(keys) == self.keys and not partial:
+            return [
+                column
+                if dtype == entry.dtype and column.shape[1:] == entry.shape and column.flags.c_contiguous
+                else _fit(entry, dtype, column)
+                for entry, dtype, column in zip(self.fields, dtypes, columns, strict=True)
+            ]
         unknown = [key for key in keys if key not in self._by_key]
         missing = [] if partial else [key for key in self.keys if key not in set(keys)]
         if unknown or missing:

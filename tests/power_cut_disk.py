@@ -60,7 +60,7 @@ class Facts(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Record:
-    """One journal entry; `sequence` is given when it is appended, a base's is that of the record before it."""
+    """One journal entry; it gets its sequence when it is appended, a base that of the record before it."""
 
     sequence: int = field(default=0, init=False)
 
@@ -321,7 +321,7 @@ class Disk:
         self.id = Column(self.slots, per_page=8, width=1)
         self.a = Column(self.slots, per_page=4, width=1)
         self.b = Column(self.slots, per_page=3, width=2)
-        self.log = PagedFile(256, per_page=2)
+        self.log = PagedFile(64, per_page=2)
         self.journal = Directory()
         self.generation = 0
         self.index: tuple[int, int, Snapshot] | None = None  # generation, sequence, content

@@ -24,7 +24,7 @@ MIXES = (
     (10, 60, 2, 2, 10, 4, 10, 1, 5),  # many small records between syncs
     (25, 10, 3, 50, 3, 3, 3, 3, 1),
 )
-LOG_LIMIT = 200  # entries of episodes.log
+LOG_LIMIT = 48  # entries of episodes.log, few enough for its file
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Outcome:
 
 
 class Simulation:
-    """Some lives of one store, each ended by a stop; after each opening the store is held against the ledger."""
+    """Some lives of one store, each ended by a stop; what is opened then is held against the ledger."""
 
     def __init__(self, seed: int, rules: Rules) -> None:
         self.rng = random.Random(seed)
@@ -53,6 +53,7 @@ class Simulation:
         self.weights = self.rng.choice(MIXES)
         self.sync_start = self.rng.choice((0.02, 0.1, 0.3))  # chances, after each step of a call
         self.sync_step = self.rng.choice((0.1, 0.35))
+        self.stop_early = 0  # stop at the first delicate moment when so many steps are left
         self.story = [f"capacity {capacity} spare {spare} segment {self.disk.segment_cells} cells"]
 
     def run(self) -> Outcome:
@@ -72,6 +73,7 @@ class Simulation:
     def _life(self, steps: int) -> str | None:
         """Work for some steps, stop anywhere, open again (and stop there, too), compare."""
         cached = True  # the page cache has survived so far
+        self.stop_early = steps // 2 if self.rng.random() < 0.3 else 0
         try:
             while steps > 0:
                 steps = self._drive(self._call(), steps)
@@ -81,7 +83,7 @@ class Simulation:
             self.kills += 1
         while True:
             self.writer = Writer(self.disk, self.ledger, self.rules)
-            steps = self.rng.randint(1, 16) if self.rng.random() < 0.4 else 10_000
+            steps = self.rng.randint(1, 16) if self.rng.random() < 0.5 else 10_000
             try:
                 if self._drive(self.writer.open(), steps, background=False) > 0:
                     return self._compare(cached)
@@ -104,11 +106,10 @@ class Simulation:
         rng, writer = self.rng, self.writer
         for _ in call:
             steps -= 1
-            if steps <= 0:
+            if steps <= 0 or (steps < self.stop_early and writer.delicate):
                 return 0
-            if background and rng.random() < (
-                self.sync_start if writer.background is None else self.sync_step
-            ):
+            chance = self.sync_start if writer.background is None else self.sync_step
+            if background and rng.random() < chance:
                 writer.step_background()
         return steps
 

@@ -65,6 +65,7 @@ class Rules:
     any_mark_is_corruption: bool = False  # a mark behind a bad record, though it does not cover that record
     mark_covers_itself: bool = False  # replay starts behind the mark, not behind the position it covers
     change_before_journal_fsync: bool = False  # redo records are applied that are only in the page cache
+    fsync_without_rewrite: bool = False  # the old journal is fsynced, but a failed fsync left its pages clean
     recover_without_rewrite: bool = False  # pages that a failed fsync left clean are believed
     recover_without_sync: bool = False  # the new segment is written before the columns are synced
     log_by_sequence: bool = False  # episodes.log entries are not in the records, only stamped with a sequence
@@ -154,7 +155,8 @@ def recover(disk: Disk, ledger: Ledger, rules: Rules) -> Generator[None, None, t
         # No column may change by a record that is only in the page cache; pages that a failed fsync left
         # clean are written again, or fsync would not touch them.
         for segment in used:
-            segment.file.write(0, segment.file.cells[:])
+            if not rules.fsync_without_rewrite:
+                segment.file.write(0, segment.file.cells[:])
             disk.fsync(segment.file)
             yield
         disk.journal.sync()

@@ -50,6 +50,7 @@ class Writer:
         self.sequence = 0
         self.background: Steps | None = None  # the group sync's thread
         self.syncing = False
+        self.delicate = False  # a mark or a redo record is appended and not yet durable
         self._segments: list[Segment] = []
         self._marked = Note(0, 0, 0, 0)
         self._before: Note | None = None  # the position before a record whose bytes are not all written yet
@@ -88,12 +89,14 @@ class Writer:
         self.sequence += 1
         record.sequence = self.sequence
         self._segments[-1].append(record)
+        self.delicate = self.delicate or isinstance(record, Mark | Redo)
         self.facts = record.apply(self.facts, self.disk.capacity)
         self.ledger.snapshots.append(snapshot or self.ledger.now())
 
     def _sync_journal(self) -> None:
         """fdatasync every segment that is in use, and the directory if it names a new one."""
         rules = self.rules
+        self.delicate = False
         for segment in self._segments[-1:] if rules.fsync_last_segment_only else self._segments:
             self.disk.fsync(segment.file)
         if not rules.unlink_before_dir_fsync and not rules.fsync_last_segment_only:
@@ -200,10 +203,13 @@ class Writer:
                 yield from wait()
 
     def _retire(self, count: int) -> Generator[None, None, int]:
-        """Give up exactly the oldest rows whose slots a long extend needs; returns the record's sequence."""
+        """Give up exactly the oldest rows whose slots a long extend needs.
+
+        Returns the record's sequence, 0 if there were no such rows.
+        """
         yield from self._sync_now()
         if self.rules.long_without_retire:
-            return self.sequence
+            return 0
         now, disk = self.ledger.now(), self.disk
         window = range(self.facts.last - disk.capacity + 1, self.facts.last + 1)
         gone = set(window[: count - disk.spare])
@@ -217,7 +223,7 @@ class Writer:
         if not self.rules.retire_without_fsync:
             self._sync_journal()
             yield
-        return sequence
+        return sequence if len(kept) < len(now.rows) else 0
 
     def _write_log(self, entry: int | None, sequence: int) -> Steps:
         if entry is not None:

@@ -41,7 +41,7 @@ class Counting(gym.Env[Any, Any]):
             self.action_space = spaces.Dict({"move": spaces.Discrete(1000), "force": spaces.Box(-1, 1, (3,))})
 
     def observe(self) -> Any:
-        place = self.lane * 1000 + self.episode * 100 + self.step_number
+        place = self.lane * 100_000 + self.episode * 100 + self.step_number
         position = np.array([place, -place], np.float32)
         if self.nested:
             return {"pos": position, "parts": (np.array(self.step_number, np.int16), position + 0.5)}
@@ -578,7 +578,7 @@ def test_every_autoreset_mode_fills_a_store_alike(kind: Any, mode: AutoresetMode
     with rb, Collector(envs, by_observation, rb, steps_per_lane=5) as collector:
         stored = collector.collect(150)
         assert len(rb) == stored == rb.write_count
-        found = [e for e in stored_episodes(rb) if e[1][0][1][0] % 1000 // 100 <= 4]
+        found = [e for e in stored_episodes(rb) if e[1][0][1][0] % 100_000 < 500]
         stats = rb.sql(
             "SELECT count(*), min(length), max(length) FROM episodes WHERE status <> 'open'"
         ).fetchall()
@@ -586,11 +586,11 @@ def test_every_autoreset_mode_fills_a_store_alike(kind: Any, mode: AutoresetMode
     assert len(found) == 4 * len(LENGTHS)
     assert stats[0][1:] == (1, 7)
     for status, rows in found:
-        lane, number = divmod(int(rows[0][1][0]), 1000)
+        first = int(rows[0][1][0])
+        lane, number = divmod(first, 100_000)
         assert len(rows) == LENGTHS[lane]
         assert status == ("truncated" if number // 100 % 2 == 0 else "terminated")
         assert [row[0] for row in rows] == list(range(len(rows)))
-        first = lane * 1000 + number
         assert [row[1][0] for row in rows] == list(range(first, first + len(rows)))
         assert [row[3][0] for row in rows] == list(range(first + 1, first + len(rows) + 1))
         assert [row[2] for row in rows] == [int(row[1][0]) % 1000 for row in rows]
@@ -606,7 +606,8 @@ def test_a_nested_space_goes_into_a_store_and_comes_back(tmp_path: Path) -> None
         batch = rb.sample()
         query = """
             SELECT count(*) FROM transitions
-            WHERE next.observation.parts."0" = observation.parts."0" + 1 AND action.move = observation.pos[1]
+            WHERE next.observation.parts."0" = observation.parts."0" + 1
+              AND action.move = observation.pos[1]::BIGINT % 1000
         """
         assert rb.sql(query).fetchall() == [(len(rb),)]
     assert batch["observation", "parts", "0"].dtype is torch.int16

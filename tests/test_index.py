@@ -549,7 +549,7 @@ def test_parameters(index: Index) -> None:
     assert rows(index, "SELECT count(*) FROM transitions WHERE _id IN (SELECT unnest(?))", seen, [ids]) == [
         (2,)
     ]
-    with pytest.raises(QueryError, match="not provided"):
+    with pytest.raises(QueryError, match="parameter"):
         rows(index, "SELECT ?", seen)
 
 
@@ -572,7 +572,6 @@ FORBIDDEN = [
     "ATTACH ':memory:' AS other",
     "COPY episode_rows TO 'out.csv'",
     "SET threads = 1",
-    "PRAGMA version",
     "EXPLAIN ANALYZE DELETE FROM episode_rows",
     "INSTALL httpfs",
     "UPDATE EXTENSIONS",
@@ -585,15 +584,15 @@ FORBIDDEN = [
 ]
 
 
-@pytest.mark.parametrize("sql", FORBIDDEN)
-def test_whatever_does_not_only_read_is_refused(index: Index, tmp_path: Path, sql: str) -> None:
+def test_whatever_does_not_only_read_is_refused(index: Index, tmp_path: Path) -> None:
     local_frame = pd.DataFrame({"a": [1]})
     index.commit(FIRST)
     before = contents(index)
-    with pytest.raises(QueryError) as caught:
-        rows(index, sql)
-    assert caught.value.kind == "query"
-    assert contents(index) == before
+    for sql in FORBIDDEN:
+        with pytest.raises(QueryError) as caught:
+            rows(index, sql)
+        assert caught.value.kind == "query", sql
+        assert contents(index) == before, sql
     assert not list(tmp_path.glob("out*"))
     assert len(local_frame) == 1
 
@@ -819,7 +818,7 @@ for sequence in range(index.position[1] + 1, 10_000):
 
 def test_a_killed_owner_leaves_a_usable_file(path: Path, rng: np.random.Generator) -> None:
     here = Path(__file__).parent
-    for _ in range(4):
+    for _ in range(3):
         with subprocess.Popen(
             [sys.executable, "-c", CHILD, str(path), str(here), str(here.parent)],
             stdout=subprocess.PIPE,
@@ -973,7 +972,7 @@ def test_one_flipped_bit_anywhere_gives_right_answers_or_a_rebuild(
 ) -> None:
     whole = made.read_bytes()
     outcomes = set()
-    for _ in range(25):
+    for _ in range(12):
         data = bytearray(whole)
         data[rng.integers(len(data))] ^= 1 << int(rng.integers(8))
         made.write_bytes(data)
@@ -1000,24 +999,61 @@ def test_one_flipped_bit_anywhere_gives_right_answers_or_a_rebuild(
     assert len(outcomes) > 1
 
 
-def test_damage_found_at_a_query_leads_to_a_rebuild(
+@pytest.mark.parametrize(
+    ("failure", "caught"),
+    [
+        (duckdb.FatalException("FATAL Error: fsync failed!"), CorruptionError),
+        (duckdb.FatalException("FATAL Error: No space left on device"), StorageError),
+        (duckdb.Error("Corrupt database file: computed checksum 1 does not match"), CorruptionError),
+    ],
+)
+def test_damage_found_while_running_leads_to_a_rebuild(
+    open_index: Callable[..., Index],
+    monkeypatch: pytest.MonkeyPatch,
+    failure: duckdb.Error,
+    caught: type[ExpStoreError],
+) -> None:
+    index = open_index()
+    index.commit(LARGE)
+
+    def fail(*args: object, **kwargs: object) -> None:
+        raise failure
+
+    with monkeypatch.context() as patch:
+        patch.setattr("expstore.delta.apply", fail)
+        with pytest.raises(caught):
+            index.commit(delta((3, 10), [episode(6000)]))
+    assert index.position == (0, 0)
+    with pytest.raises(CorruptionError, match="rebuilt"):
+        rows(index, "SELECT 1")
+    index.commit(dataclasses.replace(LARGE, position=(3, 11)))
+    assert rows(index, LARGE_QUESTION) == LARGE_ANSWER
+    assert "damaged-1" in str(index.notice)
+    assert index.position == (3, 11)
+
+
+def test_a_full_disk_leaves_the_index_as_it_was(
     open_index: Callable[..., Index], path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     index = open_index()
     index.commit(LARGE)
 
     def fail(*args: object, **kwargs: object) -> None:
-        raise duckdb.FatalException("FATAL Error: fsync failed!")
+        raise duckdb.TransactionException("Failed to commit: Could not write file: No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("expstore.delta.apply", fail)
-        with pytest.raises(CorruptionError, match="fsync failed"):
-            index.commit(delta((3, 10), [episode(6000)]))
-    assert index.position == (0, 0)
-    index.commit(dataclasses.replace(LARGE, position=(3, 11)))
+        patch.setattr("expstore.delta.replace_meta", fail)  # the last step of building a new file
+        patch.setattr("expstore.delta.replace_priorities", fail)
+        for act in (
+            lambda: index.commit(dataclasses.replace(LARGE, position=(3, 10))),
+            lambda: index.write_priorities(np.array([1]), np.array([1.0])),
+        ):
+            with pytest.raises(StorageError) as caught:
+                act()
+            assert caught.value.kind == "disk_full"
+    assert index.position == (3, 9)
     assert rows(index, LARGE_QUESTION) == LARGE_ANSWER
-    assert "damaged-1" in str(index.notice)
-    assert index.position == (3, 11)
+    assert not list(path.parent.glob("index.tmp*"))
 
 
 def header_checksum(block: bytes) -> int:

@@ -217,6 +217,9 @@ class ColumnGroup:
         self.columns = [Column(disk, folder.joinpath(*entry.key), entry, slots) for entry in fields]
         self.new_folders: set[Path] = set()
         self._ready = 0
+        self._shard_rows = np.array([column.rows for column in self.columns])
+        self._widths = np.array([column.row_bytes for column in self.columns])
+        self._before = np.cumsum(self._widths) - self._widths  # bytes of the columns in front, per row
 
     @staticmethod
     def create(
@@ -286,20 +289,27 @@ class ColumnGroup:
     def _write_joined(self, pieces: Sequence[tuple[int, int, int]], arrays: Sequence[Array]) -> int:
         payload = b"".join([array.tobytes() for array in arrays[:-1]])
         crc: int = google_crc32c.value(payload)
-        acts = []
-        start = 0
-        for column, array in zip(self.columns, arrays, strict=True):
-            width = column.row_bytes
-            for slot, offset, n in pieces:
-                number, row = divmod(slot, column.rows)
-                if row + n <= column.rows:
-                    acts.append((column.files[number], row * width, start + offset * width, n * width))
-                    continue
-                for file, at, first, rows in column.spans(slot, n):
-                    acts.append((file, at, start + (offset + first) * width, rows * width))
-            start += array.nbytes
-        self._disk.scatter(payload + arrays[-1].tobytes(), acts)
+        blob = payload + arrays[-1].tobytes()
+        count = arrays[0].shape[0]
+        for slot, offset, n in pieces:
+            numbers, rows = np.divmod(slot, self._shard_rows)
+            if (rows + n > self._shard_rows).any():
+                self._write_spans(blob, count, slot, offset, n)
+                continue
+            files = [
+                column.files[number] for column, number in zip(self.columns, numbers.tolist(), strict=True)
+            ]
+            starts = self._before * count + self._widths * offset
+            self._disk.scatter(blob, files, starts, self._widths * n, rows * self._widths)
         return crc
+
+    def _write_spans(self, blob: bytes, count: int, slot: int, offset: int, n: int) -> None:
+        """Write a run that crosses the end of a shard in some column."""
+        for column, before in zip(self.columns, self._before.tolist(), strict=True):
+            width = column.row_bytes
+            for file, at, first, rows in column.spans(slot, n):
+                start = before * count + (offset + first) * width
+                file.write(blob[start : start + rows * width], at)
 
     def checksum(self, pieces: Iterable[tuple[int, int, int]]) -> int:
         """Return the crc32c that `write` returned for these rows, from what stands on disk."""

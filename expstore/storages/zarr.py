@@ -247,6 +247,7 @@ class ZarrStorage(Storage):
 
     def _make_room(self, count: int) -> None:
         """Wait until rows in flight and rows not yet synced fit into the spare slots."""
+        self.disk.warm()
         if count > self.spare:
             self.sync()
             if self.slots is not None:

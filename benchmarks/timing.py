@@ -1,0 +1,130 @@
+"""How calls are timed: in blocks, the sides taking turns, without garbage collection.
+
+Used by the scripts here. It knows clocks and order, not buffers.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = ["Series", "Turn", "alternate", "busy_thread"]
+
+
+@dataclass
+class Series:
+    """Hold the times of calls, in seconds, block by block."""
+
+    blocks: list[list[float]] = field(default_factory=list)
+
+    @property
+    def calls(self) -> int:
+        return sum(map(len, self.blocks))
+
+    @property
+    def median(self) -> float:
+        return self._quantile(0.5)
+
+    @property
+    def low(self) -> float:
+        """The 10th percentile."""
+        return self._quantile(0.1)
+
+    @property
+    def high(self) -> float:
+        """The 90th percentile."""
+        return self._quantile(0.9)
+
+    @property
+    def mean(self) -> float:
+        return statistics.fmean(itertools.chain(*self.blocks))
+
+    def _quantile(self, part: float) -> float:
+        times = sorted(itertools.chain(*self.blocks))
+        return times[min(len(times) - 1, int(part * len(times)))]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "calls": self.calls,
+            "median": self.median,
+            "p10": self.low,
+            "p90": self.high,
+            "mean": self.mean,
+            "max": max(map(max, self.blocks)),
+            "block_medians": [statistics.median(block) for block in self.blocks],
+        }
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Say what one side does when it is its turn.
+
+    Args:
+        act: The call that is timed; what it returns is thrown away inside the clock.
+        inputs: One for each call, made outside the clock.
+        calls: How many per block.
+        settle: Run before every block of either side, so that nobody works in another one's turn.
+        around: What goes on beside the block.
+    """
+
+    act: Callable[[Any], object]
+    inputs: Iterator[Any]
+    calls: int
+    settle: Callable[[], object] = lambda: None
+    around: Callable[[], AbstractContextManager[None]] = nullcontext
+
+
+def alternate(turns: Sequence[Turn], *, rounds: int, warm: int) -> list[Series]:
+    """Let the sides take turns for `rounds` blocks each, every second round in reverse order."""
+    found = [Series() for _ in turns]
+    for turn in turns:
+        _block(turn, min(warm, turn.calls))
+    for number in range(rounds):
+        order = range(len(turns)) if number % 2 == 0 else range(len(turns) - 1, -1, -1)
+        for place in order:
+            for turn in turns:
+                turn.settle()
+            found[place].blocks.append(_block(turns[place], turns[place].calls))
+    return found
+
+
+def _block(turn: Turn, calls: int) -> list[float]:
+    act, clock = turn.act, time.perf_counter
+    times = []
+    gc.collect()
+    gc.disable()
+    try:
+        with turn.around():
+            for item in itertools.islice(turn.inputs, calls):
+                started = clock()
+                act(item)
+                times.append(clock() - started)
+    finally:
+        gc.enable()
+    return times
+
+
+@contextmanager
+def busy_thread() -> Iterator[None]:
+    """Run Python code in another thread all the while."""
+    stop: list[None] = []
+
+    def spin() -> None:
+        number = 0
+        while not stop:
+            number += 1
+
+    thread = threading.Thread(target=spin, name="busy", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.append(None)
+        thread.join()

@@ -1,0 +1,495 @@
+"""expstore beside TorchRL's LazyMemmapStorage, and expstore against its own promises; exits 1 below a bar.
+
+Run as `make bench`; README.md says how to read the table. Both sides are used through their public
+buffers with defaults, in one process, taking turns; it never measures anything cold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import platform
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from importlib.metadata import version
+from itertools import repeat
+from pathlib import Path
+from typing import Any
+
+from benchmarks.probes import Probes
+from benchmarks.timing import Series, Turn, alternate, busy_thread
+from benchmarks.workloads import LOCOMOTION, PIXELS, Stream, Workload
+
+ROOT = Path(__file__).resolve().parents[1]
+BATCH = 256
+MB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Bar:
+    """Say what a measurement must reach: `times` at least, or at most so many `of` a unit."""
+
+    limit: float
+    unit: str
+    at_least: bool = False
+
+    def holds(self, value: float) -> bool:
+        return value >= self.limit if self.at_least else value <= self.limit
+
+    def __str__(self) -> str:
+        return f"{'≥' if self.at_least else '≤'} {self.limit:g}{self.unit}"
+
+
+def _times(limit: float) -> Bar:
+    return Bar(limit, "x", at_least=True)
+
+
+#: Everything that is measured, in the order of the table, with its bar.
+BARS: dict[str, Bar] = {
+    "locomotion/sample": _times(3),
+    "locomotion/extend-filling": _times(2),
+    "locomotion/extend-full": _times(2),
+    "locomotion/add-filling": _times(3),
+    "locomotion/add-full": _times(3),
+    "locomotion/extend-busy": Bar(3, "x its quiet time"),
+    "pixels/sample": _times(8),
+    "pixels/extend-filling": _times(2),
+    "pixels/extend-full": _times(2),
+    "pixels/add-filling": _times(3),
+    "pixels/add-full": _times(3),
+    "reopen/closed": Bar(0.5, " s"),
+    "reopen/killed": Bar(0.5, " s"),
+    "memory/growth": Bar(300, " MB"),
+    "cli/help": Bar(0.5, " s"),
+    "cli/info": Bar(1, " s"),
+    "cli/sql": Bar(1, " s"),
+}
+
+
+@dataclass(frozen=True)
+class Effort:
+    """Say how much is done. `wide_calls` is for calls that write megabytes, `busy_calls` for TorchRL."""
+
+    rounds: int = 5
+    calls: int = 400
+    wide_calls: int = 10
+    busy_calls: int = 10
+    warm: int = 20
+    repeats: int = 5
+    pool: int = 40
+    locomotion: Workload = LOCOMOTION
+    pixels: Workload = PIXELS
+    memory_rows: int = 10_000_000
+    memory_extend_rows: int = 10_000
+
+
+FULL = Effort()
+QUICK = Effort(
+    calls=100,
+    wide_calls=4,
+    busy_calls=4,
+    repeats=3,
+    locomotion=LOCOMOTION.scaled(rows=100_000, extend_rows=1000),
+    pixels=PIXELS.scaled(rows=12_000, extend_rows=1000),
+    memory_rows=1_000_000,
+)
+SMOKE = Effort(
+    rounds=1,
+    calls=2,
+    wide_calls=2,
+    busy_calls=1,
+    warm=1,
+    repeats=1,
+    pool=2,
+    locomotion=LOCOMOTION.scaled(rows=500, extend_rows=50),
+    pixels=PIXELS.scaled(rows=100, extend_rows=10),
+    memory_rows=5000,
+    memory_extend_rows=500,
+)
+
+
+@dataclass(frozen=True)
+class Result:
+    """Hold one row of the table."""
+
+    name: str
+    value: float
+    ours: str
+    theirs: str = "–"
+    ratio: str = "–"
+    note: str = ""
+    data: dict[str, Any] = field(default_factory=dict)
+
+
+# -- the two sides ------------------------------------------------------------------------------------
+
+
+def open_expstore(folder: Path, capacity: int) -> Any:
+    import expstore
+
+    return expstore.open(folder / "store.exp", capacity=capacity, batch_size=BATCH)
+
+
+def open_torchrl(folder: Path, capacity: int) -> Any:
+    from torchrl.data import LazyMemmapStorage, TensorDictReplayBuffer
+
+    logging.getLogger("torchrl").setLevel(logging.WARNING)
+    storage = LazyMemmapStorage(capacity, scratch_dir=str(folder / "torchrl"))
+    return TensorDictReplayBuffer(storage=storage, batch_size=BATCH)
+
+
+class Pair:
+    """Hold two buffers of one capacity, and inputs of each one's own (TorchRL writes into them)."""
+
+    def __init__(self, folder: Path, workload: Workload, capacity: int, pool: int) -> None:
+        folder.mkdir()
+        self.folder = folder
+        self.workload = workload
+        self.capacity = capacity
+        self.ours = open_expstore(folder, capacity)
+        self.theirs = open_torchrl(folder, capacity)
+        size = workload.extend_rows
+        # Inputs of up to 128 MB, else they would not be read from memory that is in use.
+        pool = max(1, min(pool, 128 * MB // (workload.row_bytes * size)))
+        self._batches = [Stream(workload, size, pool=pool) for _ in range(2)]
+        self._rows = [Stream(workload, 0, pool=min(1000, size * pool)) for _ in range(2)]
+
+    def fill(self) -> None:
+        for _ in range(self.capacity // self.workload.extend_rows + 1):
+            self.ours.extend(next(self._batches[0]))
+            self.theirs.extend(next(self._batches[1]))
+
+    def turns(self, act: str, calls: int) -> list[Turn]:
+        """Return both sides' turns of `extend`, `add` or `sample`."""
+        inputs: Sequence[Iterator[Any]] = {
+            "extend": self._batches,
+            "add": self._rows,
+            "sample": [repeat(BATCH), repeat(BATCH)],
+        }[act]
+        sides = (self.ours, self.theirs)
+        # What expstore still has to bring to the disk must not run in TorchRL's time.
+        return [
+            Turn(getattr(side, act), one, calls, settle=self.ours.flush)
+            for side, one in zip(sides, inputs, strict=True)
+        ]
+
+    def close(self) -> None:
+        self.ours.close()
+        del self.theirs
+
+
+class Bench:
+    """Measure what is wanted; each method yields rows of the table."""
+
+    def __init__(self, folder: Path, effort: Effort, only: str) -> None:
+        self.folder = folder
+        self.effort = effort
+        self.only = only
+
+    def wants(self, *names: str) -> bool:
+        return any(self.only in name for name in names)
+
+    def run(self) -> Iterator[Result]:
+        own_process = [name for name in BARS if name.split("/")[0] in ("reopen", "memory")]
+        if self.wants(*own_process):
+            with Probes() as probes:
+                yield from self._all(probes)
+        else:
+            yield from self._all(None)
+
+    def _all(self, probes: Probes | None) -> Iterator[Result]:
+        yield from self._filling(self.effort.locomotion)
+        yield from self._full(self.effort.locomotion)
+        store = self.folder / "full-locomotion" / "store.exp"
+        if self.wants("reopen/closed", "reopen/killed", "cli/help", "cli/info", "cli/sql"):
+            if not store.exists():
+                self._make_store(store)
+            yield from self._reopen(store, probes)
+            yield from self._commands(store)
+        shutil.rmtree(self.folder / "full-locomotion", ignore_errors=True)
+        yield from self._filling(self.effort.pixels)
+        yield from self._full(self.effort.pixels)
+        shutil.rmtree(self.folder / "full-pixels", ignore_errors=True)
+        if self.wants("memory/growth") and probes is not None:
+            yield self._memory(probes)
+
+    # -- beside TorchRL -------------------------------------------------------------------------------
+
+    def _calls(self, workload: Workload, act: str) -> int:
+        wide = workload.extend_rows * workload.row_bytes > 4 * MB
+        return self.effort.wide_calls if act == "extend" and wide else self.effort.calls
+
+    def _filling(self, workload: Workload) -> Iterator[Result]:
+        """Measure writing to a ring that has not come round yet."""
+        names = {act: f"{workload.name}/{act}-filling" for act in ("add", "extend")}
+        if not self.wants(*names.values()):
+            return
+        rounds = self.effort.rounds
+        room = sum(
+            (rounds * self._calls(workload, act) + self.effort.warm) * rows
+            for act, rows in (("add", 1), ("extend", workload.extend_rows))
+        )
+        folder = self.folder / f"filling-{workload.name}"
+        pair = Pair(folder, workload, room + 1, self.effort.pool)
+        for act, name in names.items():
+            if self.wants(name):
+                yield self._beside(pair, act, name)
+        if len(pair.ours) == pair.capacity:
+            raise RuntimeError("the ring is full, though it should be filling")
+        pair.close()
+        shutil.rmtree(folder)
+
+    def _full(self, workload: Workload) -> Iterator[Result]:
+        """Measure a ring that has come round, and reading from it."""
+        acts = {"add-full": "add", "extend-full": "extend", "extend-busy": "", "sample": "sample"}
+        names = {f"{workload.name}/{name}": act for name, act in acts.items()}
+        wanted = [name for name in names if name in BARS and self.wants(name)]
+        if not wanted:
+            return
+        pair = Pair(self.folder / f"full-{workload.name}", workload, workload.rows, self.effort.pool)
+        pair.fill()
+        for name in wanted:
+            yield self._beside(pair, names[name], name) if names[name] else self._busy(pair, name)
+        pair.close()
+
+    def _beside(self, pair: Pair, act: str, name: str) -> Result:
+        turns = pair.turns(act, self._calls(pair.workload, act))
+        ours, theirs = alternate(turns, rounds=self.effort.rounds, warm=self.effort.warm)
+        ratio = theirs.median / ours.median
+        return Result(
+            name,
+            ratio,
+            _span(ours),
+            _span(theirs),
+            f"{ratio:.1f}x (means {theirs.mean / ours.mean:.1f}x)",
+            data={"expstore": ours.to_json(), "torchrl": theirs.to_json()},
+        )
+
+    def _busy(self, pair: Pair, name: str) -> Result:
+        ours, theirs = pair.turns("extend", self._calls(pair.workload, "extend"))
+        few = replace(theirs, calls=self.effort.busy_calls)
+        turns = [ours, replace(ours, around=busy_thread), theirs, replace(few, around=busy_thread)]
+        series = alternate(turns, rounds=self.effort.rounds, warm=self.effort.warm)
+        slower = [series[n + 1].mean / series[n].mean for n in (0, 2)]
+        names = ("expstore", "expstore_busy", "torchrl", "torchrl_busy")
+        return Result(
+            name,
+            slower[0],
+            f"{slower[0]:.1f}x: {_mean(series[0])} → {_mean(series[1])}",
+            f"{slower[1]:.1f}x: {_mean(series[2])} → {_mean(series[3])}",
+            note=f"means; beside the busy thread TorchRL has {series[3].calls} calls",
+            data={key: one.to_json() for key, one in zip(names, series, strict=True)},
+        )
+
+    # -- promises of its own --------------------------------------------------------------------------
+
+    def _make_store(self, store: Path) -> None:
+        store.parent.mkdir(exist_ok=True)
+        workload = self.effort.locomotion
+        stream = Stream(workload, workload.extend_rows, pool=self.effort.pool)
+        with open_expstore(store.parent, workload.rows) as rb:
+            for _ in range(workload.rows // workload.extend_rows):
+                rb.extend(next(stream))
+
+    def _reopen(self, store: Path, probes: Probes | None) -> Iterator[Result]:
+        if probes is None:
+            return
+        rng = random.Random(1)
+        workload = self.effort.locomotion
+        for name in ("reopen/closed", "reopen/killed"):
+            if not self.wants(name):
+                continue
+            found = []
+            for _ in range(self.effort.repeats):
+                if name == "reopen/killed":
+                    pid = probes.start(
+                        "write_on", path=str(store), extend_rows=workload.extend_rows, calls=self.effort.calls
+                    )
+                    time.sleep(rng.uniform(0, 0.3))
+                    probes.kill(pid)
+                found.append(probes.run("reopen", path=str(store), batch_size=BATCH))
+            seconds = sorted(one["open"] for one in found)
+            worst = seconds[-1]
+            yield Result(
+                name,
+                worst,
+                f"{worst:.3f} s, the slowest of {len(seconds)} (fastest {seconds[0]:.3f})",
+                note=f"{found[0]['rows']:,} rows" + (f"; {r}" if (r := found[-1]["recovered"]) else ""),
+                data={"probes": found},
+            )
+
+    def _memory(self, probes: Probes) -> Result:
+        effort = self.effort
+        if not Path("/proc/self/status").exists():
+            return Result("memory/growth", 0.0, "not measured", note="needs /proc")
+        found = probes.run(
+            "memory",
+            path=str(self.folder / "memory.exp"),
+            rows=effort.memory_rows,
+            extend_rows=effort.memory_extend_rows,
+            batch_size=BATCH,
+        )
+        shutil.rmtree(self.folder / "memory.exp")
+        growth = found["growth"] / MB
+        note = f"{found['rows']:,} rows, RssAnon after imports {found['before'] / MB:.0f} MB"
+        return Result("memory/growth", growth, f"{growth:.0f} MB", note=note, data=found)
+
+    def _commands(self, store: Path) -> Iterator[Result]:
+        query = 'SELECT status, count(*), avg("return") FROM episodes GROUP BY status'
+        wide = 'SELECT count(*), avg("next.reward") FROM transitions'
+        commands: dict[str, list[list[str]]] = {
+            "cli/help": [["--help"]],
+            "cli/info": [["info", str(store)]],
+            "cli/sql": [["sql", str(store), query], ["sql", str(store), wide]],
+        }
+        for name, lines in commands.items():
+            if self.wants(name):
+                yield self._command(name, lines)
+
+    def _command(self, name: str, lines: list[list[str]]) -> Result:
+        # Whoever installed the package has its modules compiled.
+        environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
+        medians = []
+        for words in lines:
+            seconds = []
+            for number in range(self.effort.repeats + 1):
+                started = time.perf_counter()
+                done = subprocess.run(
+                    [sys.executable, "-m", "expstore", *words],
+                    cwd=ROOT,
+                    env=environment,
+                    capture_output=True,
+                    text=True,
+                    check=False,
+                )
+                if done.returncode:
+                    last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+                    return Result(name, float("inf"), f"exit code {done.returncode}", note=last)
+                if number or self.effort.repeats == 1:
+                    seconds.append(time.perf_counter() - started)
+            medians.append(sorted(seconds)[len(seconds) // 2])
+        text = ", ".join(f"{median:.2f} s" for median in medians)
+        note = "episodes by status; a mean over transitions" if len(lines) > 1 else ""
+        return Result(name, max(medians), text, note=note, data={"medians": medians})
+
+
+# -- the table ----------------------------------------------------------------------------------------
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds * 1e6:.0f} µs" if seconds < 1e-2 else f"{seconds * 1e3:.1f} ms"
+
+
+def _span(series: Series) -> str:
+    return f"{_time(series.median)} [{_time(series.low)}–{_time(series.high)}] n={series.calls}"
+
+
+def _mean(series: Series) -> str:
+    return _time(series.mean)
+
+
+def table_row(result: Result, bar: Bar) -> str:
+    ok = "yes" if bar.holds(result.value) else "**no**"
+    what = f"{result.name}" + (f" ({result.note})" if result.note else "")
+    return f"| {what} | {result.ours} | {result.theirs} | {result.ratio} | {bar} | {ok} |"
+
+
+def machine() -> dict[str, str]:
+    import torch
+
+    cpu = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        names = [line.split(":")[1].strip() for line in info.read_text().splitlines() if "model name" in line]
+        cpu = names[0] if names else cpu
+    packages = ("numpy", "torch", "tensordict", "torchrl", "duckdb", "zarr")
+    import expstore
+
+    return {
+        "machine": f"{os.cpu_count()} x {cpu}, {platform.system()} {platform.release()}",
+        "load": " ".join(f"{part:.1f}" for part in os.getloadavg()),
+        "threads": f"torch has {torch.get_num_threads()} threads (its default)",
+        "versions": f"Python {platform.python_version()}, expstore {expstore.__version__}, "
+        + ", ".join(f"{name} {version(name)}" for name in packages),
+    }
+
+
+@contextmanager
+def scratch(parent: Path, needed: int) -> Iterator[Path]:
+    """Make a folder for the stores and remove it whatever happens."""
+    parent.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(parent).free
+    if free < needed:
+        sys.exit(f"{parent} has {free / 1e9:.1f} GB free, {needed / 1e9:.1f} GB are needed; see --folder")
+    folder = Path(tempfile.mkdtemp(prefix="stores-", dir=parent))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def needed_bytes(effort: Effort) -> int:
+    """Return what the largest pair of stores takes, with room to spare."""
+    sizes = [workload.rows * workload.row_bytes for workload in (effort.locomotion, effort.pixels)]
+    sizes.append(effort.rounds * effort.calls * effort.locomotion.extend_rows * LOCOMOTION.row_bytes)
+    sizes.append(effort.memory_rows * LOCOMOTION.row_bytes)
+    return 3 * max(sizes)
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--quick", action="store_true", help="small stores and few calls: rough numbers")
+    parser.add_argument("--smoke", action="store_true", help="run everything once, tiny, without bars")
+    parser.add_argument("--only", default="", metavar="TEXT", help="measurements with TEXT in their name")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
+    parser.add_argument("--bar", action="append", default=[], metavar="NAME=LIMIT", help="another bar")
+    parser.add_argument("--folder", type=Path, default=ROOT / "benchmarks" / "out", help="where stores lie")
+    parsed = parser.parse_args(argv)
+    if not any(parsed.only in name for name in BARS):
+        parser.error(f"--only {parsed.only}: there are {', '.join(BARS)}")
+    try:
+        given = {name: float(limit) for name, limit in (text.split("=") for text in parsed.bar)}
+        parsed.bars = {name: replace(BARS[name], limit=limit) for name, limit in given.items()}
+    except (KeyError, ValueError) as exc:
+        parser.error(f"--bar takes NAME=LIMIT: {exc}")
+    return parsed
+
+
+def main(argv: Sequence[str] | None = None, out: Callable[[str], object] = print) -> int:
+    """Measure, print the table, return the exit code."""
+    wanted = _arguments(argv)
+    effort = SMOKE if wanted.smoke else QUICK if wanted.quick else FULL
+    bars: dict[str, Bar] = ({} if wanted.smoke else dict(BARS)) | wanted.bars
+    no_bar = Bar(float("inf"), "")
+    about = machine()
+    out("| what | expstore | TorchRL | ratio | bar | ok |\n| --- | --- | --- | --- | --- | --- |")
+    results = []
+    started = time.monotonic()
+    with scratch(wanted.folder, needed_bytes(effort)) as folder:
+        for result in Bench(folder, effort, wanted.only).run():
+            results.append(result)
+            out(table_row(result, bars.get(result.name, no_bar)))
+            sys.stdout.flush()
+    below = [r.name for r in results if r.name in bars and not bars[r.name].holds(r.value)]
+    out(f"\n{about['machine']}; load before the run {about['load']}; {about['threads']}.")
+    out(f"{about['versions']}. Took {time.monotonic() - started:.0f} s.")
+    out("Times are medians [10th–90th percentile] per call, n calls a side, the sides taking turns.")
+    if below:
+        out(f"Below their bars: {', '.join(below)}.")
+    if wanted.json:
+        rows = [asdict(r) | {"bar": str(BARS[r.name]), "ok": BARS[r.name].holds(r.value)} for r in results]
+        wanted.json.write_text(json.dumps({"about": about, "results": rows}, indent=1))
+    return 1 if below else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

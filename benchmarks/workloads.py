@@ -1,0 +1,151 @@
+"""What is stored in the benchmarks: two kinds of experience, as frozen facts.
+
+Used by the scripts here. Contents follow from a seed; making them is never part of a measurement.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from tensordict import TensorDict
+
+__all__ = ["LOCOMOTION", "PIXELS", "Leaf", "Stream", "Workload"]
+
+TRAJECTORY = ("collector", "traj_ids")
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """Describe one field of a row: key, dtype and row shape."""
+
+    key: tuple[str, ...]
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def row_bytes(self) -> int:
+        return self.dtype.itemsize * int(torch.Size(self.shape).numel())
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Describe a store's rows.
+
+    Args:
+        name: As in the table.
+        rows: How many the full ring holds.
+        extend_rows: Rows per call of `extend`.
+        episode: Steps per episode; every other one terminates, the rest is truncated.
+        leaves: The fields.
+    """
+
+    name: str
+    rows: int
+    extend_rows: int
+    episode: int
+    leaves: tuple[Leaf, ...]
+
+    @property
+    def row_bytes(self) -> int:
+        return sum(leaf.row_bytes for leaf in self.leaves)
+
+    def scaled(self, *, rows: int, extend_rows: int) -> Workload:
+        """Return the same kind of rows in another number."""
+        return replace(self, rows=rows, extend_rows=extend_rows)
+
+    def batch(self, rows: int, *, start: int = 0, seed: int = 0) -> TensorDict:
+        """Make rows number `start` to `start + rows - 1` of a run. Batch size `[rows]`."""
+        generator = torch.Generator().manual_seed(seed)
+        number = torch.arange(start, start + rows)
+        batch = TensorDict({}, [rows])
+        for leaf in self.leaves:
+            batch[leaf.key] = self._values(leaf, number, generator)
+        return batch
+
+    def _values(self, leaf: Leaf, number: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+        shape = (number.numel(), *leaf.shape)
+        if leaf.key == TRAJECTORY:
+            return (number // self.episode).reshape(shape)
+        if leaf.dtype is torch.bool:
+            # Flags at the root speak of the observation before the step: never an end.
+            last = (number + 1) % self.episode == 0
+            second = number // self.episode % 2 == 1
+            ends = {
+                ("next", "done"): last,
+                ("next", "terminated"): last & ~second,
+                ("next", "truncated"): last & second,
+            }
+            return ends.get(leaf.key, torch.zeros_like(last)).reshape(shape).clone()
+        if leaf.dtype.is_floating_point:
+            return torch.randn(shape, generator=generator, dtype=leaf.dtype)
+        return torch.randint(0, 256 if leaf.shape else 6, shape, generator=generator, dtype=leaf.dtype)
+
+
+class Stream:
+    """Hand out batches without end: prepared ones in turn, with trajectory ids that go on.
+
+    Args:
+        workload: What they hold.
+        rows: Rows per batch; 0: single rows without a batch dim.
+        pool: How many batches are prepared.
+        seed: Of their contents.
+    """
+
+    def __init__(self, workload: Workload, rows: int, *, pool: int, seed: int = 0) -> None:
+        total = max(1, rows) * pool
+        whole = workload.batch(total, seed=seed)
+        if rows:
+            self._pool = [whole[start : start + rows].clone() for start in range(0, total, rows)]
+        else:
+            self._pool = [whole[number].clone() for number in range(total)]
+        self._episodes = -(-total // workload.episode)
+        self._has_trajectories = any(leaf.key == TRAJECTORY for leaf in workload.leaves)
+        self._next = 0
+
+    def __iter__(self) -> Iterator[TensorDict]:
+        return self
+
+    def __next__(self) -> TensorDict:
+        turn, place = divmod(self._next, len(self._pool))
+        self._next += 1
+        batch = self._pool[place]
+        if turn and self._has_trajectories:
+            batch[TRAJECTORY].add_(self._episodes)
+        return batch
+
+
+def _flags(*groups: tuple[str, ...]) -> tuple[Leaf, ...]:
+    names = ("done", "terminated", "truncated")
+    return tuple(Leaf((*group, name), torch.bool, (1,)) for group in groups for name in names)
+
+
+LOCOMOTION = Workload(
+    name="locomotion",
+    rows=1_000_000,
+    extend_rows=1000,
+    episode=250,
+    leaves=(
+        Leaf(("observation",), torch.float32, (17,)),
+        Leaf(("action",), torch.float32, (6,)),
+        Leaf(TRAJECTORY, torch.int64, ()),
+        Leaf(("next", "observation"), torch.float32, (17,)),
+        Leaf(("next", "reward"), torch.float32, (1,)),
+        *_flags((), ("next",)),
+    ),
+)
+
+PIXELS = Workload(
+    name="pixels",
+    rows=60_000,
+    extend_rows=1000,
+    episode=250,
+    leaves=(
+        Leaf(("observation",), torch.uint8, (84, 84)),
+        Leaf(("action",), torch.int64, ()),
+        Leaf(("next", "observation"), torch.uint8, (84, 84)),
+        Leaf(("next", "reward"), torch.float32, (1,)),
+        *_flags(("next",)),
+    ),
+)
