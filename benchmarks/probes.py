@@ -1,7 +1,7 @@
 """Measurements that need a process of their own: reopening, memory.
 
-`Probes` starts one helper that imports everything once and forks for each probe, so that each begins
-right after the imports and has opened nothing. The helper never opens a store itself.
+`Probes` forks one helper right after the imports, and that one forks for each probe, so that each begins
+as a fresh process would. The helper never opens a store itself.
 """
 
 from __future__ import annotations
@@ -9,29 +9,41 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
-ROOT = Path(__file__).resolve().parents[1]
+import expstore
+from benchmarks import workloads
+from benchmarks.workloads import LOCOMOTION, Stream
+
+__all__ = ["Probes"]
+
+Say = Callable[[dict[str, Any]], None]
 
 
 class Probes:
-    """Run probes, one at a time, each in a fresh fork of a helper process."""
+    """Run probes, one at a time, each in a fresh fork of a helper process.
+
+    The helper is forked off right here: make this when expstore is imported and nothing else has been
+    done. Close it by leaving its `with` block.
+    """
 
     def __init__(self) -> None:
-        # Imports take seconds; they run beside those of the caller.
-        self._helper = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.probes"],
-            cwd=ROOT,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        _ = expstore.open, workloads  # loads everything that a user's program would have loaded
+        asked, ask = os.pipe()
+        told, tell = os.pipe()
+        self._pid = os.fork()
+        if self._pid == 0:
+            os.close(ask)
+            os.close(told)
+            _serve(asked, tell)
+        os.close(asked)
+        os.close(tell)
+        self._ask_pipe = os.fdopen(ask, "w")
+        self._told_pipe = os.fdopen(told)
 
     def run(self, probe: str, **arguments: Any) -> dict[str, Any]:
         """Run a probe to its end and return what it found."""
@@ -46,11 +58,9 @@ class Probes:
         self._ask("kill", {"pid": pid})
 
     def _ask(self, probe: str, arguments: dict[str, Any]) -> dict[str, Any]:
-        if self._helper.stdin is None or self._helper.stdout is None:
-            raise RuntimeError("the helper has no pipes")
-        self._helper.stdin.write(json.dumps([probe, arguments]) + "\n")
-        self._helper.stdin.flush()
-        line = self._helper.stdout.readline()
+        self._ask_pipe.write(json.dumps([probe, arguments]) + "\n")
+        self._ask_pipe.flush()
+        line = self._told_pipe.readline()
         found: dict[str, Any] = json.loads(line) if line else {"error": "the helper process ended"}
         if "error" in found:
             raise RuntimeError(f"probe {probe}: {found['error']}")
@@ -59,19 +69,44 @@ class Probes:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._helper.communicate()  # the end of its input ends it
+    def __exit__(self, *_: object) -> None:
+        self._ask_pipe.close()  # the end of its input ends it
+        os.waitpid(self._pid, 0)
+        self._told_pipe.close()
+
+
+def _serve(asked: int, tell: int) -> NoReturn:
+    """Fork for each request, until there are no more."""
+
+    def say(found: dict[str, Any]) -> None:
+        os.write(tell, (json.dumps(found) + "\n").encode())
+
+    for line in os.fdopen(asked):
+        probe, arguments = json.loads(line)
+        if probe == "kill":
+            os.kill(arguments["pid"], signal.SIGKILL)
+            os.waitpid(arguments["pid"], 0)
+            say({})
+            continue
+        child = os.fork()
+        if child == 0:
+            try:
+                PROBES[probe](say, **arguments)
+            except BaseException as exc:
+                traceback.print_exc()
+                say({"error": f"{type(exc).__name__}: {exc}"})
+            finally:
+                os._exit(0)
+        if probe != "write_on":
+            os.waitpid(child, 0)
+    os._exit(0)
 
 
 # -- in the forks -------------------------------------------------------------------------------------
 
 
-def reopen(*, path: str, batch_size: int) -> dict[str, Any]:
+def reopen(say: Say, *, path: str, batch_size: int) -> None:
     """Open a store and draw a batch; say how long that took."""
-    import expstore
-
     started = time.perf_counter()
     rb = expstore.open(path, batch_size=batch_size)
     opened = time.perf_counter()
@@ -79,33 +114,28 @@ def reopen(*, path: str, batch_size: int) -> dict[str, Any]:
     sampled = time.perf_counter()
     rows, recovered = len(rb), rb.recovered
     rb.close()
-    return {
-        "open": opened - started,
-        "first_sample": sampled - opened,
-        "close": time.perf_counter() - sampled,
-        "rows": rows,
-        "recovered": recovered,
-    }
+    say(
+        {
+            "open": opened - started,
+            "first_sample": sampled - opened,
+            "close": time.perf_counter() - sampled,
+            "rows": rows,
+            "recovered": recovered,
+        }
+    )
 
 
-def write_on(*, path: str, extend_rows: int, calls: int) -> dict[str, Any]:
+def write_on(say: Say, *, path: str, extend_rows: int, calls: int) -> None:
     """Extend a store until killed; speak after `calls` calls."""
-    import expstore
-    from benchmarks.workloads import LOCOMOTION, Stream
-
     rb = expstore.open(path)
     for number, batch in enumerate(Stream(LOCOMOTION, extend_rows, pool=5, seed=5)):
         rb.extend(batch)
         if number == calls:
-            _say({"pid": os.getpid()})
-    raise RuntimeError("unreachable")
+            say({"pid": os.getpid()})
 
 
-def memory(*, path: str, rows: int, extend_rows: int, batch_size: int) -> dict[str, Any]:
+def memory(say: Say, *, path: str, rows: int, extend_rows: int, batch_size: int) -> None:
     """Fill a ring, go on for a tenth of it, sample all the while; say by how much RssAnon grew."""
-    import expstore
-    from benchmarks.workloads import LOCOMOTION, Stream
-
     before = peak = rss_anon()
     calls = rows * 11 // 10 // extend_rows
     rb = expstore.open(path, capacity=rows, batch_size=batch_size)
@@ -119,14 +149,16 @@ def memory(*, path: str, rows: int, extend_rows: int, batch_size: int) -> dict[s
     seconds = time.perf_counter() - started
     stats = rb.stats()
     rb.close()
-    return {
-        "before": before,
-        "growth": peak - before,
-        "growth_at_close": rss_anon() - before,
-        "rows": stats["size"],
-        "extends_per_second": calls / seconds,
-        "wait_seconds": stats["wait_seconds"],
-    }
+    say(
+        {
+            "before": before,
+            "growth": peak - before,
+            "growth_at_close": rss_anon() - before,
+            "rows": stats["size"],
+            "extends_per_second": calls / seconds,
+            "wait_seconds": stats["wait_seconds"],
+        }
+    )
 
 
 def rss_anon() -> int:
@@ -137,40 +169,4 @@ def rss_anon() -> int:
     raise OSError("/proc/self/status does not say RssAnon")
 
 
-PROBES = {"memory": memory, "reopen": reopen, "write_on": write_on}
-
-
-def _say(found: dict[str, Any]) -> None:
-    os.write(1, (json.dumps(found) + "\n").encode())
-
-
-def serve() -> None:
-    """Import everything, then fork for each line of the input."""
-    import expstore
-    from benchmarks import workloads
-
-    _ = expstore.open, workloads  # loads them
-    for line in sys.stdin:
-        probe, arguments = json.loads(line)
-        if probe == "kill":
-            os.kill(arguments["pid"], signal.SIGKILL)
-            os.waitpid(arguments["pid"], 0)
-            _say({})
-            continue
-        child = os.fork()
-        if child == 0:
-            code = 1
-            try:
-                _say(PROBES[probe](**arguments))
-                code = 0
-            except BaseException as exc:
-                traceback.print_exc()
-                _say({"error": f"{type(exc).__name__}: {exc}"})
-            finally:
-                os._exit(code)
-        if probe != "write_on":
-            os.waitpid(child, 0)
-
-
-if __name__ == "__main__":
-    serve()
+PROBES: dict[str, Callable[..., None]] = {"memory": memory, "reopen": reopen, "write_on": write_on}

@@ -98,7 +98,6 @@ def alternate(turns: Sequence[Turn], *, rounds: int, warm: int) -> list[Series]:
 def _block(turn: Turn, calls: int) -> list[float]:
     act, clock = turn.act, time.perf_counter
     times = []
-    gc.collect()
     gc.disable()
     try:
         with turn.around():

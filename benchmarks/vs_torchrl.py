@@ -25,11 +25,14 @@ from itertools import repeat
 from pathlib import Path
 from typing import Any
 
-from benchmarks.probes import Probes
-from benchmarks.timing import Series, Turn, alternate, busy_thread
-from benchmarks.workloads import LOCOMOTION, PIXELS, Stream, Workload
-
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # some distributions install a `benchmarks` of their own
+
+import expstore  # noqa: E402
+from benchmarks.probes import Probes  # noqa: E402
+from benchmarks.timing import Series, Turn, alternate, busy_thread  # noqa: E402
+from benchmarks.workloads import LOCOMOTION, PIXELS, Stream, Workload  # noqa: E402
+
 BATCH = 256
 MB = 1 << 20
 
@@ -134,8 +137,6 @@ class Result:
 
 
 def open_expstore(folder: Path, capacity: int) -> Any:
-    import expstore
-
     return expstore.open(folder / "store.exp", capacity=capacity, batch_size=BATCH)
 
 
@@ -170,16 +171,16 @@ class Pair:
 
     def turns(self, act: str, calls: int) -> list[Turn]:
         """Return both sides' turns of `extend`, `add` or `sample`."""
-        inputs: Sequence[Iterator[Any]] = {
+        both: dict[str, list[Any]] = {
             "extend": self._batches,
             "add": self._rows,
             "sample": [repeat(BATCH), repeat(BATCH)],
-        }[act]
+        }
         sides = (self.ours, self.theirs)
         # What expstore still has to bring to the disk must not run in TorchRL's time.
         return [
             Turn(getattr(side, act), one, calls, settle=self.ours.flush)
-            for side, one in zip(sides, inputs, strict=True)
+            for side, one in zip(sides, both[act], strict=True)
         ]
 
     def close(self) -> None:
@@ -199,14 +200,10 @@ class Bench:
         return any(self.only in name for name in names)
 
     def run(self) -> Iterator[Result]:
-        own_process = [name for name in BARS if name.split("/")[0] in ("reopen", "memory")]
-        if self.wants(*own_process):
-            with Probes() as probes:
-                yield from self._all(probes)
-        else:
-            yield from self._all(None)
+        with Probes() as probes:
+            yield from self._all(probes)
 
-    def _all(self, probes: Probes | None) -> Iterator[Result]:
+    def _all(self, probes: Probes) -> Iterator[Result]:
         yield from self._filling(self.effort.locomotion)
         yield from self._full(self.effort.locomotion)
         store = self.folder / "full-locomotion" / "store.exp"
@@ -219,7 +216,7 @@ class Bench:
         yield from self._filling(self.effort.pixels)
         yield from self._full(self.effort.pixels)
         shutil.rmtree(self.folder / "full-pixels", ignore_errors=True)
-        if self.wants("memory/growth") and probes is not None:
+        if self.wants("memory/growth"):
             yield self._memory(probes)
 
     # -- beside TorchRL -------------------------------------------------------------------------------
@@ -300,9 +297,7 @@ class Bench:
             for _ in range(workload.rows // workload.extend_rows):
                 rb.extend(next(stream))
 
-    def _reopen(self, store: Path, probes: Probes | None) -> Iterator[Result]:
-        if probes is None:
-            return
+    def _reopen(self, store: Path, probes: Probes) -> Iterator[Result]:
         rng = random.Random(1)
         workload = self.effort.locomotion
         for name in ("reopen/closed", "reopen/killed"):
@@ -412,8 +407,6 @@ def machine() -> dict[str, str]:
         names = [line.split(":")[1].strip() for line in info.read_text().splitlines() if "model name" in line]
         cpu = names[0] if names else cpu
     packages = ("numpy", "torch", "tensordict", "torchrl", "duckdb", "zarr")
-    import expstore
-
     return {
         "machine": f"{os.cpu_count()} x {cpu}, {platform.system()} {platform.release()}",
         "load": " ".join(f"{part:.1f}" for part in os.getloadavg()),

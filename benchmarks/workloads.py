@@ -72,7 +72,7 @@ class Workload:
             # Flags at the root speak of the observation before the step: never an end.
             last = (number + 1) % self.episode == 0
             second = number // self.episode % 2 == 1
-            ends = {
+            ends: dict[tuple[str, ...], torch.Tensor] = {
                 ("next", "done"): last,
                 ("next", "terminated"): last & ~second,
                 ("next", "truncated"): last & second,

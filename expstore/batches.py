@@ -61,13 +61,16 @@ class Batch:
         return replace(self, arrays=arrays, lanes=lanes, count=int(np.count_nonzero(rows)))
 
 
-def _leaves(data: TensorDictBase, path: Key, skip: frozenset[str], out: list[tuple[Key, Any]]) -> None:
+def _leaves(
+    data: TensorDictBase, path: Key, skip: frozenset[str], keys: list[Key], leaves: list[torch.Tensor]
+) -> None:
     for name, value in data.items():
         if isinstance(value, torch.Tensor):
             if path or name not in skip:
-                out.append(((*path, name), value))
+                keys.append((*path, name))
+                leaves.append(value)
         elif isinstance(value, TensorDictBase):
-            _leaves(value, (*path, name), skip, out)
+            _leaves(value, (*path, name), skip, keys, leaves)
         else:
             raise SchemaError(
                 f"field {key_name((*path, name))!r} is a {type(value).__name__}, not a tensor",
@@ -82,7 +85,8 @@ def _to_numpy(tensor: torch.Tensor) -> Array:
         tensor = tensor.cpu()
     if tensor.dtype is torch.bfloat16:
         tensor = tensor.view(torch.uint16)
-    return tensor.numpy()
+    array: Array = tensor.numpy() if tensor.dtype in _NAMES else np.zeros(tensor.shape)
+    return array
 
 
 def flatten(
@@ -114,24 +118,27 @@ def flatten(
     else:
         dims = len(shape) if all_dims else 1
         count = int(np.prod(shape[:dims]))
-    leaves: list[tuple[Key, torch.Tensor]] = []
-    _leaves(data, (), skip, leaves)
-    keys, dtypes, arrays = [], [], []
-    for key, tensor in leaves:
-        name = _NAMES.get(tensor.dtype)
-        if name is None:
-            raise SchemaError(f"field {key_name(key)!r} has dtype {tensor.dtype}, which cannot be stored")
+    keys: list[Key] = []
+    leaves: list[torch.Tensor] = []
+    _leaves(data, (), skip, keys, leaves)
+    arrays = []
+    for tensor in leaves:
         try:
             array = tensor.numpy()
         except (RuntimeError, TypeError):  # it needs gradients, lies on a device, or is a bfloat16
             array = _to_numpy(tensor)
-        if dims != 1:
-            array = array.reshape(count, *array.shape[dims:])
-        keys.append(key)
-        dtypes.append(name)
-        arrays.append(array)
+        arrays.append(array if dims == 1 else array.reshape(count, *array.shape[dims:]))
+    try:
+        dtypes = [_NAMES[tensor.dtype] for tensor in leaves]
+    except KeyError:
+        raise _strange_dtype(keys, leaves) from None
     lanes, lane_count = _lanes(data, shape) if dims > 1 else (None, 1)
     return Batch(keys, dtypes, arrays, count, lanes, lane_count)
+
+
+def _strange_dtype(keys: list[Key], leaves: list[torch.Tensor]) -> SchemaError:
+    key, dtype = next((k, t.dtype) for k, t in zip(keys, leaves, strict=True) if t.dtype not in _NAMES)
+    return SchemaError(f"field {key_name(key)!r} has dtype {dtype}, which cannot be stored")
 
 
 def _lanes(data: TensorDictBase, shape: tuple[int, ...]) -> tuple[IntArray, int]:
@@ -141,6 +148,10 @@ def _lanes(data: TensorDictBase, shape: tuple[int, ...]) -> tuple[IntArray, int]
     count = int(np.prod(others))
     lanes = np.broadcast_to(np.arange(count).reshape(others), shape).reshape(-1)
     return lanes, count
+
+
+def _flags(values: Any) -> Any:
+    return values if values is None or values.dtype == np.bool_ else values.astype(bool)
 
 
 def steps_of(schema: Schema, keys: Keys, columns: Sequence[Array], batch: Batch) -> Steps:
@@ -156,13 +167,9 @@ def steps_of(schema: Schema, keys: Keys, columns: Sequence[Array], batch: Batch)
     def column(key: Key | None) -> Any:
         return None if key is None else columns[schema.place(key)].reshape(batch.count)
 
-    terminated, truncated, done = column(keys.terminated), column(keys.truncated), column(keys.done)
-    if terminated is not None:
-        terminated = terminated.astype(bool, copy=False)
-    if truncated is not None:
-        truncated = truncated.astype(bool, copy=False)
+    terminated, truncated = _flags(column(keys.terminated)), _flags(column(keys.truncated))
+    done = _flags(column(keys.done))
     if done is not None:
-        done = done.astype(bool, copy=False)
         # "done" alone does not say why; where it goes beyond the others the episode is over.
         rest = done if truncated is None else done & ~truncated
         terminated = rest if terminated is None else terminated | rest

@@ -105,17 +105,16 @@ class ReplayBuffer:
             StateError: The store is closed or cannot be written.
             StorageError: The disk failed; nothing was added.
         """
-        return self._append(
-            flatten(data, all_dims=self._storage.flatten, skip=self._own_keys), source, return_ids
-        )
+        batch = flatten(data, all_dims=self._storage.flatten, skip=self._own_keys)
+        return torch.from_numpy(self._append(batch, source, return_ids))
 
-    def _append(self, batch: Batch, source: str | None, return_ids: bool) -> torch.Tensor:
+    def _append(self, batch: Batch, source: str | None, return_ids: bool) -> IntArray:
         storage = self._storage
         with storage.lock:
             storage.check_writable()
             batch, kept = self._take_in(batch)
             if batch.count == 0:
-                return torch.full((0 if kept is None else kept.size,), -1, dtype=torch.int64)
+                return np.full(0 if kept is None else kept.size, -1)
             schema = storage.require_schema()
             columns = schema.arrange(batch.keys, batch.dtypes, batch.arrays)
             steps = steps_of(schema, storage.keys, columns, batch)
@@ -123,9 +122,7 @@ class ReplayBuffer:
             storage.write(rows)
             self._sampler.on_write(rows)
         numbers = rows.ids if return_ids else storage.index_of(rows.ids)
-        if kept is not None:
-            numbers = _spread(numbers, kept)
-        return torch.from_numpy(numbers)
+        return numbers if kept is None else _spread(numbers, kept)
 
     def sample(self, batch_size: int | None = None) -> TensorDictBase:
         """Draw a batch.
@@ -250,12 +247,13 @@ class ReplayBuffer:
         if numbers.dtype == np.bool_:
             if numbers.shape != (len(storage),):
                 raise NotFoundError(f"the mask has shape {numbers.shape}, the store {len(storage)} rows")
-            everything: IntArray = self._ids(slice(None))
-            return everything[numbers.astype(bool)]
+            chosen: IntArray = self._ids(slice(None))[numbers.astype(bool)]
+            return chosen
         if numbers.size and numbers.dtype.kind not in "iu":
             raise TypeError(f"rows are found by integers, not {numbers.dtype}")
         numbers = numbers.reshape(-1).astype(np.int64)
-        return storage.ids_at(np.where(numbers < 0, numbers + len(storage), numbers))
+        wrapped: IntArray = np.where(numbers < 0, numbers + len(storage), numbers)
+        return storage.ids_at(wrapped)
 
     def __iter__(self) -> Iterator[TensorDictBase]:
         """Yield batches without end."""

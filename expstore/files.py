@@ -75,6 +75,10 @@ def _failed(act: str, path: Path, exc: OSError) -> StorageError:
     return error
 
 
+def _address_of(data: bytes) -> int:
+    return int(ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value or 0)
+
+
 class File:
     """Hold one open file.
 
@@ -186,7 +190,7 @@ class Disk:
     def __init__(self) -> None:
         self.syncs = 0
         self._warmed = False
-        self._kernel: Callable[[_Ints, _Ints, _Ints, _Ints, int | None], int] | None = None
+        self._kernel: Any = None
 
     def gate(self, act: str, path: Path) -> None:
         """Be told what is about to be done to `path`; does nothing outside tests."""
@@ -215,22 +219,21 @@ class Disk:
         self._kernel = write_pieces
 
     def scatter(
-        self, blob: bytes, files: Sequence[File], starts: _Ints, sizes: _Ints, offsets: _Ints
+        self, blob: bytes, files: Sequence[File], fds: _Ints, starts: _Ints, sizes: _Ints, offsets: _Ints
     ) -> None:
         """Write parts of `blob` to several files, keeping the GIL.
 
         Args:
             blob: The bytes of all parts.
-            files: Where each part goes.
+            files: Where each part goes. `n` of them.
+            fds: Their descriptors. Shape `(n,)`, int64.
             starts: Where each part begins in the blob. Shape `(n,)`, int64.
             sizes: Bytes of each part. Shape `(n,)`.
             offsets: Where it goes in its file. Shape `(n,)`.
         """
         done = 0
         if self._kernel is not None:
-            fds = np.array([file.fd for file in files])
-            base = ctypes.cast(blob, ctypes.c_void_p).value
-            done = self._kernel(fds, starts, sizes, offsets, base)
+            done = self._kernel(fds, starts, sizes, offsets, _address_of(blob))
         for at in range(done, len(files)):
             start = int(starts[at])
             files[at].write(blob[start : start + int(sizes[at])], int(offsets[at]))

@@ -20,7 +20,7 @@ import numpy as np
 from expstore.errors import CorruptionError
 from expstore.files import Disk, File
 
-__all__ = ["Journal", "Kind", "Record", "read_journal"]
+__all__ = ["Journal", "Kind", "Record", "read_journal", "settle_journal"]
 
 ALIGN = 64
 SEGMENT_BYTES = 4 << 20
@@ -81,13 +81,17 @@ def _parse(data: bytes, at: int, salt: int | None) -> tuple[Record, int, int] | 
 @dataclass(frozen=True, slots=True)
 class _Segment:
     path: Path
-    salt: int
+    number: int
     records: list[Record]
-    marked: bool  # a durable mark stands in it, before or after its end
+    covered: int  # the highest record that a mark in it, before or after its end, says is on the disk
 
 
 def _read_segment(path: Path, data: bytes) -> _Segment | None:
-    """Read one segment up to its end; None if its base record is not whole."""
+    """Read one segment up to its end; None if its base record is not whole.
+
+    Raises:
+        CorruptionError: It ends before a record that one of its marks says is on the disk.
+    """
     first = _parse(data, 0, None)
     if first is None or first[0].kind is not Kind.BASE:
         return None
@@ -96,39 +100,44 @@ def _read_segment(path: Path, data: bytes) -> _Segment | None:
     while (found := _parse(data, at, salt)) is not None and found[0].sequence == records[-1].sequence + 1:
         records.append(found[0])
         at = found[2]
-    if _mark_beyond(data, at, salt, records[-1].sequence):
+    marks = [r for r in records if r.kind is Kind.MARK] + _marks_beyond(data, at, salt)
+    covered = max((int.from_bytes(mark.body[:8], "little") for mark in marks), default=0)
+    if covered > records[-1].sequence:
         raise CorruptionError(
             f"{path} is damaged at byte {at}: the record after number {records[-1].sequence} cannot be read, "
-            "though later ones were brought to the disk",
+            f"though records up to {covered} were brought to the disk",
             hint="restore the store from a snapshot",
         )
-    return _Segment(path, salt, records, any(r.kind is Kind.MARK for r in records))
+    return _Segment(path, int(path.name), records, covered)
 
 
-def _mark_beyond(data: bytes, at: int, salt: int, sequence: int) -> bool:
+def _marks_beyond(data: bytes, at: int, salt: int) -> list[Record]:
+    """Return the marks that stand beyond the segment's end: a torn record may lie before them."""
     words = np.frombuffer(data[at : len(data) // ALIGN * ALIGN], "<u8").reshape(-1, ALIGN // 8)
-    for place in np.flatnonzero((words[:, 1] == salt) & ((words[:, 3] & 0xFF) == Kind.MARK)):
-        found = _parse(data, at + int(place) * ALIGN, salt)
-        if found is not None and found[0].sequence > sequence:
-            return True
-    return False
+    places = np.flatnonzero((words[:, 1] == salt) & ((words[:, 3] & 0xFF) == Kind.MARK))
+    found = [_parse(data, at + int(place) * ALIGN, salt) for place in places]
+    return [entry[0] for entry in found if entry is not None]
 
 
 def read_journal(disk: Disk, folder: Path) -> list[Record]:
     """Return the records that count, the first a base record.
 
-    A base that an opening wrote stands for all before it. Otherwise segments follow one another
-    without a gap in their sequence; a segment whose base is not whole, or that begins beyond the end of
-    its predecessor, was never synced and is dropped with what follows.
+    They begin at the newest segment with a whole base that an opening wrote (all before it was on the
+    disk then) or that has no predecessor any more. Segments follow one another without a gap in their
+    sequence; one whose base is not whole, or that begins beyond the end of its predecessor, was never
+    synced and is dropped with what follows.
 
     Raises:
-        CorruptionError: A record is damaged that a later durable mark covers, or no base is left.
+        CorruptionError: A record is damaged that a durable mark covers, or no base is left.
     """
     paths = [folder / name for name in disk.names(folder) if name.isdigit()]
     segments = [_read_segment(path, disk.read_whole(path)) for path in paths]
+    numbers = {int(path.name) for path in paths}
     start = 0
     for place, segment in enumerate(segments):
-        if segment is not None and segment.records[0].json().get("opening"):
+        if segment is not None and (
+            segment.records[0].json().get("opening") or segment.number - 1 not in numbers
+        ):
             start = place
     records: list[Record] = []
     for place in range(start, len(segments)):
@@ -138,13 +147,28 @@ def read_journal(disk: Disk, folder: Path) -> list[Record]:
                 raise CorruptionError(f"{paths[place]} is damaged: its first record cannot be read")
             break
         if records and segment.records[0].sequence != records[-1].sequence + 1:
-            if segment.marked:
+            if segment.covered > records[-1].sequence:
                 raise CorruptionError(f"{paths[place - 1]} is damaged: it ends before {paths[place]} begins")
             break
         records += segment.records
-    if not records and paths:
-        raise CorruptionError(f"{folder} has no segment that can be read")
     return records
+
+
+def settle_journal(disk: Disk, folder: Path) -> None:
+    """Bring what stands in the segments to the disk, before anything is done in its name.
+
+    The bytes are written again: after a failed fsync the page cache may call lost ones clean.
+    """
+    for name in disk.names(folder):
+        if name.isdigit():
+            data = disk.read_whole(folder / name)
+            file = disk.open(folder / name)
+            try:
+                file.write(data, 0)
+                file.sync()
+            finally:
+                file.close()
+    disk.sync_dir(folder)
 
 
 class Journal:
@@ -192,6 +216,9 @@ class Journal:
             base: The state after the last record.
             room: Bytes that the next record needs.
         """
+        if self._older:
+            # A segment may only be missing if it was cut: its name must last before its successor's can.
+            self._disk.sync_dir(self._folder)
         self._number += 1
         path = self._folder / f"{self._number:06d}"
         salt_text = f"{self._key}/{self._number}".encode()
@@ -239,14 +266,19 @@ class Journal:
         """Where the segments lie."""
         return self._folder
 
-    def cut(self) -> None:
-        """Remove every segment but the newest; the caller has synced that one and the folder."""
-        current = f"{self._number:06d}"
-        for file in self._older:
+    def cut(self, keep: File | None = None) -> None:
+        """Remove the segments before `keep`; without it, all but the newest.
+
+        The caller has synced what remains, and the folder.
+        """
+        files = self.sync_files()
+        first = len(files) - 1 if keep is None else files.index(keep)
+        for file in files[:first]:
             file.close()
-        self._older.clear()
+        self._older = files[first:-1]
+        names = {file.path.name for file in files[first:]}
         for name in self._disk.names(self._folder):
-            if name != current:
+            if name not in names:
                 self._disk.unlink(self._folder / name)
 
     def close(self) -> None:

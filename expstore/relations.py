@@ -79,10 +79,12 @@ class Relations:
         columns: Row columns and fields; empty where no rows are at hand (a closed store's index): then
             `transitions` has no rows and `priorities` is the table written last.
         window: The readable ids, to which `fragments` is cut; None: those of the last commit.
+        capacity: Of a ring, from which `_index` follows where it is no column; None: unbounded.
     """
 
     columns: Sequence[Column] = ()
     window: Window | None = None
+    capacity: int | None = None
 
     def attach(self, cursor: duckdb.DuckDBPyConnection, sql: str) -> None:
         """Make the views that `sql` needs, for this cursor only; they last until it is closed."""
@@ -91,10 +93,11 @@ class Relations:
         data = {item.name: item.data() for item in items if item.stored}
         rows = max(map(len, (*row.values(), *data.values())), default=0)
         missing = {name: pa.nulls(rows, kind) for name, kind in ROW_COLUMNS.items() if name not in row}
+        index = "_index" if "_index" in row else f"(_id - 1){_modulo(self.capacity)} AS _index"
         raw = pa.table(row | missing | data)
         half = {item.name: item.column.dtype for item in items if item.column.dtype in _HALF and item.stored}
         cursor.register(_TABLE, _HalfDataset(raw, half) if half else raw)
-        cursor.execute(f"CREATE TEMP VIEW transitions AS SELECT {_select(items)} FROM {_TABLE}")
+        cursor.execute(f"CREATE TEMP VIEW transitions AS SELECT {_select(items, index)} FROM {_TABLE}")
         # Each view takes half a millisecond. Where the text hides a name, the index's own table answers.
         text = sql.lower()
         if self.columns and "priorities" in text:
@@ -215,7 +218,11 @@ def _arrow(parts: Sequence[Array], kind: pa.DataType, shape: tuple[int, ...]) ->
     return pa.chunked_array(arrays, type=kind)
 
 
-def _select(items: Sequence[_Item]) -> str:
+def _modulo(capacity: int | None) -> str:
+    return "" if capacity is None else f" % {int(capacity)}"
+
+
+def _select(items: Sequence[_Item], index: str) -> str:
     """Name all columns: first the row columns, then the fields, nested keys as structs."""
     tree: dict[str, Any] = {}
     for item in items:
@@ -224,7 +231,7 @@ def _select(items: Sequence[_Item]) -> str:
             branch = branch.setdefault(part, {})
         branch[item.column.key[-1]] = item.expression()
     taken = {name.lower() for name in ROW_COLUMNS}
-    shown = list(ROW_COLUMNS)
+    shown = [index if name == "_index" else name for name in ROW_COLUMNS]
     for name, value in tree.items():
         while name.lower() in taken:
             name += "_"

@@ -8,6 +8,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
+import numpy as np
+
 from expstore.episodes import Steps
 from expstore.storages.base import Rows, Storage, now_us
 from expstore.types import Array
@@ -40,7 +42,9 @@ class RoundRobinWriter(Writer):
     def place(self, storage: Storage, columns: Sequence[Array], steps: Steps, *, source: str | None) -> Rows:
         """Give every row of a batch the next ids."""
         assignment = storage.episodes.assign(steps, source=source)
-        return Rows(storage.last + 1, steps.count, columns, assignment, now_us())
+        first = storage.last + 1
+        ids = np.arange(first, first + steps.count, dtype=np.int64)
+        return Rows(first, steps.count, columns, assignment, now_us(), ids)
 
     def __repr__(self) -> str:
         return "RoundRobinWriter()"

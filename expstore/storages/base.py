@@ -138,6 +138,7 @@ class Rows:
         columns: One array per field, in the schema's order. Shapes `(n, *row shape)`.
         assignment: Episodes and steps.
         time: Microseconds since 1970.
+        ids: The rows' ids. Shape `(n,)`.
     """
 
     first_id: int
@@ -145,11 +146,7 @@ class Rows:
     columns: Sequence[Array]
     assignment: Assignment
     time: int
-
-    @property
-    def ids(self) -> IntArray:
-        """The rows' ids. Shape `(n,)`."""
-        return np.arange(self.first_id, self.first_id + self.count, dtype=np.int64)
+    ids: IntArray
 
 
 @dataclass(slots=True)

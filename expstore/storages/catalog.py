@@ -66,7 +66,7 @@ class Catalog:
             with storage.lock if held else contextlib.nullcontext():
                 index = self.catch_up()
                 window, changes = storage.window, storage.changes
-                result = index.query(sql, params, self._relations(window, sql))
+                result = index.query(sql, params, self._relations(window))
                 oldest = np.array([window.low + 1])
                 if held or (storage.intact(oldest) and changes == storage.changes):
                     return result
@@ -81,7 +81,15 @@ class Catalog:
                 content = storage.content
                 if index.position == content and not self._whole:
                     return index
-                whole = self._whole or index.position < storage.index_floor or index.position > content
+                whole = (
+                    self._whole
+                    or not storage.index_floor <= index.position <= content
+                    or (
+                        index.position == (0, 0)
+                        and storage.write_count > 0
+                        and storage.index_path is not None
+                    )
+                )
                 low = storage.window.low
                 delta = self._delta(content, whole)
                 storage.episodes.evict(low)
@@ -156,7 +164,7 @@ class Catalog:
             complete=whole,
         )
 
-    def _relations(self, window: Window, sql: str) -> Relations:
+    def _relations(self, window: Window) -> Relations:
         from expstore.index import Column, Relations
 
         storage = self._storage
@@ -169,14 +177,11 @@ class Catalog:
             Column((f"_{entry.key[1]}",), entry.dtype, (), part)
             for entry, part in zip(ROW_FIELDS, parts[fields:], strict=True)
         ]
-        if "_index" in sql or "*" in sql:
-            ids: list[IntArray] = parts[fields]
-            columns.append(Column(("_index",), "int64", (), [storage.index_of(part) for part in ids]))
         columns += [
             Column(entry.key, entry.dtype, entry.shape, part)
             for entry, part in zip(schema.fields, parts[:fields], strict=True)
         ]
-        return Relations(columns, window)
+        return Relations(columns, window, storage.capacity)
 
 
 def _latest(entries: Iterator[LogEntry]) -> tuple[list[LogEntry], list[LogEntry]]:

@@ -11,6 +11,7 @@ import itertools
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,8 @@ class Column:
         self.row_bytes = entry.row_bytes
         self.rows = shard_rows(self.row_bytes, slots)
         self.files: list[File] = []
+        #: Nothing but False was ever written: then nothing is written or read at all.
+        self.blank = entry.dtype == "bool"
         self._disk = disk
         self._limit = None if slots is None else -(-slots // self.rows)
         self._reserve(self._limit or 16)
@@ -157,6 +160,10 @@ class Column:
             self._attach(self._addresses, number, file)
             self.files.append(file)
 
+    def look_for_true(self) -> None:
+        """Find out whether the column holds nothing but False."""
+        self.blank = self.blank and not self.view[: self.ready].any()
+
     def spans(self, slot: int, count: int) -> Iterator[tuple[File, int, int, int]]:
         """Cut a run of slots at shard ends: (file, byte offset in it, first row of the run, rows)."""
         done = 0
@@ -168,6 +175,8 @@ class Column:
 
     def take(self, slots: IntArray) -> Array:
         """Copy rows out. `slots` has shape `(n,)`, the result `(n, *row shape)`."""
+        if self.blank:
+            return np.zeros((slots.size, *self.entry.shape), np.bool_)
         if self.row_bytes < WIDE_ROW:
             return self.view.take(slots, axis=0)
         return self._take_wide(slots)
@@ -185,6 +194,8 @@ class Column:
 
     def write_rows(self, slots: IntArray, values: Array) -> list[File]:
         """Write single rows; return the files touched. Neighbours in order go in one write."""
+        if self.blank and values.any():
+            self.blank = False
         touched: dict[File, None] = {}
         cuts = np.flatnonzero(np.diff(slots) != 1) + 1
         bounds = [0, *cuts.tolist(), slots.size]
@@ -199,6 +210,44 @@ class Column:
         for file in self.files:
             file.close()
         self.files = []
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """Slots `low` to `high` - 1, which lie in one shard of every column that is written.
+
+    Columns that hold nothing but False are not: a hole in a file reads as False already.
+    """
+
+    low: int
+    high: int
+    files: list[File]
+    fds: IntArray
+    widths: IntArray
+    before: IntArray  # bytes per row of the columns in front, in the joined payload
+    bases: IntArray  # first slot of each shard
+    blank: list[int]
+
+    @classmethod
+    def around(cls, group: ColumnGroup, slot: int) -> _Span:
+        blank = group.find_blank()
+        chosen = [column for column in group.columns if not column.blank]
+        numbers = [slot // column.rows for column in chosen]
+        files = [column.files[number] for column, number in zip(chosen, numbers, strict=True)]
+        bases = np.array([number * column.rows for column, number in zip(chosen, numbers, strict=True)])
+        ends = [int(base) + column.rows for column, base in zip(chosen, bases, strict=True)]
+        before = np.cumsum([0] + [column.row_bytes for column in group.columns])[:-1]
+        written = [not column.blank for column in group.columns]
+        return cls(
+            low=int(bases.max()),
+            high=min(ends),
+            files=files,
+            fds=np.array([file.fd for file in files]),
+            widths=np.array([column.row_bytes for column in chosen]),
+            before=before[written],
+            bases=bases,
+            blank=blank,
+        )
 
 
 class ColumnGroup:
@@ -217,9 +266,18 @@ class ColumnGroup:
         self.columns = [Column(disk, folder.joinpath(*entry.key), entry, slots) for entry in fields]
         self.new_folders: set[Path] = set()
         self._ready = 0
-        self._shard_rows = np.array([column.rows for column in self.columns])
-        self._widths = np.array([column.row_bytes for column in self.columns])
-        self._before = np.cumsum(self._widths) - self._widths  # bytes of the columns in front, per row
+        self._flags = [column for column in self.columns if column.entry.dtype == "bool"]
+        self._row_bytes = sum(column.row_bytes for column in self.columns)
+        self._span: _Span | None = None
+
+    @property
+    def _blank(self) -> list[int]:
+        """The places of columns that hold nothing but False."""
+        return self._span.blank if self._span is not None else self.find_blank()
+
+    def find_blank(self) -> list[int]:
+        """Return the places of columns that hold nothing but False."""
+        return [place for place, column in enumerate(self.columns) if column.blank]
 
     @staticmethod
     def create(
@@ -255,6 +313,8 @@ class ColumnGroup:
         """Open what is there; shards below `needed_slots` must be."""
         for column in self.columns:
             column.open_shards(needed_slots)
+        for column in self._flags:
+            column.look_for_true()
         self._ready = min(column.ready for column in self.columns)
 
     def ensure(self, slots: int) -> None:
@@ -275,41 +335,53 @@ class ColumnGroup:
         """
         for slot, _, n in pieces:
             self.ensure(slot + n)
-        if sum(array.nbytes for array in arrays) <= JOIN_BYTES:
-            return self._write_joined(pieces, arrays)
+        count = arrays[0].shape[0]
+        if count * self._row_bytes <= JOIN_BYTES:
+            return self._write_joined(pieces, [array.tobytes() for array in arrays], count)
         crc = 0
         for array in arrays[:-1]:
             crc = google_crc32c.extend(crc, array.reshape(-1).view(np.uint8))
         for column, array in zip(self.columns, arrays, strict=True):
+            if column.blank and not array.any():
+                continue
+            column.blank = False
             for slot, offset, n in pieces:
                 for file, at, row, rows in column.spans(slot, n):
                     file.write(array[offset + row : offset + row + rows], at)
         return crc
 
-    def _write_joined(self, pieces: Sequence[tuple[int, int, int]], arrays: Sequence[Array]) -> int:
-        payload = b"".join([array.tobytes() for array in arrays[:-1]])
+    def _write_joined(self, pieces: Sequence[tuple[int, int, int]], parts: list[bytes], count: int) -> int:
+        payload = b"".join(parts[:-1])
         crc: int = google_crc32c.value(payload)
-        blob = payload + arrays[-1].tobytes()
-        count = arrays[0].shape[0]
+        blob = payload + parts[-1]
+        for place in self._blank:
+            if b"\1" in parts[place]:
+                self.columns[place].blank = False
+        if len(self._blank) != sum(column.blank for column in self._flags):
+            self._span = None
         for slot, offset, n in pieces:
-            numbers, rows = np.divmod(slot, self._shard_rows)
-            if (rows + n > self._shard_rows).any():
+            span = self._span
+            if span is None or not span.low <= slot <= slot + n <= span.high:
+                self._span = span = _Span.around(self, slot)
+            if slot + n > span.high:
                 self._write_spans(blob, count, slot, offset, n)
                 continue
-            files = [
-                column.files[number] for column, number in zip(self.columns, numbers.tolist(), strict=True)
-            ]
-            starts = self._before * count + self._widths * offset
-            self._disk.scatter(blob, files, starts, self._widths * n, rows * self._widths)
+            starts = span.before * count
+            if offset:
+                starts += span.widths * offset
+            sizes = span.widths if n == 1 else span.widths * n
+            self._disk.scatter(blob, span.files, span.fds, starts, sizes, (slot - span.bases) * span.widths)
         return crc
 
     def _write_spans(self, blob: bytes, count: int, slot: int, offset: int, n: int) -> None:
         """Write a run that crosses the end of a shard in some column."""
-        for column, before in zip(self.columns, self._before.tolist(), strict=True):
+        before = 0
+        for column in self.columns:
             width = column.row_bytes
             for file, at, first, rows in column.spans(slot, n):
                 start = before * count + (offset + first) * width
                 file.write(blob[start : start + rows * width], at)
+            before += width
 
     def checksum(self, pieces: Iterable[tuple[int, int, int]]) -> int:
         """Return the crc32c that `write` returned for these rows, from what stands on disk."""

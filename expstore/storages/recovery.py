@@ -90,7 +90,8 @@ def read_past(records: list[Record]) -> Past:
     for place, record in enumerate(rest):
         if record.kind is Kind.MARK:
             mark = Mark.unpack(record.body)
-            past.settled = place + 1
+            # Records between the one it covers and the mark itself are not settled.
+            past.settled = sum(r.sequence <= mark.sequence for r in rest[: place + 1])
             past.log_length, past.synced = mark.log_length, mark.last_id
     return past
 

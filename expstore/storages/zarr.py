@@ -19,7 +19,7 @@ from expstore.episodelog import EpisodeLog, LogEntry
 from expstore.episodes import EpisodeTable
 from expstore.errors import CorruptionError, ExpStoreError, StateError, StorageError
 from expstore.files import Disk, File
-from expstore.journal import SEGMENT_BYTES, Journal, Kind, read_journal
+from expstore.journal import SEGMENT_BYTES, Journal, Kind, read_journal, settle_journal
 from expstore.schema import Schema
 from expstore.state import StatePage
 from expstore.storages.base import ROW_FIELDS, CatalogLike, Keys, Rows, Storage, find_keys
@@ -107,6 +107,8 @@ class ZarrStorage(Storage):
         past = read_past(records) if records else None
         if past is None and manifest.schema is not None:
             raise CorruptionError(f"{self.path / _JOURNAL} is empty, though rows have been written")
+        if past is not None and not past.clean:
+            settle_journal(self.disk, self.path / _JOURNAL)
         self.episodes = EpisodeTable(generation=manifest.generation)
         self._open_columns(past)
         self._log = EpisodeLog(self.disk, self.path / _LOG, length=past.log_length if past else 0)
@@ -161,7 +163,7 @@ class ZarrStorage(Storage):
         same_boot = self._state.fits(self._uuid, self._boot, self.manifest.generation)
         if same_boot:
             self._draw = max(self._draw, self._state.get("draw"))
-        elif not past.clean:
+        if past.cut or not (same_boot or past.clean):
             # The index may hold what the journal has lost.
             for name in ("index.duckdb", "index.duckdb.wal"):
                 self.disk.unlink(self.path / name)
@@ -317,6 +319,8 @@ class ZarrStorage(Storage):
         self._state.set("last", publish.last_id)
         self._state.set("sequence", sequence)
         self._keeper.note()
+        if rows.count > self.spare:
+            self.sync()  # it has cost rows that were on the disk
 
     def _critical(self) -> _Critical:
         """Hold the journal lock; an interruption inside makes the next act read the journal again."""
@@ -376,14 +380,13 @@ class ZarrStorage(Storage):
         with self.episode_lock:
             self._append(Kind.MARK, mark.pack())
             sequence = journal.sequence
-            last_file = journal.sync_files()[-1]
-        last_file.sync()
-        if last_file is not segments[-1]:
-            self.disk.sync_dir(journal.folder)
+            after = journal.sync_files()
+        # All of them: if the mark began a segment, the one before it must not lose its end.
+        self.disk.sync_all(after, [journal.folder] if len(after) > 1 else [], None)
         self._synced = mark.last_id
         self._marked = (sequence, mark.draw) if sequence == mark.sequence + 1 else (-1, -1)
-        if rotated and last_file is segments[-1]:
-            self._cut()
+        if rotated:
+            self._cut(segments[-1])
 
     def _unsynced_files(self) -> tuple[set[File], set[Path]]:
         """Return what holds bytes that no mark covers. The journal lock is held."""
@@ -400,12 +403,12 @@ class ZarrStorage(Storage):
             folders, self.columns.new_folders = self.columns.new_folders, set()
         return files, folders
 
-    def _cut(self) -> None:
-        """Remove the journal's older segments; all they say is on the disk, and in the index."""
+    def _cut(self, keep: File) -> None:
+        """Remove the journal's segments before `keep`: all they say is on the disk, and in the index."""
         if self._catalog is not None:
             self._catalog.catch_up()
         with self.episode_lock:
-            self._journal.cut()
+            self._journal.cut(keep)
 
     def flush_priorities(self) -> None:
         """Write the pages of priorities that have changed."""
@@ -440,7 +443,7 @@ class ZarrStorage(Storage):
         with self._critical():
             self._append(Kind.REDO, body)
             segments = self._journal.sync_files()
-        self.disk.sync_all(segments, [], None)
+        self.disk.sync_all(segments, [self._journal.folder] if len(segments) > 1 else [], None)
 
     def _redo_file(self, body: bytes) -> bytes:
         folder = self.path / _REDO

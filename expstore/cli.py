@@ -1,0 +1,506 @@
+"""The command line: collect experience, look at stores, ask them in SQL.
+
+Installed as `expstore`, and run by `python -m expstore`. What needs more than a few milliseconds to load
+is loaded by the command that needs it, torch by `collect` alone; `info` never changes a store.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from enum import Enum
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated, Any, Self
+
+import typer
+
+from expstore import __version__
+from expstore.errors import (
+    CorruptionError,
+    ExpStoreError,
+    LockedError,
+    MigrationError,
+    QueryError,
+    StorageError,
+)
+
+if TYPE_CHECKING:
+    from expstore.buffers import ReplayBuffer
+    from expstore.collectors import AnyVectorEnv
+    from expstore.files import Disk
+    from expstore.index import Result
+    from expstore.journal import Record
+    from expstore.manifest import Manifest
+
+__all__ = ["main", "run"]
+
+FAILED, USAGE, LOCKED, DAMAGED, INTERRUPTED = 1, 2, 3, 4, 130
+
+STEPS_PER_LANE = 32
+TABLE_ROWS = 50
+CELL = 60
+LIST_ITEMS = 3
+BATCH_ROWS = 10_000
+TRIES = 3
+
+app = typer.Typer(
+    name="expstore",
+    help="Keep reinforcement-learning experience on disk: collect it, look at it, ask it in SQL.",
+    epilog="Exit codes: 0 all is well, 1 findings or a failure, 2 wrong usage, 3 the store is locked, "
+    "4 it is damaged.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Stores = Annotated[list[Path], typer.Argument(metavar="PATH...", help="The stores' folders.")]
+
+
+class Policy(str, Enum):
+    """How `collect` chooses actions."""
+
+    random = "random"
+
+
+class Autoreset(str, Enum):
+    """When a vector environment resets a lane whose episode has ended."""
+
+    next_step = "next-step"
+    same_step = "same-step"
+    disabled = "disabled"
+
+
+# -- running ---------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    """Run the command of this process's arguments and exit."""
+    code = run(sys.argv[1:])
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever read this has gone, as `head` does; closing keeps Python quiet
+        with contextlib.suppress(BrokenPipeError):
+            sys.stdout.close()
+    sys.exit(code)
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run one command.
+
+    Args:
+        arguments: As typed, without the program's name.
+
+    Returns:
+        The exit code: 0 all is well, 1 findings or a failure, 2 wrong usage, 3 locked, 4 damaged, 130
+        interrupted.
+    """
+    try:
+        command = typer.main.get_command(app)
+        return command.main(list(arguments), prog_name="expstore", standalone_mode=False) or 0
+    except (KeyboardInterrupt, typer.Abort):
+        trouble: _Trouble | None = _Trouble(INTERRUPTED, "interrupted", "interrupted")
+    except Exception as exc:
+        trouble = _trouble(exc)
+        if trouble is None:
+            raise
+    if "--json" in arguments:
+        _print_json({"error": trouble.body()})
+    else:
+        typer.echo(f"error: {trouble.line()}", err=True)
+    return trouble.code
+
+
+@dataclass(frozen=True, slots=True)
+class _Trouble:
+    """An error as the command line reports it."""
+
+    code: int
+    kind: str
+    message: str
+    hint: str = ""
+
+    def line(self) -> str:
+        """Return all of it on one line; the caret below a piece of SQL says nothing there."""
+        lines = [line.strip() for line in self.message.splitlines() if line.strip(" ^")]
+        return " ".join(lines) + (f"; {self.hint}" if self.hint else "")
+
+    def body(self) -> dict[str, str]:
+        """Return it for programs."""
+        return {"kind": self.kind, "message": self.message, "hint": self.hint}
+
+
+def _trouble(exc: Exception) -> _Trouble | None:
+    """Return how an error is reported; None if it is a fault of the program."""
+    if isinstance(exc, ExpStoreError):
+        return _Trouble(_exit_code(exc), exc.kind, exc.message, exc.hint)
+    if hasattr(exc, "format_message"):  # the parser's own errors, whose home depends on typer's version
+        return _Trouble(USAGE, "usage", exc.format_message(), "see expstore --help")
+    if isinstance(exc, ModuleNotFoundError) and exc.name == "gymnasium":
+        return _Trouble(USAGE, "usage", str(exc))
+    if isinstance(exc, ValueError):
+        return _Trouble(USAGE, "usage", str(exc))
+    if isinstance(exc, OSError):
+        return _Trouble(FAILED, "storage", str(exc))
+    return None
+
+
+def _exit_code(exc: ExpStoreError) -> int:
+    if isinstance(exc, LockedError):
+        return LOCKED
+    if isinstance(exc, CorruptionError):
+        return DAMAGED
+    return FAILED if isinstance(exc, StorageError | MigrationError) else USAGE
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"expstore {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+# -- collect ---------------------------------------------------------------------------------------
+
+
+@app.command()
+def collect(
+    env: Annotated[str, typer.Argument(metavar="ENV", help="A gymnasium id, such as CartPole-v1.")],
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="The store; made if it is missing.")],
+    steps: Annotated[int, typer.Option(min=1, help="Transitions to add, or a few more.")],
+    envs: Annotated[int, typer.Option(min=1, help="Environments that run side by side.")] = 8,
+    capacity: Annotated[
+        int | None, typer.Option(min=1, help="Most rows of a new store; it grows without one.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Of environments and actions.")] = None,
+    policy: Annotated[Policy, typer.Option(help="How actions are chosen.")] = Policy.random,
+    autoreset: Annotated[
+        Autoreset, typer.Option(help="When ended episodes begin anew; the rows are the same.")
+    ] = Autoreset.next_step,
+    as_json: Json = False,
+) -> int:
+    """Collect transitions from an environment into a store.
+
+    A store that is there goes on growing, or turning. Ctrl-C stores what was collected and closes it;
+    a second one does not wait for the environment.
+    """
+    import expstore
+    from expstore.files import Disk
+    from expstore.manifest import MANIFEST
+
+    with _Interrupts() as interrupts, contextlib.closing(_environments(env, envs, autoreset)) as lanes:
+        new = not Disk().exists(path / MANIFEST)
+        with expstore.open(path, capacity=capacity, seed=seed if new else None) as rb:
+            if rb.recovered:
+                typer.echo(f"note: {rb.recovered}", err=True)
+            typer.echo(
+                f"collecting {env} in {envs} lanes into {path}, which holds {len(rb):,} rows", err=True
+            )
+            stored = _collect(lanes, rb, steps, seed, interrupts)
+            rows = len(rb)
+    if as_json:
+        _print_json({"path": str(path), "stored": stored, "rows": rows, "interrupted": interrupts.seen})
+    else:
+        head = "stopped: " if interrupts.seen else ""
+        typer.echo(f"{head}{stored:,} transitions stored, {path} holds {rows:,} rows")
+    return INTERRUPTED if interrupts.seen else 0
+
+
+def _environments(env: str, lanes: int, autoreset: Autoreset) -> AnyVectorEnv:
+    from expstore import collectors  # noqa: F401  says how to install gymnasium where it is missing
+
+    import gymnasium
+    from gymnasium.vector import AutoresetMode
+
+    try:
+        return gymnasium.make_vec(
+            env,
+            num_envs=lanes,
+            vectorization_mode="sync",
+            vector_kwargs={"autoreset_mode": AutoresetMode[autoreset.name.upper()]},
+        )
+    except Exception as exc:  # whatever the environment's own code raises
+        raise typer.BadParameter(f"cannot make {env}: {exc}", param_hint="ENV") from exc
+
+
+def _collect(
+    lanes: AnyVectorEnv, rb: ReplayBuffer, steps: int, seed: int | None, interrupts: _Interrupts
+) -> int:
+    """Store at least `steps` transitions unless interrupted; return how many."""
+    import numpy as np
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from expstore.collectors import Collector
+
+    if seed is not None and rb.write_count:
+        # The same seed again would store the same episodes again.
+        seed = int(np.random.SeedSequence([seed, rb.write_count]).generate_state(1)[0])
+    columns = (TextColumn("collecting"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    console = Console(stderr=True)
+    before = rb.write_count
+    block = lanes.num_envs * STEPS_PER_LANE
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        task = progress.add_task("", total=steps)
+        with Collector(lanes, None, rb, steps_per_lane=STEPS_PER_LANE, seed=seed) as collector:
+            blocks = iter(collector)
+            stored = 0
+            while stored < steps and not interrupts.seen:
+                left = steps - stored
+                stored += next(blocks) if left >= block else collector.collect(left)
+                progress.update(task, completed=min(stored, steps))
+    return rb.write_count - before
+
+
+class _Interrupts:
+    """Note the first Ctrl-C, so that work ends between two writes; let the second one through."""
+
+    def __init__(self) -> None:
+        self.seen = False
+        self._former: Any = None
+
+    def __enter__(self) -> Self:
+        self._former = signal.signal(signal.SIGINT, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.signal(signal.SIGINT, self._former)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.seen:
+            raise KeyboardInterrupt
+        self.seen = True
+
+
+# -- info ------------------------------------------------------------------------------------------
+
+
+@app.command()
+def info(paths: Stores, as_json: Json = False) -> int:
+    """Say what stores hold, and whether they are in use or were left without being closed.
+
+    Nothing is changed or locked: a store that is being written to can be looked at.
+    """
+    found: list[dict[str, Any]] = []
+    worst: _Trouble | None = None
+    for path in paths:
+        try:
+            found.append(_facts(path))
+        except ExpStoreError as exc:
+            trouble = _Trouble(_exit_code(exc), exc.kind, exc.message, exc.hint)
+            found.append({"path": str(path), "error": trouble.body()})
+            worst = trouble if worst is None or trouble.code > worst.code else worst
+    if as_json:
+        _print_json({"stores": found} | ({"error": worst.body()} if worst else {}))
+    for facts in () if as_json else found:
+        if "error" in facts:
+            typer.echo(f"error: {_Trouble(0, **facts['error']).line()}", err=True)
+        else:
+            _show_facts(facts)
+    return worst.code if worst else 0
+
+
+def _facts(path: Path) -> dict[str, Any]:
+    from expstore.checks import survey
+    from expstore.files import Disk
+    from expstore.storages.base import ROW_FIELDS
+    from expstore.types import key_name
+
+    found = survey(path)
+    manifest, writer, disk = found.manifest, found.writer, Disk()
+    fields = manifest.schema.fields if manifest.schema else ()
+    return {
+        "path": str(path),
+        "rows": found.rows,
+        "capacity": manifest.capacity,
+        "written": found.written,
+        "generation": manifest.generation,
+        "created": _iso(manifest.created),
+        "last_write": _iso(found.last_write),
+        "disk_bytes": disk.used(path),
+        "free_bytes": disk.free(path),
+        "row_bytes": sum(entry.row_bytes for entry in (*fields, *ROW_FIELDS)) if fields else None,
+        "fields": [
+            {
+                "name": key_name(entry.key),
+                "dtype": entry.dtype,
+                "shape": list(entry.shape),
+                "row_bytes": entry.row_bytes,
+            }
+            for entry in fields
+        ],
+        "episodes": found.episodes,
+        "open_in": writer and {"pid": writer.pid, "host": writer.host, "since": _iso(writer.since)},
+        "unclean_stop": found.unclean,
+        "storage": manifest.storage,
+        "uuid": manifest.uuid,
+        "meta": manifest.meta,
+    }
+
+
+def _show_facts(facts: dict[str, Any]) -> None:
+    room = "unbounded" if facts["capacity"] is None else f"capacity {facts['capacity']:,}"
+    writer = facts["open_in"]
+    if writer:
+        state = f"open in process {writer['pid']} on {writer['host']} since {_local(writer['since'])}"
+    elif facts["unclean_stop"]:
+        state = "closed by nobody: the last writer was stopped, opening it recovers"
+    else:
+        state = "closed"
+    lines = {
+        "rows": f"{facts['rows']:,} ({room}), {facts['written']:,} written in all",
+        "episodes": ", ".join(f"{count:,} {status}" for status, count in facts["episodes"].items()),
+        "state": state,
+        "created": f"{_local(facts['created'])}, generation {facts['generation']}",
+        "last write": _local(facts["last_write"]) if facts["last_write"] else "never",
+        "on disk": f"{_size(facts['disk_bytes'])}, {_size(facts['free_bytes'])} free",
+        "per row": "no fields yet" if facts["row_bytes"] is None else _size(facts["row_bytes"]),
+    }
+    if facts["meta"]:
+        lines["meta"] = json.dumps(facts["meta"])
+    typer.echo(facts["path"])
+    for name, line in lines.items():
+        typer.echo(f"  {name:<10}  {line}")
+    if facts["fields"]:
+        rows = [(f["name"], f["dtype"], f["shape"], f["row_bytes"]) for f in facts["fields"]]
+        _print_table(["field", "dtype", "shape", "bytes per row"], rows)
+
+
+def _size(count: int) -> str:
+    size, units = float(count), ["bytes", "kB", "MB", "GB", "TB"]
+    while size >= 1000 and len(units) > 1:
+        size, units = size / 1000, units[1:]
+    return f"{size:.3g} {units[0]}" if size < 1000 else f"{size:,.0f} {units[0]}"
+
+
+def _iso(seconds: float | None) -> str | None:
+    return None if seconds is None else datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")
+
+
+def _local(text: str | None) -> str:
+    return f"{datetime.fromisoformat(text).astimezone():%Y-%m-%d %H:%M:%S}" if text else "an unknown time"
+
+
+# -- sql -------------------------------------------------------------------------------------------
+
+
+@app.command()
+def sql(
+    paths: Stores,
+    query: Annotated[str, typer.Argument(metavar="QUERY", help="One SELECT.")],
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV.")] = False,
+    as_json: Json = False,
+    parquet: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a Parquet file instead.")
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help=f"Most rows; {TABLE_ROWS} in a table, else all.")
+    ] = None,
+) -> int:
+    """Run one SELECT over the relations of a store.
+
+    They are transitions, episodes, fragments, sources, priorities, commits and meta; nested fields are
+    written as in next.reward. Of several stores each answers for itself, so an aggregate is one row per
+    store; a column "store" in front says whose.
+    """
+    if as_csv and (as_json or parquet):
+        raise typer.BadParameter("leave out --json and --parquet, or this", param_hint="--csv")
+    whole = as_csv or as_json or parquet is not None
+    most = limit if whole else limit or TABLE_ROWS
+    result = _union({str(path): _ask(path, query, most, several=len(paths) > 1) for path in paths}, most)
+    if parquet is not None:
+        result.to_parquet(parquet)
+        if as_json:
+            _print_json({"file": str(parquet), "rows": len(result), "columns": result.columns})
+        else:
+            typer.echo(f"{len(result):,} rows written to {parquet}")
+    elif as_json:
+        _print_rows_as_json(result)
+    elif as_csv:
+        _print_csv(result)
+    else:
+        shown = result.fetchall()
+        _print_table(result.columns, shown[:most])
+        if most is not None and len(shown) > most:
+            typer.echo(f"only the first {most:,} rows; --limit N shows more, --csv all", err=True)
+    return 0
+
+
+def _ask(path: Path, query: str, most: int | None, *, several: bool) -> Result:
+    """Ask one store, for one row more than `most`."""
+    from expstore.files import Disk
+    from expstore.manifest import Manifest
+    from expstore.storages.catalog import Catalog
+    from expstore.storages.zarr import ZarrStorage
+
+    Manifest.load(Disk(), path)  # the storage would make a store where there is none
+    storage = ZarrStorage(path)
+    catalog = Catalog(storage)
+    try:
+        if storage.counters.recovered:
+            typer.echo(f"note: {path}: {storage.counters.recovered}", err=True)
+        if most is not None:
+            with contextlib.suppress(QueryError):  # a query that has a LIMIT takes no second one
+                return catalog.query(f"{query.rstrip().rstrip(';')}\nLIMIT {most + 1}", None)
+        return catalog.query(query, None)
+    except QueryError as exc:
+        raise QueryError(f"{path}: {exc.message}", kind=exc.kind, hint=exc.hint) if several else exc
+    finally:
+        catalog.drop()
+        storage.close()
+
+
+def _union(results: dict[str, Result], most: int | None) -> Result:
+    """Put the answers of several stores one below another, with the store in front."""
+    from expstore.index import Result
+
+    tables = {name: result.arrow() for name, result in results.items()}
+    (first_name, first), *others = tables.items()
+    if not others:
+        return results[first_name]
+    kind = type(first)
+    for name, table in others:
+        if table.schema != first.schema:
+            raise QueryError(
+                f"{first_name} answers with {_columns(first)}, {name} with {_columns(table)}",
+                hint="name columns that all stores have, and cast them to one type",
+            )
+    labelled = []
+    for name, table in tables.items():
+        # A row at least, or the column would have no type.
+        label = kind.from_pydict({"store": [name] * max(1, len(table))}).slice(0, len(table))
+        labelled.append(table.add_column(0, label.schema.field(0), label.column(0)))
+    batches = [batch for table in labelled for batch in table.to_batches()]
+    whole = kind.from_batches(batches, schema=labelled[0].schema)
+    return Result(whole if most is None else whole.slice(0, most + 1))
+
+
+def _columns(table: Any) -> str:
+    return ", ".join(f"{field.name} {field.type}" for field in table.schema)
+
+
+# -- printing --------------------------------------------------------------------------------------
+
+
+def _rows(result: Result) -> Iterator[tuple[Any, ...]]:
+    """Yield the rows, turning a part at a time into Python's values."""
+    from expstore.index import Result
+
+    for start in range(0, len(result), BATCH_ROWS):
+        yield from Result(result.arrow().slice(start, BATCH_ROWS)).fetchall()

@@ -1,0 +1,310 @@
+"""What must be in a store: rows that are functions of their id, and a ledger of what was done.
+
+Used by killing.py on both sides of the pipe: the child does what the plan says, the parent knows from the
+same plan what must be there. It never looks into a store.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from tensordict import TensorDict
+
+from expstore.samplers.base import draw_generator
+
+__all__ = ["Ledger", "Op", "Spec", "batch", "plan", "values"]
+
+Ints = NDArray[np.int64]
+
+OPEN, TERMINATED, TRUNCATED, CUT = range(4)
+SEED = 20_260_101
+
+
+@dataclass(frozen=True)
+class Spec:
+    """The shape of one store, and how long the batches are that go into it."""
+
+    name: str
+    capacity: int | None
+    spare: int | None  # None: the library's own choice
+    frame: int = 16_384
+    segment_bytes: int = 16_384
+    longest: int = 700
+    redo_bytes: int = 64 << 20
+    shard_rows: int = 1 << 20
+    overlong: bool = True  # batches longer than the spare, and than the ring, are among them
+
+
+@dataclass(frozen=True)
+class Op:
+    """One call, fully decided beforehand."""
+
+    kind: str
+    count: int = 0
+    lanes: int = 1
+    time_first: bool = False
+    source: str | None = None
+    ids: Ints | None = None
+    version: int = 0
+    priorities: NDArray[np.float32] | None = None
+
+
+# -- rows ------------------------------------------------------------------------------------------------
+
+_noise = np.random.default_rng(SEED).integers(0, 256, (1 << 16) + (1 << 18), dtype=np.uint8)
+
+
+def _mix(ids: Ints, versions: Ints) -> Ints:
+    return (ids * 2_654_435_761 + versions * 40_503 + 12_345) & 0xFFFF_FFFF
+
+
+def _ends(ids: Ints) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+    terminated = _mix(ids, ids) % 29 == 3
+    return terminated, ~terminated & (_mix(ids, ids) % 47 == 5)
+
+
+def _rewards(ids: Ints, versions: Ints) -> NDArray[np.float32]:
+    return ((_mix(ids, versions) % 1001 - 500) / 4).astype(np.float32)
+
+
+def values(spec: Spec, ids: Ints, versions: Ints) -> dict[tuple[str, ...], np.ndarray]:
+    """Return all fields of rows; only versions tell a row from the one that it was before `[]=`."""
+    mixed = _mix(ids, versions)
+    windows = np.lib.stride_tricks.sliding_window_view(_noise, spec.frame)
+    frame = windows[mixed % (1 << 16)]
+    frame[:, :8] = ids.astype("<i8").view(np.uint8).reshape(-1, 8)
+    frame[:, -8:] = versions.astype("<i8").view(np.uint8).reshape(-1, 8)
+    terminated, truncated = _ends(ids)
+    return {
+        ("observation",): ((mixed[:, None] + np.arange(4) * 7) & 0xFFFFFF).astype(np.float32),
+        ("frame",): frame,
+        ("action",): ids * 1_000_003 + versions,
+        ("next", "reward"): _rewards(ids, versions)[:, None],
+        ("next", "terminated"): terminated[:, None],
+        ("next", "truncated"): truncated[:, None],
+    }
+
+
+def batch(spec: Spec, op: Op, ids: Ints) -> TensorDict:
+    """Return the TensorDict that an extend or a `[]=` is given."""
+    versions = np.full(ids.size, op.version, np.int64)
+    shape, names = [ids.size], None
+    if op.lanes > 1:
+        steps = ids.size // op.lanes
+        shape = [steps, op.lanes] if op.time_first else [op.lanes, steps]
+        names = ["time", None] if op.time_first else None
+    data = TensorDict({}, batch_size=shape, names=names)
+    for key, column in values(spec, ids, versions).items():
+        data[key] = torch.from_numpy(column).reshape(*shape, *column.shape[1:])
+    return data
+
+
+# -- the ledger ------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Episode:
+    """What `SELECT * FROM episodes` must say of one."""
+
+    source: str
+    length: int = 0
+    ret: float = 0.0
+    status: int = OPEN
+    last_id: int = 0
+
+
+@dataclass
+class Ledger:
+    """The state of a store as its users know it."""
+
+    spec: Spec
+    spare: int = 0
+    last: int = 0
+    retired: int = 0
+    write_count: int = 0
+    draw: int = 0
+    handle: int = 0  # counts openings: unnamed sources belong to one
+    max_priority: float = 1.0
+    next_episode: int = 1
+    open: dict[str, int] = field(default_factory=dict)
+    episodes: dict[int, Episode] = field(default_factory=dict)
+    version: Ints = field(default_factory=lambda: np.zeros(1, np.int64))
+    episode: Ints = field(default_factory=lambda: np.zeros(1, np.int64))
+    step: Ints = field(default_factory=lambda: np.zeros(1, np.int64))
+    # What a row's priority may be after a kill: what it was when last brought to disk, or any later one.
+    priorities: dict[int, list[float]] = field(default_factory=dict)
+    max_priorities: list[float] = field(default_factory=lambda: [1.0])
+
+    def copy(self) -> Ledger:
+        return copy.deepcopy(self)
+
+    @property
+    def low(self) -> int:
+        low = self.retired
+        if self.spec.capacity is not None:
+            low = max(low, self.last - self.spec.capacity)
+        return low
+
+    @property
+    def ids(self) -> Ints:
+        return np.arange(self.low + 1, self.last + 1, dtype=np.int64)
+
+    def _grow(self, last: int) -> None:
+        for name in ("version", "episode", "step"):
+            old = getattr(self, name)
+            if old.size <= last:
+                new = np.zeros(max(2 * old.size, last + 1), np.int64)
+                new[: old.size] = old
+                setattr(self, name, new)
+
+    def apply(self, op: Op) -> None:
+        """Take over one call that returned."""
+        getattr(self, f"_{op.kind}")(op)
+
+    def retire_for(self, op: Op) -> bool:
+        """Give up what an extend longer than the spare gives up before it is there; say whether it does."""
+        capacity = self.spec.capacity
+        if op.kind != "extend" or capacity is None or op.count <= self.spare:
+            return False
+        through = min(self.last, self.last + op.count - capacity - self.spare)
+        if through <= self.low:
+            return False
+        self.retired = through
+        return True
+
+    def _extend(self, op: Op) -> None:
+        ids = np.arange(self.last + 1, self.last + op.count + 1, dtype=np.int64)
+        self.retire_for(op)
+        self._grow(int(ids[-1]))
+        terminated, truncated = _ends(ids)
+        rewards = _rewards(ids, np.zeros_like(ids))
+        steps = op.count // op.lanes
+        for lane in range(op.lanes):
+            name = f"@{self.handle}" if op.source is None else op.source
+            name = f"{name}/{lane}" if lane else name
+            rows = range(lane, op.count, op.lanes) if op.time_first else range(lane * steps, (lane + 1) * steps)
+            for row in rows:
+                number = self.open.get(name)
+                if number is None:
+                    number = self.open[name] = self.next_episode
+                    self.next_episode += 1
+                    self.episodes[number] = Episode(name)
+                held, i = self.episodes[number], int(ids[row])
+                self.episode[i], self.step[i] = number, held.length
+                held.length += 1
+                held.ret += float(rewards[row])
+                held.last_id = i
+                if terminated[row] or truncated[row]:
+                    held.status = TERMINATED if terminated[row] else TRUNCATED
+                    del self.open[name]
+        self.last += op.count
+        self.write_count += op.count
+        for i in ids.tolist():
+            self.priorities[i] = [self.max_priority]
+
+    def _change(self, op: Op) -> None:
+        self.version[op.ids] = op.version
+
+    def _empty(self, op: Op) -> None:
+        if self.ids.size:
+            capacity = self.spec.capacity
+            self.last = self.last if capacity is None else -(-self.last // capacity) * capacity
+            self.retired = self.last
+
+    def _priority(self, op: Op) -> None:
+        assert op.ids is not None and op.priorities is not None
+        for i, value in zip(op.ids.tolist(), op.priorities.tolist(), strict=True):
+            self.priorities[i].append(value)
+        self.max_priority = max(self.max_priority, float(op.priorities.max()))
+        self.max_priorities.append(self.max_priority)
+
+    def _sample(self, op: Op) -> None:
+        self.draw += 1
+
+    def _flush(self, op: Op) -> None:
+        low = self.low
+        self.priorities = {i: held[-1:] for i, held in self.priorities.items() if i > low}
+        self.max_priorities = [self.max_priority]
+
+    def _sql(self, op: Op) -> None:
+        pass
+
+    def reopen(self) -> None:
+        """Open episodes that nobody can go on with are over."""
+        self.handle += 1
+        for name, number in list(self.open.items()):
+            if name.startswith("@"):
+                self.episodes[number].status = CUT
+                del self.open[name]
+
+    def next_sample(self, size: int) -> Ints:
+        """Return the ids of the next batch, from the words of the documentation: Philox, draw by draw."""
+        generator = draw_generator(SEED, self.draw)
+        drawn: Ints = generator.integers(self.low + 1, self.last + 1, size)
+        return drawn
+
+    def live_rows(self) -> dict[int, int]:
+        """Return episode -> readable rows."""
+        numbers, counts = np.unique(self.episode[self.ids], return_counts=True)
+        return dict(zip(numbers.tolist(), counts.tolist(), strict=True))
+
+
+# -- the plan --------------------------------------------------------------------------------------------
+
+KINDS = ("extend", "change", "priority", "sample", "flush", "empty", "sql")
+
+
+def plan(ledger: Ledger, rng: np.random.Generator, count: int, *, weights: tuple[int, ...]) -> list[Op]:
+    """Decide the next calls on a store that is as the ledger says."""
+    state = ledger.copy()
+    ops = []
+    for _ in range(count):
+        op = _next(state, rng, weights)
+        state.apply(op)
+        ops.append(op)
+    return ops
+
+
+def _next(state: Ledger, rng: np.random.Generator, weights: tuple[int, ...]) -> Op:
+    ids = state.ids
+    kind = rng.choice(KINDS, p=np.array(weights) / sum(weights))
+    if kind == "extend" or not ids.size:
+        return _next_extend(state, rng)
+    if kind == "change":
+        some = ids[rng.random(ids.size) < rng.choice([0.01, 0.2])]
+        some = some if some.size else ids[-1:]
+        return Op("change", ids=some, version=int(state.version.max()) + 1)
+    if kind == "priority":
+        some = rng.choice(ids, min(ids.size, 50), replace=False)
+        drawn = np.round(rng.random(some.size) * state.max_priority * 1.2, 3).astype(np.float32)
+        return Op("priority", ids=some, priorities=drawn)
+    return Op(str(kind), count=32)
+
+
+def _next_extend(state: Ledger, rng: np.random.Generator) -> Op:
+    spec = state.spec
+    longest = spec.longest
+    if spec.capacity is not None and not spec.overlong:
+        longest = min(longest, state.spare or longest)
+    count = int(rng.integers(1, longest + 1)) if rng.random() < 0.7 else int(rng.integers(1, 20))
+    if spec.overlong and spec.capacity is not None and rng.random() < 0.12:
+        count = spec.capacity + state.spare + int(rng.integers(1, 60))  # longer than the whole ring
+    source = rng.choice(["", "a", "b"])
+    lanes = int(rng.choice([1, 1, 1, 3])) if count >= 3 else 1
+    return Op(
+        "extend",
+        count=count // lanes * lanes,
+        lanes=lanes,
+        time_first=bool(rng.random() < 0.5),
+        source=str(source) or None,
+    )
+
+
+def counted(ops: list[Op]) -> Iterator[tuple[int, Op]]:
+    """Number the calls."""
+    return enumerate(ops)
