@@ -85,7 +85,7 @@ class Effort:
     rounds: int = 5
     calls: int = 400
     wide_calls: int = 10
-    busy_calls: int = 10
+    busy_calls: int = 100
     warm: int = 20
     repeats: int = 5
     pool: int = 40
@@ -99,7 +99,7 @@ FULL = Effort()
 QUICK = Effort(
     calls=100,
     wide_calls=4,
-    busy_calls=4,
+    busy_calls=100,
     repeats=3,
     locomotion=LOCOMOTION.scaled(rows=100_000, extend_rows=1000),
     pixels=PIXELS.scaled(rows=12_000, extend_rows=1000),
@@ -207,11 +207,10 @@ class Bench:
         yield from self._filling(self.effort.locomotion)
         yield from self._full(self.effort.locomotion)
         store = self.folder / "full-locomotion" / "store.exp"
-        if self.wants("reopen/closed", "reopen/killed", "cli/help", "cli/info", "cli/sql"):
-            if not store.exists():
-                self._make_store(store)
-            yield from self._reopen(store, probes)
-            yield from self._commands(store)
+        if self.wants("reopen/closed", "reopen/killed", "cli/info", "cli/sql") and not store.exists():
+            self._make_store(store)
+        yield from self._reopen(store, probes)
+        yield from self._commands(store)
         shutil.rmtree(self.folder / "full-locomotion", ignore_errors=True)
         yield from self._filling(self.effort.pixels)
         yield from self._full(self.effort.pixels)
@@ -276,14 +275,13 @@ class Bench:
         few = replace(theirs, calls=self.effort.busy_calls)
         turns = [ours, replace(ours, around=busy_thread), theirs, replace(few, around=busy_thread)]
         series = alternate(turns, rounds=self.effort.rounds, warm=self.effort.warm)
-        slower = [series[n + 1].mean / series[n].mean for n in (0, 2)]
+        slower = [series[n + 1].median / series[n].median for n in (0, 2)]
         names = ("expstore", "expstore_busy", "torchrl", "torchrl_busy")
         return Result(
             name,
             slower[0],
-            f"{slower[0]:.1f}x: {_mean(series[0])} → {_mean(series[1])}",
-            f"{slower[1]:.1f}x: {_mean(series[2])} → {_mean(series[3])}",
-            note=f"means; beside the busy thread TorchRL has {series[3].calls} calls",
+            f"{slower[0]:.1f}x: {_slower(series[0], series[1])}",
+            f"{slower[1]:.1f}x: {_slower(series[2], series[3])}",
             data={key: one.to_json() for key, one in zip(names, series, strict=True)},
         )
 
@@ -356,7 +354,8 @@ class Bench:
         medians = []
         for words in lines:
             seconds = []
-            for number in range(self.effort.repeats + 1):
+            warm = int(self.effort.repeats > 1)
+            for number in range(warm + self.effort.repeats):
                 started = time.perf_counter()
                 done = subprocess.run(
                     [sys.executable, "-m", "expstore", *words],
@@ -369,7 +368,7 @@ class Bench:
                 if done.returncode:
                     last = (done.stderr.strip().splitlines() or ["no message"])[-1]
                     return Result(name, float("inf"), f"exit code {done.returncode}", note=last)
-                if number or self.effort.repeats == 1:
+                if number >= warm:
                     seconds.append(time.perf_counter() - started)
             medians.append(sorted(seconds)[len(seconds) // 2])
         text = ", ".join(f"{median:.2f} s" for median in medians)
@@ -388,8 +387,9 @@ def _span(series: Series) -> str:
     return f"{_time(series.median)} [{_time(series.low)}–{_time(series.high)}] n={series.calls}"
 
 
-def _mean(series: Series) -> str:
-    return _time(series.mean)
+def _slower(quiet: Series, busy: Series) -> str:
+    means = f"means {_time(quiet.mean)} → {_time(busy.mean)}"
+    return f"{_time(quiet.median)} → {_time(busy.median)}, {means} n={busy.calls}"
 
 
 def table_row(result: Result, bar: Bar) -> str:

@@ -10,7 +10,7 @@ import argparse
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import gymnasium as gym
 import numpy as np
@@ -26,11 +26,11 @@ import expstore
 CAPACITY = 50_000
 STEPS_PER_LANE = 8  # steps of each environment in one extend
 WARM_UP = 1_000  # transitions before the first update
-FLUSH_EVERY = 2_000  # transitions between two flushes, each with its weights
+FLUSH_EVERY = 1_000  # transitions between two flushes, each with its weights
 BATCH_SIZE = 128
 TRANSITIONS_PER_UPDATE = 2
-TARGET_EVERY = 50  # updates
-LEARNING_RATE = 5e-4
+TARGET_EVERY = 200  # updates
+LEARNING_RATE = 3e-4
 GAMMA = 0.99
 EPSILON_FROM, EPSILON_TO, EPSILON_STEPS = 1.0, 0.05, 12_000
 
@@ -138,7 +138,7 @@ def load_weights(path: Path, agent: Agent, steps: int) -> str:
 
 def train(rb: expstore.TensorDictReplayBuffer, agent: Agent, args: argparse.Namespace, weights: Path) -> None:
     """Collect, and learn from what is stored, until the store has seen `args.steps` transitions."""
-    # A stretch of its own after each resume: neither episodes nor exploration repeat.
+    # After a stop these go on with a stretch of their own, so that no episode comes twice.
     rng = np.random.default_rng([args.seed, rb.write_count])
     envs = gym.make_vec("CartPole-v1", num_envs=args.envs, vectorization_mode="sync")
 
@@ -149,43 +149,32 @@ def train(rb: expstore.TensorDictReplayBuffer, agent: Agent, args: argparse.Name
     collector = expstore.Collector(
         envs, policy, rb, steps_per_lane=STEPS_PER_LANE, seed=args.seed + rb.write_count
     )
-    with collector, progress_bar() as progress:
-        bar = progress.add_task("steps", total=args.steps, completed=rb.write_count, news="")
-        try:
-            for collected in collector:
-                if rb.write_count >= WARM_UP:
-                    for _ in range(collected // TRANSITIONS_PER_UPDATE):
-                        agent.learn(rb.sample())
-                if rb.write_count // FLUSH_EVERY > (rb.write_count - collected) // FLUSH_EVERY:
-                    keep(rb, agent, weights)
-                    progress.update(bar, news=news(rb))
-                progress.update(bar, completed=min(rb.write_count, args.steps))
-                if rb.write_count >= args.steps:
-                    break
-        finally:
-            collector.close()
-            keep(rb, agent, weights)
+    columns = (BarColumn(bar_width=16), MofNCompleteColumn(), TextColumn("{task.fields[news]}"))
+    with collector, Progress(TextColumn("steps"), *columns, TimeElapsedColumn()) as progress:
+        kept = rb.write_count
+        bar = progress.add_task("", total=args.steps, completed=kept, news=news(rb))
+        for collected in collector:
+            if rb.write_count >= WARM_UP:
+                for _ in range(collected // TRANSITIONS_PER_UPDATE):
+                    agent.learn(rb.sample())
+            progress.update(bar, completed=min(rb.write_count, args.steps))
+            if rb.write_count >= min(kept + FLUSH_EVERY, args.steps):
+                keep(rb, agent, weights)
+                kept = rb.write_count
+                progress.update(bar, news=news(rb))
+            if rb.write_count >= args.steps:
+                break
 
 
 def keep(rb: expstore.TensorDictReplayBuffer, agent: Agent, weights: Path) -> None:
-    """Make experience and weights safe from a power cut."""
+    """Make experience, then weights, safe from a power cut."""
     rb.flush()
     save_weights(weights, agent, rb.write_count)
 
 
-def progress_bar() -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[news]}"),
-        TimeElapsedColumn(),
-    )
-
-
 def news(rb: expstore.TensorDictReplayBuffer) -> str:
     count, latest, _ = rb.sql(LATEST).fetchall()[0]
-    return f"{count} episodes, mean return of the last 20: {latest:.0f}" if count else "no episode yet"
+    return f"{count} episodes, mean return {latest:.0f}" if count else "no episode yet"
 
 
 def print_curve(rb: expstore.TensorDictReplayBuffer, console: Console) -> None:
@@ -197,57 +186,62 @@ def print_curve(rb: expstore.TensorDictReplayBuffer, console: Console) -> None:
     top, before = max(mean for _, mean in parts), 0
     for count, mean in parts:
         bar = "█" * max(1, round(40 * mean / top))
-        console.print(f"  {before + 1:>5}-{before + count:<5} {bar} {mean:.0f}", highlight=False)
+        console.print(f"  {before + 1:>5}-{before + count:<5} {bar} {mean:.0f}")
         before += count
     _, last, first = rb.sql(LATEST).fetchall()[0]
-    console.print(f"first 20 episodes {first:.1f}, last 20 episodes {last:.1f}", highlight=False)
+    console.print(f"first 20 episodes {first:.1f}, last 20 episodes {last:.1f}")
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description="Train a DQN on CartPole from a store that outlives the process."
-    )
-    parser.add_argument(
-        "--path", type=Path, default=Path("runs/cartpole.exp"), help="the store (%(default)s)"
-    )
-    parser.add_argument("--steps", type=int, default=40_000, help="transitions in all (%(default)s)")
-    parser.add_argument(
-        "--seed", type=int, default=0, help="of networks, environments and draws (%(default)s)"
-    )
-    parser.add_argument("--envs", type=int, default=8, help="environments side by side (%(default)s)")
-    parser.add_argument("--fresh", action="store_true", help="begin anew; the old store is moved aside")
+    parser = argparse.ArgumentParser(description="Train a DQN on CartPole from a store that stays.")
+    add = parser.add_argument
+    add("--path", type=Path, default=Path("runs/cartpole.exp"), help="the store (%(default)s)")
+    add("--steps", type=int, default=40_000, help="transitions in all (%(default)s)")
+    add("--seed", type=int, default=0, help="of networks, environments and draws (%(default)s)")
+    add("--envs", type=int, default=8, help="environments side by side (%(default)s)")
+    add("--fresh", action="store_true", help="begin anew; the old store is moved aside")
     return parser.parse_args(arguments)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    args, console = parse(arguments), Console()
-    torch.set_num_threads(1)  # so small a network only gets slower with more
+def run(args: argparse.Namespace, console: Console) -> None:
+    """Open the store, go on from where it stands, and show what became of it."""
     weights = args.path.with_suffix(".weights.npz")
     args.path.parent.mkdir(parents=True, exist_ok=True)
+    if args.fresh:
+        weights.unlink(missing_ok=True)
     agent = Agent(args.seed)
-    mode = "w" if args.fresh else "a"
+    mode: Literal["a", "w"] = "w" if args.fresh else "a"
     with expstore.open(args.path, capacity=CAPACITY, mode=mode, batch_size=BATCH_SIZE, seed=args.seed) as rb:
         if rb.recovered:
-            console.print(rb.recovered, highlight=False)
+            console.print(rb.recovered, soft_wrap=True)
         if rb.write_count:
             found = load_weights(weights, agent, rb.write_count)
-            console.print(f"resuming {args.path} at step {rb.write_count:,}, {found}", highlight=False)
-        finished = rb.write_count >= args.steps
-        try:
-            if not finished:
+            console.print(f"resuming {args.path} at step {rb.write_count:,}, {found}")
+        if rb.write_count >= args.steps:
+            console.print(f"all {args.steps:,} steps are done; --steps for more, --fresh to begin anew")
+        else:
+            try:
                 train(rb, agent, args, weights)
-        except KeyboardInterrupt:
-            console.print(f"\nstopped at step {rb.write_count:,}; run it again to go on", highlight=False)
-            return 130
+            except KeyboardInterrupt:
+                keep(rb, agent, weights)
+                raise
         print_curve(rb, console)
-    if finished:
-        console.print(
-            f"\nall {args.steps:,} steps were done already; --steps N for more, --fresh to begin anew"
-        )
     query = 'SELECT status, count(*), max("return") FROM episodes GROUP BY status'
-    console.print("\nlook further:", highlight=False)
-    console.print(f"  expstore info {args.path}", highlight=False, soft_wrap=True)
-    console.print(f"  expstore sql {args.path} '{query}'", highlight=False, soft_wrap=True)
+    console.print("\nlook further:")
+    console.print(f"  expstore info {args.path}\n  expstore sql {args.path} '{query}'", soft_wrap=True)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    args, console = parse(arguments), Console(highlight=False, markup=False)
+    torch.set_num_threads(1)  # so small a network only gets slower with more
+    try:
+        run(args, console)
+    except KeyboardInterrupt:
+        console.print("\nstopped; run it again to go on from here")
+        return 130
+    except expstore.ExpStoreError as exc:
+        console.print(str(exc))
+        return 1
     return 0
 
 

@@ -19,7 +19,7 @@ from expstore.schema import Schema
 from expstore.storages.base import Keys
 from expstore.types import Array, IntArray, Key, key_name
 
-__all__ = ["Batch", "Builder", "flatten", "steps_of"]
+__all__ = ["Batch", "Builder", "StepReader", "flatten"]
 
 _NAMES = {getattr(torch, name): name for name in (
     "bool", "uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64",
@@ -27,7 +27,7 @@ _NAMES = {getattr(torch, name): name for name in (
 )}  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Batch:
     """Hold a batch as columns, in the order of the TensorDict.
 
@@ -55,10 +55,9 @@ class Batch:
         }
 
     def keep(self, rows: Array) -> Batch:
-        """Return the batch without the rows where `rows` is False."""
+        """Return the batch without the rows where `rows` is False; its columns are left out."""
         lanes = None if self.lanes is None else self.lanes[rows]
-        arrays = [array[rows] for array in self.arrays]
-        return replace(self, arrays=arrays, lanes=lanes, count=int(np.count_nonzero(rows)))
+        return replace(self, keys=[], dtypes=[], arrays=[], lanes=lanes, count=int(np.count_nonzero(rows)))
 
 
 def _leaves(
@@ -150,44 +149,67 @@ def _lanes(data: TensorDictBase, shape: tuple[int, ...]) -> tuple[IntArray, int]
     return lanes, count
 
 
-def _flags(values: Any) -> Any:
-    return values if values is None or values.dtype == np.bool_ else values.astype(bool)
-
-
-def steps_of(schema: Schema, keys: Keys, columns: Sequence[Array], batch: Batch) -> Steps:
-    """Return what a batch's rows are in the eyes of their collector.
+class StepReader:
+    """Read out of columns what the rows are in the eyes of their collector.
 
     Args:
         schema: Of the store.
         keys: Which fields say it.
-        columns: In the schema's order.
-        batch: Where the columns come from.
     """
 
-    def column(key: Key | None) -> Any:
-        return None if key is None else columns[schema.place(key)].reshape(batch.count)
+    def __init__(self, schema: Schema, keys: Keys) -> None:
+        def place(key: Key | None) -> int | None:
+            return None if key is None else schema.place(key)
 
-    terminated, truncated = _flags(column(keys.terminated)), _flags(column(keys.truncated))
-    done = _flags(column(keys.done))
-    if done is not None:
-        # "done" alone does not say why; where it goes beyond the others the episode is over.
-        rest = done if truncated is None else done & ~truncated
-        terminated = rest if terminated is None else terminated | rest
-    starts = column(keys.start)
-    if starts is not None:
-        starts = starts == 0 if keys.start == ("step_count",) else starts.astype(bool, copy=False)
-    trajectories = column(keys.trajectory)
-    rewards = column(keys.reward)
-    return Steps(
-        count=batch.count,
-        lanes=batch.lanes,
-        lane_count=batch.lane_count,
-        trajectories=None if trajectories is None else trajectories.astype(np.int64, copy=False),
-        terminated=terminated,
-        truncated=truncated,
-        starts=starts,
-        rewards=rewards if rewards is not None and rewards.dtype.kind in "fiub" else None,
-    )
+        self._terminated, self._truncated = place(keys.terminated), place(keys.truncated)
+        self._done, self._start = place(keys.done), place(keys.start)
+        self._trajectory, self._mask = place(keys.trajectory), place(keys.mask)
+        self._reward = place(keys.reward)
+        if self._reward is not None and schema.fields[self._reward].numpy_dtype.kind not in "fiub":
+            self._reward = None
+        self._counts_steps = keys.start == ("step_count",)
+
+    def read(self, columns: Sequence[Array], batch: Batch) -> Steps:
+        """Return what the rows are. `columns` are in the schema's order."""
+
+        def column(place: int | None) -> Any:
+            return None if place is None else columns[place].reshape(-1)
+
+        def flags(place: int | None) -> Any:
+            values = column(place)
+            return values if values is None or values.dtype == np.bool_ else values.astype(bool)
+
+        terminated, truncated, done = flags(self._terminated), flags(self._truncated), flags(self._done)
+        if done is not None:
+            # "done" alone does not say why; where it goes beyond the others the episode is over.
+            rest = done if truncated is None else done & ~truncated
+            terminated = rest if terminated is None else terminated | rest
+        starts = column(self._start)
+        if starts is not None:
+            starts = starts == 0 if self._counts_steps else flags(self._start)
+        trajectories = column(self._trajectory)
+        return Steps(
+            count=batch.count,
+            lanes=batch.lanes,
+            lane_count=batch.lane_count,
+            trajectories=None if trajectories is None else trajectories.astype(np.int64, copy=False),
+            terminated=terminated,
+            truncated=truncated,
+            starts=starts,
+            rewards=column(self._reward),
+        )
+
+    def transitions(self, columns: Sequence[Array]) -> Array | None:
+        """Return which rows are transitions at all; None: all of them. Shape `(n,)`."""
+        keep = None
+        if self._trajectory is not None:
+            strays = columns[self._trajectory].reshape(-1) == -1
+            keep = ~strays if strays.any() else None
+        if self._mask is not None:
+            mask = columns[self._mask].reshape(-1).astype(bool)
+            if not mask.all():
+                keep = mask if keep is None else keep & mask
+        return keep
 
 
 class Builder:

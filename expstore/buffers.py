@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from tensordict import TensorDictBase
 
-from expstore.batches import Batch, Builder, flatten, steps_of
+from expstore.batches import Batch, Builder, StepReader, flatten
 from expstore.errors import NotFoundError, NotReadyError, SchemaError, StateError
 from expstore.samplers.base import Sampler, draw_generator
 from expstore.samplers.random import RandomSampler
@@ -78,7 +78,8 @@ class ReplayBuffer:
         self._device = None if device is None else torch.device(device)
         self._catalog = Catalog(self._storage)
         self._storage.use_catalog(self._catalog)
-        self._builder = None if self._storage.schema is None else Builder(self._storage.schema)
+        self._builder: Builder | None = None
+        self._reader: StepReader | None = None
 
     # -- the two data paths ----------------------------------------------------------------------
 
@@ -112,12 +113,14 @@ class ReplayBuffer:
         storage = self._storage
         with storage.lock:
             storage.check_writable()
-            batch, kept = self._take_in(batch)
+            schema, reader = self._prepared(batch)
+            columns = schema.arrange(batch.keys, batch.dtypes, batch.arrays)
+            kept = reader.transitions(columns)
+            if kept is not None:
+                batch, columns = batch.keep(kept), [column[kept] for column in columns]
             if batch.count == 0:
                 return np.full(0 if kept is None else kept.size, -1)
-            schema = storage.require_schema()
-            columns = schema.arrange(batch.keys, batch.dtypes, batch.arrays)
-            steps = steps_of(schema, storage.keys, columns, batch)
+            steps = reader.read(columns, batch)
             rows = self._writer.place(storage, columns, steps, source=source)
             storage.write(rows)
             self._sampler.on_write(rows)
@@ -181,7 +184,7 @@ class ReplayBuffer:
             source: As in `extend`.
         """
         batch = flatten(data, all_dims=self._storage.flatten, single=True, skip=self._own_keys)
-        return int(self._append(batch, source, False)[0])
+        return int(self._append(batch, source, return_ids=False)[0])
 
     def __len__(self) -> int:
         return len(self._storage)
@@ -376,29 +379,16 @@ class ReplayBuffer:
 
     # -- helpers ---------------------------------------------------------------------------------
 
-    def _take_in(self, batch: Batch) -> tuple[Batch, Array | None]:
-        """Fix the schema with the first rows; drop rows that are no transitions."""
+    def _prepared(self, batch: Batch) -> tuple[Schema, StepReader]:
+        """Return the schema, fixed by the first rows, and what reads steps."""
         storage = self._storage
-        if storage.schema is None and batch.count:
+        if storage.schema is None:
             schema = Schema.infer(batch.signature())
-            keys = storage.resolve_keys(schema)
-            storage.prepare(schema, keys)
-            self._builder = Builder(schema)
-        keys = storage.keys
-        if keys.mask is None and keys.trajectory is None:
-            return batch, None
-        keep = None
-        for key in (keys.mask, keys.trajectory):
-            if key is None or key not in batch.keys:
-                continue
-            column = batch.arrays[batch.keys.index(key)]
-            if column.size != batch.count:
-                continue
-            values = column.reshape(batch.count)
-            good = values.astype(bool) if key == keys.mask else values != -1
-            if not good.all():
-                keep = good if keep is None else keep & good
-        return (batch, None) if keep is None else (batch.keep(keep), keep)
+            storage.prepare(schema, storage.resolve_keys(schema))
+        schema = storage.require_schema()
+        if self._reader is None:
+            self._reader = StepReader(schema, storage.keys)
+        return schema, self._reader
 
     def _wanted(self, batch_size: int | None) -> int:
         size = self._batch_size if batch_size is None else batch_size

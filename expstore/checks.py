@@ -80,12 +80,16 @@ def survey(path: Path, *, disk: Disk | None = None) -> Survey:
     """
     disk = disk or _ReadingDisk()
     manifest = Manifest.load(disk, path)
-    writer = _find_writer(disk, path / "LOCK")
-    for _ in range(_TRIES if writer else 0):
+    for _ in range(_TRIES):
+        writer = _find_writer(disk, path / "LOCK")
         try:
-            return _read(disk, path, manifest, writer)
+            found = _read(disk, path, manifest, writer)
         except StorageError:
-            continue  # it was written to between two looks
+            if writer is None and _find_writer(disk, path / "LOCK") is None:
+                raise
+            continue  # a running writer has removed between two looks what the first one saw
+        if not found.unclean or _find_writer(disk, path / "LOCK") is None:
+            return found
     return _read(disk, path, manifest, writer)
 
 

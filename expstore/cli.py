@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import signal
 import sys
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any, Self
@@ -23,6 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 import typer
 
 from expstore import __version__
+from expstore.cli_print import print_csv, print_json, print_rows, print_table
 from expstore.errors import (
     CorruptionError,
     ExpStoreError,
@@ -35,10 +34,7 @@ from expstore.errors import (
 if TYPE_CHECKING:
     from expstore.buffers import ReplayBuffer
     from expstore.collectors import AnyVectorEnv
-    from expstore.files import Disk
-    from expstore.index import Result
-    from expstore.journal import Record
-    from expstore.manifest import Manifest
+    from expstore.result import Result
 
 __all__ = ["main", "run"]
 
@@ -46,32 +42,27 @@ FAILED, USAGE, LOCKED, DAMAGED, INTERRUPTED = 1, 2, 3, 4, 130
 
 STEPS_PER_LANE = 32
 TABLE_ROWS = 50
-CELL = 60
-LIST_ITEMS = 3
-BATCH_ROWS = 10_000
-TRIES = 3
 
 app = typer.Typer(
     name="expstore",
     help="Keep reinforcement-learning experience on disk: collect it, look at it, ask it in SQL.",
     epilog="Exit codes: 0 all is well, 1 findings or a failure, 2 wrong usage, 3 the store is locked, "
     "4 it is damaged.",
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Stores = Annotated[list[Path], typer.Argument(metavar="PATH...", help="The stores' folders.")]
+Stores = Annotated[list[Path], typer.Argument(metavar="PATH", help="The stores' folders.")]
 
 
-class Policy(str, Enum):
+class Policy(StrEnum):
     """How `collect` chooses actions."""
 
     random = "random"
 
 
-class Autoreset(str, Enum):
+class Autoreset(StrEnum):
     """When a vector environment resets a lane whose episode has ended."""
 
     next_step = "next-step"
@@ -103,17 +94,21 @@ def run(arguments: Sequence[str]) -> int:
         The exit code: 0 all is well, 1 findings or a failure, 2 wrong usage, 3 locked, 4 damaged, 130
         interrupted.
     """
+    if not arguments:
+        run(["--help"])
+        return USAGE
     try:
         command = typer.main.get_command(app)
         return command.main(list(arguments), prog_name="expstore", standalone_mode=False) or 0
     except (KeyboardInterrupt, typer.Abort):
-        trouble: _Trouble | None = _Trouble(INTERRUPTED, "interrupted", "interrupted")
+        trouble = _Trouble(INTERRUPTED, "interrupted", "interrupted")
     except Exception as exc:
-        trouble = _trouble(exc)
-        if trouble is None:
+        known = _trouble(exc)
+        if known is None:
             raise
+        trouble = known
     if "--json" in arguments:
-        _print_json({"error": trouble.body()})
+        print_json({"error": trouble.body()})
     else:
         typer.echo(f"error: {trouble.line()}", err=True)
     return trouble.code
@@ -143,7 +138,7 @@ def _trouble(exc: Exception) -> _Trouble | None:
     if isinstance(exc, ExpStoreError):
         return _Trouble(_exit_code(exc), exc.kind, exc.message, exc.hint)
     if hasattr(exc, "format_message"):  # the parser's own errors, whose home depends on typer's version
-        return _Trouble(USAGE, "usage", exc.format_message(), "see expstore --help")
+        return _Trouble(USAGE, "usage", exc.format_message().rstrip("."), "see expstore --help")
     if isinstance(exc, ModuleNotFoundError) and exc.name == "gymnasium":
         return _Trouble(USAGE, "usage", str(exc))
     if isinstance(exc, ValueError):
@@ -179,7 +174,10 @@ def _root(
 # -- collect ---------------------------------------------------------------------------------------
 
 
-@app.command()
+@app.command(
+    epilog="A store that is there goes on growing, or turning. Ctrl-C keeps what was collected and closes "
+    "the store; a second Ctrl-C does not wait for the environment."
+)
 def collect(
     env: Annotated[str, typer.Argument(metavar="ENV", help="A gymnasium id, such as CartPole-v1.")],
     path: Annotated[Path, typer.Argument(metavar="PATH", help="The store; made if it is missing.")],
@@ -195,18 +193,16 @@ def collect(
     ] = Autoreset.next_step,
     as_json: Json = False,
 ) -> int:
-    """Collect transitions from an environment into a store.
-
-    A store that is there goes on growing, or turning. Ctrl-C stores what was collected and closes it;
-    a second one does not wait for the environment.
-    """
-    import expstore
+    """Collect transitions from an environment into a store."""
+    from expstore import door
     from expstore.files import Disk
     from expstore.manifest import MANIFEST
 
+    disk = Disk()
+
     with _Interrupts() as interrupts, contextlib.closing(_environments(env, envs, autoreset)) as lanes:
-        new = not Disk().exists(path / MANIFEST)
-        with expstore.open(path, capacity=capacity, seed=seed if new else None) as rb:
+        new = not disk.exists(path / MANIFEST)
+        with door.open(path, capacity=capacity, seed=seed if new else None) as rb:
             if rb.recovered:
                 typer.echo(f"note: {rb.recovered}", err=True)
             typer.echo(
@@ -215,7 +211,7 @@ def collect(
             stored = _collect(lanes, rb, steps, seed, interrupts)
             rows = len(rb)
     if as_json:
-        _print_json({"path": str(path), "stored": stored, "rows": rows, "interrupted": interrupts.seen})
+        print_json({"path": str(path), "stored": stored, "rows": rows, "interrupted": interrupts.seen})
     else:
         head = "stopped: " if interrupts.seen else ""
         typer.echo(f"{head}{stored:,} transitions stored, {path} holds {rows:,} rows")
@@ -223,10 +219,10 @@ def collect(
 
 
 def _environments(env: str, lanes: int, autoreset: Autoreset) -> AnyVectorEnv:
-    from expstore import collectors  # noqa: F401  says how to install gymnasium where it is missing
-
     import gymnasium
     from gymnasium.vector import AutoresetMode
+
+    import expstore.collectors  # noqa: F401  first: it says how to install gymnasium
 
     try:
         return gymnasium.make_vec(
@@ -291,12 +287,9 @@ class _Interrupts:
 # -- info ------------------------------------------------------------------------------------------
 
 
-@app.command()
+@app.command(epilog="Nothing is changed: a store that is being written to can be looked at, too.")
 def info(paths: Stores, as_json: Json = False) -> int:
-    """Say what stores hold, and whether they are in use or were left without being closed.
-
-    Nothing is changed or locked: a store that is being written to can be looked at.
-    """
+    """Say what stores hold, who has them open, and how they were left."""
     found: list[dict[str, Any]] = []
     worst: _Trouble | None = None
     for path in paths:
@@ -307,7 +300,7 @@ def info(paths: Stores, as_json: Json = False) -> int:
             found.append({"path": str(path), "error": trouble.body()})
             worst = trouble if worst is None or trouble.code > worst.code else worst
     if as_json:
-        _print_json({"stores": found} | ({"error": worst.body()} if worst else {}))
+        print_json({"stores": found} | ({"error": worst.body()} if worst else {}))
     for facts in () if as_json else found:
         if "error" in facts:
             typer.echo(f"error: {_Trouble(0, **facts['error']).line()}", err=True)
@@ -379,7 +372,7 @@ def _show_facts(facts: dict[str, Any]) -> None:
         typer.echo(f"  {name:<10}  {line}")
     if facts["fields"]:
         rows = [(f["name"], f["dtype"], f["shape"], f["row_bytes"]) for f in facts["fields"]]
-        _print_table(["field", "dtype", "shape", "bytes per row"], rows)
+        print_table(["field", "dtype", "shape", "bytes per row"], rows)
 
 
 def _size(count: int) -> str:
@@ -400,7 +393,11 @@ def _local(text: str | None) -> str:
 # -- sql -------------------------------------------------------------------------------------------
 
 
-@app.command()
+@app.command(
+    epilog="The relations are transitions, episodes, fragments, sources, priorities, commits and meta; "
+    "nested fields are written as in next.reward. Of several stores each answers for itself, so an "
+    "aggregate is one row per store; a column store in front says whose."
+)
 def sql(
     paths: Stores,
     query: Annotated[str, typer.Argument(metavar="QUERY", help="One SELECT.")],
@@ -413,94 +410,83 @@ def sql(
         int | None, typer.Option(min=1, help=f"Most rows; {TABLE_ROWS} in a table, else all.")
     ] = None,
 ) -> int:
-    """Run one SELECT over the relations of a store.
-
-    They are transitions, episodes, fragments, sources, priorities, commits and meta; nested fields are
-    written as in next.reward. Of several stores each answers for itself, so an aggregate is one row per
-    store; a column "store" in front says whose.
-    """
+    """Ask stores in SQL."""
     if as_csv and (as_json or parquet):
         raise typer.BadParameter("leave out --json and --parquet, or this", param_hint="--csv")
-    whole = as_csv or as_json or parquet is not None
-    most = limit if whole else limit or TABLE_ROWS
-    result = _union({str(path): _ask(path, query, most, several=len(paths) > 1) for path in paths}, most)
-    if parquet is not None:
+    most = limit if as_csv or as_json or parquet else limit or TABLE_ROWS
+    result = _union([(path, _ask(path, query, most, several=len(paths) > 1)) for path in paths])
+    more = most is not None and len(result) > most
+    if more:
+        result = type(result)(result.arrow().slice(0, most))
+    if parquet:
         result.to_parquet(parquet)
         if as_json:
-            _print_json({"file": str(parquet), "rows": len(result), "columns": result.columns})
+            print_json({"file": str(parquet), "rows": len(result), "columns": result.columns})
         else:
             typer.echo(f"{len(result):,} rows written to {parquet}")
     elif as_json:
-        _print_rows_as_json(result)
+        print_rows(result)
     elif as_csv:
-        _print_csv(result)
+        print_csv(result)
     else:
-        shown = result.fetchall()
-        _print_table(result.columns, shown[:most])
-        if most is not None and len(shown) > most:
-            typer.echo(f"only the first {most:,} rows; --limit N shows more, --csv all", err=True)
+        print_table(result.columns, result.fetchall())
+        if more and limit is None:
+            typer.echo(f"there are more than {most} rows; --limit N shows more, --csv all", err=True)
     return 0
 
 
 def _ask(path: Path, query: str, most: int | None, *, several: bool) -> Result:
-    """Ask one store, for one row more than `most`."""
+    """Ask one store; past `most` rows all that matters is that there is another one."""
     from expstore.files import Disk
     from expstore.manifest import Manifest
     from expstore.storages.catalog import Catalog
     from expstore.storages.zarr import ZarrStorage
 
     Manifest.load(Disk(), path)  # the storage would make a store where there is none
-    storage = ZarrStorage(path)
-    catalog = Catalog(storage)
-    try:
+    with contextlib.ExitStack() as stack:
+        storage = ZarrStorage(path)
+        stack.callback(storage.close)
+        catalog = Catalog(storage)
+        stack.callback(catalog.drop)
         if storage.counters.recovered:
             typer.echo(f"note: {path}: {storage.counters.recovered}", err=True)
         if most is not None:
-            with contextlib.suppress(QueryError):  # a query that has a LIMIT takes no second one
+            with contextlib.suppress(QueryError):  # one that has a LIMIT takes no second
                 return catalog.query(f"{query.rstrip().rstrip(';')}\nLIMIT {most + 1}", None)
-        return catalog.query(query, None)
-    except QueryError as exc:
-        raise QueryError(f"{path}: {exc.message}", kind=exc.kind, hint=exc.hint) if several else exc
-    finally:
-        catalog.drop()
-        storage.close()
+        try:
+            return catalog.query(query, None)
+        except QueryError as exc:
+            if several:
+                raise QueryError(f"{path}: {exc.message}", kind=exc.kind, hint=exc.hint) from exc
+            raise
 
 
-def _union(results: dict[str, Result], most: int | None) -> Result:
+def _union(answers: list[tuple[Path, Result]]) -> Result:
     """Put the answers of several stores one below another, with the store in front."""
-    from expstore.index import Result
-
-    tables = {name: result.arrow() for name, result in results.items()}
-    (first_name, first), *others = tables.items()
+    (path, result), *others = answers
     if not others:
-        return results[first_name]
-    kind = type(first)
-    for name, table in others:
+        return result
+    first: Any = result.arrow()
+    parts = []
+    for other, answer in answers:
+        table = answer.arrow()
         if table.schema != first.schema:
             raise QueryError(
-                f"{first_name} answers with {_columns(first)}, {name} with {_columns(table)}",
+                f"{path} and {other} answer with different columns: {_difference(first, table)}",
                 hint="name columns that all stores have, and cast them to one type",
             )
-    labelled = []
-    for name, table in tables.items():
-        # A row at least, or the column would have no type.
-        label = kind.from_pydict({"store": [name] * max(1, len(table))}).slice(0, len(table))
-        labelled.append(table.add_column(0, label.schema.field(0), label.column(0)))
-    batches = [batch for table in labelled for batch in table.to_batches()]
-    whole = kind.from_batches(batches, schema=labelled[0].schema)
-    return Result(whole if most is None else whole.slice(0, most + 1))
+        # At least one row, or the column would have no type.
+        label = type(first).from_pydict({"store": [str(other)] * max(1, len(table))}).slice(0, len(table))
+        parts.append(table.add_column(0, label.schema.field(0), label.column(0)))
+    batches = [batch for table in parts for batch in table.to_batches()]
+    return type(result)(type(first).from_batches(batches, schema=parts[0].schema))
 
 
-def _columns(table: Any) -> str:
-    return ", ".join(f"{field.name} {field.type}" for field in table.schema)
-
-
-# -- printing --------------------------------------------------------------------------------------
-
-
-def _rows(result: Result) -> Iterator[tuple[Any, ...]]:
-    """Yield the rows, turning a part at a time into Python's values."""
-    from expstore.index import Result
-
-    for start in range(0, len(result), BATCH_ROWS):
-        yield from Result(result.arrow().slice(start, BATCH_ROWS)).fetchall()
+def _difference(one: Any, other: Any) -> str:
+    names, others = one.column_names, other.column_names
+    if single := [name for name in [*names, *others] if (name in names) != (name in others)]:
+        return ", ".join(single)
+    if names != others:
+        return "another order"
+    pairs = zip(one.schema, other.schema, strict=True)
+    return ", ".join(f"{a.name} ({a.type} and {b.type})" for a, b in pairs if a.type != b.type)

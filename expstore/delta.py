@@ -80,6 +80,7 @@ def apply(con: duckdb.DuckDBPyConnection, delta: Delta, *, empty: bool = False) 
         for statement in _INSERT if empty else (*_FORGET, *_INSERT):
             con.execute(statement)
         con.execute("DELETE FROM fragment_rows WHERE last_id <= ?", [delta.low_id])
+        con.execute(_FADE, [delta.low_id])
         con.execute("DELETE FROM commits WHERE generation = ? AND sequence = ?", [generation, sequence])
         con.execute(
             "INSERT INTO commits VALUES (?, ?, ?, ?, make_timestamp(?))",
@@ -97,6 +98,8 @@ _FORGET = (
     "UPDATE episode_rows SET live_rows = n.live_rows FROM new_live AS n "
     "WHERE episode_rows.episode_id = n.episode_id",
 )
+# Also those of which nobody speaks any more: a store that was killed may not remember them.
+_FADE = "UPDATE episode_rows SET live_rows = 0 WHERE live_rows > 0 AND last_id <= ?"
 _INSERT = (
     "INSERT INTO sources SELECT * FROM new_sources",
     "INSERT INTO episode_rows SELECT * FROM new_episodes",

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from expstore.episodelog import LogEntry
+from expstore.errors import SchemaError
 from expstore.types import Array, IntArray
 
 __all__ = ["STATUS", "Assignment", "Episode", "EpisodeTable", "Fragments", "Segment", "Steps"]
@@ -65,7 +66,7 @@ def unpack_segments(data: bytes) -> list[Segment]:
     return [Segment(*values) for values in _SEGMENT.iter_unpack(data)]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # made anew for every row that is added: frozen ones take ten times as long
 class Steps:
     """Say what a batch's rows are in the eyes of their collector. Arrays have one entry per row.
 
@@ -90,7 +91,7 @@ class Steps:
     rewards: Array | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Assignment:
     """Hold what `EpisodeTable.assign` decided; nothing is changed yet.
 
@@ -238,18 +239,23 @@ class EpisodeTable:
         self.named: dict[str, int] = {}
         self._unnamed: dict[str, int] = {}
         self._open: dict[tuple[int, int | None], Episode] = {}
-        self._changed: dict[int, LogEntry] = {}
+        self._changed: dict[int, Episode] = {}
         self._faded: set[int] = set()
         self._sources: list[LogEntry] = []
 
     # -- numbering -------------------------------------------------------------------------------
 
-    def assign(self, steps: Steps, *, source: str | None) -> Assignment:
+    def assign(self, steps: Steps, *, source: str | None, low: int = 0) -> Assignment:
         """Decide episode and step of every row of a batch, without changing anything.
 
         Args:
             steps: The batch.
             source: The user's name for this stream; None: this handle's own.
+            low: The newest id that can no longer be read; a truncated episode without any other rows
+                does not go on.
+
+        Raises:
+            SchemaError: The source's name is no text that can be kept.
         """
         numbers, new_sources = self._source_numbers(source, steps.lane_count)
         if steps.count == 1:
@@ -262,7 +268,7 @@ class EpisodeTable:
         next_episode = self.next_episode
         for lane, trajectory, starts, row, count, stride, status, ret in pieces:
             key = (numbers[lane], trajectory)
-            known = pending[key] if key in pending else self._continued(key)
+            known = pending[key] if key in pending else self._continued(key, low)
             flags = HAS_TRAJECTORY if trajectory is not None else 0
             if known is None or starts:
                 known = (next_episode, 0, OPEN)
@@ -277,13 +283,19 @@ class EpisodeTable:
         episodes, step_of = _spread(segments, steps.count, order)
         return Assignment(segments, episodes, step_of, new_sources)
 
-    def _continued(self, key: tuple[int, int | None]) -> tuple[int, int, int] | None:
+    def _continued(self, key: tuple[int, int | None], low: int) -> tuple[int, int, int] | None:
         episode = self._open.get(key)
-        return None if episode is None else (episode.episode, episode.length, episode.status)
+        if episode is None or (episode.status == TRUNCATED and episode.last_id <= low):
+            return None
+        return episode.episode, episode.length, episode.status
 
     def _source_numbers(
         self, source: str | None, lanes: int
     ) -> tuple[list[int], list[tuple[int, str, bool]]]:
+        if source is not None and not _is_name(source):
+            raise SchemaError(
+                f"source {source!r} is no name", hint="give text that can be printed, without spaces at its ends"
+            )
         known = self._unnamed if source is None else self.named
         base = f"@{self.generation}" if source is None else source
         numbers: list[int] = []
@@ -337,7 +349,7 @@ class EpisodeTable:
         """
         entries = [self._add_source(*source) for source in sources]
         for segment in segments:
-            entries += self._commit_segment(segment, first_id, time, sequence)
+            self._commit_segment(segment, first_id, time, sequence, entries)
         return entries
 
     def _add_source(self, number: int, name: str, named: bool) -> LogEntry:
@@ -347,9 +359,10 @@ class EpisodeTable:
         self._sources.append(entry)
         return entry
 
-    def _commit_segment(self, segment: Segment, first_id: int, time: int, sequence: int) -> list[LogEntry]:
+    def _commit_segment(
+        self, segment: Segment, first_id: int, time: int, sequence: int, entries: list[LogEntry]
+    ) -> None:
         key = segment.key
-        entries: list[LogEntry] = []
         episode = self._open.get(key)
         if segment.flags & NEW or episode is None:
             if episode is not None and episode.status == OPEN:
@@ -368,17 +381,15 @@ class EpisodeTable:
         episode.end = time
         episode.last_id = first + (segment.rows - 1) * segment.stride
         episode.status = segment.status
-        entry = self._note(episode, sequence)
+        self._changed[episode.episode] = episode
         if segment.status != OPEN or goes_on:
-            entries.append(entry)
+            entries.append(episode.entry(sequence, self.generation))
         if segment.status == TERMINATED or (segment.status == TRUNCATED and key[1] is None):
             del self._open[key]
-        return entries
 
     def _note(self, episode: Episode, sequence: int) -> LogEntry:
-        entry = episode.entry(sequence, self.generation)
-        self._changed[episode.episode] = entry
-        return entry
+        self._changed[episode.episode] = episode
+        return episode.entry(sequence, self.generation)
 
     def cut_unnamed(self, sequence: int) -> list[LogEntry]:
         """End the open episodes of former handles, which nobody can go on with; return their entries."""
@@ -431,7 +442,11 @@ class EpisodeTable:
             steps: Step per row. Shape `(n,)`.
             first_id: Id of the first row.
         """
-        self.fragments.fill(_find_fragments(episodes, steps, first_id))
+        fragments = _find_fragments(episodes, steps, first_id)
+        self.fragments.fill(fragments)
+        # Their first rows have left, of which the index may not have heard.
+        names, at = np.unique(fragments[0], return_index=True)
+        self._faded.update(names[fragments[1, at] > 0].tolist())
 
     # -- for the index ---------------------------------------------------------------------------
 
@@ -443,7 +458,8 @@ class EpisodeTable:
         """Return sources and episodes changed since `settle`, and the episodes whose live rows changed."""
         clipped = self.fragments.rows[0, self.fragments.rows[3] <= low]
         touched = self._faded.union(self._changed, clipped.tolist())
-        return list(self._sources), list(self._changed.values()), np.fromiter(touched, np.int64)
+        episodes = [episode.entry(0, self.generation) for episode in self._changed.values()]
+        return list(self._sources), episodes, np.fromiter(touched, np.int64)
 
     @property
     def waiting(self) -> int:
@@ -465,6 +481,10 @@ class EpisodeTable:
         if not names.size:
             return np.zeros(episodes.size, np.int64)
         return np.where(names[at] == episodes, counts[at], 0)
+
+
+def _is_name(source: object) -> bool:
+    return isinstance(source, str) and source.isprintable() and source != "" and source == source.strip()
 
 
 _Piece = tuple[int, int | None, bool, int, int, int, int, float]
@@ -537,6 +557,8 @@ def _cut_uneven(cut: BoolArray, order: IntArray) -> None:
 def _spread(segments: list[Segment], n: int, order: IntArray | None) -> tuple[IntArray, IntArray]:
     if len(segments) == 1 and order is None:
         only = segments[0]
+        if n == 1:
+            return np.array([only.episode]), np.array([only.step])
         return np.full(n, only.episode, np.int64), np.arange(only.step, only.step + n, dtype=np.int64)
     counts = np.array([s.rows for s in segments])
     episodes = np.repeat(np.array([s.episode for s in segments], np.int64), counts)

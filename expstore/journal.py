@@ -128,10 +128,12 @@ def read_journal(disk: Disk, folder: Path) -> list[Record]:
     synced and is dropped with what follows.
 
     Raises:
-        CorruptionError: A record is damaged that a durable mark covers, or no base is left.
+        CorruptionError: A record is damaged that a durable mark covers, or the first base.
     """
     paths = [folder / name for name in disk.names(folder) if name.isdigit()]
     segments = [_read_segment(path, disk.read_whole(path)) for path in paths]
+    if not any(segments):
+        return []  # nothing, or a first segment whose base was never whole
     numbers = {int(path.name) for path in paths}
     start = 0
     for place, segment in enumerate(segments):

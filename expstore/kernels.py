@@ -6,6 +6,8 @@ open; until then, and where numba cannot compile, plain Python does the same wor
 
 from __future__ import annotations
 
+from typing import Any
+
 import numba
 import numpy as np
 from numba.core import types
@@ -15,10 +17,11 @@ __all__ = ["write_pieces"]
 
 Ints = NDArray[np.int64]
 
-_pwrite = types.ExternalFunction("pwrite", types.intp(types.int32, types.intp, types.intp, types.int64))
+# libc's, found by name when the loop is linked.
+_pwrite: Any = types.ExternalFunction("pwrite", types.intp(types.int32, types.intp, types.intp, types.int64))
 
 
-@numba.njit("int64(int64[::1], int64[::1], int64[::1], int64[::1], int64)", cache=True)  # type: ignore[untyped-decorator]
+@numba.njit("int64(int64[::1], int64[::1], int64[::1], int64[::1], int64)", cache=True)
 def write_pieces(fds: Ints, starts: Ints, sizes: Ints, offsets: Ints, base: int) -> int:
     """Write parts of a buffer to several files.
 

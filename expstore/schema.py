@@ -85,7 +85,8 @@ class Schema:
         fields: At least one; names as the class checks them.
 
     Raises:
-        SchemaError: A name cannot be a path, two names clash, or a dtype is not supported.
+        SchemaError: A name cannot be a path, two names clash, a dtype is not supported, or a field has no
+            values.
 
     Example:
         >>> schema = Schema([Field(("observation",), "float32", (4,)), Field(("action",), "int64", ())])
@@ -104,6 +105,10 @@ class Schema:
                 raise SchemaError(
                     f"field {key_name(entry.key)!r} has dtype {entry.dtype}",
                     hint="supported are " + ", ".join(DTYPES),
+                )
+            if 0 in entry.shape:
+                raise SchemaError(
+                    f"field {key_name(entry.key)!r} has no values: {entry}", hint="leave the field out"
                 )
             clash = seen.setdefault(key_name(entry.key).lower(), entry)
             if clash is not entry:

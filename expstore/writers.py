@@ -41,7 +41,7 @@ class RoundRobinWriter(Writer):
 
     def place(self, storage: Storage, columns: Sequence[Array], steps: Steps, *, source: str | None) -> Rows:
         """Give every row of a batch the next ids."""
-        assignment = storage.episodes.assign(steps, source=source)
+        assignment = storage.episodes.assign(steps, source=source, low=storage.window.low)
         first = storage.last + 1
         ids = np.arange(first, first + steps.count, dtype=np.int64)
         return Rows(first, steps.count, columns, assignment, now_us(), ids)

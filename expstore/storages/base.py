@@ -128,7 +128,7 @@ class CatalogLike(Protocol):
         """Say whether many changes wait for the index."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Rows:
     """Hold a batch that a writer has placed.
 

@@ -229,15 +229,14 @@ class _Span:
     blank: list[int]
 
     @classmethod
-    def around(cls, group: ColumnGroup, slot: int) -> _Span:
-        blank = group.find_blank()
-        chosen = [column for column in group.columns if not column.blank]
+    def around(cls, group: ColumnGroup, slot: int, blank: list[int]) -> _Span:
+        written = [place not in blank for place in range(len(group.columns))]
+        chosen = [column for column, chosen in zip(group.columns, written, strict=True) if chosen]
         numbers = [slot // column.rows for column in chosen]
         files = [column.files[number] for column, number in zip(chosen, numbers, strict=True)]
         bases = np.array([number * column.rows for column, number in zip(chosen, numbers, strict=True)])
         ends = [int(base) + column.rows for column, base in zip(chosen, bases, strict=True)]
         before = np.cumsum([0] + [column.row_bytes for column in group.columns])[:-1]
-        written = [not column.blank for column in group.columns]
         return cls(
             low=int(bases.max()),
             high=min(ends),
@@ -266,18 +265,9 @@ class ColumnGroup:
         self.columns = [Column(disk, folder.joinpath(*entry.key), entry, slots) for entry in fields]
         self.new_folders: set[Path] = set()
         self._ready = 0
-        self._flags = [column for column in self.columns if column.entry.dtype == "bool"]
+        self._flags = [(p, column) for p, column in enumerate(self.columns) if column.entry.dtype == "bool"]
         self._row_bytes = sum(column.row_bytes for column in self.columns)
         self._span: _Span | None = None
-
-    @property
-    def _blank(self) -> list[int]:
-        """The places of columns that hold nothing but False."""
-        return self._span.blank if self._span is not None else self.find_blank()
-
-    def find_blank(self) -> list[int]:
-        """Return the places of columns that hold nothing but False."""
-        return [place for place, column in enumerate(self.columns) if column.blank]
 
     @staticmethod
     def create(
@@ -313,7 +303,7 @@ class ColumnGroup:
         """Open what is there; shards below `needed_slots` must be."""
         for column in self.columns:
             column.open_shards(needed_slots)
-        for column in self._flags:
+        for _, column in self._flags:
             column.look_for_true()
         self._ready = min(column.ready for column in self.columns)
 
@@ -354,15 +344,16 @@ class ColumnGroup:
         payload = b"".join(parts[:-1])
         crc: int = google_crc32c.value(payload)
         blob = payload + parts[-1]
-        for place in self._blank:
-            if b"\1" in parts[place]:
-                self.columns[place].blank = False
-        if len(self._blank) != sum(column.blank for column in self._flags):
-            self._span = None
+        blank = []
+        for place, column in self._flags:
+            if column.blank:
+                column.blank = b"\1" not in parts[place]
+                if column.blank:
+                    blank.append(place)
+        span = self._span
         for slot, offset, n in pieces:
-            span = self._span
-            if span is None or not span.low <= slot <= slot + n <= span.high:
-                self._span = span = _Span.around(self, slot)
+            if span is None or span.blank != blank or not span.low <= slot <= slot + n <= span.high:
+                self._span = span = _Span.around(self, slot, blank)
             if slot + n > span.high:
                 self._write_spans(blob, count, slot, offset, n)
                 continue

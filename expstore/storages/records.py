@@ -22,11 +22,12 @@ __all__ = ["Mark", "Publish", "Redo"]
 # first id, draw, time | rows, rows not written, segments, bytes of the source list, crc32c of the payload,
 # number of the column set | priority of its rows | idempotency key, digest of the body
 _PUBLISH = struct.Struct("<QQqIIIIIIf16s16s4x")
+_NOTHING = bytes(16)
 _MARK = struct.Struct("<QQQQQf4x")
 _REDO = struct.Struct("<II")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Publish:
     """Make rows readable.
 
@@ -60,20 +61,12 @@ class Publish:
     def pack(self) -> bytes:
         """Return the body."""
         names = json.dumps(self.sources).encode() if self.sources else b""
+        count, segments = self.count, len(self.segments)
         head = _PUBLISH.pack(
-            self.first_id,
-            self.draw,
-            self.time,
-            self.count,
-            self.skipped,
-            len(self.segments),
-            len(names),
-            self.checksum,
-            0,
-            self.priority,
-            bytes(16),
-            bytes(16),
-        )
+            self.first_id, self.draw, self.time,
+            count, self.skipped, segments, len(names), self.checksum, 0,
+            self.priority, _NOTHING, _NOTHING,
+        )  # fmt: skip
         return b"".join((head, pack_segments(self.segments), names))
 
     @classmethod

@@ -106,7 +106,9 @@ class ZarrStorage(Storage):
         records = read_journal(self.disk, self.path / _JOURNAL)
         past = read_past(records) if records else None
         if past is None and manifest.schema is not None:
-            raise CorruptionError(f"{self.path / _JOURNAL} is empty, though rows have been written")
+            raise CorruptionError(
+                f"{self.path / _JOURNAL} has no segment that can be read, though rows were written"
+            )
         if past is not None and not past.clean:
             settle_journal(self.disk, self.path / _JOURNAL)
         self.episodes = EpisodeTable(generation=manifest.generation)
@@ -121,6 +123,8 @@ class ZarrStorage(Storage):
             self._log.append(cut)
         sequence = past.sequence if past else 0
         self.manifest = manifest.replace(generation=manifest.generation + 1)
+        if cut:
+            self.content = (self.manifest.generation, sequence + 1)  # the index has not heard of these ends
         if first:
             self.episodes.generation = self.manifest.generation
             self.counters.recovered = describe_past(past, len(cut)) if past else None

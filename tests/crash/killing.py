@@ -103,10 +103,6 @@ class KillingDisk(Disk):
         file = super().open(path, create=create, write=write)
         return KillingFile(self, file.path, file.fd)
 
-    def scatter(self, blob: bytes, pieces: Iterable[tuple[File, int, int, int]]) -> None:
-        for file, offset, start, size in pieces:
-            file.write(blob[start : start + size], offset)
-
     def sync_dir(self, path: Path) -> None:
         self.gate("sync_dir", path)
         self.syncs += 1
@@ -278,6 +274,7 @@ def check_rows(rb: TensorDictReplayBuffer, state: Ledger) -> None:
     for i, value in zip(ids.tolist(), found[own + 4].tolist(), strict=True):
         held = [float(np.float32(v)) for v in state.priorities[i]]
         expect(value in held, f"priority of {i} is {value}, expected one of {held}")
+        state.priorities[i] = [value]
 
 
 def check_episodes(rb: TensorDictReplayBuffer, state: Ledger) -> None:
@@ -300,15 +297,20 @@ def check_sql(rb: TensorDictReplayBuffer, state: Ledger) -> None:
     """Hold the relation `episodes` and a count of the rows against the ledger."""
     words = ("open", "terminated", "truncated", "cut")
     live = state.live_rows()
-    wanted = [
-        (n, e.source, e.length, e.ret, words[e.status], live.get(n, 0)) for n, e in sorted(state.episodes.items())
+    wanted: list[tuple[Any, ...]] = [
+        (n, e.source, e.length, e.ret, words[e.status], live.get(n, 0))
+        for n, e in sorted(state.episodes.items())
     ]
-    query = 'SELECT episode_id, name, length, "return", status, live_rows FROM episodes JOIN sources USING (source) ORDER BY 1'
-    query = 'SELECT episode_id, length, "return", status, live_rows FROM episodes ORDER BY episode_id'
-    found = rb.sql(query).fetchall()
-    wanted = [(n, *rest[1:]) for n, *rest in wanted]
-    for have, want in itertools.zip_longest(found, wanted):
-        expect(have == want, f"SQL says of an episode {have}, expected {want}")
+    query = 'SELECT episode_id, source, length, "return", status, live_rows FROM episodes ORDER BY episode_id'
+    for have, want in itertools.zip_longest(rb.sql(query).fetchall(), wanted):
+        same = have and want and (have[1] == want[1] or want[1][0] == have[1][0] == "@")  # a killed opening counts
+        expect(same and have[2:] == want[2:] and have[0] == want[0], f"SQL says of an episode {have}, expected {want}")
+    query = "SELECT episode_id, sum(length) FROM fragments GROUP BY ALL"
+    found = {n: int(count) for n, count in rb.sql(query).fetchall()}
+    wrong = sorted(n for n in found.keys() | live.keys() if found.get(n) != live.get(n))
+    expect(not wrong, f"SQL counts other fragments of episodes {wrong[:4]}: " + str([(found.get(n), live.get(n)) for n in wrong[:4]]))
+    if not state.write_count:
+        return
     rows = rb.sql("SELECT count(*), min(_id), max(_id), sum(action) FROM transitions").fetchall()[0]
     ids = state.ids
     if ids.size:
@@ -332,7 +334,7 @@ def check_sample(rb: TensorDictReplayBuffer, state: Ledger) -> None:
 def candidates(state: Ledger, op: Op | None) -> list[Ledger]:
     """Return the states in which a store may be found: with the call under way, without it."""
     found = [state]
-    if op is None:
+    if op is None or op.kind == "flush":
         return found
     done = state.copy()
     done.apply(op)

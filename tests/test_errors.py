@@ -1,0 +1,56 @@
+"""The error tree: one class per reaction, messages that say what to do, and pickles that keep it all."""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+
+import pytest
+
+from expstore import errors
+
+BASES = {
+    "SchemaError": (errors.ExpStoreError, ValueError, "schema"),
+    "PriorityError": (errors.ExpStoreError, ValueError, "priority"),
+    "QueryError": (errors.ExpStoreError, ValueError, "query"),
+    "NotFoundError": (errors.ExpStoreError, KeyError, "not_found"),
+    "NotReadyError": (errors.ExpStoreError, RuntimeError, "not_ready"),
+    "StateError": (errors.ExpStoreError, RuntimeError, "state"),
+    "LockedError": (errors.StateError, RuntimeError, "locked"),
+    "StorageError": (errors.ExpStoreError, OSError, "storage"),
+    "CorruptionError": (errors.StorageError, OSError, "corruption"),
+    "MigrationError": (errors.ExpStoreError, errors.ExpStoreError, "migration"),
+    "SnapshotError": (errors.ExpStoreError, errors.ExpStoreError, "snapshot"),
+}
+
+
+def test_the_table_above_is_the_whole_tree() -> None:
+    found = {
+        name
+        for name, value in vars(errors).items()
+        if inspect.isclass(value) and issubclass(value, errors.ExpStoreError)
+    }
+    assert found == {*BASES, "ExpStoreError"}
+    assert found == set(errors.__all__)
+    for name in found:
+        assert name in (errors.__doc__ or ""), f"the drawing lacks {name}"
+
+
+@pytest.mark.parametrize("name", BASES)
+def test_class(name: str) -> None:
+    cls = getattr(errors, name)
+    parent, builtin, kind = BASES[name]
+    error = cls("asked for 3, found 2", hint="ask for 2")
+    assert isinstance(error, parent)
+    assert isinstance(error, builtin)
+    assert error.kind == kind
+    assert str(error) == "asked for 3, found 2; ask for 2"
+    assert str(cls("found nothing")) == "found nothing"
+
+
+@pytest.mark.parametrize("name", [*BASES, "ExpStoreError"])
+def test_pickle_keeps_message_kind_and_hint(name: str) -> None:
+    error = getattr(errors, name)("what", kind="special", hint="do this")
+    copy = pickle.loads(pickle.dumps(error))
+    assert type(copy) is type(error)
+    assert (copy.message, copy.kind, copy.hint, str(copy)) == ("what", "special", "do this", "what; do this")

@@ -1,0 +1,255 @@
+"""The file layer: what it does, in which order, and how it fails."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from expstore import files
+from expstore.errors import StorageError
+from expstore.files import KEEP_GIL_BYTES, AddressRange, Disk, File
+
+
+class Recorder(Disk):
+    """Write down every act; fail the one numbered `fail_at`."""
+
+    def __init__(self, fail_at: int | None = None) -> None:
+        super().__init__()
+        self.acts: list[tuple[str, str]] = []
+        self.fail_at = fail_at
+
+    def gate(self, act: str, path: Path) -> None:
+        if len(self.acts) == self.fail_at:
+            self.fail_at = None
+            raise StorageError(f"no {act}")
+        self.acts.append((act, path.name))
+
+
+@pytest.mark.parametrize("size", [0, 1, 4096, KEEP_GIL_BYTES, KEEP_GIL_BYTES + 1, 3 << 20])
+def test_write_and_read(tmp_path: Path, rng: np.random.Generator, size: int) -> None:
+    data = rng.integers(0, 256, size, np.uint8)
+    file = Disk().open(tmp_path / "a", create=True)
+    file.write(data, 10)
+    file.write(data.tobytes(), 10 + size)
+    assert file.size() == (10 + 2 * size if size else 0)
+    assert file.read(10, 2 * size) == 2 * data.tobytes()
+    assert file.read(10 + size, 10 * size + 5) == data.tobytes()  # up to the end
+    file.close()
+    file.close()
+
+
+def test_arrays_are_written_as_they_lie(tmp_path: Path) -> None:
+    values = np.arange(24, dtype="<f4").reshape(2, 3, 4)
+    file = Disk().open(tmp_path / "a", create=True)
+    file.write(values, 4)
+    file.write_rest(values, 100)
+    assert file.read(4, 96) == file.read(100, 96) == values.tobytes()
+    file.close()
+
+
+def test_a_closed_file_refuses_and_names_the_path(tmp_path: Path) -> None:
+    file = Disk().open(tmp_path / "some.file", create=True)
+    file.close()
+    for act in (lambda: file.write(b"x", 0), lambda: file.truncate(3), lambda: file.read(0, 1)):
+        with pytest.raises(StorageError, match=r"some\.file.*Bad file descriptor") as caught:
+            act()
+        assert caught.value.errno == errno.EBADF
+
+
+def test_a_full_disk_has_a_kind_of_its_own() -> None:
+    file = Disk().open(Path("/dev/full"))
+    for data in (b"x", b"x" * (KEEP_GIL_BYTES + 1)):
+        with pytest.raises(StorageError, match="No space left") as caught:
+            file.write(data, 0)
+        assert caught.value.kind == "disk_full"
+        assert caught.value.errno == errno.ENOSPC
+        assert "free space" in caught.value.hint
+    file.close()
+
+
+def test_a_short_write_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, at: real(fd, data[:1000], at))
+    file = Disk().open(tmp_path / "a", create=True)
+    data = np.arange(KEEP_GIL_BYTES + 8, dtype=np.uint8)
+    file.write(data, 3)
+    assert file.read(3, data.nbytes) == data.tobytes()
+    file.close()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_scatter(tmp_path: Path, compiled: bool) -> None:
+    disk = Disk()
+    if compiled:
+        disk._load_kernel()
+    made = [disk.open(tmp_path / name, create=True) for name in "abc"]
+    blob = bytes(range(250)) * 4
+    starts, sizes, offsets = np.array([0, 300, 990]), np.array([10, 600, 10]), np.array([5, 0, 70])
+    disk.scatter(blob, made, np.array([file.fd for file in made]), starts, sizes, offsets)
+    for file, start, size, offset in zip(made, starts, sizes, offsets, strict=True):
+        assert file.read(int(offset), 10_000) == blob[start : start + size]
+    made[1].close()
+    with pytest.raises(StorageError, match=r"b: Bad file"):
+        disk.scatter(blob, made, np.array([file.fd for file in made]), starts, sizes, offsets)
+    made[0].close()
+    made[2].close()
+
+
+def test_a_disk_that_watches_its_acts_is_not_passed_by(tmp_path: Path) -> None:
+    disk = Recorder()
+    disk.warm()
+    file = disk.open(tmp_path / "a", create=True)
+    zero = np.zeros(1, np.int64)
+    disk.scatter(b"1234", [file], np.array([file.fd]), zero, zero + 4, zero)
+    assert disk.acts == [("create", "a"), ("write", "a")]
+    file.close()
+
+
+WHOLE = [("create", "a.tmp"), ("truncate", "a.tmp"), ("write", "a.tmp"), ("sync", "a.tmp"), ("rename", "a")]
+
+
+def test_write_whole_syncs_before_it_renames(tmp_path: Path) -> None:
+    disk = Recorder()
+    disk.write_whole(tmp_path / "a", b"one")
+    assert disk.acts == [*WHOLE, ("sync_dir", tmp_path.name)]
+    assert disk.syncs == 2
+
+
+@pytest.mark.parametrize("at", range(len(WHOLE)))
+def test_write_whole_leaves_the_old_file_when_it_fails(tmp_path: Path, at: int) -> None:
+    (tmp_path / "a").write_bytes(b"old and longer")
+    disk = Recorder(fail_at=at)
+    with pytest.raises(StorageError):
+        disk.write_whole(tmp_path / "a", b"new")
+    assert (tmp_path / "a").read_bytes() == b"old and longer"
+    disk.write_whole(tmp_path / "a", b"new")
+    assert (tmp_path / "a").read_bytes() == b"new"
+    assert os.listdir(tmp_path) == ["a"]
+
+
+@pytest.mark.parametrize("threads", [0, 4])
+def test_sync_all_does_all_and_raises_the_first_failure(tmp_path: Path, threads: int) -> None:
+    class Failing(Recorder):
+        def gate(self, act: str, path: Path) -> None:
+            super().gate(act, path)
+            if act == "sync" and path.name in "bc":
+                raise StorageError(f"no sync of {path.name}")
+
+    disk = Failing()
+    made = [disk.open(tmp_path / name, create=True) for name in "abcd"]
+    pool = ThreadPoolExecutor(threads) if threads else None
+    with pytest.raises(StorageError, match="no sync of b"):
+        disk.sync_all(made, [tmp_path], pool)
+    done = {name for act, name in disk.acts if act.startswith("sync")}
+    assert done == ({"a", "b", "c", "d", tmp_path.name} if pool else {"a", "b"})
+    disk.sync_all([made[0], made[3]], [tmp_path], pool)
+    for file in made:
+        file.close()
+    if pool:
+        pool.shutdown()
+
+
+def test_missing_things(tmp_path: Path) -> None:
+    disk = Disk()
+    nothing = tmp_path / "nothing"
+    assert disk.size(nothing) == -1
+    assert disk.names(nothing) == []
+    assert not disk.exists(nothing)
+    disk.unlink(nothing)
+    disk.remove_tree(nothing)
+    for act in (lambda: disk.open(nothing), lambda: disk.read_whole(nothing), lambda: disk.sync_dir(nothing)):
+        with pytest.raises(StorageError, match=r"nothing.*No such file") as caught:
+            act()
+        assert caught.value.errno == errno.ENOENT
+
+
+def test_folders(tmp_path: Path) -> None:
+    disk = Recorder()
+    disk.make_dir(tmp_path / "x" / "y")
+    disk.make_dir(tmp_path / "x" / "y")
+    disk.put(tmp_path / "x" / "y" / "f", b"12345")
+    disk.put(tmp_path / "x" / "e", b"")
+    assert disk.names(tmp_path / "x") == ["e", "y"]
+    assert disk.size(tmp_path / "x" / "y" / "f") == 5
+    assert disk.used(tmp_path / "x") >= 5
+    assert disk.free(tmp_path) > 0
+    disk.remove_tree(tmp_path / "x")
+    assert disk.names(tmp_path) == []
+    assert [act for act, _ in disk.acts].count("mkdir") == 1
+
+
+def test_a_lock_is_one_descriptors(tmp_path: Path) -> None:
+    disk = Disk()
+    first, second = disk.open(tmp_path / "l", create=True), disk.open(tmp_path / "l")
+    assert first.try_lock()
+    assert not second.try_lock()
+    second.close()  # which must not give the first one's lock away
+    third = disk.open(tmp_path / "l")
+    assert not third.try_lock()
+    first.close()
+    assert third.try_lock()
+    third.close()
+
+
+def test_probe_leaves_nothing_and_refuses_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Disk().probe(tmp_path)
+    assert os.listdir(tmp_path) == []
+    monkeypatch.setattr(File, "try_lock", lambda self: True)  # as if no two locks conflicted
+    with pytest.raises(StorageError, match=f"{tmp_path}.*locks.*local disk") as caught:
+        Disk().probe(tmp_path)
+    assert caught.value.kind == "unsafe_filesystem"
+    assert os.listdir(tmp_path) == []
+
+
+def test_address_range_is_one_array_over_several_files(tmp_path: Path) -> None:
+    disk = Disk()
+    made = [disk.open(tmp_path / name, create=True) for name in "ab"]
+    addresses = AddressRange(3 * 4096)
+    for number, file in enumerate(made):
+        file.write(np.full(512, number + 1, "<i8"), 0)
+        addresses.attach(file, at=number * 4096, size=4096)
+    view = addresses.array(np.dtype("<i8"), (3 * 512,))
+    assert not view.flags.writeable
+    np.testing.assert_array_equal(view[500:524], [1] * 12 + [2] * 12)
+    made[1].write(np.array([77], "<i8"), 8)
+    assert view[513] == 77  # writes show in the map
+    for file in made:
+        file.close()
+    del addresses
+    gc.collect()
+    assert view[513] == 77  # the range lives as long as an array over it
+    assert addresses_of(view) % 4096 == 0
+
+
+def addresses_of(view: np.ndarray) -> int:
+    return int(view.__array_interface__["data"][0])
+
+
+def test_a_file_too_short_is_never_mapped(tmp_path: Path) -> None:
+    file = Disk().open(tmp_path / "short", create=True)
+    file.write(b"x" * 100, 0)
+    with pytest.raises(StorageError, match=r"short is shorter than the 4096"):
+        AddressRange(4096).attach(file, at=0, size=4096)
+    file.close()
+
+
+def test_boot_id_is_the_machines() -> None:
+    assert Disk().boot_id() == Disk().boot_id()
+    assert len(Disk().boot_id()) == 16
+
+
+def test_a_failed_sync_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(fd: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    file = Disk().open(tmp_path / "a", create=True)
+    monkeypatch.setattr(files, "_sync_data", fail)
+    with pytest.raises(StorageError, match="cannot sync .*a: Input/output error"):
+        file.sync()
+    file.close()

@@ -1,0 +1,192 @@
+"""The schema: which names and dtypes a store takes, and which batches fit it."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from expstore.errors import CorruptionError, SchemaError
+from expstore.schema import DTYPES, Field, Schema
+
+BASIC = Schema(
+    [
+        Field(("observation",), "float32", (3,)),
+        Field(("action",), "int64", ()),
+        Field(("next", "reward"), "bfloat16", (1,)),
+    ]
+)
+
+
+def columns(n: int = 2) -> dict[tuple[str, ...], tuple[str, np.ndarray]]:
+    return {
+        ("observation",): ("float32", np.ones((n, 3), np.float32)),
+        ("action",): ("int64", np.arange(n)),
+        ("next", "reward"): ("bfloat16", np.zeros((n, 1), np.uint16)),
+    }
+
+
+def arrange(given: dict[tuple[str, ...], tuple[str, np.ndarray]], **options: bool) -> list[np.ndarray]:
+    return BASIC.arrange(list(given), [d for d, _ in given.values()], [a for _, a in given.values()], **options)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        ("",),
+        ("a/b",),
+        ("..",),
+        (".",),
+        ("zarr.json",),
+        ("_row",),
+        ("_rows", "x"),
+        ("__x",),
+        ("a b",),
+        ("ä",),
+        ("a\n",),
+        ("a\0",),
+        ("x" * 101,),
+        ("next", ".."),
+        ("next", "a\\b"),
+    ],
+)
+def test_names_that_are_no_paths_are_refused(key: tuple[str, ...]) -> None:
+    with pytest.raises(SchemaError, match="key ") as caught:
+        Schema([Field(key, "int8", ())])
+    assert repr(key) in str(caught.value)
+    assert caught.value.hint
+
+
+@pytest.mark.parametrize("key", [("a",), ("A-b_c.d",), ("_x",), ("next", "__y"), ("x" * 100,), ("0",), ("c",)])
+def test_names_that_are_paths(key: tuple[str, ...]) -> None:
+    assert Schema([Field(key, "int8", ())]).keys == (key,)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (("Obs",), ("obs",)),
+        (("next", "A"), ("Next", "a")),
+        (("a.b",), ("a", "b")),
+        (("a",), ("a", "b")),
+        (("a", "b", "c"), ("a", "b")),
+        (("A",), ("a", "b")),
+    ],
+)
+def test_names_that_clash_are_refused(first: tuple[str, ...], second: tuple[str, ...]) -> None:
+    for keys in ((first, second), (second, first)):
+        with pytest.raises(SchemaError, match=r"one name|both a field and a group"):
+            Schema(Field(key, "int8", ()) for key in keys)
+
+
+def test_fields_that_cannot_be_stored() -> None:
+    with pytest.raises(SchemaError, match="complex128.*supported are bool"):
+        Schema([Field(("a",), "complex128", ())])
+    with pytest.raises(SchemaError, match="at least one field"):
+        Schema([])
+    with pytest.raises(SchemaError, match=r"'a'.*\[2, 0\]"):
+        Schema([Field(("a",), "int8", (2, 0))])
+
+
+def test_sizes() -> None:
+    assert [field.row_bytes for field in BASIC.fields] == [12, 8, 2]
+    assert BASIC.row_bytes == 22
+    assert Field(("a",), "complex64", (3, 84, 84)).row_items == 3 * 84 * 84
+    assert Field(("next", "reward"), "int8", ()).path == "next/reward"
+    assert {name: dtype.itemsize for name, dtype in DTYPES.items()}["bfloat16"] == 2
+
+
+def test_json_keeps_it() -> None:
+    text = json.dumps(BASIC.to_json())
+    assert Schema.from_json(json.loads(text)) == BASIC
+    assert Schema.from_json(json.loads(text)).keys == BASIC.keys
+    for damaged in ([{"key": ["a"]}], [{"key": ["a"], "dtype": "int3", "shape": []}], 5, [[]]):
+        with pytest.raises(CorruptionError, match="schema"):
+            Schema.from_json(damaged)
+
+
+def test_order_of_fields_does_not_make_another_schema() -> None:
+    turned = Schema(reversed(BASIC.fields))
+    assert turned == BASIC
+    assert hash(turned) == hash(BASIC)
+    assert turned != Schema(BASIC.fields[:2])
+    assert BASIC != 3
+    assert BASIC.place(("action",)) == 1
+    assert BASIC.place(("nothing",)) == -1
+    assert ("action",) in BASIC
+    assert "action" not in BASIC
+
+
+def test_arrange_puts_columns_in_order_and_copies_nothing_that_fits() -> None:
+    given = columns()
+    turned = dict(reversed(given.items()))
+    for batch in (given, turned):
+        found = arrange(batch)
+        assert all(np.shares_memory(a, b) for a, (_, b) in zip(found, given.values(), strict=True))
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_arrange_makes_columns_contiguous(fast: bool) -> None:
+    given = columns(4)
+    given["observation",] = ("float32", np.arange(24, dtype=np.float32).reshape(4, 6)[:, ::2])
+    if not fast:
+        given = dict(reversed(given.items()))
+    observation = arrange(given)[0]
+    assert observation.flags.c_contiguous
+    np.testing.assert_array_equal(observation[1], [6, 8, 10])
+
+
+def test_arrange_names_missing_and_unknown_fields() -> None:
+    given = columns()
+    del given["action",]
+    given["next", "done"] = ("bool", np.zeros((2, 1), bool))
+    with pytest.raises(SchemaError, match=r"lacks 'action' and has unknown 'next.done'.*observation: float32\[3\]"):
+        arrange(given)
+    given = columns()
+    given["extra",] = ("bool", np.zeros(2, bool))
+    with pytest.raises(SchemaError, match="has unknown 'extra'"):
+        arrange(given)
+
+
+def test_arrange_takes_a_part() -> None:
+    given = {("action",): columns()["action",]}
+    assert np.shares_memory(arrange(given, partial=True)[0], given["action",][1])
+    with pytest.raises(SchemaError, match="lacks 'observation', 'next.reward'"):
+        arrange(given)
+
+
+@pytest.mark.parametrize(
+    ("key", "dtype", "values", "message"),
+    [
+        (("observation",), "float32", np.ones((2, 4), np.float32), r"'observation'.*float32\[3\], got float32\[4\]"),
+        (("observation",), "float32", np.ones((2,), np.float32), r"'observation'.*got float32\[\]"),
+        (("action",), "int64", np.ones((2, 1), np.int64), r"'action'.*int64\[\], got int64\[1\]"),
+        (("observation",), "float64", np.ones((2, 3)), r"'observation'.*got float64.*lose.*convert it to float32"),
+        (("action",), "float32", np.ones(2, np.float32), "'action'.*got float32"),
+        (("action",), "uint64", np.ones(2, np.uint64), "'action'.*got uint64"),
+        (("next", "reward"), "uint16", np.ones((2, 1), np.uint16), "'next.reward'.*bfloat16.*got uint16"),
+        (("next", "reward"), "float16", np.ones((2, 1), np.float16), "'next.reward'.*got float16"),
+    ],
+)
+@pytest.mark.parametrize("turned", [False, True])
+def test_arrange_refuses_what_does_not_fit(
+    key: tuple[str, ...], dtype: str, values: np.ndarray, message: str, turned: bool
+) -> None:
+    given = columns() | {key: (dtype, values)}
+    with pytest.raises(SchemaError, match=message):
+        arrange(dict(reversed(given.items())) if turned else given)
+
+
+def test_arrange_widens_without_loss() -> None:
+    given = columns()
+    given["observation",] = ("uint8", np.full((2, 3), 200, np.uint8))
+    given["action",] = ("int32", np.array([-5, 7], np.int32))
+    observation, action, _ = arrange(given)
+    assert observation.dtype == np.float32
+    assert action.dtype == np.int64
+    np.testing.assert_array_equal(observation[0], [200, 200, 200])
+    np.testing.assert_array_equal(action, [-5, 7])
+    given["action",] = ("bfloat16", np.zeros(2, np.uint16))
+    with pytest.raises(SchemaError, match="got bfloat16"):
+        arrange(given)
