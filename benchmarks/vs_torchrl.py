@@ -338,7 +338,7 @@ class Bench:
 
     def _commands(self, store: Path) -> Iterator[Result]:
         query = 'SELECT status, count(*), avg("return") FROM episodes GROUP BY status'
-        wide = 'SELECT count(*), avg("next.reward") FROM transitions'
+        wide = 'SELECT count(*), avg(next.reward) FROM transitions'
         commands: dict[str, list[list[str]]] = {
             "cli/help": [["--help"]],
             "cli/info": [["info", str(store)]],

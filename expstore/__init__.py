@@ -36,7 +36,30 @@ _HOME = {
     "open": "expstore.door",
 }
 
-__all__ = sorted(_HOME)  # noqa: PLE0605
+__all__ = [
+    "Collector",
+    "CorruptionError",
+    "ExpStoreError",
+    "Field",
+    "LockedError",
+    "MemoryStorage",
+    "MigrationError",
+    "NotFoundError",
+    "NotReadyError",
+    "PriorityError",
+    "QueryError",
+    "RandomSampler",
+    "ReplayBuffer",
+    "RoundRobinWriter",
+    "Schema",
+    "SchemaError",
+    "SnapshotError",
+    "StateError",
+    "StorageError",
+    "TensorDictReplayBuffer",
+    "ZarrStorage",
+    "open",
+]
 
 if TYPE_CHECKING:
     from expstore.buffers import ReplayBuffer, TensorDictReplayBuffer

@@ -126,7 +126,9 @@ def flatten(
             array = tensor.numpy()
         except (RuntimeError, TypeError):  # it needs gradients, lies on a device, or is a bfloat16
             array = _to_numpy(tensor)
-        arrays.append(array if dims == 1 else array.reshape(count, *array.shape[dims:]))
+        if dims != 1:
+            array = array.reshape(count, *array.shape[dims:]) if dims else array[None]
+        arrays.append(array)
     try:
         dtypes = [_NAMES[tensor.dtype] for tensor in leaves]
     except KeyError:

@@ -94,7 +94,9 @@ def apply(con: duckdb.DuckDBPyConnection, delta: Delta, *, empty: bool = False) 
 _FORGET = (
     "DELETE FROM sources USING new_sources AS n WHERE sources.number = n.number",
     "DELETE FROM episode_rows USING new_episodes AS n WHERE episode_rows.episode_id = n.episode_id",
-    "DELETE FROM fragment_rows USING new_fragments AS n WHERE fragment_rows.first_id = n.first_id",
+    # One that was found again after a restart may begin later: its first rows have left.
+    "DELETE FROM fragment_rows AS f USING new_fragments AS n "
+    "WHERE f.episode_id = n.episode_id AND f.first_id <= n.last_id AND f.last_id >= n.first_id",
     "UPDATE episode_rows SET live_rows = n.live_rows FROM new_live AS n "
     "WHERE episode_rows.episode_id = n.episode_id",
 )

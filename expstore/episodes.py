@@ -54,6 +54,7 @@ class Segment(NamedTuple):
 
 
 _SEGMENT = struct.Struct("<qqqiiiidBB6x")
+SEGMENT_BYTES = _SEGMENT.size
 
 
 def pack_segments(segments: Iterable[Segment]) -> bytes:
@@ -145,7 +146,7 @@ class Episode:
 class Fragments:
     """Keep fragments (arithmetic runs of one episode's rows) in arrival order.
 
-    Columns are `episode, first_step, length, first_id, stride`, int64. Dead ones leave at the head.
+    Columns are `episode, first_step, length, first_id, stride`, int64.
     """
 
     COLUMNS = ("episode", "first_step", "length", "first_id", "stride")
@@ -188,10 +189,16 @@ class Fragments:
         self._head, self._tail = 0, size
 
     def evict(self, low: int) -> IntArray:
-        """Drop fragments at the head whose rows all have ids <= `low`; return their episodes."""
-        alive = last_ids(self.rows) > low
+        """Drop fragments whose rows all have ids <= `low`, at least those at the head; return their episodes."""
+        rows = self.rows
+        alive = last_ids(rows) > low
         dead = int(np.argmax(alive)) if alive.any() else alive.size
-        gone = self.rows[0, :dead].copy()
+        if 2 * np.count_nonzero(alive) < alive.size - dead:
+            # An episode without an end keeps the head alive, and most of what came after it is dead.
+            gone = rows[0, ~alive]
+            self.fill(rows[:, alive])
+            return gone
+        gone = rows[0, :dead].copy()
         self._head += dead
         return gone
 
@@ -294,7 +301,8 @@ class EpisodeTable:
     ) -> tuple[list[int], list[tuple[int, str, bool]]]:
         if source is not None and not _is_name(source):
             raise SchemaError(
-                f"source {source!r} is no name", hint="give text that can be printed, without spaces at its ends"
+                f"source {source!r} is no name",
+                hint="give text that can be printed, without spaces at its ends",
             )
         known = self._unnamed if source is None else self.named
         base = f"@{self.generation}" if source is None else source
@@ -515,12 +523,12 @@ def _cut(steps: Steps) -> tuple[list[_Piece], IntArray | None]:
     if order is not None:
         _cut_uneven(cut, order)
     first = np.flatnonzero(cut)
-    last = np.append(first[1:], n) - 1
+    last = np.empty_like(first)
+    last[:-1], last[-1] = first[1:] - 1, n - 1
     status = np.zeros(first.size, np.int64)
-    if truncated is not None:
-        status[truncated[last]] = TRUNCATED
-    if terminated is not None:
-        status[terminated[last]] = TERMINATED
+    for flags, meaning in ((truncated, TRUNCATED), (terminated, TERMINATED)):
+        if flags is not None:
+            status[flags[last]] = meaning
     rewards = of(steps.rewards)
     returns = (
         np.add.reduceat(rewards, first, dtype=np.float64) if rewards is not None else np.zeros(first.size)

@@ -75,10 +75,6 @@ def _failed(act: str, path: Path, exc: OSError) -> StorageError:
     return error
 
 
-def _address_of(data: bytes) -> int:
-    return int(ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value or 0)
-
-
 class File:
     """Hold one open file.
 
@@ -219,24 +215,27 @@ class Disk:
         self._kernel = write_pieces
 
     def scatter(
-        self, blob: bytes, files: Sequence[File], fds: _Ints, starts: _Ints, sizes: _Ints, offsets: _Ints
+        self,
+        arrays: Sequence[NDArray[Any]],
+        files: Sequence[File],
+        fds: _Ints,
+        addresses: _Ints,
+        sizes: _Ints,
+        offsets: _Ints,
     ) -> None:
-        """Write parts of `blob` to several files, keeping the GIL.
+        """Write arrays to one file each, keeping the GIL.
 
         Args:
-            blob: The bytes of all parts.
-            files: Where each part goes. `n` of them.
-            fds: Their descriptors. Shape `(n,)`, int64.
-            starts: Where each part begins in the blob. Shape `(n,)`, int64.
-            sizes: Bytes of each part. Shape `(n,)`.
-            offsets: Where it goes in its file. Shape `(n,)`.
+            arrays: C-contiguous. `n` of them.
+            files: Where each goes.
+            fds: Their descriptors. Shape `(n,)`, int64, as the rest.
+            addresses: Where each array's bytes begin. Shape `(n,)`.
+            sizes: How many bytes it has. Shape `(n,)`.
+            offsets: Where they go in the file. Shape `(n,)`.
         """
-        done = 0
-        if self._kernel is not None:
-            done = self._kernel(fds, starts, sizes, offsets, _address_of(blob))
+        done = 0 if self._kernel is None else self._kernel(fds, addresses, sizes, offsets)
         for at in range(done, len(files)):
-            start = int(starts[at])
-            files[at].write(blob[start : start + int(sizes[at])], int(offsets[at]))
+            files[at].write(arrays[at], int(offsets[at]))
 
     def rename(self, old: Path, new: Path) -> None:
         """Give `old` the name `new`, replacing a file of that name."""

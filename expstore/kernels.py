@@ -21,21 +21,20 @@ Ints = NDArray[np.int64]
 _pwrite: Any = types.ExternalFunction("pwrite", types.intp(types.int32, types.intp, types.intp, types.int64))
 
 
-@numba.njit("int64(int64[::1], int64[::1], int64[::1], int64[::1], int64)", cache=True)
-def write_pieces(fds: Ints, starts: Ints, sizes: Ints, offsets: Ints, base: int) -> int:
-    """Write parts of a buffer to several files.
+@numba.njit("int64(int64[::1], int64[::1], int64[::1], int64[::1])", cache=True)
+def write_pieces(fds: Ints, addresses: Ints, sizes: Ints, offsets: Ints) -> int:
+    """Write arrays to one file each.
 
     Args:
         fds: Descriptors. Shape `(n,)`.
-        starts: Where each part begins in the buffer, in bytes.
-        sizes: Bytes of each part.
-        offsets: Where it goes in its file.
-        base: Address of the buffer.
+        addresses: Where each array's bytes begin. Shape `(n,)`.
+        sizes: How many bytes it has. Shape `(n,)`.
+        offsets: Where they go in the file. Shape `(n,)`.
 
     Returns:
-        The number of the first part that was not written whole, or n.
+        The number of the first array that was not written whole, or n.
     """
     for i in range(fds.size):
-        if _pwrite(np.int32(fds[i]), base + starts[i], sizes[i], offsets[i]) != sizes[i]:
+        if _pwrite(np.int32(fds[i]), addresses[i], sizes[i], offsets[i]) != sizes[i]:
             return i
     return fds.size

@@ -30,8 +30,8 @@ SHARD_ROWS = 1 << 20
 SHARD_BYTES = 1 << 30
 #: Below this row size np.take is the faster gather, above it torch.index_select.
 WIDE_ROW = 512
-#: Batches up to this many bytes are joined first: one checksum, writes that keep the GIL.
-JOIN_BYTES = 256 * 1024
+#: Batches up to this many bytes are written by one compiled loop, which keeps the GIL.
+DIRECT_BYTES = 512 * 1024
 
 
 def shard_rows(row_bytes: int, slots: int | None) -> int:
@@ -221,31 +221,31 @@ class _Span:
 
     low: int
     high: int
+    places: list[int]
     files: list[File]
     fds: IntArray
     widths: IntArray
-    before: IntArray  # bytes per row of the columns in front, in the joined payload
     bases: IntArray  # first slot of each shard
     blank: list[int]
+    wanted: int  # how many columns it was made for
 
     @classmethod
-    def around(cls, group: ColumnGroup, slot: int, blank: list[int]) -> _Span:
-        written = [place not in blank for place in range(len(group.columns))]
-        chosen = [column for column, chosen in zip(group.columns, written, strict=True) if chosen]
+    def around(cls, group: ColumnGroup, slot: int, blank: list[int], wanted: int) -> _Span:
+        places = [place for place in range(wanted) if place not in blank]
+        chosen = [group.columns[place] for place in places]
         numbers = [slot // column.rows for column in chosen]
         files = [column.files[number] for column, number in zip(chosen, numbers, strict=True)]
         bases = np.array([number * column.rows for column, number in zip(chosen, numbers, strict=True)])
-        ends = [int(base) + column.rows for column, base in zip(chosen, bases, strict=True)]
-        before = np.cumsum([0] + [column.row_bytes for column in group.columns])[:-1]
         return cls(
             low=int(bases.max()),
-            high=min(ends),
+            high=min(int(base) + column.rows for column, base in zip(chosen, bases, strict=True)),
+            places=places,
             files=files,
             fds=np.array([file.fd for file in files]),
             widths=np.array([column.row_bytes for column in chosen]),
-            before=before[written],
             bases=bases,
             blank=blank,
+            wanted=wanted,
         )
 
 
@@ -266,7 +266,7 @@ class ColumnGroup:
         self.new_folders: set[Path] = set()
         self._ready = 0
         self._flags = [(p, column) for p, column in enumerate(self.columns) if column.entry.dtype == "bool"]
-        self._row_bytes = sum(column.row_bytes for column in self.columns)
+        self.row_bytes = sum(column.row_bytes for column in self.columns)
         self._span: _Span | None = None
 
     @staticmethod
@@ -325,54 +325,76 @@ class ColumnGroup:
         """
         for slot, _, n in pieces:
             self.ensure(slot + n)
-        count = arrays[0].shape[0]
-        if count * self._row_bytes <= JOIN_BYTES:
-            return self._write_joined(pieces, [array.tobytes() for array in arrays], count)
         crc = 0
         for array in arrays[:-1]:
             crc = google_crc32c.extend(crc, array.reshape(-1).view(np.uint8))
-        for column, array in zip(self.columns, arrays, strict=True):
-            if column.blank and not array.any():
-                continue
-            column.blank = False
-            for slot, offset, n in pieces:
-                for file, at, row, rows in column.spans(slot, n):
-                    file.write(array[offset + row : offset + row + rows], at)
+        self._write_at(pieces, arrays, arrays[0].shape[0])
         return crc
 
-    def _write_joined(self, pieces: Sequence[tuple[int, int, int]], parts: list[bytes], count: int) -> int:
-        payload = b"".join(parts[:-1])
-        crc: int = google_crc32c.value(payload)
-        blob = payload + parts[-1]
+    def write_parts(
+        self, pieces: Sequence[tuple[int, int, int]], parts: Sequence[bytes], priorities: Array | None
+    ) -> None:
+        """Write a run of rows given as bytes, priorities first.
+
+        Args:
+            pieces: Where the run lies: (first slot, offset in the run, rows).
+            parts: The bytes of every column but priority.
+            priorities: Shape `(n,)`; None leaves them as they are.
+        """
+        arrays: list[Array] = []
+        count = sum(n for _, _, n in pieces)
+        for column, part in zip(self.columns[:-1], parts, strict=True):
+            values = np.frombuffer(part, column.entry.numpy_dtype)
+            arrays.append(values.reshape(count, *column.entry.shape))
+        for slot, offset, n in pieces:
+            self.ensure(slot + n)
+            if priorities is not None:
+                for file, at, row, rows in self.columns[-1].spans(slot, n):
+                    file.write(priorities[offset + row : offset + row + rows].copy(), at)
+        self._write_at(pieces, arrays, count)
+
+    def _write_at(self, pieces: Sequence[tuple[int, int, int]], arrays: Sequence[Array], count: int) -> None:
+        """Write arrays for all columns, or for all but priority."""
         blank = []
         for place, column in self._flags:
             if column.blank:
-                column.blank = b"\1" not in parts[place]
+                column.blank = not arrays[place].any()
                 if column.blank:
                     blank.append(place)
+        if count * self.row_bytes > DIRECT_BYTES:
+            self._write_each(pieces, arrays, blank)
+            return
+        wanted = len(arrays)
         span = self._span
         for slot, offset, n in pieces:
-            if span is None or span.blank != blank or not span.low <= slot <= slot + n <= span.high:
-                self._span = span = _Span.around(self, slot, blank)
+            if (
+                span is None
+                or span.wanted != wanted
+                or span.blank != blank
+                or not span.low <= slot <= slot + n <= span.high
+            ):
+                self._span = span = _Span.around(self, slot, blank, wanted)
             if slot + n > span.high:
-                self._write_spans(blob, count, slot, offset, n)
+                self._write_each([(slot, offset, n)], arrays, blank)
                 continue
-            starts = span.before * count
+            starts = np.array([arrays[place].ctypes.data for place in span.places])
             if offset:
                 starts += span.widths * offset
             sizes = span.widths if n == 1 else span.widths * n
-            self._disk.scatter(blob, span.files, span.fds, starts, sizes, (slot - span.bases) * span.widths)
-        return crc
+            keep = arrays if not offset and n == count else [array[offset : offset + n] for array in arrays]
+            parts = [keep[place] for place in span.places]
+            self._disk.scatter(parts, span.files, span.fds, starts, sizes, (slot - span.bases) * span.widths)
 
-    def _write_spans(self, blob: bytes, count: int, slot: int, offset: int, n: int) -> None:
-        """Write a run that crosses the end of a shard in some column."""
-        before = 0
-        for column in self.columns:
-            width = column.row_bytes
-            for file, at, first, rows in column.spans(slot, n):
-                start = before * count + (offset + first) * width
-                file.write(blob[start : start + rows * width], at)
-            before += width
+    def _write_each(
+        self, pieces: Sequence[tuple[int, int, int]], arrays: Sequence[Array], blank: Sequence[int]
+    ) -> None:
+        """Write column by column: long runs, and those that cross the end of a shard."""
+        for place, array in enumerate(arrays):
+            if place in blank:
+                continue
+            for slot, offset, n in pieces:
+                for file, at, row, rows in self.columns[place].spans(slot, n):
+                    file.write(array[offset + row : offset + row + rows], at)
 
     def checksum(self, pieces: Iterable[tuple[int, int, int]]) -> int:
         """Return the crc32c that `write` returned for these rows, from what stands on disk."""

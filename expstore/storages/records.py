@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from expstore.episodes import Segment, pack_segments, unpack_segments
+from expstore.episodes import SEGMENT_BYTES, Segment, pack_segments, unpack_segments
 from expstore.schema import Schema
 from expstore.types import Array, IntArray
 
@@ -41,6 +41,7 @@ class Publish:
         priority: Of all its rows.
         segments: Which rows belong to which episode.
         sources: New sources: (number, name, named).
+        payload: The rows' bytes, column by column, where they were not written to the columns first.
     """
 
     first_id: int
@@ -52,6 +53,7 @@ class Publish:
     priority: float
     segments: Sequence[Segment]
     sources: Sequence[tuple[int, str, bool]]
+    payload: bytes = b""
 
     @property
     def last_id(self) -> int:
@@ -67,7 +69,7 @@ class Publish:
             count, self.skipped, segments, len(names), self.checksum, 0,
             self.priority, _NOTHING, _NOTHING,
         )  # fmt: skip
-        return b"".join((head, pack_segments(self.segments), names))
+        return b"".join((head, pack_segments(self.segments), names, self.payload))
 
     @classmethod
     def unpack(cls, body: bytes) -> Publish:
@@ -75,7 +77,8 @@ class Publish:
         first, draw, time, count, skipped, segments, names, crc, _, priority, _, _ = _PUBLISH.unpack_from(
             body
         )
-        middle = len(body) - names
+        middle = _PUBLISH.size + SEGMENT_BYTES * segments
+        end = middle + names
         return cls(
             first_id=first,
             count=count,
@@ -85,7 +88,8 @@ class Publish:
             checksum=crc,
             priority=priority,
             segments=unpack_segments(body[_PUBLISH.size : middle]) if segments else [],
-            sources=[(n, name, named) for n, name, named in json.loads(body[middle:])] if names else [],
+            sources=[(n, name, named) for n, name, named in json.loads(body[middle:end])] if names else [],
+            payload=body[end:],
         )
 
 

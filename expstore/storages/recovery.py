@@ -16,6 +16,7 @@ from expstore.episodelog import LogEntry
 from expstore.errors import CorruptionError
 from expstore.journal import Kind, Record
 from expstore.schema import Schema
+from expstore.storages.base import ROW_FIELDS
 from expstore.storages.records import Mark, Publish
 from expstore.types import IntArray
 
@@ -125,8 +126,31 @@ def verify(past: Past, columns: ColumnGroup | None, storage: ZarrStorage) -> Non
 def _whole(publish: Publish, columns: ColumnGroup | None, storage: ZarrStorage) -> bool:
     if columns is None:
         return False
+    if publish.payload:
+        _apply(publish, columns, storage)
+        return True
     written = storage.pieces(publish.first_id + publish.skipped, publish.count - publish.skipped)
     return columns.checksum(written) == publish.checksum
+
+
+def _apply(publish: Publish, columns: ColumnGroup, storage: ZarrStorage) -> None:
+    """Write rows to the columns whose bytes the record has."""
+    pieces = storage.pieces(publish.first_id, publish.count)
+    parts = []
+    at = 0
+    for column in columns.columns[:-1]:
+        size = column.row_bytes * publish.count
+        parts.append(publish.payload[at : at + size])
+        at += size
+    # Priorities are written before the ids: where the ids are there, so are priorities, perhaps newer ones.
+    places = np.concatenate([np.arange(slot, slot + n) for slot, _, n in pieces])
+    ids = columns.columns[-len(ROW_FIELDS)]
+    there = (
+        places.max() < ids.ready
+        and (ids.view[places] == np.arange(publish.first_id, publish.last_id + 1)).all()
+    )
+    priorities = None if there else np.full(publish.count, publish.priority, np.float32)
+    columns.write_parts(pieces, parts, priorities)
 
 
 def take_over(past: Past, storage: ZarrStorage) -> list[LogEntry]:

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import google_crc32c
 import numpy as np
 
 from expstore.episodelog import EpisodeLog, LogEntry
@@ -28,6 +29,7 @@ from expstore.storages.keeper import Keeper
 from expstore.storages.records import Mark, Publish, Redo
 from expstore.storages.recovery import Past, describe_past, read_past, take_over
 from expstore.storages.settings import Settings, enter
+from expstore.storages.tail import TAIL_BYTES, TAIL_ROWS, Tail
 from expstore.types import Array, IntArray, Window
 
 __all__ = ["ZarrStorage"]
@@ -83,6 +85,9 @@ class ZarrStorage(Storage):
         self._sync_lock = threading.Lock()
         self._priority_lock = threading.Lock()
         self._failure: ExpStoreError | None = None
+        self._critical = _Critical(self)
+        self._tail = Tail()
+        self._payload = b""
         self._unsure = False
         self._touched: set[File] = set()
         self.columns: ColumnGroup | None = None
@@ -102,6 +107,8 @@ class ZarrStorage(Storage):
 
     def _open(self, *, first: bool) -> None:
         """Take over the last whole state, then start a journal segment of a new generation."""
+        self._tail.drop()
+        self._payload = b""
         manifest = self.manifest
         records = read_journal(self.disk, self.path / _JOURNAL)
         past = read_past(records) if records else None
@@ -276,6 +283,8 @@ class ZarrStorage(Storage):
             raise StateError("the store has no columns yet", hint="extend() it first")
         assignment = rows.assignment
         count = rows.count
+        if count <= TAIL_ROWS and count * columns.row_bytes <= TAIL_BYTES:
+            return self._put_in_tail(rows)
         extra = (
             rows.ids,
             assignment.episodes,
@@ -284,17 +293,43 @@ class ZarrStorage(Storage):
             np.full(count, self.max_priority, np.float32),
         )
         arrays = [*rows.columns, *extra]
+        self.drain()
         if skipped:
             arrays = [array[skipped:] for array in arrays]
         first, written = rows.first_id + skipped, count - skipped
         with self._priority_lock:  # a page of older priorities must not be written after these
             self._fill_priorities(first, written)
-            if self._dirty_pages.size * PAGE_ROWS < self.priorities.size:
-                more = -(-self.priorities.size // PAGE_ROWS) - self._dirty_pages.size
-                self._dirty_pages = np.append(self._dirty_pages, np.zeros(more, bool))
+            self._grow_pages()
             return columns.write(self.pieces(first, written), arrays)
 
+    def _put_in_tail(self, rows: Rows) -> int:
+        """Keep few rows back: their publish record will carry their bytes."""
+        if self._tail.full:
+            self.drain()
+        assignment = rows.assignment
+        parts = [array.tobytes() for array in rows.columns]
+        parts += [rows.ids.tobytes(), assignment.episodes.tobytes(), assignment.steps.tobytes()]
+        parts.append(rows.time.to_bytes(8, "little") * rows.count)
+        self._payload = b"".join(parts)
+        self._fill_priorities(rows.first_id, rows.count)
+        self._grow_pages()
+        self._tail.add(rows.first_id, rows.count, parts)
+        crc: int = google_crc32c.value(self._payload)
+        return crc
+
+    def drain(self) -> None:
+        """Write to the columns what the tail has."""
+        tail, columns = self._tail, self.columns
+        if not tail.count or columns is None:
+            return
+        with tail.lock, self._priority_lock:
+            if tail.count:
+                pieces = self.pieces(tail.first_id, tail.count)
+                priorities = np.concatenate([self.priorities[slot : slot + n] for slot, _, n in pieces])
+                tail.drain(columns, pieces, priorities)
+
     def _publish(self, rows: Rows, skipped: int, checksum: int) -> None:
+        payload, self._payload = self._payload, b""
         assignment = rows.assignment
         publish = Publish(
             first_id=rows.first_id,
@@ -306,9 +341,10 @@ class ZarrStorage(Storage):
             priority=self.max_priority,
             segments=assignment.segments,
             sources=assignment.sources,
+            payload=payload,
         )
         body = publish.pack()
-        with self._critical():
+        with self._critical:
             sequence = self._append(Kind.PUBLISH, body)
             entries = self.episodes.commit(
                 assignment.segments,
@@ -326,9 +362,10 @@ class ZarrStorage(Storage):
         if rows.count > self.spare:
             self.sync()  # it has cost rows that were on the disk
 
-    def _critical(self) -> _Critical:
-        """Hold the journal lock; an interruption inside makes the next act read the journal again."""
-        return _Critical(self)
+    def _grow_pages(self) -> None:
+        if self._dirty_pages.size * PAGE_ROWS < self.priorities.size:
+            more = -(-self.priorities.size // PAGE_ROWS) - self._dirty_pages.size
+            self._dirty_pages = np.append(self._dirty_pages, np.zeros(more, bool))
 
     def _append(self, kind: Kind, body: bytes) -> int:
         """Append a record, in a new segment if this one is full. The journal lock is held."""
@@ -365,6 +402,7 @@ class ZarrStorage(Storage):
         """Run the sync of PROTOCOL: columns, journal, mark, journal."""
         self.flush_priorities()
         with self.episode_lock:
+            self.drain()
             journal = self._journal
             mark = Mark(
                 sequence=journal.sequence,
@@ -415,9 +453,10 @@ class ZarrStorage(Storage):
             self._journal.cut(keep)
 
     def flush_priorities(self) -> None:
-        """Write the pages of priorities that have changed."""
+        """Write the pages of priorities that have changed, and the rows that were kept back."""
         if self.columns is None:
             return
+        self.drain()
         with self._priority_lock:
             pages = np.flatnonzero(self._dirty_pages)
             if not pages.size:
@@ -444,7 +483,7 @@ class ZarrStorage(Storage):
         body = redo.pack()
         if len(body) > REDO_BYTES:
             body = self._redo_file(body)
-        with self._critical():
+        with self._critical:
             self._append(Kind.REDO, body)
             segments = self._journal.sync_files()
         self.disk.sync_all(segments, [self._journal.folder] if len(segments) > 1 else [], None)
@@ -477,7 +516,7 @@ class ZarrStorage(Storage):
 
     def retire(self, through: int) -> None:
         """Give up the rows with ids <= `through`, for good; on the disk when this returns."""
-        with self._critical():
+        with self._critical:
             sequence = self._append(Kind.RETIRE, b'{"through": %d}' % through)
             super().retire(through)
             self.content = (self.manifest.generation, sequence)
@@ -485,7 +524,7 @@ class ZarrStorage(Storage):
 
     def _forget(self, last: int) -> None:
         self.sync()
-        with self._critical():
+        with self._critical:
             sequence = self._append(Kind.DELETE, b'{"last": %d}' % last)
             super()._forget(last)
             self.content = (self.manifest.generation, sequence)
@@ -496,6 +535,7 @@ class ZarrStorage(Storage):
     def _take(self, slots: IntArray, places: Sequence[int] | None) -> list[Array]:
         if self.columns is None:
             raise StateError("the store has no rows yet", hint="extend() it first")
+        self.drain()
         columns = self.columns.columns
         wanted = columns[: -len(ROW_FIELDS)] if places is None else [columns[place] for place in places]
         return [column.take(slots) for column in wanted]
@@ -504,6 +544,7 @@ class ZarrStorage(Storage):
         """View columns over a run of ids without copying."""
         if self.columns is None:
             return [[] for _ in places]
+        self.drain()
         runs = self.pieces(first_id, count)
         columns = self.columns.columns
         found: list[list[Array]] = []
@@ -617,7 +658,7 @@ class ZarrStorage(Storage):
 
 
 class _Critical:
-    """The journal lock, and a note if the section was left by an exception."""
+    """Hold the episode lock; an interruption inside makes the next act read the journal again."""
 
     __slots__ = ("_storage",)
 

@@ -1,0 +1,72 @@
+"""Rows that stand in the journal with all their bytes, and not yet in the columns.
+
+Used by the Zarr storage for rows that come one by one: one write to the journal instead of one per
+column. Whoever reads columns drains it first; recovery applies what a killed writer had not.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+from expstore.types import Array
+
+if TYPE_CHECKING:
+    from expstore.storages.columns import ColumnGroup
+
+__all__ = ["TAIL_BYTES", "TAIL_ROWS", "Tail"]
+
+#: Batches of up to this many rows and bytes go to the tail.
+TAIL_ROWS = 8
+TAIL_BYTES = 4096
+#: So many rows are drained together.
+_FULL = 128
+
+
+class Tail:
+    """Hold consecutive rows until they are written to the columns.
+
+    Threads: the writer adds, anybody drains. Crashes: what is in here is in the journal too.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.first_id = 0
+        self.count = 0
+        self._batches: list[list[bytes]] = []
+
+    def add(self, first_id: int, count: int, parts: list[bytes]) -> None:
+        """Take rows that follow those it has.
+
+        Args:
+            first_id: Of the first one.
+            count: How many.
+            parts: Their bytes, per column; priority is left out.
+        """
+        with self.lock:
+            if not self.count:
+                self.first_id = first_id
+            self._batches.append(parts)
+            self.count += count
+
+    @property
+    def full(self) -> bool:
+        """Whether it is time to drain it."""
+        return self.count >= _FULL
+
+    def drop(self) -> None:
+        """Forget all rows; the journal has them."""
+        with self.lock:
+            self._batches, self.count = [], 0
+
+    def drain(self, columns: ColumnGroup, pieces: list[tuple[int, int, int]], priorities: Array) -> None:
+        """Write all rows to the columns; the lock is held.
+
+        Args:
+            columns: Where to.
+            pieces: Where the rows lie: (first slot, offset in the run, rows).
+            priorities: Of the rows. Shape `(count,)`.
+        """
+        parts = [b"".join(batches) for batches in zip(*self._batches, strict=True)]
+        columns.write_parts(pieces, parts, priorities)
+        self._batches, self.count = [], 0

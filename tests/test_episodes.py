@@ -1,0 +1,496 @@
+"""Episodes: every row's episode and step, held against a reference that goes row by row."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from expstore.episodelog import LogEntry
+from expstore.episodes import (
+    CUT,
+    OPEN,
+    TERMINATED,
+    TRUNCATED,
+    EpisodeTable,
+    Fragments,
+    Steps,
+    clip,
+    pack_segments,
+    unpack_segments,
+)
+from expstore.errors import SchemaError
+
+# ---------------------------------------------------------------------------------------------------
+# The reference: plain Python, one row after the other.
+
+
+@dataclass
+class Told:
+    """One episode as the reference tells it."""
+
+    source: str
+    trajectory: int | None
+    start: int
+    end: int = 0
+    length: int = 0
+    ret: float = 0.0
+    last_id: int = 0
+    status: int = OPEN
+    wrong_in_log: bool = False  # ended, or went on after an end, since the log last spoke of it
+
+
+@dataclass
+class Reference:
+    """Number rows by reading the rules aloud."""
+
+    episodes: list[Told] = field(default_factory=list)
+    open: dict[tuple[str, int | None], int] = field(default_factory=dict)
+    rows: dict[int, tuple[int, int]] = field(default_factory=dict)  # id -> (episode id, step)
+    last: int = 0
+
+    def extend(self, batch: Batch, handle: int, low: int) -> None:
+        names = [lane_name(batch.source, lane, handle) for lane in range(batch.lane_count)]
+        first = self.last + 1
+        for lane, name in enumerate(names):
+            for at in np.flatnonzero(batch.lanes == lane).tolist():
+                self._row(batch, at, name, first + at, low)
+        self.last += batch.count
+
+    def _row(self, batch: Batch, at: int, source: str, id: int, low: int) -> None:
+        trajectory = None if batch.trajectories is None else int(batch.trajectories[at])
+        key = source, trajectory
+        number = self.open.get(key)
+        if number is not None:
+            known = self.episodes[number - 1]
+            if known.status == TRUNCATED and known.last_id <= low:
+                number = None  # nothing of it is left to go on from
+            elif batch.starts[at]:
+                if known.status == OPEN:
+                    known.status = CUT
+                number = None
+        if number is None:
+            self.episodes.append(Told(source, trajectory, start=batch.time))
+            number = self.open[key] = len(self.episodes)
+        episode = self.episodes[number - 1]
+        self.rows[id] = number, episode.length
+        episode.length += 1
+        episode.ret += float(batch.rewards[at])
+        episode.last_id, episode.end = id, batch.time
+        terminated, truncated = bool(batch.terminated[at]), bool(batch.truncated[at])
+        episode.status = TERMINATED if terminated else TRUNCATED if truncated else OPEN
+        if terminated or (truncated and trajectory is None):
+            del self.open[key]
+
+    def reopen(self) -> None:
+        for key, number in list(self.open.items()):
+            if key[0].startswith("@"):
+                del self.open[key]
+                if self.episodes[number - 1].status == OPEN:
+                    self.episodes[number - 1].status = CUT
+
+    def live_rows(self, low: int) -> dict[int, int]:
+        live = dict.fromkeys(range(1, len(self.episodes) + 1), 0)
+        for id, (episode, _) in self.rows.items():
+            live[episode] += id > low
+        return live
+
+
+def lane_name(source: str | None, lane: int, handle: int) -> str:
+    base = f"@{handle}" if source is None else source
+    return f"{base}/{lane}" if lane else base
+
+
+# ---------------------------------------------------------------------------------------------------
+# Batches out of what Hypothesis draws.
+
+
+@dataclass
+class Batch:
+    """Rows in the order in which they stand in the batch."""
+
+    source: str | None
+    lanes: np.ndarray
+    lane_count: int
+    trajectories: np.ndarray | None
+    terminated: np.ndarray
+    truncated: np.ndarray
+    starts: np.ndarray
+    rewards: np.ndarray
+    time: int
+
+    @property
+    def count(self) -> int:
+        return len(self.lanes)
+
+    def steps(self, *, flags: bool) -> Steps:
+        return Steps(
+            count=self.count,
+            lanes=self.lanes if self.lane_count > 1 else None,
+            lane_count=self.lane_count,
+            trajectories=self.trajectories,
+            terminated=self.terminated if flags or self.terminated.any() else None,
+            truncated=self.truncated if flags or self.truncated.any() else None,
+            starts=self.starts if flags or self.starts.any() else None,
+            rewards=self.rewards,
+        )
+
+
+cells = st.tuples(
+    st.sampled_from("......xxtTsd"),  # nothing, dropped, terminated, truncated, start, both
+    st.integers(0, 2),
+)
+shapes = st.one_of(
+    st.tuples(st.integers(1, 3), st.integers(1, 6)),
+    st.sampled_from([(1, 1), (1, 12), (3, 4), (4, 1)]),
+)
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> tuple[Any, ...]:
+    lanes, times = draw(shapes)
+    return (
+        draw(st.sampled_from([None, None, "a", "b"])),
+        draw(st.sampled_from(["BT", "TB"])),
+        lanes,
+        times,
+        draw(st.lists(cells, min_size=lanes * times, max_size=lanes * times)),
+        draw(st.sampled_from(["", "", "", "evict", "reopen", "kill"])),
+    )
+
+
+def make(spec: tuple[Any, ...], *, with_trajectories: bool, time: int) -> Batch | None:
+    source, layout, lane_count, times, drawn, _ = spec
+    shape = (lane_count, times) if layout == "BT" else (times, lane_count)
+    lanes = np.broadcast_to(np.arange(lane_count)[:, None], (lane_count, times))
+    lanes = (lanes if layout == "BT" else lanes.T).reshape(-1)
+    marks = np.array([mark for mark, _ in drawn])
+    kept = marks != "x"
+    if not kept.any():
+        return None
+    assert shape[0] * shape[1] == len(drawn)
+    trajectories = np.array([number for _, number in drawn], np.int64)
+    return Batch(
+        source=source,
+        lanes=lanes[kept],
+        lane_count=lane_count,
+        trajectories=trajectories[kept] if with_trajectories else None,
+        terminated=np.isin(marks, ["t", "d"])[kept],
+        truncated=np.isin(marks, ["T", "d"])[kept],
+        starts=(marks == "s")[kept],
+        rewards=(np.arange(len(drawn)) % 7 - 2).astype(np.float32)[kept],
+        time=time,
+    )
+
+
+class World:
+    """A table and all that a storage and an index know of it."""
+
+    def __init__(self, capacity: int | None) -> None:
+        self.capacity = capacity
+        self.table = EpisodeTable(generation=1)
+        self.reference = Reference()
+        self.handle = 1
+        self.log: list[LogEntry] = []
+        self.columns: dict[int, tuple[int, int]] = {}
+        self.base: tuple[int, str, int] = (0, json.dumps(self.table.to_base()), 0)
+        self.records: list[tuple[bytes, list[tuple[int, str, bool]], int, int]] = []
+        self.index: dict[int, LogEntry] = {}
+        self.index_live: dict[int, int] = {}
+        self.index_sources: dict[int, str] = {}
+
+    @property
+    def low(self) -> int:
+        return 0 if self.capacity is None else max(0, self.reference.last - self.capacity)
+
+    def extend(self, batch: Batch, *, flags: bool) -> None:
+        table, first = self.table, self.reference.last + 1
+        before = json.dumps(table.to_base())
+        assignment = table.assign(batch.steps(flags=flags), source=batch.source, low=self.low)
+        again = table.assign(batch.steps(flags=flags), source=batch.source, low=self.low)
+        assert json.dumps(table.to_base()) == before, "assign changed something"
+        assert again.segments == assignment.segments
+        self.reference.extend(batch, self.handle, self.low)
+        body = pack_segments(assignment.segments)
+        assert unpack_segments(body) == assignment.segments
+        assert len(body) == 56 * len(assignment.segments)
+        for at in range(batch.count):
+            row = int(assignment.episodes[at]), int(assignment.steps[at])
+            assert row == self.reference.rows[first + at], f"row {at} of {batch}"
+            self.columns[first + at] = row
+        self.records.append((body, assignment.sources, first, batch.time))
+        self.log += table.commit(
+            assignment.segments, assignment.sources, first_id=first, time=batch.time, sequence=batch.time
+        )
+
+    def index_catches_up(self) -> None:
+        sources, episodes, touched = self.table.changes(self.low)
+        self.index_sources |= {entry.source: entry.text for entry in sources}
+        self.index |= {entry.episode: entry for entry in episodes}
+        live = self.table.live_rows(touched, self.low)
+        self.index_live |= dict(zip(touched.tolist(), live.tolist(), strict=True))
+        # as the index does with those of which nobody speaks any more
+        self.index_live |= {n: 0 for n, entry in self.index.items() if entry.last_id <= self.low}
+        self.table.evict(self.low)
+        self.table.settle()
+
+    def reopen(self, *, killed: bool) -> None:
+        """Make the table anew out of a base, rows and records; a kill leaves an old base."""
+        old = self.table
+        if not killed:
+            self.base = (self.reference.last, json.dumps(old.to_base()), 0)
+            self.records.clear()
+            self.index_catches_up()
+        last, base, _ = self.base
+        self.table = EpisodeTable(generation=self.handle)
+        self.table.load_base(json.loads(base))
+        ids = range(self.low + 1, last + 1)
+        rows = np.array([self.columns[id] for id in ids], np.int64).reshape(-1, 2)
+        if len(rows):
+            self.table.load_rows(rows[:, 0], rows[:, 1], first_id=self.low + 1)
+        for body, sources, first, time in self.records:
+            self.table.commit(unpack_segments(body), sources, first_id=first, time=time, sequence=time)
+        assert self.table.next_episode == old.next_episode
+        assert self.table.next_source == old.next_source
+        assert self.table.named == old.named
+        self.log += self.table.cut_unnamed(0)
+        self.handle += 1
+        self.table.generation = self.handle
+        self.reference.reopen()
+        self.base = (self.reference.last, json.dumps(self.table.to_base()), 0)
+        self.records.clear()
+
+    def check(self) -> None:
+        self.check_fragments()
+        told = self.reference.episodes
+        live = self.reference.live_rows(self.low)
+        numbers = np.arange(1, len(told) + 2)
+        found = self.table.live_rows(numbers, self.low).tolist()
+        assert found == [*live.values(), 0]
+
+        latest = {entry.episode: entry for entry in self.log if entry.episode}
+        still_open = {entry.episode: entry for entry in self.table.open_entries()}
+        rebuilt = {n: e for n, e in latest.items() if e.status != OPEN} | still_open
+        assert sorted(rebuilt) == list(range(1, len(told) + 1)), "log and open episodes are not all"
+        for number, entry in rebuilt.items():
+            assert facts(entry) == facts_told(told[number - 1]), f"episode {number}"
+
+    def check_fragments(self) -> None:
+        covered: dict[int, tuple[int, int]] = {}
+        for episode, step, length, first, stride in clip(self.table.fragments.rows, self.low).T.tolist():
+            for k in range(length):
+                assert first + k * stride not in covered
+                covered[first + k * stride] = (episode, step + k)
+        window = {i: row for i, row in self.reference.rows.items() if i > self.low}
+        assert covered == window
+
+    def check_index(self) -> None:
+        self.index_catches_up()
+        told = self.reference.episodes
+        assert {n: facts(entry) for n, entry in self.index.items()} == {
+            n: facts_told(episode) for n, episode in enumerate(told, 1)
+        }
+        assert self.index_live == self.reference.live_rows(self.low)
+        named = {entry.source: entry.text for entry in self.log if not entry.episode}
+        assert self.index_sources == named
+        assert {named[entry.source] for entry in self.index.values()} == {e.source for e in told}
+        for number, entry in self.index.items():
+            assert named[entry.source] == told[number - 1].source
+
+
+def facts(entry: LogEntry) -> tuple[Any, ...]:
+    return entry.trajectory, entry.start, entry.end, entry.length, entry.ret, entry.last_id, entry.status
+
+
+def facts_told(told: Told) -> tuple[Any, ...]:
+    return told.trajectory, told.start, told.end, told.length, told.ret, told.last_id, told.status
+
+
+@settings(max_examples=250)
+@given(
+    plan=st.lists(batches(), min_size=1, max_size=12),
+    capacity=st.sampled_from([None, None, 4, 17]),
+    with_trajectories=st.booleans(),
+    flags=st.booleans(),
+)
+def test_numbers_fragments_log_and_index_follow_the_reference(
+    plan: list[tuple[Any, ...]], capacity: int | None, with_trajectories: bool, flags: bool
+) -> None:
+    world = World(capacity)
+    for time, spec in enumerate(plan, 1):
+        batch = make(spec, with_trajectories=with_trajectories, time=time)
+        if batch is not None:
+            world.extend(batch, flags=flags)
+        if spec[-1] == "evict":
+            world.index_catches_up()
+        elif spec[-1]:
+            world.reopen(killed=spec[-1] == "kill")
+        world.check()
+    world.check_index()
+
+
+# ---------------------------------------------------------------------------------------------------
+# Cases by hand, where the reference could be wrong in the same way.
+
+
+def run(table: EpisodeTable, first_id: int = 1, source: str | None = None, low: int = 0, **steps: Any) -> Any:
+    made = Steps(**{name: np.array(v) if isinstance(v, list) else v for name, v in steps.items()})
+    assignment = table.assign(made, source=source, low=low)
+    entries = table.commit(
+        assignment.segments, assignment.sources, first_id=first_id, time=first_id, sequence=first_id
+    )
+    return list(zip(assignment.episodes.tolist(), assignment.steps.tolist(), strict=True)), entries
+
+
+def test_a_trajectory_id_after_an_end() -> None:
+    """After terminated: a new episode. After truncated: it goes on, unless a start says otherwise."""
+    table = EpisodeTable()
+    rows, _ = run(
+        table,
+        count=8,
+        trajectories=[7] * 8,
+        terminated=[0, 1, 0, 0, 0, 0, 0, 0],
+        truncated=[0, 0, 0, 1, 0, 1, 0, 0],
+        starts=[0, 0, 0, 0, 0, 0, 1, 0],
+    ) if False else run(
+        table,
+        count=8,
+        trajectories=[7] * 8,
+        terminated=[False, True, *[False] * 6],
+        truncated=[False, False, False, True, False, True, False, False],
+        starts=[*[False] * 6, True, False],
+    )
+    assert rows == [(1, 0), (1, 1), (2, 0), (2, 1), (2, 2), (2, 3), (3, 0), (3, 1)]
+
+
+def test_without_trajectory_ids_truncated_ends_the_episode() -> None:
+    table = EpisodeTable()
+    rows, entries = run(table, count=4, truncated=[False, True, False, False], rewards=[1.0, 2.0, 4.0, 8.0])
+    assert rows == [(1, 0), (1, 1), (2, 0), (2, 1)]
+    assert [(e.episode, e.status, e.length, e.ret) for e in entries if e.episode] == [(1, TRUNCATED, 2, 3.0)]
+
+
+def test_a_start_in_an_open_episode_cuts_it() -> None:
+    table = EpisodeTable()
+    run(table, count=2)
+    rows, entries = run(table, 3, count=2, starts=[True, False])
+    assert rows == [(2, 0), (2, 1)]
+    assert [(e.episode, STATUS_OF[e.status], e.length) for e in entries if e.episode] == [(1, "cut", 2)]
+
+
+STATUS_OF = {OPEN: "open", TERMINATED: "terminated", TRUNCATED: "truncated", CUT: "cut"}
+
+
+def test_equal_trajectory_ids_of_two_sources_are_two_episodes() -> None:
+    table = EpisodeTable()
+    assert run(table, 1, "left", count=2, trajectories=[0, 0])[0] == [(1, 0), (1, 1)]
+    assert run(table, 3, "right", count=2, trajectories=[0, 0])[0] == [(2, 0), (2, 1)]
+    assert run(table, 5, "left", count=1, trajectories=[0])[0] == [(1, 2)]
+    assert run(table, 6, None, count=1, trajectories=[0])[0] == [(3, 0)]
+
+
+def test_time_first_makes_one_fragment_per_lane_over_many_batches() -> None:
+    table = EpisodeTable()
+    lanes = np.tile(np.arange(4), 5)
+    for batch in range(3):
+        run(table, 1 + 20 * batch, count=20, lanes=lanes, lane_count=4)
+    expected = [[1, 2, 3, 4], [0] * 4, [15] * 4, [1, 2, 3, 4], [4] * 4]
+    np.testing.assert_array_equal(table.fragments.rows, expected)
+
+
+def test_single_rows_of_one_episode_make_one_fragment() -> None:
+    table = EpisodeTable()
+    for id in range(1, 600):
+        run(table, id, count=1)
+    np.testing.assert_array_equal(table.fragments.rows[:, 0], [1, 0, 599, 1, 1])
+    assert table.fragments.rows.shape == (5, 1)
+
+
+def test_a_truncated_episode_goes_on_only_while_rows_are_left() -> None:
+    for low, expected in ((1, (1, 2)), (2, (2, 0))):
+        for evicted in (False, True):  # what the index has asked must make no difference
+            table = EpisodeTable()
+            run(table, 1, count=2, trajectories=[5, 5], truncated=[False, True])
+            if evicted:
+                table.evict(low)
+            assert run(table, 9, low=low, count=1, trajectories=[5])[0] == [expected]
+
+
+@pytest.mark.parametrize("source", ["", " a", "a ", "a\n", "a\0b", "\ud800", 5, b"a", ("a",)])
+def test_a_source_needs_a_name(source: Any) -> None:
+    table = EpisodeTable()
+    with pytest.raises(SchemaError, match="source .* is no name.*text"):
+        table.assign(Steps(1), source=source)
+    assert table.to_base() == EpisodeTable().to_base()
+    assert table.assign(Steps(1), source="Größe 1/x").sources == [(1, "Größe 1/x", True)]
+
+
+def test_named_sources_go_on_and_unnamed_ones_are_cut() -> None:
+    table = EpisodeTable(generation=1)
+    run(table, 1, "left", count=2)
+    run(table, 3, None, count=2)
+    again = EpisodeTable(generation=1)
+    again.load_base(json.loads(json.dumps(table.to_base())))
+    entries = again.cut_unnamed(9)
+    again.generation = 2
+    assert [(e.episode, e.status, e.sequence) for e in entries] == [(2, CUT, 9)]
+    assert run(again, 5, "left", count=1)[0] == [(1, 2)]
+    rows, made = run(again, 6, None, count=1)
+    assert rows == [(3, 0)]
+    assert [(e.text, e.named, e.generation) for e in made if not e.episode] == [("@2", False, 2)]
+
+
+# ---------------------------------------------------------------------------------------------------
+# Fragments.
+
+
+def test_fragments_keep_their_numbers_while_others_leave(rng: np.random.Generator) -> None:
+    fragments = Fragments()
+    numbers = {}
+    for episode in range(1, 2001):
+        numbers[episode] = fragments.add(-1, (episode, 0, 1, 2 * episode, 1))
+        if rng.random() < 0.1:
+            fragments.evict(2 * episode - 100)
+    for episode in range(1960, 2001):
+        before = fragments.rows.shape[1]
+        assert fragments.add(numbers[episode], (episode, 1, 2, 2 * episode + 5000, 7)) == -1 or True
+        assert fragments.rows.shape[1] >= before
+    lengthened = fragments.rows[:, np.isin(fragments.rows[0], range(1960, 2001))]
+    assert set(lengthened[2].tolist()) <= {1, 2}
+
+
+def test_a_long_fragment_in_front_does_not_keep_the_dead() -> None:
+    fragments = Fragments()
+    number = fragments.add(-1, (1, 0, 1, 1, 1))
+    for k in range(1, 10_000):
+        number = fragments.add(number, (1, k, 1, 1 + 2 * k, 1))
+        fragments.add(-1, (1 + k, 0, 1, 2 + 2 * k, 1))
+        if k % 100 == 0:
+            fragments.evict(2 * k - 50)
+    assert fragments.rows.shape[1] < 500
+    kept = clip(fragments.rows, 19_900)
+    np.testing.assert_array_equal(kept[2, kept[0] == 1].sum(), 49)
+
+
+def test_clip() -> None:
+    fragments = np.array([[1, 0, 5, 1, 1], [2, 3, 4, 2, 10], [3, 0, 1, 7, 1]], np.int64).T
+    np.testing.assert_array_equal(clip(fragments, 0), fragments)
+    np.testing.assert_array_equal(clip(fragments, 3).T, [[1, 3, 2, 4, 1], [2, 4, 3, 12, 10], [3, 0, 1, 7, 1]])
+    np.testing.assert_array_equal(clip(fragments, 12).T, [[2, 5, 2, 22, 10]])
+    assert clip(fragments, 100).shape == (5, 0)
+
+
+def test_many_rows_quickly() -> None:
+    """A batch of many short episodes costs per episode, not per row times episodes."""
+    table = EpisodeTable()
+    n = 20_000
+    ends = np.arange(n) % 10 == 9
+    assignment = table.assign(Steps(n, terminated=ends, rewards=np.ones(n, np.float32)), source=None)
+    np.testing.assert_array_equal(assignment.episodes, np.arange(n) // 10 + 1)
+    np.testing.assert_array_equal(assignment.steps, np.arange(n) % 10)
+    assert {segment.ret for segment in assignment.segments} == {10.0}
