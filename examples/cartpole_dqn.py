@@ -10,7 +10,7 @@ import argparse
 import os
 import sys
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import gymnasium as gym
 import numpy as np
@@ -22,6 +22,9 @@ from tensordict import TensorDictBase
 from torch import nn
 
 import expstore
+
+if TYPE_CHECKING:
+    from expstore import TensorDictReplayBuffer as Buffer
 
 CAPACITY = 50_000
 STEPS_PER_LANE = 8  # steps of each environment in one extend
@@ -122,22 +125,22 @@ def save_weights(path: Path, agent: Agent, steps: int) -> None:
     beside.replace(path)
 
 
-def load_weights(path: Path, agent: Agent, steps: int) -> str:
-    """Load the weights that belong to a store of `steps` transitions; return what was found, in words."""
+def load_weights(path: Path, agent: Agent, steps: int) -> int:
+    """Load the weights that belong to a store of `steps` transitions; return their step, 0 if there are none."""
     if not path.exists():
-        return "no weights yet"
+        return 0
     with np.load(path, allow_pickle=False) as file:
         arrays = dict(file)
     saved = int(arrays.pop("steps"))
-    # They are saved after a flush, so their own store can only be ahead of them.
+    # They are saved after a flush, so their own store can only be ahead: these are of another one.
     if saved > steps:
-        return f"{path} is of another store and is left aside"
+        return 0
     agent.load(arrays)
-    return f"weights as of step {saved:,}"
+    return saved
 
 
-def train(rb: expstore.TensorDictReplayBuffer, agent: Agent, args: argparse.Namespace, weights: Path) -> None:
-    """Collect, and learn from what is stored, until the store has seen `args.steps` transitions."""
+def train(rb: Buffer, agent: Agent, args: argparse.Namespace, weights: Path, kept: int) -> None:
+    """Collect, and learn from what is stored, up to `args.steps` transitions; weights are kept as of step `kept`."""
     # After a stop these go on with a stretch of their own, so that no episode comes twice.
     rng = np.random.default_rng([args.seed, rb.write_count])
     envs = gym.make_vec("CartPole-v1", num_envs=args.envs, vectorization_mode="sync")
@@ -151,8 +154,7 @@ def train(rb: expstore.TensorDictReplayBuffer, agent: Agent, args: argparse.Name
     )
     columns = (BarColumn(bar_width=16), MofNCompleteColumn(), TextColumn("{task.fields[news]}"))
     with collector, Progress(TextColumn("steps"), *columns, TimeElapsedColumn()) as progress:
-        kept = rb.write_count
-        bar = progress.add_task("", total=args.steps, completed=kept, news=news(rb))
+        bar = progress.add_task("", total=args.steps, completed=rb.write_count, news=news(rb))
         for collected in collector:
             if rb.write_count >= WARM_UP:
                 for _ in range(collected // TRANSITIONS_PER_UPDATE):
@@ -166,18 +168,18 @@ def train(rb: expstore.TensorDictReplayBuffer, agent: Agent, args: argparse.Name
                 break
 
 
-def keep(rb: expstore.TensorDictReplayBuffer, agent: Agent, weights: Path) -> None:
+def keep(rb: Buffer, agent: Agent, weights: Path) -> None:
     """Make experience, then weights, safe from a power cut."""
     rb.flush()
     save_weights(weights, agent, rb.write_count)
 
 
-def news(rb: expstore.TensorDictReplayBuffer) -> str:
+def news(rb: Buffer) -> str:
     count, latest, _ = rb.sql(LATEST).fetchall()[0]
     return f"{count} episodes, mean return {latest:.0f}" if count else "no episode yet"
 
 
-def print_curve(rb: expstore.TensorDictReplayBuffer, console: Console) -> None:
+def print_curve(rb: Buffer, console: Console) -> None:
     """Print how the return grew, as SQL over all episodes tells it."""
     parts = rb.sql(CURVE).fetchall()
     if not parts:
@@ -214,14 +216,14 @@ def run(args: argparse.Namespace, console: Console) -> None:
     with expstore.open(args.path, capacity=CAPACITY, mode=mode, batch_size=BATCH_SIZE, seed=args.seed) as rb:
         if rb.recovered:
             console.print(rb.recovered, soft_wrap=True)
+        kept = load_weights(weights, agent, rb.write_count)
         if rb.write_count:
-            found = load_weights(weights, agent, rb.write_count)
-            console.print(f"resuming {args.path} at step {rb.write_count:,}, {found}")
+            console.print(f"resuming {args.path} at step {rb.write_count:,}, weights as of step {kept:,}")
         if rb.write_count >= args.steps:
             console.print(f"all {args.steps:,} steps are done; --steps for more, --fresh to begin anew")
         else:
             try:
-                train(rb, agent, args, weights)
+                train(rb, agent, args, weights, kept)
             except KeyboardInterrupt:
                 keep(rb, agent, weights)
                 raise

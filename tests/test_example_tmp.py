@@ -85,7 +85,7 @@ def drive(folder: Path, runs: list[dict[str, Any]]) -> list[Run]:
 def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Run]]:
     """Run the example with three kills and a Ctrl-C on the way, then to its end, then once more."""
     folder = tmp_path_factory.mktemp("example")
-    chance = random.Random(1)
+    chance = random.Random(3)
     runs = [
         {
             "arguments": ["--steps", str(STEPS)],
@@ -109,12 +109,12 @@ def test_each_run_goes_on_from_what_is_stored(stopped: tuple[Path, list[Run]]) -
     )
     found = [pattern.search(run.text) for run in stopped[1]]
     assert found[0] is None
-    steps = [[int(number.replace(",", "") if number else 0) for number in m.groups()] for m in found[1:] if m]
+    steps = [[int(number.replace(",", "")) for number in m.groups()] for m in found[1:] if m]
     assert len(steps) == len(found) - 1
     for (before, _), (after, _) in itertools.pairwise(steps):
         assert before <= after
     for stored, saved in steps:
-        assert saved <= stored <= saved + 1200
+        assert saved <= stored < saved + 1000 + 3 * 64
 
 
 def test_one_line_says_what_was_recovered_after_a_kill(stopped: tuple[Path, list[Run]]) -> None:
@@ -193,7 +193,7 @@ def test_weights_come_back_with_optimizer_and_counter(example: ModuleType, tmp_p
     for seed in range(5):
         agent.learn(make_batch(seed))
     example.save_weights(path, agent, 640)
-    assert example.load_weights(path, other, 700) == "weights as of step 640"
+    assert example.load_weights(path, other, 700) == 640
     for either in (agent, other):
         either.learn(make_batch(9))
     assert agent.arrays().keys() == other.arrays().keys()
@@ -206,7 +206,7 @@ def test_weights_of_another_store_are_left_aside(example: ModuleType, tmp_path: 
     example.save_weights(path, example.Agent(0), 640)
     agent = example.Agent(1)
     before = agent.arrays()["online/0.weight"].copy()
-    assert "another store" in example.load_weights(path, agent, 639)
+    assert example.load_weights(path, agent, 639) == 0
     np.testing.assert_array_equal(agent.arrays()["online/0.weight"], before)
 
 
