@@ -15,7 +15,9 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["Series", "Turn", "alternate", "busy_thread"]
+import numpy as np
+
+__all__ = ["Series", "Turn", "alternate", "busy_thread", "touch_memory"]
 
 
 @dataclass
@@ -70,7 +72,7 @@ class Turn:
         act: The call that is timed; what it returns is thrown away inside the clock.
         inputs: One for each call, made outside the clock.
         calls: How many per block.
-        settle: Run before every block of either side, so that nobody works in another one's turn.
+        settle: Run before each block; nobody should work in another one's turn.
         around: What goes on beside the block.
     """
 
@@ -85,12 +87,12 @@ def alternate(turns: Sequence[Turn], *, rounds: int, warm: int) -> list[Series]:
     """Let the sides take turns for `rounds` blocks each, every second round in reverse order."""
     found = [Series() for _ in turns]
     for turn in turns:
+        turn.settle()
         _block(turn, min(warm, turn.calls))
     for number in range(rounds):
         order = range(len(turns)) if number % 2 == 0 else range(len(turns) - 1, -1, -1)
         for place in order:
-            for turn in turns:
-                turn.settle()
+            turns[place].settle()
             found[place].blocks.append(_block(turns[place], turns[place].calls))
     return found
 
@@ -127,3 +129,13 @@ def busy_thread() -> Iterator[None]:
     finally:
         stop.append(None)
         thread.join()
+
+
+def touch_memory(size: int) -> None:
+    """Have `size` bytes of free memory that has been in use.
+
+    A virtual machine gets memory from its host when it first touches it, at milliseconds per megabyte.
+    That price would fall on whichever side happens to be first to grow its files.
+    """
+    memory = np.ones(size, np.uint8)
+    del memory

@@ -30,7 +30,7 @@ sys.path.insert(0, str(ROOT))  # some distributions install a `benchmarks` of th
 
 import expstore  # noqa: E402
 from benchmarks.probes import Probes  # noqa: E402
-from benchmarks.timing import Series, Turn, alternate, busy_thread  # noqa: E402
+from benchmarks.timing import Series, Turn, alternate, busy_thread, touch_memory  # noqa: E402
 from benchmarks.workloads import LOCOMOTION, PIXELS, Stream, Workload  # noqa: E402
 
 BATCH = 256
@@ -177,9 +177,16 @@ class Pair:
             "sample": [repeat(BATCH), repeat(BATCH)],
         }
         sides = (self.ours, self.theirs)
-        # What expstore still has to bring to the disk must not run in TorchRL's time.
+        new_bytes = calls * self.workload.row_bytes * {"extend": self.workload.extend_rows}.get(act, 1)
+
+        def settle() -> None:
+            # What expstore still has to bring to the disk must not run in TorchRL's time.
+            self.ours.flush()
+            if act != "sample" and len(self.ours) < self.capacity:
+                touch_memory(2 * new_bytes)
+
         return [
-            Turn(getattr(side, act), one, calls, settle=self.ours.flush)
+            Turn(getattr(side, act), one, calls, settle=settle)
             for side, one in zip(sides, both[act], strict=True)
         ]
 
@@ -338,7 +345,7 @@ class Bench:
 
     def _commands(self, store: Path) -> Iterator[Result]:
         query = 'SELECT status, count(*), avg("return") FROM episodes GROUP BY status'
-        wide = 'SELECT count(*), avg(next.reward) FROM transitions'
+        wide = "SELECT count(*), avg(next.reward) FROM transitions"
         commands: dict[str, list[list[str]]] = {
             "cli/help": [["--help"]],
             "cli/info": [["info", str(store)]],
@@ -398,9 +405,12 @@ def table_row(result: Result, bar: Bar) -> str:
     return f"| {what} | {result.ours} | {result.theirs} | {result.ratio} | {bar} | {ok} |"
 
 
-def machine() -> dict[str, str]:
+def machine(threads: int | None) -> dict[str, str]:
     import torch
 
+    default = torch.get_num_threads()
+    if threads is not None:
+        torch.set_num_threads(threads)
     cpu = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.exists():
@@ -410,7 +420,8 @@ def machine() -> dict[str, str]:
     return {
         "machine": f"{os.cpu_count()} x {cpu}, {platform.system()} {platform.release()}",
         "load": " ".join(f"{part:.1f}" for part in os.getloadavg()),
-        "threads": f"torch has {torch.get_num_threads()} threads (its default)",
+        "threads": f"torch has {torch.get_num_threads()} threads"
+        + (" (its default)" if torch.get_num_threads() == default else ""),
         "versions": f"Python {platform.python_version()}, expstore {expstore.__version__}, "
         + ", ".join(f"{name} {version(name)}" for name in packages),
     }
@@ -445,6 +456,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", default="", metavar="TEXT", help="measurements with TEXT in their name")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
     parser.add_argument("--bar", action="append", default=[], metavar="NAME=LIMIT", help="another bar")
+    parser.add_argument("--threads", type=int, metavar="N", help="torch threads; torch's default if not given")
     parser.add_argument("--folder", type=Path, default=ROOT / "benchmarks" / "out", help="where stores lie")
     parsed = parser.parse_args(argv)
     if not any(parsed.only in name for name in BARS):
@@ -463,7 +475,7 @@ def main(argv: Sequence[str] | None = None, out: Callable[[str], object] = print
     effort = SMOKE if wanted.smoke else QUICK if wanted.quick else FULL
     bars: dict[str, Bar] = ({} if wanted.smoke else dict(BARS)) | wanted.bars
     no_bar = Bar(float("inf"), "")
-    about = machine()
+    about = machine(wanted.threads)
     out("| what | expstore | TorchRL | ratio | bar | ok |\n| --- | --- | --- | --- | --- | --- |")
     results = []
     started = time.monotonic()

@@ -10,7 +10,7 @@ import argparse
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import gymnasium as gym
 import numpy as np
@@ -126,7 +126,7 @@ def save_weights(path: Path, agent: Agent, steps: int) -> None:
 
 
 def load_weights(path: Path, agent: Agent, steps: int) -> int:
-    """Load the weights that belong to a store of `steps` transitions; return their step, 0 if there are none."""
+    """Load the weights that belong to a store of `steps` transitions; return their step, or 0."""
     if not path.exists():
         return 0
     with np.load(path, allow_pickle=False) as file:
@@ -140,7 +140,7 @@ def load_weights(path: Path, agent: Agent, steps: int) -> int:
 
 
 def train(rb: Buffer, agent: Agent, args: argparse.Namespace, weights: Path, kept: int) -> None:
-    """Collect, and learn from what is stored, up to `args.steps` transitions; weights are kept as of step `kept`."""
+    """Collect, and learn from what is stored; the weights on disk are those of step `kept`."""
     # After a stop these go on with a stretch of their own, so that no episode comes twice.
     rng = np.random.default_rng([args.seed, rb.write_count])
     envs = gym.make_vec("CartPole-v1", num_envs=args.envs, vectorization_mode="sync")
@@ -187,7 +187,7 @@ def print_curve(rb: Buffer, console: Console) -> None:
     console.print("\nmean return per episode, from the first to the last:")
     top, before = max(mean for _, mean in parts), 0
     for count, mean in parts:
-        bar = "█" * max(1, round(40 * mean / top))
+        bar = "█" * round(40 * mean / top)
         console.print(f"  {before + 1:>5}-{before + count:<5} {bar} {mean:.0f}")
         before += count
     _, last, first = rb.sql(LATEST).fetchall()[0]
@@ -212,8 +212,8 @@ def run(args: argparse.Namespace, console: Console) -> None:
     if args.fresh:
         weights.unlink(missing_ok=True)
     agent = Agent(args.seed)
-    mode: Literal["a", "w"] = "w" if args.fresh else "a"
-    with expstore.open(args.path, capacity=CAPACITY, mode=mode, batch_size=BATCH_SIZE, seed=args.seed) as rb:
+    settings = {"capacity": CAPACITY, "batch_size": BATCH_SIZE, "seed": args.seed}
+    with expstore.open(args.path, mode="w" if args.fresh else "a", **settings) as rb:
         if rb.recovered:
             console.print(rb.recovered, soft_wrap=True)
         kept = load_weights(weights, agent, rb.write_count)
@@ -229,8 +229,8 @@ def run(args: argparse.Namespace, console: Console) -> None:
                 raise
         print_curve(rb, console)
     query = 'SELECT status, count(*), max("return") FROM episodes GROUP BY status'
-    console.print("\nlook further:")
-    console.print(f"  expstore info {args.path}\n  expstore sql {args.path} '{query}'", soft_wrap=True)
+    further = f"\nlook further:\n  expstore info {args.path}\n  expstore sql {args.path} '{query}'"
+    console.print(further, soft_wrap=True)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -83,10 +83,10 @@ def drive(folder: Path, runs: list[dict[str, Any]]) -> list[Run]:
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Run]]:
-    """Run the example with three kills and a Ctrl-C on the way, then to its end, then once more."""
+    """Run the example with three kills and a Ctrl-C on the way, to its end, and again; then short runs."""
     folder = tmp_path_factory.mktemp("example")
     chance = random.Random(0)
-    runs = [
+    runs: list[dict[str, Any]] = [
         {
             "arguments": ["--steps", str(STEPS)],
             "stop": stop,
@@ -95,11 +95,16 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Run]]:
         }
         for stop in ("kill", "kill", "ctrl-c", "kill", None, None)
     ]
+    whole = {"stop": None, "after": 0, "milliseconds": 0}
+    runs += [
+        {"arguments": ["--path", "mine.exp", "--envs", "3", *more], **whole}
+        for more in (["--steps", "1100"], ["--steps", "500", "--fresh"], ["--steps", "500", "--seed", "1"])
+    ]
     return folder, drive(folder, runs)
 
 
 def test_runs_end_as_they_should(stopped: tuple[Path, list[Run]]) -> None:
-    codes = [run.code for run in stopped[1]]
+    codes = [run.code for run in stopped[1][:6]]
     assert codes == [-signal.SIGPROF, -signal.SIGPROF, 130, -signal.SIGPROF, 0, 0]
 
 
@@ -107,7 +112,7 @@ def test_each_run_goes_on_from_what_is_stored(stopped: tuple[Path, list[Run]]) -
     pattern = re.compile(
         r"resuming runs/cartpole.exp at step ([\d,]+), (?:weights as of step ([\d,]+)|no weights)"
     )
-    found = [pattern.search(run.text) for run in stopped[1]]
+    found = [pattern.search(run.text) for run in stopped[1][:6]]
     assert found[0] is None
     steps = [[int(number.replace(",", "")) for number in m.groups()] for m in found[1:] if m]
     assert len(steps) == len(found) - 1
@@ -118,7 +123,7 @@ def test_each_run_goes_on_from_what_is_stored(stopped: tuple[Path, list[Run]]) -
 
 
 def test_one_line_says_what_was_recovered_after_a_kill(stopped: tuple[Path, list[Run]]) -> None:
-    lines = [[line for line in run.text.splitlines() if "did not close" in line] for run in stopped[1]]
+    lines = [[line for line in run.text.splitlines() if "did not close" in line] for run in stopped[1][:6]]
     assert list(map(len, lines)) == [0, 1, 1, 0, 1, 0]
     assert "stopped; run it again" in stopped[1][2].text
 
@@ -136,34 +141,30 @@ def test_it_learns_through_all_that(stopped: tuple[Path, list[Run]]) -> None:
     assert all(total == length for total, length in returns)
     first, last = np.mean(returns[:20], axis=0)[0], np.mean(returns[-20:], axis=0)[0]
     assert last > 2 * first
-    assert f"first 20 episodes {first:.1f}, last 20 episodes {last:.1f}" in stopped[1][-2].text
+    assert f"first 20 episodes {first:.1f}, last 20 episodes {last:.1f}" in stopped[1][4].text
 
 
 def test_a_finished_run_says_so_and_how_to_look_further(stopped: tuple[Path, list[Run]]) -> None:
-    text = stopped[1][-1].text
+    text = stopped[1][5].text
     assert f"all {STEPS:,} steps are done; --steps for more, --fresh to begin anew" in text
     assert "expstore info runs/cartpole.exp\n" in text
     assert "expstore sql runs/cartpole.exp 'SELECT status" in text
 
 
-def test_fresh_moves_the_old_run_aside(tmp_path: Path) -> None:
-    path = ["--path", "mine.exp", "--envs", "3"]
-    whole = {"stop": None, "after": 0, "milliseconds": 0}
-    runs = drive(
-        tmp_path,
-        [
-            {"arguments": [*path, "--steps", "1100"], **whole},
-            {"arguments": [*path, "--steps", "500", "--fresh"], **whole},
-            {"arguments": [*path, "--steps", "500", "--seed", "1"], **whole},
-        ],
-    )
-    assert [run.code for run in runs] == [0, 0, 1]
-    assert "seed" in runs[2].text
-    assert "Traceback" not in runs[2].text
-    with expstore.open(tmp_path / "mine.exp") as rb:
+def test_fresh_moves_the_old_run_aside(stopped: tuple[Path, list[Run]]) -> None:
+    folder, runs = stopped
+    assert [run.code for run in runs[6:8]] == [0, 0]
+    with expstore.open(folder / "mine.exp") as rb:
         assert 500 <= rb.write_count < 600
-    with np.load(tmp_path / "mine.weights.npz") as weights:
+    with np.load(folder / "mine.weights.npz") as weights:
         assert weights["updates"] == 0
+
+
+def test_an_error_of_the_store_is_one_message(stopped: tuple[Path, list[Run]]) -> None:
+    run = stopped[1][8]
+    assert run.code == 1
+    assert "seed=1" in run.text
+    assert "Traceback" not in run.text
 
 
 @pytest.fixture

@@ -288,11 +288,15 @@ class Storage(ABC):
         self.check_writable()
         last = rows.first_id + rows.count - 1
         self._make_room(rows.count)
-        self.horizon = last
-        self._note_horizon(last)
         skipped = 0 if self.capacity is None else max(0, rows.count - self.capacity)
-        checksum = self._put(rows, skipped)
-        self._publish(rows, skipped, checksum)
+        try:
+            self.horizon = last
+            self._note_horizon(last)
+            checksum = self._put(rows, skipped)
+            self._publish(rows, skipped, checksum)
+        except BaseException:
+            self.note_interruption()
+            raise
         self.counters.extends += 1
 
     def _advance(self, last: int, *, count: int) -> None:
@@ -316,7 +320,11 @@ class Storage(ABC):
                 return
             if self.capacity is not None:
                 last = -(-last // self.capacity) * self.capacity
-            self._forget(last)
+            try:
+                self._forget(last)
+            except BaseException:
+                self.note_interruption()
+                raise
 
     def _forget(self, last: int) -> None:
         """Give up all rows; the next id is `last` + 1."""
@@ -338,9 +346,13 @@ class Storage(ABC):
                 return
             if ids.min() <= window.low or ids.max() > window.last:
                 raise NotFoundError("cannot change rows that have left the store")
-            self._record_change(ids, places, columns)
-            with self.changing():
-                self._overwrite(self.slot_of(ids), places, columns)
+            try:
+                self._record_change(ids, places, columns)
+                with self.changing():
+                    self._overwrite(self.slot_of(ids), places, columns)
+            except BaseException:
+                self.note_interruption()
+                raise
 
     @contextmanager
     def changing(self) -> Iterator[None]:
@@ -535,6 +547,9 @@ class Storage(ABC):
 
     def _make_room(self, count: int) -> None:
         """Wait until `count` more rows may be written."""
+
+    def note_interruption(self) -> None:
+        """Be told that an act was left in the middle: what is in memory may lag behind the disk."""
 
     def _note_draw(self, draw: int) -> None:
         """Keep the draw number."""

@@ -16,7 +16,7 @@ import numpy as np
 
 from expstore.episodelog import LogEntry
 from expstore.episodes import OPEN
-from expstore.errors import CorruptionError, StateError
+from expstore.errors import CorruptionError, ExpStoreError, StateError
 from expstore.storages.base import ROW_FIELDS, Storage, now_us
 from expstore.types import Array, IntArray, Window
 
@@ -115,6 +115,9 @@ class Catalog:
                     values = np.concatenate(parts) if parts else np.ones(0, np.float32)
                     index.write_priorities(np.arange(window.low + 1, window.last + 1), values)
                 index.write_meta(storage.facts())
+            except ExpStoreError as exc:
+                # It is derived: what it lacks it gets, or it is built anew, when it is next asked.
+                _log.warning("the index could not be brought up to date: %s", exc)
             finally:
                 self.drop()
 

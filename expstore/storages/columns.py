@@ -32,6 +32,8 @@ SHARD_BYTES = 1 << 30
 WIDE_ROW = 512
 #: Batches up to this many bytes are written by one compiled loop, which keeps the GIL.
 DIRECT_BYTES = 512 * 1024
+#: So many bytes at a time are written again when a store is opened after a crash.
+REWRITE_BYTES = 8 << 20
 
 
 def shard_rows(row_bytes: int, slots: int | None) -> int:
@@ -131,34 +133,38 @@ class Column:
     def _grow_shape(self, shards: int) -> None:
         path = self.folder / "zarr.json"
         data = json.loads(self._disk.read_whole(path))
-        data["shape"][0] = shards * self.rows
-        temp = path.with_name("zarr.json.tmp")
-        self._disk.put(temp, json.dumps(data, indent=1).encode())
-        self._disk.rename(temp, path)
+        if data["shape"][0] < shards * self.rows:
+            data["shape"][0] = shards * self.rows
+            self._disk.write_whole(path, json.dumps(data, indent=1).encode())
 
-    def open_shards(self, needed_slots: int) -> None:
-        """Open the shards that are there; those below `needed_slots` must be.
-
-        Raises:
-            CorruptionError: A shard that holds rows is missing or has another length.
-        """
+    def open_shards(self) -> None:
+        """Open the shards that are there, up to the first one that is not whole."""
         while self._limit is None or len(self.files) < self._limit:
             number = len(self.files)
             path = self.shard_path(number)
-            size = self._disk.size(path)
-            if size != self.file_bytes:
-                if number * self.rows < needed_slots:
-                    found = "is missing" if size < 0 else f"has {size} bytes"
-                    raise CorruptionError(
-                        f"{path} {found}, {self.file_bytes} are expected",
-                        hint="restore the store from a snapshot",
-                    )
-                return
+            if self._disk.size(path) != self.file_bytes:
+                break
             file = self._disk.open(path)
             if number == self._shards:
                 self._reserve(2 * self._shards)
             self._attach(self._addresses, number, file)
             self.files.append(file)
+        if self._limit is None and len(self.files) > 1:
+            self._grow_shape(len(self.files))
+
+    def require(self, slots: int) -> None:
+        """Check that slots 0 to `slots` - 1 have a place.
+
+        Raises:
+            CorruptionError: A shard that holds rows is missing or has another length.
+        """
+        if self.ready < slots:
+            path = self.shard_path(len(self.files))
+            size = self._disk.size(path)
+            found = "is missing" if size < 0 else f"has {size} bytes"
+            raise CorruptionError(
+                f"{path} {found}, {self.file_bytes} are expected", hint="restore the store from a snapshot"
+            )
 
     def look_for_true(self) -> None:
         """Find out whether the column holds nothing but False."""
@@ -299,13 +305,24 @@ class ColumnGroup:
         disk.rename(aside, folder)
         disk.sync_dir(folder.parent)
 
-    def open_shards(self, needed_slots: int) -> None:
-        """Open what is there; shards below `needed_slots` must be."""
+    @property
+    def ready(self) -> int:
+        """How many slots have a place in a shard of every column."""
+        return self._ready
+
+    def open_shards(self) -> None:
+        """Open what is there."""
         for column in self.columns:
-            column.open_shards(needed_slots)
+            column.open_shards()
         for _, column in self._flags:
             column.look_for_true()
         self._ready = min(column.ready for column in self.columns)
+
+    def require(self, pieces: Iterable[tuple[int, int, int]]) -> None:
+        """Check that these slots have a place; raise CorruptionError if not."""
+        for slot, _, n in pieces:
+            for column in self.columns:
+                column.require(slot + n if n else 0)
 
     def ensure(self, slots: int) -> None:
         """Make shards so that slots 0 to `slots` - 1 have a place."""
@@ -411,16 +428,18 @@ class ColumnGroup:
         """Write rows again as they read, so that a sync brings them to the disk for sure."""
         for slot, _, n in pieces:
             for column in self.columns:
-                for file, at, row, rows in column.spans(slot, n):
-                    file.write(column.view[slot + row : slot + row + rows].copy(), at)
+                step = max(1, REWRITE_BYTES // column.row_bytes)
+                for start in range(slot, slot + n, step):
+                    for file, at, row, rows in column.spans(start, min(step, slot + n - start)):
+                        file.write(column.view[start + row : start + row + rows].copy(), at)
 
     def files_of(self, pieces: Iterable[tuple[int, int, int]]) -> set[File]:
-        """Return the files that hold these slots."""
+        """Return the files that hold these slots, as far as they were ever written to."""
         return {
             file
             for slot, _, n in pieces
             for column in self.columns
-            for file, _, _, _ in column.spans(slot, n)
+            for file, _, _, _ in column.spans(slot, min(n, column.ready - slot))
         }
 
     def close(self) -> None:

@@ -161,11 +161,12 @@ def take_over(past: Past, storage: ZarrStorage) -> list[LogEntry]:
     """
     columns = storage.columns
     verify(past, columns, storage)
+    low = past.window_low(storage.capacity)
     if columns is not None:
+        columns.require(storage.pieces(low + 1, past.last - low))
         _redo(past, storage, columns, storage.require_schema())
     table = storage.episodes
     table.load_base(past.base["episodes"])
-    low = past.window_low(storage.capacity)
     base_last = past.base["last"]
     if columns is not None and base_last > low:
         episodes, steps = _row_columns(storage, low + 1, base_last - low)

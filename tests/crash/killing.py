@@ -49,6 +49,7 @@ SPECS = {
         Spec("tiny", 40, 16, segment_bytes=4096, longest=120),
         Spec("deep", 300, None, overlong=False),  # capacity far below the spare
         Spec("shards", 6000, 900, frame=64, shard_rows=4096),
+        Spec("narrow", 300, 100, frame=64),
         Spec("endless", None, None, frame=16_384, shard_rows=4096),
     )
 }
@@ -509,7 +510,7 @@ def random_kills(trials: int, seed: int, folder: Path, names: list[str] | None =
     report = Report()
     started = time.monotonic()
     chance = random.Random(seed)
-    chosen = [SPECS[name] for name in names or ["ring", "tiny", "deep", "ring", "shards", "endless"]]
+    chosen = [SPECS[name] for name in names or ["ring", "tiny", "narrow", "deep", "ring", "narrow", "shards", "endless"]]
     number = 0
     for spec in itertools.cycle(chosen):
         if report.kills >= trials:

@@ -291,7 +291,7 @@ def _next_extend(state: Ledger, rng: np.random.Generator) -> Op:
     longest = spec.longest
     if spec.capacity is not None and not spec.overlong:
         longest = min(longest, state.spare or longest)
-    count = int(rng.integers(1, longest + 1)) if rng.random() < 0.7 else int(rng.integers(1, 20))
+    count = int(rng.integers(1, longest + 1)) if rng.random() < 0.7 else int(rng.integers(1, 9))
     if spec.overlong and spec.capacity is not None and rng.random() < 0.12:
         count = spec.capacity + state.spare + int(rng.integers(1, 60))  # longer than the whole ring
     source = rng.choice(["", "a", "b"])
