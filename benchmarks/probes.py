@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, NoReturn, Self
 
 import expstore
-from benchmarks import workloads
 from benchmarks.workloads import LOCOMOTION, Stream
 
 __all__ = ["Probes"]
@@ -32,7 +31,7 @@ class Probes:
     """
 
     def __init__(self) -> None:
-        _ = expstore.open, workloads  # loads everything that a user's program would have loaded
+        _ = expstore.open  # loads everything that a user's program would have loaded
         asked, ask = os.pipe()
         told, tell = os.pipe()
         self._pid = os.fork()

@@ -10,7 +10,6 @@ import argparse
 import json
 import logging
 import os
-import platform
 import random
 import shutil
 import subprocess
@@ -18,10 +17,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
-from importlib.metadata import version
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, replace
 from itertools import repeat
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -30,26 +29,12 @@ sys.path.insert(0, str(ROOT))  # some distributions install a `benchmarks` of th
 
 import expstore  # noqa: E402
 from benchmarks.probes import Probes  # noqa: E402
-from benchmarks.timing import Series, Turn, alternate, busy_thread, touch_memory  # noqa: E402
+from benchmarks.report import Bar, Result, machine, slower, span, table_row  # noqa: E402
+from benchmarks.timing import Turn, alternate, busy_thread, touch_memory  # noqa: E402
 from benchmarks.workloads import LOCOMOTION, PIXELS, Stream, Workload  # noqa: E402
 
 BATCH = 256
 MB = 1 << 20
-
-
-@dataclass(frozen=True)
-class Bar:
-    """Say what a measurement must reach: `times` at least, or at most so many `of` a unit."""
-
-    limit: float
-    unit: str
-    at_least: bool = False
-
-    def holds(self, value: float) -> bool:
-        return value >= self.limit if self.at_least else value <= self.limit
-
-    def __str__(self) -> str:
-        return f"{'≥' if self.at_least else '≤'} {self.limit:g}{self.unit}"
 
 
 def _times(limit: float) -> Bar:
@@ -87,6 +72,7 @@ class Effort:
     wide_calls: int = 10
     busy_calls: int = 100
     warm: int = 20
+    warm_seconds: float = 2.0
     repeats: int = 5
     pool: int = 40
     locomotion: Workload = LOCOMOTION
@@ -111,6 +97,7 @@ SMOKE = Effort(
     wide_calls=2,
     busy_calls=1,
     warm=1,
+    warm_seconds=0.0,
     repeats=1,
     pool=2,
     locomotion=LOCOMOTION.scaled(rows=500, extend_rows=50),
@@ -118,19 +105,6 @@ SMOKE = Effort(
     memory_rows=5000,
     memory_extend_rows=500,
 )
-
-
-@dataclass(frozen=True)
-class Result:
-    """Hold one row of the table."""
-
-    name: str
-    value: float
-    ours: str
-    theirs: str = "–"
-    ratio: str = "–"
-    note: str = ""
-    data: dict[str, Any] = field(default_factory=dict)
 
 
 # -- the two sides ------------------------------------------------------------------------------------
@@ -151,7 +125,7 @@ def open_torchrl(folder: Path, capacity: int) -> Any:
 class Pair:
     """Hold two buffers of one capacity, and inputs of each one's own (TorchRL writes into them)."""
 
-    def __init__(self, folder: Path, workload: Workload, capacity: int, pool: int) -> None:
+    def __init__(self, folder: Path, workload: Workload, capacity: int, effort: Effort) -> None:
         folder.mkdir()
         self.folder = folder
         self.workload = workload
@@ -160,9 +134,19 @@ class Pair:
         self.theirs = open_torchrl(folder, capacity)
         size = workload.extend_rows
         # Inputs of up to 128 MB, else they would not be read from memory that is in use.
-        pool = max(1, min(pool, 128 * MB // (workload.row_bytes * size)))
+        pool = max(1, min(effort.pool, 128 * MB // (workload.row_bytes * size)))
         self._batches = [Stream(workload, size, pool=pool) for _ in range(2)]
         self._rows = [Stream(workload, 0, pool=min(1000, size * pool)) for _ in range(2)]
+        self._warm_up(effort.warm_seconds)
+
+    def _warm_up(self, seconds: float) -> None:
+        """Give both sides time for what they do once."""
+        self.ours.extend(next(self._batches[0]))
+        self.theirs.extend(next(self._batches[1]))
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            self.ours.sample()
+            self.theirs.sample()
 
     def fill(self) -> None:
         for _ in range(self.capacity // self.workload.extend_rows + 1):
@@ -207,22 +191,25 @@ class Bench:
         return any(self.only in name for name in names)
 
     def run(self) -> Iterator[Result]:
-        with Probes() as probes:
-            yield from self._all(probes)
+        with ExitStack() as stack:
+            # Forked before anything else is done here.
+            wanted = self.wants("reopen/closed", "reopen/killed", "memory/growth")
+            yield from self._all(stack.enter_context(Probes()) if wanted else None)
 
-    def _all(self, probes: Probes) -> Iterator[Result]:
+    def _all(self, probes: Probes | None) -> Iterator[Result]:
         yield from self._filling(self.effort.locomotion)
         yield from self._full(self.effort.locomotion)
         store = self.folder / "full-locomotion" / "store.exp"
         if self.wants("reopen/closed", "reopen/killed", "cli/info", "cli/sql") and not store.exists():
             self._make_store(store)
-        yield from self._reopen(store, probes)
+        if probes is not None:
+            yield from self._reopen(store, probes)
         yield from self._commands(store)
         shutil.rmtree(self.folder / "full-locomotion", ignore_errors=True)
         yield from self._filling(self.effort.pixels)
         yield from self._full(self.effort.pixels)
         shutil.rmtree(self.folder / "full-pixels", ignore_errors=True)
-        if self.wants("memory/growth"):
+        if probes is not None and self.wants("memory/growth"):
             yield self._memory(probes)
 
     # -- beside TorchRL -------------------------------------------------------------------------------
@@ -237,12 +224,12 @@ class Bench:
         if not self.wants(*names.values()):
             return
         rounds = self.effort.rounds
-        room = sum(
+        room = workload.extend_rows + sum(
             (rounds * self._calls(workload, act) + self.effort.warm) * rows
             for act, rows in (("add", 1), ("extend", workload.extend_rows))
         )
         folder = self.folder / f"filling-{workload.name}"
-        pair = Pair(folder, workload, room + 1, self.effort.pool)
+        pair = Pair(folder, workload, room + 1, self.effort)
         for act, name in names.items():
             if self.wants(name):
                 yield self._beside(pair, act, name)
@@ -258,7 +245,7 @@ class Bench:
         wanted = [name for name in names if name in BARS and self.wants(name)]
         if not wanted:
             return
-        pair = Pair(self.folder / f"full-{workload.name}", workload, workload.rows, self.effort.pool)
+        pair = Pair(self.folder / f"full-{workload.name}", workload, workload.rows, self.effort)
         pair.fill()
         for name in wanted:
             yield self._beside(pair, names[name], name) if names[name] else self._busy(pair, name)
@@ -271,8 +258,8 @@ class Bench:
         return Result(
             name,
             ratio,
-            _span(ours),
-            _span(theirs),
+            span(ours),
+            span(theirs),
             f"{ratio:.1f}x (means {theirs.mean / ours.mean:.1f}x)",
             data={"expstore": ours.to_json(), "torchrl": theirs.to_json()},
         )
@@ -282,13 +269,13 @@ class Bench:
         few = replace(theirs, calls=self.effort.busy_calls)
         turns = [ours, replace(ours, around=busy_thread), theirs, replace(few, around=busy_thread)]
         series = alternate(turns, rounds=self.effort.rounds, warm=self.effort.warm)
-        slower = [series[n + 1].median / series[n].median for n in (0, 2)]
+        times = [series[n + 1].median / series[n].median for n in (0, 2)]
         names = ("expstore", "expstore_busy", "torchrl", "torchrl_busy")
         return Result(
             name,
-            slower[0],
-            f"{slower[0]:.1f}x: {_slower(series[0], series[1])}",
-            f"{slower[1]:.1f}x: {_slower(series[2], series[3])}",
+            times[0],
+            f"{times[0]:.1f}x: {slower(series[0], series[1])}",
+            f"{times[1]:.1f}x: {slower(series[2], series[3])}",
             data={key: one.to_json() for key, one in zip(names, series, strict=True)},
         )
 
@@ -383,48 +370,7 @@ class Bench:
         return Result(name, max(medians), text, note=note, data={"medians": medians})
 
 
-# -- the table ----------------------------------------------------------------------------------------
-
-
-def _time(seconds: float) -> str:
-    return f"{seconds * 1e6:.0f} µs" if seconds < 1e-2 else f"{seconds * 1e3:.1f} ms"
-
-
-def _span(series: Series) -> str:
-    return f"{_time(series.median)} [{_time(series.low)}–{_time(series.high)}] n={series.calls}"
-
-
-def _slower(quiet: Series, busy: Series) -> str:
-    means = f"means {_time(quiet.mean)} → {_time(busy.mean)}"
-    return f"{_time(quiet.median)} → {_time(busy.median)}, {means} n={busy.calls}"
-
-
-def table_row(result: Result, bar: Bar) -> str:
-    ok = "yes" if bar.holds(result.value) else "**no**"
-    what = f"{result.name}" + (f" ({result.note})" if result.note else "")
-    return f"| {what} | {result.ours} | {result.theirs} | {result.ratio} | {bar} | {ok} |"
-
-
-def machine(threads: int | None) -> dict[str, str]:
-    import torch
-
-    default = torch.get_num_threads()
-    if threads is not None:
-        torch.set_num_threads(threads)
-    cpu = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        names = [line.split(":")[1].strip() for line in info.read_text().splitlines() if "model name" in line]
-        cpu = names[0] if names else cpu
-    packages = ("numpy", "torch", "tensordict", "torchrl", "duckdb", "zarr")
-    return {
-        "machine": f"{os.cpu_count()} x {cpu}, {platform.system()} {platform.release()}",
-        "load": " ".join(f"{part:.1f}" for part in os.getloadavg()),
-        "threads": f"torch has {torch.get_num_threads()} threads"
-        + (" (its default)" if torch.get_num_threads() == default else ""),
-        "versions": f"Python {platform.python_version()}, expstore {expstore.__version__}, "
-        + ", ".join(f"{name} {version(name)}" for name in packages),
-    }
+# -- the run ------------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -456,7 +402,9 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", default="", metavar="TEXT", help="measurements with TEXT in their name")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
     parser.add_argument("--bar", action="append", default=[], metavar="NAME=LIMIT", help="another bar")
-    parser.add_argument("--threads", type=int, metavar="N", help="torch threads; torch's default if not given")
+    parser.add_argument(
+        "--threads", type=int, metavar="N", help="torch threads; torch's default if not given"
+    )
     parser.add_argument("--folder", type=Path, default=ROOT / "benchmarks" / "out", help="where stores lie")
     parsed = parser.parse_args(argv)
     if not any(parsed.only in name for name in BARS):
@@ -475,7 +423,11 @@ def main(argv: Sequence[str] | None = None, out: Callable[[str], object] = print
     effort = SMOKE if wanted.smoke else QUICK if wanted.quick else FULL
     bars: dict[str, Bar] = ({} if wanted.smoke else dict(BARS)) | wanted.bars
     no_bar = Bar(float("inf"), "")
-    about = machine(wanted.threads)
+    if wanted.threads is not None:
+        import torch
+
+        torch.set_num_threads(wanted.threads)
+    load = os.getloadavg()[0]
     out("| what | expstore | TorchRL | ratio | bar | ok |\n| --- | --- | --- | --- | --- | --- |")
     results = []
     started = time.monotonic()
@@ -485,14 +437,22 @@ def main(argv: Sequence[str] | None = None, out: Callable[[str], object] = print
             out(table_row(result, bars.get(result.name, no_bar)))
             sys.stdout.flush()
     below = [r.name for r in results if r.name in bars and not bars[r.name].holds(r.value)]
-    out(f"\n{about['machine']}; load before the run {about['load']}; {about['threads']}.")
+    about = machine() | {"load": f"load {load:.1f} before, {os.getloadavg()[0]:.1f} after"}
+    out(f"\n{about['machine']}; {about['load']}; {about['threads']}.")
     out(f"{about['versions']}. Took {time.monotonic() - started:.0f} s.")
     out("Times are medians [10th–90th percentile] per call, n calls a side, the sides taking turns.")
+    if load > 1.0:
+        out("**Other programs were running: these figures mean little.**")
     if below:
         out(f"Below their bars: {', '.join(below)}.")
     if wanted.json:
-        rows = [asdict(r) | {"bar": str(BARS[r.name]), "ok": BARS[r.name].holds(r.value)} for r in results]
-        wanted.json.write_text(json.dumps({"about": about, "results": rows}, indent=1))
+        rows = [
+            asdict(r)
+            | {"value": r.value if isfinite(r.value) else None}
+            | {"bar": str(bars.get(r.name, "")), "ok": r.name not in below}
+            for r in results
+        ]
+        wanted.json.write_text(json.dumps({"about": about, "results": rows}, indent=1, allow_nan=False))
     return 1 if below else 0
 
 

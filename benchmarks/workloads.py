@@ -1,15 +1,21 @@
 """What is stored in the benchmarks: two kinds of experience, as frozen facts.
 
-Used by the scripts here. Contents follow from a seed; making them is never part of a measurement.
+Used by the scripts here. Contents follow from a seed; making them is never part of a measurement. It
+imports torch when the first batch is made.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from math import prod
+from typing import TYPE_CHECKING
 
-import torch
-from tensordict import TensorDict
+import numpy as np
+
+if TYPE_CHECKING:
+    import torch
+    from tensordict import TensorDict
 
 __all__ = ["LOCOMOTION", "PIXELS", "Leaf", "Stream", "Workload"]
 
@@ -21,12 +27,12 @@ class Leaf:
     """Describe one field of a row: key, dtype and row shape."""
 
     key: tuple[str, ...]
-    dtype: torch.dtype
+    dtype: str
     shape: tuple[int, ...]
 
     @property
     def row_bytes(self) -> int:
-        return self.dtype.itemsize * int(torch.Size(self.shape).numel())
+        return np.dtype(self.dtype).itemsize * prod(self.shape)
 
 
 @dataclass(frozen=True)
@@ -57,6 +63,9 @@ class Workload:
 
     def batch(self, rows: int, *, start: int = 0, seed: int = 0) -> TensorDict:
         """Make rows number `start` to `start + rows - 1` of a run. Batch size `[rows]`."""
+        import torch
+        from tensordict import TensorDict
+
         generator = torch.Generator().manual_seed(seed)
         number = torch.arange(start, start + rows)
         batch = TensorDict({}, [rows])
@@ -65,10 +74,13 @@ class Workload:
         return batch
 
     def _values(self, leaf: Leaf, number: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+        import torch
+
         shape = (number.numel(), *leaf.shape)
+        dtype: torch.dtype = getattr(torch, leaf.dtype)
         if leaf.key == TRAJECTORY:
             return (number // self.episode).reshape(shape)
-        if leaf.dtype is torch.bool:
+        if dtype is torch.bool:
             # Flags at the root speak of the observation before the step: never an end.
             last = (number + 1) % self.episode == 0
             second = number // self.episode % 2 == 1
@@ -78,9 +90,9 @@ class Workload:
                 ("next", "truncated"): last & second,
             }
             return ends.get(leaf.key, torch.zeros_like(last)).reshape(shape).clone()
-        if leaf.dtype.is_floating_point:
-            return torch.randn(shape, generator=generator, dtype=leaf.dtype)
-        return torch.randint(0, 256 if leaf.shape else 6, shape, generator=generator, dtype=leaf.dtype)
+        if dtype.is_floating_point:
+            return torch.randn(shape, generator=generator, dtype=dtype)
+        return torch.randint(0, 256 if leaf.shape else 6, shape, generator=generator, dtype=dtype)
 
 
 class Stream:
@@ -118,7 +130,7 @@ class Stream:
 
 def _flags(*groups: tuple[str, ...]) -> tuple[Leaf, ...]:
     names = ("done", "terminated", "truncated")
-    return tuple(Leaf((*group, name), torch.bool, (1,)) for group in groups for name in names)
+    return tuple(Leaf((*group, name), "bool", (1,)) for group in groups for name in names)
 
 
 LOCOMOTION = Workload(
@@ -127,11 +139,11 @@ LOCOMOTION = Workload(
     extend_rows=1000,
     episode=250,
     leaves=(
-        Leaf(("observation",), torch.float32, (17,)),
-        Leaf(("action",), torch.float32, (6,)),
-        Leaf(TRAJECTORY, torch.int64, ()),
-        Leaf(("next", "observation"), torch.float32, (17,)),
-        Leaf(("next", "reward"), torch.float32, (1,)),
+        Leaf(("observation",), "float32", (17,)),
+        Leaf(("action",), "float32", (6,)),
+        Leaf(TRAJECTORY, "int64", ()),
+        Leaf(("next", "observation"), "float32", (17,)),
+        Leaf(("next", "reward"), "float32", (1,)),
         *_flags((), ("next",)),
     ),
 )
@@ -142,10 +154,10 @@ PIXELS = Workload(
     extend_rows=1000,
     episode=250,
     leaves=(
-        Leaf(("observation",), torch.uint8, (84, 84)),
-        Leaf(("action",), torch.int64, ()),
-        Leaf(("next", "observation"), torch.uint8, (84, 84)),
-        Leaf(("next", "reward"), torch.float32, (1,)),
+        Leaf(("observation",), "uint8", (84, 84)),
+        Leaf(("action",), "int64", ()),
+        Leaf(("next", "observation"), "uint8", (84, 84)),
+        Leaf(("next", "reward"), "float32", (1,)),
         *_flags(("next",)),
     ),
 )

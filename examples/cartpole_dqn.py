@@ -110,8 +110,7 @@ class Agent:
                 adam.setdefault(int(number), {})[key] = torch.from_numpy(array)
         self.online.load_state_dict(parts["online"])
         self.target.load_state_dict(parts["target"])
-        groups = self.optimizer.state_dict()["param_groups"]
-        self.optimizer.load_state_dict({"state": adam, "param_groups": groups})
+        self.optimizer.load_state_dict(self.optimizer.state_dict() | {"state": adam})
         self.updates = int(arrays["updates"])
 
 
@@ -187,8 +186,7 @@ def print_curve(rb: Buffer, console: Console) -> None:
     console.print("\nmean return per episode, from the first to the last:")
     top, before = max(mean for _, mean in parts), 0
     for count, mean in parts:
-        bar = "█" * round(40 * mean / top)
-        console.print(f"  {before + 1:>5}-{before + count:<5} {bar} {mean:.0f}")
+        console.print(f"  {before + 1:>5}-{before + count:<5} {'█' * round(40 * mean / top)} {mean:.0f}")
         before += count
     _, last, first = rb.sql(LATEST).fetchall()[0]
     console.print(f"first 20 episodes {first:.1f}, last 20 episodes {last:.1f}")

@@ -206,7 +206,7 @@ class StepReader:
         keep = None
         if self._trajectory is not None:
             strays = columns[self._trajectory].reshape(-1) == -1
-            keep = ~strays if strays.any() else None
+            keep = ~strays if np.count_nonzero(strays) else None
         if self._mask is not None:
             mask = columns[self._mask].reshape(-1).astype(bool)
             if not mask.all():

@@ -16,7 +16,7 @@ from tensordict import TensorDictBase
 
 from expstore.batches import Batch, Builder, StepReader, flatten
 from expstore.errors import NotFoundError, NotReadyError, SchemaError, StateError
-from expstore.samplers.base import Sampler, draw_generator
+from expstore.samplers.base import Draws, Sampler
 from expstore.samplers.random import RandomSampler
 from expstore.schema import Schema
 from expstore.storages.base import Storage, describe
@@ -78,6 +78,7 @@ class ReplayBuffer:
         self._device = None if device is None else torch.device(device)
         self._catalog = Catalog(self._storage)
         self._storage.use_catalog(self._catalog)
+        self._draws = Draws(self._storage.seed)
         self._builder: Builder | None = None
         self._reader: StepReader | None = None
 
@@ -124,7 +125,7 @@ class ReplayBuffer:
             rows = self._writer.place(storage, columns, steps, source=source)
             storage.write(rows)
             self._sampler.on_write(rows)
-        numbers = rows.ids if return_ids else storage.index_of(rows.ids)
+        numbers = rows.ids if return_ids else storage.numbers_of(rows)
         return numbers if kept is None else _spread(numbers, kept)
 
     def sample(self, batch_size: int | None = None) -> TensorDictBase:
@@ -155,8 +156,7 @@ class ReplayBuffer:
             if redraw == _PATIENCE:
                 storage.lock.acquire()
             try:
-                generator = draw_generator(storage.seed, draw, redraw)
-                selection = self._sampler.sample(storage, size, generator)
+                selection = self._sampler.sample(storage, size, self._draws.generator(draw, redraw))
                 columns = storage.read(selection.ids)
                 if storage.intact(selection.ids):
                     return selection, columns

@@ -27,14 +27,12 @@ from expstore.errors import (
     ExpStoreError,
     LockedError,
     MigrationError,
-    QueryError,
     StorageError,
 )
 
 if TYPE_CHECKING:
     from expstore.buffers import ReplayBuffer
     from expstore.collectors import AnyVectorEnv
-    from expstore.result import Result
 
 __all__ = ["main", "run"]
 
@@ -413,8 +411,10 @@ def sql(
     """Ask stores in SQL."""
     if as_csv and (as_json or parquet):
         raise typer.BadParameter("leave out --json and --parquet, or this", param_hint="--csv")
+    from expstore.cli_query import ask
+
     most = limit if as_csv or as_json or parquet else limit or TABLE_ROWS
-    result = _union([(path, _ask(path, query, most, several=len(paths) > 1)) for path in paths])
+    result = ask(paths, query, most)
     more = most is not None and len(result) > most
     if more:
         result = type(result)(result.arrow().slice(0, most))
@@ -433,60 +433,3 @@ def sql(
         if more and limit is None:
             typer.echo(f"there are more than {most} rows; --limit N shows more, --csv all", err=True)
     return 0
-
-
-def _ask(path: Path, query: str, most: int | None, *, several: bool) -> Result:
-    """Ask one store; past `most` rows all that matters is that there is another one."""
-    from expstore.files import Disk
-    from expstore.manifest import Manifest
-    from expstore.storages.catalog import Catalog
-    from expstore.storages.zarr import ZarrStorage
-
-    Manifest.load(Disk(), path)  # the storage would make a store where there is none
-    with contextlib.ExitStack() as stack:
-        storage = ZarrStorage(path)
-        stack.callback(storage.close)
-        catalog = Catalog(storage)
-        stack.callback(catalog.drop)
-        if storage.counters.recovered:
-            typer.echo(f"note: {path}: {storage.counters.recovered}", err=True)
-        if most is not None:
-            with contextlib.suppress(QueryError):  # one that has a LIMIT takes no second
-                return catalog.query(f"{query.rstrip().rstrip(';')}\nLIMIT {most + 1}", None)
-        try:
-            return catalog.query(query, None)
-        except QueryError as exc:
-            if several:
-                raise QueryError(f"{path}: {exc.message}", kind=exc.kind, hint=exc.hint) from exc
-            raise
-
-
-def _union(answers: list[tuple[Path, Result]]) -> Result:
-    """Put the answers of several stores one below another, with the store in front."""
-    (path, result), *others = answers
-    if not others:
-        return result
-    first: Any = result.arrow()
-    parts = []
-    for other, answer in answers:
-        table = answer.arrow()
-        if table.schema != first.schema:
-            raise QueryError(
-                f"{path} and {other} answer with different columns: {_difference(first, table)}",
-                hint="name columns that all stores have, and cast them to one type",
-            )
-        # At least one row, or the column would have no type.
-        label = type(first).from_pydict({"store": [str(other)] * max(1, len(table))}).slice(0, len(table))
-        parts.append(table.add_column(0, label.schema.field(0), label.column(0)))
-    batches = [batch for table in parts for batch in table.to_batches()]
-    return type(result)(type(first).from_batches(batches, schema=parts[0].schema))
-
-
-def _difference(one: Any, other: Any) -> str:
-    names, others = one.column_names, other.column_names
-    if single := [name for name in [*names, *others] if (name in names) != (name in others)]:
-        return ", ".join(single)
-    if names != others:
-        return "another order"
-    pairs = zip(one.schema, other.schema, strict=True)
-    return ", ".join(f"{a.name} ({a.type} and {b.type})" for a, b in pairs if a.type != b.type)

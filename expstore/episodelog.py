@@ -26,7 +26,7 @@ _HAS_TRAJECTORY = 1
 _NAMED = 2
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class LogEntry:
     """One entry: an episode's state at one moment, or the name of a source (`episode` 0 then).
 
@@ -63,7 +63,7 @@ class LogEntry:
     def pack(self) -> bytes:
         """Return the entry as it stands in the file."""
         text = self.text.encode()
-        text = text.ljust(-(-len(text) // 8) * 8)
+        text = text.ljust(-(-len(text) // 8) * 8, b"\0")
         flags = (_HAS_TRAJECTORY if self.trajectory is not None else 0) | (_NAMED if self.named else 0)
         head = _ENTRY.pack(
             _ENTRY.size + len(text),
@@ -111,7 +111,7 @@ def _unpack(data: bytes, at: int) -> tuple[LogEntry, int] | None:
         status=status,
         sequence=sequence,
         generation=generation,
-        text=data[at + _ENTRY.size : stop].decode().rstrip(" "),
+        text=data[at + _ENTRY.size : stop].decode().rstrip("\0"),
         named=bool(flags & _NAMED),
     )
     return entry, stop

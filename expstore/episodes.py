@@ -9,6 +9,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -189,13 +190,17 @@ class Fragments:
         self._head, self._tail = 0, size
 
     def evict(self, low: int) -> IntArray:
-        """Drop fragments whose rows all have ids <= `low`, at least those at the head; return their episodes."""
+        """Drop fragments whose rows all have ids <= `low`, those at the head at least.
+
+        Returns:
+            Their episodes.
+        """
         rows = self.rows
         alive = last_ids(rows) > low
         dead = int(np.argmax(alive)) if alive.any() else alive.size
         if 2 * np.count_nonzero(alive) < alive.size - dead:
             # An episode without an end keeps the head alive, and most of what came after it is dead.
-            gone = rows[0, ~alive]
+            gone: IntArray = rows[0, ~alive]
             self.fill(rows[:, alive])
             return gone
         gone = rows[0, :dead].copy()
@@ -249,6 +254,7 @@ class EpisodeTable:
         self._changed: dict[int, Episode] = {}
         self._faded: set[int] = set()
         self._sources: list[LogEntry] = []
+        self.kernels: ModuleType | None = None  # compiled loops, once there are some
 
     # -- numbering -------------------------------------------------------------------------------
 
@@ -266,8 +272,9 @@ class EpisodeTable:
         """
         numbers, new_sources = self._source_numbers(source, steps.lane_count)
         if steps.count == 1:
-            pieces = [self._single(steps)]
-            order = None
+            pieces, order = [self._single(steps)], None
+        elif self.kernels is not None and steps.lane_count == 1:
+            pieces, order = _cut_lane(steps, self.kernels), None
         else:
             pieces, order = _cut(steps)
         segments: list[Segment] = []
@@ -287,7 +294,7 @@ class EpisodeTable:
             )
             over = status == TERMINATED or (status == TRUNCATED and trajectory is None)
             pending[key] = None if over else (episode, step + count, status)
-        episodes, step_of = _spread(segments, steps.count, order)
+        episodes, step_of = _spread(segments, steps.count, order, self.kernels)
         return Assignment(segments, episodes, step_of, new_sources)
 
     def _continued(self, key: tuple[int, int | None], low: int) -> tuple[int, int, int] | None:
@@ -318,7 +325,7 @@ class EpisodeTable:
         return numbers, new
 
     @staticmethod
-    def _single(steps: Steps) -> tuple[int, int | None, bool, int, int, int, int, float]:
+    def _single(steps: Steps) -> _Piece:
         status = OPEN
         if steps.terminated is not None and steps.terminated[0]:
             status = TERMINATED
@@ -495,7 +502,32 @@ def _is_name(source: object) -> bool:
     return isinstance(source, str) and source.isprintable() and source != "" and source == source.strip()
 
 
-_Piece = tuple[int, int | None, bool, int, int, int, int, float]
+_NO_INTS, _NO_FLOATS = np.empty(0, np.int64), np.empty(0)
+_Piece = tuple[int, int | None, bool | None, int, int, int, int, float]
+
+
+def _cut_lane(steps: Steps, kernels: ModuleType) -> list[_Piece]:
+    """Do as `_cut` for a batch of one lane, by a compiled loop."""
+    n = steps.count
+    nothing = np.empty(0, np.bool_)
+    terminated = nothing if steps.terminated is None else np.ascontiguousarray(steps.terminated)
+    truncated = nothing if steps.truncated is None else np.ascontiguousarray(steps.truncated)
+    starts = nothing if steps.starts is None else np.ascontiguousarray(steps.starts)
+    trajectories = _NO_INTS if steps.trajectories is None else np.ascontiguousarray(steps.trajectories)
+    rewards = _NO_FLOATS if steps.rewards is None else steps.rewards.astype(np.float64)
+    firsts, sums = np.empty(n, np.int64), np.empty(n)
+    runs = kernels.find_runs(terminated, truncated, trajectories, starts, rewards, firsts, sums)
+    first = firsts[:runs].tolist()
+    pieces: list[_Piece] = []
+    for a, b, ret in zip(first, [*first[1:], n], sums[:runs].tolist(), strict=True):
+        status = OPEN
+        if steps.terminated is not None and terminated[b - 1]:
+            status = TERMINATED
+        elif steps.truncated is not None and truncated[b - 1]:
+            status = TRUNCATED
+        trajectory = None if steps.trajectories is None else int(trajectories[a])
+        pieces.append((0, trajectory, starts.size > 0 and bool(starts[a]), a, b - a, 1, status, ret))
+    return pieces
 
 
 def _cut(steps: Steps) -> tuple[list[_Piece], IntArray | None]:
@@ -508,7 +540,7 @@ def _cut(steps: Steps) -> tuple[list[_Piece], IntArray | None]:
     def of(values: Any) -> Any:
         return values if order is None or values is None else values[order]
 
-    lanes, trajectories = of(steps.lanes), of(steps.trajectories)
+    lanes, trajectories, rewards = of(steps.lanes), of(steps.trajectories), of(steps.rewards)
     terminated, truncated, starts = of(steps.terminated), of(steps.truncated), of(steps.starts)
     cut = np.zeros(n, bool)
     cut[0] = True
@@ -522,31 +554,24 @@ def _cut(steps: Steps) -> tuple[list[_Piece], IntArray | None]:
         cut |= starts
     if order is not None:
         _cut_uneven(cut, order)
-    first = np.flatnonzero(cut)
-    last = np.empty_like(first)
-    last[:-1], last[-1] = first[1:] - 1, n - 1
-    status = np.zeros(first.size, np.int64)
-    for flags, meaning in ((truncated, TRUNCATED), (terminated, TERMINATED)):
-        if flags is not None:
-            status[flags[last]] = meaning
-    rewards = of(steps.rewards)
-    returns = (
-        np.add.reduceat(rewards, first, dtype=np.float64) if rewards is not None else np.zeros(first.size)
-    )
-    row = first if order is None else order[first]
-    stride = np.ones(first.size, np.int64)
+    at = cut.nonzero()[0]
+    first = at.tolist()
+    last = [place - 1 for place in [*first[1:], n]]
+    none: list[Any] = [None] * len(first)
+    over = none if terminated is None else terminated[last].tolist()
+    stopped = none if truncated is None else truncated[last].tolist()
+    strides = [1] * len(first)
     if order is not None:
-        many = last > first
-        stride[many] = order[first[many] + 1] - order[first[many]]
+        strides = [int(order[b] - order[b - 1]) if b > a else 1 for a, b in zip(first, last, strict=True)]
     pieces: Iterable[Any] = zip(
-        [0] * first.size if lanes is None else lanes[first].tolist(),
-        [None] * first.size if trajectories is None else trajectories[first].tolist(),
-        [False] * first.size if starts is None else starts[first].tolist(),
-        row.tolist(),
-        (last - first + 1).tolist(),
-        stride.tolist(),
-        status.tolist(),
-        returns.tolist(),
+        [0] * len(first) if lanes is None else lanes[at].tolist(),
+        none if trajectories is None else trajectories[at].tolist(),
+        none if starts is None else starts[at].tolist(),
+        first if order is None else order[at].tolist(),
+        [b - a + 1 for a, b in zip(first, last, strict=True)],
+        strides,
+        [TERMINATED if t else TRUNCATED if s else OPEN for t, s in zip(over, stopped, strict=True)],
+        [0.0] * len(first) if rewards is None else np.add.reduceat(rewards, at, dtype=np.float64).tolist(),
         strict=True,
     )
     return list(pieces), order
@@ -562,17 +587,23 @@ def _cut_uneven(cut: BoolArray, order: IntArray) -> None:
             cut[place] = True
 
 
-def _spread(segments: list[Segment], n: int, order: IntArray | None) -> tuple[IntArray, IntArray]:
+def _spread(
+    segments: list[Segment], n: int, order: IntArray | None, kernels: ModuleType | None
+) -> tuple[IntArray, IntArray]:
     if len(segments) == 1 and order is None:
         only = segments[0]
         if n == 1:
             return np.array([only.episode]), np.array([only.step])
         return np.full(n, only.episode, np.int64), np.arange(only.step, only.step + n, dtype=np.int64)
-    counts = np.array([s.rows for s in segments])
-    episodes = np.repeat(np.array([s.episode for s in segments], np.int64), counts)
-    starts = np.array([s.step for s in segments], np.int64)
-    before = np.cumsum(counts) - counts
-    steps = np.arange(n, dtype=np.int64) + np.repeat(starts - before, counts)
+    runs = np.array([(s.episode, s.step, s.rows) for s in segments])
+    if kernels is not None and order is None:
+        filled = np.empty((2, n), np.int64)
+        kernels.spread_runs(runs, filled[0], filled[1])
+        return filled[0], filled[1]
+    episode, start, counts = runs.T
+    episodes = np.repeat(episode, counts)
+    steps = np.arange(n)
+    steps += np.repeat(start + counts - np.cumsum(counts), counts)
     if order is None:
         return episodes, steps
     spread = np.empty((2, n), np.int64)

@@ -21,6 +21,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,7 @@ from numpy.typing import NDArray
 
 from expstore.errors import StorageError
 
-__all__ = ["AddressRange", "Disk", "File"]
+__all__ = ["AddressRange", "Disk", "File", "address_of"]
 
 _Ints = NDArray[np.int64]
 
@@ -75,6 +76,14 @@ def _failed(act: str, path: Path, exc: OSError) -> StorageError:
     return error
 
 
+def address_of(array: NDArray[Any]) -> int:
+    """Return where an array's bytes begin. `ctypes.data` says the same in four times the time."""
+    buffer: Any = array
+    if array.flags.writeable and array.nbytes:
+        return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+    return int(array.ctypes.data)
+
+
 class File:
     """Hold one open file.
 
@@ -91,7 +100,7 @@ class File:
         """Write all of `data` at `offset`; C-contiguous arrays are written as they lie."""
         self.disk.gate("write", self.path)
         size = len(data) if isinstance(data, bytes) else data.nbytes
-        address: Any = data if isinstance(data, bytes) else data.ctypes.data
+        address: Any = data if isinstance(data, bytes) else address_of(data)
         if size <= KEEP_GIL_BYTES and _pwrite(self.fd, address, size, offset) == size:
             return
         self.write_rest(data, offset)
@@ -187,6 +196,7 @@ class Disk:
         self.syncs = 0
         self._warmed = False
         self._kernel: Any = None
+        self.kernels: ModuleType | None = None  # set once they are compiled
 
     def gate(self, act: str, path: Path) -> None:
         """Be told what is about to be done to `path`; does nothing outside tests."""
@@ -210,9 +220,10 @@ class Disk:
             threading.Thread(target=self._load_kernel, name="expstore-warm", daemon=True).start()
 
     def _load_kernel(self) -> None:
-        from expstore.kernels import write_pieces  # a second of numba
+        from expstore import kernels  # a second of numba
 
-        self._kernel = write_pieces
+        self._kernel = kernels.write_pieces
+        self.kernels = kernels
 
     def scatter(
         self,

@@ -130,7 +130,8 @@ def read_journal(disk: Disk, folder: Path) -> list[Record]:
     Raises:
         CorruptionError: A record is damaged that a durable mark covers, or the first base.
     """
-    paths = [folder / name for name in disk.names(folder) if name.isdigit()]
+    names = sorted((name for name in disk.names(folder) if name.isdigit()), key=int)
+    paths = [folder / name for name in names]
     segments = [_read_segment(path, disk.read_whole(path)) for path in paths]
     if not any(segments):
         return []  # nothing, or a first segment whose base was never whole

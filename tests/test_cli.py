@@ -333,7 +333,8 @@ def test_info_for_people(cli: Cli, store: Path) -> None:
 def test_info_counts_as_the_store_does(cli: Cli, store: Path) -> None:
     with expstore.open(store) as rb:
         rb.extend(rows(90, start=1000), source="a")
-        rb.extend(rows(3, start=2000), source="b")
+        rb.extend(rows(2, start=2000), source="b")
+        rb.add(rows(1, start=2002)[0], source="b")
         held, written = len(rb), rb.write_count
         episodes = dict(rb.sql("SELECT status, count(*) FROM episodes GROUP BY 1").fetchall())
         (running,) = cli("info", store, "--json").json["stores"]
@@ -539,6 +540,17 @@ def test_stores_that_differ(cli: Cli, store: Path, wide: Path) -> None:
     done = cli("sql", store, wide, "SELECT frame FROM transitions")
     assert done.code == 2
     assert is_one_error(done, "run.exp: ", "frame")
+
+
+def test_ctrl_c_ends_a_long_query(store: Path) -> None:
+    query = "SELECT sum(a.range * b.range) FROM range(1000000) a, range(1000000) b"
+    command = [sys.executable, "-m", "expstore", "sql", str(store), query]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        while f'"pid": {process.pid},' not in (store / "LOCK").read_text():
+            assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=30) in (-signal.SIGINT, 130)
+    assert survey(store).writer is None
 
 
 # -- time ------------------------------------------------------------------------------------------

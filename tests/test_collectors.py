@@ -93,7 +93,7 @@ class FakeBuffer:
 
     def lanes(self) -> list[TensorDict]:
         """Return each lane's transitions in time order."""
-        joined: Any = torch.cat(self.batches, dim=1)  # type: ignore[arg-type]
+        joined: Any = torch.cat(self.batches, dim=1)
         return [lane[lane["collector", "traj_ids"] >= 0] for lane in joined.unbind(0)]
 
     def episodes(self) -> list[list[TensorDict]]:
@@ -323,6 +323,21 @@ class BatchedFinal(VectorWrapper[Any, Any, Any, Any, Any]):
 
 def test_final_observations_may_come_as_a_batch() -> None:
     envs = BatchedFinal(make_envs(mode=AutoresetMode.SAME_STEP))
+    assert_same_episodes(collected(make_envs(), by_observation), collected(envs, by_observation))
+
+
+class PartialReset(VectorWrapper[Any, Any, Any, Any, Any]):
+    """Gives nothing sensible for the lanes that a reset leaves alone."""
+
+    def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> Any:
+        mask = np.ones(self.num_envs, bool) if options is None else options["reset_mask"].copy()
+        observation, info = super().reset(seed=seed, options=options)
+        observation[~mask] = -999
+        return observation, info
+
+
+def test_a_reset_of_some_lanes_leaves_the_others_alone() -> None:
+    envs = PartialReset(make_envs(mode=AutoresetMode.DISABLED))
     assert_same_episodes(collected(make_envs(), by_observation), collected(envs, by_observation))
 
 

@@ -456,6 +456,26 @@ def test_named_sources_go_on_and_unnamed_ones_are_cut() -> None:
     assert [(e.text, e.named, e.generation) for e in made if not e.episode] == [("@2", False, 2)]
 
 
+def test_going_on_after_truncation_is_noted() -> None:
+    table = EpisodeTable()
+    run(table, 1, count=2, trajectories=[5, 5], truncated=[False, True])
+    _, entries = run(table, 3, count=1, trajectories=[5])
+    assert [(e.episode, e.status, e.length) for e in entries] == [(1, OPEN, 3)]
+    assert run(table, 4, count=1, trajectories=[5])[1] == []
+
+
+def test_rows_found_again_are_in_order_and_tell_what_lost_its_first_rows() -> None:
+    table = EpisodeTable()
+    episodes, steps = np.array([2, 1, 2, 1, 2, 3]), np.array([0, 7, 1, 8, 2, 0])
+    table.load_rows(episodes, steps, first_id=11)
+    found = [[2, 0, 3, 11, 2], [1, 7, 2, 12, 2], [3, 0, 1, 16, 1]]
+    assert table.fragments.rows.T.tolist() == found
+    assert table.changes(10)[2].tolist() == [1]
+    table.settle()
+    assert table.changes(10)[2].tolist() == []
+    assert sorted(table.changes(11)[2].tolist()) == [2]
+
+
 # ---------------------------------------------------------------------------------------------------
 # Fragments.
 
@@ -484,6 +504,9 @@ def test_a_long_fragment_in_front_does_not_keep_the_dead() -> None:
         if k % 100 == 0:
             fragments.evict(2 * k - 50)
     assert fragments.rows.shape[1] < 500
+    size = fragments.rows.shape[1]
+    assert fragments.add(5, (2, 0, 1, 30_000, 1)) == fragments.add(-1, (3, 0, 1, 30_001, 1)) - 1
+    assert fragments.rows.shape[1] == size + 2, "a number from before was taken for a new one"
     kept = clip(fragments.rows, 19_900)
     np.testing.assert_array_equal(kept[2, kept[0] == 1].sum(), 50)
 

@@ -24,7 +24,7 @@ from tensordict import TensorDict
 import expstore
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "cartpole_dqn.py"
-STEPS = 12_000
+STEPS = 9_000
 
 # Imports once and forks for each run, since the imports take longer than a short run. A run may be
 # stopped after so many updates: by a signal that nobody catches, a few milliseconds of computing later

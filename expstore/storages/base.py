@@ -232,6 +232,16 @@ class Storage(ABC):
         """Return TorchRL's numbers (0 to capacity-1) of ids. Shapes `(n,)`."""
         return ids - 1 if self.capacity is None else (ids - 1) % self.capacity
 
+    def numbers_of(self, rows: Rows) -> IntArray:
+        """Return the indices of a batch just written. Shape `(n,)`."""
+        if self.capacity is None:
+            return rows.ids - 1
+        start = (rows.first_id - 1) % self.capacity
+        numbers = np.arange(start, start + rows.count, dtype=np.int64)
+        if start + rows.count > self.capacity:  # division is the slowest thing a processor does
+            numbers %= self.capacity
+        return numbers
+
     def ids_at(self, index: IntArray) -> IntArray:
         """Return the ids of the readable rows with these numbers. Shapes `(n,)`.
 
@@ -373,7 +383,8 @@ class Storage(ABC):
         Raises:
             PriorityError: A value is negative, NaN or infinite; none was set.
         """
-        values = np.asarray(values, np.float32)
+        with np.errstate(over="ignore"):
+            values = np.asarray(values, np.float32)
         bad = ~np.isfinite(values) | (values < 0)
         if bad.any():
             at = int(np.argmax(bad))
@@ -438,7 +449,9 @@ class Storage(ABC):
     def intact(self, ids: IntArray) -> bool:
         """Say whether no slot of these ids has been written to for a later row."""
         slots = self.slots
-        return slots is None or ids.size == 0 or int(ids.min()) > self.horizon - slots
+        if slots is None or self.horizon - slots <= 0:
+            return True
+        return ids.size == 0 or int(ids.min()) > self.horizon - slots
 
     # -- life ------------------------------------------------------------------------------------
 

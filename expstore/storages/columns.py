@@ -19,7 +19,7 @@ import google_crc32c
 import numpy as np
 
 from expstore.errors import CorruptionError
-from expstore.files import AddressRange, Disk, File
+from expstore.files import AddressRange, Disk, File, address_of
 from expstore.schema import Field
 from expstore.types import Array, IntArray
 
@@ -63,6 +63,7 @@ class Column:
         self.files: list[File] = []
         #: Nothing but False was ever written: then nothing is written or read at all.
         self.blank = entry.dtype == "bool"
+        self._wide: tuple[AddressRange, Any] | None = None  # the rows as bytes, when torch is first needed
         self._disk = disk
         self._limit = None if slots is None else -(-slots // self.rows)
         self._reserve(self._limit or 16)
@@ -79,7 +80,6 @@ class Column:
         shape = (shards * self.rows, *self.entry.shape)
         self._addresses, self._shards = addresses, shards
         self.view: Array = addresses.array(self.entry.numpy_dtype, shape)
-        self._bytes: Any = None  # made when torch is first needed
 
     def _attach(self, addresses: AddressRange, number: int, file: File) -> None:
         size = self.rows * self.row_bytes
@@ -190,11 +190,12 @@ class Column:
     def _take_wide(self, slots: IntArray) -> Array:
         import torch  # only wide rows need it; this layer stays importable without
 
-        if self._bytes is None:
-            shape = (self.view.shape[0], self.row_bytes)
-            flat = self._addresses.array(np.dtype(np.uint8), shape, writable_flag=True)
-            self._bytes = torch.from_numpy(flat)
-        rows = torch.index_select(self._bytes, 0, torch.from_numpy(slots)).numpy()
+        addresses, wide = self._addresses, self._wide
+        if wide is None or wide[0] is not addresses:  # the writer may have moved to a longer range
+            shape = (addresses.size // self.row_bytes, self.row_bytes)
+            flat = addresses.array(np.dtype(np.uint8), shape, writable_flag=True)
+            wide = self._wide = addresses, torch.from_numpy(flat)
+        rows = torch.index_select(wide[1], 0, torch.from_numpy(slots)).numpy()
         taken: Array = rows.view(self.entry.numpy_dtype).reshape(slots.size, *self.entry.shape)
         return taken
 
@@ -330,7 +331,8 @@ class ColumnGroup:
             return
         for column in self.columns:
             while column.ready < slots:
-                self.new_folders.update(column.add_shard())
+                made = column.add_shard()  # takes a while, in which the set may be emptied
+                self.new_folders.update(made)
         self._ready = min(column.ready for column in self.columns)
 
     def write(self, pieces: Sequence[tuple[int, int, int]], arrays: Sequence[Array]) -> int:
@@ -344,7 +346,7 @@ class ColumnGroup:
             self.ensure(slot + n)
         crc = 0
         for array in arrays[:-1]:
-            crc = google_crc32c.extend(crc, array.reshape(-1).view(np.uint8))
+            crc = google_crc32c.extend(crc, array)
         self._write_at(pieces, arrays, arrays[0].shape[0])
         return crc
 
@@ -375,7 +377,7 @@ class ColumnGroup:
         blank = []
         for place, column in self._flags:
             if column.blank:
-                column.blank = not arrays[place].any()
+                column.blank = not np.count_nonzero(arrays[place])
                 if column.blank:
                     blank.append(place)
         if count * self.row_bytes > DIRECT_BYTES:
@@ -394,7 +396,7 @@ class ColumnGroup:
             if slot + n > span.high:
                 self._write_each([(slot, offset, n)], arrays, blank)
                 continue
-            starts = np.array([arrays[place].ctypes.data for place in span.places])
+            starts = np.array([address_of(arrays[place]) for place in span.places])
             if offset:
                 starts += span.widths * offset
             sizes = span.widths if n == 1 else span.widths * n

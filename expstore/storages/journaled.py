@@ -24,6 +24,7 @@ from expstore.journal import SEGMENT_BYTES, Journal, Kind, read_journal, settle_
 from expstore.schema import Schema
 from expstore.state import StatePage
 from expstore.storages.base import CatalogLike, Keys, Rows, Storage, find_keys
+from expstore.storages.columns import ColumnGroup
 from expstore.storages.keeper import Keeper
 from expstore.storages.records import Mark, Publish, Redo
 from expstore.storages.recovery import Past, describe_past, read_past, take_over
@@ -52,6 +53,8 @@ class JournaledStorage(Storage):
         disk: Where files are touched.
         segment_bytes: Length of a journal segment.
     """
+
+    columns: ColumnGroup | None
 
     def __init__(
         self,
@@ -96,7 +99,6 @@ class JournaledStorage(Storage):
 
     def _open(self, *, first: bool) -> None:
         """Take over the last whole state, then start a journal segment of a new generation."""
-        self._tail.drop()
         self._half = None
         manifest = self.manifest
         records = read_journal(self.disk, self.path / _JOURNAL)
@@ -107,7 +109,10 @@ class JournaledStorage(Storage):
             )
         if past is not None and not past.clean:
             settle_journal(self.disk, self.path / _JOURNAL)
-        self.episodes = EpisodeTable(generation=manifest.generation if first else self.episodes.generation)
+        generation = self.episodes.generation
+        if first:  # an opening that was killed has raised it without writing anything
+            generation = past.base["generation"] if past else manifest.generation
+        self.episodes = EpisodeTable(generation=generation)
         self._open_columns()
         self._log = EpisodeLog(self.disk, self.path / _LOG, length=past.log_length if past else 0)
         cut: list[LogEntry] = []
@@ -147,7 +152,7 @@ class JournaledStorage(Storage):
         self.retired, self.max_priority = past.retired, past.max_priority
         self.horizon = past.last
         self._window = Window(past.window_low(self.capacity), past.last)
-        self._draw = past.draw
+        self._draw = max(self._draw, past.draw)
         same_boot = self._state.fits(self._uuid, self._boot, self.manifest.generation)
         if same_boot:
             self._draw = max(self._draw, self._state.get("draw"))
@@ -228,17 +233,21 @@ class JournaledStorage(Storage):
         )
         body = publish.pack()
         with self.episode_lock:
-            sequence = self._append(Kind.PUBLISH, body)
-            entries = self.episodes.commit(
-                assignment.segments,
-                assignment.sources,
-                first_id=rows.first_id,
-                time=rows.time,
-                sequence=sequence,
-            )
-            self._log.append(entries)
-            self._advance(publish.last_id, count=rows.count)
-            self.content = (self.manifest.generation, sequence)
+            try:
+                sequence = self._append(Kind.PUBLISH, body)
+                entries = self.episodes.commit(
+                    assignment.segments,
+                    assignment.sources,
+                    first_id=rows.first_id,
+                    time=rows.time,
+                    sequence=sequence,
+                )
+                self._log.append(entries)
+                self._advance(publish.last_id, count=rows.count)
+                self.content = (self.manifest.generation, sequence)
+            except BaseException:
+                self.note_interruption()  # before the lock goes: no mark may cover what memory lacks
+                raise
         self._state.set("last", publish.last_id)
         self._state.set("sequence", sequence)
         self._keeper.note()
@@ -280,6 +289,8 @@ class JournaledStorage(Storage):
         """Run the sync of PROTOCOL: columns, journal, mark, journal."""
         self.flush_priorities()
         with self.episode_lock:
+            if self._unsure:
+                return  # the journal may hold rows of which memory does not know
             self.drain()
             journal = self._journal
             half = self._half
@@ -435,7 +446,8 @@ class JournaledStorage(Storage):
                     with contextlib.suppress(ExpStoreError):
                         self.flush_priorities()
                     self._close_files()
-                    self._open(first=False)
+                    with self.changing():
+                        self._open(first=False)
                     self._unsure = False
 
     def _refusal(self) -> StateError:
@@ -450,7 +462,8 @@ class JournaledStorage(Storage):
         self._unsure = True
 
     def _note_draw(self, draw: int) -> None:
-        self._state.set("draw", draw)
+        if self._lock_file.held:  # a forked child shares the page
+            self._state.set("draw", draw)
 
     def _note_horizon(self, horizon: int) -> None:
         self._state.set("horizon", horizon)

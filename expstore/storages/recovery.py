@@ -22,7 +22,7 @@ from expstore.types import IntArray
 
 if TYPE_CHECKING:
     from expstore.storages.columns import ColumnGroup
-    from expstore.storages.zarr import ZarrStorage
+    from expstore.storages.journaled import JournaledStorage
 
 __all__ = ["Past", "read_past", "take_over"]
 
@@ -97,7 +97,7 @@ def read_past(records: list[Record]) -> Past:
     return past
 
 
-def verify(past: Past, columns: ColumnGroup | None, storage: ZarrStorage) -> None:
+def verify(past: Past, columns: ColumnGroup | None, storage: JournaledStorage) -> None:
     """Walk the records; end at the first one after the mark whose rows are not whole."""
     for place, record in enumerate(past.records):
         if record.kind is Kind.PUBLISH:
@@ -123,7 +123,7 @@ def verify(past: Past, columns: ColumnGroup | None, storage: ZarrStorage) -> Non
             past.content = (past.base["generation"], record.sequence)
 
 
-def _whole(publish: Publish, columns: ColumnGroup | None, storage: ZarrStorage) -> bool:
+def _whole(publish: Publish, columns: ColumnGroup | None, storage: JournaledStorage) -> bool:
     if columns is None:
         return False
     if publish.payload:
@@ -133,7 +133,7 @@ def _whole(publish: Publish, columns: ColumnGroup | None, storage: ZarrStorage) 
     return columns.checksum(written) == publish.checksum
 
 
-def _apply(publish: Publish, columns: ColumnGroup, storage: ZarrStorage) -> None:
+def _apply(publish: Publish, columns: ColumnGroup, storage: JournaledStorage) -> None:
     """Write rows to the columns whose bytes the record has."""
     pieces = storage.pieces(publish.first_id, publish.count)
     parts = []
@@ -153,7 +153,7 @@ def _apply(publish: Publish, columns: ColumnGroup, storage: ZarrStorage) -> None
     columns.write_parts(pieces, parts, priorities)
 
 
-def take_over(past: Past, storage: ZarrStorage) -> list[LogEntry]:
+def take_over(past: Past, storage: JournaledStorage) -> list[LogEntry]:
     """Bring storage, episodes and columns to the state that the records describe.
 
     Returns:
@@ -191,7 +191,7 @@ def take_over(past: Past, storage: ZarrStorage) -> list[LogEntry]:
     return entries
 
 
-def _redo(past: Past, storage: ZarrStorage, columns: ColumnGroup, schema: Schema) -> None:
+def _redo(past: Past, storage: JournaledStorage, columns: ColumnGroup, schema: Schema) -> None:
     """Apply changes in place again where the slot still belongs to the row."""
     slots = storage.slots
     for record in past.records[past.settled :]:
@@ -203,7 +203,7 @@ def _redo(past: Past, storage: ZarrStorage, columns: ColumnGroup, schema: Schema
             columns.columns[place].write_rows(storage.slot_of(redo.ids[here]), values[here])
 
 
-def _row_columns(storage: ZarrStorage, first_id: int, count: int) -> tuple[IntArray, IntArray]:
+def _row_columns(storage: JournaledStorage, first_id: int, count: int) -> tuple[IntArray, IntArray]:
     schema = storage.require_schema()
     places = [len(schema.fields) + 1, len(schema.fields) + 2]
     parts = storage.views(places, first_id, count)

@@ -6,14 +6,17 @@ The storage behind `expstore.open`. The files' layout is in `columns`, the order
 
 from __future__ import annotations
 
+import contextlib
+import os
 import threading
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 
 import google_crc32c
 import numpy as np
 
-from expstore.errors import StateError
+from expstore.errors import StateError, StorageError
 from expstore.files import File
 from expstore.schema import Schema
 from expstore.storages.base import ROW_FIELDS, Keys, Rows
@@ -59,6 +62,7 @@ class ZarrStorage(JournaledStorage):
         self._tail = Tail()
         self._touched: set[File] = set()
         self.columns: ColumnGroup | None = None
+        _begun.add(self)
 
     # -- opening ---------------------------------------------------------------------------------
 
@@ -70,9 +74,11 @@ class ZarrStorage(JournaledStorage):
         self.schema, self.keys = schema, self.resolve_keys(schema)
         if self.columns is not None:
             self.columns.close()
-        slots = self.slots
-        self.columns = ColumnGroup(self.disk, self.path / _COLUMNS, (*schema.fields, *ROW_FIELDS), slots)
-        self.columns.open_shards()
+        self._touched = set()
+        fields = (*schema.fields, *ROW_FIELDS)
+        group = ColumnGroup(self.disk, self.path / _COLUMNS, fields, self.slots)
+        group.open_shards()
+        self.columns = group  # not before: readers must not meet a part that is not mapped
 
     def _adopt_priorities(self, past: Past, *, whole: bool) -> None:
         if self.columns is None:
@@ -96,9 +102,10 @@ class ZarrStorage(JournaledStorage):
         folders: set[Path] = set()
         if group is None or past.clean:
             return files, folders
-        newer = self.last - past.synced
-        if newer > 0:
-            group.rewrite(p for p in self.pieces(past.synced + 1, newer) if p[0] + p[2] <= group.ready)
+        before = max(past.synced, self._window.low)
+        if self.last > before:
+            group.rewrite(self.pieces(before + 1, self.last - before))
+        self.flush_priorities()
         for column in group.columns:
             files.update(column.files)
             for number in range(len(column.files)):
@@ -124,6 +131,7 @@ class ZarrStorage(JournaledStorage):
 
     def _put(self, rows: Rows, skipped: int) -> int:
         self.disk.warm()
+        self.episodes.kernels = self.disk.kernels
         columns = self.columns
         if columns is None:
             raise StateError("the store has no columns yet", hint="extend() it first")
@@ -167,8 +175,8 @@ class ZarrStorage(JournaledStorage):
     def drain(self) -> None:
         """Write rows that were kept back to the columns."""
         tail, columns = self._tail, self.columns
-        if not tail.count or columns is None:
-            return
+        if not tail.count or columns is None or not self._lock_file.held:
+            return  # a forked child must not write: the parent may have given their slots to other rows
         with tail.lock, self._priority_lock:
             if tail.count:
                 pieces = self.pieces(tail.first_id, tail.count)
@@ -189,7 +197,10 @@ class ZarrStorage(JournaledStorage):
         newer = min(self.last - self._synced, self.slots or self.last)
         if newer > 0:
             files |= self.columns.files_of(self.pieces(self.last - newer + 1, newer))
-        folders, self.columns.new_folders = self.columns.new_folders, set()
+        folders: set[Path] = set()
+        new = self.columns.new_folders  # the writer may be adding to it
+        while new:
+            folders.add(new.pop())
         return files, folders
 
     def flush_priorities(self) -> None:
@@ -205,12 +216,16 @@ class ZarrStorage(JournaledStorage):
             limit = min(column.ready, self.priorities.size)
             self._dirty_pages[pages] = False
             touched: set[File] = set()
-            for run in np.split(pages, np.flatnonzero(np.diff(pages) != 1) + 1):
-                start = int(run[0]) * PAGE_ROWS
-                stop = min((int(run[-1]) + 1) * PAGE_ROWS, limit)
-                for file, offset, row, n in column.spans(start, stop - start):
-                    file.write(self.priorities[start + row : start + row + n].copy(), offset)
-                    touched.add(file)
+            try:
+                for run in np.split(pages, np.flatnonzero(np.diff(pages) != 1) + 1):
+                    start = int(run[0]) * PAGE_ROWS
+                    stop = min((int(run[-1]) + 1) * PAGE_ROWS, limit)
+                    for file, offset, row, n in column.spans(start, stop - start):
+                        file.write(self.priorities[start + row : start + row + n].copy(), offset)
+                        touched.add(file)
+            except BaseException:
+                self._dirty_pages[pages] = True
+                raise
         with self.episode_lock:
             self._touched |= touched
 
@@ -256,3 +271,16 @@ class ZarrStorage(JournaledStorage):
     def _close_columns(self) -> None:
         if self.columns is not None:
             self.columns.close()
+
+
+_begun: weakref.WeakSet[ZarrStorage] = weakref.WeakSet()
+
+
+def _drain_before_fork() -> None:
+    """Let a child find all rows in the columns: it must not write those that were kept back."""
+    for storage in list(_begun):
+        with contextlib.suppress(StorageError):
+            storage.drain()
+
+
+os.register_at_fork(before=_drain_before_fork)

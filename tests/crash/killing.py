@@ -1,46 +1,39 @@
 """Kill processes that write to a store, and hold what a fresh process then opens against a ledger.
 
-test_kills.py and torture.py run this file as a program: it imports everything, opens nothing, and forks a
-child for every life of a store and for every check. Acks and expected rows never touch the store's folder.
+The tests run this file as a program: it imports everything, opens nothing, and forks a child for every life
+of a store and for every check. The last line it prints is the report.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import itertools
-import json
-import os
-import pickle
 import random
-import select
 import shutil
-import signal
-import sys
 import tempfile
 import time
-import traceback
-from collections import Counter
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-import duckdb  # noqa: F401
 import ledger as facts
 import numpy as np
-import torch
-from ledger import SEED, Ledger, Op, Spec
+from children import (
+    KillingDisk,
+    Report,
+    Wrong,
+    candidates,
+    check,
+    fit_constants,
+    in_child,
+    new_ledger,
+    outcome,
+    read_lines,
+    write_life,
+)
+from gaps import enumerate_gaps
+from ledger import Spec
 
-import expstore.index  # noqa: F401
-from expstore.buffers import TensorDictReplayBuffer
-from expstore.episodes import OPEN
-from expstore.files import Disk, File
-from expstore.storages import base, columns, keeper, zarr
-from expstore.storages.settings import Settings
-from expstore.storages.zarr import ZarrStorage
-
-__all__ = ["SPECS", "Report", "enumerate_gaps", "main", "random_kills"]
+__all__ = ["SPECS", "main", "random_kills"]
 
 SPECS = {
     spec.name: spec
@@ -57,519 +50,75 @@ SPECS = {
 WEIGHTS = (10, 3, 2, 2, 1, 0.25, 0.25)
 
 
-# -- the file layer --------------------------------------------------------------------------------------
-
-
-class KillingFile(File):
-    """Do everything but bring bytes to the disk, which a kill cannot tell."""
-
-    def sync(self) -> None:
-        self.disk.gate("sync", self.path)
-        self.disk.syncs += 1
-
-    def write(self, data: Any, offset: int) -> None:
-        cut = self.disk.cut_short(len(data) if isinstance(data, bytes) else data.nbytes)  # type: ignore[attr-defined]
-        if cut is not None:
-            raw = data if isinstance(data, bytes) else data.tobytes()
-            os.pwrite(self.fd, raw[:cut], offset)
-            os.kill(os.getpid(), signal.SIGKILL)
-        super().write(data, offset)
-
-
-class KillingDisk(Disk):
-    """Kill the process at the N-th act: before it, or, where it is a write, in the middle of it."""
-
-    def __init__(self, at: int = 0, *, torn: float | None = None, in_turn: bool = False) -> None:
-        super().__init__()
-        self.at = at
-        self.torn = torn
-        self.in_turn = in_turn
-        self.acts = 0
-        self.trace: list[str] | None = None
-
-    def gate(self, act: str, path: Path) -> None:
-        self.acts += 1
-        if self.trace is not None:
-            self.trace.append(f"{act} {path.name}")
-        if self.acts == self.at and (act != "write" or self.torn is None):
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    def cut_short(self, size: int) -> int | None:
-        """Return how much of a write is done before the kill; None: all of it, and no kill."""
-        if self.torn is None or self.acts + 1 != self.at:
-            return None
-        return int(size * self.torn)
-
-    def open(self, path: Path, *, create: bool = False, write: bool = True) -> File:
-        file = super().open(path, create=create, write=write)
-        return KillingFile(self, file.path, file.fd)
-
-    def sync_dir(self, path: Path) -> None:
-        self.gate("sync_dir", path)
-        self.syncs += 1
-
-    def sync_all(self, files: Iterable[File], folders: Iterable[Path], pool: Any) -> None:
-        if not self.in_turn:
-            super().sync_all(files, folders, pool)
-            return
-        for file in sorted(files, key=lambda file: str(file.path)):
-            file.sync()
-        for folder in sorted(folders):
-            self.sync_dir(folder)
-
-
-class NoKeeper:
-    """Stand in for the background thread where every act must come in the same order each time."""
-
-    def __init__(self, storage: object) -> None:
-        pass
-
-    def note(self) -> None: ...
-
-    def hurry(self) -> None: ...
-
-    def stop(self) -> None: ...
-
-
-# -- children --------------------------------------------------------------------------------------------
-
-
-def open_store(spec: Spec, path: Path, disk: Disk | None = None) -> TensorDictReplayBuffer:
-    """Open a store as the spec says."""
-    settings = Settings(flatten=True, seed=SEED)
-    kept = ZarrStorage(
-        path, spec.capacity, settings=settings, disk=disk or KillingDisk(), segment_bytes=spec.segment_bytes
-    )
-    return TensorDictReplayBuffer(storage=kept, batch_size=32, with_ids=True)
-
-
-def fit_constants(spec: Spec) -> None:
-    """Set the library's sizes to the spec's; children inherit them."""
-    if spec.spare is not None:
-        base.spare_slots = lambda capacity, row_bytes: spec.spare  # type: ignore[assignment]
-    columns.SHARD_ROWS = spec.shard_rows
-    zarr.REDO_BYTES = spec.redo_bytes
-
-
-def new_ledger(spec: Spec) -> Ledger:
-    """Return the ledger of a store that is not there yet."""
-    row_bytes = sum(a.nbytes for a in facts.values(spec, np.ones(1, np.int64), np.zeros(1, np.int64)).values())
-    spare = base.spare_slots(spec.capacity, row_bytes + base.ROW_BYTES) if spec.spare is None else spec.spare
-    return Ledger(spec, spare=spare)
-
-
-def perform(rb: TensorDictReplayBuffer, state: Ledger, op: Op) -> None:
-    """Make one call, and look at what it returns."""
-    spec = state.spec
-    if op.kind == "extend":
-        ids = np.arange(state.last + 1, state.last + op.count + 1)
-        given = rb.extend(facts.batch(spec, op, ids), source=op.source, return_ids=True)
-        expect(np.array_equal(given.numpy(), ids), f"extend gave ids {given[:3]}.., expected {ids[:3]}..")
-    elif op.kind == "change":
-        index = op.ids - 1 if spec.capacity is None else (op.ids - 1) % spec.capacity
-        rb[torch.from_numpy(index)] = facts.batch(spec, op, op.ids)
-    elif op.kind == "priority":
-        count = rb.update_priority(id=op.ids, priority=op.priorities)
-        expect(count == op.ids.size, f"{count} priorities set, expected {op.ids.size}")
-    elif op.kind == "sample":
-        check_sample(rb, state)
-    elif op.kind == "flush":
-        rb.flush()
-    elif op.kind == "empty":
-        rb.empty()
-    elif op.kind == "sql":
-        check_sql(rb, state)
-
-
-def write_life(spec: Spec, path: Path, state: Ledger, ops: list[Op], pipe: int, disk: Disk) -> None:
-    """Open the store, do what was planned, close it; say so, line by line."""
-
-    def say(line: str) -> None:
-        os.write(pipe, line.encode() + b"\n")
-
-    state = state.copy()
-    try:
-        rb = open_store(spec, path, disk)
-        state.max_priority = rb.storage.max_priority
-        say(f"open {rb.storage.max_priority!r} {rb.storage.draw}")
-        state.reopen()
-        for number, op in enumerate(ops):
-            say(f"about {number}")
-            perform(rb, state, op)
-            state.apply(op)
-            say(f"ack {number}")
-        say("closing")
-        rb.close()
-        say(f"closed {getattr(disk, 'acts', 0)}")
-    except BaseException:
-        say("error " + json.dumps(traceback.format_exc()))
-
-
-def in_child(work: Callable[[int], None]) -> tuple[int, int]:
-    """Run work in a forked child with a pipe to write to; return its pid and the pipe's other end."""
-    reading, writing = os.pipe()
-    sys.stdout.flush()
-    pid = os.fork()
-    if pid:
-        os.close(writing)
-        return pid, reading
-    code = 1
-    try:
-        os.close(reading)
-        torch.set_num_threads(1)
-        work(writing)
-        code = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stderr.flush()
-        os._exit(code)
-
-
-# -- the check -------------------------------------------------------------------------------------------
-
-
-class Wrong(AssertionError):
-    """A promise is broken."""
-
-
-def expect(holds: bool, text: str) -> None:
-    """Raise Wrong with a text unless it holds."""
-    if not holds:
-        raise Wrong(text)
-
-
-def check_rows(rb: TensorDictReplayBuffer, state: Ledger) -> None:
-    """Hold every readable row, in every column, against the ledger."""
-    kept = rb.storage
-    window = kept.window
-    expect(
-        (window.low, window.last) == (state.low, state.last),
-        f"window ({window.low}, {window.last}], expected ({state.low}, {state.last}]",
-    )
-    expect(len(rb) == state.ids.size, f"len {len(rb)}, expected {state.ids.size}")
-    expect(
-        rb.write_count == state.write_count, f"write_count {rb.write_count}, expected {state.write_count}"
-    )
-    ids = state.ids
-    if not ids.size:
-        return
-    schema = kept.require_schema()
-    wanted = facts.values(state.spec, ids, state.version[ids])
-    places = range(len(schema.fields) + 5)
-    found = [np.concatenate(part) for part in kept.views(places, window.low + 1, window.size)]
-    pairs = [(".".join(f.key), found[n], wanted[f.key]) for n, f in enumerate(schema.fields)]
-    own = len(schema.fields)
-    pairs += [
-        ("_row.id", found[own], ids),
-        ("_row.episode", found[own + 1], state.episode[ids]),
-        ("_row.step", found[own + 2], state.step[ids]),
-    ]
-    expect(len(wanted) == len(schema.fields), "fields are missing")
-    for name, have, want in pairs:
-        if not np.array_equal(have, want):
-            bad = ids[(have != want).reshape(ids.size, -1).any(axis=1)]
-            raise Wrong(f"{name} differs in {bad.size} rows: ids {bad[:4]} to {bad[-1]} of {ids[0]}..{ids[-1]}")
-    times = found[own + 3]
-    expect(bool((times > 1_600_000_000_000_000).all()), "a row has no time")
-    for i, value in zip(ids.tolist(), found[own + 4].tolist(), strict=True):
-        held = [float(np.float32(v)) for v in state.priorities[i]]
-        expect(value in held, f"priority of {i} is {value}, expected one of {held}")
-        state.priorities[i] = [value]
-
-
-def check_episodes(rb: TensorDictReplayBuffer, state: Ledger) -> None:
-    """Hold what log and memory say of episodes against the ledger."""
-    latest = {e.episode: e for e in rb.storage.log_entries() if e.episode}
-    latest |= {e.episode: e for e in rb.storage.episodes.open_entries()}
-    found = {n: (e.length, e.ret, e.status, e.last_id) for n, e in latest.items()}
-    wanted = {n: (e.length, e.ret, e.status, e.last_id) for n, e in state.episodes.items()}
-    if found != wanted:
-        differ = [n for n in sorted(found.keys() | wanted.keys()) if found.get(n) != wanted.get(n)]
-        n = differ[0]
-        raise Wrong(f"{len(differ)} episodes differ; {n} is {found.get(n)}, expected {wanted.get(n)}")
-    expect(
-        rb.storage.episodes.next_episode == state.next_episode,
-        f"next episode {rb.storage.episodes.next_episode}, expected {state.next_episode}",
-    )
-
-
-def check_sql(rb: TensorDictReplayBuffer, state: Ledger) -> None:
-    """Hold the relation `episodes` and a count of the rows against the ledger."""
-    words = ("open", "terminated", "truncated", "cut")
-    live = state.live_rows()
-    wanted: list[tuple[Any, ...]] = [
-        (n, e.source, e.length, e.ret, words[e.status], live.get(n, 0))
-        for n, e in sorted(state.episodes.items())
-    ]
-    query = 'SELECT episode_id, source, length, "return", status, live_rows FROM episodes ORDER BY episode_id'
-    for have, want in itertools.zip_longest(rb.sql(query).fetchall(), wanted):
-        same = have and want and (have[1] == want[1] or want[1][0] == have[1][0] == "@")  # a killed opening counts
-        expect(same and have[2:] == want[2:] and have[0] == want[0], f"SQL says of an episode {have}, expected {want}")
-    query = "SELECT episode_id, sum(length) FROM fragments GROUP BY ALL"
-    found = {n: int(count) for n, count in rb.sql(query).fetchall()}
-    wrong = sorted(n for n in found.keys() | live.keys() if found.get(n) != live.get(n))
-    expect(not wrong, f"SQL counts other fragments of episodes {wrong[:4]}: " + str([(found.get(n), live.get(n)) for n in wrong[:4]]))
-    if not state.write_count:
-        return
-    rows = rb.sql("SELECT count(*), min(_id), max(_id), sum(action) FROM transitions").fetchall()[0]
-    ids = state.ids
-    if ids.size:
-        actions = int((ids * 1_000_003 + state.version[ids]).sum())
-        expect(rows == (ids.size, ids[0], ids[-1], actions), f"SQL counts {rows}")
-    else:
-        expect(rows[0] == 0, f"SQL counts {rows} in an empty store")
-
-
-def check_sample(rb: TensorDictReplayBuffer, state: Ledger) -> None:
-    """Draw a batch and hold it against the words of the documentation."""
-    wanted = state.next_sample(32)
-    expect(rb.storage.draw == state.draw, f"draw {rb.storage.draw}, expected {state.draw}")
-    found = rb.sample()
-    expect(np.array_equal(found["id"].numpy(), wanted), f"draw {state.draw} chose other rows")
-    rows = facts.values(state.spec, wanted, state.version[wanted])
-    for key, column in rows.items():
-        expect(np.array_equal(found[key].numpy(), column), f"sampled {key} differs")
-
-
-def candidates(state: Ledger, op: Op | None) -> list[Ledger]:
-    """Return the states in which a store may be found: with the call under way, without it."""
-    found = [state]
-    if op is None or op.kind == "flush":
-        return found
-    done = state.copy()
-    done.apply(op)
-    found.insert(0, done)
-    retired = state.copy()
-    if retired.retire_for(op):
-        found.append(retired)
-    for late in found[1:]:
-        # What the call set may be there in part: priorities have no promise before a flush.
-        if op.kind == "priority":
-            late.priorities = done.priorities
-            late.max_priorities = done.max_priorities
-    return found
-
-
-def check_life(
-    spec: Spec, path: Path, states: list[Ledger], seed: int, pipe: int, *, sql: bool, leave: str
-) -> None:
-    """Open the store after a kill, hold it against the ledger, write on; send the state it is left in."""
-    answer: dict[str, Any] = {"wrong": None, "state": None}
-    try:
-        answer["state"] = _check_life(spec, path, states, seed, sql=sql, leave=leave)
-    except Wrong as exc:
-        answer["wrong"] = str(exc)
-    except BaseException:
-        answer["wrong"] = traceback.format_exc()
-    with os.fdopen(pipe, "wb") as out:
-        pickle.dump(answer, out)
-    if leave == "kill":
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _check_life(spec: Spec, path: Path, states: list[Ledger], seed: int, *, sql: bool, leave: str) -> Ledger:
-    rb = open_store(spec, path)
-    state = _matching(rb, states)
-    expect(
-        float(np.float32(rb.storage.max_priority)) in [float(np.float32(p)) for p in state.max_priorities],
-        f"largest priority {rb.storage.max_priority}, expected one of {state.max_priorities}",
-    )
-    state.max_priority = rb.storage.max_priority
-    state.max_priorities = [state.max_priority]
-    check_episodes(rb, state)
-    if sql:
-        check_sql(rb, state)
-    if state.ids.size:
-        check_sample(rb, state)
-        state.draw += 1
-    rng = np.random.default_rng(seed)
-    for op in facts.plan(state, rng, 2, weights=(1, 0, 0, 0, 0, 0, 0)):
-        perform(rb, state, op)
-        state.apply(op)
-    check_rows(rb, state)
-    if leave == "kill":
-        return state
-    rb.close()
-    state._flush(Op("flush"))
-    rb = open_store(spec, path)
-    state.reopen()
-    expect(rb.recovered is None, f"after a close: {rb.recovered!r}")
-    check_rows(rb, state)
-    check_episodes(rb, state)
-    if leave == "close":
-        rb.close()
-    return state
-
-
-def _matching(rb: TensorDictReplayBuffer, states: list[Ledger]) -> Ledger:
-    """Return the first state that the store is in; raise what is wrong with each."""
-    reasons = []
-    for state in states:
-        state.reopen()
-        try:
-            check_rows(rb, state)
-            drawn = rb.storage.draw
-            low, high = min(s.draw for s in states), max(s.draw for s in states)
-            expect(low <= drawn <= high, f"draw {drawn}, expected {low} to {high}")
-        except Wrong as exc:
-            reasons.append(str(exc))
-        else:
-            state.draw = drawn
-            return state
-    raise Wrong(" | ".join(reasons))
-
-
-# -- lives -----------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Report:
-    """What was tried, and what went wrong."""
-
-    kills: int = 0
-    inside_extend: int = 0
-    inside: Counter[str] = field(default_factory=Counter)
-    failures: list[str] = field(default_factory=list)
-    seconds: float = 0.0
-    gaps: int = 0
-
-    def as_json(self) -> str:
-        return json.dumps(self.__dict__)
-
-
-def _read_lines(pipe: int, stop: Callable[[list[str]], float | None], pid: int) -> list[str]:
-    """Collect the child's lines until it is gone; kill it when `stop` says how many seconds from now."""
-    data, deadline = b"", None
-    lines: list[str] = []
-    give_up = time.monotonic() + 60
-    while True:
-        wait = (give_up if deadline is None else deadline) - time.monotonic()
-        ready, _, _ = select.select([pipe], [], [], max(0.0, wait))
-        if not ready:
-            os.kill(pid, signal.SIGKILL)
-            if deadline is None:
-                lines.append('error "the child hung"')
-            deadline, give_up = None, time.monotonic() + 60
-            continue
-        part = os.read(pipe, 65536)
-        if not part:
-            break
-        data += part
-        *whole, data = data.split(b"\n")
-        lines += [line.decode() for line in whole]
-        if deadline is None and (delay := stop(lines)) is not None:
-            deadline = time.monotonic() + delay
-    os.close(pipe)
-    os.waitpid(pid, 0)
-    return lines
-
-
-def _outcome(lines: list[str], state: Ledger, ops: list[Op]) -> tuple[Ledger, Op | None, str]:
-    """Return the ledger after the calls that returned, the call under way, and where the kill came."""
-    state = state.copy()
-    about: Op | None = None
-    where = "open"
-    for line in lines:
-        word, *rest = line.split(" ", 2)
-        if word == "open":
-            state.reopen()
-            state.max_priority = float(rest[0])
-            state.max_priorities = [state.max_priority]
-            where = "between"
-        elif word == "about":
-            about = ops[int(rest[0])]
-            where = about.kind
-        elif word == "ack":
-            state.apply(ops[int(rest[0])])
-            about, where = None, "between"
-        elif word in ("closing", "closed"):
-            where = word
-        elif word == "error":
-            raise Wrong("the writer failed: " + json.loads(line[6:]))
-    return state, about, where
-
-
-def _check(spec: Spec, path: Path, states: list[Ledger], seed: int, **how: Any) -> Ledger:
-    """Check in a fresh process; return the state the store is left in."""
-    pid, pipe = in_child(lambda out: check_life(spec, path, states, seed, out, **how))
-    with os.fdopen(pipe, "rb") as stream:
-        data = stream.read()
-    os.waitpid(pid, 0)
-    if not data:
-        raise Wrong("the checker died")
-    answer = pickle.loads(data)
-    if answer["wrong"]:
-        raise Wrong(answer["wrong"])
-    state: Ledger = answer["state"]
-    return state
-
-
-def random_kills(trials: int, seed: int, folder: Path, names: list[str] | None = None) -> Report:
+def random_kills(trials: int, seed: int, folder: Path, *, names: Sequence[str]) -> Report:
     """Kill writers at random times and acts, each store several times over."""
-    report = Report()
-    started = time.monotonic()
+    report, started = Report(), time.monotonic()
     chance = random.Random(seed)
-    chosen = [SPECS[name] for name in names or ["ring", "tiny", "narrow", "deep", "ring", "narrow", "shards", "endless"]]
-    number = 0
-    for spec in itertools.cycle(chosen):
+    for number, name in enumerate(itertools.cycle(names or list(SPECS))):
         if report.kills >= trials:
             break
-        number += 1
-        path = folder / f"{spec.name}-{number}"
-        _lives(spec, path, chance, report, min(6, trials - report.kills))
+        path = folder / f"{name}-{number}"
+        _lives(SPECS[name], path, chance, report, min(6, trials - report.kills))
         shutil.rmtree(path, ignore_errors=True)
     report.seconds = round(time.monotonic() - started, 1)
     return report
 
 
 def _lives(spec: Spec, path: Path, chance: random.Random, report: Report, lives: int) -> None:
-    """Live several lives of one store, each but the first begun where the one before was killed."""
+    """Live several lives of one store, each begun where the one before was killed."""
     fit_constants(spec)
     state = new_ledger(spec)
-    acts = 200
     for life in range(lives):
         seed = chance.randrange(1 << 30)
         rng = np.random.default_rng(seed)
         after = state.copy()
         after.reopen()
         ops = facts.plan(after, rng, 12, weights=WEIGHTS)
-        disk = KillingDisk()
-        if chance.random() < 0.4:
-            disk = KillingDisk(chance.randrange(1, acts), torn=chance.choice([None, chance.random()]))
+        by_act = chance.random() < 0.4
+        torn = chance.choice([None, chance.random()])
+        disk = KillingDisk(chance.randrange(1, 200) if by_act else 0, torn=torn)
+        # Otherwise the parent kills, a moment after the child said that it is about to make a certain call.
         target, delay = chance.randrange(len(ops)), chance.random() ** 2 * 0.03
-        by_act = disk.at > 0
 
-        def stop(lines: list[str], target: int = target, delay: float = delay, by_act: bool = by_act) -> float | None:
-            return delay if not by_act and f"about {target}" in lines else None
+        def stop(lines: list[str], word: str = f"about {target}", delay: float = delay) -> float | None:
+            return delay if word in lines else None
 
         pid, pipe = in_child(lambda out: write_life(spec, path, state, ops, out, disk))  # noqa: B023
         try:
-            lines = _read_lines(pipe, stop, pid)
-            ended, op, where = _outcome(lines, state, ops)
-            report.kills += where != "closed"
-            report.inside[where] += 1
-            report.inside_extend += where == "extend"
-            leave = chance.choice(["close", "kill", "close"])
-            sql = chance.random() < 0.3
-            state = _check(spec, path, candidates(ended, op), seed, sql=sql, leave=leave)
+            lines = read_lines(pipe, (lambda _: None) if by_act else stop, pid)
+            ended, op, where = outcome(lines, state, ops)
+            if where != "closed":
+                report.count(where)
+            state = check(
+                path,
+                candidates(ended, op),
+                facts.extends(state, rng, int(rng.integers(1, 3))),
+                sql=chance.random() < 0.25,
+                leave=chance.choice(["close", "reopen", "kill"]),
+                index=chance.random() < 0.25,
+            )
         except Wrong as exc:
-            report.failures.append(f"{spec.name} life {life} seed {seed}: {exc}")
+            report.failures.append(f"{spec.name}, life {life}, seed {seed}: {exc}")
             return
 
 
 def main() -> None:
     """Run what the command line says; the last line printed is the report as JSON."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("task", choices=["random"])
-    parser.add_argument("--trials", type=int, default=30)
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("task", choices=["random", "gaps"])
+    parser.add_argument("--kills", type=int, default=30, help="how many random ones")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--specs", nargs="*")
-    parser.add_argument("--folder", type=Path)
+    parser.add_argument("--names", nargs="*", default=(), help="which stores or phases")
+    parser.add_argument("--torn", choices=["no", "half", "also"], default="half")
+    parser.add_argument("--again", type=float, default=0.2, help="share of recoveries killed, too")
     given = parser.parse_args()
-    with contextlib.ExitStack() as stack:
-        folder = given.folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        report = random_kills(given.trials, given.seed, folder, given.specs)
+    with tempfile.TemporaryDirectory() as name:
+        if given.task == "random":
+            report = random_kills(given.kills, given.seed, Path(name), names=given.names)
+        else:
+            report = enumerate_gaps(
+                Path(name), names=given.names, seed=given.seed, torn=given.torn, again=given.again
+            )
     print(report.as_json())
 
 

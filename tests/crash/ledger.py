@@ -7,7 +7,6 @@ same plan what must be there. It never looks into a store.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,9 +14,9 @@ import torch
 from numpy.typing import NDArray
 from tensordict import TensorDict
 
-from expstore.samplers.base import draw_generator
+from expstore.samplers.base import Draws
 
-__all__ = ["Ledger", "Op", "Spec", "batch", "plan", "values"]
+__all__ = ["Ledger", "Op", "Spec", "batch", "extends", "plan", "values"]
 
 Ints = NDArray[np.int64]
 
@@ -38,6 +37,7 @@ class Spec:
     redo_bytes: int = 64 << 20
     shard_rows: int = 1 << 20
     overlong: bool = True  # batches longer than the spare, and than the ring, are among them
+    lean: bool = False  # three fields only
 
 
 @dataclass(frozen=True)
@@ -80,6 +80,12 @@ def values(spec: Spec, ids: Ints, versions: Ints) -> dict[tuple[str, ...], np.nd
     frame[:, :8] = ids.astype("<i8").view(np.uint8).reshape(-1, 8)
     frame[:, -8:] = versions.astype("<i8").view(np.uint8).reshape(-1, 8)
     terminated, truncated = _ends(ids)
+    if spec.lean:
+        return {
+            ("observation",): ((mixed[:, None] + np.arange(4) * 7) & 0xFFFFFF).astype(np.float32),
+            ("frame",): frame,
+            ("done",): (terminated | truncated)[:, None],
+        }
     return {
         ("observation",): ((mixed[:, None] + np.arange(4) * 7) & 0xFFFFFF).astype(np.float32),
         ("frame",): frame,
@@ -183,11 +189,16 @@ class Ledger:
         self._grow(int(ids[-1]))
         terminated, truncated = _ends(ids)
         rewards = _rewards(ids, np.zeros_like(ids))
+        if self.spec.lean:  # "done" alone is an end, and nothing is a reward
+            terminated, truncated = terminated | truncated, np.zeros_like(truncated)
+            rewards = np.zeros_like(rewards)
         steps = op.count // op.lanes
         for lane in range(op.lanes):
             name = f"@{self.handle}" if op.source is None else op.source
             name = f"{name}/{lane}" if lane else name
-            rows = range(lane, op.count, op.lanes) if op.time_first else range(lane * steps, (lane + 1) * steps)
+            rows = (
+                range(lane, op.count, op.lanes) if op.time_first else range(lane * steps, (lane + 1) * steps)
+            )
             for row in rows:
                 number = self.open.get(name)
                 if number is None:
@@ -244,7 +255,7 @@ class Ledger:
 
     def next_sample(self, size: int) -> Ints:
         """Return the ids of the next batch, from the words of the documentation: Philox, draw by draw."""
-        generator = draw_generator(SEED, self.draw)
+        generator = Draws(SEED).generator(self.draw)
         drawn: Ints = generator.integers(self.low + 1, self.last + 1, size)
         return drawn
 
@@ -305,6 +316,6 @@ def _next_extend(state: Ledger, rng: np.random.Generator) -> Op:
     )
 
 
-def counted(ops: list[Op]) -> Iterator[tuple[int, Op]]:
-    """Number the calls."""
-    return enumerate(ops)
+def extends(state: Ledger, rng: np.random.Generator, count: int) -> list[Op]:
+    """Decide calls that fit whatever state a store is in."""
+    return [_next_extend(state, rng) for _ in range(count)]

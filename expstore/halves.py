@@ -1,0 +1,79 @@
+"""16-bit floats for DuckDB, which does not know them.
+
+Used by `relations` for stores that have such fields. It copies no column whole.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.dataset as ds
+
+__all__ = ["HalfDataset", "widened"]
+
+_BATCH_ROWS = 65_536
+
+
+def widened(raw: pa.Table, half: Mapping[str, str]) -> HalfDataset:
+    """Show the columns named in `half` (name -> "float16" or "bfloat16") as 32-bit floats."""
+    return HalfDataset(raw, half)
+
+
+class HalfDataset(ds.InMemoryDataset):  # type: ignore[misc]
+    """Show 16-bit floats, which DuckDB does not know, as 32-bit ones.
+
+    Values are converted while DuckDB reads, only in the columns the query needs, batch by batch: memory
+    for the copy of a whole column of images may not be there.
+    """
+
+    def __init__(self, raw: pa.Table, half: Mapping[str, str]) -> None:
+        super().__init__(raw)
+        self._raw = raw
+        self._half = half
+
+    @property
+    def schema(self) -> pa.Schema:
+        """Name the columns with the types they are shown with."""
+        return pa.schema(
+            [pa.field(f.name, _as_float(f.type)) if f.name in self._half else f for f in self._raw.schema]
+        )
+
+    def scanner(self, columns: Sequence[str] | None = None, filter: Any = None, **options: Any) -> ds.Scanner:
+        """Read `columns` of the rows that pass `filter`."""
+        names = set(self._raw.column_names if columns is None else columns)
+        # The filter may name columns that are not read. A word too many only costs time.
+        names |= set(re.findall(r"\w+", str(filter))) if filter is not None else set()
+        kept = [name for name in self._raw.column_names if name in names] or self._raw.column_names[:1]
+        raw = self._raw.select(kept)
+        schema = pa.schema([self.schema.field(name) for name in kept])
+        return ds.Scanner.from_batches(
+            self._batches(raw, schema), schema=schema, columns=columns, filter=filter, **options
+        )
+
+    def _batches(self, raw: pa.Table, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
+        for batch in raw.to_batches(max_chunksize=_BATCH_ROWS):
+            arrays = [
+                _widen(column, self._half[name]) if name in self._half else column
+                for name, column in zip(raw.column_names, batch.columns, strict=True)
+            ]
+            yield pa.record_batch(arrays, schema=schema)
+
+
+def _widen(column: pa.Array, dtype: str) -> pa.Array:
+    """Turn (nested lists of) the bits of 16-bit floats into 32-bit floats."""
+    if pa.types.is_fixed_size_list(column.type):
+        return pa.FixedSizeListArray.from_arrays(_widen(column.flatten(), dtype), column.type.list_size)
+    bits = column.to_numpy(zero_copy_only=True)
+    if dtype == "float16":
+        return pa.array(bits.view("<f2").astype("<f4"))
+    return pa.array((bits.astype("<u4") << np.uint32(16)).view("<f4"))
+
+
+def _as_float(kind: pa.DataType) -> pa.DataType:
+    if pa.types.is_fixed_size_list(kind):
+        return pa.list_(_as_float(kind.value_type), kind.list_size)
+    return pa.float32()

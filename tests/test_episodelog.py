@@ -1,0 +1,99 @@
+"""episodes.log: entries come back as they were, and damage never passes for an entry."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from expstore.episodelog import EpisodeLog, LogEntry
+from expstore.errors import CorruptionError
+from expstore.files import Disk
+
+ENTRIES = [
+    LogEntry(episode=0, source=1, text="left ", named=True, generation=3),
+    LogEntry(episode=0, source=2, text="@3", generation=3),
+    LogEntry(
+        episode=1,
+        source=2,
+        trajectory=-(2**62),
+        start=2**60,
+        end=2**61,
+        ret=-0.1,
+        length=2**40,
+        last_id=2**50,
+        status=2,
+        sequence=2**33,
+        generation=7,
+        text='{"seed": 4, "Größe": "12345678"}',
+    ),
+    LogEntry(episode=2, source=1, trajectory=None, ret=float("inf"), status=3),
+    LogEntry(episode=3, source=1, trajectory=0, status=1, text="x" * 1000),
+]
+
+
+def open_log(path: Path, length: int = 0) -> EpisodeLog:
+    return EpisodeLog(Disk(), path / "episodes.log", length=length)
+
+
+def test_entries_come_back(tmp_path: Path) -> None:
+    log = open_log(tmp_path)
+    assert list(log.read()) == []
+    assert not log.dirty
+    log.append(ENTRIES[:2])
+    assert log.dirty
+    log.append([])
+    log.append(ENTRIES[2:])
+    assert list(log.read()) == ENTRIES
+    log.close()
+    again = open_log(tmp_path, log.length)
+    assert list(again.read()) == ENTRIES
+    again.append(ENTRIES[:1])
+    assert list(again.read()) == [*ENTRIES, ENTRIES[0]]
+    again.close()
+
+
+def test_every_field_is_kept() -> None:
+    names = {field.name for field in dataclasses.fields(LogEntry)}
+    default = LogEntry(episode=1, source=0)
+    varied = {name for name in names for e in ENTRIES if getattr(e, name) != getattr(default, name)}
+    assert varied == names
+
+
+def test_what_the_journal_does_not_know_of_is_dropped(tmp_path: Path) -> None:
+    log = open_log(tmp_path)
+    log.append(ENTRIES[:3])
+    length = log.length
+    log.append(ENTRIES[3:])
+    log.close()
+    again = open_log(tmp_path, length)
+    assert list(again.read()) == ENTRIES[:3]
+    again.append(ENTRIES[4:])
+    assert list(again.read()) == [*ENTRIES[:3], ENTRIES[4]]
+    assert again.file.size() == again.length
+    again.close()
+
+
+def test_a_log_that_is_too_short_is_damage(tmp_path: Path) -> None:
+    log = open_log(tmp_path)
+    log.append(ENTRIES)
+    log.close()
+    with pytest.raises(CorruptionError, match=rf"episodes.log has {log.length} bytes, .* {log.length + 1}"):
+        open_log(tmp_path, log.length + 1)
+
+
+def test_any_flipped_bit_is_found(tmp_path: Path) -> None:
+    log = open_log(tmp_path)
+    log.append(ENTRIES[:3])
+    log.close()
+    path = tmp_path / "episodes.log"
+    good = path.read_bytes()
+    for at in range(0, 8 * len(good), 19):
+        bad = bytearray(good)
+        bad[at // 8] ^= 1 << at % 8
+        path.write_bytes(bad)
+        again = open_log(tmp_path, len(good))
+        with pytest.raises(CorruptionError, match="is damaged at byte"):
+            list(again.read())
+        again.close()

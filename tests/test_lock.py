@@ -1,0 +1,118 @@
+"""LOCK: one writer per store, whose name the next one reads."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from expstore.errors import LockedError, StateError
+from expstore.files import Disk
+from expstore.lock import WriterLock
+
+HOLD = """
+import sys
+from pathlib import Path
+from expstore.files import Disk
+from expstore.lock import WriterLock
+lock = WriterLock(Disk(), Path(sys.argv[1]))
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def take(path: Path) -> WriterLock:
+    return WriterLock(Disk(), path / "LOCK")
+
+
+def test_a_second_one_in_this_process_learns_since_when(tmp_path: Path) -> None:
+    lock = take(tmp_path)
+    assert lock.held
+    for _ in range(2):
+        with pytest.raises(LockedError, match=rf"open here \(this process, {os.getpid()}\) since 20\d\d-") as caught:
+            take(tmp_path)
+        assert str(tmp_path) in str(caught.value)
+        assert "close() it first" in caught.value.hint
+        assert isinstance(caught.value, StateError)
+    lock.release()
+    assert not lock.held
+    take(tmp_path).release()
+
+
+def test_another_process_is_named(tmp_path: Path) -> None:
+    child = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(tmp_path / "LOCK")], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert child.stdout is not None
+    assert child.stdin is not None
+    assert child.stdout.readline() == b"held\n"
+    message = rf"process {child.pid} on {socket.gethostname()} has it open since .*close it there first"
+    with pytest.raises(LockedError, match=message):
+        take(tmp_path)
+    child.send_signal(signal.SIGKILL)  # the kernel gives the lock back
+    child.wait()
+    child.stdin.close()
+    child.stdout.close()
+    take(tmp_path).release()
+
+
+def test_a_text_that_explains_nothing_still_locks(tmp_path: Path) -> None:
+    lock = take(tmp_path)
+    for text in (b"", b"\0" * 256, b"[]", b'{"pid": "x"}', b"\xff"):
+        (tmp_path / "LOCK").write_bytes(text)
+        with pytest.raises(LockedError, match="another process has it open"):
+            take(tmp_path)
+    lock.release()
+
+
+def test_the_text_names_the_newest_owner(tmp_path: Path) -> None:
+    (tmp_path / "LOCK").write_text("x" * 200)
+    lock = take(tmp_path)
+    owner = json.loads((tmp_path / "LOCK").read_text())
+    assert owner["pid"] == os.getpid()
+    assert owner["host"] == socket.gethostname()
+    lock.release()
+
+
+def test_a_forked_child_does_not_hold_the_lock_and_leaves_it_to_the_parent(tmp_path: Path) -> None:
+    lock = take(tmp_path)
+    pid = os.fork()
+    if pid == 0:
+        try:
+            held = lock.held
+            try:
+                take(tmp_path)
+                code = 1
+            except LockedError:
+                code = 2 if held else 0
+            lock.release()
+        except BaseException:
+            code = 3
+        os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert lock.held
+    with pytest.raises(LockedError):
+        take(tmp_path)
+    lock.release()
+    take(tmp_path).release()
+
+
+def test_a_child_that_lives_on_does_not_keep_the_lock(tmp_path: Path) -> None:
+    lock = take(tmp_path)
+    read_end, write_end = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(write_end)
+        os.read(read_end, 1)  # until the parent is done
+        os._exit(0)
+    os.close(read_end)
+    lock.release()
+    take(tmp_path).release()
+    os.close(write_end)
+    os.waitpid(pid, 0)

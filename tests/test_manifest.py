@@ -1,0 +1,85 @@
+"""expstore.json: what is written is read, and damage or a newer format never passes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from expstore import manifest
+from expstore.errors import CorruptionError, MigrationError, NotFoundError
+from expstore.files import Disk
+from expstore.manifest import MANIFEST, Manifest
+from expstore.schema import Field, Schema
+
+FULL = Manifest(
+    uuid="0123456789abcdef" * 2,
+    generation=5,
+    storage="zarr",
+    capacity=1000,
+    spare=125,
+    seed=2**64 - 1,
+    created=1.7e9 + 1 / 3,
+    schema=Schema([Field(("next", "a"), "bfloat16", (3, 4)), Field(("b",), "bool", ())]),
+    traj_key=("collector", "traj_ids"),
+    done_keys=(("next", "terminated"), ("stop",)),
+    reward_key=("r",),
+    flatten=False,
+    meta={"env": "Größe", "n": [1, 2.5, None]},
+)
+BARE = Manifest(uuid="a" * 32, generation=0, storage="zarr", capacity=None, spare=0, seed=0, created=0.0)
+
+
+@pytest.mark.parametrize("kept", [FULL, BARE])
+def test_what_is_saved_is_loaded(tmp_path: Path, kept: Manifest) -> None:
+    kept.save(Disk(), tmp_path)
+    found = Manifest.load(Disk(), tmp_path)
+    assert found == kept
+    if kept.schema:
+        assert found.schema is not None
+        assert found.schema.keys == kept.schema.keys
+    assert [path.name for path in tmp_path.iterdir()] == [MANIFEST]
+
+
+def test_no_field_was_forgotten() -> None:
+    assert all(getattr(FULL, f.name) != getattr(BARE, f.name) for f in dataclasses.fields(Manifest) if f.name != "storage")
+
+
+def test_slots_and_replace() -> None:
+    assert FULL.slots == 1125
+    assert BARE.slots is None
+    assert FULL.replace(generation=6).generation == 6
+    assert FULL.replace(generation=6).seed == FULL.seed
+
+
+def test_missing(tmp_path: Path) -> None:
+    with pytest.raises(NotFoundError, match=f"{tmp_path} is not a store: it has no expstore.json"):
+        Manifest.load(Disk(), tmp_path)
+
+
+def test_newer_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(manifest, "FORMAT", 2)
+        FULL.save(Disk(), tmp_path)
+    with pytest.raises(MigrationError, match="has format 2, this library knows formats up to 1.*newer expstore"):
+        Manifest.load(Disk(), tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "3", "{}", '{"format": 1}', '{"format": "x", "crc32c": ""}', "\xff"])
+def test_what_is_no_manifest(tmp_path: Path, text: str) -> None:
+    (tmp_path / MANIFEST).write_bytes(text.encode("latin-1"))
+    with pytest.raises(CorruptionError, match=rf"{MANIFEST} is damaged"):
+        Manifest.load(Disk(), tmp_path)
+
+
+def test_any_changed_value_is_found(tmp_path: Path) -> None:
+    FULL.save(Disk(), tmp_path)
+    good = json.loads((tmp_path / MANIFEST).read_text())
+    for name, value in {"capacity": 1001, "seed": 3, "schema": None, "uuid": "b" * 32, "meta": {}}.items():
+        (tmp_path / MANIFEST).write_text(json.dumps(good | {name: value}))
+        with pytest.raises(CorruptionError, match="checksum"):
+            Manifest.load(Disk(), tmp_path)
+    (tmp_path / MANIFEST).write_text(json.dumps(good, indent=7, sort_keys=True))  # the same, said otherwise
+    assert Manifest.load(Disk(), tmp_path) == FULL

@@ -1,0 +1,881 @@
+"""Storages: rows by id against a plain model, in RAM and on disk; rings, shards, changes, interruptions."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from expstore import files
+from expstore.episodes import EpisodeTable, Steps
+from expstore.errors import (
+    CorruptionError,
+    NotFoundError,
+    PriorityError,
+    SchemaError,
+    StateError,
+    StorageError,
+)
+from expstore.files import Disk
+from expstore.journal import Kind, read_journal
+from expstore.schema import Field, Schema
+from expstore.storages import base, columns
+from expstore.storages.base import Storage, find_keys, spare_slots
+from expstore.storages.memory import MemoryStorage
+from expstore.storages.records import Mark
+from expstore.storages.settings import Settings
+from expstore.storages.zarr import ZarrStorage
+from expstore.writers import RoundRobinWriter
+
+SCHEMA = Schema(
+    [
+        Field(("x",), "float32", (3,)),
+        Field(("next", "n"), "int64", ()),
+        Field(("wide",), "uint8", (700,)),
+        Field(("done",), "bool", (1,)),
+    ]
+)
+
+
+@pytest.fixture(autouse=True)
+def no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing here is about what a power cut leaves."""
+    monkeypatch.setattr(files, "_sync_data", lambda fd: None)
+    monkeypatch.setattr(os, "fsync", lambda fd: None)
+
+
+@pytest.fixture(params=["memory", "zarr"])
+def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[..., Storage]]:
+    """A factory of storages of both kinds."""
+    made: list[Storage] = []
+
+    def factory(capacity: int | None = None, *, schema: Schema | None = SCHEMA, **options: Any) -> Storage:
+        storage: Storage
+        if request.param == "memory":
+            storage = MemoryStorage(capacity)
+        else:
+            storage = ZarrStorage(tmp_path / f"{len(made)}.exp", capacity, **options)
+        if schema is not None:
+            storage.prepare(schema, find_keys(schema))
+        made.append(storage)
+        return storage
+
+    yield factory
+    for storage in made:
+        storage.close()
+
+
+def values_of(ids: np.ndarray, version: np.ndarray | int = 0) -> list[np.ndarray]:
+    """Every value follows from the row's id and how often it was changed."""
+    n = ids * 1000 + version
+    return [
+        (n[:, None] * np.array([1, 2, 4])).astype(np.float32),
+        n.astype(np.int64),
+        ((n[:, None] + np.arange(700)) % 251).astype(np.uint8),
+        (n[:, None] // 1000 % 7 == 3),
+    ]
+
+
+def put(storage: Storage, count: int) -> np.ndarray:
+    with storage.lock:
+        storage.check_writable()
+        ids = np.arange(storage.last + 1, storage.last + 1 + count)
+        columns = [np.ascontiguousarray(column) for column in values_of(ids)]
+        steps = Steps(count, terminated=columns[3].reshape(-1))
+        rows = RoundRobinWriter().place(storage, columns, steps, source=None)
+        np.testing.assert_array_equal(rows.ids, ids)
+        storage.write(rows)
+    return ids
+
+
+def check(storage: Storage, ids: np.ndarray, version: np.ndarray | int = 0) -> None:
+    for found, expected in zip(storage.read(ids), values_of(ids, version), strict=True):
+        np.testing.assert_array_equal(found, expected)
+
+
+def window_ids(storage: Storage) -> np.ndarray:
+    return np.arange(storage.window.low + 1, storage.window.last + 1)
+
+
+# ---------------------------------------------------------------------------------------------------
+# Numbers.
+
+
+def test_spare_slots() -> None:
+    assert spare_slots(1_000_000, 100) == 125_000
+    assert spare_slots(1000, 100) == 4096
+    assert spare_slots(1000, 1 << 20) == 125
+    assert spare_slots(1, 64 << 20) == 64
+    assert spare_slots(None, 100) == 65_536
+    assert spare_slots(None, 1 << 20) == 256
+    assert spare_slots(None, 1 << 30) == 1
+
+
+@pytest.mark.parametrize("capacity", [0, -5])
+def test_capacity_must_be_positive(capacity: int, tmp_path: Path) -> None:
+    for kind in (MemoryStorage, lambda c: ZarrStorage(tmp_path / "x.exp", c)):
+        with pytest.raises(ValueError, match=f"capacity must be at least 1, got {capacity}"):
+            kind(capacity)
+    assert not (tmp_path / "x.exp").exists()
+
+
+def test_ids_slots_and_indices(make: Callable[..., Storage], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(base, "spare_slots", lambda capacity, row_bytes: 3)
+    storage = make(10)
+    for count in (4, 3, 3, 3, 3, 3, 3, 1):
+        put(storage, count)
+    assert (storage.last, storage.window.low, len(storage), storage.slots) == (23, 13, 10, 13)
+    ids = window_ids(storage)
+    np.testing.assert_array_equal(storage.slot_of(ids), (ids - 1) % 13)
+    np.testing.assert_array_equal(storage.index_of(ids), (ids - 1) % 10)
+    np.testing.assert_array_equal(storage.ids_at(storage.index_of(ids)), ids)
+    assert storage.pieces(12, 3) == [(11, 0, 2), (0, 2, 1)]
+    assert storage.pieces(14, 3) == [(0, 0, 3)]
+    for wrong in (-1, 10, 1000):
+        with pytest.raises(NotFoundError, match=f"no row with index {wrong}: the store holds 10 rows"):
+            storage.ids_at(np.array([0, wrong]))
+    check(storage, ids)
+
+
+def test_an_unbounded_storage_counts_on(make: Callable[..., Storage]) -> None:
+    storage = make(None)
+    put(storage, 5000)
+    put(storage, 3)
+    assert len(storage) == 5003
+    assert storage.slots is None
+    ids = np.array([1, 4999, 5003])
+    np.testing.assert_array_equal(storage.index_of(ids), ids - 1)
+    np.testing.assert_array_equal(storage.ids_at(ids - 1), ids)
+    with pytest.raises(NotFoundError):
+        storage.ids_at(np.array([5003]))
+    check(storage, window_ids(storage))
+
+
+# ---------------------------------------------------------------------------------------------------
+# The model: what is readable, and what stands there.
+
+acts = st.one_of(
+    st.tuples(st.just("put"), st.integers(1, 9)),
+    st.tuples(st.just("put"), st.integers(10, 45)),
+    st.tuples(st.just("change"), st.integers(0, 2**31)),
+    st.tuples(st.just("priority"), st.integers(0, 2**31)),
+    st.tuples(st.sampled_from(["clear", "sync", "reopen"]), st.just(0)),
+)
+
+
+@settings(max_examples=60)
+@given(
+    plan=st.lists(acts, min_size=1, max_size=25),
+    capacity=st.sampled_from([None, 1, 7, 20]),
+    spare=st.sampled_from([2, 5]),
+    on_disk=st.booleans(),
+)
+def test_rows_against_a_model(
+    tmp_path_factory: pytest.TempPathFactory, plan: list[tuple[str, int]], capacity: int | None, spare: int, on_disk: bool
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(base, "spare_slots", lambda capacity, row_bytes: spare)
+        path = tmp_path_factory.mktemp("model") / "run.exp"
+        storage: Storage = ZarrStorage(path, capacity, segment_bytes=16_384) if on_disk else MemoryStorage(capacity)
+        storage.prepare(SCHEMA, find_keys(SCHEMA))
+        version: dict[int, int] = {}  # of the readable rows
+        priority: dict[int, float] = {}
+        largest, last = 1.0, 0
+        for act, number in plan:
+            rng = np.random.default_rng(number)
+            ids = np.array(sorted(version), np.int64)
+            if act == "put":
+                for id in put(storage, number).tolist():
+                    version[id], priority[id] = 0, largest
+                last += number
+                version = {i: v for i, v in version.items() if capacity is None or i > last - capacity}
+            elif act == "change" and ids.size:
+                chosen = np.sort(rng.choice(ids, rng.integers(1, ids.size + 1), replace=False))
+                new = np.array([version[i] + 1 for i in chosen.tolist()])
+                storage.change(chosen, range(4), [np.ascontiguousarray(c) for c in values_of(chosen, new)])
+                version |= dict(zip(chosen.tolist(), new.tolist(), strict=True))
+            elif act == "priority":
+                wanted = rng.integers(-3, last + 10, 5)
+                values = rng.random(5).astype(np.float32) * 3
+                here = [i in version for i in wanted.tolist()]
+                assert storage.set_priorities(wanted, values) == sum(here)
+                for i, value in zip(wanted.tolist(), values.tolist(), strict=True):
+                    if i in version:
+                        priority[i], largest = value, max(largest, value)
+            elif act == "clear":
+                storage.clear()
+                if version and capacity is not None:
+                    last = -(-last // capacity) * capacity
+                version.clear()
+            elif act == "sync":
+                storage.sync()
+            elif act == "reopen" and on_disk:
+                storage.close()
+                storage = ZarrStorage(path, segment_bytes=16_384)
+            ids = np.array(sorted(version), np.int64)
+            np.testing.assert_array_equal(window_ids(storage), ids)
+            assert storage.last == last
+            check(storage, ids, np.array([version[i] for i in ids.tolist()], np.int64))
+            views = storage.views(range(len(SCHEMA.fields) + 5), storage.window.low + 1, len(storage))
+            for parts, expected in zip(views, storage.read(ids), strict=False):
+                np.testing.assert_array_equal(np.concatenate([*parts, expected[:0]]), expected)
+            for place, expected_column in ((4, ids), (8, [np.float32(priority[i]) for i in ids.tolist()])):
+                np.testing.assert_array_equal(np.concatenate([*views[place], ids[:0]]), expected_column)
+        storage.close()
+
+
+# ---------------------------------------------------------------------------------------------------
+# Long extends.
+
+
+@pytest.mark.parametrize("count", [11, 20, 21, 24, 25, 26, 60])
+def test_an_extend_longer_than_the_spare_leaves_the_newest(
+    make: Callable[..., Storage], monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    monkeypatch.setattr(base, "spare_slots", lambda capacity, row_bytes: 5)
+    storage = make(20)
+    for _ in range(9):
+        put(storage, 5)
+    put(storage, count)
+    assert storage.last == 45 + count
+    assert len(storage) == 20
+    assert storage.write_count == 45 + count
+    check(storage, window_ids(storage))
+    put(storage, 1)
+    check(storage, window_ids(storage))
+
+
+def test_a_long_extend_gives_up_only_what_it_must(
+    make: Callable[..., Storage], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While it is being written, the rows whose slots it takes are gone and all others can be read."""
+    monkeypatch.setattr(base, "spare_slots", lambda capacity, row_bytes: 5)
+    storage = make(20)
+    put(storage, 5)
+    for _ in range(4):
+        put(storage, 5)
+    seen: list[Any] = []
+    real = storage._put
+
+    def watch(rows: Any, skipped: int) -> int:
+        seen.append((storage.window.low, storage.window.last, storage.horizon, skipped))
+        ids = window_ids(storage)
+        assert storage.intact(ids)
+        check(storage, ids)
+        return real(rows, skipped)
+
+    monkeypatch.setattr(storage, "_put", watch)
+    put(storage, 12)
+    put(storage, 23)
+    assert seen == [(12, 25, 37, 0), (35, 37, 60, 3)]
+
+
+# ---------------------------------------------------------------------------------------------------
+# Priorities, changes, clearing.
+
+
+def test_priorities_that_are_none_change_nothing(make: Callable[..., Storage]) -> None:
+    storage = make(20)
+    put(storage, 10)
+    storage.set_priorities(np.array([3]), np.array([2.5]))
+    before = storage.priorities.copy()
+    for bad in (-1.0, float("nan"), float("inf"), -float("inf"), 1e39):
+        with pytest.raises(PriorityError, match="priority number 1 of 3 is .*finite values >= 0"):
+            storage.set_priorities(np.array([1, 2, 3]), np.array([5.0, bad, 6.0]))
+    np.testing.assert_array_equal(storage.priorities, before)
+    assert storage.max_priority == 2.5
+    assert storage.set_priorities(np.array([0, -1, 11, 99]), np.ones(4)) == 0
+    assert storage.set_priorities(np.array([4, 4, 4]), np.array([1.0, 2.0, 0.0])) == 3
+    assert storage.priorities[3] == 0.0
+
+
+def test_new_rows_get_the_largest_priority_so_far(make: Callable[..., Storage]) -> None:
+    storage = make(None)
+    put(storage, 3)
+    storage.set_priorities(np.array([2]), np.array([7.5]))
+    storage.set_priorities(np.array([2]), np.array([0.5]))
+    put(storage, 5000)
+    place = len(SCHEMA.fields) + 4
+    assert storage.priority_place == place
+    found = np.concatenate(storage.views([place], 1, 5003)[0])
+    np.testing.assert_array_equal(found, np.array([1, 0.5, 1] + [7.5] * 5000, np.float32))
+
+
+def test_only_rows_that_are_there_can_be_changed(make: Callable[..., Storage]) -> None:
+    storage = make(4)
+    put(storage, 6)
+    new = values_of(np.array([1, 3]), 5)
+    with pytest.raises(NotFoundError, match="left the store"):
+        storage.change(np.array([1, 3]), range(4), new)
+    with pytest.raises(NotFoundError):
+        storage.change(np.array([3, 7]), range(4), new)
+    check(storage, window_ids(storage))
+    storage.change(np.array([3]), [1], [np.array([77])])
+    assert storage.read(np.array([3]))[1].tolist() == [77]
+    storage.change(np.array([], np.int64), range(4), values_of(np.array([], np.int64)))
+    assert storage.changes % 2 == 0
+
+
+def test_clear_begins_at_index_0_and_ids_go_on(make: Callable[..., Storage]) -> None:
+    storage = make(20)
+    storage.clear()
+    assert storage.last == 0
+    put(storage, 27)
+    storage.clear()
+    storage.clear()
+    assert (len(storage), storage.last) == (0, 40)
+    assert storage.index_of(put(storage, 3)).tolist() == [0, 1, 2]
+    check(storage, np.array([41, 42, 43]))
+    with pytest.raises(NotFoundError):
+        storage.ids_at(np.array([3]))
+    assert storage.write_count == 30
+
+
+def test_a_closed_storage(make: Callable[..., Storage]) -> None:
+    storage = make(20)
+    put(storage, 3)
+    storage.close()
+    storage.close()
+    for act in (
+        lambda: put(storage, 1),
+        storage.clear,
+        lambda: storage.change(np.array([1]), range(4), values_of(np.array([1]))),
+        lambda: storage.set_priorities(np.array([1]), np.ones(1)),
+    ):
+        with pytest.raises(StateError, match="the store is closed; open it again"):
+            act()
+    assert storage.closed
+    assert not storage.can_write
+
+
+def test_before_the_first_rows(make: Callable[..., Storage]) -> None:
+    storage = make(20, schema=None)
+    assert len(storage) == 0
+    assert storage.window.size == 0
+    for act in (storage.require_schema, lambda: storage.place_of(("x",)), lambda: storage.read(np.array([1]))):
+        with pytest.raises(StateError, match=r"no (fields|rows) yet; extend\(\) it first"):
+            act()
+    storage.clear()
+    storage.sync()
+    assert storage.set_priorities(np.array([1]), np.ones(1)) == 0
+
+
+def test_place_of(make: Callable[..., Storage]) -> None:
+    storage = make(20)
+    assert storage.place_of(("wide",)) == 2
+    with pytest.raises(SchemaError, match="no field 'n'; the store has .*next.n: int64"):
+        storage.place_of(("n",))
+
+
+# ---------------------------------------------------------------------------------------------------
+# Which fields say what.
+
+
+def keys_of(*fields: str, **options: Any) -> dict[str, str]:
+    schema = Schema([Field(tuple(f.split(":")[0].split(".")), f.split(":")[1], (1,)) for f in fields])
+    found = find_keys(schema, **options)
+    return {name: ".".join(v) for name in found.__slots__ if (v := getattr(found, name)) is not None}
+
+
+def test_find_keys() -> None:
+    assert keys_of("done:bool", "next.reward:float32", "next.terminated:bool", "terminated:bool") == {
+        "terminated": "next.terminated",
+        "reward": "next.reward",
+    }
+    assert keys_of("done:bool", "reward:float32", "truncated:bool") == {
+        "truncated": "truncated",
+        "done": "done",
+        "reward": "reward",
+    }
+    assert keys_of("collector.traj_ids:int64", "episode:int64", "collector.mask:bool", "is_init:bool") == {
+        "trajectory": "collector.traj_ids",
+        "mask": "collector.mask",
+        "start": "is_init",
+    }
+    assert keys_of("episode:float32", "step_count:int64") == {"start": "step_count"}
+    assert keys_of("episode:int32", "id:int64", trajectory=("id",)) == {"trajectory": "id"}
+    assert keys_of("next.done:bool", "stop:bool", "x.truncated:bool", ends=[("stop",), ("x", "truncated")]) == {
+        "truncated": "x.truncated",
+        "done": "stop",
+    }
+    assert keys_of("next.done:bool", "r:int64", reward=("r",)) == {"done": "next.done", "reward": "r"}
+
+
+@pytest.mark.parametrize(
+    "options", [{"trajectory": ("t",)}, {"ends": [("a",), ("t",)]}, {"reward": ("t",)}, {"trajectory": ("w",)}]
+)
+def test_keys_that_were_asked_for_must_be_there(options: dict[str, Any]) -> None:
+    schema = Schema([Field(("a",), "int64", ()), Field(("w",), "int64", (2,))])
+    with pytest.raises(SchemaError, match="'[tw]' is not a field with one value per row"):
+        find_keys(schema, **options)
+
+
+# ---------------------------------------------------------------------------------------------------
+# On disk: shards.
+
+
+@pytest.fixture
+def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(columns, "SHARD_ROWS", 4096)
+
+
+@pytest.mark.usefixtures("small_shards")
+def test_an_unbounded_store_grows_over_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(columns.Column, "_reserve", starts_with_two_shards(columns.Column._reserve))
+    storage = ZarrStorage(tmp_path / "run.exp")
+    storage.prepare(SCHEMA, find_keys(SCHEMA))
+    for count in (4000, 200, 1, 5, 9000, 7, 4096, 3000):
+        put(storage, count)
+        ids = np.unique(np.linspace(1, storage.last, 500, dtype=np.int64))
+        check(storage, ids)
+    shards = sorted(os.listdir(tmp_path / "run.exp" / "columns" / "x" / "c"))
+    assert shards == ["0", "1", "2", "3", "4"]
+    check(storage, window_ids(storage))
+    storage.close()
+    with_reopened(tmp_path / "run.exp", lambda again: check(again, window_ids(again)), size=20_309)
+
+
+def starts_with_two_shards(real: Callable[..., None]) -> Callable[..., None]:
+    return lambda self, shards: real(self, 2 if shards == 16 else shards)
+
+
+def with_reopened(path: Path, act: Callable[[Storage], Any], *, size: int) -> None:
+    again = ZarrStorage(path)
+    assert len(again) == size
+    act(again)
+    again.close()
+
+
+@pytest.mark.usefixtures("small_shards")
+def test_a_ring_of_several_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(base, "spare_slots", lambda capacity, row_bytes: 1000)
+    storage = ZarrStorage(tmp_path / "run.exp", 10_000)
+    storage.prepare(SCHEMA, find_keys(SCHEMA))
+    for count in (4000, 900, 3, 300, 8000, 1, 900, 900, 12_000, 5, 1000, 1000):
+        put(storage, count)
+        check(storage, window_ids(storage)[:: 1 + len(storage) // 700])
+    check(storage, window_ids(storage))
+    storage.close()
+    with_reopened(tmp_path / "run.exp", lambda again: check(again, window_ids(again)), size=10_000)
+
+
+@pytest.mark.usefixtures("small_shards")
+@pytest.mark.parametrize("rows", [3, 700])
+def test_a_ring_that_is_emptied_before_all_its_shards_are_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: int
+) -> None:
+    """The ids jump over slots that have no shard yet."""
+    monkeypatch.setattr(base, "spare_slots", lambda capacity, row_bytes: 1000)
+    storage = ZarrStorage(tmp_path / "run.exp", 20_000)
+    storage.prepare(SCHEMA, find_keys(SCHEMA))
+    put(storage, rows)
+    storage.clear()
+    storage.close()
+    again = ZarrStorage(tmp_path / "run.exp")
+    assert (len(again), again.last) == (0, 20_000)
+    put(again, rows)
+    again.sync()
+    put(again, 2)
+    check(again, window_ids(again))
+    again.close()
+    with_reopened(tmp_path / "run.exp", lambda it: check(it, window_ids(it)), size=rows + 2)
+
+
+@pytest.mark.usefixtures("small_shards")
+def test_a_lost_or_short_shard_is_damage(tmp_path: Path) -> None:
+    path = tmp_path / "run.exp"
+    storage = ZarrStorage(path)
+    storage.prepare(SCHEMA, find_keys(SCHEMA))
+    put(storage, 9000)
+    storage.close()
+    shard = path / "columns" / "x" / "c" / "1" / "0"
+    whole = shard.read_bytes()
+    os.truncate(shard, 5000)
+    with pytest.raises(CorruptionError, match=rf"{shard} has 5000 bytes, {len(whole)} are expected.*snapshot"):
+        ZarrStorage(path)
+    shard.unlink()
+    with pytest.raises(CorruptionError, match=rf"{shard} is missing"):
+        ZarrStorage(path)
+    shard.write_bytes(whole)
+    with_reopened(path, lambda again: check(again, window_ids(again)), size=9000)
+
+
+def test_a_wide_column_read_while_it_moves(tmp_path: Path, small_shards: None, monkeypatch: Any) -> None:
+    """A reader that sees the old mapping must not make it the one that stays."""
+    monkeypatch.setattr(columns.Column, "_reserve", starts_with_two_shards(columns.Column._reserve))
+    storage = ZarrStorage(tmp_path / "run.exp")
+    storage.prepare(SCHEMA, find_keys(SCHEMA))
+    put(storage, 8000)
+    assert storage.columns is not None
+    wide = storage.columns.columns[2]
+    real = columns.AddressRange.array
+    grown = False
+
+    def grow_first(self: Any, *args: Any, **options: Any) -> np.ndarray:
+        nonlocal grown
+        found = real(self, *args, **options)
+        if options.get("writable_flag") and not grown:
+            grown = True
+            put(storage, 4000)  # a writer comes in between: the mapping moves
+        return found
+
+    monkeypatch.setattr(columns.AddressRange, "array", grow_first)
+    check(storage, np.array([1, 8000]))
+    assert grown
+    assert wide.ready == 12_288
+    check(storage, np.array([1, 8000, 12_000]))
+    storage.close()
+
+
+# ---------------------------------------------------------------------------------------------------
+# On disk: failures and interruptions.
+
+
+class Faulty(Disk):
+    """Call `trap` before every act."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trap: Callable[[str, Path], None] = lambda act, path: None
+
+    def gate(self, act: str, path: Path) -> None:
+        self.trap(act, path)
+
+
+def faulty_storage(path: Path, capacity: int | None = 50) -> tuple[ZarrStorage, Faulty]:
+    disk = Faulty()
+    storage = ZarrStorage(path, capacity, disk=disk)
+    storage.prepare(SCHEMA, find_keys(SCHEMA))
+    return storage, disk
+
+
+def fail(on: str, where: str = "") -> Callable[[str, Path], None]:
+    def trap(act: str, path: Path) -> None:
+        if act == on and where in str(path):
+            raise StorageError(f"no {act} today", kind="disk_full")
+
+    return trap
+
+
+def calm(act: str, path: Path) -> None:
+    pass
+
+
+def test_a_failed_sync_poisons_the_handle(tmp_path: Path) -> None:
+    storage, disk = faulty_storage(tmp_path / "run.exp")
+    put(storage, 20)
+    disk.trap = fail("sync")
+    with pytest.raises(StorageError, match="no sync today"):
+        storage.sync()
+    disk.trap = calm
+    for act in (lambda: put(storage, 1), storage.sync, storage.clear):
+        with pytest.raises(StateError, match=r"can no longer be written: no sync today; close it and open") as caught:
+            act()
+        assert caught.value.kind == "poisoned"
+    check(storage, window_ids(storage))  # reading goes on
+    assert not storage.can_write
+    storage.close()
+    again = ZarrStorage(tmp_path / "run.exp")
+    assert again.counters.recovered
+    check(again, np.arange(1, 21))
+    put(again, 3)
+    again.close()
+
+
+@pytest.mark.parametrize("count", [3, 40])
+@pytest.mark.parametrize("where", ["columns", "journal"])
+def test_a_full_disk_leaves_the_store_as_it_was(tmp_path: Path, where: str, count: int) -> None:
+    storage, disk = faulty_storage(tmp_path / "run.exp")
+    put(storage, 40)
+    storage.drain()
+    disk.trap = fail("write", where)
+    before = storage.window, storage.write_count, storage.episodes.to_base()
+    if count == 40 or where == "journal":  # few rows go to the journal only
+        with pytest.raises(StorageError, match="no write today"):
+            put(storage, count)
+        disk.trap = calm
+        assert (storage.window, storage.write_count, storage.episodes.to_base()) == before
+        check(storage, window_ids(storage))
+    disk.trap = calm
+    storage.sync()
+    put(storage, 30)
+    check(storage, window_ids(storage))
+    storage.close()
+    with_reopened(tmp_path / "run.exp", lambda again: check(again, window_ids(again)), size=50)
+
+
+@pytest.mark.parametrize("count", [1, 30])
+@pytest.mark.parametrize("times", [1, 3])
+def test_an_interrupted_publish_is_taken_from_the_journal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int, times: int
+) -> None:
+    """Ctrl-C after the record is written and before memory knows: the rows are there, numbers go on."""
+    storage = ZarrStorage(tmp_path / "run.exp", 50)
+    storage.prepare(SCHEMA, find_keys(SCHEMA))
+    put(storage, 20)
+    storage.set_priorities(np.array([5]), np.array([3.0]))
+    expected = 20
+    for _ in range(times):
+        source = storage.episodes.to_base()["unnamed"]
+
+        def interrupt(*args: Any, **options: Any) -> Any:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(EpisodeTable, "commit", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                put(storage, count)
+        storage._sync(None)  # as the background thread does meanwhile
+        assert storage.last == expected
+        expected += count
+        storage.check_writable()
+        assert storage.last == expected, "the record was not read again"
+        put(storage, 2)
+        expected += 2
+        assert storage.last == storage.write_count == expected
+        assert storage.episodes.to_base()["unnamed"] == source, "the handle has lost its stream"
+        check(storage, window_ids(storage))
+        storage.sync()
+        assert storage.can_write
+    assert storage.priorities[4] == 3.0
+    episodes = [np.concatenate(part) for part in storage.views([5, 6], storage.window.low + 1, len(storage))]
+    storage.close()
+    again = ZarrStorage(tmp_path / "run.exp")
+    assert again.write_count == expected
+    found = [np.concatenate(part) for part in again.views([5, 6], again.window.low + 1, len(again))]
+    np.testing.assert_array_equal(found, episodes)
+    again.close()
+
+
+def test_no_mark_covers_what_an_interruption_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows whose publishing was interrupted are not yet synced: a sync must not call them so."""
+    storage = ZarrStorage(tmp_path / "run.exp", 50)
+    storage.prepare(SCHEMA, find_keys(SCHEMA))
+    put(storage, 20)
+
+    def interrupt(*args: Any, **options: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(EpisodeTable, "commit", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            put(storage, 30)
+    storage._sync(None)
+    records = read_journal(Disk(), tmp_path / "run.exp" / "journal")
+    published = [record.sequence for record in records if record.kind is Kind.PUBLISH]
+    marks = [Mark.unpack(record.body).sequence for record in records if record.kind is Kind.MARK]
+    assert len(published) == 2
+    assert max(marks, default=0) < published[1]
+    put(storage, 1)
+    assert storage.last == 51
+    check(storage, window_ids(storage))
+    storage.close()
+
+
+def test_no_mark_covers_a_change_whose_bytes_are_not_written(tmp_path: Path) -> None:
+    """A sync that comes while rows are changed in place must leave the redo record in force."""
+    storage, disk = faulty_storage(tmp_path / "run.exp")
+    put(storage, 30)
+    storage.sync()
+    syncing: list[threading.Thread] = []
+
+    def trap(act: str, path: Path) -> None:
+        if act == "write" and "columns" in str(path) and "_row" not in str(path):
+            disk.trap = calm
+            syncing.append(threading.Thread(target=lambda: storage._sync(None)))
+            syncing[0].start()
+            syncing[0].join(0.5)  # it may have to wait for the change to end
+            raise StorageError("stopped in the middle")
+
+    disk.trap = trap
+    ids = np.arange(1, 31)
+    with pytest.raises(StorageError, match="in the middle"):
+        storage.change(ids, range(4), [np.ascontiguousarray(c) for c in values_of(ids, 1)])
+    syncing[0].join()
+    records = read_journal(Disk(), tmp_path / "run.exp" / "journal")
+    redo = next(record.sequence for record in records if record.kind is Kind.REDO)
+    assert all(Mark.unpack(r.body).sequence < redo for r in records if r.kind is Kind.MARK)
+    storage.check_writable()  # reads the journal again
+    check(storage, ids, 1)
+    storage.close()
+    with_reopened(tmp_path / "run.exp", lambda again: check(again, ids, 1), size=30)
+
+
+def test_rows_can_be_read_while_the_journal_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mapping is shown to readers only when its files are in it; reading a hole would be SIGSEGV."""
+    storage = ZarrStorage(tmp_path / "run.exp", 50)
+    storage.prepare(SCHEMA, find_keys(SCHEMA))
+    put(storage, 30)
+    storage.sync()
+    real = columns.ColumnGroup.open_shards
+
+    def look(self: columns.ColumnGroup) -> None:
+        assert storage.columns is not self
+        check(storage, np.arange(1, 31))
+        real(self)
+
+    monkeypatch.setattr(columns.ColumnGroup, "open_shards", look)
+    storage.note_interruption()
+    put(storage, 1)
+    check(storage, np.arange(1, 32))
+    storage.close()
+
+
+def test_priorities_that_could_not_be_written_are_written_later(tmp_path: Path) -> None:
+    storage, disk = faulty_storage(tmp_path / "run.exp")
+    put(storage, 30)
+    storage.sync()
+    disk.trap = fail("write", "priority")
+    storage.set_priorities(np.array([7]), np.array([4.5]))
+    with pytest.raises(StorageError):
+        storage.flush_priorities()
+    disk.trap = calm
+    storage.flush_priorities()
+    assert storage.columns is not None
+    assert storage.columns.columns[-1].view[6] == 4.5
+    storage.close()
+
+
+def test_an_interruption_does_not_lose_priorities_or_draws(tmp_path: Path) -> None:
+    storage = ZarrStorage(tmp_path / "run.exp", 50)
+    storage.prepare(SCHEMA, find_keys(SCHEMA))
+    put(storage, 30)
+    storage.sync()
+    draws = [storage.next_draw() for _ in range(5)]
+    storage.set_priorities(np.array([7, 8]), np.array([4.5, 0.0]))
+    storage.note_interruption()
+    put(storage, 1)
+    assert storage.priorities[[6, 7, 8]].tolist() == [4.5, 0.0, 1.0]
+    assert storage.next_draw() == draws[-1] + 1
+    storage.sync()
+    storage.close()
+
+
+def test_a_forked_child_reads_and_cannot_write(tmp_path: Path) -> None:
+    storage = ZarrStorage(tmp_path / "run.exp", 50)
+    storage.prepare(SCHEMA, find_keys(SCHEMA))
+    put(storage, 20)
+    put(storage, 2)  # kept back
+    before = storage._state.get("draw")
+    read_end, write_end = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        failure = ""
+        try:
+            for act in (lambda: put(storage, 1), storage.clear):
+                with pytest.raises(StateError, match="opened by another process, of which this one is a fork"):
+                    act()
+            with pytest.raises(StateError, match="fork"):
+                storage.set_priorities(np.array([1]), np.ones(1))
+            check(storage, np.arange(1, 23))
+            storage.next_draw()
+            storage.close()
+        except BaseException as exc:
+            failure = repr(exc)
+        os.write(write_end, failure.encode())
+        os._exit(0)
+    os.waitpid(pid, 0)
+    os.close(write_end)
+    assert os.read(read_end, 10_000) == b""
+    os.close(read_end)
+    assert storage._state.get("draw") == before, "the child drew in the parent's name"
+    put(storage, 2)
+    storage.close()
+    with_reopened(tmp_path / "run.exp", lambda again: check(again, np.arange(1, 25)), size=24)
+
+
+def test_a_child_never_writes_rows_that_were_kept_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the time the child looks, the parent may have given their slots to newer rows."""
+    monkeypatch.setattr(base, "spare_slots", lambda capacity, row_bytes: 8)
+    storage = ZarrStorage(tmp_path / "run.exp", 8)
+    storage.prepare(SCHEMA, find_keys(SCHEMA))
+    put(storage, 8)
+    storage.sync()
+    put(storage, 2)
+    wakes_child, wake = os.pipe()
+    with monkeypatch.context() as patch:
+        patch.setattr(ZarrStorage, "drain", lambda self: None)  # as if a thread had added them just then
+        pid = os.fork()
+    if pid == 0:
+        os.close(wake)
+        os.read(wakes_child, 1)
+        storage.read(np.array([9, 10]))
+        os._exit(0)
+    for _ in range(5):
+        put(storage, 8)
+    storage.sync()
+    os.close(wake)
+    os.waitpid(pid, 0)
+    os.close(wakes_child)
+    check(storage, window_ids(storage))
+    storage.close()
+
+
+# ---------------------------------------------------------------------------------------------------
+# Threads.
+
+
+def test_samples_are_never_torn_while_the_ring_turns(
+    make: Callable[..., Storage], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(base, "spare_slots", lambda capacity, row_bytes: 64)
+    storage = make(256)
+    put(storage, 64)
+    stop = threading.Event()
+    problems: list[BaseException] = []
+    checked = [0, 0]
+
+    def read(number: int) -> None:
+        rng = np.random.default_rng(number)
+        try:
+            while not stop.is_set():
+                window = storage.window
+                ids = rng.integers(window.low + 1, window.last + 1, 32)
+                found = storage.read(ids)
+                if storage.intact(ids):
+                    for column, expected in zip(found, values_of(ids), strict=True):
+                        np.testing.assert_array_equal(column, expected)
+                    checked[number] += 1
+        except BaseException as exc:
+            problems.append(exc)
+            stop.set()
+
+    readers = [threading.Thread(target=read, args=(number,)) for number in range(2)]
+    for reader in readers:
+        reader.start()
+    rng = np.random.default_rng(0)
+    turns = 0
+    while not stop.is_set() and (turns < 150 or min(checked) < 30):
+        put(storage, int(rng.integers(1, 64)))
+        turns += 1
+    stop.set()
+    for reader in readers:
+        reader.join()
+    assert not problems
+    assert storage.last > 1000
+
+
+# ---------------------------------------------------------------------------------------------------
+# Settings.
+
+
+def test_a_schema_may_be_given_before_rows_come(tmp_path: Path) -> None:
+    storage = ZarrStorage(tmp_path / "run.exp", 10, settings=Settings(seed=3, meta={"a": 1}))
+    assert storage.schema is None
+    storage.prepare(SCHEMA, find_keys(SCHEMA))
+    storage.close()
+    again = ZarrStorage(tmp_path / "run.exp")
+    assert again.schema == SCHEMA
+    assert again.spare == spare_slots(10, SCHEMA.row_bytes + base.ROW_BYTES)
+    assert (again.seed, again.meta(), len(again)) == (3, {"a": 1}, 0)
+    put(again, 3)
+    again.close()
