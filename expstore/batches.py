@@ -120,15 +120,14 @@ def flatten(
     keys: list[Key] = []
     leaves: list[torch.Tensor] = []
     _leaves(data, (), skip, keys, leaves)
-    arrays = []
-    for tensor in leaves:
-        try:
-            array = tensor.numpy()
-        except (RuntimeError, TypeError):  # it needs gradients, lies on a device, or is a bfloat16
-            array = _to_numpy(tensor)
-        if dims != 1:
-            array = array.reshape(count, *array.shape[dims:]) if dims else array[None]
-        arrays.append(array)
+    try:
+        arrays = [tensor.numpy() for tensor in leaves]
+    except (RuntimeError, TypeError):  # one needs gradients, lies on a device, or is a bfloat16
+        arrays = [_to_numpy(tensor) for tensor in leaves]
+    if dims == 0:
+        arrays = [array[None] for array in arrays]
+    elif dims > 1:
+        arrays = [array.reshape(count, *array.shape[dims:]) for array in arrays]
     try:
         dtypes = [_NAMES[tensor.dtype] for tensor in leaves]
     except KeyError:

@@ -138,7 +138,9 @@ def _trouble(exc: Exception) -> _Trouble | None:
     if hasattr(exc, "format_message"):  # the parser's own errors, whose home depends on typer's version
         return _Trouble(USAGE, "usage", exc.format_message().rstrip("."), "see expstore --help")
     if isinstance(exc, ModuleNotFoundError) and exc.name == "gymnasium":
-        return _Trouble(USAGE, "usage", str(exc))
+        return _Trouble(
+            USAGE, "usage", "collecting needs gymnasium, which is missing", "pip install 'expstore[gym]'"
+        )
     if isinstance(exc, ValueError):
         return _Trouble(USAGE, "usage", str(exc))
     if isinstance(exc, OSError):
@@ -197,7 +199,6 @@ def collect(
     from expstore.manifest import MANIFEST
 
     disk = Disk()
-
     with _Interrupts() as interrupts, contextlib.closing(_environments(env, envs, autoreset)) as lanes:
         new = not disk.exists(path / MANIFEST)
         with door.open(path, capacity=capacity, seed=seed if new else None) as rb:
@@ -219,8 +220,6 @@ def collect(
 def _environments(env: str, lanes: int, autoreset: Autoreset) -> AnyVectorEnv:
     import gymnasium
     from gymnasium.vector import AutoresetMode
-
-    import expstore.collectors  # noqa: F401  first: it says how to install gymnasium
 
     try:
         return gymnasium.make_vec(
@@ -252,6 +251,7 @@ def _collect(
     block = lanes.num_envs * STEPS_PER_LANE
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task("", total=steps)
+        # None: random actions, the only policy there is yet
         with Collector(lanes, None, rb, steps_per_lane=STEPS_PER_LANE, seed=seed) as collector:
             blocks = iter(collector)
             stored = 0

@@ -23,6 +23,7 @@ __all__ = ["EpisodeLog", "LogEntry"]
 _ENTRY = struct.Struct("<IIBBHiqqqqdqqqiI8x")
 _EPISODE, _SOURCE = 1, 2
 _HAS_TRAJECTORY = 1
+_MANY = 4096
 _NAMED = 2
 
 
@@ -120,7 +121,7 @@ def _unpack(data: bytes, at: int) -> tuple[LogEntry, int] | None:
 class EpisodeLog:
     """Append entries and read them back.
 
-    One writer; entries survive the process when `append` returned, and the machine after a sync.
+    One writer. Entries wait in memory until a sync: before it, publish records say the same.
 
     Args:
         disk: Where files are touched.
@@ -138,14 +139,22 @@ class EpisodeLog:
             self.file.truncate(length)
         self.length = length
         self.dirty = False
+        self._waiting: list[LogEntry] = []
 
     def append(self, entries: Iterable[LogEntry]) -> None:
-        """Append entries."""
-        data = b"".join(entry.pack() for entry in entries)
-        if data:
+        """Take entries; `flush` writes them."""
+        self._waiting += entries
+        if len(self._waiting) > _MANY:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what was appended."""
+        if self._waiting:
+            data = b"".join([entry.pack() for entry in self._waiting])
             self.file.write(data, self.length)
             self.length += len(data)
             self.dirty = True
+            self._waiting.clear()
 
     def read(self) -> Iterator[LogEntry]:
         """Return all entries in order.
@@ -153,6 +162,7 @@ class EpisodeLog:
         Raises:
             CorruptionError: An entry's checksum does not fit.
         """
+        self.flush()
         data = self.file.read(0, self.length)
         at = 0
         while at < len(data):

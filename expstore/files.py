@@ -297,7 +297,10 @@ class Disk:
             for act in acts:
                 act()
             return
-        jobs = [pool.submit(act) for act in acts]
+        try:
+            jobs = [pool.submit(act) for act in acts]
+        except RuntimeError:  # the interpreter is going: no more jobs are taken
+            return self.sync_all(files, folders, None)
         failures = [job.exception() for job in jobs]
         for failure in failures:
             if failure is not None:

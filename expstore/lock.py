@@ -18,6 +18,8 @@ from expstore.files import Disk
 
 __all__ = ["WriterLock"]
 
+_LOOKS, _LOOK_SECONDS = 4, 0.005
+
 _held: weakref.WeakSet[WriterLock] = weakref.WeakSet()
 
 
@@ -33,7 +35,8 @@ class WriterLock:
 
     def __init__(self, disk: Disk, path: Path) -> None:
         self._file = disk.open(path, create=True)
-        if not self._file.try_lock():
+        # Somebody may only be looking whether it is free.
+        if not any(self._file.try_lock() or time.sleep(_LOOK_SECONDS) for _ in range(_LOOKS)):
             text = self._file.read(0, 4096)
             self._file.close()
             raise _locked(path.parent, text)

@@ -680,6 +680,16 @@ def test_an_unknown_environment_makes_no_store(cli: Cli, tmp_path: Path) -> None
     assert not (tmp_path / "run.exp").exists()
 
 
+def test_without_gymnasium_it_says_what_to_install(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "gymnasium", None)
+    done = cli("collect", "CartPole-v1", tmp_path / "run.exp", "--steps", 9)
+    assert done.code == 2
+    assert is_one_error(done, "expstore[gym]")
+    assert not (tmp_path / "run.exp").exists()
+
+
 def test_a_setting_that_contradicts_the_store(cli: Cli, store: Path) -> None:
     done = cli("collect", "CartPole-v1", store, "--steps", 9, "--capacity", 7)
     assert done.code == 2

@@ -486,7 +486,9 @@ def test_fragments_keep_their_numbers_while_others_leave() -> None:
     assert fragments.evict(900).tolist() == list(range(1, 901))
     numbers += [fragments.add(-1, (episode, 0, 1, episode, 1)) for episode in range(1001, 2001)]
     for episode in (901, 1500, 2000):  # lengthened in place
-        assert fragments.add(numbers[episode - 1], (episode, 1, 2, episode + 5000, 5000)) == numbers[episode - 1]
+        assert (
+            fragments.add(numbers[episode - 1], (episode, 1, 2, episode + 5000, 5000)) == numbers[episode - 1]
+        )
     assert fragments.rows[:, [0, 599, 1099]].T.tolist() == [[e, 0, 3, e, 5000] for e in (901, 1500, 2000)]
     assert fragments.rows.shape == (5, 1100)
     # One that is gone cannot be lengthened, nor one that goes on with another stride.

@@ -17,10 +17,17 @@ from expstore.storages.records import Mark, Publish, Redo
 SMALL = 2048
 
 
-def make(path: Path, *, sequence: int = 0, disk: Disk | None = None, opening: bool = True, **keep: Any) -> Journal:
+def make(
+    path: Path, *, sequence: int = 0, disk: Disk | None = None, opening: bool = True, **keep: Any
+) -> Journal:
     path.mkdir(exist_ok=True)
     journal = Journal(
-        disk or Disk(), path, uuid="ab", generation=keep.get("generation", 1), sequence=sequence, segment_bytes=SMALL
+        disk or Disk(),
+        path,
+        uuid="ab",
+        generation=keep.get("generation", 1),
+        sequence=sequence,
+        segment_bytes=SMALL,
     )
     journal.start_segment({"opening": opening, "last": 0})
     return journal
@@ -300,7 +307,9 @@ def test_bodies_come_back() -> None:
     values = Mark(2**40, 2**41, 2**42, 2**43, 2**44, 0.25)
     assert Mark.unpack(values.pack()) == values
 
-    schema = Schema([Field(("a",), "float32", (2,)), Field(("b",), "bool", ()), Field(("c",), "bfloat16", (1,))])
+    schema = Schema(
+        [Field(("a",), "float32", (2,)), Field(("b",), "bool", ()), Field(("c",), "bfloat16", (1,))]
+    )
     columns = [np.array([[7], [8]], "<u2"), np.array([[1, 2], [3, 4]], "<f4")]
     redo = Redo.unpack(Redo(np.array([5, 9]), [2, 0], columns).pack(), schema)
     assert list(redo.places) == [2, 0]

@@ -35,7 +35,9 @@ def test_a_second_one_in_this_process_learns_since_when(tmp_path: Path) -> None:
     lock = take(tmp_path)
     assert lock.held
     for _ in range(2):
-        with pytest.raises(LockedError, match=rf"open here \(this process, {os.getpid()}\) since 20\d\d-") as caught:
+        with pytest.raises(
+            LockedError, match=rf"open here \(this process, {os.getpid()}\) since 20\d\d-"
+        ) as caught:
             take(tmp_path)
         assert str(tmp_path) in str(caught.value)
         assert "close() it first" in caught.value.hint

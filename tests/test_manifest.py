@@ -44,7 +44,11 @@ def test_what_is_saved_is_loaded(tmp_path: Path, kept: Manifest) -> None:
 
 
 def test_no_field_was_forgotten() -> None:
-    assert all(getattr(FULL, f.name) != getattr(BARE, f.name) for f in dataclasses.fields(Manifest) if f.name != "storage")
+    assert all(
+        getattr(FULL, f.name) != getattr(BARE, f.name)
+        for f in dataclasses.fields(Manifest)
+        if f.name != "storage"
+    )
 
 
 def test_slots_and_replace() -> None:
@@ -63,11 +67,15 @@ def test_newer_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(manifest, "FORMAT", 2)
         FULL.save(Disk(), tmp_path)
-    with pytest.raises(MigrationError, match="has format 2, this library knows formats up to 1.*newer expstore"):
+    with pytest.raises(
+        MigrationError, match="has format 2, this library knows formats up to 1.*newer expstore"
+    ):
         Manifest.load(Disk(), tmp_path)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "3", "{}", '{"format": 1}', '{"format": "x", "crc32c": ""}', "\xff"])
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "3", "{}", '{"format": 1}', '{"format": "x", "crc32c": ""}', "\xff"]
+)
 def test_what_is_no_manifest(tmp_path: Path, text: str) -> None:
     (tmp_path / MANIFEST).write_bytes(text.encode("latin-1"))
     with pytest.raises(CorruptionError, match=rf"{MANIFEST} is damaged"):

@@ -28,7 +28,9 @@ def columns(n: int = 2) -> dict[tuple[str, ...], tuple[str, np.ndarray]]:
 
 
 def arrange(given: dict[tuple[str, ...], tuple[str, np.ndarray]], **options: bool) -> list[np.ndarray]:
-    return BASIC.arrange(list(given), [d for d, _ in given.values()], [a for _, a in given.values()], **options)
+    return BASIC.arrange(
+        list(given), [d for d, _ in given.values()], [a for _, a in given.values()], **options
+    )
 
 
 @pytest.mark.parametrize(
@@ -58,7 +60,9 @@ def test_names_that_are_no_paths_are_refused(key: tuple[str, ...]) -> None:
     assert caught.value.hint
 
 
-@pytest.mark.parametrize("key", [("a",), ("A-b_c.d",), ("_x",), ("next", "__y"), ("x" * 100,), ("0",), ("c",)])
+@pytest.mark.parametrize(
+    "key", [("a",), ("A-b_c.d",), ("_x",), ("next", "__y"), ("x" * 100,), ("0",), ("c",)]
+)
 def test_names_that_are_paths(key: tuple[str, ...]) -> None:
     assert Schema([Field(key, "int8", ())]).keys == (key,)
 
@@ -141,7 +145,9 @@ def test_arrange_names_missing_and_unknown_fields() -> None:
     given = columns()
     del given["action",]
     given["next", "done"] = ("bool", np.zeros((2, 1), bool))
-    with pytest.raises(SchemaError, match=r"lacks 'action' and has unknown 'next.done'.*observation: float32\[3\]"):
+    with pytest.raises(
+        SchemaError, match=r"lacks 'action' and has unknown 'next.done'.*observation: float32\[3\]"
+    ):
         arrange(given)
     given = columns()
     given["extra",] = ("bool", np.zeros(2, bool))
@@ -159,10 +165,20 @@ def test_arrange_takes_a_part() -> None:
 @pytest.mark.parametrize(
     ("key", "dtype", "values", "message"),
     [
-        (("observation",), "float32", np.ones((2, 4), np.float32), r"'observation'.*float32\[3\], got float32\[4\]"),
+        (
+            ("observation",),
+            "float32",
+            np.ones((2, 4), np.float32),
+            r"'observation'.*float32\[3\], got float32\[4\]",
+        ),
         (("observation",), "float32", np.ones((2,), np.float32), r"'observation'.*got float32\[\]"),
         (("action",), "int64", np.ones((2, 1), np.int64), r"'action'.*int64\[\], got int64\[1\]"),
-        (("observation",), "float64", np.ones((2, 3)), r"'observation'.*got float64.*lose.*convert it to float32"),
+        (
+            ("observation",),
+            "float64",
+            np.ones((2, 3)),
+            r"'observation'.*got float64.*lose.*convert it to float32",
+        ),
         (("action",), "float32", np.ones(2, np.float32), "'action'.*got float32"),
         (("action",), "uint64", np.ones(2, np.uint64), "'action'.*got uint64"),
         (("next", "reward"), "uint16", np.ones((2, 1), np.uint16), "'next.reward'.*bfloat16.*got uint16"),

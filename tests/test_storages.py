@@ -178,12 +178,18 @@ acts = st.one_of(
     on_disk=st.booleans(),
 )
 def test_rows_against_a_model(
-    tmp_path_factory: pytest.TempPathFactory, plan: list[tuple[str, int]], capacity: int | None, spare: int, on_disk: bool
+    tmp_path_factory: pytest.TempPathFactory,
+    plan: list[tuple[str, int]],
+    capacity: int | None,
+    spare: int,
+    on_disk: bool,
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(base, "spare_slots", lambda capacity, row_bytes: spare)
         path = tmp_path_factory.mktemp("model") / "run.exp"
-        storage: Storage = ZarrStorage(path, capacity, segment_bytes=16_384) if on_disk else MemoryStorage(capacity)
+        storage: Storage = (
+            ZarrStorage(path, capacity, segment_bytes=16_384) if on_disk else MemoryStorage(capacity)
+        )
         storage.prepare(SCHEMA, find_keys(SCHEMA))
         version: dict[int, int] = {}  # of the readable rows
         priority: dict[int, float] = {}
@@ -359,7 +365,11 @@ def test_before_the_first_rows(make: Callable[..., Storage]) -> None:
     storage = make(20, schema=None)
     assert len(storage) == 0
     assert storage.window.size == 0
-    for act in (storage.require_schema, lambda: storage.place_of(("x",)), lambda: storage.read(np.array([1]))):
+    for act in (
+        storage.require_schema,
+        lambda: storage.place_of(("x",)),
+        lambda: storage.read(np.array([1])),
+    ):
         with pytest.raises(StateError, match=r"no (fields|rows) yet; extend\(\) it first"):
             act()
     storage.clear()
@@ -401,7 +411,9 @@ def test_find_keys() -> None:
     }
     assert keys_of("episode:float32", "step_count:int64") == {"start": "step_count"}
     assert keys_of("episode:int32", "id:int64", trajectory=("id",)) == {"trajectory": "id"}
-    assert keys_of("next.done:bool", "stop:bool", "x.truncated:bool", ends=[("stop",), ("x", "truncated")]) == {
+    assert keys_of(
+        "next.done:bool", "stop:bool", "x.truncated:bool", ends=[("stop",), ("x", "truncated")]
+    ) == {
         "truncated": "x.truncated",
         "done": "stop",
     }
@@ -409,7 +421,8 @@ def test_find_keys() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"trajectory": ("t",)}, {"ends": [("a",), ("t",)]}, {"reward": ("t",)}, {"trajectory": ("w",)}]
+    "options",
+    [{"trajectory": ("t",)}, {"ends": [("a",), ("t",)]}, {"reward": ("t",)}, {"trajectory": ("w",)}],
 )
 def test_keys_that_were_asked_for_must_be_there(options: dict[str, Any]) -> None:
     schema = Schema([Field(("a",), "int64", ()), Field(("w",), "int64", (2,))])
@@ -498,7 +511,9 @@ def test_a_lost_or_short_shard_is_damage(tmp_path: Path) -> None:
     shard = path / "columns" / "x" / "c" / "1" / "0"
     whole = shard.read_bytes()
     os.truncate(shard, 5000)
-    with pytest.raises(CorruptionError, match=rf"{shard} has 5000 bytes, {len(whole)} are expected.*snapshot"):
+    with pytest.raises(
+        CorruptionError, match=rf"{shard} has 5000 bytes, {len(whole)} are expected.*snapshot"
+    ):
         ZarrStorage(path)
     shard.unlink()
     with pytest.raises(CorruptionError, match=rf"{shard} is missing"):
@@ -576,7 +591,9 @@ def test_a_failed_sync_poisons_the_handle(tmp_path: Path) -> None:
         storage.sync()
     disk.trap = calm
     for act in (lambda: put(storage, 1), storage.sync, storage.clear):
-        with pytest.raises(StateError, match=r"can no longer be written: no sync today; close it and open") as caught:
+        with pytest.raises(
+            StateError, match=r"can no longer be written: no sync today; close it and open"
+        ) as caught:
             act()
         assert caught.value.kind == "poisoned"
     check(storage, window_ids(storage))  # reading goes on
@@ -654,7 +671,9 @@ def test_an_interrupted_publish_is_taken_from_the_journal(
     again.close()
 
 
-def test_no_mark_covers_what_an_interruption_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_mark_covers_what_an_interruption_left_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rows whose publishing was interrupted are not yet synced: a sync must not call them so."""
     storage = ZarrStorage(tmp_path / "run.exp", 50)
     storage.prepare(SCHEMA, find_keys(SCHEMA))
@@ -772,7 +791,9 @@ def test_a_forked_child_reads_and_cannot_write(tmp_path: Path) -> None:
         failure = ""
         try:
             for act in (lambda: put(storage, 1), storage.clear):
-                with pytest.raises(StateError, match="opened by another process, of which this one is a fork"):
+                with pytest.raises(
+                    StateError, match="opened by another process, of which this one is a fork"
+                ):
                     act()
             with pytest.raises(StateError, match="fork"):
                 storage.set_priorities(np.array([1]), np.ones(1))
@@ -793,7 +814,9 @@ def test_a_forked_child_reads_and_cannot_write(tmp_path: Path) -> None:
     with_reopened(tmp_path / "run.exp", lambda again: check(again, np.arange(1, 25)), size=24)
 
 
-def test_a_child_never_writes_rows_that_were_kept_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_child_never_writes_rows_that_were_kept_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By the time the child looks, the parent may have given their slots to newer rows."""
     monkeypatch.setattr(base, "spare_slots", lambda capacity, row_bytes: 8)
     storage = ZarrStorage(tmp_path / "run.exp", 8)

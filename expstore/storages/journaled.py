@@ -164,6 +164,7 @@ class JournaledStorage(Storage):
 
     def _settle(self, past: Past | None) -> None:
         """Bring what recovery accepted to the disk, before a new base says that it is there."""
+        self._log.flush()
         if past is None or (past.clean and not self._log.dirty):
             return
         files, folders = self._settle_columns(past)
@@ -292,6 +293,7 @@ class JournaledStorage(Storage):
             if self._unsure:
                 return  # the journal may hold rows of which memory does not know
             self.drain()
+            self._log.flush()
             journal = self._journal
             half = self._half
             mark = Mark(
