@@ -17,9 +17,10 @@ from numpy.typing import NDArray
 
 from expstore.episodelog import LogEntry
 from expstore.errors import SchemaError
+from expstore.fragments import Fragments, clip, find_fragments
 from expstore.types import Array, IntArray
 
-__all__ = ["STATUS", "Assignment", "Episode", "EpisodeTable", "Fragments", "Segment", "Steps"]
+__all__ = ["STATUS", "Assignment", "Episode", "EpisodeTable", "Segment", "Steps"]
 
 OPEN, TERMINATED, TRUNCATED, CUT = range(4)
 #: Status number -> word in SQL.
@@ -142,94 +143,6 @@ class Episode:
             generation=generation,
             text=self.text,
         )
-
-
-class Fragments:
-    """Keep fragments (arithmetic runs of one episode's rows) in arrival order.
-
-    Columns are `episode, first_step, length, first_id, stride`, int64.
-    """
-
-    COLUMNS = ("episode", "first_step", "length", "first_id", "stride")
-
-    def __init__(self) -> None:
-        self._data = np.zeros((5, 256), np.int64)
-        self._head = 0
-        self._tail = 0
-        self._popped = 0  # numbers stay valid when the head moves
-
-    @property
-    def rows(self) -> IntArray:
-        """The live columns. Shape `(5, fragments)`; a view."""
-        return self._data[:, self._head : self._tail]
-
-    def add(self, number: int, values: tuple[int, int, int, int, int]) -> int:
-        """Append a run, or lengthen fragment `number` (-1: none) if it goes on there; return its number."""
-        _, _, count, first, stride = values
-        place = number - self._popped
-        if number >= 0 and place >= self._head:
-            _, _, length, start, step = self._data[:, place].tolist()
-            if length == 1:
-                step = first - start
-            if first == start + length * step and (count == 1 or stride == step):
-                self._data[2, place] = length + count
-                self._data[4, place] = step
-                return number
-        if self._tail == self._data.shape[1]:
-            self._grow()
-        self._data[:, self._tail] = values
-        self._tail += 1
-        return self._popped + self._tail - 1
-
-    def fill(self, columns: IntArray) -> None:
-        """Take over whole columns in place of what is held."""
-        size = columns.shape[1]
-        self._popped += self._tail
-        self._data = np.zeros((5, max(256, 2 * size)), np.int64)
-        self._data[:, :size] = columns
-        self._head, self._tail = 0, size
-
-    def evict(self, low: int) -> IntArray:
-        """Drop fragments whose rows all have ids <= `low`, those at the head at least.
-
-        Returns:
-            Their episodes.
-        """
-        rows = self.rows
-        alive = last_ids(rows) > low
-        dead = int(np.argmax(alive)) if alive.any() else alive.size
-        if 2 * np.count_nonzero(alive) < alive.size - dead:
-            # An episode without an end keeps the head alive, and most of what came after it is dead.
-            gone: IntArray = rows[0, ~alive]
-            self.fill(rows[:, alive])
-            return gone
-        gone = rows[0, :dead].copy()
-        self._head += dead
-        return gone
-
-    def _grow(self) -> None:
-        live = self.rows
-        size = live.shape[1]
-        data = np.zeros((5, max(256, 2 * size)), np.int64)
-        data[:, :size] = live
-        self._popped += self._head
-        self._data, self._head, self._tail = data, 0, size
-
-
-def last_ids(fragments: IntArray) -> IntArray:
-    """Return the last id of each fragment. `fragments` has shape `(5, n)`."""
-    ids: IntArray = fragments[3] + (fragments[2] - 1) * fragments[4]
-    return ids
-
-
-def clip(fragments: IntArray, low: int) -> IntArray:
-    """Cut off the rows with ids <= `low`; fragments without any others are left out."""
-    gone = np.maximum(0, -(-(low + 1 - fragments[3]) // np.maximum(1, fragments[4])))
-    kept = fragments.copy()
-    kept[1] += gone
-    kept[2] -= gone
-    kept[3] += gone * fragments[4]
-    return kept[:, kept[2] > 0]
 
 
 class EpisodeTable:
@@ -457,7 +370,7 @@ class EpisodeTable:
             steps: Step per row. Shape `(n,)`.
             first_id: Id of the first row.
         """
-        fragments = _find_fragments(episodes, steps, first_id)
+        fragments = find_fragments(episodes, steps, first_id)
         self.fragments.fill(fragments)
         # Their first rows have left, of which the index may not have heard.
         names, at = np.unique(fragments[0], return_index=True)
@@ -609,25 +522,3 @@ def _spread(
     spread = np.empty((2, n), np.int64)
     spread[0, order], spread[1, order] = episodes, steps
     return spread[0], spread[1]
-
-
-def _find_fragments(episodes: IntArray, steps: IntArray, first_id: int) -> IntArray:
-    n = episodes.size
-    if n == 0:
-        return np.zeros((5, 0), np.int64)
-    ids = np.arange(first_id, first_id + n, dtype=np.int64)
-    cut = np.ones(n, bool)
-    cut[1:] = (episodes[1:] != episodes[:-1]) | (steps[1:] != steps[:-1] + 1)
-    if np.count_nonzero(cut) > n // 4:  # interleaved lanes: look along each episode instead
-        order = np.lexsort((steps, episodes))
-        episodes, steps, ids = episodes[order], steps[order], ids[order]
-        cut[1:] = (episodes[1:] != episodes[:-1]) | (steps[1:] != steps[:-1] + 1)
-        gaps = np.diff(ids)
-        cut[2:] |= ~cut[1:-1] & (gaps[1:] != gaps[:-1])
-    first = np.flatnonzero(cut)
-    counts = np.diff(np.append(first, n))
-    stride = np.ones(first.size, np.int64)
-    many = counts > 1
-    stride[many] = ids[first[many] + 1] - ids[first[many]]
-    found = np.stack([episodes[first], steps[first], counts, ids[first], stride])
-    return found[:, np.argsort(found[3], kind="stable")]

@@ -14,7 +14,7 @@ import weakref
 from pathlib import Path
 
 from expstore.errors import LockedError
-from expstore.files import Disk
+from expstore.files import Disk, File
 
 __all__ = ["WriterLock"]
 
@@ -35,8 +35,7 @@ class WriterLock:
 
     def __init__(self, disk: Disk, path: Path) -> None:
         self._file = disk.open(path, create=True)
-        # Somebody may only be looking whether it is free.
-        if not any(self._file.try_lock() or time.sleep(_LOOK_SECONDS) for _ in range(_LOOKS)):
+        if not _take(self._file):
             text = self._file.read(0, 4096)
             self._file.close()
             raise _locked(path.parent, text)
@@ -50,6 +49,14 @@ class WriterLock:
         self.held = False
         _held.discard(self)
         self._file.close()
+
+
+def _take(file: File) -> bool:
+    for _ in range(_LOOKS):
+        if file.try_lock():
+            return True
+        time.sleep(_LOOK_SECONDS)  # somebody may only be looking whether it is free
+    return False
 
 
 def _locked(store: Path, text: bytes) -> LockedError:

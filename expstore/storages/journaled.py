@@ -26,7 +26,7 @@ from expstore.state import StatePage
 from expstore.storages.base import CatalogLike, Keys, Rows, Storage, find_keys
 from expstore.storages.columns import ColumnGroup
 from expstore.storages.keeper import Keeper
-from expstore.storages.records import Mark, Publish, Redo
+from expstore.storages.records import Mark, Publish, Redo, fetch_body, shelve_body
 from expstore.storages.recovery import Past, describe_past, read_past, take_over
 from expstore.storages.settings import Settings, enter
 from expstore.types import Array, IntArray, Window
@@ -34,8 +34,6 @@ from expstore.types import Array, IntArray, Window
 __all__ = ["JournaledStorage"]
 
 _logger = logging.getLogger("expstore")
-#: Redo records keep up to this many bytes themselves; more go to a file of their own.
-REDO_BYTES = 64 << 20
 _JOURNAL, _LOG, _REDO = "journal", "episodes.log", "redo"
 
 
@@ -342,9 +340,8 @@ class JournaledStorage(Storage):
         if self.last > self._synced:
             self.sync()  # else a power cut could bring the change without the row it changes
         redo = Redo(ids, list(places), columns)
-        body = redo.pack()
-        if len(body) > REDO_BYTES:
-            body = self._redo_file(body)
+        # The sync has made the bytes of former changes superfluous.
+        body = shelve_body(self.disk, self.path / _REDO, self._journal.sequence + 1, redo.pack())
         with self.episode_lock:
             self._half = self._append(Kind.REDO, body) - 1
             segments = self._journal.sync_files()
@@ -354,25 +351,9 @@ class JournaledStorage(Storage):
             self._failure = exc
             raise
 
-    def _redo_file(self, body: bytes) -> bytes:
-        folder = self.path / _REDO
-        if not self.disk.exists(folder):
-            self.disk.make_dir(folder)
-            self.disk.sync_dir(self.path)
-        former = self.disk.names(folder)
-        if former:
-            self.sync()  # a mark covers their records then, and nobody reads them again
-        for name in former:
-            self.disk.unlink(folder / name)
-        name = f"{self._journal.sequence + 1:012d}"
-        self.disk.write_whole(folder / name, body)
-        return b"file" + name.encode()
-
     def load_redo(self, body: bytes, schema: Schema) -> Redo:
         """Read a redo record, from its own file if it was too long for the journal."""
-        if body[:4] == b"file":
-            body = self.disk.read_whole(self.path / _REDO / body[4:].decode())
-        return Redo.unpack(body, schema)
+        return Redo.unpack(fetch_body(self.disk, self.path / _REDO, body), schema)
 
     def retire(self, through: int) -> None:
         """Give up the rows with ids <= `through`, for good; on the disk when this returns."""

@@ -10,18 +10,23 @@ import json
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
 from expstore.episodes import SEGMENT_BYTES, Segment, pack_segments, unpack_segments
+from expstore.files import Disk
 from expstore.schema import Schema
 from expstore.types import Array, IntArray
 
-__all__ = ["Mark", "Publish", "Redo"]
+__all__ = ["Mark", "Publish", "Redo", "fetch_body", "shelve_body"]
 
 # first id, draw, time | rows, rows not written, segments, bytes of the source list, crc32c of the payload,
 # number of the column set | priority of its rows | idempotency key, digest of the body
 _PUBLISH = struct.Struct("<QQqIIIIIIf16s16s4x")
+#: Redo records keep up to this many bytes themselves; more go to a file of their own.
+REDO_BYTES = 64 << 20
+_SHELVED = b"file"
 _NOTHING = bytes(16)
 _MARK = struct.Struct("<QQQQQf4x")
 _REDO = struct.Struct("<II")
@@ -161,3 +166,24 @@ class Redo:
             columns.append(values.reshape(n, *entry.shape))
             at += n * entry.row_bytes
         return cls(ids, places, columns)
+
+
+def shelve_body(disk: Disk, folder: Path, number: int, body: bytes) -> bytes:
+    """Return what the journal keeps of a redo record: its body, or the name of a file that has it.
+
+    Former files are removed; the caller has synced what they changed.
+    """
+    if len(body) <= REDO_BYTES:
+        return body
+    disk.make_dir(folder)
+    for name in disk.names(folder):
+        disk.unlink(folder / name)
+    disk.write_whole(folder / f"{number:012d}", body)
+    return _SHELVED + f"{number:012d}".encode()
+
+
+def fetch_body(disk: Disk, folder: Path, body: bytes) -> bytes:
+    """Return the body of a redo record that `shelve_body` made."""
+    if body[:4] != _SHELVED:
+        return body
+    return disk.read_whole(folder / body[4:].decode())

@@ -31,7 +31,7 @@ from ledger import SEED, Ledger, Op, Spec
 import expstore.index  # noqa: F401
 from expstore.buffers import TensorDictReplayBuffer
 from expstore.files import Disk, File
-from expstore.storages import base, columns, journaled
+from expstore.storages import base, columns, records
 from expstore.storages.settings import Settings
 from expstore.storages.zarr import ZarrStorage
 
@@ -148,7 +148,7 @@ def fit_constants(spec: Spec) -> None:
     if spec.spare is not None:
         base.spare_slots = lambda capacity, row_bytes: spec.spare  # type: ignore[assignment]
     columns.SHARD_ROWS = spec.shard_rows
-    journaled.REDO_BYTES = spec.redo_bytes
+    records.REDO_BYTES = spec.redo_bytes
 
 
 def new_ledger(spec: Spec) -> Ledger:
