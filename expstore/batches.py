@@ -168,6 +168,7 @@ class StepReader:
         self._reward = place(keys.reward)
         if self._reward is not None and schema.fields[self._reward].numpy_dtype.kind not in "fiub":
             self._reward = None
+        self._reward_bits = self._reward is not None and schema.fields[self._reward].dtype == "bfloat16"
         self._counts_steps = keys.start == ("step_count",)
 
     def read(self, columns: Sequence[Array], batch: Batch) -> Steps:
@@ -188,7 +189,9 @@ class StepReader:
         starts = column(self._start)
         if starts is not None:
             starts = starts == 0 if self._counts_steps else flags(self._start)
-        trajectories = column(self._trajectory)
+        trajectories, rewards = column(self._trajectory), column(self._reward)
+        if self._reward_bits:
+            rewards = (rewards.astype(np.uint32) << np.uint32(16)).view(np.float32)
         return Steps(
             count=batch.count,
             lanes=batch.lanes,
@@ -197,7 +200,7 @@ class StepReader:
             terminated=terminated,
             truncated=truncated,
             starts=starts,
-            rewards=column(self._reward),
+            rewards=rewards,
         )
 
     def transitions(self, columns: Sequence[Array]) -> Array | None:

@@ -191,24 +191,29 @@ class ReplayBuffer:
 
     def __getitem__(self, index: Index | str | tuple[str, ...]) -> Any:
         """Read rows by index, or one field of all rows by key."""
-        storage = self._storage
-        if isinstance(index, (str, tuple)):
+        if isinstance(index, str) or (isinstance(index, tuple) and all(isinstance(k, str) for k in index)):
             return self._field(to_key(index))
+        ids, columns = self._read(index)
+        single = _is_single(index)
+        size = torch.Size(() if single else (ids.size,))
+        return self._placed(self._build().build(columns, size, {}, first_row=single))
+
+    def _read(self, index: Index, places: Sequence[int] | None = None) -> tuple[IntArray, list[Array]]:
+        storage = self._storage
+        if storage.closed:
+            raise StateError("the store is closed", hint="open it again with expstore.open()")
         ids = self._ids(index)
-        columns = storage.read(ids)
+        columns = storage.read(ids, places)
         if not storage.intact(ids):
             with storage.lock:
                 ids = self._ids(index)
-                columns = storage.read(ids)
-        single = isinstance(index, int)
-        size = torch.Size(() if single else (ids.size,))
-        return self._placed(self._build().build(columns, size, {}, first_row=single))
+                columns = storage.read(ids, places)
+        return ids, columns
 
     def _field(self, key: Key) -> Any:
         storage = self._storage
         if storage.schema is not None and key in storage.schema:
-            ids = self._ids(slice(None))
-            column = storage.read(ids, [storage.place_of(key)])[0]
+            _, (column,) = self._read(slice(None), [storage.place_of(key)])
             tensor = torch.from_numpy(column)
             return self._placed(
                 tensor.view(torch.bfloat16) if storage.schema[key].dtype == "bfloat16" else tensor
@@ -227,8 +232,9 @@ class ReplayBuffer:
         with storage.lock:
             storage.check_writable()
             ids = self._ids(index)
-            single = isinstance(index, int)
-            batch = flatten(data, all_dims=storage.flatten, single=single, skip=self._own_keys)
+            batch = flatten(
+                data, all_dims=storage.flatten, single=_is_single(index), skip=self._own_keys
+            )
             if batch.count != ids.size:
                 raise SchemaError(f"{ids.size} rows are to be replaced by {batch.count}")
             schema = storage.require_schema()
@@ -255,7 +261,9 @@ class ReplayBuffer:
         if numbers.size and numbers.dtype.kind not in "iu":
             raise TypeError(f"rows are found by integers, not {numbers.dtype}")
         numbers = numbers.reshape(-1).astype(np.int64)
-        wrapped: IntArray = np.where(numbers < 0, numbers + len(storage), numbers)
+        # Where rows were given up without newer ones in their place, the newest is still number -1.
+        end = storage.last if storage.capacity is None else len(storage)
+        wrapped: IntArray = np.where(numbers < 0, numbers + end, numbers)
         return storage.ids_at(wrapped)
 
     def __iter__(self) -> Iterator[TensorDictBase]:
@@ -449,6 +457,10 @@ class TensorDictReplayBuffer(ReplayBuffer):
         if self._with_ids:
             return self.update_priority(id=data["id"], priority=priority)
         return self.update_priority(data["index"], priority)
+
+
+def _is_single(index: Any) -> bool:
+    return not isinstance(index, slice) and np.ndim(index) == 0
 
 
 def _to_array(values: Any) -> Array:

@@ -42,6 +42,8 @@ def test_entries_come_back(tmp_path: Path) -> None:
     assert list(log.read()) == []
     assert not log.dirty
     log.append(ENTRIES[:2])
+    assert not log.dirty
+    log.flush()
     assert log.dirty
     log.append([])
     log.append(ENTRIES[2:])
@@ -64,13 +66,16 @@ def test_every_field_is_kept() -> None:
 def test_what_the_journal_does_not_know_of_is_dropped(tmp_path: Path) -> None:
     log = open_log(tmp_path)
     log.append(ENTRIES[:3])
+    log.flush()
     length = log.length
     log.append(ENTRIES[3:])
+    log.flush()
     log.close()
     again = open_log(tmp_path, length)
     assert list(again.read()) == ENTRIES[:3]
     again.append(ENTRIES[4:])
     assert list(again.read()) == [*ENTRIES[:3], ENTRIES[4]]
+    again.flush()
     assert again.file.size() == again.length
     again.close()
 

@@ -13,7 +13,7 @@ import pytest
 
 from expstore import files
 from expstore.errors import StorageError
-from expstore.files import KEEP_GIL_BYTES, AddressRange, Disk, File
+from expstore.files import AddressRange, Disk, File, KEEP_GIL_BYTES, address_of
 
 
 class Recorder(Disk):
@@ -89,14 +89,20 @@ def test_scatter(tmp_path: Path, compiled: bool) -> None:
     if compiled:
         disk._load_kernel()
     made = [disk.open(tmp_path / name, create=True) for name in "abc"]
-    blob = bytes(range(250)) * 4
-    starts, sizes, offsets = np.array([0, 300, 990]), np.array([10, 600, 10]), np.array([5, 0, 70])
-    disk.scatter(blob, made, np.array([file.fd for file in made]), starts, sizes, offsets)
-    for file, start, size, offset in zip(made, starts, sizes, offsets, strict=True):
-        assert file.read(int(offset), 10_000) == blob[start : start + size]
+    arrays = [np.arange(10, dtype="u1"), np.arange(300, dtype="<i2").reshape(3, 100), np.arange(10.0)]
+    offsets = np.array([5, 0, 70])
+
+    def scatter() -> None:
+        fds = np.array([file.fd for file in made])
+        addresses = np.array([address_of(array) for array in arrays])
+        disk.scatter(arrays, made, fds, addresses, np.array([array.nbytes for array in arrays]), offsets)
+
+    scatter()
+    for file, array, offset in zip(made, arrays, offsets, strict=True):
+        assert file.read(int(offset), 10_000) == array.tobytes()
     made[1].close()
     with pytest.raises(StorageError, match=r"b: Bad file"):
-        disk.scatter(blob, made, np.array([file.fd for file in made]), starts, sizes, offsets)
+        scatter()
     made[0].close()
     made[2].close()
 
@@ -106,7 +112,8 @@ def test_a_disk_that_watches_its_acts_is_not_passed_by(tmp_path: Path) -> None:
     disk.warm()
     file = disk.open(tmp_path / "a", create=True)
     zero = np.zeros(1, np.int64)
-    disk.scatter(b"1234", [file], np.array([file.fd]), zero, zero + 4, zero)
+    array = np.arange(4, dtype="u1")
+    disk.scatter([array], [file], np.array([file.fd]), zero + address_of(array), zero + 4, zero)
     assert disk.acts == [("create", "a"), ("write", "a")]
     file.close()
 

@@ -471,7 +471,9 @@ def test_no_import_cycle() -> None:
 # The checks themselves must be able to fail.
 
 #: What the sources below may name, whatever the tree holds.
-KNOWN = {"errors", "schema", "storages"} | {f"storages.{name}" for name in "base columns journaled zarr".split()}
+KNOWN = {"errors", "schema", "storages"} | {
+    f"storages.{name}" for name in "base columns journaled zarr".split()
+}
 
 
 def made(name: str, source: str) -> Module:
@@ -505,7 +507,10 @@ def test_a_bad_import_is_found(name: str, source: str) -> None:
     [
         ("storages.memory", "from .base import Storage\nfrom ..schema import Schema"),
         ("storages.zarr", "from expstore.storages import base, columns"),
-        ("storages.recovery", "if TYPE_CHECKING:\n    from expstore.storages.journaled import JournaledStorage"),
+        (
+            "storages.recovery",
+            "if TYPE_CHECKING:\n    from expstore.storages.journaled import JournaledStorage",
+        ),
         ("journal", "from expstore.errors import StorageError\nfrom expstore import __version__\nimport os"),
         ("cli", "import expstore\ndef serve():\n    from expstore.api import app"),
     ],

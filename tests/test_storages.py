@@ -47,7 +47,7 @@ SCHEMA = Schema(
 @pytest.fixture(autouse=True)
 def no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing here is about what a power cut leaves."""
-    monkeypatch.setattr(files, "_sync_data", lambda fd: None)
+    monkeypatch.setattr(files, "_sync_data", os.fstat)  # which a closed descriptor does not pass
     monkeypatch.setattr(os, "fsync", lambda fd: None)
 
 
@@ -228,8 +228,8 @@ def test_rows_against_a_model(
             ids = np.array(sorted(version), np.int64)
             np.testing.assert_array_equal(window_ids(storage), ids)
             assert storage.last == last
-            check(storage, ids, np.array([version[i] for i in ids.tolist()], np.int64))
             views = storage.views(range(len(SCHEMA.fields) + 5), storage.window.low + 1, len(storage))
+            check(storage, ids, np.array([version[i] for i in ids.tolist()], np.int64))
             for parts, expected in zip(views, storage.read(ids), strict=False):
                 np.testing.assert_array_equal(np.concatenate([*parts, expected[:0]]), expected)
             for place, expected_column in ((4, ids), (8, [np.float32(priority[i]) for i in ids.tolist()])):
@@ -307,11 +307,12 @@ def test_new_rows_get_the_largest_priority_so_far(make: Callable[..., Storage]) 
     put(storage, 3)
     storage.set_priorities(np.array([2]), np.array([7.5]))
     storage.set_priorities(np.array([2]), np.array([0.5]))
+    put(storage, 2)
     put(storage, 5000)
     place = len(SCHEMA.fields) + 4
     assert storage.priority_place == place
-    found = np.concatenate(storage.views([place], 1, 5003)[0])
-    np.testing.assert_array_equal(found, np.array([1, 0.5, 1] + [7.5] * 5000, np.float32))
+    found = np.concatenate(storage.views([place], 1, 5005)[0])
+    np.testing.assert_array_equal(found, np.array([1, 0.5, 1] + [7.5] * 5002, np.float32))
 
 
 def test_only_rows_that_are_there_can_be_changed(make: Callable[..., Storage]) -> None:
@@ -327,6 +328,43 @@ def test_only_rows_that_are_there_can_be_changed(make: Callable[..., Storage]) -
     assert storage.read(np.array([3]))[1].tolist() == [77]
     storage.change(np.array([], np.int64), range(4), values_of(np.array([], np.int64)))
     assert storage.changes % 2 == 0
+
+
+def test_a_row_is_void_once_its_slot_may_be_written_to(make: Callable[..., Storage]) -> None:
+    storage = make(20)
+    put(storage, 20)
+    assert storage.slots is not None
+    storage.horizon = 15 + storage.slots
+    assert storage.intact(np.array([16, 20]))
+    assert not storage.intact(np.array([15, 20]))
+    assert storage.intact(np.array([], np.int64))
+    unbounded = make(None)
+    put(unbounded, 3)
+    unbounded.horizon = 10**9
+    assert unbounded.intact(np.array([1]))
+
+
+def test_rows_changed_while_they_are_read_are_read_again(
+    make: Callable[..., Storage], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = make(20)
+    ids = put(storage, 10)
+    real = storage._take
+    version = 0
+
+    def torn(slots: np.ndarray, places: Any) -> list[np.ndarray]:
+        """A writer comes in between the first column and the others, this often."""
+        nonlocal version
+        found = real(slots, places)
+        if version < often:
+            version += 1
+            storage.change(ids, range(4), [np.ascontiguousarray(c) for c in values_of(ids, version)])
+        return [found[0], *real(slots, places)[1:]]
+
+    monkeypatch.setattr(storage, "_take", torn)
+    for often in (1, 3):
+        version = 0
+        check(storage, ids, often)
 
 
 def test_clear_begins_at_index_0_and_ids_go_on(make: Callable[..., Storage]) -> None:
@@ -474,6 +512,8 @@ def test_a_ring_of_several_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     for count in (4000, 900, 3, 300, 8000, 1, 900, 900, 12_000, 5, 1000, 1000):
         put(storage, count)
         check(storage, window_ids(storage)[:: 1 + len(storage) // 700])
+    for _ in range(130):
+        put(storage, 100)
     check(storage, window_ids(storage))
     storage.close()
     with_reopened(tmp_path / "run.exp", lambda again: check(again, window_ids(again)), size=10_000)
@@ -723,6 +763,12 @@ def test_no_mark_covers_a_change_whose_bytes_are_not_written(tmp_path: Path) -> 
     assert all(Mark.unpack(r.body).sequence < redo for r in records if r.kind is Kind.MARK)
     storage.check_writable()  # reads the journal again
     check(storage, ids, 1)
+    storage.change(ids[:2], [1], [ids[:2]])
+    storage.sync()
+    records = read_journal(Disk(), tmp_path / "run.exp" / "journal")
+    redo = next(record.sequence for record in records if record.kind is Kind.REDO)
+    assert any(Mark.unpack(r.body).sequence >= redo for r in records if r.kind is Kind.MARK), "never settled"
+    storage.change(ids[:2], [1], [ids[:2] * 1000 + 1])
     storage.close()
     with_reopened(tmp_path / "run.exp", lambda again: check(again, ids, 1), size=30)
 
@@ -739,6 +785,7 @@ def test_rows_can_be_read_while_the_journal_is_read_again(
 
     def look(self: columns.ColumnGroup) -> None:
         assert storage.columns is not self
+        assert storage.changes % 2, "rows may be redone under a reader's eyes"
         check(storage, np.arange(1, 31))
         real(self)
 
@@ -833,9 +880,12 @@ def test_a_child_never_writes_rows_that_were_kept_back(
         os.read(wakes_child, 1)
         storage.read(np.array([9, 10]))
         os._exit(0)
-    for _ in range(5):
+    for _ in range(6):
         put(storage, 8)
     storage.sync()
+    np.testing.assert_array_equal(
+        storage.slot_of(np.array([9, 10])), storage.slot_of(window_ids(storage)[-2:])
+    )
     os.close(wake)
     os.waitpid(pid, 0)
     os.close(wakes_child)

@@ -340,8 +340,8 @@ class JournaledStorage(Storage):
         if self.last > self._synced:
             self.sync()  # else a power cut could bring the change without the row it changes
         redo = Redo(ids, list(places), columns)
-        # The sync has made the bytes of former changes superfluous.
-        body = shelve_body(self.disk, self.path / _REDO, self._journal.sequence + 1, redo.pack())
+        number = self._journal.sequence + 1
+        body = shelve_body(self.disk, self.path / _REDO, number, redo.pack(), settle=self.sync)
         with self.episode_lock:
             self._half = self._append(Kind.REDO, body) - 1
             segments = self._journal.sync_files()

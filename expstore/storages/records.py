@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -168,15 +168,20 @@ class Redo:
         return cls(ids, places, columns)
 
 
-def shelve_body(disk: Disk, folder: Path, number: int, body: bytes) -> bytes:
+def shelve_body(disk: Disk, folder: Path, number: int, body: bytes, *, settle: Callable[[], None]) -> bytes:
     """Return what the journal keeps of a redo record: its body, or the name of a file that has it.
 
-    Former files are removed; the caller has synced what they changed.
+    Former files are removed when `settle` has synced what they changed: nobody reads them again then.
     """
     if len(body) <= REDO_BYTES:
         return body
-    disk.make_dir(folder)
-    for name in disk.names(folder):
+    if not disk.exists(folder):
+        disk.make_dir(folder)
+        disk.sync_dir(folder.parent)
+    former = disk.names(folder)
+    if former:
+        settle()
+    for name in former:
         disk.unlink(folder / name)
     disk.write_whole(folder / f"{number:012d}", body)
     return _SHELVED + f"{number:012d}".encode()

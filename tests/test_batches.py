@@ -1,0 +1,242 @@
+"""Batches: TensorDicts become columns and come back; lanes, ends, starts and dropped rows are read right."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+
+from expstore.batches import Batch, Builder, StepReader, flatten
+from expstore.errors import SchemaError
+from expstore.schema import Schema
+from expstore.storages.base import find_keys
+
+DTYPES = [
+    torch.bool,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.complex64,
+]
+
+
+def random_bits(dtype: torch.dtype, shape: tuple[int, ...], rng: np.random.Generator) -> torch.Tensor:
+    """A tensor of any bits that the dtype has: NaN, infinities and negative zero too."""
+    if dtype is torch.bool:
+        return torch.from_numpy(rng.random(shape) < 0.5)
+    size = torch.empty((), dtype=dtype).element_size()
+    raw = rng.integers(0, 256, (*shape, size), np.uint8)
+    return torch.from_numpy(raw).view(dtype).reshape(shape)
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    kept = tensor.contiguous()
+    return (
+        kept.view(torch.uint8).numpy().tobytes()
+        if kept.dim()
+        else kept[None].view(torch.uint8).numpy().tobytes()
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(), (1,), (2, 3)], ids=str)
+def test_a_tensor_comes_back_bit_for_bit(
+    dtype: torch.dtype, shape: tuple[int, ...], rng: np.random.Generator
+) -> None:
+    data = TensorDict({"a": {"b": random_bits(dtype, (5, *shape), rng)}}, [5])
+    batch = flatten(data, all_dims=True)
+    assert batch.keys == [("a", "b")]
+    assert batch.dtypes == [str(dtype).removeprefix("torch.")]
+    schema = Schema.infer(batch.signature())
+    columns = [np.array(c) for c in schema.arrange(batch.keys, batch.dtypes, batch.arrays)]
+    found = Builder(schema).build(columns, torch.Size([5]), {})
+    assert found.batch_size == found["a"].batch_size == torch.Size([5])
+    assert found["a", "b"].dtype is dtype
+    assert found["a", "b"].shape == (5, *shape)
+    assert bits(found["a", "b"]) == bits(data["a", "b"])
+    row = Builder(schema).build([c[2:3].copy() for c in columns], torch.Size([]), {}, first_row=True)
+    assert row.batch_size == torch.Size([])
+    assert row["a", "b"].shape == shape
+    assert bits(row["a", "b"]) == bits(data["a", "b"][2])
+
+
+def test_layouts_that_are_not_plain() -> None:
+    base = torch.arange(24.0).reshape(4, 6)
+    data = TensorDict(
+        {
+            "strided": base[:, ::2],
+            "expanded": torch.ones(1, 3).expand(4, 3),
+            "needs_gradient": base.clone().requires_grad_() * 2,
+            "half": base.to(torch.bfloat16)[:, 1::2],
+        },
+        [4],
+    )
+    batch = flatten(data, all_dims=True)
+    for key, array in zip(batch.keys, batch.arrays, strict=True):
+        expected = data[key].detach()
+        if key == ("half",):
+            expected = expected.contiguous().view(torch.uint16)
+        np.testing.assert_array_equal(array, expected.numpy())
+
+
+def test_dims_become_rows_and_lanes() -> None:
+    value = torch.arange(24).reshape(2, 3, 4)
+    batch = flatten(TensorDict({"a": value[..., None]}, [2, 3, 4]), all_dims=True)
+    assert batch.arrays[0].shape == (24, 1)
+    assert (batch.count, batch.lane_count) == (24, 6)
+    np.testing.assert_array_equal(batch.arrays[0][:, 0], range(24))
+    np.testing.assert_array_equal(batch.lanes, np.repeat(range(6), 4))
+
+    named = TensorDict({"a": value}, [2, 3, 4], names=["env", "time", "agent"])
+    batch = flatten(named, all_dims=True)
+    np.testing.assert_array_equal(batch.lanes.reshape(2, 3, 4)[:, 0], [[0, 1, 2, 3], [4, 5, 6, 7]])
+    assert (batch.lanes.reshape(2, 3, 4) == batch.lanes.reshape(2, 3, 4)[:, :1]).all()
+
+    first = flatten(TensorDict({"a": value}, [4 // 2, 3], names=["time", None]), all_dims=True)
+    np.testing.assert_array_equal(first.lanes, [0, 1, 2, 0, 1, 2])
+    assert first.arrays[0].shape == (6, 4)
+
+    flat = flatten(TensorDict({"a": value}, [2, 3]), all_dims=False)
+    assert (flat.count, flat.lanes, flat.arrays[0].shape) == (2, None, (2, 3, 4))
+    one_lane = flatten(TensorDict({"a": value[0, 0]}, [4]), all_dims=True)
+    assert (one_lane.count, one_lane.lanes, one_lane.lane_count) == (4, None, 1)
+
+
+def test_one_row() -> None:
+    data = TensorDict({"a": torch.arange(3), "n": {"b": torch.tensor(1.5)}}, [])
+    batch = flatten(data, all_dims=True, single=True)
+    assert batch.count == 1
+    assert [array.shape for array in batch.arrays] == [(1, 3), (1,)]
+    with pytest.raises(
+        SchemaError, match=r"add\(\) takes one transition, got batch size \[3\]; use extend\(\)"
+    ):
+        flatten(TensorDict({"a": torch.arange(3)}, [3]), all_dims=True, single=True)
+    whole = flatten(TensorDict({"a": torch.zeros(3, 2)}, [3]), all_dims=False, single=True)
+    assert whole.arrays[0].shape == (1, 3, 2)  # a row may be a whole trajectory
+
+
+def test_root_keys_are_skipped_at_the_root_only() -> None:
+    data = TensorDict({"index": torch.zeros(2), "a": {"index": torch.zeros(2)}}, [2])
+    assert flatten(data, all_dims=True, skip=frozenset({"index"})).keys == [("a", "index")]
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"a": torch.zeros(2)}, "expected a TensorDict, got dict; wrap it in TensorDict"),
+        (torch.zeros(2), "expected a TensorDict, got Tensor"),
+        (TensorDict({"a": torch.tensor(0)}, []), r"without batch dims; use add\(\)"),
+        (
+            TensorDict({"a": {"b": torch.zeros(2, dtype=torch.complex128)}}, [2]),
+            "'a.b' has dtype torch.complex128",
+        ),
+        (TensorDict({"a": torch.zeros(2, dtype=torch.float8_e4m3fn)}, [2]), "'a' has dtype torch.float8"),
+        (
+            TensorDict({"a": {"b": "text"}}, [2]),
+            "'a.b' is a .*, not a tensor; this storage keeps tensors only",
+        ),
+    ],
+)
+def test_what_is_no_batch(data: Any, message: str) -> None:
+    with pytest.raises(SchemaError, match=message):
+        flatten(data, all_dims=True)
+
+
+# ---------------------------------------------------------------------------------------------------
+# What rows are to their episodes.
+
+
+def read(**fields: Any) -> tuple[StepReader, list[np.ndarray], Batch]:
+    data = TensorDict({}, [4])
+    for name, values in fields.items():
+        tensor = values if isinstance(values, torch.Tensor) else torch.tensor(values)
+        data[tuple(name.split("__"))] = tensor
+    batch = flatten(data, all_dims=True)
+    schema = Schema.infer(batch.signature())
+    columns = schema.arrange(batch.keys, batch.dtypes, batch.arrays)
+    return StepReader(schema, find_keys(schema)), columns, batch
+
+
+def steps(**fields: Any) -> dict[str, Any]:
+    reader, columns, batch = read(**fields)
+    found = reader.read(columns, batch)
+    names = ("terminated", "truncated", "starts", "trajectories", "rewards")
+    return {n: v.tolist() for n in names if (v := getattr(found, n)) is not None}
+
+
+T, F = True, False
+
+
+def test_ends_are_read_from_next() -> None:
+    found = steps(
+        a=[0.0] * 4,
+        terminated=[[T]] * 4,  # speaks of the observation before the step
+        next__terminated=[[F], [T], [F], [F]],
+        next__truncated=[[F], [F], [T], [F]],
+        next__done=[[F], [T], [T], [T]],
+    )
+    assert found == {"terminated": [F, T, F, T], "truncated": [F, F, T, F]}
+
+
+def test_done_alone_ends() -> None:
+    assert steps(next__done=[F, T, F, F]) == {"terminated": [F, T, F, F]}
+    assert steps(next__done=[F, T, T, F], next__truncated=[F, F, T, F]) == {
+        "terminated": [F, T, F, F],
+        "truncated": [F, F, T, F],
+    }
+    assert steps(next__done=[0, 2, 0, 1]) == {"terminated": [F, T, F, T]}
+
+
+def test_without_next_the_root_speaks() -> None:
+    assert steps(terminated=[F, T, F, F], reward=[1, 2, 3, 4]) == {
+        "terminated": [F, T, F, F],
+        "rewards": [1, 2, 3, 4],
+    }
+
+
+def test_starts_and_trajectories() -> None:
+    assert steps(is_init=[[T], [F], [F], [T]])["starts"] == [T, F, F, T]
+    assert steps(step_count=[0, 1, 2, 0])["starts"] == [T, F, F, T]
+    assert steps(collector__traj_ids=[5, 5, 6, 6], episode=[1, 1, 1, 1])["trajectories"] == [5, 5, 6, 6]
+    assert steps(episode=torch.tensor([1, 1, 2, 2], dtype=torch.uint8))["trajectories"] == [1, 1, 2, 2]
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, torch.bfloat16, torch.float32, torch.int8, torch.bool], ids=str
+)
+def test_rewards_of_any_dtype_are_numbers(dtype: torch.dtype) -> None:
+    values = torch.tensor([[1.0], [0.0], [1.0], [0.0]]).to(dtype)
+    assert steps(next__reward=values)["rewards"] == [1, 0, 1, 0]
+    if dtype.is_floating_point:
+        assert steps(next__reward=values * -1.5)["rewards"] == [-1.5, 0, -1.5, 0]
+
+
+def test_rewards_that_are_no_numbers_are_left_out() -> None:
+    assert steps(next__reward=torch.zeros(4, dtype=torch.complex64)) == {}
+    assert steps(next__reward=torch.zeros(4, 2)) == {}
+
+
+def test_rows_that_are_no_transitions() -> None:
+    reader, columns, batch = read(
+        a=[0, 1, 2, 3], collector__traj_ids=[0, -1, 0, 0], collector__mask=[T, T, F, T]
+    )
+    kept = reader.transitions(columns)
+    assert kept.tolist() == [T, F, F, T]
+    assert batch.keep(kept).count == 2
+    for fields in ({"a": [0, 1, 2, 3]}, {"collector__mask": [T] * 4}, {"episode": [0, 1, 2, -2]}):
+        reader, columns, _ = read(**fields)
+        assert reader.transitions(columns) is None
+    reader, columns, _ = read(episode=[[-1], [1], [2], [-1]])
+    assert reader.transitions(columns).tolist() == [F, T, T, F]

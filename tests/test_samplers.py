@@ -1,0 +1,111 @@
+"""Samplers: every readable row with the same chance, and draw k the same whatever came before."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+
+from expstore.samplers import RandomSampler, Sampler
+from expstore.samplers.base import Draws
+from expstore.storages.memory import MemoryStorage
+from expstore.types import Window
+
+
+class Readable(MemoryStorage):
+    """A storage that only says which ids can be read."""
+
+    def __init__(self, low: int, last: int) -> None:
+        super().__init__()
+        self._window = Window(low, last)
+
+
+def draw(
+    seed: int, number: int, redraw: int = 0, size: int = 256, low: int = 0, last: int = 1000
+) -> np.ndarray:
+    generator = Draws(seed).generator(number, redraw)
+    return RandomSampler().sample(Readable(low, last), size, generator).ids
+
+
+def test_every_readable_row_has_the_same_chance() -> None:
+    low, last, size, batches = 50, 150, 256, 2000
+    draws = Draws(7)
+    storage, sampler = Readable(low, last), RandomSampler()
+    counts = np.zeros(last + 2, np.int64)
+    for number in range(batches):
+        ids = sampler.sample(storage, size, draws.generator(number)).ids
+        counts += np.bincount(ids, minlength=last + 2)
+    assert counts[: low + 1].sum() == counts[last + 1] == 0
+    expected = size * batches / (last - low)
+    chi_square = ((counts[low + 1 : last + 1] - expected) ** 2 / expected).sum()
+    assert 60 < chi_square < 145, "99 degrees of freedom: 0.1 % and 99.9 % quantiles are 60 and 149"
+
+
+def test_rows_of_a_batch_and_of_neighbouring_draws_are_independent() -> None:
+    first, second = draw(7, 0, size=100_000), draw(7, 1, size=100_000)
+    for one, other in ((first, second), (first[:-1], first[1:]), (first, draw(7, 0, 1, size=100_000))):
+        assert abs(np.corrcoef(one, other)[0, 1]) < 0.015
+
+
+def test_with_replacement() -> None:
+    ids = draw(7, 0, size=5000, last=10)
+    assert set(ids.tolist()) == set(range(1, 11))
+
+
+def test_one_row_is_drawn_every_time() -> None:
+    assert set(draw(7, 0, low=41, last=42).tolist()) == {42}
+
+
+def test_a_draw_depends_on_seed_draw_and_redraw_only() -> None:
+    expected = draw(3, 17)
+    draws = Draws(3)
+    for number, redraw in ((0, 0), (17, 1), (2**40, 0), (17, 0)):  # one generator, moved about
+        ids = RandomSampler().sample(Readable(0, 1000), 256, draws.generator(number, redraw)).ids
+        draws.generator(number).random(3, np.float32)  # half a word is left over
+        same = (number, redraw) == (17, 0)
+        assert (ids.tolist() == expected.tolist()) == same
+    for other in (draw(4, 17), draw(3, 18), draw(3, 17, 1), draw(3, 17 + 2**32)):
+        assert other.tolist() != expected.tolist()
+
+
+def test_the_numbers_are_those_of_philox() -> None:
+    """So that any NumPy can repeat a run from its seed and its draw number."""
+    bits = np.random.Philox(key=np.array([3, 0], np.uint64), counter=np.array([0, 2, 17, 0], np.uint64))
+    expected = np.random.Generator(bits).integers(1, 1001, 256)
+    np.testing.assert_array_equal(draw(3, 17, 2), expected)
+
+
+@pytest.mark.parametrize("seed", [0, 2**63, 2**64 - 1, -1])
+def test_any_seed_of_64_bits(seed: int) -> None:
+    np.testing.assert_array_equal(draw(seed, 5), draw(seed % 2**64, 5))
+    assert draw(seed, 5).tolist() != draw(seed + 1, 5).tolist()
+
+
+def test_threads_do_not_disturb_one_another() -> None:
+    draws = Draws(3)
+    storage, sampler = Readable(0, 1000), RandomSampler()
+    expected = {number: draw(3, number).tolist() for number in range(64)}
+    wrong: list[int] = []
+
+    def work(part: int) -> None:
+        for number in range(part, 64, 4):
+            generator = draws.generator(number)
+            for _ in range(20):  # others come in between
+                found = sampler.sample(storage, 256, draws.generator(number)).ids.tolist()
+            if found != expected[number] or generator is not draws.generator(0):
+                wrong.append(number)
+
+    threads = [threading.Thread(target=work, args=(part,)) for part in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_a_sampler_must_say_how_it_chooses() -> None:
+    with pytest.raises(TypeError, match="abstract"):
+        Sampler()  # type: ignore[abstract]
+    assert repr(RandomSampler()) == "RandomSampler()"
+    assert RandomSampler().on_write(None) is None  # type: ignore[arg-type]
