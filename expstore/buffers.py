@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 import numpy as np
 import torch
@@ -69,8 +69,7 @@ class ReplayBuffer:
         batch_size: int | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        if batch_size is not None and batch_size < 1:
-            raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+        check_batch_size(batch_size)
         self._storage = MemoryStorage(1000) if storage is None else storage
         self._sampler = RandomSampler() if sampler is None else sampler
         self._writer = RoundRobinWriter() if writer is None else writer
@@ -193,7 +192,7 @@ class ReplayBuffer:
         """Read rows by index, or one field of all rows by key."""
         if isinstance(index, str) or (isinstance(index, tuple) and all(isinstance(k, str) for k in index)):
             return self._field(to_key(index))
-        ids, columns = self._read(index)
+        ids, columns = self._read(cast(Index, index))
         single = _is_single(index)
         size = torch.Size(() if single else (ids.size,))
         return self._placed(self._build().build(columns, size, {}, first_row=single))
@@ -232,9 +231,7 @@ class ReplayBuffer:
         with storage.lock:
             storage.check_writable()
             ids = self._ids(index)
-            batch = flatten(
-                data, all_dims=storage.flatten, single=_is_single(index), skip=self._own_keys
-            )
+            batch = flatten(data, all_dims=storage.flatten, single=_is_single(index), skip=self._own_keys)
             if batch.count != ids.size:
                 raise SchemaError(f"{ids.size} rows are to be replaced by {batch.count}")
             schema = storage.require_schema()
@@ -402,8 +399,7 @@ class ReplayBuffer:
         size = self._batch_size if batch_size is None else batch_size
         if size is None:
             raise ValueError("batch_size not specified; give it to sample() or to the buffer")
-        if size < 1:
-            raise ValueError(f"batch_size must be at least 1, got {size}")
+        check_batch_size(size)
         return int(size)
 
     def _build(self) -> Builder:
@@ -457,6 +453,12 @@ class TensorDictReplayBuffer(ReplayBuffer):
         if self._with_ids:
             return self.update_priority(id=data["id"], priority=priority)
         return self.update_priority(data["index"], priority)
+
+
+def check_batch_size(size: int | None) -> None:
+    """Raise ValueError for a batch without rows."""
+    if size is not None and size < 1:
+        raise ValueError(f"batch_size must be at least 1, got {size}")
 
 
 def _is_single(index: Any) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from expstore.buffers import TensorDictReplayBuffer
+from expstore.buffers import TensorDictReplayBuffer, check_batch_size
 from expstore.samplers.base import Sampler
 from expstore.schema import Schema
 from expstore.storages.settings import Mode, Settings
@@ -70,6 +70,7 @@ def open(
         ...     rb.extend(batch)
         ...     rb.sample()
     """
+    check_batch_size(batch_size)  # before the folder is touched
     settings = Settings(
         mode=mode,
         storage=storage,

@@ -20,6 +20,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -35,6 +36,7 @@ _Ints = NDArray[np.int64]
 
 #: Above this many bytes a write gives the GIL away: the copy then takes longer than a thread switch.
 KEEP_GIL_BYTES = 256 * 1024
+_SYNC_GROUPS = 4
 
 _PROT_READ = 1
 _MAP_SHARED, _MAP_PRIVATE, _MAP_FIXED = 0x01, 0x02, 0x10
@@ -291,8 +293,15 @@ class Disk:
         self, files: Iterable[File], folders: Iterable[Path], pool: ThreadPoolExecutor | None
     ) -> None:
         """Sync files and folders, side by side where a pool is given; raise the first failure."""
-        acts: list[Callable[[], None]] = [file.sync for file in files]
-        acts += [lambda path=path: self.sync_dir(path) for path in folders]  # type: ignore[misc]
+        names = list(folders)
+        groups = list(files)
+        acts: list[Callable[[], None]]
+        if self.kernels is not None and sys.platform == "linux" and len(groups) > _SYNC_GROUPS:
+            # Each return from a sync takes the GIL for a moment: a few groups take it less often.
+            acts = [partial(self._sync_group, groups[start::_SYNC_GROUPS]) for start in range(_SYNC_GROUPS)]
+        else:
+            acts = [file.sync for file in groups]
+        acts += [partial(self.sync_dir, name) for name in names]
         if pool is None or len(acts) < 2:
             for act in acts:
                 act()
@@ -300,11 +309,17 @@ class Disk:
         try:
             jobs = [pool.submit(act) for act in acts]
         except RuntimeError:  # the interpreter is going: no more jobs are taken
-            return self.sync_all(files, folders, None)
+            return self.sync_all(groups, names, None)
         failures = [job.exception() for job in jobs]
         for failure in failures:
             if failure is not None:
                 raise failure
+
+    def _sync_group(self, files: list[File]) -> None:
+        self.syncs += len(files)
+        done = 0 if self.kernels is None else self.kernels.sync_files(np.array([file.fd for file in files]))
+        if done < len(files):
+            raise StorageError(f"cannot sync {files[done].path}: the disk refused it")
 
     def write_whole(self, path: Path, data: bytes) -> None:
         """Replace a file by one with these bytes: all of it or nothing, also across a power cut."""

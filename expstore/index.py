@@ -103,8 +103,6 @@ class Index:
                 index._open_file(path)
             except CorruptionError as exc:
                 index._set_aside(path, exc.message)
-        if index._con is None:
-            index._con = index._make(None)
         return index
 
     def commit(self, delta: Delta) -> None:
@@ -215,9 +213,11 @@ class Index:
         """Give a cursor for one query or commit, and turn DuckDB's errors into ours."""
         with self._gate.together():
             self._check_open()
-            if self._con is None or self._damage is not None:
+            if self._damage is not None:
                 raise self._damaged()
             with self._cursors:
+                if self._con is None:  # nothing was committed yet
+                    self._con = self._make(None)
                 cursor = self._con.cursor()
             try:
                 yield cursor

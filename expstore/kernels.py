@@ -1,4 +1,4 @@
-"""Compiled loops that run with the GIL held.
+"""Compiled loops: most keep the GIL, syncing gives it away once.
 
 Used by `files` and `episodes`. Loading this module loads numba, so it is imported in the background
 when rows come; until then plain Python does the same work.
@@ -13,7 +13,7 @@ import numpy as np
 from numba.core import types
 from numpy.typing import NDArray
 
-__all__ = ["find_runs", "spread_runs", "write_pieces"]
+__all__ = ["find_runs", "spread_runs", "sync_files", "write_pieces"]
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -21,6 +21,7 @@ Bools = NDArray[np.bool_]
 
 # libc's, found by name when the loop is linked.
 _pwrite: Any = types.ExternalFunction("pwrite", types.intp(types.int32, types.intp, types.intp, types.int64))
+_fdatasync: Any = types.ExternalFunction("fdatasync", types.int32(types.int32))
 
 
 @numba.njit("int64(int64[::1], int64[::1], int64[::1], int64[::1])", cache=True)
@@ -38,6 +39,22 @@ def write_pieces(fds: Ints, addresses: Ints, sizes: Ints, offsets: Ints) -> int:
     """
     for i in range(fds.size):
         if _pwrite(np.int32(fds[i]), addresses[i], sizes[i], offsets[i]) != sizes[i]:
+            return i
+    return fds.size
+
+
+@numba.njit("int64(int64[::1])", cache=True, nogil=True)
+def sync_files(fds: Ints) -> int:
+    """Bring files to the disk, without taking the GIL between them.
+
+    Args:
+        fds: Descriptors. Shape `(n,)`.
+
+    Returns:
+        The number of the first one that failed, or n.
+    """
+    for i in range(fds.size):
+        if _fdatasync(np.int32(fds[i])) != 0:
             return i
     return fds.size
 

@@ -18,6 +18,9 @@ import pytest
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
+# Before torch is loaded: tests fork, and in a fork the threads of a pool that was used before are gone.
+os.environ["OMP_NUM_THREADS"] = "1"
+
 # Fixed examples everywhere but in the nightly run, which looks for new ones.
 hypothesis.settings.register_profile("dev", deadline=None, derandomize=True, max_examples=50)
 hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, max_examples=100)

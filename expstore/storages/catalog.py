@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -41,6 +42,7 @@ class Catalog:
         self._lock = threading.RLock()
         self._index: Index | None = None
         self._whole = False  # the next commit must hold everything
+        self._pid = os.getpid()
 
     def query(self, sql: str, params: Sequence[object] | Mapping[str, object] | None) -> Result:
         """Run one SELECT over the rows that are readable when it begins.
@@ -68,7 +70,7 @@ class Catalog:
                 window, changes = storage.window, storage.changes
                 result = index.query(sql, params, self._relations(window))
                 oldest = np.array([window.low + 1])
-                if held or (storage.intact(oldest) and changes == storage.changes):
+                if held or (storage.intact(oldest) and changes == storage.changes and not changes & 1):
                     return result
         raise StateError("unreachable")  # the second round returns
 
@@ -132,6 +134,10 @@ class Catalog:
         from expstore.index import Index  # loads DuckDB, which sampling does without
 
         storage = self._storage
+        if storage.index_path is not None and os.getpid() != self._pid:
+            raise StateError(
+                "the index belongs to the process that opened the store, and this is a fork of it"
+            )
         index = Index.open(storage.index_path, disk=storage.disk, store_uuid=storage.uuid)
         if index.notice:
             _log.warning("%s", index.notice)

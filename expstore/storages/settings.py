@@ -6,7 +6,9 @@ rows.
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import operator
 import os
 import time
 import uuid
@@ -58,19 +60,21 @@ def enter(disk: Disk, path: Path, capacity: int | None, settings: Settings) -> t
         raise ValueError(f"mode {settings.mode!r} is unknown; use 'a', 'x' or 'w'")
     if settings.storage not in (None, "zarr"):
         raise ValueError(f"storage {settings.storage!r} is unknown; this version has 'zarr'")
+    capacity, settings = _plain(capacity, settings)
     if capacity is not None and capacity < 1:
         raise ValueError(f"capacity must be at least 1, got {capacity}")
+    _check_meta(settings.meta)
     exists = _look(disk, path)
     if exists and settings.mode == "x":
-        raise StateError(f"{path} exists already", hint="open it with mode='a', or choose another path")
+        raise _exists(path)
     if exists and settings.mode == "w":
         _move_aside(disk, path)
-        exists = False
-    _check_meta(settings.meta)
     disk.make_dir(path / "journal")
     lock = WriterLock(disk, path / "LOCK")
     try:
         if disk.exists(path / MANIFEST):
+            if settings.mode == "x":
+                raise _exists(path)  # made by another process just now
             manifest = Manifest.load(disk, path)
             _compare(path, manifest, capacity, settings)
         else:
@@ -82,6 +86,19 @@ def enter(disk: Disk, path: Path, capacity: int | None, settings: Settings) -> t
         lock.release()
         raise
     return lock, manifest
+
+
+def _plain(capacity: int | None, settings: Settings) -> tuple[int | None, Settings]:
+    """Return numbers as Python's own, which JSON can keep."""
+    if capacity is not None:
+        capacity = operator.index(capacity)
+    if settings.seed is not None:
+        settings = dataclasses.replace(settings, seed=operator.index(settings.seed))
+    return capacity, settings
+
+
+def _exists(path: Path) -> StateError:
+    return StateError(f"{path} exists already", hint="open it with mode='a', or choose another path")
 
 
 def _look(disk: Disk, path: Path) -> bool:

@@ -14,12 +14,12 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 from children import (
-    KillingDisk,
+    Look,
     Report,
     Wrong,
     candidates,
@@ -33,15 +33,19 @@ from children import (
     read_lines,
     saying,
 )
+from disks import KillingDisk
 from ledger import Ledger, Op, Spec
 
 from expstore.storages import journaled
 
-__all__ = ["PHASES", "Phase", "enumerate_gaps"]
+__all__ = ["PHASES", "NoKeeper", "Phase", "enumerate_gaps"]
 
 LEAN = Spec("lean", 24, 8, lean=True, segment_bytes=4096)
-NARROW = Spec("narrow", 24, 8, frame=64, lean=True, segment_bytes=4096)
+NARROW = Spec("narrow", 24, 8, frame=64, lean=True, segment_bytes=1536)
 FILED = Spec("filed", 24, 8, frame=64, lean=True, segment_bytes=4096, redo_bytes=1)
+BARE = Spec("bare", 24, 0, lean=True)
+#: So many stores are checked by one process.
+TOGETHER = 8
 GROWING = Spec("growing", None, None, frame=64, lean=True, shard_rows=4096)
 
 
@@ -57,6 +61,8 @@ class Phase:
     closed: bool = False  # whether what came before was closed
     must: str = "write"  # an act without which the phase is not what it says
     index: bool = False
+    tooth: bool = False  # made to show a fault
+    stride: int = 1
 
 
 def _extend(count: int, source: str | None = None, lanes: int = 1) -> Op:
@@ -77,23 +83,42 @@ FEW = [_extend(20, "a")]
 
 PHASES = (
     Phase("new store", LEAN, part="open", must="rename expstore.json"),
-    Phase("first extend", LEAN, ops=[_extend(5, "a")], must="rename columns"),
+    Phase("first extend", LEAN, ops=[_extend(5, "a")], must="rename columns", stride=3),
     Phase("extend", LEAN, FEW, [_extend(6, "a"), _extend(8), _priority(12, 20, 2.0), FLUSH]),
-    Phase("change", LEAN, [_extend(30)], [_change(8, 30, 1, 2), _change(9, 11, 2), _extend(3), _change(12, 12, 3)]),
-    Phase("long extend", LEAN, [_extend(24, "a")], [_extend(13, "a"), _extend(41, "a", 1), _extend(3)]),
+    Phase("change", LEAN, [_extend(30)], [_change(8, 28, 1, 10), _extend(3), _change(12, 14, 2)], stride=2),
+    Phase(
+        "long extend", LEAN, [_extend(24, "a")], [_extend(13, "a"), _extend(41, "a"), _extend(3)], stride=2
+    ),
     Phase("empty", LEAN, FEW, [EMPTY, _extend(4, "a"), _extend(3, lanes=3)]),
-    Phase("journal cut", NARROW, [_extend(1)] * 11, [*[_extend(1, "a")] * 4, FLUSH, _extend(2)], must="unlink 00000"),
-    Phase("few rows", NARROW, FEW, [_extend(1), _extend(2), FLUSH, _extend(8, "a"), _extend(3, lanes=3), FLUSH]),
-    Phase("change in a file", FILED, [_extend(20)], [_change(2, 20, 1), _change(3, 9, 2), _extend(2), _change(5, 5, 3)], must="unlink"),
+    Phase("journal cut", NARROW, FEW, [*[_extend(1, "a")] * 5, FLUSH, _extend(2)], must="unlink"),
+    Phase("few rows", NARROW, FEW, [_extend(1), _extend(2), FLUSH, _extend(8, "a"), FLUSH], stride=2),
+    Phase(
+        "change in a file",
+        FILED,
+        [_extend(20)],
+        [_change(2, 20, 1), _change(3, 9, 2), _extend(2), _change(5, 5, 3)],
+        must="unlink",
+        stride=2,
+    ),
     Phase("close", LEAN, FEW, [_extend(2), _change(3, 7, 1)], part="close"),
     Phase("open what was closed", LEAN, [*FEW, _extend(3)], part="open", closed=True, must="unlink 000001"),
-    Phase("open what was killed", LEAN, [*FEW, _extend(3), _change(4, 9, 1), _extend(8, "a")], part="open", must="unlink 000001"),
-    Phase("open few rows", NARROW, [*FEW, _extend(3), _extend(1, "a"), _extend(8)], part="open", must="unlink 000001"),
-    Phase("new shard", GROWING, [_extend(4000), FLUSH], [_extend(90), _extend(200), FLUSH], must="write zarr.json"),
-)  # fmt: skip
+    Phase("open what was killed", LEAN, [*FEW, _change(4, 9, 1), _extend(8, "a")], part="open"),
+    Phase("open few rows", NARROW, [*FEW, _extend(3), _extend(1, "a"), _extend(8)], part="open"),
+    Phase(
+        "new shard",
+        GROWING,
+        [_extend(4000), FLUSH],
+        [_extend(90), _extend(200), FLUSH],
+        must="write zarr.json",
+    ),
+    Phase("commit to the index", NARROW, FEW, [*[_extend(1)] * 5, FLUSH], must="unlink", index=True),
+    Phase("extend without spare", BARE, [_extend(24)], [_extend(6)], tooth=True),
+    Phase("change new rows", LEAN, FEW, [_extend(4), _change(20, 24, 1, 2)], tooth=True),
+    Phase("close with an index", LEAN, FEW, [_extend(2)], part="close", index=True),
+)
 
 
-class _NoKeeper:
+class NoKeeper:
     """Stand in for the background thread."""
 
     def __init__(self, storage: object) -> None:
@@ -175,78 +200,104 @@ def _open_and_die(phase: Phase, path: Path, at: int) -> None:
     read_lines(pipe, lambda _: None, pid)
 
 
-def enumerate_gaps(folder: Path, *, names: Sequence[str], seed: int, torn: str, again: float) -> Report:
+def enumerate_gaps(
+    folder: Path,
+    *,
+    names: Sequence[str] = (),
+    seed: int = 1,
+    torn: str = "half",
+    again: float = 0.2,
+    syncs: bool = True,
+    stop: bool = False,
+    stride: bool = False,
+) -> Report:
     """Enumerate the gaps of phases.
 
     Args:
         folder: Where stores may be made.
-        names: Which phases; none: all of them.
+        names: Which phases; none: all but those that serve as teeth.
         seed: Of where writes are torn and recoveries killed.
         torn: "no" kills before each act; "also" once more in the middle of each write; "half" takes turns.
         again: Share of the gaps after which the recovery, too, is killed somewhere.
+        syncs: Whether syncs are acts of their own.
+        stop: Whether the first failure is enough.
+        stride: Whether long phases are met at every second or third act only.
     """
-    journaled.Keeper = _NoKeeper  # type: ignore[assignment,misc]
-    report, started = Report(), time.monotonic()
-    chance = random.Random(seed)
+    journaled.Keeper = NoKeeper  # type: ignore[assignment,misc]
+    started = time.monotonic()
+    run = _Run(folder, random.Random(seed), torn, again, syncs, stop, stride)
     for phase in PHASES:
-        if not names or phase.name in names:
-            _enumerate(phase, folder, report, chance, torn, again)
-    report.seconds = round(time.monotonic() - started, 1)
-    return report
+        if phase.name in names or not (names or phase.tooth):
+            run.enumerate(phase)
+    run.report.seconds = round(time.monotonic() - started, 1)
+    return run.report
 
 
-def _enumerate(
-    phase: Phase, folder: Path, report: Report, chance: random.Random, torn: str, again: float
-) -> None:
-    fit_constants(phase.spec)
-    model, path = folder / "model", folder / "store"
-    state = _prepare(phase, model)
-    trace: list[str] | None = None
-    for at in itertools.count(1):
-        cuts = (
-            [None, chance.random()]
-            if torn == "also"
-            else [chance.random() if torn == "half" and at % 2 else None]
-        )
-        for cut in cuts:
-            if model.exists():
-                _copy(model, path)
-            try:
-                trace = _kill(phase, path, state, report, chance, at, cut, again)
-            except Wrong as exc:
-                report.failures.append(f"{phase.name}, act {at}, cut {cut}: {exc}")
-            shutil.rmtree(path, ignore_errors=True)
-            if trace is not None:
-                break
-        if trace is not None or len(report.failures) > 20:
-            break
-    shutil.rmtree(model, ignore_errors=True)
-    trace = trace or []
-    if not any(act.startswith(phase.must) for act in trace):
-        report.failures.append(f"{phase.name} never came to {phase.must}: {Counter(trace)}")
-    report.gaps[phase.name] = len(trace)
+@dataclass
+class _Run:
+    folder: Path
+    chance: random.Random
+    torn: str
+    again: float
+    syncs: bool
+    stop: bool
+    stride: bool
+    report: Report = field(default_factory=Report)
+    looks: list[tuple[str, Look]] = field(default_factory=list)
 
+    def enumerate(self, phase: Phase) -> None:
+        """Kill at act 1, 2, 3 ... of a phase until there is no such act."""
+        fit_constants(phase.spec)
+        model = self.folder / "model"
+        state = _prepare(phase, model)
+        trace: list[str] | None = None
+        acts = itertools.count(1, phase.stride if self.stride else 1)
+        while trace is None and len(self.report.failures) <= (0 if self.stop else 20):
+            at = next(acts)
+            for cut in self._cuts(at):
+                path = self.folder / f"store-{at}-{cut}"
+                if model.exists():
+                    _copy(model, path)
+                try:
+                    trace = self._kill(phase, path, state, at, cut)
+                except Wrong as exc:
+                    self.report.failures.append(f"{phase.name}, act {at}, cut {cut}: {exc}")
+            if len(self.looks) >= TOGETHER or trace is not None:
+                self.look()
+        shutil.rmtree(model, ignore_errors=True)
+        self.report.gaps[phase.name] = at - 1
+        if trace is not None and not any(act.startswith(phase.must) for act in trace):
+            self.report.failures.append(f"{phase.name} never came to {phase.must}: {Counter(trace)}")
 
-def _kill(
-    phase: Phase,
-    path: Path,
-    state: Ledger,
-    report: Report,
-    chance: random.Random,
-    at: int,
-    cut: float | None,
-    again: float,
-) -> list[str] | None:
-    """Kill at one act and check; return all acts if there is no such act any more."""
-    disk = KillingDisk(torn=cut, in_turn=True)
-    pid, pipe = in_child(lambda out: _live(phase, path, state, phase.ops, disk, out, at))
-    lines = read_lines(pipe, lambda _: None, pid)
-    ended, op, where = outcome(lines, state, phase.ops)
-    if lines and lines[-1].startswith("done"):
-        trace: list[str] = json.loads(lines[-1][5:])
-        return trace
-    report.count(where)
-    if chance.random() < again:
-        _open_and_die(phase, path, chance.randrange(1, 50))
-    check(path, candidates(ended, op), [_extend(3, "a"), _extend(2)], index=phase.index)
-    return None
+    def _cuts(self, at: int) -> list[float | None]:
+        """Return how far the write at an act gets each time; None: not begun."""
+        if self.torn == "also":
+            return [None, self.chance.random()]
+        return [self.chance.random() if self.torn == "half" and at % 2 else None]
+
+    def _kill(self, phase: Phase, path: Path, state: Ledger, at: int, cut: float | None) -> list[str] | None:
+        """Kill at one act and check; return all acts if there is no such act any more."""
+        disk = KillingDisk(torn=cut, in_turn=True, syncs=self.syncs)
+        pid, pipe = in_child(lambda out: _live(phase, path, state, phase.ops, disk, out, at))
+        lines = read_lines(pipe, lambda _: None, pid)
+        ended, op, where = outcome(lines, state, phase.ops)
+        if lines and lines[-1].startswith("done"):
+            trace: list[str] = json.loads(lines[-1][5:])
+            return trace
+        self.report.count(where)
+        if self.chance.random() < self.again:
+            _open_and_die(phase, path, self.chance.randrange(1, 40))
+        leave = self.chance.choice(["reopen", "kill"])
+        look = Look(path, candidates(ended, op), [_extend(3, "a"), _extend(2)], sql=phase.index, leave=leave)
+        self.looks.append((f"{phase.name}, act {at}, cut {cut}", look))
+        return None
+
+    def look(self) -> None:
+        """Check the stores that were killed, all in one process: it has opened none of them before."""
+        labels, looks = [label for label, _ in self.looks], [look for _, look in self.looks]
+        for label, found in zip(labels, check(looks), strict=True):
+            if isinstance(found, str):
+                self.report.failures.append(f"{label}: {found}")
+        for look in looks:
+            shutil.rmtree(look.path, ignore_errors=True)
+        self.looks.clear()

@@ -8,21 +8,26 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
+import os
+import pickle
 import random
 import shutil
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import ledger as facts
 import numpy as np
+from broken import BREAKS, break_protocol
 from children import (
-    KillingDisk,
+    Look,
     Report,
     Wrong,
     candidates,
-    check,
+    check_one,
     fit_constants,
     in_child,
     new_ledger,
@@ -30,8 +35,10 @@ from children import (
     read_lines,
     write_life,
 )
-from gaps import enumerate_gaps
+from disks import KillingDisk
+from gaps import PHASES, enumerate_gaps
 from ledger import Spec
+from power import power_cuts
 
 __all__ = ["SPECS", "main", "random_kills"]
 
@@ -89,7 +96,7 @@ def _lives(spec: Spec, path: Path, chance: random.Random, report: Report, lives:
             ended, op, where = outcome(lines, state, ops)
             if where != "closed":
                 report.count(where)
-            state = check(
+            look = Look(
                 path,
                 candidates(ended, op),
                 facts.extends(state, rng, int(rng.integers(1, 3))),
@@ -97,29 +104,91 @@ def _lives(spec: Spec, path: Path, chance: random.Random, report: Report, lives:
                 leave=chance.choice(["close", "reopen", "kill"]),
                 index=chance.random() < 0.25,
             )
+            state = check_one(look)
         except Wrong as exc:
             report.failures.append(f"{spec.name}, life {life}, seed {seed}: {exc}")
             return
 
 
+#: Phases that `quick` leaves to the long run: they take their time and meet what others meet.
+SLOW = ("commit to the index", "close with an index", "new shard")
+
+
+@dataclass(frozen=True)
+class Tooth:
+    """A fault, and what must find it."""
+
+    fault: str
+    find: Callable[[Path], Report]
+
+
+TEETH = (
+    Tooth("journal first", lambda folder: enumerate_gaps(folder, names=["extend"], stop=True)),
+    Tooth("no waiting", lambda folder: enumerate_gaps(folder, names=["extend without spare"], stop=True)),
+    Tooth("redo without sync", lambda folder: enumerate_gaps(folder, names=["change new rows"], stop=True)),
+    Tooth(
+        "no waiting", lambda folder: power_cuts(60, 1, folder, names=["deep"], background=False, stop=True)
+    ),
+    Tooth("mark without sync", lambda folder: power_cuts(60, 1, folder, stop=True)),
+    Tooth("recovery without sync", lambda folder: power_cuts(60, 1, folder, stop=True)),
+)
+
+
+def bite(tooth: Tooth, folder: Path) -> Report:
+    """Put a fault in, in a process of its own, and look for it."""
+
+    def work(pipe: int) -> None:
+        break_protocol([tooth.fault])
+        report = tooth.find(folder)
+        os.write(pipe, pickle.dumps(report))
+
+    pid, pipe = in_child(work)
+    with os.fdopen(pipe, "rb") as stream:
+        data = stream.read()
+    os.waitpid(pid, 0)
+    report: Report = pickle.loads(data)
+    return report
+
+
 def main() -> None:
-    """Run what the command line says; the last line printed is the report as JSON."""
+    """Run what the command line says; each task prints its report as one line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("task", choices=["random", "gaps"])
-    parser.add_argument("--kills", type=int, default=30, help="how many random ones")
+    parser.add_argument("tasks", nargs="+", choices=["random", "gaps", "quick", "power", "teeth"])
+    parser.add_argument("--kills", type=int, default=40, help="how many random ones")
+    parser.add_argument("--cuts", type=int, default=15, help="how many power cuts")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--names", nargs="*", default=(), help="which stores or phases")
     parser.add_argument("--torn", choices=["no", "half", "also"], default="half")
     parser.add_argument("--again", type=float, default=0.2, help="share of recoveries killed, too")
+    parser.add_argument("--break", dest="faults", nargs="*", default=(), choices=list(BREAKS))
     given = parser.parse_args()
-    with tempfile.TemporaryDirectory() as name:
-        if given.task == "random":
-            report = random_kills(given.kills, given.seed, Path(name), names=given.names)
-        else:
-            report = enumerate_gaps(
-                Path(name), names=given.names, seed=given.seed, torn=given.torn, again=given.again
-            )
-    print(report.as_json())
+    break_protocol(given.faults)
+    if {"random", "power"} & set(given.tasks):
+        import expstore.index  # noqa: F401  # the children are to find it there
+    quick = [phase.name for phase in PHASES if not phase.tooth and phase.name not in SLOW]
+    names, seed = given.names, given.seed
+    tasks: dict[str, Callable[[Path], Report]] = {
+        "random": lambda folder: random_kills(given.kills, seed, folder, names=names),
+        "gaps": lambda folder: enumerate_gaps(
+            folder, names=names, seed=seed, torn=given.torn, again=given.again
+        ),
+        "quick": lambda folder: enumerate_gaps(
+            folder, names=quick, seed=seed, again=0.1, syncs=False, stride=True
+        ),
+        "power": lambda folder: power_cuts(given.cuts, seed, folder, names=names),
+    }
+    for task in given.tasks:
+        with tempfile.TemporaryDirectory() as name:
+            if task in tasks:
+                tell(task, tasks[task](Path(name)))
+            else:
+                for number, tooth in enumerate(TEETH):
+                    tell(f"{tooth.fault} ({number})", bite(tooth, Path(name)))
+
+
+def tell(task: str, report: Report) -> None:
+    """Print a report."""
+    print(json.dumps({"task": task, **vars(report)}), flush=True)
 
 
 if __name__ == "__main__":

@@ -228,7 +228,8 @@ class Ledger:
             self.retired = self.last
 
     def _priority(self, op: Op) -> None:
-        assert op.ids is not None and op.priorities is not None
+        assert op.ids is not None
+        assert op.priorities is not None
         for i, value in zip(op.ids.tolist(), op.priorities.tolist(), strict=True):
             self.priorities[i].append(value)
         self.max_priority = max(self.max_priority, float(op.priorities.max()))

@@ -1,0 +1,101 @@
+"""The protocol, broken in one place each: a harness that does not notice is worth nothing.
+
+Run through killing.py before it forks, so that every child has the fault. It never touches the library's
+files: it replaces functions in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import google_crc32c
+import numpy as np
+
+from expstore.storages.base import Rows, Storage
+from expstore.storages.journaled import JournaledStorage
+from expstore.storages.zarr import ZarrStorage
+
+__all__ = ["BREAKS", "break_protocol"]
+
+
+def _journal_first(kept: ZarrStorage, rows: Rows, skipped: int) -> None:
+    """The record is appended, and a sync may cover it, before the columns are written."""
+    extra = (
+        rows.ids,
+        rows.assignment.episodes,
+        rows.assignment.steps,
+        np.full(rows.count, rows.time, np.int64),
+    )
+    checksum = 0
+    for array in (*rows.columns, *extra):
+        checksum = google_crc32c.extend(checksum, np.ascontiguousarray(array[skipped:]).tobytes())
+    kept._publish(rows, skipped, checksum)
+    kept.sync()
+    kept._put(rows, skipped)
+
+
+def break_journal_first() -> None:
+    def write(self: Any, rows: Rows) -> None:
+        self.check_writable()
+        self._make_room(rows.count)
+        _journal_first(self, rows, 0 if self.capacity is None else max(0, rows.count - self.capacity))
+
+    Storage.write = write  # type: ignore[method-assign]
+
+
+def break_waiting() -> None:
+    """Slots are reused whether or not a durable mark covers what pushed their rows out."""
+
+    def make_room(self: Any, count: int) -> None:
+        pass
+
+    JournaledStorage._make_room = make_room  # type: ignore[method-assign]
+
+
+def break_redo() -> None:
+    """Rows are changed in place although no mark covers their publish record."""
+    record_change = JournaledStorage._record_change
+
+    def record(self: Any, *given: Any) -> None:
+        self.sync = lambda: None
+        try:
+            record_change(self, *given)
+        finally:
+            del self.sync
+
+    JournaledStorage._record_change = record  # type: ignore[method-assign]
+
+
+def break_sync() -> None:
+    """A mark is made without a sync of the columns."""
+    nothing: tuple[set[Any], set[Path]] = set(), set()
+    ZarrStorage._unsynced_columns = lambda self: nothing  # type: ignore[method-assign]
+
+
+def break_recovery() -> None:
+    """What opening found is not brought to the disk before a new base says that it is there."""
+    JournaledStorage._settle = lambda self, past: None  # type: ignore[method-assign]
+
+
+def break_marks() -> None:
+    """A mark covers a change in place whose columns are not all written."""
+    JournaledStorage._half = property(lambda self: None, lambda self, value: None)  # type: ignore[assignment]
+
+
+#: Fault -> what puts it in.
+BREAKS: dict[str, Callable[[], None]] = {
+    "journal first": break_journal_first,
+    "no waiting": break_waiting,
+    "redo without sync": break_redo,
+    "mark without sync": break_sync,
+    "recovery without sync": break_recovery,
+    "mark over half a change": break_marks,
+}
+
+
+def break_protocol(names: Sequence[str]) -> None:
+    """Put the faults of these names in."""
+    for name in names:
+        BREAKS[name]()

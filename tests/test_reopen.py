@@ -1,0 +1,418 @@
+"""Opening again: after a close, a flush, a kill, and with or without the index, everything goes on."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+
+import expstore
+from expstore import files
+from expstore.buffers import TensorDictReplayBuffer
+from expstore.samplers.base import Draws
+from expstore.storages import columns
+from expstore.storages.memory import MemoryStorage
+
+SEED = 11
+
+
+@pytest.fixture(autouse=True)
+def no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kill loses nothing that was written, synced or not."""
+    monkeypatch.setattr(files, "_sync_data", os.fstat)
+    monkeypatch.setattr(os, "fsync", lambda fd: None)
+
+
+def in_child(work: Callable[[Callable[[Any], None]], None]) -> list[Any]:
+    """Run `work` in a fork that is killed when it returns; return what it told."""
+    read_end, write_end = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(30)
+        torch.set_num_threads(1)  # OpenMP's threads were left behind in the parent
+        try:
+            os.close(read_end)
+
+            def tell(value: Any) -> None:
+                data = pickle.dumps(value)
+                os.write(write_end, len(data).to_bytes(8, "little") + data)
+
+            work(tell)
+        except BaseException as exc:
+            tell(exc)
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.close(write_end)
+    with os.fdopen(read_end, "rb") as pipe:
+        data = pipe.read()
+    _, status = os.waitpid(pid, 0)
+    told = []
+    while data:
+        size = int.from_bytes(data[:8], "little")
+        told.append(pickle.loads(data[8 : 8 + size]))
+        data = data[8 + size :]
+    for value in told:
+        if isinstance(value, BaseException):
+            raise value
+    assert os.WTERMSIG(status) == signal.SIGKILL, "the child hung"
+    return told
+
+
+def batch(count: int, first: int, *, ends: dict[int, str] | None = None, lanes: int = 1) -> TensorDict:
+    """Rows whose values follow from a running number; `ends` says which of them end, and how."""
+    number = torch.arange(first, first + count * lanes)
+    kinds = [(ends or {}).get(i, "") for i in number.tolist()]
+    data = TensorDict(
+        {
+            "number": number,
+            "wide": (number[:, None] * 7 + torch.arange(600)).to(torch.uint8),
+            "next": {
+                "reward": number[:, None].float() / 8,
+                "terminated": torch.tensor([kind == "t" for kind in kinds])[:, None],
+                "truncated": torch.tensor([kind == "T" for kind in kinds])[:, None],
+            },
+        },
+        [count * lanes],
+    )
+    return data.reshape(lanes, count) if lanes > 1 else data
+
+
+EPISODES = "SELECT * FROM episodes ORDER BY episode_id"
+
+
+def tables(rb: TensorDictReplayBuffer) -> dict[str, list[Any]]:
+    """What the index answers, all of it."""
+    return {
+        "episodes": rb.sql(EPISODES).fetchall(),
+        "fragments": rb.sql("SELECT * FROM fragments ORDER BY first_id").fetchall(),
+        "sources": rb.sql("SELECT * FROM sources ORDER BY 1, 2").fetchall(),
+        "priorities": rb.sql("SELECT * FROM priorities ORDER BY id").fetchall(),
+        "transitions": rb.sql("SELECT * EXCLUDE (wide) FROM transitions ORDER BY _id").fetchall(),
+    }
+
+
+def drop_index(path: Path) -> None:
+    for name in path.glob("index.*"):
+        name.unlink()
+
+
+def drawn(rb: TensorDictReplayBuffer, draw: int, size: int = 8) -> list[int]:
+    """The ids of a draw, from the rule in the documentation."""
+    window = rb.storage.window
+    return Draws(SEED).generator(draw).integers(window.low + 1, window.last + 1, size).tolist()
+
+
+# ---------------------------------------------------------------------------------------------------
+# The index is disposable.
+
+
+def first_life(path: Path, stop: str, asked: str, tell: Callable[[Any], None]) -> None:
+    """A ring that has turned, with named and unnamed sources, some of whose episodes have left."""
+    rb = expstore.open(path, capacity=60, seed=SEED, batch_size=8)
+    rb.extend(batch(12, 0, ends={3: "t", 9: "T"}), source="arm")
+    rb.extend(batch(3, 12, lanes=4, ends={14: "t", 20: "T"}))
+    rb.update_priority(id=[5, 20], priority=[3.0, 0.5])
+    if asked == "early":
+        rb.sql("SELECT 1")
+    rb.extend(batch(30, 24, ends={30: "t", 45: "t"}), source="leg")
+    for number in range(54, 60):
+        rb.add(batch(1, number)[0], source="arm")
+    tell([rb.sample()["id"].tolist() for _ in range(5)])
+    rb.extend(batch(3, 60, lanes=4, ends={71: "t"}))
+    rb[[2, -1]] = batch(2, 900)
+    rb.extend(batch(5, 72), source="leg")
+    if asked == "late":
+        rb.sql("SELECT 1")
+    rb.update_priority(id=[70, 30, 75], priority=[9.0, 4.0, 0.0])
+    rb.storage.flush_priorities()  # a kill may cost those of the last tenth of a second
+    tell((rb.storage.window.low, rb.storage.last, rb.storage.draw))
+    if stop == "kill":
+        tell(tables(rb) if asked == "late" else None)
+        return
+    if stop == "flush":
+        rb.flush()
+    else:
+        rb.close()
+    tell(None)
+
+
+@pytest.mark.parametrize("asked", ["never", "early", "late"])
+@pytest.mark.parametrize("stop", ["close", "flush", "kill"])
+def test_nothing_changes_when_the_index_is_deleted(tmp_path: Path, stop: str, asked: str) -> None:
+    path = tmp_path / "run.exp"
+    batches, (low, last, draw), before = in_child(lambda tell: first_life(path, stop, asked, tell))
+    assert (low, last, draw) == (17, 77, 5)
+    assert len(batches) == 5
+    shutil.copytree(path, tmp_path / "bare.exp")
+    drop_index(tmp_path / "bare.exp")
+    found = []
+    for name in ("run.exp", "bare.exp"):
+        with expstore.open(tmp_path / name, batch_size=8) as rb:
+            assert (rb.recovered is None) == (stop == "close")
+            assert rb["number"][0] == 900 or 900 in rb["number"]
+            told: dict[str, Any] = tables(rb)
+            told["batches"] = [rb.sample()["id"].tolist() for _ in range(3)]
+            assert told["batches"] == [drawn(rb, number) for number in (5, 6, 7)]
+            told["ids"] = rb.extend(batch(4, 80), source="arm", return_ids=True).tolist()
+            told["more"] = rb.extend(batch(4, 84), return_ids=True).tolist()
+            told["after"] = [row[:4] + row[5:] for row in rb.sql("FROM episodes ORDER BY 1").fetchall()][:-1]
+            told["steps"] = rb.sql(
+                "SELECT _id, _episode, _step FROM transitions WHERE _id > 77 ORDER BY 1"
+            ).fetchall()
+            found.append(told)
+    assert found[0] == found[1]
+    told = found[0]
+    assert told["ids"] == [78, 79, 80, 81]
+    assert told["more"] == [82, 83, 84, 85]
+    # What the writer saw, but that the open episodes of its own handle are cut.
+    statuses = {row[0]: (row[1], row[5], row[7], row[8]) for row in told["episodes"]}
+    assert [statuses[number][2] for number in sorted(statuses)].count("open") == 2
+    assert all(
+        status == "open"
+        for name, _, status, _ in statuses.values()
+        if status == "open" and name in ("arm", "leg")
+    )
+    assert statuses[1] == ("arm", 4, "terminated", 0)
+    assert statuses[2] == ("arm", 6, "truncated", 0)
+    assert sum(length for _, length, _, _ in statuses.values()) == 77
+    assert sum(live for _, _, _, live in statuses.values()) == 60
+    if before is not None:
+
+        def as_cut(row: tuple[Any, ...]) -> tuple[Any, ...]:
+            named = row[1] in ("arm", "leg")
+            return row if named or row[7] != "open" else (*row[:4], None, *row[5:7], "cut", *row[8:])
+
+        def blind(row: tuple[Any, ...]) -> tuple[Any, ...]:
+            return (*row[:4], None, *row[5:]) if row[7] == "cut" else row
+
+        assert [blind(as_cut(row)) for row in before["episodes"]] == [blind(row) for row in told["episodes"]]
+        for name in ("sources", "transitions", "priorities"):
+            assert before[name] == told[name]
+
+
+@pytest.mark.parametrize("capacity", [None, 40])
+def test_many_lives_end_as_one_would(tmp_path: Path, capacity: int | None, rng: np.random.Generator) -> None:
+    """Named sources in many lives, ended in any way, index deleted now and then: as in one life in RAM."""
+    path = tmp_path / "run.exp"
+    model = TensorDictReplayBuffer(storage=MemoryStorage(capacity, seed=SEED), batch_size=8)
+    model.storage.flatten = True
+    number = draws = 0
+    for life in range(8):
+        plan: list[Any] = []
+        for _ in range(rng.integers(1, 7)):
+            lanes, count = int(rng.integers(1, 4)), int(rng.integers(1, 6))
+            size = lanes * count
+            ends = {
+                number + int(i): "tT"[int(rng.integers(2))] for i in np.flatnonzero(rng.random(size) < 0.2)
+            }
+            data = batch(count, number, lanes=lanes, ends=ends)
+            if rng.random() < 0.5 and lanes > 1:
+                data = data.transpose(0, 1).contiguous()
+                data.names = ["time", None]
+            plan.append((data, "abc"[int(rng.integers(3))], rng.random() < 0.3))
+            number += size
+        stop = ["close", "flush", "kill"][int(rng.integers(3))]
+
+        def live(tell: Callable[[Any], None], plan: list[Any] = plan, stop: str = stop) -> None:
+            rb = expstore.open(path, capacity=capacity, seed=SEED, batch_size=8)
+            for data, source, asks in plan:
+                tell(rb.extend(data, source=source, return_ids=True).tolist())
+                tell(rb.sample()["id"].tolist())
+                if asks:
+                    rb.sql("SELECT 1")
+            if stop != "kill":
+                getattr(rb, stop)()
+
+        told = iter(in_child(live))
+        for data, source, _ in plan:
+            assert next(told) == model.extend(data, source=source, return_ids=True).tolist()
+            assert next(told) == drawn(model, draws)
+            draws += 1
+        if rng.random() < 0.4:
+            drop_index(path)
+    with expstore.open(path, batch_size=8) as rb:
+        assert rb.write_count == model.write_count
+        assert rb.sample()["id"].tolist() == drawn(model, draws)
+        query = 'SELECT episode_id, source, length, "return", status, live_rows FROM episodes ORDER BY 1'
+        assert rb.sql(query).fetchall() == model.sql(query).fetchall()
+        query = "SELECT _id, _index, _episode, _step, _priority, number FROM transitions ORDER BY 1"
+        assert rb.sql(query).fetchall() == model.sql(query).fetchall()
+        query = """
+            SELECT episode_id, first_step + k, first_id + k * stride
+            FROM (SELECT *, unnest(range(length)) AS k FROM fragments) ORDER BY 3
+        """
+        assert rb.sql(query).fetchall() == model.sql(query).fetchall()
+        assert torch.equal(rb["wide"], model["wide"])
+    model.close()
+
+
+# ---------------------------------------------------------------------------------------------------
+# Streams.
+
+
+def status_of(rb: TensorDictReplayBuffer) -> list[tuple[Any, ...]]:
+    return rb.sql("SELECT episode_id, source, length, status FROM episodes ORDER BY 1").fetchall()
+
+
+def test_named_sources_go_on_and_unnamed_ones_are_cut(store_path: Path) -> None:
+    with expstore.open(store_path) as rb:
+        for source in ("arm", None):
+            rb.extend(batch(3, 0, lanes=2), source=source)
+        before = status_of(rb)
+        assert [row[3] for row in before] == ["open"] * 4
+    names = [row[1] for row in before]
+    assert names[:2] == ["arm", "arm/1"]
+    with expstore.open(store_path) as rb:
+        assert [row[3] for row in status_of(rb)] == ["open", "open", "cut", "cut"]
+        for source in ("arm", None):
+            rb.extend(batch(2, 12, lanes=2), source=source)
+        found = status_of(rb)
+        assert found[:4] == [
+            (1, "arm", 5, "open"),
+            (2, "arm/1", 5, "open"),
+            (3, names[2], 3, "cut"),
+            (4, names[3], 3, "cut"),
+        ]
+        assert [row[2:] for row in found[4:]] == [(2, "open")] * 2
+        assert not {row[1] for row in found[4:]} & set(names)
+    drop_index(store_path)
+    with expstore.open(store_path) as rb:
+        assert status_of(rb) == [*found[:4], *[(*row[:3], "cut") for row in found[4:]]]
+
+
+def test_truncated_trajectories_go_on_over_a_restart(store_path: Path) -> None:
+    def part(ids: list[int], ends: str) -> TensorDict:
+        data = batch(len(ids), 0, ends={i: kind for i, kind in enumerate(ends) if kind != "."})
+        return data.set(("collector", "traj_ids"), torch.tensor(ids))
+
+    for kill in (False, True):
+
+        def life(tell: Callable[[Any], None], kill: bool = kill) -> None:
+            rb = expstore.open(store_path)
+            rb.extend(part([0, 0, 1, 1, 2], ".T.t."), source="arm")
+            if not kill:
+                rb.close()
+
+        in_child(life)
+    with expstore.open(store_path) as rb:
+        query = "SELECT episode_id, trajectory_id, length, status FROM episodes ORDER BY 1"
+        found = [(1, 0, 4, "truncated"), (2, 1, 2, "terminated"), (3, 2, 2, "open"), (4, 1, 2, "terminated")]
+        assert rb.sql(query).fetchall() == found
+        drop = rb.sql("SELECT count(*) FROM transitions WHERE _episode = 1 AND _step = 3").fetchall()
+        assert drop == [(1,)]
+
+
+# ---------------------------------------------------------------------------------------------------
+# Draws, priorities, shards.
+
+
+def test_batches_go_on_after_any_stop(store_path: Path) -> None:
+    expected = 0
+    for stop in ("close", "kill", "flush", "kill", "close"):
+
+        def life(tell: Callable[[Any], None], stop: str = stop) -> None:
+            rb = expstore.open(store_path, capacity=50, seed=SEED, batch_size=8)
+            rb.extend(batch(10, 0))
+            for _ in range(3):
+                tell((rb.sample()["id"].tolist(), drawn(rb, rb.storage.draw - 1), rb.storage.draw))
+            if stop != "kill":
+                getattr(rb, stop)()
+
+        for ids, wanted, draw in in_child(life):
+            expected += 1
+            assert draw == expected
+            assert ids == wanted
+
+
+def test_priorities_survive(store_path: Path) -> None:
+    for stop, value in (("close", 2.0), ("flush", 5.0), ("kill", 3.0)):
+
+        def life(tell: Callable[[Any], None], stop: str = stop, value: float = value) -> None:
+            rb = expstore.open(store_path, capacity=5000)
+            first = rb.extend(batch(2000, 0), return_ids=True)[0].item()
+            rb.update_priority(id=[first, first + 1500], priority=[value, 0.25])
+            rb.storage.flush_priorities()
+            if stop != "kill":
+                getattr(rb, stop)()
+
+        in_child(life)
+    with expstore.open(store_path) as rb:
+        query = "SELECT _id, _priority FROM transitions WHERE _id % 500 = 1 ORDER BY 1"
+        expected = {1501: 0.25, 2001: 5.0, 3501: 0.25, 4001: 3.0, 5501: 0.25}
+        found = dict(rb.sql(query).fetchall())
+        assert found.keys() == {*range(1001, 6000, 500)}
+        assert {id: found[id] for id in expected} == expected
+        assert [found[id] for id in (1001, 2501, 3001, 4501, 5001)] == [1, 2, 2, 5, 5]
+        rb.add(batch(1, 0)[0])
+        assert rb.sql("SELECT max(_priority), arg_max(_priority, _id) FROM transitions").fetchall() == [
+            (5, 5)
+        ]
+
+
+def test_an_unbounded_store_grows_over_shards_and_lives(
+    store_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(columns, "SHARD_ROWS", 4096)
+    for life in range(4):
+
+        def grow(tell: Callable[[Any], None], life: int = life) -> None:
+            rb = expstore.open(store_path)
+            for start in range(life * 5000, life * 5000 + 5000, 1000):
+                rb.extend(batch(1000, start))
+            rb.add(batch(1, 99)[0]) if life == 3 else None
+            if life % 2:
+                rb.close()
+
+        in_child(grow)
+    with expstore.open(store_path) as rb:
+        assert len(rb) == 20_001
+        number = rb["number"]
+        assert torch.equal(number[:-1], torch.arange(20_000))
+        assert number[-1] == 99
+        index = torch.arange(0, 20_001, 37)
+        assert torch.equal(
+            rb[index]["wide"], (number[index][:, None] * 7 + torch.arange(600)).to(torch.uint8)
+        )
+
+
+def test_everything_about_the_store_is_still_known(store_path: Path) -> None:
+    with expstore.open(store_path, capacity=50, seed=5, meta={"env": "x"}, batch_size=3) as rb:
+        rb.extend(batch(80, 0))
+        rb.empty()
+        rb.extend(batch(7, 0))
+        before = rb.stats()
+    with expstore.open(store_path) as rb:
+        after = rb.stats()
+        same = ("size", "capacity", "spare", "write_count", "last_id", "draws")
+        assert {k: after[k] for k in same} == {k: before[k] for k in same}
+        assert after["generation"] == before["generation"] + 1
+        assert rb.batch_size is None
+        assert rb.meta == {"env": "x"}
+        assert rb["number"].tolist() == list(range(7))
+        assert rb.recovered is None
+
+
+def test_one_line_says_what_was_recovered(store_path: Path) -> None:
+    def life(tell: Callable[[Any], None]) -> None:
+        rb = expstore.open(store_path)
+        rb.extend(batch(5, 0))
+        rb.flush()
+        rb.extend(batch(7, 5))
+
+    in_child(life)
+    with expstore.open(store_path) as rb:
+        assert rb.recovered == (
+            "the last writer did not close the store: 7 rows since the last sync kept, 1 open episodes ended as cut"
+        )
+        assert rb.stats()["recovered"] == rb.recovered
+    with expstore.open(store_path) as rb:
+        assert rb.recovered is None
