@@ -27,6 +27,7 @@ from expstore.errors import (
 )
 from expstore.samplers import RandomSampler, Sampler
 from expstore.storages import base, columns
+from expstore.storages.catalog import Catalog
 from expstore.storages.memory import MemoryStorage
 from expstore.storages.zarr import ZarrStorage
 from expstore.types import Selection
@@ -36,8 +37,9 @@ Make = Callable[..., TensorDictReplayBuffer]
 
 
 @pytest.fixture(autouse=True)
-def no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing here is about what a power cut leaves."""
+def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing here is about what a power cut leaves, or about the index of a closed store."""
+    monkeypatch.setattr(Catalog, "close", Catalog.drop)
     monkeypatch.setattr(files, "_sync_data", os.fstat)
     monkeypatch.setattr(os, "fsync", lambda fd: None)
 
@@ -388,9 +390,8 @@ def test_a_sample_brings_its_priorities(turned: TensorDictReplayBuffer) -> None:
 
 
 def episodes(rb: TensorDictReplayBuffer) -> list[tuple[Any, ...]]:
-    return rb.sql(
-        'SELECT episode_id, source, trajectory_id, length, "return", status, live_rows FROM episodes ORDER BY 1'
-    ).fetchall()
+    names = 'episode_id, source, trajectory_id, length, "return", status, live_rows'
+    return rb.sql(f"SELECT {names} FROM episodes ORDER BY 1").fetchall()
 
 
 def steps_by_row(rb: TensorDictReplayBuffer) -> list[tuple[int, int]]:

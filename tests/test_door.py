@@ -18,11 +18,13 @@ from expstore import files
 from expstore.errors import CorruptionError, LockedError, SchemaError, StateError
 from expstore.manifest import MANIFEST
 from expstore.schema import Field, Schema
+from expstore.storages.catalog import Catalog
 
 
 @pytest.fixture(autouse=True)
-def no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing here is about what a power cut leaves."""
+def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing here is about what a power cut leaves, or about the index of a closed store."""
+    monkeypatch.setattr(Catalog, "close", Catalog.drop)
     monkeypatch.setattr(files, "_sync_data", os.fstat)
     monkeypatch.setattr(os, "fsync", lambda fd: None)
 

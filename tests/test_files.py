@@ -13,7 +13,7 @@ import pytest
 
 from expstore import files
 from expstore.errors import StorageError
-from expstore.files import AddressRange, Disk, File, KEEP_GIL_BYTES, address_of
+from expstore.files import KEEP_GIL_BYTES, AddressRange, Disk, File, address_of
 
 
 class Recorder(Disk):

@@ -237,10 +237,10 @@ def test_a_segment_that_misses_its_predecessor_is_dropped(tmp_path: Path) -> Non
 
 def test_settling_writes_all_segments_again(tmp_path: Path) -> None:
     class Recorder(Disk):
-        acts: list[tuple[str, str]] = []
-
         def gate(self, act: str, path: Path) -> None:
-            self.acts.append((act, path.name))
+            acts.append((act, path.name))
+
+    acts: list[tuple[str, str]] = []
 
     path = tmp_path / "journal"
     journal = make(path)
@@ -250,7 +250,7 @@ def test_settling_writes_all_segments_again(tmp_path: Path) -> None:
     disk = Recorder()
     settle_journal(disk, path)
     assert read(path) == before
-    assert disk.acts == [
+    assert acts == [
         *[("write", "000001"), ("sync", "000001"), ("write", "000002"), ("sync", "000002")],
         ("sync_dir", "journal"),
     ]

@@ -377,8 +377,10 @@ class ColumnGroup:
         blank = []
         for place, column in self._flags:
             if column.blank:
-                column.blank = not np.count_nonzero(arrays[place])
-                if column.blank:
+                # Never set again: a change in place may have written a True meanwhile.
+                if np.count_nonzero(arrays[place]):
+                    column.blank = False
+                else:
                     blank.append(place)
         if count * self.row_bytes > DIRECT_BYTES:
             self._write_each(pieces, arrays, blank)

@@ -342,14 +342,15 @@ class JournaledStorage(Storage):
         redo = Redo(ids, list(places), columns)
         number = self._journal.sequence + 1
         body = shelve_body(self.disk, self.path / _REDO, number, redo.pack(), settle=self.sync)
-        with self.episode_lock:
-            self._half = self._append(Kind.REDO, body) - 1
-            segments = self._journal.sync_files()
-        try:
-            self.disk.sync_all(segments, [self._journal.folder] if len(segments) > 1 else [], None)
-        except StorageError as exc:
-            self._failure = exc
-            raise
+        with self._sync_lock:  # a cut would close segments under this sync
+            with self.episode_lock:
+                self._half = self._append(Kind.REDO, body) - 1
+                segments = self._journal.sync_files()
+            try:
+                self.disk.sync_all(segments, [self._journal.folder] if len(segments) > 1 else [], None)
+            except StorageError as exc:
+                self._failure = exc
+                raise
 
     def load_redo(self, body: bytes, schema: Schema) -> Redo:
         """Read a redo record, from its own file if it was too long for the journal."""

@@ -20,9 +20,10 @@ from typing import Any
 
 from expstore.files import Disk, File
 
-__all__ = ["KillingDisk", "PowerDisk", "machine"]
+__all__ = ["KillingDisk", "PowerDisk", "cut_power"]
 
 PAGE = 4096
+UNSYNCED = "unsynced"
 
 
 class _Machine:
@@ -174,31 +175,23 @@ class _PowerFile(File):
 
 
 class PowerDisk(KillingDisk):
-    """Cut the power at the N-th act.
-
-    Every page, file length and name that was not synced is then, by chance, as it is or as it was at the
-    last sync. With `cut=False` the process is only killed, and what is not synced stays so.
+    """Stop at the N-th act, and know what has not reached the disk by then: `cut_power` loses some of it.
 
     Args:
         aside: A folder outside the store for what the machine knows; made if it is missing.
         at: N; 0: never.
-        seed: Of what is lost.
-        cut: Whether the power goes, too.
-        in_turn: As `KillingDisk`.
     """
 
     file_class = _PowerFile
 
-    def __init__(self, aside: Path, at: int, *, seed: int, cut: bool = True, in_turn: bool = False) -> None:
-        super().__init__(at, in_turn=in_turn)
+    def __init__(self, aside: Path, at: int) -> None:
+        super().__init__(at)
         self.turn = threading.RLock()
         self.aside = aside
-        self._chance = random.Random(seed)
-        self._cut = cut
         aside.mkdir(exist_ok=True)
         self.unsynced = Unsynced()
         with contextlib.suppress(FileNotFoundError):
-            self.unsynced = pickle.loads((aside / "unsynced").read_bytes())
+            self.unsynced = pickle.loads((aside / UNSYNCED).read_bytes())
 
     def keep(self, file: File, start: int, end: int) -> None:
         """Remember what the disk has of a part of a file that is about to change."""
@@ -262,58 +255,71 @@ class PowerDisk(KillingDisk):
             self.unsynced.names.pop(path, None)
 
     def end(self) -> None:
-        with self.turn:
-            if self._cut:
-                self._lose()
-                shutil.rmtree(self.aside)
-            else:
-                (self.aside / "unsynced").write_bytes(pickle.dumps(self.unsynced))
+        with self.turn:  # nobody else writes any more
+            (self.aside / UNSYNCED).write_bytes(pickle.dumps(self.unsynced))
             _kill()
 
-    def _lose(self) -> None:
-        share = self._chance.choice([0.0, 0.1, 0.5, 1.0])  # of the pages and names that are lost
-        for number, inode in self.unsynced.inodes.items():
-            fd = os.open(self.aside / str(number), os.O_RDWR)
-            length = os.fstat(fd).st_size
-            if self._chance.random() < share / 2:
-                os.ftruncate(fd, inode.size)
-            size = os.fstat(fd).st_size
-            for page, data in inode.pages.items():
-                lost = self._chance.random() < share or page * PAGE >= length
-                if lost and page * PAGE < size:
-                    os.pwrite(fd, data.ljust(PAGE, b"\0")[: size - page * PAGE], page * PAGE)
-            os.close(fd)
-        for changes in self.unsynced.names.values():
-            self._lose_names(changes, share)
 
-    def _lose_names(self, changes: list[_Change], share: float) -> None:
-        """Undo the last changes of some names of a folder."""
-        kept: dict[str, int] = {}
-        names: dict[str, list[_Change]] = {}
-        for change in changes:
-            names.setdefault(change.path.name.removesuffix(".tmp"), []).append(change)
-        for name, group in names.items():
-            kept[name] = len(group)
-            while kept[name] and self._chance.random() < share:
-                kept[name] -= 1
-        for change in reversed(changes):
-            name = change.path.name.removesuffix(".tmp")
-            if kept[name] < len(names[name]):
-                names[name].pop()
-                self._undo(change)
+def cut_power(aside: Path, seed: int) -> None:
+    """Lose, by chance, what a stopped process had not synced, and begin a new start of the machine.
 
-    def _undo(self, change: _Change) -> None:
-        path = change.path
-        if not path.parent.exists():
-            return  # it has gone with the name of its folder
-        if change.act == "create":
-            path.unlink(missing_ok=True)
-        elif change.act == "mkdir":
-            shutil.rmtree(path, ignore_errors=True)
-        elif change.act == "unlink":
-            os.link(self.aside / str(change.replaced), path)
-        elif change.old is not None:
-            if path.exists() and change.old.parent.exists():
-                os.rename(path, change.old)
-            if change.replaced is not None:
-                os.link(self.aside / str(change.replaced), path)
+    Every page, file length and name is as it is, or as it was at the last sync.
+    """
+    machine.boot += 1
+    path = aside / UNSYNCED
+    if path.exists():
+        unsynced: Unsynced = pickle.loads(path.read_bytes())
+        chance = random.Random(seed)
+        share = chance.choice([0.0, 0.1, 0.5, 1.0])  # of the pages and names that are lost
+        for number, inode in unsynced.inodes.items():
+            _lose_pages(aside / str(number), inode, chance, share)
+        for changes in unsynced.names.values():
+            _lose_names(aside, changes, chance, share)
+    shutil.rmtree(aside)
+
+
+def _lose_pages(path: Path, inode: _Inode, chance: random.Random, share: float) -> None:
+    fd = os.open(path, os.O_RDWR)
+    length = os.fstat(fd).st_size
+    if chance.random() < share / 2:
+        os.ftruncate(fd, inode.size)
+    size = os.fstat(fd).st_size
+    for page, data in inode.pages.items():
+        lost = chance.random() < share or page * PAGE >= length
+        if lost and page * PAGE < size:
+            os.pwrite(fd, data.ljust(PAGE, b"\0")[: size - page * PAGE], page * PAGE)
+    os.close(fd)
+
+
+def _lose_names(aside: Path, changes: list[_Change], chance: random.Random, share: float) -> None:
+    """Undo the last changes of some names of a folder."""
+    names: dict[str, list[_Change]] = {}
+    for change in changes:
+        names.setdefault(change.path.name.removesuffix(".tmp"), []).append(change)
+    kept = {}
+    for name, group in names.items():
+        kept[name] = len(group)
+        while kept[name] and chance.random() < share:
+            kept[name] -= 1
+    for change in reversed(changes):
+        name = change.path.name.removesuffix(".tmp")
+        if kept[name] < len(names[name]):
+            names[name].pop()
+            _undo(aside, change)
+
+
+def _undo(aside: Path, change: _Change) -> None:
+    path = change.path
+    if not path.parent.exists():
+        return  # it has gone with the name of its folder
+    if change.act == "create":
+        path.unlink(missing_ok=True)
+    elif change.act == "mkdir":
+        shutil.rmtree(path, ignore_errors=True)
+    elif change.act == "unlink":
+        os.link(aside / str(change.replaced), path)
+    elif change.old is not None:
+        if path.exists() and change.old.parent.exists():
+            os.rename(path, change.old)
+        if change.replaced is not None:
+            os.link(aside / str(change.replaced), path)

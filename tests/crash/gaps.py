@@ -217,7 +217,7 @@ def enumerate_gaps(
         folder: Where stores may be made.
         names: Which phases; none: all but those that serve as teeth.
         seed: Of where writes are torn and recoveries killed.
-        torn: "no" kills before each act; "also" once more in the middle of each write; "half" takes turns.
+        torn: "no" kills before each act; "also" once more in the middle of each write; "half" tosses a coin.
         again: Share of the gaps after which the recovery, too, is killed somewhere.
         syncs: Whether syncs are acts of their own.
         stop: Whether the first failure is enough.
@@ -254,14 +254,14 @@ class _Run:
         acts = itertools.count(1, phase.stride if self.stride else 1)
         while trace is None and len(self.report.failures) <= (0 if self.stop else 20):
             at = next(acts)
-            for cut in self._cuts(at):
+            for cut in self._cuts():
                 path = self.folder / f"store-{at}-{cut}"
                 if model.exists():
                     _copy(model, path)
-                try:
-                    trace = self._kill(phase, path, state, at, cut)
-                except Wrong as exc:
-                    self.report.failures.append(f"{phase.name}, act {at}, cut {cut}: {exc}")
+                trace = self._kill(phase, path, state, at, cut)
+                if trace is not None:
+                    shutil.rmtree(path)
+                    break
             if len(self.looks) >= TOGETHER or trace is not None:
                 self.look()
         shutil.rmtree(model, ignore_errors=True)
@@ -269,18 +269,23 @@ class _Run:
         if trace is not None and not any(act.startswith(phase.must) for act in trace):
             self.report.failures.append(f"{phase.name} never came to {phase.must}: {Counter(trace)}")
 
-    def _cuts(self, at: int) -> list[float | None]:
+    def _cuts(self) -> list[float | None]:
         """Return how far the write at an act gets each time; None: not begun."""
         if self.torn == "also":
             return [None, self.chance.random()]
-        return [self.chance.random() if self.torn == "half" and at % 2 else None]
+        return [self.chance.random() if self.torn == "half" and self.chance.random() < 0.5 else None]
 
     def _kill(self, phase: Phase, path: Path, state: Ledger, at: int, cut: float | None) -> list[str] | None:
-        """Kill at one act and check; return all acts if there is no such act any more."""
+        """Kill at one act; return all acts if there is no such act any more."""
+        label = f"{phase.name}, act {at}, cut {cut}"
         disk = KillingDisk(torn=cut, in_turn=True, syncs=self.syncs)
         pid, pipe = in_child(lambda out: _live(phase, path, state, phase.ops, disk, out, at))
         lines = read_lines(pipe, lambda _: None, pid)
-        ended, op, where = outcome(lines, state, phase.ops)
+        try:
+            ended, op, where = outcome(lines, state, phase.ops)
+        except Wrong as exc:
+            self.report.failures.append(f"{label}: {exc}")
+            return []
         if lines and lines[-1].startswith("done"):
             trace: list[str] = json.loads(lines[-1][5:])
             return trace
@@ -288,8 +293,8 @@ class _Run:
         if self.chance.random() < self.again:
             _open_and_die(phase, path, self.chance.randrange(1, 40))
         leave = self.chance.choice(["reopen", "kill"])
-        look = Look(path, candidates(ended, op), [_extend(3, "a"), _extend(2)], sql=phase.index, leave=leave)
-        self.looks.append((f"{phase.name}, act {at}, cut {cut}", look))
+        ops = [_extend(3, "a"), _extend(2)]
+        self.looks.append((label, Look(path, candidates(ended, op), ops, sql=phase.index, leave=leave)))
         return None
 
     def look(self) -> None:

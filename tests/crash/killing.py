@@ -7,6 +7,7 @@ of a store and for every check. The last line it prints is the report.
 from __future__ import annotations
 
 import argparse
+import gc
 import itertools
 import json
 import os
@@ -40,7 +41,7 @@ from gaps import PHASES, enumerate_gaps
 from ledger import Spec
 from power import power_cuts
 
-__all__ = ["SPECS", "main", "random_kills"]
+__all__ = ["SPECS", "TEETH", "main", "random_kills"]
 
 SPECS = {
     spec.name: spec
@@ -50,7 +51,7 @@ SPECS = {
         Spec("deep", 300, None, overlong=False),  # capacity far below the spare
         Spec("shards", 6000, 900, frame=64, shard_rows=4096),
         Spec("narrow", 300, 100, frame=64),
-        Spec("endless", None, None, frame=16_384, shard_rows=4096),
+        Spec("endless", None, None, frame=64, shard_rows=4096),
     )
 }
 #: extend, change, priority, sample, flush, empty, sql
@@ -90,7 +91,8 @@ def _lives(spec: Spec, path: Path, chance: random.Random, report: Report, lives:
         def stop(lines: list[str], word: str = f"about {target}", delay: float = delay) -> float | None:
             return delay if word in lines else None
 
-        pid, pipe = in_child(lambda out: write_life(spec, path, state, ops, out, disk))  # noqa: B023
+        index = chance.random() < 0.4
+        pid, pipe = in_child(lambda out: write_life(path, state, ops, out, disk, index=index))  # noqa: B023
         try:
             lines = read_lines(pipe, (lambda _: None) if by_act else stop, pid)
             ended, op, where = outcome(lines, state, ops)
@@ -122,16 +124,19 @@ class Tooth:
     find: Callable[[Path], Report]
 
 
-TEETH = (
-    Tooth("journal first", lambda folder: enumerate_gaps(folder, names=["extend"], stop=True)),
-    Tooth("no waiting", lambda folder: enumerate_gaps(folder, names=["extend without spare"], stop=True)),
-    Tooth("redo without sync", lambda folder: enumerate_gaps(folder, names=["change new rows"], stop=True)),
-    Tooth(
-        "no waiting", lambda folder: power_cuts(60, 1, folder, names=["deep"], background=False, stop=True)
+TEETH = {
+    "journal first": Tooth("journal first", lambda at: enumerate_gaps(at, names=["extend"], stop=True)),
+    "no spare": Tooth("no waiting", lambda at: enumerate_gaps(at, names=["extend without spare"], stop=True)),
+    "redo without sync": Tooth(
+        "redo without sync", lambda at: enumerate_gaps(at, names=["change new rows"], stop=True)
     ),
-    Tooth("mark without sync", lambda folder: power_cuts(60, 1, folder, stop=True)),
-    Tooth("recovery without sync", lambda folder: power_cuts(60, 1, folder, stop=True)),
-)
+    "slots reused before the mark": Tooth(
+        "no waiting", lambda at: power_cuts(60, 3, at, names=["deep"], background=False, stop=True)
+    ),
+    "mark without sync": Tooth("mark without sync", lambda at: power_cuts(60, 2, at, stop=True)),
+    "mark over half a change": Tooth("mark over half a change", lambda at: power_cuts(60, 2, at, stop=True)),
+    "recovery without sync": Tooth("recovery without sync", lambda at: power_cuts(60, 2, at, stop=True)),
+}
 
 
 def bite(tooth: Tooth, folder: Path) -> Report:
@@ -182,8 +187,8 @@ def main() -> None:
             if task in tasks:
                 tell(task, tasks[task](Path(name)))
             else:
-                for number, tooth in enumerate(TEETH):
-                    tell(f"{tooth.fault} ({number})", bite(tooth, Path(name)))
+                for fault, tooth in TEETH.items():
+                    tell(fault, bite(tooth, Path(name)))
 
 
 def tell(task: str, report: Report) -> None:
@@ -193,3 +198,4 @@ def tell(task: str, report: Report) -> None:
 
 if __name__ == "__main__":
     main()
+    gc.unfreeze()

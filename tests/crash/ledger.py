@@ -147,7 +147,15 @@ class Ledger:
     max_priorities: list[float] = field(default_factory=lambda: [1.0])
 
     def copy(self) -> Ledger:
-        return copy.deepcopy(self)
+        """Return a ledger that goes its own way."""
+        twin = copy.copy(self)
+        twin.open = dict(self.open)
+        twin.episodes = {number: copy.copy(held) for number, held in self.episodes.items()}
+        twin.priorities = {i: held.copy() for i, held in self.priorities.items()}
+        twin.max_priorities = self.max_priorities.copy()
+        for name in ("version", "episode", "step"):
+            setattr(twin, name, getattr(self, name).copy())
+        return twin
 
     @property
     def low(self) -> int:

@@ -30,7 +30,7 @@ from children import (
     saying,
     write_life,
 )
-from disks import PowerDisk, machine
+from disks import PowerDisk, cut_power
 from gaps import NoKeeper
 from ledger import Ledger, Op, Spec
 
@@ -98,19 +98,21 @@ def _lives(spec: Spec, path: Path, chance: random.Random, report: Report, lives:
         after.reopen()
         ops = facts.plan(after, rng, 25, weights=WEIGHTS)
         kill_first = chance.random() < 0.2  # then the cut comes while the next process recovers
-        disk = PowerDisk(aside, chance.randrange(1, 400), seed=seed, cut=not kill_first)
+        disk = PowerDisk(aside, chance.randrange(1, 400))
         try:
-            pid, pipe = in_child(lambda out: write_life(spec, path, state, ops, out, disk))  # noqa: B023
+            index = chance.random() < 0.2
+            pid, pipe = in_child(lambda out: write_life(path, state, ops, out, disk, index=index))  # noqa: B023
             lines = read_lines(pipe, lambda _: None, pid)
             states, where = _since_flush(lines, state, ops)
             if where == "closed":
                 shutil.rmtree(aside)
             else:
                 report.count(where)
-                machine.boot += not kill_first
+                if not kill_first:
+                    cut_power(aside, seed)
             if (kill_first and where != "closed") or chance.random() < 0.2:
-                _open_and_cut(spec, path, aside, chance.randrange(1, 80), seed)
-                machine.boot += 1
+                _open_and_stop(spec, path, aside, chance.randrange(1, 80))
+                cut_power(aside, seed + 1)
             look = Look(path, states, facts.extends(state, rng, 2), sql=chance.random() < 0.1, leave="close")
             state = check_one(look)
         except Wrong as exc:
@@ -119,12 +121,12 @@ def _lives(spec: Spec, path: Path, chance: random.Random, report: Report, lives:
     shutil.rmtree(aside, ignore_errors=True)
 
 
-def _open_and_cut(spec: Spec, path: Path, aside: Path, at: int, seed: int) -> None:
-    """Begin to recover; cut the power in the middle of it or just after."""
+def _open_and_stop(spec: Spec, path: Path, aside: Path, at: int) -> None:
+    """Begin to recover; stop in the middle of it or just after."""
 
     def life(pipe: int) -> None:
         with saying(pipe).failures():
-            disk = PowerDisk(aside, at, seed=seed)
+            disk = PowerDisk(aside, at)
             open_store(spec, path, disk, index=False)
             disk.end()
 
@@ -139,17 +141,20 @@ def _since_flush(lines: Sequence[str], state: Ledger, ops: Sequence[Op]) -> tupl
     states = candidates(last, op)
     done = states[0]
     opened = [number for number, line in enumerate(lines) if line.startswith("open")]
-    acked = [line for line in lines if line.startswith("ack")]
-    floor = 0
-    older: list[Ledger] = []
-    for count in range(len(acked)):
-        then, _, _ = outcome(lines[: opened[0] + 1 + 2 * count], state, ops)
-        if ops[count].kind == "flush" or then.copy().retire_for(ops[count]):
-            floor = count + 1
-        older.append(then)
-    if not opened:
+    acked = sum(line.startswith("ack") for line in lines)
+    if opened:
+        start, _, _ = outcome(lines[: opened[0] + 1], state, ops)
+        then, floor = start.copy(), 0
+        for count, op in enumerate(ops[:acked]):
+            lasting = op.kind == "flush" or then.copy().retire_for(op)
+            then.apply(op)
+            floor = count + 1 if lasting else floor
         older = []
-    states += reversed(older[floor:])
+        for count, op in enumerate(ops[:acked]):
+            if count >= floor:
+                older.append(start.copy())
+            start.apply(op)
+        states += reversed(older)
     for then in states:
         # Priorities have no promise before a flush, and may be ahead of the rows.
         for i, held in then.priorities.items():

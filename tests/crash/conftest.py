@@ -1,0 +1,61 @@
+"""Start the harness: it forks children from a process that has opened no store, which pytest may have.
+
+Loaded by pytest before the crash tests. It only runs killing.py and reads what that prints.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Reports = dict[str, dict[str, Any]]
+
+#: Large pages make the many forks cheap (on other systems these are not known, and do nothing).
+ENVIRONMENT = {"PYTHONMALLOC": "malloc", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+
+
+def start(*arguments: str) -> subprocess.Popen[str]:
+    """Start the harness."""
+    return subprocess.Popen(
+        [sys.executable, Path(__file__).with_name("killing.py"), *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **ENVIRONMENT},
+    )
+
+
+def finish(processes: list[subprocess.Popen[str]], *, seconds: float) -> Reports:
+    """Wait for the harness; return task -> report."""
+    reports: Reports = {}
+    for process in processes:
+        out, err = process.communicate(timeout=seconds)
+        assert process.returncode == 0, err[-4000:]
+        for line in out.splitlines():
+            report = json.loads(line)
+            reports[report["task"]] = report
+    return reports
+
+
+@pytest.fixture(scope="session")
+def reports() -> Iterator[Reports]:
+    """What the short run found: task or fault -> report. Two processes share the work."""
+    processes = [start("quick"), start("random", "power", "teeth", "--kills", "36", "--cuts", "24")]
+    try:
+        yield finish(processes, seconds=110)
+    finally:
+        for process in processes:
+            process.kill()
+
+
+@pytest.fixture
+def harness() -> Callable[[list[list[str]]], Reports]:
+    """Run the harness with several lists of arguments at once."""
+    return lambda lists: finish([start(*arguments) for arguments in lists], seconds=3600)

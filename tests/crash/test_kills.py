@@ -1,0 +1,45 @@
+"""A process that writes to a store is killed anywhere: nothing that returned is lost, nothing is torn.
+
+The harness is killing.py. After each kill a fresh process opens the store and holds every row, every column,
+the episodes, the priorities and the next batch against a ledger kept outside the store; then it writes on.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+Reports = dict[str, dict[str, Any]]
+
+
+def _failures(report: dict[str, Any]) -> str:
+    return "\n".join(report["failures"])
+
+
+def test_kill_in_every_gap(reports: Reports) -> None:
+    """Gaps between two acts on files: opening, first columns, extends, `[]=`, flush, journal cut, close.
+
+    Long phases are met at every second or third act here, at every act (and in the middle of every write,
+    and at every sync) in the long run. Some recoveries are killed, too.
+    """
+    report = reports["quick"]
+    assert not report["failures"], _failures(report)
+    assert report["kills"] >= 200
+    wanted = {"new store", "first extend", "extend", "change", "long extend", "journal cut", "close"}
+    assert wanted < report["gaps"].keys()
+    assert min(report["gaps"].values()) > 5
+    assert {"open", "extend", "change", "empty", "flush", "closing"} <= report["inside"].keys()
+
+
+def test_kill_at_random(reports: Reports) -> None:
+    """Kills by a clock and by the number of acts, several lives per store, with the background thread."""
+    report = reports["random"]
+    assert not report["failures"], _failures(report)
+    assert report["kills"] == 36
+    assert report["inside"]["extend"] * 3 >= report["kills"], report["inside"]
+
+
+def test_power_cut(reports: Reports) -> None:
+    """The power goes, and with it pages, lengths and names that were not synced: flushed rows are there."""
+    report = reports["power"]
+    assert not report["failures"], _failures(report)
+    assert report["kills"] == 24

@@ -1,0 +1,210 @@
+"""Other programs read a closed store: zarr-python, TensorStore and DuckDB's own client agree with it."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import numpy as np
+import pytest
+import tensorstore
+import torch
+import zarr
+from tensordict import TensorDict
+
+import expstore
+from expstore import files
+from expstore.buffers import TensorDictReplayBuffer
+from expstore.storages import base, columns
+
+DTYPES = [
+    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.uint16, torch.uint32, torch.uint64, torch.float16, torch.bfloat16, torch.float32, torch.float64),
+    torch.complex64,
+]
+
+
+@pytest.fixture(autouse=True)
+def no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing here is about what a power cut leaves."""
+    monkeypatch.setattr(files, "_sync_data", os.fstat)
+    monkeypatch.setattr(os, "fsync", lambda fd: None)
+
+
+def rows(first: int, count: int) -> TensorDict:
+    """Rows of every dtype and of several shapes, which follow from their number."""
+    number = torch.arange(first, first + count)
+    data = TensorDict(
+        {
+            "number": number,
+            "image": (number[:, None, None, None] + torch.arange(2 * 20 * 20).reshape(2, 20, 20)).to(
+                torch.uint8
+            ),
+            "next": {
+                "reward": number[:, None].float(),
+                "observation": number[:, None] * torch.tensor([1.0, -0.5, 0.25]),
+                "done": (number % 9 == 8)[:, None],
+            },
+        },
+        [count],
+    )
+    for dtype in DTYPES:
+        name = str(dtype).removeprefix("torch.")
+        data["all", name] = (number % 100).to(dtype)
+    return data
+
+
+def as_numpy(tensor: torch.Tensor) -> np.ndarray:
+    return (tensor.view(torch.uint16) if tensor.dtype is torch.bfloat16 else tensor).numpy()
+
+
+def open_with_tensorstore(path: Path) -> Any:
+    return tensorstore.open(
+        {"driver": "zarr3", "kvstore": {"driver": "file", "path": str(path)}}, open=True, read=True
+    ).result()
+
+
+def check_with_others(
+    path: Path, held: dict[tuple[str, ...], np.ndarray], ids: np.ndarray, slots: int | None
+) -> None:
+    """Read every column by slot, with both, and hold it against what the buffer said."""
+    group = zarr.open_group(path / "columns", mode="r")
+    assert group.attrs["expstore"]["slots"] == slots
+    places = ids - 1 if slots is None else (ids - 1) % slots
+    for key, expected in held.items():
+        by_zarr = group["/".join(key)]
+        by_tensorstore = open_with_tensorstore(path.joinpath("columns", *key))
+        for array in (by_zarr, by_tensorstore):
+            found = np.asarray(array[:][places] if array is by_zarr else array.read().result()[places])
+            assert found.dtype == expected.dtype, key
+            np.testing.assert_array_equal(found, expected, err_msg=str(key))
+            assert (array.shape[0] >= places.max() + 1) if slots is None else (array.shape[0] == slots)
+
+
+def facts(rb: TensorDictReplayBuffer) -> tuple[dict[tuple[str, ...], np.ndarray], np.ndarray]:
+    """What the buffer says, oldest row first."""
+    query = "SELECT _id, _episode, _step, epoch_us(_time) AS _time, _priority FROM transitions ORDER BY _id"
+    table = rb.sql(query).df()
+    ids = table["_id"].to_numpy()
+    whole = rb[rb.storage.index_of(ids)]
+    held = {key if isinstance(key, tuple) else (key,): as_numpy(whole[key]) for key in whole.keys(True, True)}
+    for name in ("_id", "_episode", "_step", "_time", "_priority"):
+        held["_row", name[1:]] = table[name].to_numpy()
+    return held, ids
+
+
+@pytest.mark.parametrize("capacity", [None, 6000, 50])
+def test_zarr_and_tensorstore_read_a_closed_store(
+    store_path: Path, monkeypatch: pytest.MonkeyPatch, capacity: int | None
+) -> None:
+    monkeypatch.setattr(columns, "SHARD_ROWS", 4096)
+    monkeypatch.setattr(base, "spare_slots", lambda capacity, row_bytes: 500)
+    with expstore.open(store_path, capacity=capacity) as rb:
+        for first in range(0, 9000, 450):
+            rb.extend(rows(first, 450))
+        for number in range(9000, 9005):
+            rb.add(rows(number, 1)[0])
+        rb[[3, -1]] = rows(20_000, 2)
+        rb.update_priority([5, 6], [4.0, 0.5])
+        slots = rb.storage.slots
+        held, ids = facts(rb)
+    assert len(ids) == (capacity or 9005)
+    assert slots == (None if capacity is None else capacity + 500)
+    check_with_others(store_path, held, ids, slots)
+
+
+def test_writes_to_an_open_store_show_after_a_flush(store_path: Path) -> None:
+    with expstore.open(store_path, capacity=50) as rb:
+        rb.extend(rows(0, 5))
+        rb.flush()
+        found = zarr.open_array(store_path / "columns" / "number", mode="r")
+        assert found[:5].tolist() == [0, 1, 2, 3, 4]
+        rb.add(rows(5, 1)[0])
+        rb.flush()
+        assert found[:6].tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_killed_writers_shapes_are_made_good_at_opening(
+    store_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A shard may be there before the array's shape says so."""
+    monkeypatch.setattr(columns, "SHARD_ROWS", 4096)
+    with expstore.open(store_path) as rb:
+        rb.extend(rows(0, 5000))
+        held, ids = facts(rb)
+    for key in (("number",), ("next", "reward"), ("_row", "id")):
+        path = store_path.joinpath("columns", *key, "zarr.json")
+        data = json.loads(path.read_text())
+        assert data["shape"][0] == 8192
+        data["shape"][0] = 4096
+        path.write_text(json.dumps(data))
+    expstore.open(store_path).close()
+    check_with_others(store_path, held, ids, None)
+
+
+def test_the_columns_say_what_they_are(store_path: Path) -> None:
+    with expstore.open(store_path, capacity=50) as rb:
+        rb.extend(rows(0, 5))
+        assert rb.schema is not None
+        fields = {entry.key: entry for entry in rb.schema.fields}
+    group = zarr.open_group(store_path / "columns", mode="r")
+    for key, entry in fields.items():
+        array = group["/".join(key)]
+        assert array.attrs["expstore"] == {"dtype": entry.dtype}
+        assert array.dtype == entry.numpy_dtype
+        assert array.shape[1:] == entry.shape
+        assert array.compressors == ()
+
+
+def test_duckdb_opens_the_index_of_a_closed_store(store_path: Path) -> None:
+    with expstore.open(store_path, capacity=50, meta={"env": "x"}) as rb:
+        rb.extend(rows(0, 70), source="arm")
+        rb.update_priority([0], 3.0)
+        names = ("episodes", "fragments", "sources", "priorities", "meta")
+        expected = {name: rb.sql(f"SELECT * FROM {name} ORDER BY ALL").fetchall() for name in names}
+    with duckdb.connect(str(store_path / "index.duckdb"), read_only=True) as con:
+        for name in names:
+            found = con.execute(f"SELECT * FROM {name} ORDER BY ALL").fetchall()
+            if name != "meta":
+                assert found == expected[name], name
+        facts_kept = dict(con.execute("SELECT key, value FROM meta").fetchall())
+        assert json.loads(facts_kept["env"]) == "x"
+        assert len(con.execute("FROM episodes").fetchall()) == 8
+        assert len(con.execute("FROM priorities").fetchall()) == 50
+    with expstore.open(store_path) as rb:  # which reading has not disturbed
+        assert rb.recovered is None
+        assert rb.sql("SELECT count(*) FROM episodes").fetchall() == [(8,)]
+
+
+def test_an_analyst_who_holds_the_index_does_not_stop_the_writer(store_path: Path) -> None:
+    """Its lock is DuckDB's; rows, flushes and closing go on without it."""
+    import subprocess
+    import sys
+
+    with expstore.open(store_path) as rb:
+        rb.extend(rows(0, 20))
+        rb.sql("SELECT 1")
+    hold = "import duckdb, sys; con = duckdb.connect(sys.argv[1], read_only=True); print(flush=True); input()"
+    child = subprocess.Popen(
+        [sys.executable, "-c", hold, str(store_path / "index.duckdb")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert child.stdout is not None
+    child.stdout.readline()
+    rb = expstore.open(store_path, batch_size=4)
+    rb.extend(rows(20, 20))
+    with pytest.raises(expstore.LockedError, match="index.duckdb is open in .*close it there"):
+        rb.sql("SELECT 1")
+    rb.storage._cut(rb.storage._journal.sync_files()[-1])  # as when the journal is cut
+    rb.extend(rows(40, 3))
+    rb.flush()
+    rb.sample()
+    rb.close()
+    child.communicate()
+    with expstore.open(store_path) as rb:
+        assert rb.recovered is None
+        assert rb.sql("SELECT count(*), sum(live_rows)::INT FROM episodes").fetchall() == [(6, 43)]
