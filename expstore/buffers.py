@@ -6,6 +6,7 @@ they call is in the layers below.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
 from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
@@ -315,6 +316,8 @@ class ReplayBuffer:
         if self._storage.closed:
             return
         try:
+            with contextlib.suppress(StateError):  # poisoned, or in a forked child
+                self._storage.check_writable()  # after an interruption it reads the journal again
             if self._storage.can_write:
                 self._catalog.close()
         finally:

@@ -80,33 +80,30 @@ def test_w_leaves_a_store_that_is_open_alone(store_path: Path) -> None:
     assert os.listdir(store_path.parent) == ["run.exp"]
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"mode": "r+"}, ValueError, "mode 'r\\+' is unknown; use 'a', 'x' or 'w'"),
-        ({"storage": "csv"}, ValueError, "storage 'csv' is unknown"),
-        ({"capacity": 0}, ValueError, "capacity must be at least 1, got 0"),
-        ({"capacity": 2.5}, TypeError, "integer"),
-        ({"seed": "x"}, TypeError, "integer"),
-        ({"meta": {"a": object()}}, SchemaError, "meta holds values that JSON cannot keep; use"),
-        ({"meta": {1: "a"}}, SchemaError, "meta"),
-        ({"meta": {"a": float("nan")}}, SchemaError, "meta"),
-        ({"batch_size": 0}, ValueError, "batch_size must be at least 1, got 0"),
-    ],
-)
+NO_SETTINGS: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"mode": "r+"}, ValueError, "mode 'r\\+' is unknown; use 'a', 'x' or 'w'"),
+    ({"storage": "csv"}, ValueError, "storage 'csv' is unknown"),
+    ({"capacity": 0}, ValueError, "capacity must be at least 1, got 0"),
+    ({"capacity": 2.5}, TypeError, "integer"),
+    ({"seed": "x"}, TypeError, "integer"),
+    ({"meta": {"a": object()}}, SchemaError, "meta holds values that JSON cannot keep; use"),
+    ({"meta": {1: "a"}}, SchemaError, "meta"),
+    ({"meta": {"a": float("nan")}}, SchemaError, "meta"),
+    ({"batch_size": 0}, ValueError, "batch_size must be at least 1, got 0"),
+]
+
+
 @pytest.mark.parametrize("mode", ["a", "w"])
-def test_settings_that_are_none(
-    store_path: Path, options: dict[str, Any], error: type[Exception], message: str, mode: Any
-) -> None:
+def test_settings_that_are_none(store_path: Path, mode: Any) -> None:
     with expstore.open(store_path) as rb:
         rb.extend(rows(4))
     before = tree(store_path)
-    with pytest.raises(error, match=message):
-        expstore.open(store_path, **{"mode": mode, **options})
-    assert os.listdir(store_path.parent) == ["run.exp"], "the old store was moved for nothing"
-    assert tree(store_path) == before
-    with pytest.raises(error, match=message):
-        expstore.open(store_path.with_name("new.exp"), **{"mode": mode, **options})
+    for options, error, message in NO_SETTINGS:
+        for path in (store_path, store_path.with_name("new.exp")):
+            with pytest.raises(error, match=message):
+                expstore.open(path, **{"mode": mode, **options})
+        assert os.listdir(store_path.parent) == ["run.exp"], f"{options} touched the disk"
+        assert tree(store_path) == before, options
     with expstore.open(store_path) as rb:
         rb.extend(rows(1))  # nobody holds it
 

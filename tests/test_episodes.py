@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from expstore import kernels
 from expstore.episodelog import LogEntry
 from expstore.episodes import (
     CUT,
@@ -190,9 +192,11 @@ def make(spec: tuple[Any, ...], *, with_trajectories: bool, time: int) -> Batch 
 class World:
     """A table and all that a storage and an index know of it."""
 
-    def __init__(self, capacity: int | None) -> None:
+    def __init__(self, capacity: int | None, kernels: ModuleType | None = None) -> None:
         self.capacity = capacity
+        self.kernels = kernels
         self.table = EpisodeTable(generation=1)
+        self.table.kernels = kernels
         self.reference = Reference()
         self.handle = 1
         self.log: list[LogEntry] = []
@@ -252,6 +256,7 @@ class World:
             self.index_catches_up()
         last, base, floor = self.base
         self.table = EpisodeTable(generation=self.handle)
+        self.table.kernels = self.kernels
         self.table.load_base(json.loads(base))
         ids = range(self.low + 1, last + 1)
         rows = np.array([self.columns[id] for id in ids], np.int64).reshape(-1, 2)
@@ -329,17 +334,18 @@ def facts_told(told: Told) -> tuple[Any, ...]:
     return told.trajectory, told.start, told.end, told.length, told.ret, told.last_id, told.status
 
 
-@settings(max_examples=250)
+@settings(max_examples=400)
 @given(
     plan=st.lists(batches(), min_size=1, max_size=12),
     capacity=st.sampled_from([None, None, 4, 17]),
     with_trajectories=st.booleans(),
     flags=st.booleans(),
+    compiled=st.booleans(),
 )
 def test_numbers_fragments_log_and_index_follow_the_reference(
-    plan: list[tuple[Any, ...]], capacity: int | None, with_trajectories: bool, flags: bool
+    plan: list[tuple[Any, ...]], capacity: int | None, with_trajectories: bool, flags: bool, compiled: bool
 ) -> None:
-    world = World(capacity)
+    world = World(capacity, kernels if compiled else None)
     for time, spec in enumerate(plan, 1):
         batch = make(spec, with_trajectories=with_trajectories, time=time)
         if batch is not None:

@@ -698,7 +698,7 @@ def test_eight_threads_ask_while_one_commits(index: Index, rebuild_every: int) -
     for thread in threads:
         thread.start()
     everything: list[dict[str, Any]] = []
-    for sequence in range(1, 16):
+    for sequence in range(1, 10):
         fresh = [episode(sequence * 5 + k, length=2) for k in range(5)]
         everything += fresh
         complete = bool(rebuild_every) and sequence % rebuild_every == 0

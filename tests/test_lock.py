@@ -107,14 +107,19 @@ def test_a_forked_child_does_not_hold_the_lock_and_leaves_it_to_the_parent(tmp_p
 
 def test_a_child_that_lives_on_does_not_keep_the_lock(tmp_path: Path) -> None:
     lock = take(tmp_path)
-    read_end, write_end = os.pipe()
+    to_child, from_parent = os.pipe()
+    to_parent, from_child = os.pipe()
     pid = os.fork()
     if pid == 0:
-        os.close(write_end)
-        os.read(read_end, 1)  # until the parent is done
+        os.close(from_parent)
+        os.write(from_child, b"!")
+        os.read(to_child, 1)  # until the parent is done
         os._exit(0)
-    os.close(read_end)
+    os.close(to_child)
+    assert os.read(to_parent, 1) == b"!"
     lock.release()
     take(tmp_path).release()
-    os.close(write_end)
+    os.close(from_parent)
     os.waitpid(pid, 0)
+    os.close(to_parent)
+    os.close(from_child)

@@ -142,12 +142,14 @@ def _apply(publish: Publish, columns: ColumnGroup, storage: JournaledStorage) ->
         size = column.row_bytes * publish.count
         parts.append(publish.payload[at : at + size])
         at += size
-    # Priorities are written before the ids: where the ids are there, so are priorities, perhaps newer ones.
+    # Priorities are written first, times last: where these are there, so are priorities, perhaps newer ones.
+    # Ids alone would not do: a life that a power cut has undone may have given the same ones.
     places = np.concatenate([np.arange(slot, slot + n) for slot, _, n in pieces])
-    ids = columns.columns[-len(ROW_FIELDS)]
+    ids, times = columns.columns[-len(ROW_FIELDS)], columns.columns[-2]
     there = (
-        places.max() < ids.ready
+        places.max() < columns.ready
         and (ids.view[places] == np.arange(publish.first_id, publish.last_id + 1)).all()
+        and (times.view[places] == publish.time).all()
     )
     priorities = None if there else np.full(publish.count, publish.priority, np.float32)
     columns.write_parts(pieces, parts, priorities)

@@ -139,9 +139,7 @@ class saying:
             self("error " + json.dumps(traceback.format_exc()))
 
 
-def write_life(
-    path: Path, state: Ledger, ops: Sequence[Op], pipe: int, disk: KillingDisk, *, index: bool
-) -> None:
+def write_life(path: Path, state: Ledger, ops: Sequence[Op], pipe: int, disk: Disk, *, index: bool) -> None:
     """Open the store, do what was planned, close it; say so, line by line."""
     say = saying(pipe)
     state = state.copy()

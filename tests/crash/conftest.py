@@ -9,7 +9,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -45,17 +45,15 @@ def finish(processes: list[subprocess.Popen[str]], *, seconds: float) -> Reports
 
 
 @pytest.fixture(scope="session")
-def reports() -> Iterator[Reports]:
-    """What the short run found: task or fault -> report. Two processes share the work."""
-    processes = [start("quick"), start("random", "power", "teeth", "--kills", "36", "--cuts", "24")]
-    try:
-        yield finish(processes, seconds=110)
-    finally:
-        for process in processes:
-            process.kill()
-
-
-@pytest.fixture
 def harness() -> Callable[[list[list[str]]], Reports]:
     """Run the harness with several lists of arguments at once."""
-    return lambda lists: finish([start(*arguments) for arguments in lists], seconds=3600)
+
+    def run(lists: list[list[str]]) -> Reports:
+        processes = [start(*arguments) for arguments in lists]
+        try:
+            return finish(processes, seconds=3600)
+        finally:
+            for process in processes:
+                process.kill()
+
+    return run

@@ -221,7 +221,7 @@ def enumerate_gaps(
         again: Share of the gaps after which the recovery, too, is killed somewhere.
         syncs: Whether syncs are acts of their own.
         stop: Whether the first failure is enough.
-        stride: Whether long phases are met at every second or third act only.
+        stride: Whether long phases are met at every third or fifth act only.
     """
     journaled.Keeper = NoKeeper  # type: ignore[assignment,misc]
     started = time.monotonic()
@@ -251,7 +251,7 @@ class _Run:
         model = self.folder / "model"
         state = _prepare(phase, model)
         trace: list[str] | None = None
-        acts = itertools.count(1, phase.stride if self.stride else 1)
+        acts = itertools.count(1, 2 * phase.stride - 1 if self.stride else 1)
         while trace is None and len(self.report.failures) <= (0 if self.stop else 20):
             at = next(acts)
             for cut in self._cuts():

@@ -36,10 +36,12 @@ from children import (
     read_lines,
     write_life,
 )
-from disks import KillingDisk
+from disks import KillingDisk, PlainDisk
 from gaps import PHASES, enumerate_gaps
 from ledger import Spec
 from power import power_cuts
+
+from expstore.files import Disk
 
 __all__ = ["SPECS", "TEETH", "main", "random_kills"]
 
@@ -58,21 +60,31 @@ SPECS = {
 WEIGHTS = (10, 3, 2, 2, 1, 0.25, 0.25)
 
 
-def random_kills(trials: int, seed: int, folder: Path, *, names: Sequence[str]) -> Report:
-    """Kill writers at random times and acts, each store several times over."""
+def random_kills(
+    trials: int, seed: int, folder: Path, *, names: Sequence[str] = (), plain: float = 0.0
+) -> Report:
+    """Kill writers at random times and acts, each store several times over.
+
+    Args:
+        trials: How many kills.
+        seed: Of everything but the moments at which the clock kills.
+        folder: Where stores may be made.
+        names: Which kinds of stores; none: all of them.
+        plain: Share of the lives lived with the library's own file layer.
+    """
     report, started = Report(), time.monotonic()
     chance = random.Random(seed)
     for number, name in enumerate(itertools.cycle(names or list(SPECS))):
         if report.kills >= trials:
             break
         path = folder / f"{name}-{number}"
-        _lives(SPECS[name], path, chance, report, min(6, trials - report.kills))
+        _lives(SPECS[name], path, chance, report, min(6, trials - report.kills), plain)
         shutil.rmtree(path, ignore_errors=True)
     report.seconds = round(time.monotonic() - started, 1)
     return report
 
 
-def _lives(spec: Spec, path: Path, chance: random.Random, report: Report, lives: int) -> None:
+def _lives(spec: Spec, path: Path, chance: random.Random, report: Report, lives: int, plain: float) -> None:
     """Live several lives of one store, each begun where the one before was killed."""
     fit_constants(spec)
     state = new_ledger(spec)
@@ -82,9 +94,11 @@ def _lives(spec: Spec, path: Path, chance: random.Random, report: Report, lives:
         after = state.copy()
         after.reopen()
         ops = facts.plan(after, rng, 12, weights=WEIGHTS)
-        by_act = chance.random() < 0.4
+        by_act, at = chance.random() < 0.4, chance.randrange(1, 200)
         torn = chance.choice([None, chance.random()])
-        disk = KillingDisk(chance.randrange(1, 200) if by_act else 0, torn=torn)
+        disk: Disk = KillingDisk(at if by_act else 0, torn=torn)
+        if chance.random() < plain:
+            by_act, disk = False, PlainDisk()
         # Otherwise the parent kills, a moment after the child said that it is about to make a certain call.
         target, delay = chance.randrange(len(ops)), chance.random() ** 2 * 0.03
 
@@ -166,6 +180,7 @@ def main() -> None:
     parser.add_argument("--torn", choices=["no", "half", "also"], default="half")
     parser.add_argument("--again", type=float, default=0.2, help="share of recoveries killed, too")
     parser.add_argument("--break", dest="faults", nargs="*", default=(), choices=list(BREAKS))
+    parser.add_argument("--plain", type=float, default=0.0, help="share of lives with the true file layer")
     given = parser.parse_args()
     break_protocol(given.faults)
     if {"random", "power"} & set(given.tasks):
@@ -173,7 +188,7 @@ def main() -> None:
     quick = [phase.name for phase in PHASES if not phase.tooth and phase.name not in SLOW]
     names, seed = given.names, given.seed
     tasks: dict[str, Callable[[Path], Report]] = {
-        "random": lambda folder: random_kills(given.kills, seed, folder, names=names),
+        "random": lambda folder: random_kills(given.kills, seed, folder, names=names, plain=given.plain),
         "gaps": lambda folder: enumerate_gaps(
             folder, names=names, seed=seed, torn=given.torn, again=given.again
         ),

@@ -6,9 +6,20 @@ the episodes, the priorities and the next batch against a ledger kept outside th
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 Reports = dict[str, dict[str, Any]]
+
+pytestmark = pytest.mark.timeout(600)  # the first test waits for the whole run
+
+
+@pytest.fixture(scope="module")
+def reports(harness: Callable[[list[list[str]]], Reports]) -> Reports:
+    """What the short run found; two processes share the work."""
+    return harness([["quick"], ["random", "power", "--kills", "36", "--cuts", "24"]])
 
 
 def _failures(report: dict[str, Any]) -> str:
@@ -18,12 +29,12 @@ def _failures(report: dict[str, Any]) -> str:
 def test_kill_in_every_gap(reports: Reports) -> None:
     """Gaps between two acts on files: opening, first columns, extends, `[]=`, flush, journal cut, close.
 
-    Long phases are met at every second or third act here, at every act (and in the middle of every write,
+    Long phases are met at every third or fifth act here, at every act (and in the middle of every write,
     and at every sync) in the long run. Some recoveries are killed, too.
     """
     report = reports["quick"]
     assert not report["failures"], _failures(report)
-    assert report["kills"] >= 200
+    assert report["kills"] >= 120
     wanted = {"new store", "first extend", "extend", "change", "long extend", "journal cut", "close"}
     assert wanted < report["gaps"].keys()
     assert min(report["gaps"].values()) > 5

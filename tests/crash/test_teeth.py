@@ -5,11 +5,20 @@ The faults are in broken.py. Each runs in a process of its own until the first b
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 Reports = dict[str, dict[str, Any]]
+
+pytestmark = pytest.mark.timeout(600)  # the first test waits for the whole run
+
+
+@pytest.fixture(scope="module")
+def reports(harness: Callable[[list[list[str]]], Reports]) -> Reports:
+    """What was found with each fault: fault -> report."""
+    return harness([["teeth"]])
 
 
 @pytest.mark.parametrize("fault", ["journal first", "no spare", "redo without sync"])

@@ -27,7 +27,7 @@ def _judge(report: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_thousand_kills(harness: Harness, capsys: pytest.CaptureFixture[str]) -> None:
-    report = harness([["random", "--kills", "1000", "--seed", SEED]])["random"]
+    report = harness([["random", "--kills", "1000", "--seed", SEED, "--plain", "0.3"]])["random"]
     _judge(report, capsys)
     assert report["kills"] >= 1000
     assert report["inside"]["extend"] * 3 >= report["kills"]
