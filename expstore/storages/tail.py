@@ -18,7 +18,7 @@ __all__ = ["TAIL_BYTES", "TAIL_ROWS", "Tail"]
 
 #: Batches of up to this many rows and bytes go to the tail.
 TAIL_ROWS = 8
-TAIL_BYTES = 4096
+TAIL_BYTES = 16 * 1024
 #: So many rows are drained together.
 _FULL = 128
 

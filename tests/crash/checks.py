@@ -1,0 +1,123 @@
+"""What must hold of an open store: rows, episodes, SQL, and the next batch, against a ledger.
+
+Used by the children of the crash tests. Each raises Wrong with what it found; none changes the store, but a
+sample counts.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import ledger as facts
+import numpy as np
+from ledger import Ledger
+
+from expstore.buffers import TensorDictReplayBuffer
+
+__all__ = ["Wrong", "check_episodes", "check_rows", "check_sample", "check_sql", "expect"]
+
+
+class Wrong(AssertionError):
+    """A promise is broken."""
+
+
+def expect(holds: bool, text: str) -> None:
+    """Raise Wrong with a text unless it holds."""
+    if not holds:
+        raise Wrong(text)
+
+
+def check_rows(rb: TensorDictReplayBuffer, state: Ledger) -> None:
+    """Hold every readable row, in every column, against the ledger."""
+    kept = rb.storage
+    window = kept.window
+    expect(
+        (window.low, window.last) == (state.low, state.last),
+        f"window ({window.low}, {window.last}], expected ({state.low}, {state.last}]",
+    )
+    expect(len(rb) == state.ids.size, f"len {len(rb)}, expected {state.ids.size}")
+    expect(rb.write_count == state.write_count, f"write_count {rb.write_count}, expected {state.write_count}")
+    ids = state.ids
+    if not ids.size:
+        return
+    schema = kept.require_schema()
+    wanted = facts.values(state.spec, ids, state.version[ids])
+    places = range(len(schema.fields) + 5)
+    found = [np.concatenate(part) for part in kept.views(places, window.low + 1, window.size)]
+    pairs = [(".".join(f.key), found[n], wanted[f.key]) for n, f in enumerate(schema.fields)]
+    own = len(schema.fields)
+    pairs += [
+        ("_row.id", found[own], ids),
+        ("_row.episode", found[own + 1], state.episode[ids]),
+        ("_row.step", found[own + 2], state.step[ids]),
+    ]
+    expect(len(wanted) == len(schema.fields), "fields are missing")
+    for name, have, want in pairs:
+        if not np.array_equal(have, want):
+            bad = ids[(have != want).reshape(ids.size, -1).any(axis=1)]
+            raise Wrong(
+                f"{name} differs in {bad.size} rows: ids {bad[:4]} to {bad[-1]} of {ids[0]}..{ids[-1]}"
+            )
+    times = found[own + 3]
+    expect(bool((times > 1_600_000_000_000_000).all()), "a row has no time")
+    for i, value in zip(ids.tolist(), found[own + 4].tolist(), strict=True):
+        held = [float(np.float32(v)) for v in state.priorities[i]]
+        expect(value in held, f"priority of {i} is {value}, expected one of {held}")
+        state.priorities[i] = [value]
+
+
+def check_episodes(rb: TensorDictReplayBuffer, state: Ledger) -> None:
+    """Hold what log and memory say of episodes against the ledger."""
+    latest = {e.episode: e for e in rb.storage.log_entries() if e.episode}
+    latest |= {e.episode: e for e in rb.storage.episodes.open_entries()}
+    found = {n: (e.length, e.ret, e.status, e.last_id) for n, e in latest.items()}
+    wanted = {n: (e.length, e.ret, e.status, e.last_id) for n, e in state.episodes.items()}
+    if found != wanted:
+        differ = [n for n in sorted(found.keys() | wanted.keys()) if found.get(n) != wanted.get(n)]
+        n = differ[0]
+        raise Wrong(f"{len(differ)} episodes differ; {n} is {found.get(n)}, expected {wanted.get(n)}")
+    expect(
+        rb.storage.episodes.next_episode == state.next_episode,
+        f"next episode {rb.storage.episodes.next_episode}, expected {state.next_episode}",
+    )
+
+
+def check_sql(rb: TensorDictReplayBuffer, state: Ledger) -> None:
+    """Hold the relation `episodes` and a count of the rows against the ledger."""
+    words = ("open", "terminated", "truncated", "cut")
+    live = state.live_rows()
+    wanted: list[tuple[Any, ...]] = [
+        (n, e.source, e.length, e.ret, words[e.status], live.get(n, 0))
+        for n, e in sorted(state.episodes.items())
+    ]
+    query = 'SELECT episode_id, source, length, "return", status, live_rows FROM episodes ORDER BY episode_id'
+    for have, want in itertools.zip_longest(rb.sql(query).fetchall(), wanted):
+        # The name of an unnamed source carries the number of the opening; one that was killed counts, too.
+        same = have and want and (have[1] == want[1] or have[1][0] == want[1][0] == "@")
+        same = same and (have[0], *have[2:]) == (want[0], *want[2:])
+        expect(same, f"SQL says of an episode {have}, expected {want}")
+    query = "SELECT episode_id, sum(length) FROM fragments GROUP BY ALL"
+    found = {n: int(count) for n, count in rb.sql(query).fetchall()}
+    wrong = [
+        (n, found.get(n), live.get(n)) for n in found.keys() | live.keys() if found.get(n) != live.get(n)
+    ]
+    expect(not wrong, f"SQL counts other fragments (episode, rows, expected rows): {wrong[:4]}")
+    if not state.write_count:
+        return
+    ids = state.ids
+    total = (ids.size, int(ids[0]), int(ids[-1]), int(ids.sum())) if ids.size else (0, None, None, None)
+    rows = rb.sql("SELECT count(*), min(_id), max(_id), sum(_id) FROM transitions").fetchall()[0]
+    expect(rows == total, f"SQL counts {rows}, expected {total}")
+
+
+def check_sample(rb: TensorDictReplayBuffer, state: Ledger) -> None:
+    """Draw a batch and hold it against the words of the documentation."""
+    wanted = state.next_sample(32)
+    expect(rb.storage.draw == state.draw, f"draw {rb.storage.draw}, expected {state.draw}")
+    found = rb.sample()
+    expect(np.array_equal(found["id"].numpy(), wanted), f"draw {state.draw} chose other rows")
+    rows = facts.values(state.spec, wanted, state.version[wanted])
+    for key, column in rows.items():
+        same = (found[key].numpy() == column).reshape(wanted.size, -1).all(axis=1)
+        expect(bool(same.all()), f"draw {state.draw}: sampled {key} differs for ids {wanted[~same]}")
