@@ -45,8 +45,11 @@ class Keeper:
 
     def hurry(self) -> None:
         """Be told that the spare slots are half used up."""
-        self._awake.set()
-        self._hurry.set()
+        # Setting an event takes a lock that the thread may hold while it waits for the GIL.
+        if not self._hurry.is_set():
+            self._hurry.set()
+        if not self._awake.is_set():
+            self._awake.set()
 
     def stop(self) -> None:
         """End the thread; what is not synced stays so."""
