@@ -310,6 +310,7 @@ class JournaledStorage(Storage):
             rotated = journal.rotated
         if not files and self._marked == (mark.sequence, mark.draw) and not rotated:
             return
+        self._sum_columns(mark.sequence)
         self.disk.sync_all(files, folders, self._pool)
         self.disk.sync_all(segments, [journal.folder] if rotated else [], None)
         with self.episode_lock:
@@ -498,6 +499,10 @@ class JournaledStorage(Storage):
     @abstractmethod
     def _unsynced_columns(self) -> tuple[set[File], set[Path]]:
         """Return, once, what holds bytes that no mark covers; the episode lock is held."""
+
+    @abstractmethod
+    def _sum_columns(self, sequence: int) -> None:
+        """Write checksums of what `_unsynced_columns` returned; `sequence` is that of the mark to come."""
 
     @abstractmethod
     def flush_priorities(self) -> None:

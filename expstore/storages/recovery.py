@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from expstore.storages.columns import ColumnGroup
     from expstore.storages.journaled import JournaledStorage
 
-__all__ = ["Past", "read_past", "take_over"]
+__all__ = ["Past", "reach", "read_past", "take_over"]
 
 
 @dataclass(slots=True)
@@ -203,6 +203,24 @@ def _redo(past: Past, storage: JournaledStorage, columns: ColumnGroup, schema: S
         here = redo.ids > (0 if slots is None else past.last - slots)
         for place, values in zip(redo.places, redo.columns, strict=True):
             columns.columns[place].write_rows(storage.slot_of(redo.ids[here]), values[here])
+
+
+def reach(past: Past, storage: JournaledStorage, horizon: int | None) -> int:
+    """Return the newest id whose slot the last writer may have written to.
+
+    Args:
+        past: What it left.
+        storage: Opened.
+        horizon: What STATE says; None: it is of another start of the machine.
+    """
+    if horizon is not None:
+        return max(past.last, horizon)
+    furthest = max(past.last, past.synced + storage.spare)
+    if storage.slots is not None and past.retired:
+        # Before a batch longer than the spare, rows are retired up to where it will have got.
+        everything = past.retired >= past.synced
+        furthest = past.synced + storage.slots if everything else max(furthest, past.retired + storage.slots)
+    return furthest
 
 
 def _row_columns(storage: JournaledStorage, first_id: int, count: int) -> tuple[IntArray, IntArray]:

@@ -18,11 +18,13 @@ import numpy as np
 
 from expstore.errors import StateError, StorageError
 from expstore.files import File
+from expstore.journal import Kind
 from expstore.schema import Schema
 from expstore.storages.base import ROW_FIELDS, Keys, Rows
+from expstore.storages.checksums import BLOCK_ROWS, CHECKSUMS, Checksums, blocks_of
 from expstore.storages.columns import ColumnGroup
 from expstore.storages.journaled import JournaledStorage
-from expstore.storages.recovery import Past
+from expstore.storages.recovery import Past, reach
 from expstore.storages.tail import TAIL_BYTES, TAIL_ROWS, Tail
 from expstore.types import Array, IntArray
 
@@ -62,6 +64,9 @@ class ZarrStorage(JournaledStorage):
         self._tail = Tail()
         self._touched: set[File] = set()
         self.columns: ColumnGroup | None = None
+        self.checksums: Checksums | None = None
+        self._changed: set[int] = set()  # blocks that the next sync has summed beside those of newer rows
+        self._due: set[int] = set()  # blocks that the sync under way has summed
         _begun.add(self)
 
     # -- opening ---------------------------------------------------------------------------------
@@ -72,13 +77,13 @@ class ZarrStorage(JournaledStorage):
         if schema is None:
             return
         self.schema, self.keys = schema, self.resolve_keys(schema)
-        if self.columns is not None:
-            self.columns.close()
+        self._close_columns()
         self._touched = set()
         fields = (*schema.fields, *ROW_FIELDS)
         group = ColumnGroup(self.disk, self.path / _COLUMNS, fields, self.slots)
         group.open_shards()
         self.columns = group  # not before: readers must not meet a part that is not mapped
+        self.checksums = Checksums(self.disk, self.path / CHECKSUMS, group)
 
     def _adopt_priorities(self, past: Past, *, whole: bool) -> None:
         if self.columns is None:
@@ -106,6 +111,7 @@ class ZarrStorage(JournaledStorage):
         if self.last > before:
             group.rewrite(self.pieces(before + 1, self.last - before))
         self.flush_priorities()
+        files.add(self._sum_unsettled(past))
         for column in group.columns:
             files.update(column.files)
             for number in range(len(column.files)):
@@ -113,16 +119,59 @@ class ZarrStorage(JournaledStorage):
                 folders.update(p for p in shard.parents if p.is_relative_to(column.folder))
         return files, folders
 
+    def _sum_unsettled(self, past: Past) -> File:
+        """Sum the blocks to which the last writer may have written after its last mark, as they are now.
+
+        Their entries may be lost, or speak of bytes that are: this is the whole rule for them.
+        """
+        group, checksums = self.columns, self.checksums
+        if group is None or checksums is None:
+            raise StateError("the store has no columns yet", hint="extend() it first")
+        limit = max(column.ready for column in group.columns)
+        first, slots = past.synced, self.slots
+        known = self._state.fits(self._uuid, self._boot, self.manifest.generation)
+        count = reach(past, self, self._state.get("horizon") if known else None) - first
+        if slots is None:
+            touched = blocks_of([(first, 0, limit - first)])
+        elif count >= slots:
+            touched = blocks_of([(0, 0, limit)])
+        else:
+            touched = blocks_of(self.pieces(first + 1, count))
+        for record in past.records[past.settled :]:
+            if record.kind is Kind.REDO:
+                redo = self.load_redo(record.body, self.require_schema())
+                touched.update((self.slot_of(redo.ids) // BLOCK_ROWS).tolist())
+        readable = self._readable_blocks()
+        generation = self.manifest.generation
+        checksums.update(touched & readable, generation=generation, sequence=past.sequence)
+        blocks = {block for block in touched - readable if block * BLOCK_ROWS < limit}
+        checksums.give_up(blocks, generation=generation)
+        return checksums.file
+
+    def _readable_blocks(self) -> set[int]:
+        window = self._window
+        return blocks_of(self.pieces(window.low + 1, window.size)) if window.size else set()
+
+    def _settle(self, past: Past | None) -> None:
+        super()._settle(past)
+        if self.checksums is not None:  # a store that had none gets them, little by little
+            self._changed = self.checksums.missing(self._readable_blocks())
+
     def _create(self, schema: Schema, keys: Keys) -> None:
         pool, folder = self._pool, self.path / _COLUMNS
         fields = (*schema.fields, *ROW_FIELDS)
         slots = self.slots
         attributes = {"expstore": {"capacity": self.capacity, "slots": slots}}
         ColumnGroup.create(self.disk, folder, fields, slots, pool, attributes)
+        columns = ColumnGroup(self.disk, folder, fields, slots)
+        if self.checksums is not None:
+            self.checksums.close()
+        self.disk.unlink(self.path / CHECKSUMS)  # of rows that a failed attempt never got
+        self.checksums = Checksums(self.disk, self.path / CHECKSUMS, columns)
         manifest = self.manifest.replace(schema=schema, spare=self.spare)
         manifest.save(self.disk, self.path)
         self.manifest = manifest
-        self.columns = ColumnGroup(self.disk, folder, fields, slots)
+        self.columns = columns
         size = 4096 if slots is None else slots
         self.priorities = np.full(size, self.max_priority, np.float32)
         self._dirty_pages = np.zeros(-(-size // PAGE_ROWS), bool)
@@ -194,14 +243,27 @@ class ZarrStorage(JournaledStorage):
         files, self._touched = self._touched, set()
         if self.columns is None:
             return files, set()
-        newer = min(self.last - self._synced, self.slots or self.last)
+        self._due, self._changed = self._changed, set()
+        newer = min(self.last - max(self._synced, self.retired), self.slots or self.last)
         if newer > 0:
-            files |= self.columns.files_of(self.pieces(self.last - newer + 1, newer))
+            pieces = self.pieces(self.last - newer + 1, newer)
+            files |= self.columns.files_of(pieces)
+            self._due |= blocks_of(pieces)
+        if self._due and self.checksums is not None:
+            files.add(self.checksums.file)
         folders: set[Path] = set()
         new = self.columns.new_folders  # the writer may be adding to it
         while new:
             folders.add(new.pop())
         return files, folders
+
+    def _sum_columns(self, sequence: int) -> None:
+        """Sum what is about to be synced.
+
+        Rows in flight may be in it, whose bytes change yet: publishing them has their blocks summed again.
+        """
+        if self.checksums is not None:
+            self.checksums.update(self._due, generation=self.manifest.generation, sequence=sequence)
 
     def flush_priorities(self) -> None:
         """Write the pages of priorities that have changed, and the rows that were kept back."""
@@ -244,6 +306,7 @@ class ZarrStorage(JournaledStorage):
             touched.update(group.columns[place].write_rows(slots, values))
         with self.episode_lock:
             self._touched |= touched
+            self._changed.update((slots // BLOCK_ROWS).tolist())
             self._half = None
         self._keeper.note()
 
@@ -271,6 +334,8 @@ class ZarrStorage(JournaledStorage):
     def _close_columns(self) -> None:
         if self.columns is not None:
             self.columns.close()
+        if self.checksums is not None:
+            self.checksums.close()
 
 
 _begun: weakref.WeakSet[ZarrStorage] = weakref.WeakSet()

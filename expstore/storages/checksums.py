@@ -1,0 +1,232 @@
+"""The file `checksums`: a crc32c per column for every block of 4096 slots, and a stamp that says since when.
+
+Used by the Zarr storage, which has the blocks summed that were touched since the last sync, by `verify`,
+and by snapshots, which need not copy what bears the same stamp. It never judges what it reads in columns.
+"""
+
+from __future__ import annotations
+
+import itertools
+import struct
+import time
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import google_crc32c
+import numpy as np
+from numpy.typing import NDArray
+
+from expstore.errors import CorruptionError
+from expstore.files import Disk, File
+from expstore.storages.columns import CHUNK_ROWS, Column, ColumnGroup
+from expstore.types import Array, IntArray
+
+__all__ = ["BLOCK_ROWS", "CHECKSUMS", "Checksums", "blocks_of", "read_entries", "state_of", "zeros_sum"]
+
+CHECKSUMS = "checksums"
+BLOCK_ROWS = CHUNK_ROWS
+HEADER_BYTES = 4096
+_MAGIC = b"EXPSUMS\0"
+_FORMAT = 1
+_HEADER = struct.Struct("<8sIIII")  # magic, format, slots per block, columns, crc32c of these
+
+#: What an entry says of its block.
+NOTHING, SUMMED, GIVEN_UP, DAMAGED = range(4)
+
+#: Between so many bytes or sums the thread lets others run: a waiting one would need 5 ms to get its turn.
+_PIECE_BYTES = 1 << 20
+_PIECES = 64
+
+
+def entry_dtype(columns: int) -> np.dtype[Any]:
+    """Return how an entry lies in the file: stamp, check of the entry itself, a sum per column."""
+    return np.dtype(
+        [("sequence", "<u8"), ("generation", "<u4"), ("check", "<u4"), ("sums", "<u4", (columns,))]
+    )
+
+
+def blocks_of(pieces: Iterable[tuple[int, int, int]]) -> set[int]:
+    """Return the blocks that hold these slots, given as (first slot, anything, slots)."""
+    blocks: set[int] = set()
+    for slot, _, n in pieces:
+        if n > 0:
+            blocks.update(range(slot // BLOCK_ROWS, (slot + n - 1) // BLOCK_ROWS + 1))
+    return blocks
+
+
+@cache
+def zeros_sum(size: int) -> int:
+    """Return the crc32c of `size` zero bytes."""
+    crc, piece = 0, bytes(min(size, _PIECE_BYTES))
+    for start in range(0, size, _PIECE_BYTES):
+        crc = google_crc32c.extend(crc, piece[: size - start])
+    return crc
+
+
+def _header(columns: int) -> bytes:
+    head = _HEADER.pack(_MAGIC, _FORMAT, BLOCK_ROWS, columns, 0)[:-4]
+    crc: int = google_crc32c.value(head)
+    return (head + crc.to_bytes(4, "little")).ljust(HEADER_BYTES, b"\0")
+
+
+def _check(entry: Array) -> int:
+    data = entry.tobytes()
+    crc: int = google_crc32c.value(data[:12] + data[16:])
+    return crc
+
+
+def state_of(entry: Array) -> int:
+    """Say what an entry of the table says of its block.
+
+    Returns:
+        NOTHING (never written to), SUMMED, GIVEN_UP (holds no readable row, and nobody knows what else),
+        or DAMAGED (the entry itself).
+    """
+    if int(entry["check"]) != _check(entry):
+        return DAMAGED if entry.tobytes().strip(b"\0") else NOTHING
+    return SUMMED if int(entry["sequence"]) else GIVEN_UP
+
+
+def read_entries(data: bytes, columns: int, path: Path) -> Array:
+    """Return the entries of a file, one per block; whether each is whole is for `state_of` to say.
+
+    Args:
+        data: The file's bytes.
+        columns: How many columns are summed.
+        path: For messages.
+
+    Raises:
+        CorruptionError: The file begins with something else, or speaks of another number of columns.
+    """
+    if data[:HEADER_BYTES] != _header(columns):
+        raise CorruptionError(
+            f"{path} is damaged: it does not begin as a file of checksums of {columns} columns"
+        )
+    dtype = entry_dtype(columns)
+    body = data[HEADER_BYTES:]
+    body = body.ljust(-(-len(body) // dtype.itemsize) * dtype.itemsize, b"\0")  # a cut one is damaged
+    return np.frombuffer(body, dtype).copy()
+
+
+class Checksums:
+    """Keep the sums of a store's blocks, on disk and in memory.
+
+    Threads: one at a time, the one that syncs or opens. Crashes: an entry may be lost, or speak of bytes
+    that were lost, for blocks touched since the last durable mark only; opening sums those anew.
+
+    Args:
+        disk: Where files are touched.
+        path: The file; made anew if it is missing or no such file.
+        group: The columns; all but the last (priority) are summed.
+    """
+
+    def __init__(self, disk: Disk, path: Path, group: ColumnGroup) -> None:
+        self._columns = group.columns[:-1]
+        width = len(self._columns)
+        self.file: File = disk.open(path, create=True)
+        try:
+            data = self.file.read(0, self.file.size())
+            try:
+                self._entries = read_entries(data, width, path)
+            except CorruptionError:
+                # The sums can be made again from the columns; only what they would have shown is lost.
+                self._entries = np.zeros(0, entry_dtype(width))
+                self.file.truncate(0)
+                self.file.write(_header(width), 0)
+                self.file.sync()
+                disk.sync_dir(path.parent)
+        except BaseException:
+            self.file.close()
+            raise
+
+    def stamps(self) -> IntArray:
+        """Return (generation, sequence) per block; equal ones mean that no byte has changed in between.
+
+        They are those of the last sync; a block that holds no sums has (0, 0), which says nothing.
+        Shape `(blocks, 2)`.
+        """
+        entries = self._entries
+        found = np.stack([entries["generation"], entries["sequence"]], axis=1).astype(np.int64)
+        found[entries["sequence"] == 0] = 0
+        return found
+
+    def missing(self, blocks: Iterable[int]) -> set[int]:
+        """Return those of `blocks` that have no sums."""
+        return {
+            block
+            for block in blocks
+            if block >= self._entries.size or state_of(self._entries[block]) != SUMMED
+        }
+
+    def update(self, blocks: Iterable[int], *, generation: int, sequence: int) -> None:
+        """Sum blocks as they are now and write their entries; the caller syncs the file.
+
+        Args:
+            blocks: Which ones.
+            generation: The stamp: of the writer.
+            sequence: The stamp: of the last record whose rows are in the columns.
+        """
+        todo = sorted(blocks)
+        if not todo:
+            return
+        self._grow(todo[-1] + 1)
+        worked = 0
+        for block in todo:
+            entry = self._entries[block]
+            for place, column in enumerate(self._columns):
+                entry["sums"][place] = _sum_block(column, block)
+                worked += column.row_bytes * BLOCK_ROWS + _PIECE_BYTES // _PIECES
+                if worked > _PIECE_BYTES:
+                    worked = 0
+                    time.sleep(0)
+            entry["sequence"], entry["generation"] = sequence, generation
+            entry["check"] = _check(entry)
+        self._write(todo)
+
+    def give_up(self, blocks: Iterable[int], *, generation: int) -> None:
+        """Note that nobody knows what these blocks hold; no row in them can be read."""
+        todo = sorted(blocks)
+        if not todo:
+            return
+        self._grow(todo[-1] + 1)
+        for block in todo:
+            entry = self._entries[block]
+            entry["sums"], entry["sequence"], entry["generation"] = 0, 0, generation
+            entry["check"] = _check(entry)
+        self._write(todo)
+
+    def _grow(self, blocks: int) -> None:
+        if blocks > self._entries.size:
+            more = np.zeros(blocks - self._entries.size, self._entries.dtype)
+            self._entries = np.concatenate([self._entries, more])
+
+    def _write(self, blocks: list[int]) -> None:
+        size = self._entries.dtype.itemsize
+        for _, run in itertools.groupby(enumerate(blocks), lambda pair: pair[1] - pair[0]):
+            members = [block for _, block in run]
+            data = self._entries[members[0] : members[-1] + 1].tobytes()
+            self.file.write(data, HEADER_BYTES + members[0] * size)
+
+    def close(self) -> None:
+        """Close the file."""
+        self.file.close()
+
+
+def _sum_block(column: Column, block: int) -> int:
+    """Return the crc32c of a block of a column, written or not."""
+    size = BLOCK_ROWS * column.row_bytes
+    if column.blank:
+        return zeros_sum(size)  # a hole: reading it would fill memory with zeros
+    rows: NDArray[np.uint8] = (
+        column.view[block * BLOCK_ROWS : (block + 1) * BLOCK_ROWS].reshape(-1).view(np.uint8)
+    )
+    if size <= _PIECE_BYTES:
+        crc: int = google_crc32c.value(rows)
+        return crc
+    crc = 0
+    for start in range(0, size, _PIECE_BYTES):
+        crc = google_crc32c.extend(crc, rows[start : start + _PIECE_BYTES])
+        time.sleep(0)
+    return crc
