@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from expstore.buffers import TensorDictReplayBuffer, check_batch_size
 from expstore.samplers.base import Sampler
 from expstore.schema import Schema
+from expstore.storages.folder import FolderStorage
+from expstore.storages.follower import FollowerStorage
 from expstore.storages.settings import Mode, Settings
 from expstore.storages.zarr import ZarrStorage
 
@@ -45,11 +47,13 @@ def open(
     Args:
         path: The folder, by habit named `something.exp`.
         capacity: Most readable rows; None for a new store: it grows without bound.
-        mode: "a" opens or makes, "x" only makes, "w" moves an old store aside (`.old-1`) and makes one.
+        mode: "a" opens or makes, "x" only makes, "w" moves an old store aside (`.old-1`) and makes one,
+            "r" follows: it reads, beside a writer or without one, and changes nothing.
         storage: How rows are kept; "zarr".
         batch_size: Of `sample` and iteration.
         sampler: What makes up a batch; uniform by default.
-        seed: Key of all draws; a new store without one picks one and keeps it.
+        seed: Key of all draws; a new store without one picks one and keeps it. With mode "r" the
+            reader's own.
         schema: The fields, if they are to be fixed before the first rows come.
         traj_key: Field with the collector's trajectory ids; found by TorchRL's names by default.
         done_keys: Fields that end an episode; found by TorchRL's names by default.
@@ -58,9 +62,11 @@ def open(
         device: Where batches are handed out.
 
     Returns:
-        A buffer that is open for writing. Close it, or use it in a `with` block.
+        A buffer that is open for writing, or for reading with mode "r". Close it, or use it in a `with`
+        block.
 
     Raises:
+        NotFoundError: There is no store to follow.
         LockedError: Somebody else has it open for writing.
         StateError: The folder is in the way, or a setting contradicts the store.
         CorruptionError: The store is damaged.
@@ -82,9 +88,13 @@ def open(
         flatten=True,
         schema=schema,
     )
-    kept = ZarrStorage(path, capacity, settings=settings)
+    kept: FolderStorage
+    if mode == "r":
+        kept = FollowerStorage(path, capacity, settings=settings)
+    else:
+        kept = ZarrStorage(path, capacity, settings=settings)
     try:
-        if schema is not None and kept.schema is None:
+        if mode != "r" and schema is not None and kept.schema is None:
             kept.prepare(schema, kept.resolve_keys(schema))
         return TensorDictReplayBuffer(
             storage=kept, sampler=sampler, batch_size=batch_size, device=device, with_ids=True

@@ -16,7 +16,7 @@ import google_crc32c
 from expstore.errors import CorruptionError
 from expstore.files import Disk, File
 
-__all__ = ["EpisodeLog", "LogEntry"]
+__all__ = ["EpisodeLog", "LogEntry", "read_log"]
 
 # length, crc32c, kind, status, flags, source | episode, trajectory, start, end | return, rows, last id,
 # sequence | generation, bytes of text; 8 bytes zero.
@@ -118,6 +118,34 @@ def _unpack(data: bytes, at: int) -> tuple[LogEntry, int] | None:
     return entry, stop
 
 
+def read_log(disk: Disk, path: Path, length: int) -> Iterator[LogEntry]:
+    """Yield the entries in the first `length` bytes of the file, in order; nothing is changed.
+
+    Raises:
+        CorruptionError: The file is shorter, or an entry's checksum does not fit.
+    """
+    if not length:
+        return
+    file = disk.open(path, write=False)
+    try:
+        yield from _entries(file, length)
+    finally:
+        file.close()
+
+
+def _entries(file: File, length: int) -> Iterator[LogEntry]:
+    data = file.read(0, length)
+    if len(data) < length:
+        raise CorruptionError(f"{file.path} has {len(data)} bytes, the journal says {length}")
+    at = 0
+    while at < len(data):
+        found = _unpack(data, at)
+        if found is None:
+            raise CorruptionError(f"{file.path} is damaged at byte {at}")
+        entry, at = found
+        yield entry
+
+
 class EpisodeLog:
     """Append entries and read them back.
 
@@ -163,14 +191,7 @@ class EpisodeLog:
             CorruptionError: An entry's checksum does not fit.
         """
         self.flush()
-        data = self.file.read(0, self.length)
-        at = 0
-        while at < len(data):
-            found = _unpack(data, at)
-            if found is None:
-                raise CorruptionError(f"{self.file.path} is damaged at byte {at}")
-            entry, at = found
-            yield entry
+        yield from _entries(self.file, self.length)
 
     def close(self) -> None:
         """Close the file."""

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from expstore.errors import StorageError
 
-__all__ = ["AddressRange", "Disk", "File", "address_of"]
+__all__ = ["AddressRange", "Disk", "File", "ReadingDisk", "address_of"]
 
 _Ints = NDArray[np.int64]
 
@@ -167,6 +167,13 @@ class File:
         """Map the first `size` bytes for reading and writing, shared with other processes."""
         try:
             return mmap.mmap(self.fd, size)
+        except (OSError, ValueError) as exc:
+            raise StorageError(f"cannot map {self.path}: {exc}") from exc
+
+    def map_readable(self, size: int) -> mmap.mmap:
+        """Map the first `size` bytes for reading; other processes' stores show."""
+        try:
+            return mmap.mmap(self.fd, size, prot=mmap.PROT_READ)
         except (OSError, ValueError) as exc:
             raise StorageError(f"cannot map {self.path}: {exc}") from exc
 
@@ -381,6 +388,26 @@ class Disk:
             started = int((time.time() - time.monotonic()) // 60)
             return hashlib.blake2b(str(started).encode(), digest_size=16).digest()
 
+    def process_start(self, pid: int) -> float | None:
+        """Return when a process of this machine began, seconds since 1970; None: there is none."""
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return None
+        except OSError:
+            pass  # somebody else's
+        try:
+            # The name may hold spaces and brackets; the fields are counted behind its end.
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            if fields[0] in "ZX":
+                return None
+            up = float(Path("/proc/uptime").read_text().split()[0])
+            return time.time() - up + int(fields[19]) / os.sysconf("SC_CLK_TCK")
+        except FileNotFoundError:
+            return None if Path("/proc/self/stat").exists() else 0.0
+        except (OSError, ValueError, IndexError):
+            return 0.0
+
     def names(self, path: Path) -> list[str]:
         """Return the sorted names in a folder; none if it is missing."""
         try:
@@ -422,6 +449,18 @@ class Disk:
             call()
         except OSError as exc:
             raise _failed(act, path, exc) from exc
+
+
+class ReadingDisk(Disk):
+    """Refuse whatever would change a file."""
+
+    def gate(self, act: str, path: Path) -> None:
+        """Refuse."""
+        raise StorageError(f"cannot {act} {path}: it is open for reading only")
+
+    def open(self, path: Path, *, create: bool = False, write: bool = False) -> File:
+        """Open a file for reading."""
+        return super().open(path, create=create, write=False)
 
 
 class AddressRange:

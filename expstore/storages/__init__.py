@@ -1,4 +1,4 @@
-"""Where rows are kept: in RAM or in Zarr columns on disk.
+"""Where rows are kept: in RAM or in Zarr columns on disk; somebody else's are only read.
 
 Buffers take one of these; the classes load when first used.
 """
@@ -10,12 +10,18 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from expstore.storages.base import Storage
+    from expstore.storages.follower import FollowerStorage
     from expstore.storages.memory import MemoryStorage
     from expstore.storages.zarr import ZarrStorage
 
-__all__ = ["MemoryStorage", "Storage", "ZarrStorage"]
+__all__ = ["FollowerStorage", "MemoryStorage", "Storage", "ZarrStorage"]
 
-_HOME = {"MemoryStorage": "memory", "Storage": "base", "ZarrStorage": "zarr"}
+_HOME = {
+    "FollowerStorage": "follower",
+    "MemoryStorage": "memory",
+    "Storage": "base",
+    "ZarrStorage": "zarr",
+}
 
 
 def __getattr__(name: str) -> object:

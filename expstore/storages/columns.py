@@ -8,7 +8,6 @@ zarr-python makes the metadata and never runs when rows are written or read.
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -18,14 +17,14 @@ from typing import Any
 import google_crc32c
 import numpy as np
 
-from expstore.errors import CorruptionError
+from expstore.errors import CorruptionError, StorageError
 from expstore.files import AddressRange, Disk, File, address_of
 from expstore.schema import Field
+from expstore.storages.zarrmeta import CHUNK_ROWS, grow_shape, make_metadata, read_shard_rows, shard_footer
 from expstore.types import Array, IntArray
 
-__all__ = ["Column", "ColumnGroup"]
+__all__ = ["CHUNK_ROWS", "Column", "ColumnGroup"]
 
-CHUNK_ROWS = 4096
 SHARD_ROWS = 1 << 20
 SHARD_BYTES = 1 << 30
 #: Below this row size np.take is the faster gather, above it torch.index_select.
@@ -53,16 +52,33 @@ class Column:
         folder: The Zarr array's folder.
         entry: The field.
         slots: How many rows a ring has; None: the column grows.
+        rows: Rows per shard; None: as many as a new store has.
+        write: Whether shards are made and written to. Else they are opened for reading (`look`), no
+            descriptor stays open, and one that is damaged is refused when it is touched.
     """
 
-    def __init__(self, disk: Disk, folder: Path, entry: Field, slots: int | None) -> None:
+    def __init__(
+        self,
+        disk: Disk,
+        folder: Path,
+        entry: Field,
+        slots: int | None,
+        *,
+        rows: int | None = None,
+        write: bool = True,
+    ) -> None:
         self.entry = entry
         self.folder = folder
         self.row_bytes = entry.row_bytes
-        self.rows = shard_rows(self.row_bytes, slots)
+        self.rows = shard_rows(self.row_bytes, slots) if rows is None else rows
         self.files: list[File] = []
         #: Nothing but False was ever written: then nothing is written or read at all.
-        self.blank = entry.dtype == "bool"
+        self.blank = write and entry.dtype == "bool"
+        #: Shards that cannot be read, and what is wrong with them.
+        self.damaged: dict[int, str] = {}
+        #: What makes the whole column unreadable.
+        self.fault: str | None = None
+        self._looked = 0  # shards that were looked at for reading only
         self._wide: tuple[AddressRange, Any] | None = None  # the rows as bytes, when torch is first needed
         self._disk = disk
         self._limit = None if slots is None else -(-slots // self.rows)
@@ -71,12 +87,14 @@ class Column:
     @property
     def ready(self) -> int:
         """How many slots have a place in a shard."""
-        return len(self.files) * self.rows
+        return (len(self.files) or self._looked) * self.rows
 
     def _reserve(self, shards: int) -> None:
         addresses = AddressRange(shards * self.rows * self.row_bytes)
         for number, file in enumerate(self.files):
             self._attach(addresses, number, file)
+        for number in range(self._looked):
+            self._look_at(addresses, number)
         shape = (shards * self.rows, *self.entry.shape)
         self._addresses, self._shards = addresses, shards
         self.view: Array = addresses.array(self.entry.numpy_dtype, shape)
@@ -94,15 +112,6 @@ class Column:
         """Length of a shard file."""
         return self.rows * self.row_bytes + 16 * (self.rows // CHUNK_ROWS) + 4
 
-    def _footer(self) -> bytes:
-        chunk = CHUNK_ROWS * self.row_bytes
-        index = np.empty((self.rows // CHUNK_ROWS, 2), "<u8")
-        index[:, 0] = np.arange(index.shape[0]) * chunk
-        index[:, 1] = chunk
-        data = index.tobytes()
-        crc: int = google_crc32c.value(data)
-        return data + crc.to_bytes(4, "little")
-
     def add_shard(self) -> list[Path]:
         """Make the next shard; return the folders whose names must be synced with its first rows."""
         number = len(self.files)
@@ -113,11 +122,11 @@ class Column:
         try:
             file.truncate(0)
             file.truncate(self.file_bytes)
-            file.write(self._footer(), self.rows * self.row_bytes)
+            file.write(shard_footer(self.rows, self.row_bytes), self.rows * self.row_bytes)
             self._disk.rename(temp, path)
             file.path = path
             if self._limit is None and number:
-                self._grow_shape(number + 1)
+                grow_shape(self._disk, self.folder, (number + 1) * self.rows)
             if number == self._shards:
                 self._reserve(2 * self._shards)
             self._attach(self._addresses, number, file)
@@ -129,13 +138,6 @@ class Column:
         while parents[-1] != self.folder:
             parents.append(parents[-1].parent)
         return parents
-
-    def _grow_shape(self, shards: int) -> None:
-        path = self.folder / "zarr.json"
-        data = json.loads(self._disk.read_whole(path))
-        if data["shape"][0] < shards * self.rows:
-            data["shape"][0] = shards * self.rows
-            self._disk.write_whole(path, json.dumps(data, indent=1).encode())
 
     def open_shards(self) -> None:
         """Open the shards that are there, up to the first one that is not whole."""
@@ -150,7 +152,66 @@ class Column:
             self._attach(self._addresses, number, file)
             self.files.append(file)
         if self._limit is None and len(self.files) > 1:
-            self._grow_shape(len(self.files))
+            grow_shape(self._disk, self.folder, self.ready)
+
+    def look(self, slots: int, *, due: bool = True) -> None:
+        """Open, for reading only, the shards that slots 0 to `slots` - 1 need.
+
+        Args:
+            slots: How many.
+            due: Whether all of them must be there; else the first one that is not ends the look.
+        """
+        while self._looked * self.rows < slots:
+            if not due and self._disk.size(self.shard_path(self._looked)) != self.file_bytes:
+                break
+            if self._looked == self._shards:
+                self._reserve(2 * self._shards)
+            self._look_at(self._addresses, self._looked)
+            self._looked += 1
+
+    def _look_at(self, addresses: AddressRange, number: int) -> None:
+        if number in self.damaged:
+            return
+        if self.fault is not None:
+            self.damaged[number] = self.fault
+            return
+        path = self.shard_path(number)
+        try:
+            size = self._disk.size(path)
+            if size != self.file_bytes:
+                raise self._unfit(path, size)
+            file = self._disk.open(path, write=False)
+            try:
+                self._attach(addresses, number, file)
+            finally:
+                file.close()
+        except StorageError as exc:
+            self.damaged[number] = exc.message
+
+    def _unfit(self, path: Path, size: int) -> CorruptionError:
+        found = "is missing" if size < 0 else f"has {size} bytes"
+        return CorruptionError(
+            f"{path} {found}, {self.file_bytes} are expected", hint="restore the store from a snapshot"
+        )
+
+    def check(self, slots: IntArray) -> None:
+        """Raise CorruptionError if one of these slots lies in a damaged shard. Shape `(n,)`."""
+        numbers = slots // self.rows
+        for number, found in self.damaged.items():
+            if (numbers == number).any():
+                raise CorruptionError(
+                    f"rows of {self.folder} cannot be read: {found}", hint="restore the store from a snapshot"
+                )
+
+    def part(self, slot: int, count: int) -> Array:
+        """View a run of slots; unlike a slice of `view` it never touches a damaged shard.
+
+        Raises:
+            CorruptionError: A shard that it lies in is damaged.
+        """
+        if self.damaged and count:
+            self.check(np.arange(slot // self.rows, (slot + count - 1) // self.rows + 1) * self.rows)
+        return self.view[slot : slot + count]
 
     def require(self, slots: int) -> None:
         """Check that slots 0 to `slots` - 1 have a place.
@@ -160,11 +221,7 @@ class Column:
         """
         if self.ready < slots:
             path = self.shard_path(len(self.files))
-            size = self._disk.size(path)
-            found = "is missing" if size < 0 else f"has {size} bytes"
-            raise CorruptionError(
-                f"{path} {found}, {self.file_bytes} are expected", hint="restore the store from a snapshot"
-            )
+            raise self._unfit(path, self._disk.size(path))
 
     def look_for_true(self) -> None:
         """Find out whether the column holds nothing but False."""
@@ -183,6 +240,8 @@ class Column:
         """Copy rows out. `slots` has shape `(n,)`, the result `(n, *row shape)`."""
         if self.blank:
             return np.zeros((slots.size, *self.entry.shape), np.bool_)
+        if self.damaged:
+            self.check(slots)
         if self.row_bytes < WIDE_ROW:
             return self.view.take(slots, axis=0)
         return self._take_wide(slots)
@@ -264,17 +323,34 @@ class ColumnGroup:
         folder: `columns/`.
         fields: The user's fields, then the row fields, priority last.
         slots: How many rows a ring has; None: it grows.
+        write: Whether rows are written; see `Column`. Else shards are as long as zarr.json says.
     """
 
-    def __init__(self, disk: Disk, folder: Path, fields: Sequence[Field], slots: int | None) -> None:
+    def __init__(
+        self, disk: Disk, folder: Path, fields: Sequence[Field], slots: int | None, *, write: bool = True
+    ) -> None:
         self._disk = disk
         self.folder = folder
-        self.columns = [Column(disk, folder.joinpath(*entry.key), entry, slots) for entry in fields]
+        make = self._make if write else self._find
+        self.columns = [make(folder.joinpath(*entry.key), entry, slots) for entry in fields]
         self.new_folders: set[Path] = set()
         self._ready = 0
         self._flags = [(p, column) for p, column in enumerate(self.columns) if column.entry.dtype == "bool"]
         self.row_bytes = sum(column.row_bytes for column in self.columns)
         self._span: _Span | None = None
+
+    def _make(self, folder: Path, entry: Field, slots: int | None) -> Column:
+        return Column(self._disk, folder, entry, slots)
+
+    def _find(self, folder: Path, entry: Field, slots: int | None) -> Column:
+        """Return a column for reading; one whose metadata cannot be read is damaged as a whole."""
+        try:
+            rows, fault = read_shard_rows(self._disk, folder, entry), None
+        except CorruptionError as exc:
+            rows, fault = None, exc.message
+        column = Column(self._disk, folder, entry, slots, rows=rows, write=False)
+        column.fault = fault
+        return column
 
     @staticmethod
     def create(
@@ -291,8 +367,9 @@ class ColumnGroup:
         disk.remove_tree(folder)
         folders = {aside}
         files = []
+        rows = [shard_rows(entry.row_bytes, slots) for entry in fields]
         try:
-            for name, data in _metadata(fields, slots, attributes).items():
+            for name, data in make_metadata(fields, rows, slots, attributes).items():
                 path = aside / name
                 disk.make_dir(path.parent)
                 folders.update(p for p in path.parents if p.is_relative_to(aside))
@@ -318,6 +395,17 @@ class ColumnGroup:
         for _, column in self._flags:
             column.look_for_true()
         self._ready = min(column.ready for column in self.columns)
+
+    def look(self, slots: int, *, due: bool = True) -> None:
+        """Open, for reading only, what slots 0 to `slots` - 1 need; note what is damaged."""
+        for column in self.columns:
+            column.look(slots, due=due)
+        self._ready = min(column.ready for column in self.columns)
+
+    @property
+    def damaged(self) -> list[str]:
+        """What is wrong with shards that cannot be read."""
+        return sorted({found for column in self.columns for found in column.damaged.values()})
 
     def require(self, pieces: Iterable[tuple[int, int, int]]) -> None:
         """Check that these slots have a place; raise CorruptionError if not."""
@@ -425,7 +513,7 @@ class ColumnGroup:
             for slot, _, n in runs:
                 if slot + n > column.ready:
                     return -1
-                crc = google_crc32c.extend(crc, column.view[slot : slot + n].reshape(-1).view(np.uint8))
+                crc = google_crc32c.extend(crc, column.part(slot, n).reshape(-1).view(np.uint8))
         return crc
 
     def rewrite(self, pieces: Iterable[tuple[int, int, int]]) -> None:
@@ -450,35 +538,3 @@ class ColumnGroup:
         """Close all files."""
         for column in self.columns:
             column.close()
-
-
-def _metadata(fields: Sequence[Field], slots: int | None, attributes: dict[str, Any]) -> dict[str, bytes]:
-    """Return the files of the Zarr v3 group: relative name -> bytes."""
-    import zarr
-    from zarr.core.sync import sync
-    from zarr.storage import MemoryStore
-
-    store = MemoryStore()
-    group = zarr.create_group(store=store, attributes=attributes)
-    for entry in fields:
-        rows = shard_rows(entry.row_bytes, slots)
-        group.create_array(
-            entry.path,
-            shape=(slots or rows, *entry.shape),
-            chunks=(CHUNK_ROWS, *entry.shape),
-            shards=(rows, *entry.shape),
-            dtype=entry.numpy_dtype,
-            compressors=None,
-            filters=None,
-            attributes={"expstore": {"dtype": entry.dtype}},
-        )
-
-    async def collect() -> dict[str, bytes]:
-        found = {}
-        async for name in store.list():
-            data = await store.get(name, zarr.core.buffer.default_buffer_prototype())
-            if data is not None:
-                found[name] = data.to_bytes()
-        return found
-
-    return sync(collect())

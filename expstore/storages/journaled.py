@@ -21,12 +21,11 @@ from expstore.episodes import EpisodeTable
 from expstore.errors import CorruptionError, ExpStoreError, StateError, StorageError
 from expstore.files import Disk, File
 from expstore.journal import SEGMENT_BYTES, Journal, Kind, read_journal, settle_journal
-from expstore.schema import Schema
 from expstore.state import StatePage
-from expstore.storages.base import CatalogLike, Keys, Rows, Storage, find_keys
-from expstore.storages.columns import ColumnGroup
+from expstore.storages.base import CatalogLike, Rows
+from expstore.storages.folder import JOURNAL, LOG, REDO, STATE, FolderStorage
 from expstore.storages.keeper import Keeper
-from expstore.storages.records import Mark, Publish, Redo, fetch_body, shelve_body
+from expstore.storages.records import Mark, Publish, Redo, shelve_body
 from expstore.storages.recovery import Past, describe_past, read_past, take_over
 from expstore.storages.settings import Settings, enter
 from expstore.types import Array, IntArray, Window
@@ -34,10 +33,9 @@ from expstore.types import Array, IntArray, Window
 __all__ = ["JournaledStorage"]
 
 _logger = logging.getLogger("expstore")
-_JOURNAL, _LOG, _REDO = "journal", "episodes.log", "redo"
 
 
-class JournaledStorage(Storage):
+class JournaledStorage(FolderStorage):
     """Publish rows in a journal.
 
     Crashes: what `write` published survives the process at once, and the machine after the next `sync`.
@@ -52,8 +50,6 @@ class JournaledStorage(Storage):
         segment_bytes: Length of a journal segment.
     """
 
-    columns: ColumnGroup | None
-
     def __init__(
         self,
         path: str | Path,
@@ -63,18 +59,12 @@ class JournaledStorage(Storage):
         disk: Disk | None = None,
         segment_bytes: int = SEGMENT_BYTES,
     ) -> None:
-        self.path = Path(path)
-        disk = disk or Disk()
+        path, disk = Path(path), disk or Disk()
         self._segment_bytes = segment_bytes
-        self._lock_file, self.manifest = enter(disk, self.path, capacity, settings or Settings())
-        super().__init__(self.manifest.capacity)
-        self.disk = disk
-        self.uuid = self.manifest.uuid
+        self._lock_file, manifest = enter(disk, path, capacity, settings or Settings())
+        super().__init__(path, manifest, disk)
         self.index_path = self.path / "index.duckdb"
         self._catalog: CatalogLike | None = None
-        self.seed = self.manifest.seed
-        self.spare = self.manifest.spare
-        self.flatten = self.manifest.flatten
         self._sync_lock = threading.Lock()
         self._failure: ExpStoreError | None = None
         self._payload = b""
@@ -85,7 +75,7 @@ class JournaledStorage(Storage):
         self._uuid = bytes.fromhex(self.manifest.uuid)
         self._boot = self.disk.boot_id()
         try:
-            self._state = StatePage(self.disk, self.path / "STATE")
+            self._state = StatePage(self.disk, self.path / STATE)
             self._open(first=True)
         except BaseException:
             self._pool.shutdown()
@@ -99,20 +89,20 @@ class JournaledStorage(Storage):
         """Take over the last whole state, then start a journal segment of a new generation."""
         self._half = None
         manifest = self.manifest
-        records = read_journal(self.disk, self.path / _JOURNAL)
+        records = read_journal(self.disk, self.path / JOURNAL)
         past = read_past(records) if records else None
         if past is None and manifest.schema is not None:
             raise CorruptionError(
-                f"{self.path / _JOURNAL} has no segment that can be read, though rows were written"
+                f"{self.path / JOURNAL} has no segment that can be read, though rows were written"
             )
         if past is not None and not past.clean:
-            settle_journal(self.disk, self.path / _JOURNAL)
+            settle_journal(self.disk, self.path / JOURNAL)
         generation = self.episodes.generation
         if first:  # an opening that was killed has raised it without writing anything
             generation = past.base["generation"] if past else manifest.generation
         self.episodes = EpisodeTable(generation=generation)
         self._open_columns()
-        self._log = EpisodeLog(self.disk, self.path / _LOG, length=past.log_length if past else 0)
+        self._log = EpisodeLog(self.disk, self.path / LOG, length=past.log_length if past else 0)
         cut: list[LogEntry] = []
         if past is not None:
             self._log.append(take_over(past, self))
@@ -131,7 +121,7 @@ class JournaledStorage(Storage):
         self.manifest.save(self.disk, self.path)
         self._journal = Journal(
             self.disk,
-            self.path / _JOURNAL,
+            self.path / JOURNAL,
             uuid=manifest.uuid,
             generation=self.manifest.generation,
             sequence=sequence,
@@ -342,7 +332,7 @@ class JournaledStorage(Storage):
             self.sync()  # else a power cut could bring the change without the row it changes
         redo = Redo(ids, list(places), columns)
         number = self._journal.sequence + 1
-        body = shelve_body(self.disk, self.path / _REDO, number, redo.pack(), settle=self.sync)
+        body = shelve_body(self.disk, self.path / REDO, number, redo.pack(), settle=self.sync)
         with self._sync_lock:  # a cut would close segments under this sync
             with self.episode_lock:
                 self._half = self._append(Kind.REDO, body) - 1
@@ -352,10 +342,6 @@ class JournaledStorage(Storage):
             except StorageError as exc:
                 self._failure = exc
                 raise
-
-    def load_redo(self, body: bytes, schema: Schema) -> Redo:
-        """Read a redo record, from its own file if it was too long for the journal."""
-        return Redo.unpack(fetch_body(self.disk, self.path / _REDO, body), schema)
 
     def retire(self, through: int) -> None:
         """Give up the rows with ids <= `through`, for good; on the disk when this returns."""
@@ -379,11 +365,6 @@ class JournaledStorage(Storage):
         """Return every entry of episodes.log in order."""
         return self._log.read()
 
-    def resolve_keys(self, schema: Schema) -> Keys:
-        """Find the fields that say what a row is to its episode."""
-        wanted = self.manifest
-        return find_keys(schema, trajectory=wanted.traj_key, ends=wanted.done_keys, reward=wanted.reward_key)
-
     def use_catalog(self, catalog: CatalogLike) -> None:
         """Hand changes to the index before they are forgotten."""
         self._catalog = catalog
@@ -394,10 +375,6 @@ class JournaledStorage(Storage):
         sound = self._failure is None and not self._unsure
         return not self._closed and self._lock_file.held and sound
 
-    def meta(self) -> dict[str, Any]:
-        """Return the user's own facts."""
-        return dict(self.manifest.meta)
-
     def more_stats(self) -> dict[str, Any]:
         """Return path, generation, and what waits for the disk."""
         return {
@@ -407,11 +384,6 @@ class JournaledStorage(Storage):
             "fsyncs": self.disk.syncs,
             "recovered": self.counters.recovered,
         }
-
-    def facts(self) -> dict[str, Any]:
-        """Return what the relation `meta` shows."""
-        manifest = self.manifest
-        return super().facts() | {"uuid": manifest.uuid, "created": manifest.created, **manifest.meta}
 
     # -- life ------------------------------------------------------------------------------------
 

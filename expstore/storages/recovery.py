@@ -7,24 +7,27 @@ episodes. It writes only columns and episodes.log.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from expstore.episodelog import LogEntry
+from expstore.episodes import EpisodeTable
 from expstore.errors import CorruptionError
 from expstore.journal import Kind, Record
 from expstore.schema import Schema
 from expstore.storages.base import ROW_FIELDS
-from expstore.storages.records import Mark, Publish
+from expstore.storages.records import Mark, Publish, Redo
 from expstore.types import IntArray
 
 if TYPE_CHECKING:
     from expstore.storages.columns import ColumnGroup
     from expstore.storages.journaled import JournaledStorage
 
-__all__ = ["Past", "reach", "read_past", "take_over"]
+__all__ = ["Past", "pending_changes", "reach", "read_past", "retell", "take_over", "verify"]
 
 
 @dataclass(slots=True)
@@ -97,12 +100,17 @@ def read_past(records: list[Record]) -> Past:
     return past
 
 
-def verify(past: Past, columns: ColumnGroup | None, storage: JournaledStorage) -> None:
-    """Walk the records; end at the first one after the mark whose rows are not whole."""
+def verify(past: Past, whole: Callable[[Publish], bool]) -> None:
+    """Walk the records; end at the first one after the mark whose rows are not whole.
+
+    Args:
+        past: What the journal says; its numbers follow the walk.
+        whole: Says whether the rows of a record stand in the columns; asked in order.
+    """
     for place, record in enumerate(past.records):
         if record.kind is Kind.PUBLISH:
             publish = Publish.unpack(record.body)
-            if place >= past.settled and not _whole(publish, columns, storage):
+            if place >= past.settled and not whole(publish):
                 past.cut = sum(r.kind is Kind.PUBLISH for r in past.records[place:])
                 past.records = past.records[:place]
                 past.clean = False
@@ -162,19 +170,37 @@ def take_over(past: Past, storage: JournaledStorage) -> list[LogEntry]:
         Log entries of what was published after the mark: episodes.log may have lost them.
     """
     columns = storage.columns
-    verify(past, columns, storage)
+    verify(past, lambda publish: _whole(publish, columns, storage))
     low = past.window_low(storage.capacity)
     if columns is not None:
         columns.require(storage.pieces(low + 1, past.last - low))
         _redo(past, storage, columns, storage.require_schema())
-    table = storage.episodes
+    storage.write_count, entries = retell(past, storage.episodes, low, partial(_row_columns, storage))
+    return entries
+
+
+def retell(
+    past: Past, table: EpisodeTable, low: int, rows: Callable[[int, int], tuple[IntArray, IntArray] | None]
+) -> tuple[int, list[LogEntry]]:
+    """Tell an empty table of episodes what happened.
+
+    Args:
+        past: What the journal says, verified.
+        table: Is filled.
+        low: The newest id that cannot be read any more.
+        rows: Returns episodes and steps of a run of rows: (first id, rows); None if it cannot.
+
+    Returns:
+        How many rows were ever written, and the log entries of what was published after the mark:
+        episodes.log may lack them.
+    """
     table.load_base(past.base["episodes"])
     base_last = past.base["last"]
-    if columns is not None and base_last > low:
-        episodes, steps = _row_columns(storage, low + 1, base_last - low)
-        table.load_rows(episodes, steps, first_id=low + 1)
+    found = rows(low + 1, base_last - low) if base_last > low else None
+    if found is not None:
+        table.load_rows(*found, first_id=base_last - found[0].size + 1)
     entries: list[LogEntry] = []
-    write_count = past.base["write_count"]
+    write_count = int(past.base["write_count"])
     for place, record in enumerate(past.records):
         if record.kind is not Kind.PUBLISH:
             continue
@@ -189,20 +215,29 @@ def take_over(past: Past, storage: JournaledStorage) -> list[LogEntry]:
         write_count += publish.count
         if place >= past.settled:
             entries += new
-    storage.write_count = write_count
-    return entries
+    return write_count, entries
+
+
+def pending_changes(past: Past, slots: int | None, load: Callable[[bytes], Redo]) -> Iterator[Redo]:
+    """Yield the changes in place after the mark, cut to rows whose slots still belong to them.
+
+    Args:
+        past: What the journal says, verified.
+        slots: How many a ring has.
+        load: Reads the body of a redo record.
+    """
+    for record in past.records[past.settled :]:
+        if record.kind is Kind.REDO:
+            redo = load(record.body)
+            here = redo.ids > (0 if slots is None else past.last - slots)
+            yield Redo(redo.ids[here], redo.places, [values[here] for values in redo.columns])
 
 
 def _redo(past: Past, storage: JournaledStorage, columns: ColumnGroup, schema: Schema) -> None:
-    """Apply changes in place again where the slot still belongs to the row."""
-    slots = storage.slots
-    for record in past.records[past.settled :]:
-        if record.kind is not Kind.REDO:
-            continue
-        redo = storage.load_redo(record.body, schema)
-        here = redo.ids > (0 if slots is None else past.last - slots)
+    """Apply changes in place again."""
+    for redo in pending_changes(past, storage.slots, lambda body: storage.load_redo(body, schema)):
         for place, values in zip(redo.places, redo.columns, strict=True):
-            columns.columns[place].write_rows(storage.slot_of(redo.ids[here]), values[here])
+            columns.columns[place].write_rows(storage.slot_of(redo.ids), values)
 
 
 def reach(past: Past, storage: JournaledStorage, horizon: int | None) -> int:
@@ -223,7 +258,9 @@ def reach(past: Past, storage: JournaledStorage, horizon: int | None) -> int:
     return furthest
 
 
-def _row_columns(storage: JournaledStorage, first_id: int, count: int) -> tuple[IntArray, IntArray]:
+def _row_columns(storage: JournaledStorage, first_id: int, count: int) -> tuple[IntArray, IntArray] | None:
+    if storage.columns is None:
+        return None
     schema = storage.require_schema()
     places = [len(schema.fields) + 1, len(schema.fields) + 2]
     parts = storage.views(places, first_id, count)

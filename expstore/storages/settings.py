@@ -25,9 +25,9 @@ from expstore.schema import Schema
 from expstore.storages.base import REWARD
 from expstore.types import Key, to_key
 
-__all__ = ["Settings", "enter"]
+__all__ = ["Settings", "enter", "look_up"]
 
-Mode = Literal["a", "x", "w"]
+Mode = Literal["a", "r", "x", "w"]
 KeyLike = str | tuple[str, ...]
 
 #: What a folder may hold in which a store is only being made.
@@ -57,9 +57,7 @@ def enter(disk: Disk, path: Path, capacity: int | None, settings: Settings) -> t
         StateError: The folder is in the way, or a setting contradicts the store.
     """
     if settings.mode not in ("a", "x", "w"):
-        raise ValueError(f"mode {settings.mode!r} is unknown; use 'a', 'x' or 'w'")
-    if settings.storage not in (None, "zarr"):
-        raise ValueError(f"storage {settings.storage!r} is unknown; this version has 'zarr'")
+        raise ValueError(f"mode {settings.mode!r} is unknown; use 'a', 'x' or 'w', or 'r' to read only")
     capacity, settings = _plain(capacity, settings)
     if capacity is not None and capacity < 1:
         raise ValueError(f"capacity must be at least 1, got {capacity}")
@@ -88,8 +86,23 @@ def enter(disk: Disk, path: Path, capacity: int | None, settings: Settings) -> t
     return lock, manifest
 
 
+def look_up(disk: Disk, path: Path, capacity: int | None, settings: Settings) -> Manifest:
+    """Return the manifest of a store that is only read; the seed is the reader's own.
+
+    Raises:
+        NotFoundError: There is no store.
+        StateError: A setting contradicts the store.
+    """
+    capacity, settings = _plain(capacity, settings)
+    manifest = Manifest.load(disk, path)
+    _compare(path, manifest, capacity, dataclasses.replace(settings, seed=None))
+    return manifest
+
+
 def _plain(capacity: int | None, settings: Settings) -> tuple[int | None, Settings]:
-    """Return numbers as Python's own, which JSON can keep."""
+    """Check what needs no store; return numbers as Python's own, which JSON can keep."""
+    if settings.storage not in (None, "zarr"):
+        raise ValueError(f"storage {settings.storage!r} is unknown; this version has 'zarr'")
     if capacity is not None:
         capacity = operator.index(capacity)
     if settings.seed is not None:

@@ -23,6 +23,7 @@ from expstore.schema import Schema
 from expstore.storages.base import ROW_FIELDS, Keys, Rows
 from expstore.storages.checksums import BLOCK_ROWS, CHECKSUMS, Checksums, blocks_of
 from expstore.storages.columns import ColumnGroup
+from expstore.storages.folder import COLUMNS
 from expstore.storages.journaled import JournaledStorage
 from expstore.storages.recovery import Past, reach
 from expstore.storages.tail import TAIL_BYTES, TAIL_ROWS, Tail
@@ -31,7 +32,6 @@ from expstore.types import Array, IntArray
 __all__ = ["ZarrStorage"]
 
 PAGE_ROWS = 1024  # priorities per 4 KiB page
-_COLUMNS = "columns"
 
 
 class ZarrStorage(JournaledStorage):
@@ -80,7 +80,7 @@ class ZarrStorage(JournaledStorage):
         self._close_columns()
         self._touched = set()
         fields = (*schema.fields, *ROW_FIELDS)
-        group = ColumnGroup(self.disk, self.path / _COLUMNS, fields, self.slots)
+        group = ColumnGroup(self.disk, self.path / COLUMNS, fields, self.slots)
         group.open_shards()
         self.columns = group  # not before: readers must not meet a part that is not mapped
         self.checksums = Checksums(self.disk, self.path / CHECKSUMS, group)
@@ -158,7 +158,7 @@ class ZarrStorage(JournaledStorage):
             self._changed = self.checksums.missing(self._readable_blocks())
 
     def _create(self, schema: Schema, keys: Keys) -> None:
-        pool, folder = self._pool, self.path / _COLUMNS
+        pool, folder = self._pool, self.path / COLUMNS
         fields = (*schema.fields, *ROW_FIELDS)
         slots = self.slots
         attributes = {"expstore": {"capacity": self.capacity, "slots": slots}}

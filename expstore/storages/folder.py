@@ -1,0 +1,63 @@
+"""What a storage in a folder knows, whether it writes there or only reads.
+
+Base of the storages on disk: where the store lies, what expstore.json says, where the columns are. It
+opens nothing.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from expstore.files import Disk
+from expstore.manifest import Manifest
+from expstore.schema import Schema
+from expstore.storages.base import Keys, Storage, find_keys
+from expstore.storages.columns import ColumnGroup
+from expstore.storages.records import Redo, fetch_body
+
+__all__ = ["COLUMNS", "JOURNAL", "LOG", "REDO", "STATE", "FolderStorage"]
+
+COLUMNS, JOURNAL, LOG, REDO, STATE = "columns", "journal", "episodes.log", "redo", "STATE"
+
+
+class FolderStorage(Storage):
+    """Hold what the storages on disk have in common.
+
+    Args:
+        path: The store's folder.
+        manifest: What its expstore.json says.
+        disk: Where files are touched.
+    """
+
+    columns: ColumnGroup | None
+
+    def __init__(self, path: Path, manifest: Manifest, disk: Disk) -> None:
+        super().__init__(manifest.capacity)
+        self.path = path
+        self.disk = disk
+        self.take_manifest(manifest)
+
+    def take_manifest(self, manifest: Manifest) -> None:
+        """Take over what expstore.json says."""
+        self.manifest = manifest
+        self.uuid, self.seed = manifest.uuid, manifest.seed
+        self.spare, self.flatten = manifest.spare, manifest.flatten
+
+    def load_redo(self, body: bytes, schema: Schema) -> Redo:
+        """Read a redo record, from its own file if it was too long for the journal."""
+        return Redo.unpack(fetch_body(self.disk, self.path / REDO, body), schema)
+
+    def resolve_keys(self, schema: Schema) -> Keys:
+        """Find the fields that say what a row is to its episode."""
+        wanted = self.manifest
+        return find_keys(schema, trajectory=wanted.traj_key, ends=wanted.done_keys, reward=wanted.reward_key)
+
+    def meta(self) -> dict[str, Any]:
+        """Return the user's own facts."""
+        return dict(self.manifest.meta)
+
+    def facts(self) -> dict[str, Any]:
+        """Return what the relation `meta` shows."""
+        manifest = self.manifest
+        return super().facts() | {"uuid": manifest.uuid, "created": manifest.created, **manifest.meta}

@@ -1,0 +1,156 @@
+"""What the journal of a store says, told without writing anything.
+
+Used by followers. The judgement is recovery's (a batch after the last durable mark must be whole), but
+what recovery would write to the columns is laid over them in memory.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from expstore.episodelog import LogEntry
+from expstore.episodes import EpisodeTable
+from expstore.errors import CorruptionError
+from expstore.journal import read_journal
+from expstore.storages.base import ROW_FIELDS
+from expstore.storages.columns import ColumnGroup
+from expstore.storages.folder import COLUMNS, JOURNAL, FolderStorage
+from expstore.storages.overlay import Overlay
+from expstore.storages.records import Publish
+from expstore.storages.recovery import Past, pending_changes, read_past, retell, verify
+from expstore.types import Array, IntArray
+
+__all__ = ["Replay", "open_columns", "replay"]
+
+_logger = logging.getLogger("expstore")
+
+
+@dataclass(slots=True)
+class Replay:
+    """Hold what the journal and the columns say together.
+
+    Args:
+        past: The records; None: there are none yet.
+        columns: Opened for reading; None: there are no fields yet.
+        overlay: What the columns lack.
+        table: Episodes.
+        write_count: Rows ever written.
+        entries: Log entries of what came after the mark.
+    """
+
+    past: Past | None
+    columns: ColumnGroup | None
+    overlay: Overlay
+    table: EpisodeTable
+    write_count: int = 0
+    entries: list[LogEntry] = field(default_factory=list)
+
+
+def open_columns(storage: FolderStorage) -> ColumnGroup | None:
+    """Open a store's columns for reading; None: there are no fields yet."""
+    schema = storage.manifest.schema
+    if schema is None:
+        return None
+    fields = (*schema.fields, *ROW_FIELDS)
+    return ColumnGroup(storage.disk, storage.path / COLUMNS, fields, storage.slots, write=False)
+
+
+def replay(storage: FolderStorage, *, same_boot: bool) -> Replay:
+    """Follow the journal of a store that nobody writes to.
+
+    Args:
+        storage: Whose folder and settings count; it is not changed.
+        same_boot: Whether the machine has run on since the store was written to: then what was
+            published is there.
+
+    Raises:
+        CorruptionError: The journal is damaged, or missing though rows were written.
+        StorageError: A file could not be read; a writer that has just come may have removed it.
+    """
+    records = read_journal(storage.disk, storage.path / JOURNAL)
+    columns = open_columns(storage)
+    if not records:
+        if columns is not None:
+            raise CorruptionError(
+                f"{storage.path / JOURNAL} has no segment that can be read, though rows were written"
+            )
+        return Replay(None, columns, Overlay(), EpisodeTable())
+    past = read_past(records)
+    found = Replay(past, columns, Overlay(), EpisodeTable(generation=past.base["generation"]))
+    if columns is not None:
+        columns.look(_slots_of(storage, past.synced))
+    verify(past, lambda publish: _whole(publish, found, storage, same_boot))
+    schema = storage.manifest.schema
+    if schema is not None:
+        for redo in pending_changes(past, storage.slots, lambda body: storage.load_redo(body, schema)):
+            slots = storage.slot_of(redo.ids)
+            for place, values in zip(redo.places, redo.columns, strict=True):
+                found.overlay.put(place, slots, values)
+    low = past.window_low(storage.capacity)
+
+    def rows(first_id: int, count: int) -> tuple[IntArray, IntArray] | None:
+        return _episode_rows(found, storage, first_id, count)
+
+    found.write_count, found.entries = retell(past, found.table, low, rows)
+    return found
+
+
+def _slots_of(storage: FolderStorage, last: int) -> int:
+    """Return how many slots the ids up to `last` take."""
+    return last if storage.slots is None else min(last, storage.slots)
+
+
+def _whole(publish: Publish, found: Replay, storage: FolderStorage, same_boot: bool) -> bool:
+    columns = found.columns
+    if columns is None:
+        return False
+    pieces = storage.pieces(publish.first_id + publish.skipped, publish.count - publish.skipped)
+    columns.look(max(slot + n for slot, _, n in pieces), due=False)
+    try:
+        if columns.checksum(pieces) == publish.checksum:
+            return True
+    except CorruptionError:
+        if same_boot:  # whoever touches the file will be told
+            return True
+    if publish.payload:
+        _lay_over(publish, found, pieces)
+    return bool(publish.payload)
+
+
+def _lay_over(publish: Publish, found: Replay, pieces: list[tuple[int, int, int]]) -> None:
+    """Lay the rows that a record has over the columns."""
+    assert found.columns is not None
+    slots = np.concatenate([np.arange(slot, slot + n) for slot, _, n in pieces])
+    at = 0
+    for place, column in enumerate(found.columns.columns[:-1]):
+        size = column.row_bytes * publish.count
+        rows: Array = np.frombuffer(publish.payload[at : at + size], column.entry.numpy_dtype)
+        found.overlay.put(place, slots, rows.reshape(publish.count, *column.entry.shape))
+        at += size
+    priorities = np.full(publish.count, publish.priority, np.float32)
+    found.overlay.put(len(found.columns.columns) - 1, slots, priorities)
+
+
+def _episode_rows(
+    found: Replay, storage: FolderStorage, first_id: int, count: int
+) -> tuple[IntArray, IntArray] | None:
+    """Return episodes and steps of a run of rows; None where they cannot be read."""
+    if found.columns is None:
+        return None
+    fields = len(found.columns.columns) - len(ROW_FIELDS)
+    columns: list[IntArray] = []
+    for place in (fields + 1, fields + 2):
+        column = found.columns.columns[place]
+        parts: list[Array] = []
+        try:
+            for slot, _, n in storage.pieces(first_id, count):
+                parts += found.overlay.parts(place, column, slot, n)
+        except CorruptionError as exc:
+            # Rows can be read without; queries touch the same file, and say so.
+            _logger.warning("episodes of older rows are not known: %s", exc)
+            return None
+        columns.append(np.concatenate(parts))
+    return columns[0], columns[1]

@@ -1,0 +1,106 @@
+"""What is Zarr about a store's columns: metadata (made with zarr-python, read without) and shard indexes.
+
+Used by `columns`. Only small JSON files are made and read here; rows never pass through it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import google_crc32c
+import numpy as np
+
+from expstore.errors import CorruptionError
+from expstore.files import Disk
+from expstore.schema import Field
+
+__all__ = ["CHUNK_ROWS", "grow_shape", "make_metadata", "read_shard_rows", "shard_footer"]
+
+#: Rows of an inner chunk; a shard has a multiple of them.
+CHUNK_ROWS = 4096
+
+
+def make_metadata(
+    fields: Sequence[Field], rows: Sequence[int], slots: int | None, attributes: dict[str, Any]
+) -> dict[str, bytes]:
+    """Return the files of the Zarr v3 group: relative name -> bytes.
+
+    Args:
+        fields: One array each.
+        rows: Rows per shard of each.
+        slots: How many rows the arrays have; None: one shard of them, for now.
+        attributes: Of the group.
+    """
+    import zarr
+    from zarr.core.sync import sync
+    from zarr.storage import MemoryStore
+
+    store = MemoryStore()
+    group = zarr.create_group(store=store, attributes=attributes)
+    for entry, shard in zip(fields, rows, strict=True):
+        group.create_array(
+            entry.path,
+            shape=(slots or shard, *entry.shape),
+            chunks=(CHUNK_ROWS, *entry.shape),
+            shards=(shard, *entry.shape),
+            dtype=entry.numpy_dtype,
+            compressors=None,
+            filters=None,
+            attributes={"expstore": {"dtype": entry.dtype}},
+        )
+
+    async def collect() -> dict[str, bytes]:
+        found = {}
+        async for name in store.list():
+            data = await store.get(name, zarr.core.buffer.default_buffer_prototype())
+            if data is not None:
+                found[name] = data.to_bytes()
+        return found
+
+    return sync(collect())
+
+
+def read_shard_rows(disk: Disk, folder: Path, entry: Field) -> int:
+    """Return how many rows a shard of an array has.
+
+    Args:
+        disk: Where files are touched.
+        folder: The array's folder.
+        entry: The field it holds.
+
+    Raises:
+        CorruptionError: zarr.json is missing or does not describe a column of this field.
+    """
+    path = folder / "zarr.json"
+    try:
+        data = json.loads(disk.read_whole(path))
+        rows, *rest = data["chunk_grid"]["configuration"]["chunk_shape"]
+        fits = data["node_type"] == "array" and tuple(rest) == entry.shape and rows % CHUNK_ROWS == 0
+    except (OSError, ValueError, KeyError, TypeError) as exc:
+        raise CorruptionError(f"{path} cannot be read: {exc}", hint="restore the store") from exc
+    if not fits or rows < 1:
+        raise CorruptionError(f"{path} does not describe a column of rows {entry.shape}")
+    return int(rows)
+
+
+def grow_shape(disk: Disk, folder: Path, rows: int) -> None:
+    """Let an array be at least `rows` long."""
+    path = folder / "zarr.json"
+    data = json.loads(disk.read_whole(path))
+    if data["shape"][0] < rows:
+        data["shape"][0] = rows
+        disk.write_whole(path, json.dumps(data, indent=1).encode())
+
+
+def shard_footer(rows: int, row_bytes: int) -> bytes:
+    """Return the chunk index at the end of a shard, which is known beforehand: chunks in their order."""
+    chunk = CHUNK_ROWS * row_bytes
+    index = np.empty((rows // CHUNK_ROWS, 2), "<u8")
+    index[:, 0] = np.arange(index.shape[0]) * chunk
+    index[:, 1] = chunk
+    data = index.tobytes()
+    crc: int = google_crc32c.value(data)
+    return data + crc.to_bytes(4, "little")

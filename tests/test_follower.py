@@ -1,0 +1,234 @@
+"""mode="r": a store that somebody else writes to, or nobody, read without a trace."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+
+import expstore
+from expstore.errors import CorruptionError, NotFoundError, NotReadyError, StateError
+from expstore.storages import FollowerStorage, columns
+
+if TYPE_CHECKING:
+    from expstore import TensorDictReplayBuffer
+
+
+def rows(count: int, start: int = 0, *, length: int = 10) -> TensorDict:
+    """Rows whose every value follows from their number; every `length`-th ends an episode."""
+    number = torch.arange(start, start + count)
+    ended = ((number + 1) % length == 0)[:, None]
+    return TensorDict(
+        {
+            "a": number,
+            "wide": (number[:, None] + torch.arange(200)).float(),
+            "next": {"reward": number[:, None].float(), "terminated": ended},
+        },
+        [count],
+    )
+
+
+def check_rows(batch: TensorDict, *, ahead: int = 1) -> None:
+    """Every field of every row fits its id."""
+    number = batch["id"] - ahead
+    assert torch.equal(batch["a"], number)
+    assert torch.equal(batch["wide"], (number[:, None] + torch.arange(200)).float())
+    assert torch.equal(batch["next", "reward"], number[:, None].float())
+
+
+def contents(path: Path) -> dict[str, tuple[int, int, bytes]]:
+    """Everything about a folder that writing to it would change."""
+    found = {}
+    for file in sorted(path.rglob("*")):
+        stat = file.stat()
+        data = file.read_bytes() if file.is_file() else b""
+        found[str(file.relative_to(path))] = (stat.st_mtime_ns, stat.st_size, data)
+    return found
+
+
+@pytest.fixture
+def closed(store_path: Path) -> Path:
+    """A closed ring of 50 rows that has turned: ids 51 to 100 can be read."""
+    with expstore.open(store_path, capacity=50, seed=3) as rb:
+        rb.extend(rows(60))
+        rb.extend(rows(39, 60))
+        rb.add(rows(1, 99)[0])
+        rb.update_priority(id=[100], priority=7.0)
+    return store_path
+
+
+@pytest.fixture
+def follow(closed: Path) -> Iterator[TensorDictReplayBuffer]:
+    with expstore.open(closed, mode="r", batch_size=16) as rb:
+        yield rb
+
+
+# ---------------------------------------------------------------------------------------------------
+# A closed store.
+
+
+def test_a_closed_store_is_read_like_any_buffer(follow: TensorDictReplayBuffer) -> None:
+    assert len(follow) == 50
+    check_rows(follow.sample())
+    check_rows(follow.sample(3))
+    check_rows(next(iter(follow)))
+    assert follow["a"].tolist() == list(range(50, 100))
+    assert follow[49]["a"] == 99
+    assert follow["next", "reward"].shape == (50, 1)
+    assert follow.stats()["write_count"] == 100
+    assert follow.stats()["last_id"] == 100
+    assert follow.recovered is None
+
+
+def test_sql_answers_as_the_writer_does(closed: Path) -> None:
+    queries = [
+        "SELECT count(*), min(_id), max(_id), sum(a), sum(next.reward) FROM transitions",
+        "SELECT episode_id, length, status, live_rows FROM episodes ORDER BY 1",
+        "SELECT * FROM fragments ORDER BY first_id",
+        "SELECT number, name, named FROM sources ORDER BY 1",
+        "SELECT * FROM priorities ORDER BY 1",
+    ]
+    with expstore.open(closed, mode="r") as rb:
+        answers = [rb.sql(query).fetchall() for query in queries]
+    with expstore.open(closed) as rb:
+        assert answers == [rb.sql(query).fetchall() for query in queries]
+    assert answers[0] == [(50, 51, 100, sum(range(50, 100)), sum(range(50, 100)))]
+    assert answers[4][-1] == (100, 7.0)
+
+
+def test_writing_is_refused(follow: TensorDictReplayBuffer) -> None:
+    acts: list[Callable[[], Any]] = [
+        lambda: follow.extend(rows(1)),
+        lambda: follow.add(rows(1)[0]),
+        lambda: follow.update_priority([0], 1.0),
+        lambda: follow.__setitem__(0, rows(1)[0]),
+        follow.empty,
+        follow.flush,
+    ]
+    for act in acts:
+        with pytest.raises(StateError, match="reading only.*mode='a'"):
+            act()
+
+
+def test_a_closed_follower_says_so(follow: TensorDictReplayBuffer) -> None:
+    follow.close()
+    follow.close()
+    for act in (follow.sample, lambda: follow[0], lambda: follow.sql("SELECT 1"), follow.flush):
+        with pytest.raises(StateError, match="closed"):
+            act()
+
+
+def test_nothing_is_written(closed: Path) -> None:
+    (closed / "index.duckdb").unlink()
+    before = contents(closed)
+    for entry in [closed, *closed.rglob("*")]:
+        entry.chmod(0o555 if entry.is_dir() else 0o444)
+    with expstore.open(closed, mode="r", batch_size=8) as rb:
+        check_rows(rb.sample())
+        assert rb.sql("SELECT count(*) FROM transitions").fetchall() == [(50,)]
+        assert rb.stats()["size"] == 50
+    for entry in [closed, *closed.rglob("*")]:
+        entry.chmod(0o755 if entry.is_dir() else 0o644)
+    assert contents(closed) == before
+
+
+def test_settings_are_held_against_the_store(closed: Path, tmp_path: Path) -> None:
+    with expstore.open(closed, mode="r", capacity=50, seed=99) as rb:
+        assert rb.storage.seed == 99  # the reader's own
+    with pytest.raises(StateError, match="capacity=50, opened with capacity=51"):
+        expstore.open(closed, mode="r", capacity=51)
+    with pytest.raises(NotFoundError, match="not a store"):
+        expstore.open(tmp_path / "none", mode="r")
+    assert not (tmp_path / "none").exists()
+    with pytest.raises(ValueError, match="parquet"):
+        expstore.open(closed, mode="r", storage="parquet")  # type: ignore[arg-type]
+
+
+def test_a_store_without_rows(store_path: Path) -> None:
+    expstore.open(store_path, capacity=5).close()
+    with expstore.open(store_path, mode="r", batch_size=2) as rb:
+        assert len(rb) == 0
+        with pytest.raises(NotReadyError):
+            rb.sample()
+        assert rb.sql("SELECT count(*) FROM episodes").fetchall() == [(0,)]
+
+
+def test_an_unbounded_store(store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(columns, "SHARD_ROWS", 4096)
+    with expstore.open(store_path) as rb:
+        for start in range(0, 90_000, 10_000):
+            rb.extend(rows(10_000, start))
+    with expstore.open(store_path, mode="r", batch_size=500) as rb:
+        assert len(rb) == 90_000
+        check_rows(rb.sample())
+        assert rb[89_999]["a"] == 89_999
+
+
+# ---------------------------------------------------------------------------------------------------
+# Columns opened for reading.
+
+
+def test_no_descriptor_stays_open(closed: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    storage = FollowerStorage(closed)
+    assert len(os.listdir("/proc/self/fd")) == before
+    storage.close()
+
+
+def test_shards_are_as_long_as_zarr_json_says(store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(columns, "SHARD_ROWS", 4096)
+    with expstore.open(store_path, capacity=9000) as rb:
+        rb.extend(rows(9000))
+    monkeypatch.undo()
+    with expstore.open(store_path, mode="r", batch_size=400) as rb:
+        check_rows(rb.sample())
+        assert {column.rows for column in rb.storage.columns.columns} == {4096}  # type: ignore[attr-defined]
+    with pytest.raises(CorruptionError):
+        expstore.open(store_path)
+
+
+@pytest.mark.parametrize("damage", ["missing", "short", "long"])
+def test_a_damaged_shard_is_refused_and_the_rest_is_read(
+    store_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
+) -> None:
+    monkeypatch.setattr(columns, "SHARD_ROWS", 4096)
+    with expstore.open(store_path, capacity=9000) as rb:
+        rb.extend(rows(9000))
+    file = store_path / "columns" / "wide" / "c" / "1" / "0"
+    if damage == "missing":
+        file.unlink()
+    else:
+        os.truncate(file, file.stat().st_size + (1 if damage == "long" else -5000))
+    with expstore.open(store_path, mode="r", batch_size=4) as rb:
+        (found,) = rb.stats()["damaged"]
+        assert found.startswith(f"{file} {'is missing' if damage == 'missing' else 'has '}")
+        assert rb["a"].tolist() == list(range(9000))
+        assert rb[0]["wide"].tolist() == list(range(200))
+        assert rb[8999]["wide"][0] == 8999
+        for act in (lambda: rb[4096], lambda: rb[8191], lambda: rb["wide"], lambda: rb.sql("SELECT 1")):
+            with pytest.raises(CorruptionError, match=str(file)):
+                act()
+        with pytest.raises(CorruptionError, match=str(file)):
+            rb.storage.views([1], 4000, 200)
+        assert np.concatenate(rb.storage.views([1], 4000, 97)[0])[:, 0].tolist() == list(range(3999, 4096))
+
+
+def test_damaged_metadata_of_a_column_leave_the_others_readable(closed: Path) -> None:
+    (closed / "columns" / "wide" / "zarr.json").write_text("{")
+    with expstore.open(closed, mode="r") as rb:
+        assert rb["a"].tolist() == list(range(50, 100))
+        with pytest.raises(CorruptionError, match=r"wide/zarr\.json"):
+            rb["wide"]
+
+
+def test_a_damaged_journal_is_refused(closed: Path) -> None:
+    for file in (closed / "journal").iterdir():
+        file.write_bytes(bytes(100))
+    with pytest.raises(CorruptionError, match="journal"):
+        expstore.open(closed, mode="r")
