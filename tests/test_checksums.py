@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -245,6 +246,28 @@ def test_blocks_of_rows_in_flight_are_given_up_or_summed(store_path: Path) -> No
     with expstore.open(store_path) as rb:
         rb.extend(batch(3000, 3000))
     assert check(store_path, rows=range(6000)) == 2
+
+
+def test_sums_of_shards_that_were_lost_are_dropped(store_path: Path) -> None:
+    """A power cut may keep the sums of a sync that was under way, and lose the new shards' names."""
+
+    def write() -> None:
+        rb = expstore.open(store_path)
+        rb.extend(batch(3000, 0))
+        rb.flush()
+        rb.storage.disk.sync_all = None  # the next sync writes the sums and fails
+        rb.extend(batch(3 * BLOCK, 3000))
+        with pytest.raises(TypeError):
+            rb.flush()
+
+    killed(write)
+    (store_path / "STATE").write_bytes(bytes(4096))
+    assert state_of(entries_of(store_path)[3]) == SUMMED
+    for shard in store_path.glob("columns/**/c/1"):
+        shutil.rmtree(shard) if shard.is_dir() else shard.unlink()
+    with expstore.open(store_path) as rb:
+        assert len(rb) == 3000
+    assert [state_of(entry) for entry in entries_of(store_path)] == [SUMMED] + 3 * [GIVEN_UP]
 
 
 def filling(rb: TensorDictReplayBuffer) -> list[Any]:

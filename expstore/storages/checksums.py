@@ -152,6 +152,16 @@ class Checksums:
         found[entries["sequence"] == 0] = 0
         return found
 
+    @property
+    def blocks(self) -> int:
+        """How many blocks have an entry."""
+        return int(self._entries.size)
+
+    def entry(self, block: int) -> Array:
+        """Return what is known of a block, as `entry_dtype` lays it out."""
+        entry: Array = self._entries[block]
+        return entry
+
     def missing(self, blocks: Iterable[int]) -> set[int]:
         """Return those of `blocks` that have no sums."""
         return {

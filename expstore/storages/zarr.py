@@ -127,7 +127,8 @@ class ZarrStorage(JournaledStorage):
         group, checksums = self.columns, self.checksums
         if group is None or checksums is None:
             raise StateError("the store has no columns yet", hint="extend() it first")
-        limit = max(column.ready for column in group.columns)
+        # Shards may be lost that the entries speak of.
+        limit = max(checksums.blocks * BLOCK_ROWS, *[column.ready for column in group.columns])
         first, slots = past.synced, self.slots
         known = self._state.fits(self._uuid, self._boot, self.manifest.generation)
         count = reach(past, self, self._state.get("horizon") if known else None) - first

@@ -9,13 +9,15 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import google_crc32c
 import ledger as facts
 import numpy as np
 from ledger import Ledger
 
 from expstore.buffers import TensorDictReplayBuffer
+from expstore.storages.checksums import BLOCK_ROWS, GIVEN_UP, NOTHING, SUMMED, blocks_of, state_of
 
-__all__ = ["Wrong", "check_episodes", "check_rows", "check_sample", "check_sql", "expect"]
+__all__ = ["Wrong", "check_episodes", "check_rows", "check_sample", "check_sql", "check_sums", "expect"]
 
 
 class Wrong(AssertionError):
@@ -65,6 +67,27 @@ def check_rows(rb: TensorDictReplayBuffer, state: Ledger) -> None:
         held = [float(np.float32(v)) for v in state.priorities[i]]
         expect(value in held, f"priority of {i} is {value}, expected one of {held}")
         state.priorities[i] = [value]
+
+
+def check_sums(rb: TensorDictReplayBuffer) -> None:
+    """Hold the checksums of a store that was just opened against its columns; no readable row lacks them."""
+    group, sums, window = rb.storage.columns, rb.storage.checksums, rb.storage.window
+    if group is None:
+        return
+    pieces = rb.storage.pieces(window.low + 1, window.size) if window.size else []
+    lacking = sums.missing(blocks_of(pieces))
+    expect(not lacking, f"blocks {sorted(lacking)} hold readable rows and have no checksums")
+    for block in range(sums.blocks):
+        entry = sums.entry(block)
+        if state_of(entry) != SUMMED:
+            expect(state_of(entry) in (NOTHING, GIVEN_UP), f"the checksums of block {block} are damaged")
+            continue
+        for place, column in enumerate(group.columns[:-1]):
+            rows = column.view[block * BLOCK_ROWS : (block + 1) * BLOCK_ROWS].reshape(-1).view(np.uint8)
+            name = ".".join(column.entry.key)
+            expect(
+                google_crc32c.value(rows) == entry["sums"][place], f"block {block} of {name} has another sum"
+            )
 
 
 def check_episodes(rb: TensorDictReplayBuffer, state: Ledger) -> None:

@@ -25,7 +25,7 @@ import ledger as facts
 import numpy as np
 import torch
 import zarr  # noqa: F401
-from checks import Wrong, check_episodes, check_rows, check_sample, check_sql, expect
+from checks import Wrong, check_episodes, check_rows, check_sample, check_sql, check_sums, expect
 from disks import KillingDisk
 from ledger import SEED, Ledger, Op, Spec
 
@@ -245,6 +245,7 @@ def _check_and_go_on(
 ) -> Ledger:
     spec = states[0].spec
     rb = open_store(spec, path, index=index)
+    check_sums(rb)
     state = _matching(rb, states)
     expect(
         float(np.float32(rb.storage.max_priority)) in [float(np.float32(p)) for p in state.max_priorities],
@@ -269,6 +270,7 @@ def _check_and_go_on(
     rb = open_store(spec, path, index=index)
     state.reopen()
     expect(rb.recovered is None, f"after a close: {rb.recovered!r}")
+    check_sums(rb)
     check_rows(rb, state)
     check_episodes(rb, state)
     if leave == "close":
