@@ -17,9 +17,10 @@ import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import ledger as facts
 import numpy as np
@@ -39,11 +40,14 @@ __all__ = [
     "Look",
     "Report",
     "Wrong",
+    "ask_child",
     "candidates",
     "check",
     "check_one",
     "fit_constants",
     "in_child",
+    "look_at",
+    "matching",
     "new_ledger",
     "open_store",
     "outcome",
@@ -114,6 +118,8 @@ def perform(rb: TensorDictReplayBuffer, state: Ledger, op: Op) -> None:
         check_sample(rb, state)
     elif op.kind == "flush":
         rb.flush()
+    elif op.kind == "tick":
+        rb.storage.flush_priorities()
     elif op.kind == "empty":
         rb.empty()
     elif op.kind == "sql":
@@ -213,6 +219,7 @@ class Look:
         leave: "kill" leaves it after `ops`; "reopen" closes it, opens it again and leaves it so; "close"
             closes it once more.
         index: Whether there is one.
+        clean: Whether it had been closed.
     """
 
     path: Path
@@ -221,32 +228,26 @@ class Look:
     sql: bool = False
     leave: str = "reopen"
     index: bool = False
+    clean: bool = False
 
 
-def _look(look: Look) -> Ledger | str:
+def look_at(look: Look) -> Ledger | str:
     """Return the state in which a store is left, or what is wrong with it."""
     try:
-        return _check_and_go_on(
-            look.path,
-            look.states,
-            look.ops,
-            sql=look.sql,
-            leave=look.leave,
-            index=look.index or look.sql,
-        )
+        return _check_and_go_on(look)
     except Wrong as exc:
         return str(exc)
     except Exception:
         return traceback.format_exc()
 
 
-def _check_and_go_on(
-    path: Path, states: list[Ledger], ops: Sequence[Op], *, sql: bool, leave: str, index: bool
-) -> Ledger:
-    spec = states[0].spec
-    rb = open_store(spec, path, index=index)
+def _check_and_go_on(look: Look) -> Ledger:
+    spec, index = look.states[0].spec, look.index or look.sql
+    disk = KillingDisk(in_turn=True)  # one after another is faster where nothing is really synced
+    rb = open_store(spec, look.path, disk, index=index)
+    expect(not look.clean or rb.recovered is None, f"it was closed, and yet: {rb.recovered!r}")
     check_sums(rb)
-    state = _matching(rb, states)
+    state = matching(rb, look.states)
     expect(
         float(np.float32(rb.storage.max_priority)) in [float(np.float32(p)) for p in state.max_priorities],
         f"largest priority {rb.storage.max_priority}, expected one of {state.max_priorities}",
@@ -254,31 +255,31 @@ def _check_and_go_on(
     state.max_priority = rb.storage.max_priority
     state.max_priorities = [state.max_priority]
     check_episodes(rb, state)
-    if sql:
+    if look.sql:
         check_sql(rb, state)
     if state.ids.size:
         check_sample(rb, state)
         state.draw += 1
-    for op in ops:
+    for op in look.ops:
         perform(rb, state, op)
         state.apply(op)
     check_rows(rb, state)
-    if leave == "kill":
+    if look.leave == "kill":
         return state
     (rb if index else rb.storage).close()
     state.apply(Op("flush"))
-    rb = open_store(spec, path, index=index)
+    rb = open_store(spec, look.path, disk, index=index)
     state.reopen()
     expect(rb.recovered is None, f"after a close: {rb.recovered!r}")
     check_sums(rb)
     check_rows(rb, state)
     check_episodes(rb, state)
-    if leave == "close":
+    if look.leave == "close":
         (rb if index else rb.storage).close()
     return state
 
 
-def _matching(rb: TensorDictReplayBuffer, states: list[Ledger]) -> Ledger:
+def matching(rb: TensorDictReplayBuffer, states: list[Ledger]) -> Ledger:
     """Return the first state that the store is in; raise what is wrong with each."""
     reasons = []
     for state in states:
@@ -304,6 +305,7 @@ class Report:
     """What was tried, and what went wrong."""
 
     kills: int = 0
+    lost: int = 0  # stores without some of the rows that had been acked
     inside: Counter[str] = field(default_factory=Counter)
     failures: list[str] = field(default_factory=list)
     gaps: dict[str, int] = field(default_factory=dict)
@@ -313,6 +315,14 @@ class Report:
         """Note a kill, and what was under way."""
         self.kills += 1
         self.inside[where] += 1
+
+    def add(self, other: Mapping[str, Any]) -> None:
+        """Take over what another report found."""
+        for name in ("kills", "lost", "failures"):
+            setattr(self, name, getattr(self, name) + other[name])
+        self.seconds = round(self.seconds + other["seconds"], 1)
+        self.inside.update(other["inside"])
+        self.gaps.update(other["gaps"])
 
 
 def read_lines(pipe: int, stop: Callable[[list[str]], float | None], pid: int) -> list[str]:
@@ -367,15 +377,27 @@ def outcome(lines: list[str], state: Ledger, ops: list[Op]) -> tuple[Ledger, Op 
     return state, about, where
 
 
-def check(looks: Sequence[Look]) -> list[Ledger | str]:
-    """Look at stores in a fresh process and write on; return for each its state, or what is wrong."""
-    pid, pipe = in_child(lambda out: _send(out, [_look(look) for look in looks]))
+def ask_child(work: Callable[[], Any]) -> Any:
+    """Run work in a fresh process and return what it returns.
+
+    Raises:
+        Wrong: The process died.
+    """
+    pid, pipe = in_child(lambda out: _send(out, work()))
     with os.fdopen(pipe, "rb") as stream:
         data = stream.read()
     os.waitpid(pid, 0)
     if not data:
-        return ["the checker died"] * len(looks)
-    found: list[Ledger | str] = pickle.loads(data)
+        raise Wrong("the process died")
+    return pickle.loads(data)
+
+
+def check(looks: Sequence[Look]) -> list[Ledger | str]:
+    """Look at stores in a fresh process and write on; return for each its state, or what is wrong."""
+    try:
+        found: list[Ledger | str] = ask_child(lambda: [look_at(look) for look in looks])
+    except Wrong as exc:
+        return [str(exc)] * len(looks)
     return found
 
 

@@ -56,8 +56,10 @@ SPECS = {
         Spec("endless", None, None, frame=64, shard_rows=4096),
     )
 }
-#: extend, change, priority, sample, flush, empty, sql
-WEIGHTS = (10, 3, 2, 2, 1, 0.25, 0.25)
+#: What is done in a life, and how often.
+WEIGHTS = {
+    "extend": 10, "change": 3, "priority": 2, "sample": 2, "flush": 1, "empty": 0.25, "sql": 0.25,
+}  # fmt: skip
 
 
 def random_kills(
@@ -145,11 +147,11 @@ TEETH = {
         "redo without sync", lambda at: enumerate_gaps(at, names=["change new rows"], stop=True)
     ),
     "slots reused before the mark": Tooth(
-        "no waiting", lambda at: power_cuts(60, 3, at, names=["deep"], background=False, stop=True)
+        "no waiting", lambda at: power_cuts(120, 1, at, names=["deep"], stop=True)
     ),
-    "mark without sync": Tooth("mark without sync", lambda at: power_cuts(60, 2, at, stop=True)),
-    "mark over half a change": Tooth("mark over half a change", lambda at: power_cuts(60, 2, at, stop=True)),
-    "recovery without sync": Tooth("recovery without sync", lambda at: power_cuts(60, 2, at, stop=True)),
+    "mark without sync": Tooth("mark without sync", lambda at: power_cuts(360, 1, at, stop=True)),
+    "mark over half a change": Tooth("mark over half a change", lambda at: power_cuts(360, 1, at, stop=True)),
+    "recovery without sync": Tooth("recovery without sync", lambda at: power_cuts(360, 1, at, stop=True)),
 }
 
 
@@ -174,7 +176,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("tasks", nargs="+", choices=["random", "gaps", "quick", "power", "teeth"])
     parser.add_argument("--kills", type=int, default=40, help="how many random ones")
-    parser.add_argument("--cuts", type=int, default=15, help="how many power cuts")
+    parser.add_argument("--cuts", type=int, default=300, help="how many disks after power cuts")
+    parser.add_argument(
+        "--free", type=float, default=0.0, help="share of lives with a free background thread"
+    )
+    parser.add_argument("--first", type=int, default=0, help="first round of power cuts")
+    parser.add_argument("--log", type=Path, help="where power cuts note what is done, and go on from")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--names", nargs="*", default=(), help="which stores or phases")
     parser.add_argument("--torn", choices=["no", "half", "also"], default="half")
@@ -195,7 +202,9 @@ def main() -> None:
         "quick": lambda folder: enumerate_gaps(
             folder, names=quick, seed=seed, again=0.1, syncs=False, stride=True
         ),
-        "power": lambda folder: power_cuts(given.cuts, seed, folder, names=names),
+        "power": lambda folder: power_cuts(
+            given.cuts, seed, folder, names=names, first=given.first, free=given.free, log=given.log
+        ),
     }
     for task in given.tasks:
         with tempfile.TemporaryDirectory() as name:

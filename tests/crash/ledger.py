@@ -7,6 +7,7 @@ same plan what must be there. It never looks into a store.
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -254,6 +255,9 @@ class Ledger:
     def _sql(self, op: Op) -> None:
         pass
 
+    def _tick(self, op: Op) -> None:
+        """What the background thread does ten times a second."""
+
     def reopen(self) -> None:
         """Open episodes that nobody can go on with are over."""
         self.handle += 1
@@ -276,11 +280,9 @@ class Ledger:
 
 # -- the plan --------------------------------------------------------------------------------------------
 
-KINDS = ("extend", "change", "priority", "sample", "flush", "empty", "sql")
 
-
-def plan(ledger: Ledger, rng: np.random.Generator, count: int, *, weights: tuple[int, ...]) -> list[Op]:
-    """Decide the next calls on a store that is as the ledger says."""
+def plan(ledger: Ledger, rng: np.random.Generator, count: int, *, weights: Mapping[str, float]) -> list[Op]:
+    """Decide the next calls on a store that is as the ledger says: how often which kind, says `weights`."""
     state = ledger.copy()
     ops = []
     for _ in range(count):
@@ -290,9 +292,9 @@ def plan(ledger: Ledger, rng: np.random.Generator, count: int, *, weights: tuple
     return ops
 
 
-def _next(state: Ledger, rng: np.random.Generator, weights: tuple[int, ...]) -> Op:
+def _next(state: Ledger, rng: np.random.Generator, weights: Mapping[str, float]) -> Op:
     ids = state.ids
-    kind = rng.choice(KINDS, p=np.array(weights) / sum(weights))
+    kind = rng.choice(list(weights), p=np.array(list(weights.values())) / sum(weights.values()))
     if kind == "extend" or not ids.size:
         return _next_extend(state, rng)
     if kind == "change":

@@ -1,38 +1,44 @@
-"""Cut the power under a writer: what was flushed must be there, as it was at one moment since.
+"""Cut the power under a writer: the store is as it was at some moment not before its last sync.
 
-Run through killing.py. Pages, lengths and names that were never synced are lost by chance; the library's
-own code runs, only the disk below it is simulated. It never looks into the journal.
+Run through killing.py. A life of a store is recorded once, act by act (recording.py); from many points of
+it many of the disks are built that a power cut may leave (platter.py), and a fresh process opens each and
+holds it against the ledger. The opening of some of them is recorded in turn, and cut again. The library's
+own code runs on real files; only what a sync makes lasting is simulated. It never looks into the journal.
 """
 
 from __future__ import annotations
 
 import itertools
+import json
 import random
 import shutil
+import threading
 import time
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import ledger as facts
 import numpy as np
 from children import (
     Look,
     Report,
-    Wrong,
+    ask_child,
     candidates,
-    check_one,
     fit_constants,
-    in_child,
+    look_at,
+    matching,
     new_ledger,
     open_store,
-    outcome,
-    read_lines,
-    saying,
-    write_life,
+    perform,
 )
-from disks import PowerDisk, cut_power
+from disks import machine
 from gaps import NoKeeper
 from ledger import Ledger, Op, Spec
+from platter import Platter, Tree, write_tree
+from recording import Event, RecordingDisk
 
 from expstore.storages import journaled, keeper
 
@@ -42,122 +48,367 @@ POWER_SPECS = {
     spec.name: spec
     for spec in (
         Spec("small", 60, 20, frame=64, segment_bytes=4096, longest=20),
-        Spec("wide", 60, 20, segment_bytes=4096, longest=30),
-        Spec("deep", 20, 60, frame=64, segment_bytes=4096, longest=30, overlong=False),
-        Spec("filed", 60, 20, frame=64, segment_bytes=4096, longest=20, redo_bytes=1),
-        Spec("endless", None, 500, frame=64, segment_bytes=8192, shard_rows=4096, longest=700),
+        Spec("lean", 24, 8, frame=64, segment_bytes=4096, longest=12, lean=True),
+        Spec("deep", 20, 60, frame=64, segment_bytes=4096, longest=30, overlong=False, lean=True),
+        Spec("filed", 60, 20, frame=64, segment_bytes=4096, longest=20, redo_bytes=1, lean=True),
+        Spec("wide", 60, 20, frame=3000, segment_bytes=4096, longest=30),
+        Spec("endless", None, 500, frame=64, segment_bytes=8192, shard_rows=4096, longest=700, lean=True),
     )
 }
-#: extend, change, priority, sample, flush, empty, sql
-WEIGHTS = (10, 3, 1, 1, 2, 0.3, 0)
+#: What is done in a life, and how often: see ledger.KINDS.
+WEIGHTS = {"extend": 10, "change": 2, "priority": 1, "sample": 1, "flush": 1, "empty": 0.2, "tick": 1}
+ROUND_STATES = 60
+#: Every so many-th round has an index.
+INDEXED = 5
+
+
+@dataclass
+class Job:
+    """A life to be recorded: a disk, what the store on it may hold, and what is to be done."""
+
+    spec: Spec
+    states: list[Ledger]
+    ops: Sequence[Op]
+    tree: Tree = field(default_factory=dict)
+    boot: int = 0
+    index: bool = False
+    free: bool = False  # the background thread runs, as it likes
+    busy: float = 0.0  # otherwise: how often it has a turn before a write
+    close: bool = False
+
+    @property
+    def again(self) -> bool:
+        """Whether the life begins where the power was cut."""
+        return self.boot > 0
+
+
+@dataclass
+class Taken:
+    """What was recorded: the acts, and the state in which the store was found at opening."""
+
+    base: Path
+    events: list[Event]
+    found: Ledger | None
+    failure: str = ""
+
+
+@dataclass
+class State:
+    """A disk after a power cut, and what must be found on it."""
+
+    label: str
+    tree: Tree
+    states: list[Ledger]
+    newest: Ledger  # with all that had returned
+    opening: bool  # the power was cut while the store was opened again
+    clean: bool  # it had been closed
+
+
+# -- recording -------------------------------------------------------------------------------------------
+
+
+def _record(job: Job, base: Path) -> Taken:
+    machine.boot = job.boot
+    write_tree(job.tree, base)
+    if not job.free:
+        journaled.Keeper = NoKeeper  # type: ignore[assignment,misc]
+    disk = RecordingDisk(base / "run.exp", in_turn=not job.free)
+    taken = Taken(base, disk.events, None)
+    try:
+        _live(job, disk, taken)
+    except Exception:
+        taken.failure = traceback.format_exc()
+    with disk.turn:
+        taken.events = list(disk.events)
+    return taken
+
+
+def _live(job: Job, disk: RecordingDisk, taken: Taken) -> None:
+    rb = open_store(job.spec, taken.base / "run.exp", disk, index=job.index)
+    kept = rb.storage
+    state = matching(rb, job.states)
+    state.max_priority = kept.max_priority
+    state.max_priorities = [state.max_priority]
+    taken.found = state.copy()
+    done = 0
+    sync = kept._sync_now
+
+    def noted() -> None:
+        floor = done
+        sync()
+        disk.say(f"floor {floor}")
+
+    kept._sync_now = noted  # type: ignore[method-assign]
+    if job.busy:
+        disk.meanwhile = _turns(kept, job.busy)
+    disk.say("open")
+    for op in job.ops:
+        disk.say("about")
+        perform(rb, state, op)
+        state.apply(op)
+        done += 1
+        disk.say("ack")
+    if job.close:
+        disk.say("closing")
+        (rb if job.index else kept).close()
+        disk.say("closed")
+    elif job.free:
+        with disk.turn:
+            taken.events = list(disk.events)
+        kept._keeper.stop()
+
+
+def _turns(kept: Any, share: float) -> Callable[[], None]:
+    """Return what lets the background thread sync before some of the writes of the thread that calls it."""
+    chance = random.Random(share)
+
+    def turn() -> None:
+        if chance.random() < share and threading.current_thread() is threading.main_thread():
+            # Nobody else runs: whoever holds a lock is this thread, and the other one would wait for it.
+            held = kept._sync_lock.locked() or kept._priority_lock.locked() or kept.episode_lock.locked()
+            if not held:
+                thread = threading.Thread(target=kept.sync)
+                thread.start()
+                thread.join()
+
+    return turn
+
+
+# -- states ----------------------------------------------------------------------------------------------
+
+
+def cuts(job: Job, taken: Taken, chance: random.Random, count: int, label: str) -> Iterator[State]:
+    """Build disks that a power cut may leave, at random points of what was recorded."""
+    events = taken.events
+    opened = next((n for n, event in enumerate(events) if event.data == "open"), len(events))
+    whole = range(1, len(events) + 1)
+    # Half of a life that begins with a recovery is that recovery.
+    early = range(1, opened + 1) if job.again else whole
+    points = sorted(chance.choice(early if n % 2 else whole) for n in range(count))
+    history = _History(job, taken)
+    platter = Platter(taken.base, job.tree)
+    at = 0
+    for number, point in enumerate(points):
+        for event in events[at:point]:
+            platter.replay(event)
+            if event.act == "say":
+                history.hear(event.data)
+        at = point
+        yield State(
+            f"{label}, act {point} of {len(events)}, state {number}",
+            platter.choose(chance),
+            history.states(),
+            history.newest.copy(),
+            opening=job.again and not history.opened,
+            clean=history.where == "closed",
+        )
+
+
+class _History:
+    """Follow a life by its words: what had returned, and what had reached the disk."""
+
+    def __init__(self, job: Job, taken: Taken) -> None:
+        self._job = job
+        self.opened = False
+        self.where = "open"
+        self.newest = job.states[0]
+        self._ledgers = [] if taken.found is None else [taken.found]
+        for op in job.ops if self._ledgers else ():
+            then = self._ledgers[-1].copy()
+            then.apply(op)
+            self._ledgers.append(then)
+        self._acked = self._floor = 0
+
+    def hear(self, word: str) -> None:
+        """Take a word of the child."""
+        self.where = word
+        if word == "open":
+            self.opened, self.newest = True, self._ledgers[0]
+        elif word == "ack":
+            op, before = self._job.ops[self._acked], self._ledgers[self._acked]
+            self._acked += 1
+            self.newest = self._ledgers[self._acked]
+            if op.kind in ("flush", "change", "empty") or before.copy().retire_for(op):
+                self._floor = self._acked
+        elif word.startswith("floor "):
+            self._floor = max(self._floor, int(word[6:]))
+        elif word == "closed":
+            self._floor = self._acked
+
+    def states(self) -> list[Ledger]:
+        """Return the states that a power cut may leave, the newest first."""
+        if not self.opened:
+            return [state.copy() for state in self._job.states]
+        op = self._job.ops[self._acked] if self.where == "about" or self._in_call else None
+        states = candidates(self.newest.copy(), op)
+        states += [then.copy() for then in self._ledgers[self._floor : self._acked][::-1]]
+        for then in states:
+            # Priorities have no promise before a flush, and may be ahead of the rows.
+            for i, held in then.priorities.items():
+                then.priorities[i] = sorted({*held, *states[0].priorities.get(i, ())})
+            then.max_priorities = sorted({*then.max_priorities, *states[0].max_priorities})
+        return states
+
+    @property
+    def _in_call(self) -> bool:
+        return self.where.startswith("floor") and self._acked < len(self._job.ops)
+
+
+# -- the check -------------------------------------------------------------------------------------------
+
+
+def _check(states: Sequence[State], boot: int, seed: int, folder: Path, sql: float) -> list[Ledger | str]:
+    """Open stores, look, write on, close, open once more; SQL is asked in a share of them."""
+    machine.boot = boot
+    journaled.Keeper = NoKeeper  # type: ignore[assignment,misc]
+    found = []
+    for number, state in enumerate(states):
+        base = folder / str(number)
+        write_tree(state.tree, base)
+        rng = np.random.default_rng(seed + number)
+        look = Look(
+            base / "run.exp",
+            state.states,
+            facts.extends(state.newest, rng, 2),
+            sql=bool(rng.random() < sql),
+            leave="close",
+            clean=state.clean,
+        )
+        result = look_at(look)
+        if isinstance(result, Ledger):
+            result.write_count -= sum(op.count for op in look.ops)
+        found.append(result)
+        shutil.rmtree(base)
+    return found
+
+
+# -- rounds ----------------------------------------------------------------------------------------------
 
 
 def power_cuts(
-    cuts: int,
+    states: int,
     seed: int,
     folder: Path,
     *,
     names: Sequence[str] = (),
-    background: bool = True,
+    first: int = 0,
+    free: float = 0.0,
+    log: Path | None = None,
     stop: bool = False,
 ) -> Report:
-    """Cut the power at random acts of writers and of recoveries.
+    """Check disks that power cuts leave behind.
 
     Args:
-        cuts: How many.
-        seed: Of everything.
+        states: How many, at least.
+        seed: Of everything but what the background thread does when.
         folder: Where stores may be made.
         names: Which kinds of stores; none: all of them.
-        background: Whether the thread that syncs runs.
+        first: Number of the first round.
+        free: Share of the rounds in which the background thread runs as it likes.
+        log: Gets a line after every round; a run that finds one goes on where that one stopped.
         stop: Whether the first failure is enough.
     """
-    if not background:
-        journaled.Keeper = NoKeeper  # type: ignore[assignment,misc]
-    # The background thread is to come between the calls of these short lives, too.
-    keeper.SYNC_SECONDS, keeper.PRIORITY_SECONDS = 0.02, 0.005
-    report, started = Report(), time.monotonic()
-    chance = random.Random(seed)
-    for number, name in enumerate(itertools.cycle(names or list(POWER_SPECS))):
-        if report.kills >= cuts or (stop and report.failures):
+    report = Report()
+    lines = log.read_text().splitlines() if log is not None and log.exists() else []
+    for line in lines:
+        report.add(json.loads(line))
+    kinds = names or list(POWER_SPECS)
+    for number in itertools.count(first + len(lines)):
+        if report.kills >= states or (stop and report.failures):
             break
-        path = folder / f"{name}-{number}"
-        _lives(POWER_SPECS[name], path, chance, report, min(8, cuts - report.kills))
-        shutil.rmtree(path, ignore_errors=True)
-    report.seconds = round(time.monotonic() - started, 1)
+        part, begun = Report(), time.monotonic()
+        _round(POWER_SPECS[kinds[number % len(kinds)]], number, seed, folder, part, free)
+        part.seconds = round(time.monotonic() - begun, 1)
+        report.add(vars(part))
+        if log is not None:
+            with log.open("a") as out:
+                out.write(json.dumps(vars(part)) + "\n")
     return report
 
 
-def _lives(spec: Spec, path: Path, chance: random.Random, report: Report, lives: int) -> None:
+def _round(spec: Spec, number: int, seed: int, folder: Path, report: Report, free: float) -> None:
+    """Record a life; cut it; record what follows some of the cuts; cut that."""
     fit_constants(spec)
-    state = new_ledger(spec)
-    aside = path.with_name("aside")
-    for life in range(lives):
-        seed = chance.randrange(1 << 30)
-        rng = np.random.default_rng(seed)
-        after = state.copy()
-        after.reopen()
-        ops = facts.plan(after, rng, 25, weights=WEIGHTS)
-        kill_first = chance.random() < 0.2  # then the cut comes while the next process recovers
-        disk = PowerDisk(aside, chance.randrange(1, 400))
+    # The background thread is to come between the calls of these short lives, too.
+    keeper.SYNC_SECONDS, keeper.PRIORITY_SECONDS = 0.02, 0.005
+    chance = random.Random(f"{seed}/{number}")
+    rng = np.random.default_rng([seed, number])
+    label = f"{spec.name}, seed {seed}, round {number}"
+    index = number % INDEXED == INDEXED - 1
+    loose = chance.random() < free
+    new = new_ledger(spec)
+    after = new.copy()
+    after.reopen()
+    weights = WEIGHTS | ({"sql": 1} if index else {})
+    job = Job(
+        spec,
+        [new],
+        facts.plan(after, rng, 25, weights=weights),
+        index=index,
+        free=loose and not index,
+        busy=0.0 if loose else chance.choice([0.0, 0.01, 0.05]),
+        close=chance.random() < 0.5,
+    )
+    run = _Run(folder / f"round-{number}", report, label, chance, rng)
+    run.folder.mkdir(parents=True)
+    cut = run.life([job], [ROUND_STATES // 2])
+    later = [
+        Job(
+            spec,
+            state.states,
+            facts.extends(state.newest, rng, 2),
+            tree=state.tree,
+            boot=1,
+            index=index,
+            close=chance.random() < 0.3,
+        )
+        for state in chance.sample(cut, min(6, len(cut)))
+    ]
+    run.life(later, [ROUND_STATES // 12] * len(later))
+    shutil.rmtree(run.folder)
+
+
+@dataclass
+class _Run:
+    folder: Path
+    report: Report
+    label: str
+    chance: random.Random
+    rng: np.random.Generator
+    lives: int = 0
+
+    def life(self, jobs: list[Job], counts: list[int]) -> list[State]:
+        """Record lives, cut each so many times, and check; return the disks that were right."""
+        self.lives += 1
+        taken = self._ask(lambda at: [_record(job, at / str(n)) for n, job in enumerate(jobs)])
+        states: list[State] = []
+        for n, (job, life, count) in enumerate(zip(jobs, taken, counts, strict=True)):
+            if life.failure:
+                self.report.failures.append(f"{self.label}: the writer failed: {life.failure}")
+                continue
+            label = f"{self.label}, life {self.lives}.{n}"
+            states += cuts(job, life, self.chance, count, label)
+        seed, boot = self.chance.randrange(1 << 30), jobs[0].boot + 1
+        sql = 0.3 if jobs[0].index else 0.01
+        good = []
+        for start in range(0, len(states), 15):
+            some = states[start : start + 15]
+            found = self._ask(lambda at, some=some: _check(some, boot, seed, at, sql))  # type: ignore[misc]
+            good += [s for s, f in zip(some, found, strict=True) if self._judge(s, f)]
+        return good
+
+    def _judge(self, state: State, found: Ledger | str) -> bool:
+        self.report.count("recovery" if state.opening else "life")
+        if isinstance(found, str):
+            self.report.failures.append(f"{state.label}: {found}")
+            return False
+        self.report.lost += found.write_count < state.newest.write_count
+        return True
+
+    def _ask(self, work: Any) -> Any:
+        at = self.folder / "child"
+        at.mkdir()
         try:
-            index = chance.random() < 0.2
-            pid, pipe = in_child(lambda out: write_life(path, state, ops, out, disk, index=index))  # noqa: B023
-            lines = read_lines(pipe, lambda _: None, pid)
-            states, where = _since_flush(lines, state, ops)
-            if where == "closed":
-                shutil.rmtree(aside)
-            else:
-                report.count(where)
-                if not kill_first:
-                    cut_power(aside, seed)
-            if (kill_first and where != "closed") or chance.random() < 0.2:
-                _open_and_stop(spec, path, aside, chance.randrange(1, 80))
-                cut_power(aside, seed + 1)
-            look = Look(path, states, facts.extends(state, rng, 2), sql=chance.random() < 0.1, leave="close")
-            state = check_one(look)
-        except Wrong as exc:
-            report.failures.append(f"{spec.name}, life {life}, seed {seed}: {exc}")
-            break
-    shutil.rmtree(aside, ignore_errors=True)
-
-
-def _open_and_stop(spec: Spec, path: Path, aside: Path, at: int) -> None:
-    """Begin to recover; stop in the middle of it or just after."""
-
-    def life(pipe: int) -> None:
-        with saying(pipe).failures():
-            disk = PowerDisk(aside, at)
-            open_store(spec, path, disk, index=False)
-            disk.end()
-
-    pid, pipe = in_child(life)
-    lines = read_lines(pipe, lambda _: None, pid)
-    outcome(lines, new_ledger(spec), ())
-
-
-def _since_flush(lines: Sequence[str], state: Ledger, ops: Sequence[Op]) -> tuple[list[Ledger], str]:
-    """Return the states that a power cut may leave, the newest first, and what was under way."""
-    last, op, where = outcome(lines, state, ops)
-    states = candidates(last, op)
-    done = states[0]
-    opened = [number for number, line in enumerate(lines) if line.startswith("open")]
-    acked = sum(line.startswith("ack") for line in lines)
-    if opened:
-        start, _, _ = outcome(lines[: opened[0] + 1], state, ops)
-        then, floor = start.copy(), 0
-        for count, op in enumerate(ops[:acked]):
-            lasting = op.kind == "flush" or then.copy().retire_for(op)
-            then.apply(op)
-            floor = count + 1 if lasting else floor
-        older = []
-        for count, op in enumerate(ops[:acked]):
-            if count >= floor:
-                older.append(start.copy())
-            start.apply(op)
-        states += reversed(older)
-    for then in states:
-        # Priorities have no promise before a flush, and may be ahead of the rows.
-        for i, held in then.priorities.items():
-            then.priorities[i] = sorted({*held, *done.priorities.get(i, ())})
-        then.max_priorities = sorted({*then.max_priorities, *done.max_priorities, *state.max_priorities})
-    return states, where
+            return ask_child(lambda: work(at))
+        finally:
+            shutil.rmtree(at)

@@ -39,6 +39,11 @@ def test_every_gap(harness: Harness, capsys: pytest.CaptureFixture[str]) -> None
     _judge(report, capsys)
 
 
-def test_a_thousand_power_cuts(harness: Harness, capsys: pytest.CaptureFixture[str]) -> None:
-    report = harness([["power", "--cuts", "1000", "--seed", SEED]])["power"]
+def test_twenty_thousand_power_cuts(harness: Harness, capsys: pytest.CaptureFixture[str]) -> None:
+    """LOG=... names a file from which a run that was interrupted goes on."""
+    log = ["--log", os.environ["LOG"]] if "LOG" in os.environ else []
+    report = harness([["power", "--cuts", "20000", "--free", "0.3", "--seed", SEED, *log]])["power"]
     _judge(report, capsys)
+    assert report["kills"] >= 20_000
+    assert report["lost"] * 6 >= report["kills"]
+    assert report["inside"]["recovery"] * 5 >= report["kills"]
