@@ -14,7 +14,7 @@ from expstore.samplers.base import Sampler
 from expstore.schema import Schema
 from expstore.storages.folder import FolderStorage
 from expstore.storages.follower import FollowerStorage
-from expstore.storages.settings import Mode, Settings
+from expstore.storages.settings import Durability, Mode, Settings
 from expstore.storages.zarr import ZarrStorage
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ def open(
     done_keys: Sequence[str | tuple[str, ...]] | None = None,
     reward_key: str | tuple[str, ...] | None = None,
     meta: dict[str, Any] | None = None,
+    durability: Durability = "process",
     device: torch.device | str | None = None,
 ) -> TensorDictReplayBuffer:
     """Open the store in a folder, or make one.
@@ -59,6 +60,10 @@ def open(
         done_keys: Fields that end an episode; found by TorchRL's names by default.
         reward_key: Field that is summed up to an episode's return; ("next", "reward") by default.
         meta: Your own facts, for a new store; what JSON can keep.
+        durability: What an `extend` or `add` that returned survives: with "process" the end of the
+            process at once and of the machine after the next sync (about a second, or `flush`); with
+            "sync" a power cut, for one fsync per call (several above 1 MiB). Not stored. `rb[i] =` and
+            `empty` survive it either way; priorities and draws need a `flush` either way.
         device: Where batches are handed out.
 
     Returns:
@@ -87,6 +92,7 @@ def open(
         meta=meta,
         flatten=True,
         schema=schema,
+        durability=durability,
     )
     kept: FolderStorage
     if mode == "r":

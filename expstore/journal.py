@@ -24,6 +24,8 @@ __all__ = ["Journal", "Kind", "Record", "read_journal", "settle_journal"]
 
 ALIGN = 64
 SEGMENT_BYTES = 4 << 20
+#: Where every record is synced before the next one: longer, because beginning a segment costs three syncs.
+SYNC_SEGMENT_BYTES = 64 << 20
 
 # length of the body, crc32c, salt, sequence, kind; 7 bytes zero.
 _HEADER = struct.Struct("<IIQQB7x")
@@ -164,7 +166,7 @@ def settle_journal(disk: Disk, folder: Path) -> None:
     """
     for name in disk.names(folder):
         if name.isdigit():
-            data = disk.read_whole(folder / name)
+            data = disk.read_whole(folder / name).rstrip(b"\0")  # a segment is longer than its records
             file = disk.open(folder / name)
             try:
                 file.write(data, 0)
@@ -208,6 +210,7 @@ class Journal:
         self._number = max((int(n) for n in disk.names(folder) if n.isdigit()), default=0)
         self._file: File | None = None
         self._older: list[File] = []
+        self._fresh = True  # older segments, or the newest one's name, may not be on the disk yet
         self._room = 0
         self._at = 0
         self._salt = 0
@@ -240,6 +243,7 @@ class Journal:
         if self._file is not None:
             self._older.append(self._file)
         self._file, self._room, self._at, self._salt = file, size, len(frame), salt
+        self._fresh = True
         self.sequence += 1
 
     def fits(self, size: int) -> bool:
@@ -263,6 +267,15 @@ class Journal:
     def sync_files(self) -> list[File]:
         """Return the files whose bytes make up the records appended so far."""
         return [*self._older, *([self._file] if self._file else [])]
+
+    def unsettled(self) -> tuple[list[File], list[Path]]:
+        """Return what must be synced for the newest record to last: mostly one file."""
+        files = self.sync_files()
+        return (files, [self._folder]) if self._fresh else (files[-1:], [])
+
+    def settle(self) -> None:
+        """Be told that all of `unsettled` was synced, with no record between."""
+        self._fresh = False
 
     @property
     def folder(self) -> Path:

@@ -43,6 +43,10 @@ class Rules:
     mark_before_journal_fsync: bool = False  # the same, before the journal is synced
     mark_without_fsync: bool = False  # slots are released before the mark itself is durable
     note_after_fsync: bool = False  # the mark covers the last record at the time of its own appending
+    # durability="sync"
+    sync_mode_without_fsync: bool = False  # the call returns before its record is durable
+    sync_mode_newest_only: bool = False  # after a rotation, only the newest segment is synced
+    sync_mode_record_before_rows: bool = False  # the record is durable, rows that do not ride in it are not
     # redo
     redo_without_sync: bool = False  # rows are changed whose publish record no mark covers
     redo_without_fsync: bool = False  # columns are changed before the redo record is durable

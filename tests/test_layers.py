@@ -82,6 +82,10 @@ ALLOWED_SIDEWAYS: tuple[tuple[str, str], ...] = (
     ("storages.checksums", "storages.columns"),
     ("storages.journaled", "storages.folder"),
     ("storages.journaled", "storages.keeper"),
+    ("storages.journaled", "storages.synced"),
+    ("storages.synced", "storages.folder"),
+    ("storages.synced", "storages.keeper"),
+    ("storages.synced", "storages.records"),
     ("storages.journaled", "storages.records"),
     ("storages.journaled", "storages.recovery"),
     ("storages.journaled", "storages.settings"),
@@ -90,6 +94,7 @@ ALLOWED_SIDEWAYS: tuple[tuple[str, str], ...] = (
     ("storages.zarr", "storages.folder"),
     ("storages.zarr", "storages.journaled"),
     ("storages.zarr", "storages.recovery"),
+    ("storages.zarr", "storages.synced"),
     ("storages.zarr", "storages.tail"),
     # the HTTP layer and the shipped tests are small trees of their own
     ("api*", "api*"),

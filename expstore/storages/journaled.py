@@ -7,35 +7,32 @@ of the past is in `recovery`. It never looks at values.
 from __future__ import annotations
 
 import contextlib
-import logging
-import threading
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from expstore.episodelog import EpisodeLog, LogEntry
 from expstore.episodes import EpisodeTable
-from expstore.errors import CorruptionError, ExpStoreError, StateError, StorageError
+from expstore.errors import CorruptionError, ExpStoreError, StateError
 from expstore.files import Disk, File
-from expstore.journal import SEGMENT_BYTES, Journal, Kind, read_journal, settle_journal
+from expstore.journal import SEGMENT_BYTES, SYNC_SEGMENT_BYTES, Journal, Kind, read_journal, settle_journal
 from expstore.state import StatePage
-from expstore.storages.base import CatalogLike, Rows
-from expstore.storages.folder import JOURNAL, LOG, REDO, STATE, FolderStorage
+from expstore.storages.base import Rows
+from expstore.storages.folder import JOURNAL, LOG, REDO, STATE
 from expstore.storages.keeper import Keeper
-from expstore.storages.records import Mark, Publish, Redo, shelve_body
+from expstore.storages.records import Publish, Redo, shelve_body
 from expstore.storages.recovery import Past, describe_past, read_past, take_over
 from expstore.storages.settings import Settings, enter
+from expstore.storages.synced import SyncedStorage
 from expstore.types import Array, IntArray, Window
 
 __all__ = ["JournaledStorage"]
 
-_logger = logging.getLogger("expstore")
 
-
-class JournaledStorage(FolderStorage):
+class JournaledStorage(SyncedStorage):
     """Publish rows in a journal.
 
     Crashes: what `write` published survives the process at once, and the machine after the next `sync`.
@@ -47,7 +44,7 @@ class JournaledStorage(FolderStorage):
         capacity: Most readable rows; None: as stored, unbounded for a new store.
         settings: Everything else; see `expstore.open`.
         disk: Where files are touched.
-        segment_bytes: Length of a journal segment.
+        segment_bytes: Length of a journal segment; None: 4 MiB, or 64 MiB where records carry their rows.
     """
 
     def __init__(
@@ -57,19 +54,15 @@ class JournaledStorage(FolderStorage):
         *,
         settings: Settings | None = None,
         disk: Disk | None = None,
-        segment_bytes: int = SEGMENT_BYTES,
+        segment_bytes: int | None = None,
     ) -> None:
-        path, disk = Path(path), disk or Disk()
-        self._segment_bytes = segment_bytes
-        self._lock_file, manifest = enter(disk, path, capacity, settings or Settings())
-        super().__init__(path, manifest, disk)
+        path, disk, settings = Path(path), disk or Disk(), settings or Settings()
+        durable = settings.durability == "sync"
+        self._segment_bytes = segment_bytes or (SYNC_SEGMENT_BYTES if durable else SEGMENT_BYTES)
+        self._lock_file, manifest = enter(disk, path, capacity, settings)
+        super().__init__(path, manifest, disk, durable=durable)
         self.index_path = self.path / "index.duckdb"
-        self._catalog: CatalogLike | None = None
-        self._sync_lock = threading.Lock()
-        self._failure: ExpStoreError | None = None
         self._payload = b""
-        self._half: int | None = None  # the last record before a change whose bytes are not all written
-        self._unsure = False
         self._begin()
         self._pool = ThreadPoolExecutor(8, thread_name_prefix="expstore-sync")
         self._uuid = bytes.fromhex(self.manifest.uuid)
@@ -224,6 +217,8 @@ class JournaledStorage(FolderStorage):
         with self.episode_lock:
             try:
                 sequence = self._append(Kind.PUBLISH, body)
+                if self.durable:
+                    self._settle_record()
                 entries = self.episodes.commit(
                     assignment.segments,
                     assignment.sources,
@@ -243,88 +238,6 @@ class JournaledStorage(FolderStorage):
         if rows.count > self.spare:
             self.sync()  # it has cost rows that were on the disk
 
-    def _append(self, kind: Kind, body: bytes) -> int:
-        """Append a record, in a new segment if this one is full. The journal lock is held."""
-        if not self._journal.fits(len(body)):
-            self._journal.start_segment(self._base(opening=False), room=len(body))
-            self._keeper.hurry()
-        return self._journal.append(kind, body)
-
-    # -- sync ------------------------------------------------------------------------------------
-
-    def sync(self) -> None:
-        """Bring everything that was published, and priorities and draws, to the disk.
-
-        Raises:
-            StorageError: The disk failed; the store must be opened again.
-        """
-        self._sync(None)
-
-    def _sync(self, enough: Callable[[], bool] | None) -> None:
-        with self._sync_lock:
-            if self._closed or (enough is not None and enough()):
-                return
-            if self._failure is not None:
-                raise self._refusal()
-            try:
-                self._sync_now()
-            except (StorageError, StateError) as exc:
-                # After a failed fsync the page cache may call lost bytes clean: never try again.
-                self._failure = exc
-                raise
-            self.counters.syncs += 1
-
-    def _sync_now(self) -> None:
-        """Run the sync of PROTOCOL: columns, journal, mark, journal."""
-        self.flush_priorities()
-        with self.episode_lock:
-            if self._unsure:
-                return  # the journal may hold rows of which memory does not know
-            self.drain()
-            self._log.flush()
-            journal = self._journal
-            half = self._half
-            mark = Mark(
-                sequence=journal.sequence if half is None else half,
-                last_id=self.last,
-                log_length=self._log.length,
-                draw=self._draw,
-                write_count=self.write_count,
-                max_priority=self.max_priority,
-            )
-            files, folders = self._unsynced_columns()
-            if self._log.dirty:
-                files.add(self._log.file)
-                self._log.dirty = False
-            segments = journal.sync_files()
-            rotated = journal.rotated
-        if not files and self._marked == (mark.sequence, mark.draw) and not rotated:
-            return
-        self._sum_columns(mark.sequence)
-        self.disk.sync_all(files, folders, self._pool)
-        self.disk.sync_all(segments, [journal.folder] if rotated else [], None)
-        with self.episode_lock:
-            self._append(Kind.MARK, mark.pack())
-            sequence = journal.sequence
-            after = journal.sync_files()
-        # All of them: if the mark began a segment, the one before it must not lose its end.
-        self.disk.sync_all(after, [journal.folder] if len(after) > 1 else [], None)
-        self._synced = mark.last_id
-        self._marked = (sequence, mark.draw) if sequence == mark.sequence + 1 else (-1, -1)
-        if rotated and half is None:
-            self._cut(segments[-1])
-
-    def _cut(self, keep: File) -> None:
-        """Remove the journal's segments before `keep`: all they say is on the disk, and in the index."""
-        try:
-            if self._catalog is not None:
-                self._catalog.catch_up()
-        except ExpStoreError as exc:
-            # The index is derived: one that has missed segments is built anew when it is next asked.
-            _logger.warning("the index is behind: %s", exc)
-        with self.episode_lock:
-            self._journal.cut(keep)
-
     # -- change, retire, forget ------------------------------------------------------------------
 
     def _record_change(self, ids: IntArray, places: Sequence[int], columns: Sequence[Array]) -> None:
@@ -336,12 +249,8 @@ class JournaledStorage(FolderStorage):
         with self._sync_lock:  # a cut would close segments under this sync
             with self.episode_lock:
                 self._half = self._append(Kind.REDO, body) - 1
-                segments = self._journal.sync_files()
-            try:
-                self.disk.sync_all(segments, [self._journal.folder] if len(segments) > 1 else [], None)
-            except StorageError as exc:
-                self._failure = exc
-                raise
+                files, folders = self._journal.unsettled()
+            self._sync_journal(files, folders)
 
     def retire(self, through: int) -> None:
         """Give up the rows with ids <= `through`, for good; on the disk when this returns."""
@@ -365,10 +274,6 @@ class JournaledStorage(FolderStorage):
         """Return every entry of episodes.log in order."""
         return self._log.read()
 
-    def use_catalog(self, catalog: CatalogLike) -> None:
-        """Hand changes to the index before they are forgotten."""
-        self._catalog = catalog
-
     @property
     def can_write(self) -> bool:
         """Whether the storage is open for writing and sound."""
@@ -379,6 +284,7 @@ class JournaledStorage(FolderStorage):
         """Return path, generation, and what waits for the disk."""
         return {
             "path": str(self.path),
+            "durability": "sync" if self.durable else "process",
             "generation": self.manifest.generation,
             "unsynced_rows": self.last - self._synced,
             "fsyncs": self.disk.syncs,
@@ -406,17 +312,6 @@ class JournaledStorage(FolderStorage):
                     with self.changing():
                         self._open(first=False)
                     self._unsure = False
-
-    def _refusal(self) -> StateError:
-        return StateError(
-            f"{self.path} can no longer be written: {self._failure}",
-            kind="poisoned",
-            hint="close it and open it again",
-        )
-
-    def note_interruption(self) -> None:
-        """Note that memory may lag behind the journal."""
-        self._unsure = True
 
     def _note_draw(self, draw: int) -> None:
         if self._lock_file.held:  # a forked child shares the page
@@ -467,22 +362,6 @@ class JournaledStorage(FolderStorage):
     @abstractmethod
     def _settle_columns(self, past: Past) -> tuple[set[File], set[Path]]:
         """Write rows after the mark again; return the files and folders to be synced."""
-
-    @abstractmethod
-    def _unsynced_columns(self) -> tuple[set[File], set[Path]]:
-        """Return, once, what holds bytes that no mark covers; the episode lock is held."""
-
-    @abstractmethod
-    def _sum_columns(self, sequence: int) -> None:
-        """Write checksums of what `_unsynced_columns` returned; `sequence` is that of the mark to come."""
-
-    @abstractmethod
-    def flush_priorities(self) -> None:
-        """Write priorities that have changed, and rows that were kept back."""
-
-    @abstractmethod
-    def drain(self) -> None:
-        """Write rows that were kept back to the columns."""
 
     @abstractmethod
     def _close_columns(self) -> None:

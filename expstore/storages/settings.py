@@ -28,6 +28,7 @@ from expstore.types import Key, to_key
 __all__ = ["Settings", "enter", "look_up"]
 
 Mode = Literal["a", "r", "x", "w"]
+Durability = Literal["process", "sync"]
 KeyLike = str | tuple[str, ...]
 
 #: What a folder may hold in which a store is only being made.
@@ -36,7 +37,10 @@ _BEGINNINGS = {"LOCK", "STATE", "journal", "episodes.log", "PROBE.tmp", MANIFEST
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Hold what `expstore.open` was asked for; None: as stored, or the default for a new store."""
+    """Hold what `expstore.open` was asked for; None: as stored, or the default for a new store.
+
+    `mode` and `durability` are this handle's and are not stored.
+    """
 
     mode: Mode = "a"
     storage: str | None = None
@@ -47,6 +51,7 @@ class Settings:
     meta: dict[str, Any] | None = None
     flatten: bool = False
     schema: Schema | None = None
+    durability: Durability = "process"
 
 
 def enter(disk: Disk, path: Path, capacity: int | None, settings: Settings) -> tuple[WriterLock, Manifest]:
@@ -58,6 +63,8 @@ def enter(disk: Disk, path: Path, capacity: int | None, settings: Settings) -> t
     """
     if settings.mode not in ("a", "x", "w"):
         raise ValueError(f"mode {settings.mode!r} is unknown; use 'a', 'x' or 'w', or 'r' to read only")
+    if settings.durability not in ("process", "sync"):
+        raise ValueError(f"durability {settings.durability!r} is unknown; use 'process' or 'sync'")
     capacity, settings = _plain(capacity, settings)
     if capacity is not None and capacity < 1:
         raise ValueError(f"capacity must be at least 1, got {capacity}")

@@ -26,6 +26,7 @@ from expstore.storages.columns import ColumnGroup
 from expstore.storages.folder import COLUMNS
 from expstore.storages.journaled import JournaledStorage
 from expstore.storages.recovery import Past, reach
+from expstore.storages.synced import RIDING_BYTES
 from expstore.storages.tail import TAIL_BYTES, TAIL_ROWS, Tail
 from expstore.types import Array, IntArray
 
@@ -46,7 +47,7 @@ class ZarrStorage(JournaledStorage):
         capacity: Most readable rows; None: as stored, unbounded for a new store.
         settings: Everything else; see `expstore.open`.
         disk: Where files are touched.
-        segment_bytes: Length of a journal segment.
+        segment_bytes: Length of a journal segment; None: 4 MiB, or 64 MiB where records carry their rows.
 
     Raises:
         LockedError: Another buffer has it open.
@@ -205,7 +206,24 @@ class ZarrStorage(JournaledStorage):
         with self._priority_lock:  # a page of older priorities must not be written after these
             self._fill_priorities(first, written)
             self._grow_pages()
-            return columns.write(self.pieces(first, written), arrays)
+            crc = columns.write(self.pieces(first, written), arrays)
+        if self.durable:
+            self._make_durable(rows, arrays)
+        return crc
+
+    def _make_durable(self, rows: Rows, arrays: Sequence[Array]) -> None:
+        """Let the publish record carry the rows, or sync them if they are many: it is synced after them."""
+        count = arrays[0].shape[0]
+        group = self.columns
+        if (
+            group is not None
+            and count == rows.count <= self.spare
+            and count * group.row_bytes <= RIDING_BYTES
+        ):
+            self._payload = b"".join([array.tobytes() for array in arrays[:-1]])
+        elif group is not None:
+            runs = self.pieces(rows.first_id + rows.count - count, count)
+            self._settle_rows(lambda: (group.files_of(runs), self._take_new_folders()))
 
     def _put_in_tail(self, rows: Rows) -> int:
         """Keep few rows back: their publish record will carry their bytes."""
@@ -252,11 +270,14 @@ class ZarrStorage(JournaledStorage):
             self._due |= blocks_of(pieces)
         if self._due and self.checksums is not None:
             files.add(self.checksums.file)
+        return files, self._take_new_folders()
+
+    def _take_new_folders(self) -> set[Path]:
         folders: set[Path] = set()
-        new = self.columns.new_folders  # the writer may be adding to it
-        while new:
+        new = self.columns.new_folders if self.columns is not None else set()
+        while new:  # the writer may be adding to it
             folders.add(new.pop())
-        return files, folders
+        return folders
 
     def _sum_columns(self, sequence: int) -> None:
         """Sum what is about to be synced.

@@ -84,6 +84,11 @@ def break_marks() -> None:
     JournaledStorage._half = property(lambda self: None, lambda self, value: None)  # type: ignore[assignment]
 
 
+def break_sync_mode() -> None:
+    """With durability="sync" a call returns before its record is on the disk."""
+    JournaledStorage._settle_record = lambda self: None  # type: ignore[method-assign]
+
+
 #: Fault -> what puts it in.
 BREAKS: dict[str, Callable[[], None]] = {
     "journal first": break_journal_first,
@@ -92,6 +97,7 @@ BREAKS: dict[str, Callable[[], None]] = {
     "mark without sync": break_sync,
     "recovery without sync": break_recovery,
     "mark over half a change": break_marks,
+    "sync mode without sync": break_sync_mode,
 }
 
 

@@ -74,7 +74,7 @@ def open_store(
     spec: Spec, path: Path, disk: Disk | None = None, *, index: bool = True
 ) -> TensorDictReplayBuffer:
     """Open a store as the spec says; without an index unless somebody asks for one."""
-    settings = Settings(flatten=True, seed=SEED)
+    settings = Settings(flatten=True, seed=SEED, durability=spec.durability)
     kept = ZarrStorage(
         path, spec.capacity, settings=settings, disk=disk or KillingDisk(), segment_bytes=spec.segment_bytes
     )

@@ -151,6 +151,9 @@ TEETH = {
     ),
     "mark without sync": Tooth("mark without sync", lambda at: power_cuts(360, 1, at, stop=True)),
     "mark over half a change": Tooth("mark over half a change", lambda at: power_cuts(360, 1, at, stop=True)),
+    "sync mode without sync": Tooth(
+        "sync mode without sync", lambda at: power_cuts(120, 1, at, names=["synced"], stop=True)
+    ),
     "recovery without sync": Tooth("recovery without sync", lambda at: power_cuts(360, 1, at, stop=True)),
 }
 

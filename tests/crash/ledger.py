@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 import torch
@@ -39,6 +40,7 @@ class Spec:
     shard_rows: int = 1 << 20
     overlong: bool = True  # batches longer than the spare, and than the ring, are among them
     lean: bool = False  # three fields only
+    durability: Literal["process", "sync"] = "process"
 
 
 @dataclass(frozen=True)

@@ -52,6 +52,7 @@ POWER_SPECS = {
         Spec("deep", 20, 60, frame=64, segment_bytes=4096, longest=30, overlong=False, lean=True),
         Spec("filed", 60, 20, frame=64, segment_bytes=4096, longest=20, redo_bytes=1, lean=True),
         Spec("wide", 60, 20, frame=3000, segment_bytes=4096, longest=30),
+        Spec("synced", 60, 20, frame=64, segment_bytes=4096, longest=20, durability="sync"),
         Spec("endless", None, 500, frame=64, segment_bytes=8192, shard_rows=4096, longest=700, lean=True),
     )
 }
@@ -217,23 +218,28 @@ class _History:
             then = self._ledgers[-1].copy()
             then.apply(op)
             self._ledgers.append(then)
-        self._acked = self._floor = 0
+        self._acked = self._floor = self._drawn = 0
 
     def hear(self, word: str) -> None:
         """Take a word of the child."""
         self.where = word
         if word == "open":
             self.opened, self.newest = True, self._ledgers[0]
+            self._drawn = self.newest.draw
         elif word == "ack":
             op, before = self._job.ops[self._acked], self._ledgers[self._acked]
             self._acked += 1
             self.newest = self._ledgers[self._acked]
-            if op.kind in ("flush", "change", "empty") or before.copy().retire_for(op):
+            lasting = op.kind in ("flush", "change", "empty") or before.copy().retire_for(op)
+            if lasting or (op.kind == "extend" and self._job.spec.durability == "sync"):
                 self._floor = self._acked
+            if op.kind in ("flush", "extend") and self._floor == self._acked:
+                self._drawn = before.draw
         elif word.startswith("floor "):
             self._floor = max(self._floor, int(word[6:]))
+            self._drawn = max(self._drawn, self._ledgers[self._floor].draw)
         elif word == "closed":
-            self._floor = self._acked
+            self._floor, self._drawn = self._acked, self.newest.draw
 
     def states(self) -> list[Ledger]:
         """Return the states that a power cut may leave, the newest first."""
@@ -242,6 +248,10 @@ class _History:
         op = self._job.ops[self._acked] if self.where == "about" or self._in_call else None
         states = candidates(self.newest.copy(), op)
         states += [then.copy() for then in self._ledgers[self._floor : self._acked][::-1]]
+        if self._drawn < states[-1].draw:
+            # Changing rows or forgetting them says nothing of how many batches were drawn.
+            states.append(states[-1].copy())
+            states[-1].draw = self._drawn
         for then in states:
             # Priorities have no promise before a flush, and may be ahead of the rows.
             for i, held in then.priorities.items():

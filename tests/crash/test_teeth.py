@@ -40,6 +40,7 @@ def test_kills_find(reports: Reports, fault: str) -> None:
         "mark without sync",
         "mark over half a change",
         "recovery without sync",
+        "sync mode without sync",
     ],
 )
 def test_power_cuts_find(reports: Reports, fault: str) -> None:

@@ -1,0 +1,215 @@
+"""How records and rows get to the disk: append, sync, mark, cut, and what a failed sync leaves.
+
+The part of a storage on disk that counts fsyncs: `journaled` appends through it and opens and closes
+what it syncs. It never decides what is published, and never reads a row.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from abc import abstractmethod
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from expstore.episodelog import EpisodeLog
+from expstore.errors import ExpStoreError, StateError, StorageError
+from expstore.files import Disk, File
+from expstore.journal import Journal, Kind
+from expstore.manifest import Manifest
+from expstore.storages.base import CatalogLike
+from expstore.storages.folder import FolderStorage
+from expstore.storages.keeper import Keeper
+from expstore.storages.records import Mark
+
+__all__ = ["RIDING_BYTES", "SyncedStorage"]
+
+_logger = logging.getLogger("expstore")
+#: With durability="sync" the rows of a batch up to this many bytes ride in its publish record.
+RIDING_BYTES = 1 << 20
+
+
+class SyncedStorage(FolderStorage):
+    """Append records and bring them to the disk, and the columns with them.
+
+    Threads: as `Storage`; any thread may sync. Crashes: what a mark covers is on the disk. A failed
+    fsync poisons the handle: the page cache may call lost bytes clean, so it is never tried again.
+
+    Args:
+        path: The store's folder.
+        manifest: What its expstore.json says.
+        disk: Where files are touched.
+        durable: Whether a publish record is on the disk before its rows can be read.
+    """
+
+    _journal: Journal
+    _log: EpisodeLog
+    _keeper: Keeper
+    _pool: ThreadPoolExecutor
+
+    def __init__(self, path: Path, manifest: Manifest, disk: Disk, *, durable: bool) -> None:
+        super().__init__(path, manifest, disk)
+        self.durable = durable
+        self._catalog: CatalogLike | None = None
+        self._sync_lock = threading.Lock()
+        self._journal_lock = threading.Lock()
+        self._failure: ExpStoreError | None = None
+        self._half: int | None = None  # the last record before a change whose bytes are not all written
+        self._unsure = False
+        self._synced = 0
+        self._marked = (-1, -1)
+
+    def _append(self, kind: Kind, body: bytes) -> int:
+        """Append a record, in a new segment if this one is full. The episode lock is held."""
+        if not self._journal.fits(len(body)):
+            self._journal.start_segment(self._base(opening=False), room=len(body))
+            self._keeper.hurry()
+        return self._journal.append(kind, body)
+
+    def use_catalog(self, catalog: CatalogLike) -> None:
+        """Hand changes to the index before they are forgotten."""
+        self._catalog = catalog
+
+    # -- one act at a time -----------------------------------------------------------------------
+
+    def _settle_record(self) -> None:
+        """Bring the journal to the disk up to the record just appended; the episode lock is held.
+
+        It stays held meanwhile, so that no mark covers a record of which memory does not know.
+        """
+        files, folders = self._journal.unsettled()
+        self._sync_journal(files, folders)
+        self._journal.settle()
+
+    def _settle_rows(self, collect: Callable[[], tuple[Iterable[File], Iterable[Path]]]) -> None:
+        """Bring files and folders with new rows to the disk, before the record that publishes them."""
+        with self._sync_lock:  # of two threads that sync a file at once only one is told of a failure
+            if self._failure is not None:
+                raise self._refusal()
+            try:
+                self.disk.sync_all(*collect(), self._pool)
+            except StorageError as exc:
+                self._failure = exc
+                raise
+
+    def _sync_journal(self, files: Iterable[File], folders: Iterable[Path]) -> None:
+        """Sync segments, one thread at a time: only one would be told of a failure."""
+        with self._journal_lock:
+            if self._failure is not None:
+                raise self._refusal()
+            try:
+                self.disk.sync_all(files, folders, None)
+            except StorageError as exc:
+                self._failure = exc
+                raise
+
+    # -- sync ------------------------------------------------------------------------------------
+
+    def sync(self) -> None:
+        """Bring everything that was published, and priorities and draws, to the disk.
+
+        Raises:
+            StorageError: The disk failed; the store must be opened again.
+        """
+        self._sync(None)
+
+    def _sync(self, enough: Callable[[], bool] | None) -> None:
+        with self._sync_lock:
+            if self._closed or (enough is not None and enough()):
+                return
+            if self._failure is not None:
+                raise self._refusal()
+            try:
+                self._sync_now()
+            except (StorageError, StateError) as exc:
+                # After a failed fsync the page cache may call lost bytes clean: never try again.
+                self._failure = self._failure or exc
+                raise
+            self.counters.syncs += 1
+
+    def _sync_now(self) -> None:
+        """Run the sync of PROTOCOL: columns, journal, mark, journal."""
+        self.flush_priorities()
+        with self.episode_lock:
+            if self._unsure:
+                return  # the journal may hold rows of which memory does not know
+            self.drain()
+            self._log.flush()
+            journal = self._journal
+            half = self._half
+            mark = Mark(
+                sequence=journal.sequence if half is None else half,
+                last_id=self.last,
+                log_length=self._log.length,
+                draw=self._draw,
+                write_count=self.write_count,
+                max_priority=self.max_priority,
+            )
+            files, folders = self._unsynced_columns()
+            if self._log.dirty:
+                files.add(self._log.file)
+                self._log.dirty = False
+            segments = journal.sync_files()
+            rotated = journal.rotated
+        if not files and self._marked == (mark.sequence, mark.draw) and not rotated:
+            return
+        self._sum_columns(mark.sequence)
+        self.disk.sync_all(files, folders, self._pool)
+        self._sync_journal(segments, [journal.folder] if rotated else [])
+        with self.episode_lock:
+            self._append(Kind.MARK, mark.pack())
+            sequence = journal.sequence
+            after = journal.sync_files()
+        # All of them: if the mark began a segment, the one before it must not lose its end.
+        self._sync_journal(after, [journal.folder] if len(after) > 1 else [])
+        self._synced = mark.last_id
+        self._marked = (sequence, mark.draw) if sequence == mark.sequence + 1 else (-1, -1)
+        if rotated and half is None:
+            self._cut(segments[-1])
+
+    def _cut(self, keep: File) -> None:
+        """Remove the journal's segments before `keep`: all they say is on the disk, and in the index."""
+        try:
+            if self._catalog is not None:
+                self._catalog.catch_up()
+        except ExpStoreError as exc:
+            # The index is derived: one that has missed segments is built anew when it is next asked.
+            _logger.warning("the index is behind: %s", exc)
+        with self.episode_lock:
+            self._journal.cut(keep)
+
+    # -- what a failure leaves -------------------------------------------------------------------
+
+    def _refusal(self) -> StateError:
+        return StateError(
+            f"{self.path} can no longer be written: {self._failure}",
+            kind="poisoned",
+            hint="close it and open it again",
+        )
+
+    def note_interruption(self) -> None:
+        """Note that memory may lag behind the journal."""
+        self._unsure = True
+
+    # -- what the columns and the journal's owner supply -------------------------------------------
+
+    @abstractmethod
+    def _base(self, *, opening: bool) -> dict[str, object]:
+        """Return what a base record keeps."""
+
+    @abstractmethod
+    def _unsynced_columns(self) -> tuple[set[File], set[Path]]:
+        """Return, once, what holds bytes that no mark covers; the episode lock is held."""
+
+    @abstractmethod
+    def _sum_columns(self, sequence: int) -> None:
+        """Write checksums of what `_unsynced_columns` returned; `sequence` is that of the mark to come."""
+
+    @abstractmethod
+    def flush_priorities(self) -> None:
+        """Write priorities that have changed, and rows that were kept back."""
+
+    @abstractmethod
+    def drain(self) -> None:
+        """Write rows that were kept back to the columns."""
