@@ -19,7 +19,7 @@ from expstore.schema import Schema
 from expstore.storages.base import Keys
 from expstore.types import Array, IntArray, Key, key_name
 
-__all__ = ["Batch", "Builder", "StepReader", "flatten"]
+__all__ = ["Batch", "Builder", "Intake", "StepReader", "flatten"]
 
 _NAMES = {getattr(torch, name): name for name in (
     "bool", "uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64",
@@ -38,6 +38,7 @@ class Batch:
         count: How many rows.
         lanes: Lane of each row; None: one lane.
         lane_count: How many lanes.
+        arranged: The columns are those of the schema, checked; keys and dtypes are left out.
     """
 
     keys: list[Key]
@@ -46,6 +47,7 @@ class Batch:
     count: int
     lanes: IntArray | None = None
     lane_count: int = 1
+    arranged: bool = False
 
     def signature(self) -> dict[Key, tuple[str, tuple[int, ...]]]:
         """Return key -> (dtype, row shape)."""
@@ -53,6 +55,14 @@ class Batch:
             key: (dtype, array.shape[1:])
             for key, dtype, array in zip(self.keys, self.dtypes, self.arrays, strict=True)
         }
+
+    def columns(self, schema: Schema) -> list[Array]:
+        """Return one array per field, in the schema's order.
+
+        Raises:
+            SchemaError: The batch does not fit.
+        """
+        return self.arrays if self.arranged else schema.arrange(self.keys, self.dtypes, self.arrays)
 
     def keep(self, rows: Array) -> Batch:
         """Return the batch without the rows where `rows` is False; its columns are left out."""
@@ -150,6 +160,54 @@ def _lanes(data: TensorDictBase, shape: tuple[int, ...]) -> tuple[IntArray, int]
     return lanes, count
 
 
+class Intake:
+    """Take TensorDicts whose keys, dtypes and shapes are just those of the schema, with few steps.
+
+    That is nearly every batch of a run; `flatten` and `Schema.arrange` do the others.
+
+    Args:
+        schema: The fields.
+    """
+
+    def __init__(self, schema: Schema) -> None:
+        tree = _Tree(schema)
+        self._parents, self._sizes = tree.parents, [0] * (len(tree.parents) + 1)
+        for parent, _ in tree.parents:
+            self._sizes[parent] += 1
+        for group, _ in tree.leaves:
+            self._sizes[group] += 1
+        self._leaves = tree.leaves
+        self._fields = schema.fields
+        self._wanted = self._wants(1)
+
+    def _wants(self, count: int) -> tuple[int, list[tuple[np.dtype[Any], tuple[int, ...]]]]:
+        return count, [(entry.numpy_dtype, (count, *entry.shape)) for entry in self._fields]
+
+    def take(self, data: TensorDictBase, *, single: bool = False) -> Batch | None:
+        """Return a batch of one lane as columns of the schema; None if it needs a closer look."""
+        if type(data) is not TensorDict or len(data.batch_size) != (0 if single else 1):
+            return None
+        count = 1 if single else data.batch_size[0]
+        tables: list[dict[str, Any]] = [data._tensordict]
+        try:
+            for parent, name in self._parents:
+                tables.append(tables[parent][name]._tensordict)
+            if [len(table) for table in tables] != self._sizes:
+                return None
+            arrays = [tables[group][name].numpy() for group, name in self._leaves]
+            if single:
+                arrays = [array[None] for array in arrays]
+            known, wanted = self._wanted
+            if known != count:
+                _, wanted = self._wanted = self._wants(count)
+            for array, (dtype, shape) in zip(arrays, wanted, strict=True):
+                if array.shape != shape or array.dtype != dtype or not array.flags.c_contiguous:
+                    return None
+        except (KeyError, AttributeError, RuntimeError, TypeError):
+            return None  # another key, a lazy stack, a tensor that needs gradients, a bfloat16
+        return Batch([], [], arrays, count, arranged=True)
+
+
 class StepReader:
     """Read out of columns what the rows are in the eyes of their collector.
 
@@ -216,6 +274,22 @@ class StepReader:
         return keep
 
 
+class _Tree:
+    """Hold how a schema's fields hang below one another, groups numbered from the root (0)."""
+
+    def __init__(self, schema: Schema) -> None:
+        groups: dict[Key, int] = {(): 0}
+        self.parents: list[tuple[int, str]] = []  # of each group but the root: its parent and name
+        self.leaves: list[tuple[int, str]] = []  # of each field: its group and name
+        for entry in schema.fields:
+            for depth in range(1, len(entry.key)):
+                path = entry.key[:depth]
+                if path not in groups:
+                    groups[path] = len(groups)
+                    self.parents.append((groups[path[:-1]], path[-1]))
+            self.leaves.append((groups[entry.key[:-1]], entry.key[-1]))
+
+
 class Builder:
     """Make TensorDicts of one schema.
 
@@ -224,16 +298,12 @@ class Builder:
     """
 
     def __init__(self, schema: Schema) -> None:
-        groups: dict[Key, int] = {(): 0}
-        self._parents: list[tuple[int, str]] = []  # of each group but the root: its parent and name
-        self._leaves: list[tuple[int, str, bool]] = []  # of each field: its group, name, bfloat16
-        for entry in schema.fields:
-            for depth in range(1, len(entry.key)):
-                path = entry.key[:depth]
-                if path not in groups:
-                    groups[path] = len(groups)
-                    self._parents.append((groups[path[:-1]], path[-1]))
-            self._leaves.append((groups[entry.key[:-1]], entry.key[-1], entry.dtype == "bfloat16"))
+        tree = _Tree(schema)
+        self._parents = tree.parents
+        self._leaves = [
+            (group, name, entry.dtype == "bfloat16")
+            for (group, name), entry in zip(tree.leaves, schema.fields, strict=True)
+        ]
 
     def build(
         self,

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from tensordict import TensorDictBase
 
-from expstore.batches import Batch, Builder, StepReader, flatten
+from expstore.batches import Batch, Builder, Intake, StepReader, flatten
 from expstore.errors import NotFoundError, NotReadyError, SchemaError, StateError
 from expstore.samplers.base import Draws, Sampler
 from expstore.samplers.random import RandomSampler
@@ -81,6 +81,7 @@ class ReplayBuffer:
         self._draws = Draws(self._storage.seed)
         self._builder: Builder | None = None
         self._reader: StepReader | None = None
+        self._intake: Intake | None = None
 
     # -- the two data paths ----------------------------------------------------------------------
 
@@ -107,7 +108,7 @@ class ReplayBuffer:
             StateError: The store is closed or cannot be written.
             StorageError: The disk failed; nothing was added.
         """
-        batch = flatten(data, all_dims=self._storage.flatten, skip=self._own_keys)
+        batch = self._flat(data)
         return torch.from_numpy(self._append(batch, source, return_ids))
 
     def _append(self, batch: Batch, source: str | None, return_ids: bool) -> IntArray:
@@ -115,7 +116,7 @@ class ReplayBuffer:
         with storage.lock:
             storage.check_writable()
             schema, reader = self._prepared(batch)
-            columns = schema.arrange(batch.keys, batch.dtypes, batch.arrays)
+            columns = batch.columns(schema)
             kept = reader.transitions(columns)
             if kept is not None:
                 batch, columns = batch.keep(kept), [column[kept] for column in columns]
@@ -183,7 +184,7 @@ class ReplayBuffer:
             data: One row: a TensorDict without batch dims.
             source: As in `extend`.
         """
-        batch = flatten(data, all_dims=self._storage.flatten, single=True, skip=self._own_keys)
+        batch = self._flat(data, single=True)
         return int(self._append(batch, source, return_ids=False)[0])
 
     def __len__(self) -> int:
@@ -232,11 +233,11 @@ class ReplayBuffer:
         with storage.lock:
             storage.check_writable()
             ids = self._ids(index)
-            batch = flatten(data, all_dims=storage.flatten, single=_is_single(index), skip=self._own_keys)
+            batch = self._flat(data, single=_is_single(index))
             if batch.count != ids.size:
                 raise SchemaError(f"{ids.size} rows are to be replaced by {batch.count}")
             schema = storage.require_schema()
-            columns = schema.arrange(batch.keys, batch.dtypes, batch.arrays)
+            columns = batch.columns(schema)
             if ids.size > 1:
                 # Of a row given twice the last value counts.
                 ids, last = np.unique(ids[::-1], return_index=True)
@@ -395,8 +396,14 @@ class ReplayBuffer:
             storage.prepare(schema, storage.resolve_keys(schema))
         schema = storage.require_schema()
         if self._reader is None:
-            self._reader = StepReader(schema, storage.keys)
+            self._reader, self._intake = StepReader(schema, storage.keys), Intake(schema)
         return schema, self._reader
+
+    def _flat(self, data: TensorDictBase, *, single: bool = False) -> Batch:
+        batch = None if self._intake is None else self._intake.take(data, single=single)
+        if batch is None:
+            return flatten(data, all_dims=self._storage.flatten, single=single, skip=self._own_keys)
+        return batch
 
     def _wanted(self, batch_size: int | None) -> int:
         size = self._batch_size if batch_size is None else batch_size

@@ -100,15 +100,25 @@ class Assignment:
 
     Args:
         segments: The batch cut into runs.
-        episodes: Episode id per row. Shape `(n,)`.
-        steps: Step per row. Shape `(n,)`.
+        numbers: Id, episode, step and time of every row. Shape `(4, n)`, C-contiguous.
         sources: Sources that are new: (number, name, named).
     """
 
     segments: list[Segment]
-    episodes: IntArray
-    steps: IntArray
+    numbers: IntArray
     sources: list[tuple[int, str, bool]] = field(default_factory=list)
+
+    @property
+    def episodes(self) -> IntArray:
+        """Episode id per row. Shape `(n,)`."""
+        episodes: IntArray = self.numbers[1]
+        return episodes
+
+    @property
+    def steps(self) -> IntArray:
+        """Step per row. Shape `(n,)`."""
+        steps: IntArray = self.numbers[2]
+        return steps
 
 
 @dataclass(slots=True)
@@ -171,11 +181,15 @@ class EpisodeTable:
 
     # -- numbering -------------------------------------------------------------------------------
 
-    def assign(self, steps: Steps, *, source: str | None, low: int = 0) -> Assignment:
+    def assign(
+        self, steps: Steps, *, source: str | None, low: int = 0, first_id: int = 1, time: int = 0
+    ) -> Assignment:
         """Decide episode and step of every row of a batch, without changing anything.
 
         Args:
             steps: The batch.
+            first_id: Id of its first row.
+            time: Of all its rows, microseconds since 1970.
             source: The user's name for this stream; None: this handle's own.
             low: The newest id that can no longer be read; a truncated episode without any other rows
                 does not go on.
@@ -207,8 +221,8 @@ class EpisodeTable:
             )
             over = status == TERMINATED or (status == TRUNCATED and trajectory is None)
             pending[key] = None if over else (episode, step + count, status)
-        episodes, step_of = _spread(segments, steps.count, order, self.kernels)
-        return Assignment(segments, episodes, step_of, new_sources)
+        numbers_of_rows = _spread(segments, steps.count, order, first_id, time, self.kernels)
+        return Assignment(segments, numbers_of_rows, new_sources)
 
     def _continued(self, key: tuple[int, int | None], low: int) -> tuple[int, int, int] | None:
         episode = self._open.get(key)
@@ -415,32 +429,34 @@ def _is_name(source: object) -> bool:
     return isinstance(source, str) and source.isprintable() and source != "" and source == source.strip()
 
 
-_NO_INTS, _NO_FLOATS = np.empty(0, np.int64), np.empty(0)
+_NO_FLAGS, _NO_INTS, _NO_FLOATS = np.empty(0, np.bool_), np.empty(0, np.int64), np.empty(0)
+#: lane, trajectory, begins an episode, row, count, stride, status, return
 _Piece = tuple[int, int | None, bool | None, int, int, int, int, float]
 
 
 def _cut_lane(steps: Steps, kernels: ModuleType) -> list[_Piece]:
     """Do as `_cut` for a batch of one lane, by a compiled loop."""
     n = steps.count
-    nothing = np.empty(0, np.bool_)
-    terminated = nothing if steps.terminated is None else np.ascontiguousarray(steps.terminated)
-    truncated = nothing if steps.truncated is None else np.ascontiguousarray(steps.truncated)
-    starts = nothing if steps.starts is None else np.ascontiguousarray(steps.starts)
-    trajectories = _NO_INTS if steps.trajectories is None else np.ascontiguousarray(steps.trajectories)
-    rewards = _NO_FLOATS if steps.rewards is None else steps.rewards.astype(np.float64)
-    firsts, sums = np.empty(n, np.int64), np.empty(n)
-    runs = kernels.find_runs(terminated, truncated, trajectories, starts, rewards, firsts, sums)
-    first = firsts[:runs].tolist()
-    pieces: list[_Piece] = []
-    for a, b, ret in zip(first, [*first[1:], n], sums[:runs].tolist(), strict=True):
-        status = OPEN
-        if steps.terminated is not None and terminated[b - 1]:
-            status = TERMINATED
-        elif steps.truncated is not None and truncated[b - 1]:
-            status = TRUNCATED
-        trajectory = None if steps.trajectories is None else int(trajectories[a])
-        pieces.append((0, trajectory, starts.size > 0 and bool(starts[a]), a, b - a, 1, status, ret))
-    return pieces
+    rewards = _NO_FLOATS if steps.rewards is None else steps.rewards
+    if rewards.dtype != np.float32:
+        rewards = rewards.astype(np.float64, copy=False)
+    table, sums = np.empty((n, 5), np.int64), np.empty(n)
+    runs = kernels.find_runs(
+        _NO_FLAGS if steps.terminated is None else np.ascontiguousarray(steps.terminated),
+        _NO_FLAGS if steps.truncated is None else np.ascontiguousarray(steps.truncated),
+        _NO_INTS if steps.trajectories is None else np.ascontiguousarray(steps.trajectories),
+        _NO_FLAGS if steps.starts is None else np.ascontiguousarray(steps.starts),
+        np.ascontiguousarray(rewards),
+        table,
+        sums,
+    )
+    named = steps.trajectories is not None
+    return [
+        (0, trajectory if named else None, start, row, count, 1, status, ret)
+        for (row, count, status, trajectory, start), ret in zip(
+            table[:runs].tolist(), sums[:runs].tolist(), strict=True
+        )
+    ]
 
 
 def _cut(steps: Steps) -> tuple[list[_Piece], IntArray | None]:
@@ -501,24 +517,27 @@ def _cut_uneven(cut: BoolArray, order: IntArray) -> None:
 
 
 def _spread(
-    segments: list[Segment], n: int, order: IntArray | None, kernels: ModuleType | None
-) -> tuple[IntArray, IntArray]:
-    if len(segments) == 1 and order is None:
-        only = segments[0]
-        if n == 1:
-            return np.array([only.episode]), np.array([only.step])
-        return np.full(n, only.episode, np.int64), np.arange(only.step, only.step + n, dtype=np.int64)
+    segments: list[Segment],
+    n: int,
+    order: IntArray | None,
+    first_id: int,
+    time: int,
+    kernels: ModuleType | None,
+) -> IntArray:
+    """Return id, episode, step and time of every row. Shape `(4, n)`."""
+    if n == 1:
+        return np.array([[first_id], [segments[0].episode], [segments[0].step], [time]])
     runs = np.array([(s.episode, s.step, s.rows) for s in segments])
+    numbers = np.empty((4, n), np.int64)
     if kernels is not None and order is None:
-        filled = np.empty((2, n), np.int64)
-        kernels.spread_runs(runs, filled[0], filled[1])
-        return filled[0], filled[1]
+        kernels.spread_runs(runs, first_id, time, numbers)
+        return numbers
     episode, start, counts = runs.T
-    episodes = np.repeat(episode, counts)
     steps = np.arange(n)
+    numbers[0] = first_id + steps
+    numbers[3] = time
     steps += np.repeat(start + counts - np.cumsum(counts), counts)
-    if order is None:
-        return episodes, steps
-    spread = np.empty((2, n), np.int64)
-    spread[0, order], spread[1, order] = episodes, steps
-    return spread[0], spread[1]
+    rows: Any = slice(None) if order is None else order
+    numbers[1, rows] = np.repeat(episode, counts)
+    numbers[2, rows] = steps
+    return numbers

@@ -63,6 +63,13 @@ _pwrite.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_lon
 _pwrite.restype = ctypes.c_ssize_t
 
 
+# A child that is forked while the compiler runs would find it half way, and crash when it compiles itself.
+_compiling = threading.Lock()
+os.register_at_fork(
+    before=_compiling.acquire, after_in_parent=_compiling.release, after_in_child=_compiling.release
+)
+
+
 def _sync_data(fd: int) -> None:
     if sys.platform == "darwin":
         fcntl.fcntl(fd, _F_FULLFSYNC)
@@ -229,7 +236,8 @@ class Disk:
             threading.Thread(target=self._load_kernel, name="expstore-warm", daemon=True).start()
 
     def _load_kernel(self) -> None:
-        from expstore import kernels  # a second of numba
+        with _compiling:
+            from expstore import kernels  # a second of numba
 
         self._kernel = kernels.write_pieces
         self.kernels = kernels

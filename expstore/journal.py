@@ -58,11 +58,15 @@ class Record:
         return json.loads(self.body)
 
 
-def _frame(salt: int, sequence: int, kind: Kind, body: bytes) -> bytes:
-    head = _HEADER.pack(len(body), 0, salt, sequence, kind)
-    crc = google_crc32c.extend(google_crc32c.value(head[:4] + head[8:]), body)
-    record = b"".join((head[:4], crc.to_bytes(4, "little"), head[8:], body))
-    return record.ljust(-(-len(record) // ALIGN) * ALIGN, b"\0")
+def _frame(salt: int, sequence: int, kind: Kind, *body: bytes) -> bytes:
+    """Return a record; its body may come in parts, which are copied once."""
+    size = sum(map(len, body))
+    head = _HEADER.pack(size, 0, salt, sequence, kind)
+    crc = google_crc32c.value(head[:4] + head[8:])
+    for part in body:
+        crc = google_crc32c.extend(crc, part)
+    padding = bytes(-(_HEADER.size + size) % ALIGN)
+    return b"".join((head[:4], crc.to_bytes(4, "little"), head[8:], *body, padding))
 
 
 def _parse(data: bytes, at: int, salt: int | None) -> tuple[Record, int, int] | None:
@@ -250,10 +254,10 @@ class Journal:
         """Say whether a record with a body of `size` bytes has room; two marks always have."""
         return self._at + _HEADER.size + size + 4 * ALIGN <= self._room
 
-    def append(self, kind: Kind, body: bytes) -> int:
-        """Append a record and return its sequence number."""
+    def append(self, kind: Kind, *body: bytes) -> int:
+        """Append a record, whose body may come in parts, and return its sequence number."""
         assert self._file is not None
-        frame = _frame(self._salt, self.sequence + 1, kind, body)
+        frame = _frame(self._salt, self.sequence + 1, kind, *body)
         self._file.write(frame, self._at)
         self.sequence += 1
         self._at += len(frame)

@@ -59,23 +59,22 @@ def sync_files(fds: Ints) -> int:
     return fds.size
 
 
-@numba.njit(
-    "int64(boolean[::1], boolean[::1], int64[::1], boolean[::1], float64[::1], int64[::1], float64[::1])",
-    cache=True,
-)
+_CUT = "int64(boolean[::1], boolean[::1], int64[::1], boolean[::1], {}[::1], int64[:, ::1], float64[::1])"
+
+
+@numba.njit([_CUT.format("float32"), _CUT.format("float64")], cache=True)
 def find_runs(
     terminated: Bools,
     truncated: Bools,
     trajectories: Ints,
     starts: Bools,
-    rewards: Floats,
-    first: Ints,
+    rewards: NDArray[Any],
+    runs: Ints,
     returns: Floats,
 ) -> int:
     """Cut the rows of one lane into runs that lie in one episode each.
 
-    Arrays that say nothing are empty. All others have one entry per row, as has `first`, whose length
-    is the number of rows.
+    Arrays that say nothing are empty. All others have one entry per row.
 
     Args:
         terminated: Rows after which an episode is over.
@@ -83,43 +82,55 @@ def find_runs(
         trajectories: Trajectory ids.
         starts: Rows that begin an episode.
         rewards: What is summed up.
-        first: Is filled with the first row of each run.
-        returns: Is filled with the sum of each run's rewards.
+        runs: Is filled with first row, rows, status (0 open, 1 terminated, 2 truncated), trajectory id
+            and whether it begins an episode. Shape `(n, 5)`.
+        returns: Is filled with the sum of each run's rewards. Shape `(n,)`.
 
     Returns:
         How many runs there are.
     """
-    runs = 0
-    for row in range(first.size):
-        cut = row == 0
-        if not cut:
-            cut = (
-                (terminated.size > 0 and terminated[row - 1])
-                or (truncated.size > 0 and truncated[row - 1])
-                or (trajectories.size > 0 and trajectories[row] != trajectories[row - 1])
-                or (starts.size > 0 and starts[row])
-            )
+    run = -1
+    status = 0
+    for row in range(runs.shape[0]):
+        cut = row == 0 or status != 0
+        if not cut and trajectories.size > 0:
+            cut = trajectories[row] != trajectories[row - 1]
+        if not cut and starts.size > 0:
+            cut = starts[row]
         if cut:
-            first[runs] = row
-            returns[runs] = 0.0
-            runs += 1
+            run += 1
+            returns[run] = 0.0
+            runs[run, 0] = row
+            runs[run, 1] = 0
+            runs[run, 3] = trajectories[row] if trajectories.size > 0 else 0
+            runs[run, 4] = starts[row] if starts.size > 0 else 0
+        status = 0
+        if terminated.size > 0 and terminated[row]:
+            status = 1
+        elif truncated.size > 0 and truncated[row]:
+            status = 2
+        runs[run, 1] += 1
+        runs[run, 2] = status
         if rewards.size > 0:
-            returns[runs - 1] += rewards[row]
-    return runs
+            returns[run] += rewards[row]
+    return run + 1
 
 
-@numba.njit("void(int64[:, ::1], int64[::1], int64[::1])", cache=True)
-def spread_runs(runs: Ints, episodes: Ints, steps: Ints) -> None:
-    """Fill in the episodes and steps of rows that lie run behind run.
+@numba.njit("void(int64[:, ::1], int64, int64, int64[:, ::1])", cache=True)
+def spread_runs(runs: Ints, first_id: int, time: int, numbers: Ints) -> None:
+    """Fill in what the rows are called that lie run behind run.
 
     Args:
         runs: Episode, first step and rows of each run. Shape `(runs, 3)`.
-        episodes: Is filled with each row's episode. Shape `(n,)`.
-        steps: Is filled with each row's step. Shape `(n,)`.
+        first_id: Id of the first row.
+        time: Of all rows.
+        numbers: Is filled with ids, episodes, steps, times. Shape `(4, n)`.
     """
     row = 0
     for run in range(runs.shape[0]):
         for i in range(runs[run, 2]):
-            episodes[row] = runs[run, 0]
-            steps[row] = runs[run, 1] + i
+            numbers[0, row] = first_id + row
+            numbers[1, row] = runs[run, 0]
+            numbers[2, row] = runs[run, 1] + i
+            numbers[3, row] = time
             row += 1

@@ -8,8 +8,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
-import numpy as np
-
 from expstore.episodes import Steps
 from expstore.storages.base import Rows, Storage, now_us
 from expstore.types import Array
@@ -41,10 +39,11 @@ class RoundRobinWriter(Writer):
 
     def place(self, storage: Storage, columns: Sequence[Array], steps: Steps, *, source: str | None) -> Rows:
         """Give every row of a batch the next ids."""
-        assignment = storage.episodes.assign(steps, source=source, low=storage.window.low)
-        first = storage.last + 1
-        ids = np.arange(first, first + steps.count, dtype=np.int64)
-        return Rows(first, steps.count, columns, assignment, now_us(), ids)
+        first, time = storage.last + 1, now_us()
+        assignment = storage.episodes.assign(
+            steps, source=source, low=storage.window.low, first_id=first, time=time
+        )
+        return Rows(first, steps.count, columns, assignment, time)
 
     def __repr__(self) -> str:
         return "RoundRobinWriter()"

@@ -136,9 +136,8 @@ class Rows:
         first_id: Id of its first row; the others follow.
         count: How many rows.
         columns: One array per field, in the schema's order. Shapes `(n, *row shape)`.
-        assignment: Episodes and steps.
+        assignment: Ids, episodes and steps.
         time: Microseconds since 1970.
-        ids: The rows' ids. Shape `(n,)`.
     """
 
     first_id: int
@@ -146,7 +145,12 @@ class Rows:
     columns: Sequence[Array]
     assignment: Assignment
     time: int
-    ids: IntArray
+
+    @property
+    def ids(self) -> IntArray:
+        """The rows' ids. Shape `(n,)`."""
+        ids: IntArray = self.assignment.numbers[0]
+        return ids
 
 
 @dataclass(slots=True)

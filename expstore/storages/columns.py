@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ import google_crc32c
 import numpy as np
 
 from expstore.errors import CorruptionError, StorageError
-from expstore.files import AddressRange, Disk, File, address_of
+from expstore.files import KEEP_GIL_BYTES, AddressRange, Disk, File, address_of
 from expstore.schema import Field
 from expstore.storages.zarrmeta import CHUNK_ROWS, grow_shape, make_metadata, read_shard_rows, shard_footer
 from expstore.types import Array, IntArray
@@ -31,6 +31,11 @@ SHARD_BYTES = 1 << 30
 WIDE_ROW = 512
 #: Batches up to this many bytes are written by one compiled loop, which keeps the GIL.
 DIRECT_BYTES = 512 * 1024
+#: Longer writes are cut into pieces of so many bytes, for several threads.
+WRITE_BYTES = 2 << 20
+WRITERS = 2
+#: The row fields: id, episode, step, time, priority.
+NUMBERS = 5
 #: So many bytes at a time are written again when a store is opened after a crash.
 REWRITE_BYTES = 8 << 20
 
@@ -330,6 +335,7 @@ class ColumnGroup:
         self, disk: Disk, folder: Path, fields: Sequence[Field], slots: int | None, *, write: bool = True
     ) -> None:
         self._disk = disk
+        self._writers = ThreadPoolExecutor(WRITERS, thread_name_prefix="expstore-write")
         self.folder = folder
         make = self._make if write else self._find
         self.columns = [make(folder.joinpath(*entry.key), entry, slots) for entry in fields]
@@ -423,19 +429,31 @@ class ColumnGroup:
                 self.new_folders.update(made)
         self._ready = min(column.ready for column in self.columns)
 
-    def write(self, pieces: Sequence[tuple[int, int, int]], arrays: Sequence[Array]) -> int:
-        """Write a run of rows to all columns; return the crc32c of all but the last (priority).
+    def write(
+        self,
+        pieces: Sequence[tuple[int, int, int]],
+        columns: Sequence[Array],
+        numbers: IntArray,
+        priorities: Array,
+    ) -> int:
+        """Write a run of rows to all columns; return the crc32c of all but their priorities.
 
         Args:
             pieces: Where the run lies: (first slot, offset in the run, rows).
-            arrays: One per column, C-contiguous. Shapes `(n, *row shape)`.
+            columns: One per field, C-contiguous. Shapes `(n, *row shape)`.
+            numbers: Ids, episodes, steps, times; C-contiguous. Shape `(4, n)`.
+            priorities: Shape `(n,)`.
         """
         for slot, _, n in pieces:
             self.ensure(slot + n)
-        crc = 0
-        for array in arrays[:-1]:
-            crc = google_crc32c.extend(crc, array)
-        self._write_at(pieces, arrays, arrays[0].shape[0])
+        jobs = self._begin_writing(pieces, columns, numbers, priorities)
+        try:
+            crc: int = 0
+            for column in columns:
+                crc = google_crc32c.extend(crc, column)
+            crc = google_crc32c.extend(crc, numbers)
+        finally:
+            _finish(jobs)
         return crc
 
     def write_parts(
@@ -450,7 +468,7 @@ class ColumnGroup:
         """
         arrays: list[Array] = []
         count = sum(n for _, _, n in pieces)
-        for column, part in zip(self.columns[:-1], parts, strict=True):
+        for column, part in zip(self.columns[:-NUMBERS], parts[: 1 - NUMBERS], strict=True):
             values = np.frombuffer(part, column.entry.numpy_dtype)
             arrays.append(values.reshape(count, *column.entry.shape))
         for slot, offset, n in pieces:
@@ -458,21 +476,29 @@ class ColumnGroup:
             if priorities is not None:
                 for file, at, row, rows in self.columns[-1].spans(slot, n):
                     file.write(priorities[offset + row : offset + row + rows].copy(), at)
-        self._write_at(pieces, arrays, count)
+        numbers = np.frombuffer(b"".join(parts[1 - NUMBERS :]), np.int64).reshape(NUMBERS - 1, count)
+        _finish(self._begin_writing(pieces, arrays, numbers, None))
 
-    def _write_at(self, pieces: Sequence[tuple[int, int, int]], arrays: Sequence[Array], count: int) -> None:
-        """Write arrays for all columns, or for all but priority."""
+    def _begin_writing(
+        self,
+        pieces: Sequence[tuple[int, int, int]],
+        columns: Sequence[Array],
+        numbers: IntArray,
+        priorities: Array | None,
+    ) -> list[Future[None]]:
+        """Write all columns, or all but priority; return what other threads still write."""
         blank = []
         for place, column in self._flags:
             if column.blank:
                 # Never set again: a change in place may have written a True meanwhile.
-                if np.count_nonzero(arrays[place]):
+                if np.count_nonzero(columns[place]):
                     column.blank = False
                 else:
                     blank.append(place)
+        arrays = [*columns, *numbers] if priorities is None else [*columns, *numbers, priorities]
+        count = numbers.shape[1]
         if count * self.row_bytes > DIRECT_BYTES:
-            self._write_each(pieces, arrays, blank)
-            return
+            return self._write_each(pieces, arrays, blank)
         wanted = len(arrays)
         span = self._span
         for slot, offset, n in pieces:
@@ -484,7 +510,7 @@ class ColumnGroup:
             ):
                 self._span = span = _Span.around(self, slot, blank, wanted)
             if slot + n > span.high:
-                self._write_each([(slot, offset, n)], arrays, blank)
+                _finish(self._write_each([(slot, offset, n)], arrays, blank))
                 continue
             starts = np.array([address_of(arrays[place]) for place in span.places])
             if offset:
@@ -493,17 +519,37 @@ class ColumnGroup:
             keep = arrays if not offset and n == count else [array[offset : offset + n] for array in arrays]
             parts = [keep[place] for place in span.places]
             self._disk.scatter(parts, span.files, span.fds, starts, sizes, (slot - span.bases) * span.widths)
+        return []
 
     def _write_each(
         self, pieces: Sequence[tuple[int, int, int]], arrays: Sequence[Array], blank: Sequence[int]
-    ) -> None:
-        """Write column by column: long runs, and those that cross the end of a shard."""
-        for place, array in enumerate(arrays):
-            if place in blank:
-                continue
-            for slot, offset, n in pieces:
-                for file, at, row, rows in self.columns[place].spans(slot, n):
-                    file.write(array[offset + row : offset + row + rows], at)
+    ) -> list[Future[None]]:
+        """Write column by column: long runs, on several threads, and those that cross a shard's end."""
+        jobs: list[Future[None]] = []
+        try:
+            for place, array in enumerate(arrays):
+                if place in blank:
+                    continue
+                column = self.columns[place]
+                rows = max(1, WRITE_BYTES // column.row_bytes)
+                for slot, offset, n in pieces:
+                    for start in range(0, n, rows):
+                        for file, at, row, some in column.spans(slot + start, min(rows, n - start)):
+                            first = offset + start + row
+                            self._write_some(file, array[first : first + some], at, jobs)
+        except BaseException:
+            _finish(jobs)
+            raise
+        return jobs
+
+    def _write_some(self, file: File, part: Array, at: int, jobs: list[Future[None]]) -> None:
+        if part.nbytes > KEEP_GIL_BYTES:
+            try:
+                jobs.append(self._writers.submit(file.write, part, at))
+                return
+            except RuntimeError:  # the interpreter is going: no more jobs are taken
+                pass
+        file.write(part, at)
 
     def checksum(self, pieces: Iterable[tuple[int, int, int]]) -> int:
         """Return the crc32c that `write` returned for these rows, from what stands on disk."""
@@ -536,5 +582,24 @@ class ColumnGroup:
 
     def close(self) -> None:
         """Close all files."""
+        self._writers.shutdown()
         for column in self.columns:
             column.close()
+
+
+def _finish(jobs: Sequence[Future[None]]) -> None:
+    """Wait for writes, whatever comes in between; raise the first failure."""
+    if not jobs:
+        return
+    interruption = None
+    while True:
+        try:
+            wait(jobs)
+            break
+        except BaseException as exc:  # a write that goes on would reach the slots of later rows
+            interruption = exc
+    for job in jobs:
+        if (failure := job.exception()) is not None:
+            raise failure
+    if interruption is not None:
+        raise interruption

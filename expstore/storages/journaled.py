@@ -213,10 +213,10 @@ class JournaledStorage(SyncedStorage):
             sources=assignment.sources,
             payload=payload,
         )
-        body = publish.pack()
+        body = publish.parts()
         with self.episode_lock:
             try:
-                sequence = self._append(Kind.PUBLISH, body)
+                sequence = self._append(Kind.PUBLISH, *body)
                 if self.durable:
                     self._settle_record()
                 entries = self.episodes.commit(

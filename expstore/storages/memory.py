@@ -51,9 +51,7 @@ class MemoryStorage(Storage):
                 np.concatenate([column, np.zeros((size - column.shape[0], *column.shape[1:]), column.dtype)])
                 for column in self._columns
             ]
-        ids = rows.ids
-        extra = (ids, rows.assignment.episodes, rows.assignment.steps, np.full(rows.count, rows.time))
-        for column, values in zip(self._columns, (*rows.columns, *extra), strict=True):
+        for column, values in zip(self._columns, (*rows.columns, *rows.assignment.numbers), strict=True):
             for slot, offset, n in self.pieces(first, count):
                 column[slot : slot + n] = values[skipped + offset : skipped + offset + n]
         return 0

@@ -67,6 +67,10 @@ class Publish:
 
     def pack(self) -> bytes:
         """Return the body."""
+        return b"".join(self.parts())
+
+    def parts(self) -> tuple[bytes, bytes]:
+        """Return the body in two parts, the payload by itself: it may be long."""
         names = json.dumps(self.sources).encode() if self.sources else b""
         count, segments = self.count, len(self.segments)
         head = _PUBLISH.pack(
@@ -74,7 +78,7 @@ class Publish:
             count, self.skipped, segments, len(names), self.checksum, 0,
             self.priority, _NOTHING, _NOTHING,
         )  # fmt: skip
-        return b"".join((head, pack_segments(self.segments), names, self.payload))
+        return b"".join((head, pack_segments(self.segments), names)), self.payload
 
     @classmethod
     def unpack(cls, body: bytes) -> Publish:

@@ -60,12 +60,13 @@ class SyncedStorage(FolderStorage):
         self._synced = 0
         self._marked = (-1, -1)
 
-    def _append(self, kind: Kind, body: bytes) -> int:
+    def _append(self, kind: Kind, *body: bytes) -> int:
         """Append a record, in a new segment if this one is full. The episode lock is held."""
-        if not self._journal.fits(len(body)):
-            self._journal.start_segment(self._base(opening=False), room=len(body))
+        size = sum(map(len, body))
+        if not self._journal.fits(size):
+            self._journal.start_segment(self._base(opening=False), room=size)
             self._keeper.hurry()
-        return self._journal.append(kind, body)
+        return self._journal.append(kind, *body)
 
     def use_catalog(self, catalog: CatalogLike) -> None:
         """Hand changes to the index before they are forgotten."""

@@ -191,36 +191,34 @@ class ZarrStorage(JournaledStorage):
         self._payload = b""
         if count <= TAIL_ROWS and count * columns.row_bytes <= TAIL_BYTES:
             return self._put_in_tail(rows)
-        extra = (
-            rows.ids,
-            assignment.episodes,
-            assignment.steps,
-            np.full(count, rows.time, np.int64),
-            np.full(count, self.max_priority, np.float32),
-        )
-        arrays = [*rows.columns, *extra]
         self.drain()
+        arrays, numbers = rows.columns, assignment.numbers
         if skipped:
             arrays = [array[skipped:] for array in arrays]
+            numbers = np.ascontiguousarray(numbers[:, skipped:])
         first, written = rows.first_id + skipped, count - skipped
         with self._priority_lock:  # a page of older priorities must not be written after these
             self._fill_priorities(first, written)
             self._grow_pages()
-            crc = columns.write(self.pieces(first, written), arrays)
+            priorities = np.full(written, self.max_priority, np.float32)
+            crc = columns.write(self.pieces(first, written), arrays, numbers, priorities)
         if self.durable:
-            self._make_durable(rows, arrays)
+            self._make_durable(rows, [*arrays, numbers])
         return crc
 
     def _make_durable(self, rows: Rows, arrays: Sequence[Array]) -> None:
-        """Let the publish record carry the rows, or sync them if they are many: it is synced after them."""
-        count = arrays[0].shape[0]
+        """Let the publish record carry the rows, or sync them if they are many: it is synced after them.
+
+        The last of the arrays holds ids, episodes, steps and times.
+        """
+        count = arrays[-1].shape[1]
         group = self.columns
         if (
             group is not None
             and count == rows.count <= self.spare
             and count * group.row_bytes <= RIDING_BYTES
         ):
-            self._payload = b"".join([array.tobytes() for array in arrays[:-1]])
+            self._payload = b"".join([array.tobytes() for array in arrays])
         elif group is not None:
             runs = self.pieces(rows.first_id + rows.count - count, count)
             self._settle_rows(lambda: (group.files_of(runs), self._take_new_folders()))
@@ -229,10 +227,8 @@ class ZarrStorage(JournaledStorage):
         """Keep few rows back: their publish record will carry their bytes."""
         if self._tail.full:
             self.drain()
-        assignment = rows.assignment
         parts = [array.tobytes() for array in rows.columns]
-        parts += [rows.ids.tobytes(), assignment.episodes.tobytes(), assignment.steps.tobytes()]
-        parts.append(rows.time.to_bytes(8, "little") * rows.count)
+        parts += [values.tobytes() for values in rows.assignment.numbers]
         self._payload = b"".join(parts)
         self._fill_priorities(rows.first_id, rows.count)
         self._grow_pages()
