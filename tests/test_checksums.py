@@ -234,7 +234,7 @@ def test_blocks_of_rows_in_flight_are_given_up_or_summed(store_path: Path) -> No
         rb = expstore.open(store_path, capacity=40_000)
         rb.extend(batch(3000, 0))
         rb.flush()
-        rb.storage.columns.write(rb.storage.pieces(3001, 2000), filling(rb))
+        rb.storage.columns.write(rb.storage.pieces(3001, 2000), *filling(rb))
 
     killed(write)
     (store_path / "STATE").write_bytes(bytes(4096))
@@ -270,10 +270,11 @@ def test_sums_of_shards_that_were_lost_are_dropped(store_path: Path) -> None:
     assert [state_of(entry) for entry in entries_of(store_path)] == [SUMMED] + 3 * [GIVEN_UP]
 
 
-def filling(rb: TensorDictReplayBuffer) -> list[Any]:
-    """2000 rows as columns, as an extend that was killed had written them."""
-    group = rb.storage.columns
-    return [np.full((2000, *c.entry.shape), 1, c.entry.numpy_dtype) for c in group.columns]
+def filling(rb: TensorDictReplayBuffer) -> tuple[Any, Any, Any]:
+    """2000 rows as columns, numbers and priorities, as an extend that was killed had written them."""
+    fields = rb.storage.columns.columns[:-5]
+    columns = [np.full((2000, *c.entry.shape), 1, c.entry.numpy_dtype) for c in fields]
+    return columns, np.ones((4, 2000), np.int64), np.ones(2000, np.float32)
 
 
 def test_flags_that_are_never_set_are_not_read(store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

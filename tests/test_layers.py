@@ -64,6 +64,11 @@ ALLOWED_SIDEWAYS: tuple[tuple[str, str], ...] = (
     ("datasets.*", "datasets.base"),
     # the parts of the storage on disk
     ("storages.columns", "storages.zarrmeta"),
+    ("storages.columnwriter", "storages.columns"),
+    ("storages.tail", "storages.columnwriter"),
+    ("storages.recovery", "storages.columnwriter"),
+    ("storages.journaled", "storages.columnwriter"),
+    ("storages.zarr", "storages.columnwriter"),
     ("storages.folder", "storages.columns"),
     ("storages.folder", "storages.records"),
     ("storages.follower", "storages.folder"),

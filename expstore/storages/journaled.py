@@ -21,6 +21,7 @@ from expstore.files import Disk, File
 from expstore.journal import SEGMENT_BYTES, SYNC_SEGMENT_BYTES, Journal, Kind, read_journal, settle_journal
 from expstore.state import StatePage
 from expstore.storages.base import Rows
+from expstore.storages.columnwriter import WritableColumns
 from expstore.storages.folder import JOURNAL, LOG, REDO, STATE
 from expstore.storages.keeper import Keeper
 from expstore.storages.records import Publish, Redo, shelve_body
@@ -46,6 +47,8 @@ class JournaledStorage(SyncedStorage):
         disk: Where files are touched.
         segment_bytes: Length of a journal segment; None: 4 MiB, or 64 MiB where records carry their rows.
     """
+
+    columns: WritableColumns | None
 
     def __init__(
         self,

@@ -24,7 +24,7 @@ from expstore.storages.records import Mark, Publish, Redo
 from expstore.types import IntArray
 
 if TYPE_CHECKING:
-    from expstore.storages.columns import ColumnGroup
+    from expstore.storages.columnwriter import WritableColumns
     from expstore.storages.journaled import JournaledStorage
 
 __all__ = ["Past", "pending_changes", "reach", "read_past", "retell", "take_over", "verify"]
@@ -131,7 +131,7 @@ def verify(past: Past, whole: Callable[[Publish], bool]) -> None:
             past.content = (past.base["generation"], record.sequence)
 
 
-def _whole(publish: Publish, columns: ColumnGroup | None, storage: JournaledStorage) -> bool:
+def _whole(publish: Publish, columns: WritableColumns | None, storage: JournaledStorage) -> bool:
     if columns is None:
         return False
     if publish.payload:
@@ -141,7 +141,7 @@ def _whole(publish: Publish, columns: ColumnGroup | None, storage: JournaledStor
     return columns.checksum(written) == publish.checksum
 
 
-def _apply(publish: Publish, columns: ColumnGroup, storage: JournaledStorage) -> None:
+def _apply(publish: Publish, columns: WritableColumns, storage: JournaledStorage) -> None:
     """Write rows to the columns whose bytes the record has."""
     pieces = storage.pieces(publish.first_id, publish.count)
     parts = []
@@ -233,7 +233,7 @@ def pending_changes(past: Past, slots: int | None, load: Callable[[bytes], Redo]
             yield Redo(redo.ids[here], redo.places, [values[here] for values in redo.columns])
 
 
-def _redo(past: Past, storage: JournaledStorage, columns: ColumnGroup, schema: Schema) -> None:
+def _redo(past: Past, storage: JournaledStorage, columns: WritableColumns, schema: Schema) -> None:
     """Apply changes in place again."""
     for redo in pending_changes(past, storage.slots, lambda body: storage.load_redo(body, schema)):
         for place, values in zip(redo.places, redo.columns, strict=True):

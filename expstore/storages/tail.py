@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from expstore.types import Array
 
 if TYPE_CHECKING:
-    from expstore.storages.columns import ColumnGroup
+    from expstore.storages.columnwriter import WritableColumns
 
 __all__ = ["TAIL_BYTES", "TAIL_ROWS", "Tail"]
 
@@ -59,7 +59,7 @@ class Tail:
         with self.lock:
             self._batches, self.count = [], 0
 
-    def drain(self, columns: ColumnGroup, pieces: list[tuple[int, int, int]], priorities: Array) -> None:
+    def drain(self, columns: WritableColumns, pieces: list[tuple[int, int, int]], priorities: Array) -> None:
         """Write all rows to the columns; the lock is held.
 
         Args:

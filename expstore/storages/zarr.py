@@ -22,7 +22,7 @@ from expstore.journal import Kind
 from expstore.schema import Schema
 from expstore.storages.base import ROW_FIELDS, Keys, Rows
 from expstore.storages.checksums import BLOCK_ROWS, CHECKSUMS, Checksums, blocks_of
-from expstore.storages.columns import ColumnGroup
+from expstore.storages.columnwriter import WritableColumns
 from expstore.storages.folder import COLUMNS
 from expstore.storages.journaled import JournaledStorage
 from expstore.storages.recovery import Past, reach
@@ -64,7 +64,7 @@ class ZarrStorage(JournaledStorage):
         self._priority_lock = threading.Lock()
         self._tail = Tail()
         self._touched: set[File] = set()
-        self.columns: ColumnGroup | None = None
+        self.columns: WritableColumns | None = None
         self.checksums: Checksums | None = None
         self._changed: set[int] = set()  # blocks that the next sync has summed beside those of newer rows
         self._due: set[int] = set()  # blocks that the sync under way has summed
@@ -81,7 +81,7 @@ class ZarrStorage(JournaledStorage):
         self._close_columns()
         self._touched = set()
         fields = (*schema.fields, *ROW_FIELDS)
-        group = ColumnGroup(self.disk, self.path / COLUMNS, fields, self.slots)
+        group = WritableColumns(self.disk, self.path / COLUMNS, fields, self.slots)
         group.open_shards()
         self.columns = group  # not before: readers must not meet a part that is not mapped
         self.checksums = Checksums(self.disk, self.path / CHECKSUMS, group)
@@ -164,8 +164,8 @@ class ZarrStorage(JournaledStorage):
         fields = (*schema.fields, *ROW_FIELDS)
         slots = self.slots
         attributes = {"expstore": {"capacity": self.capacity, "slots": slots}}
-        ColumnGroup.create(self.disk, folder, fields, slots, pool, attributes)
-        columns = ColumnGroup(self.disk, folder, fields, slots)
+        WritableColumns.create(self.disk, folder, fields, slots, pool, attributes)
+        columns = WritableColumns(self.disk, folder, fields, slots)
         if self.checksums is not None:
             self.checksums.close()
         self.disk.unlink(self.path / CHECKSUMS)  # of rows that a failed attempt never got

@@ -1,0 +1,229 @@
+"""How a run of rows gets into all columns at once.
+
+Used by the Zarr storage. Small batches are written by one compiled loop, long ones by
+several threads. It decides nothing about order: payload and record are the storage's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+
+import google_crc32c
+import numpy as np
+
+from expstore.files import KEEP_GIL_BYTES, Disk, File, address_of
+from expstore.schema import Field
+from expstore.storages.columns import Column, ColumnGroup
+from expstore.types import Array, IntArray
+
+__all__ = ["WritableColumns"]
+
+#: Batches up to this many bytes are written by one compiled loop, which keeps the GIL.
+DIRECT_BYTES = 512 * 1024
+#: Longer writes are cut into pieces of so many bytes, for several threads.
+WRITE_BYTES = 2 << 20
+WRITERS = 2
+#: The row fields: id, episode, step, time, priority.
+NUMBERS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """Slots `low` to `high` - 1, which lie in one shard of every column that is written.
+
+    Columns that hold nothing but False are not: a hole in a file reads as False already.
+    """
+
+    low: int
+    high: int
+    places: list[int]
+    files: list[File]
+    fds: IntArray
+    widths: IntArray
+    bases: IntArray  # first slot of each shard
+    blank: list[int]
+    wanted: int  # how many columns it was made for
+
+    @classmethod
+    def around(cls, columns: Sequence[Column], slot: int, blank: list[int], wanted: int) -> _Span:
+        places = [place for place in range(wanted) if place not in blank]
+        chosen = [columns[place] for place in places]
+        numbers = [slot // column.rows for column in chosen]
+        files = [column.files[number] for column, number in zip(chosen, numbers, strict=True)]
+        bases = np.array([number * column.rows for column, number in zip(chosen, numbers, strict=True)])
+        return cls(
+            low=int(bases.max()),
+            high=min(int(base) + column.rows for column, base in zip(chosen, bases, strict=True)),
+            places=places,
+            files=files,
+            fds=np.array([file.fd for file in files]),
+            widths=np.array([column.row_bytes for column in chosen]),
+            bases=bases,
+            blank=blank,
+            wanted=wanted,
+        )
+
+
+class WritableColumns(ColumnGroup):
+    """Columns that rows are written to, one thread at a time.
+
+    Args:
+        disk: Where files are touched.
+        folder: `columns/`.
+        fields: The user's fields, then the row fields, priority last.
+        slots: How many rows a ring has; None: it grows.
+    """
+
+    def __init__(self, disk: Disk, folder: Path, fields: Sequence[Field], slots: int | None) -> None:
+        super().__init__(disk, folder, fields, slots)
+        self._threads = ThreadPoolExecutor(WRITERS, thread_name_prefix="expstore-write")
+        self._flags = [(p, column) for p, column in enumerate(self.columns) if column.entry.dtype == "bool"]
+        self._span: _Span | None = None
+
+    def write(
+        self,
+        pieces: Sequence[tuple[int, int, int]],
+        columns: Sequence[Array],
+        numbers: IntArray,
+        priorities: Array,
+    ) -> int:
+        """Write a run of rows to all columns; return the crc32c of all but their priorities.
+
+        Args:
+            pieces: Where the run lies: (first slot, offset in the run, rows).
+            columns: One per field, C-contiguous. Shapes `(n, *row shape)`.
+            numbers: Ids, episodes, steps, times; C-contiguous. Shape `(4, n)`.
+            priorities: Shape `(n,)`.
+        """
+        for slot, _, n in pieces:
+            self.ensure(slot + n)
+        jobs = self._begin_writing(pieces, columns, numbers, priorities)
+        try:
+            crc: int = 0
+            for column in columns:
+                crc = google_crc32c.extend(crc, column)
+            crc = google_crc32c.extend(crc, numbers)
+        finally:
+            _finish(jobs)
+        return crc
+
+    def write_parts(
+        self, pieces: Sequence[tuple[int, int, int]], parts: Sequence[bytes], priorities: Array | None
+    ) -> None:
+        """Write a run of rows given as bytes, priorities first.
+
+        Args:
+            pieces: Where the run lies: (first slot, offset in the run, rows).
+            parts: The bytes of every column but priority.
+            priorities: Shape `(n,)`; None leaves them as they are.
+        """
+        arrays: list[Array] = []
+        count = sum(n for _, _, n in pieces)
+        for column, part in zip(self.columns[:-NUMBERS], parts[: 1 - NUMBERS], strict=True):
+            values = np.frombuffer(part, column.entry.numpy_dtype)
+            arrays.append(values.reshape(count, *column.entry.shape))
+        for slot, offset, n in pieces:
+            self.ensure(slot + n)
+            if priorities is not None:
+                for file, at, row, rows in self.columns[-1].spans(slot, n):
+                    file.write(priorities[offset + row : offset + row + rows].copy(), at)
+        numbers = np.frombuffer(b"".join(parts[1 - NUMBERS :]), np.int64).reshape(NUMBERS - 1, count)
+        _finish(self._begin_writing(pieces, arrays, numbers, None))
+
+    def _begin_writing(
+        self,
+        pieces: Sequence[tuple[int, int, int]],
+        columns: Sequence[Array],
+        numbers: IntArray,
+        priorities: Array | None,
+    ) -> list[Future[None]]:
+        """Write all columns, or all but priority; return what other threads still write."""
+        blank = []
+        for place, column in self._flags:
+            if column.blank:
+                # Never set again: a change in place may have written a True meanwhile.
+                if np.count_nonzero(columns[place]):
+                    column.blank = False
+                else:
+                    blank.append(place)
+        arrays = [*columns, *numbers] if priorities is None else [*columns, *numbers, priorities]
+        count = numbers.shape[1]
+        if count * self.row_bytes > DIRECT_BYTES:
+            return self._write_each(pieces, arrays, blank)
+        wanted = len(arrays)
+        span = self._span
+        for slot, offset, n in pieces:
+            if (
+                span is None
+                or span.wanted != wanted
+                or span.blank != blank
+                or not span.low <= slot <= slot + n <= span.high
+            ):
+                self._span = span = _Span.around(self.columns, slot, blank, wanted)
+            if slot + n > span.high:
+                _finish(self._write_each([(slot, offset, n)], arrays, blank))
+                continue
+            starts = np.array([address_of(arrays[place]) for place in span.places])
+            if offset:
+                starts += span.widths * offset
+            sizes = span.widths if n == 1 else span.widths * n
+            keep = arrays if not offset and n == count else [array[offset : offset + n] for array in arrays]
+            parts = [keep[place] for place in span.places]
+            self._disk.scatter(parts, span.files, span.fds, starts, sizes, (slot - span.bases) * span.widths)
+        return []
+
+    def _write_each(
+        self, pieces: Sequence[tuple[int, int, int]], arrays: Sequence[Array], blank: Sequence[int]
+    ) -> list[Future[None]]:
+        """Write column by column: long runs, on several threads, and those that cross a shard's end."""
+        jobs: list[Future[None]] = []
+        try:
+            for place, array in enumerate(arrays):
+                if place in blank:
+                    continue
+                column = self.columns[place]
+                rows = max(1, WRITE_BYTES // column.row_bytes)
+                for slot, offset, n in pieces:
+                    for start in range(0, n, rows):
+                        for file, at, row, some in column.spans(slot + start, min(rows, n - start)):
+                            first = offset + start + row
+                            self._write_some(file, array[first : first + some], at, jobs)
+        except BaseException:
+            _finish(jobs)
+            raise
+        return jobs
+
+    def _write_some(self, file: File, part: Array, at: int, jobs: list[Future[None]]) -> None:
+        if part.nbytes > KEEP_GIL_BYTES:
+            try:
+                jobs.append(self._threads.submit(file.write, part, at))
+                return
+            except RuntimeError:  # the interpreter is going: no more jobs are taken
+                pass
+        file.write(part, at)
+
+    def close(self) -> None:
+        """Close all files."""
+        self._threads.shutdown()
+        super().close()
+
+
+def _finish(jobs: Sequence[Future[None]]) -> None:
+    """Wait for writes, whatever comes in between; raise the first failure."""
+    if not jobs:
+        return
+    interruption = None
+    while True:
+        try:
+            wait(jobs)
+            break
+        except BaseException as exc:  # a write that goes on would reach the slots of later rows
+            interruption = exc
+    for job in jobs:
+        if (failure := job.exception()) is not None:
+            raise failure
+    if interruption is not None:
+        raise interruption
