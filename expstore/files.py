@@ -19,7 +19,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -264,6 +264,16 @@ class Disk:
         done = 0 if self._kernel is None else self._kernel(fds, addresses, sizes, offsets)
         for at in range(done, len(files)):
             files[at].write(arrays[at], int(offsets[at]))
+
+    def write_beside(
+        self, pool: ThreadPoolExecutor, file: File, data: NDArray[Any], offset: int
+    ) -> Future[None] | None:
+        """Write all of `data` on another thread; return None if it was done here at once."""
+        try:
+            return pool.submit(file.write, data, offset)
+        except RuntimeError:  # the interpreter is going: no more jobs are taken
+            file.write(data, offset)
+            return None
 
     def rename(self, old: Path, new: Path) -> None:
         """Give `old` the name `new`, replacing a file of that name."""

@@ -197,13 +197,10 @@ class WritableColumns(ColumnGroup):
         return jobs
 
     def _write_some(self, file: File, part: Array, at: int, jobs: list[Future[None]]) -> None:
-        if part.nbytes > KEEP_GIL_BYTES:
-            try:
-                jobs.append(self._threads.submit(file.write, part, at))
-                return
-            except RuntimeError:  # the interpreter is going: no more jobs are taken
-                pass
-        file.write(part, at)
+        if part.nbytes <= KEEP_GIL_BYTES:
+            file.write(part, at)
+        elif (job := self._disk.write_beside(self._threads, file, part, at)) is not None:
+            jobs.append(job)
 
     def close(self) -> None:
         """Close all files."""

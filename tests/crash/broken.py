@@ -22,6 +22,8 @@ __all__ = ["BREAKS", "break_protocol"]
 
 def _journal_first(kept: ZarrStorage, rows: Rows, skipped: int) -> None:
     """The record is appended, and a sync may cover it, before the columns are written."""
+    for slot, _, n in kept.pieces(rows.first_id + skipped, rows.count - skipped):
+        kept.columns.ensure(slot + n)  # a sync sums up what the columns hold
     extra = (
         rows.ids,
         rows.assignment.episodes,
