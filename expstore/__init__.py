@@ -34,6 +34,7 @@ _HOME = {
     "TensorDictReplayBuffer": "expstore.buffers",
     "ZarrStorage": "expstore.storages",
     "open": "expstore.door",
+    "versions": "expstore.snapshots",
 }
 
 __all__ = [
@@ -59,6 +60,7 @@ __all__ = [
     "TensorDictReplayBuffer",
     "ZarrStorage",
     "open",
+    "versions",
 ]
 
 if TYPE_CHECKING:
@@ -81,6 +83,7 @@ if TYPE_CHECKING:
     )
     from expstore.samplers import RandomSampler
     from expstore.schema import Field, Schema
+    from expstore.snapshots import versions
     from expstore.storages import MemoryStorage, ZarrStorage
     from expstore.writers import RoundRobinWriter
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 import numpy as np
@@ -16,12 +17,15 @@ import torch
 from tensordict import TensorDictBase
 
 from expstore.batches import Batch, Builder, Intake, StepReader, flatten
+from expstore.dumping import dump
 from expstore.errors import NotFoundError, NotReadyError, SchemaError, StateError
 from expstore.samplers.base import Draws, Sampler
 from expstore.samplers.random import RandomSampler
 from expstore.schema import Schema
+from expstore.snapshots import OWN_FOLDER, Version, find_version
 from expstore.storages.base import Storage, describe
 from expstore.storages.catalog import Catalog
+from expstore.storages.folder import FolderStorage
 from expstore.storages.memory import MemoryStorage
 from expstore.types import Array, IntArray, Key, Selection, key_name, to_key
 from expstore.writers import RoundRobinWriter, Writer
@@ -311,6 +315,79 @@ class ReplayBuffer:
         """
         self._storage.check_writable()
         self._storage.sync()
+
+    def dumps(self, path: str | Path, *, keep: int = 5) -> Version:
+        """Make a version: the store as it is now, complete and closed, in `path`/vNNNN.
+
+        Others go on adding and sampling; who would overwrite or change a row that is not copied yet
+        waits. What has not changed since the version before is shared with it (hard links). A version is
+        there whole or not at all, after any crash.
+
+        Args:
+            path: A folder for versions; made if it is missing.
+            keep: How many versions remain; those with a tag always do.
+
+        Returns:
+            What was made: number, rows, bytes.
+
+        Raises:
+            SnapshotError: The folder holds something else.
+            LockedError: Somebody else makes a version there just now.
+            StateError: The store is closed, or open for reading only.
+            StorageError: The disk failed or is full; versions that were there are as they were.
+
+        Example:
+            >>> rb.dumps("backup")
+            >>> expstore.open("backup").sample(32)
+        """
+        return dump(self._storage, path, keep=keep)
+
+    def dump(self, path: str | Path, *, keep: int = 5) -> Version:
+        """Do as `dumps`."""
+        return self.dumps(path, keep=keep)
+
+    def tag(self, name: str, path: str | Path | None = None) -> Version:
+        """Make a version with a name, which is kept until you remove its folder.
+
+        Args:
+            name: 1 to 100 letters, digits or `. _ -`; no number.
+            path: As for `dumps`; None: `versions/` inside the store's folder, where
+                `expstore.open(store, version=name)` finds it.
+
+        Raises:
+            SnapshotError: There is a version of this name.
+            StateError: The store has no folder; otherwise as `dumps`.
+        """
+        folder = self._storage.path if isinstance(self._storage, FolderStorage) else None
+        if path is None and folder is None:
+            raise StateError("this store has no folder of its own", hint="say where: tag(name, path)")
+        return dump(self._storage, path or Path(folder or ".") / OWN_FOLDER, tag=name)
+
+    def loads(self, path: str | Path, version: int | str | None = None) -> None:
+        """Put a version's content in the place of this store's: all of it or, after any crash, nothing.
+
+        Rows, priorities, episodes and seed are then the version's, and the next batches are those that
+        would have come; the capacity stays. Ids and episode ids go on above those of both, indices are
+        the same if the capacities are. Versions in the store's folder remain.
+
+        Args:
+            path: What `dumps` was given, or a store that has tagged versions.
+            version: Number or tag; None: the newest.
+
+        Raises:
+            SnapshotError: There is no such version; the message lists those that there are.
+            SchemaError: This store has other fields.
+            CorruptionError: The version is damaged.
+            StateError: The store is closed, or open for reading only.
+        """
+        storage = self._storage
+        storage.load(find_version(storage.disk, Path(path), version))
+        self._draws = Draws(storage.seed)
+        self._builder = self._reader = self._intake = None
+
+    def load(self, path: str | Path, version: int | str | None = None) -> None:
+        """Do as `loads`."""
+        self.loads(path, version)
 
     def close(self) -> None:
         """Flush, bring the index up to date for other programs, let others open the store."""

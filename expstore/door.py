@@ -10,8 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from expstore.buffers import TensorDictReplayBuffer, check_batch_size
+from expstore.errors import StateError
+from expstore.files import ReadingDisk
 from expstore.samplers.base import Sampler
 from expstore.schema import Schema
+from expstore.snapshots import find_version, is_snapshots
 from expstore.storages.folder import FolderStorage
 from expstore.storages.follower import FollowerStorage
 from expstore.storages.settings import Durability, Mode, Settings
@@ -28,6 +31,7 @@ def open(
     *,
     capacity: int | None = None,
     mode: Mode = "a",
+    version: int | str | None = None,
     storage: Literal["zarr"] | None = None,
     batch_size: int | None = None,
     sampler: Sampler | None = None,
@@ -50,6 +54,8 @@ def open(
         capacity: Most readable rows; None for a new store: it grows without bound.
         mode: "a" opens or makes, "x" only makes, "w" moves an old store aside (`.old-1`) and makes one,
             "r" follows: it reads, beside a writer or without one, and changes nothing.
+        version: Number or tag of a version that `dumps` or `tag` has made, which is only read. A folder of
+            versions is opened without it, too: the newest one.
         storage: How rows are kept; "zarr".
         batch_size: Of `sample` and iteration.
         sampler: What makes up a batch; uniform by default.
@@ -72,6 +78,7 @@ def open(
 
     Raises:
         NotFoundError: There is no store to follow.
+        SnapshotError: There is no such version; the message lists those that there are.
         LockedError: Somebody else has it open for writing.
         StateError: The folder is in the way, or a setting contradicts the store.
         CorruptionError: The store is damaged.
@@ -82,6 +89,11 @@ def open(
         ...     rb.sample()
     """
     check_batch_size(batch_size)  # before the folder is touched
+    disk, path = ReadingDisk(), Path(path)
+    if version is not None or is_snapshots(disk, path):
+        if mode not in ("a", "r"):
+            raise StateError(f"{path} holds versions, which are only read", hint="choose another path")
+        path, mode = find_version(disk, path, version), "r"
     settings = Settings(
         mode=mode,
         storage=storage,

@@ -17,7 +17,6 @@ import shutil
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -30,33 +29,22 @@ from numpy.typing import NDArray
 
 from expstore.errors import StorageError
 
-__all__ = ["AddressRange", "Disk", "File", "ReadingDisk", "address_of"]
+__all__ = ["Disk", "File", "ReadingDisk", "address_of"]
 
 _Ints = NDArray[np.int64]
 
 #: Above this many bytes a write gives the GIL away: the copy then takes longer than a thread switch.
 KEEP_GIL_BYTES = 256 * 1024
 _SYNC_GROUPS = 4
+#: So many closed files are opened together to be synced.
+_SYNC_FILES = 256
+#: What a file system says that has no hard links, or none of this file.
+_CANNOT_LINK = {errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP, errno.EACCES}
+_RANGE_WRITE = 2  # SYNC_FILE_RANGE_WRITE
 
-_PROT_READ = 1
-_MAP_SHARED, _MAP_PRIVATE, _MAP_FIXED = 0x01, 0x02, 0x10
-_MAP_NORESERVE = 0x40 if sys.platform == "darwin" else 0x4000
 _F_FULLFSYNC = 51  # macOS: fsync alone leaves data in the drive's cache
 
 _libc = ctypes.CDLL(None, use_errno=True)
-_mmap = _libc.mmap
-_mmap.restype = ctypes.c_void_p
-_mmap.argtypes = [
-    ctypes.c_void_p,
-    ctypes.c_size_t,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_longlong,
-]
-_munmap = _libc.munmap
-_munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-
 # PyDLL keeps the GIL: beside a busy Python thread each os.pwrite would wait 5 ms to get it back.
 _pwrite = ctypes.PyDLL(None, use_errno=True).pwrite
 _pwrite.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_longlong]
@@ -150,6 +138,11 @@ class File:
             _sync_data(self.fd)
         except OSError as exc:
             raise _failed("sync", self.path, exc) from exc
+
+    def start_sync(self) -> None:
+        """Let the system begin to write; then the syncs of many files share their waiting."""
+        if sys.platform == "linux":
+            _libc.sync_file_range(self.fd, ctypes.c_longlong(0), ctypes.c_longlong(0), _RANGE_WRITE)
 
     def truncate(self, size: int) -> None:
         """Set the length; what lies beyond the old one reads as zeros and takes no space."""
@@ -279,6 +272,17 @@ class Disk:
         """Give `old` the name `new`, replacing a file of that name."""
         self._do("rename", new, lambda: os.replace(old, new))
 
+    def link(self, old: Path, new: Path) -> bool:
+        """Give a file a second name; say whether the file system could do so."""
+        self.gate("link", new)
+        try:
+            os.link(old, new)
+        except OSError as exc:
+            if exc.errno in _CANNOT_LINK:
+                return False
+            raise _failed("link", new, exc) from exc
+        return True
+
     def unlink(self, path: Path) -> None:
         """Remove a file; a missing one is fine."""
         self._do("unlink", path, lambda: path.unlink(missing_ok=True))
@@ -340,6 +344,21 @@ class Disk:
             if failure is not None:
                 raise failure
 
+    def sync_paths(
+        self, paths: Sequence[Path], folders: Iterable[Path], pool: ThreadPoolExecutor | None
+    ) -> None:
+        """Sync files that are closed, however many, then folders."""
+        for start in range(0, len(paths), _SYNC_FILES):
+            files = [self.open(path) for path in paths[start : start + _SYNC_FILES]]
+            try:
+                for file in files:
+                    file.start_sync()
+                self.sync_all(files, [], pool)
+            finally:
+                for file in files:
+                    file.close()
+        self.sync_all([], folders, pool)
+
     def _sync_group(self, files: list[File]) -> None:
         self.syncs += len(files)
         done = 0 if self.kernels is None else self.kernels.sync_files(np.array([file.fd for file in files]))
@@ -387,11 +406,12 @@ class Disk:
     def used(self, path: Path) -> int:
         """Return the bytes that a file or a folder with all in it takes on the disk."""
         names = [path, *path.rglob("*")] if path.is_dir() else [path]
-        total = 0
+        sizes: dict[tuple[int, int], int] = {}  # a file with several names counts once
         for name in names:
             with contextlib.suppress(FileNotFoundError):
-                total += name.stat().st_blocks * 512
-        return total
+                found = name.stat()
+                sizes[found.st_dev, found.st_ino] = found.st_blocks * 512
+        return sum(sizes.values())
 
     def free(self, path: Path) -> int:
         """Return the bytes that are free on the disk of `path`."""
@@ -479,56 +499,3 @@ class ReadingDisk(Disk):
     def open(self, path: Path, *, create: bool = False, write: bool = False) -> File:
         """Open a file for reading."""
         return super().open(path, create=create, write=False)
-
-
-class AddressRange:
-    """Reserve addresses into which the data parts of files are mapped one behind another.
-
-    The range lives as long as an array over it; unmapped parts must not be read (SIGSEGV), which is
-    why no array over it ever leaves the library.
-    """
-
-    def __init__(self, size: int) -> None:
-        flags = _MAP_PRIVATE | _MAP_NORESERVE | mmap.MAP_ANONYMOUS
-        address = _mmap(None, size, 0, flags, -1, 0)
-        if address is None or address == ctypes.c_void_p(-1).value:
-            code = ctypes.get_errno()
-            raise StorageError(f"cannot reserve {size} bytes of addresses: {os.strerror(code)}")
-        self.address = int(address)
-        self.size = size
-        # Not at exit: a thread may still be reading when the interpreter goes.
-        weakref.finalize(self, _munmap, ctypes.c_void_p(self.address), size).atexit = False
-
-    def attach(self, file: File, *, at: int, size: int) -> None:
-        """Map the first `size` bytes of `file` for reading at offset `at` of the range."""
-        if file.size() < size:
-            raise StorageError(f"{file.path} is shorter than the {size} bytes to be mapped")
-        want = self.address + at
-        got = _mmap(want, size, _PROT_READ, _MAP_SHARED | _MAP_FIXED, file.fd, 0)
-        if got != want:
-            raise StorageError(f"cannot map {file.path}: {os.strerror(ctypes.get_errno())}")
-
-    def array(
-        self, dtype: np.dtype[Any], shape: tuple[int, ...], *, writable_flag: bool = False
-    ) -> NDArray[Any]:
-        """View the range as one array.
-
-        `writable_flag` only marks the array (torch warns about arrays without it): the pages stay
-        read-only.
-        """
-        return np.asarray(_View(self, dtype, shape, writable_flag))
-
-
-class _View:
-    """Carries numpy's array interface and keeps the range alive."""
-
-    def __init__(
-        self, owner: AddressRange, dtype: np.dtype[Any], shape: tuple[int, ...], writable_flag: bool
-    ) -> None:
-        self.owner = owner
-        self.__array_interface__ = {
-            "version": 3,
-            "data": (owner.address, not writable_flag),
-            "typestr": dtype.str,
-            "shape": shape,
-        }

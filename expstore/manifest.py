@@ -69,13 +69,17 @@ class Manifest:
         """Return a copy with some settings changed."""
         return dataclasses.replace(self, **changes)
 
-    def save(self, disk: Disk, folder: Path) -> None:
-        """Write it as a whole; a power cut leaves the former one or this one."""
+    def pack(self) -> bytes:
+        """Return the content of expstore.json."""
         data = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         data["schema"] = self.schema.to_json() if self.schema else None
         data["format"] = FORMAT
         data["crc32c"] = _checksum(data)
-        disk.write_whole(folder / MANIFEST, json.dumps(data, indent=1).encode())
+        return json.dumps(data, indent=1).encode()
+
+    def save(self, disk: Disk, folder: Path) -> None:
+        """Write it as a whole; a power cut leaves the former one or this one."""
+        disk.write_whole(folder / MANIFEST, self.pack())
 
     @classmethod
     def load(cls, disk: Disk, folder: Path) -> Manifest:

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from expstore import files
+from expstore.addresses import AddressRange
 from expstore.errors import StorageError
-from expstore.files import KEEP_GIL_BYTES, AddressRange, Disk, File, address_of
+from expstore.files import KEEP_GIL_BYTES, Disk, File, address_of
 
 
 class Recorder(Disk):

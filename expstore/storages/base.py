@@ -21,7 +21,9 @@ from expstore.episodelog import LogEntry
 from expstore.episodes import Assignment, EpisodeTable
 from expstore.errors import NotFoundError, PriorityError, SchemaError, StateError
 from expstore.files import Disk
+from expstore.manifest import Manifest
 from expstore.schema import Field, Schema
+from expstore.storages.hold import Hold
 from expstore.types import Array, IntArray, Key, Window, key_name
 
 __all__ = ["ROW_FIELDS", "Keys", "Rows", "Storage", "spare_slots"]
@@ -207,6 +209,7 @@ class Storage(ABC):
         self.index_path: Path | None = None
         self.uuid = "0" * 32
         self.disk = Disk()
+        self.hold = Hold()
 
     # -- what can be read ------------------------------------------------------------------------
 
@@ -301,6 +304,8 @@ class Storage(ABC):
         """
         self.check_writable()
         last = rows.first_id + rows.count - 1
+        if self.hold.first and self.slots is not None:
+            self.hold.wait(last - self.slots)
         self._make_room(rows.count)
         skipped = 0 if self.capacity is None else max(0, rows.count - self.capacity)
         try:
@@ -360,6 +365,8 @@ class Storage(ABC):
                 return
             if ids.min() <= window.low or ids.max() > window.last:
                 raise NotFoundError("cannot change rows that have left the store")
+            if self.hold.first:
+                self.hold.wait(None)
             try:
                 self._record_change(ids, places, columns)
                 with self.changing():
@@ -451,9 +458,11 @@ class Storage(ABC):
             return self._take(slots, places)
 
     def intact(self, ids: IntArray) -> bool:
-        """Say whether no slot of these ids has been written to for a later row."""
+        """Say whether no slot of these ids has been written to for a later row, or given to other rows."""
         slots = self.slots
-        if slots is None or self.horizon - slots <= 0:
+        if slots is None:
+            return not self.retired or ids.size == 0 or int(ids.min()) > self.retired
+        if self.horizon - slots <= 0:
             return True
         return ids.size == 0 or int(ids.min()) > self.horizon - slots
 
@@ -498,6 +507,40 @@ class Storage(ABC):
     def log_entries(self) -> Iterator[LogEntry]:
         """Return everything that was noted about episodes that ended, in order."""
         return iter(())
+
+    def log_bytes(self) -> bytes:
+        """Return the same as episodes.log keeps it."""
+        return b"".join(entry.pack() for entry in self.log_entries())
+
+    def to_base(self) -> dict[str, Any]:
+        """Return what a journal's base record keeps of the present state."""
+        return {
+            "content": self.content,
+            "last": self.last,
+            "retired": self.retired,
+            "draw": self._draw,
+            "max_priority": self.max_priority,
+            "write_count": self.write_count,
+            "episodes": self.episodes.to_base(),
+        }
+
+    def to_manifest(self) -> Manifest:
+        """Return what expstore.json says, or would say if the rows were on disk."""
+        return Manifest(
+            uuid=self.uuid,
+            generation=self.content[0],
+            storage="zarr",
+            capacity=self.capacity,
+            spare=self.spare,
+            seed=self.seed,
+            created=time.time(),
+            schema=self.schema,
+            flatten=self.flatten,
+        )
+
+    def block_sums(self) -> Array | None:
+        """Return what tells blocks of slots that have changed from others; None: nothing does."""
+        return None
 
     def resolve_keys(self, schema: Schema) -> Keys:
         """Find the fields that say what a row is to its episode."""
@@ -559,6 +602,15 @@ class Storage(ABC):
     @abstractmethod
     def close(self) -> None:
         """Sync and let go; a second call does nothing."""
+
+    def load(self, folder: Path) -> None:
+        """Put the content of the version in a folder in the place of what there is.
+
+        Raises:
+            StateError: This kind of storage cannot.
+        """
+        self.check_writable()
+        raise StateError(f"a {self.kind} storage cannot load versions", hint="load into a store on disk")
 
     # -- what a backend may want to know -----------------------------------------------------------
 

@@ -23,7 +23,17 @@ from expstore.files import Disk, File
 from expstore.storages.columns import CHUNK_ROWS, Column, ColumnGroup
 from expstore.types import Array, IntArray
 
-__all__ = ["BLOCK_ROWS", "CHECKSUMS", "Checksums", "blocks_of", "read_entries", "state_of", "zeros_sum"]
+__all__ = [
+    "BLOCK_ROWS",
+    "CHECKSUMS",
+    "Checksums",
+    "blocks_of",
+    "pack_entries",
+    "read_entries",
+    "seal_entry",
+    "state_of",
+    "zeros_sum",
+]
 
 CHECKSUMS = "checksums"
 BLOCK_ROWS = CHUNK_ROWS
@@ -75,6 +85,17 @@ def _check(entry: Array) -> int:
     data = entry.tobytes()
     crc: int = google_crc32c.value(data[:12] + data[16:])
     return crc
+
+
+def seal_entry(entry: Array, *, generation: int, sequence: int) -> None:
+    """Set the stamp of an entry whose sums are set, and the check over both."""
+    entry["sequence"], entry["generation"] = sequence, generation
+    entry["check"] = _check(entry)
+
+
+def pack_entries(entries: Array) -> bytes:
+    """Return a whole file of these entries, one per block."""
+    return _header(entries["sums"].shape[1]) + entries.tobytes()
 
 
 def state_of(entry: Array) -> int:
@@ -162,6 +183,10 @@ class Checksums:
         entry: Array = self._entries[block]
         return entry
 
+    def entries(self) -> Array:
+        """Return a copy of all entries, one per block, as they were at the last sync."""
+        return self._entries.copy()
+
     def missing(self, blocks: Iterable[int]) -> set[int]:
         """Return those of `blocks` that have no sums."""
         return {
@@ -191,8 +216,7 @@ class Checksums:
                 if worked > _PIECE_BYTES:
                     worked = 0
                     time.sleep(0)
-            entry["sequence"], entry["generation"] = sequence, generation
-            entry["check"] = _check(entry)
+            seal_entry(entry, generation=generation, sequence=sequence)
         self._write(todo)
 
     def give_up(self, blocks: Iterable[int], *, generation: int) -> None:
@@ -203,8 +227,8 @@ class Checksums:
         self._grow(todo[-1] + 1)
         for block in todo:
             entry = self._entries[block]
-            entry["sums"], entry["sequence"], entry["generation"] = 0, 0, generation
-            entry["check"] = _check(entry)
+            entry["sums"] = 0
+            seal_entry(entry, generation=generation, sequence=0)
         self._write(todo)
 
     def _grow(self, blocks: int) -> None:

@@ -16,10 +16,20 @@ from typing import Any
 import google_crc32c
 import numpy as np
 
+from expstore.addresses import AddressRange
 from expstore.errors import CorruptionError, StorageError
-from expstore.files import AddressRange, Disk, File
+from expstore.files import Disk, File
 from expstore.schema import Field
-from expstore.storages.zarrmeta import CHUNK_ROWS, grow_shape, make_metadata, read_shard_rows, shard_footer
+from expstore.storages.zarrmeta import (
+    CHUNK_ROWS,
+    SEPARATOR,
+    Layout,
+    grow_shape,
+    make_metadata,
+    read_layout,
+    shard_footer,
+    shard_name,
+)
 from expstore.types import Array, IntArray
 
 __all__ = ["CHUNK_ROWS", "Column", "ColumnGroup"]
@@ -49,7 +59,7 @@ class Column:
         folder: The Zarr array's folder.
         entry: The field.
         slots: How many rows a ring has; None: the column grows.
-        rows: Rows per shard; None: as many as a new store has.
+        layout: How its shards are cut and named; None: as in a new store.
         write: Whether shards are made and written to. Else they are opened for reading (`look`), no
             descriptor stays open, and one that is damaged is refused when it is touched.
     """
@@ -61,13 +71,14 @@ class Column:
         entry: Field,
         slots: int | None,
         *,
-        rows: int | None = None,
+        layout: Layout | None = None,
         write: bool = True,
     ) -> None:
         self.entry = entry
         self.folder = folder
         self.row_bytes = entry.row_bytes
-        self.rows = shard_rows(self.row_bytes, slots) if rows is None else rows
+        self.rows = shard_rows(self.row_bytes, slots) if layout is None else layout.rows
+        self._separator = SEPARATOR if layout is None else layout.separator
         self.files: list[File] = []
         #: Nothing but False was ever written: then nothing is written or read at all.
         self.blank = write and entry.dtype == "bool"
@@ -102,7 +113,7 @@ class Column:
 
     def shard_path(self, number: int) -> Path:
         """Return where a shard lies."""
-        return self.folder.joinpath("c", str(number), *["0"] * len(self.entry.shape))
+        return self.folder / shard_name(number, len(self.entry.shape), self._separator)
 
     @property
     def file_bytes(self) -> int:
@@ -303,10 +314,10 @@ class ColumnGroup:
     def _find(self, folder: Path, entry: Field, slots: int | None) -> Column:
         """Return a column for reading; one whose metadata cannot be read is damaged as a whole."""
         try:
-            rows, fault = read_shard_rows(self._disk, folder, entry), None
+            layout, fault = read_layout(self._disk, folder, entry), None
         except CorruptionError as exc:
-            rows, fault = None, exc.message
-        column = Column(self._disk, folder, entry, slots, rows=rows, write=False)
+            layout, fault = None, exc.message
+        column = Column(self._disk, folder, entry, slots, layout=layout, write=False)
         column.fault = fault
         return column
 

@@ -16,9 +16,11 @@ from expstore.storages.base import Keys, Storage, find_keys
 from expstore.storages.columns import ColumnGroup
 from expstore.storages.records import Redo, fetch_body
 
-__all__ = ["COLUMNS", "JOURNAL", "LOG", "REDO", "STATE", "FolderStorage"]
+__all__ = ["COLUMNS", "JOURNAL", "LOG", "REDO", "STATE", "VERSION", "FolderStorage"]
 
 COLUMNS, JOURNAL, LOG, REDO, STATE = "columns", "journal", "episodes.log", "redo", "STATE"
+#: Says of a folder that it is a version, which nobody writes to.
+VERSION = "version.json"
 
 
 class FolderStorage(Storage):
@@ -56,6 +58,10 @@ class FolderStorage(Storage):
     def meta(self) -> dict[str, Any]:
         """Return the user's own facts."""
         return dict(self.manifest.meta)
+
+    def to_manifest(self) -> Manifest:
+        """Return what expstore.json says."""
+        return self.manifest
 
     def facts(self) -> dict[str, Any]:
         """Return what the relation `meta` shows."""

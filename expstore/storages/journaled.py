@@ -19,11 +19,13 @@ from expstore.episodes import EpisodeTable
 from expstore.errors import CorruptionError, ExpStoreError, StateError
 from expstore.files import Disk, File
 from expstore.journal import SEGMENT_BYTES, SYNC_SEGMENT_BYTES, Journal, Kind, read_journal, settle_journal
+from expstore.manifest import Manifest
 from expstore.state import StatePage
 from expstore.storages.base import Rows
 from expstore.storages.columnwriter import WritableColumns
 from expstore.storages.folder import JOURNAL, LOG, REDO, STATE
 from expstore.storages.keeper import Keeper
+from expstore.storages.loading import finish_load
 from expstore.storages.records import Publish, Redo, shelve_body
 from expstore.storages.recovery import Past, describe_past, read_past, take_over
 from expstore.storages.settings import Settings, enter
@@ -83,6 +85,7 @@ class JournaledStorage(SyncedStorage):
 
     def _open(self, *, first: bool) -> None:
         """Take over the last whole state, then start a journal segment of a new generation."""
+        first = self._finish_load() or first
         self._half = None
         manifest = self.manifest
         records = read_journal(self.disk, self.path / JOURNAL)
@@ -131,6 +134,14 @@ class JournaledStorage(SyncedStorage):
         self._marked = (self._journal.sequence, self._draw)
         self._synced = self.last
 
+    def _finish_load(self) -> bool:
+        """Move in a version's content that was left half way; say whether there was one."""
+        found = finish_load(self.disk, self.path)
+        if found:
+            self.take_manifest(Manifest.load(self.disk, self.path))
+            self._draw = 0
+        return found
+
     def _adopt(self, past: Past) -> None:
         """Take over numbers, window and priorities."""
         self.retired, self.max_priority = past.retired, past.max_priority
@@ -138,8 +149,8 @@ class JournaledStorage(SyncedStorage):
         self._window = Window(past.window_low(self.capacity), past.last)
         self._draw = max(self._draw, past.draw)
         same_boot = self._state.fits(self._uuid, self._boot, self.manifest.generation)
-        if same_boot:
-            self._draw = max(self._draw, self._state.get("draw"))
+        if same_boot and self._state.get("generation") >= past.base["generation"]:
+            self._draw = max(self._draw, self._state.get("draw"))  # else it is of what a load has replaced
         if past.cut or not (same_boot or past.clean):
             # The index may hold what the journal has lost.
             for name in ("index.duckdb", "index.duckdb.wal"):
@@ -168,17 +179,10 @@ class JournaledStorage(SyncedStorage):
 
     def _base(self, *, opening: bool) -> dict[str, object]:
         """Return what a base record keeps."""
-        return {
+        return self.to_base() | {
             "opening": opening,
             "generation": self.manifest.generation,
-            "content": self.content,
-            "last": self.last,
-            "retired": self.retired,
-            "draw": self._draw,
-            "max_priority": self.max_priority,
-            "write_count": self.write_count,
             "log_length": self._log.length,
-            "episodes": self.episodes.to_base(),
         }
 
     # -- extend ----------------------------------------------------------------------------------
@@ -276,6 +280,13 @@ class JournaledStorage(SyncedStorage):
     def log_entries(self) -> Iterator[LogEntry]:
         """Return every entry of episodes.log in order."""
         return self._log.read()
+
+    def log_bytes(self) -> bytes:
+        """Return all of episodes.log."""
+        with self.episode_lock:
+            self._log.flush()
+            file, length = self._log.file, self._log.length
+        return file.read(0, length)
 
     @property
     def can_write(self) -> bool:

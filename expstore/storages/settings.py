@@ -23,6 +23,8 @@ from expstore.lock import WriterLock
 from expstore.manifest import MANIFEST, Manifest
 from expstore.schema import Schema
 from expstore.storages.base import REWARD
+from expstore.storages.folder import VERSION
+from expstore.storages.loading import finish_load
 from expstore.types import Key, to_key
 
 __all__ = ["Settings", "enter", "look_up"]
@@ -69,6 +71,10 @@ def enter(disk: Disk, path: Path, capacity: int | None, settings: Settings) -> t
     if capacity is not None and capacity < 1:
         raise ValueError(f"capacity must be at least 1, got {capacity}")
     _check_meta(settings.meta)
+    if disk.exists(path / VERSION):
+        raise StateError(
+            f"{path} is a version, which is only read", hint="open it with mode='r', or loads() it"
+        )
     exists = _look(disk, path)
     if exists and settings.mode == "x":
         raise _exists(path)
@@ -77,6 +83,7 @@ def enter(disk: Disk, path: Path, capacity: int | None, settings: Settings) -> t
     disk.make_dir(path / "journal")
     lock = WriterLock(disk, path / "LOCK")
     try:
+        finish_load(disk, path)
         if disk.exists(path / MANIFEST):
             if settings.mode == "x":
                 raise _exists(path)  # made by another process just now

@@ -25,6 +25,7 @@ from expstore.storages.checksums import BLOCK_ROWS, CHECKSUMS, Checksums, blocks
 from expstore.storages.columnwriter import WritableColumns
 from expstore.storages.folder import COLUMNS
 from expstore.storages.journaled import JournaledStorage
+from expstore.storages.loading import Arrival, build_load, commit_load, read_content
 from expstore.storages.recovery import Past, reach
 from expstore.storages.synced import RIDING_BYTES
 from expstore.storages.tail import TAIL_BYTES, TAIL_ROWS, Tail
@@ -283,6 +284,17 @@ class ZarrStorage(JournaledStorage):
         if self.checksums is not None:
             self.checksums.update(self._due, generation=self.manifest.generation, sequence=sequence)
 
+    def block_sums(self) -> Array | None:
+        """Return an entry of checksums per block; zeros where the block has changed since the last sync."""
+        if self.checksums is None:
+            return None
+        with self._sync_lock, self.episode_lock:
+            entries = self.checksums.entries()
+            newer = self.last - self._synced
+            changed = self._changed | blocks_of(self.pieces(self._synced + 1, newer) if newer else [])
+            entries[[block for block in changed if block < entries.size]] = 0
+        return entries
+
     def flush_priorities(self) -> None:
         """Write the pages of priorities that have changed, and the rows that were kept back."""
         if self.columns is None:
@@ -312,6 +324,33 @@ class ZarrStorage(JournaledStorage):
     def _note_priorities(self, slots: IntArray) -> None:
         self._dirty_pages[slots // PAGE_ROWS] = True
         self._keeper.note()
+
+    def load(self, folder: Path) -> None:
+        """Put the content of the version in a folder in the place of what there is.
+
+        Crashes: the store has its former content until the new one is complete, and that one then.
+        """
+        with self.lock:
+            self.check_writable()
+            self.hold.wait(None)
+            self.flush_priorities()
+            arrival = Arrival(read_content(self.disk, folder), self)
+            ready = 0 if self.columns is None else self.columns.ready
+            build_load(self, self.path, arrival, sequence=self._journal.sequence, ready=ready)
+            recovered = self.counters.recovered
+            with self._sync_lock:
+                try:
+                    with self.changing():
+                        commit_load(self.disk, self.path)
+                        self._close_files()
+                        self._open(first=True)
+                except BaseException as exc:
+                    # The next opening sees what is there; a failed sync is never tried again.
+                    self._failure = exc if isinstance(exc, StorageError) else self._failure
+                    self.note_interruption()
+                    raise
+            self.counters.recovered = recovered
+            self.priorities_set = True
 
     # -- change and read -------------------------------------------------------------------------
 

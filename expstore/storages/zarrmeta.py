@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,45 @@ from expstore.errors import CorruptionError
 from expstore.files import Disk
 from expstore.schema import Field
 
-__all__ = ["CHUNK_ROWS", "grow_shape", "make_metadata", "read_shard_rows", "shard_footer"]
+__all__ = [
+    "CHUNK_ROWS",
+    "SEPARATOR",
+    "Layout",
+    "grow_shape",
+    "make_metadata",
+    "read_layout",
+    "shard_footer",
+    "shard_name",
+]
 
 #: Rows of an inner chunk; a shard has a multiple of them.
 CHUNK_ROWS = 4096
+#: Between the numbers in a shard's name, in a store.
+SEPARATOR = "/"
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Say how an array is cut.
+
+    Args:
+        rows: Per shard.
+        length: Of the array.
+        separator: Between the numbers in a shard's name.
+    """
+
+    rows: int
+    length: int
+    separator: str
 
 
 def make_metadata(
-    fields: Sequence[Field], rows: Sequence[int], slots: int | None, attributes: dict[str, Any]
+    fields: Sequence[Field],
+    rows: Sequence[int],
+    slots: int | None,
+    attributes: dict[str, Any],
+    *,
+    separator: str = SEPARATOR,
 ) -> dict[str, bytes]:
     """Return the files of the Zarr v3 group: relative name -> bytes.
 
@@ -33,6 +65,7 @@ def make_metadata(
         rows: Rows per shard of each.
         slots: How many rows the arrays have; None: one shard of them, for now.
         attributes: Of the group.
+        separator: What stands between the numbers in a shard's name.
     """
     import zarr
     from zarr.core.sync import sync
@@ -49,6 +82,7 @@ def make_metadata(
             dtype=entry.numpy_dtype,
             compressors=None,
             filters=None,
+            chunk_key_encoding={"name": "default", "separator": separator},
             attributes={"expstore": {"dtype": entry.dtype}},
         )
 
@@ -63,8 +97,8 @@ def make_metadata(
     return sync(collect())
 
 
-def read_shard_rows(disk: Disk, folder: Path, entry: Field) -> int:
-    """Return how many rows a shard of an array has.
+def read_layout(disk: Disk, folder: Path, entry: Field) -> Layout:
+    """Return how an array is cut.
 
     Args:
         disk: Where files are touched.
@@ -78,12 +112,24 @@ def read_shard_rows(disk: Disk, folder: Path, entry: Field) -> int:
     try:
         data = json.loads(disk.read_whole(path))
         rows, *rest = data["chunk_grid"]["configuration"]["chunk_shape"]
+        keys = data["chunk_key_encoding"]
+        layout = Layout(int(rows), int(data["shape"][0]), keys["configuration"]["separator"])
         fits = data["node_type"] == "array" and tuple(rest) == entry.shape and rows % CHUNK_ROWS == 0
-    except (OSError, ValueError, KeyError, TypeError) as exc:
+        fits = fits and keys["name"] == "default" and layout.separator in ("/", ".")
+    except (OSError, ValueError, KeyError, TypeError, IndexError) as exc:
         raise CorruptionError(f"{path} cannot be read: {exc}", hint="restore the store") from exc
     if not fits or rows < 1:
         raise CorruptionError(f"{path} does not describe a column of rows {entry.shape}")
-    return int(rows)
+    return layout
+
+
+def shard_name(number: int, dims: int, separator: str) -> str:
+    """Return where a shard lies in its array's folder.
+
+    >>> shard_name(3, 1, "/"), shard_name(3, 0, ".")
+    ('c/3/0', 'c.3')
+    """
+    return separator.join(["c", str(number), *["0"] * dims])
 
 
 def grow_shape(disk: Disk, folder: Path, rows: int) -> None:

@@ -1,0 +1,398 @@
+"""Make a version: copy a storage as it is at one moment, while others go on reading and writing.
+
+Used by buffers. What has not changed since the version before is a hard link to its files, so a version
+costs what changed; it is built under a name that is no version's, synced, and renamed. It never opens a
+file of the store itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import google_crc32c
+import numpy as np
+from numpy.typing import NDArray
+
+from expstore.errors import LockedError, MigrationError, NotFoundError, SnapshotError, StorageError
+from expstore.files import Disk
+from expstore.journal import ALIGN, Journal, Kind
+from expstore.lock import WriterLock
+from expstore.manifest import MANIFEST, Manifest
+from expstore.snapshots import (
+    CURRENT,
+    LOCK,
+    SCRAP,
+    Version,
+    check_tag,
+    foreign_names,
+    list_versions,
+    next_number,
+    prune,
+    remove_scraps,
+    version_name,
+)
+from expstore.storages.base import ROW_FIELDS, Storage
+from expstore.storages.checksums import (
+    BLOCK_ROWS,
+    CHECKSUMS,
+    SUMMED,
+    entry_dtype,
+    pack_entries,
+    read_entries,
+    seal_entry,
+    state_of,
+    zeros_sum,
+)
+from expstore.storages.folder import COLUMNS, JOURNAL, LOG, VERSION
+from expstore.storages.frozen import Frozen, frozen
+from expstore.storages.zarrmeta import Layout, make_metadata, read_layout, shard_footer, shard_name
+from expstore.types import Array
+
+__all__ = ["dump"]
+
+SHARD_ROWS = 8192
+#: Longer shards rather than more files than this.
+MANY_FILES = 16_000
+#: The store's own checksums when the version was made: equal ones mean equal rows.
+ORIGIN = "origin"
+#: Between the numbers in a shard's name: all shards of an array lie in one folder, which is synced once.
+SEPARATOR = "."
+_THREADS = 8
+
+BoolArray = NDArray[np.bool_]
+
+
+def dump(storage: Storage, path: str | Path, *, keep: int | None = None, tag: str | None = None) -> Version:
+    """Make a version of a storage.
+
+    Args:
+        storage: What is to be kept.
+        path: The folder of versions; made if it is missing.
+        keep: How many versions without a tag remain; None: all of them.
+        tag: A name for this one.
+
+    Raises:
+        SnapshotError: The folder holds something else, or the tag is taken or no name.
+        LockedError: Somebody else makes a version there just now.
+        StateError: The storage is closed, or open for reading only.
+        StorageError: The disk failed or is full; what was there before is as it was.
+    """
+    if keep is not None and keep < 1:
+        raise ValueError(f"keep must be at least 1, got {keep}")
+    if tag is not None:
+        check_tag(tag)
+    storage.check_writable()
+    disk, place = storage.disk, Path(path)
+    _make_place(disk, place)
+    with _turn(disk, place):
+        remove_scraps(disk, place)
+        known = list_versions(disk, place)
+        if tag is not None and tag in [version.tag for version in known]:
+            raise SnapshotError(f"{place} has a version {tag!r} already", hint="choose another tag")
+        number = next_number(disk, place)
+        name = version_name(number)
+        scrap = place / (name + SCRAP)
+        try:
+            build = _Build(disk, scrap)
+            with frozen(storage) as state:
+                former = _find_former(disk, known, state)
+                _Copy(build, state, former).run()
+            _describe(build, state)
+            version = Version(
+                number=number,
+                tag=tag,
+                time=time.time(),
+                rows=state.window.size,
+                episodes=state.episodes,
+                new_bytes=build.new_bytes,
+                path=place / name,
+            )
+            build.put(VERSION, version.pack())
+            with ThreadPoolExecutor(_THREADS, thread_name_prefix="expstore-dump") as pool:
+                disk.sync_paths(build.written, sorted(build.folders), pool)
+            disk.rename(scrap, place / name)
+        except BaseException:
+            with contextlib.suppress(StorageError):
+                disk.remove_tree(scrap)
+            raise
+        disk.sync_dir(place)
+        disk.write_whole(place / CURRENT, name.encode())
+        if keep is not None:
+            prune(disk, place, keep)
+    return version
+
+
+def _make_place(disk: Disk, place: Path) -> None:
+    """Make the folder of versions, or look whether it is one."""
+    new = [folder for folder in (place, *place.parents) if not disk.exists(folder)]
+    if not new:
+        if disk.exists(place / MANIFEST):
+            raise SnapshotError(f"{place} is a store or a version", hint="give another folder, or use tag()")
+        foreign = foreign_names(disk, place)
+        if foreign:
+            raise SnapshotError(
+                f"{place} is not a folder of versions: it holds {', '.join(foreign[:3])}",
+                hint="give a new or empty folder",
+            )
+    disk.make_dir(place)
+    for folder in reversed(new):
+        disk.sync_dir(folder.parent)
+
+
+@contextmanager
+def _turn(disk: Disk, place: Path) -> Iterator[None]:
+    """Be the only one who makes versions in a folder."""
+    try:
+        lock = WriterLock(disk, place / LOCK)
+    except LockedError as exc:
+        raise LockedError(f"somebody else makes a version in {place}", hint="try again later") from exc
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+class _Build:
+    """Put files into a folder that is to become a version, and know what must be synced."""
+
+    def __init__(self, disk: Disk, folder: Path) -> None:
+        self.disk = disk
+        self.folder = folder
+        self.written: list[Path] = []
+        self.folders: set[Path] = set()
+        self.new_bytes = 0
+        self.make_folder(folder)
+
+    def make_folder(self, folder: Path) -> None:
+        """Make a folder inside, and those above it."""
+        self.disk.make_dir(folder)
+        while folder not in self.folders and folder.is_relative_to(self.folder):
+            self.folders.add(folder)
+            folder = folder.parent
+
+    def put(self, name: str, data: bytes) -> None:
+        """Write a whole file."""
+        path = self.folder / name
+        self.disk.put(path, data)
+        self.note(path, len(data))
+
+    def note(self, path: Path, size: int) -> None:
+        """Be told of a file that was written: it holds `size` bytes, the rest is holes."""
+        self.written.append(path)
+        self.new_bytes += size
+
+
+@dataclass(frozen=True, slots=True)
+class _Former:
+    """The version before: its folder, its checksums, and the store's when it was made."""
+
+    folder: Path
+    sums: Array
+    origin: Array
+    layout: Layout
+
+
+def _find_former(disk: Disk, known: Sequence[Version], state: Frozen) -> _Former | None:
+    """Return the newest version if its files may be shared; None if everything is to be copied."""
+    schema = state.manifest.schema
+    if not known or schema is None or state.sums is None:
+        return None
+    folder, width = known[-1].path, len(state.fields) - 1
+    try:
+        manifest = Manifest.load(disk, folder)
+        sums = read_entries(disk.read_whole(folder / CHECKSUMS), width, folder / CHECKSUMS)
+        origin = read_entries(disk.read_whole(folder / ORIGIN), width, folder / ORIGIN)
+        layout = read_layout(disk, folder / COLUMNS / ROW_FIELDS[0].path, ROW_FIELDS[0])
+    except (StorageError, NotFoundError, MigrationError):
+        return None  # it cannot be trusted, or was made before the first rows
+    same = manifest.uuid == state.manifest.uuid and manifest.schema == schema
+    same = same and (manifest.capacity, manifest.spare) == (state.manifest.capacity, state.manifest.spare)
+    return _Former(folder, sums, origin, layout) if same else None
+
+
+def _shard_rows(columns: int, slots: int) -> int:
+    """Return how many rows a shard has in a version with so many columns and slots."""
+    rows = SHARD_ROWS
+    while columns * -(-slots // rows) > MANY_FILES:
+        rows *= 2
+    return rows
+
+
+class _Copy:
+    """Copy the rows of a frozen storage, or link what the version before has already."""
+
+    def __init__(self, build: _Build, state: Frozen, former: _Former | None) -> None:
+        self.build, self.state = build, state
+        self.disk = build.disk
+        self.fields = state.fields
+        slots = state.manifest.slots
+        last = state.window.last
+        used = last if slots is None else min(last, slots)
+        self.rows = _shard_rows(len(self.fields), used if slots is None else slots)
+        self.shards = -(-used // self.rows)
+        #: How many rows the arrays have.
+        self.length = max(1, self.shards) * self.rows if slots is None else slots
+        fits = former is not None and former.layout.rows == self.rows and former.layout.separator == SEPARATOR
+        self.former = former if fits else None
+        self.footers = [shard_footer(self.rows, entry.row_bytes) for entry in self.fields]
+        blocks = self.shards * self.rows // BLOCK_ROWS
+        #: A checksum per column, but for priority, and block.
+        self.sums = np.zeros(blocks, entry_dtype(max(0, len(self.fields) - 1)))
+
+    def run(self) -> None:
+        """Copy all rows, oldest first, and let the writer have the slots of those that are copied."""
+        state = self.state
+        if not self.fields:
+            return
+        self._make_arrays()
+        unchanged = self._unchanged()
+        start = state.pieces[0][0]
+        first = start // self.rows
+        ahead = (state.manifest.slots or 0) - start
+        for shard in (*range(first, self.shards), *range(min(first, self.shards))):
+            passed = shard * self.rows + (ahead if shard < first else -start)
+            if passed > 0:
+                state.hold.move(state.window.low + 1 + passed)
+            self._copy_shard(shard, linked=unchanged[shard])
+        state.hold.move(0)
+        stamp = state.base["content"]
+        for entry in self.sums:
+            seal_entry(entry, generation=stamp[0], sequence=max(1, stamp[1]))
+        self.build.put(CHECKSUMS, pack_entries(self.sums))
+        if state.sums is not None:
+            self.build.put(ORIGIN, pack_entries(state.sums))
+
+    def _make_arrays(self) -> None:
+        """Make the folders and zarr.json of all arrays."""
+        top, former = self.build.folder / COLUMNS, self.former
+        for entry in self.fields:
+            self.build.make_folder(top / entry.path)
+        if former is not None and former.layout.length == self.length:
+            paths = {Path(entry.path) for entry in self.fields}
+            names = {Path(), *paths, *(parent for path in paths for parent in path.parents)}
+            links = [Path(COLUMNS) / name / "zarr.json" for name in sorted(names)]
+            if all(self.disk.link(former.folder / link, self.build.folder / link) for link in links):
+                return
+        slots = self.state.manifest.slots
+        attributes = {"expstore": {"capacity": self.state.manifest.capacity, "slots": slots}}
+        rows = [self.rows] * len(self.fields)
+        made = make_metadata(self.fields, rows, self.length, attributes, separator=SEPARATOR)
+        for name, data in made.items():
+            self.build.put(f"{COLUMNS}/{name}", data)
+
+    def _unchanged(self) -> BoolArray:
+        """Say which shards the version before has with the same rows. Shape `(shards,)`."""
+        former, now = self.former, self.state.sums
+        same = np.zeros(self.sums.size, bool)
+        if former is None or now is None:
+            return np.zeros(self.shards, bool)
+        both = min(same.size, now.size, former.origin.size)
+        size = now.dtype.itemsize
+        pairs = [sums[:both].view(np.uint8).reshape(both, size) for sums in (now, former.origin)]
+        same[:both] = now[:both]["sequence"] != 0
+        same[:both] &= (pairs[0] == pairs[1]).all(axis=1)
+        for slot in range(0, same.size * BLOCK_ROWS, BLOCK_ROWS):
+            if not any(True for _ in self._parts(-1, slot, BLOCK_ROWS)):
+                same[slot // BLOCK_ROWS] = True  # no row in it can be read
+        for block in np.flatnonzero(same):
+            same[block] = block < former.sums.size and state_of(former.sums[block]) == SUMMED
+        by_shard = same.reshape(self.shards, self.rows // BLOCK_ROWS)
+        return np.array([blocks.all() for blocks in by_shard], bool)
+
+    def _parts(self, place: int, slot: int, count: int) -> Iterator[tuple[int, Array]]:
+        """Yield what can be read of a run of slots: (offset in the run, rows)."""
+        for (start, _, n), rows in zip(self.state.pieces, self.state.columns[place], strict=True):
+            low, high = max(slot, start), min(slot + count, start + n)
+            if low < high:
+                yield low - slot, rows[low - start : high - start]
+
+    def _copy_shard(self, shard: int, *, linked: bool) -> None:
+        former, last = self.former, len(self.fields) - 1
+        blocks = slice(shard * self.rows // BLOCK_ROWS, (shard + 1) * self.rows // BLOCK_ROWS)
+        if linked and former is not None:
+            self.sums["sums"][blocks] = former.sums["sums"][blocks]
+        for place, entry in enumerate(self.fields):
+            name = Path(COLUMNS, entry.path, shard_name(shard, len(entry.shape), SEPARATOR))
+            size = self.rows * entry.row_bytes + len(self.footers[place])
+            if former is not None and (linked if place < last else self._same_priorities(name, shard)):
+                old = former.folder / name
+                if self.disk.size(old) == size and self.disk.link(old, self.build.folder / name):
+                    continue
+            sums = self._write_shard(place, name, shard)
+            if place < last:
+                self.sums["sums"][blocks, place] = sums
+
+    def _same_priorities(self, name: Path, shard: int) -> bool:
+        """Say whether the version before has the same priorities."""
+        former = self.former
+        if former is None or not self.disk.exists(former.folder / name):
+            return False
+        found = np.frombuffer(self.disk.read_whole(former.folder / name), np.uint8)
+        wanted = self._block(len(self.fields) - 1, shard * self.rows, self.rows)
+        return found[: -len(self.footers[-1])].tobytes() == wanted.tobytes()
+
+    def _block(self, place: int, slot: int, count: int) -> Array:
+        """Return the rows of a run of slots, zeros where none can be read. Shape `(count, *row shape)`."""
+        parts = list(self._parts(place, slot, count))
+        if len(parts) == 1 and len(parts[0][1]) == count:
+            return parts[0][1]
+        entry = self.fields[place]
+        block = np.zeros((count, *entry.shape), entry.numpy_dtype)
+        for at, rows in parts:
+            block[at : at + len(rows)] = rows
+        return block
+
+    def _write_shard(self, place: int, name: Path, shard: int) -> list[int]:
+        """Write a shard of a column; return the checksum of each of its blocks."""
+        entry, footer = self.fields[place], self.footers[place]
+        size = BLOCK_ROWS * entry.row_bytes
+        sums, written = [], 0
+        file = self.disk.open(self.build.folder / name, create=True)
+        try:
+            file.truncate(self.rows * entry.row_bytes + len(footer))
+            for number in range(self.rows // BLOCK_ROWS):
+                slot = shard * self.rows + number * BLOCK_ROWS
+                hole = not any(True for _ in self._parts(place, slot, BLOCK_ROWS))
+                block = None if hole else self._block(place, slot, BLOCK_ROWS)
+                if block is None or (entry.dtype == "bool" and not block.any()):
+                    sums.append(zeros_sum(size))  # a hole reads as zeros
+                    continue
+                file.write(block, number * size)
+                sums.append(google_crc32c.value(block.reshape(-1).view(np.uint8)))
+                written += size
+            file.write(footer, self.rows * entry.row_bytes)
+        finally:
+            file.close()
+        self.build.note(self.build.folder / name, written + len(footer))
+        return sums
+
+
+def _describe(build: _Build, state: Frozen) -> None:
+    """Write what a closed store has beside its columns."""
+    manifest, disk = state.manifest, build.disk
+    build.put(MANIFEST, manifest.pack())
+    build.put(LOG, state.log)
+    folder = build.folder / JOURNAL
+    build.make_folder(folder)
+    journal = Journal(
+        disk,
+        folder,
+        uuid=manifest.uuid,
+        generation=manifest.generation,
+        sequence=state.base["content"][1],
+        segment_bytes=ALIGN,
+    )
+    try:
+        beside = {"opening": True, "generation": manifest.generation, "log_length": len(state.log)}
+        journal.start_segment(state.base | beside)
+        journal.append(Kind.CLOSE, b"{}")
+        for file in journal.sync_files():
+            build.note(file.path, file.size())
+    finally:
+        journal.close()

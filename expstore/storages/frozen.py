@@ -1,0 +1,98 @@
+"""A storage as it is at one moment, to be copied while others go on reading and writing.
+
+Used by snapshots. Nothing is copied here but priorities and numbers: rows are views, which a `Hold` keeps
+from being overwritten until whoever copies says that they are done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from expstore.fragments import clip
+from expstore.manifest import Manifest
+from expstore.schema import Field
+from expstore.storages.base import ROW_FIELDS, Storage
+from expstore.storages.hold import Hold
+from expstore.types import Array, Window
+
+__all__ = ["Frozen", "frozen"]
+
+
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    """Hold a storage's state at one moment.
+
+    Args:
+        manifest: What the store is.
+        base: What a journal's base record keeps.
+        window: The rows.
+        pieces: Where they lie: (first slot, offset in the run, rows).
+        columns: Per field, and per row field behind them, a view of each piece.
+        log: The bytes of episodes.log.
+        episodes: How many episodes have rows.
+        sums: What tells blocks of 4096 slots that have changed since from those that have not, an entry
+            per block; None where nothing does.
+        hold: Told which rows are copied.
+    """
+
+    manifest: Manifest
+    base: dict[str, Any]
+    window: Window
+    pieces: Sequence[tuple[int, int, int]]
+    columns: Sequence[Sequence[Array]]
+    log: bytes
+    episodes: int
+    sums: Array | None
+    hold: Hold
+
+    @property
+    def fields(self) -> tuple[Field, ...]:
+        """The columns' fields; none before the first rows."""
+        schema = self.manifest.schema
+        return () if schema is None else (*schema.fields, *ROW_FIELDS)
+
+
+@contextmanager
+def frozen(storage: Storage) -> Iterator[Frozen]:
+    """Keep a storage's rows as they are, for the block's length.
+
+    Rows can still be added; who would overwrite one of these, or change one in place, waits for
+    `hold.move`.
+
+    Raises:
+        StateError: The storage is closed, or open for reading only.
+        StorageError: Rows could not be brought to the disk.
+    """
+    with storage.hold.turn():
+        storage.sync()
+        with storage.lock:
+            storage.check_writable()
+            state = _freeze(storage)
+            storage.hold.move(state.window.low + 1)
+        yield state
+
+
+def _freeze(storage: Storage) -> Frozen:
+    window = storage.window
+    columns: list[list[Array]] = []
+    if storage.schema is not None:
+        places = range(len(storage.schema.fields) + len(ROW_FIELDS))
+        columns = storage.views(places, window.low + 1, window.size)
+        columns[-1] = [part.copy() for part in columns[-1]]  # priorities may be set while rows are copied
+    live = clip(storage.episodes.fragments.rows, window.low)
+    return Frozen(
+        manifest=storage.to_manifest(),
+        base=storage.to_base(),
+        window=window,
+        pieces=storage.pieces(window.low + 1, window.size),
+        columns=columns,
+        log=storage.log_bytes(),
+        episodes=np.unique(live[0]).size,
+        sums=storage.block_sums(),
+        hold=storage.hold,
+    )

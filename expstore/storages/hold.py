@@ -1,0 +1,57 @@
+"""What makes a writer wait while rows are being copied.
+
+Used by storages for snapshots: whoever copies says which rows it still needs, oldest first, and a writer
+that would overwrite one of them waits. It knows ids only, no slots and no files.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+__all__ = ["Hold"]
+
+
+class Hold:
+    """Keep rows as they are until they are copied.
+
+    Threads: one copies at a time, the next one waits; any number may wait for it. Processes: a forked
+    child, in which nobody copies, never waits.
+    """
+
+    def __init__(self) -> None:
+        self._begin()
+
+    def _begin(self) -> None:
+        #: The oldest id that must stay as it is; 0: none. Read without a lock.
+        self.first = 0
+        self._moved = threading.Condition()
+        self._turn = threading.Lock()
+        self._pid = os.getpid()
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """Be the only one who copies; let everybody go on at the end, whatever has happened."""
+        if os.getpid() != self._pid:
+            self._begin()
+        with self._turn:
+            try:
+                yield
+            finally:
+                self.move(0)
+
+    def move(self, first: int) -> None:
+        """Say that ids below `first` are copied; 0: all of them."""
+        with self._moved:
+            self.first = first
+            self._moved.notify_all()
+
+    def wait(self, through: int | None) -> None:
+        """Wait until the ids up to `through` are copied; None: until nobody copies any more."""
+        if os.getpid() != self._pid:
+            self._begin()
+        with self._moved:
+            while self.first and (through is None or through >= self.first):
+                self._moved.wait()

@@ -1,0 +1,329 @@
+"""A version's content in the place of a store's own: all of it or nothing.
+
+Used by storages. What a version holds is read here and numbered anew; a store on disk has it built aside,
+in `load.tmp`. Its new name, `load`, is the commit: whoever opens the store next, or goes on with it, moves
+what is in there to its place. It never changes a version.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from expstore.episodelog import LogEntry, read_log
+from expstore.errors import CorruptionError, SchemaError
+from expstore.files import Disk
+from expstore.journal import ALIGN, Journal, Kind, read_journal
+from expstore.manifest import MANIFEST, Manifest
+from expstore.schema import Schema
+from expstore.storages.base import ROW_BYTES, ROW_FIELDS, Storage, spare_slots
+from expstore.storages.checksums import CHECKSUMS, Checksums, blocks_of
+from expstore.storages.columns import ColumnGroup
+from expstore.storages.columnwriter import WritableColumns
+from expstore.storages.folder import COLUMNS, JOURNAL, LOG
+from expstore.types import Array, key_name
+
+__all__ = ["Arrival", "Content", "build_load", "commit_load", "finish_load", "read_content"]
+
+LOAD, ASIDE = "load", "load.tmp"
+_OLD = "old"
+#: So many bytes are copied at a time.
+_STEP_BYTES = 8 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """Hold what a version holds.
+
+    Args:
+        folder: Its folder.
+        manifest: What it is.
+        base: Its state, as a journal's base record keeps it.
+        entries: Of episodes.log.
+        columns: Opened for reading; None: it has no fields.
+    """
+
+    folder: Path
+    manifest: Manifest
+    base: dict[str, Any]
+    entries: Sequence[LogEntry]
+    columns: ColumnGroup | None
+
+    @property
+    def low(self) -> int:
+        """The newest id that cannot be read."""
+        capacity, last, retired = self.manifest.capacity, self.base["last"], self.base["retired"]
+        return int(retired if capacity is None else max(retired, last - capacity))
+
+    def rows(self, first_id: int, count: int) -> list[Array]:
+        """Copy a run of rows, all columns.
+
+        Raises:
+            CorruptionError: A shard is damaged.
+        """
+        if self.columns is None:
+            return []
+        slots = self.manifest.slots
+        start = first_id - 1 if slots is None else (first_id - 1) % slots
+        head = count if slots is None else min(count, slots - start)
+        runs = [(start, head), (0, count - head)]
+        return [
+            np.concatenate([column.part(slot, n) for slot, n in runs if n]) for column in self.columns.columns
+        ]
+
+
+def read_content(disk: Disk, folder: Path) -> Content:
+    """Read a version; its rows when they are asked for.
+
+    Raises:
+        CorruptionError: It is damaged.
+    """
+    manifest = Manifest.load(disk, folder)
+    records = read_journal(disk, folder / JOURNAL)
+    if [record.kind for record in records] != [Kind.BASE, Kind.CLOSE]:
+        raise CorruptionError(f"{folder / JOURNAL} is not that of a version", hint="load another version")
+    base = records[0].json()
+    entries = list(read_log(disk, folder / LOG, base["log_length"]))
+    columns = None
+    if manifest.schema is not None:
+        fields = (*manifest.schema.fields, *ROW_FIELDS)
+        columns = ColumnGroup(disk, folder / COLUMNS, fields, manifest.slots, write=False)
+        last: int = base["last"]
+        columns.look(last if manifest.slots is None else min(last, manifest.slots))
+    return Content(folder, manifest, base, entries, columns)
+
+
+class Arrival:
+    """A version's content with the numbers that it gets in a storage.
+
+    Ids and episode ids go on above those of both, so that nobody's old ones mean another row. Ids are
+    shifted by a multiple of the capacity, and in a ring so far that all of the storage's former ids count
+    as overwritten: whoever has just drawn some draws again.
+
+    Args:
+        content: The version.
+        storage: Where it is to be; its lock is held.
+
+    Raises:
+        SchemaError: The storage has other fields.
+    """
+
+    def __init__(self, content: Content, storage: Storage) -> None:
+        self.content = content
+        base, own = content.base, storage.to_manifest()
+        schema = _fit(content.manifest.schema, storage.schema, content.folder)
+        spare = own.spare
+        if storage.schema is None and schema is not None:
+            spare = spare_slots(own.capacity, schema.row_bytes + ROW_BYTES)
+        self.manifest = content.manifest.replace(
+            uuid=own.uuid,
+            created=own.created,
+            generation=max(own.generation, content.manifest.generation) + 1,
+            capacity=own.capacity,
+            spare=spare,
+            schema=schema,
+        )
+        last = base["last"]
+        self._low: int = content.low if own.capacity is None else max(content.low, last - own.capacity)
+        self.count: int = last - self._low
+        former = max(storage.last, storage.horizon)
+        shift: int = max(former, last) - self._low
+        if own.capacity is not None:
+            if former:
+                shift = max(shift, former + own.capacity + spare - last)
+            shift = -(-shift // own.capacity) * own.capacity
+        self._ids = shift
+        self._episodes = max(storage.episodes.next_episode, base["episodes"]["next_episode"]) - 1
+
+    @property
+    def low(self) -> int:
+        """The newest id that cannot be read, in the storage."""
+        return self._low + self._ids
+
+    @property
+    def last(self) -> int:
+        """The newest id, in the storage."""
+        return self.low + self.count
+
+    def base(self, content: tuple[int, int]) -> dict[str, Any]:
+        """Return the state that a base record keeps; `content` is its position."""
+        episodes = dict(self.content.base["episodes"])
+        episodes["next_episode"] += self._episodes
+        episodes["open"] = [
+            values | {"episode": values["episode"] + self._episodes, "last_id": values["last_id"] + self._ids}
+            for values in episodes["open"]
+        ]
+        numbers = {"content": content, "last": self.last, "retired": self.low, "episodes": episodes}
+        return self.content.base | numbers
+
+    def entries(self) -> Iterator[LogEntry]:
+        """Yield what episodes.log says."""
+        for entry in self.content.entries:
+            if entry.episode:
+                moved, last = entry.episode + self._episodes, entry.last_id + self._ids
+                entry = dataclasses.replace(entry, episode=moved, last_id=last)
+            yield entry
+
+    def runs(self) -> Iterator[tuple[int, list[Array]]]:
+        """Yield all rows, oldest first: (first id, one array per field and row field)."""
+        columns = self.content.columns
+        if columns is None:
+            return
+        step = max(1, _STEP_BYTES // columns.row_bytes)
+        for start in range(0, self.count, step):
+            arrays = self.content.rows(self._low + 1 + start, min(step, self.count - start))
+            arrays[-5] += self._ids
+            arrays[-4] += self._episodes
+            yield self.low + 1 + start, arrays
+
+
+def _fit(offered: Schema | None, own: Schema | None, folder: Path) -> Schema | None:
+    """Return the schema that a storage has afterwards."""
+    if offered is None or own is None:
+        return offered or own
+    asked, found = ({entry.key: entry for entry in schema.fields} for schema in (own, offered))
+    if asked != found:
+        differ = [
+            f"{key_name(key)}: {found.get(key, 'missing')}, expected {asked.get(key, 'no such field')}"
+            for key in sorted(asked | found)
+            if asked.get(key) != found.get(key)
+        ]
+        raise SchemaError(
+            f"{folder} holds other fields than this store ({', '.join(differ[:3])})",
+            hint="load it into a store of its own",
+        )
+    return offered
+
+
+# -- on disk ---------------------------------------------------------------------------------------
+
+
+def build_load(storage: Storage, path: Path, arrival: Arrival, *, sequence: int, ready: int) -> None:
+    """Build what is to be a store's content beside it, and bring it to the disk.
+
+    Args:
+        storage: The store's.
+        path: Its folder.
+        arrival: The content.
+        sequence: Of the last record in its journal.
+        ready: How many slots its columns have a place for: as many must be there for whoever reads.
+    """
+    disk, aside, manifest = storage.disk, path / ASIDE, arrival.manifest
+    disk.remove_tree(aside)
+    disk.make_dir(aside)
+    written, folders = [aside / MANIFEST, aside / LOG], {aside, aside / JOURNAL}
+    stamp = (manifest.generation, sequence + 1)
+    with ThreadPoolExecutor(8, thread_name_prefix="expstore-load") as pool:
+        if manifest.schema is not None:
+            paths, more = _build_columns(disk, aside, arrival, manifest.schema, stamp, ready, pool)
+            written += paths
+            folders |= more
+        disk.put(aside / MANIFEST, manifest.pack())
+        log = b"".join(entry.pack() for entry in arrival.entries())
+        disk.put(aside / LOG, log)
+        disk.make_dir(aside / JOURNAL)
+        written += _build_journal(disk, aside / JOURNAL, arrival, stamp, len(log))
+        disk.sync_paths(written, sorted(folders), pool)
+
+
+def _build_columns(
+    disk: Disk,
+    aside: Path,
+    arrival: Arrival,
+    schema: Schema,
+    stamp: tuple[int, int],
+    ready: int,
+    pool: ThreadPoolExecutor,
+) -> tuple[list[Path], set[Path]]:
+    """Write the rows; return the files and folders to be synced."""
+    manifest = arrival.manifest
+    fields, slots = (*schema.fields, *ROW_FIELDS), manifest.slots
+    attributes = {"expstore": {"capacity": manifest.capacity, "slots": slots}}
+    ColumnGroup.create(disk, aside / COLUMNS, fields, slots, pool, attributes)
+    group = WritableColumns(disk, aside / COLUMNS, fields, slots)
+    try:
+        group.ensure(ready)
+        blocks: set[int] = set()
+        for first, arrays in arrival.runs():
+            pieces = _pieces(first, len(arrays[0]), slots)
+            group.write(pieces, arrays[:-5], np.stack(arrays[-5:-1]), arrays[-1])
+            blocks |= blocks_of(pieces)
+        sums = Checksums(disk, aside / CHECKSUMS, group)
+        try:
+            sums.update(blocks, generation=stamp[0], sequence=stamp[1])
+        finally:
+            sums.close()
+        written = [file.path for column in group.columns for file in column.files]
+        return [aside / CHECKSUMS, *written], group.new_folders
+    finally:
+        group.close()
+
+
+def _pieces(first_id: int, count: int, slots: int | None) -> list[tuple[int, int, int]]:
+    if slots is None:
+        return [(first_id - 1, 0, count)]
+    start = (first_id - 1) % slots
+    head = min(count, slots - start)
+    return [(start, 0, head)] if head == count else [(start, 0, head), (0, head, count - head)]
+
+
+def _build_journal(
+    disk: Disk, folder: Path, arrival: Arrival, stamp: tuple[int, int], log_length: int
+) -> list[Path]:
+    """Write a journal that says: this is the state, and all is well."""
+    manifest = arrival.manifest
+    journal = Journal(
+        disk,
+        folder,
+        uuid=manifest.uuid,
+        generation=manifest.generation,
+        sequence=stamp[1],
+        segment_bytes=ALIGN,
+    )
+    try:
+        beside = {"opening": True, "generation": manifest.generation, "log_length": log_length}
+        journal.start_segment(arrival.base(stamp) | beside)
+        journal.append(Kind.CLOSE, b"{}")
+        return [file.path for file in journal.sync_files()]
+    finally:
+        journal.close()
+
+
+def commit_load(disk: Disk, path: Path) -> None:
+    """Make what was built the store's content; from here on `finish_load` must follow."""
+    disk.rename(path / ASIDE, path / LOAD)
+    disk.sync_dir(path)
+
+
+def finish_load(disk: Disk, path: Path) -> bool:
+    """Move a content that was committed to its place; whoever has the writer's lock may, again and again.
+
+    Returns:
+        Whether there was one.
+    """
+    load, old = path / LOAD, path / LOAD / _OLD
+    if not disk.exists(load):
+        disk.remove_tree(path / ASIDE)
+        return False
+    disk.make_dir(old)
+    for name in (COLUMNS, JOURNAL):
+        # A folder cannot be replaced by a rename: the old one makes room first.
+        if disk.exists(load / name) and disk.exists(path / name):
+            disk.rename(path / name, old / name)
+    disk.sync_dir(old)
+    disk.sync_dir(path)
+    for name in (COLUMNS, CHECKSUMS, LOG, JOURNAL, MANIFEST):
+        if disk.exists(load / name):
+            disk.rename(load / name, path / name)
+    disk.sync_dir(path)
+    disk.sync_dir(load)
+    disk.rename(load, path / ASIDE)
+    disk.sync_dir(path)
+    disk.remove_tree(path / ASIDE)
+    return True

@@ -1,0 +1,667 @@
+"""Snapshots: versions are complete, share what has not changed, and are put back whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import zarr
+from tensordict import TensorDict
+
+import expstore
+from expstore import dumping, files
+from expstore.buffers import ReplayBuffer, TensorDictReplayBuffer
+from expstore.errors import (
+    CorruptionError,
+    LockedError,
+    SchemaError,
+    SnapshotError,
+    StateError,
+    StorageError,
+)
+from expstore.files import Disk
+from expstore.lock import WriterLock
+from expstore.snapshots import find_version
+from expstore.storages.hold import Hold
+from expstore.storages.memory import MemoryStorage
+from expstore.storages.zarr import ZarrStorage
+
+Make = Callable[..., TensorDict]
+
+
+@pytest.fixture(autouse=True)
+def no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether bytes reach the disk is for the crash tests."""
+    monkeypatch.setattr(files, "_sync_data", os.fstat)
+    monkeypatch.setattr(os, "fsync", lambda fd: None)
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    return tmp_path / "backup"
+
+
+def rows_of(rb: ReplayBuffer) -> TensorDict:
+    """All rows, the oldest first."""
+    window = rb.storage.window
+    ids = np.arange(window.low + 1, window.last + 1)
+    columns = rb.storage.read(ids)
+    return rb._build().build(columns, torch.Size([ids.size]), {})
+
+
+def same(a: TensorDict, b: TensorDict) -> bool:
+    return bool((a == b).all())
+
+
+def batches(rb: ReplayBuffer, count: int) -> list[TensorDict]:
+    """The next batches, without ids, which a load shifts."""
+    return [rb.sample().exclude("id") for _ in range(count)]
+
+
+def inodes(folder: Path) -> dict[str, int]:
+    return {str(p.relative_to(folder)): p.stat().st_ino for p in folder.rglob("*") if p.is_file()}
+
+
+def priorities(rb: ReplayBuffer) -> list[float]:
+    storage = rb.storage
+    parts = storage.views([storage.priority_place], storage.window.low + 1, len(storage))[0]
+    return [value for part in parts for value in part.tolist()]
+
+
+# -- what a version is -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("capacity", [None, 20_000, 5000])
+def test_a_version_is_the_store_as_it_was(
+    store_path: Path, place: Path, make_batch: Make, capacity: int | None
+) -> None:
+    with expstore.open(store_path, capacity=capacity, batch_size=16, meta={"run": 7}) as rb:
+        rb.extend(make_batch(9000, episode_length=10), source="worker")
+        rb.extend(make_batch(7, start=9000))  # few enough to stand in the journal first
+        rb.update_priority(id=[rb.storage.last, rb.storage.last - 3], priority=[3.0, 0.5])
+        before, levels = rows_of(rb), priorities(rb)
+        episodes = rb.sql("SELECT * EXCLUDE (info) FROM episodes ORDER BY episode_id").fetchall()
+        made = rb.dumps(place)
+        rb.extend(make_batch(4000, start=20_000))
+    assert (made.number, made.rows) == (1, len(before))
+    assert made.episodes > 1
+    with expstore.open(place) as old:
+        assert same(rows_of(old), before)
+        assert priorities(old) == levels
+        assert old.meta == {"run": 7}
+        assert old.sql("SELECT * EXCLUDE (info) FROM episodes ORDER BY episode_id").fetchall() == episodes
+        with pytest.raises(StateError, match="reading only"):
+            old.extend(make_batch(1))
+
+
+def test_zarr_reads_a_version(store_path: Path, place: Path, make_batch: Make) -> None:
+    with expstore.open(store_path, capacity=12_000) as rb:
+        rb.extend(make_batch(10_000))
+        rb.dumps(place)
+    group = zarr.open_group(place / "v0001" / "columns", mode="r")
+    assert group["observation"].shards == (8192, 4)
+    assert group["action"][:10_000].tolist() == [n % 3 for n in range(10_000)]
+    assert (group["_row/id"][:10_000] == np.arange(1, 10_001)).all()
+    assert group["observation"][9_999, 0] == 9_999
+
+
+def test_an_empty_store_has_versions(store_path: Path, place: Path, make_batch: Make) -> None:
+    with expstore.open(store_path, capacity=100) as rb:
+        assert rb.dumps(place).rows == 0
+        rb.extend(make_batch(5))
+        rb.empty()
+        assert rb.dumps(place).rows == 0
+        for number in (1, 2):
+            assert len(expstore.open(place, version=number)) == 0
+        rb.extend(make_batch(3))
+        rb.loads(place, 1)
+        assert len(rb) == 0
+        rb.extend(make_batch(3))
+        assert len(rb) == 3
+
+
+def test_shards_grow_where_there_would_be_too_many_files(
+    store_path: Path, place: Path, make_batch: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dumping, "MANY_FILES", 40)
+    with expstore.open(store_path, capacity=40_000) as rb:
+        rb.extend(make_batch(30_000))
+        rb.dumps(place)
+        assert zarr.open_group(place / "v0001/columns", mode="r")["action"].shards == (16_384,)
+        assert same(rows_of(expstore.open(place)), rows_of(rb))
+
+
+def test_a_memory_storage_has_versions(place: Path, make_batch: Make) -> None:
+    rb = TensorDictReplayBuffer(storage=MemoryStorage(500, seed=3), batch_size=8)
+    rb.extend(make_batch(700, episode_length=9)[:500])
+    rb.extend(make_batch(40, start=700))
+    rb.update_priority(id=500, priority=4.0)
+    rb.dumps(place)
+    rb.extend(make_batch(10))
+    rb.dumps(place)
+    assert same(rows_of(expstore.open(place)), rows_of(rb))
+    assert priorities(expstore.open(place)) == priorities(rb)
+    with pytest.raises(StateError, match="no folder"):
+        rb.tag("best")
+    assert rb.tag("best", place).number == 3
+
+
+# -- what a version shares -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("capacity", [None, 70_000])
+def test_the_next_version_shares_what_has_not_changed(
+    store_path: Path, place: Path, make_batch: Make, capacity: int | None
+) -> None:
+    with expstore.open(store_path, capacity=capacity) as rb:
+        rb.extend(make_batch(65_000))
+        first = rb.dumps(place)
+        rb.extend(make_batch(100, start=65_000))
+        second = rb.dumps(place)
+        third = rb.dumps(place)
+    assert second.new_bytes < first.new_bytes / 5
+    assert third.new_bytes < second.new_bytes / 2
+    one, two = inodes(place / "v0001"), inodes(place / "v0002")
+    new = [name for name in two if name.startswith("columns/action/c") and two[name] != one.get(name)]
+    assert new == ["columns/action/c.7"]
+
+
+def test_a_ring_that_comes_round_is_copied_where_it_was_written(
+    store_path: Path, place: Path, make_batch: Make
+) -> None:
+    with expstore.open(store_path, capacity=40_000) as rb:
+        rb.extend(make_batch(40_000))
+        rb.extend(make_batch(3000, start=40_000))
+        for number in range(4):
+            rb.extend(make_batch(2000, start=50_000 + 3000 * number))
+            rb[-1] = make_batch(1, start=7)[0]
+            rb.update_priority(id=rb.storage.last - 30_000, priority=2.0 + number)
+            expected, levels = rows_of(rb), priorities(rb)
+            rb.dumps(place, keep=9)
+            old = expstore.open(place, version=number + 1)
+            assert same(rows_of(old), expected)
+            assert priorities(old) == levels
+
+
+def test_changed_rows_and_priorities_are_not_shared(store_path: Path, place: Path, make_batch: Make) -> None:
+    with expstore.open(store_path) as rb:
+        rb.extend(make_batch(20_000))
+        rb.dumps(place)
+        rb[9000] = make_batch(1, start=5)[0]
+        rb.update_priority(id=17_000, priority=9.0)
+        rb.dumps(place)
+    one, two = inodes(place / "v0001/columns"), inodes(place / "v0002/columns")
+    differ = sorted(name for name in two if two[name] != one[name])
+    assert [n for n in differ if n.startswith("action")] == ["action/c.1"]
+    assert [n for n in differ if n.startswith("_row/priority")] == ["_row/priority/c.2"]
+    assert expstore.open(place, version=1)[9000]["action"] == 9000 % 3
+    assert expstore.open(place, version=2)[9000]["action"] == 5 % 3
+
+
+def test_stamps_of_another_history_are_not_believed(
+    store_path: Path, place: Path, tmp_path: Path, make_batch: Make
+) -> None:
+    """A store is put back from a plain copy and goes on differently, with the same numbers."""
+    expstore.open(store_path, seed=1).close()
+    with expstore.open(store_path) as rb:
+        rb.extend(make_batch(9000))
+    os.system(f"cp -r {store_path} {tmp_path}/copy.exp")
+    for path, start in ((store_path, 100), (tmp_path / "copy.exp", 900)):
+        with expstore.open(path) as rb:
+            rb.extend(make_batch(50, start=start))
+            expected = rows_of(rb)
+            rb.dumps(place)
+        assert same(rows_of(expstore.open(place)), expected)
+
+
+def test_without_hard_links_files_are_copied(
+    store_path: Path, place: Path, make_batch: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Disk, "link", lambda *_: False)
+    with expstore.open(store_path) as rb:
+        rb.extend(make_batch(9000))
+        first = rb.dumps(place)
+        assert rb.dumps(place).new_bytes == first.new_bytes
+        assert same(rows_of(expstore.open(place)), rows_of(rb))
+
+
+def test_a_damaged_version_is_not_shared(store_path: Path, place: Path, make_batch: Make) -> None:
+    with expstore.open(store_path) as rb:
+        rb.extend(make_batch(20_000))
+        rb.dumps(place)
+        (place / "v0001/columns/action/c.0").unlink()
+        os.truncate(place / "v0001/columns/action/c.1", 100)
+        rb.dumps(place)
+        assert same(rows_of(expstore.open(place)), rows_of(rb))
+
+
+# -- which versions there are ----------------------------------------------------------------------
+
+
+def test_versions_are_listed_and_found(store_path: Path, place: Path, make_batch: Make) -> None:
+    with expstore.open(store_path) as rb:
+        for count in (3, 4, 5):
+            rb.extend(make_batch(count, episode_length=2))
+            rb.dumps(place) if count != 4 else rb.tag("best", place)
+    found = expstore.versions(place)
+    assert [(v.number, v.tag, v.rows) for v in found] == [(1, None, 3), (2, "best", 7), (3, None, 12)]
+    assert all(v.disk_bytes > 0 and v.new_bytes > 0 and v.time > 1.6e9 for v in found)
+    assert found[2].episodes == 6
+    for version, rows in ((None, 12), (1, 3), ("best", 7), (2, 7), ("3", 12), ("v0001", 3)):
+        assert len(expstore.open(place, version=version)) == rows
+    with pytest.raises(SnapshotError, match=r"no version 'worst': there are 1, 2 \(best\), 3"):
+        expstore.open(place, version="worst")
+    with pytest.raises(SnapshotError, match="no version 4"):
+        expstore.open(place, version=4)
+    with pytest.raises(StateError, match="versions"):
+        expstore.open(place, mode="w")
+    with pytest.raises(StateError, match="is a version"):
+        ZarrStorage(place / "v0001")
+
+
+def test_a_store_keeps_its_own_tagged_versions(store_path: Path, make_batch: Make) -> None:
+    with expstore.open(store_path, capacity=50, batch_size=4) as rb:
+        rb.extend(make_batch(10))
+        rb.tag("start")
+        rb.extend(make_batch(30, start=10))
+        with pytest.raises(SnapshotError, match="'start' already"):
+            rb.tag("start")
+        for name in ("7", "v3", "", "a/b", "..", "a" * 101):
+            with pytest.raises(SnapshotError, match="no name"):
+                rb.tag(name)
+        assert [v.tag for v in expstore.versions(store_path)] == ["start"]
+    with expstore.open(store_path) as rb:  # versions/ is no foreign folder
+        assert len(rb) == 40
+        assert len(expstore.open(store_path, version="start")) == 10
+        rb.loads(store_path, "start")
+        assert len(rb) == 10
+        assert [v.tag for v in expstore.versions(store_path)] == ["start"]
+
+
+def test_so_many_are_kept_and_tagged_ones_always(store_path: Path, place: Path, make_batch: Make) -> None:
+    with expstore.open(store_path) as rb:
+        rb.extend(make_batch(3))
+        rb.tag("first", place)
+        for _ in range(4):
+            rb.dumps(place, keep=2)
+        assert [v.number for v in expstore.versions(place)] == [1, 4, 5]
+        rb.tag("last", place)
+        rb.dumps(place, keep=1)
+        assert [v.number for v in expstore.versions(place)] == [1, 6, 7]
+        with pytest.raises(ValueError, match="keep"):
+            rb.dumps(place, keep=0)
+
+
+def test_a_folder_that_is_something_else_is_refused(
+    store_path: Path, place: Path, tmp_path: Path, make_batch: Make
+) -> None:
+    with expstore.open(store_path) as rb:
+        rb.extend(make_batch(3))
+        place.mkdir()
+        (place / "thesis.tex").write_text("...")
+        for path in (place, store_path):
+            before = sorted(p.name for p in path.iterdir())
+            with pytest.raises(SnapshotError):
+                rb.dumps(path)
+            assert sorted(p.name for p in path.iterdir()) == before
+        with pytest.raises((SnapshotError, StorageError)):
+            rb.dumps(place / "thesis.tex")
+    with pytest.raises(StateError, match="closed"):
+        rb.dumps(tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+    with pytest.raises(SnapshotError, match="there are none"):
+        find_version(Disk(), tmp_path)
+
+
+def test_two_at_once_in_one_place(store_path: Path, place: Path, make_batch: Make) -> None:
+    with expstore.open(store_path) as rb:
+        rb.extend(make_batch(3))
+        rb.dumps(place)
+        lock = WriterLock(Disk(), place / "LOCK")
+        with pytest.raises(LockedError, match="makes a version"):
+            rb.dumps(place)
+        lock.release()
+        assert rb.dumps(place).number == 2
+
+
+# -- while others go on ----------------------------------------------------------------------------
+
+
+class SlowDisk(Disk):
+    """Stop before a certain file is made, until told to go on."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+        self.reached, self.go = threading.Event(), threading.Event()
+
+    def gate(self, act: str, path: Path) -> None:
+        if act == "create" and str(path).endswith(self.name):
+            self.reached.set()
+            assert self.go.wait(30)
+
+
+def started(act: Callable[[], object]) -> threading.Thread:
+    thread = threading.Thread(target=act, daemon=True)
+    thread.start()
+    return thread
+
+
+@pytest.fixture
+def waiting(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Set when somebody is about to wait for a copy."""
+    event, wait = threading.Event(), Hold.wait
+
+    def note(self: Hold, through: int | None) -> None:
+        if self.first and (through is None or through >= self.first):
+            event.set()
+        wait(self, through)
+
+    monkeypatch.setattr(Hold, "wait", note)
+    return event
+
+
+def test_who_would_overwrite_rows_that_are_not_copied_waits(
+    store_path: Path, place: Path, make_batch: Make, waiting: threading.Event
+) -> None:
+    disk = SlowDisk("action/c.1")
+    rb = TensorDictReplayBuffer(storage=ZarrStorage(store_path, 20_000, disk=disk), batch_size=8)
+    rb.extend(make_batch(20_000))
+    rb.extend(make_batch(2000, start=20_000))  # 22,000 of 24,096 slots
+    expected = rows_of(rb)
+    dump = started(lambda: rb.dumps(place))
+    assert disk.reached.wait(30)
+    # Slots 0 to 8191 are copied; the next ones are being copied.
+    for start, count in ((22_000, 4000), (26_000, 4000), (30_000, 2288)):
+        rb.extend(make_batch(count, start=start))
+    assert rb.storage.hold.first == 8193
+    assert not waiting.is_set()
+    done: list[str] = []
+    extend = started(lambda: (rb.extend(make_batch(10)), done.append("extend")))
+    assert waiting.wait(30)
+    assert not done
+    assert rb.sample().shape == (8,)  # readers wait for nobody
+    disk.go.set()
+    for thread in (dump, extend):
+        thread.join(30)
+    assert done == ["extend"]
+    assert rb.storage.hold.first == 0
+    assert same(rows_of(expstore.open(place)), expected)
+    rb.close()
+
+
+def test_a_change_in_place_waits(
+    store_path: Path, place: Path, make_batch: Make, waiting: threading.Event
+) -> None:
+    disk = SlowDisk("action/c.0")
+    rb = TensorDictReplayBuffer(storage=ZarrStorage(store_path, 500, disk=disk), batch_size=8)
+    rb.extend(make_batch(600)[:500])
+    expected = rows_of(rb)
+    dump = started(lambda: rb.dumps(place))
+    assert disk.reached.wait(30)
+    rb.update_priority(id=100, priority=7.0)  # that is kept apart
+    change = started(lambda: rb.__setitem__(slice(0, 5), make_batch(5, start=77)))
+    assert waiting.wait(30)
+    assert same(rows_of(rb), expected)
+    disk.go.set()
+    for thread in (dump, change):
+        thread.join(30)
+    assert not same(rows_of(rb), expected)
+    assert same(rows_of(expstore.open(place)), expected)
+    assert priorities(expstore.open(place)) == [1.0] * 500
+    rb.close()
+
+
+def test_versions_of_a_store_in_use(store_path: Path, place: Path, make_batch: Make) -> None:
+    """One writes, one samples, versions are made: every version is a run of rows as they were written."""
+    with expstore.open(store_path, capacity=9000, batch_size=64) as rb:
+        rb.extend(make_batch(9000))
+        stop, faults = threading.Event(), []
+
+        def write() -> None:
+            start = 9000
+            while not stop.is_set():
+                rb.extend(make_batch(300, start=start))
+                start += 300
+
+        def draw() -> None:
+            while not stop.is_set():
+                batch = rb.sample()
+                if not (batch["observation"][:, 0] == batch["id"] - 1).all():
+                    faults.append(batch)
+
+        threads = [started(write), started(draw), started(draw)]
+        for _ in range(6):
+            rb.dumps(place)
+            old = expstore.open(place)
+            window = old.storage.window
+            rows = rows_of(old)
+            assert (rows["observation"][:, 0] == torch.arange(window.low, window.last)).all()
+            assert len(old) == 9000
+        stop.set()
+        for thread in threads:
+            thread.join(30)
+        assert not faults
+
+
+# -- putting one back ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("open_it", ["door", "storage"])
+def test_a_new_store_goes_on_with_the_next_batch(
+    store_path: Path, place: Path, tmp_path: Path, make_batch: Make, open_it: str
+) -> None:
+    with expstore.open(store_path, capacity=300, batch_size=16, seed=5) as rb:
+        rb.extend(make_batch(500, episode_length=7)[:300], source="a")
+        rb.extend(make_batch(150, start=500, episode_length=7), source="a")
+        batches(rb, 3)
+        rb.update_priority(id=300, priority=2.5)
+        rb.dumps(place)
+        wanted, levels, rows, count = batches(rb, 4), priorities(rb), rows_of(rb), rb.write_count
+    path = tmp_path / "new.exp"
+    new = (
+        expstore.open(path, capacity=300, batch_size=16)
+        if open_it == "door"
+        else TensorDictReplayBuffer(storage=ZarrStorage(path, 300), batch_size=16)
+    )
+    new.loads(place)
+    assert all(same(a, b) for a, b in zip(batches(new, 2), wanted, strict=False))
+    new.close()
+    with expstore.open(path, batch_size=16) as new:
+        assert all(same(a, b) for a, b in zip(batches(new, 2), wanted[2:], strict=True))
+        assert same(rows_of(new), rows)
+        assert priorities(new) == levels
+        assert (new.write_count, new.storage.max_priority) == (count, 2.5)
+        new.extend(make_batch(50, start=650, episode_length=7), source="a")
+        assert len(new) == 300
+
+
+def test_ids_and_episodes_go_on_above_both(
+    store_path: Path, place: Path, tmp_path: Path, make_batch: Make
+) -> None:
+    with expstore.open(store_path, capacity=100) as rb:
+        rb.extend(make_batch(250, episode_length=5)[:100], source="a")
+        rb.extend(make_batch(12), source="a")
+        rb.dumps(place)
+        highest, episode = rb.storage.last, rb.storage.episodes.next_episode
+        index = rb.storage.index_of(np.arange(highest - 99, highest + 1))
+    with expstore.open(tmp_path / "other.exp", capacity=100) as rb:
+        rb.extend(make_batch(700, episode_length=3)[:90])
+        highest, episode = max(highest, rb.storage.last), max(episode, rb.storage.episodes.next_episode)
+        for _ in range(3):
+            rb.loads(place)
+            window = rb.storage.window
+            assert window.low >= highest
+            assert window.size == 100
+            ids = np.arange(window.low + 1, window.last + 1)
+            assert (rb.storage.index_of(ids) == index).all()  # the same numbers as before
+            lowest = rb.sql("SELECT min(_episode) FROM transitions").fetchall()[0][0]
+            assert lowest >= episode
+            total = rb.sql("SELECT count(*), min(episode_id) FROM episodes").fetchall()[0]
+            assert total[0] == 21
+            assert total[1] >= episode
+            rb.extend(make_batch(3), source="a")  # goes on with the open episode
+            step = rb.sql("SELECT _step FROM transitions ORDER BY _id DESC LIMIT 1").fetchall()[0][0]
+            assert step == 14
+            highest, episode = rb.storage.last, rb.storage.episodes.next_episode
+
+
+@pytest.mark.parametrize(("capacity", "kept"), [(None, 400), (1000, 400), (150, 150)])
+def test_another_capacity_takes_the_newest_rows(
+    store_path: Path, place: Path, tmp_path: Path, make_batch: Make, capacity: int | None, kept: int
+) -> None:
+    with expstore.open(store_path, capacity=400) as rb:
+        rb.extend(make_batch(400))
+        rb.extend(make_batch(70, start=400))
+        rb.dumps(place)
+        rows = rows_of(rb)
+    path = tmp_path / "other.exp"
+    with expstore.open(path, capacity=capacity, batch_size=8) as rb:
+        rb.extend(make_batch(30))
+        rb.loads(place)
+        assert same(rows_of(rb), rows[-kept:])
+        rb.extend(make_batch(20, start=470))
+        expected = rows_of(rb)
+    with expstore.open(path) as rb:
+        assert rb.recovered is None
+        assert same(rows_of(rb), expected)
+
+
+def test_what_does_not_fit_changes_nothing(
+    store_path: Path, place: Path, tmp_path: Path, make_batch: Make
+) -> None:
+    with expstore.open(store_path, capacity=100) as rb:
+        rb.extend(make_batch(20))
+        rb.dumps(place)
+    with expstore.open(tmp_path / "other.exp", capacity=100) as rb:
+        rb.extend(make_batch(30).exclude("action"))
+        with pytest.raises(SchemaError, match="action"):
+            rb.loads(place)
+        with pytest.raises(SnapshotError):
+            rb.loads(place, 9)
+        assert len(rb) == 30
+        rb.extend(make_batch(1).exclude("action"))
+    (place / "v0001/columns/action/c.0").unlink()
+    with expstore.open(tmp_path / "third.exp", capacity=100) as rb:
+        rb.extend(make_batch(30, start=5))
+        with pytest.raises(CorruptionError, match="action"):
+            rb.loads(place)
+        assert rows_of(rb)["observation"][0, 0] == 5
+        rb.extend(make_batch(1))
+        assert sorted(p.name for p in (tmp_path / "third.exp").iterdir() if "load" in p.name) in (
+            [],
+            ["load.tmp"],
+        )
+    with expstore.open(place) as old, pytest.raises(StateError):
+        old.loads(place)
+
+
+def test_ids_from_before_a_load_are_drawn_again(store_path: Path, place: Path, make_batch: Make) -> None:
+    """Whoever has just drawn ids of the former rows must not get rows of the new ones for them."""
+    for capacity in (None, 1000):
+        path = store_path.with_name(f"{capacity}.exp")
+        with expstore.open(path, capacity=capacity, batch_size=8) as rb:
+            rb.extend(make_batch(800))
+            rb.dumps(place / str(capacity))
+            rb.extend(make_batch(100, start=800))
+            former = np.arange(1, 901)
+            rb.loads(place / str(capacity))
+            assert not any(rb.storage.intact(former[n : n + 1]) for n in range(900))
+            assert rb.storage.intact(np.arange(rb.storage.window.low + 1, rb.storage.last + 1))
+            assert rb.update_priority(id=former, priority=5.0) == 0
+
+
+def test_sampling_goes_on_while_a_version_is_put_back(
+    store_path: Path, place: Path, make_batch: Make
+) -> None:
+    with expstore.open(store_path, capacity=2000, batch_size=32) as rb:
+        rb.extend(make_batch(2000))
+        rb.dumps(place)
+        rb.extend(make_batch(2000, start=10_000))
+        stop, faults, seen = threading.Event(), [], []
+
+        def draw() -> None:
+            while not stop.is_set():
+                batch = rb.sample()
+                values = batch["observation"][:, 0].long()
+                old, new = values < 2000, values >= 10_000
+                # A batch is of one content or of the other, and so are its indices.
+                if not (old.all() or new.all()) or not (values % 2000 == batch["index"]).all():
+                    faults.append(values)
+                seen.append(None)
+
+        threads = [started(draw), started(draw)]
+        for _ in range(5):
+            count = len(seen)
+            rb.loads(place)
+            rb.extend(make_batch(2000, start=10_000))
+            while len(seen) < count + 5 and threads[0].is_alive():
+                pass
+        stop.set()
+        for thread in threads:
+            thread.join(30)
+        assert not faults
+
+
+def test_a_load_goes_to_the_index(store_path: Path, place: Path, make_batch: Make) -> None:
+    with expstore.open(store_path, capacity=100) as rb:
+        rb.extend(make_batch(60, episode_length=6))
+        rb.dumps(place)
+        rb.extend(make_batch(60, episode_length=4))
+        assert rb.sql("SELECT count(*) FROM episodes").fetchall() == [(25,)]
+        rb.loads(place)
+        assert rb.sql("SELECT count(*), sum(live_rows) FROM episodes").fetchall() == [(10, 60)]
+    with expstore.open(store_path) as rb:
+        assert rb.sql("SELECT count(*), sum(live_rows) FROM episodes").fetchall() == [(10, 60)]
+
+
+def test_torchrl_names(store_path: Path, place: Path, make_batch: Make) -> None:
+    with expstore.open(store_path, capacity=100) as rb:
+        rb.extend(make_batch(6))
+        rb.dump(place)
+        rb.extend(make_batch(6))
+        rb.load(place)
+        assert len(rb) == 6
+
+
+def test_a_description_that_is_damaged_hides_its_version_only(
+    store_path: Path, place: Path, make_batch: Make
+) -> None:
+    with expstore.open(store_path) as rb:
+        rb.extend(make_batch(3))
+        rb.dumps(place)
+        rb.dumps(place)
+    facts = json.loads((place / "v0001/version.json").read_text())
+    (place / "v0001/version.json").write_text(json.dumps(facts | {"rows": 9}))
+    assert [v.number for v in expstore.versions(place)] == [2]
+    assert len(expstore.open(place, version=1)) == 3
+
+
+def test_a_failure_leaves_nothing_behind(
+    store_path: Path, place: Path, make_batch: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with expstore.open(store_path, capacity=100) as rb:
+        rb.extend(make_batch(30))
+        rb.dumps(place)
+
+        def full(self: Any, *given: Any) -> None:
+            raise StorageError("no space left", kind="disk_full")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Disk, "sync_paths", full)
+            with pytest.raises(StorageError, match="no space"):
+                rb.dumps(place)
+            with pytest.raises(StorageError, match="no space"):
+                rb.loads(place)
+        assert sorted(p.name for p in place.iterdir()) == ["CURRENT", "LOCK", "v0001"]
+        rb.extend(make_batch(90))  # nobody waits for a copy that has ended
+        assert rb.dumps(place).number == 2
+        rb.loads(place)
+        assert len(rb) == 100
