@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 
 import typer
 
-from expstore import __version__
+from expstore import __version__, cli_checks
+from expstore.cli_codes import DAMAGED, FAILED, INTERRUPTED, LOCKED, USAGE
 from expstore.cli_print import print_csv, print_json, print_rows, print_table
 from expstore.errors import (
     CorruptionError,
@@ -35,8 +36,6 @@ if TYPE_CHECKING:
     from expstore.collectors import AnyVectorEnv
 
 __all__ = ["main", "run"]
-
-FAILED, USAGE, LOCKED, DAMAGED, INTERRUPTED = 1, 2, 3, 4, 130
 
 STEPS_PER_LANE = 32
 TABLE_ROWS = 50
@@ -386,6 +385,14 @@ def _iso(seconds: float | None) -> str | None:
 
 def _local(text: str | None) -> str:
     return f"{datetime.fromisoformat(text).astimezone():%Y-%m-%d %H:%M:%S}" if text else "an unknown time"
+
+
+# -- verify ----------------------------------------------------------------------------------------
+
+app.command(
+    epilog="Nothing is changed. Priorities have no checksum; STATE and LOCK hold nothing that is missed. "
+    "Exit codes: 0 nothing found, 1 findings, 3 somebody writes to the store, 4 no row can be read."
+)(cli_checks.verify)
 
 
 # -- sql -------------------------------------------------------------------------------------------

@@ -44,8 +44,10 @@ class ExpStoreError(Exception):
     """
 
     default_kind = "error"
+    default_hint = ""
 
     def __init__(self, message: str, *, kind: str | None = None, hint: str = "") -> None:
+        hint = hint or self.default_hint
         super().__init__(f"{message}; {hint}" if hint else message)
         self.message = message
         self.kind = kind or self.default_kind
@@ -115,6 +117,7 @@ class CorruptionError(StorageError):
     """Bytes on disk are not what was written."""
 
     default_kind = "corruption"
+    default_hint = "`expstore verify` says what is damaged, `expstore repair` what can be done"
 
 
 class MigrationError(ExpStoreError):

@@ -130,6 +130,16 @@ class File:
         """Return the length in bytes."""
         return os.fstat(self.fd).st_size
 
+    def next_data(self, offset: int) -> int:
+        """Return where, from `offset` on, bytes begin that take disk space; the length if none do.
+
+        What lies before are zeros. Where the system cannot tell, `offset` itself is returned.
+        """
+        try:
+            return os.lseek(self.fd, offset, os.SEEK_DATA)
+        except (OSError, AttributeError) as exc:
+            return self.size() if getattr(exc, "errno", None) == errno.ENXIO else offset
+
     def sync(self) -> None:
         """Bring the file's bytes and length to the disk."""
         self.disk.gate("sync", self.path)

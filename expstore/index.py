@@ -35,7 +35,7 @@ from expstore.relations import Column, Relations
 from expstore.result import Result
 from expstore.types import Array
 
-__all__ = ["Column", "Delta", "Index", "Position", "Relations", "Result"]
+__all__ = ["Column", "Delta", "Index", "Position", "Relations", "Result", "read_tables"]
 
 _CONFIG: dict[str, str | bool | int | float | list[str]] = {
     # Files that DuckDB 1.5 opens too.
@@ -364,6 +364,37 @@ class Index:
                 self._disk.rename(old, aside.with_name(aside.name + suffix))
         self._disk.sync_dir(path.parent)
         self.notice = f"{path.name} is not usable, is kept as {aside.name} and made anew: {reason}"
+
+
+def read_tables(path: Path, *, store_uuid: str) -> tuple[Position, dict[str, list[tuple[Any, ...]]]]:
+    """Read an index's file that nobody has open, without changing it.
+
+    Args:
+        path: The file.
+        store_uuid: The store's own.
+
+    Returns:
+        The last record it covers, and the rows of the relations that can be made from it alone.
+
+    Raises:
+        CorruptionError: The file is damaged, or another store's.
+        LockedError: Another program has it open.
+        MigrationError: It was made by a newer version of expstore or DuckDB.
+    """
+    index = Index(path, disk=Disk(), store_uuid=store_uuid)
+    try:
+        with duckdb.connect(str(path), read_only=True, config=_CONFIG) as con:
+            found = con.execute("SELECT uuid FROM store").fetchall()
+            if found != [(store_uuid,)]:
+                raise CorruptionError(f"{path} belongs to store {found}, not {store_uuid}")
+            rows = {
+                name: con.execute(f"SELECT * FROM {name} ORDER BY ALL").fetchall()
+                for name in ("sources", "episodes", "fragments")
+            }
+            return tables.last_position(con), rows
+    except duckdb.Error as exc:
+        first_line = str(exc).strip().splitlines()[0]
+        raise index._outside(exc) or CorruptionError(f"{path} cannot be read: {first_line}") from exc
 
 
 _FATAL = (duckdb.FatalException, duckdb.InternalException)

@@ -20,7 +20,7 @@ import numpy as np
 from expstore.errors import CorruptionError
 from expstore.files import Disk, File
 
-__all__ = ["Journal", "Kind", "Record", "read_journal", "settle_journal"]
+__all__ = ["Journal", "Kind", "Record", "read_journal", "segment_faults", "settle_journal"]
 
 ALIGN = 64
 SEGMENT_BYTES = 4 << 20
@@ -102,6 +102,8 @@ def _read_segment(path: Path, data: bytes) -> _Segment | None:
     if first is None or first[0].kind is not Kind.BASE:
         return None
     record, salt, at = first
+    if len(data) < record.json().get("bytes", 0):
+        raise CorruptionError(f"{path} has {len(data)} bytes, {record.json()['bytes']} are expected")
     records = [record]
     while (found := _parse(data, at, salt)) is not None and found[0].sequence == records[-1].sequence + 1:
         records.append(found[0])
@@ -112,7 +114,6 @@ def _read_segment(path: Path, data: bytes) -> _Segment | None:
         raise CorruptionError(
             f"{path} is damaged at byte {at}: the record after number {records[-1].sequence} cannot be read, "
             f"though records up to {covered} were brought to the disk",
-            hint="restore the store from a snapshot",
         )
     return _Segment(path, int(path.name), records, covered)
 
@@ -161,6 +162,39 @@ def read_journal(disk: Disk, folder: Path) -> list[Record]:
             break
         records += segment.records
     return records
+
+
+def segment_faults(disk: Disk, folder: Path) -> list[tuple[Path, int, str]]:
+    """Return what stands in the segments that count and is neither a record nor zeros: (file, byte, text).
+
+    Also a record that is cut off says so here; whether its loss matters is for `read_journal` to say.
+    """
+    faults: list[tuple[Path, int, str]] = []
+    names = sorted((name for name in disk.names(folder) if name.isdigit()), key=int, reverse=True)
+    for name in names:  # the newest first: an opening's base makes those before it needless
+        path = folder / name
+        data = disk.read_whole(path)
+        first = _parse(data, 0, None)
+        if first is None or first[0].kind is not Kind.BASE:
+            faults.append((path, 0, "its first record cannot be read"))
+            continue
+        base, salt, _ = first
+        found: tuple[Record, int, int] | None = first
+        end, sequence = 0, base.sequence - 1
+        while found is not None and found[0].sequence == sequence + 1:
+            start, end, sequence = end, found[2], found[0].sequence
+            padding = data[start + _HEADER.size + len(found[0].body) : end]
+            if padding.strip(b"\0"):
+                faults.append((path, start, "there is something between this record and the next"))
+            found = _parse(data, end, salt)
+        rest = data[end:].lstrip(b"\0")
+        if rest:
+            faults.append((path, len(data) - len(rest), "what stands after the last record is none"))
+        if len(data) < base.json().get("bytes", 0):
+            faults.append((path, len(data), f"it is cut off, {base.json()['bytes']} bytes are expected"))
+        if base.json().get("opening"):
+            break
+    return faults
 
 
 def settle_journal(disk: Disk, folder: Path) -> None:
@@ -233,8 +267,12 @@ class Journal:
         path = self._folder / f"{self._number:06d}"
         salt_text = f"{self._key}/{self._number}".encode()
         salt = int.from_bytes(hashlib.blake2b(salt_text, digest_size=8).digest(), "little")
-        frame = _frame(salt, self.sequence + 1, Kind.BASE, json.dumps(base).encode())
-        size = max(self._segment_bytes, len(frame) + room + 4 * ALIGN)
+        longest = len(
+            _frame(salt, self.sequence + 1, Kind.BASE, json.dumps(base | {"bytes": 1 << 50}).encode())
+        )
+        size = max(self._segment_bytes, longest + room + 4 * ALIGN)
+        # Its own length goes with it, so that a file that is cut off is known.
+        frame = _frame(salt, self.sequence + 1, Kind.BASE, json.dumps(base | {"bytes": size}).encode())
         file = self._disk.open(path, create=True)
         try:
             file.allocate(size)

@@ -45,7 +45,9 @@ def test_class(name: str) -> None:
     assert isinstance(error, builtin)
     assert error.kind == kind
     assert str(error) == "asked for 3, found 2; ask for 2"
-    assert str(cls("found nothing")) == "found nothing"
+    hint = f"; {cls.default_hint}" if cls.default_hint else ""
+    assert str(cls("found nothing")) == f"found nothing{hint}"
+    assert bool(hint) == (name == "CorruptionError")
 
 
 @pytest.mark.parametrize("name", [*BASES, "ExpStoreError"])

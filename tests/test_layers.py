@@ -34,7 +34,7 @@ LINES: tuple[tuple[str, str], ...] = (
     ("6", "door"),
     ("7", "collectors datasets exchange trainers"),
     ("8", "api testing"),
-    ("9", "cli cli_print cli_query __main__"),
+    ("9", "cli cli_checks cli_codes cli_print cli_query __main__"),
 )
 
 #: (importer, imported) on one line, as patterns. Whatever is not here is a sideways import.
@@ -54,7 +54,13 @@ ALLOWED_SIDEWAYS: tuple[tuple[str, str], ...] = (
     ("index", "relations"),
     ("relations", "halves"),
     ("index", "result"),
+    # the parts of a check
+    ("checks.*", "checks.findings"),
+    ("checks.rows", "checks.blocks"),
+    ("checks.verify", "checks.*"),
+    ("checks.repair", "checks.*"),
     # a package's __init__ gathers its names
+    ("checks", "checks.*"),
     ("storages", "storages.*"),
     ("samplers", "samplers.*"),
     ("exchange", "exchange.*"),
@@ -83,6 +89,7 @@ ALLOWED_SIDEWAYS: tuple[tuple[str, str], ...] = (
     ("storages.replay", "storages.overlay"),
     ("storages.replay", "storages.records"),
     ("storages.replay", "storages.recovery"),
+    ("storages.recovery", "storages.checksums"),
     ("storages.recovery", "storages.columns"),
     ("storages.recovery", "storages.records"),
     ("storages.tail", "storages.columns"),
@@ -117,7 +124,11 @@ ALLOWED_SIDEWAYS: tuple[tuple[str, str], ...] = (
     # the HTTP layer and the shipped tests are small trees of their own
     ("api*", "api*"),
     ("testing*", "testing*"),
+    ("cli", "cli_checks"),
+    ("cli", "cli_codes"),
     ("cli", "cli_print"),
+    ("cli_checks", "cli_codes"),
+    ("cli_checks", "cli_print"),
     ("cli", "cli_query"),
     ("__main__", "cli"),
 )

@@ -28,6 +28,7 @@ __all__ = [
     "CHECKSUMS",
     "Checksums",
     "blocks_of",
+    "no_entries",
     "pack_entries",
     "read_entries",
     "seal_entry",
@@ -55,6 +56,11 @@ def entry_dtype(columns: int) -> np.dtype[Any]:
     return np.dtype(
         [("sequence", "<u8"), ("generation", "<u4"), ("check", "<u4"), ("sums", "<u4", (columns,))]
     )
+
+
+def no_entries(columns: int) -> Array:
+    """Return the entries of a file that has none."""
+    return np.zeros(0, entry_dtype(columns))
 
 
 def blocks_of(pieces: Iterable[tuple[int, int, int]]) -> set[int]:
@@ -153,7 +159,7 @@ class Checksums:
                 self._entries = read_entries(data, width, path)
             except CorruptionError:
                 # The sums can be made again from the columns; only what they would have shown is lost.
-                self._entries = np.zeros(0, entry_dtype(width))
+                self._entries = no_entries(width)
                 self.file.truncate(0)
                 self.file.write(_header(width), 0)
                 self.file.sync()

@@ -78,7 +78,7 @@ class Column:
         self.folder = folder
         self.row_bytes = entry.row_bytes
         self.rows = shard_rows(self.row_bytes, slots) if layout is None else layout.rows
-        self._separator = SEPARATOR if layout is None else layout.separator
+        self.separator = SEPARATOR if layout is None else layout.separator
         self.files: list[File] = []
         #: Nothing but False was ever written: then nothing is written or read at all.
         self.blank = write and entry.dtype == "bool"
@@ -113,7 +113,7 @@ class Column:
 
     def shard_path(self, number: int) -> Path:
         """Return where a shard lies."""
-        return self.folder / shard_name(number, len(self.entry.shape), self._separator)
+        return self.folder / shard_name(number, len(self.entry.shape), self.separator)
 
     @property
     def file_bytes(self) -> int:
@@ -198,18 +198,14 @@ class Column:
 
     def _unfit(self, path: Path, size: int) -> CorruptionError:
         found = "is missing" if size < 0 else f"has {size} bytes"
-        return CorruptionError(
-            f"{path} {found}, {self.file_bytes} are expected", hint="restore the store from a snapshot"
-        )
+        return CorruptionError(f"{path} {found}, {self.file_bytes} bytes are expected")
 
     def check(self, slots: IntArray) -> None:
         """Raise CorruptionError if one of these slots lies in a damaged shard. Shape `(n,)`."""
         numbers = slots // self.rows
         for number, found in self.damaged.items():
             if (numbers == number).any():
-                raise CorruptionError(
-                    f"rows of {self.folder} cannot be read: {found}", hint="restore the store from a snapshot"
-                )
+                raise CorruptionError(f"rows of {self.folder} cannot be read: {found}")
 
     def part(self, slot: int, count: int) -> Array:
         """View a run of slots; unlike a slice of `view` it never touches a damaged shard.

@@ -19,7 +19,8 @@ from expstore.episodes import EpisodeTable
 from expstore.errors import CorruptionError
 from expstore.journal import Kind, Record
 from expstore.schema import Schema
-from expstore.storages.base import ROW_FIELDS
+from expstore.storages.base import ROW_FIELDS, cut_run
+from expstore.storages.checksums import BLOCK_ROWS, blocks_of
 from expstore.storages.records import Mark, Publish, Redo
 from expstore.types import IntArray
 
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from expstore.storages.columnwriter import WritableColumns
     from expstore.storages.journaled import JournaledStorage
 
-__all__ = ["Past", "pending_changes", "reach", "read_past", "retell", "take_over", "verify"]
+__all__ = ["Past", "pending_changes", "read_past", "retell", "take_over", "unsettled_blocks", "verify"]
 
 
 @dataclass(slots=True)
@@ -240,22 +241,47 @@ def _redo(past: Past, storage: JournaledStorage, columns: WritableColumns, schem
             columns.columns[place].write_rows(storage.slot_of(redo.ids), values)
 
 
-def reach(past: Past, storage: JournaledStorage, horizon: int | None) -> int:
-    """Return the newest id whose slot the last writer may have written to.
+def unsettled_blocks(
+    past: Past,
+    *,
+    slots: int | None,
+    spare: int,
+    horizon: int | None,
+    limit: int,
+    load: Callable[[bytes], Redo],
+) -> set[int]:
+    """Return the blocks to which the last writer may have written after its last mark.
 
     Args:
-        past: What it left.
-        storage: Opened.
-        horizon: What STATE says; None: it is of another start of the machine.
+        past: What it left, verified.
+        slots: How many a ring has.
+        spare: How many of them are spare.
+        horizon: The newest id whose slot it may have written to, as STATE says; None: it is of another
+            start of the machine.
+        limit: How many slots there can be.
+        load: Reads the body of a redo record.
     """
+    first = past.synced
+    if slots is None:
+        touched = blocks_of([(first, 0, limit - first)])
+    else:
+        count = _reach(past, slots, spare, horizon) - first
+        touched = blocks_of([(0, 0, limit)] if count >= slots else cut_run(first + 1, count, slots))
+    for record in past.records[past.settled :]:
+        if record.kind is Kind.REDO:
+            ids = load(record.body).ids
+            touched.update(((ids - 1 if slots is None else (ids - 1) % slots) // BLOCK_ROWS).tolist())
+    return touched
+
+
+def _reach(past: Past, slots: int, spare: int, horizon: int | None) -> int:
     if horizon is not None:
         return max(past.last, horizon)
-    furthest = max(past.last, past.synced + storage.spare)
-    if storage.slots is not None and past.retired:
+    reach = max(past.last, past.synced + spare)
+    if past.retired:
         # Before a batch longer than the spare, rows are retired up to where it will have got.
-        everything = past.retired >= past.synced
-        furthest = past.synced + storage.slots if everything else max(furthest, past.retired + storage.slots)
-    return furthest
+        reach = past.synced + slots if past.retired >= past.synced else max(reach, past.retired + slots)
+    return reach
 
 
 def _row_columns(storage: JournaledStorage, first_id: int, count: int) -> tuple[IntArray, IntArray] | None:

@@ -18,7 +18,6 @@ import numpy as np
 
 from expstore.errors import StateError, StorageError
 from expstore.files import File
-from expstore.journal import Kind
 from expstore.schema import Schema
 from expstore.storages.base import ROW_FIELDS, Keys, Rows
 from expstore.storages.checksums import BLOCK_ROWS, CHECKSUMS, Checksums, blocks_of
@@ -26,7 +25,7 @@ from expstore.storages.columnwriter import WritableColumns
 from expstore.storages.folder import COLUMNS
 from expstore.storages.journaled import JournaledStorage
 from expstore.storages.loading import Arrival, build_load, commit_load, read_content
-from expstore.storages.recovery import Past, reach
+from expstore.storages.recovery import Past, unsettled_blocks
 from expstore.storages.synced import RIDING_BYTES
 from expstore.storages.tail import TAIL_BYTES, TAIL_ROWS, Tail
 from expstore.types import Array, IntArray
@@ -131,19 +130,16 @@ class ZarrStorage(JournaledStorage):
             raise StateError("the store has no columns yet", hint="extend() it first")
         # Shards may be lost that the entries speak of.
         limit = max(checksums.blocks * BLOCK_ROWS, *[column.ready for column in group.columns])
-        first, slots = past.synced, self.slots
         known = self._state.fits(self._uuid, self._boot, self.manifest.generation)
-        count = reach(past, self, self._state.get("horizon") if known else None) - first
-        if slots is None:
-            touched = blocks_of([(first, 0, limit - first)])
-        elif count >= slots:
-            touched = blocks_of([(0, 0, limit)])
-        else:
-            touched = blocks_of(self.pieces(first + 1, count))
-        for record in past.records[past.settled :]:
-            if record.kind is Kind.REDO:
-                redo = self.load_redo(record.body, self.require_schema())
-                touched.update((self.slot_of(redo.ids) // BLOCK_ROWS).tolist())
+        schema = self.require_schema()
+        touched = unsettled_blocks(
+            past,
+            slots=self.slots,
+            spare=self.spare,
+            horizon=self._state.get("horizon") if known else None,
+            limit=limit,
+            load=lambda body: self.load_redo(body, schema),
+        )
         readable = self._readable_blocks()
         generation = self.manifest.generation
         checksums.update(touched & readable, generation=generation, sequence=past.sequence)

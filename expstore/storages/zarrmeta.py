@@ -97,6 +97,51 @@ def make_metadata(
     return sync(collect())
 
 
+#: What Zarr may leave out where it is empty.
+_OPTIONAL = ("attributes", "dimension_names", "storage_transformers")
+
+
+def parse_metadata(data: bytes) -> Any:
+    """Return what a zarr.json says, without what says nothing.
+
+    Raises:
+        ValueError: It is no JSON.
+    """
+    found = json.loads(data)
+    if isinstance(found, dict):
+        for name in _OPTIONAL:
+            if name in found and not found[name]:
+                del found[name]
+    return found
+
+
+def check_metadata(disk: Disk, folder: Path, fields: Sequence[Field], rows: Sequence[int]) -> None:
+    """Check what rows and other programs depend on: that each zarr.json is there and describes its column.
+
+    Args:
+        disk: Where files are touched.
+        folder: The group's folder.
+        fields: One array each.
+        rows: Rows per shard of each.
+
+    Raises:
+        CorruptionError: One is missing or says something else.
+    """
+    for entry, shard in zip(fields, rows, strict=True):
+        path = folder.joinpath(*entry.key, "zarr.json")
+        if read_layout(disk, path.parent, entry).rows != shard:
+            raise CorruptionError(f"{path} does not describe a column in shards of {shard} rows")
+    groups = {parent for entry in fields for parent in Path(*entry.key).parents}
+    for group in sorted(groups):
+        path = folder / group / "zarr.json"
+        try:
+            fits = json.loads(disk.read_whole(path))["node_type"] == "group"
+        except (OSError, ValueError, KeyError, TypeError) as exc:
+            raise CorruptionError(f"{path} cannot be read: {exc}") from exc
+        if not fits:
+            raise CorruptionError(f"{path} does not describe a group")
+
+
 def read_layout(disk: Disk, folder: Path, entry: Field) -> Layout:
     """Return how an array is cut.
 
@@ -116,10 +161,11 @@ def read_layout(disk: Disk, folder: Path, entry: Field) -> Layout:
         layout = Layout(int(rows), int(data["shape"][0]), keys["configuration"]["separator"])
         fits = data["node_type"] == "array" and tuple(rest) == entry.shape and rows % CHUNK_ROWS == 0
         fits = fits and keys["name"] == "default" and layout.separator in ("/", ".")
+        fits = fits and data["data_type"] == entry.numpy_dtype.name and data["shape"][1:] == rest
     except (OSError, ValueError, KeyError, TypeError, IndexError) as exc:
-        raise CorruptionError(f"{path} cannot be read: {exc}", hint="restore the store") from exc
+        raise CorruptionError(f"{path} cannot be read: {exc}") from exc
     if not fits or rows < 1:
-        raise CorruptionError(f"{path} does not describe a column of rows {entry.shape}")
+        raise CorruptionError(f"{path} does not describe a column of {entry}")
     return layout
 
 

@@ -21,7 +21,7 @@ from expstore.manifest import Manifest
 from expstore.storages.records import Publish
 from expstore.storages.recovery import Past, read_past
 
-__all__ = ["Survey", "Writer", "survey"]
+__all__ = ["Survey", "Writer", "find_writer", "survey"]
 
 _TRIES = 3
 
@@ -81,14 +81,14 @@ def survey(path: Path, *, disk: Disk | None = None) -> Survey:
     disk = disk or _ReadingDisk()
     manifest = Manifest.load(disk, path)
     for _ in range(_TRIES):
-        writer = _find_writer(disk, path / "LOCK")
+        writer = find_writer(disk, path / "LOCK")
         try:
             found = _read(disk, path, manifest, writer)
         except StorageError:
-            if writer is None and _find_writer(disk, path / "LOCK") is None:
+            if writer is None and find_writer(disk, path / "LOCK") is None:
                 raise
             continue  # a running writer has removed between two looks what the first one saw
-        if not found.unclean or _find_writer(disk, path / "LOCK") is None:
+        if not found.unclean or find_writer(disk, path / "LOCK") is None:
             return found
     return _read(disk, path, manifest, writer)
 
@@ -103,7 +103,8 @@ class _ReadingDisk(Disk):
         return Disk.open(self, path, write=False)
 
 
-def _find_writer(disk: Disk, path: Path) -> Writer | None:
+def find_writer(disk: Disk, path: Path) -> Writer | None:
+    """Return who holds a lock file; None: nobody does."""
     if not disk.exists(path):
         return None
     text = b""

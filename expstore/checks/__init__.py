@@ -1,0 +1,10 @@
+"""Look at stores, hold their files against one another, and repair what can be repaired.
+
+Used by the command line and by programs that keep stores for long. Only `repair` changes a file.
+"""
+
+from expstore.checks.findings import Finding
+from expstore.checks.survey import Survey, Writer, survey
+from expstore.checks.verify import verify
+
+__all__ = ["Finding", "Survey", "Writer", "survey", "verify"]

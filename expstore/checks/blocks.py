@@ -1,0 +1,293 @@
+"""The part of `verify` that reads the columns: metadata, lengths, shard indexes, and every block's sums.
+
+It reads with pread, so that a file that is cut short meanwhile ends in a finding and not in a signal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import google_crc32c
+import numpy as np
+
+from expstore.checks.findings import Finding, Inspection, Progress, runs_of
+from expstore.errors import CorruptionError, StorageError
+from expstore.files import File
+from expstore.storages.checksums import (
+    BLOCK_ROWS,
+    CHECKSUMS,
+    GIVEN_UP,
+    NOTHING,
+    SUMMED,
+    blocks_of,
+    no_entries,
+    read_entries,
+    state_of,
+    zeros_sum,
+)
+from expstore.storages.columns import Column
+from expstore.storages.zarrmeta import SEPARATOR, make_metadata, parse_metadata, shard_footer
+from expstore.types import Array, key_name
+
+__all__ = ["check_blocks", "check_metadata", "read_column", "rows_of_file"]
+
+_PIECE_BYTES = 4 << 20
+
+
+def check_metadata(inspection: Inspection) -> None:
+    """Hold every zarr.json against what the schema asks for."""
+    group = inspection.group
+    if group is None:
+        return
+    folder = group.folder
+    fields = [column.entry for column in group.columns]
+    sound = [column.separator for column in group.columns if column.fault is None]
+    separator = max(sound, key=sound.count, default=SEPARATOR)
+    shards = [_shard_rows(inspection, column, separator) for column in group.columns]
+    attributes = {"expstore": {"capacity": inspection.manifest.capacity, "slots": inspection.slots}}
+    arrays = {f"{column.entry.path}/zarr.json": column for column in group.columns}
+    wanted_files = make_metadata(fields, shards, inspection.slots, attributes, separator=separator)
+    for name, wanted in wanted_files.items():
+        path, array = folder / name, arrays.get(name)
+        trouble = _metadata_trouble(inspection, path, parse_metadata(wanted), array)
+        if trouble:
+            inspection.note(
+                Finding(
+                    kind="missing" if trouble == "is missing" else "metadata",
+                    path=inspection.relative(path),
+                    message=f"{inspection.relative(path)} {trouble}",
+                    column=key_name(array.entry.key) if array else None,
+                )
+            )
+
+
+def _metadata_trouble(
+    inspection: Inspection, path: Path, wanted: dict[str, Any], column: Column | None
+) -> str | None:
+    disk = inspection.disk
+    if not disk.exists(path):
+        return "is missing"
+    try:
+        found = parse_metadata(disk.read_whole(path))
+    except (StorageError, ValueError) as exc:
+        return f"cannot be read: {exc}"
+    if not isinstance(found, dict):
+        return "does not describe anything"
+    if column is not None and inspection.slots is None:
+        # It grows with the shards; a power cut may have lost some of these.
+        length = found.get("shape", [0])[0] if isinstance(found.get("shape"), list) else 0
+        least = max(column.rows, -(-inspection.window.last // column.rows) * column.rows)
+        if isinstance(length, int) and length >= least and length % column.rows == 0:
+            wanted["shape"][0] = length
+    for name in sorted(wanted.keys() | found.keys()):
+        if wanted.get(name) != found.get(name):
+            return f"says {name} {found.get(name)!r}, the schema asks for {wanted.get(name)!r}"
+    return None
+
+
+def rows_of_file(size: int, row_bytes: int) -> int:
+    """Return how many rows a shard file of this length has; 0 if none has this length."""
+    blocks, rest = divmod(size - 4, BLOCK_ROWS * row_bytes + 16)
+    return blocks * BLOCK_ROWS if blocks > 0 and rest == 0 else 0
+
+
+def _shard_rows(inspection: Inspection, column: Column, separator: str) -> int:
+    """Return how many rows a shard has, from the first one's length where zarr.json cannot tell."""
+    if column.fault is not None:
+        column.separator = separator
+        size = inspection.disk.size(column.shard_path(0))
+        found = rows_of_file(size, column.row_bytes)
+        if found:
+            column.rows = found
+        column.fault = None
+    return column.rows
+
+
+def check_blocks(inspection: Inspection, unsettled: set[int], progress: Progress | None) -> None:
+    """Read every shard of every column.
+
+    Args:
+        inspection: The check.
+        unsettled: Blocks of which the sums need not hold: written to since the last mark.
+        progress: Is told how far this is.
+    """
+    group = inspection.group
+    if group is None:
+        return
+    columns = group.columns[:-1]
+    entries = _entries(inspection, len(columns), unsettled)
+    states = [state_of(entry) for entry in entries]
+    for block, state in enumerate(states):
+        if state not in (SUMMED, GIVEN_UP, NOTHING):
+            _note_entry(inspection, block, "cannot be read: the entry itself is damaged")
+    needed = _needed_blocks(inspection)
+    for block in sorted(needed - unsettled):
+        if len(states) and (block >= len(states) or states[block] in (NOTHING, GIVEN_UP)):
+            _note_entry(inspection, block, "are missing")
+    held = {block for block, state in enumerate(states) if state == SUMMED} - unsettled
+    stop = max(needed | held, default=-1) + 1
+    jobs = [
+        (place, column, number)
+        for place, column in enumerate(columns)
+        for number in _shard_numbers(inspection, column, stop)
+    ]
+    total = sum(column.rows * column.row_bytes for _, column, _ in jobs)
+    done = 0
+    for place, column, number in jobs:
+        _check_shard(inspection, place, column, number, entries, states, unsettled)
+        done += column.rows * column.row_bytes
+        if progress is not None:
+            progress(done, total)
+    priority = group.columns[-1]
+    for number in _shard_numbers(inspection, priority, max(needed, default=-1) + 1):
+        _check_shard(inspection, -1, priority, number, entries, [], unsettled)
+
+
+def _needed_blocks(inspection: Inspection) -> set[int]:
+    window = inspection.window
+    return blocks_of(inspection.pieces(window.low + 1, window.size)) if window.size else set()
+
+
+def _entries(inspection: Inspection, columns: int, unsettled: set[int]) -> Array:
+    path = inspection.path / CHECKSUMS
+    size = inspection.disk.size(path)
+    try:
+        if size >= 0:
+            return read_entries(inspection.disk.read_whole(path), columns, path)
+        if inspection.window.size == 0 or _needed_blocks(inspection) <= unsettled:
+            return no_entries(columns)
+        text = "is missing: nothing can be held against the columns until the store was opened and closed"
+    except CorruptionError as exc:
+        text = exc.message.removeprefix(f"{path} ")
+    inspection.note(
+        Finding(kind="missing" if size < 0 else "checksums", path=CHECKSUMS, message=f"{CHECKSUMS} {text}")
+    )
+    return no_entries(columns)
+
+
+def _note_entry(inspection: Inspection, block: int, text: str) -> None:
+    first = block * BLOCK_ROWS
+    ids = runs_of(inspection.ids_in(first, BLOCK_ROWS))
+    inspection.note(
+        Finding(
+            kind="checksums",
+            path=CHECKSUMS,
+            message=f"the checksums of slots {first} to {first + BLOCK_ROWS - 1}{_of_ids(ids)} {text}",
+            slots=(first, first + BLOCK_ROWS - 1),
+            ids=ids,
+        )
+    )
+
+
+def _of_ids(ids: tuple[tuple[int, int], ...]) -> str:
+    return f" (ids {', '.join(f'{a} to {b}' for a, b in ids)})" if ids else " (no readable row)"
+
+
+def _shard_numbers(inspection: Inspection, column: Column, blocks: int) -> Iterator[int]:
+    """Yield the shards that blocks 0 to `blocks` - 1 need, and those beyond that are there."""
+    number = 0
+    while number * column.rows < blocks * BLOCK_ROWS or inspection.disk.exists(column.shard_path(number)):
+        yield number
+        number += 1
+
+
+def _check_shard(
+    inspection: Inspection,
+    place: int,
+    column: Column,
+    number: int,
+    entries: Array,
+    states: list[int],
+    unsettled: set[int],
+) -> None:
+    path = column.shard_path(number)
+    first = number * column.rows
+    blocks = range(first // BLOCK_ROWS, (first + column.rows) // BLOCK_ROWS)
+    note = partial(_note_shard, inspection, column, number)
+    size = inspection.disk.size(path)
+    if size != column.file_bytes:
+        kind, text = ("missing", "is missing") if size < 0 else ("length", f"has {size} bytes")
+        note(kind, f"{text}, {column.file_bytes} are expected", first, column.rows)
+        inspection.damaged.setdefault(place, set()).update(blocks)
+        return
+    file = inspection.disk.open(path, write=False)
+    try:
+        footer = file.read(column.rows * column.row_bytes, column.file_bytes)
+        if footer != shard_footer(column.rows, column.row_bytes):
+            note("footer", "has a damaged index (the bytes after its rows)", first, column.rows)
+        for block in blocks if place >= 0 else ():
+            state = states[block] if block < len(states) else NOTHING
+            if block in unsettled or state not in (SUMMED, NOTHING):
+                continue
+            start = (block - blocks[0]) * BLOCK_ROWS * column.row_bytes
+            stop = start + BLOCK_ROWS * column.row_bytes
+            if state == SUMMED and _sum(file, start, stop) != int(entries[block]["sums"][place]):
+                kind, text = "payload", "does not have its checksum"
+            elif state == NOTHING and len(states) and _sum(file, start, stop) != zeros_sum(stop - start):
+                kind, text = "unwritten", "holds something, though nothing was written there"
+            else:
+                continue
+            note(kind, text, block * BLOCK_ROWS, BLOCK_ROWS)
+            inspection.damaged.setdefault(place, set()).add(block)
+    finally:
+        file.close()
+
+
+def _note_shard(
+    inspection: Inspection, column: Column, number: int, kind: str, text: str, first: int, count: int
+) -> None:
+    path = inspection.relative(column.shard_path(number))
+    ids = runs_of(inspection.ids_in(first, count))
+    where = f", slots {first} to {first + count - 1}{_of_ids(ids)}"
+    inspection.note(
+        Finding(
+            kind=kind,
+            path=path,
+            message=f"{path}{where} {text}" if count < column.rows else f"{path}{_of_ids(ids)} {text}",
+            column=key_name(column.entry.key),
+            shard=number,
+            slots=(first, first + count - 1),
+            ids=ids,
+        )
+    )
+
+
+def _sum(file: File, start: int, stop: int) -> int:
+    """Return the crc32c of a part of a file; a hole is not read."""
+    if file.next_data(start) >= stop:
+        return zeros_sum(stop - start)
+    crc = 0
+    for at in range(start, stop, _PIECE_BYTES):
+        crc = google_crc32c.extend(crc, file.read(at, min(_PIECE_BYTES, stop - at)))
+    return crc
+
+
+def read_column(inspection: Inspection, place: int, first_id: int, count: int) -> Iterator[tuple[int, Array]]:
+    """Yield (first id, values) of a run of rows of a column, leaving out shards that are not whole.
+
+    Args:
+        inspection: The check.
+        place: The column's number; negative ones count from the end.
+        first_id: Of the run.
+        count: How many rows.
+    """
+    if inspection.group is None:
+        return
+    column = inspection.group.columns[place]
+    for slot, offset, n in inspection.pieces(first_id, count):
+        done = 0
+        while done < n:
+            number, row = divmod(slot + done, column.rows)
+            rows = min(n - done, column.rows - row, _PIECE_BYTES // column.row_bytes)
+            path = column.shard_path(number)
+            if inspection.disk.size(path) == column.file_bytes:
+                file = inspection.disk.open(path, write=False)
+                try:
+                    data = file.read(row * column.row_bytes, rows * column.row_bytes)
+                finally:
+                    file.close()
+                yield first_id + offset + done, np.frombuffer(data, column.entry.numpy_dtype)
+            done += rows

@@ -1,0 +1,112 @@
+"""What a check found, and what it knows of the store while it looks.
+
+Used by the checks. It reads what the other parts of a check share and never changes a file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from expstore.files import Disk
+from expstore.manifest import Manifest
+from expstore.storages.base import cut_run
+from expstore.storages.columns import ColumnGroup
+from expstore.storages.recovery import Past
+from expstore.types import IntArray, Window
+
+__all__ = ["Finding", "Inspection", "Progress", "runs_of"]
+
+#: Is told how many bytes were looked at, and how many there are.
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """Say what is wrong, and where.
+
+    Args:
+        kind: Stable word: manifest, metadata, missing, length, footer, payload, unwritten, checksums,
+            journal, torn, episodes.log, ids, episodes or index.
+        path: The file, relative to the store.
+        message: One line.
+        column: The field, as users read it.
+        shard: Number of the shard.
+        slots: First and last slot of the rows.
+        ids: The readable rows among them: first and last id of each run.
+        fatal: Nothing can be read while this stands.
+    """
+
+    kind: str
+    path: str
+    message: str
+    column: str | None = None
+    shard: int | None = None
+    slots: tuple[int, int] | None = None
+    ids: tuple[tuple[int, int], ...] = ()
+    fatal: bool = False
+
+
+@dataclass(slots=True)
+class Inspection:
+    """Carry a check through a store.
+
+    Args:
+        disk: Where files are touched; only read.
+        path: The store.
+        manifest: Its settings.
+        group: Its columns, opened for reading; None: it has no fields yet.
+        past: What its journal says; None: it has none that can be read.
+        window: Its readable rows.
+        found: Findings so far.
+        damaged: Blocks whose bytes are not what was written, by column (its place).
+    """
+
+    disk: Disk
+    path: Path
+    manifest: Manifest
+    group: ColumnGroup | None = None
+    past: Past | None = None
+    window: Window = field(default_factory=lambda: Window(0, 0))
+    found: list[Finding] = field(default_factory=list)
+    damaged: dict[int, set[int]] = field(default_factory=dict)
+
+    @property
+    def slots(self) -> int | None:
+        """How many physical places a ring has."""
+        return self.manifest.slots
+
+    def relative(self, path: Path) -> str:
+        """Return a path as findings name it."""
+        return path.relative_to(self.path).as_posix()
+
+    def note(self, finding: Finding) -> None:
+        """Keep a finding."""
+        self.found.append(finding)
+
+    def pieces(self, first_id: int, count: int) -> list[tuple[int, int, int]]:
+        """Cut a run of ids at the end of the ring: (first slot, offset in the run, rows)."""
+        return cut_run(first_id, count, self.slots)
+
+    def ids_in(self, first_slot: int, count: int) -> IntArray:
+        """Return the ids of the readable rows in a run of slots, ascending."""
+        window, places = self.window, np.arange(first_slot, first_slot + count, dtype=np.int64)
+        if self.slots is None:
+            ids = places + 1
+        else:
+            ids = window.last - (window.last - 1 - places[places < self.slots]) % self.slots
+        found: IntArray = np.sort(ids[(ids > window.low) & (ids <= window.last)])
+        return found
+
+
+def runs_of(numbers: IntArray) -> tuple[tuple[int, int], ...]:
+    """Return the first and the last number of each run in an ascending list. Shape `(n,)`."""
+    if not numbers.size:
+        return ()
+    cuts = np.flatnonzero(np.diff(numbers) != 1)
+    firsts = numbers[np.concatenate([[0], cuts + 1])].tolist()
+    lasts = numbers[np.concatenate([cuts, [numbers.size - 1]])].tolist()
+    return tuple(zip(firsts, lasts, strict=True))

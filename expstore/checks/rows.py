@@ -1,0 +1,205 @@
+"""The part of `verify` that holds rows against journal and log: ids, episodes, steps, and the index.
+
+It reads `_row/id`, `_row/episode` and `_row/step`, never the user's fields.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+
+from expstore.checks.blocks import read_column
+from expstore.checks.findings import Finding, Inspection, runs_of
+from expstore.episodelog import LogEntry, read_log
+from expstore.episodes import EpisodeTable
+from expstore.errors import CorruptionError, LockedError, MigrationError, StorageError
+from expstore.fragments import find_fragments, last_ids
+from expstore.storages.base import ROW_FIELDS
+from expstore.storages.catalog import Catalog
+from expstore.storages.folder import LOG
+from expstore.storages.follower import FollowerStorage
+from expstore.storages.records import Publish
+from expstore.storages.recovery import Past, retell
+from expstore.types import IntArray, key_name
+
+__all__ = ["check_ids", "check_index", "check_log", "check_rows"]
+
+_NAMES = [entry.key[1] for entry in ROW_FIELDS]
+INDEX = "index.duckdb"
+
+
+def check_ids(inspection: Inspection) -> None:
+    """Hold `_row/id` against what each slot must hold, for rows that a mark covers."""
+    first, count = _settled_rows(inspection)
+    wrong = [
+        start + np.flatnonzero(ids != np.arange(start, start + ids.size))
+        for start, ids in read_column(inspection, _place("id"), first, count)
+    ]
+    _note_rows(inspection, "ids", "id", wrong, "does not hold the ids that these rows must have")
+
+
+def check_rows(inspection: Inspection) -> None:
+    """Hold `_row/episode` and `_row/step` against the publish records that are still there."""
+    past = inspection.past
+    if past is None:
+        return
+    first, count = _settled_rows(inspection)
+    for name, part in (("episode", 0), ("step", 1)):
+        wrong: list[IntArray] = []
+        for publish in past.publishes:
+            wanted = _numbers_of(publish)[part]
+            start = max(publish.first_id, first)
+            n = min(publish.last_id, first + count - 1) - start + 1
+            if n > 0:
+                for at, found in read_column(inspection, _place(name), start, n):
+                    expected = wanted[at - publish.first_id :][: found.size]
+                    wrong.append(at + np.flatnonzero(found != expected))
+        _note_rows(inspection, "episodes", name, wrong, "does not say what the journal says of these rows")
+
+
+def _place(name: str) -> int:
+    return _NAMES.index(name) - len(_NAMES)
+
+
+def _settled_rows(inspection: Inspection) -> tuple[int, int]:
+    """Return (first id, rows) of the readable rows that a mark covers."""
+    window, past = inspection.window, inspection.past
+    last = window.last if past is None else min(window.last, past.synced)
+    return window.low + 1, max(0, last - window.low)
+
+
+def _numbers_of(publish: Publish) -> tuple[IntArray, IntArray]:
+    episodes, steps = np.zeros((2, publish.count), np.int64)
+    for segment in publish.segments:
+        rows = slice(segment.start, segment.start + (segment.rows - 1) * segment.stride + 1, segment.stride)
+        episodes[rows] = segment.episode
+        steps[rows] = np.arange(segment.step, segment.step + segment.rows)
+    return episodes, steps
+
+
+def _note_rows(inspection: Inspection, kind: str, name: str, wrong: Iterable[IntArray], text: str) -> None:
+    """Note rows with these ids, shard by shard."""
+    if inspection.group is None:
+        return
+    column = inspection.group.columns[_place(name)]
+    ids = np.concatenate([np.empty(0, np.int64), *wrong])
+    slots = ids - 1 if inspection.slots is None else (ids - 1) % inspection.slots
+    for shard in np.unique(slots // column.rows).tolist():
+        here = slots // column.rows == shard
+        runs = runs_of(np.sort(ids[here]))
+        path = inspection.relative(column.shard_path(shard))
+        listed = ", ".join(f"{a} to {b}" for a, b in runs[:3]) + (", ..." if len(runs) > 3 else "")
+        inspection.note(
+            Finding(
+                kind=kind,
+                path=path,
+                message=f"{path} {text}: ids {listed}",
+                column=key_name(column.entry.key),
+                shard=shard,
+                slots=(int(slots[here].min()), int(slots[here].max())),
+                ids=runs,
+            )
+        )
+
+
+def check_log(inspection: Inspection) -> None:
+    """Hold episodes.log against its own sums, the journal, and the rows."""
+    past, path = inspection.past, inspection.path / LOG
+    if past is None:
+        return
+    size, length = inspection.disk.size(path), past.log_length
+    if size < 0:
+        if length:
+            inspection.note(Finding(kind="missing", path=LOG, message=f"{LOG} is missing"))
+        return
+    if past.clean and size > length:
+        text = f"{LOG} has {size} bytes, the journal says {length}"
+        inspection.note(Finding(kind="length", path=LOG, message=text))
+    try:
+        entries = list(read_log(inspection.disk, path, length))
+    except (CorruptionError, UnicodeDecodeError) as exc:
+        text = exc.message if isinstance(exc, CorruptionError) else str(exc)
+        inspection.note(Finding(kind="episodes.log", path=LOG, message=text.replace(str(path), LOG)))
+        return
+    _check_ends(inspection, past, entries)
+
+
+def _check_ends(inspection: Inspection, past: Past, entries: list[LogEntry]) -> None:
+    """Hold what log and journal say of episodes against their last rows."""
+    first, count = _settled_rows(inspection)
+    columns = []
+    for name in ("episode", "step"):
+        parts = list(read_column(inspection, _place(name), first, count))
+        if sum(part.size for _, part in parts) != count or not count:
+            return  # a shard is missing, which has been noted
+        columns.append(np.concatenate([part for _, part in parts]))
+    table = EpisodeTable()
+    _, new = retell(past, table, inspection.window.low, lambda first_id, rows: None)
+    latest = {entry.episode: entry for entry in [*entries, *new, *table.open_entries()]}
+    wrong = []
+    for episode, found in _ends_of(find_fragments(columns[0], columns[1], first)).items():
+        entry = latest.get(episode)
+        if entry is None or (entry.last_id < first + count and (entry.last_id, entry.length) != found):
+            wrong.append(episode)
+    if wrong:
+        listed = ", ".join(map(str, sorted(wrong)[:5])) + (", ..." if len(wrong) > 5 else "")
+        inspection.note(
+            Finding(
+                kind="episodes",
+                path=LOG,
+                message=f"{LOG} and the rows do not agree on the length of {len(wrong)} episodes: {listed}",
+            )
+        )
+
+
+def _ends_of(fragments: IntArray) -> dict[int, tuple[int, int]]:
+    """Return the last id and the length of each episode that these fragments are the end of."""
+    ends: dict[int, tuple[int, int]] = {}
+    for episode, last_id, length in zip(
+        fragments[0].tolist(),
+        last_ids(fragments).tolist(),
+        (fragments[1] + fragments[2]).tolist(),
+        strict=True,
+    ):
+        ends[episode] = max(ends.get(episode, (0, 0)), (last_id, length))
+    return ends
+
+
+def check_index(inspection: Inspection) -> None:
+    """Hold the tables of index.duckdb against those that columns and log give, where it is up to date.
+
+    Only for a store in which nothing else was found: they could not be made otherwise.
+    """
+    path = inspection.path / INDEX
+    if inspection.past is None or inspection.found or not inspection.disk.exists(path):
+        return
+    try:
+        text = _index_trouble(inspection, path)
+    except (LockedError, MigrationError, StorageError) as exc:
+        text = exc.message.splitlines()[0].replace(str(path), "it")
+    if text:
+        inspection.note(
+            Finding(kind="index", path=INDEX, message=f"{INDEX}: {text}; it is derived and will be made anew")
+        )
+
+
+def _index_trouble(inspection: Inspection, path: Path) -> str | None:
+    from expstore.index import read_tables  # loads DuckDB
+
+    position, held = read_tables(path, store_uuid=inspection.manifest.uuid)
+    follower = FollowerStorage(inspection.path, disk=inspection.disk)
+    catalog = Catalog(follower)
+    try:
+        if position > follower.content:
+            return f"it speaks of {position}, the journal ends at {follower.content}"
+        if position < follower.content:
+            return None  # behind, as it may be
+        for name, rows in held.items():
+            if catalog.query(f"SELECT * FROM {name} ORDER BY ALL", None).fetchall() != rows:
+                return f"the relation {name} is not what columns and {LOG} say"
+    finally:
+        catalog.drop()
+        follower.close()
+    return None

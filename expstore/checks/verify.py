@@ -1,0 +1,159 @@
+"""Hold every file of a store against its checksums and against the others.
+
+Used by `expstore verify`, and by `repair` to know what there is to do. It changes nothing; while somebody
+writes to the store it refuses.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import google_crc32c
+
+from expstore.checks.blocks import check_blocks, check_metadata, read_column
+from expstore.checks.findings import Finding, Inspection, Progress
+from expstore.checks.rows import check_ids, check_index, check_log, check_rows
+from expstore.checks.survey import find_writer
+from expstore.errors import CorruptionError, LockedError, StorageError
+from expstore.files import Disk, ReadingDisk
+from expstore.journal import Record, read_journal, segment_faults
+from expstore.manifest import MANIFEST, Manifest
+from expstore.storages.base import ROW_FIELDS
+from expstore.storages.columns import Column, ColumnGroup
+from expstore.storages.folder import COLUMNS, JOURNAL, REDO
+from expstore.storages.records import Publish, Redo, fetch_body
+from expstore.storages.recovery import read_past, unsettled_blocks
+from expstore.storages.recovery import verify as walk
+from expstore.types import Window
+
+__all__ = ["inspect", "verify"]
+
+
+def verify(path: Path, *, disk: Disk | None = None, progress: Progress | None = None) -> list[Finding]:
+    """Check a closed store, or one that was left without a close.
+
+    Checked are expstore.json, the journal, every block of 4096 rows of every column but `_row/priority`,
+    shard lengths and indexes, zarr.json, ids, episodes and steps, episodes.log, and the index. Not
+    checked are priorities (they are changed all the time, and whatever they are is a priority), STATE and
+    LOCK. What an unclean stop leaves and the next opening clears away is not found, but batches that it
+    will drop are.
+
+    Args:
+        path: The store's folder.
+        disk: Where files are touched; only read.
+        progress: Is told now and then: bytes looked at, bytes in all.
+
+    Returns:
+        What is wrong; nothing if all is well.
+
+    Raises:
+        NotFoundError: There is no store.
+        LockedError: Somebody has it open for writing.
+        MigrationError: A newer version of the library made it.
+    """
+    return inspect(path, disk=disk, progress=progress).found
+
+
+def inspect(path: Path, *, disk: Disk | None = None, progress: Progress | None = None) -> Inspection:
+    """Do as `verify`; return all that was learned."""
+    disk = disk or ReadingDisk()
+    _refuse_writer(disk, path)
+    try:
+        manifest = Manifest.load(disk, path)
+    except CorruptionError as exc:
+        empty = Manifest(uuid="", generation=0, storage="", capacity=None, spare=0, seed=0, created=0.0)
+        inspection = Inspection(disk, path, empty)
+        text = exc.message.replace(str(path / MANIFEST), MANIFEST)
+        inspection.note(Finding(kind="manifest", path=MANIFEST, message=text, fatal=True))
+        return inspection
+    inspection = Inspection(disk, path, manifest)
+    _check_manifest(inspection)
+    if manifest.schema is not None:
+        fields = (*manifest.schema.fields, *ROW_FIELDS)
+        inspection.group = ColumnGroup(disk, path / COLUMNS, fields, manifest.slots, write=False)
+    unsettled = _check_journal(inspection)
+    check_metadata(inspection)
+    check_blocks(inspection, unsettled, progress)
+    if inspection.past is not None and inspection.group is not None:
+        check_ids(inspection)
+        check_rows(inspection)
+        check_log(inspection)
+        check_index(inspection)
+    _refuse_writer(disk, path)
+    if Manifest.load(disk, path) != manifest:
+        raise LockedError(f"{path} was opened while it was checked", hint="check it again")
+    return inspection
+
+
+def _refuse_writer(disk: Disk, path: Path) -> None:
+    writer = find_writer(disk, path / "LOCK")
+    if writer is not None:
+        who = "another process" if writer.pid is None else f"process {writer.pid} on {writer.host}"
+        raise LockedError(f"{path} cannot be checked: {who} has it open for writing", hint="close it there")
+
+
+def _check_manifest(inspection: Inspection) -> None:
+    data = inspection.disk.read_whole(inspection.path / MANIFEST)
+    if data != json.dumps(json.loads(data), indent=1).encode():  # the checksum is over what it says
+        text = f"{MANIFEST} has bytes that were not written there, though it can be read"
+        inspection.note(Finding(kind="manifest", path=MANIFEST, message=text))
+
+
+def _check_journal(inspection: Inspection) -> set[int]:
+    """Read the journal; return the blocks of which nobody knows what they must hold."""
+    folder = inspection.path / JOURNAL
+    for path, at, text in segment_faults(inspection.disk, folder):
+        name = inspection.relative(path)
+        inspection.note(Finding(kind="journal", path=name, message=f"{name} at byte {at}: {text}"))
+    try:
+        records = read_journal(inspection.disk, folder)
+        if not records and inspection.manifest.schema is not None:
+            raise CorruptionError(f"{folder} has no segment that can be read, though rows were written")
+    except (CorruptionError, StorageError) as exc:
+        text = exc.message.replace(f"{inspection.path}/", "")
+        inspection.note(Finding(kind="journal", path=JOURNAL, message=text, fatal=True))
+        return set()
+    if not records:
+        return set()
+    return _walk(inspection, records)
+
+
+def _walk(inspection: Inspection, records: list[Record]) -> set[int]:
+    manifest, group = inspection.manifest, inspection.group
+    past = inspection.past = read_past(records)
+    walk(past, lambda publish: bool(publish.payload) or _stands(inspection, publish))
+    inspection.window = Window(past.window_low(manifest.capacity), past.last)
+    if past.cut:
+        text = f"{past.cut} batches after the last sync are not whole: opening the store will drop them"
+        inspection.note(Finding(kind="torn", path=JOURNAL, message=text))
+    schema = manifest.schema
+    if past.clean or group is None or schema is None:
+        return set()
+    return unsettled_blocks(
+        past,
+        slots=manifest.slots,
+        spare=manifest.spare,
+        horizon=None,
+        limit=max(_reach_of(inspection, column) for column in group.columns),
+        load=lambda body: Redo.unpack(fetch_body(inspection.disk, inspection.path / REDO, body), schema),
+    )
+
+
+def _reach_of(inspection: Inspection, column: Column) -> int:
+    """Return how many slots the shards of a column have that are there."""
+    number = 0
+    while inspection.disk.exists(column.shard_path(number)):
+        number += 1
+    return number * column.rows
+
+
+def _stands(inspection: Inspection, publish: Publish) -> bool:
+    """Say whether the rows of a record stand in the columns."""
+    if inspection.group is None:
+        return False
+    first, count, crc = publish.first_id + publish.skipped, publish.count - publish.skipped, 0
+    for place in range(len(inspection.group.columns) - 1):
+        for _, rows in read_column(inspection, place, first, count):
+            crc = google_crc32c.extend(crc, rows.tobytes())
+    return crc == publish.checksum

@@ -1,0 +1,55 @@
+"""The commands that check and repair stores.
+
+Used by `cli`. They only ask and print; what they do is in `checks`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from expstore.cli_codes import DAMAGED, FAILED
+from expstore.cli_print import print_json
+
+__all__ = ["verify"]
+
+Store = Annotated[Path, typer.Argument(metavar="PATH", help="The store's folder.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def verify(path: Store, as_json: Json = False) -> int:
+    """Hold every file of a store against its checksums, and against the others."""
+    from expstore import checks
+
+    with _progress("checking") as progress:
+        found = checks.verify(path, progress=progress)
+    fatal = any(finding.fatal for finding in found)
+    if as_json:
+        print_json({"path": str(path), "findings": [asdict(finding) for finding in found]})
+    else:
+        for finding in found:
+            typer.echo(f"{finding.kind}: {finding.message}")
+        typer.echo(f"{path}: {_count(found)}" + (", no row can be read" if fatal else ""))
+    return DAMAGED if fatal else FAILED if found else 0
+
+
+def _count(found: Sequence[object]) -> str:
+    return f"{len(found)} findings" if len(found) > 1 else "1 finding" if found else "nothing found"
+
+
+@contextlib.contextmanager
+def _progress(what: str) -> Iterator[Callable[[int, int], None]]:
+    """Show how far something is, on a terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    columns = (TextColumn(what), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
+        task = progress.add_task("", total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)
