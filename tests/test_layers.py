@@ -171,7 +171,8 @@ FILE_LIBRARIES = {"fcntl", "mmap", "shutil", "tempfile", "glob", "fileinput", "p
 #: All that others may use of `os`: nothing here opens, changes or looks at a file.
 OS_ALLOWED = {
     "PathLike", "cpu_count", "environ", "fsdecode", "fsencode", "fspath", "get_terminal_size", "getpid",
-    "getppid", "kill", "linesep", "name", "register_at_fork", "sched_getaffinity", "sep", "strerror", "uname", "urandom",
+    "getppid", "kill", "linesep", "name", "register_at_fork", "sched_getaffinity", "sep", "strerror", "uname",
+    "urandom",
 }  # fmt: skip
 OS_PATH_ALLOWED = {
     "basename",
