@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Array", "IntArray", "Key", "Selection", "Window", "key_name", "to_key"]
+__all__ = ["Array", "IntArray", "Key", "Selection", "Window", "cut_run", "key_name", "to_key"]
 
 Array = NDArray[Any]
 IntArray = NDArray[np.int64]
@@ -36,6 +36,21 @@ def key_name(key: Key) -> str:
     'next.reward'
     """
     return ".".join(key)
+
+
+def cut_run(first_id: int, count: int, slots: int | None) -> list[tuple[int, int, int]]:
+    """Cut a run of ids at the end of a ring: (first slot, offset in the run, rows).
+
+    Args:
+        first_id: Of the run.
+        count: How many rows.
+        slots: How many the ring has; None: it never ends.
+    """
+    if slots is None:
+        return [(first_id - 1, 0, count)]
+    start = (first_id - 1) % slots
+    head = min(count, slots - start)
+    return [(start, 0, head)] if head == count else [(start, 0, head), (0, head, count - head)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,10 +13,9 @@ import numpy as np
 
 from expstore.files import Disk
 from expstore.manifest import Manifest
-from expstore.storages.base import cut_run
 from expstore.storages.columns import ColumnGroup
 from expstore.storages.recovery import Past
-from expstore.types import IntArray, Window
+from expstore.types import IntArray, Window, cut_run
 
 __all__ = ["Finding", "Inspection", "Progress", "runs_of"]
 

@@ -24,9 +24,9 @@ from expstore.files import Disk
 from expstore.manifest import Manifest
 from expstore.schema import Field, Schema
 from expstore.storages.hold import Hold
-from expstore.types import Array, IntArray, Key, Window, key_name
+from expstore.types import Array, IntArray, Key, Window, cut_run, key_name
 
-__all__ = ["ROW_FIELDS", "Keys", "Rows", "Storage", "cut_run", "spare_slots"]
+__all__ = ["ROW_FIELDS", "Keys", "Rows", "Storage", "spare_slots"]
 
 #: Columns that every store has beside the user's; `priority` comes last and is not part of a checksum.
 ROW_FIELDS = (
@@ -51,21 +51,6 @@ def spare_slots(capacity: int | None, row_bytes: int) -> int:
     if capacity is None:
         return max(1, min(UNBOUNDED_SPARE, UNBOUNDED_SPARE_BYTES // row_bytes))
     return max(-(-capacity // 8), min(4096, max(64, (64 << 20) // row_bytes)))
-
-
-def cut_run(first_id: int, count: int, slots: int | None) -> list[tuple[int, int, int]]:
-    """Cut a run of ids at the end of a ring: (first slot, offset in the run, rows).
-
-    Args:
-        first_id: Of the run.
-        count: How many rows.
-        slots: How many the ring has; None: it never ends.
-    """
-    if slots is None:
-        return [(first_id - 1, 0, count)]
-    start = (first_id - 1) % slots
-    head = min(count, slots - start)
-    return [(start, 0, head)] if head == count else [(start, 0, head), (0, head, count - head)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,10 +19,10 @@ from expstore.episodes import EpisodeTable
 from expstore.errors import CorruptionError
 from expstore.journal import Kind, Record
 from expstore.schema import Schema
-from expstore.storages.base import ROW_FIELDS, cut_run
+from expstore.storages.base import ROW_FIELDS
 from expstore.storages.checksums import BLOCK_ROWS, blocks_of
 from expstore.storages.records import Mark, Publish, Redo
-from expstore.types import IntArray
+from expstore.types import IntArray, cut_run
 
 if TYPE_CHECKING:
     from expstore.storages.columnwriter import WritableColumns
