@@ -33,6 +33,8 @@ def _journal_first(kept: ZarrStorage, rows: Rows, skipped: int) -> None:
     checksum = 0
     for array in (*rows.columns, *extra):
         checksum = google_crc32c.extend(checksum, np.ascontiguousarray(array[skipped:]).tobytes())
+    for slot, _, n in kept.pieces(rows.first_id + skipped, rows.count - skipped):
+        kept.columns.ensure(slot + n)  # a sync reads what it covers
     kept._publish(rows, skipped, checksum)
     kept.sync()
     kept._put(rows, skipped)

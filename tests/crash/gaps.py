@@ -40,10 +40,10 @@ from expstore.storages import journaled
 
 __all__ = ["PHASES", "NoKeeper", "Phase", "enumerate_gaps"]
 
-LEAN = Spec("lean", 24, 8, lean=True, segment_bytes=4096)
+LEAN = Spec("lean", 24, 8, frame=64, lean=True, segment_bytes=4096, tail=False)
 NARROW = Spec("narrow", 24, 8, frame=64, lean=True, segment_bytes=1536)
 FILED = Spec("filed", 24, 8, frame=64, lean=True, segment_bytes=4096, redo_bytes=1)
-BARE = Spec("bare", 24, 0, lean=True)
+BARE = Spec("bare", 24, 0, frame=64, lean=True, tail=False)
 #: So many stores are checked by one process.
 TOGETHER = 8
 GROWING = Spec("growing", None, None, frame=64, lean=True, shard_rows=4096)

@@ -33,7 +33,7 @@ class Spec:
     name: str
     capacity: int | None
     spare: int | None  # None: the library's own choice
-    frame: int = 16_384
+    frame: int = 2048
     segment_bytes: int = 16_384
     longest: int = 700
     redo_bytes: int = 64 << 20
@@ -41,6 +41,7 @@ class Spec:
     overlong: bool = True  # batches longer than the spare, and than the ring, are among them
     lean: bool = False  # three fields only
     durability: Literal["process", "sync"] = "process"
+    tail: bool = True  # whether few small rows ride in the journal
 
 
 @dataclass(frozen=True)
@@ -137,6 +138,7 @@ class Ledger:
     retired: int = 0
     write_count: int = 0
     draw: int = 0
+    noted_draw: int = 0  # as the newest record says that a power cut may leave
     handle: int = 0  # counts openings: unnamed sources belong to one
     max_priority: float = 1.0
     next_episode: int = 1
@@ -226,6 +228,7 @@ class Ledger:
                     del self.open[name]
         self.last += op.count
         self.write_count += op.count
+        self.noted_draw = self.draw
         for i in ids.tolist():
             self.priorities[i] = [self.max_priority]
 
@@ -253,6 +256,7 @@ class Ledger:
         low = self.low
         self.priorities = {i: held[-1:] for i, held in self.priorities.items() if i > low}
         self.max_priorities = [self.max_priority]
+        self.noted_draw = self.draw
 
     def _sql(self, op: Op) -> None:
         pass

@@ -17,6 +17,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ import numpy as np
 from children import (
     Look,
     Report,
+    Wrong,
     ask_child,
     candidates,
     fit_constants,
@@ -59,6 +61,8 @@ POWER_SPECS = {
 #: What is done in a life, and how often: see ledger.KINDS.
 WEIGHTS = {"extend": 10, "change": 2, "priority": 1, "sample": 1, "flush": 1, "empty": 0.2, "tick": 1}
 ROUND_STATES = 60
+#: So many disks are checked by one process.
+TOGETHER = 15
 #: Every so many-th round has an index.
 INDEXED = 5
 
@@ -127,7 +131,7 @@ def _record(job: Job, base: Path) -> Taken:
 def _live(job: Job, disk: RecordingDisk, taken: Taken) -> None:
     rb = open_store(job.spec, taken.base / "run.exp", disk, index=job.index)
     kept = rb.storage
-    state = matching(rb, job.states)
+    state = matching(rb, job.states, cut=True)
     state.max_priority = kept.max_priority
     state.max_priorities = [state.max_priority]
     taken.found = state.copy()
@@ -267,7 +271,7 @@ class _History:
 # -- the check -------------------------------------------------------------------------------------------
 
 
-def _check(states: Sequence[State], boot: int, seed: int, folder: Path, sql: float) -> list[Ledger | str]:
+def _check(states: Sequence[State], folder: Path, *, boot: int, seed: int, sql: float) -> list[Ledger | str]:
     """Open stores, look, write on, close, open once more; SQL is asked in a share of them."""
     machine.boot = boot
     journaled.Keeper = NoKeeper  # type: ignore[assignment,misc]
@@ -283,6 +287,7 @@ def _check(states: Sequence[State], boot: int, seed: int, folder: Path, sql: flo
             sql=bool(rng.random() < sql),
             leave="close",
             clean=state.clean,
+            cut=True,
         )
         result = look_at(look)
         if isinstance(result, Ledger):
@@ -390,7 +395,9 @@ class _Run:
     def life(self, jobs: list[Job], counts: list[int]) -> list[State]:
         """Record lives, cut each so many times, and check; return the disks that were right."""
         self.lives += 1
-        taken = self._ask(lambda at: [_record(job, at / str(n)) for n, job in enumerate(jobs)])
+        taken = (
+            self._ask(lambda at: [_record(job, at / str(n)) for n, job in enumerate(jobs)]) if jobs else []
+        )
         states: list[State] = []
         for n, (job, life, count) in enumerate(zip(jobs, taken, counts, strict=True)):
             if life.failure:
@@ -398,14 +405,21 @@ class _Run:
                 continue
             label = f"{self.label}, life {self.lives}.{n}"
             states += cuts(job, life, self.chance, count, label)
-        seed, boot = self.chance.randrange(1 << 30), jobs[0].boot + 1
-        sql = 0.3 if jobs[0].index else 0.01
-        good = []
-        for start in range(0, len(states), 15):
-            some = states[start : start + 15]
-            found = self._ask(lambda at, some=some: _check(some, boot, seed, at, sql))  # type: ignore[misc]
-            good += [s for s, f in zip(some, found, strict=True) if self._judge(s, f)]
+        sql = 0.3 if any(job.index for job in jobs) else 0.01
+        boot = jobs[0].boot + 1 if jobs else 0
+        good: list[State] = []
+        for start in range(0, len(states), TOGETHER):
+            some = states[start : start + TOGETHER]
+            check = partial(_check, boot=boot, seed=self.chance.randrange(1 << 30), sql=sql)
+            good += [s for s, f in zip(some, self._all(check, some), strict=True) if self._judge(s, f)]
         return good
+
+    def _all(self, check: Callable[..., list[Ledger | str]], states: list[State]) -> list[Ledger | str]:
+        """Check states in one process; if it dies, each in its own."""
+        try:
+            return self._ask(partial(check, states))
+        except Wrong as exc:
+            return [str(exc)] if len(states) == 1 else [self._all(check, [state])[0] for state in states]
 
     def _judge(self, state: State, found: Ledger | str) -> bool:
         self.report.count("recovery" if state.opening else "life")
@@ -415,10 +429,12 @@ class _Run:
         self.report.lost += found.write_count < state.newest.write_count
         return True
 
-    def _ask(self, work: Any) -> Any:
+    def _ask(self, work: Callable[[Path], list[Any]]) -> list[Any]:
+        """Run work in a fresh process, with a folder of its own."""
         at = self.folder / "child"
         at.mkdir()
         try:
-            return ask_child(lambda: work(at))
+            found: list[Any] = ask_child(lambda: work(at))
+            return found
         finally:
             shutil.rmtree(at)
