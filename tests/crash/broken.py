@@ -33,8 +33,6 @@ def _journal_first(kept: ZarrStorage, rows: Rows, skipped: int) -> None:
     checksum = 0
     for array in (*rows.columns, *extra):
         checksum = google_crc32c.extend(checksum, np.ascontiguousarray(array[skipped:]).tobytes())
-    for slot, _, n in kept.pieces(rows.first_id + skipped, rows.count - skipped):
-        kept.columns.ensure(slot + n)  # a sync reads what it covers
     kept._publish(rows, skipped, checksum)
     kept.sync()
     kept._put(rows, skipped)
@@ -74,8 +72,13 @@ def break_redo() -> None:
 
 def break_sync() -> None:
     """A mark is made without a sync of the columns."""
-    nothing: tuple[set[Any], set[Path]] = set(), set()
-    ZarrStorage._unsynced_columns = lambda self: nothing  # type: ignore[method-assign]
+    collect = ZarrStorage._unsynced_columns
+
+    def nothing(self: Any) -> tuple[set[Any], set[Path]]:
+        collect(self)
+        return set(), set()
+
+    ZarrStorage._unsynced_columns = nothing  # type: ignore[method-assign]
 
 
 def break_recovery() -> None:

@@ -250,8 +250,8 @@ def _check_and_go_on(look: Look) -> Ledger:
     disk = KillingDisk(in_turn=True)  # one after another is faster where nothing is really synced
     rb = open_store(spec, look.path, disk, index=index)
     expect(not look.clean or rb.recovered is None, f"it was closed, and yet: {rb.recovered!r}")
-    check_sums(rb)
     state = matching(rb, look.states, cut=look.cut)
+    check_sums(rb)
     expect(
         float(np.float32(rb.storage.max_priority)) in [float(np.float32(p)) for p in state.max_priorities],
         f"largest priority {rb.storage.max_priority}, expected one of {state.max_priorities}",

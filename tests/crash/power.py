@@ -222,14 +222,13 @@ class _History:
             then = self._ledgers[-1].copy()
             then.apply(op)
             self._ledgers.append(then)
-        self._acked = self._floor = self._drawn = 0
+        self._acked = self._floor = 0
 
     def hear(self, word: str) -> None:
         """Take a word of the child."""
         self.where = word
         if word == "open":
             self.opened, self.newest = True, self._ledgers[0]
-            self._drawn = self.newest.draw
         elif word == "ack":
             op, before = self._job.ops[self._acked], self._ledgers[self._acked]
             self._acked += 1
@@ -237,13 +236,10 @@ class _History:
             lasting = op.kind in ("flush", "change", "empty") or before.copy().retire_for(op)
             if lasting or (op.kind == "extend" and self._job.spec.durability == "sync"):
                 self._floor = self._acked
-            if op.kind in ("flush", "extend") and self._floor == self._acked:
-                self._drawn = before.draw
         elif word.startswith("floor "):
             self._floor = max(self._floor, int(word[6:]))
-            self._drawn = max(self._drawn, self._ledgers[self._floor].draw)
         elif word == "closed":
-            self._floor, self._drawn = self._acked, self.newest.draw
+            self._floor = self._acked
 
     def states(self) -> list[Ledger]:
         """Return the states that a power cut may leave, the newest first."""
@@ -252,10 +248,6 @@ class _History:
         op = self._job.ops[self._acked] if self.where == "about" or self._in_call else None
         states = candidates(self.newest.copy(), op)
         states += [then.copy() for then in self._ledgers[self._floor : self._acked][::-1]]
-        if self._drawn < states[-1].draw:
-            # Changing rows or forgetting them says nothing of how many batches were drawn.
-            states.append(states[-1].copy())
-            states[-1].draw = self._drawn
         for then in states:
             # Priorities have no promise before a flush, and may be ahead of the rows.
             for i, held in then.priorities.items():

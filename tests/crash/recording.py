@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,8 @@ __all__ = ["Event", "RecordingDisk"]
 
 #: The acts that are recorded; another one would be a hole in what the power cuts prove.
 _KNOWN = {
-    "write", "sync", "truncate", "allocate", "create", "rename", "unlink", "mkdir", "rmtree", "sync_dir",
+    "write", "sync", "truncate", "allocate", "create", "rename", "link", "unlink", "mkdir", "rmtree",
+    "sync_dir",
 }  # fmt: skip
 
 
@@ -120,6 +122,13 @@ class RecordingDisk(Disk):
             if old in self._seen:
                 self._seen[new] = self._seen.pop(old)
 
+    def link(self, old: Path, new: Path) -> bool:
+        with self.turn:
+            done = super().link(old, new)
+            if done:
+                self.events.append(Event("link", new, data=old))
+            return done
+
     def unlink(self, path: Path) -> None:
         with self.turn:
             self._look_around()
@@ -155,6 +164,12 @@ class RecordingDisk(Disk):
             file.sync()
         for folder in sorted(folders):
             self.sync_dir(folder)
+
+    def write_beside(self, pool: Any, file: File, data: Any, offset: int) -> Future[None] | None:
+        if not self._in_turn:
+            return super().write_beside(pool, file, data, offset)
+        file.write(data, offset)
+        return None
 
     def boot_id(self) -> bytes:
         return machine.boot.to_bytes(16, "big")
