@@ -158,6 +158,8 @@ class EpisodeLog:
     """
 
     def __init__(self, disk: Disk, path: Path, *, length: int) -> None:
+        if length and not disk.exists(path):
+            raise CorruptionError(f"{path} is missing, the journal says that it has {length} bytes")
         self.file: File = disk.open(path, create=True)
         size = self.file.size()
         if size < length:

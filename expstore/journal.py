@@ -20,7 +20,7 @@ import numpy as np
 from expstore.errors import CorruptionError
 from expstore.files import Disk, File
 
-__all__ = ["Journal", "Kind", "Record", "read_journal", "segment_faults", "settle_journal"]
+__all__ = ["Journal", "Kind", "Record", "no_records", "read_journal", "segment_faults", "settle_journal"]
 
 ALIGN = 64
 SEGMENT_BYTES = 4 << 20
@@ -162,6 +162,14 @@ def read_journal(disk: Disk, folder: Path) -> list[Record]:
             break
         records += segment.records
     return records
+
+
+def no_records(disk: Disk, folder: Path) -> CorruptionError:
+    """Return what to raise where there must be records and `read_journal` found none."""
+    names = sorted((name for name in disk.names(folder) if name.isdigit()), key=int)
+    if not names:
+        return CorruptionError(f"{folder} has no segment, though rows were written")
+    return CorruptionError(f"{folder / names[-1]} is damaged: its first record cannot be read")
 
 
 def segment_faults(disk: Disk, folder: Path) -> list[tuple[Path, int, str]]:

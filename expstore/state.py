@@ -10,7 +10,7 @@ from pathlib import Path
 
 from expstore.files import Disk
 
-__all__ = ["StatePage"]
+__all__ = ["PAGE", "StatePage"]
 
 PAGE = 4096
 _MAGIC = int.from_bytes(b"EXPSTATE", "little")

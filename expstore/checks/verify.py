@@ -17,7 +17,7 @@ from expstore.checks.rows import check_ids, check_index, check_log, check_rows
 from expstore.checks.survey import find_writer
 from expstore.errors import CorruptionError, LockedError, StorageError
 from expstore.files import Disk, ReadingDisk
-from expstore.journal import Record, read_journal, segment_faults
+from expstore.journal import Record, no_records, read_journal, segment_faults
 from expstore.manifest import MANIFEST, Manifest
 from expstore.storages.base import ROW_FIELDS
 from expstore.storages.columns import Column, ColumnGroup
@@ -109,7 +109,7 @@ def _check_journal(inspection: Inspection) -> set[int]:
     try:
         records = read_journal(inspection.disk, folder)
         if not records and inspection.manifest.schema is not None:
-            raise CorruptionError(f"{folder} has no segment that can be read, though rows were written")
+            raise no_records(inspection.disk, folder)
     except (CorruptionError, StorageError) as exc:
         text = exc.message.replace(f"{inspection.path}/", "")
         inspection.note(Finding(kind="journal", path=JOURNAL, message=text, fatal=True))
@@ -130,14 +130,19 @@ def _walk(inspection: Inspection, records: list[Record]) -> set[int]:
     schema = manifest.schema
     if past.clean or group is None or schema is None:
         return set()
-    return unsettled_blocks(
-        past,
-        slots=manifest.slots,
-        spare=manifest.spare,
-        horizon=None,
-        limit=max(_reach_of(inspection, column) for column in group.columns),
-        load=lambda body: Redo.unpack(fetch_body(inspection.disk, inspection.path / REDO, body), schema),
-    )
+    try:
+        return unsettled_blocks(
+            past,
+            slots=manifest.slots,
+            spare=manifest.spare,
+            horizon=None,
+            limit=max(_reach_of(inspection, column) for column in group.columns),
+            load=lambda body: Redo.unpack(fetch_body(inspection.disk, inspection.path / REDO, body), schema),
+        )
+    except CorruptionError as exc:
+        text = exc.message.replace(f"{inspection.path}/", "")
+        inspection.note(Finding(kind="journal", path=text.split(" ")[0], message=text))
+        return set(range(1 << 20))
 
 
 def _reach_of(inspection: Inspection, column: Column) -> int:

@@ -7,6 +7,7 @@ and by snapshots, which need not copy what bears the same stamp. It never judges
 from __future__ import annotations
 
 import itertools
+import logging
 import struct
 import time
 from collections.abc import Iterable
@@ -35,6 +36,8 @@ __all__ = [
     "state_of",
     "zeros_sum",
 ]
+
+_logger = logging.getLogger("expstore")
 
 CHECKSUMS = "checksums"
 BLOCK_ROWS = CHUNK_ROWS
@@ -152,12 +155,15 @@ class Checksums:
     def __init__(self, disk: Disk, path: Path, group: ColumnGroup) -> None:
         self._columns = group.columns[:-1]
         width = len(self._columns)
+        new = not disk.exists(path)
         self.file: File = disk.open(path, create=True)
         try:
             data = self.file.read(0, self.file.size())
             try:
                 self._entries = read_entries(data, width, path)
-            except CorruptionError:
+            except CorruptionError as exc:
+                if not new:
+                    _logger.warning("%s; it is made anew", exc.message)
                 # The sums can be made again from the columns; only what they would have shown is lost.
                 self._entries = no_entries(width)
                 self.file.truncate(0)

@@ -7,6 +7,7 @@ of the past is in `recovery`. It never looks at values.
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
@@ -18,9 +19,17 @@ from expstore.episodelog import EpisodeLog, LogEntry
 from expstore.episodes import EpisodeTable
 from expstore.errors import CorruptionError, ExpStoreError, StateError
 from expstore.files import Disk, File
-from expstore.journal import SEGMENT_BYTES, SYNC_SEGMENT_BYTES, Journal, Kind, read_journal, settle_journal
+from expstore.journal import (
+    SEGMENT_BYTES,
+    SYNC_SEGMENT_BYTES,
+    Journal,
+    Kind,
+    no_records,
+    read_journal,
+    settle_journal,
+)
 from expstore.manifest import Manifest
-from expstore.state import StatePage
+from expstore.state import PAGE, StatePage
 from expstore.storages.base import Rows
 from expstore.storages.columnwriter import WritableColumns
 from expstore.storages.folder import JOURNAL, LOG, REDO, STATE
@@ -33,6 +42,8 @@ from expstore.storages.synced import SyncedStorage
 from expstore.types import Array, IntArray, Window
 
 __all__ = ["JournaledStorage"]
+
+_logger = logging.getLogger("expstore")
 
 
 class JournaledStorage(SyncedStorage):
@@ -73,9 +84,13 @@ class JournaledStorage(SyncedStorage):
         self._uuid = bytes.fromhex(self.manifest.uuid)
         self._boot = self.disk.boot_id()
         try:
+            lost = manifest.schema is not None and self.disk.size(self.path / STATE) < PAGE
             self._state = StatePage(self.disk, self.path / STATE)
             self._open(first=True)
+            if lost:
+                _logger.warning("%s was missing or cut off and is made anew", self.path / STATE)
         except BaseException:
+            self._close_columns()
             self._pool.shutdown()
             self._lock_file.release()
             raise
@@ -88,12 +103,7 @@ class JournaledStorage(SyncedStorage):
         first = self._finish_load() or first
         self._half = None
         manifest = self.manifest
-        records = read_journal(self.disk, self.path / JOURNAL)
-        past = read_past(records) if records else None
-        if past is None and manifest.schema is not None:
-            raise CorruptionError(
-                f"{self.path / JOURNAL} has no segment that can be read, though rows were written"
-            )
+        past = self._read_past()
         if past is not None and not past.clean:
             settle_journal(self.disk, self.path / JOURNAL)
         generation = self.episodes.generation
@@ -133,6 +143,26 @@ class JournaledStorage(SyncedStorage):
         self._claim_state()
         self._marked = (self._journal.sequence, self._draw)
         self._synced = self.last
+
+    def _read_past(self) -> Past | None:
+        """Read the journal; None: there is none yet."""
+        folder = self.path / JOURNAL
+        records = read_journal(self.disk, folder)
+        if not records:
+            if self.manifest.schema is not None:
+                raise no_records(self.disk, folder)
+            return None
+        past = read_past(records)
+        known, last = self._state.get("sequence"), records[-1].sequence
+        # A record that was published outlives its writer; only the machine can lose it.
+        if self.same_boot and self._state.get("generation") == past.base["generation"] and known > last:
+            raise CorruptionError(f"{folder} ends with record {last}, though {known} was written")
+        return past
+
+    @property
+    def same_boot(self) -> bool:
+        """Whether STATE is this store's, of this start of the machine."""
+        return self._state.fits(self._uuid, self._boot, self.manifest.generation)
 
     def _finish_load(self) -> bool:
         """Move in a version's content that was left half way; say whether there was one."""

@@ -12,9 +12,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import google_crc32c
 import numpy as np
 
 from expstore.episodes import SEGMENT_BYTES, Segment, pack_segments, unpack_segments
+from expstore.errors import CorruptionError
 from expstore.files import Disk
 from expstore.schema import Schema
 from expstore.types import Array, IntArray
@@ -188,11 +190,18 @@ def shelve_body(disk: Disk, folder: Path, number: int, body: bytes, *, settle: C
     for name in former:
         disk.unlink(folder / name)
     disk.write_whole(folder / f"{number:012d}", body)
-    return _SHELVED + f"{number:012d}".encode()
+    crc: int = google_crc32c.value(body)
+    return _SHELVED + f"{number:012d}".encode() + crc.to_bytes(4, "little")
 
 
 def fetch_body(disk: Disk, folder: Path, body: bytes) -> bytes:
     """Return the body of a redo record that `shelve_body` made."""
     if body[:4] != _SHELVED:
         return body
-    return disk.read_whole(folder / body[4:].decode())
+    path = folder / body[4:16].decode()
+    if not disk.exists(path):
+        raise CorruptionError(f"{path} is missing, which holds a change that was not finished")
+    shelved = disk.read_whole(path)
+    if len(body) > 16 and google_crc32c.value(shelved) != int.from_bytes(body[16:20], "little"):
+        raise CorruptionError(f"{path} does not have its checksum")
+    return shelved

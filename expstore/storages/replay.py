@@ -14,7 +14,7 @@ import numpy as np
 from expstore.episodelog import LogEntry
 from expstore.episodes import EpisodeTable
 from expstore.errors import CorruptionError
-from expstore.journal import read_journal
+from expstore.journal import no_records, read_journal
 from expstore.storages.base import ROW_FIELDS
 from expstore.storages.columns import ColumnGroup
 from expstore.storages.folder import COLUMNS, JOURNAL, FolderStorage
@@ -74,9 +74,7 @@ def replay(storage: FolderStorage, *, same_boot: bool) -> Replay:
     columns = open_columns(storage)
     if not records:
         if columns is not None:
-            raise CorruptionError(
-                f"{storage.path / JOURNAL} has no segment that can be read, though rows were written"
-            )
+            raise no_records(storage.disk, storage.path / JOURNAL)
         return Replay(None, columns, Overlay(), EpisodeTable())
     past = read_past(records)
     found = Replay(past, columns, Overlay(), EpisodeTable(generation=past.base["generation"]))

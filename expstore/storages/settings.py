@@ -135,7 +135,7 @@ def _look(disk: Disk, path: Path) -> bool:
     if disk.exists(path) and not path.is_dir():
         raise StateError(f"{path} is a file, a store is a folder", hint="choose another path")
     foreign = [name for name in disk.names(path) if name not in _BEGINNINGS]
-    if foreign and "columns" in foreign:
+    if "columns" in foreign or "checksums" in foreign:
         raise CorruptionError(f"{path} has columns but no {MANIFEST}")
     if foreign:
         raise StateError(

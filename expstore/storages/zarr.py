@@ -28,6 +28,7 @@ from expstore.storages.loading import Arrival, build_load, commit_load, read_con
 from expstore.storages.recovery import Past, unsettled_blocks
 from expstore.storages.synced import RIDING_BYTES
 from expstore.storages.tail import TAIL_BYTES, TAIL_ROWS, Tail
+from expstore.storages.zarrmeta import check_metadata
 from expstore.types import Array, IntArray
 
 __all__ = ["ZarrStorage"]
@@ -82,6 +83,7 @@ class ZarrStorage(JournaledStorage):
         self._touched = set()
         fields = (*schema.fields, *ROW_FIELDS)
         group = WritableColumns(self.disk, self.path / COLUMNS, fields, self.slots)
+        check_metadata(self.disk, group.folder, fields, [column.rows for column in group.columns])
         group.open_shards()
         self.columns = group  # not before: readers must not meet a part that is not mapped
         self.checksums = Checksums(self.disk, self.path / CHECKSUMS, group)
@@ -130,13 +132,12 @@ class ZarrStorage(JournaledStorage):
             raise StateError("the store has no columns yet", hint="extend() it first")
         # Shards may be lost that the entries speak of.
         limit = max(checksums.blocks * BLOCK_ROWS, *[column.ready for column in group.columns])
-        known = self._state.fits(self._uuid, self._boot, self.manifest.generation)
         schema = self.require_schema()
         touched = unsettled_blocks(
             past,
             slots=self.slots,
             spare=self.spare,
-            horizon=self._state.get("horizon") if known else None,
+            horizon=self._state.get("horizon") if self.same_boot else None,
             limit=limit,
             load=lambda body: self.load_redo(body, schema),
         )
