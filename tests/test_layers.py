@@ -120,6 +120,7 @@ ALLOWED_SIDEWAYS: tuple[tuple[str, str], ...] = (
     ("storages.zarr", "storages.recovery"),
     ("storages.zarr", "storages.synced"),
     ("storages.zarr", "storages.tail"),
+    ("storages.zarr", "storages.zarrmeta"),
     ("dumping", "snapshots"),
     # the HTTP layer and the shipped tests are small trees of their own
     ("api*", "api*"),
