@@ -23,7 +23,6 @@ __all__ = ["EpisodeLog", "LogEntry", "read_log"]
 _ENTRY = struct.Struct("<IIBBHiqqqqdqqqiI8x")
 _EPISODE, _SOURCE = 1, 2
 _HAS_TRAJECTORY = 1
-_MANY = 4096
 _NAMED = 2
 
 
@@ -165,26 +164,29 @@ class EpisodeLog:
         if size < length:
             self.file.close()
             raise CorruptionError(f"{path} has {size} bytes, the journal says {length}")
-        if size > length:
-            self.file.truncate(length)
+        #: What follows is dropped with the first entries that are written: until then an opening may fail,
+        #: and whoever had the file open before goes on with it.
+        self._surplus = size > length
         self.length = length
         self.dirty = False
         self._waiting: list[LogEntry] = []
 
     def append(self, entries: Iterable[LogEntry]) -> None:
-        """Take entries; `flush` writes them."""
+        """Take entries; `flush` writes them. Nothing can fail here: their rows are published already."""
         self._waiting += entries
-        if len(self._waiting) > _MANY:
-            self.flush()
 
     def flush(self) -> None:
         """Write what was appended."""
-        if self._waiting:
+        waiting = len(self._waiting)
+        if waiting or self._surplus:
             data = b"".join([entry.pack() for entry in self._waiting])
-            self.file.write(data, self.length)
+            if data:
+                self.file.write(data, self.length)
+            if self._surplus:
+                self.file.truncate(self.length + len(data))
             self.length += len(data)
-            self.dirty = True
-            self._waiting.clear()
+            self.dirty, self._surplus = True, False
+            del self._waiting[:waiting]
 
     def read(self) -> Iterator[LogEntry]:
         """Return all entries in order.

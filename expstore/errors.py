@@ -108,9 +108,14 @@ class LockedError(StateError):
 
 
 class StorageError(ExpStoreError, OSError):
-    """Reading or writing failed."""
+    """Reading or writing failed.
+
+    `errno` is the system's, where it said one.
+    """
 
     default_kind = "storage"
+    #: Whether a sync failed: what was written before may be lost, although it reads well.
+    lost = False
 
 
 class CorruptionError(StorageError):

@@ -41,6 +41,8 @@ _SYNC_FILES = 256
 #: What a file system says that has no hard links, or none of this file.
 _CANNOT_LINK = {errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP, errno.EACCES}
 _RANGE_WRITE = 2  # SYNC_FILE_RANGE_WRITE
+#: Acts whose failure leaves nobody knowing what is on the disk.
+_SYNCS = {"sync", "sync_dir"}
 
 _F_FULLFSYNC = 51  # macOS: fsync alone leaves data in the drive's cache
 
@@ -66,11 +68,20 @@ def _sync_data(fd: int) -> None:
 
 
 def _failed(act: str, path: Path, exc: OSError) -> StorageError:
-    kind = {errno.ENOSPC: "disk_full", errno.EDQUOT: "disk_full"}.get(exc.errno or 0, "storage")
-    hint = "free space on this disk, then try again" if kind == "disk_full" else ""
-    error = StorageError(f"cannot {act} {path}: {exc.strerror or exc}", kind=kind, hint=hint)
-    error.errno = exc.errno
+    """Return our error for the system's; one of ours, from a gate, stays as it is."""
+    if isinstance(exc, StorageError):
+        error = exc
+    else:
+        kind = {errno.ENOSPC: "disk_full", errno.EDQUOT: "disk_full"}.get(exc.errno or 0, "storage")
+        hint = "free space on this disk, then try again" if kind == "disk_full" else ""
+        error = StorageError(f"cannot {act} {path}: {exc.strerror or exc}", kind=kind, hint=hint)
+        error.errno = exc.errno
+    error.lost = act in _SYNCS
     return error
+
+
+def _system_error(code: int) -> OSError:
+    return OSError(code, os.strerror(code))
 
 
 def address_of(array: NDArray[Any]) -> int:
@@ -95,22 +106,34 @@ class File:
 
     def write(self, data: bytes | NDArray[Any], offset: int) -> None:
         """Write all of `data` at `offset`; C-contiguous arrays are written as they lie."""
-        self.disk.gate("write", self.path)
         size = len(data) if isinstance(data, bytes) else data.nbytes
-        address: Any = data if isinstance(data, bytes) else address_of(data)
-        if size <= KEEP_GIL_BYTES and _pwrite(self.fd, address, size, offset) == size:
-            return
-        self.write_rest(data, offset)
-
-    def write_rest(self, data: bytes | NDArray[Any], offset: int) -> None:
-        """Write all of `data` at `offset` in as many steps as the system takes."""
-        view = memoryview(data) if isinstance(data, bytes) else data.reshape(-1).view(np.uint8).data
         try:
-            while view:
-                done = os.pwrite(self.fd, view, offset)
-                view, offset = view[done:], offset + done
+            self.disk.gate("write", self.path)
+            done = self.write_some(data, size, offset)
+            if done < size:
+                view = memoryview(data) if isinstance(data, bytes) else data.reshape(-1).view(np.uint8).data
+                while done < size:
+                    done += self.write_some(view[done:], size - done, offset + done)
         except OSError as exc:
             raise _failed("write to", self.path, exc) from exc
+
+    def write_some(self, data: Any, size: int, offset: int) -> int:
+        """Write as much of `data` as the system takes at once; return how many bytes.
+
+        Raises:
+            OSError: It takes nothing.
+        """
+        if size <= KEEP_GIL_BYTES and not isinstance(data, memoryview):
+            address: Any = data if isinstance(data, bytes) else address_of(data)
+            done: int = _pwrite(self.fd, address, size, offset)
+            if done < 0:
+                raise _system_error(ctypes.get_errno())
+        else:
+            view = data if isinstance(data, bytes | memoryview) else data.reshape(-1).view(np.uint8).data
+            done = os.pwrite(self.fd, view, offset)
+        if done == 0 < size:
+            raise _system_error(errno.EIO)  # else this would go on for ever
+        return done
 
     def read(self, offset: int, size: int) -> bytes:
         """Read up to `size` bytes at `offset`."""
@@ -128,7 +151,10 @@ class File:
 
     def size(self) -> int:
         """Return the length in bytes."""
-        return os.fstat(self.fd).st_size
+        try:
+            return os.fstat(self.fd).st_size
+        except OSError as exc:
+            raise _failed("look at", self.path, exc) from exc
 
     def next_data(self, offset: int) -> int:
         """Return where, from `offset` on, bytes begin that take disk space; the length if none do.
@@ -142,10 +168,10 @@ class File:
 
     def sync(self) -> None:
         """Bring the file's bytes and length to the disk."""
-        self.disk.gate("sync", self.path)
-        self.disk.syncs += 1
         try:
-            _sync_data(self.fd)
+            self.disk.gate("sync", self.path)
+            self.disk.syncs += 1
+            _sync_data(self._descriptor())
         except OSError as exc:
             raise _failed("sync", self.path, exc) from exc
 
@@ -156,16 +182,16 @@ class File:
 
     def truncate(self, size: int) -> None:
         """Set the length; what lies beyond the old one reads as zeros and takes no space."""
-        self.disk.gate("truncate", self.path)
         try:
+            self.disk.gate("truncate", self.path)
             os.ftruncate(self.fd, size)
         except OSError as exc:
             raise _failed("resize", self.path, exc) from exc
 
     def allocate(self, size: int) -> None:
         """Reserve disk blocks for the first `size` bytes and set the length."""
-        self.disk.gate("allocate", self.path)
         try:
+            self.disk.gate("allocate", self.path)
             if hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(self.fd, 0, size)
             else:
@@ -175,22 +201,30 @@ class File:
 
     def map_writable(self, size: int) -> mmap.mmap:
         """Map the first `size` bytes for reading and writing, shared with other processes."""
-        try:
-            return mmap.mmap(self.fd, size)
-        except (OSError, ValueError) as exc:
-            raise StorageError(f"cannot map {self.path}: {exc}") from exc
+        return self._map(size, mmap.PROT_READ | mmap.PROT_WRITE)
 
     def map_readable(self, size: int) -> mmap.mmap:
         """Map the first `size` bytes for reading; other processes' stores show."""
+        return self._map(size, mmap.PROT_READ)
+
+    def _descriptor(self) -> int:
+        """Return the descriptor; for that of a closed file Python raises ValueError, or maps no file."""
+        if self.fd < 0:
+            raise _system_error(errno.EBADF)
+        return self.fd
+
+    def _map(self, size: int, access: int) -> mmap.mmap:
         try:
-            return mmap.mmap(self.fd, size, prot=mmap.PROT_READ)
-        except (OSError, ValueError) as exc:
+            return mmap.mmap(self._descriptor(), size, prot=access)
+        except ValueError as exc:
             raise StorageError(f"cannot map {self.path}: {exc}") from exc
+        except OSError as exc:
+            raise _failed("map", self.path, exc) from exc
 
     def try_lock(self) -> bool:
         """Take the advisory lock (flock) on this descriptor; say whether it was free."""
         try:
-            fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._descriptor(), fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
         except OSError as exc:
@@ -222,10 +256,10 @@ class Disk:
 
     def open(self, path: Path, *, create: bool = False, write: bool = True) -> File:
         """Open a file; with `create`, make it if it is missing."""
-        if create and not path.exists():
-            self.gate("create", path)
         flags = (os.O_RDWR if write else os.O_RDONLY) | (os.O_CREAT if create else 0) | os.O_CLOEXEC
         try:
+            if create and not path.exists():
+                self.gate("create", path)
             return File(self, path, os.open(path, flags, 0o644))
         except OSError as exc:
             raise _failed("open", path, exc) from exc
@@ -299,12 +333,12 @@ class Disk:
 
     def make_dir(self, path: Path) -> None:
         """Make a folder and those above it; an existing one is fine."""
-        if not path.is_dir():
+        if not self.is_dir(path):
             self._do("mkdir", path, lambda: path.mkdir(parents=True, exist_ok=True))
 
     def remove_tree(self, path: Path) -> None:
         """Remove a folder and all in it; a missing one is fine."""
-        if path.exists():
+        if self.exists(path):
             self._do("rmtree", path, lambda: shutil.rmtree(path))
 
     def sync_dir(self, path: Path) -> None:
@@ -317,8 +351,8 @@ class Disk:
             finally:
                 os.close(fd)
 
-        self.syncs += 1
         self._do("sync_dir", path, act)
+        self.syncs += 1
 
     def sync_path(self, path: Path) -> None:
         """Bring a closed file's bytes to the disk."""
@@ -371,9 +405,10 @@ class Disk:
 
     def _sync_group(self, files: list[File]) -> None:
         self.syncs += len(files)
-        done = 0 if self.kernels is None else self.kernels.sync_files(np.array([file.fd for file in files]))
-        if done < len(files):
-            raise StorageError(f"cannot sync {files[done].path}: the disk refused it")
+        if self.kernels is not None:
+            failed, code = self.kernels.sync_files(np.array([file.fd for file in files]))
+            if code:
+                raise _failed("sync", files[failed].path, _system_error(code))
 
     def write_whole(self, path: Path, data: bytes) -> None:
         """Replace a file by one with these bytes: all of it or nothing, also across a power cut."""
@@ -402,7 +437,17 @@ class Disk:
 
     def exists(self, path: Path) -> bool:
         """Say whether there is something of this name."""
-        return path.exists()
+        try:
+            return path.exists()
+        except OSError as exc:
+            raise _failed("look at", path, exc) from exc
+
+    def is_dir(self, path: Path) -> bool:
+        """Say whether this is a folder."""
+        try:
+            return path.is_dir()
+        except OSError as exc:
+            raise _failed("look at", path, exc) from exc
 
     def size(self, path: Path) -> int:
         """Return the length of a file in bytes, -1 if it is missing."""
@@ -425,7 +470,10 @@ class Disk:
 
     def free(self, path: Path) -> int:
         """Return the bytes that are free on the disk of `path`."""
-        return shutil.disk_usage(path).free
+        try:
+            return shutil.disk_usage(path).free
+        except OSError as exc:
+            raise _failed("look at", path, exc) from exc
 
     def boot_id(self) -> bytes:
         """Return 16 bytes that change with every start of the machine."""
@@ -492,8 +540,8 @@ class Disk:
             self.unlink(path)
 
     def _do(self, act: str, path: Path, call: Callable[[], object]) -> None:
-        self.gate(act, path)
         try:
+            self.gate(act, path)
             call()
         except OSError as exc:
             raise _failed(act, path, exc) from exc

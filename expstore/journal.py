@@ -6,6 +6,7 @@ rows and episodes is not its business. ARCHITECTURE.md has the byte table.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import struct
@@ -17,7 +18,7 @@ from typing import Any
 import google_crc32c
 import numpy as np
 
-from expstore.errors import CorruptionError
+from expstore.errors import CorruptionError, StorageError
 from expstore.files import Disk, File
 
 __all__ = ["Journal", "Kind", "Record", "no_records", "read_journal", "segment_faults", "settle_journal"]
@@ -278,23 +279,38 @@ class Journal:
         longest = len(
             _frame(salt, self.sequence + 1, Kind.BASE, json.dumps(base | {"bytes": 1 << 50}).encode())
         )
-        size = max(self._segment_bytes, longest + room + 4 * ALIGN)
-        # Its own length goes with it, so that a file that is cut off is known.
-        frame = _frame(salt, self.sequence + 1, Kind.BASE, json.dumps(base | {"bytes": size}).encode())
         file = self._disk.open(path, create=True)
         try:
-            file.allocate(size)
+            size = self._reserve(file, longest + room + 4 * ALIGN)
+            # Its own length goes with it, so that a file that is cut off is known.
+            frame = _frame(salt, self.sequence + 1, Kind.BASE, json.dumps(base | {"bytes": size}).encode())
             file.write(frame, 0)
         except BaseException:
-            file.close()
-            self._disk.unlink(path)
             self._number -= 1
+            file.close()
+            with contextlib.suppress(StorageError):  # what is left there is written over, or dropped
+                self._disk.unlink(path)
             raise
         if self._file is not None:
             self._older.append(self._file)
         self._file, self._room, self._at, self._salt = file, size, len(frame), salt
         self._fresh = True
         self.sequence += 1
+
+    def _reserve(self, file: File, need: int) -> int:
+        """Give a segment its length: less than usual on a disk that is nearly full."""
+        size = max(self._segment_bytes, need)
+        for length in (size, max(size // 64, need)):
+            try:
+                file.allocate(length)
+            except StorageError as exc:
+                if exc.kind != "disk_full":
+                    raise
+                file.truncate(0)
+            else:
+                return length
+        file.allocate(need)
+        return need
 
     def fits(self, size: int) -> bool:
         """Say whether a record with a body of `size` bytes has room; two marks always have."""

@@ -22,6 +22,8 @@ Bools = NDArray[np.bool_]
 # libc's, found by name when the loop is linked.
 _pwrite: Any = types.ExternalFunction("pwrite", types.intp(types.int32, types.intp, types.intp, types.int64))
 _fdatasync: Any = types.ExternalFunction("fdatasync", types.int32(types.int32))
+#: Linux only, as is `sync_files`.
+_errno: Any = types.ExternalFunction("__errno_location", types.CPointer(types.int32)())  # type: ignore[no-untyped-call]
 
 
 @numba.njit("int64(int64[::1], int64[::1], int64[::1], int64[::1])", cache=True)
@@ -43,20 +45,20 @@ def write_pieces(fds: Ints, addresses: Ints, sizes: Ints, offsets: Ints) -> int:
     return fds.size
 
 
-@numba.njit("int64(int64[::1])", cache=True, nogil=True)
-def sync_files(fds: Ints) -> int:
+@numba.njit("UniTuple(int64, 2)(int64[::1])", cache=True, nogil=True)
+def sync_files(fds: Ints) -> tuple[int, int]:
     """Bring files to the disk, without taking the GIL between them.
 
     Args:
         fds: Descriptors. Shape `(n,)`.
 
     Returns:
-        The number of the first one that failed, or n.
+        The number of the first one that failed and the system's error number; that is 0 if none failed.
     """
     for i in range(fds.size):
         if _fdatasync(np.int32(fds[i])) != 0:
-            return i
-    return fds.size
+            return i, numba.carray(_errno(), 1)[0]  # type: ignore[attr-defined]
+    return fds.size, 0
 
 
 _CUT = "int64(boolean[::1], boolean[::1], int64[::1], boolean[::1], {}[::1], int64[:, ::1], float64[::1])"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gc
 import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -49,15 +50,18 @@ def test_arrays_are_written_as_they_lie(tmp_path: Path) -> None:
     values = np.arange(24, dtype="<f4").reshape(2, 3, 4)
     file = Disk().open(tmp_path / "a", create=True)
     file.write(values, 4)
-    file.write_rest(values, 100)
-    assert file.read(4, 96) == file.read(100, 96) == values.tobytes()
+    assert file.read(4, 96) == values.tobytes()
     file.close()
 
 
 def test_a_closed_file_refuses_and_names_the_path(tmp_path: Path) -> None:
     file = Disk().open(tmp_path / "some.file", create=True)
     file.close()
-    for act in (lambda: file.write(b"x", 0), lambda: file.truncate(3), lambda: file.read(0, 1)):
+    big = b"x" * (KEEP_GIL_BYTES + 1)
+    acts: list[Callable[[], object]] = [lambda: file.write(b"x", 0), lambda: file.write(big, 0)]
+    acts += [lambda: file.truncate(3), lambda: file.read(0, 1), lambda: file.allocate(9)]
+    acts += [file.sync, file.size, file.try_lock, lambda: file.map_writable(4096)]
+    for act in acts:
         with pytest.raises(StorageError, match=r"some\.file.*Bad file descriptor") as caught:
             act()
         assert caught.value.errno == errno.EBADF
@@ -74,13 +78,30 @@ def test_a_full_disk_has_a_kind_of_its_own() -> None:
     file.close()
 
 
-def test_a_short_write_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = os.pwrite
+@pytest.mark.parametrize("size", [5000, KEEP_GIL_BYTES + 8])
+def test_a_short_write_goes_on_where_it_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    real, small = os.pwrite, files._pwrite
     monkeypatch.setattr(os, "pwrite", lambda fd, data, at: real(fd, data[:1000], at))
+    monkeypatch.setattr(files, "_pwrite", lambda fd, data, n, at: small(fd, data, min(n, 1000), at))
     file = Disk().open(tmp_path / "a", create=True)
-    data = np.arange(KEEP_GIL_BYTES + 8, dtype=np.uint8)
+    data = np.arange(size, dtype=np.uint8)
     file.write(data, 3)
-    assert file.read(3, data.nbytes) == data.tobytes()
+    file.write(data.tobytes(), 3 + size)
+    assert file.read(3, 2 * size) == 2 * data.tobytes()
+    file.close()
+
+
+def test_a_write_that_takes_nothing_does_not_go_on_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "_pwrite", lambda *given: 0)
+    file = Disk().open(tmp_path / "a", create=True)
+    file.write(b"", 0)
+    with pytest.raises(StorageError, match="Input/output error") as caught:
+        file.write(b"x", 0)
+    assert caught.value.errno == errno.EIO
     file.close()
 
 
@@ -258,6 +279,37 @@ def test_a_failed_sync_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     file = Disk().open(tmp_path / "a", create=True)
     monkeypatch.setattr(files, "_sync_data", fail)
-    with pytest.raises(StorageError, match="cannot sync .*a: Input/output error"):
+    with pytest.raises(StorageError, match="cannot sync .*a: Input/output error") as caught:
         file.sync()
+    assert caught.value.lost
+    assert caught.value.errno == errno.EIO
     file.close()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_failed_sync_of_many_files_says_which_and_why(tmp_path: Path, compiled: bool) -> None:
+    disk = Disk()
+    if compiled:
+        disk._load_kernel()
+    made = [disk.open(tmp_path / f"f{number}", create=True) for number in range(9)]
+    with ThreadPoolExecutor(2) as pool:
+        disk.sync_all(made, [tmp_path], pool)
+        made[6].close()
+        with pytest.raises(StorageError, match=r"cannot sync .*f6: Bad file descriptor") as caught:
+            disk.sync_all(made, [tmp_path], pool)
+    assert caught.value.errno == errno.EBADF
+    assert caught.value.lost
+    for file in made:
+        file.close()
+
+
+def test_only_syncs_lose_what_was_written(tmp_path: Path) -> None:
+    with pytest.raises(StorageError) as caught:
+        Disk().open(tmp_path / "no" / "such", create=True)
+    assert not caught.value.lost
+    with pytest.raises(StorageError, match="No such file") as caught:
+        Disk().sync_dir(tmp_path / "no")
+    assert caught.value.lost
+    with pytest.raises(StorageError, match="No such file") as caught:
+        Disk().free(tmp_path / "no")
+    assert caught.value.errno == errno.ENOENT

@@ -10,7 +10,7 @@ import contextlib
 import logging
 import time
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -90,9 +90,7 @@ class JournaledStorage(SyncedStorage):
             if lost:
                 _logger.warning("%s was missing or cut off and is made anew", self.path / STATE)
         except BaseException:
-            self._close_columns()
-            self._pool.shutdown()
-            self._lock_file.release()
+            self._let_go()
             raise
         self._keeper = Keeper(self)
 
@@ -352,10 +350,23 @@ class JournaledStorage(SyncedStorage):
                 if self._unsure:
                     with contextlib.suppress(ExpStoreError):
                         self.flush_priorities()
-                    self._close_files()
                     with self.changing():
-                        self._open(first=False)
+                        self._open_anew(first=False)
                     self._unsure = False
+
+    def _open_anew(self, *, first: bool) -> None:
+        """Open what is on the disk now; if that fails, what was open stays so, and can be read."""
+        former = vars(self).copy()
+        try:
+            with self.poisoning():
+                self._open(first=first)
+        except BaseException:
+            failure = self._failure
+            _close(vars(self), but=former)
+            vars(self).update(former)
+            self._failure = failure
+            raise
+        _close(former, but=vars(self))
 
     def _note_draw(self, draw: int) -> None:
         if self._lock_file.held:  # a forked child shares the page
@@ -376,18 +387,16 @@ class JournaledStorage(SyncedStorage):
                     with self.episode_lock:
                         self._append(Kind.CLOSE, b"{}")
                         segments = self._journal.sync_files()
-                    self.disk.sync_all(segments, [], None)
+                    self._sync_journal(segments, [])
             finally:
                 self._closed = True
-                self._close_files()
-                self._state.close()
-                self._pool.shutdown()
-                self._lock_file.release()
+                self._let_go()
 
-    def _close_files(self) -> None:
-        self._journal.close()
-        self._log.close()
-        self._close_columns()
+    def _let_go(self) -> None:
+        """Close all files, as many as were opened, and let others write."""
+        _close(vars(self), but={})
+        self._pool.shutdown()
+        self._lock_file.release()
 
     # -- what the columns supply -----------------------------------------------------------------
 
@@ -407,6 +416,13 @@ class JournaledStorage(SyncedStorage):
     def _settle_columns(self, past: Past) -> tuple[set[File], set[Path]]:
         """Write rows after the mark again; return the files and folders to be synced."""
 
-    @abstractmethod
-    def _close_columns(self) -> None:
-        """Close the files of the columns."""
+
+#: What a storage has open, under these names.
+_PARTS = ("_journal", "_log", "columns", "checksums", "_state")
+
+
+def _close(held: Mapping[str, Any], *, but: Mapping[str, Any]) -> None:
+    for name in _PARTS:
+        part = held.get(name)
+        if part is not None and part is not but.get(name):
+            part.close()

@@ -6,10 +6,12 @@ what it syncs. It never decides what is published, and never reads a row.
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import sys
 import threading
 from abc import abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -18,7 +20,8 @@ from expstore.errors import ExpStoreError, StateError, StorageError
 from expstore.files import Disk, File
 from expstore.journal import Journal, Kind
 from expstore.manifest import Manifest
-from expstore.storages.base import CatalogLike
+from expstore.schema import Schema
+from expstore.storages.base import CatalogLike, Keys
 from expstore.storages.folder import FolderStorage
 from expstore.storages.keeper import Keeper
 from expstore.storages.records import Mark
@@ -60,11 +63,18 @@ class SyncedStorage(FolderStorage):
         self._synced = 0
         self._marked = (-1, -1)
 
+    def prepare(self, schema: Schema, keys: Keys) -> None:
+        """Fix the fields, once, when the first rows come; on the disk when this returns."""
+        self.check_writable()
+        with self.poisoning():
+            super().prepare(schema, keys)
+
     def _append(self, kind: Kind, *body: bytes) -> int:
         """Append a record, in a new segment if this one is full. The episode lock is held."""
         size = sum(map(len, body))
         if not self._journal.fits(size):
-            self._journal.start_segment(self._base(opening=False), room=size)
+            with self.poisoning():
+                self._journal.start_segment(self._base(opening=False), room=size)
             self._keeper.hurry()
         return self._journal.append(kind, *body)
 
@@ -86,24 +96,13 @@ class SyncedStorage(FolderStorage):
     def _settle_rows(self, collect: Callable[[], tuple[Iterable[File], Iterable[Path]]]) -> None:
         """Bring files and folders with new rows to the disk, before the record that publishes them."""
         with self._sync_lock:  # of two threads that sync a file at once only one is told of a failure
-            if self._failure is not None:
-                raise self._refusal()
-            try:
+            with self.poisoning():
                 self.disk.sync_all(*collect(), self._pool)
-            except StorageError as exc:
-                self._failure = exc
-                raise
 
     def _sync_journal(self, files: Iterable[File], folders: Iterable[Path]) -> None:
         """Sync segments, one thread at a time: only one would be told of a failure."""
-        with self._journal_lock:
-            if self._failure is not None:
-                raise self._refusal()
-            try:
-                self.disk.sync_all(files, folders, None)
-            except StorageError as exc:
-                self._failure = exc
-                raise
+        with self._journal_lock, self.poisoning():
+            self.disk.sync_all(files, folders, None)
 
     # -- sync ------------------------------------------------------------------------------------
 
@@ -119,14 +118,8 @@ class SyncedStorage(FolderStorage):
         with self._sync_lock:
             if self._closed or (enough is not None and enough()):
                 return
-            if self._failure is not None:
-                raise self._refusal()
-            try:
+            with self.poisoning():
                 self._sync_now()
-            except (StorageError, StateError) as exc:
-                # After a failed fsync the page cache may call lost bytes clean: never try again.
-                self._failure = self._failure or exc
-                raise
             self.counters.syncs += 1
 
     def _sync_now(self) -> None:
@@ -155,8 +148,12 @@ class SyncedStorage(FolderStorage):
             rotated = journal.rotated
         if not files and self._marked == (mark.sequence, mark.draw) and not rotated:
             return
-        self._sum_columns(mark.sequence)
-        self.disk.sync_all(files, folders, self._pool)
+        try:
+            self._sum_columns(mark.sequence)
+            self.disk.sync_all(files, folders, self._pool)
+        except BaseException:
+            self._put_back(files, folders)
+            raise
         self._sync_journal(segments, [journal.folder] if rotated else [])
         with self.episode_lock:
             self._append(Kind.MARK, mark.pack())
@@ -182,6 +179,25 @@ class SyncedStorage(FolderStorage):
 
     # -- what a failure leaves -------------------------------------------------------------------
 
+    @contextlib.contextmanager
+    def poisoning(self) -> Iterator[None]:
+        """Refuse if a sync has failed before; note if one fails now.
+
+        Other failures leave everything as it was: whoever asks again finds the same to do.
+        """
+        if self._failure is not None:
+            raise self._refusal()
+        try:
+            yield
+        except StorageError as exc:
+            self.note_failure(exc)
+            raise
+
+    def note_failure(self, exc: BaseException | None) -> None:
+        """Be poisoned if this is a sync that failed: the page cache may call lost bytes clean now."""
+        if isinstance(exc, StorageError) and exc.lost and self._failure is None:
+            self._failure = exc
+
     def _refusal(self) -> StateError:
         return StateError(
             f"{self.path} can no longer be written: {self._failure}",
@@ -190,7 +206,8 @@ class SyncedStorage(FolderStorage):
         )
 
     def note_interruption(self) -> None:
-        """Note that memory may lag behind the journal."""
+        """Note that memory may lag behind the journal, because of what is being raised."""
+        self.note_failure(sys.exception())
         self._unsure = True
 
     # -- what the columns and the journal's owner supply -------------------------------------------
@@ -202,6 +219,10 @@ class SyncedStorage(FolderStorage):
     @abstractmethod
     def _unsynced_columns(self) -> tuple[set[File], set[Path]]:
         """Return, once, what holds bytes that no mark covers; the episode lock is held."""
+
+    @abstractmethod
+    def _put_back(self, files: set[File], folders: set[Path]) -> None:
+        """Take back what `_unsynced_columns` returned: it was not synced."""
 
     @abstractmethod
     def _sum_columns(self, sequence: int) -> None:

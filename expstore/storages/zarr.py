@@ -74,12 +74,11 @@ class ZarrStorage(JournaledStorage):
     # -- opening ---------------------------------------------------------------------------------
 
     def _open_columns(self) -> None:
-        self._tail.drop()
+        self._tail = Tail()  # the journal has all rows of the former one
         schema = self.manifest.schema
         if schema is None:
             return
         self.schema, self.keys = schema, self.resolve_keys(schema)
-        self._close_columns()
         self._touched = set()
         fields = (*schema.fields, *ROW_FIELDS)
         group = WritableColumns(self.disk, self.path / COLUMNS, fields, self.slots)
@@ -239,11 +238,15 @@ class ZarrStorage(JournaledStorage):
         tail, columns = self._tail, self.columns
         if not tail.count or columns is None or not self._lock_file.held:
             return  # a forked child must not write: the parent may have given their slots to other rows
-        with tail.lock, self._priority_lock:
-            if tail.count:
-                pieces = self.pieces(tail.first_id, tail.count)
-                priorities = np.concatenate([self.priorities[slot : slot + n] for slot, _, n in pieces])
-                tail.drain(columns, pieces, priorities)
+        try:
+            with tail.lock, self._priority_lock:
+                if tail.count:
+                    pieces = self.pieces(tail.first_id, tail.count)
+                    priorities = np.concatenate([self.priorities[slot : slot + n] for slot, _, n in pieces])
+                    tail.drain(columns, pieces, priorities)
+        except StorageError as exc:
+            self.note_failure(exc)  # a new shard of a store that grows is synced at once
+            raise
 
     def _grow_pages(self) -> None:
         if self._dirty_pages.size * PAGE_ROWS < self.priorities.size:
@@ -265,6 +268,13 @@ class ZarrStorage(JournaledStorage):
         if self._due and self.checksums is not None:
             files.add(self.checksums.file)
         return files, self._take_new_folders()
+
+    def _put_back(self, files: set[File], folders: set[Path]) -> None:
+        with self.episode_lock:
+            self._touched |= files
+            self._changed |= self._due
+            if self.columns is not None:
+                self.columns.new_folders |= folders
 
     def _take_new_folders(self) -> set[Path]:
         folders: set[Path] = set()
@@ -339,12 +349,9 @@ class ZarrStorage(JournaledStorage):
                 try:
                     with self.changing():
                         commit_load(self.disk, self.path)
-                        self._close_files()
-                        self._open(first=True)
-                except BaseException as exc:
-                    # The next opening sees what is there; a failed sync is never tried again.
-                    self._failure = exc if isinstance(exc, StorageError) else self._failure
-                    self.note_interruption()
+                        self._open_anew(first=True)
+                except BaseException:
+                    self.note_interruption()  # the next opening sees what is there
                     raise
             self.counters.recovered = recovered
             self.priorities_set = True
@@ -367,10 +374,20 @@ class ZarrStorage(JournaledStorage):
     def _take(self, slots: IntArray, places: Sequence[int] | None) -> list[Array]:
         if self.columns is None:
             raise StateError("the store has no rows yet", hint="extend() it first")
-        self.drain()
+        self._drain_for(slots)
         columns = self.columns.columns
         wanted = columns[: -len(ROW_FIELDS)] if places is None else [columns[place] for place in places]
         return [column.take(slots) for column in wanted]
+
+    def _drain_for(self, slots: IntArray) -> None:
+        """Have these rows in the columns; where no row can be written, others can still be read."""
+        try:
+            self.drain()
+        except StorageError:
+            tail = self._tail
+            kept_back = np.arange(tail.first_id, tail.first_id + tail.count)
+            if np.isin(slots, self.slot_of(kept_back)).any():
+                raise
 
     def views(self, places: Sequence[int], first_id: int, count: int) -> list[list[Array]]:
         """View columns over a run of ids without copying."""
@@ -384,12 +401,6 @@ class ZarrStorage(JournaledStorage):
             source = self.priorities if place == len(columns) - 1 else columns[place].view
             found.append([source[slot : slot + n] for slot, _, n in runs])
         return found
-
-    def _close_columns(self) -> None:
-        if self.columns is not None:
-            self.columns.close()
-        if self.checksums is not None:
-            self.checksums.close()
 
 
 _begun: weakref.WeakSet[ZarrStorage] = weakref.WeakSet()
