@@ -7,8 +7,10 @@ they call is in the layers below.
 from __future__ import annotations
 
 import contextlib
+import os
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import count
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
@@ -26,6 +28,7 @@ from expstore.snapshots import OWN_FOLDER, Version, find_version
 from expstore.storages.base import Storage, describe
 from expstore.storages.catalog import Catalog
 from expstore.storages.folder import FolderStorage
+from expstore.storages.follower import Origin
 from expstore.storages.memory import MemoryStorage
 from expstore.types import Array, IntArray, Key, Selection, key_name, to_key
 from expstore.writers import RoundRobinWriter, Writer
@@ -38,14 +41,18 @@ __all__ = ["ReplayBuffer", "TensorDictReplayBuffer"]
 Index = int | slice | Sequence[int] | Array | torch.Tensor
 _Placed = TypeVar("_Placed", TensorDictBase, torch.Tensor)
 _PATIENCE = 3  # draws that may meet overwritten rows before the writer is asked to wait
+_LIMIT = 1000  # draws after which a follower, which cannot ask, gives up
+_OVERTAKEN = "the writer overwrites rows faster than they can be read"
 
 
 class ReplayBuffer:
     """Store transitions and sample batches of them.
 
     Threads: any number may sample while one writes; writers wait for one another. Processes: one
-    writer per store; a forked child cannot write. Crashes: as the storage promises; on disk an `extend`
-    that returned survives the process, a `flush` that returned survives the machine.
+    writer per store; in a forked child, and pickled into another process (a DataLoader's workers, say),
+    the buffer follows: it reads what the writer writes, and draws batches of its own. Crashes: as the
+    storage promises; on disk an `extend` that returned survives the process, a `flush` that returned
+    survives the machine.
 
     Args:
         storage: Where rows are kept; `MemoryStorage(1000)` by default.
@@ -76,16 +83,64 @@ class ReplayBuffer:
     ) -> None:
         check_batch_size(batch_size)
         self._storage = MemoryStorage(1000) if storage is None else storage
+        self._origin = Origin.of(self._storage)
         self._sampler = RandomSampler() if sampler is None else sampler
         self._writer = RoundRobinWriter() if writer is None else writer
         self._batch_size = batch_size
         self._device = None if device is None else torch.device(device)
-        self._catalog = Catalog(self._storage)
-        self._storage.use_catalog(self._catalog)
-        self._draws = Draws(self._storage.seed)
         self._builder: Builder | None = None
         self._reader: StepReader | None = None
         self._intake: Intake | None = None
+
+        self._storage.use_catalog(self._catalog)
+        _buffers.add(self)
+
+    # -- what a fork and a copy in another process make anew, when first needed ------------------
+
+    @cached_property
+    def _storage(self) -> Storage:
+        if self._origin is None:
+            raise StateError("the store is closed", hint="open it again with expstore.open()")
+        return self._origin.follow()
+
+    @cached_property
+    def _catalog(self) -> Catalog:
+        return Catalog(self._storage)
+
+    @cached_property
+    def _draws(self) -> Draws:
+        worker = torch.utils.data.get_worker_info()
+        return Draws(self._storage.seed, self._storage.stream() if worker is None else worker.seed)
+
+    def _part(self) -> None:
+        """Let go, in a forked child, of what belongs to the parent."""
+        held = self.__dict__
+        held.pop("_draws", None)
+        storage = held.get("_storage")
+        if self._origin is not None and (storage is None or not storage.closed):
+            self._origin = self._origin.in_fork()
+            # Kept, not used: to free DuckDB's memory here could reach the parent's file.
+            self._parents = held.pop("_storage", None), held.pop("_catalog", None)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy in another process needs to follow the store.
+
+        Raises:
+            StateError: The rows are in RAM.
+        """
+        if self._origin is None:
+            raise StateError(
+                f"a buffer over {self._storage.kind} storage cannot be copied to another process",
+                hint="keep the rows in a folder: expstore.open(path)",
+            )
+        own = ("_storage", "_catalog", "_draws", "_reader", "_builder", "_parents")
+        state = {name: value for name, value in self.__dict__.items() if name not in own}
+        return state | {"_origin": self._origin.elsewhere(), "_reader": None, "_builder": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take over what `__getstate__` returned; the store is opened when it is first needed."""
+        self.__dict__.update(state)
+        _buffers.add(self)
 
     # -- the two data paths ----------------------------------------------------------------------
 
@@ -157,7 +212,7 @@ class ReplayBuffer:
         if not len(storage):
             raise NotReadyError("Cannot sample from an empty storage", hint="extend() it first")
         draw = storage.next_draw()
-        for redraw in count():
+        for redraw in range(_LIMIT):
             if redraw == _PATIENCE:
                 storage.lock.acquire()
             try:
@@ -169,7 +224,8 @@ class ReplayBuffer:
             finally:
                 if redraw == _PATIENCE:
                     storage.lock.release()
-        raise StateError("unreachable")  # with the lock held nothing is overwritten
+        # Only a follower gets here: with the lock held nothing is overwritten in this process.
+        raise StateError(_OVERTAKEN, hint="sample less at once, or give the store a larger capacity")
 
     def _hand_out(self, selection: Selection, columns: list[Array]) -> TensorDictBase:
         size = torch.Size((selection.ids.size,))
@@ -207,12 +263,16 @@ class ReplayBuffer:
         storage = self._storage
         if storage.closed:
             raise StateError("the store is closed", hint="open it again with expstore.open()")
-        ids = self._ids(index)
-        columns = storage.read(ids, places)
-        if not storage.intact(ids):
-            with storage.lock:
-                ids = self._ids(index)
-                columns = storage.read(ids, places)
+        for _ in range(_PATIENCE):
+            ids = self._ids(index)
+            columns = storage.read(ids, places)
+            if storage.intact(ids):
+                return ids, columns
+        with storage.lock:
+            ids = self._ids(index)
+            columns = storage.read(ids, places)
+        if storage.follows and not storage.intact(ids):
+            raise StateError(_OVERTAKEN, hint="read fewer rows at once, or give the store a larger capacity")
         return ids, columns
 
     def _field(self, key: Key) -> Any:
@@ -316,6 +376,17 @@ class ReplayBuffer:
         self._storage.check_writable()
         self._storage.sync()
 
+    def refresh(self) -> None:
+        """Take in what the writer in another process has done since; does nothing in the writer itself.
+
+        A follower shows new rows by itself while the writer runs. This brings episodes, and, after the
+        writer has stopped, its last rows. `sql` and `stats` do it.
+
+        Raises:
+            StorageError: The store cannot be read.
+        """
+        self._storage.refresh()
+
     def dumps(self, path: str | Path, *, keep: int = 5) -> Version:
         """Make a version: the store as it is now, complete and closed, in `path`/vNNNN.
 
@@ -391,10 +462,13 @@ class ReplayBuffer:
 
     def close(self) -> None:
         """Flush, bring the index up to date for other programs, let others open the store."""
+        if "_storage" not in self.__dict__:
+            self._origin = None  # a follower that never looked
+            return
         if self._storage.closed:
             return
         try:
-            with contextlib.suppress(StateError):  # poisoned, or in a forked child
+            with contextlib.suppress(StateError):  # poisoned, or a follower
                 self._storage.check_writable()  # after an interruption it reads the journal again
             if self._storage.can_write:
                 self._catalog.close()
@@ -426,6 +500,7 @@ class ReplayBuffer:
 
     def stats(self) -> dict[str, Any]:
         """Return facts about the buffer that JSON can keep."""
+        self._storage.refresh()
         return describe(self._storage) | self._storage.more_stats() | {"batch_size": self._batch_size}
 
     @property
@@ -540,6 +615,17 @@ class TensorDictReplayBuffer(ReplayBuffer):
         if self._with_ids:
             return self.update_priority(id=data["id"], priority=priority)
         return self.update_priority(data["index"], priority)
+
+
+_buffers: weakref.WeakSet[ReplayBuffer] = weakref.WeakSet()
+
+
+def _part_in_child() -> None:
+    for buffer in list(_buffers):
+        buffer._part()
+
+
+os.register_at_fork(after_in_child=_part_in_child)
 
 
 def check_batch_size(size: int | None) -> None:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from expstore.episodelog import LogEntry
 from expstore.errors import SchemaError
-from expstore.fragments import Fragments, clip, find_fragments
+from expstore.fragments import Fragments, clip, find_fragments, last_ids
 from expstore.types import Array, IntArray
 
 __all__ = ["STATUS", "Assignment", "Episode", "EpisodeTable", "Segment", "Steps"]
@@ -386,9 +386,20 @@ class EpisodeTable:
         """
         fragments = find_fragments(episodes, steps, first_id)
         self.fragments.fill(fragments)
+        self._find_open(fragments)
         # Their first rows have left, of which the index may not have heard.
         names, at = np.unique(fragments[0], return_index=True)
         self._faded.update(names[fragments[1, at] > 0].tolist())
+
+    def _find_open(self, fragments: IntArray) -> None:
+        """Tell open episodes their newest fragments, which their next rows lengthen."""
+        known = {episode.episode: episode for episode in self._open.values()}
+        places = np.flatnonzero(np.isin(fragments[0], list(known)))
+        ends = last_ids(fragments[:, places])
+        for place, end in zip(places.tolist(), ends.tolist(), strict=True):
+            episode = known[int(fragments[0, place])]
+            if end == episode.last_id:
+                episode.fragment = self.fragments.number_of(place)
 
     # -- for the index ---------------------------------------------------------------------------
 

@@ -31,6 +31,10 @@ class Fragments:
         """The live columns. Shape `(5, fragments)`; a view."""
         return self._data[:, self._head : self._tail]
 
+    def number_of(self, place: int) -> int:
+        """Return the number by which `add` knows the fragment in a column of `rows`."""
+        return self._popped + self._head + place
+
     def add(self, number: int, values: tuple[int, int, int, int, int]) -> int:
         """Append a run, or lengthen fragment `number` (-1: none) if it goes on there; return its number."""
         _, _, count, first, stride = values

@@ -29,7 +29,7 @@ SEGMENT_BYTES = 4 << 20
 SYNC_SEGMENT_BYTES = 64 << 20
 
 # length of the body, crc32c, salt, sequence, kind; 7 bytes zero.
-_HEADER = struct.Struct("<IIQQB7x")
+HEADER = struct.Struct("<IIQQB7x")
 
 
 class Kind(IntEnum):
@@ -62,51 +62,55 @@ class Record:
 def _frame(salt: int, sequence: int, kind: Kind, *body: bytes) -> bytes:
     """Return a record; its body may come in parts, which are copied once."""
     size = sum(map(len, body))
-    head = _HEADER.pack(size, 0, salt, sequence, kind)
+    head = HEADER.pack(size, 0, salt, sequence, kind)
     crc = google_crc32c.value(head[:4] + head[8:])
     for part in body:
         crc = google_crc32c.extend(crc, part)
-    padding = bytes(-(_HEADER.size + size) % ALIGN)
+    padding = bytes(-(HEADER.size + size) % ALIGN)
     return b"".join((head[:4], crc.to_bytes(4, "little"), head[8:], *body, padding))
 
 
-def _parse(data: bytes, at: int, salt: int | None) -> tuple[Record, int, int] | None:
+def parse_record(data: bytes, at: int, salt: int | None) -> tuple[Record, int, int] | None:
     """Return the record at `at`, its salt and where the next one begins; None if there is none."""
-    if at + _HEADER.size > len(data):
+    if at + HEADER.size > len(data):
         return None
-    length, crc, own_salt, sequence, kind = _HEADER.unpack_from(data, at)
-    end = at + _HEADER.size + length
+    length, crc, own_salt, sequence, kind = HEADER.unpack_from(data, at)
+    end = at + HEADER.size + length
     if (salt is not None and own_salt != salt) or end > len(data) or kind not in Kind.__members__.values():
         return None
-    body = data[at + _HEADER.size : end]
-    head = data[at : at + 4] + data[at + 8 : at + _HEADER.size]
+    body = data[at + HEADER.size : end]
+    head = data[at : at + 4] + data[at + 8 : at + HEADER.size]
     if google_crc32c.extend(google_crc32c.value(head), body) != crc:
         return None
     return Record(sequence, Kind(kind), body), own_salt, at + -(-(end - at) // ALIGN) * ALIGN
 
 
 @dataclass(frozen=True, slots=True)
-class _Segment:
+class Segment:
     path: Path
     number: int
     records: list[Record]
     covered: int  # the highest record that a mark in it, before or after its end, says is on the disk
+    salt: int
+    end: int  # where the next record begins
 
 
-def _read_segment(path: Path, data: bytes) -> _Segment | None:
+def read_segment(path: Path, data: bytes) -> Segment | None:
     """Read one segment up to its end; None if its base record is not whole.
 
     Raises:
         CorruptionError: It ends before a record that one of its marks says is on the disk.
     """
-    first = _parse(data, 0, None)
+    first = parse_record(data, 0, None)
     if first is None or first[0].kind is not Kind.BASE:
         return None
     record, salt, at = first
     if len(data) < record.json().get("bytes", 0):
         raise CorruptionError(f"{path} has {len(data)} bytes, {record.json()['bytes']} are expected")
     records = [record]
-    while (found := _parse(data, at, salt)) is not None and found[0].sequence == records[-1].sequence + 1:
+    while (found := parse_record(data, at, salt)) is not None and found[0].sequence == records[
+        -1
+    ].sequence + 1:
         records.append(found[0])
         at = found[2]
     marks = [r for r in records if r.kind is Kind.MARK] + _marks_beyond(data, at, salt)
@@ -116,19 +120,24 @@ def _read_segment(path: Path, data: bytes) -> _Segment | None:
             f"{path} is damaged at byte {at}: the record after number {records[-1].sequence} cannot be read, "
             f"though records up to {covered} were brought to the disk",
         )
-    return _Segment(path, int(path.name), records, covered)
+    return Segment(path, int(path.name), records, covered, salt, at)
 
 
 def _marks_beyond(data: bytes, at: int, salt: int) -> list[Record]:
     """Return the marks that stand beyond the segment's end: a torn record may lie before them."""
     words = np.frombuffer(data[at : len(data) // ALIGN * ALIGN], "<u8").reshape(-1, ALIGN // 8)
     places = np.flatnonzero((words[:, 1] == salt) & ((words[:, 3] & 0xFF) == Kind.MARK))
-    found = [_parse(data, at + int(place) * ALIGN, salt) for place in places]
+    found = [parse_record(data, at + int(place) * ALIGN, salt) for place in places]
     return [entry[0] for entry in found if entry is not None]
 
 
 def read_journal(disk: Disk, folder: Path) -> list[Record]:
-    """Return the records that count, the first a base record.
+    """Return the records that count, the first a base record; see `read_segments`."""
+    return [record for segment in read_segments(disk, folder) for record in segment.records]
+
+
+def read_segments(disk: Disk, folder: Path) -> list[Segment]:
+    """Return the segments whose records count.
 
     They begin at the newest segment with a whole base that an opening wrote (all before it was on the
     disk then) or that has no predecessor any more. Segments follow one another without a gap in their
@@ -140,7 +149,7 @@ def read_journal(disk: Disk, folder: Path) -> list[Record]:
     """
     names = sorted((name for name in disk.names(folder) if name.isdigit()), key=int)
     paths = [folder / name for name in names]
-    segments = [_read_segment(path, disk.read_whole(path)) for path in paths]
+    segments = [read_segment(path, disk.read_whole(path)) for path in paths]
     if not any(segments):
         return []  # nothing, or a first segment whose base was never whole
     numbers = {int(path.name) for path in paths}
@@ -150,19 +159,19 @@ def read_journal(disk: Disk, folder: Path) -> list[Record]:
             segment.records[0].json().get("opening") or segment.number - 1 not in numbers
         ):
             start = place
-    records: list[Record] = []
+    found: list[Segment] = []
     for place in range(start, len(segments)):
         segment = segments[place]
         if segment is None:
-            if not records:
+            if not found:
                 raise CorruptionError(f"{paths[place]} is damaged: its first record cannot be read")
             break
-        if records and segment.records[0].sequence != records[-1].sequence + 1:
-            if segment.covered > records[-1].sequence:
+        if found and segment.records[0].sequence != found[-1].records[-1].sequence + 1:
+            if segment.covered > found[-1].records[-1].sequence:
                 raise CorruptionError(f"{paths[place - 1]} is damaged: it ends before {paths[place]} begins")
             break
-        records += segment.records
-    return records
+        found.append(segment)
+    return found
 
 
 def no_records(disk: Disk, folder: Path) -> CorruptionError:
@@ -183,7 +192,7 @@ def segment_faults(disk: Disk, folder: Path) -> list[tuple[Path, int, str]]:
     for name in names:  # the newest first: an opening's base makes those before it needless
         path = folder / name
         data = disk.read_whole(path)
-        first = _parse(data, 0, None)
+        first = parse_record(data, 0, None)
         if first is None or first[0].kind is not Kind.BASE:
             faults.append((path, 0, "its first record cannot be read"))
             continue
@@ -192,10 +201,10 @@ def segment_faults(disk: Disk, folder: Path) -> list[tuple[Path, int, str]]:
         end, sequence = 0, base.sequence - 1
         while found is not None and found[0].sequence == sequence + 1:
             start, end, sequence = end, found[2], found[0].sequence
-            padding = data[start + _HEADER.size + len(found[0].body) : end]
+            padding = data[start + HEADER.size + len(found[0].body) : end]
             if padding.strip(b"\0"):
                 faults.append((path, start, "there is something between this record and the next"))
-            found = _parse(data, end, salt)
+            found = parse_record(data, end, salt)
         rest = data[end:].lstrip(b"\0")
         if rest:
             faults.append((path, len(data) - len(rest), "what stands after the last record is none"))
@@ -314,7 +323,7 @@ class Journal:
 
     def fits(self, size: int) -> bool:
         """Say whether a record with a body of `size` bytes has room; two marks always have."""
-        return self._at + _HEADER.size + size + 4 * ALIGN <= self._room
+        return self._at + HEADER.size + size + 4 * ALIGN <= self._room
 
     def append(self, kind: Kind, *body: bytes) -> int:
         """Append a record, whose body may come in parts, and return its sequence number."""

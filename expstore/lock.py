@@ -11,16 +11,62 @@ import os
 import socket
 import time
 import weakref
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from expstore.errors import LockedError
 from expstore.files import Disk, File
 
-__all__ = ["WriterLock"]
+__all__ = ["Owner", "WriterLock", "read_owner"]
 
 _LOOKS, _LOOK_SECONDS = 4, 0.005
+#: So far may the clock have been set between a process's start and its taking the lock.
+_CLOCK_SECONDS = 2.0
 
 _held: weakref.WeakSet[WriterLock] = weakref.WeakSet()
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """Name who took a store's lock last.
+
+    Args:
+        pid: The process.
+        host: Its machine.
+        since: When it took it, seconds since 1970.
+    """
+
+    pid: int
+    host: str
+    since: float
+
+    @property
+    def stamp(self) -> int:
+        """`since` in whole microseconds, as STATE has it once the owner has claimed that."""
+        return int(self.since * 1e6)
+
+    def lives(self, disk: Disk) -> bool | None:
+        """Say whether the process is there; None: it is, or was, on another machine."""
+        if self.host != socket.gethostname():
+            return None
+        start = disk.process_start(self.pid)
+        # One that began later has only got its number.
+        return start is not None and start <= self.since + _CLOCK_SECONDS
+
+
+def read_owner(disk: Disk, path: Path) -> Owner | None:
+    """Return whom LOCK names, without touching the lock; None where it names nobody."""
+    if not disk.exists(path):
+        return None
+    return _parse_owner(disk.read_whole(path))
+
+
+def _parse_owner(text: bytes) -> Owner | None:
+    try:
+        data = json.loads(text)
+        return Owner(int(data["pid"]), str(data["host"]), float(data["since"]))
+    except (ValueError, KeyError, TypeError):
+        return None
 
 
 class WriterLock:
@@ -39,8 +85,8 @@ class WriterLock:
             text = self._file.read(0, 4096)
             self._file.close()
             raise _locked(path.parent, text)
-        owner = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}
-        self._file.write(json.dumps(owner).encode().ljust(256), 0)
+        self.owner = Owner(os.getpid(), socket.gethostname(), time.time())
+        self._file.write(json.dumps(asdict(self.owner)).encode().ljust(256), 0)
         self.held = True
         _held.add(self)
 
@@ -60,12 +106,11 @@ def _take(file: File) -> bool:
 
 
 def _locked(store: Path, text: bytes) -> LockedError:
-    try:
-        owner = json.loads(text)
-        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(owner["since"]))
-        pid, host = int(owner["pid"]), str(owner["host"])
-    except (ValueError, KeyError, TypeError):
+    owner = _parse_owner(text)
+    if owner is None:
         return LockedError(f"cannot open {store} for writing: another process has it open")
+    pid, host = owner.pid, owner.host
+    since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(owner.since))
     if pid == os.getpid() and host == socket.gethostname():
         return LockedError(
             f"cannot open {store} for writing: it is open here (this process, {pid}) since {since}",

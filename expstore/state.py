@@ -6,15 +6,20 @@ other processes look at it. It is never synced and never trusted across a restar
 
 from __future__ import annotations
 
+import os
+import threading
 from pathlib import Path
+from typing import NamedTuple
 
 from expstore.files import Disk
 
-__all__ = ["PAGE", "StatePage"]
+__all__ = ["PAGE", "StatePage", "StateView"]
 
 PAGE = 4096
 _MAGIC = int.from_bytes(b"EXPSTATE", "little")
-_FORMAT = 1
+_FORMAT = 2
+# There stores are seen in the order in which they were made.
+_ORDERED = os.uname().machine in {"x86_64", "i686", "AMD64"}
 
 # Word numbers (8 bytes each) within the page; ARCHITECTURE.md has the table.
 _WORDS = {
@@ -28,7 +33,33 @@ _WORDS = {
     "change_high": 13,
     "layout": 14,
     "heartbeat": 15,
+    "drained": 16,
+    "retired": 17,
+    "since": 18,
 }
+_GENERATION, _HORIZON, _LAST, _CHANGE, _LAYOUT, _DRAINED, _RETIRED = (
+    _WORDS[name] for name in ("generation", "horizon", "last", "change", "layout", "drained", "retired")
+)
+
+
+class StateView(NamedTuple):
+    """Words of one look at the page.
+
+    Args:
+        generation: Of the writer; 0 while the page is claimed.
+        layout: Moves when fields or the columns' files change.
+        horizon: Newest id whose slot may have been written to.
+        change: Odd while rows are changed in place.
+        last: Newest id that is published, and whose bytes stand in the columns.
+        retired: Newest id given up for other reasons than age.
+    """
+
+    generation: int
+    layout: int
+    horizon: int
+    change: int
+    last: int
+    retired: int
 
 
 class StatePage:
@@ -40,9 +71,19 @@ class StatePage:
     Args:
         disk: Where files are touched.
         path: The file; made if it is missing.
+        write: Whether words will be set; else the file must be there.
     """
 
-    def __init__(self, disk: Disk, path: Path) -> None:
+    def __init__(self, disk: Disk, path: Path, *, write: bool = True) -> None:
+        self._order = threading.Lock()
+        if not write:
+            file = disk.open(path, write=False)
+            try:
+                self._map = file.map_readable(PAGE)
+            finally:
+                file.close()
+            self._words = memoryview(self._map).cast("q")
+            return
         file = disk.open(path, create=True)
         try:
             if file.size() < PAGE:
@@ -62,6 +103,18 @@ class StatePage:
         known = self._words[0] == _MAGIC and self._words[1] == _FORMAT
         return known and head == uuid + boot and self.get("generation") <= generation
 
+    def look(self) -> StateView:
+        """Return what readers need, in an order that fits the writer's: no id without its limits."""
+        words = self._words
+        if not _ORDERED:
+            self._fence()
+        last, drained = words[_LAST], words[_DRAINED]
+        if not _ORDERED:
+            self._fence()
+        retired, horizon, change, layout = words[_RETIRED], words[_HORIZON], words[_CHANGE], words[_LAYOUT]
+        generation = words[_GENERATION] if words[0] == _MAGIC else 0
+        return StateView(generation, layout, horizon, change, min(last, drained), retired)
+
     def claim(self, uuid: bytes, boot: bytes, **words: int) -> None:
         """Start the page anew for a writer."""
         self._words[0] = 0
@@ -76,8 +129,27 @@ class StatePage:
         return self._words[_WORDS[name]]
 
     def set(self, name: str, value: int) -> None:
-        """Set a word by name."""
+        """Set a word by name; readers see words in the order in which they were set."""
         self._words[_WORDS[name]] = value
+        if not _ORDERED:
+            self._fence()
+
+    def begin_change(self, low: int, high: int) -> None:
+        """Tell readers that slots `low` to `high` are about to be changed in place."""
+        self.set("change_low", low)
+        self.set("change_high", high)
+        self.set("change", self.get("change") | 1)
+
+    def end_change(self) -> None:
+        """Tell readers that the change is complete."""
+        self.set("change", self.get("change") + 1 & ~1)
+
+    def _fence(self) -> None:
+        """Keep loads and stores before it before those after it: a release, then an acquire, of one lock."""
+        with self._order:
+            pass
+        with self._order:
+            pass
 
     def close(self) -> None:
         """Unmap the page."""

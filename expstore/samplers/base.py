@@ -28,17 +28,19 @@ class Draws:
 
     Args:
         seed: Key of all draws; its lower 64 bits count.
+        stream: The key's second word. 0 is the writer's; readers that draw from one store each have
+            another, so that none repeats the batches of another. Its lower 64 bits count.
     """
 
-    def __init__(self, seed: int) -> None:
-        self._seed = seed & 0xFFFFFFFFFFFFFFFF
+    def __init__(self, seed: int, stream: int = 0) -> None:
+        self._key = (seed & 0xFFFFFFFFFFFFFFFF, stream & 0xFFFFFFFFFFFFFFFF)
         self._own = threading.local()
 
     def generator(self, draw: int, redraw: int = 0) -> np.random.Generator:
         """Return the numbers of draw number `draw`; this thread's next call moves the same generator."""
         own = self._own
         if not hasattr(own, "generator"):
-            own.bits = np.random.Philox(key=np.array([self._seed, 0], np.uint64))
+            own.bits = np.random.Philox(key=np.array(self._key, np.uint64))
             own.state = own.bits.state  # set again, it takes a tenth of the time of a new generator
             own.generator = np.random.Generator(own.bits)
         own.state["state"]["counter"][:] = (0, redraw, draw, 0)

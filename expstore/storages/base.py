@@ -24,9 +24,10 @@ from expstore.files import Disk
 from expstore.manifest import Manifest
 from expstore.schema import Field, Schema
 from expstore.storages.hold import Hold
+from expstore.storages.keys import REWARD, Keys, find_keys
 from expstore.types import Array, IntArray, Key, Window, cut_run, key_name
 
-__all__ = ["ROW_FIELDS", "Keys", "Rows", "Storage", "spare_slots"]
+__all__ = ["REWARD", "ROW_FIELDS", "Keys", "Rows", "Storage", "find_keys", "spare_slots"]
 
 #: Columns that every store has beside the user's; `priority` comes last and is not part of a checksum.
 ROW_FIELDS = (
@@ -51,73 +52,6 @@ def spare_slots(capacity: int | None, row_bytes: int) -> int:
     if capacity is None:
         return max(1, min(UNBOUNDED_SPARE, UNBOUNDED_SPARE_BYTES // row_bytes))
     return max(-(-capacity // 8), min(4096, max(64, (64 << 20) // row_bytes)))
-
-
-@dataclass(frozen=True, slots=True)
-class Keys:
-    """Name the fields that say what a row is to its episode; None where a store has none."""
-
-    trajectory: Key | None = None
-    terminated: Key | None = None
-    truncated: Key | None = None
-    done: Key | None = None
-    start: Key | None = None
-    reward: Key | None = None
-    mask: Key | None = None
-
-
-REWARD: Key = ("next", "reward")
-
-
-def find_keys(
-    schema: Schema,
-    *,
-    trajectory: Key | None = None,
-    ends: Sequence[Key] | None = None,
-    reward: Key = REWARD,
-) -> Keys:
-    """Find the fields that say what a row is to its episode.
-
-    Only fields with one value per row count. TorchRL's names serve unless others are asked for.
-
-    Args:
-        schema: The fields.
-        trajectory: Field with the collector's trajectory ids.
-        ends: Fields that end an episode, known by their last part: terminated, truncated, or another.
-        reward: Field that is summed up.
-
-    Raises:
-        SchemaError: A key that was asked for is no field with one value per row.
-    """
-
-    def usable(key: Key) -> bool:
-        return key in schema and schema[key].row_items == 1
-
-    def demand(key: Key | None) -> Key | None:
-        if key is not None and not usable(key):
-            raise SchemaError(f"{key_name(key)!r} is not a field with one value per row, as it must be here")
-        return key
-
-    def first(*keys: Key, integer: bool = False) -> Key | None:
-        return next((k for k in keys if usable(k) and (not integer or "int" in schema[k].dtype)), None)
-
-    if ends is not None:
-        named = {key[-1]: demand(key) for key in ends}
-        terminated, truncated = named.pop("terminated", None), named.pop("truncated", None)
-        done = next(iter(named.values()), None)
-    else:
-        # Root flags speak of the observation before the step; they count only where there is no "next".
-        group: Key = ("next",) if any(key[0] == "next" for key in schema.keys) else ()
-        terminated, truncated, done = (first((*group, name)) for name in ("terminated", "truncated", "done"))
-    return Keys(
-        trajectory=demand(trajectory) or first(("collector", "traj_ids"), ("episode",), integer=True),
-        terminated=terminated,
-        truncated=truncated,
-        done=done,
-        start=first(("is_init",), ("step_count",)),
-        reward=first(reward, ("reward",)) if reward == REWARD else demand(reward),
-        mask=first(("collector", "mask")),
-    )
 
 
 class CatalogLike(Protocol):
@@ -219,6 +153,11 @@ class Storage(ABC):
         return self._window
 
     @property
+    def query_window(self) -> Window:
+        """The ids that SQL sees: those of which episodes are known, too."""
+        return self.window
+
+    @property
     def last(self) -> int:
         """The newest published id."""
         return self._window.last
@@ -255,7 +194,7 @@ class Storage(ABC):
         Raises:
             NotFoundError: There is no readable row of that number.
         """
-        window = self._window
+        window = self.window
         if self.capacity is None:
             ids = index + 1
         else:
@@ -369,18 +308,25 @@ class Storage(ABC):
                 self.hold.wait(None)
             try:
                 self._record_change(ids, places, columns)
-                with self.changing():
-                    self._overwrite(self.slot_of(ids), places, columns)
+                slots = self.slot_of(ids)
+                with self.changing(slots):
+                    self._overwrite(slots, places, columns)
             except BaseException:
                 self.note_interruption()
                 raise
 
     @contextmanager
-    def changing(self) -> Iterator[None]:
-        """Tell readers that rows are being changed in place."""
+    def changing(self, slots: IntArray | None = None) -> Iterator[None]:
+        """Tell readers that rows are being changed in place.
+
+        Args:
+            slots: Which ones; None: whichever. Shape `(n,)`.
+        """
         self._changes += 1
+        self._note_change(slots)
         try:
             yield
+            self._note_changed()  # after a failure nobody knows what they hold
         finally:
             self._changes += 1
 
@@ -462,6 +408,16 @@ class Storage(ABC):
         return ids.size == 0 or int(ids.min()) > self.horizon - slots
 
     # -- life ------------------------------------------------------------------------------------
+
+    #: Whether rows are written by somebody else, whom no lock of this storage stops.
+    follows = False
+
+    def stream(self) -> int:
+        """Return the second word of the key of this handle's draws."""
+        return 0
+
+    def refresh(self) -> None:
+        """Take in what another process has written; does nothing where rows are written here."""
 
     def check_writable(self) -> None:
         """Raise StateError unless rows can be written."""
@@ -620,6 +576,12 @@ class Storage(ABC):
 
     def _note_horizon(self, horizon: int) -> None:
         """Keep the write horizon."""
+
+    def _note_change(self, slots: IntArray | None) -> None:
+        """Keep that these slots, or whichever, are about to be changed."""
+
+    def _note_changed(self) -> None:
+        """Keep that the change is complete."""
 
     def _note_priorities(self, slots: IntArray) -> None:
         """Keep the priorities of these slots."""

@@ -64,18 +64,24 @@ class Catalog:
     def _ask(self, sql: str, params: Sequence[object] | Mapping[str, object] | None) -> Result:
         storage = self._storage
         for held in (False, True):
-            # Rows that were overwritten under the query make it run again, then with the writer waiting.
-            with storage.lock if held else contextlib.nullcontext():
+            # Rows that were overwritten under the query make it run again, then with the writer waiting;
+            # a writer in another process does not wait.
+            alone = held and not storage.follows
+            with storage.lock if alone else contextlib.nullcontext():
                 index = self.catch_up()
-                window, changes = storage.window, storage.changes
+                window, changes = storage.query_window, storage.changes
                 result = index.query(sql, params, self._relations(window))
                 oldest = np.array([window.low + 1])
-                if held or (storage.intact(oldest) and changes == storage.changes and not changes & 1):
+                if alone or (storage.intact(oldest) and changes == storage.changes and not changes & 1):
                     return result
-        raise StateError("unreachable")  # the second round returns
+        raise StateError(
+            "the writer overwrote rows twice while the query read them",
+            hint="ask for less at once, or give the store a larger capacity",
+        )
 
     def catch_up(self) -> Index:
         """Hand the index what it lacks and return it."""
+        self._storage.refresh()
         with self._lock:
             index = self._index or self._open()
             storage = self._storage
@@ -92,7 +98,7 @@ class Catalog:
                         and storage.index_path is not None
                     )
                 )
-                low = storage.window.low
+                low = storage.query_window.low
                 delta = self._delta(content, whole)
                 storage.episodes.evict(low)
                 storage.episodes.settle()
@@ -148,7 +154,7 @@ class Catalog:
         from expstore.index import Delta
 
         storage = self._storage
-        window, table = storage.window, storage.episodes
+        window, table = storage.query_window, storage.episodes
         if whole:
             sources, episodes = _latest(storage.log_entries())
             episodes += table.open_entries()

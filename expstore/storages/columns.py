@@ -86,6 +86,7 @@ class Column:
         self.damaged: dict[int, str] = {}
         #: What makes the whole column unreadable.
         self.fault: str | None = None
+        self.wide_row = WIDE_ROW
         self._looked = 0  # shards that were looked at for reading only
         self._wide: tuple[AddressRange, Any] | None = None  # the rows as bytes, when torch is first needed
         self._disk = disk
@@ -246,7 +247,7 @@ class Column:
             return np.zeros((slots.size, *self.entry.shape), np.bool_)
         if self.damaged:
             self.check(slots)
-        if self.row_bytes < WIDE_ROW:
+        if self.row_bytes < self.wide_row:
             return self.view.take(slots, axis=0)
         return self._take_wide(slots)
 
@@ -366,6 +367,11 @@ class ColumnGroup:
         for column in self.columns:
             column.look(slots, due=due)
         self._ready = min(column.ready for column in self.columns)
+
+    def do_without_threads(self) -> None:
+        """Never copy rows with torch: a forked process lacks the threads that it may wait for."""
+        for column in self.columns:
+            column.wide_row = column.row_bytes + 1
 
     @property
     def damaged(self) -> list[str]:

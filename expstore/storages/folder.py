@@ -13,7 +13,6 @@ from expstore.files import Disk
 from expstore.manifest import Manifest
 from expstore.schema import Schema
 from expstore.storages.base import Keys, Storage, find_keys
-from expstore.storages.columns import ColumnGroup
 from expstore.storages.records import Redo, fetch_body
 
 __all__ = ["COLUMNS", "JOURNAL", "LOG", "REDO", "STATE", "VERSION", "FolderStorage"]
@@ -31,8 +30,6 @@ class FolderStorage(Storage):
         manifest: What its expstore.json says.
         disk: Where files are touched.
     """
-
-    columns: ColumnGroup | None
 
     def __init__(self, path: Path, manifest: Manifest, disk: Disk) -> None:
         super().__init__(manifest.capacity)

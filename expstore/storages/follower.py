@@ -1,41 +1,126 @@
 """A store that somebody else writes to, or nobody: read, never changed.
 
-The storage behind `expstore.open(mode="r")`. It works from expstore.json, the journal, the columns and
-episodes.log; it takes no lock and writes nothing, so any number may follow one store.
+The storage behind `expstore.open(mode="r")`. It works from expstore.json, STATE, the journal, the columns
+and episodes.log; it takes no lock and writes nothing, so any number may follow one store.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import dataclasses
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 
 from expstore.episodelog import LogEntry, read_log
-from expstore.errors import StateError
+from expstore.episodes import EpisodeTable
+from expstore.errors import StateError, StorageError
 from expstore.files import Disk, ReadingDisk
+from expstore.manifest import Manifest
 from expstore.schema import Schema
-from expstore.storages.base import ROW_FIELDS, Keys, Rows
+from expstore.state import StateView
+from expstore.storages.base import ROW_FIELDS, Keys, Rows, Storage
+from expstore.storages.chronicle import Chronicle
+from expstore.storages.columns import ColumnGroup
 from expstore.storages.folder import LOG, FolderStorage
+from expstore.storages.overlay import Overlay
 from expstore.storages.recovery import describe_past
-from expstore.storages.replay import Replay, replay
+from expstore.storages.replay import Replay, episode_rows, open_columns, replay
 from expstore.storages.settings import Settings, look_up
+from expstore.storages.watch import Watch
 from expstore.types import Array, IntArray, Window
 
-__all__ = ["FollowerStorage"]
+__all__ = ["FollowerStorage", "Origin"]
+
+#: A look at files that a writer removes meanwhile is repeated so often, after pauses that double.
+_LOOKS, _PAUSE_SECONDS = 7, 0.002
+#: So long readers wait for rows that are being changed in place.
+_CHANGE_SECONDS = 1.0
+_Found = TypeVar("_Found")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Source:
+    """What rows are read from, swapped as one.
+
+    Args:
+        live: Whether a writer is at work: then STATE says what can be read.
+        seen: Words of STATE that must not move: (generation, layout), and if nobody writes (.., horizon,
+            change); None: there is no STATE.
+        columns: Opened for reading; None: there are no fields yet.
+        overlay: Rows that the columns lack.
+    """
+
+    live: bool = False
+    seen: tuple[int, ...] | None = None
+    columns: ColumnGroup | None = None
+    overlay: Overlay = dataclasses.field(default_factory=Overlay)
+
+    def holds(self, view: StateView | None) -> bool:
+        """Say whether STATE is still as it was when this was put together."""
+        return view is None or self.seen is None or view[: len(self.seen)] == self.seen
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Origin:
+    """Say how a fork, or a copy in another process, finds the rows of a storage.
+
+    Args:
+        path: The store's folder.
+        seed: The reader's own.
+        reason: Why nothing is written there.
+        forked: Whether the process is a fork: then other threads' libraries cannot be relied on.
+        copied: Whether the storage is one of several, of which none may repeat another's draws.
+    """
+
+    path: Path
+    seed: int | None = None
+    reason: str = "is open for reading only"
+    forked: bool = False
+    copied: bool = False
+
+    @classmethod
+    def of(cls, storage: Storage) -> Origin | None:
+        """Return where a storage's rows come from; None: from RAM."""
+        if not isinstance(storage, FolderStorage):
+            return None
+        return cls(
+            storage.path.absolute(), storage.own_seed if isinstance(storage, FollowerStorage) else None
+        )
+
+    def in_fork(self) -> Origin:
+        """Return what a forked child opens."""
+        reason = (
+            "was opened by another process, of which this one is a fork: here it is open for reading only"
+        )
+        return dataclasses.replace(self, reason=reason, forked=True, copied=True)
+
+    def elsewhere(self) -> Origin:
+        """Return what a pickled copy opens."""
+        reason = "is open for reading only in a copy of a buffer"
+        return dataclasses.replace(self, reason=reason, forked=False, copied=True)
+
+    def follow(self) -> FollowerStorage:
+        """Open the rows for reading."""
+        return FollowerStorage(self.path, settings=Settings(mode="r", seed=self.seed), origin=self)
 
 
 class FollowerStorage(FolderStorage):
     """Read a store without a part in it.
 
-    Crashes: there is nothing to lose. Threads: any number read. Processes: any number follow a store.
+    Beside a writer the newest rows show as soon as they stand in the columns (0.1 s at most for rows that
+    come one by one). Crashes: there is nothing to lose. Threads: any number read. Processes: any number
+    follow a store, whoever writes to it, and outlive its writers.
 
     Args:
         path: The store's folder.
         capacity: As stored, or None.
         settings: As of `expstore.open`; `seed` is the reader's own.
         disk: Where files are touched; by default one that refuses to change any.
+        origin: How a fork or a copy came to it.
 
     Raises:
         NotFoundError: There is no store.
@@ -45,6 +130,7 @@ class FollowerStorage(FolderStorage):
     """
 
     kind = "zarr"
+    follows = True
 
     def __init__(
         self,
@@ -53,73 +139,288 @@ class FollowerStorage(FolderStorage):
         *,
         settings: Settings | None = None,
         disk: Disk | None = None,
+        origin: Origin | None = None,
     ) -> None:
         path, disk, settings = Path(path), disk or ReadingDisk(), settings or Settings(mode="r")
+        self._origin = origin or Origin(path, settings.seed)
+        self.own_seed = settings.seed
+        self._chronicle: Chronicle | None = None
+        self._entries: list[LogEntry] = []
+        self._log_length = 0
+        self._source = _Source()
+        self._turns = 0
+        self._known = 0
+        self._unseen = False
         super().__init__(path, look_up(disk, path, capacity, settings), disk)
-        if settings.seed is not None:
-            self.seed = settings.seed
-        self._take_over(replay(self, same_boot=False))
+        self._watch = Watch(disk, path)
+        self._look_again()
 
-    def _take_over(self, found: Replay) -> None:
-        """Take over what the journal and the columns say."""
-        self.columns, self._overlay, self.episodes = found.columns, found.overlay, found.table
-        self.write_count, self._entries = found.write_count, found.entries
+    # -- finding out what is there ---------------------------------------------------------------
+
+    def _look_again(self) -> None:
+        """Find out anew who writes, and what can be read."""
+        with self.lock:
+            self._patiently(self._look)
+
+    def _patiently(self, act: Callable[[], _Found]) -> _Found:
+        """Act; repeat it where a file has changed under it, as they do while a writer comes or works."""
+        for look in range(_LOOKS - 1):
+            try:
+                return act()
+            except StorageError:
+                time.sleep(_PAUSE_SECONDS * 2**look)
+        return act()
+
+    def _look(self) -> None:
+        former = self._source
+        watch = Watch(self.disk, self.path)
+        view = watch.look()
+        manifest = Manifest.load(self.disk, self.path)
+        self.take_manifest(manifest)
+        fits = watch.fits(manifest.uuid, manifest.generation)
+        if not former.live and view is not None and former.seen and view[:2] == former.seen[:2]:
+            self._unseen = True  # taken for dead, in a container perhaps, it goes on all the same
+        live = (
+            fits
+            and view is not None
+            and view.generation == manifest.generation
+            and watch.writer_lives(unseen=self._unseen)
+        )
+        if live and view is not None:
+            columns = open_columns(self)
+            if columns is not None:
+                columns.look(self._slots_of(view.last))
+            source, found = _Source(True, view[:2], columns), None
+        else:
+            found = replay(self, same_boot=fits)
+            source = _Source(False, None if view is None else view[:4], found.columns, found.overlay)
+        if source.columns is not None and self._origin.forked:
+            source.columns.do_without_threads()
+        if not source.holds(watch.look()):
+            raise StorageError(f"{self.path} kept changing while it was looked at", hint="try again")
+        self._watch = watch
+        self._take_over(source, found, 0 if view is None else view.last)
+
+    def take_manifest(self, manifest: Manifest) -> None:
+        """Take over what expstore.json says; the seed stays the reader's own."""
+        super().take_manifest(manifest)
+        if self.own_seed is not None:
+            self.seed = self.own_seed
+
+    def _take_over(self, source: _Source, found: Replay | None, last: int) -> None:
         schema = self.manifest.schema
         if schema is not None:
-            self.schema, self.keys = schema, self.resolve_keys(schema)
-            self.priorities = self._read_priorities()
-        past = found.past
-        self._log_length = past.log_length if past else 0
-        if past is not None:
-            self.retired, self.max_priority, self.horizon = past.retired, past.max_priority, past.last
-            self.content, self.index_floor = past.content, past.index_floor
-            self._window = Window(past.window_low(self.capacity), past.last)
-            self.counters.recovered = describe_past(past, 0)
+            self.keys, self.schema = self.resolve_keys(schema), schema
+        if self._chronicle is not None:
+            self._chronicle.close()
+            self._chronicle = None
+        if found is not None:
+            past = found.past
+            self._log_length, self._entries = past.log_length if past else 0, found.entries
+            self.episodes, self.write_count = found.table, found.write_count
+            if past is not None:
+                self.retired, self.max_priority, last = past.retired, past.max_priority, past.last
+                self.content, self.index_floor = past.content, past.index_floor
+                self._window = Window(past.window_low(self.capacity), past.last)
+                self.counters.recovered = describe_past(past, 0)
+        else:
+            self.counters.recovered = None
+        if source.columns is not None:
+            self.priorities = _priorities(source.columns, source.overlay, self._slots_of(last))
+        self._known = last
+        self._source = source
+        self._turns += 1
 
-    def _read_priorities(self) -> Array:
-        """Return the priorities by slot, without copying them where that can be helped."""
-        assert self.columns is not None
-        column, place = self.columns.columns[-1], self.priority_place
-        if not column.damaged and not self._overlay:
-            return column.view[: column.ready]
-        size = max(column.ready, self._window.last if self.slots is None else self.slots)
-        values = np.ones(size, np.float32)
-        for number in range(-(-column.ready // column.rows)):
-            if number not in column.damaged:
-                start = number * column.rows
-                values[start : start + column.rows] = column.view[start : start + column.rows]
-        self._overlay.lay_onto(place, values)
-        return values
+    def _slots_of(self, last: int) -> int:
+        """Return how many slots the ids up to `last` take."""
+        return last if self.slots is None else min(last, self.slots)
+
+    def refresh(self) -> None:
+        """Take in what the writer has done since.
+
+        Rows show by themselves while it writes; this brings episodes, and notices that it has gone.
+
+        Raises:
+            StateError: The follower is closed.
+            StorageError: The store cannot be read.
+        """
+        with self.lock:
+            super().check_writable()  # only asks whether it is closed
+            source = self._current()
+            if source.live:
+                stale = not self._watch.writer_lives(unseen=self._unseen)
+            else:
+                stale = self._patiently(self._generation) != self.manifest.generation
+            if stale:
+                self._look_again()
+            if self._source.live:
+                self._patiently(self._go_on)
+
+    def _generation(self) -> int:
+        return Manifest.load(self.disk, self.path).generation
+
+    def _go_on(self) -> None:
+        """Bring episodes up to the rows that can be read."""
+        view = self._watch.look()
+        if view is None or self._source.columns is None:
+            return
+        self._look_further(view.last)
+        with self.episode_lock:
+            told = self._chronicle
+            if told is None or not told.go_on(view.last):
+                self._chronicle = None
+                told = Chronicle(self, view.last, self._episode_rows)
+            self._chronicle, self.episodes = told, told.table
+            self.write_count, self.max_priority = told.write_count, told.max_priority
+            self.content, self.index_floor = told.content, told.floor
+
+    def _episode_rows(self, first_id: int, count: int) -> tuple[IntArray, IntArray] | None:
+        """Return episodes and steps of a run of rows, less those that were overwritten meanwhile."""
+        columns = self._source.columns
+        found = None if columns is None else episode_rows(columns, Overlay(), self.pieces(first_id, count))
+        view = self._watch.look()
+        if found is None or view is None or self.slots is None:
+            return found
+        gone = max(0, min(count, view.horizon - self.slots - (first_id - 1)))
+        return found[0][gone:], found[1][gone:]
+
+    # -- what can be read ------------------------------------------------------------------------
+
+    def _current(self) -> _Source:
+        """Return what rows are read from, after another look if STATE has moved."""
+        for _ in range(_LOOKS):
+            if self._source.holds(self._watch.look()):
+                break
+            self._look_again()
+        return self._source
+
+    @property
+    def window(self) -> Window:
+        """The ids that can be read now."""
+        if self._closed or not self._current().live:
+            return self._window
+        view = self._watch.look()
+        return self._window if view is None else self._window_of(view, view.last)
+
+    @property
+    def query_window(self) -> Window:
+        """The ids that SQL sees: those of which episodes are known, too."""
+        view, told = self._watch.look(), self._chronicle
+        if not self._source.live or view is None or told is None:
+            return self._window
+        return self._window_of(view, min(view.last, told.last))
+
+    def _window_of(self, view: StateView, last: int) -> Window:
+        if last > self._known:
+            self._look_further(last)
+        low = view.retired
+        if self.capacity is not None:
+            low = max(low, last - self.capacity, view.horizon - self.capacity - self.spare)
+        return Window(min(low, last), last)
+
+    def _look_further(self, last: int) -> None:
+        """Open what the ids up to `last` need."""
+        with self.lock:
+            columns = self._source.columns
+            if columns is not None and last > self._known:
+                before = columns.ready
+                columns.look(self._slots_of(last))
+                if columns.ready != before:
+                    self.priorities = _priorities(columns, self._source.overlay, self._slots_of(last))
+                self._known = last
+
+    @property
+    def last(self) -> int:
+        """The newest id that can be read."""
+        return self.window.last
+
+    def __len__(self) -> int:
+        return self.window.size
+
+    @property
+    def changes(self) -> int:
+        """A number that moves whenever rows are changed in place."""
+        return self._watch.change if self._source.live else 2 * self._turns
+
+    def intact(self, ids: IntArray) -> bool:
+        """Say whether no slot of these ids has been written to for a later row."""
+        source, view = self._source, self._watch.look()
+        if not source.holds(view):
+            return False
+        if not source.live or view is None or self.slots is None or not ids.size:
+            return True
+        return int(ids.min()) > view.horizon - self.slots
 
     # -- reading ---------------------------------------------------------------------------------
 
+    def read(self, ids: IntArray, places: Sequence[int] | None = None) -> list[Array]:
+        """Copy rows out; ask `intact` afterwards.
+
+        Args:
+            ids: Which rows. Shape `(n,)`.
+            places: Positions of the fields wanted; None: all.
+
+        Returns:
+            One array per field. Shapes `(n, *row shape)`.
+
+        Raises:
+            StateError: The writer has been changing these very rows for a second.
+            CorruptionError: They lie in a damaged file.
+        """
+        slots = self.slot_of(ids)
+        due = 0.0
+        while True:
+            watch, live = self._watch, self._source.live
+            before = watch.change
+            columns = self._take(slots, places)
+            if not live or not watch.touched(slots, before):
+                return columns
+            now = time.monotonic()
+            due = due or now + _CHANGE_SECONDS
+            if now > due:
+                self._look_again()  # it may have died in the middle
+                if self._source.live:
+                    raise StateError(f"the writer of {self.path} is changing these rows", hint="try again")
+            time.sleep(_PAUSE_SECONDS)
+
     def _take(self, slots: IntArray, places: Sequence[int] | None) -> list[Array]:
-        if self.columns is None:
+        source = self._source
+        if source.columns is None:
             raise StateError("the store has no rows yet", hint="wait until its writer has extended it")
-        columns = self.columns.columns
+        columns = source.columns.columns
         wanted = range(len(columns) - len(ROW_FIELDS)) if places is None else places
-        if not self._overlay:
+        if not source.overlay:
             return [columns[place].take(slots) for place in wanted]
-        return [self._overlay.take(place, columns[place], slots) for place in wanted]
+        return [source.overlay.take(place, columns[place], slots) for place in wanted]
 
     def views(self, places: Sequence[int], first_id: int, count: int) -> list[list[Array]]:
         """View columns over a run of ids without copying."""
-        if self.columns is None:
+        source = self._source
+        if source.columns is None:
             return [[] for _ in places]
         runs = self.pieces(first_id, count)
-        columns = self.columns.columns
+        columns = source.columns.columns
         found: list[list[Array]] = []
         for place in places:
             parts: list[Array] = []
             for slot, _, n in runs:
-                parts += self._overlay.parts(place, columns[place], slot, n)
+                parts += source.overlay.parts(place, columns[place], slot, n)
             found.append(parts)
         return found
 
     def log_entries(self) -> Iterator[LogEntry]:
         """Return everything that was noted about episodes that ended, in order."""
-        yield from read_log(self.disk, self.path / LOG, self._log_length)
-        yield from self._entries
+        if self._chronicle is not None:
+            yield from self._chronicle.log_entries()
+        else:
+            yield from read_log(self.disk, self.path / LOG, self._log_length)
+            yield from self._entries
+
+    def stream(self) -> int:
+        """Return the second word of the key of this handle's draws: 1 with a seed of its own, else chance."""
+        if self.own_seed is not None and not self._origin.copied:
+            return 1
+        return int.from_bytes(os.urandom(8), "little")
 
     # -- what only a writer does -----------------------------------------------------------------
 
@@ -132,7 +433,7 @@ class FollowerStorage(FolderStorage):
         """Raise StateError: nobody writes here."""
         super().check_writable()
         raise StateError(
-            f"{self.path} is open for reading only",
+            f"{self.path} {self._origin.reason}",
             hint="write with the buffer that has it open with mode='a'",
         )
 
@@ -155,14 +456,35 @@ class FollowerStorage(FolderStorage):
     # -- life ------------------------------------------------------------------------------------
 
     def more_stats(self) -> dict[str, Any]:
-        """Return path and generation, and which files are damaged."""
+        """Return path and generation, whether somebody writes, and which files are damaged."""
         return {
             "path": str(self.path),
             "generation": self.manifest.generation,
-            "damaged": self.columns.damaged if self.columns is not None else [],
+            "live": self._source.live,
+            "damaged": [] if self._source.columns is None else self._source.columns.damaged,
             "recovered": self.counters.recovered,
         }
 
     def close(self) -> None:
         """Let go; a second call does nothing."""
-        self._closed = True
+        with self.lock:
+            self._closed = True
+            self._source, self.episodes = _Source(), EpisodeTable()
+            self._watch.close()
+            if self._chronicle is not None:
+                self._chronicle.close()
+                self._chronicle = None
+
+
+def _priorities(columns: ColumnGroup, overlay: Overlay, slots: int) -> Array:
+    """Return the priorities by slot, without copying them where that can be helped."""
+    column = columns.columns[-1]
+    if not column.damaged and not overlay:
+        return column.view[: column.ready]
+    values = np.ones(max(column.ready, slots), np.float32)
+    for number in range(-(-column.ready // column.rows)):
+        if number not in column.damaged:
+            start = number * column.rows
+            values[start : start + column.rows] = column.view[start : start + column.rows]
+    overlay.lay_onto(len(columns.columns) - 1, values)
+    return values

@@ -79,13 +79,14 @@ class JournaledStorage(SyncedStorage):
         super().__init__(path, manifest, disk, durable=durable)
         self.index_path = self.path / "index.duckdb"
         self._payload = b""
+        self._kept_back = False  # whether the columns lack the rows that are being published
         self._begin()
         self._pool = ThreadPoolExecutor(8, thread_name_prefix="expstore-sync")
-        self._uuid = bytes.fromhex(self.manifest.uuid)
-        self._boot = self.disk.boot_id()
+        self._uuid, self._boot = bytes.fromhex(self.uuid), disk.boot_id()
         try:
             lost = manifest.schema is not None and self.disk.size(self.path / STATE) < PAGE
             self._state = StatePage(self.disk, self.path / STATE)
+            self._note_change(None)  # recovery may change rows that others are reading
             self._open(first=True)
             if lost:
                 _logger.warning("%s was missing or cut off and is made anew", self.path / STATE)
@@ -138,7 +139,7 @@ class JournaledStorage(SyncedStorage):
         self.disk.sync_all(self._journal.sync_files(), [], None)
         self.disk.sync_dir(self._journal.folder)
         self._journal.cut()
-        self._claim_state()
+        self._claim_state(self._journal.sequence)
         self._marked = (self._journal.sequence, self._draw)
         self._synced = self.last
 
@@ -192,18 +193,6 @@ class JournaledStorage(SyncedStorage):
             return
         files, folders = self._settle_columns(past)
         self.disk.sync_all({self._log.file, *files}, sorted({self.path, *folders}), self._pool)
-
-    def _claim_state(self) -> None:
-        self._state.claim(
-            self._uuid,
-            self._boot,
-            generation=self.manifest.generation,
-            sequence=self._journal.sequence,
-            horizon=self.horizon,
-            last=self.last,
-            draw=self._draw,
-            change=0,
-        )
 
     def _base(self, *, opening: bool) -> dict[str, object]:
         """Return what a base record keeps."""
@@ -268,6 +257,8 @@ class JournaledStorage(SyncedStorage):
                 self.note_interruption()  # before the lock goes: no mark may cover what memory lacks
                 raise
         self._state.set("last", publish.last_id)
+        if not self._kept_back:
+            self._state.set("drained", publish.last_id)
         self._state.set("sequence", sequence)
         self._keeper.note()
         if rows.count > self.spare:
@@ -293,6 +284,7 @@ class JournaledStorage(SyncedStorage):
             sequence = self._append(Kind.RETIRE, b'{"through": %d}' % through)
             super().retire(through)
             self.content = (self.manifest.generation, sequence)
+        self._state.set("retired", self.retired)
         self.sync()
 
     def _forget(self, last: int) -> None:
@@ -301,6 +293,7 @@ class JournaledStorage(SyncedStorage):
             sequence = self._append(Kind.DELETE, b'{"last": %d}' % last)
             super()._forget(last)
             self.content = (self.manifest.generation, sequence)
+        self._note_forgotten(last)
         self.sync()
 
     # -- facts -----------------------------------------------------------------------------------
@@ -368,13 +361,6 @@ class JournaledStorage(SyncedStorage):
             raise
         _close(former, but=vars(self))
 
-    def _note_draw(self, draw: int) -> None:
-        if self._lock_file.held:  # a forked child shares the page
-            self._state.set("draw", draw)
-
-    def _note_horizon(self, horizon: int) -> None:
-        self._state.set("horizon", horizon)
-
     def close(self) -> None:
         """Sync, note that all is well, and let others open the store."""
         if self._closed:
@@ -390,6 +376,7 @@ class JournaledStorage(SyncedStorage):
                     self._sync_journal(segments, [])
             finally:
                 self._closed = True
+                self._leave_state()
                 self._let_go()
 
     def _let_go(self) -> None:

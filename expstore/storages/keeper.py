@@ -19,12 +19,16 @@ __all__ = ["Keeper"]
 
 PRIORITY_SECONDS = 0.1
 SYNC_SECONDS = 1.0
+#: So often at least other processes are shown that this one lives.
+BEAT_SECONDS = 0.25
 
 
 class _Kept(Protocol):
     def flush_priorities(self) -> None: ...
 
     def sync(self) -> None: ...
+
+    def beat(self) -> None: ...
 
 
 class Keeper:
@@ -60,11 +64,13 @@ class Keeper:
 
     def _run(self) -> None:
         while not self._stopped:
-            self._awake.wait()
+            if not self._awake.wait(BEAT_SECONDS):
+                self._act(lambda kept: kept.beat())
+                continue
             self._awake.clear()
             due = time.monotonic() + SYNC_SECONDS
             while not self._stopped and time.monotonic() < due and not self._hurry.wait(PRIORITY_SECONDS):
-                self._act(lambda kept: kept.flush_priorities())
+                self._act(_tend)
             self._hurry.clear()
             if not self._stopped:
                 self._act(lambda kept: kept.sync())
@@ -77,3 +83,8 @@ class Keeper:
         # A failure is noted by the storage, which raises at the next write.
         with contextlib.suppress(ExpStoreError):
             act(storage)
+
+
+def _tend(storage: _Kept) -> None:
+    storage.beat()
+    storage.flush_priorities()

@@ -26,6 +26,7 @@ __all__ = ["Mark", "Publish", "Redo", "fetch_body", "shelve_body"]
 # first id, draw, time | rows, rows not written, segments, bytes of the source list, crc32c of the payload,
 # number of the column set | priority of its rows | idempotency key, digest of the body
 _PUBLISH = struct.Struct("<QQqIIIIIIf16s16s4x")
+_PUBLISH_HEAD = struct.Struct("<QQqI")
 #: Redo records keep up to this many bytes themselves; more go to a file of their own.
 REDO_BYTES = 64 << 20
 _SHELVED = b"file"
@@ -66,6 +67,12 @@ class Publish:
     def last_id(self) -> int:
         """Id of its last row."""
         return self.first_id + self.count - 1
+
+    @staticmethod
+    def last_of(body: bytes) -> int:
+        """Return the id of the last row of a packed record."""
+        first, _, _, count = _PUBLISH_HEAD.unpack_from(body)
+        return int(first + count - 1)
 
     def pack(self) -> bytes:
         """Return the body."""

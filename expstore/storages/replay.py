@@ -23,7 +23,7 @@ from expstore.storages.records import Publish
 from expstore.storages.recovery import Past, pending_changes, read_past, retell, verify
 from expstore.types import Array, IntArray
 
-__all__ = ["Replay", "open_columns", "replay"]
+__all__ = ["Replay", "episode_rows", "open_columns", "replay"]
 
 _logger = logging.getLogger("expstore")
 
@@ -90,7 +90,9 @@ def replay(storage: FolderStorage, *, same_boot: bool) -> Replay:
     low = past.window_low(storage.capacity)
 
     def rows(first_id: int, count: int) -> tuple[IntArray, IntArray] | None:
-        return _episode_rows(found, storage, first_id, count)
+        if columns is None:
+            return None
+        return episode_rows(columns, found.overlay, storage.pieces(first_id, count))
 
     found.write_count, found.entries = retell(past, found.table, low, rows)
     return found
@@ -132,23 +134,20 @@ def _lay_over(publish: Publish, found: Replay, pieces: list[tuple[int, int, int]
     found.overlay.put(len(found.columns.columns) - 1, slots, priorities)
 
 
-def _episode_rows(
-    found: Replay, storage: FolderStorage, first_id: int, count: int
+def episode_rows(
+    columns: ColumnGroup, overlay: Overlay, pieces: list[tuple[int, int, int]]
 ) -> tuple[IntArray, IntArray] | None:
-    """Return episodes and steps of a run of rows; None where they cannot be read."""
-    if found.columns is None:
-        return None
-    fields = len(found.columns.columns) - len(ROW_FIELDS)
-    columns: list[IntArray] = []
+    """Copy episodes and steps of a run of rows out; None where they cannot be read."""
+    fields = len(columns.columns) - len(ROW_FIELDS)
+    found: list[IntArray] = []
     for place in (fields + 1, fields + 2):
-        column = found.columns.columns[place]
         parts: list[Array] = []
         try:
-            for slot, _, n in storage.pieces(first_id, count):
-                parts += found.overlay.parts(place, column, slot, n)
+            for slot, _, n in pieces:
+                parts += overlay.parts(place, columns.columns[place], slot, n)
         except CorruptionError as exc:
             # Rows can be read without; queries touch the same file, and say so.
             _logger.warning("episodes of older rows are not known: %s", exc)
             return None
-        columns.append(np.concatenate(parts))
-    return columns[0], columns[1]
+        found.append(np.concatenate(parts))
+    return found[0], found[1]

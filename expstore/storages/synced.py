@@ -22,9 +22,9 @@ from expstore.journal import Journal, Kind
 from expstore.manifest import Manifest
 from expstore.schema import Schema
 from expstore.storages.base import CatalogLike, Keys
-from expstore.storages.folder import FolderStorage
 from expstore.storages.keeper import Keeper
 from expstore.storages.records import Mark
+from expstore.storages.shown import ShownStorage
 
 __all__ = ["RIDING_BYTES", "SyncedStorage"]
 
@@ -33,7 +33,7 @@ _logger = logging.getLogger("expstore")
 RIDING_BYTES = 1 << 20
 
 
-class SyncedStorage(FolderStorage):
+class SyncedStorage(ShownStorage):
     """Append records and bring them to the disk, and the columns with them.
 
     Threads: as `Storage`; any thread may sync. Crashes: what a mark covers is on the disk. A failed

@@ -55,12 +55,12 @@ class Tail:
         return self.count >= _FULL
 
     def drop(self) -> None:
-        """Forget all rows; the journal has them."""
+        """Forget all rows; the journal has them, or the columns."""
         with self.lock:
             self._batches, self.count = [], 0
 
-    def drain(self, columns: WritableColumns, pieces: list[tuple[int, int, int]], priorities: Array) -> None:
-        """Write all rows to the columns; the lock is held.
+    def write(self, columns: WritableColumns, pieces: list[tuple[int, int, int]], priorities: Array) -> None:
+        """Write all rows to the columns; the lock is held, and `drop` follows.
 
         Args:
             columns: Where to.
@@ -69,4 +69,3 @@ class Tail:
         """
         parts = [b"".join(batches) for batches in zip(*self._batches, strict=True)]
         columns.write_parts(pieces, parts, priorities)
-        self._batches, self.count = [], 0

@@ -171,6 +171,7 @@ class ZarrStorage(JournaledStorage):
         manifest.save(self.disk, self.path)
         self.manifest = manifest
         self.columns = columns
+        self._note_layout()
         size = 4096 if slots is None else slots
         self.priorities = np.full(size, self.max_priority, np.float32)
         self._dirty_pages = np.zeros(-(-size // PAGE_ROWS), bool)
@@ -186,7 +187,8 @@ class ZarrStorage(JournaledStorage):
         assignment = rows.assignment
         count = rows.count
         self._payload = b""
-        if count <= TAIL_ROWS and count * columns.row_bytes <= TAIL_BYTES:
+        self._kept_back = count <= TAIL_ROWS and count * columns.row_bytes <= TAIL_BYTES
+        if self._kept_back:
             return self._put_in_tail(rows)
         self.drain()
         arrays, numbers = rows.columns, assignment.numbers
@@ -243,7 +245,10 @@ class ZarrStorage(JournaledStorage):
                 if tail.count:
                     pieces = self.pieces(tail.first_id, tail.count)
                     priorities = np.concatenate([self.priorities[slot : slot + n] for slot, _, n in pieces])
-                    tail.drain(columns, pieces, priorities)
+                    tail.write(columns, pieces, priorities)
+                    # Before others see an empty tail: they write newer rows then, and set this further.
+                    self._state.set("drained", tail.first_id + tail.count - 1)
+                    tail.drop()
         except StorageError as exc:
             self.note_failure(exc)  # a new shard of a store that grows is synced at once
             raise
