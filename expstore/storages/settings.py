@@ -80,10 +80,13 @@ def enter(disk: Disk, path: Path, capacity: int | None, settings: Settings) -> t
         raise _exists(path)
     if exists and settings.mode == "w":
         _move_aside(disk, path)
-    disk.make_dir(path / "journal")
+    disk.make_dir(path)
     lock = WriterLock(disk, path / "LOCK")
     try:
         finish_load(disk, path)
+        disk.make_dir(
+            path / "journal"
+        )  # not before: what a load has moved away must stay so until it is done
         if disk.exists(path / MANIFEST):
             if settings.mode == "x":
                 raise _exists(path)  # made by another process just now

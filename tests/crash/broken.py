@@ -13,6 +13,8 @@ from typing import Any
 import google_crc32c
 import numpy as np
 
+from expstore import dumping
+from expstore.storages import zarr
 from expstore.storages.base import Rows, Storage
 from expstore.storages.journaled import JournaledStorage
 from expstore.storages.zarr import ZarrStorage
@@ -96,6 +98,23 @@ def break_sync_mode() -> None:
     JournaledStorage._settle_record = lambda self: None  # type: ignore[method-assign]
 
 
+def break_dumps() -> None:
+    """A snapshot gets its name before its files are on the disk."""
+    dumping._Build.note = lambda self, path, size: None  # type: ignore[method-assign]
+
+
+def break_loads() -> None:
+    """What is loaded gets its name before its files are on the disk."""
+    build = zarr.build_load
+
+    def built(storage: Any, *given: Any, **named: Any) -> None:
+        storage.disk.sync_paths = lambda paths, folders, pool: None
+        build(storage, *given, **named)
+        del storage.disk.sync_paths
+
+    zarr.build_load = built
+
+
 #: Fault -> what puts it in.
 BREAKS: dict[str, Callable[[], None]] = {
     "journal first": break_journal_first,
@@ -105,6 +124,8 @@ BREAKS: dict[str, Callable[[], None]] = {
     "recovery without sync": break_recovery,
     "mark over half a change": break_marks,
     "sync mode without sync": break_sync_mode,
+    "snapshot without sync": break_dumps,
+    "loads without sync": break_loads,
 }
 
 

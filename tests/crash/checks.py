@@ -7,6 +7,8 @@ sample counts.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import Any
 
 import google_crc32c
@@ -14,10 +16,22 @@ import ledger as facts
 import numpy as np
 from ledger import Ledger
 
+import expstore
 from expstore.buffers import TensorDictReplayBuffer
+from expstore.files import Disk
+from expstore.snapshots import list_versions
 from expstore.storages.checksums import BLOCK_ROWS, GIVEN_UP, NOTHING, SUMMED, blocks_of, state_of
 
-__all__ = ["Wrong", "check_episodes", "check_rows", "check_sample", "check_sql", "check_sums", "expect"]
+__all__ = [
+    "Wrong",
+    "check_episodes",
+    "check_rows",
+    "check_sample",
+    "check_sql",
+    "check_sums",
+    "check_versions",
+    "expect",
+]
 
 
 class Wrong(AssertionError):
@@ -44,7 +58,7 @@ def check_rows(rb: TensorDictReplayBuffer, state: Ledger) -> None:
     if not ids.size:
         return
     schema = kept.require_schema()
-    wanted = facts.values(state.spec, ids, state.version[ids])
+    wanted = facts.values(state.spec, state.origin[ids], state.version[ids])
     places = range(len(schema.fields) + 5)
     found = [np.concatenate(part) for part in kept.views(places, window.low + 1, window.size)]
     pairs = [(".".join(f.key), found[n], wanted[f.key]) for n, f in enumerate(schema.fields)]
@@ -135,13 +149,45 @@ def check_sql(rb: TensorDictReplayBuffer, state: Ledger) -> None:
     expect(rows == total, f"SQL counts {rows}, expected {total}")
 
 
+def check_versions(
+    place: Path, need: Collection[int], known: Mapping[int, Ledger], *, current: int
+) -> dict[int, Ledger]:
+    """Hold the snapshots in a folder against the ledger; return those that are there.
+
+    Args:
+        place: The folder.
+        need: Numbers of those that must be there.
+        known: What each holds that may be there.
+        current: The oldest that CURRENT may name.
+    """
+    versions = list_versions(Disk(), place)
+    numbers = [version.number for version in versions]
+    expect(set(need) <= set(numbers) <= known.keys(), f"versions {numbers}, expected {need} of {[*known]}")
+    for number in numbers:
+        state = known[number].copy()
+        rb = expstore.open(place, version=number, batch_size=32, seed=facts.SEED)
+        try:
+            check_rows(rb, state)
+            check_episodes(rb, state)
+        except Wrong as exc:
+            raise Wrong(f"version {number}: {exc}") from exc
+        finally:
+            rb.close()
+    if numbers:
+        rb = expstore.open(place)
+        found = int(rb.storage.path.name[1:])
+        rb.close()
+        expect(found >= current, f"CURRENT names {found}, expected at least {current} of {numbers}")
+    return {number: known[number] for number in numbers}
+
+
 def check_sample(rb: TensorDictReplayBuffer, state: Ledger) -> None:
     """Draw a batch and hold it against the words of the documentation."""
     wanted = state.next_sample(32)
     expect(rb.storage.draw == state.draw, f"draw {rb.storage.draw}, expected {state.draw}")
     found = rb.sample()
     expect(np.array_equal(found["id"].numpy(), wanted), f"draw {state.draw} chose other rows")
-    rows = facts.values(state.spec, wanted, state.version[wanted])
+    rows = facts.values(state.spec, state.origin[wanted], state.version[wanted])
     for key, column in rows.items():
         same = (found[key].numpy() == column).reshape(wanted.size, -1).all(axis=1)
         expect(bool(same.all()), f"draw {state.draw}: sampled {key} differs for ids {wanted[~same]}")

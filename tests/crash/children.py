@@ -17,7 +17,7 @@ import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,16 @@ import ledger as facts
 import numpy as np
 import torch
 import zarr as zarr_python  # noqa: F401  # the children are to find it there
-from checks import Wrong, check_episodes, check_rows, check_sample, check_sql, check_sums, expect
+from checks import (
+    Wrong,
+    check_episodes,
+    check_rows,
+    check_sample,
+    check_sql,
+    check_sums,
+    check_versions,
+    expect,
+)
 from disks import KillingDisk
 from ledger import SEED, Ledger, Op, Spec
 
@@ -53,8 +62,10 @@ __all__ = [
     "open_store",
     "outcome",
     "perform",
+    "place_of",
     "read_lines",
     "saying",
+    "snapshots",
     "write_life",
 ]
 
@@ -83,6 +94,11 @@ def open_store(
     if not index:
         kept.use_catalog(_NoIndex())
     return rb
+
+
+def place_of(path: Path) -> Path:
+    """Return where the snapshots of a store are."""
+    return path.with_name("snapshots")
 
 
 def fit_constants(spec: Spec) -> None:
@@ -120,6 +136,10 @@ def perform(rb: TensorDictReplayBuffer, state: Ledger, op: Op) -> None:
         check_sample(rb, state)
     elif op.kind == "flush":
         rb.flush()
+    elif op.kind == "dumps":
+        rb.dumps(place_of(rb.storage.path), keep=facts.KEEP)
+    elif op.kind == "loads":
+        rb.loads(place_of(rb.storage.path))
     elif op.kind == "tick":
         rb.storage.flush_priorities()
     elif op.kind == "empty":
@@ -193,7 +213,7 @@ def in_child(work: Callable[[int], None]) -> tuple[int, int]:
 def candidates(state: Ledger, op: Op | None) -> list[Ledger]:
     """Return the states in which a store may be found: with the call under way, without it."""
     found = [state]
-    if op is None or op.kind == "flush":
+    if op is None or op.kind in ("flush", "dumps"):
         return found
     done = state.copy()
     done.apply(op)
@@ -207,6 +227,15 @@ def candidates(state: Ledger, op: Op | None) -> list[Ledger]:
             late.priorities = done.priorities
             late.max_priorities = done.max_priorities
     return found
+
+
+def snapshots(state: Ledger, op: Op | None) -> tuple[list[int], dict[int, Ledger]]:
+    """Return the snapshots that must be there while a call is under way, and all that may be."""
+    if op is None or op.kind != "dumps":
+        return [*state.versions], state.versions
+    done = state.copy()
+    done.apply(op)
+    return [number for number in state.versions if number in done.versions], state.versions | done.versions
 
 
 @dataclass(frozen=True)
@@ -223,6 +252,9 @@ class Look:
         index: Whether there is one.
         clean: Whether it had been closed.
         cut: Whether the power was cut.
+        need: Numbers of the snapshots that must be there.
+        known: What each holds that may be there.
+        current: The oldest that CURRENT may name.
     """
 
     path: Path
@@ -233,6 +265,9 @@ class Look:
     index: bool = False
     clean: bool = False
     cut: bool = False
+    need: Collection[int] = ()
+    known: Mapping[int, Ledger] = field(default_factory=dict)
+    current: int = 0
 
 
 def look_at(look: Look) -> Ledger | str:
@@ -252,6 +287,7 @@ def _check_and_go_on(look: Look) -> Ledger:
     expect(not look.clean or rb.recovered is None, f"it was closed, and yet: {rb.recovered!r}")
     state = matching(rb, look.states, cut=look.cut)
     check_sums(rb)
+    state.versions = check_versions(place_of(look.path), look.need, look.known, current=look.current)
     expect(
         float(np.float32(rb.storage.max_priority)) in [float(np.float32(p)) for p in state.max_priorities],
         f"largest priority {rb.storage.max_priority}, expected one of {state.max_priorities}",

@@ -86,8 +86,12 @@ class KillingDisk(Disk):
         _kill()
 
     def part_of(self, size: int) -> int | None:
-        """Return how much of a write is done before the end; None: all of it, and no end."""
-        return int(size * self.torn) if self.torn is not None and self.acts + 1 == self.at else None
+        """Return how much of a write is done before the end; None: all of it, and no end.
+
+        No machine tears an aligned word: it copies whole ones, and stops between pages.
+        """
+        cut = self.torn is not None and self.acts + 1 == self.at
+        return int(size * self.torn) // 8 * 8 if cut else None
 
     def open(self, path: Path, *, create: bool = False, write: bool = True) -> File:
         file = super().open(path, create=create, write=write)

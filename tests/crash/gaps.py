@@ -6,7 +6,6 @@ every gap between two of them is met. It never decides what must be there: the l
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import random
@@ -32,6 +31,7 @@ from children import (
     perform,
     read_lines,
     saying,
+    snapshots,
 )
 from disks import KillingDisk
 from ledger import Ledger, Op, Spec
@@ -46,6 +46,7 @@ FILED = Spec("filed", 24, 8, frame=64, lean=True, segment_bytes=4096, redo_bytes
 BARE = Spec("bare", 24, 0, frame=64, lean=True, tail=False)
 #: So many stores are checked by one process.
 TOGETHER = 8
+STORE = "run.exp"
 GROWING = Spec("growing", None, None, frame=64, lean=True, shard_rows=4096)
 
 
@@ -62,7 +63,7 @@ class Phase:
     must: str = "write"  # an act without which the phase is not what it says
     index: bool = False
     tooth: bool = False  # made to show a fault
-    stride: int = 1
+    stride: int = 2  # the short run meets every so-many-th act only, beside those that change names
 
 
 def _extend(count: int, source: str | None = None, lanes: int = 1) -> Op:
@@ -78,27 +79,27 @@ def _priority(first: int, last: int, value: float) -> Op:
     return Op("priority", ids=ids, priorities=np.full(ids.size, value, np.float32))
 
 
-FLUSH, EMPTY = Op("flush"), Op("empty")
+FLUSH, EMPTY, DUMPS, LOADS = Op("flush"), Op("empty"), Op("dumps"), Op("loads")
 FEW = [_extend(20, "a")]
 
 PHASES = (
     Phase("new store", LEAN, part="open", must="rename expstore.json"),
-    Phase("first extend", LEAN, ops=[_extend(5, "a")], must="rename columns", stride=3),
+    Phase("first extend", LEAN, ops=[_extend(5, "a")], must="rename columns", stride=5),
     Phase("extend", LEAN, FEW, [_extend(6, "a"), _extend(8), _priority(12, 20, 2.0), FLUSH]),
-    Phase("change", LEAN, [_extend(30)], [_change(8, 28, 1, 10), _extend(3), _change(12, 14, 2)], stride=2),
+    Phase("change", LEAN, [_extend(30)], [_change(8, 28, 1, 10), _extend(3), _change(12, 14, 2)], stride=3),
     Phase(
-        "long extend", LEAN, [_extend(24, "a")], [_extend(13, "a"), _extend(41, "a"), _extend(3)], stride=2
+        "long extend", LEAN, [_extend(24, "a")], [_extend(13, "a"), _extend(41, "a"), _extend(3)], stride=3
     ),
     Phase("empty", LEAN, FEW, [EMPTY, _extend(4, "a"), _extend(3, lanes=3)]),
     Phase("journal cut", NARROW, FEW, [*[_extend(1, "a")] * 5, FLUSH, _extend(2)], must="unlink"),
-    Phase("few rows", NARROW, FEW, [_extend(1), _extend(2), FLUSH, _extend(8, "a"), FLUSH], stride=2),
+    Phase("few rows", NARROW, FEW, [_extend(1), _extend(2), FLUSH, _extend(8, "a"), FLUSH], stride=3),
     Phase(
         "change in a file",
         FILED,
         [_extend(20)],
         [_change(2, 20, 1), _change(3, 9, 2), _extend(2), _change(5, 5, 3)],
         must="unlink",
-        stride=2,
+        stride=3,
     ),
     Phase("close", LEAN, FEW, [_extend(2), _change(3, 7, 1)], part="close"),
     Phase("open what was closed", LEAN, [*FEW, _extend(3)], part="open", closed=True, must="unlink 000001"),
@@ -112,6 +113,8 @@ PHASES = (
         must="write zarr.json",
     ),
     Phase("commit to the index", NARROW, FEW, [*[_extend(1)] * 5, FLUSH], must="unlink", index=True),
+    Phase("dumps", LEAN, [*FEW, DUMPS, _extend(9)], [*[DUMPS, _extend(4, "a")] * 3], stride=20, must="link"),
+    Phase("loads", LEAN, [*FEW, DUMPS, _extend(9)], [LOADS, _extend(4, "a")], stride=20, must="rename load"),
     Phase("extend without spare", BARE, [_extend(24)], [_extend(6)], tooth=True),
     Phase("change new rows", LEAN, FEW, [_extend(4), _change(20, 24, 1, 2)], tooth=True),
     Phase("close with an index", LEAN, FEW, [_extend(2)], part="close", index=True),
@@ -221,7 +224,7 @@ def enumerate_gaps(
         again: Share of the gaps after which the recovery, too, is killed somewhere.
         syncs: Whether syncs are acts of their own.
         stop: Whether the first failure is enough.
-        stride: Whether long phases are met at every third or fifth act only.
+        stride: Whether some of the acts of long phases are left out.
     """
     journaled.Keeper = NoKeeper  # type: ignore[assignment,misc]
     started = time.monotonic()
@@ -246,28 +249,45 @@ class _Run:
     looks: list[tuple[str, Look]] = field(default_factory=list)
 
     def enumerate(self, phase: Phase) -> None:
-        """Kill at act 1, 2, 3 ... of a phase until there is no such act."""
+        """Kill at act 1, 2, 3 ... of a phase."""
         fit_constants(phase.spec)
         model = self.folder / "model"
-        state = _prepare(phase, model)
-        trace: list[str] | None = None
-        acts = itertools.count(1, 2 * phase.stride - 1 if self.stride else 1)
-        while trace is None and len(self.report.failures) <= (0 if self.stop else 20):
-            at = next(acts)
-            for cut in self._cuts():
-                path = self.folder / f"store-{at}-{cut}"
-                if model.exists():
-                    _copy(model, path)
-                trace = self._kill(phase, path, state, at, cut)
-                if trace is not None:
-                    shutil.rmtree(path)
-                    break
-            if len(self.looks) >= TOGETHER or trace is not None:
-                self.look()
-        shutil.rmtree(model, ignore_errors=True)
-        self.report.gaps[phase.name] = at - 1
-        if trace is not None and not any(act.startswith(phase.must) for act in trace):
+        model.mkdir()
+        state = _prepare(phase, model / STORE)
+        trace = self._trace(phase, model, state)
+        self.report.gaps[phase.name] = len(trace)
+        if not any(act.startswith(phase.must) for act in trace):
             self.report.failures.append(f"{phase.name} never came to {phase.must}: {Counter(trace)}")
+        step = phase.stride if self.stride else 1
+        for at in range(1, len(trace) + 1):
+            if (at - 1) % step and not trace[at - 1].startswith(("rename", "unlink")):
+                continue
+            for cut in self._cuts():
+                base = self.folder / f"{at}-{cut}"
+                _copy(model, base)
+                self._kill(phase, base / STORE, state, at, cut)
+            if len(self.looks) >= TOGETHER:
+                self.look()
+            if len(self.report.failures) > (0 if self.stop else 20):
+                break
+        self.look()
+        shutil.rmtree(model)
+
+    def _trace(self, phase: Phase, model: Path, state: Ledger) -> list[str]:
+        """Return all acts of a phase, in their order."""
+        base = self.folder / "whole"
+        _copy(model, base)
+        disk = KillingDisk(in_turn=True, syncs=self.syncs)
+        pid, pipe = in_child(lambda out: _live(phase, base / STORE, state, phase.ops, disk, out, 0))
+        lines = read_lines(pipe, lambda _: None, pid)
+        shutil.rmtree(base)
+        try:
+            outcome(lines, state, phase.ops)
+        except Wrong as exc:
+            self.report.failures.append(f"{phase.name}: {exc}")
+            return []
+        trace: list[str] = json.loads(lines[-1].removeprefix("done "))
+        return trace
 
     def _cuts(self) -> list[float | None]:
         """Return how far the write at an act gets each time; None: not begun."""
@@ -275,8 +295,8 @@ class _Run:
             return [None, self.chance.random()]
         return [self.chance.random() if self.torn == "half" and self.chance.random() < 0.5 else None]
 
-    def _kill(self, phase: Phase, path: Path, state: Ledger, at: int, cut: float | None) -> list[str] | None:
-        """Kill at one act; return all acts if there is no such act any more."""
+    def _kill(self, phase: Phase, path: Path, state: Ledger, at: int, cut: float | None) -> None:
+        """Kill at one act."""
         label = f"{phase.name}, act {at}, cut {cut}"
         disk = KillingDisk(torn=cut, in_turn=True, syncs=self.syncs)
         pid, pipe = in_child(lambda out: _live(phase, path, state, phase.ops, disk, out, at))
@@ -285,17 +305,24 @@ class _Run:
             ended, op, where = outcome(lines, state, phase.ops)
         except Wrong as exc:
             self.report.failures.append(f"{label}: {exc}")
-            return []
-        if lines and lines[-1].startswith("done"):
-            trace: list[str] = json.loads(lines[-1][5:])
-            return trace
+            return
         self.report.count(where)
         if self.chance.random() < self.again:
             _open_and_die(phase, path, self.chance.randrange(1, 40))
         leave = self.chance.choice(["reopen", "kill"])
         ops = [_extend(3, "a"), _extend(2)]
-        self.looks.append((label, Look(path, candidates(ended, op), ops, sql=phase.index, leave=leave)))
-        return None
+        need, known = snapshots(ended, op)
+        look = Look(
+            path,
+            candidates(ended, op),
+            ops,
+            sql=phase.index,
+            leave=leave,
+            need=need,
+            known=known,
+            current=max(ended.versions, default=0),
+        )
+        self.looks.append((label, look))
 
     def look(self) -> None:
         """Check the stores that were killed, all in one process: it has opened none of them before."""
@@ -304,5 +331,5 @@ class _Run:
             if isinstance(found, str):
                 self.report.failures.append(f"{label}: {found}")
         for look in looks:
-            shutil.rmtree(look.path, ignore_errors=True)
+            shutil.rmtree(look.path.parent)
         self.looks.clear()

@@ -154,6 +154,12 @@ TEETH = {
     "sync mode without sync": Tooth(
         "sync mode without sync", lambda at: power_cuts(120, 1, at, names=["synced"], stop=True)
     ),
+    "snapshot without sync": Tooth(
+        "snapshot without sync", lambda at: power_cuts(120, 1, at, names=["dumped"], stop=True)
+    ),
+    "loads without sync": Tooth(
+        "loads without sync", lambda at: power_cuts(240, 1, at, names=["dumped"], stop=True)
+    ),
     "recovery without sync": Tooth("recovery without sync", lambda at: power_cuts(360, 1, at, stop=True)),
 }
 

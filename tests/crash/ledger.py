@@ -41,6 +41,7 @@ class Spec:
     overlong: bool = True  # batches longer than the spare, and than the ring, are among them
     lean: bool = False  # three fields only
     durability: Literal["process", "sync"] = "process"
+    dumped: bool = False  # snapshots are made of it
     tail: bool = True  # whether few small rows ride in the journal
 
 
@@ -114,6 +115,11 @@ def batch(spec: Spec, op: Op, ids: Ints) -> TensorDict:
     return data
 
 
+_ARRAYS = ("version", "origin", "episode", "step")
+#: So many snapshots are kept.
+KEEP = 3
+
+
 # -- the ledger ------------------------------------------------------------------------------------------
 
 
@@ -145,11 +151,13 @@ class Ledger:
     open: dict[str, int] = field(default_factory=dict)
     episodes: dict[int, Episode] = field(default_factory=dict)
     version: Ints = field(default_factory=lambda: np.zeros(1, np.int64))
+    origin: Ints = field(default_factory=lambda: np.zeros(1, np.int64))  # the id that a row was made for
     episode: Ints = field(default_factory=lambda: np.zeros(1, np.int64))
     step: Ints = field(default_factory=lambda: np.zeros(1, np.int64))
     # What a row's priority may be after a kill: what it was when last brought to disk, or any later one.
     priorities: dict[int, list[float]] = field(default_factory=dict)
     max_priorities: list[float] = field(default_factory=lambda: [1.0])
+    versions: dict[int, Ledger] = field(default_factory=dict)  # snapshots by number
 
     def copy(self) -> Ledger:
         """Return a ledger that goes its own way."""
@@ -158,7 +166,8 @@ class Ledger:
         twin.episodes = {number: copy.copy(held) for number, held in self.episodes.items()}
         twin.priorities = {i: held.copy() for i, held in self.priorities.items()}
         twin.max_priorities = self.max_priorities.copy()
-        for name in ("version", "episode", "step"):
+        twin.versions = dict(self.versions)
+        for name in _ARRAYS:
             setattr(twin, name, getattr(self, name).copy())
         return twin
 
@@ -174,7 +183,7 @@ class Ledger:
         return np.arange(self.low + 1, self.last + 1, dtype=np.int64)
 
     def _grow(self, last: int) -> None:
-        for name in ("version", "episode", "step"):
+        for name in _ARRAYS:
             old = getattr(self, name)
             if old.size <= last:
                 new = np.zeros(max(2 * old.size, last + 1), np.int64)
@@ -200,6 +209,7 @@ class Ledger:
         ids = np.arange(self.last + 1, self.last + op.count + 1, dtype=np.int64)
         self.retire_for(op)
         self._grow(int(ids[-1]))
+        self.origin[ids] = ids
         terminated, truncated = _ends(ids)
         rewards = _rewards(ids, np.zeros_like(ids))
         if self.spec.lean:  # "done" alone is an end, and nothing is a reward
@@ -234,6 +244,7 @@ class Ledger:
 
     def _change(self, op: Op) -> None:
         self.version[op.ids] = op.version
+        self.origin[op.ids] = op.ids
 
     def _empty(self, op: Op) -> None:
         if self.ids.size:
@@ -263,6 +274,45 @@ class Ledger:
 
     def _tick(self, op: Op) -> None:
         """What the background thread does ten times a second."""
+
+    def _dumps(self, op: Op) -> None:
+        kept = self.copy()
+        kept.versions = {}
+        kept.priorities = {i: held[-1:] for i, held in self.priorities.items()}
+        kept.max_priorities = [self.max_priority]
+        number = max(self.versions, default=0) + 1
+        self.versions = dict([*self.versions.items(), (number, kept)][-KEEP:])
+
+    def _loads(self, op: Op) -> None:
+        """Take over the newest version: its rows and episodes get numbers above all that were given."""
+        kept = self.versions[max(self.versions)].copy()
+        capacity = self.spec.capacity
+        low, former = kept.low, self.last
+        shift = max(former, kept.last) - low
+        if capacity is not None:
+            if former:
+                shift = max(shift, former + capacity + self.spare - kept.last)
+            shift = -(-shift // capacity) * capacity
+        episodes = max(self.next_episode, kept.next_episode) - 1
+        ids = kept.ids
+        old = {name: getattr(kept, name)[ids] for name in _ARRAYS}
+        kept._grow(kept.last + shift)
+        for name in _ARRAYS:
+            getattr(kept, name)[ids + shift] = old[name]
+        kept.episode[ids + shift] += episodes
+        kept.priorities = {i + shift: kept.priorities[i] for i in ids.tolist()}
+        for held in kept.episodes.values():
+            held.last_id += shift
+        kept.episodes = {n + episodes: held for n, held in kept.episodes.items()}
+        kept.open = {name: n + episodes for name, n in kept.open.items()}
+        kept.last += shift
+        kept.retired = low + shift
+        kept.next_episode += episodes
+        kept.noted_draw = kept.draw
+        kept.handle = self.handle
+        kept.versions = self.versions
+        kept.reopen()
+        vars(self).update(vars(kept))
 
     def reopen(self) -> None:
         """Open episodes that nobody can go on with are over."""
@@ -301,7 +351,7 @@ def plan(ledger: Ledger, rng: np.random.Generator, count: int, *, weights: Mappi
 def _next(state: Ledger, rng: np.random.Generator, weights: Mapping[str, float]) -> Op:
     ids = state.ids
     kind = rng.choice(list(weights), p=np.array(list(weights.values())) / sum(weights.values()))
-    if kind == "extend" or not ids.size:
+    if kind == "extend" or not ids.size or (kind == "loads" and not state.versions):
         return _next_extend(state, rng)
     if kind == "change":
         some = ids[rng.random(ids.size) < rng.choice([0.01, 0.2])]

@@ -23,6 +23,7 @@ from typing import Any
 
 import ledger as facts
 import numpy as np
+from checks import check_versions
 from children import (
     Look,
     Report,
@@ -35,6 +36,8 @@ from children import (
     new_ledger,
     open_store,
     perform,
+    place_of,
+    snapshots,
 )
 from disks import machine
 from gaps import NoKeeper
@@ -49,21 +52,24 @@ __all__ = ["POWER_SPECS", "power_cuts"]
 POWER_SPECS = {
     spec.name: spec
     for spec in (
-        Spec("small", 60, 20, frame=64, segment_bytes=4096, longest=20),
         Spec("lean", 24, 8, frame=64, segment_bytes=4096, longest=12, lean=True),
         Spec("deep", 20, 60, frame=64, segment_bytes=4096, longest=30, overlong=False, lean=True),
         Spec("filed", 60, 20, frame=64, segment_bytes=4096, longest=20, redo_bytes=1, lean=True),
         Spec("wide", 60, 20, frame=3000, segment_bytes=4096, longest=30),
+        Spec("small", 60, 20, frame=64, segment_bytes=4096, longest=20),
         Spec("synced", 60, 20, frame=64, segment_bytes=4096, longest=20, durability="sync"),
-        Spec("endless", None, 500, frame=64, segment_bytes=8192, shard_rows=4096, longest=700, lean=True),
+        Spec("dumped", 60, 20, frame=64, segment_bytes=4096, longest=20, lean=True, dumped=True),
+        Spec("endless", None, 120, frame=64, segment_bytes=8192, shard_rows=4096, longest=160, lean=True),
     )
 }
 #: What is done in a life, and how often: see ledger.KINDS.
 WEIGHTS = {"extend": 10, "change": 2, "priority": 1, "sample": 1, "flush": 1, "empty": 0.2, "tick": 1}
-ROUND_STATES = 60
+ROUND_STATES = 40
+#: Of so many disks the opening is cut, too.
+CUT_AGAIN = 5
 #: So many disks are checked by one process.
 TOGETHER = 15
-#: Every so many-th round has an index.
+#: Every so-many-th round has an index.
 INDEXED = 5
 
 
@@ -75,6 +81,9 @@ class Job:
     states: list[Ledger]
     ops: Sequence[Op]
     tree: Tree = field(default_factory=dict)
+    need: list[int] = field(default_factory=list)  # snapshots that are there
+    known: dict[int, Ledger] = field(default_factory=dict)  # what is in each that may be
+    current: int = 0  # the oldest that CURRENT may name
     boot: int = 0
     index: bool = False
     free: bool = False  # the background thread runs, as it likes
@@ -105,6 +114,9 @@ class State:
     tree: Tree
     states: list[Ledger]
     newest: Ledger  # with all that had returned
+    need: list[int]  # snapshots that must be there
+    known: dict[int, Ledger]  # and what is in each that may be
+    current: int  # the oldest that CURRENT may name
     opening: bool  # the power was cut while the store was opened again
     clean: bool  # it had been closed
 
@@ -132,6 +144,7 @@ def _live(job: Job, disk: RecordingDisk, taken: Taken) -> None:
     rb = open_store(job.spec, taken.base / "run.exp", disk, index=job.index)
     kept = rb.storage
     state = matching(rb, job.states, cut=True)
+    state.versions = check_versions(place_of(kept.path), job.need, job.known, current=job.current)
     state.max_priority = kept.max_priority
     state.max_priorities = [state.max_priority]
     taken.found = state.copy()
@@ -204,6 +217,8 @@ def cuts(job: Job, taken: Taken, chance: random.Random, count: int, label: str) 
             platter.choose(chance),
             history.states(),
             history.newest.copy(),
+            *history.versions(),
+            history.current,
             opening=job.again and not history.opened,
             clean=history.where == "closed",
         )
@@ -223,6 +238,7 @@ class _History:
             then.apply(op)
             self._ledgers.append(then)
         self._acked = self._floor = 0
+        self.current = job.current
 
     def hear(self, word: str) -> None:
         """Take a word of the child."""
@@ -233,7 +249,9 @@ class _History:
             op, before = self._job.ops[self._acked], self._ledgers[self._acked]
             self._acked += 1
             self.newest = self._ledgers[self._acked]
-            lasting = op.kind in ("flush", "change", "empty") or before.copy().retire_for(op)
+            lasting = op.kind in ("flush", "change", "empty", "loads") or before.copy().retire_for(op)
+            if op.kind == "dumps":
+                self.current = max(self.newest.versions)
             if lasting or (op.kind == "extend" and self._job.spec.durability == "sync"):
                 self._floor = self._acked
         elif word.startswith("floor "):
@@ -245,8 +263,7 @@ class _History:
         """Return the states that a power cut may leave, the newest first."""
         if not self.opened:
             return [state.copy() for state in self._job.states]
-        op = self._job.ops[self._acked] if self.where == "about" or self._in_call else None
-        states = candidates(self.newest.copy(), op)
+        states = candidates(self.newest.copy(), self._op)
         states += [then.copy() for then in self._ledgers[self._floor : self._acked][::-1]]
         for then in states:
             # Priorities have no promise before a flush, and may be ahead of the rows.
@@ -254,6 +271,17 @@ class _History:
                 then.priorities[i] = sorted({*held, *states[0].priorities.get(i, ())})
             then.max_priorities = sorted({*then.max_priorities, *states[0].max_priorities})
         return states
+
+    def versions(self) -> tuple[list[int], dict[int, Ledger]]:
+        """Return the snapshots that must be there, and all that may be."""
+        if not self.opened:
+            return self._job.need, self._job.known
+        return snapshots(self.newest, self._op)
+
+    @property
+    def _op(self) -> Op | None:
+        """The call under way."""
+        return self._job.ops[self._acked] if self.where == "about" or self._in_call else None
 
     @property
     def _in_call(self) -> bool:
@@ -280,6 +308,9 @@ def _check(states: Sequence[State], folder: Path, *, boot: int, seed: int, sql: 
             leave="close",
             clean=state.clean,
             cut=True,
+            need=state.need,
+            known=state.known,
+            current=state.current,
         )
         result = look_at(look)
         if isinstance(result, Ledger):
@@ -346,7 +377,7 @@ def _round(spec: Spec, number: int, seed: int, folder: Path, report: Report, fre
     new = new_ledger(spec)
     after = new.copy()
     after.reopen()
-    weights = WEIGHTS | ({"sql": 1} if index else {})
+    weights = WEIGHTS | ({"sql": 1} if index else {}) | ({"dumps": 3, "loads": 3} if spec.dumped else {})
     job = Job(
         spec,
         [new],
@@ -363,15 +394,18 @@ def _round(spec: Spec, number: int, seed: int, folder: Path, report: Report, fre
         Job(
             spec,
             state.states,
-            facts.extends(state.newest, rng, 2),
+            [*facts.extends(state.newest, rng, 2), *([Op("dumps")] if spec.dumped else [])],
             tree=state.tree,
+            need=state.need,
+            known=state.known,
+            current=state.current,
             boot=1,
             index=index,
             close=chance.random() < 0.3,
         )
-        for state in chance.sample(cut, min(6, len(cut)))
+        for state in chance.sample(cut, min(CUT_AGAIN, len(cut)))
     ]
-    run.life(later, [ROUND_STATES // 12] * len(later))
+    run.life(later, [ROUND_STATES // 2 // CUT_AGAIN] * len(later))
     shutil.rmtree(run.folder)
 
 

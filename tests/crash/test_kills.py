@@ -17,7 +17,7 @@ pytestmark = pytest.mark.timeout(600)  # the first test waits for the whole run
 
 
 @pytest.fixture(scope="module")
-def reports(harness: Callable[[list[list[str]]], Reports]) -> Reports:
+def reports(harness: Callable[..., Reports]) -> Reports:
     """What the short run found; two processes share the work."""
     return harness([["quick"], ["random", "--kills", "36"]])
 
@@ -27,17 +27,16 @@ def _failures(report: dict[str, Any]) -> str:
 
 
 def test_kill_in_every_gap(reports: Reports) -> None:
-    """Gaps between two acts on files: opening, first columns, extends, `[]=`, flush, journal cut, close.
+    """Gaps between two acts on files: opening, extends, `[]=`, flush, journal cut, close, dumps, loads.
 
-    Long phases are met at every third or fifth act here, at every act (and in the middle of every write,
-    and at every sync) in the long run. Some recoveries are killed, too.
+    Every change of a name is met here, and every second or fifth of the other acts; in the long run every
+    act, syncs included, and the middle of every write. Some recoveries are killed, too.
     """
     report = reports["quick"]
     assert not report["failures"], _failures(report)
     assert report["kills"] >= 120
     wanted = {"new store", "first extend", "extend", "change", "long extend", "journal cut", "close"}
-    assert wanted < report["gaps"].keys()
-    assert min(report["gaps"].values()) > 5
+    assert wanted | {"dumps", "loads"} < report["gaps"].keys()
     assert {"open", "extend", "change", "empty", "flush", "closing"} <= report["inside"].keys()
 
 

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.timeout(600)  # the first test waits for the whole run
 
 
 @pytest.fixture(scope="module")
-def reports(harness: Callable[[list[list[str]]], Reports]) -> Reports:
+def reports(harness: Callable[..., Reports]) -> Reports:
     """What was found with each fault: fault -> report."""
     return harness([["teeth"]])
 
@@ -41,6 +41,8 @@ def test_kills_find(reports: Reports, fault: str) -> None:
         "mark over half a change",
         "recovery without sync",
         "sync mode without sync",
+        "snapshot without sync",
+        "loads without sync",
     ],
 )
 def test_power_cuts_find(reports: Reports, fault: str) -> None:

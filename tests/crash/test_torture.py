@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 Reports = dict[str, dict[str, Any]]
-Harness = Callable[[list[list[str]]], Reports]
+Harness = Callable[..., Reports]
 
 SEED = os.environ.get("SEED", "20260101")
 
@@ -27,7 +27,8 @@ def _judge(report: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_thousand_kills(harness: Harness, capsys: pytest.CaptureFixture[str]) -> None:
-    report = harness([["random", "--kills", "1000", "--seed", SEED, "--plain", "0.3"]])["random"]
+    arguments = ["random", "--kills", "1000", "--seed", SEED, "--plain", "0.3"]
+    report = harness([arguments], memory=False)["random"]
     _judge(report, capsys)
     assert report["kills"] >= 1000
     assert report["inside"]["extend"] * 3 >= report["kills"]
