@@ -12,7 +12,6 @@ import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from enum import StrEnum
 from pathlib import Path
 from types import FrameType
@@ -20,9 +19,17 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 
 import typer
 
-from expstore import __version__, cli_checks
+from expstore import __version__, cli_checks, cli_snapshots
 from expstore.cli_codes import DAMAGED, FAILED, INTERRUPTED, LOCKED, USAGE
-from expstore.cli_print import print_csv, print_json, print_rows, print_table
+from expstore.cli_print import (
+    iso_text,
+    local_text,
+    print_csv,
+    print_json,
+    print_rows,
+    print_table,
+    size_text,
+)
 from expstore.errors import (
     CorruptionError,
     ExpStoreError,
@@ -321,8 +328,8 @@ def _facts(path: Path) -> dict[str, Any]:
         "capacity": manifest.capacity,
         "written": found.written,
         "generation": manifest.generation,
-        "created": _iso(manifest.created),
-        "last_write": _iso(found.last_write),
+        "created": iso_text(manifest.created),
+        "last_write": iso_text(found.last_write),
         "disk_bytes": disk.used(path),
         "free_bytes": disk.free(path),
         "row_bytes": sum(entry.row_bytes for entry in (*fields, *ROW_FIELDS)) if fields else None,
@@ -336,7 +343,7 @@ def _facts(path: Path) -> dict[str, Any]:
             for entry in fields
         ],
         "episodes": found.episodes,
-        "open_in": writer and {"pid": writer.pid, "host": writer.host, "since": _iso(writer.since)},
+        "open_in": writer and {"pid": writer.pid, "host": writer.host, "since": iso_text(writer.since)},
         "unclean_stop": found.unclean,
         "storage": manifest.storage,
         "uuid": manifest.uuid,
@@ -348,7 +355,7 @@ def _show_facts(facts: dict[str, Any]) -> None:
     room = "unbounded" if facts["capacity"] is None else f"capacity {facts['capacity']:,}"
     writer = facts["open_in"]
     if writer:
-        state = f"open in process {writer['pid']} on {writer['host']} since {_local(writer['since'])}"
+        state = f"open in process {writer['pid']} on {writer['host']} since {local_text(writer['since'])}"
     elif facts["unclean_stop"]:
         state = "closed by nobody: the last writer was stopped, opening it recovers"
     else:
@@ -357,10 +364,10 @@ def _show_facts(facts: dict[str, Any]) -> None:
         "rows": f"{facts['rows']:,} ({room}), {facts['written']:,} written in all",
         "episodes": ", ".join(f"{count:,} {status}" for status, count in facts["episodes"].items()),
         "state": state,
-        "created": f"{_local(facts['created'])}, generation {facts['generation']}",
-        "last write": _local(facts["last_write"]) if facts["last_write"] else "never",
-        "on disk": f"{_size(facts['disk_bytes'])}, {_size(facts['free_bytes'])} free",
-        "per row": "no fields yet" if facts["row_bytes"] is None else _size(facts["row_bytes"]),
+        "created": f"{local_text(facts['created'])}, generation {facts['generation']}",
+        "last write": local_text(facts["last_write"]) if facts["last_write"] else "never",
+        "on disk": f"{size_text(facts['disk_bytes'])}, {size_text(facts['free_bytes'])} free",
+        "per row": "no fields yet" if facts["row_bytes"] is None else size_text(facts["row_bytes"]),
     }
     if facts["meta"]:
         lines["meta"] = json.dumps(facts["meta"])
@@ -370,21 +377,6 @@ def _show_facts(facts: dict[str, Any]) -> None:
     if facts["fields"]:
         rows = [(f["name"], f["dtype"], f["shape"], f["row_bytes"]) for f in facts["fields"]]
         print_table(["field", "dtype", "shape", "bytes per row"], rows)
-
-
-def _size(count: int) -> str:
-    size, units = float(count), ["bytes", "kB", "MB", "GB", "TB"]
-    while size >= 1000 and len(units) > 1:
-        size, units = size / 1000, units[1:]
-    return f"{size:.3g} {units[0]}" if size < 1000 else f"{size:,.0f} {units[0]}"
-
-
-def _iso(seconds: float | None) -> str | None:
-    return None if seconds is None else datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")
-
-
-def _local(text: str | None) -> str:
-    return f"{datetime.fromisoformat(text).astimezone():%Y-%m-%d %H:%M:%S}" if text else "an unknown time"
 
 
 # -- verify ----------------------------------------------------------------------------------------
@@ -440,3 +432,10 @@ def sql(
         if more and limit is None:
             typer.echo(f"there are more than {most} rows; --limit N shows more, --csv all", err=True)
     return 0
+
+
+# -- versions --------------------------------------------------------------------------------------
+
+app.command(epilog="What has not changed since the version before is shared with it.")(cli_snapshots.dumps)
+app.command(epilog="After any crash the store holds its former rows or the version's.")(cli_snapshots.loads)
+app.command(epilog="Of a store, those that were made inside it with a tag.")(cli_snapshots.versions)

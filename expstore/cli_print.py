@@ -9,6 +9,7 @@ import json
 import math
 import sys
 from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -16,7 +17,15 @@ import typer
 if TYPE_CHECKING:
     from expstore.result import Result
 
-__all__ = ["print_csv", "print_json", "print_rows", "print_table"]
+__all__ = [
+    "iso_text",
+    "local_text",
+    "print_csv",
+    "print_json",
+    "print_rows",
+    "print_table",
+    "size_text",
+]
 
 CELL = 60
 LIST_ITEMS = 3
@@ -147,3 +156,21 @@ def _print_rich(
     console.print(table)
     if fitting < len(head):
         typer.echo(f"too narrow for {', '.join(head[fitting:])}; name the columns you want", err=True)
+
+
+def size_text(count: int) -> str:
+    """Return a number of bytes for eyes."""
+    size, units = float(count), ["bytes", "kB", "MB", "GB", "TB"]
+    while size >= 1000 and len(units) > 1:
+        size, units = size / 1000, units[1:]
+    return f"{size:.3g} {units[0]}" if size < 1000 else f"{size:,.0f} {units[0]}"
+
+
+def iso_text(seconds: float | None) -> str | None:
+    """Return a time, seconds since 1970, for programs."""
+    return None if seconds is None else datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")
+
+
+def local_text(text: str | None) -> str:
+    """Return a time that `iso_text` made, for eyes."""
+    return f"{datetime.fromisoformat(text).astimezone():%Y-%m-%d %H:%M:%S}" if text else "an unknown time"

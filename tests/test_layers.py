@@ -34,7 +34,7 @@ LINES: tuple[tuple[str, str], ...] = (
     ("6", "door"),
     ("7", "collectors datasets exchange trainers"),
     ("8", "api testing"),
-    ("9", "cli cli_checks cli_codes cli_print cli_query __main__"),
+    ("9", "cli cli_checks cli_codes cli_print cli_query cli_snapshots __main__"),
 )
 
 #: (importer, imported) on one line, as patterns. Whatever is not here is a sideways import.
@@ -104,15 +104,18 @@ ALLOWED_SIDEWAYS: tuple[tuple[str, str], ...] = (
     ("storages.checksums", "storages.columns"),
     ("storages.base", "storages.hold"),
     ("storages.base", "storages.keys"),
+    ("storages.frozen", "storages.folder"),
     ("storages.frozen", "storages.hold"),
     ("storages.loading", "storages.checksums"),
     ("storages.loading", "storages.columns"),
     ("storages.loading", "storages.columnwriter"),
     ("storages.loading", "storages.folder"),
+    ("storages.loading", "storages.frozen"),
     ("storages.settings", "storages.folder"),
     ("storages.settings", "storages.loading"),
     ("storages.journaled", "storages.columns"),
     ("storages.journaled", "storages.folder"),
+    ("storages.journaled", "storages.frozen"),
     ("storages.journaled", "storages.loading"),
     ("storages.journaled", "storages.keeper"),
     ("storages.journaled", "storages.synced"),
@@ -142,6 +145,8 @@ ALLOWED_SIDEWAYS: tuple[tuple[str, str], ...] = (
     ("cli_checks", "cli_codes"),
     ("cli_checks", "cli_print"),
     ("cli", "cli_query"),
+    ("cli", "cli_snapshots"),
+    ("cli_snapshots", "cli_print"),
     ("__main__", "cli"),
 )
 

@@ -21,7 +21,6 @@ from expstore.episodelog import LogEntry
 from expstore.episodes import Assignment, EpisodeTable
 from expstore.errors import NotFoundError, PriorityError, SchemaError, StateError
 from expstore.files import Disk
-from expstore.manifest import Manifest
 from expstore.schema import Field, Schema
 from expstore.storages.hold import Hold
 from expstore.storages.keys import REWARD, Keys, find_keys
@@ -462,32 +461,6 @@ class Storage(ABC):
     def log_bytes(self) -> bytes:
         """Return the same as episodes.log keeps it."""
         return b"".join(entry.pack() for entry in self.log_entries())
-
-    def to_base(self) -> dict[str, Any]:
-        """Return what a journal's base record keeps of the present state."""
-        return {
-            "content": self.content,
-            "last": self.last,
-            "retired": self.retired,
-            "draw": self._draw,
-            "max_priority": self.max_priority,
-            "write_count": self.write_count,
-            "episodes": self.episodes.to_base(),
-        }
-
-    def to_manifest(self) -> Manifest:
-        """Return what expstore.json says, or would say if the rows were on disk."""
-        return Manifest(
-            uuid=self.uuid,
-            generation=self.content[0],
-            storage="zarr",
-            capacity=self.capacity,
-            spare=self.spare,
-            seed=self.seed,
-            created=time.time(),
-            schema=self.schema,
-            flatten=self.flatten,
-        )
 
     def block_sums(self) -> Array | None:
         """Return what tells blocks of slots that have changed from others; None: nothing does."""

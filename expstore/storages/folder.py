@@ -56,10 +56,6 @@ class FolderStorage(Storage):
         """Return the user's own facts."""
         return dict(self.manifest.meta)
 
-    def to_manifest(self) -> Manifest:
-        """Return what expstore.json says."""
-        return self.manifest
-
     def facts(self) -> dict[str, Any]:
         """Return what the relation `meta` shows."""
         manifest = self.manifest

@@ -6,6 +6,7 @@ from being overwritten until whoever copies says that they are done.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,10 +18,11 @@ from expstore.fragments import clip
 from expstore.manifest import Manifest
 from expstore.schema import Field
 from expstore.storages.base import ROW_FIELDS, Storage
+from expstore.storages.folder import FolderStorage
 from expstore.storages.hold import Hold
 from expstore.types import Array, Window
 
-__all__ = ["Frozen", "frozen"]
+__all__ = ["Frozen", "base_of", "frozen", "manifest_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,36 @@ class Frozen:
         return () if schema is None else (*schema.fields, *ROW_FIELDS)
 
 
+def base_of(storage: Storage) -> dict[str, Any]:
+    """Return what a journal's base record keeps of a storage's present state."""
+    return {
+        "content": storage.content,
+        "last": storage.last,
+        "retired": storage.retired,
+        "draw": storage.draw,
+        "max_priority": storage.max_priority,
+        "write_count": storage.write_count,
+        "episodes": storage.episodes.to_base(),
+    }
+
+
+def manifest_of(storage: Storage) -> Manifest:
+    """Return what a storage's expstore.json says, or would say if it had one."""
+    if isinstance(storage, FolderStorage):
+        return storage.manifest
+    return Manifest(
+        uuid=storage.uuid,
+        generation=storage.content[0],
+        storage="zarr",
+        capacity=storage.capacity,
+        spare=storage.spare,
+        seed=storage.seed,
+        created=time.time(),
+        schema=storage.schema,
+        flatten=storage.flatten,
+    )
+
+
 @contextmanager
 def frozen(storage: Storage) -> Iterator[Frozen]:
     """Keep a storage's rows as they are, for the block's length.
@@ -86,8 +118,8 @@ def _freeze(storage: Storage) -> Frozen:
         columns[-1] = [part.copy() for part in columns[-1]]  # priorities may be set while rows are copied
     live = clip(storage.episodes.fragments.rows, window.low)
     return Frozen(
-        manifest=storage.to_manifest(),
-        base=storage.to_base(),
+        manifest=manifest_of(storage),
+        base=base_of(storage),
         window=window,
         pieces=storage.pieces(window.low + 1, window.size),
         columns=columns,

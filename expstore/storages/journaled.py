@@ -33,6 +33,7 @@ from expstore.state import PAGE, StatePage
 from expstore.storages.base import Rows
 from expstore.storages.columnwriter import WritableColumns
 from expstore.storages.folder import JOURNAL, LOG, REDO, STATE
+from expstore.storages.frozen import base_of
 from expstore.storages.keeper import Keeper
 from expstore.storages.loading import finish_load
 from expstore.storages.records import Publish, Redo, shelve_body
@@ -196,7 +197,7 @@ class JournaledStorage(SyncedStorage):
 
     def _base(self, *, opening: bool) -> dict[str, object]:
         """Return what a base record keeps."""
-        return self.to_base() | {
+        return base_of(self) | {
             "opening": opening,
             "generation": self.manifest.generation,
             "log_length": self._log.length,

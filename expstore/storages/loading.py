@@ -27,6 +27,7 @@ from expstore.storages.checksums import CHECKSUMS, Checksums, blocks_of
 from expstore.storages.columns import ColumnGroup
 from expstore.storages.columnwriter import WritableColumns
 from expstore.storages.folder import COLUMNS, JOURNAL, LOG
+from expstore.storages.frozen import manifest_of
 from expstore.types import Array, key_name
 
 __all__ = ["Arrival", "Content", "build_load", "commit_load", "finish_load", "read_content"]
@@ -116,7 +117,7 @@ class Arrival:
 
     def __init__(self, content: Content, storage: Storage) -> None:
         self.content = content
-        base, own = content.base, storage.to_manifest()
+        base, own = content.base, manifest_of(storage)
         schema = _fit(content.manifest.schema, storage.schema, content.folder)
         spare = own.spare
         if storage.schema is None and schema is not None:
