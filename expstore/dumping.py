@@ -240,7 +240,10 @@ class _Copy:
         self.length = max(1, self.shards) * self.rows if slots is None else slots
         fits = former is not None and former.layout.rows == self.rows and former.layout.separator == SEPARATOR
         self.former = former if fits else None
-        self.footers = [shard_footer(self.rows, entry.row_bytes) for entry in self.fields]
+        self._widths = [entry.row_bytes for entry in self.fields]
+        self.footers = [shard_footer(self.rows, width) for width in self._widths]
+        #: Length of a shard file, per column.
+        self._sizes = [self.rows * w + len(f) for w, f in zip(self._widths, self.footers, strict=True)]
         blocks = self.shards * self.rows // BLOCK_ROWS
         #: A checksum per column, but for priority, and block.
         self.sums = np.zeros(blocks, entry_dtype(max(0, len(self.fields) - 1)))
@@ -251,7 +254,7 @@ class _Copy:
         if not self.fields:
             return
         self._make_arrays()
-        unchanged = self._unchanged()
+        linked = self._link_unchanged()
         start = state.pieces[0][0]
         first = start // self.rows
         ahead = (state.manifest.slots or 0) - start
@@ -259,7 +262,9 @@ class _Copy:
             passed = shard * self.rows + (ahead if shard < first else -start)
             if passed > 0:
                 state.hold.move(state.window.low + 1 + passed)
-            self._copy_shard(shard, linked=unchanged[shard])
+            for place in range(len(self.fields)):
+                if not linked[place, shard]:
+                    self._write_shard(place, shard)
         state.hold.move(0)
         stamp = state.base["content"]
         for entry in self.sums:
@@ -312,30 +317,37 @@ class _Copy:
             if low < high:
                 yield low - slot, rows[low - start : high - start]
 
-    def _copy_shard(self, shard: int, *, linked: bool) -> None:
-        former, last = self.former, len(self.fields) - 1
-        blocks = slice(shard * self.rows // BLOCK_ROWS, (shard + 1) * self.rows // BLOCK_ROWS)
-        if linked and former is not None:
-            self.sums["sums"][blocks] = former.sums["sums"][blocks]
+    def _link_unchanged(self) -> BoolArray:
+        """Link what the version before has already; say which. Shape `(columns, shards)`."""
+        former, done = self.former, np.zeros((len(self.fields), self.shards), bool)
+        if former is None:
+            return done
+        done[:-1] = self._unchanged()
+        done[-1] = [self._same_priorities(shard) for shard in range(self.shards)]
+        blocks = np.flatnonzero(np.repeat(done[0], self.rows // BLOCK_ROWS))
+        self.sums["sums"][blocks] = former.sums["sums"][blocks]
         for place, entry in enumerate(self.fields):
-            name = Path(COLUMNS, entry.path, shard_name(shard, len(entry.shape), SEPARATOR))
-            size = self.rows * entry.row_bytes + len(self.footers[place])
-            if former is not None and (linked if place < last else self._same_priorities(name, shard)):
-                old = former.folder / name
-                if self.disk.size(old) == size and self.disk.link(old, self.build.folder / name):
-                    continue
-            sums = self._write_shard(place, name, shard)
-            if place < last:
-                self.sums["sums"][blocks, place] = sums
+            names = {self._name(place, shard): shard for shard in np.flatnonzero(done[place]).tolist()}
+            folder = Path(COLUMNS, entry.path)
+            left = self.disk.link_all(
+                former.folder / folder, self.build.folder / folder, [*names], size=self._sizes[place]
+            )
+            done[place, [names[name] for name in left]] = False
+        return done
 
-    def _same_priorities(self, name: Path, shard: int) -> bool:
+    def _name(self, place: int, shard: int) -> str:
+        return shard_name(shard, len(self.fields[place].shape), SEPARATOR)
+
+    def _same_priorities(self, shard: int) -> bool:
         """Say whether the version before has the same priorities."""
-        former = self.former
-        if former is None or not self.disk.exists(former.folder / name):
+        former, last = self.former, len(self.fields) - 1
+        if former is None or shard >= former.sums.size * BLOCK_ROWS // self.rows:
             return False
-        found = np.frombuffer(self.disk.read_whole(former.folder / name), np.uint8)
-        wanted = self._block(len(self.fields) - 1, shard * self.rows, self.rows)
-        return found[: -len(self.footers[-1])].tobytes() == wanted.tobytes()
+        path = former.folder / COLUMNS / self.fields[last].path / self._name(last, shard)
+        if self.disk.size(path) != self._sizes[last]:
+            return False
+        wanted = self._block(last, shard * self.rows, self.rows)
+        return self.disk.read_whole(path)[: wanted.nbytes] == wanted.tobytes()
 
     def _block(self, place: int, slot: int, count: int) -> Array:
         """Return the rows of a run of slots, zeros where none can be read. Shape `(count, *row shape)`."""
@@ -348,29 +360,30 @@ class _Copy:
             block[at : at + len(rows)] = rows
         return block
 
-    def _write_shard(self, place: int, name: Path, shard: int) -> list[int]:
-        """Write a shard of a column; return the checksum of each of its blocks."""
-        entry, footer = self.fields[place], self.footers[place]
-        size = BLOCK_ROWS * entry.row_bytes
-        sums, written = [], 0
-        file = self.disk.open(self.build.folder / name, create=True)
+    def _write_shard(self, place: int, shard: int) -> None:
+        """Write a shard of a column, and sum its blocks."""
+        entry, width, footer = self.fields[place], self._widths[place], self.footers[place]
+        path = self.build.folder / COLUMNS / entry.path / self._name(place, shard)
+        written = len(footer)
+        file = self.disk.open(path, create=True)
         try:
-            file.truncate(self.rows * entry.row_bytes + len(footer))
+            file.truncate(self._sizes[place])
             for number in range(self.rows // BLOCK_ROWS):
                 slot = shard * self.rows + number * BLOCK_ROWS
                 hole = not any(True for _ in self._parts(place, slot, BLOCK_ROWS))
                 block = None if hole else self._block(place, slot, BLOCK_ROWS)
                 if block is None or (entry.dtype == "bool" and not block.any()):
-                    sums.append(zeros_sum(size))  # a hole reads as zeros
-                    continue
-                file.write(block, number * size)
-                sums.append(google_crc32c.value(block.reshape(-1).view(np.uint8)))
-                written += size
-            file.write(footer, self.rows * entry.row_bytes)
+                    crc = zeros_sum(BLOCK_ROWS * width)  # a hole reads as zeros
+                else:
+                    file.write(block, number * BLOCK_ROWS * width)
+                    crc = google_crc32c.value(block.reshape(-1).view(np.uint8))
+                    written += block.nbytes
+                if place < len(self.fields) - 1:  # priorities have no sum
+                    self.sums["sums"][slot // BLOCK_ROWS, place] = crc
+            file.write(footer, self.rows * width)
         finally:
             file.close()
-        self.build.note(self.build.folder / name, written + len(footer))
-        return sums
+        self.build.note(path, written)
 
 
 def _describe(build: _Build, state: Frozen) -> None:

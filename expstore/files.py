@@ -39,7 +39,7 @@ _SYNC_GROUPS = 4
 #: So many closed files are opened together to be synced.
 _SYNC_FILES = 256
 #: What a file system says that has no hard links, or none of this file.
-_CANNOT_LINK = {errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP, errno.EACCES}
+_CANNOT_LINK = {errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP, errno.EACCES, errno.ENOENT}
 _RANGE_WRITE = 2  # SYNC_FILE_RANGE_WRITE
 #: Acts whose failure leaves nobody knowing what is on the disk.
 _SYNCS = {"sync", "sync_dir"}
@@ -326,6 +326,36 @@ class Disk:
                 return False
             raise _failed("link", new, exc) from exc
         return True
+
+    def link_all(self, old: Path, new: Path, names: Sequence[str], *, size: int) -> list[str]:
+        """Give files of one folder a second name in another; return those that could not be.
+
+        Args:
+            old: Where they are.
+            new: Where they are to be, under the same names.
+            names: Which ones.
+            size: Their length: one of another length, or a missing one, is left out.
+        """
+        if type(self).link is not Disk.link or type(self).gate is not Disk.gate:
+            return [n for n in names if self.size(old / n) != size or not self.link(old / n, new / n)]
+        if not self.exists(old):
+            return [*names]
+        left = []
+        source, target = os.open(old, os.O_RDONLY), os.open(new, os.O_RDONLY)
+        try:
+            for name in names:  # thousands: no Path is made for them
+                try:
+                    if os.stat(name, dir_fd=source).st_size == size:
+                        os.link(name, name, src_dir_fd=source, dst_dir_fd=target)
+                        continue
+                except OSError as exc:
+                    if exc.errno not in _CANNOT_LINK:
+                        raise _failed("link", new / name, exc) from exc
+                left.append(name)
+        finally:
+            os.close(source)
+            os.close(target)
+        return left
 
     def unlink(self, path: Path) -> None:
         """Remove a file; a missing one is fine."""

@@ -54,3 +54,21 @@ def test_every_row_is_there_and_bars_can_fail(tmp_path: Path) -> None:
     _, trouble = passing.communicate(timeout=100)
     assert passing.returncode == 0, trouble
     assert not [*(tmp_path / "a").iterdir(), *(tmp_path / "b").iterdir()]
+
+
+def test_versions_are_measured(tmp_path: Path) -> None:
+    script, figures = SCRIPT.with_name("snapshots.py"), tmp_path / "figures.json"
+    command = [
+        sys.executable,
+        str(script),
+        "--smoke",
+        "--folder",
+        str(tmp_path / "a"),
+        "--json",
+        str(figures),
+    ]
+    done = subprocess.run(command, text=True, capture_output=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    names = [row["name"].partition("/")[2] for row in json.loads(figures.read_text())["results"]]
+    assert names == ["first", "load", "next-time", "next-bytes"]
+    assert not [*(tmp_path / "a").iterdir()]

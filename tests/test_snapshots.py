@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import threading
@@ -224,7 +225,10 @@ def test_stamps_of_another_history_are_not_believed(
 def test_without_hard_links_files_are_copied(
     store_path: Path, place: Path, make_batch: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Disk, "link", lambda *_: False)
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EPERM, "no hard links here")
+
+    monkeypatch.setattr(os, "link", refuse)
     with expstore.open(store_path) as rb:
         rb.extend(make_batch(9000))
         first = rb.dumps(place)
