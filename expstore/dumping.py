@@ -19,6 +19,7 @@ import google_crc32c
 import numpy as np
 from numpy.typing import NDArray
 
+from expstore.bulk import link_all, sync_paths
 from expstore.errors import LockedError, MigrationError, NotFoundError, SnapshotError, StorageError
 from expstore.files import Disk
 from expstore.journal import ALIGN, Journal, Kind
@@ -115,7 +116,7 @@ def dump(storage: Storage, path: str | Path, *, keep: int | None = None, tag: st
             )
             build.put(VERSION, version.pack())
             with ThreadPoolExecutor(_THREADS, thread_name_prefix="expstore-dump") as pool:
-                disk.sync_paths(build.written, sorted(build.folders), pool)
+                sync_paths(disk, build.written, sorted(build.folders), pool)
             disk.rename(scrap, place / name)
         except BaseException:
             with contextlib.suppress(StorageError):
@@ -329,9 +330,8 @@ class _Copy:
         for place, entry in enumerate(self.fields):
             names = {self._name(place, shard): shard for shard in np.flatnonzero(done[place]).tolist()}
             folder = Path(COLUMNS, entry.path)
-            left = self.disk.link_all(
-                former.folder / folder, self.build.folder / folder, [*names], size=self._sizes[place]
-            )
+            old, new = former.folder / folder, self.build.folder / folder
+            left = link_all(self.disk, old, new, [*names], size=self._sizes[place])
             done[place, [names[name] for name in left]] = False
         return done
 

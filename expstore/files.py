@@ -29,15 +29,13 @@ from numpy.typing import NDArray
 
 from expstore.errors import StorageError
 
-__all__ = ["Disk", "File", "ReadingDisk", "address_of"]
+__all__ = ["Disk", "File", "ReadingDisk", "address_of", "link_if"]
 
 _Ints = NDArray[np.int64]
 
 #: Above this many bytes a write gives the GIL away: the copy then takes longer than a thread switch.
 KEEP_GIL_BYTES = 256 * 1024
 _SYNC_GROUPS = 4
-#: So many closed files are opened together to be synced.
-_SYNC_FILES = 256
 #: What a file system says that has no hard links, or none of this file.
 _CANNOT_LINK = {errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP, errno.EACCES, errno.ENOENT}
 _RANGE_WRITE = 2  # SYNC_FILE_RANGE_WRITE
@@ -90,6 +88,19 @@ def address_of(array: NDArray[Any]) -> int:
     if array.flags.writeable and array.nbytes:
         return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
     return int(array.ctypes.data)
+
+
+def link_if(old: str, new: str, size: int = -1) -> bool:
+    """Give a file a second name if it has this length (any, for -1); say whether it has one now."""
+    try:
+        if size >= 0 and os.stat(old).st_size != size:
+            return False
+        os.link(old, new)
+    except OSError as exc:
+        if exc.errno in _CANNOT_LINK:
+            return False
+        raise _failed("link", Path(new), exc) from exc
+    return True
 
 
 class File:
@@ -319,43 +330,7 @@ class Disk:
     def link(self, old: Path, new: Path) -> bool:
         """Give a file a second name; say whether the file system could do so."""
         self.gate("link", new)
-        try:
-            os.link(old, new)
-        except OSError as exc:
-            if exc.errno in _CANNOT_LINK:
-                return False
-            raise _failed("link", new, exc) from exc
-        return True
-
-    def link_all(self, old: Path, new: Path, names: Sequence[str], *, size: int) -> list[str]:
-        """Give files of one folder a second name in another; return those that could not be.
-
-        Args:
-            old: Where they are.
-            new: Where they are to be, under the same names.
-            names: Which ones.
-            size: Their length: one of another length, or a missing one, is left out.
-        """
-        if type(self).link is not Disk.link or type(self).gate is not Disk.gate:
-            return [n for n in names if self.size(old / n) != size or not self.link(old / n, new / n)]
-        if not self.exists(old):
-            return [*names]
-        left = []
-        source, target = os.open(old, os.O_RDONLY), os.open(new, os.O_RDONLY)
-        try:
-            for name in names:  # thousands: no Path is made for them
-                try:
-                    if os.stat(name, dir_fd=source).st_size == size:
-                        os.link(name, name, src_dir_fd=source, dst_dir_fd=target)
-                        continue
-                except OSError as exc:
-                    if exc.errno not in _CANNOT_LINK:
-                        raise _failed("link", new / name, exc) from exc
-                left.append(name)
-        finally:
-            os.close(source)
-            os.close(target)
-        return left
+        return link_if(str(old), str(new))
 
     def unlink(self, path: Path) -> None:
         """Remove a file; a missing one is fine."""
@@ -417,21 +392,6 @@ class Disk:
         for failure in failures:
             if failure is not None:
                 raise failure
-
-    def sync_paths(
-        self, paths: Sequence[Path], folders: Iterable[Path], pool: ThreadPoolExecutor | None
-    ) -> None:
-        """Sync files that are closed, however many, then folders."""
-        for start in range(0, len(paths), _SYNC_FILES):
-            files = [self.open(path) for path in paths[start : start + _SYNC_FILES]]
-            try:
-                for file in files:
-                    file.start_sync()
-                self.sync_all(files, [], pool)
-            finally:
-                for file in files:
-                    file.close()
-        self.sync_all([], folders, pool)
 
     def _sync_group(self, files: list[File]) -> None:
         self.syncs += len(files)

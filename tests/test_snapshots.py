@@ -30,6 +30,7 @@ from expstore.errors import (
 from expstore.files import Disk
 from expstore.lock import WriterLock
 from expstore.snapshots import find_version
+from expstore.storages import loading
 from expstore.storages.hold import Hold
 from expstore.storages.memory import MemoryStorage
 from expstore.storages.zarr import ZarrStorage
@@ -655,11 +656,12 @@ def test_a_failure_leaves_nothing_behind(
         rb.extend(make_batch(30))
         rb.dumps(place)
 
-        def full(self: Any, *given: Any) -> None:
+        def full(*given: Any) -> None:
             raise StorageError("no space left", kind="disk_full")
 
         with monkeypatch.context() as patch:
-            patch.setattr(Disk, "sync_paths", full)
+            patch.setattr(dumping, "sync_paths", full)
+            patch.setattr(loading, "sync_paths", full)
             with pytest.raises(StorageError, match="no space"):
                 rb.dumps(place)
             with pytest.raises(StorageError, match="no space"):

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from expstore.bulk import sync_paths
 from expstore.episodelog import LogEntry, read_log
 from expstore.errors import CorruptionError, SchemaError
 from expstore.files import Disk
@@ -230,7 +231,7 @@ def build_load(storage: Storage, path: Path, arrival: Arrival, *, sequence: int,
         disk.put(aside / LOG, log)
         disk.make_dir(aside / JOURNAL)
         written += _build_journal(disk, aside / JOURNAL, arrival, stamp, len(log))
-        disk.sync_paths(written, sorted(folders), pool)
+        sync_paths(disk, written, sorted(folders), pool)
 
 
 def _build_columns(
