@@ -28,7 +28,7 @@ run: .venv  ## collect CartPole into ./runs/cartpole.exp and train on it
 	$(BIN)/python examples/cartpole_dqn.py
 
 test: .venv  ## run the tests
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile --durations=10 -m "not torture"
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --durations=10 -m "not torture"
 
 torture: .venv  ## kill it a thousand times
 	$(BIN)/python -m pytest -q --durations=10 -m torture

@@ -10,6 +10,7 @@ import argparse
 import gc
 import itertools
 import json
+import logging
 import os
 import pickle
 import random
@@ -199,6 +200,7 @@ def main() -> None:
     parser.add_argument("--plain", type=float, default=0.0, help="share of lives with the true file layer")
     given = parser.parse_args()
     break_protocol(given.faults)
+    logging.getLogger("expstore").setLevel(logging.ERROR)  # what openings say of the last writer
     if {"random", "power"} & set(given.tasks):
         import expstore.index  # noqa: F401  # the children are to find it there
     quick = [phase.name for phase in PHASES if not phase.tooth and phase.name not in SLOW]
