@@ -6,6 +6,7 @@ when rows come; until then plain Python does the same work.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numba
@@ -13,11 +14,24 @@ import numpy as np
 from numba.core import types
 from numpy.typing import NDArray
 
-__all__ = ["find_runs", "spread_runs", "sync_files", "write_pieces"]
+__all__ = ["compiled", "find_runs", "spread_runs", "sync_files", "write_pieces"]
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
+
+
+def compiled(signatures: str | list[str], **options: Any) -> Callable[[Callable[..., Any]], Any]:
+    """Compile a function for these signatures at once, and keep the result where a folder allows it."""
+
+    def compile_it(function: Callable[..., Any]) -> Any:
+        try:
+            return numba.njit(signatures, cache=True, **options)(function)
+        except RuntimeError:  # neither this package's folder nor the user's cache can be written
+            return numba.njit(signatures, **options)(function)
+
+    return compile_it
+
 
 # libc's, found by name when the loop is linked.
 _pwrite: Any = types.ExternalFunction("pwrite", types.intp(types.int32, types.intp, types.intp, types.int64))
@@ -26,7 +40,7 @@ _fdatasync: Any = types.ExternalFunction("fdatasync", types.int32(types.int32))
 _errno: Any = types.ExternalFunction("__errno_location", types.CPointer(types.int32)())  # type: ignore[no-untyped-call]
 
 
-@numba.njit("int64(int64[::1], int64[::1], int64[::1], int64[::1])", cache=True)
+@compiled("int64(int64[::1], int64[::1], int64[::1], int64[::1])")
 def write_pieces(fds: Ints, addresses: Ints, sizes: Ints, offsets: Ints) -> int:
     """Write arrays to one file each.
 
@@ -45,7 +59,7 @@ def write_pieces(fds: Ints, addresses: Ints, sizes: Ints, offsets: Ints) -> int:
     return fds.size
 
 
-@numba.njit("UniTuple(int64, 2)(int64[::1])", cache=True, nogil=True)
+@compiled("UniTuple(int64, 2)(int64[::1])", nogil=True)
 def sync_files(fds: Ints) -> tuple[int, int]:
     """Bring files to the disk, without taking the GIL between them.
 
@@ -64,7 +78,7 @@ def sync_files(fds: Ints) -> tuple[int, int]:
 _CUT = "int64(boolean[::1], boolean[::1], int64[::1], boolean[::1], {}[::1], int64[:, ::1], float64[::1])"
 
 
-@numba.njit([_CUT.format("float32"), _CUT.format("float64")], cache=True)
+@compiled([_CUT.format("float32"), _CUT.format("float64")])
 def find_runs(
     terminated: Bools,
     truncated: Bools,
@@ -118,7 +132,7 @@ def find_runs(
     return run + 1
 
 
-@numba.njit("void(int64[:, ::1], int64, int64, int64[:, ::1])", cache=True)
+@compiled("void(int64[:, ::1], int64, int64, int64[:, ::1])")
 def spread_runs(runs: Ints, first_id: int, time: int, numbers: Ints) -> None:
     """Fill in what the rows are called that lie run behind run.
 
