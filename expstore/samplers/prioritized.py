@@ -1,0 +1,205 @@
+"""Sampling in proportion to priorities, with weights that undo the bias.
+
+Prioritized experience replay (Schaul et al. 2016, proportional variant). Buffers take the sampler; it
+keeps a sum tree over the storage's priorities and never touches rows.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+
+from expstore.errors import NotReadyError
+from expstore.samplers.base import Sampler
+from expstore.types import Array, IntArray, Selection, Window
+
+if TYPE_CHECKING:
+    from expstore.storages.base import Storage
+    from expstore.sumtree import SumTree
+
+__all__ = ["PrioritizedSampler"]
+
+Reduction = Literal["max", "min", "mean", "median"]
+_REDUCE = {"max": np.max, "min": np.min, "mean": np.mean, "median": np.median}
+_WEIGHTS = {torch.float32: np.float32, torch.float64: np.float64}
+
+
+class PrioritizedSampler(Sampler):
+    """Draw row i with probability p_i^alpha / sum of p_j^alpha, where p is priority + eps.
+
+    Batches carry `priority_weight`, (P_i / min P)^-beta with the minimum over all readable rows, so that
+    the largest is 1. Rows are new at the largest priority seen so far, and drawn soon.
+
+    Threads: any number may sample while one writes. Crashes: priorities are on the disk 0.1 s after they
+    were set, and at `flush`; the tree is made from them when the store is opened.
+
+    Args:
+        max_capacity: Most rows that the storage may have; None: as many as it has.
+        alpha: How much priorities count; 0: every row has the same chance.
+        beta: How much of the bias the weights undo; 1: all of it.
+        eps: Added to priorities, so that a row of priority 0 has a chance.
+        dtype: Of the weights: torch.float32 or torch.float64. Probabilities are float64 always.
+        reduction: What becomes of several priorities for one row: "max", "min", "mean" or "median".
+        max_priority_within_buffer: Take the largest priority of the readable rows, not the largest ever.
+
+    Example:
+        >>> sampler = PrioritizedSampler(max_capacity=1000, alpha=0.7, beta=0.5)
+        >>> rb = TensorDictReplayBuffer(storage=MemoryStorage(1000), sampler=sampler, batch_size=32)
+    """
+
+    prioritized = True
+
+    def __init__(
+        self,
+        max_capacity: int | None = None,
+        alpha: float = 0.6,
+        beta: float = 0.4,
+        eps: float = 1e-8,
+        dtype: torch.dtype = torch.float32,
+        reduction: Reduction = "max",
+        max_priority_within_buffer: bool = False,
+    ) -> None:
+        if dtype not in _WEIGHTS:
+            raise ValueError(f"dtype {dtype} is not supported; use torch.float32 or torch.float64")
+        if reduction not in _REDUCE:
+            raise ValueError(f"reduction {reduction!r} is unknown; use one of {', '.join(_REDUCE)}")
+        if not (math.isfinite(eps) and eps >= 0):
+            raise ValueError(f"eps must be a number >= 0, got {eps}")
+        self._max_capacity = max_capacity
+        self._eps = float(eps)
+        self._dtype = dtype
+        self.reduction = reduction
+        self.max_priority_within_buffer = max_priority_within_buffer
+        self._lock = threading.Lock()
+        self._tree: SumTree | None = None
+        self._seen = (-1, Window(0, 0))  # number of upheavals, and window, that the tree shows
+        self.beta = beta
+        self._alpha = _exponent("alpha", alpha)
+
+    @property
+    def alpha(self) -> float:
+        """How much priorities count. Setting it weighs every row anew."""
+        return self._alpha
+
+    @alpha.setter
+    def alpha(self, value: float) -> None:
+        value = _exponent("alpha", value)
+        with self._lock:
+            self._alpha, self._tree = value, None
+
+    @property
+    def beta(self) -> float:
+        """How much of the bias the weights undo."""
+        return self._beta
+
+    @beta.setter
+    def beta(self, value: float) -> None:
+        self._beta = _exponent("beta", value)
+
+    def attach(self, storage: Storage) -> None:
+        """Follow the priorities of a storage.
+
+        Raises:
+            ValueError: It may hold more rows than `max_capacity`.
+        """
+        limit = self._max_capacity
+        if limit is not None and (storage.capacity is None or storage.capacity > limit):
+            held = "any number of" if storage.capacity is None else str(storage.capacity)
+            raise ValueError(f"max_capacity is {limit}, but the storage holds {held} rows")
+        storage.watch_priorities(self)
+        storage.max_within = self.max_priority_within_buffer
+        storage.disk.warm()
+
+    def reduce(self, priorities: Array) -> Array:
+        """Return one priority per row. Shapes `(n, ...)` in, `(n,)` out."""
+        if priorities.ndim < 2 or priorities.size == priorities.shape[0]:
+            return priorities.reshape(-1)
+        reduced: Array = _REDUCE[self.reduction](priorities.reshape(priorities.shape[0], -1), axis=1)
+        return reduced
+
+    def sample(self, storage: Storage, batch_size: int, generator: np.random.Generator) -> Selection:
+        """Choose `batch_size` readable rows, with replacement.
+
+        Raises:
+            NotReadyError: Every priority is 0, and so is eps.
+        """
+        with self._lock:
+            tree = self._catch_up(storage)
+            smallest, window = tree.smallest, self._seen[1]
+            if not math.isfinite(smallest):
+                raise NotReadyError("non-positive p_sum: all priorities are 0", hint="set eps above 0")
+            places, weights = tree.find(generator.random(batch_size) * tree.total)
+        bias = (weights / smallest) ** -self._beta
+        return Selection(
+            storage.ids_in(places, window), {("priority_weight",): bias.astype(_WEIGHTS[self._dtype])}
+        )
+
+    # -- the tree --------------------------------------------------------------------------------
+
+    def _catch_up(self, storage: Storage) -> SumTree:
+        """Give new rows their weights, and take away those of rows that have left; the lock is held."""
+        tree, (upheavals, shown) = self._tree, self._seen
+        now = storage.upheavals, storage.window
+        if tree is not None and now == self._seen:
+            return tree
+        window = now[1]
+        if tree is None or upheavals != now[0] or window.low > shown.last or window.last > tree.size:
+            tree = self._tree = self._grown(storage, window)
+            places = storage.slot_of(np.arange(window.low + 1, window.last + 1))
+            weights = np.zeros(tree.size)
+            weights[places] = self._weigh(storage, places)
+            tree.fill(weights)
+        else:
+            gone = storage.slot_of(np.arange(shown.low + 1, window.low + 1))
+            tree.set(gone, np.zeros(gone.size))
+            new = storage.slot_of(np.arange(shown.last + 1, window.last + 1))
+            tree.set(new, self._weigh(storage, new))
+        self._seen = now
+        return tree
+
+    def _grown(self, storage: Storage, window: Window) -> SumTree:
+        from expstore.sumtree import SumTree
+
+        # The shape decides how sums are rounded: it must follow from the rows alone, not from the past.
+        slots = storage.slots
+        return SumTree(slots if slots is not None else 1 << max(12, (window.last - 1).bit_length()))
+
+    def _weigh(self, storage: Storage, places: IntArray) -> Array:
+        from expstore.sumtree import raise_priorities
+
+        return raise_priorities(storage.priorities, places, eps=self._eps, alpha=self._alpha)
+
+    def on_priorities(self, storage: Storage, places: IntArray) -> None:
+        """Be told of slots whose priorities have been set."""
+        with self._lock:
+            tree, (upheavals, window) = self._tree, self._seen
+            if tree is None or upheavals != storage.upheavals:
+                return  # it will be made of all priorities
+            places = places[places < tree.size]
+            places = places[storage.ids_in(places, window) > window.low]
+            tree.set(places, self._weigh(storage, places))
+
+    # -- state -----------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what `load_state_dict` takes; priorities belong to the storage."""
+        return {"alpha": self._alpha, "beta": self._beta, "eps": self._eps, "reduction": self.reduction}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over what `state_dict` returned."""
+        self._eps, self.reduction = float(state_dict["eps"]), state_dict["reduction"]
+        self.beta, self.alpha = state_dict["beta"], state_dict["alpha"]
+
+    def __repr__(self) -> str:
+        return f"PrioritizedSampler(alpha={self._alpha}, beta={self._beta}, eps={self._eps})"
+
+
+def _exponent(name: str, value: float) -> float:
+    value = float(value)
+    if not (math.isfinite(value) and value >= 0):
+        raise ValueError(f"{name} must be a number >= 0, got {value}")
+    return value
