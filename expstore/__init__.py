@@ -21,6 +21,8 @@ _HOME = {
     "MigrationError": "expstore.errors",
     "NotFoundError": "expstore.errors",
     "NotReadyError": "expstore.errors",
+    "PrioritizedReplayBuffer": "expstore.prioritized",
+    "PrioritizedSampler": "expstore.samplers",
     "PriorityError": "expstore.errors",
     "QueryError": "expstore.errors",
     "RandomSampler": "expstore.samplers",
@@ -31,6 +33,7 @@ _HOME = {
     "SnapshotError": "expstore.errors",
     "StateError": "expstore.errors",
     "StorageError": "expstore.errors",
+    "TensorDictPrioritizedReplayBuffer": "expstore.prioritized",
     "TensorDictReplayBuffer": "expstore.buffers",
     "ZarrStorage": "expstore.storages",
     "open": "expstore.door",
@@ -47,6 +50,8 @@ __all__ = [
     "MigrationError",
     "NotFoundError",
     "NotReadyError",
+    "PrioritizedReplayBuffer",
+    "PrioritizedSampler",
     "PriorityError",
     "QueryError",
     "RandomSampler",
@@ -57,6 +62,7 @@ __all__ = [
     "SnapshotError",
     "StateError",
     "StorageError",
+    "TensorDictPrioritizedReplayBuffer",
     "TensorDictReplayBuffer",
     "ZarrStorage",
     "open",
@@ -81,7 +87,8 @@ if TYPE_CHECKING:
         StateError,
         StorageError,
     )
-    from expstore.samplers import RandomSampler
+    from expstore.prioritized import PrioritizedReplayBuffer, TensorDictPrioritizedReplayBuffer
+    from expstore.samplers import PrioritizedSampler, RandomSampler
     from expstore.schema import Field, Schema
     from expstore.snapshots import versions
     from expstore.storages import MemoryStorage, ZarrStorage

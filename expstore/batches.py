@@ -16,7 +16,7 @@ from tensordict import TensorDict, TensorDictBase
 from expstore.episodes import Steps
 from expstore.errors import SchemaError
 from expstore.schema import Schema
-from expstore.storages.base import Keys
+from expstore.storages.keys import Keys
 from expstore.types import Array, IntArray, Key, key_name
 
 __all__ = ["Batch", "Builder", "Intake", "StepReader", "flatten"]

@@ -30,6 +30,7 @@ from expstore.storages.catalog import Catalog
 from expstore.storages.folder import FolderStorage
 from expstore.storages.follower import Origin
 from expstore.storages.memory import MemoryStorage
+from expstore.storages.priorities import check_priorities
 from expstore.types import Array, IntArray, Key, Selection, key_name, to_key
 from expstore.writers import RoundRobinWriter, Writer
 
@@ -91,7 +92,7 @@ class ReplayBuffer:
         self._builder: Builder | None = None
         self._reader: StepReader | None = None
         self._intake: Intake | None = None
-
+        self._sampler.attach(self._storage)
         self._storage.use_catalog(self._catalog)
         _buffers.add(self)
 
@@ -101,7 +102,9 @@ class ReplayBuffer:
     def _storage(self) -> Storage:
         if self._origin is None:
             raise StateError("the store is closed", hint="open it again with expstore.open()")
-        return self._origin.follow()
+        storage = self._origin.follow()
+        self._sampler.attach(storage)
+        return storage
 
     @cached_property
     def _catalog(self) -> Catalog:
@@ -133,9 +136,14 @@ class ReplayBuffer:
                 f"a buffer over {self._storage.kind} storage cannot be copied to another process",
                 hint="keep the rows in a folder: expstore.open(path)",
             )
-        own = ("_storage", "_catalog", "_draws", "_reader", "_builder", "_parents")
+        own = ("_storage", "_catalog", "_draws", "_reader", "_intake", "_builder", "_parents")
         state = {name: value for name, value in self.__dict__.items() if name not in own}
-        return state | {"_origin": self._origin.elsewhere(), "_reader": None, "_builder": None}
+        return state | {
+            "_origin": self._origin.elsewhere(),
+            "_reader": None,
+            "_intake": None,
+            "_builder": None,
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take over what `__getstate__` returned; the store is opened when it is first needed."""
@@ -182,13 +190,20 @@ class ReplayBuffer:
             if batch.count == 0:
                 return np.full(0 if kept is None else kept.size, -1)
             steps = reader.read(columns, batch)
+            priorities = self._given_priorities(schema, columns)
             rows = self._writer.place(storage, columns, steps, source=source)
             storage.write(rows)
+            if priorities is not None:
+                storage.set_priorities(rows.ids, priorities)
             self._sampler.on_write(rows)
         numbers = rows.ids if return_ids else storage.numbers_of(rows)
         return numbers if kept is None else _spread(numbers, kept)
 
-    def sample(self, batch_size: int | None = None) -> TensorDictBase:
+    def _given_priorities(self, schema: Schema, columns: Sequence[Array]) -> Array | None:
+        """Return the priorities that come with new rows. Shape `(n,)`."""
+        return None
+
+    def sample(self, batch_size: int | None = None, return_info: bool = False) -> Any:
         """Draw a batch.
 
         Draw number k is the same whatever happened before it, so a restart goes on with the batches
@@ -196,6 +211,8 @@ class ReplayBuffer:
 
         Args:
             batch_size: How many rows; None: the buffer's.
+            return_info: Return a pair: the batch, and a dict with each row's `index`, its `id`, and
+                what the sampler has to say (`priority_weight`).
 
         Returns:
             A TensorDict that owns its memory, batch size `[batch_size]`.
@@ -203,7 +220,9 @@ class ReplayBuffer:
         Raises:
             NotReadyError: The store is empty.
         """
-        return self._hand_out(*self._draw(self._wanted(batch_size)))
+        selection, columns = self._draw(self._wanted(batch_size))
+        batch = self._hand_out(selection, columns)
+        return (batch, self._info(selection)) if return_info else batch
 
     def _draw(self, size: int) -> tuple[Selection, list[Array]]:
         storage = self._storage
@@ -234,6 +253,11 @@ class ReplayBuffer:
     def _root(self, selection: Selection) -> dict[str, torch.Tensor]:
         """Return what a sample carries beside the fields."""
         return {}
+
+    def _info(self, selection: Selection) -> dict[str, torch.Tensor]:
+        info = {"index": self._storage.index_of(selection.ids), "id": selection.ids}
+        info |= {key_name(key): values for key, values in selection.info.items()}
+        return {name: self._placed(torch.from_numpy(values)) for name, values in info.items()}
 
     # -- single rows -----------------------------------------------------------------------------
 
@@ -340,8 +364,9 @@ class ReplayBuffer:
         By id, a row that has left since it was sampled is skipped, never another one changed.
 
         Args:
-            index: Which rows, by index. Shape `(n,)`; or give `id`.
-            priority: Finite, not negative; one for all or one each. Shape `()` or `(n,)`.
+            index: Which rows, by index; -1 stands for none. Shape `(n,)`; or give `id`.
+            priority: Finite, not negative; one for all, or one or several each, of which the sampler's
+                reduction makes one. Shape `()` or `(n, ...)`.
             id: Which rows, by id. Shape `(n,)`.
 
         Returns:
@@ -353,10 +378,12 @@ class ReplayBuffer:
         if (index is None) == (id is None) or priority is None:
             raise TypeError("update_priority takes a priority and either index or id")
         numbers = np.atleast_1d(_to_array(index if id is None else id)).reshape(-1).astype(np.int64)
-        values = _to_array(priority).astype(np.float64)
+        values = self._sampler.reduce(_to_array(priority).astype(np.float64))
         if values.size not in (1, numbers.size):
             raise SchemaError(f"{numbers.size} rows are given {values.size} priorities")
         values = np.broadcast_to(values.reshape(-1), numbers.shape)
+        if id is None and (numbers == -1).any():
+            numbers, values = numbers[numbers != -1], values[numbers != -1]
         with self._storage.lock:
             ids = numbers if id is not None else self._storage.ids_at(numbers)
             return self._storage.set_priorities(ids, values)
@@ -600,7 +627,16 @@ class TensorDictReplayBuffer(ReplayBuffer):
         root = {"index": torch.from_numpy(self._storage.index_of(selection.ids))}
         if self._with_ids:
             root["id"] = torch.from_numpy(selection.ids)
+        for key, values in selection.info.items():
+            root[key[-1]] = torch.from_numpy(values)
         return root
+
+    def _given_priorities(self, schema: Schema, columns: Sequence[Array]) -> Array | None:
+        place = schema.place(to_key(self.priority_key)) if self._sampler.prioritized else -1
+        if place < 0:
+            return None
+        values = self._sampler.reduce(columns[place].astype(np.float64))
+        return check_priorities(values)
 
     def update_tensordict_priority(self, data: TensorDictBase) -> int:
         """Set the priorities of a sample's rows from its `priority_key`; return how many were set.

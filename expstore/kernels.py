@@ -21,7 +21,7 @@ Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 
 
-def compiled(signatures: str | list[str], **options: Any) -> Callable[[Callable[..., Any]], Any]:
+def compiled(signatures: Any, **options: Any) -> Callable[[Callable[..., Any]], Any]:
     """Compile a function for these signatures at once, and keep the result where a folder allows it."""
 
     def compile_it(function: Callable[..., Any]) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from numba.core import types
 from numpy.typing import NDArray
 
 from expstore.kernels import compiled
@@ -28,7 +29,7 @@ _ARRAYS = "float64[::1], float64[::1], int64[::1]"
 
 @compiled("UniTuple(float64, 2)(float64[::1], float64[::1], int64)")
 def _gather(sums: Floats, smallest: Floats, first: int) -> tuple[float, float]:
-    """Return sum and minimum of eight nodes. Written out: a loop of dependent additions takes thrice as long."""
+    """Return sum and minimum of eight nodes. Written out: additions that wait for one another are slow."""
     total = ((sums[first] + sums[first + 1]) + (sums[first + 2] + sums[first + 3])) + (
         (sums[first + 4] + sums[first + 5]) + (sums[first + 6] + sums[first + 7])
     )
@@ -91,7 +92,15 @@ def _find(sums: Floats, levels: IntArray, masses: Floats, places: IntArray, weig
         weights[i] = sums[levels[bottom] + node]
 
 
-@compiled("void(float32[::1], int64[::1], float64, float64, float64[::1])")
+@compiled(
+    types.void(
+        types.Array(types.float32, 1, "C", readonly=True),  # a follower has them in a map
+        types.int64[::1],
+        types.float64,
+        types.float64,
+        types.float64[::1],
+    )
+)
 def _raise(priorities: Any, places: IntArray, eps: float, alpha: float, weights: Floats) -> None:
     """Fill weights with (p + eps) ** alpha, the same to the last bit however many there are."""
     for i in range(places.size):

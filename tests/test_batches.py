@@ -12,7 +12,7 @@ from tensordict import TensorDict
 from expstore.batches import Batch, Builder, StepReader, flatten
 from expstore.errors import SchemaError
 from expstore.schema import Schema
-from expstore.storages.base import find_keys
+from expstore.storages.keys import find_keys
 
 DTYPES = [
     torch.bool,

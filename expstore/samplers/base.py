@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from expstore.types import Selection
+from expstore.types import Array, Selection
 
 if TYPE_CHECKING:
     from expstore.storages.base import Rows, Storage
@@ -51,6 +51,16 @@ class Draws:
 
 class Sampler(ABC):
     """Choose ids. Threads may sample at once."""
+
+    #: Whether priorities that come with new rows are to be taken in.
+    prioritized = False
+
+    def attach(self, storage: Storage) -> None:
+        """Be told which storage it will sample from; a buffer does it once."""
+
+    def reduce(self, priorities: Array) -> Array:
+        """Return one priority per row. Shapes `(n, ...)` in, `(n,)` out."""
+        return priorities.reshape(-1)
 
     @abstractmethod
     def sample(self, storage: Storage, batch_size: int, generator: np.random.Generator) -> Selection:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["PrioritizedSampler"]
 
 Reduction = Literal["max", "min", "mean", "median"]
-_REDUCE = {"max": np.max, "min": np.min, "mean": np.mean, "median": np.median}
+_REDUCE: dict[str, Callable[..., Any]] = {"max": np.max, "min": np.min, "mean": np.mean, "median": np.median}
 _WEIGHTS = {torch.float32: np.float32, torch.float64: np.float64}
 
 
@@ -110,6 +111,7 @@ class PrioritizedSampler(Sampler):
         if limit is not None and (storage.capacity is None or storage.capacity > limit):
             held = "any number of" if storage.capacity is None else str(storage.capacity)
             raise ValueError(f"max_capacity is {limit}, but the storage holds {held} rows")
+        self._tree = None
         storage.watch_priorities(self)
         storage.max_within = self.max_priority_within_buffer
         storage.disk.warm()
@@ -182,6 +184,14 @@ class PrioritizedSampler(Sampler):
             places = places[places < tree.size]
             places = places[storage.ids_in(places, window) > window.low]
             tree.set(places, self._weigh(storage, places))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy needs; it makes its own tree."""
+        return {name: value for name, value in self.__dict__.items() if name not in ("_lock", "_tree")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take over what `__getstate__` returned."""
+        self.__dict__.update(state, _lock=threading.Lock(), _tree=None)
 
     # -- state -----------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,11 +20,12 @@ import numpy as np
 
 from expstore.episodelog import LogEntry
 from expstore.episodes import Assignment, EpisodeTable
-from expstore.errors import NotFoundError, PriorityError, SchemaError, StateError
+from expstore.errors import NotFoundError, SchemaError, StateError
 from expstore.files import Disk
 from expstore.schema import Field, Schema
 from expstore.storages.hold import Hold
 from expstore.storages.keys import REWARD, Keys, find_keys
+from expstore.storages.priorities import Watcher, check_priorities
 from expstore.types import Array, IntArray, Key, Window, cut_run, key_name
 
 __all__ = ["REWARD", "ROW_FIELDS", "Keys", "Rows", "Storage", "find_keys", "spare_slots"]
@@ -136,6 +138,13 @@ class Storage(ABC):
         self._changes = 0  # odd while rows are being changed in place
         self._closed = False
         self.priorities_set = False
+        self.max_within = (
+            False  # new rows start at the largest priority of readable rows, not the largest ever
+        )
+        self._max_id = 0  # of a row that has it; 0: not known
+        self._watchers: weakref.WeakSet[Watcher] = weakref.WeakSet()
+        #: Moves when rows leave otherwise than by age, or all of them are looked at anew.
+        self.upheavals = 0
         self.episode_lock = threading.Lock()  # held while episodes and window change
         self.content: tuple[int, int] = (0, 0)  # position of the last record that says something of rows
         self.index_floor: tuple[int, int] = (0, 0)  # an index older than this must be rebuilt
@@ -172,6 +181,11 @@ class Storage(ABC):
     def slot_of(self, ids: IntArray) -> IntArray:
         """Return the physical places of ids. Shapes `(n,)`."""
         return ids - 1 if self.slots is None else (ids - 1) % self.slots
+
+    def ids_in(self, places: IntArray, window: Window) -> IntArray:
+        """Return the newest ids up to a window's last that lie in these slots. Shapes `(n,)`."""
+        slots = self.slots
+        return places + 1 if slots is None else window.last - (window.last - 1 - places) % slots
 
     def index_of(self, ids: IntArray) -> IntArray:
         """Return TorchRL's numbers (0 to capacity-1) of ids. Shapes `(n,)`."""
@@ -245,6 +259,8 @@ class Storage(ABC):
         if self.hold.first and self.slots is not None:
             self.hold.wait(last - self.slots)
         self._make_room(rows.count)
+        if self.max_within and self.capacity is not None:
+            self._lower_max(min(last - self.capacity, self.last - 1))
         skipped = 0 if self.capacity is None else max(0, rows.count - self.capacity)
         try:
             self.horizon = last
@@ -265,6 +281,7 @@ class Storage(ABC):
 
     def retire(self, through: int) -> None:
         """Give up the rows with ids <= `through`, for good."""
+        self.upheavals += 1
         self.retired = max(self.retired, through)
         self._window = Window(max(self._window.low, self.retired), self._window.last)
 
@@ -285,6 +302,7 @@ class Storage(ABC):
 
     def _forget(self, last: int) -> None:
         """Give up all rows; the next id is `last` + 1."""
+        self.upheavals += 1
         self.retired = self.horizon = last
         self._window = Window(last, last)
 
@@ -339,14 +357,7 @@ class Storage(ABC):
         Raises:
             PriorityError: A value is negative, NaN or infinite; none was set.
         """
-        with np.errstate(over="ignore"):
-            values = np.asarray(values, np.float32)
-        bad = ~np.isfinite(values) | (values < 0)
-        if bad.any():
-            at = int(np.argmax(bad))
-            raise PriorityError(
-                f"priority number {at} of {values.size} is {values[at]}", hint="give finite values >= 0"
-            )
+        values = check_priorities(values)
         with self.lock:
             self.check_writable()
             window = self._window
@@ -355,9 +366,32 @@ class Storage(ABC):
             self.priorities[slots] = values[here]
             if slots.size:
                 self.priorities_set = True
-                self.max_priority = max(self.max_priority, float(values[here].max()))
+                self._raise_max(ids[here], values[here])
                 self._note_priorities(slots)
+                for watcher in list(self._watchers):
+                    watcher.on_priorities(self, slots)
             return int(slots.size)
+
+    def watch_priorities(self, watcher: Watcher) -> None:
+        """Tell somebody of every priority that is set from now on, for as long as they live."""
+        self._watchers.add(watcher)
+
+    def _raise_max(self, ids: IntArray, values: Array) -> None:
+        at = int(np.argmax(values))
+        if values[at] >= self.max_priority:
+            self.max_priority, self._max_id = float(values[at]), int(ids[at])
+        elif self._max_id in ids:
+            self._max_id = 0
+
+    def _lower_max(self, low: int) -> None:
+        """Find the largest priority anew if the row that had it is among those with ids <= `low`."""
+        window = self._window
+        if self._max_id > low or window.size == 0:
+            return
+        ids = np.arange(max(window.low, low) + 1, window.last + 1)
+        values = self.priorities[self.slot_of(ids)]
+        at = ids.size - 1 - int(np.argmax(values[::-1]))  # the newest: it stays longest
+        self.max_priority, self._max_id = float(values[at]), int(ids[at])
 
     def _fill_priorities(self, first_id: int, count: int) -> None:
         """Give new rows the largest priority seen so far, in RAM; grow the array if need be."""

@@ -255,6 +255,7 @@ class FollowerStorage(FolderStorage):
                 self._look_again()
             if self._source.live:
                 self._patiently(self._go_on)
+            self.upheavals += 1  # priorities may have been set
 
     def _generation(self) -> int:
         return Manifest.load(self.disk, self.path).generation

@@ -141,6 +141,7 @@ class JournaledStorage(SyncedStorage):
         self.disk.sync_dir(self._journal.folder)
         self._journal.cut()
         self._claim_state(self._journal.sequence)
+        self.upheavals += 1
         self._marked = (self._journal.sequence, self._draw)
         self._synced = self.last
 

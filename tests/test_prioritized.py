@@ -1,0 +1,312 @@
+"""Prioritized sampling: frequencies and weights after the law, through every way in which rows change."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+
+import expstore
+from expstore import (
+    MemoryStorage,
+    NotReadyError,
+    PrioritizedReplayBuffer,
+    PrioritizedSampler,
+    PriorityError,
+    RandomSampler,
+    TensorDictPrioritizedReplayBuffer,
+    TensorDictReplayBuffer,
+    ZarrStorage,
+)
+
+ALPHA, BETA, EPS = 0.7, 0.5, 1e-8
+
+
+def rows(count: int, first: int = 0, **more: torch.Tensor) -> TensorDict:
+    return TensorDict({"number": torch.arange(first, first + count), **more}, [count])
+
+
+def buffer(storage: Any, size: int = 64, **keywords: Any) -> TensorDictReplayBuffer:
+    sampler = PrioritizedSampler(storage.capacity, ALPHA, BETA, EPS, **keywords)
+    return TensorDictReplayBuffer(storage=storage, sampler=sampler, batch_size=size, with_ids=True)
+
+
+def law(priorities: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Probabilities and weights, from the paper."""
+    raised = (priorities.astype(np.float64) + EPS) ** ALPHA
+    return raised / raised.sum(), (raised / raised.min()) ** -BETA
+
+
+def z_scores(counts: np.ndarray, chances: np.ndarray) -> np.ndarray:
+    total = counts.sum()
+    scores: np.ndarray = (counts - total * chances) / np.sqrt(
+        np.maximum(total * chances * (1 - chances), 1e-9)
+    )
+    return scores
+
+
+def counted(rb: TensorDictReplayBuffer, classes: int, batches: int) -> np.ndarray:
+    counts = np.zeros(classes, np.int64)
+    for _ in range(batches):
+        counts += np.bincount(rb.sample()["number"].numpy(), minlength=classes)
+    return counts
+
+
+def expect_law(rb: TensorDictReplayBuffer, priorities: dict[int, float]) -> None:
+    """Hold one large batch against the law: only these rows, with these weights and about these shares."""
+    numbers = np.array(sorted(priorities))
+    chances, weights = law(np.array([priorities[n] for n in numbers.tolist()], np.float32))
+    batch = rb.sample(20_000)
+    places = np.searchsorted(numbers, batch["number"].numpy())
+    np.testing.assert_array_equal(numbers[places], batch["number"].numpy())
+    np.testing.assert_allclose(batch["priority_weight"].numpy(), weights[places], rtol=1e-5)
+    assert np.abs(z_scores(np.bincount(places, minlength=numbers.size), chances)).max() < 5
+
+
+def biased(counts: np.ndarray, chances: np.ndarray, bound: float = 4.0) -> bool:
+    return bool(np.abs(z_scores(counts, chances)).max() > bound)
+
+
+def test_frequencies_follow_the_law_and_a_bias_of_five_percent_would_be_seen() -> None:
+    """Ten classes; so many draws that 5 % more of the rarest one lies beyond the bound with power 0.99."""
+    priorities = np.linspace(0.5, 2.0, 10).astype(np.float32)
+    chances, _ = law(priorities)
+    bound, power = 4.0, 2.33
+    rare = chances.min()
+    needed = ((bound + power) / 0.05) ** 2 * (1 - rare) / rare
+    rb = buffer(MemoryStorage(10), size=4096)
+    rb.extend(rows(10))
+    rb.update_priority(np.arange(10), priorities)
+    counts = counted(rb, 10, int(needed / 4096) + 1)
+    assert not biased(counts, chances, bound)
+    rb.update_priority(int(np.argmin(chances)), float((priorities.min() ** ALPHA * 1.055) ** (1 / ALPHA)))
+    assert biased(counted(rb, 10, int(needed / 4096) + 1), chances, bound)
+
+
+STORAGES: dict[str, Callable[[Path], Any]] = {
+    "memory": lambda path: MemoryStorage(20),
+    "zarr": lambda path: ZarrStorage(path / "a.exp", 20),
+    "unbounded": lambda path: ZarrStorage(path / "a.exp"),
+}
+
+
+@pytest.mark.parametrize("kind", STORAGES)
+def test_rows_come_change_and_leave(kind: str, tmp_path: Path) -> None:
+    rb = buffer(STORAGES[kind](tmp_path))
+    bounded = kind != "unbounded"
+    known: dict[int, float] = {}
+    largest, rng = 1.0, np.random.default_rng(1)
+    for step in range(30):
+        count, first = int(rng.integers(1, 8)), rb.storage.last  # every row's number is its id less 1
+        if step % 10 == 5:
+            rb.empty()
+            known.clear()
+            first = rb.storage.last
+        rb.extend(rows(count, first))
+        known |= dict.fromkeys(range(first, first + count), largest)
+        if bounded:
+            known = {n: p for n, p in known.items() if n >= first + count - 20}
+        ids = rng.choice(sorted(known), 3) + 1
+        values = rng.random(3).astype(np.float32) * 3
+        rb.update_priority(id=ids, priority=values)
+        known |= {int(i) - 1: float(v) for i, v in zip(ids, values, strict=True)}
+        largest = max(largest, float(values.max()))
+        expect_law(rb, known)
+    rb.close()
+
+
+def test_priorities_may_be_set_before_the_first_batch_and_for_rows_that_have_left() -> None:
+    rb = buffer(MemoryStorage(4))
+    rb.extend(rows(6))
+    assert rb.update_priority(id=[1, 2, 3, 6], priority=[9.0, 9.0, 0.5, 2.0]) == 2
+    expect_law(rb, {2: 0.5, 3: 1.0, 4: 1.0, 5: 2.0})
+    rb.extend(rows(1, 6))
+    expect_law(rb, {3: 1.0, 4: 1.0, 5: 2.0, 6: 2.0})
+
+
+@pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf"), 1e300])
+def test_a_bad_priority_changes_nothing(value: float) -> None:
+    rb = buffer(MemoryStorage(4))
+    rb.extend(rows(4))
+    with pytest.raises(PriorityError):
+        rb.update_priority([0, 1], [5.0, value])
+    expect_law(rb, dict.fromkeys(range(4), 1.0))
+
+
+def test_priorities_that_come_with_rows() -> None:
+    rb = TensorDictPrioritizedReplayBuffer(alpha=ALPHA, beta=BETA, storage=MemoryStorage(8), batch_size=4)
+    rb.extend(rows(3, td_error=torch.tensor([[0.5], [2.0], [1.0]])))
+    rb.add(rows(1, 3, td_error=torch.tensor([[4.0]]))[0])
+    expect_law(rb, {0: 0.5, 1: 2.0, 2: 1.0, 3: 4.0})
+    with pytest.raises(PriorityError):
+        rb.extend(rows(2, 4, td_error=torch.tensor([[1.0], [-1.0]])))
+    assert len(rb) == 4
+    batch = rb.sample()
+    batch["td_error"] = torch.full((4, 1), 3.0)
+    assert rb.update_tensordict_priority(batch) == 4
+
+
+@pytest.mark.parametrize(
+    ("reduction", "expected"), [("max", 4.0), ("min", 1.0), ("mean", 2.5), ("median", 2.5)]
+)
+def test_several_priorities_for_one_row(reduction: Any, expected: float) -> None:
+    rb = buffer(MemoryStorage(2), reduction=reduction)
+    rb.extend(rows(2))
+    rb.update_priority([0, 1], torch.tensor([[1.0, 2.0, 3.0, 4.0], [2.0, 2.0, 2.0, 2.0]]))
+    expect_law(rb, {0: expected, 1: 2.0})
+
+
+def test_index_minus_one_stands_for_no_row() -> None:
+    rb = buffer(MemoryStorage(4))
+    rb.extend(rows(4))
+    assert rb.update_priority(torch.tensor([0, -1, 2]), torch.tensor([3.0, 9.0, 2.0])) == 2
+    expect_law(rb, {0: 3.0, 1: 1.0, 2: 2.0, 3: 1.0})
+
+
+def test_the_largest_ever_and_the_largest_there_is() -> None:
+    for within, expected in ((False, 9.0), (True, 2.0)):
+        rb = buffer(MemoryStorage(4), max_priority_within_buffer=within)
+        rb.extend(rows(4))
+        rb.update_priority([0, 1, 2, 3], [9.0, 2.0, 0.5, 0.5])
+        rb.extend(rows(1, 4))  # takes the place of the row with 9.0
+        expect_law(rb, {1: 2.0, 2: 0.5, 3: 0.5, 4: expected})
+
+
+def test_alpha_beta_and_dtype() -> None:
+    rb = buffer(MemoryStorage(4), dtype=torch.float64)
+    rb.extend(rows(4))
+    rb.update_priority([0, 1, 2, 3], [1.0, 2.0, 3.0, 4.0])
+    sampler: Any = rb._sampler
+    sampler.alpha, sampler.beta = 0.0, 1.0
+    batch = rb.sample(20_000)
+    assert batch["priority_weight"].dtype == torch.float64
+    assert (batch["priority_weight"] == 1).all()
+    assert np.abs(z_scores(np.bincount(batch["number"].numpy()), np.full(4, 0.25))).max() < 5
+    sampler.load_state_dict(buffer(MemoryStorage(1))._sampler.state_dict())
+    expect_law(rb, {0: 1.0, 1: 2.0, 2: 3.0, 3: 4.0})
+
+
+def test_what_is_refused() -> None:
+    for wrong in ({"alpha": -1}, {"beta": -0.1}, {"alpha": float("nan")}, {"eps": -1}, {"reduction": "sum"}):
+        with pytest.raises(ValueError, match="|".join(wrong)):
+            PrioritizedSampler(**wrong)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="float16"):
+        PrioritizedSampler(dtype=torch.float16)
+    with pytest.raises(ValueError, match="max_capacity is 5"):
+        TensorDictReplayBuffer(storage=MemoryStorage(10), sampler=PrioritizedSampler(5))
+    rb = TensorDictReplayBuffer(storage=MemoryStorage(2), sampler=PrioritizedSampler(eps=0), batch_size=2)
+    rb.extend(rows(2))
+    rb.update_priority([0, 1], 0.0)
+    with pytest.raises(NotReadyError, match="priorities are 0"):
+        rb.sample()
+
+
+def test_buffers_without_tensordict_keys_say_it_beside_the_batch() -> None:
+    rb = PrioritizedReplayBuffer(alpha=ALPHA, beta=BETA, storage=MemoryStorage(4), batch_size=3)
+    rb.extend(rows(4))
+    batch, info = rb.sample(return_info=True)
+    assert set(batch.keys()) == {"number"}
+    assert info["index"].tolist() == batch["number"].tolist()
+    assert info["priority_weight"].shape == (3,)
+    assert rb.update_priority(info["index"], torch.ones(3)) == 3
+
+
+@pytest.mark.parametrize("capacity", [50, None])
+def test_a_restart_goes_on_with_the_next_batch(capacity: int | None, tmp_path: Path) -> None:
+    """The tree that is made of all priorities draws as the one that has lived through them."""
+
+    def opened(name: str) -> TensorDictReplayBuffer:
+        sampler = PrioritizedSampler(None, ALPHA, BETA)
+        return expstore.open(tmp_path / name, capacity=capacity, sampler=sampler, batch_size=16, seed=3)
+
+    def live(rb: TensorDictReplayBuffer, first: int) -> None:
+        rng = np.random.default_rng(first)
+        for step in range(12):
+            rb.extend(rows(9, first + 9 * step))
+            rb.update_priority(id=rb.sample()["id"], priority=rng.random(16))
+
+    with opened("whole") as whole, opened("parts") as parts:
+        live(whole, 0)
+        live(parts, 0)
+    with opened("parts") as parts, opened("whole") as whole:
+        live(whole, 500)
+        live(parts, 500)
+        parts.flush()
+        expected = [whole.sample() for _ in range(50)]
+        parts.close()
+        with opened("parts") as again:
+            for batch in expected:
+                assert (again.sample() == batch).all()
+
+
+def test_an_interrupted_write_and_another_buffer_leave_the_tree_right(tmp_path: Path) -> None:
+    storage = ZarrStorage(tmp_path / "a.exp", 100)
+    rb = buffer(storage)
+    rb.extend(rows(50))
+    rb.sample()
+    storage.note_interruption()
+    rb.update_priority(id=[50], priority=2.0)
+    other = TensorDictReplayBuffer(storage=storage, sampler=RandomSampler(), batch_size=4)
+    other.extend(rows(10, 50))
+    other.update_priority([3], 0.25)
+    known = dict.fromkeys(range(50), 1.0) | dict.fromkeys(range(50, 60), 2.0) | {49: 2.0, 3: 0.25}
+    expect_law(rb, known)
+    rb.close()
+
+
+def test_threads_sample_while_one_writes_and_sets() -> None:
+    """Every row that is drawn could be read, and its weight is at most 1."""
+    rb = buffer(MemoryStorage(2000), size=128)
+    rb.extend(rows(2000))
+    stop, faults = threading.Event(), []
+
+    def sample() -> None:
+        try:
+            while not stop.is_set():
+                batch = rb.sample()
+                if (batch["id"] != batch["number"] + 1).any() or (batch["priority_weight"] > 1.0001).any():
+                    faults.append(batch)
+                rb.update_priority(id=batch["id"], priority=torch.rand(128) + 0.1)
+        except BaseException as exc:
+            faults.append(exc)
+
+    threads = [threading.Thread(target=sample) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for step in range(300):
+        rb.extend(rows(100, 2000 + 100 * step))
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert not faults
+    priorities = rb.storage.priorities[rb.storage.slot_of(np.arange(1, 2001) + rb.storage.window.low)]
+    sampler: Any = rb._sampler
+    rb.sample()
+    assert sampler._tree.total == pytest.approx(((priorities.astype(np.float64) + EPS) ** ALPHA).sum())
+
+
+def test_a_reader_samples_by_the_priorities_on_the_disk(tmp_path: Path) -> None:
+    with expstore.open(tmp_path / "a.exp", capacity=100) as writer:
+        writer.extend(rows(50))
+        writer.update_priority(id=[7], priority=3.0)
+        writer.flush()
+        sampler = PrioritizedSampler(None, ALPHA, BETA)
+        with expstore.open(tmp_path / "a.exp", mode="r", sampler=sampler, batch_size=8) as reader:
+            known = dict.fromkeys(range(50), 1.0) | {6: 3.0}
+            expect_law(reader, known)
+            copy = pickle.loads(pickle.dumps(reader))
+            expect_law(copy, known)
+            copy.close()
+            writer.update_priority(id=[9], priority=0.5)
+            writer.extend(rows(60, 50))
+            writer.flush()
+            reader.refresh()
+            known = dict.fromkeys(range(10, 50), 1.0) | dict.fromkeys(range(50, 110), 3.0)
+            expect_law(reader, known)
