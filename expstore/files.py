@@ -11,6 +11,7 @@ import ctypes
 import errno
 import fcntl
 import hashlib
+import importlib
 import mmap
 import os
 import shutil
@@ -29,7 +30,7 @@ from numpy.typing import NDArray
 
 from expstore.errors import StorageError
 
-__all__ = ["Disk", "File", "ReadingDisk", "address_of", "link_if"]
+__all__ = ["Disk", "File", "ReadingDisk", "address_of", "link_if", "load_compiled"]
 
 _Ints = NDArray[np.int64]
 
@@ -56,6 +57,12 @@ _compiling = threading.Lock()
 os.register_at_fork(
     before=_compiling.acquire, after_in_parent=_compiling.release, after_in_child=_compiling.release
 )
+
+
+def load_compiled(name: str) -> ModuleType:
+    """Import a module of compiled loops; one thread at a time, since numba does not stand two."""
+    with _compiling:
+        return importlib.import_module(name)
 
 
 def _sync_data(fd: int) -> None:
@@ -284,11 +291,8 @@ class Disk:
             threading.Thread(target=self._load_kernel, name="expstore-warm", daemon=True).start()
 
     def _load_kernel(self) -> None:
-        with _compiling:
-            from expstore import kernels  # a second of numba
-
-        self._kernel = kernels.write_pieces
-        self.kernels = kernels
+        self.kernels = load_compiled("expstore.kernels")  # a second of numba
+        self._kernel = self.kernels.write_pieces
 
     def scatter(
         self,

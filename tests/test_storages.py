@@ -553,7 +553,7 @@ def test_a_lost_or_short_shard_is_damage(tmp_path: Path) -> None:
     whole = shard.read_bytes()
     os.truncate(shard, 5000)
     with pytest.raises(
-        CorruptionError, match=rf"{shard} has 5000 bytes, {len(whole)} are expected.*snapshot"
+        CorruptionError, match=rf"{shard} has 5000 bytes, {len(whole)} bytes are expected.*expstore repair"
     ):
         ZarrStorage(path)
     shard.unlink()

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from expstore.errors import NotReadyError
+from expstore.files import load_compiled
 from expstore.samplers.base import Sampler
 from expstore.types import Array, IntArray, Selection, Window
 
@@ -26,6 +27,8 @@ __all__ = ["PrioritizedSampler"]
 
 Reduction = Literal["max", "min", "mean", "median"]
 _REDUCE: dict[str, Callable[..., Any]] = {"max": np.max, "min": np.min, "mean": np.mean, "median": np.median}
+#: Loads numba: in the background when a buffer is made, at the latest with the first batch.
+_TREES = "expstore.sumtree"
 _WEIGHTS = {torch.float32: np.float32, torch.float64: np.float64}
 
 
@@ -114,7 +117,7 @@ class PrioritizedSampler(Sampler):
         self._tree = None
         storage.watch_priorities(self)
         storage.max_within = self.max_priority_within_buffer
-        storage.disk.warm()
+        threading.Thread(target=load_compiled, args=(_TREES,), name="expstore-warm", daemon=True).start()
 
     def reduce(self, priorities: Array) -> Array:
         """Return one priority per row. Shapes `(n, ...)` in, `(n,)` out."""
@@ -164,16 +167,16 @@ class PrioritizedSampler(Sampler):
         return tree
 
     def _grown(self, storage: Storage, window: Window) -> SumTree:
-        from expstore.sumtree import SumTree
-
         # The shape decides how sums are rounded: it must follow from the rows alone, not from the past.
         slots = storage.slots
-        return SumTree(slots if slots is not None else 1 << max(12, (window.last - 1).bit_length()))
+        size = slots if slots is not None else 1 << max(12, (window.last - 1).bit_length())
+        tree: SumTree = load_compiled(_TREES).SumTree(size)
+        return tree
 
     def _weigh(self, storage: Storage, places: IntArray) -> Array:
-        from expstore.sumtree import raise_priorities
-
-        return raise_priorities(storage.priorities, places, eps=self._eps, alpha=self._alpha)
+        raise_priorities = load_compiled(_TREES).raise_priorities
+        weights: Array = raise_priorities(storage.priorities, places, eps=self._eps, alpha=self._alpha)
+        return weights
 
     def on_priorities(self, storage: Storage, places: IntArray) -> None:
         """Be told of slots whose priorities have been set."""
