@@ -1,6 +1,7 @@
 """SQL over stores for the command line: open one after the other, ask, put the answers together.
 
-Used by `expstore sql`. It opens a store for as long as the query takes, and never makes one.
+Used by `expstore sql`. It follows a store for as long as the query takes: others may write meanwhile, and
+nothing is changed.
 """
 
 from __future__ import annotations
@@ -15,11 +16,9 @@ from typing import Any
 import typer
 
 from expstore.errors import QueryError
-from expstore.files import Disk
 from expstore.index import Result
-from expstore.manifest import Manifest
 from expstore.storages.catalog import Catalog
-from expstore.storages.zarr import ZarrStorage
+from expstore.storages.follower import FollowerStorage
 
 __all__ = ["ask"]
 
@@ -34,23 +33,22 @@ def ask(paths: Sequence[Path], query: str, most: int | None) -> Result:
 
     Raises:
         NotFoundError: There is no store.
-        LockedError: Somebody has it open.
+        StateError: A writer overwrote the rows while they were read, twice.
         QueryError: It is not one SELECT, DuckDB refuses it, or the stores answer with other columns.
     """
     return _union([(path, _ask(path, query, most, several=len(paths) > 1)) for path in paths])
 
 
 def _ask(path: Path, query: str, most: int | None, *, several: bool) -> Result:
-    Manifest.load(Disk(), path)  # the storage would make a store where there is none
     with contextlib.ExitStack() as stack:
-        storage = ZarrStorage(path)
+        storage = FollowerStorage(path)
         stack.callback(storage.close)
         catalog = Catalog(storage)
         stack.callback(catalog.drop)
         if storage.counters.recovered:
             typer.echo(f"note: {path}: {storage.counters.recovered}", err=True)
         try:
-            return _interruptibly(storage, lambda: _query(catalog, query, most))
+            return _interruptibly(lambda: _query(catalog, query, most))
         except QueryError as exc:
             if several:
                 raise QueryError(f"{path}: {exc.message}", kind=exc.kind, hint=exc.hint) from exc
@@ -64,13 +62,12 @@ def _query(catalog: Catalog, query: str, most: int | None) -> Result:
     return catalog.query(query, None)
 
 
-def _interruptibly(storage: ZarrStorage, ask: Callable[[], Result]) -> Result:
+def _interruptibly(ask: Callable[[], Result]) -> Result:
     """Ask in a thread: while DuckDB works in this one it does not always hear of Ctrl-C."""
     pool = ThreadPoolExecutor(1)
     try:
         return pool.submit(ask).result()
     except KeyboardInterrupt:
-        storage.close()
         # Python would wait for the thread; this is how programs end that do not catch Ctrl-C.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         signal.raise_signal(signal.SIGINT)

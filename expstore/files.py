@@ -184,6 +184,10 @@ class File:
         except (OSError, AttributeError) as exc:
             return self.size() if getattr(exc, "errno", None) == errno.ENXIO else offset
 
+    def inode(self) -> int:
+        """Return the number by which the file system knows the file."""
+        return os.fstat(self.fd).st_ino
+
     def sync(self) -> None:
         """Bring the file's bytes and length to the disk."""
         try:

@@ -36,6 +36,7 @@ _WORDS = {
     "drained": 16,
     "retired": 17,
     "since": 18,
+    "inode": 19,
 }
 _GENERATION, _HORIZON, _LAST, _CHANGE, _LAYOUT, _DRAINED, _RETIRED = (
     _WORDS[name] for name in ("generation", "horizon", "last", "change", "layout", "drained", "retired")
@@ -80,6 +81,8 @@ class StatePage:
             file = disk.open(path, write=False)
             try:
                 self._map = file.map_readable(PAGE)
+                #: Of the file; a page that names another one has been copied from a running store.
+                self.inode = file.inode()
             finally:
                 file.close()
             self._words = memoryview(self._map).cast("q")
@@ -90,6 +93,7 @@ class StatePage:
                 # Written, not only stretched: a store into a hole could meet a full disk (SIGBUS).
                 file.write(bytes(PAGE), 0)
             self._map = file.map_writable(PAGE)
+            self.inode = file.inode()
         finally:
             file.close()
         self._words = memoryview(self._map).cast("q")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import shutil
 import signal
 import threading
 import time
@@ -458,6 +459,17 @@ def test_a_number_that_another_process_has_got_is_no_writer(store_path: Path) ->
     assert not storage.more_stats()["live"]
     assert storage.last == 72
     storage.close()
+
+
+def test_a_copy_of_a_running_store_has_no_writer(
+    pair: tuple[TensorDictReplayBuffer, TensorDictReplayBuffer], tmp_path: Path
+) -> None:
+    rb, _ = pair
+    shutil.copytree(rb.storage.path, tmp_path / "copy")  # type: ignore[attr-defined]
+    with expstore.open(tmp_path / "copy", mode="r") as copy:
+        put(rb, rows(5, 20))
+        assert len(copy) == 20
+        assert not copy.stats()["live"]
 
 
 def test_the_page_of_another_format_is_not_believed(store_path: Path) -> None:

@@ -93,6 +93,7 @@ ALLOWED_SIDEWAYS: tuple[tuple[str, str], ...] = (
     ("storages.follower", "storages.settings"),
     ("storages.follower", "storages.watch"),
     ("storages.overlay", "storages.columns"),
+    ("storages.watch", "storages.folder"),
     ("storages.replay", "storages.columns"),
     ("storages.replay", "storages.folder"),
     ("storages.replay", "storages.overlay"),

@@ -8,18 +8,13 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from expstore.episodelog import EpisodeLog, LogEntry
-from expstore.episodes import STATUS, EpisodeTable
-from expstore.errors import CorruptionError, StorageError
-from expstore.files import Disk, File
-from expstore.journal import Kind, read_journal
+from expstore.episodes import STATUS
+from expstore.files import Disk
 from expstore.manifest import Manifest
-from expstore.storages.records import Publish
-from expstore.storages.recovery import Past, read_past
+from expstore.storages.follower import FollowerStorage
 
 __all__ = ["Survey", "Writer", "find_writer", "survey"]
 
@@ -67,7 +62,8 @@ class Survey:
 def survey(path: Path, *, disk: Disk | None = None) -> Survey:
     """Look at a store.
 
-    Rows that opening it would find torn after a power cut are counted, since no row is read.
+    Beside a running writer, rows that came one by one are counted when they stand in the columns, 0.1 s
+    later. Rows that opening would drop after a power cut are not counted.
 
     Args:
         path: Its folder.
@@ -78,29 +74,31 @@ def survey(path: Path, *, disk: Disk | None = None) -> Survey:
         CorruptionError: It is damaged.
         MigrationError: A newer version of the library made it.
     """
-    disk = disk or _ReadingDisk()
-    manifest = Manifest.load(disk, path)
-    for _ in range(_TRIES):
-        writer = find_writer(disk, path / "LOCK")
-        try:
-            found = _read(disk, path, manifest, writer)
-        except StorageError:
-            if writer is None and find_writer(disk, path / "LOCK") is None:
-                raise
-            continue  # a running writer has removed between two looks what the first one saw
-        if not found.unclean or find_writer(disk, path / "LOCK") is None:
-            return found
-    return _read(disk, path, manifest, writer)
-
-
-class _ReadingDisk(Disk):
-    """Refuse whatever would change a file."""
-
-    def gate(self, act: str, path: Path) -> None:
-        raise StorageError(f"{path} changed while it was looked at", hint="try again")
-
-    def open(self, path: Path, *, create: bool = False, write: bool = False) -> File:
-        return Disk.open(self, path, write=False)
+    storage = FollowerStorage(path, disk=disk)
+    try:
+        storage.refresh()
+        counts = dict.fromkeys(STATUS, 0)
+        status: dict[int, int] = {}
+        newest = 0
+        for entries in (storage.log_entries(), storage.episodes.open_entries()):
+            for entry in entries:
+                status[entry.episode] = entry.status
+                newest = max(newest, entry.end)
+        status.pop(0, None)  # sources have entries, too
+        for number in status.values():
+            counts[STATUS[number]] += 1
+        owner = storage.owner
+        return Survey(
+            manifest=storage.manifest,
+            rows=storage.query_window.size,
+            written=storage.write_count,
+            episodes=counts,
+            last_write=newest / 1e6 if newest else None,
+            writer=None if owner is None else Writer(owner.pid, owner.host, owner.since),
+            unclean=None if owner is not None else storage.counters.recovered is not None,
+        )
+    finally:
+        storage.close()
 
 
 def find_writer(disk: Disk, path: Path) -> Writer | None:
@@ -122,65 +120,3 @@ def find_writer(disk: Disk, path: Path) -> Writer | None:
         return Writer(int(owner["pid"]), str(owner["host"]), float(owner["since"]))
     except (ValueError, KeyError, TypeError):
         return Writer()
-
-
-def _read(disk: Disk, path: Path, manifest: Manifest, writer: Writer | None) -> Survey:
-    """Follow the journal from its base record, as opening would, and count in episodes.log."""
-    counts = dict.fromkeys(STATUS, 0)
-    records = read_journal(disk, path / "journal")
-    if not records:
-        if manifest.schema is not None:
-            raise CorruptionError(f"{path / 'journal'} is empty, though rows have been written")
-        return Survey(manifest=manifest, episodes=counts, writer=writer)
-    past = read_past(records)
-    table = EpisodeTable()
-    table.load_base(past.base["episodes"])
-    written, newest = int(past.base["write_count"]), 0
-    recent: list[LogEntry] = []
-    for record in past.records:
-        if record.kind is Kind.PUBLISH:
-            publish = Publish.unpack(record.body)
-            past.last, newest, written = publish.last_id, publish.time, written + publish.count
-            recent += table.commit(
-                publish.segments,
-                publish.sources,
-                first_id=publish.first_id,
-                time=publish.time,
-                sequence=record.sequence,
-            )
-        elif record.kind is Kind.RETIRE:
-            past.retired = max(past.retired, record.json()["through"])
-        elif record.kind is Kind.DELETE:
-            past.retired = past.last = record.json()["last"]
-    status: dict[int, int] = {}
-    for entries in (_logged(disk, path, past, writer), recent, table.open_entries()):
-        for entry in entries:
-            status[entry.episode] = entry.status
-            newest = max(newest, entry.end)
-    status.pop(0, None)  # sources have entries, too
-    for number in status.values():
-        counts[STATUS[number]] += 1
-    return Survey(
-        manifest=manifest,
-        rows=past.last - past.window_low(manifest.capacity),
-        written=written,
-        episodes=counts,
-        last_write=newest / 1e6 if newest else None,
-        writer=writer,
-        unclean=None if writer else not past.clean,
-    )
-
-
-def _logged(disk: Disk, path: Path, past: Past, writer: Writer | None) -> Iterator[LogEntry]:
-    """Yield the entries of episodes.log, up to one that is still being written."""
-    path = path / "episodes.log"
-    if (size := disk.size(path)) < 0:
-        return
-    log = EpisodeLog(disk, path, length=size)
-    try:
-        yield from log.read()
-    except CorruptionError:
-        if past.clean and writer is None:
-            raise
-    finally:
-        log.close()

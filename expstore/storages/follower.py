@@ -19,13 +19,14 @@ from expstore.episodelog import LogEntry, read_log
 from expstore.episodes import EpisodeTable
 from expstore.errors import StateError, StorageError
 from expstore.files import Disk, ReadingDisk
+from expstore.lock import Owner, read_owner
 from expstore.manifest import Manifest
 from expstore.schema import Schema
 from expstore.state import StateView
 from expstore.storages.base import ROW_FIELDS, Keys, Rows, Storage
 from expstore.storages.chronicle import Chronicle
 from expstore.storages.columns import ColumnGroup
-from expstore.storages.folder import LOG, FolderStorage
+from expstore.storages.folder import LOCK, LOG, FolderStorage
 from expstore.storages.overlay import Overlay
 from expstore.storages.recovery import describe_past
 from expstore.storages.replay import Replay, episode_rows, open_columns, replay
@@ -422,6 +423,11 @@ class FollowerStorage(FolderStorage):
         if self.own_seed is not None and not self._origin.copied:
             return 1
         return int.from_bytes(os.urandom(8), "little")
+
+    @property
+    def owner(self) -> Owner | None:
+        """Who writes to the store; None: nobody does."""
+        return read_owner(self.disk, self.path / LOCK) if self._source.live else None
 
     # -- what only a writer does -----------------------------------------------------------------
 

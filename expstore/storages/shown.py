@@ -45,6 +45,7 @@ class ShownStorage(FolderStorage):
             layout=self._state.get("layout") + 1,
             heartbeat=time.monotonic_ns(),
             since=self._lock_file.owner.stamp,
+            inode=self._state.inode,
         )
         self._state.end_change()
 

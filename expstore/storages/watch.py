@@ -11,6 +11,7 @@ from pathlib import Path
 from expstore.files import Disk
 from expstore.lock import read_owner
 from expstore.state import PAGE, StatePage, StateView
+from expstore.storages.folder import LOCK, STATE
 from expstore.types import IntArray
 
 __all__ = ["Watch"]
@@ -28,8 +29,8 @@ class Watch:
     """
 
     def __init__(self, disk: Disk, path: Path) -> None:
-        self._disk, self._lock_path = disk, path / "LOCK"
-        state = path / "STATE"
+        self._disk, self._lock_path = disk, path / LOCK
+        state = path / STATE
         self._page = StatePage(disk, state, write=False) if disk.size(state) >= PAGE else None
 
     def look(self) -> StateView | None:
@@ -49,7 +50,7 @@ class Watch:
             unseen: It was at work though no such process could be seen: its heartbeat decides.
         """
         page = self._page
-        if page is None:
+        if page is None or page.get("inode") != page.inode:
             return False
         beat, owner = page.get("heartbeat"), read_owner(self._disk, self._lock_path)
         if not beat or owner is None or owner.stamp != page.get("since"):
