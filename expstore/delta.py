@@ -119,7 +119,7 @@ def last_position(con: duckdb.DuckDBPyConnection) -> Position:
 
 def replace_priorities(con: duckdb.DuckDBPyConnection, ids: Array, priorities: Array) -> None:
     """Let the table `priorities` hold these and nothing else."""
-    rows = {"id": np.asarray(ids, np.int64), "priority": np.asarray(priorities, np.float32)}
+    rows = {"id": _column(ids, pa.int64()), "priority": _column(priorities, pa.float32())}
     con.register("new_priorities", pa.table(rows))
     with transaction(con):
         con.execute("DELETE FROM priorities")
@@ -164,11 +164,13 @@ def _live_rows(con: duckdb.DuckDBPyConnection, delta: Delta, empty: bool) -> tup
     said = np.asarray(delta.live["episode_id"], np.int64)
     rows = np.asarray(delta.live["live_rows"], np.int64)
     others = ~np.isin(said, ids)
-    rest = pa.table({"episode_id": said[others], "live_rows": rows[others]})
+    rest = pa.table(
+        {"episode_id": _column(said[others], pa.int64()), "live_rows": _column(rows[others], pa.int64())}
+    )
     unsaid = ids[~np.isin(ids, said)]
     if len(unsaid) and not empty:
         # An episode that changed otherwise keeps its number.
-        con.register("unsaid", pa.table({"episode_id": unsaid}))
+        con.register("unsaid", pa.table({"episode_id": _column(unsaid, pa.int64())}))
         kept = con.sql(
             "SELECT episode_id, live_rows FROM episode_rows SEMI JOIN unsaid USING (episode_id)"
         ).to_arrow_table()
@@ -198,18 +200,19 @@ def _episode_table(delta: Delta, live: IntArray) -> pa.Table:
         name: column if name == "info" else np.asarray(column) for name, column in delta.episodes.items()
     }
     unnamed, still_open = ~given["has_trajectory"].astype(bool), given["end_time"] < 0
+    times = pa.timestamp("us")
     return pa.table(
         {
-            "episode_id": pa.array(given["episode_id"], pa.int64()),
-            "source": pa.array(given["source"], pa.int64()),
-            "trajectory_id": pa.array(given["trajectory_id"], pa.int64(), mask=unnamed),
-            "start_time": pa.array(given["start_time"], pa.int64()).cast(pa.timestamp("us")),
-            "end_time": pa.array(given["end_time"], pa.int64(), mask=still_open).cast(pa.timestamp("us")),
-            "length": pa.array(given["length"], pa.int64()),
-            "return": pa.array(given["return"], pa.float64()),
-            "status": pa.array(given["status"], pa.uint8()),
-            "live_rows": live,
-            "last_id": pa.array(given["last_id"], pa.int64()),
+            "episode_id": _column(given["episode_id"], pa.int64()),
+            "source": _column(given["source"], pa.int64()),
+            "trajectory_id": _column(given["trajectory_id"], pa.int64(), missing=unnamed),
+            "start_time": _column(given["start_time"], times),
+            "end_time": _column(given["end_time"], times, missing=still_open),
+            "length": _column(given["length"], pa.int64()),
+            "return": _column(given["return"], pa.float64()),
+            "status": _column(given["status"], pa.uint8()),
+            "live_rows": _column(live, pa.int64()),
+            "last_id": _column(given["last_id"], pa.int64()),
             "info": pa.array(list(given["info"]), pa.string()),
         }
     )
@@ -219,4 +222,17 @@ def _fragment_table(delta: Delta) -> pa.Table:
     names = ("episode_id", "first_step", "length", "first_id", "stride")
     columns = {name: np.asarray(delta.fragments[name], np.int64) for name in names}
     columns["last_id"] = columns["first_id"] + (columns["length"] - 1) * columns["stride"]
-    return pa.table(columns)
+    return pa.table({name: _column(values, pa.int64()) for name, values in columns.items()})
+
+
+def _column(values: Array, kind: pa.DataType, *, missing: Array | None = None) -> pa.Array:
+    """See an array as an Arrow column; `missing` says where there is no value.
+
+    Arrow's own way to do so loads pandas where that is installed, which takes half a second.
+    """
+    data = np.ascontiguousarray(values, _STORED.get(str(kind)))
+    present = None if missing is None else pa.py_buffer(np.packbits(~missing, bitorder="little"))
+    return pa.Array.from_buffers(kind, len(data), [present, pa.py_buffer(data)])
+
+
+_STORED = {"int64": "<i8", "timestamp[us]": "<i8", "double": "<f8", "float": "<f4", "uint8": "u1"}

@@ -223,6 +223,10 @@ class Index:
                 yield cursor
             except duckdb.Error as exc:
                 raise self._explain(exc, act) from exc
+            except RuntimeError as exc:
+                if "Query interrupted" in str(exc):  # DuckDB has swallowed Ctrl-C
+                    raise KeyboardInterrupt from exc
+                raise
             finally:
                 tables.rollback(cursor)
                 cursor.close()

@@ -1161,3 +1161,45 @@ def test_a_leftover_of_a_broken_rebuild_is_no_trouble(path: Path) -> None:
     assert rows(index, LARGE_QUESTION) == LARGE_ANSWER
     index.close()
     assert [file.name for file in path.parent.iterdir()] == ["index.duckdb"]
+
+
+INTERRUPTED = """
+import os, signal, sys, threading, time
+from expstore.files import Disk
+from expstore.index import Index, Relations
+
+index = Index.open(None, disk=Disk(), store_uuid="0" * 32)
+index.query("SELECT 1", None, Relations())
+asked = threading.Event()
+
+def interrupt():
+    asked.wait()
+    while True:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.2)
+
+threading.Thread(target=interrupt, daemon=True).start()
+try:
+    asked.set()
+    index.query("SELECT sum(a.range * b.range) FROM range(1000000) a, range(1000000) b", None, Relations())
+except KeyboardInterrupt:
+    os._exit(77)
+"""
+
+
+def test_ctrl_c_in_a_query_is_ctrl_c() -> None:
+    done = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, check=False)
+    assert done.returncode == 77, done.stderr
+
+
+def test_pandas_is_not_loaded_for_a_commit_and_a_query() -> None:
+    code = """
+import sys
+import expstore
+from expstore.storages.memory import MemoryStorage
+from expstore.storages.catalog import Catalog
+Catalog(MemoryStorage(5)).query("SELECT * FROM episodes", None)
+assert "pandas" not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,133 @@
+"""How much two followers slow a writer: extend, quiet and beside them; exits 1 above the bar.
+
+Run as `python benchmarks/followers.py [--seconds 30]`. Followers sample and query without a pause, in
+processes of their own; the phases alternate. Three busy processes on two cores take time from one another
+whatever they do, so followers of another, closed store stand beside: they cost the processor the same and
+the writer's files nothing. The bar is on the difference that following makes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import shutil
+import sys
+import tempfile
+import time
+from multiprocessing.sharedctypes import Synchronized
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # some distributions install a `benchmarks` of their own
+
+import expstore  # noqa: E402
+from benchmarks.report import Bar, machine, span  # noqa: E402
+from benchmarks.timing import Series, touch_memory  # noqa: E402
+from benchmarks.workloads import LOCOMOTION, Stream  # noqa: E402
+
+CAPACITY, ROWS, BATCH = 100_000, 1000, 256
+QUERY = "SELECT count(*), avg(next.reward), max(_id) FROM transitions"
+BAR = Bar(1.1, "x")
+#: What followers do in a phase: nothing, follow a closed store, follow the writer.
+QUIET, APART, BESIDE, END = range(4)
+NAMES = {QUIET: "nobody", APART: "two followers of another store", BESIDE: "two followers"}
+
+
+def follow(folder: Path, phase: Synchronized[int], ready: Any, done: Any) -> None:
+    """Sample and query as the phase says."""
+    samples = queries = 0
+    buffers = {
+        APART: expstore.open(folder / "other.exp", mode="r", batch_size=BATCH),
+        BESIDE: expstore.open(folder / "run.exp", mode="r", batch_size=BATCH),
+    }
+    for rb in buffers.values():
+        rb.sample()
+        rb.sql(QUERY)
+    ready.wait()
+    while (now := phase.value) != END:
+        if now == QUIET:
+            time.sleep(0.01)
+            continue
+        for _ in range(100):
+            buffers[now].sample()
+        samples += 100
+        try:
+            buffers[now].sql(QUERY)
+            queries += 1
+        except expstore.StateError:
+            pass  # overtaken twice
+    done.put((samples, queries))
+
+
+def fill(path: Path, stream: Stream) -> Any:
+    rb = expstore.open(path, capacity=CAPACITY, batch_size=BATCH)
+    for _ in range(CAPACITY // ROWS + 5):
+        rb.extend(next(stream))
+    return rb
+
+
+def measure(folder: Path, seconds: float, rounds: int) -> dict[int, Series]:
+    """Time extends, phase by phase."""
+    stream = Stream(LOCOMOTION, ROWS, pool=40)
+    fill(folder / "other.exp", stream).close()
+    context = multiprocessing.get_context("spawn")
+    phase, ready, done = context.Value("i", QUIET), context.Barrier(3), context.Queue()
+    series = {name: Series() for name in NAMES}
+    with fill(folder / "run.exp", stream) as rb:
+        workers = [context.Process(target=follow, args=(folder, phase, ready, done)) for _ in range(2)]
+        for worker in workers:
+            worker.start()
+        ready.wait()
+        for _ in range(rounds):
+            for name, times in series.items():
+                phase.value = name
+                time.sleep(0.2)
+                times.blocks.append(extend_for(rb, stream, seconds / rounds))
+        phase.value = END
+        for _ in workers:
+            samples, queries = done.get()
+            print(f"a follower drew {samples:,} batches and ran {queries:,} queries")
+        for worker in workers:
+            worker.join()
+        print(f"the ring was written {rb.write_count / CAPACITY:.0f} times over")
+    return series
+
+
+def extend_for(rb: Any, stream: Stream, seconds: float) -> list[float]:
+    times = []
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        batch = next(stream)
+        began = time.perf_counter()
+        rb.extend(batch)
+        times.append(time.perf_counter() - began)
+    return times
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seconds", type=float, default=30.0, help="of each phase, in all")
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--folder", type=Path, help="where stores are made; a temporary folder by default")
+    parser.add_argument("--bar", type=float, default=BAR.limit, help="most that following may cost")
+    asked = parser.parse_args()
+    folder = Path(tempfile.mkdtemp(dir=asked.folder))
+    touch_memory(400 << 20)
+    try:
+        series = measure(folder, asked.seconds, asked.rounds)
+    finally:
+        shutil.rmtree(folder)
+    for line in machine().values():
+        print(line)
+    print(f"\n| beside | extend({ROWS}) |\n|---|---|")
+    for name, times in series.items():
+        print(f"| {NAMES[name]} | {span(times)} |")
+    cost = series[BESIDE].median / series[APART].median
+    whole = series[BESIDE].median / series[QUIET].median
+    print(f"\nfollowing costs the writer {cost:.2f}x (bar {Bar(asked.bar, 'x')}); all told {whole:.2f}x")
+    return 0 if cost <= asked.bar else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
