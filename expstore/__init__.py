@@ -28,6 +28,7 @@ _HOME = {
     "RandomSampler": "expstore.samplers",
     "ReplayBuffer": "expstore.buffers",
     "RoundRobinWriter": "expstore.writers",
+    "SamplerWithoutReplacement": "expstore.samplers",
     "Schema": "expstore.schema",
     "SchemaError": "expstore.errors",
     "SnapshotError": "expstore.errors",
@@ -57,6 +58,7 @@ __all__ = [
     "RandomSampler",
     "ReplayBuffer",
     "RoundRobinWriter",
+    "SamplerWithoutReplacement",
     "Schema",
     "SchemaError",
     "SnapshotError",
@@ -88,7 +90,7 @@ if TYPE_CHECKING:
         StorageError,
     )
     from expstore.prioritized import PrioritizedReplayBuffer, TensorDictPrioritizedReplayBuffer
-    from expstore.samplers import PrioritizedSampler, RandomSampler
+    from expstore.samplers import PrioritizedSampler, RandomSampler, SamplerWithoutReplacement
     from expstore.schema import Field, Schema
     from expstore.snapshots import versions
     from expstore.storages import MemoryStorage, ZarrStorage

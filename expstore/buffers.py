@@ -231,11 +231,16 @@ class ReplayBuffer:
         if not len(storage):
             raise NotReadyError("Cannot sample from an empty storage", hint="extend() it first")
         draw = storage.next_draw()
+        selection: Selection | None = None
         for redraw in range(_LIMIT):
             if redraw == _PATIENCE:
                 storage.lock.acquire()
+            generator = self._draws.generator(draw, redraw)
             try:
-                selection = self._sampler.sample(storage, size, self._draws.generator(draw, redraw))
+                if selection is None:
+                    selection = self._sampler.sample(storage, size, generator)
+                else:
+                    selection = self._sampler.sample_again(storage, selection, generator)
                 columns = storage.read(selection.ids)
                 if storage.intact(selection.ids):
                     return selection, columns
@@ -354,9 +359,11 @@ class ReplayBuffer:
         return storage.ids_at(wrapped)
 
     def __iter__(self) -> Iterator[TensorDictBase]:
-        """Yield batches without end."""
+        """Yield batches, without end or until the sampler has run out of rows."""
         while True:
             yield self.sample()
+            if self._sampler.ran_out:
+                return
 
     def update_priority(self, index: Any = None, priority: Any = None, *, id: Any = None) -> int:
         """Set the priorities of rows that are still there.
@@ -480,6 +487,7 @@ class ReplayBuffer:
         """
         storage = self._storage
         storage.load(find_version(storage.disk, Path(path), version))
+        self._sampler.attach(storage)
         self._draws = Draws(storage.seed)
         self._builder = self._reader = self._intake = None
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -38,6 +39,8 @@ _WORDS = {
     "since": 18,
     "inode": 19,
 }
+#: Two places for a sampler's progress, written in turn: a count, then four words.
+_PROGRESS = (24, 32)
 _GENERATION, _HORIZON, _LAST, _CHANGE, _LAYOUT, _DRAINED, _RETIRED = (
     _WORDS[name] for name in ("generation", "horizon", "last", "change", "layout", "drained", "retired")
 )
@@ -123,10 +126,27 @@ class StatePage:
         """Start the page anew for a writer."""
         self._words[0] = 0
         self._map[16:48] = uuid + boot
+        for place in _PROGRESS:
+            self._words[place] = 0
         for name, value in words.items():
             self.set(name, value)
         self._words[1] = _FORMAT
         self._words[0] = _MAGIC
+
+    def set_progress(self, progress: Sequence[int]) -> None:
+        """Set the four words of a sampler's progress as one: a kill leaves these or those before."""
+        words = self._words
+        count = max(words[place] for place in _PROGRESS) + 1
+        place = _PROGRESS[count & 1]
+        words[place] = 0
+        for number, value in enumerate(progress):
+            words[place + 1 + number] = value
+        words[place] = count
+
+    def get_progress(self) -> tuple[int, ...] | None:
+        """Return the words that were set last; None if none were."""
+        place = max(_PROGRESS, key=self._words.__getitem__)
+        return tuple(self._words[place + 1 : place + 5]) if self._words[place] else None
 
     def get(self, name: str) -> int:
         """Return a word by name."""

@@ -6,5 +6,6 @@ Buffers take one of these.
 from expstore.samplers.base import Sampler
 from expstore.samplers.prioritized import PrioritizedSampler
 from expstore.samplers.random import RandomSampler
+from expstore.samplers.without_replacement import SamplerWithoutReplacement
 
-__all__ = ["PrioritizedSampler", "RandomSampler", "Sampler"]
+__all__ = ["PrioritizedSampler", "RandomSampler", "Sampler", "SamplerWithoutReplacement"]

@@ -72,5 +72,16 @@ class Sampler(ABC):
             generator: The random numbers of this draw.
         """
 
+    def sample_again(
+        self, storage: Storage, selection: Selection, generator: np.random.Generator
+    ) -> Selection:
+        """Choose rows in the place of some that were overwritten while they were read."""
+        return self.sample(storage, selection.ids.size, generator)
+
+    @property
+    def ran_out(self) -> bool:
+        """Whether every row has been drawn that is to be drawn: iteration ends here."""
+        return False
+
     def on_write(self, rows: Rows) -> None:
         """Be told of rows that were just published."""

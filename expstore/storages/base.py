@@ -38,6 +38,8 @@ ROW_FIELDS = (
     Field(("_row", "time"), "int64", ()),
     Field(("_row", "priority"), "float32", ()),
 )
+#: Of a sampler that keeps none.
+NO_PROGRESS = (0, 0, 0, 0)
 ROW_BYTES = sum(entry.row_bytes for entry in ROW_FIELDS)
 
 #: An unbounded store overwrites nothing; this many rows may wait for the disk.
@@ -135,6 +137,7 @@ class Storage(ABC):
         self._window = Window(0, 0)
         self._draw = 0
         self._draw_lock = threading.Lock()
+        self.progress: tuple[int, ...] = NO_PROGRESS
         self._changes = 0  # odd while rows are being changed in place
         self._closed = False
         self.priorities_set = False
@@ -227,6 +230,11 @@ class Storage(ABC):
             self._draw = number + 1
             self._note_draw(number + 1)
         return number
+
+    def note_progress(self, progress: tuple[int, ...]) -> None:
+        """Keep how far a sampler has come, for a restart: four numbers below 2^63, of its own meaning."""
+        self.progress = progress
+        self._note_progress(progress)
 
     @property
     def changes(self) -> int:
@@ -580,6 +588,9 @@ class Storage(ABC):
 
     def _note_draw(self, draw: int) -> None:
         """Keep the draw number."""
+
+    def _note_progress(self, progress: Sequence[int]) -> None:
+        """Keep how far a sampler has come."""
 
     def _note_horizon(self, horizon: int) -> None:
         """Keep the write horizon."""

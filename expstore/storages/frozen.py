@@ -66,6 +66,7 @@ def base_of(storage: Storage) -> dict[str, Any]:
         "last": storage.last,
         "retired": storage.retired,
         "draw": storage.draw,
+        "progress": storage.progress,
         "max_priority": storage.max_priority,
         "write_count": storage.write_count,
         "episodes": storage.episodes.to_base(),

@@ -178,10 +178,12 @@ class JournaledStorage(SyncedStorage):
         self.retired, self.max_priority = past.retired, past.max_priority
         self.horizon = past.last
         self._window = Window(past.window_low(self.capacity), past.last)
-        self._draw = max(self._draw, past.draw)
+        self._draw, self.progress = max(self._draw, past.draw), past.progress
         same_boot = self._state.fits(self._uuid, self._boot, self.manifest.generation)
         if same_boot and self._state.get("generation") >= past.base["generation"]:
-            self._draw = max(self._draw, self._state.get("draw"))  # else it is of what a load has replaced
+            # Otherwise it is of what a load has replaced.
+            self._draw = max(self._draw, self._state.get("draw"))
+            self.progress = self._state.get_progress() or self.progress
         if past.cut or not (same_boot or past.clean):
             # The index may hold what the journal has lost.
             for name in ("index.duckdb", "index.duckdb.wal"):

@@ -31,7 +31,7 @@ _PUBLISH_HEAD = struct.Struct("<QQqI")
 REDO_BYTES = 64 << 20
 _SHELVED = b"file"
 _NOTHING = bytes(16)
-_MARK = struct.Struct("<QQQQQf4x")
+_MARK = struct.Struct("<QQQQQf4x4Q")
 _REDO = struct.Struct("<II")
 
 
@@ -122,6 +122,7 @@ class Mark:
         draw: Batches handed out.
         write_count: Rows ever written.
         max_priority: The largest priority so far.
+        progress: How far a sampler has come: four numbers.
     """
 
     sequence: int
@@ -130,17 +131,19 @@ class Mark:
     draw: int
     write_count: int
     max_priority: float
+    progress: tuple[int, ...] = (0, 0, 0, 0)
 
     def pack(self) -> bytes:
         """Return the body."""
-        return _MARK.pack(
-            self.sequence, self.last_id, self.log_length, self.draw, self.write_count, self.max_priority
-        )
+        numbers = self.sequence, self.last_id, self.log_length, self.draw, self.write_count
+        return _MARK.pack(*numbers, self.max_priority, *self.progress)
 
     @classmethod
     def unpack(cls, body: bytes) -> Mark:
         """Read what `pack` returned."""
-        return cls(*_MARK.unpack(body))
+        body = body.ljust(_MARK.size, b"\0")  # once marks held no progress
+        sequence, last_id, log_length, draw, write_count, largest, *progress = _MARK.unpack(body)
+        return cls(sequence, last_id, log_length, draw, write_count, largest, tuple(progress))
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from expstore.episodes import EpisodeTable
 from expstore.errors import CorruptionError
 from expstore.journal import Kind, Record
 from expstore.schema import Schema
-from expstore.storages.base import ROW_FIELDS
+from expstore.storages.base import NO_PROGRESS, ROW_FIELDS
 from expstore.storages.checksums import BLOCK_ROWS, blocks_of
 from expstore.storages.records import Mark, Publish, Redo
 from expstore.types import IntArray, cut_run
@@ -43,6 +43,7 @@ class Past:
         last: Newest published id.
         retired: Newest id given up.
         draw: Batches handed out, as far as records say.
+        progress: How far a sampler had come at the newest mark.
         max_priority: The largest priority so far.
         log_length: Bytes of episodes.log that a mark covers.
         synced: Newest id that a mark covers.
@@ -59,6 +60,7 @@ class Past:
     last: int
     retired: int
     draw: int
+    progress: tuple[int, ...]
     max_priority: float
     log_length: int
     synced: int
@@ -85,6 +87,7 @@ def read_past(records: list[Record]) -> Past:
         last=base["last"],
         retired=base["retired"],
         draw=base["draw"],
+        progress=tuple(base.get("progress", NO_PROGRESS)),
         max_priority=base["max_priority"],
         log_length=base["log_length"],
         synced=base["last"],
@@ -121,7 +124,7 @@ def verify(past: Past, whole: Callable[[Publish], bool]) -> None:
             past.max_priority = max(past.max_priority, publish.priority)
         elif record.kind is Kind.MARK:
             mark = Mark.unpack(record.body)
-            past.draw = max(past.draw, mark.draw)
+            past.draw, past.progress = max(past.draw, mark.draw), mark.progress
             past.max_priority = max(past.max_priority, mark.max_priority)
         elif record.kind is Kind.RETIRE:
             past.retired = max(past.retired, record.json()["through"])

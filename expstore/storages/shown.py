@@ -7,6 +7,7 @@ is in `follower` and in ARCHITECTURE.md. It never touches rows.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 from expstore.lock import WriterLock
 from expstore.state import StatePage
@@ -47,6 +48,7 @@ class ShownStorage(FolderStorage):
             since=self._lock_file.owner.stamp,
             inode=self._state.inode,
         )
+        self._state.set_progress(self.progress)
         self._state.end_change()
 
     def _leave_state(self) -> None:
@@ -61,6 +63,10 @@ class ShownStorage(FolderStorage):
     def _note_draw(self, draw: int) -> None:
         if self._lock_file.held:  # a forked child shares the page
             self._state.set("draw", draw)
+
+    def _note_progress(self, progress: Sequence[int]) -> None:
+        if self._lock_file.held:
+            self._state.set_progress(progress)
 
     def _note_horizon(self, horizon: int) -> None:
         self._state.set("horizon", horizon)

@@ -137,6 +137,7 @@ class SyncedStorage(ShownStorage):
                 last_id=self.last,
                 log_length=self._log.length,
                 draw=self._draw,
+                progress=self.progress,
                 write_count=self.write_count,
                 max_priority=self.max_priority,
             )
