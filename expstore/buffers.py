@@ -487,8 +487,8 @@ class ReplayBuffer:
         """
         storage = self._storage
         storage.load(find_version(storage.disk, Path(path), version))
+        self.__dict__.pop("_draws", None)  # made anew, with the version's seed
         self._sampler.attach(storage)
-        self._draws = Draws(storage.seed)
         self._builder = self._reader = self._intake = None
 
     def load(self, path: str | Path, version: int | str | None = None) -> None:

@@ -19,6 +19,7 @@ from tensordict import TensorDict
 import expstore
 from expstore import dumping, files
 from expstore.buffers import ReplayBuffer, TensorDictReplayBuffer
+from expstore.checks.survey import survey
 from expstore.errors import (
     CorruptionError,
     LockedError,
@@ -29,6 +30,7 @@ from expstore.errors import (
 )
 from expstore.files import Disk
 from expstore.lock import WriterLock
+from expstore.samplers import PrioritizedSampler, Sampler, SamplerWithoutReplacement
 from expstore.snapshots import find_version
 from expstore.storages import loading
 from expstore.storages.hold import Hold
@@ -364,10 +366,10 @@ def waiting(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Set when somebody is about to wait for a copy."""
     event, wait = threading.Event(), Hold.wait
 
-    def note(self: Hold, through: int | None) -> None:
+    def note(self: Hold, through: int | None) -> bool:
         if self.first and (through is None or through >= self.first):
             event.set()
-        wait(self, through)
+        return wait(self, through)
 
     monkeypatch.setattr(Hold, "wait", note)
     return event
@@ -398,6 +400,7 @@ def test_who_would_overwrite_rows_that_are_not_copied_waits(
         thread.join(30)
     assert done == ["extend"]
     assert rb.storage.hold.first == 0
+    assert rb.stats()["waits"] > 0
     assert same(rows_of(expstore.open(place)), expected)
     rb.close()
 
@@ -459,7 +462,7 @@ def test_versions_of_a_store_in_use(store_path: Path, place: Path, make_batch: M
 # -- putting one back ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("open_it", ["door", "storage"])
+@pytest.mark.parametrize("open_it", ["door", "storage", "memory"])
 def test_a_new_store_goes_on_with_the_next_batch(
     store_path: Path, place: Path, tmp_path: Path, make_batch: Make, open_it: str
 ) -> None:
@@ -471,13 +474,17 @@ def test_a_new_store_goes_on_with_the_next_batch(
         rb.dumps(place)
         wanted, levels, rows, count = batches(rb, 4), priorities(rb), rows_of(rb), rb.write_count
     path = tmp_path / "new.exp"
-    new = (
-        expstore.open(path, capacity=300, batch_size=16)
-        if open_it == "door"
-        else TensorDictReplayBuffer(storage=ZarrStorage(path, 300), batch_size=16)
-    )
+    if open_it == "door":
+        new = expstore.open(path, capacity=300, batch_size=16)
+    else:
+        storage = ZarrStorage(path, 300) if open_it == "storage" else MemoryStorage(300)
+        new = TensorDictReplayBuffer(storage=storage, batch_size=16)
     new.loads(place)
     assert all(same(a, b) for a, b in zip(batches(new, 2), wanted, strict=False))
+    if open_it == "memory":
+        new.dumps(path.with_name("again"))
+        new = expstore.open(path, capacity=300, batch_size=16)
+        new.loads(path.with_name("again"))
     new.close()
     with expstore.open(path, batch_size=16) as new:
         assert all(same(a, b) for a, b in zip(batches(new, 2), wanted[2:], strict=True))
@@ -486,6 +493,27 @@ def test_a_new_store_goes_on_with_the_next_batch(
         assert (new.write_count, new.storage.max_priority) == (count, 2.5)
         new.extend(make_batch(50, start=650, episode_length=7), source="a")
         assert len(new) == 300
+
+
+@pytest.mark.parametrize("kind", [SamplerWithoutReplacement, PrioritizedSampler])
+def test_other_samplers_go_on_as_well(
+    store_path: Path, place: Path, tmp_path: Path, make_batch: Make, kind: type[Sampler]
+) -> None:
+    with expstore.open(store_path, capacity=100, batch_size=16, sampler=kind(), seed=3) as rb:
+        rb.extend(make_batch(100))
+        rb.extend(make_batch(40, start=100))
+        batches(rb, 2)
+        rb.update_priority(id=[120, 130], priority=[9.0, 0.25])
+        rb.dumps(place)
+        wanted = batches(rb, 6)
+    for path in (tmp_path / "new.exp", None):
+        storage = MemoryStorage(100) if path is None else ZarrStorage(path, 100)
+        new = TensorDictReplayBuffer(storage=storage, sampler=kind(), batch_size=16)
+        new.extend(make_batch(30, start=900))
+        batches(new, 1)
+        new.loads(place)
+        assert all(same(a, b) for a, b in zip(batches(new, 6), wanted, strict=True))
+        new.close()
 
 
 def test_ids_and_episodes_go_on_above_both(
@@ -613,6 +641,79 @@ def test_sampling_goes_on_while_a_version_is_put_back(
         for thread in threads:
             thread.join(30)
         assert not faults
+
+
+@pytest.mark.parametrize("capacity", [None, 40])
+def test_a_version_is_put_into_memory(
+    store_path: Path, place: Path, make_batch: Make, capacity: int | None
+) -> None:
+    with expstore.open(store_path, capacity=60) as rb:
+        rb.extend(make_batch(100, episode_length=7)[:60], source="a")
+        rb.extend(make_batch(9, start=100), source="a")
+        rb.dumps(place)
+        rows, levels = rows_of(rb), priorities(rb)
+    rb = TensorDictReplayBuffer(storage=MemoryStorage(capacity), batch_size=8)
+    rb.extend(make_batch(25, start=500))
+    assert rb.sql("SELECT count(*) FROM episodes").fetchall() == [(1,)]
+    former = np.arange(1, 26)
+    rb.loads(place)
+    kept = capacity or 60
+    assert same(rows_of(rb), rows[-kept:])
+    assert priorities(rb) == levels[-kept:]
+    assert not rb.storage.intact(former)
+    assert rb.sql("SELECT count(*), sum(live_rows) FROM episodes").fetchall() == [(9, kept)]
+    rb.extend(make_batch(50, start=109), source="a")
+    assert rows_of(rb)["observation"][-1, 0] == 158
+    assert rb.sql("SELECT max(_step) FROM transitions").fetchall() == [(62,)]
+
+
+def test_followers_see_what_a_load_brings(store_path: Path, place: Path, make_batch: Make) -> None:
+    with expstore.open(store_path, capacity=200) as rb:
+        rb.extend(make_batch(200))
+        rb.dumps(place)
+        rb.extend(make_batch(150, start=1000))
+        rb.flush()
+        follower = expstore.open(store_path, mode="r", batch_size=64)
+        assert follower.sample()["observation"][:, 0].max() >= 1000
+        rb.loads(place)
+        batch = follower.sample()
+        assert batch["observation"][:, 0].max() < 200
+        assert follower.storage.window == rb.storage.window
+        follower.refresh()
+        assert follower.sql("SELECT count(*), max(_id) FROM transitions").fetchall() == [
+            (200, rb.storage.last)
+        ]
+        follower.close()
+
+
+def test_a_load_that_was_left_half_way_is_finished_by_the_next_writer(
+    store_path: Path, place: Path, make_batch: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with expstore.open(store_path, capacity=100) as rb:
+        rb.extend(make_batch(30))
+        rb.dumps(place)
+        rb.extend(make_batch(30, start=500))
+
+        def stop(*_: object) -> None:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr("expstore.storages.journaled.finish_load", stop)
+            with pytest.raises(KeyboardInterrupt):
+                rb.loads(place)
+        assert same(rows_of(rb), make_rows(make_batch, (0, 30), (500, 30)))  # what is open can be read
+        with pytest.raises(StorageError, match="middle of loads"):
+            expstore.open(store_path, mode="r")
+        with pytest.raises(StorageError, match="middle of loads"):
+            survey(store_path)
+        rb.extend(make_batch(5, start=900))  # brings it to its end first
+        assert same(rows_of(rb), make_rows(make_batch, (0, 30), (900, 5)))
+    with expstore.open(store_path) as rb:
+        assert same(rows_of(rb), make_rows(make_batch, (0, 30), (900, 5)))
+
+
+def make_rows(make_batch: Make, *runs: tuple[int, int]) -> TensorDict:
+    return torch.cat([make_batch(count, start=start) for start, count in runs])
 
 
 def test_a_load_goes_to_the_index(store_path: Path, place: Path, make_batch: Make) -> None:

@@ -265,7 +265,7 @@ class Storage(ABC):
         self.check_writable()
         last = rows.first_id + rows.count - 1
         if self.hold.first and self.slots is not None:
-            self.hold.wait(last - self.slots)
+            self._wait_for_copy(last - self.slots)
         self._make_room(rows.count)
         if self.max_within and self.capacity is not None:
             self._lower_max(min(last - self.capacity, self.last - 1))
@@ -279,6 +279,12 @@ class Storage(ABC):
             self.note_interruption()
             raise
         self.counters.extends += 1
+
+    def _wait_for_copy(self, through: int | None) -> None:
+        started = time.monotonic()
+        if self.hold.wait(through):
+            self.counters.waits += 1
+            self.counters.wait_seconds += time.monotonic() - started
 
     def _advance(self, last: int, *, count: int) -> None:
         low = self.retired
@@ -330,7 +336,7 @@ class Storage(ABC):
             if ids.min() <= window.low or ids.max() > window.last:
                 raise NotFoundError("cannot change rows that have left the store")
             if self.hold.first:
-                self.hold.wait(None)
+                self._wait_for_copy(None)
             try:
                 self._record_change(ids, places, columns)
                 slots = self.slot_of(ids)

@@ -27,6 +27,7 @@ from expstore.storages.base import ROW_FIELDS, Keys, Rows, Storage
 from expstore.storages.chronicle import Chronicle
 from expstore.storages.columns import ColumnGroup
 from expstore.storages.folder import LOCK, LOG, FolderStorage
+from expstore.storages.loading import refuse_half_loaded
 from expstore.storages.overlay import Overlay
 from expstore.storages.recovery import describe_past
 from expstore.storages.replay import Replay, episode_rows, open_columns, replay
@@ -174,6 +175,7 @@ class FollowerStorage(FolderStorage):
 
     def _look(self) -> None:
         former = self._source
+        refuse_half_loaded(self.disk, self.path)
         watch = Watch(self.disk, self.path)
         view = watch.look()
         manifest = Manifest.load(self.disk, self.path)

@@ -48,10 +48,13 @@ class Hold:
             self.first = first
             self._moved.notify_all()
 
-    def wait(self, through: int | None) -> None:
-        """Wait until the ids up to `through` are copied; None: until nobody copies any more."""
+    def wait(self, through: int | None) -> bool:
+        """Wait until the ids up to `through` are copied, or all (None); say whether one had to."""
         if os.getpid() != self._pid:
             self._begin()
+        waited = False
         with self._moved:
             while self.first and (through is None or through >= self.first):
+                waited = True
                 self._moved.wait()
+        return waited

@@ -8,6 +8,7 @@ what is in there to its place. It never changes a version.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ import numpy as np
 
 from expstore.bulk import sync_paths
 from expstore.episodelog import LogEntry, read_log
-from expstore.errors import CorruptionError, SchemaError
+from expstore.errors import CorruptionError, SchemaError, StorageError
 from expstore.files import Disk
 from expstore.journal import ALIGN, Journal, Kind, read_journal
 from expstore.manifest import MANIFEST, Manifest
@@ -31,10 +32,20 @@ from expstore.storages.folder import COLUMNS, JOURNAL, LOG
 from expstore.storages.frozen import manifest_of
 from expstore.types import Array, key_name
 
-__all__ = ["Arrival", "Content", "build_load", "commit_load", "finish_load", "read_content"]
+__all__ = [
+    "Arrival",
+    "Content",
+    "build_load",
+    "commit_load",
+    "finish_load",
+    "read_content",
+    "refuse_half_loaded",
+]
 
 LOAD, ASIDE = "load", "load.tmp"
 _OLD = "old"
+#: Ids are not shifted further than this for the sake of slots: there are 2^63 of them.
+_FURTHEST = 1 << 50
 #: So many bytes are copied at a time.
 _STEP_BYTES = 8 << 20
 
@@ -137,9 +148,15 @@ class Arrival:
         former = max(storage.last, storage.horizon)
         shift: int = max(former, last) - self._low
         if own.capacity is not None:
+            slots = own.capacity + spare
             if former:
-                shift = max(shift, former + own.capacity + spare - last)
-            shift = -(-shift // own.capacity) * own.capacity
+                shift = max(shift, former + slots - last)
+            step = own.capacity
+            if (content.manifest.capacity, content.manifest.spare) == (own.capacity, spare):
+                # Slots are the same as well then, and with them what a sum tree finds for a number.
+                both = math.lcm(step, slots)
+                step = both if both <= _FURTHEST else step
+            shift = -(-shift // step) * step
         self._ids = shift
         self._episodes = max(storage.episodes.next_episode, base["episodes"]["next_episode"]) - 1
 
@@ -301,6 +318,16 @@ def commit_load(disk: Disk, path: Path) -> None:
     """Make what was built the store's content; from here on `finish_load` must follow."""
     disk.rename(path / ASIDE, path / LOAD)
     disk.sync_dir(path)
+
+
+def refuse_half_loaded(disk: Disk, path: Path) -> None:
+    """Raise StorageError if a load was left while the parts of a store were moved to their places."""
+    if disk.exists(path / LOAD):
+        raise StorageError(
+            f"{path} was left in the middle of loads()",
+            kind="half_loaded",
+            hint="open it for writing once, which brings that to its end",
+        )
 
 
 def finish_load(disk: Disk, path: Path) -> bool:

@@ -6,13 +6,16 @@ Same rows, episodes and SQL as a store on disk; nothing outlives the process.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 
 from expstore.episodelog import LogEntry
+from expstore.episodes import EpisodeTable
 from expstore.schema import Schema
-from expstore.storages.base import ROW_FIELDS, Keys, Rows, Storage
-from expstore.types import Array, IntArray
+from expstore.storages.base import ROW_FIELDS, Keys, Rows, Storage, find_keys
+from expstore.storages.loading import Arrival, read_content
+from expstore.types import Array, IntArray, Window
 
 __all__ = ["MemoryStorage"]
 
@@ -84,6 +87,52 @@ class MemoryStorage(Storage):
         with self.episode_lock:
             super()._forget(last)
             self.content = (1, self.content[1] + 1)
+
+    def load(self, folder: Path) -> None:
+        """Put the content of the version in a folder in the place of what there is."""
+        with self.lock:
+            self.check_writable()
+            self._wait_for_copy(None)
+            arrival = Arrival(read_content(self.disk, folder), self)
+            manifest = arrival.manifest
+            columns, priorities, table = self._arrange(arrival)
+            with self.changing(), self.episode_lock:
+                self.schema, self.spare, self.seed = manifest.schema, manifest.spare, manifest.seed
+                self.flatten = manifest.flatten
+                if manifest.schema is not None:
+                    ends, reward = manifest.done_keys, manifest.reward_key
+                    self.keys = find_keys(
+                        manifest.schema, trajectory=manifest.traj_key, ends=ends, reward=reward
+                    )
+                self._columns, self.priorities, self.episodes = columns, priorities, table
+                self._log = [*arrival.entries(), *table.cut_unnamed(self.content[1])]
+                self.content = self.index_floor = (1, self.content[1] + 1)
+                base = arrival.base(self.content)
+                self.write_count, self.max_priority = base["write_count"], base["max_priority"]
+                self._draw, self.horizon, self.retired = base["draw"], arrival.last, arrival.low
+                self.progress = tuple(base["progress"])
+                self._window = Window(arrival.low, arrival.last)
+
+    def _arrange(self, arrival: Arrival) -> tuple[list[Array], Array, EpisodeTable]:
+        """Return the columns, the priorities and the episodes that arrive, as they are kept here."""
+        manifest, table = arrival.manifest, EpisodeTable()
+        table.load_base(arrival.base(self.content)["episodes"])
+        if manifest.schema is None:
+            return [], np.ones(0, np.float32), table
+        size = manifest.slots or max(4096, 2 * arrival.last)
+        fields = (*manifest.schema.fields, *ROW_FIELDS)
+        columns: list[Array] = [np.zeros((size, *entry.shape), entry.numpy_dtype) for entry in fields]
+        columns[-1][:] = 1
+        found: list[list[Array]] = [[], []]
+        for first, arrays in arrival.runs():
+            for column, values in zip(columns, arrays, strict=True):
+                column[(np.arange(first, first + len(values)) - 1) % size] = values
+            found[0].append(arrays[-4])
+            found[1].append(arrays[-3])
+        if arrival.count:
+            episodes, steps = (np.concatenate(parts) for parts in found)
+            table.load_rows(episodes, steps, first_id=arrival.low + 1)
+        return columns[:-1], columns[-1], table
 
     def _make_room(self, count: int) -> None:
         if self.slots is not None and count > self.spare:

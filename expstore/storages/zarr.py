@@ -344,7 +344,7 @@ class ZarrStorage(JournaledStorage):
         """
         with self.lock:
             self.check_writable()
-            self.hold.wait(None)
+            self._wait_for_copy(None)
             self.flush_priorities()
             arrival = Arrival(read_content(self.disk, folder), self)
             ready = 0 if self.columns is None else self.columns.ready
