@@ -535,7 +535,7 @@ class ReplayBuffer:
 
     def stats(self) -> dict[str, Any]:
         """Return facts about the buffer that JSON can keep."""
-        self._storage.refresh()
+        self._refreshed()
         return describe(self._storage) | self._storage.more_stats() | {"batch_size": self._batch_size}
 
     @property
@@ -556,7 +556,7 @@ class ReplayBuffer:
     @property
     def write_count(self) -> int:
         """How many rows were ever written."""
-        return self._storage.write_count
+        return self._refreshed().write_count
 
     @property
     def meta(self) -> dict[str, Any]:
@@ -574,6 +574,12 @@ class ReplayBuffer:
         return f"{type(self).__name__}({storage.kind}, {len(storage)} rows, {room}, {self._sampler!r})"
 
     # -- helpers ---------------------------------------------------------------------------------
+
+    def _refreshed(self) -> Storage:
+        storage = self._storage
+        if not storage.closed:
+            storage.refresh()
+        return storage
 
     def _prepared(self, batch: Batch) -> tuple[Schema, StepReader]:
         """Return the schema, fixed by the first rows, and what reads steps."""

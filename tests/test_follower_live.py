@@ -432,6 +432,27 @@ def test_after_a_power_cut_rows_must_prove_themselves(
         assert "2 unfinished writes dropped" in seen.recovered
 
 
+def test_a_writer_that_comes_where_there_was_no_page(store_path: Path) -> None:
+    with expstore.open(store_path, capacity=50) as rb:
+        rb.extend(rows(20))
+    (store_path / "STATE").unlink()
+    with expstore.open(store_path, mode="r") as seen:
+        assert len(seen) == 20
+        with expstore.open(store_path) as rb:
+            put(rb, rows(9, 20))
+            assert seen["a"].tolist() == list(range(29))
+
+
+def test_counts_are_those_of_now(pair: tuple[TensorDictReplayBuffer, TensorDictReplayBuffer]) -> None:
+    rb, seen = pair
+    assert seen.write_count == 20
+    put(rb, rows(9, 20))
+    assert seen.write_count == 29
+    assert (seen.stats()["size"], seen.stats()["last_id"]) == (29, 29)
+    seen.close()
+    assert seen.stats()["size"] == 0
+
+
 def test_a_writer_out_of_sight_is_known_by_its_heartbeat(
     pair: tuple[TensorDictReplayBuffer, TensorDictReplayBuffer], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -63,7 +63,9 @@ class _Source:
 
     def holds(self, view: StateView | None) -> bool:
         """Say whether STATE is still as it was when this was put together."""
-        return view is None or self.seen is None or view[: len(self.seen)] == self.seen
+        if view is None or self.seen is None:
+            return view is self.seen
+        return view[: len(self.seen)] == self.seen
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

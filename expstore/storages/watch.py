@@ -11,7 +11,7 @@ from pathlib import Path
 from expstore.files import Disk
 from expstore.lock import read_owner
 from expstore.state import PAGE, StatePage, StateView
-from expstore.storages.folder import LOCK, STATE
+from expstore.storages.folder import LOCK, STATE, VERSION
 from expstore.types import IntArray
 
 __all__ = ["Watch"]
@@ -29,13 +29,20 @@ class Watch:
     """
 
     def __init__(self, disk: Disk, path: Path) -> None:
-        self._disk, self._lock_path = disk, path / LOCK
-        state = path / STATE
-        self._page = StatePage(disk, state, write=False) if disk.size(state) >= PAGE else None
+        self._disk, self._lock_path, self._path = disk, path / LOCK, path / STATE
+        self._sealed = disk.exists(path / VERSION)  # nobody will ever write there
+        self._page = self._open()
+
+    def _open(self) -> StatePage | None:
+        if self._sealed or self._disk.size(self._path) < PAGE:
+            return None
+        return StatePage(self._disk, self._path, write=False)
 
     def look(self) -> StateView | None:
-        """Return what readers need; None: there is no page, and nobody has ever written here."""
+        """Return what readers need; None: there is no page, and nobody writes here."""
         page = self._page
+        if page is None and not self._sealed:
+            self._page = page = self._open()  # a writer may have come
         return None if page is None else page.look()
 
     def fits(self, uuid: str, generation: int) -> bool:
@@ -84,4 +91,4 @@ class Watch:
 
     def close(self) -> None:
         """Let go of the page, once nobody looks at it."""
-        self._page = None
+        self._page, self._sealed = None, True
