@@ -634,6 +634,7 @@ def test_a_data_loader_with_workers_while_the_writer_extends(
 ) -> None:
     rb, seen = pair
     source = rb if role == "writer" else seen
+    source.sample()
     stop = threading.Event()
 
     def extend() -> None:
