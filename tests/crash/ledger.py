@@ -7,6 +7,7 @@ same plan what must be there. It never looks into a store.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -292,7 +293,8 @@ class Ledger:
         if capacity is not None:
             if former:
                 shift = max(shift, former + capacity + self.spare - kept.last)
-            shift = -(-shift // capacity) * capacity
+            step = math.lcm(capacity, capacity + self.spare)
+            shift = -(-shift // step) * step
         episodes = max(self.next_episode, kept.next_episode) - 1
         ids = kept.ids
         old = {name: getattr(kept, name)[ids] for name in _ARRAYS}
