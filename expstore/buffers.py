@@ -341,7 +341,7 @@ class ReplayBuffer:
         storage = self._storage
         if isinstance(index, slice):
             window = storage.window
-            ids = np.arange(window.low + 1, window.last + 1)
+            ids = window.ids()
             ordered: IntArray = ids[np.argsort(storage.index_of(ids), kind="stable")]
             return ordered[index]
         numbers = np.asarray(index.cpu() if isinstance(index, torch.Tensor) else index)
@@ -354,7 +354,7 @@ class ReplayBuffer:
             raise TypeError(f"rows are found by integers, not {numbers.dtype}")
         numbers = numbers.reshape(-1).astype(np.int64)
         # Where rows were given up without newer ones in their place, the newest is still number -1.
-        end = storage.last if storage.capacity is None else len(storage)
+        end = storage.last if storage.capacity is None else storage.window.size
         wrapped: IntArray = np.where(numbers < 0, numbers + end, numbers)
         return storage.ids_at(wrapped)
 

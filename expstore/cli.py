@@ -386,6 +386,11 @@ app.command(
     "Exit codes: 0 nothing found, 1 findings, 3 somebody writes to the store, 4 no row can be read."
 )(cli_checks.verify)
 
+app.command(
+    epilog="Without --drop-damaged nothing is lost. Killed in the middle it can be run again. "
+    "Exit codes: 0 all is repaired, 1 something is left, 3 somebody writes there, 4 no row can be read."
+)(cli_checks.repair)
+
 
 # -- sql -------------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ import typer
 from expstore.cli_codes import DAMAGED, FAILED
 from expstore.cli_print import print_json
 
-__all__ = ["verify"]
+__all__ = ["repair", "verify"]
 
 Store = Annotated[Path, typer.Argument(metavar="PATH", help="The store's folder.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -36,6 +36,35 @@ def verify(path: Store, as_json: Json = False) -> int:
             typer.echo(f"{finding.kind}: {finding.message}")
         typer.echo(f"{path}: {_count(found)}" + (", no row can be read" if fatal else ""))
     return DAMAGED if fatal else FAILED if found else 0
+
+
+def repair(
+    path: Store,
+    drop_damaged: Annotated[
+        bool, typer.Option("--drop-damaged", help="Give up rows and records whose bytes are lost.")
+    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be done.")] = False,
+    as_json: Json = False,
+) -> int:
+    """Build anew what is derived; give up what is lost, if that is asked for."""
+    from expstore import checks
+
+    with _progress("reading") as progress:
+        done = checks.repair(path, drop_damaged=drop_damaged, dry_run=dry_run, progress=progress)
+    if as_json:
+        print_json(asdict(done) | {"path": str(path), "dry_run": dry_run})
+    else:
+        would = "would be: " if dry_run else ""
+        for act in done.acts:
+            typer.echo(f"{would}{act}")
+        if done.lost:
+            runs = ", ".join(f"{first} to {last}" for first, last in done.lost)
+            typer.echo(f"{would}{done.lost_rows:,} rows given up: ids {runs}")
+        for finding in done.left:
+            typer.echo(f"left: {finding.kind}: {finding.message}")
+        if done.left and not drop_damaged:
+            typer.echo("--drop-damaged gives up what is left, if the store can go on without", err=True)
+    return DAMAGED if any(f.fatal for f in done.left) else FAILED if done.left else 0
 
 
 def _count(found: Sequence[object]) -> str:

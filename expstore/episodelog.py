@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import google_crc32c
@@ -16,7 +16,7 @@ import google_crc32c
 from expstore.errors import CorruptionError
 from expstore.files import Disk, File
 
-__all__ = ["EpisodeLog", "LogEntry", "read_log"]
+__all__ = ["EpisodeLog", "LogEntry", "fill_up", "read_log", "salvage"]
 
 # length, crc32c, kind, status, flags, source | episode, trajectory, start, end | return, rows, last id,
 # sequence | generation, bytes of text; 8 bytes zero.
@@ -60,10 +60,10 @@ class LogEntry:
     text: str = ""
     named: bool = False
 
-    def pack(self) -> bytes:
-        """Return the entry as it stands in the file."""
+    def pack(self, size: int = 0) -> bytes:
+        """Return the entry as it stands in the file; at least `size` bytes long, a multiple of 8."""
         text = self.text.encode()
-        text = text.ljust(-(-len(text) // 8) * 8, b"\0")
+        text = text.ljust(max(size - _ENTRY.size, -(-len(text) // 8) * 8), b"\0")
         flags = (_HAS_TRAJECTORY if self.trajectory is not None else 0) | (_NAMED if self.named else 0)
         head = _ENTRY.pack(
             _ENTRY.size + len(text),
@@ -115,6 +115,52 @@ def _unpack(data: bytes, at: int) -> tuple[LogEntry, int] | None:
         named=bool(flags & _NAMED),
     )
     return entry, stop
+
+
+def salvage(data: bytes) -> tuple[list[LogEntry], list[tuple[int, int]]]:
+    """Return the entries that are whole, and what lies between them: (first byte, end) of each piece."""
+    entries: list[LogEntry] = []
+    pieces: list[tuple[int, int]] = []
+    at = good = 0
+    while at < len(data):
+        found = _unpack(data, at)
+        if found is None:
+            at += 8
+            continue
+        if at > good:
+            pieces.append((good, at))
+        entries.append(found[0])
+        at = good = found[1]
+    if good < len(data):
+        pieces.append((good, len(data)))
+    return entries, pieces
+
+
+def fill_up(data: bytes, pieces: list[tuple[int, int]], entries: list[LogEntry]) -> tuple[bytes, int]:
+    """Write entries into pieces of a log, which keeps its length.
+
+    Args:
+        data: The log.
+        pieces: As `salvage` returns them.
+        entries: At least one; the last is repeated where there is room for more, which says nothing new.
+
+    Returns:
+        The log, and how many entries found a place.
+    """
+    parts, done, used = [], 0, 0
+    for start, stop in pieces:
+        parts.append(data[done:start])
+        while start < stop:
+            entry = entries[min(used, len(entries) - 1)]
+            size = len(entry.pack())
+            if size > stop - start:
+                entry, size = replace(entry, text=""), _ENTRY.size
+            if stop - start < 2 * _ENTRY.size or stop - start - size < _ENTRY.size:
+                size = stop - start  # the last one here takes the rest
+            parts.append(entry.pack(size))
+            start, used = start + size, used + 1
+        done = stop
+    return b"".join([*parts, data[done:]]), min(used, len(entries))
 
 
 def read_log(disk: Disk, path: Path, length: int) -> Iterator[LogEntry]:

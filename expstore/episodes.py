@@ -7,7 +7,7 @@ interleaved workers, lanes and restarts come out right. It keeps no rows and tou
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from expstore.episodelog import LogEntry
 from expstore.errors import SchemaError
-from expstore.fragments import Fragments, clip, find_fragments, last_ids
-from expstore.types import Array, IntArray
+from expstore.fragments import Fragments, clip, cut_out, find_fragments, last_ids
+from expstore.types import Array, IntArray, Runs
 
 __all__ = ["STATUS", "Assignment", "Episode", "EpisodeTable", "Segment", "Steps"]
 
@@ -376,15 +376,16 @@ class EpisodeTable:
             episode = Episode(**values)
             self._open[episode.source, episode.trajectory] = episode
 
-    def load_rows(self, episodes: IntArray, steps: IntArray, *, first_id: int) -> None:
+    def load_rows(self, runs: Sequence[tuple[int, IntArray, IntArray]]) -> None:
         """Find the fragments of rows that stand in the columns.
 
         Args:
-            episodes: Episode id per row, oldest first. Shape `(n,)`.
-            steps: Step per row. Shape `(n,)`.
-            first_id: Id of the first row.
+            runs: Runs of rows, oldest first: id of the first one, episode id and step per row.
         """
-        fragments = find_fragments(episodes, steps, first_id)
+        if not runs:
+            return
+        found = [find_fragments(episodes, steps, first_id) for first_id, episodes, steps in runs]
+        fragments = found[0] if len(found) == 1 else np.concatenate(found, axis=1)
         self.fragments.fill(fragments)
         self._find_open(fragments)
         # Their first rows have left, of which the index may not have heard.
@@ -400,6 +401,11 @@ class EpisodeTable:
             episode = known[int(fragments[0, place])]
             if end == episode.last_id:
                 episode.fragment = self.fragments.number_of(place)
+
+    def give_up(self, gaps: Runs) -> None:
+        """Forget the fragments of rows with ids in the gaps."""
+        if gaps:
+            self.fragments.fill(cut_out(self.fragments.rows, gaps))
 
     # -- for the index ---------------------------------------------------------------------------
 

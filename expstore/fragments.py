@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from expstore.types import IntArray
+from expstore.types import IntArray, Runs
 
-__all__ = ["Fragments", "clip", "find_fragments", "last_ids"]
+__all__ = ["Fragments", "clip", "cut_out", "find_fragments", "last_ids"]
 
 
 class Fragments:
@@ -102,6 +102,24 @@ def clip(fragments: IntArray, low: int) -> IntArray:
     kept[2] -= gone
     kept[3] += gone * fragments[4]
     return kept[:, kept[2] > 0]
+
+
+def cut_out(fragments: IntArray, gaps: Runs) -> IntArray:
+    """Leave out the rows with ids in the gaps, which cuts fragments in two; the result is by first id."""
+    for start, stop in gaps:
+        stride = np.maximum(1, fragments[4])
+        before = np.clip(-(-(start - fragments[3]) // stride), 0, fragments[2])
+        until = np.clip((stop - fragments[3]) // stride + 1, 0, fragments[2])
+        heads, tails = fragments.copy(), fragments.copy()
+        heads[2] = before
+        tails[1] += until
+        tails[2] -= until
+        tails[3] += until * stride
+        whole = before == until  # no row of it lies in the gap
+        parts = [fragments[:, whole], heads[:, ~whole], tails[:, ~whole]]
+        fragments = np.concatenate(parts, axis=1)
+    fragments = fragments[:, fragments[2] > 0]
+    return fragments[:, np.argsort(fragments[3], kind="stable")]
 
 
 def find_fragments(episodes: IntArray, steps: IntArray, first_id: int) -> IntArray:

@@ -21,7 +21,16 @@ import numpy as np
 from expstore.errors import CorruptionError, StorageError
 from expstore.files import Disk, File
 
-__all__ = ["Journal", "Kind", "Record", "no_records", "read_journal", "segment_faults", "settle_journal"]
+__all__ = [
+    "Journal",
+    "Kind",
+    "Record",
+    "cut_off",
+    "no_records",
+    "read_journal",
+    "segment_faults",
+    "settle_journal",
+]
 
 ALIGN = 64
 SEGMENT_BYTES = 4 << 20
@@ -213,6 +222,18 @@ def segment_faults(disk: Disk, folder: Path) -> list[tuple[Path, int, str]]:
         if base.json().get("opening"):
             break
     return faults
+
+
+def cut_off(disk: Disk, folder: Path, path: Path, at: int) -> None:
+    """Forget what a segment holds from a byte on, and all segments after it; the names are synced."""
+    data = disk.read_whole(path)
+    base = parse_record(data, 0, None)
+    length = max(len(data), 0 if base is None else base[0].json().get("bytes", 0))
+    disk.write_whole(path, data[:at].ljust(length, b"\0"))
+    for name in disk.names(folder):
+        if name.isdigit() and int(name) > int(path.name):
+            disk.unlink(folder / name)
+    disk.sync_dir(folder)
 
 
 def settle_journal(disk: Disk, folder: Path) -> None:

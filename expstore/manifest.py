@@ -17,7 +17,7 @@ import google_crc32c
 from expstore.errors import CorruptionError, MigrationError, NotFoundError
 from expstore.files import Disk
 from expstore.schema import Schema
-from expstore.types import Key, to_key
+from expstore.types import Key, Runs, to_key
 
 __all__ = ["FORMAT", "MANIFEST", "Manifest"]
 
@@ -44,6 +44,7 @@ class Manifest:
         reward_key: Field that is summed up to an episode's return.
         flatten: Whether a batch's dims are all rows (else only the first one is).
         meta: The user's own facts.
+        gaps: Rows that a repair gave up: first and last id of each run, ascending.
     """
 
     uuid: str
@@ -59,6 +60,7 @@ class Manifest:
     reward_key: Key = ("next", "reward")
     flatten: bool = True
     meta: dict[str, Any] = field(default_factory=dict)
+    gaps: Runs = ()
 
     @property
     def slots(self) -> int | None:
@@ -111,6 +113,7 @@ class Manifest:
         data["traj_key"] = to_key(data["traj_key"]) if data["traj_key"] else None
         data["done_keys"] = tuple(map(to_key, data["done_keys"])) if data["done_keys"] else None
         data["reward_key"] = to_key(data["reward_key"])
+        data["gaps"] = tuple((first, last) for first, last in data.get("gaps", ()))
         return cls(**data)
 
 

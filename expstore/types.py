@@ -5,13 +5,25 @@ Used by every layer above; holds no behaviour beyond simple arithmetic on ids.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Array", "IntArray", "Key", "Selection", "Window", "cut_run", "key_name", "to_key"]
+__all__ = [
+    "Array",
+    "IntArray",
+    "Key",
+    "Runs",
+    "Selection",
+    "Window",
+    "cut_run",
+    "key_name",
+    "merge_runs",
+    "to_key",
+]
 
 Array = NDArray[Any]
 IntArray = NDArray[np.int64]
@@ -53,22 +65,81 @@ def cut_run(first_id: int, count: int, slots: int | None) -> list[tuple[int, int
     return [(start, 0, head)] if head == count else [(start, 0, head), (0, head, count - head)]
 
 
+#: Runs of ids: (first, last) of each, ascending.
+Runs = tuple[tuple[int, int], ...]
+
+
+def merge_runs(runs: Iterable[tuple[int, int]]) -> Runs:
+    """Return the same ids as runs that are ascending and apart.
+
+    >>> merge_runs([(8, 9), (1, 3), (3, 5), (6, 6)])
+    ((1, 6), (8, 9))
+    """
+    merged: list[tuple[int, int]] = []
+    for first, last in sorted(runs):
+        if merged and first <= merged[-1][1] + 1:
+            merged[-1] = merged[-1][0], max(last, merged[-1][1])
+        else:
+            merged.append((first, last))
+    return tuple(merged)
+
+
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The readable ids: those in (`low`, `last`].
+    """The readable ids: those in (`low`, `last`] that lie in none of the gaps.
 
     Args:
         low: The newest id that can no longer be read; 0 at first.
         last: The newest id that is published; 0 in an empty store.
+        gaps: Rows between that were given up, because their bytes were damaged; those up to `low` may be
+            among them.
     """
 
     low: int
     last: int
+    gaps: Runs = ()
 
     @property
     def size(self) -> int:
-        """How many ids the window holds."""
+        """How many ids the window spans."""
         return self.last - self.low
+
+    @property
+    def rows(self) -> int:
+        """How many rows can be read."""
+        return self.size if not self.gaps else sum(count for _, count in self.runs())
+
+    def runs(self) -> list[tuple[int, int]]:
+        """Return the readable ids as runs: (first id, rows); of an empty window one without rows."""
+        found: list[tuple[int, int]] = []
+        first = self.low + 1
+        for start, stop in self.gaps:
+            if stop >= first and start <= self.last:
+                if start > first:
+                    found.append((first, start - first))
+                first = stop + 1
+        if first <= self.last or not found:
+            found.append((first, max(0, self.last + 1 - first)))
+        return found
+
+    def ids(self) -> IntArray:
+        """Return the readable ids, ascending. Shape `(rows,)`."""
+        return np.concatenate([np.arange(first, first + count) for first, count in self.runs()])
+
+    def holds(self, ids: IntArray) -> NDArray[np.bool_]:
+        """Say which ids can be read. Shapes `(n,)`."""
+        found: NDArray[np.bool_] = (ids > self.low) & (ids <= self.last)
+        for start, stop in self.gaps:
+            found &= (ids < start) | (ids > stop)
+        return found
+
+    def nth(self, numbers: IntArray) -> IntArray:
+        """Return the readable ids with these numbers, counted from 0 at the oldest. Shapes `(n,)`."""
+        runs = np.array(self.runs())
+        ends = np.cumsum(runs[:, 1])
+        at = np.searchsorted(ends, numbers, side="right")
+        found: IntArray = runs[at, 0] + numbers - (ends[at] - runs[at, 1])
+        return found
 
 
 @dataclass(frozen=True, slots=True)

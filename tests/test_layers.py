@@ -59,6 +59,7 @@ ALLOWED_SIDEWAYS: tuple[tuple[str, str], ...] = (
     # the parts of a check
     ("checks.*", "checks.findings"),
     ("checks.rows", "checks.blocks"),
+    ("checks.logs", "checks.rows"),
     ("checks.verify", "checks.*"),
     ("checks.repair", "checks.*"),
     # a package's __init__ gathers its names

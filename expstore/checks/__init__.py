@@ -4,7 +4,8 @@ Used by the command line and by programs that keep stores for long. Only `repair
 """
 
 from expstore.checks.findings import Finding
+from expstore.checks.repair import Outcome, repair
 from expstore.checks.survey import Survey, Writer, survey
 from expstore.checks.verify import verify
 
-__all__ = ["Finding", "Survey", "Writer", "survey", "verify"]
+__all__ = ["Finding", "Outcome", "Survey", "Writer", "repair", "survey", "verify"]

@@ -32,7 +32,7 @@ from expstore.storages.columns import Column
 from expstore.storages.zarrmeta import SEPARATOR, make_metadata, parse_metadata, shard_footer
 from expstore.types import Array, key_name
 
-__all__ = ["check_blocks", "check_metadata", "read_column", "rows_of_file"]
+__all__ = ["check_blocks", "check_metadata", "metadata_of", "read_column", "rows_of_file"]
 
 _PIECE_BYTES = 4 << 20
 
@@ -43,14 +43,8 @@ def check_metadata(inspection: Inspection) -> None:
     if group is None:
         return
     folder = group.folder
-    fields = [column.entry for column in group.columns]
-    sound = [column.separator for column in group.columns if column.fault is None]
-    separator = max(sound, key=sound.count, default=SEPARATOR)
-    shards = [_shard_rows(inspection, column, separator) for column in group.columns]
-    attributes = {"expstore": {"capacity": inspection.manifest.capacity, "slots": inspection.slots}}
     arrays = {f"{column.entry.path}/zarr.json": column for column in group.columns}
-    wanted_files = make_metadata(fields, shards, inspection.slots, attributes, separator=separator)
-    for name, wanted in wanted_files.items():
+    for name, wanted in metadata_of(inspection).items():
         path, array = folder / name, arrays.get(name)
         trouble = _metadata_trouble(inspection, path, parse_metadata(wanted), array)
         if trouble:
@@ -62,6 +56,19 @@ def check_metadata(inspection: Inspection) -> None:
                     column=key_name(array.entry.key) if array else None,
                 )
             )
+
+
+def metadata_of(inspection: Inspection) -> dict[str, bytes]:
+    """Return the files of Zarr metadata that the schema asks for: relative name -> bytes."""
+    group = inspection.group
+    if group is None:
+        return {}
+    sound = [column.separator for column in group.columns if column.fault is None]
+    separator = max(sound, key=sound.count, default=SEPARATOR)
+    shards = [_shard_rows(inspection, column, separator) for column in group.columns]
+    attributes = {"expstore": {"capacity": inspection.manifest.capacity, "slots": inspection.slots}}
+    fields = [column.entry for column in group.columns]
+    return make_metadata(fields, shards, inspection.slots, attributes, separator=separator)
 
 
 def _metadata_trouble(
@@ -147,8 +154,8 @@ def check_blocks(inspection: Inspection, unsettled: set[int], progress: Progress
 
 
 def _needed_blocks(inspection: Inspection) -> set[int]:
-    window = inspection.window
-    return blocks_of(inspection.pieces(window.low + 1, window.size)) if window.size else set()
+    runs = inspection.window.runs()
+    return {block for first, n in runs if n for block in blocks_of(inspection.pieces(first, n))}
 
 
 def _entries(inspection: Inspection, columns: int, unsettled: set[int]) -> Array:

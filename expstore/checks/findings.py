@@ -29,7 +29,7 @@ class Finding:
 
     Args:
         kind: Stable word: manifest, metadata, missing, length, footer, payload, unwritten, checksums,
-            journal, torn, episodes.log, ids, episodes or index.
+            journal, torn, episodes.log, ids, episodes, index or repair.
         path: The file, relative to the store.
         message: One line.
         column: The field, as users read it.
@@ -78,6 +78,14 @@ class Inspection:
         """How many physical places a ring has."""
         return self.manifest.slots
 
+    def settled_runs(self) -> list[tuple[int, int]]:
+        """Return the readable rows that a mark covers, as runs: (first id, rows)."""
+        window, past = self.window, self.past
+        last = window.last if past is None else min(window.last, past.synced)
+        return [
+            (first, min(count, last + 1 - first)) for first, count in window.runs() if count and first <= last
+        ]
+
     def relative(self, path: Path) -> str:
         """Return a path as findings name it."""
         return path.relative_to(self.path).as_posix()
@@ -97,7 +105,7 @@ class Inspection:
             ids = places + 1
         else:
             ids = window.last - (window.last - 1 - places[places < self.slots]) % self.slots
-        found: IntArray = np.sort(ids[(ids > window.low) & (ids <= window.last)])
+        found: IntArray = np.sort(ids[window.holds(ids)])
         return found
 
 

@@ -5,6 +5,7 @@ It reads `_row/id`, `_row/episode` and `_row/step`, never the user's fields.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from expstore.storages.records import Publish
 from expstore.storages.recovery import Past, retell
 from expstore.types import IntArray, key_name
 
-__all__ = ["check_ids", "check_index", "check_log", "check_rows"]
+__all__ = ["check_ids", "check_index", "check_log", "check_rows", "ends_of", "read_fragments"]
 
 _NAMES = [entry.key[1] for entry in ROW_FIELDS]
 INDEX = "index.duckdb"
@@ -32,9 +33,9 @@ INDEX = "index.duckdb"
 
 def check_ids(inspection: Inspection) -> None:
     """Hold `_row/id` against what each slot must hold, for rows that a mark covers."""
-    first, count = _settled_rows(inspection)
     wrong = [
         start + np.flatnonzero(ids != np.arange(start, start + ids.size))
+        for first, count in inspection.settled_runs()
         for start, ids in read_column(inspection, _place("id"), first, count)
     ]
     _note_rows(inspection, "ids", "id", wrong, "does not hold the ids that these rows must have")
@@ -45,10 +46,10 @@ def check_rows(inspection: Inspection) -> None:
     past = inspection.past
     if past is None:
         return
-    first, count = _settled_rows(inspection)
+    runs = inspection.settled_runs()
     for name, part in (("episode", 0), ("step", 1)):
         wrong: list[IntArray] = []
-        for publish in past.publishes:
+        for publish, (first, count) in itertools.product(past.publishes, runs):
             wanted = _numbers_of(publish)[part]
             start = max(publish.first_id, first)
             n = min(publish.last_id, first + count - 1) - start + 1
@@ -61,13 +62,6 @@ def check_rows(inspection: Inspection) -> None:
 
 def _place(name: str) -> int:
     return _NAMES.index(name) - len(_NAMES)
-
-
-def _settled_rows(inspection: Inspection) -> tuple[int, int]:
-    """Return (first id, rows) of the readable rows that a mark covers."""
-    window, past = inspection.window, inspection.past
-    last = window.last if past is None else min(window.last, past.synced)
-    return window.low + 1, max(0, last - window.low)
 
 
 def _numbers_of(publish: Publish) -> tuple[IntArray, IntArray]:
@@ -128,20 +122,19 @@ def check_log(inspection: Inspection) -> None:
 
 def _check_ends(inspection: Inspection, past: Past, entries: list[LogEntry]) -> None:
     """Hold what log and journal say of episodes against their last rows."""
-    first, count = _settled_rows(inspection)
-    columns = []
-    for name in ("episode", "step"):
-        parts = list(read_column(inspection, _place(name), first, count))
-        if sum(part.size for _, part in parts) != count or not count:
-            return  # a shard is missing, which has been noted
-        columns.append(np.concatenate([part for _, part in parts]))
+    found = read_fragments(inspection)
+    if found is None:
+        return  # a shard is missing, which has been noted
+    last = min(past.synced, inspection.window.last)
     table = EpisodeTable()
     _, new = retell(past, table, inspection.window.low, lambda first_id, rows: None)
     latest = {entry.episode: entry for entry in [*entries, *new, *table.open_entries()]}
     wrong = []
-    for episode, found in _ends_of(find_fragments(columns[0], columns[1], first)).items():
+    for episode, end in ends_of(found).items():
         entry = latest.get(episode)
-        if entry is None or (entry.last_id < first + count and (entry.last_id, entry.length) != found):
+        # An episode whose last rows were given up ends later than can be seen.
+        hidden = entry is not None and not inspection.window.holds(np.array([entry.last_id]))[0]
+        if entry is None or (entry.last_id <= last and not hidden and (entry.last_id, entry.length) != end):
             wrong.append(episode)
     if wrong:
         listed = ", ".join(map(str, sorted(wrong)[:5])) + (", ..." if len(wrong) > 5 else "")
@@ -154,7 +147,21 @@ def _check_ends(inspection: Inspection, past: Past, entries: list[LogEntry]) -> 
         )
 
 
-def _ends_of(fragments: IntArray) -> dict[int, tuple[int, int]]:
+def read_fragments(inspection: Inspection) -> IntArray | None:
+    """Return the fragments of the readable rows that a mark covers; None where rows cannot be read."""
+    fragments = [np.zeros((5, 0), np.int64)]
+    for first, count in inspection.settled_runs():
+        columns = []
+        for name in ("episode", "step"):
+            parts = [part for _, part in read_column(inspection, _place(name), first, count)]
+            columns.append(np.concatenate([np.empty(0, np.int64), *parts]))
+            if columns[-1].size != count:
+                return None
+        fragments.append(find_fragments(columns[0], columns[1], first))
+    return np.concatenate(fragments, axis=1)
+
+
+def ends_of(fragments: IntArray) -> dict[int, tuple[int, int]]:
     """Return the last id and the length of each episode that these fragments are the end of."""
     ends: dict[int, tuple[int, int]] = {}
     for episode, last_id, length in zip(

@@ -90,7 +90,7 @@ def survey(path: Path, *, disk: Disk | None = None) -> Survey:
         owner = storage.owner
         return Survey(
             manifest=storage.manifest,
-            rows=storage.query_window.size,
+            rows=storage.query_window.rows,
             written=storage.write_count,
             episodes=counts,
             last_write=newest / 1e6 if newest else None,

@@ -21,11 +21,10 @@ from expstore.journal import Record, no_records, read_journal, segment_faults
 from expstore.manifest import MANIFEST, Manifest
 from expstore.storages.base import ROW_FIELDS
 from expstore.storages.columns import Column, ColumnGroup
-from expstore.storages.folder import COLUMNS, JOURNAL, REDO
+from expstore.storages.folder import COLUMNS, JOURNAL, REDO, REPAIR
 from expstore.storages.records import Publish, Redo, fetch_body
 from expstore.storages.recovery import read_past, unsettled_blocks
 from expstore.storages.recovery import verify as walk
-from expstore.types import Window
 
 __all__ = ["inspect", "verify"]
 
@@ -68,6 +67,9 @@ def inspect(path: Path, *, disk: Disk | None = None, progress: Progress | None =
         inspection.note(Finding(kind="manifest", path=MANIFEST, message=text, fatal=True))
         return inspection
     inspection = Inspection(disk, path, manifest)
+    if disk.exists(path / REPAIR):
+        text = "a repair was interrupted; run it again"
+        inspection.note(Finding(kind="repair", path=REPAIR, message=text))
     _check_manifest(inspection)
     if manifest.schema is not None:
         fields = (*manifest.schema.fields, *ROW_FIELDS)
@@ -121,9 +123,9 @@ def _check_journal(inspection: Inspection) -> set[int]:
 
 def _walk(inspection: Inspection, records: list[Record]) -> set[int]:
     manifest, group = inspection.manifest, inspection.group
-    past = inspection.past = read_past(records)
+    past = inspection.past = read_past(records, manifest.gaps)
     walk(past, lambda publish: bool(publish.payload) or _stands(inspection, publish))
-    inspection.window = Window(past.window_low(manifest.capacity), past.last)
+    inspection.window = past.window(manifest.capacity)
     if past.cut:
         text = f"{past.cut} batches after the last sync are not whole: opening the store will drop them"
         inspection.note(Finding(kind="torn", path=JOURNAL, message=text))

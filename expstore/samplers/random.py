@@ -28,6 +28,8 @@ class RandomSampler(Sampler):
     def sample(self, storage: Storage, batch_size: int, generator: np.random.Generator) -> Selection:
         """Choose `batch_size` readable rows."""
         window = storage.window
+        if window.gaps:
+            return Selection(window.nth(generator.integers(0, window.rows, batch_size)))
         return Selection(generator.integers(window.low + 1, window.last + 1, batch_size))
 
     def __repr__(self) -> str:

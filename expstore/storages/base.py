@@ -12,7 +12,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -179,7 +179,7 @@ class Storage(ABC):
         return None if self.capacity is None else self.capacity + self.spare
 
     def __len__(self) -> int:
-        return self._window.size
+        return self._window.rows
 
     def slot_of(self, ids: IntArray) -> IntArray:
         """Return the physical places of ids. Shapes `(n,)`."""
@@ -218,9 +218,11 @@ class Storage(ABC):
         wrong = (ids <= window.low) | (ids > window.last) | (index < 0)
         if self.capacity is not None:
             wrong |= index >= self.capacity
+        if window.gaps:
+            wrong |= ~window.holds(ids)
         if wrong.any():
             first = int(index[np.argmax(wrong)])
-            raise NotFoundError(f"no row with index {first}: the store holds {window.size} rows")
+            raise NotFoundError(f"no row with index {first}: the store holds {window.rows} rows")
         return ids
 
     def next_draw(self) -> int:
@@ -290,14 +292,14 @@ class Storage(ABC):
         low = self.retired
         if self.capacity is not None:
             low = max(low, last - self.capacity)
-        self._window = Window(min(low, last), last)
+        self._window = Window(min(low, last), last, self._window.gaps)
         self.write_count += count
 
     def retire(self, through: int) -> None:
         """Give up the rows with ids <= `through`, for good."""
         self.upheavals += 1
         self.retired = max(self.retired, through)
-        self._window = Window(max(self._window.low, self.retired), self._window.last)
+        self._window = replace(self._window, low=max(self._window.low, self.retired))
 
     def clear(self) -> None:
         """Forget all rows; ids go on at the next multiple of the capacity, plus 1."""
@@ -333,7 +335,7 @@ class Storage(ABC):
             window = self._window
             if ids.size == 0:
                 return
-            if ids.min() <= window.low or ids.max() > window.last:
+            if not window.holds(ids).all():
                 raise NotFoundError("cannot change rows that have left the store")
             if self.hold.first:
                 self._wait_for_copy(None)
@@ -375,7 +377,7 @@ class Storage(ABC):
         with self.lock:
             self.check_writable()
             window = self._window
-            here = (ids > window.low) & (ids <= window.last)
+            here = window.holds(ids)
             slots = self.slot_of(ids[here])
             self.priorities[slots] = values[here]
             if slots.size:

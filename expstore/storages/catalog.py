@@ -119,9 +119,9 @@ class Catalog:
                 index = self.catch_up()
                 if storage.priorities_set and storage.schema is not None:
                     window = storage.window
-                    parts = storage.views([storage.priority_place], window.low + 1, window.size)[0]
+                    parts = _readable(storage, [storage.priority_place], window)[0]
                     values = np.concatenate(parts) if parts else np.ones(0, np.float32)
-                    index.write_priorities(np.arange(window.low + 1, window.last + 1), values)
+                    index.write_priorities(window.ids(), values)
                 index.write_meta(storage.facts())
             except ExpStoreError as exc:
                 # It is derived: what it lacks it gets, or it is built anew, when it is next asked.
@@ -187,7 +187,7 @@ class Catalog:
         if schema is None:
             return Relations(window=window)
         fields = len(schema.fields)
-        parts = storage.views(range(fields + len(ROW_FIELDS)), window.low + 1, window.size)
+        parts = _readable(storage, range(fields + len(ROW_FIELDS)), window)
         columns = [
             Column((f"_{entry.key[1]}",), entry.dtype, (), part)
             for entry, part in zip(ROW_FIELDS, parts[fields:], strict=True)
@@ -197,6 +197,12 @@ class Catalog:
             for entry, part in zip(schema.fields, parts[:fields], strict=True)
         ]
         return Relations(columns, window, storage.capacity)
+
+
+def _readable(storage: Storage, places: Sequence[int], window: Window) -> list[list[Array]]:
+    """View columns over all readable rows without copying: arrays one behind another per field."""
+    parts = [storage.views(places, first, count) for first, count in window.runs()]
+    return [[array for part in parts for array in part[number]] for number in range(len(places))]
 
 
 def _latest(entries: Iterator[LogEntry]) -> tuple[list[LogEntry], list[LogEntry]]:

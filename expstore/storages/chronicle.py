@@ -49,7 +49,7 @@ class Chronicle:
             raise CorruptionError(f"{storage.path / JOURNAL} has no segment that can be read")
         ready = next((n for n, r in enumerate(records) if n and _last_of(r) > limit), len(records))
         self._waiting = records[ready:]
-        past = read_past(records[:ready])
+        past = read_past(records[:ready], storage.manifest.gaps)
         verify(past, lambda publish: True)
         self.generation = int(past.base["generation"])
         self.table = EpisodeTable(generation=self.generation)

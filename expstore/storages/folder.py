@@ -15,12 +15,14 @@ from expstore.schema import Schema
 from expstore.storages.base import Keys, Storage, find_keys
 from expstore.storages.records import Redo, fetch_body
 
-__all__ = ["COLUMNS", "JOURNAL", "LOCK", "LOG", "REDO", "STATE", "VERSION", "FolderStorage"]
+__all__ = ["COLUMNS", "JOURNAL", "LOCK", "LOG", "REDO", "REPAIR", "STATE", "VERSION", "FolderStorage"]
 
 COLUMNS, JOURNAL, LOG, REDO, STATE = "columns", "journal", "episodes.log", "redo", "STATE"
 LOCK = "LOCK"
 #: Says of a folder that it is a version, which nobody writes to.
 VERSION = "version.json"
+#: There while a repair cuts the journal; nobody else may open the store then.
+REPAIR = "REPAIR"
 
 
 class FolderStorage(Storage):

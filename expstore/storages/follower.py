@@ -226,7 +226,7 @@ class FollowerStorage(FolderStorage):
             if past is not None:
                 self.retired, self.max_priority, last = past.retired, past.max_priority, past.last
                 self.content, self.index_floor = past.content, past.index_floor
-                self._window = Window(past.window_low(self.capacity), past.last)
+                self._window = past.window(self.capacity)
                 self.counters.recovered = describe_past(past, 0)
         else:
             self.counters.recovered = None
@@ -322,7 +322,7 @@ class FollowerStorage(FolderStorage):
         low = view.retired
         if self.capacity is not None:
             low = max(low, last - self.capacity, view.horizon - self.capacity - self.spare)
-        return Window(min(low, last), last)
+        return Window(min(low, last), last, self.manifest.gaps)
 
     def _look_further(self, last: int) -> None:
         """Open what the ids up to `last` need."""
@@ -341,7 +341,7 @@ class FollowerStorage(FolderStorage):
         return self.window.last
 
     def __len__(self) -> int:
-        return self.window.size
+        return self.window.rows
 
     @property
     def changes(self) -> int:

@@ -40,7 +40,7 @@ from expstore.storages.records import Publish, Redo, shelve_body
 from expstore.storages.recovery import Past, describe_past, read_past, take_over
 from expstore.storages.settings import Settings, enter
 from expstore.storages.synced import SyncedStorage
-from expstore.types import Array, IntArray, Window
+from expstore.types import Array, IntArray
 
 __all__ = ["JournaledStorage"]
 
@@ -120,7 +120,7 @@ class JournaledStorage(SyncedStorage):
             cut = self.episodes.cut_unnamed(past.sequence) if first else []
             self._log.append(cut)
         sequence = past.sequence if past else 0
-        self.manifest = manifest.replace(generation=manifest.generation + 1)
+        self.manifest = manifest.replace(generation=manifest.generation + 1, gaps=self._window.gaps)
         if cut:
             self.content = (self.manifest.generation, sequence + 1)  # the index has not heard of these ends
         if first:
@@ -153,7 +153,7 @@ class JournaledStorage(SyncedStorage):
             if self.manifest.schema is not None:
                 raise no_records(self.disk, folder)
             return None
-        past = read_past(records)
+        past = read_past(records, self.manifest.gaps)
         known, last = self._state.get("sequence"), records[-1].sequence
         # A record that was published outlives its writer; only the machine can lose it.
         if self.same_boot and self._state.get("generation") == past.base["generation"] and known > last:
@@ -177,7 +177,7 @@ class JournaledStorage(SyncedStorage):
         """Take over numbers, window and priorities."""
         self.retired, self.max_priority = past.retired, past.max_priority
         self.horizon = past.last
-        self._window = Window(past.window_low(self.capacity), past.last)
+        self._window = past.window(self.capacity)
         self._draw, self.progress = max(self._draw, past.draw), past.progress
         same_boot = self._state.fits(self._uuid, self._boot, self.manifest.generation)
         if same_boot and self._state.get("generation") >= past.base["generation"]:

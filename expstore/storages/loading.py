@@ -158,6 +158,8 @@ class Arrival:
                 step = both if both <= _FURTHEST else step
             shift = -(-shift // step) * step
         self._ids = shift
+        gaps = [(first + shift, last + shift) for first, last in content.manifest.gaps]
+        self.manifest = self.manifest.replace(gaps=tuple(gaps))
         self._episodes = max(storage.episodes.next_episode, base["episodes"]["next_episode"]) - 1
 
     @property

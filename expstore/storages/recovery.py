@@ -22,7 +22,7 @@ from expstore.schema import Schema
 from expstore.storages.base import NO_PROGRESS, ROW_FIELDS
 from expstore.storages.checksums import BLOCK_ROWS, blocks_of
 from expstore.storages.records import Mark, Publish, Redo
-from expstore.types import IntArray, cut_run
+from expstore.types import IntArray, Runs, Window, cut_run
 
 if TYPE_CHECKING:
     from expstore.storages.columnwriter import WritableColumns
@@ -51,6 +51,7 @@ class Past:
         content: Position of the last record that says something of rows.
         index_floor: The same at the base: an older index must be rebuilt.
         cut: Batches that were not whole and are dropped.
+        gaps: Rows that were given up, because their bytes were damaged.
     """
 
     base: dict[str, Any]
@@ -68,15 +69,26 @@ class Past:
     content: tuple[int, int]
     index_floor: tuple[int, int]
     cut: int = 0
+    gaps: Runs = ()
     publishes: list[Publish] = field(default_factory=list)
+
+    def window(self, capacity: int | None) -> Window:
+        """Return the rows that can be read."""
+        low = self.window_low(capacity)
+        return Window(low, self.last, tuple((first, last) for first, last in self.gaps if last > low))
 
     def window_low(self, capacity: int | None) -> int:
         """Return the newest id that cannot be read any more."""
         return self.retired if capacity is None else max(self.retired, self.last - capacity)
 
 
-def read_past(records: list[Record]) -> Past:
-    """Read the records up to the last durable mark; `verify` judges those after it."""
+def read_past(records: list[Record], gaps: Runs) -> Past:
+    """Read the records up to the last durable mark; `verify` judges those after it.
+
+    Args:
+        records: As the journal has them.
+        gaps: Rows that were given up, as expstore.json has them.
+    """
     base = records[0].json()
     rest = records[1:]
     past = Past(
@@ -94,6 +106,7 @@ def read_past(records: list[Record]) -> Past:
         clean=bool(rest) and rest[-1].kind is Kind.CLOSE,
         content=(base["content"][0], base["content"][1]),
         index_floor=(base["content"][0], base["content"][1]),
+        gaps=gaps,
     )
     for place, record in enumerate(rest):
         if record.kind is Kind.MARK:
@@ -202,9 +215,12 @@ def retell(
     """
     table.load_base(past.base["episodes"])
     base_last = past.base["last"]
-    found = rows(low + 1, base_last - low) if base_last > low else None
-    if found is not None:
-        table.load_rows(*found, first_id=base_last - found[0].size + 1)
+    runs = []
+    for first, count in Window(low, base_last, past.gaps).runs() if base_last > low else ():
+        found = rows(first, count)
+        if found is not None:  # the oldest of them may be overwritten by now
+            runs.append((first + count - found[0].size, *found))
+    table.load_rows(runs)
     entries: list[LogEntry] = []
     write_count = int(past.base["write_count"])
     for place, record in enumerate(past.records):
@@ -221,6 +237,7 @@ def retell(
         write_count += publish.count
         if place >= past.settled:
             entries += new
+    table.give_up(past.gaps)
     return write_count, entries
 
 

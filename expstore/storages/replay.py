@@ -76,7 +76,7 @@ def replay(storage: FolderStorage, *, same_boot: bool) -> Replay:
         if columns is not None:
             raise no_records(storage.disk, storage.path / JOURNAL)
         return Replay(None, columns, Overlay(), EpisodeTable())
-    past = read_past(records)
+    past = read_past(records, storage.manifest.gaps)
     found = Replay(past, columns, Overlay(), EpisodeTable(generation=past.base["generation"]))
     if columns is not None:
         columns.look(_slots_of(storage, past.synced))

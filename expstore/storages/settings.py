@@ -23,7 +23,7 @@ from expstore.lock import WriterLock
 from expstore.manifest import MANIFEST, Manifest
 from expstore.schema import Schema
 from expstore.storages.base import REWARD
-from expstore.storages.folder import VERSION
+from expstore.storages.folder import REPAIR, VERSION
 from expstore.storages.loading import finish_load
 from expstore.types import Key, to_key
 
@@ -92,6 +92,7 @@ def enter(disk: Disk, path: Path, capacity: int | None, settings: Settings) -> t
                 raise _exists(path)  # made by another process just now
             manifest = Manifest.load(disk, path)
             _compare(path, manifest, capacity, settings)
+            _refuse_half_repaired(disk, path)
         else:
             disk.probe(path)
             manifest = _new(capacity, settings)
@@ -113,7 +114,15 @@ def look_up(disk: Disk, path: Path, capacity: int | None, settings: Settings) ->
     capacity, settings = _plain(capacity, settings)
     manifest = Manifest.load(disk, path)
     _compare(path, manifest, capacity, dataclasses.replace(settings, seed=None))
+    _refuse_half_repaired(disk, path)
     return manifest
+
+
+def _refuse_half_repaired(disk: Disk, path: Path) -> None:
+    if disk.exists(path / REPAIR):
+        raise CorruptionError(
+            f"{path} was being repaired when that was interrupted", hint="run `expstore repair` again"
+        )
 
 
 def _plain(capacity: int | None, settings: Settings) -> tuple[int | None, Settings]:

@@ -307,6 +307,14 @@ class ZarrStorage(JournaledStorage):
             entries[[block for block in changed if block < entries.size]] = 0
         return entries
 
+    def sum_again(self, blocks: set[int]) -> None:
+        """Sum blocks as they are now, and sync: a repair has written to them or gives them up."""
+        if self.columns is None:
+            return
+        with self.episode_lock:
+            self._changed |= {block for block in blocks if (block + 1) * BLOCK_ROWS <= self.columns.ready}
+        self.sync()
+
     def flush_priorities(self) -> None:
         """Write the pages of priorities that have changed, and the rows that were kept back."""
         if self.columns is None:
