@@ -25,6 +25,7 @@ from expstore.episodelog import LogEntry, fill_up, salvage
 from expstore.errors import CorruptionError, LockedError, NotFoundError
 from expstore.files import Disk
 from expstore.fragments import cut_out
+from expstore.samplers import PrioritizedSampler, SamplerWithoutReplacement
 from expstore.storages import columns
 from expstore.types import Window, merge_runs
 
@@ -171,6 +172,28 @@ def test_a_shard_that_is_gone(store: Path, name: str, size: int | None) -> None:
     lost = set(ids_in_slots(shard * BLOCK, shard * BLOCK + BLOCK - 1))
     assert done.lost_rows == len(lost)
     check_store(store, [i for i in ALL if i not in lost])
+
+
+@pytest.mark.parametrize("sampler", ["prioritized", "without replacement"])
+def test_other_samplers_leave_out_what_was_given_up(store: Path, sampler: str) -> None:
+    (store / "columns/number/c/1").unlink()
+    repair(store, drop_damaged=True)
+    kept = list(range(8193, 12_001))
+    chosen = PrioritizedSampler() if sampler == "prioritized" else SamplerWithoutReplacement()
+    with expstore.open(store, sampler=chosen) as rb:
+        for _ in range(2):
+            if sampler == "prioritized":
+                rb.update_priority(id=torch.arange(7001, 12_001), priority=1.0)
+                drawn = [i for _ in range(20) for i in rb.sample(500)["id"].tolist()]
+                assert len(set(drawn)) > 0.8 * len(kept)
+            else:
+                drawn = [i for _ in range(34) for i in rb.sample(112)["id"].tolist()]
+                drawn += [] if chosen.ran_out else rb.sample(112)["id"].tolist()
+                assert chosen.ran_out
+                assert len(drawn) == len(set(drawn)) == len(kept)
+            assert set(drawn) <= set(kept)
+            rb.extend(batch(7, 0))
+            kept = [i for i in range(8193, rb.storage.last + 1) if i > rb.storage.last - CAPACITY]
 
 
 def test_priorities_that_are_gone_cost_no_row(store: Path) -> None:

@@ -154,7 +154,7 @@ class PrioritizedSampler(Sampler):
         window = now[1]
         if tree is None or upheavals != now[0] or window.low > shown.last or window.last > tree.size:
             tree = self._tree = self._grown(storage, window)
-            places = storage.slot_of(np.arange(window.low + 1, window.last + 1))
+            places = storage.slot_of(window.ids())
             weights = np.zeros(tree.size)
             weights[places] = self._weigh(storage, places)
             tree.fill(weights)
@@ -185,7 +185,7 @@ class PrioritizedSampler(Sampler):
             if tree is None or upheavals != storage.upheavals:
                 return  # it will be made of all priorities
             places = places[places < tree.size]
-            places = places[storage.ids_in(places, window) > window.low]
+            places = places[window.holds(storage.ids_in(places, window))]
             tree.set(places, self._weigh(storage, places))
 
     def __getstate__(self) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import numpy as np
 
 from expstore.errors import NotFoundError, NotReadyError
 from expstore.samplers.base import Sampler
-from expstore.types import IntArray, Selection
+from expstore.types import IntArray, Selection, Window, cut_run
 
 if TYPE_CHECKING:
     from expstore.storages.base import Storage
@@ -155,11 +155,29 @@ _MASK64 = (1 << 64) - 1
 
 def _indices(storage: Storage, size: int, places: IntArray) -> IntArray:
     """Return the indices of rows number `places`, of `size`; in a full ring a row's number is its index."""
+    window = storage.window
+    if window.gaps:
+        return _beside_gaps(storage, window, places)
     if storage.capacity is None:
-        return places + storage.window.low
+        return places + window.low
     if size == storage.capacity:
         return places
-    indices: IntArray = (places + storage.window.low) % storage.capacity
+    indices: IntArray = (places + window.low) % storage.capacity
+    return indices
+
+
+def _beside_gaps(storage: Storage, window: Window, places: IntArray) -> IntArray:
+    """Return the indices of rows number `places`, in the order of their indices, where some were given up."""
+    runs = [
+        (index, count)
+        for first, n in window.runs()
+        for index, _, count in cut_run(first, n, storage.capacity)
+        if count
+    ]
+    first, count = np.array(sorted(runs)).T
+    ends = np.cumsum(count)
+    at = np.minimum(np.searchsorted(ends, places, side="right"), ends.size - 1)
+    indices: IntArray = first[at] + places - (ends[at] - count[at])
     return indices
 
 

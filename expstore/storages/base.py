@@ -404,7 +404,8 @@ class Storage(ABC):
         window = self._window
         if self._max_id > low or window.size == 0:
             return
-        ids = np.arange(max(window.low, low) + 1, window.last + 1)
+        ids = window.ids()
+        ids = ids[ids > low]
         values = self.priorities[self.slot_of(ids)]
         at = ids.size - 1 - int(np.argmax(values[::-1]))  # the newest: it stays longest
         self.max_priority, self._max_id = float(values[at]), int(ids[at])
