@@ -27,6 +27,7 @@ from expstore.files import Disk
 from expstore.fragments import cut_out
 from expstore.samplers import PrioritizedSampler, SamplerWithoutReplacement
 from expstore.storages import columns
+from expstore.storages.memory import MemoryStorage
 from expstore.types import Window, merge_runs
 
 ALL = range(ROWS - CAPACITY + 1, ROWS + 1)
@@ -105,6 +106,10 @@ def check_store(path: Path, kept: list[int]) -> None:
         rb.loads(path.with_name("versions"))
         assert len(rb) == len(kept)
         assert sorted(rb["number"].tolist()) == sorted(map(number_of, kept))
+    memory = TensorDictReplayBuffer(storage=MemoryStorage(CAPACITY), batch_size=4)
+    memory.loads(path.with_name("versions"))
+    assert sorted(memory["number"].tolist()) == sorted(map(number_of, kept))
+    assert memory.sql("SELECT sum(live_rows) FROM episodes").fetchall() == [(len(kept),)]
     with expstore.open(path) as rb:
         assert rb.extend(batch(100, 0), return_ids=True).tolist() == list(range(ROWS + 1, ROWS + 101))
         assert len(rb) == len([i for i in kept if i > ROWS + 100 - CAPACITY]) + 100

@@ -111,7 +111,7 @@ class MemoryStorage(Storage):
                 self.write_count, self.max_priority = base["write_count"], base["max_priority"]
                 self._draw, self.horizon, self.retired = base["draw"], arrival.last, arrival.low
                 self.progress = tuple(base["progress"])
-                self._window = Window(arrival.low, arrival.last)
+                self._window = Window(arrival.low, arrival.last, arrival.manifest.gaps)
 
     def _arrange(self, arrival: Arrival) -> tuple[list[Array], Array, EpisodeTable]:
         """Return the columns, the priorities and the episodes that arrive, as they are kept here."""
@@ -131,7 +131,9 @@ class MemoryStorage(Storage):
             found[1].append(arrays[-3])
         if arrival.count:
             episodes, steps = (np.concatenate(parts) for parts in found)
-            table.load_rows(episodes, steps, first_id=arrival.low + 1)
+            live = Window(arrival.low, arrival.last, manifest.gaps).runs()
+            runs = [(first, slice(first - arrival.low - 1, first - arrival.low - 1 + n)) for first, n in live]
+            table.load_rows([(first, episodes[run], steps[run]) for first, run in runs])
         return columns[:-1], columns[-1], table
 
     def _make_room(self, count: int) -> None:
