@@ -222,9 +222,17 @@ def test_a_line_says_what_is_made_anew(sound: Path, tmp_path: Path, caplog: pyte
 
 
 def test_a_refused_opening_changes_nothing(sound: Path, tmp_path: Path) -> None:
+    """But LOCK and STATE, which say who has tried."""
+
+    def state() -> dict[Path, bytes]:
+        files = sorted(p for p in path.rglob("*") if p.is_file() and p.name not in ("LOCK", "STATE"))
+        return {p: p.read_bytes() for p in files}
+
     path = Path(shutil.copytree(sound, tmp_path / "run.exp"))
     (path / "episodes.log").unlink()
-    before = {p: p.read_bytes() for p in sorted(path.rglob("*")) if p.is_file() and p.name != "LOCK"}
+    before = state()
     with pytest.raises(CorruptionError, match="episodes.log is missing"):
         expstore.open(path)
-    assert before == {p: p.read_bytes() for p in sorted(path.rglob("*")) if p.is_file() and p.name != "LOCK"}
+    assert before == state()
+    with expstore.open(path, mode="r") as rb:
+        assert rb["number"][0] == 77
