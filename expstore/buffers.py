@@ -539,6 +539,11 @@ class ReplayBuffer:
         return describe(self._storage) | self._storage.more_stats() | {"batch_size": self._batch_size}
 
     @property
+    def sampler(self) -> Sampler:
+        """What makes up a batch."""
+        return self._sampler
+
+    @property
     def storage(self) -> Storage:
         """Where the rows are."""
         return self._storage

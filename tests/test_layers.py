@@ -30,7 +30,7 @@ LINES: tuple[tuple[str, str], ...] = (
     ("3", "storages"),
     ("4", "batches writers samplers transforms snapshots dumping codec"),
     ("5a", "buffers client"),
-    ("5b", "prioritized ensembles retention checks"),
+    ("5b", "prioritized schedulers ensembles retention checks"),
     ("6", "door"),
     ("7", "collectors datasets exchange trainers"),
     ("8", "api testing"),
