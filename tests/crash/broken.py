@@ -14,7 +14,7 @@ import google_crc32c
 import numpy as np
 
 from expstore import dumping
-from expstore.storages import zarr
+from expstore.storages import loading
 from expstore.storages.base import Rows, Storage
 from expstore.storages.journaled import JournaledStorage
 from expstore.storages.zarr import ZarrStorage
@@ -105,14 +105,7 @@ def break_dumps() -> None:
 
 def break_loads() -> None:
     """What is loaded gets its name before its files are on the disk."""
-    build = zarr.build_load
-
-    def built(storage: Any, *given: Any, **named: Any) -> None:
-        storage.disk.sync_paths = lambda paths, folders, pool: None
-        build(storage, *given, **named)
-        del storage.disk.sync_paths
-
-    zarr.build_load = built
+    loading.sync_paths = lambda disk, paths, folders, pool: None
 
 
 #: Fault -> what puts it in.

@@ -265,11 +265,15 @@ class _History:
             return [state.copy() for state in self._job.states]
         states = candidates(self.newest.copy(), self._op)
         states += [then.copy() for then in self._ledgers[self._floor : self._acked][::-1]]
+        # Priorities have no promise before a flush, and may be ahead of the rows.
+        ahead: dict[int, set[float]] = {}
+        largest: set[float] = set()
         for then in states:
-            # Priorities have no promise before a flush, and may be ahead of the rows.
             for i, held in then.priorities.items():
-                then.priorities[i] = sorted({*held, *states[0].priorities.get(i, ())})
-            then.max_priorities = sorted({*then.max_priorities, *states[0].max_priorities})
+                ahead.setdefault(i, set()).update(held)
+            largest.update(then.max_priorities)
+            then.priorities = {i: sorted(ahead[i]) for i in then.priorities}
+            then.max_priorities = sorted(largest)
         return states
 
     def versions(self) -> tuple[list[int], dict[int, Ledger]]:
