@@ -316,9 +316,11 @@ def info(paths: Stores, as_json: Json = False) -> int:
 def _facts(path: Path) -> dict[str, Any]:
     from expstore.checks import survey
     from expstore.files import Disk
+    from expstore.snapshots import store_meant
     from expstore.storages.base import ROW_FIELDS
     from expstore.types import key_name
 
+    path = store_meant(Disk(), path)
     found = survey(path)
     manifest, writer, disk = found.manifest, found.writer, Disk()
     fields = manifest.schema.fields if manifest.schema else ()

@@ -25,7 +25,10 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 def verify(path: Store, as_json: Json = False) -> int:
     """Hold every file of a store against its checksums, and against the others."""
     from expstore import checks
+    from expstore.files import Disk
+    from expstore.snapshots import store_meant
 
+    path = store_meant(Disk(), path)
     with _progress("checking") as progress:
         found = checks.verify(path, progress=progress)
     fatal = any(finding.fatal for finding in found)

@@ -16,7 +16,9 @@ from typing import Any
 import typer
 
 from expstore.errors import QueryError
+from expstore.files import Disk
 from expstore.index import Result
+from expstore.snapshots import store_meant
 from expstore.storages.catalog import Catalog
 from expstore.storages.follower import FollowerStorage
 
@@ -41,7 +43,7 @@ def ask(paths: Sequence[Path], query: str, most: int | None) -> Result:
 
 def _ask(path: Path, query: str, most: int | None, *, several: bool) -> Result:
     with contextlib.ExitStack() as stack:
-        storage = FollowerStorage(path)
+        storage = FollowerStorage(store_meant(Disk(), path))
         stack.callback(storage.close)
         catalog = Catalog(storage)
         stack.callback(catalog.drop)

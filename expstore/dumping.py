@@ -50,7 +50,7 @@ from expstore.storages.checksums import (
     state_of,
     zeros_sum,
 )
-from expstore.storages.folder import COLUMNS, JOURNAL, LOG, VERSION
+from expstore.storages.folder import COLUMNS, JOURNAL, LOG, ORIGIN, VERSION
 from expstore.storages.frozen import Frozen, frozen
 from expstore.storages.zarrmeta import Layout, make_metadata, read_layout, shard_footer, shard_name
 from expstore.types import Array
@@ -60,8 +60,6 @@ __all__ = ["dump"]
 SHARD_ROWS = 8192
 #: Longer shards rather than more files than this.
 MANY_FILES = 16_000
-#: The store's own checksums when the version was made: equal ones mean equal rows.
-ORIGIN = "origin"
 #: Between the numbers in a shard's name: all shards of an array lie in one folder, which is synced once.
 SEPARATOR = "."
 _THREADS = 8

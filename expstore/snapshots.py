@@ -34,6 +34,7 @@ __all__ = [
     "next_number",
     "prune",
     "remove_scraps",
+    "store_meant",
     "version_name",
     "versions",
 ]
@@ -210,6 +211,11 @@ def find_version(disk: Disk, path: Path, version: int | str | None = None) -> Pa
     if number not in numbers:
         raise _missing(disk, path, place, version)
     return place / version_name(number)
+
+
+def store_meant(disk: Disk, path: Path) -> Path:
+    """Return the folder of the store that is meant: of a folder of versions the newest one."""
+    return find_version(disk, path) if is_snapshots(disk, path) else path
 
 
 def _missing(disk: Disk, path: Path, place: Path, version: int | str | None) -> SnapshotError:

@@ -64,6 +64,15 @@ def test_there_and_back(cli: Cli, store: Path, tmp_path: Path, make_batch: Make)
     assert json.loads(cli("loads", new, place, "--json")[1])["rows"] == 30
 
 
+def test_a_folder_of_versions_means_its_newest(cli: Cli, store: Path, tmp_path: Path) -> None:
+    place = tmp_path / "backup"
+    for _ in range(2):
+        cli("dumps", store, place)
+    assert json.loads(cli("info", place, "--json")[1])["stores"][0]["path"] == str(place / "v0002")
+    assert json.loads(cli("sql", place, "SELECT count(*) AS n FROM transitions", "--json")[1]) == [{"n": 30}]
+    assert cli("verify", place)[:2] == (0, f"{place / 'v0002'}: nothing found\n")
+
+
 def test_exit_codes(cli: Cli, store: Path, tmp_path: Path) -> None:
     place = tmp_path / "backup"
     assert cli("dumps", tmp_path / "nothing.exp", place)[0] == 2

@@ -19,7 +19,7 @@ from tensordict import TensorDict
 import expstore
 from expstore import dumping, files
 from expstore.buffers import ReplayBuffer, TensorDictReplayBuffer
-from expstore.checks.survey import survey
+from expstore.checks import survey, verify
 from expstore.errors import (
     CorruptionError,
     LockedError,
@@ -735,6 +735,30 @@ def test_torchrl_names(store_path: Path, place: Path, make_batch: Make) -> None:
         rb.extend(make_batch(6))
         rb.load(place)
         assert len(rb) == 6
+
+
+def test_versions_are_verified(store_path: Path, place: Path, make_batch: Make) -> None:
+    with expstore.open(store_path, capacity=9000) as rb:
+        rb.extend(make_batch(9000))
+        rb.extend(make_batch(500, start=9000))
+        rb.dumps(place)
+        rb.extend(make_batch(500, start=9500))
+        rb.dumps(place)
+    folder = place / "v0002"
+    assert verify(place / "v0001") == verify(folder) == []
+    names = ("columns/action/c.1", "version.json", "origin", "checksums", "episodes.log", "journal/000001")
+    for name in names:
+        path = folder / name
+        whole = path.read_bytes()
+        if not whole:
+            continue
+        at = {"columns/action/c.1": 100, "origin": 4200, "checksums": 4200}.get(name, len(whole) // 2)
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 8]) + whole[at + 1 :])
+        found = verify(folder)
+        assert found, name
+        assert any(name.startswith(finding.path) for finding in found), (name, found)
+        path.write_bytes(whole)
+    assert verify(folder) == []
 
 
 def test_a_description_that_is_damaged_hides_its_version_only(

@@ -19,9 +19,11 @@ from expstore.errors import CorruptionError, LockedError, StorageError
 from expstore.files import Disk, ReadingDisk
 from expstore.journal import Record, no_records, read_journal, segment_faults
 from expstore.manifest import MANIFEST, Manifest
+from expstore.snapshots import Version
 from expstore.storages.base import ROW_FIELDS
+from expstore.storages.checksums import DAMAGED, read_entries, state_of
 from expstore.storages.columns import Column, ColumnGroup
-from expstore.storages.folder import COLUMNS, JOURNAL, REDO, REPAIR
+from expstore.storages.folder import COLUMNS, JOURNAL, ORIGIN, REDO, REPAIR, VERSION
 from expstore.storages.records import Publish, Redo, fetch_body
 from expstore.storages.recovery import read_past, unsettled_blocks
 from expstore.storages.recovery import verify as walk
@@ -74,6 +76,7 @@ def inspect(path: Path, *, disk: Disk | None = None, progress: Progress | None =
     if manifest.schema is not None:
         fields = (*manifest.schema.fields, *ROW_FIELDS)
         inspection.group = ColumnGroup(disk, path / COLUMNS, fields, manifest.slots, write=False)
+    _check_version(inspection)
     unsettled = _check_journal(inspection)
     check_metadata(inspection)
     check_blocks(inspection, unsettled, progress)
@@ -100,6 +103,29 @@ def _check_manifest(inspection: Inspection) -> None:
     if data != json.dumps(json.loads(data), indent=1).encode():  # the checksum is over what it says
         text = f"{MANIFEST} has bytes that were not written there, though it can be read"
         inspection.note(Finding(kind="manifest", path=MANIFEST, message=text))
+
+
+def _check_version(inspection: Inspection) -> None:
+    """Read what a version has beside a store's files."""
+    disk, path, group = inspection.disk, inspection.path, inspection.group
+    if not disk.exists(path / VERSION):
+        return
+    try:
+        if disk.read_whole(path / VERSION) != Version.load(disk, path).pack():
+            raise CorruptionError(f"{VERSION} has bytes that were not written there, though it can be read")
+    except CorruptionError as exc:
+        text = exc.message.replace(f"{path}/", "")
+        inspection.note(Finding(kind="version", path=VERSION, message=text))
+    if group is None or not disk.exists(path / ORIGIN):
+        return  # of a store in memory, or without rows
+    try:
+        entries = read_entries(disk.read_whole(path / ORIGIN), len(group.columns) - 1, path / ORIGIN)
+        damaged = [number for number, entry in enumerate(entries) if state_of(entry) == DAMAGED]
+    except CorruptionError:
+        damaged = [0]
+    if damaged:
+        text = f"{ORIGIN} is damaged at entry {damaged[0]}; the next version will share less"
+        inspection.note(Finding(kind="version", path=ORIGIN, message=text))
 
 
 def _check_journal(inspection: Inspection) -> set[int]:

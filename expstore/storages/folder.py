@@ -15,12 +15,25 @@ from expstore.schema import Schema
 from expstore.storages.base import Keys, Storage, find_keys
 from expstore.storages.records import Redo, fetch_body
 
-__all__ = ["COLUMNS", "JOURNAL", "LOCK", "LOG", "REDO", "REPAIR", "STATE", "VERSION", "FolderStorage"]
+__all__ = [
+    "COLUMNS",
+    "JOURNAL",
+    "LOCK",
+    "LOG",
+    "ORIGIN",
+    "REDO",
+    "REPAIR",
+    "STATE",
+    "VERSION",
+    "FolderStorage",
+]
 
 COLUMNS, JOURNAL, LOG, REDO, STATE = "columns", "journal", "episodes.log", "redo", "STATE"
 LOCK = "LOCK"
 #: Says of a folder that it is a version, which nobody writes to.
 VERSION = "version.json"
+#: In a version: the store's own checksums when it was made; equal ones mean equal rows.
+ORIGIN = "origin"
 #: There while a repair cuts the journal; nobody else may open the store then.
 REPAIR = "REPAIR"
 
