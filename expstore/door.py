@@ -42,6 +42,8 @@ def open(
     reward_key: str | tuple[str, ...] | None = None,
     meta: dict[str, Any] | None = None,
     durability: Durability = "process",
+    min_free_bytes: int = 0,
+    on_sigterm: Literal["flush", "ignore"] = "flush",
     device: torch.device | str | None = None,
 ) -> TensorDictReplayBuffer:
     """Open the store in a folder, or make one.
@@ -70,6 +72,10 @@ def open(
             process at once and of the machine after the next sync (about a second, or `flush`); with
             "sync" a power cut, for one fsync per call (several above 1 MiB). Not stored. `rb[i] =` and
             `empty` survive it either way; priorities and draws need a `flush` either way.
+        min_free_bytes: An extend that would leave the disk with less is refused before it writes anything.
+            Rows that take the place of older ones need no space. Looked at about once a second.
+        on_sigterm: "flush": where the program has no handler of its own for SIGTERM, its stores are flushed
+            before it dies of it. "ignore": leave signals alone.
         device: Where batches are handed out.
 
     Returns:
@@ -105,18 +111,27 @@ def open(
         flatten=True,
         schema=schema,
         durability=durability,
+        min_free_bytes=min_free_bytes,
+        on_sigterm=on_sigterm,
     )
-    kept: FolderStorage
-    if mode == "r":
-        kept = FollowerStorage(path, capacity, settings=settings)
-    else:
-        kept = ZarrStorage(path, capacity, settings=settings)
+    kept = _open_storage(path, capacity, settings)
     try:
-        if mode != "r" and schema is not None and kept.schema is None:
-            kept.prepare(schema, kept.resolve_keys(schema))
         return TensorDictReplayBuffer(
             storage=kept, sampler=sampler, batch_size=batch_size, device=device, with_ids=True
         )
     except BaseException:
         kept.close()
         raise
+
+
+def _open_storage(path: Path, capacity: int | None, settings: Settings) -> FolderStorage:
+    if settings.mode == "r":
+        return FollowerStorage(path, capacity, settings=settings)
+    kept, schema = ZarrStorage(path, capacity, settings=settings), settings.schema
+    try:
+        if schema is not None and kept.schema is None:
+            kept.prepare(schema, kept.resolve_keys(schema))
+    except BaseException:
+        kept.close()
+        raise
+    return kept

@@ -15,7 +15,7 @@ import pytest
 from expstore import files
 from expstore.addresses import AddressRange
 from expstore.errors import StorageError
-from expstore.files import KEEP_GIL_BYTES, Disk, File, address_of
+from expstore.files import KEEP_GIL_BYTES, Disk, address_of
 
 
 class Recorder(Disk):
@@ -224,16 +224,6 @@ def test_a_lock_is_one_descriptors(tmp_path: Path) -> None:
     first.close()
     assert third.try_lock()
     third.close()
-
-
-def test_probe_leaves_nothing_and_refuses_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    Disk().probe(tmp_path)
-    assert os.listdir(tmp_path) == []
-    monkeypatch.setattr(File, "try_lock", lambda self: True)  # as if no two locks conflicted
-    with pytest.raises(StorageError, match=f"{tmp_path}.*locks.*local disk") as caught:
-        Disk().probe(tmp_path)
-    assert caught.value.kind == "unsafe_filesystem"
-    assert os.listdir(tmp_path) == []
 
 
 def test_address_range_is_one_array_over_several_files(tmp_path: Path) -> None:

@@ -66,6 +66,9 @@ class CatalogLike(Protocol):
     def busy(self) -> bool:
         """Say whether many changes wait for the index."""
 
+    def close(self) -> None:
+        """Bring the index up to date and let go of it."""
+
 
 @dataclass(slots=True)
 class Rows:
@@ -102,6 +105,8 @@ class Counters:
     waits: int = 0
     wait_seconds: float = 0.0
     syncs: int = 0
+    sync_seconds: float | None = None  # how long the last sync took
+    synced_at: float | None = None  # when it ended, on the monotonic clock
     recovered: str | None = field(default=None)
 
 

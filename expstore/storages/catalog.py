@@ -126,8 +126,10 @@ class Catalog:
             except ExpStoreError as exc:
                 # It is derived: what it lacks it gets, or it is built anew, when it is next asked.
                 _log.warning("the index could not be brought up to date: %s", exc)
-            finally:
+            try:
                 self.drop()
+            except ExpStoreError as exc:
+                _log.warning("the index could not be completed: %s", exc)
 
     def drop(self) -> None:
         """Let go of the index as it is."""

@@ -265,9 +265,8 @@ def _sum_block(column: Column, block: int) -> int:
     size = BLOCK_ROWS * column.row_bytes
     if column.blank:
         return zeros_sum(size)  # a hole: reading it would fill memory with zeros
-    rows: NDArray[np.uint8] = (
-        column.view[block * BLOCK_ROWS : (block + 1) * BLOCK_ROWS].reshape(-1).view(np.uint8)
-    )
+    start, count = block * BLOCK_ROWS, BLOCK_ROWS
+    rows: NDArray[np.uint8] = column.copy(start, count).reshape(-1).view(np.uint8)
     if size <= _PIECE_BYTES:
         crc: int = google_crc32c.value(rows)
         return crc

@@ -19,6 +19,7 @@ import numpy as np
 from expstore.addresses import AddressRange
 from expstore.errors import CorruptionError, StorageError
 from expstore.files import Disk, File
+from expstore.probe import fills_holes
 from expstore.schema import Field
 from expstore.storages.zarrmeta import (
     CHUNK_ROWS,
@@ -62,6 +63,7 @@ class Column:
         layout: How its shards are cut and named; None: as in a new store.
         write: Whether shards are made and written to. Else they are opened for reading (`look`), no
             descriptor stays open, and one that is damaged is refused when it is touched.
+        fills: Whether reading a hole through a map takes space, as in a file system in memory.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class Column:
         *,
         layout: Layout | None = None,
         write: bool = True,
+        fills: bool = False,
     ) -> None:
         self.entry = entry
         self.folder = folder
@@ -80,8 +83,10 @@ class Column:
         self.rows = shard_rows(self.row_bytes, slots) if layout is None else layout.rows
         self.separator = SEPARATOR if layout is None else layout.separator
         self.files: list[File] = []
+        #: Reading a hole through the map takes space, which there may be none of.
+        self.fills = fills
         #: Nothing but False was ever written: then nothing is written or read at all.
-        self.blank = write and entry.dtype == "bool"
+        self.blank = write and entry.dtype == "bool" and not fills
         #: Shards that cannot be read, and what is wrong with them.
         self.damaged: dict[int, str] = {}
         #: What makes the whole column unreadable.
@@ -230,15 +235,42 @@ class Column:
 
     def look_for_true(self) -> None:
         """Find out whether the column holds nothing but False."""
-        self.blank = self.blank and not self.view[: self.ready].any()
+        step = REWRITE_BYTES // self.row_bytes or 1
+        for start in range(0, self.ready if self.blank else 0, step):
+            if self.read(start, min(step, self.ready - start)).any():
+                self.blank = False
+                return
+
+    def read(self, slot: int, count: int) -> Array:
+        """Copy a run of slots out of the files: unlike the map it can be asked where there may be holes."""
+        parts = []
+        for number, row, _, n in self._runs(slot, count):
+            held = self.files[number] if self.files else None
+            file = held or self._disk.open(self.shard_path(number), write=False)
+            try:
+                parts.append(file.read(row * self.row_bytes, n * self.row_bytes))
+            finally:
+                if held is None:
+                    file.close()
+        values = np.frombuffer(b"".join(parts), self.entry.numpy_dtype)
+        return values.reshape(count, *self.entry.shape)
+
+    def copy(self, slot: int, count: int) -> Array:
+        """Return a run of slots, some of which may never have been written to; a view where that is safe."""
+        return self.read(slot, count) if self.fills else self.part(slot, count)
 
     def spans(self, slot: int, count: int) -> Iterator[tuple[File, int, int, int]]:
         """Cut a run of slots at shard ends: (file, byte offset in it, first row of the run, rows)."""
+        for number, row, done, n in self._runs(slot, count):
+            yield self.files[number], row * self.row_bytes, done, n
+
+    def _runs(self, slot: int, count: int) -> Iterator[tuple[int, int, int, int]]:
+        """Cut a run of slots at shard ends: (shard, first row in it, first row of the run, rows)."""
         done = 0
         while done < count:
             number, row = divmod(slot + done, self.rows)
             n = min(count - done, self.rows - row)
-            yield self.files[number], row * self.row_bytes, done, n
+            yield number, row, done, n
             done += n
 
     def take(self, slots: IntArray) -> Array:
@@ -299,6 +331,7 @@ class ColumnGroup:
     ) -> None:
         self._disk = disk
         self.folder = folder
+        self._fills = fills_holes(disk, folder)
         make = self._make if write else self._find
         self.columns = [make(folder.joinpath(*entry.key), entry, slots) for entry in fields]
         self.new_folders: set[Path] = set()
@@ -306,7 +339,7 @@ class ColumnGroup:
         self.row_bytes = sum(column.row_bytes for column in self.columns)
 
     def _make(self, folder: Path, entry: Field, slots: int | None) -> Column:
-        return Column(self._disk, folder, entry, slots)
+        return Column(self._disk, folder, entry, slots, fills=self._fills)
 
     def _find(self, folder: Path, entry: Field, slots: int | None) -> Column:
         """Return a column for reading; one whose metadata cannot be read is damaged as a whole."""
@@ -314,7 +347,7 @@ class ColumnGroup:
             layout, fault = read_layout(self._disk, folder, entry), None
         except CorruptionError as exc:
             layout, fault = None, exc.message
-        column = Column(self._disk, folder, entry, slots, layout=layout, write=False)
+        column = Column(self._disk, folder, entry, slots, layout=layout, write=False, fills=self._fills)
         column.fault = fault
         return column
 
@@ -402,7 +435,7 @@ class ColumnGroup:
             for slot, _, n in runs:
                 if slot + n > column.ready:
                     return -1
-                crc = google_crc32c.extend(crc, column.part(slot, n).reshape(-1).view(np.uint8))
+                crc = google_crc32c.extend(crc, column.copy(slot, n).reshape(-1).view(np.uint8))
         return crc
 
     def rewrite(self, pieces: Iterable[tuple[int, int, int]]) -> None:

@@ -491,11 +491,11 @@ def _priorities(columns: ColumnGroup, overlay: Overlay, slots: int) -> Array:
     """Return the priorities by slot, without copying them where that can be helped."""
     column = columns.columns[-1]
     if not column.damaged and not overlay:
-        return column.view[: column.ready]
+        return column.copy(0, column.ready)
     values = np.ones(max(column.ready, slots), np.float32)
     for number in range(-(-column.ready // column.rows)):
         if number not in column.damaged:
             start = number * column.rows
-            values[start : start + column.rows] = column.view[start : start + column.rows]
+            values[start : start + column.rows] = column.copy(start, column.rows)
     overlay.lay_onto(len(columns.columns) - 1, values)
     return values

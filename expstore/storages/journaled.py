@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+import warnings
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -35,6 +36,7 @@ from expstore.storages.columnwriter import WritableColumns
 from expstore.storages.folder import JOURNAL, LOG, REDO, STATE
 from expstore.storages.frozen import base_of
 from expstore.storages.keeper import Keeper
+from expstore.storages.leaving import register, unregister
 from expstore.storages.loading import finish_load
 from expstore.storages.records import Publish, Redo, shelve_body
 from expstore.storages.recovery import Past, describe_past, read_past, take_over
@@ -77,7 +79,7 @@ class JournaledStorage(SyncedStorage):
         durable = settings.durability == "sync"
         self._segment_bytes = segment_bytes or (SYNC_SEGMENT_BYTES if durable else SEGMENT_BYTES)
         self._lock_file, manifest = enter(disk, path, capacity, settings)
-        super().__init__(path, manifest, disk, durable=durable)
+        super().__init__(path, manifest, disk, durable=durable, min_free=settings.min_free_bytes)
         self.index_path = self.path / "index.duckdb"
         self._payload = b""
         self._kept_back = False  # whether the columns lack the rows that are being published
@@ -94,7 +96,9 @@ class JournaledStorage(SyncedStorage):
         except BaseException:
             self._let_go()
             raise
+        self.flush_on_sigterm = settings.on_sigterm == "flush"
         self._keeper = Keeper(self)
+        register(self)
 
     # -- opening ---------------------------------------------------------------------------------
 
@@ -210,6 +214,7 @@ class JournaledStorage(SyncedStorage):
 
     def _make_room(self, count: int) -> None:
         """Wait until rows in flight and rows not yet synced fit into the spare slots."""
+        self.check_space(count)
         if count > self.spare:
             self.sync()
             if self.slots is not None:
@@ -320,13 +325,18 @@ class JournaledStorage(SyncedStorage):
         return not self._closed and self._lock_file.held and sound
 
     def more_stats(self) -> dict[str, Any]:
-        """Return path, generation, and what waits for the disk."""
+        """Return path, generation, what waits for the disk, and how that is."""
+        counters = self.counters
         return {
             "path": str(self.path),
             "durability": "sync" if self.durable else "process",
             "generation": self.manifest.generation,
             "unsynced_rows": self.last - self._synced,
             "fsyncs": self.disk.syncs,
+            "last_sync_seconds": counters.sync_seconds and round(counters.sync_seconds, 4),
+            "last_sync_age": counters.synced_at and round(time.monotonic() - counters.synced_at, 3),
+            "free_bytes": self.disk.free(self.path),
+            "poisoned": None if self._failure is None else str(self._failure),
             "recovered": self.counters.recovered,
         }
 
@@ -383,11 +393,33 @@ class JournaledStorage(SyncedStorage):
                 self._leave_state()
                 self._let_go()
 
+    def leave(self) -> None:
+        """Close what nobody has closed, and bring the index up to date."""
+        if self._closed or not self._lock_file.held:
+            return
+        try:
+            self.check_writable()
+            catalog = self._catalog()
+            if catalog is not None:
+                catalog.close()
+        finally:
+            self.close()
+
+    def __del__(self) -> None:
+        if "_keeper" in vars(self) and not self._closed and self._lock_file.held:
+            # In a cycle the threads of the pool have been told already that it is gone: they take no jobs.
+            self._pool.shutdown(wait=False)
+            with contextlib.suppress(ExpStoreError):
+                self.close()
+            warnings.warn(f"{self.path} was forgotten without close()", ResourceWarning, 2, self)
+
     def _let_go(self) -> None:
         """Close all files, as many as were opened, and let others write."""
+        unregister(self)
         _close(vars(self), but={})
-        self._pool.shutdown()
         self._lock_file.release()
+        with contextlib.suppress(RuntimeError):  # forgotten, and collected by a thread of the pool itself
+            self._pool.shutdown()
 
     # -- what the columns supply -----------------------------------------------------------------
 

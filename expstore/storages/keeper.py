@@ -58,9 +58,10 @@ class Keeper:
     def stop(self) -> None:
         """End the thread; what is not synced stays so."""
         self._stopped = True
+        if self._thread is threading.current_thread():
+            return  # the storage was forgotten, and collected here, perhaps within one of the events
         self.hurry()
-        if self._thread is not threading.current_thread():
-            self._thread.join()
+        self._thread.join()
 
     def _run(self) -> None:
         while not self._stopped:

@@ -171,12 +171,12 @@ def _apply(publish: Publish, columns: WritableColumns, storage: JournaledStorage
         at += size
     # Priorities are written first, times last: where these are there, so are priorities, perhaps newer ones.
     # Ids alone would not do: a life that a power cut has undone may have given the same ones.
-    places = np.concatenate([np.arange(slot, slot + n) for slot, _, n in pieces])
     ids, times = columns.columns[-len(ROW_FIELDS)], columns.columns[-2]
-    there = (
-        places.max() < columns.ready
-        and (ids.view[places] == np.arange(publish.first_id, publish.last_id + 1)).all()
-        and (times.view[places] == publish.time).all()
+    there = all(
+        slot + n <= columns.ready
+        and (ids.read(slot, n) == np.arange(n) + publish.first_id + offset).all()
+        and (times.read(slot, n) == publish.time).all()
+        for slot, offset, n in pieces
     )
     priorities = None if there else np.full(publish.count, publish.priority, np.float32)
     columns.write_parts(pieces, parts, priorities)

@@ -21,6 +21,7 @@ from expstore.errors import CorruptionError, SchemaError, StateError, StorageErr
 from expstore.files import Disk
 from expstore.lock import WriterLock
 from expstore.manifest import MANIFEST, Manifest
+from expstore.probe import probe
 from expstore.schema import Schema
 from expstore.storages.base import REWARD
 from expstore.storages.folder import REPAIR, VERSION
@@ -41,7 +42,7 @@ _BEGINNINGS = {"LOCK", "STATE", "journal", "episodes.log", "PROBE.tmp", MANIFEST
 class Settings:
     """Hold what `expstore.open` was asked for; None: as stored, or the default for a new store.
 
-    `mode` and `durability` are this handle's and are not stored.
+    `mode`, `durability`, `min_free_bytes` and `on_sigterm` are this handle's and are not stored.
     """
 
     mode: Mode = "a"
@@ -54,6 +55,8 @@ class Settings:
     flatten: bool = False
     schema: Schema | None = None
     durability: Durability = "process"
+    min_free_bytes: int = 0
+    on_sigterm: Literal["flush", "ignore"] = "flush"
 
 
 def enter(disk: Disk, path: Path, capacity: int | None, settings: Settings) -> tuple[WriterLock, Manifest]:
@@ -67,6 +70,10 @@ def enter(disk: Disk, path: Path, capacity: int | None, settings: Settings) -> t
         raise ValueError(f"mode {settings.mode!r} is unknown; use 'a', 'x' or 'w', or 'r' to read only")
     if settings.durability not in ("process", "sync"):
         raise ValueError(f"durability {settings.durability!r} is unknown; use 'process' or 'sync'")
+    if settings.on_sigterm not in ("flush", "ignore"):
+        raise ValueError(f"on_sigterm {settings.on_sigterm!r} is unknown; use 'flush' or 'ignore'")
+    if settings.min_free_bytes < 0:
+        raise ValueError(f"min_free_bytes must not be negative, got {settings.min_free_bytes}")
     capacity, settings = _plain(capacity, settings)
     if capacity is not None and capacity < 1:
         raise ValueError(f"capacity must be at least 1, got {capacity}")
@@ -93,8 +100,9 @@ def enter(disk: Disk, path: Path, capacity: int | None, settings: Settings) -> t
             manifest = Manifest.load(disk, path)
             _compare(path, manifest, capacity, settings)
             _refuse_half_repaired(disk, path)
+            probe(disk, path, new=False)
         else:
-            disk.probe(path)
+            probe(disk, path, new=True)
             manifest = _new(capacity, settings)
             manifest.save(disk, path)
             disk.sync_dir(path.absolute().parent)

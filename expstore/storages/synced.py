@@ -7,9 +7,12 @@ what it syncs. It never decides what is published, and never reads a row.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import sys
 import threading
+import time
+import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +24,7 @@ from expstore.files import Disk, File
 from expstore.journal import Journal, Kind
 from expstore.manifest import Manifest
 from expstore.schema import Schema
-from expstore.storages.base import CatalogLike, Keys
+from expstore.storages.base import ROW_BYTES, CatalogLike, Keys
 from expstore.storages.keeper import Keeper
 from expstore.storages.records import Mark
 from expstore.storages.shown import ShownStorage
@@ -29,6 +32,7 @@ from expstore.storages.shown import ShownStorage
 __all__ = ["RIDING_BYTES", "SyncedStorage"]
 
 _logger = logging.getLogger("expstore")
+_ENDLESS = sys.maxsize
 #: With durability="sync" the rows of a batch up to this many bytes ride in its publish record.
 RIDING_BYTES = 1 << 20
 
@@ -44,6 +48,7 @@ class SyncedStorage(ShownStorage):
         manifest: What its expstore.json says.
         disk: Where files are touched.
         durable: Whether a publish record is on the disk before its rows can be read.
+        min_free: So many bytes of the disk are to stay free.
     """
 
     _journal: Journal
@@ -51,10 +56,12 @@ class SyncedStorage(ShownStorage):
     _keeper: Keeper
     _pool: ThreadPoolExecutor
 
-    def __init__(self, path: Path, manifest: Manifest, disk: Disk, *, durable: bool) -> None:
+    def __init__(self, path: Path, manifest: Manifest, disk: Disk, *, durable: bool, min_free: int) -> None:
         super().__init__(path, manifest, disk)
         self.durable = durable
-        self._catalog: CatalogLike | None = None
+        self._min_free = min_free
+        self._room_id = 0 if min_free else _ENDLESS  # up to this id there was space when last looked
+        self._catalog: Callable[[], CatalogLike | None] = lambda: None
         self._sync_lock = threading.Lock()
         self._journal_lock = threading.Lock()
         self._failure: ExpStoreError | None = None
@@ -66,6 +73,8 @@ class SyncedStorage(ShownStorage):
     def prepare(self, schema: Schema, keys: Keys) -> None:
         """Fix the fields, once, when the first rows come; on the disk when this returns."""
         self.check_writable()
+        if self._min_free and self.disk.free(self.path) < self._min_free:
+            raise self._too_full(1, schema.row_bytes + ROW_BYTES)
         with self.poisoning():
             super().prepare(schema, keys)
 
@@ -79,8 +88,11 @@ class SyncedStorage(ShownStorage):
         return self._journal.append(kind, *body)
 
     def use_catalog(self, catalog: CatalogLike) -> None:
-        """Hand changes to the index before they are forgotten."""
-        self._catalog = catalog
+        """Hand changes to the index before they are forgotten.
+
+        It is held weakly: it holds this storage, and a forgotten buffer is to go at once.
+        """
+        self._catalog = weakref.ref(catalog)
 
     # -- one act at a time -----------------------------------------------------------------------
 
@@ -118,9 +130,14 @@ class SyncedStorage(ShownStorage):
         with self._sync_lock:
             if self._closed or (enough is not None and enough()):
                 return
+            started = time.monotonic()
             with self.poisoning():
                 self._sync_now()
-            self.counters.syncs += 1
+            counters = self.counters
+            counters.syncs += 1
+            counters.synced_at = time.monotonic()
+            counters.sync_seconds = counters.synced_at - started
+            self._measure()
 
     def _sync_now(self) -> None:
         """Run the sync of PROTOCOL: columns, journal, mark, journal."""
@@ -170,13 +187,47 @@ class SyncedStorage(ShownStorage):
     def _cut(self, keep: File) -> None:
         """Remove the journal's segments before `keep`: all they say is on the disk, and in the index."""
         try:
-            if self._catalog is not None:
-                self._catalog.catch_up()
+            catalog = self._catalog()
+            if catalog is not None:
+                catalog.catch_up()
         except ExpStoreError as exc:
             # The index is derived: one that has missed segments is built anew when it is next asked.
             _logger.warning("the index is behind: %s", exc)
         with self.episode_lock:
             self._journal.cut(keep)
+
+    # -- space -----------------------------------------------------------------------------------
+
+    def _measure(self) -> None:
+        """Look at the free space, and note up to which id rows may be written without another look."""
+        if not self._min_free or self.schema is None:
+            return
+        spare = self.disk.free(self.path) - self._min_free
+        newest = self.last + max(0, spare) // (self.schema.row_bytes + ROW_BYTES)
+        # From then on rows take the places of older ones.
+        self._room_id = _ENDLESS if self.slots is not None and newest >= self.slots else newest
+
+    def check_space(self, count: int) -> None:
+        """Refuse rows that would leave the disk with less than `min_free_bytes`.
+
+        Raises:
+            StorageError: They would; nothing was written.
+        """
+        if self.last + count > self._room_id:
+            self._measure()
+            if self.last + count > self._room_id:
+                row_bytes = self.require_schema().row_bytes + ROW_BYTES
+                raise self._too_full(count, row_bytes)
+
+    def _too_full(self, count: int, row_bytes: int) -> StorageError:
+        error = StorageError(
+            f"{count} rows take {count * row_bytes} bytes on the disk of {self.path}, where "
+            f"{self.disk.free(self.path)} are free and {self._min_free} are to stay so (min_free_bytes)",
+            kind="disk_full",
+            hint="free space, or open the store with a smaller min_free_bytes",
+        )
+        error.errno = errno.ENOSPC
+        return error
 
     # -- what a failure leaves -------------------------------------------------------------------
 

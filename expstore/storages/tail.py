@@ -9,9 +9,12 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from expstore.types import Array
 
 if TYPE_CHECKING:
+    from expstore.storages.columns import Column
     from expstore.storages.columnwriter import WritableColumns
 
 __all__ = ["TAIL_BYTES", "TAIL_ROWS", "Tail"]
@@ -53,6 +56,11 @@ class Tail:
     def full(self) -> bool:
         """Whether it is time to drain it."""
         return self.count >= _FULL
+
+    def rows(self, place: int, column: Column) -> Array:
+        """Return one column of all rows. Shape `(count, *row shape)`; the lock is held."""
+        data = b"".join([parts[place] for parts in self._batches])
+        return np.frombuffer(data, column.entry.numpy_dtype).reshape(self.count, *column.entry.shape)
 
     def drop(self) -> None:
         """Forget all rows; the journal has them, or the columns."""

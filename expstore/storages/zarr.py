@@ -6,10 +6,7 @@ The storage behind `expstore.open`. The files' layout is in `columns`, the order
 
 from __future__ import annotations
 
-import contextlib
-import os
 import threading
-import weakref
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,6 +18,7 @@ from expstore.files import File
 from expstore.schema import Schema
 from expstore.storages.base import ROW_FIELDS, Keys, Rows
 from expstore.storages.checksums import BLOCK_ROWS, CHECKSUMS, Checksums, blocks_of
+from expstore.storages.columns import Column
 from expstore.storages.columnwriter import WritableColumns
 from expstore.storages.folder import COLUMNS
 from expstore.storages.journaled import JournaledStorage
@@ -69,7 +67,6 @@ class ZarrStorage(JournaledStorage):
         self.checksums: Checksums | None = None
         self._changed: set[int] = set()  # blocks that the next sync has summed beside those of newer rows
         self._due: set[int] = set()  # blocks that the sync under way has summed
-        _begun.add(self)
 
     # -- opening ---------------------------------------------------------------------------------
 
@@ -94,7 +91,7 @@ class ZarrStorage(JournaledStorage):
         size = self.slots if self.slots is not None else max(4096, 2 * past.last)
         self.priorities = np.ones(size, np.float32)
         known = min(size, column.ready)
-        self.priorities[:known] = column.view[:known]
+        self.priorities[:known] = column.read(0, known)
         if not whole:
             for publish in past.publishes:
                 if publish.last_id > past.synced:
@@ -387,20 +384,34 @@ class ZarrStorage(JournaledStorage):
     def _take(self, slots: IntArray, places: Sequence[int] | None) -> list[Array]:
         if self.columns is None:
             raise StateError("the store has no rows yet", hint="extend() it first")
-        self._drain_for(slots)
         columns = self.columns.columns
-        wanted = columns[: -len(ROW_FIELDS)] if places is None else [columns[place] for place in places]
-        return [column.take(slots) for column in wanted]
-
-    def _drain_for(self, slots: IntArray) -> None:
-        """Have these rows in the columns; where no row can be written, others can still be read."""
         try:
             self.drain()
         except StorageError:
-            tail = self._tail
-            kept_back = np.arange(tail.first_id, tail.first_id + tail.count)
-            if np.isin(slots, self.slot_of(kept_back)).any():
-                raise
+            return self._take_beside(columns, slots, places)
+        wanted = columns[: -len(ROW_FIELDS)] if places is None else [columns[place] for place in places]
+        return [column.take(slots) for column in wanted]
+
+    def _take_beside(
+        self, columns: Sequence[Column], slots: IntArray, places: Sequence[int] | None
+    ) -> list[Array]:
+        """Copy rows out where some that were kept back cannot be written: these come from memory."""
+        wanted = range(len(columns) - len(ROW_FIELDS)) if places is None else places
+        with self._tail.lock:
+            first = int(self.slot_of(np.array([self._tail.first_id]))[0])
+            offsets = slots - first if self.slots is None else (slots - first) % self.slots
+            kept_back = (offsets >= 0) & (offsets < self._tail.count)
+            found = []
+            for place in wanted:
+                column = columns[place]
+                rows = np.empty((slots.size, *column.entry.shape), column.entry.numpy_dtype)
+                rows[~kept_back] = column.take(slots[~kept_back])
+                if place == len(columns) - 1:
+                    rows[kept_back] = self.priorities[slots[kept_back]]
+                elif kept_back.any():
+                    rows[kept_back] = self._tail.rows(place, column)[offsets[kept_back]]
+                found.append(rows)
+            return found
 
     def views(self, places: Sequence[int], first_id: int, count: int) -> list[list[Array]]:
         """View columns over a run of ids without copying."""
@@ -414,16 +425,3 @@ class ZarrStorage(JournaledStorage):
             source = self.priorities if place == len(columns) - 1 else columns[place].view
             found.append([source[slot : slot + n] for slot, _, n in runs])
         return found
-
-
-_begun: weakref.WeakSet[ZarrStorage] = weakref.WeakSet()
-
-
-def _drain_before_fork() -> None:
-    """Let a child find all rows in the columns: it must not write those that were kept back."""
-    for storage in list(_begun):
-        with contextlib.suppress(StorageError):
-            storage.drain()
-
-
-os.register_at_fork(before=_drain_before_fork)

@@ -306,6 +306,7 @@ def test_an_index_that_cannot_be_written_stops_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.torture
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize(("spec", "name"), CASES)
 def test_every_act(spec: Spec, name: str, tmp_path: Path) -> None:
     acts, seen = enumerate_faults(spec, FAULTS[name], tmp_path, stride=1)
@@ -314,6 +315,7 @@ def test_every_act(spec: Spec, name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.torture
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", FAULTS)
 def test_every_act_with_an_index(name: str, tmp_path: Path) -> None:
     enumerate_faults(SPECS[0], FAULTS[name], tmp_path, stride=3, sql=True)

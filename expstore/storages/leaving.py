@@ -1,0 +1,123 @@
+"""What becomes of stores that nobody closes: the program ends, is told to (SIGTERM), or forks.
+
+Used by the storages that write to disk: they register when they are open and unregister when they are
+closed. It closes or flushes what is open; it never opens anything, and leaves foreign handlers alone.
+"""
+
+from __future__ import annotations
+
+import _thread
+import atexit
+import contextlib
+import ctypes
+import logging
+import os
+import signal
+import threading
+import weakref
+from pathlib import Path
+from types import FrameType
+from typing import Protocol
+
+from expstore.errors import ExpStoreError
+
+__all__ = ["register", "unregister"]
+
+_logger = logging.getLogger("expstore")
+#: So long may flushing take after SIGTERM.
+GRACE_SECONDS = 10.0
+
+
+class _Leaver(Protocol):
+    @property
+    def path(self) -> Path: ...
+
+    @property
+    def flush_on_sigterm(self) -> bool: ...
+
+    def leave(self) -> None: ...
+
+    def sync(self) -> None: ...
+
+    def drain(self) -> None: ...
+
+
+#: The one piece of state that belongs to the process: its end, a signal and a fork come to nobody else.
+_open: weakref.WeakSet[_Leaver] = weakref.WeakSet()
+
+
+def register(storage: _Leaver) -> None:
+    """Be told that a storage is open; see to SIGTERM where the program does not, and it may be done."""
+    _open.add(storage)
+    here = threading.current_thread() is threading.main_thread()
+    if storage.flush_on_sigterm and here and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, _Farewell())
+
+
+def unregister(storage: _Leaver) -> None:
+    """Be told that a storage is closed; with the last one the handler goes."""
+    _open.discard(storage)
+    here = threading.current_thread() is threading.main_thread()
+    if not _open and here and isinstance(signal.getsignal(signal.SIGTERM), _Farewell):
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+class _Farewell:
+    """Handle SIGTERM: flush what is open, then die of it as if there were no handler.
+
+    The main thread goes on meanwhile: it may hold a lock that flushing needs. A second signal is not
+    waited for, nor is a disk that takes too long.
+    """
+
+    def __init__(self) -> None:
+        self._begun = False
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if self._begun or not _open:
+            _die()
+        self._begun = True
+        # Not threading.Thread: the main thread may be inside that module's own lock.
+        _thread.start_new_thread(self._wait, ())
+        _thread.start_new_thread(self._flush, ())
+
+    def _wait(self) -> None:
+        threading.Event().wait(GRACE_SECONDS)
+        _die()
+
+    def _flush(self) -> None:
+        for storage in list(_open):
+            if storage.flush_on_sigterm:
+                with contextlib.suppress(Exception):  # whatever it is: the process is dying
+                    storage.sync()
+        _die()
+
+
+def _die() -> None:
+    """Die of SIGTERM; from any thread, which signal.signal() does not allow."""
+    ctypes.pythonapi.PyOS_setsig(int(signal.SIGTERM), None)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _close_all() -> None:
+    for storage in list(_open):
+        try:
+            storage.leave()
+        except Exception as exc:  # the others are to be closed, too
+            _logger.warning("%s could not be closed: %s", storage.path, exc)
+
+
+def _before_fork() -> None:
+    """Let a child find all rows in the columns: it must not write those that were kept back."""
+    for storage in list(_open):
+        with contextlib.suppress(ExpStoreError):
+            storage.drain()
+
+
+def _in_child() -> None:
+    _open.clear()  # they are the parent's
+    if isinstance(signal.getsignal(signal.SIGTERM), _Farewell):
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+atexit.register(_close_all)
+os.register_at_fork(before=_before_fork, after_in_child=_in_child)

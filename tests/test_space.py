@@ -1,0 +1,262 @@
+"""Disks that fill up: for real, on a small file system in memory, and by the limit that a user sets.
+
+The real one is mounted in a child with namespaces of its own (`unshare -rm`); where that is not possible
+the test fails, because nothing else shows that a full disk kills nobody.
+"""
+
+from __future__ import annotations
+
+import errno
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tensordict import TensorDict
+
+import expstore
+from expstore.errors import StorageError
+from expstore.files import Disk
+from expstore.storages import journaled
+from expstore.storages.settings import Settings
+from expstore.storages.zarr import ZarrStorage
+
+MakeBatch = Callable[..., TensorDict]
+
+FILL = """
+import errno, os, sys
+import torch
+from tensordict import TensorDict
+import expstore
+from expstore.storages.settings import Settings
+from expstore.storages.zarr import ZarrStorage
+
+folder, mode, rows = sys.argv[1], sys.argv[2], int(sys.argv[3])
+ballast = os.path.join(folder, "ballast")
+with open(ballast, "wb") as out:
+    out.write(bytes(2_000_000))
+with open(ballast + "2", "wb") as out:
+    out.write(bytes(400_000))
+
+def batch(first, n):
+    ids = torch.arange(first, first + n)
+    ends = ids % 50 == 49
+    return TensorDict({"x": ids, "pad": ids[:, None].expand(n, 30).contiguous(), "flag": ids % 7 == 0,
+                       "next": {"reward": ids.float(), "terminated": ends}}, [n])
+
+def held(rb, count, sql=False):
+    everything = rb[:]
+    assert torch.equal(everything["x"], torch.arange(count)), (len(rb), count)
+    assert torch.equal(everything["flag"], torch.arange(count) % 7 == 0)
+    assert torch.equal(everything["pad"][:, 29], torch.arange(count))
+    if sql:
+        found = rb.sql("SELECT count(*), sum(x), count(flag) FROM transitions WHERE NOT flag OR flag")
+        assert found.fetchall() == [(count, count * (count - 1) // 2, count)]
+
+rb = expstore.open(os.path.join(folder, "run.exp"), batch_size=8, durability=mode)
+count, errors = 0, []
+while len(errors) < 6:
+    try:
+        rb.extend(batch(count, rows))
+        count += rows
+    except expstore.StorageError as exc:
+        errors.append(exc)
+        assert exc.kind == "disk_full" and exc.errno == errno.ENOSPC, repr(exc)
+        rb.sample()
+    assert count < 100_000
+try:
+    rb.flush()
+except expstore.StorageError as exc:
+    assert exc.kind == "disk_full", repr(exc)
+held_rows = rb.storage.last
+assert held_rows == count, (held_rows, count)
+os.unlink(ballast)
+rb.flush()
+held(rb, count, sql=True)
+rb.extend(batch(count, rows))
+count += rows
+assert rb.stats()["poisoned"] is None
+held(rb, count)
+rb.close()
+os.unlink(ballast + "2")  # DuckDB has taken the rest
+with expstore.open(os.path.join(folder, "run.exp")) as rb:
+    assert rb.recovered is None
+    held(rb, count)
+# Once more to the brim, and the process ends there.
+for name in os.listdir(os.path.join(folder, "run.exp")):
+    if name.startswith("index"):  # it is derived, and takes a third of this disk
+        os.unlink(os.path.join(folder, "run.exp", name))
+rb = expstore.open(os.path.join(folder, "run.exp"), durability=mode)
+try:
+    while True:
+        rb.extend(batch(count, rows))
+        count += rows
+except expstore.StorageError as exc:
+    assert exc.kind == "disk_full", repr(exc)
+print("rows", count, flush=True)
+os._exit(0)
+"""
+
+LOOK = """
+import sys, torch, expstore
+try:
+    with expstore.open(sys.argv[1] + "/run.exp", mode="r") as rb:
+        print("followed", rb.storage.last, bool((rb[:]["x"] == torch.arange(rb.storage.last)).all()))
+except expstore.StorageError as exc:
+    print("refused", exc.kind)
+"""
+
+
+def in_small_disk(tmp_path: Path, *programs: list[str]) -> subprocess.CompletedProcess[str]:
+    """Run programs one after another, where `tmp_path`/disk is a file system of 4 MB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    script = f'mount -t tmpfs -o size=4m tmpfs {disk}; "$@" || exit $?'
+    command = ["unshare", "-rm", "sh", "-ec", script, "sh", *programs[0]]
+    if len(programs) > 1:
+        (tmp_path / "second.sh").write_text("\n".join(" ".join(f"'{w}'" for w in p) for p in programs))
+        command = ["unshare", "-rm", "sh", "-ec", script, "sh", "sh", "-e", str(tmp_path / "second.sh")]
+    return subprocess.run(command, capture_output=True, text=True, timeout=90)
+
+
+@pytest.mark.parametrize(("mode", "rows"), [("process", 200), ("process", 1), ("sync", 64)])
+def test_a_disk_that_is_full_for_real(tmp_path: Path, mode: str, rows: int) -> None:
+    """Typed errors, reading goes on, nothing is lost, space brings it back; and nobody dies (SIGBUS)."""
+    (tmp_path / "fill.py").write_text(FILL)
+    (tmp_path / "look.py").write_text(LOOK)
+    disk = str(tmp_path / "disk")
+    done = in_small_disk(
+        tmp_path,
+        [sys.executable, "-X", "faulthandler", str(tmp_path / "fill.py"), disk, mode, str(rows)],
+        [sys.executable, "-X", "faulthandler", str(tmp_path / "look.py"), disk],
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    words = done.stdout.split()
+    assert words[0] == "rows"
+    assert int(words[1]) > 2 * rows
+    assert words[2:] == ["followed", words[1], "True"]
+
+
+# -- the user's limit ------------------------------------------------------------------------------------
+
+
+class Small(Disk):
+    """A disk of which a test says how much is free."""
+
+    left = 1_000_000
+    looks = 0
+
+    def free(self, path: Path) -> int:
+        self.looks += 1
+        return self.left
+
+
+@pytest.fixture(autouse=True)
+def _no_keeper(monkeypatch: pytest.MonkeyPatch) -> None:
+    class NoKeeper:
+        def __init__(self, storage: object) -> None: ...
+
+        def note(self) -> None: ...
+
+        def hurry(self) -> None: ...
+
+        def stop(self) -> None: ...
+
+    monkeypatch.setattr(journaled, "Keeper", NoKeeper)
+
+
+def opened(path: Path, disk: Disk, capacity: int | None, floor: int) -> expstore.TensorDictReplayBuffer:
+    settings = Settings(flatten=True, seed=1, min_free_bytes=floor)
+    kept = ZarrStorage(path, capacity, settings=settings, disk=disk)
+    return expstore.TensorDictReplayBuffer(storage=kept, batch_size=8)
+
+
+def test_an_extend_that_would_leave_too_little_is_refused(store_path: Path, make_batch: MakeBatch) -> None:
+    disk = Small()
+    rb = opened(store_path, disk, None, 800_000)
+    rb.extend(make_batch(100))
+    disk.left = 810_000
+    rb.flush()
+    horizon = rb.storage.horizon
+    with pytest.raises(StorageError) as caught:
+        rb.extend(make_batch(1000))
+    assert caught.value.kind == "disk_full"
+    assert caught.value.errno == errno.ENOSPC
+    for figure in ("1000 rows", "810000 are free", "800000", "min_free_bytes"):
+        assert figure in str(caught.value)
+    assert (len(rb), rb.storage.horizon) == (100, horizon)  # nothing was written
+    rb.extend(make_batch(10))  # for these there is space
+    disk.left = 2_000_000
+    rb.extend(make_batch(1000))
+    assert len(rb) == 1110
+    rb.close()
+
+
+def test_the_first_rows_are_refused_before_anything_is_made(store_path: Path, make_batch: MakeBatch) -> None:
+    rb = opened(store_path, Small(), 100, 1_000_001)
+    with pytest.raises(StorageError, match="min_free_bytes") as caught:
+        rb.extend(make_batch(1))
+    assert caught.value.kind == "disk_full"
+    assert not (store_path / "columns").exists()
+    rb.close()
+
+
+def test_rows_that_take_the_places_of_others_need_no_space(store_path: Path, make_batch: MakeBatch) -> None:
+    disk = Small()
+    rb = opened(store_path, disk, 100, 500_000)
+    for _ in range(3):
+        rb.extend(make_batch(2000))  # 100 + 4096 slots, all of them written to
+    disk.left = 0
+    rb.flush()
+    rb.extend(make_batch(2000))
+    assert rb.storage.last == 8000
+    rb.close()
+
+
+def test_the_disk_is_looked_at_once_per_sync(store_path: Path, make_batch: MakeBatch) -> None:
+    disk = Small()
+    disk.left = 1 << 40
+    rb = opened(store_path, disk, None, 1)
+    rb.extend(make_batch(10))
+    before = disk.looks
+    for _ in range(20):
+        rb.extend(make_batch(10))
+    assert disk.looks == before
+    rb.flush()
+    assert disk.looks == before + 1
+    rb.close()
+
+
+def test_without_a_limit_nobody_looks(store_path: Path, make_batch: MakeBatch) -> None:
+    disk = Small()
+    disk.left = 0
+    rb = opened(store_path, disk, None, 0)
+    rb.extend(make_batch(10))
+    rb.flush()
+    assert disk.looks == 0
+    assert rb.stats()["free_bytes"] == 0
+    rb.close()
+
+
+def test_the_limit_is_checked(store_path: Path) -> None:
+    with pytest.raises(ValueError, match="min_free_bytes must not be negative, got -1"):
+        expstore.open(store_path, min_free_bytes=-1)
+
+
+def test_stats_say_how_the_disk_is(store_path: Path, make_batch: MakeBatch) -> None:
+    rb = opened(store_path, Disk(), 1000, 0)
+    stats = rb.stats()
+    assert (stats["last_sync_seconds"], stats["last_sync_age"], stats["poisoned"]) == (None, None, None)
+    rb.extend(make_batch(50))
+    assert rb.stats()["unsynced_rows"] == 50
+    before = rb.stats()["fsyncs"]
+    rb.flush()
+    stats = rb.stats()
+    assert stats["unsynced_rows"] == 0
+    assert stats["syncs"] == 1
+    assert stats["fsyncs"] > before
+    assert 0 <= stats["last_sync_seconds"] < 60
+    assert 0 <= stats["last_sync_age"] < 60
+    assert stats["free_bytes"] > 0
+    rb.close()
