@@ -278,6 +278,35 @@ def test_a_journal_that_is_damaged_in_the_middle(store_path: Path) -> None:
         assert rb.extend(batch(1, 0), return_ids=True).tolist() == [8001]
 
 
+def test_rows_that_no_sync_had_seen(store_path: Path) -> None:
+    """Their shard is gone: they are dropped, and the rows that get their ids next can be read."""
+
+    def work() -> list[str]:
+        rb = expstore.open(store_path, capacity=CAPACITY)
+        rb.storage._keeper.stop()
+        rb.extend(batch(4000, 0))
+        rb.flush()
+        rb.extend(batch(2000, 4000))
+        os._exit(0)
+
+    in_child(work)
+    (store_path / "columns/number/c/1").unlink()
+    with pytest.raises(CorruptionError, match="number/c/1 is missing"):
+        expstore.open(store_path)
+    assert repair(store_path, drop_damaged=True).left == []
+    assert verify(store_path) == []
+    with expstore.open(store_path) as rb:
+        assert (len(rb), rb.storage.last) == (4000, 4000)
+        assert rb.extend(batch(2000, 8000), return_ids=True).tolist() == list(range(4001, 6001))
+        assert rb["number"].tolist() == sorted([*range(1000, 4000), *range(8000, 10_000)], key=place_of)
+    assert verify(store_path) == []
+
+
+def place_of(number: int) -> int:
+    """The index of the row with this number, in the test above."""
+    return (number if number < 4000 else number - 4000) % CAPACITY
+
+
 @pytest.mark.parametrize("name", ["expstore.json", "journal/000001"])
 def test_what_cannot_be_repaired(store: Path, name: str) -> None:
     (store / name).write_bytes(b"nothing")

@@ -106,6 +106,13 @@ def repair(
         inspection.manifest = inspection.manifest.replace(gaps=gaps)
         # From here on they are gone: only now may their files be made whole.
         inspection.manifest.save(disk, path)
+    for finding in inspection.found:
+        if finding.kind == "torn" and drop_damaged:
+            outcome.acts.append("batches dropped that no sync had seen and that are not whole")
+            if not dry_run:
+                disk.unlink(path / STATE)  # which tells an opening that only the machine could have torn them
+        elif finding.kind == "torn":
+            outcome.left.append(finding)
     blocks = _rewrite(disk, inspection, outcome, drop_damaged=drop_damaged, dry_run=dry_run)
     if not dry_run:
         disk.unlink(path / REPAIR)

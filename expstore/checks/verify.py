@@ -21,7 +21,7 @@ from expstore.journal import Record, no_records, read_journal, segment_faults
 from expstore.manifest import MANIFEST, Manifest
 from expstore.snapshots import Version
 from expstore.storages.base import ROW_FIELDS
-from expstore.storages.checksums import DAMAGED, read_entries, state_of
+from expstore.storages.checksums import BLOCK_ROWS, DAMAGED, read_entries, state_of
 from expstore.storages.columns import Column, ColumnGroup
 from expstore.storages.folder import COLUMNS, JOURNAL, ORIGIN, REDO, REPAIR, VERSION
 from expstore.storages.records import Publish, Redo, fetch_body
@@ -158,19 +158,20 @@ def _walk(inspection: Inspection, records: list[Record]) -> set[int]:
     schema = manifest.schema
     if past.clean or group is None or schema is None:
         return set()
+    limit = max(_reach_of(inspection, column) for column in group.columns)
     try:
         return unsettled_blocks(
             past,
             slots=manifest.slots,
             spare=manifest.spare,
             horizon=None,
-            limit=max(_reach_of(inspection, column) for column in group.columns),
+            limit=limit,
             load=lambda body: Redo.unpack(fetch_body(inspection.disk, inspection.path / REDO, body), schema),
         )
     except CorruptionError as exc:
         text = exc.message.replace(f"{inspection.path}/", "")
         inspection.note(Finding(kind="journal", path=text.split(" ")[0], message=text))
-        return set(range(1 << 20))
+        return set(range(limit // BLOCK_ROWS))
 
 
 def _reach_of(inspection: Inspection, column: Column) -> int:

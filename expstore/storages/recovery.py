@@ -75,7 +75,9 @@ class Past:
     def window(self, capacity: int | None) -> Window:
         """Return the rows that can be read."""
         low = self.window_low(capacity)
-        return Window(low, self.last, tuple((first, last) for first, last in self.gaps if last > low))
+        # Ids beyond the last one will be given again, to rows that can be read.
+        gaps = [(first, min(last, self.last)) for first, last in self.gaps if first <= self.last]
+        return Window(low, self.last, tuple(gap for gap in gaps if gap[1] > low))
 
     def window_low(self, capacity: int | None) -> int:
         """Return the newest id that cannot be read any more."""
