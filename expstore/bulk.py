@@ -27,10 +27,15 @@ def link_all(disk: Disk, old: Path, new: Path, names: Sequence[str], *, size: in
         names: Which ones.
         size: Their length: one of another length, or a missing one, is left out.
     """
-    if type(disk).link is Disk.link and type(disk).gate is Disk.gate:
-        # They are thousands, and making a Path takes as long as making a link.
-        return [name for name in names if not link_if(f"{old}/{name}", f"{new}/{name}", size)]
-    return [n for n in names if disk.size(old / n) != size or not disk.link(old / n, new / n)]
+    if type(disk).link is not Disk.link or type(disk).gate is not Disk.gate or not disk.exists(old):
+        return [n for n in names if disk.size(old / n) != size or not disk.link(old / n, new / n)]
+    # They are thousands, and making a Path takes as long as making a link.
+    here, there = disk.open(old, write=False), disk.open(new, write=False)
+    try:
+        return [name for name in names if not link_if(name, here, there, size)]
+    finally:
+        here.close()
+        there.close()
 
 
 def sync_paths(

@@ -43,6 +43,7 @@ from expstore.storages.checksums import (
     BLOCK_ROWS,
     CHECKSUMS,
     SUMMED,
+    blocks_of,
     entry_dtype,
     pack_entries,
     read_entries,
@@ -244,6 +245,8 @@ class _Copy:
         #: Length of a shard file, per column.
         self._sizes = [self.rows * w + len(f) for w, f in zip(self._widths, self.footers, strict=True)]
         blocks = self.shards * self.rows // BLOCK_ROWS
+        #: Those that hold rows which can be read.
+        self.blocks = blocks_of(state.pieces)
         #: A checksum per column, but for priority, and block.
         self.sums = np.zeros(blocks, entry_dtype(max(0, len(self.fields) - 1)))
 
@@ -301,9 +304,7 @@ class _Copy:
         pairs = [sums[:both].view(np.uint8).reshape(both, size) for sums in (now, former.origin)]
         same[:both] = now[:both]["sequence"] != 0
         same[:both] &= (pairs[0] == pairs[1]).all(axis=1)
-        for slot in range(0, same.size * BLOCK_ROWS, BLOCK_ROWS):
-            if not any(True for _ in self._parts(-1, slot, BLOCK_ROWS)):
-                same[slot // BLOCK_ROWS] = True  # no row in it can be read
+        same[[block for block in range(same.size) if block not in self.blocks]] = True  # no row to be read
         for block in np.flatnonzero(same):
             same[block] = block < former.sums.size and state_of(former.sums[block]) == SUMMED
         by_shard = same.reshape(self.shards, self.rows // BLOCK_ROWS)
@@ -341,11 +342,14 @@ class _Copy:
         former, last = self.former, len(self.fields) - 1
         if former is None or shard >= former.sums.size * BLOCK_ROWS // self.rows:
             return False
-        path = former.folder / COLUMNS / self.fields[last].path / self._name(last, shard)
-        if self.disk.size(path) != self._sizes[last]:
+        try:
+            found = self.disk.read_whole(
+                former.folder / COLUMNS / self.fields[last].path / self._name(last, shard)
+            )
+        except StorageError:
             return False
         wanted = self._block(last, shard * self.rows, self.rows)
-        return self.disk.read_whole(path)[: wanted.nbytes] == wanted.tobytes()
+        return len(found) == self._sizes[last] and found[: wanted.nbytes] == wanted.tobytes()
 
     def _block(self, place: int, slot: int, count: int) -> Array:
         """Return the rows of a run of slots, zeros where none can be read. Shape `(count, *row shape)`."""
@@ -368,7 +372,7 @@ class _Copy:
             file.truncate(self._sizes[place])
             for number in range(self.rows // BLOCK_ROWS):
                 slot = shard * self.rows + number * BLOCK_ROWS
-                hole = not any(True for _ in self._parts(place, slot, BLOCK_ROWS))
+                hole = slot // BLOCK_ROWS not in self.blocks
                 block = None if hole else self._block(place, slot, BLOCK_ROWS)
                 if block is None or (entry.dtype == "bool" and not block.any()):
                     crc = zeros_sum(BLOCK_ROWS * width)  # a hole reads as zeros

@@ -97,16 +97,16 @@ def address_of(array: NDArray[Any]) -> int:
     return int(array.ctypes.data)
 
 
-def link_if(old: str, new: str, size: int = -1) -> bool:
-    """Give a file a second name if it has this length (any, for -1); say whether it has one now."""
+def link_if(name: str, old: File, new: File, size: int) -> bool:
+    """Give a file of one folder the same name in another if it has this length; say whether it has it now."""
     try:
-        if size >= 0 and os.stat(old).st_size != size:
+        if os.stat(name, dir_fd=old.fd).st_size != size:
             return False
-        os.link(old, new)
+        os.link(name, name, src_dir_fd=old.fd, dst_dir_fd=new.fd)
     except OSError as exc:
         if exc.errno in _CANNOT_LINK:
             return False
-        raise _failed("link", Path(new), exc) from exc
+        raise _failed("link", new.path / name, exc) from exc
     return True
 
 
@@ -338,7 +338,13 @@ class Disk:
     def link(self, old: Path, new: Path) -> bool:
         """Give a file a second name; say whether the file system could do so."""
         self.gate("link", new)
-        return link_if(str(old), str(new))
+        try:
+            os.link(old, new)
+        except OSError as exc:
+            if exc.errno in _CANNOT_LINK:
+                return False
+            raise _failed("link", new, exc) from exc
+        return True
 
     def unlink(self, path: Path) -> None:
         """Remove a file; a missing one is fine."""
