@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from expstore.episodelog import LogEntry
-from expstore.errors import SchemaError
 from expstore.fragments import Fragments, clip, cut_out, find_fragments, last_ids
+from expstore.sources import lane_names, modern_name, modern_names
 from expstore.types import Array, IntArray, Runs
 
 __all__ = ["STATUS", "Assignment", "Episode", "EpisodeTable", "Segment", "Steps"]
@@ -173,6 +173,8 @@ class EpisodeTable:
         self.next_source = 1
         self.named: dict[str, int] = {}
         self._unnamed: dict[str, int] = {}
+        self._old_names = False  # lanes are called as they were once
+        self._low = 0  # what the last batch that was numbered could not read any more
         self._open: dict[tuple[int, int | None], Episode] = {}
         self._changed: dict[int, Episode] = {}
         self._faded: set[int] = set()
@@ -198,6 +200,7 @@ class EpisodeTable:
             SchemaError: The source's name is no text that can be kept.
         """
         numbers, new_sources = self._source_numbers(source, steps.lane_count)
+        self._low = low
         if steps.count == 1:
             pieces, order = [self._single(steps)], None
         elif self.kernels is not None and steps.lane_count == 1:
@@ -233,17 +236,10 @@ class EpisodeTable:
     def _source_numbers(
         self, source: str | None, lanes: int
     ) -> tuple[list[int], list[tuple[int, str, bool]]]:
-        if source is not None and not _is_name(source):
-            raise SchemaError(
-                f"source {source!r} is no name",
-                hint="give text that can be printed, without spaces at its ends",
-            )
         known = self._unnamed if source is None else self.named
-        base = f"@{self.generation}" if source is None else source
         numbers: list[int] = []
         new: list[tuple[int, str, bool]] = []
-        for lane in range(lanes):
-            name = f"{base}/{lane}" if lane else base
+        for name in lane_names(source, f"@{self.generation}", lanes):
             number = known.get(name)
             if number is None:
                 number = self.next_source + len(new)
@@ -295,7 +291,10 @@ class EpisodeTable:
         return entries
 
     def _add_source(self, number: int, name: str, named: bool) -> LogEntry:
-        (self.named if named else self._unnamed)[name] = number
+        names = self.named if named else self._unnamed
+        if self._old_names:
+            name = modern_name(name, names)
+        names[name] = number
         self.next_source = max(self.next_source, number + 1)
         entry = LogEntry(episode=0, source=number, text=name, named=named, generation=self.generation)
         self._sources.append(entry)
@@ -349,6 +348,8 @@ class EpisodeTable:
     def evict(self, low: int) -> None:
         """Forget what only rows with ids <= `low` need."""
         self._faded.update(self.fragments.evict(low).tolist())
+        # What `assign` has found going on stays until that is taken over, whatever was given up meanwhile.
+        low = min(low, self._low)
         for key, episode in list(self._open.items()):
             if episode.status == TRUNCATED and episode.last_id <= low:
                 del self._open[key]
@@ -357,10 +358,12 @@ class EpisodeTable:
 
     def to_base(self) -> dict[str, Any]:
         """Return what a base record keeps: all that columns and episodes.log do not say."""
+        self._old_names = False  # an opening has read everything that was written before it
         keys = ("episode", "source", "trajectory", "start", "end", "ret", "length", "last_id", "status")
         return {
             "next_episode": self.next_episode,
             "next_source": self.next_source,
+            "lanes": "//",
             "named": self.named,
             "unnamed": self._unnamed,
             "open": [{k: getattr(e, k) for k in keys} | {"text": e.text} for e in self._open.values()],
@@ -370,8 +373,9 @@ class EpisodeTable:
         """Take over what `to_base` returned."""
         self.next_episode = int(data["next_episode"])
         self.next_source = int(data["next_source"])
-        self.named = {str(name): int(number) for name, number in data["named"].items()}
-        self._unnamed = {str(name): int(number) for name, number in data["unnamed"].items()}
+        self._old_names = "lanes" not in data
+        names = modern_names if self._old_names else dict
+        self.named, self._unnamed = names(data["named"].items()), names(data["unnamed"].items())
         for values in data["open"]:
             episode = Episode(**values)
             self._open[episode.source, episode.trajectory] = episode
@@ -440,10 +444,6 @@ class EpisodeTable:
         if not names.size:
             return np.zeros(episodes.size, np.int64)
         return np.where(names[at] == episodes, counts[at], 0)
-
-
-def _is_name(source: object) -> bool:
-    return isinstance(source, str) and source.isprintable() and source != "" and source == source.strip()
 
 
 _NO_FLAGS, _NO_INTS, _NO_FLOATS = np.empty(0, np.bool_), np.empty(0, np.int64), np.empty(0)

@@ -7,6 +7,7 @@ here imports torch before a test asks for a batch, so single tests start fast.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +21,18 @@ if TYPE_CHECKING:
 
 # Before torch is loaded: tests fork, and in a fork the threads of a pool that was used before are gone.
 os.environ["OMP_NUM_THREADS"] = "1"
+
+
+def _die_without_farewell() -> None:
+    """Let stores be as a kill leaves them, in the children that tests fork and kill when their work returns.
+
+    The kill comes after the last variable has gone, and a forgotten store closes in order.
+    """
+    if module := sys.modules.get("expstore.storages.journaled"):
+        module.JournaledStorage.__del__ = lambda kept: None
+
+
+os.register_at_fork(after_in_child=_die_without_farewell)
 
 # Fixed examples everywhere but in the nightly run, which looks for new ones.
 hypothesis.settings.register_profile("dev", deadline=None, derandomize=True, max_examples=50)

@@ -429,11 +429,11 @@ def test_lanes_and_time(make: Make) -> None:
     assert episodes(rb) == [
         (1, source, None, 3, 3.0, "terminated", 3),
         (2, source, None, 6, 6.0, "open", 6),
-        (3, f"{source}/1", None, 1, 1.0, "truncated", 1),
-        (4, f"{source}/1", None, 4, 4.0, "terminated", 4),
-        (5, f"{source}/1", None, 3, 3.0, "terminated", 3),
-        (6, f"{source}/1", None, 1, 1.0, "open", 1),
-        (7, f"{source}/2", None, 2, 2.0, "open", 2),
+        (3, f"{source}//1", None, 1, 1.0, "truncated", 1),
+        (4, f"{source}//1", None, 4, 4.0, "terminated", 4),
+        (5, f"{source}//1", None, 3, 3.0, "terminated", 3),
+        (6, f"{source}//1", None, 1, 1.0, "open", 1),
+        (7, f"{source}//2", None, 2, 2.0, "open", 2),
     ]
 
 

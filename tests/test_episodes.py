@@ -104,7 +104,7 @@ class Reference:
 
 def lane_name(source: str | None, lane: int, handle: int) -> str:
     base = f"@{handle}" if source is None else source
-    return f"{base}/{lane}" if lane else base
+    return f"{base}//{lane}" if lane else base
 
 
 # ---------------------------------------------------------------------------------------------------

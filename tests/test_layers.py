@@ -27,7 +27,8 @@ LINES: tuple[tuple[str, str], ...] = (
     ("0", "errors types specs files addresses bulk kernels"),
     (
         "1",
-        "schema manifest lock probe state journal journaltail episodes episodelog fragments sumtree limiter",
+        "schema manifest lock probe state journal journaltail episodes episodelog sources fragments sumtree "
+        "limiter",
     ),
     ("2", "index delta relations halves result migrate sqlworker"),
     ("3", "storages"),
@@ -52,6 +53,7 @@ ALLOWED_SIDEWAYS: tuple[tuple[str, str], ...] = (
     ("manifest", "schema"),
     ("episodes", "episodelog"),
     ("episodes", "fragments"),
+    ("episodes", "sources"),
     ("journaltail", "journal"),
     # the index's parts
     ("index", "delta"),

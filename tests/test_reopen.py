@@ -307,7 +307,7 @@ def test_named_sources_go_on_and_unnamed_ones_are_cut(store_path: Path) -> None:
         before = status_of(rb)
         assert [row[3] for row in before] == ["open"] * 4
     names = [row[1] for row in before]
-    assert names[:2] == ["arm", "arm/1"]
+    assert names[:2] == ["arm", "arm//1"]
     with expstore.open(store_path) as rb:
         assert [row[3] for row in status_of(rb)] == ["open", "open", "cut", "cut"]
         for source in ("arm", None):
@@ -315,7 +315,7 @@ def test_named_sources_go_on_and_unnamed_ones_are_cut(store_path: Path) -> None:
         found = status_of(rb)
         assert found[:4] == [
             (1, "arm", 5, "open"),
-            (2, "arm/1", 5, "open"),
+            (2, "arm//1", 5, "open"),
             (3, names[2], 3, "cut"),
             (4, names[3], 3, "cut"),
         ]

@@ -42,6 +42,7 @@ from ledger import SEED, Ledger, Op, Spec
 from expstore.buffers import TensorDictReplayBuffer
 from expstore.files import Disk
 from expstore.storages import base, columns, records, zarr
+from expstore.storages.journaled import JournaledStorage
 from expstore.storages.settings import Settings
 from expstore.storages.tail import TAIL_BYTES
 from expstore.storages.zarr import ZarrStorage
@@ -198,6 +199,7 @@ def in_child(work: Callable[[int], None]) -> tuple[int, int]:
     try:
         os.close(reading)
         torch.set_num_threads(1)
+        JournaledStorage.__del__ = lambda kept: None  # type: ignore[attr-defined]  # stops are not announced
         work(writing)
         code = 0
     except BaseException:

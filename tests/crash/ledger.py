@@ -219,7 +219,7 @@ class Ledger:
         steps = op.count // op.lanes
         for lane in range(op.lanes):
             name = f"@{self.handle}" if op.source is None else op.source
-            name = f"{name}/{lane}" if lane else name
+            name = f"{name}//{lane}" if lane else name
             rows = (
                 range(lane, op.count, op.lanes) if op.time_first else range(lane * steps, (lane + 1) * steps)
             )

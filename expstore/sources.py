@@ -1,0 +1,57 @@
+"""How streams of experience are called: by the user or after their handle, and each lane by itself.
+
+Used by `episodes`. A lane's name cannot be a user's. It knows names only.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Container, Iterable
+
+from expstore.errors import SchemaError
+
+__all__ = ["lane_names", "modern_name", "modern_names"]
+
+_LANE = re.compile(r".+//\d+")
+#: As stores were written that do not say how they call lanes; a user may have chosen such a name, too.
+_OLD_LANE = re.compile(r"(.+)/(\d+)")
+
+
+def lane_names(source: str | None, handle: str, lanes: int) -> list[str]:
+    """Return what the lanes of a stream are called; the first one as the stream itself.
+
+    Args:
+        source: The name that a user has given; None: the handle's own stream.
+        handle: What the handle is called.
+        lanes: How many lanes.
+
+    Raises:
+        SchemaError: The name is no text that can be kept, or is a lane's.
+    """
+    if source is not None and not _is_name(source):
+        raise SchemaError(
+            f"source {source!r} is no name",
+            hint="give text that can be printed, without spaces at its ends",
+        )
+    if source is not None and _LANE.fullmatch(source):
+        raise SchemaError(
+            f"source {source!r} is how lanes are called", hint="choose a name that does not end in //number"
+        )
+    base = handle if source is None else source
+    return [base, *[f"{base}//{lane}" for lane in range(1, lanes)]]
+
+
+def modern_name(name: str, known: Container[str]) -> str:
+    """Return what a source of an old store is called now: a lane, if the stream it is of is known."""
+    match = None if _LANE.fullmatch(name) else _OLD_LANE.fullmatch(name)
+    return f"{match[1]}//{match[2]}" if match and match[1] in known else name
+
+
+def modern_names(names: Iterable[tuple[str, int]]) -> dict[str, int]:
+    """Return an old store's sources by the names that they have now."""
+    former = dict(names)
+    return {modern_name(name, former): number for name, number in former.items()}
+
+
+def _is_name(source: object) -> bool:
+    return isinstance(source, str) and source.isprintable() and source != "" and source == source.strip()

@@ -1,0 +1,125 @@
+"""What streams and their lanes are called: no user's name is a lane's, and old stores go on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+
+import expstore
+from expstore.episodes import TRUNCATED, EpisodeTable, Steps
+from expstore.errors import SchemaError
+from expstore.journal import Kind
+from expstore.sources import lane_names, modern_name, modern_names
+from expstore.storages.memory import MemoryStorage
+
+
+def batch(rows: int, *, lanes: int = 1) -> TensorDict:
+    shape = [lanes, rows] if lanes > 1 else [rows]
+    return TensorDict({"x": torch.zeros(shape), "next": {"reward": torch.ones(shape)}}, shape)
+
+
+def names_in(rb: expstore.ReplayBuffer) -> list[tuple[str, int]]:
+    return rb.sql("SELECT source, length FROM episodes ORDER BY episode_id").fetchall()
+
+
+def test_lanes_are_called_after_their_stream() -> None:
+    assert lane_names("arm", "@1", 3) == ["arm", "arm//1", "arm//2"]
+    assert lane_names(None, "@1", 2) == ["@1", "@1//1"]
+    assert lane_names("arm/1", "@1", 2) == ["arm/1", "arm/1//1"]
+
+
+@pytest.mark.parametrize("name", ["arm//1", "a//b//22", "", " a", "a\n", "a\t b"])
+def test_a_name_that_is_a_lanes_or_none_is_refused(name: str) -> None:
+    with pytest.raises(SchemaError, match=r"source .* (is how lanes are called|is no name)"):
+        lane_names(name, "@1", 1)
+
+
+def test_no_two_streams_share_a_name() -> None:
+    seen: dict[str, tuple[str, int]] = {}
+    for source in ("a", "a/1", "a/1/1", "a/", "a//b", "1", "/1"):
+        for lane, name in enumerate(lane_names(source, "@1", 12)):
+            assert seen.setdefault(name, (source, lane)) == (source, lane)
+
+
+def test_a_stream_named_like_a_lane_is_its_own(store_path: Path) -> None:
+    with expstore.open(store_path) as rb:
+        rb.extend(batch(3, lanes=2), source="a")
+        rb.extend(batch(4), source="a/1")
+        rb.extend(batch(2, lanes=2), source="a")
+        assert names_in(rb) == [("a", 5), ("a//1", 5), ("a/1", 4)]
+
+
+def test_names_of_old_stores() -> None:
+    assert modern_names([("a", 1), ("a/1", 2), ("a/2", 3), ("b/7", 4), ("a//3", 5)]) == {
+        "a": 1,
+        "a//1": 2,
+        "a//2": 3,
+        "b/7": 4,
+        "a//3": 5,
+    }
+    assert modern_name("b/1", {"a": 1}) == "b/1"
+
+
+@pytest.mark.parametrize("closed", [True, False])
+def test_an_old_store_opens_and_its_lanes_go_on(
+    store_path: Path, monkeypatch: pytest.MonkeyPatch, closed: bool
+) -> None:
+    """As it was written before lanes had names of their own: with "/", and nothing in the base says so."""
+    with monkeypatch.context() as old:
+        old.setattr(
+            "expstore.episodes.lane_names",
+            lambda source, handle, lanes: [f"{source}/{n}" if n else source for n in range(lanes)],
+        )
+        to_base = EpisodeTable.to_base
+        old.setattr(
+            EpisodeTable, "to_base", lambda self: {k: v for k, v in to_base(self).items() if k != "lanes"}
+        )
+        rb = expstore.open(store_path)
+        rb.extend(batch(3, lanes=2), source="a")
+        rb.extend(batch(4), source="b/9")
+        if closed:
+            rb.close()
+        else:  # its sources are in publish records behind the base
+            rb.storage.note_interruption()
+            rb.storage.close()
+    base = next((store_path / "journal").iterdir()).read_bytes()
+    assert base[24] == Kind.BASE
+    assert "lanes" not in json.loads(base[32 : 32 + int.from_bytes(base[:4], "little")])["episodes"]
+    with expstore.open(store_path) as rb:
+        rb.extend(batch(2, lanes=2), source="a")
+        rb.extend(batch(5), source="a/1")  # this is another one
+        rb.extend(batch(5), source="b/9")
+        lengths = [length for _, length in names_in(rb)]
+        assert lengths == [5, 5, 9, 5]
+    with expstore.open(store_path) as rb:
+        rb.extend(batch(1), source="a/1")
+        rb.extend(batch(1, lanes=2), source="a")
+        assert [length for _, length in names_in(rb)] == [6, 6, 9, 6]
+
+
+def test_a_truncated_episode_that_goes_on_is_not_forgotten_meanwhile() -> None:
+    """A long extend gives up rows after it was numbered; the index may be committed before it is there."""
+    table = EpisodeTable(generation=1)
+    steps = Steps(3, trajectories=np.full(3, 7), truncated=np.array([False, False, True]))
+    first = table.assign(steps, source="a", first_id=1)
+    table.commit(first.segments, first.sources, first_id=1, time=1, sequence=1)
+    again = table.assign(steps, source="a", low=2, first_id=4)
+    table.evict(3)  # the retired rows are gone, and with them all of the episode's
+    table.commit(again.segments, again.sources, first_id=4, time=2, sequence=2)
+    held = table._open[1, 7]
+    assert (held.length, held.status, held.start) == (6, TRUNCATED, 1)
+    table.assign(steps, source="a", low=6, first_id=7)
+    table.evict(6)
+    assert not table._open  # it is forgotten when nobody can go on with it
+
+
+def test_memory_knows_the_same_names() -> None:
+    rb = expstore.ReplayBuffer(storage=MemoryStorage(100), batch_size=4)
+    with pytest.raises(SchemaError, match="lanes"):
+        rb.extend(batch(2), source="x//1")
+    assert len(rb) == 0
