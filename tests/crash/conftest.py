@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,17 +26,14 @@ MEMORY = Path("/dev/shm")
 MEMORY_BYTES = 2 << 30
 
 
-def start(*arguments: str, memory: bool) -> subprocess.Popen[str]:
-    """Start the harness."""
-    folder = {}
-    if memory and MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > MEMORY_BYTES:
-        folder["TMPDIR"] = str(MEMORY)
+def start(*arguments: str, folder: str) -> subprocess.Popen[str]:
+    """Start the harness; it makes its stores in a folder."""
     return subprocess.Popen(
         [sys.executable, Path(__file__).with_name("killing.py"), *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, **ENVIRONMENT, **folder},
+        env={**os.environ, **ENVIRONMENT, "TMPDIR": folder},
     )
 
 
@@ -56,11 +54,14 @@ def harness() -> Callable[..., Reports]:
     """Run the harness with several lists of arguments at once, on files in memory unless told otherwise."""
 
     def run(lists: list[list[str]], *, memory: bool = True) -> Reports:
-        processes = [start(*arguments, memory=memory) for arguments in lists]
-        try:
-            return finish(processes, seconds=3600)
-        finally:
-            for process in processes:
-                process.kill()
+        memory = memory and MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > MEMORY_BYTES
+        with tempfile.TemporaryDirectory(dir=MEMORY if memory else None) as folder:
+            processes = [start(*arguments, folder=folder) for arguments in lists]
+            try:
+                return finish(processes, seconds=3600)
+            finally:
+                for process in processes:
+                    process.kill()
+                    process.wait()
 
     return run

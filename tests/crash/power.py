@@ -23,7 +23,7 @@ from typing import Any
 
 import ledger as facts
 import numpy as np
-from checks import check_versions
+from checks import check_rows, check_versions
 from children import (
     Look,
     Report,
@@ -45,6 +45,7 @@ from ledger import Ledger, Op, Spec
 from platter import Platter, Tree, write_tree
 from recording import Event, RecordingDisk
 
+import expstore
 from expstore.storages import journaled, keeper
 
 __all__ = ["POWER_SPECS", "power_cuts"]
@@ -69,6 +70,8 @@ ROUND_STATES = 40
 CUT_AGAIN = 5
 #: So many disks are checked by one process.
 TOGETHER = 15
+#: Share of the disks that a follower reads first.
+FOLLOWED = 0.2
 #: Every so-many-th round has an index.
 INDEXED = 5
 
@@ -316,12 +319,35 @@ def _check(states: Sequence[State], folder: Path, *, boot: int, seed: int, sql: 
             known=state.known,
             current=state.current,
         )
+        # A follower must find in the files what the next writer finds, without changing any.
+        seen = _follow(look) if rng.random() < FOLLOWED else None
         result = look_at(look)
         if isinstance(result, Ledger):
             result.write_count -= sum(op.count for op in look.ops)
+            if seen not in (None, result.write_count):
+                result = f"a follower had found {seen}, the writer {result.write_count} rows written"
         found.append(result)
         shutil.rmtree(base)
     return found
+
+
+def _follow(look: Look) -> int | str | None:
+    """Read a store that nobody has opened; return how many rows were written to it, or what is wrong."""
+    if not (look.path / "expstore.json").exists():
+        return None
+    reasons = []
+    try:
+        with expstore.open(look.path, mode="r") as rb:
+            for state in look.states:
+                try:
+                    check_rows(rb, state.copy())
+                except Wrong as exc:
+                    reasons.append(str(exc))
+                else:
+                    return state.write_count
+    except Exception:
+        return traceback.format_exc()
+    return " | ".join(reasons)
 
 
 # -- rounds ----------------------------------------------------------------------------------------------
