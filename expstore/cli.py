@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 
 import typer
 
-from expstore import __version__, cli_checks, cli_snapshots
+from expstore import __version__, cli_checks, cli_migrate, cli_snapshots
 from expstore.cli_codes import DAMAGED, FAILED, INTERRUPTED, LOCKED, USAGE
 from expstore.cli_print import (
     iso_text,
@@ -443,6 +443,7 @@ def sql(
 
 # -- versions --------------------------------------------------------------------------------------
 
+app.command(epilog="Opening a store does this by itself, without keeping the old index.")(cli_migrate.migrate)
 app.command(epilog="What has not changed since the version before is shared with it.")(cli_snapshots.dumps)
 app.command(epilog="After any crash the store holds its former rows or the version's.")(cli_snapshots.loads)
 app.command(epilog="Of a store, those that were made inside it with a tag.")(cli_snapshots.versions)

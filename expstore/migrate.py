@@ -15,10 +15,10 @@ from pathlib import Path
 
 import duckdb
 
-from expstore.errors import MigrationError
+from expstore.errors import CorruptionError, LockedError, MigrationError
 from expstore.files import Disk
 
-__all__ = ["Migration", "applied", "check", "migrate", "migrations"]
+__all__ = ["Migration", "applied", "check", "migrate", "migrations", "steps_in"]
 
 _NAME = re.compile(r"(\d{4})_(\w+)\.sql")
 _RECORDS = "schema_migrations"
@@ -85,6 +85,28 @@ def applied(con: duckdb.DuckDBPyConnection) -> list[tuple[int, str, str]]:
     if not known[0][0]:
         return []
     return con.execute(f"SELECT version, name, checksum FROM {_RECORDS} ORDER BY version").fetchall()
+
+
+def steps_in(path: Path, steps: list[Migration]) -> int:
+    """Return how many steps the index in a file has been through; the file is only read.
+
+    Raises:
+        LockedError: Another program has it open.
+        MigrationError: It was made by a newer version of expstore or DuckDB, or a step was changed.
+        CorruptionError: It is no such file.
+    """
+    try:
+        with duckdb.connect(str(path), read_only=True) as con:
+            return len(steps) - len(check(con, steps))
+    except duckdb.Error as exc:
+        text = str(exc).strip().splitlines()[0]
+        if "Could not set lock" in text:
+            raise LockedError(f"{path} is open in another program: {text}", hint="close it there") from exc
+        if "newer version of DuckDB" in text:
+            raise MigrationError(f"{path} is newer than DuckDB can read: {text}", kind="newer") from exc
+        raise CorruptionError(
+            f"{path} cannot be read: {text}", kind="index", hint="`expstore repair` builds it anew"
+        ) from exc
 
 
 def check(con: duckdb.DuckDBPyConnection, steps: list[Migration]) -> list[Migration]:

@@ -1,0 +1,157 @@
+"""What it costs to be sure: flush, close, reopen, and extend and add in sync mode, with the fsyncs of each.
+
+Run as `python benchmarks/durability.py`. It has no bars: the time of an fsync is the disk's. The last row
+is what one costs here, by itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # some distributions install a `benchmarks` of their own
+
+import expstore  # noqa: E402
+from benchmarks.report import Bar, Result, machine, span, table_row  # noqa: E402
+from benchmarks.timing import Series  # noqa: E402
+from benchmarks.vs_torchrl import scratch  # noqa: E402
+from benchmarks.workloads import LOCOMOTION, Stream, Workload  # noqa: E402
+from expstore.files import Disk  # noqa: E402
+
+NO_BAR = Bar(float("inf"), "")
+SIZES = (1, 10, 100, 1000)
+
+
+class Counted:
+    """Time calls one by one, and count the fsyncs that each causes."""
+
+    def __init__(self, name: str, note: str = "") -> None:
+        self.name, self.note = name, note
+        self.times: list[float] = []
+        self.syncs: list[int] = []
+
+    def call(self, disk: Disk, act: Callable[[], Any]) -> Any:
+        """Run `act` with the garbage collector standing still."""
+        gc.disable()
+        before, started = disk.syncs, time.perf_counter()
+        try:
+            return act()
+        finally:
+            self.times.append(time.perf_counter() - started)
+            self.syncs.append(disk.syncs - before)
+            gc.enable()
+
+    def result(self) -> Result:
+        series = Series([self.times])
+        syncs = sorted(self.syncs)[len(self.syncs) // 2]
+        data = series.to_json() | {"fsyncs": syncs}
+        return Result(self.name, series.median, span(series), ratio=f"{syncs}", note=self.note, data=data)
+
+
+class Durability:
+    """Measure one kind of rows."""
+
+    def __init__(self, folder: Path, workload: Workload, calls: int) -> None:
+        self.folder, self.workload, self.calls = folder, workload, calls
+
+    def run(self) -> Iterator[Result]:
+        """Measure everything, one after the other."""
+        yield from self._syncing()
+        yield from self._flushing()
+        yield from self._closing()
+        yield self._one_fsync()
+
+    def _open(self, name: str, **more: Any) -> expstore.TensorDictReplayBuffer:
+        return expstore.open(self.folder / name, capacity=self.workload.rows, seed=0, **more)
+
+    def _syncing(self) -> Iterator[Result]:
+        for mode in ("sync", "process"):
+            with self._open(f"{mode}.exp", durability=mode) as rb:
+                rb.extend(next(iter(Stream(self.workload, 1000, pool=1))))
+                for rows in (0, *SIZES):
+                    act, what = (rb.extend, f"extend-{rows}") if rows else (rb.add, "add")
+                    batches = iter(Stream(self.workload, rows, pool=8))
+                    rb.flush()
+                    found = Counted(f"{mode}/{what}", f"{max(rows, 1) * self.workload.row_bytes:,} bytes")
+                    for _ in range(self.calls):
+                        batch = next(batches)
+                        found.call(rb.storage.disk, lambda b=batch, act=act: act(b))
+                    yield found.result()
+
+    def _flushing(self) -> Iterator[Result]:
+        with self._open("flush.exp") as rb:
+            for rows in (1, 1000, 10_000):
+                batches = iter(Stream(self.workload, rows, pool=2))
+                found = Counted(f"flush/{rows}-rows", "since the last one")
+                for _ in range(max(3, self.calls // 10)):
+                    rb.extend(next(batches))
+                    found.call(rb.storage.disk, rb.flush)
+                yield found.result()
+
+    def _closing(self) -> Iterator[Result]:
+        close = Counted("close", "1000 rows since the last sync")
+        reopen = Counted("reopen", f"a ring of {self.workload.rows:,} rows that was closed")
+        batches = iter(Stream(self.workload, 1000, pool=4))
+        with self._open("close.exp") as rb:
+            for _ in range(self.workload.rows // 1000 + 1):
+                rb.extend(next(batches))
+        for _ in range(max(3, self.calls // 20)):
+            disk = Disk()  # of a handle that is not there yet nothing can be counted
+            rb = reopen.call(disk, lambda: self._open("close.exp"))
+            reopen.syncs[-1] = rb.storage.disk.syncs
+            rb.extend(next(batches))
+            close.call(rb.storage.disk, rb.close)
+        yield close.result()
+        yield reopen.result()
+
+    def _one_fsync(self) -> Result:
+        disk, found = Disk(), Counted("one-fsync", "of a file of which 4 KiB were written")
+        file = disk.open(self.folder / "one", create=True)
+        file.allocate(1 << 20)
+        for number in range(self.calls):
+            file.write(bytes([number % 256]) * 4096, 4096 * (number % 200))
+            found.call(disk, file.sync)
+        file.close()
+        return found.result()
+
+
+def main(argv: Sequence[str] | None = None, out: Callable[[str], object] = print) -> int:
+    """Measure and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--smoke", action="store_true", help="run everything, tiny")
+    parser.add_argument(
+        "--folder", type=Path, default=ROOT / "benchmarks" / "out", help="where stores may be made"
+    )
+    parser.add_argument("--json", type=Path, help="write all figures there")
+    wanted = parser.parse_args(argv)
+    rows, calls = (3000, 5) if wanted.smoke else (1_000_000, 200)
+    workload = LOCOMOTION.scaled(rows=rows, extend_rows=1000)
+    load = os.getloadavg()[0]
+    out("| what | time | – | fsyncs | bar | ok |\n| --- | --- | --- | --- | --- | --- |")
+    results = []
+    with scratch(wanted.folder, 6 * rows * workload.row_bytes + (200 << 20)) as folder:
+        for result in Durability(folder, workload, calls).run():
+            results.append(result)
+            out(table_row(result, NO_BAR))
+            sys.stdout.flush()
+    about = machine() | {"load": f"load {load:.1f} before, {os.getloadavg()[0]:.1f} after"}
+    out(f"\n{about['machine']}; {about['load']}; {about['versions']}.")
+    out("Times are medians [10th–90th percentile] per call, fsyncs the median count per call.")
+    if wanted.json:
+        wanted.json.write_text(
+            json.dumps({"about": about, "results": [asdict(r) for r in results]}, indent=1)
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

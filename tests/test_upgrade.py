@@ -1,0 +1,148 @@
+"""`expstore migrate`: what it says, what it does, and that the old index stays."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import pytest
+from tensordict import TensorDict
+
+import expstore
+from expstore import checks, migrate
+from expstore.cli import run
+from expstore.errors import CorruptionError, LockedError, MigrationError, NotFoundError, StorageError
+from expstore.manifest import FORMAT, MANIFEST
+from expstore.storages.catalog import Catalog
+
+MakeBatch = Callable[..., TensorDict]
+QUERY = 'SELECT episode_id, source, length, "return", live_rows FROM episodes ORDER BY 1'
+
+
+@pytest.fixture
+def store(store_path: Path, make_batch: MakeBatch) -> Path:
+    with expstore.open(store_path, capacity=100) as rb:
+        rb.extend(make_batch(60, episode_length=7), source="arm")
+        rb.sql(QUERY)
+    return store_path
+
+
+@pytest.fixture
+def newer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A library that knows one more step."""
+    steps = tmp_path / "steps"
+    shutil.copytree(migrate.folder(), steps)
+    (steps / "0002_notes.sql").write_text("CREATE TABLE notes (text VARCHAR);")
+    monkeypatch.setattr(migrate, "folder", lambda: steps)
+    return steps
+
+
+def contents(path: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(path)): p.read_bytes() for p in sorted(path.rglob("*")) if p.is_file()}
+
+
+def cli(capsys: pytest.CaptureFixture[str], *words: str | Path) -> tuple[int, str, str]:
+    code = run([str(word) for word in words])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_nothing_to_do_is_said_and_nothing_is_touched(
+    store: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = contents(store)
+    code, out, err = cli(capsys, "migrate", store)
+    assert (code, err) == (0, "")
+    assert out.splitlines() == [
+        f"{store}: format {FORMAT}, index at step 1; this version knows format {FORMAT} and 1 steps",
+        "nothing to do",
+    ]
+    assert contents(store) == before
+
+
+def test_without_an_index_there_is_nothing_to_do(store: Path) -> None:
+    (store / "index.duckdb").unlink()
+    assert checks.upgrade(store) == checks.Upgrade(FORMAT, FORMAT, None, 1)
+
+
+def test_a_dry_run_says_what_would_be_done(
+    store: Path, newer: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = contents(store)
+    code, out, _ = cli(capsys, "migrate", store, "--dry-run")
+    assert code == 0
+    assert out.splitlines()[1:] == [
+        "would be: index.duckdb: built anew with 0002_notes; the old one is kept as index.duckdb.old-1"
+    ]
+    assert contents(store) == before
+    code, out, _ = cli(capsys, "migrate", store, "--dry-run", "--json")
+    assert json.loads(out)["acts"]
+    assert json.loads(out)["dry_run"] is True
+
+
+def test_the_old_index_is_kept(store: Path, newer: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    old = (store / "index.duckdb").read_bytes()
+    (store / "index.duckdb.old-1").write_bytes(b"of another time")
+    code, out, _ = cli(capsys, "migrate", store, "--json")
+    assert code == 0
+    said = json.loads(out)
+    assert (said["index_found"], said["index_known"], len(said["acts"])) == (1, 2, 1)
+    assert (store / "index.duckdb.old-1").read_bytes() == b"of another time"
+    assert (store / "index.duckdb.old-2").read_bytes() == old
+    with duckdb.connect(str(store / "index.duckdb"), read_only=True) as con:
+        assert con.execute("SELECT version FROM schema_migrations ORDER BY 1").fetchall() == [(1,), (2,)]
+    with duckdb.connect(str(store / "index.duckdb.old-2"), read_only=True) as con:
+        assert con.execute("SELECT version FROM schema_migrations").fetchall() == [(1,)]
+        before = con.execute("SELECT count(*) FROM episodes").fetchall()
+    with expstore.open(store) as rb:
+        found = rb.sql(QUERY).fetchall()
+    assert len(found) == before[0][0] == 9
+    assert checks.upgrade(store).acts == ()
+
+
+def test_a_failure_puts_the_old_index_back(store: Path, newer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old = (store / "index.duckdb").read_bytes()
+
+    def fail(catalog: Catalog) -> Any:
+        raise StorageError("no space")
+
+    monkeypatch.setattr(Catalog, "catch_up", fail)
+    with pytest.raises(StorageError, match="no space"):
+        checks.upgrade(store)
+    assert (store / "index.duckdb").read_bytes() == old
+    assert not (store / "index.duckdb.old-1").exists()
+    expstore.open(store).close()  # and the store is not locked
+
+
+def test_newer_ones_are_refused(store: Path, newer: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    checks.upgrade(store)
+    (newer / "0002_notes.sql").unlink()
+    with pytest.raises(MigrationError, match="newer version of expstore"):
+        checks.upgrade(store)
+    text = json.loads((store / MANIFEST).read_text())
+    (store / MANIFEST).write_text(json.dumps(text | {"format": FORMAT + 1}))
+    code, _, err = cli(capsys, "migrate", store)
+    assert code == 1
+    assert f"format {FORMAT + 1}" in err
+
+
+def test_one_that_is_open_is_locked(store: Path, newer: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with expstore.open(store):
+        before = contents(store)
+        with pytest.raises(LockedError):
+            checks.upgrade(store)
+        assert cli(capsys, "migrate", store)[0] == 3
+        assert contents(store).keys() == before.keys()
+
+
+def test_other_failures(store: Path, tmp_path: Path, newer: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(NotFoundError):
+        checks.upgrade(tmp_path / "nothing")
+    assert cli(capsys, "migrate", tmp_path / "nothing")[0] == 2
+    (store / "index.duckdb").write_bytes(b"no database" * 1000)
+    with pytest.raises(CorruptionError, match=r"index\.duckdb cannot be read.*repair"):
+        checks.upgrade(store)
