@@ -45,6 +45,7 @@ format: .venv  ## write the format, and the fixes that are safe
 bench: .venv  ## compare with TorchRL; exits 1 below the bars
 	$(BIN)/python benchmarks/vs_torchrl.py
 	$(BIN)/python benchmarks/snapshots.py
+	$(BIN)/python benchmarks/durability.py
 
 clean:  ## remove the environment, builds and caches; never ./runs
 	rm -rf .venv build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

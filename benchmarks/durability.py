@@ -21,13 +21,12 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # some distributions install a `benchmarks` of their own
 
 import expstore  # noqa: E402
-from benchmarks.report import Bar, Result, machine, span, table_row  # noqa: E402
+from benchmarks.report import Result, machine, span  # noqa: E402
 from benchmarks.timing import Series  # noqa: E402
 from benchmarks.vs_torchrl import scratch  # noqa: E402
 from benchmarks.workloads import LOCOMOTION, Stream, Workload  # noqa: E402
 from expstore.files import Disk  # noqa: E402
 
-NO_BAR = Bar(float("inf"), "")
 SIZES = (1, 10, 100, 1000)
 
 
@@ -54,7 +53,7 @@ class Counted:
         series = Series([self.times])
         syncs = sorted(self.syncs)[len(self.syncs) // 2]
         data = series.to_json() | {"fsyncs": syncs}
-        return Result(self.name, series.median, span(series), ratio=f"{syncs}", note=self.note, data=data)
+        return Result(self.name, series.median, span(series), note=self.note, data=data)
 
 
 class Durability:
@@ -136,12 +135,12 @@ def main(argv: Sequence[str] | None = None, out: Callable[[str], object] = print
     rows, calls = (3000, 5) if wanted.smoke else (1_000_000, 200)
     workload = LOCOMOTION.scaled(rows=rows, extend_rows=1000)
     load = os.getloadavg()[0]
-    out("| what | time | – | fsyncs | bar | ok |\n| --- | --- | --- | --- | --- | --- |")
+    out("| what | time | fsyncs |\n| --- | --- | --- |")
     results = []
     with scratch(wanted.folder, 6 * rows * workload.row_bytes + (200 << 20)) as folder:
         for result in Durability(folder, workload, calls).run():
             results.append(result)
-            out(table_row(result, NO_BAR))
+            out(f"| {result.name} ({result.note}) | {result.ours} | {result.data['fsyncs']} |")
             sys.stdout.flush()
     about = machine() | {"load": f"load {load:.1f} before, {os.getloadavg()[0]:.1f} after"}
     out(f"\n{about['machine']}; {about['load']}; {about['versions']}.")

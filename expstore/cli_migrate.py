@@ -22,9 +22,9 @@ def migrate(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
     """Bring a store to the form that this version writes; what is replaced is kept."""
-    from expstore import checks
+    from expstore.checks.upgrade import upgrade
 
-    done = checks.upgrade(path, dry_run=dry_run)
+    done = upgrade(path, dry_run=dry_run)
     if as_json:
         print_json(asdict(done) | {"path": str(path), "dry_run": dry_run})
         return 0

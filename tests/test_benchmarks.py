@@ -72,3 +72,23 @@ def test_versions_are_measured(tmp_path: Path) -> None:
     names = [row["name"].partition("/")[2] for row in json.loads(figures.read_text())["results"]]
     assert names == ["first", "load", "next-time", "next-bytes"]
     assert not [*(tmp_path / "a").iterdir()]
+
+
+def test_being_sure_is_measured(tmp_path: Path) -> None:
+    script, figures = SCRIPT.with_name("durability.py"), tmp_path / "figures.json"
+    command = [
+        sys.executable,
+        str(script),
+        "--smoke",
+        "--folder",
+        str(tmp_path / "a"),
+        "--json",
+        str(figures),
+    ]
+    done = subprocess.run(command, text=True, capture_output=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    found = {row["name"]: row["data"]["fsyncs"] for row in json.loads(figures.read_text())["results"]}
+    for rows in ("add", "extend-1", "extend-10", "extend-100", "extend-1000"):
+        assert (found[f"sync/{rows}"], found[f"process/{rows}"]) == (1, 0)
+    assert found.keys() >= {"flush/1000-rows", "close", "reopen", "one-fsync"}
+    assert not [*(tmp_path / "a").iterdir()]

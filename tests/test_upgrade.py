@@ -13,7 +13,8 @@ import pytest
 from tensordict import TensorDict
 
 import expstore
-from expstore import checks, migrate
+from expstore import migrate
+from expstore.checks.upgrade import Upgrade, upgrade
 from expstore.cli import run
 from expstore.errors import CorruptionError, LockedError, MigrationError, NotFoundError, StorageError
 from expstore.manifest import FORMAT, MANIFEST
@@ -66,7 +67,7 @@ def test_nothing_to_do_is_said_and_nothing_is_touched(
 
 def test_without_an_index_there_is_nothing_to_do(store: Path) -> None:
     (store / "index.duckdb").unlink()
-    assert checks.upgrade(store) == checks.Upgrade(FORMAT, FORMAT, None, 1)
+    assert upgrade(store) == Upgrade(FORMAT, FORMAT, None, 1)
 
 
 def test_a_dry_run_says_what_would_be_done(
@@ -101,7 +102,7 @@ def test_the_old_index_is_kept(store: Path, newer: Path, capsys: pytest.CaptureF
     with expstore.open(store) as rb:
         found = rb.sql(QUERY).fetchall()
     assert len(found) == before[0][0] == 9
-    assert checks.upgrade(store).acts == ()
+    assert upgrade(store).acts == ()
 
 
 def test_a_failure_puts_the_old_index_back(store: Path, newer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,17 +113,17 @@ def test_a_failure_puts_the_old_index_back(store: Path, newer: Path, monkeypatch
 
     monkeypatch.setattr(Catalog, "catch_up", fail)
     with pytest.raises(StorageError, match="no space"):
-        checks.upgrade(store)
+        upgrade(store)
     assert (store / "index.duckdb").read_bytes() == old
     assert not (store / "index.duckdb.old-1").exists()
     expstore.open(store).close()  # and the store is not locked
 
 
 def test_newer_ones_are_refused(store: Path, newer: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    checks.upgrade(store)
+    upgrade(store)
     (newer / "0002_notes.sql").unlink()
     with pytest.raises(MigrationError, match="newer version of expstore"):
-        checks.upgrade(store)
+        upgrade(store)
     text = json.loads((store / MANIFEST).read_text())
     (store / MANIFEST).write_text(json.dumps(text | {"format": FORMAT + 1}))
     code, _, err = cli(capsys, "migrate", store)
@@ -134,15 +135,15 @@ def test_one_that_is_open_is_locked(store: Path, newer: Path, capsys: pytest.Cap
     with expstore.open(store):
         before = contents(store)
         with pytest.raises(LockedError):
-            checks.upgrade(store)
+            upgrade(store)
         assert cli(capsys, "migrate", store)[0] == 3
         assert contents(store).keys() == before.keys()
 
 
 def test_other_failures(store: Path, tmp_path: Path, newer: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(NotFoundError):
-        checks.upgrade(tmp_path / "nothing")
+        upgrade(tmp_path / "nothing")
     assert cli(capsys, "migrate", tmp_path / "nothing")[0] == 2
     (store / "index.duckdb").write_bytes(b"no database" * 1000)
     with pytest.raises(CorruptionError, match=r"index\.duckdb cannot be read.*repair"):
-        checks.upgrade(store)
+        upgrade(store)
