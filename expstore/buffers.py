@@ -7,6 +7,7 @@ they call is in the layers below.
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -676,6 +677,8 @@ _buffers: weakref.WeakSet[ReplayBuffer] = weakref.WeakSet()
 
 
 def _part_in_child() -> None:
+    # What the parent has left for the collector may belong to DuckDB, whose threads are not here.
+    gc.freeze()
     for buffer in list(_buffers):
         buffer._part()
 

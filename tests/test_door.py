@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -296,6 +297,15 @@ def test_a_second_process_learns_who_has_it(store_path: Path) -> None:
     with expstore.open(store_path) as rb:
         assert rb.recovered is None
         assert len(rb) == 2
+
+
+def test_a_fork_leaves_the_parents_garbage_alone(store_path: Path) -> None:
+    """To free in a child what DuckDB's threads share with the parent ends the child."""
+    with expstore.open(store_path):
+        pid = os.fork()
+        if pid == 0:
+            os._exit(0 if gc.get_freeze_count() else 1)
+        assert os.waitpid(pid, 0)[1] == 0
 
 
 def test_a_fork_follows_and_does_not_write(store_path: Path) -> None:
