@@ -113,7 +113,8 @@ def killed(work: Callable[[], None]) -> None:
             work()
         finally:
             os.kill(os.getpid(), signal.SIGKILL)
-    os.waitpid(pid, 0)
+    _, status = os.waitpid(pid, 0)
+    assert os.WTERMSIG(status) == signal.SIGKILL, "it ended before that"
 
 
 @pytest.mark.parametrize("capacity", [None, 9000, 15_000])
