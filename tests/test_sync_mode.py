@@ -5,6 +5,8 @@ Power cuts with torn pages are in tests/crash; here files that were never synced
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 import threading
 from collections.abc import Callable, Iterator
@@ -328,3 +330,31 @@ def test_the_door_passes_it_on(store_path: Path, make_batch: MakeBatch) -> None:
 
 def test_riding_bytes_fit_into_a_segment() -> None:
     assert synced.RIDING_BYTES * 2 < journaled.SYNC_SEGMENT_BYTES
+
+
+def test_a_sync_that_fails_before_it_syncs_gives_back_what_it_took(
+    open_store: Callable[..., TensorDictReplayBuffer], disk: Watching, make_batch: MakeBatch
+) -> None:
+    """The next one finds the new folders, and the priorities that were written, again."""
+    rb = open_store(5000, durability="process")
+    rb.extend(make_batch(100))
+    rb.update_priority(index=np.arange(10), priority=2.0)
+    write, failed = disk.gate, []
+
+    def refuse(act: str, path: Path) -> None:
+        if act == "write" and path.name == "checksums" and not failed:
+            failed.append(path)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(act, path)
+
+    disk.gate = refuse  # type: ignore[method-assign]
+    disk.synced.clear()
+    with pytest.raises(StorageError, match="No space") as caught:
+        rb.flush()
+    assert failed
+    assert not caught.value.lost
+    assert disk.synced == []
+    rb.flush()
+    assert rb.stats()["poisoned"] is None
+    assert len([name for name in disk.synced if name.startswith("c/")]) >= 8
+    assert "observation/c" in disk.synced

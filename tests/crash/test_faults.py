@@ -19,7 +19,7 @@ from typing import Any
 import ledger as facts
 import numpy as np
 import pytest
-from checks import Wrong, check_rows, expect
+from checks import Wrong, check_episodes, check_rows, check_sql, expect
 from children import candidates, fit_constants, matching, new_ledger, open_store, perform
 from gaps import NoKeeper
 from ledger import Ledger, Op, Spec
@@ -29,6 +29,7 @@ from expstore.buffers import TensorDictReplayBuffer
 from expstore.errors import ExpStoreError, LockedError, StateError, StorageError
 from expstore.files import Disk, File, _failed
 from expstore.storages import base, columns, journaled, records
+from expstore.storages.zarr import ZarrStorage
 
 SPECS = (
     Spec("ring", 40, 12, frame=64, segment_bytes=4096, longest=14, lean=True),
@@ -47,18 +48,21 @@ class Fault:
         lasting: Until the disk is healed, not once.
         half: A write does half of its work first; with code 0 it goes on then.
         syncs: The next sync fails, and nothing else.
+        news: What would take new blocks fails; what has some can be written.
     """
 
     code: int
     lasting: bool = False
     half: bool = False
     syncs: bool = False
+    news: bool = False
 
 
 FAULTS = {
     "EIO": Fault(errno.EIO),
     "ENOSPC": Fault(errno.ENOSPC),
     "full": Fault(errno.ENOSPC, lasting=True),
+    "packed": Fault(errno.ENOSPC, lasting=True, news=True),
     "sync": Fault(errno.ENOSPC, syncs=True),
     "torn": Fault(errno.ENOSPC, half=True),
     "short": Fault(0, half=True),
@@ -111,6 +115,8 @@ class FaultyDisk(Disk):
         if fault.half:
             self.torn = act == "write"
             self.failed += [act] * self.torn
+        elif fault.news and act == "write":
+            return
         elif fault.code == errno.EIO or fault.syncs or act in ("write", "allocate", "create", "mkdir"):
             self.failed.append(act)  # (of other acts a full disk does not complain)
             raise OSError(fault.code, os.strerror(fault.code))
@@ -200,7 +206,12 @@ class Life:
     def _after(self, rb: TensorDictReplayBuffer, states: list[Ledger]) -> list[Ledger]:
         """Hold a handle to its word after a failure: it goes on, or it says why not."""
         synced = self.disk.failed[-1] in ("sync", "sync_dir")
-        if self.disk.fault.lasting:
+        for _ in range(2 * self.disk.fault.lasting):
+            # What was interrupted is read again, which fails, too: that must leave what there was.
+            try:
+                rb.flush()
+            except ExpStoreError as exc:
+                self.judge(exc)
             self._read(rb, states)
         self.disk.heal()
         try:
@@ -232,7 +243,7 @@ class Life:
             else:
                 return state
         if self.disk.at and any("No space" in reason for reason in reasons):
-            return states[0]  # rows that were kept back cannot be shown while the disk is full
+            return states[0]  # rows that were kept back cannot be viewed while the disk is full
         raise Wrong(" | ".join(reasons))
 
     def judge(self, exc: ExpStoreError) -> None:
@@ -296,7 +307,7 @@ def test_some_acts_of_every_kind(tmp_path: Path) -> None:
         seen += found
     assert seen["went on"] > 12
     assert seen["poisoned"] > 5
-    assert seen.keys() >= {"extend", "flush", "change", "open"}
+    assert seen.keys() >= {"extend", "flush", "open"}
 
 
 def test_an_index_that_cannot_be_written_stops_nothing(tmp_path: Path) -> None:
@@ -319,3 +330,35 @@ def test_every_act(spec: Spec, name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", FAULTS)
 def test_every_act_with_an_index(name: str, tmp_path: Path) -> None:
     enumerate_faults(SPECS[0], FAULTS[name], tmp_path, stride=3, sql=True)
+
+
+@pytest.mark.parametrize("step", ["take_over", "_adopt", "_settle", "_claim_state"])
+def test_a_reading_again_that_fails_leaves_what_was_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    """Wherever it fails, all rows and episodes are as they were; the next attempt finds them, too."""
+    spec = SPECS[0]
+    fit_constants(spec)
+    rb, state = open_store(spec, tmp_path / "run.exp", Disk(), index=True), new_ledger(spec)
+    state.reopen()
+    for op in facts.extends(state, np.random.default_rng(3), 1):
+        perform(rb, state, op)
+        state.apply(op)
+    rb.sql("SELECT 1")
+    rb.storage.note_interruption()
+
+    def fail(*given: Any) -> Any:
+        raise StorageError("not now")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(journaled if step == "take_over" else ZarrStorage, step, fail)
+        for _ in range(2):
+            with pytest.raises(StorageError, match="not now"):
+                rb.flush()
+            check_rows(rb, state)
+            check_episodes(rb, state)
+            check_sql(rb, state)
+    rb.flush()
+    check_rows(rb, state)
+    check_episodes(rb, state)
+    rb.close()
