@@ -7,6 +7,7 @@ here imports torch before a test asks for a batch, so single tests start fast.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,10 @@ from typing import TYPE_CHECKING
 import hypothesis
 import numpy as np
 import pytest
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # Shells start what runs in the background so, and it is inherited: no child could be interrupted.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
