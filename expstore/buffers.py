@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, cast, overload
 
 import numpy as np
 import torch
@@ -204,6 +204,21 @@ class ReplayBuffer:
         """Return the priorities that come with new rows. Shape `(n,)`."""
         return None
 
+    @overload
+    def sample(
+        self, batch_size: int | None = None, return_info: Literal[False] = False
+    ) -> TensorDictBase: ...
+
+    @overload
+    def sample(
+        self, batch_size: int | None, return_info: Literal[True]
+    ) -> tuple[TensorDictBase, dict[str, torch.Tensor]]: ...
+
+    @overload
+    def sample(
+        self, batch_size: int | None = None, *, return_info: Literal[True]
+    ) -> tuple[TensorDictBase, dict[str, torch.Tensor]]: ...
+
     def sample(self, batch_size: int | None = None, return_info: bool = False) -> Any:
         """Draw a batch.
 
@@ -234,9 +249,9 @@ class ReplayBuffer:
         draw = storage.next_draw()
         selection: Selection | None = None
         for redraw in range(_LIMIT):
+            generator = self._draws.generator(draw, redraw)
             if redraw == _PATIENCE:
                 storage.lock.acquire()
-            generator = self._draws.generator(draw, redraw)
             try:
                 if selection is None:
                     selection = self._sampler.sample(storage, size, generator)

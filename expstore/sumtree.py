@@ -147,7 +147,7 @@ class SumTree:
         if size <= self.size:
             return
         weights = self.weights.copy()
-        self._make(max(size, 2 * self.size))
+        self._make(size)
         self.fill(weights)
 
     @property

@@ -25,6 +25,7 @@ from expstore import (
     TensorDictReplayBuffer,
     ZarrStorage,
 )
+from expstore.samplers.base import Draws
 
 ALPHA, BETA, EPS = 0.7, 0.5, 1e-8
 
@@ -119,6 +120,25 @@ def test_rows_come_change_and_leave(kind: str, tmp_path: Path) -> None:
         known |= {int(i) - 1: float(v) for i, v in zip(ids, values, strict=True)}
         largest = max(largest, float(values.max()))
         expect_law(rb, known)
+    rb.close()
+
+
+def test_a_tree_that_grew_draws_as_one_that_was_made_at_once(tmp_path: Path) -> None:
+    """An unbounded store passes the tree's first size in small steps, and in one that is twice too long."""
+    rb = buffer(ZarrStorage(tmp_path / "a.exp"), size=500)
+    rng = np.random.default_rng(2)
+    for count in (4000, 90, 20, 13_000, 700):
+        rb.extend(rows(count, rb.storage.last))
+        rb.update_priority(id=rng.integers(1, rb.storage.last + 1, 200), priority=rng.random(200))
+        rb.sample()
+    other = PrioritizedSampler(None, ALPHA, BETA, EPS)
+    grown: Any = rb.sampler
+    for number in range(20):
+        one = grown.sample(rb.storage, 500, Draws(1).generator(number))
+        two = other.sample(rb.storage, 500, Draws(1).generator(number))
+        np.testing.assert_array_equal(one.ids, two.ids)
+    assert other._tree is not None
+    assert grown._tree.size == other._tree.size == 1 << 15
     rb.close()
 
 

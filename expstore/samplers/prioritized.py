@@ -152,25 +152,21 @@ class PrioritizedSampler(Sampler):
         if tree is not None and now == self._seen:
             return tree
         window = now[1]
-        if tree is None or upheavals != now[0] or window.low > shown.last or window.last > tree.size:
-            tree = self._tree = self._grown(storage, window)
+        # The shape decides how sums are rounded: it must follow from the rows alone, not from the past.
+        size = storage.slots or 1 << max(12, (window.last - 1).bit_length())
+        if tree is None or upheavals != now[0] or window.low > shown.last:
+            tree = self._tree = load_compiled(_TREES).SumTree(size)
             places = storage.slot_of(window.ids())
             weights = np.zeros(tree.size)
             weights[places] = self._weigh(storage, places)
             tree.fill(weights)
         else:
+            tree.grow(size)
             gone = storage.slot_of(np.arange(shown.low + 1, window.low + 1))
             tree.set(gone, np.zeros(gone.size))
             new = storage.slot_of(np.arange(shown.last + 1, window.last + 1))
             tree.set(new, self._weigh(storage, new))
         self._seen = now
-        return tree
-
-    def _grown(self, storage: Storage, window: Window) -> SumTree:
-        # The shape decides how sums are rounded: it must follow from the rows alone, not from the past.
-        slots = storage.slots
-        size = slots if slots is not None else 1 << max(12, (window.last - 1).bit_length())
-        tree: SumTree = load_compiled(_TREES).SumTree(size)
         return tree
 
     def _weigh(self, storage: Storage, places: IntArray) -> Array:

@@ -401,7 +401,7 @@ class Storage(ABC):
         at = int(np.argmax(values))
         if values[at] >= self.max_priority:
             self.max_priority, self._max_id = float(values[at]), int(ids[at])
-        elif self._max_id in ids:
+        elif self.max_within and self._max_id in ids:
             self._max_id = 0
 
     def _lower_max(self, low: int) -> None:

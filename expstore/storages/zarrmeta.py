@@ -63,7 +63,7 @@ def make_metadata(
     Args:
         fields: One array each.
         rows: Rows per shard of each.
-        slots: How many rows the arrays have; None: one shard of them, for now.
+        slots: How many rows the arrays have; None: one shard of them; `grow_shape` adds more.
         attributes: Of the group.
         separator: What stands between the numbers in a shard's name.
     """
