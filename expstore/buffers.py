@@ -6,37 +6,28 @@ they call is in the layers below.
 
 from __future__ import annotations
 
-import contextlib
-import gc
-import os
-import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, overload
 
 import numpy as np
 import torch
 from tensordict import TensorDictBase
 
 from expstore.batches import Batch, Builder, Intake, StepReader, flatten
-from expstore.dumping import dump
 from expstore.errors import NotFoundError, NotReadyError, SchemaError, StateError
+from expstore.handles import StoreHandle
 from expstore.samplers.base import Draws, Sampler
 from expstore.samplers.random import RandomSampler
 from expstore.schema import Schema
-from expstore.snapshots import OWN_FOLDER, Version, find_version
-from expstore.storages.base import Storage, describe
-from expstore.storages.catalog import Catalog
-from expstore.storages.folder import FolderStorage
-from expstore.storages.follower import Origin
+from expstore.storages.base import Storage
 from expstore.storages.memory import MemoryStorage
 from expstore.storages.priorities import check_priorities
 from expstore.types import Array, IntArray, Key, Selection, key_name, to_key
 from expstore.writers import RoundRobinWriter, Writer
 
 if TYPE_CHECKING:
-    from expstore.index import Result
+    pass
 
 __all__ = ["ReplayBuffer", "TensorDictReplayBuffer"]
 
@@ -47,7 +38,7 @@ _LIMIT = 1000  # draws after which a follower, which cannot ask, gives up
 _OVERTAKEN = "the writer overwrites rows faster than they can be read"
 
 
-class ReplayBuffer:
+class ReplayBuffer(StoreHandle):
     """Store transitions and sample batches of them.
 
     Threads: any number may sample while one writes; writers wait for one another. Processes: one
@@ -73,6 +64,10 @@ class ReplayBuffer:
 
     #: Root keys that samples carry beside the fields; not taken in again by `extend`.
     _own_keys: frozenset[str] = frozenset()
+    _bound = ("_draws", "_builder", "_reader", "_intake")
+    _builder: Builder | None = None
+    _reader: StepReader | None = None
+    _intake: Intake | None = None
 
     def __init__(
         self,
@@ -84,72 +79,20 @@ class ReplayBuffer:
         device: torch.device | str | None = None,
     ) -> None:
         check_batch_size(batch_size)
-        self._storage = MemoryStorage(1000) if storage is None else storage
-        self._origin = Origin.of(self._storage)
+        super().__init__(MemoryStorage(1000) if storage is None else storage)
         self._sampler = RandomSampler() if sampler is None else sampler
         self._writer = RoundRobinWriter() if writer is None else writer
         self._batch_size = batch_size
         self._device = None if device is None else torch.device(device)
-        self._builder: Builder | None = None
-        self._reader: StepReader | None = None
-        self._intake: Intake | None = None
-        self._sampler.attach(self._storage)
-        self._storage.use_catalog(self._catalog)
-        _buffers.add(self)
+        self._attached(self._storage)
 
-    # -- what a fork and a copy in another process make anew, when first needed ------------------
-
-    @cached_property
-    def _storage(self) -> Storage:
-        if self._origin is None:
-            raise StateError("the store is closed", hint="open it again with expstore.open()")
-        storage = self._origin.follow()
+    def _attached(self, storage: Storage) -> None:
         self._sampler.attach(storage)
-        return storage
-
-    @cached_property
-    def _catalog(self) -> Catalog:
-        return Catalog(self._storage)
 
     @cached_property
     def _draws(self) -> Draws:
         worker = torch.utils.data.get_worker_info()
         return Draws(self._storage.seed, self._storage.stream() if worker is None else worker.seed)
-
-    def _part(self) -> None:
-        """Let go, in a forked child, of what belongs to the parent."""
-        held = self.__dict__
-        held.pop("_draws", None)
-        storage = held.get("_storage")
-        if self._origin is not None and (storage is None or not storage.closed):
-            self._origin = self._origin.in_fork()
-            # Kept, not used: to free DuckDB's memory here could reach the parent's file.
-            self._parents = held.pop("_storage", None), held.pop("_catalog", None)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy in another process needs to follow the store.
-
-        Raises:
-            StateError: The rows are in RAM.
-        """
-        if self._origin is None:
-            raise StateError(
-                f"a buffer over {self._storage.kind} storage cannot be copied to another process",
-                hint="keep the rows in a folder: expstore.open(path)",
-            )
-        own = ("_storage", "_catalog", "_draws", "_reader", "_intake", "_builder", "_parents")
-        state = {name: value for name, value in self.__dict__.items() if name not in own}
-        return state | {
-            "_origin": self._origin.elsewhere(),
-            "_reader": None,
-            "_intake": None,
-            "_builder": None,
-        }
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take over what `__getstate__` returned; the store is opened when it is first needed."""
-        self.__dict__.update(state)
-        _buffers.add(self)
 
     # -- the two data paths ----------------------------------------------------------------------
 
@@ -411,183 +354,19 @@ class ReplayBuffer:
             ids = numbers if id is not None else self._storage.ids_at(numbers)
             return self._storage.set_priorities(ids, values)
 
-    # -- the whole store -------------------------------------------------------------------------
-
-    def empty(self) -> None:
-        """Forget all rows; ids and episode ids go on, indices begin at 0 in a ring."""
-        self._storage.clear()
-
-    def flush(self) -> None:
-        """Bring everything to the disk: rows, priorities and the number of the next draw.
-
-        Raises:
-            StorageError: The disk failed; the store must be opened again.
-        """
-        self._storage.check_writable()
-        self._storage.sync()
-
-    def refresh(self) -> None:
-        """Take in what the writer in another process has done since; does nothing in the writer itself.
-
-        A follower shows new rows by itself while the writer runs. This brings episodes, and, after the
-        writer has stopped, its last rows. `sql` and `stats` do it.
-
-        Raises:
-            StorageError: The store cannot be read.
-        """
-        self._storage.refresh()
-
-    def dumps(self, path: str | Path, *, keep: int = 5) -> Version:
-        """Make a version: the store as it is now, complete and closed, in `path`/vNNNN.
-
-        Others go on adding and sampling; who would overwrite or change a row that is not copied yet
-        waits. What has not changed since the version before is shared with it (hard links). A version is
-        there whole or not at all, after any crash.
-
-        Args:
-            path: A folder for versions; made if it is missing.
-            keep: How many versions remain; those with a tag always do.
-
-        Returns:
-            What was made: number, rows, bytes.
-
-        Raises:
-            SnapshotError: The folder holds something else.
-            LockedError: Somebody else makes a version there just now.
-            StateError: The store is closed, or open for reading only.
-            StorageError: The disk failed or is full; versions that were there are as they were.
-
-        Example:
-            >>> rb.dumps("backup")
-            >>> expstore.open("backup").sample(32)
-        """
-        return dump(self._storage, path, keep=keep)
-
-    def dump(self, path: str | Path, *, keep: int = 5) -> Version:
-        """Do as `dumps`."""
-        return self.dumps(path, keep=keep)
-
-    def tag(self, name: str, path: str | Path | None = None) -> Version:
-        """Make a version with a name, which is kept until you remove its folder.
-
-        Args:
-            name: 1 to 100 letters, digits or `. _ -`; no number.
-            path: As for `dumps`; None: `versions/` inside the store's folder, where
-                `expstore.open(store, version=name)` finds it.
-
-        Raises:
-            SnapshotError: There is a version of this name.
-            StateError: The store has no folder; otherwise as `dumps`.
-        """
-        folder = self._storage.path if isinstance(self._storage, FolderStorage) else None
-        if path is None and folder is None:
-            raise StateError("this store has no folder of its own", hint="say where: tag(name, path)")
-        return dump(self._storage, path or Path(folder or ".") / OWN_FOLDER, tag=name)
-
-    def loads(self, path: str | Path, version: int | str | None = None) -> None:
-        """Put a version's content in the place of this store's: all of it or, after any crash, nothing.
-
-        Rows, priorities, episodes and seed are then the version's, and the next batches are those that
-        would have come; the capacity stays. Ids and episode ids go on above those of both, indices are
-        the same if the capacities are. Versions in the store's folder remain.
-
-        Args:
-            path: What `dumps` was given, or a store that has tagged versions.
-            version: Number or tag; None: the newest.
-
-        Raises:
-            SnapshotError: There is no such version; the message lists those that there are.
-            SchemaError: This store has other fields.
-            CorruptionError: The version is damaged.
-            StateError: The store is closed, or open for reading only.
-        """
-        storage = self._storage
-        storage.load(find_version(storage.disk, Path(path), version))
-        self.__dict__.pop("_draws", None)  # made anew, with the version's seed
-        self._sampler.attach(storage)
-        self._builder = self._reader = self._intake = None
-
-    def load(self, path: str | Path, version: int | str | None = None) -> None:
-        """Do as `loads`."""
-        self.loads(path, version)
-
-    def close(self) -> None:
-        """Flush, bring the index up to date for other programs, let others open the store."""
-        if "_storage" not in self.__dict__:
-            self._origin = None  # a follower that never looked
-            return
-        if self._storage.closed:
-            return
-        try:
-            with contextlib.suppress(StateError):  # poisoned, or a follower
-                self._storage.check_writable()  # after an interruption it reads the journal again
-            if self._storage.can_write:
-                self._catalog.close()
-        finally:
-            self._storage.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def sql(self, query: str, params: Sequence[object] | Mapping[str, object] | None = None) -> Result:
-        """Run one read-only SELECT over transitions, episodes, fragments, sources, priorities, commits.
-
-        You read your own writes. Nested keys are written as in `next.reward`.
-
-        Args:
-            query: The statement.
-            params: Values for `?` (a sequence) or `$name` (a mapping).
-
-        Returns:
-            The rows: `df()`, `arrow()`, `pl()`, `fetchall()`, `to_parquet(file)`.
-
-        Raises:
-            QueryError: It is not one SELECT, or DuckDB refuses it.
-        """
-        return self._catalog.query(query, params)
-
-    def stats(self) -> dict[str, Any]:
-        """Return facts about the buffer that JSON can keep."""
-        self._refreshed()
-        return describe(self._storage) | self._storage.more_stats() | {"batch_size": self._batch_size}
-
     @property
     def sampler(self) -> Sampler:
         """What makes up a batch."""
         return self._sampler
 
     @property
-    def storage(self) -> Storage:
-        """Where the rows are."""
-        return self._storage
-
-    @property
-    def schema(self) -> Schema | None:
-        """The fields; None before the first rows."""
-        return self._storage.schema
-
-    @property
     def batch_size(self) -> int | None:
         """Rows per batch, unless `sample` is told otherwise."""
         return self._batch_size
 
-    @property
-    def write_count(self) -> int:
-        """How many rows were ever written."""
-        return self._refreshed().write_count
-
-    @property
-    def meta(self) -> dict[str, Any]:
-        """The user's own facts, given when the store was made."""
-        return self._storage.meta()
-
-    @property
-    def recovered(self) -> str | None:
-        """One line that says what opening recovered after an unclean stop; None otherwise."""
-        return self._storage.counters.recovered
+    def stats(self) -> dict[str, Any]:
+        """Return facts about the buffer that JSON can keep."""
+        return super().stats() | {"batch_size": self._batch_size}
 
     def __repr__(self) -> str:
         storage = self._storage
@@ -595,12 +374,6 @@ class ReplayBuffer:
         return f"{type(self).__name__}({storage.kind}, {len(storage)} rows, {room}, {self._sampler!r})"
 
     # -- helpers ---------------------------------------------------------------------------------
-
-    def _refreshed(self) -> Storage:
-        storage = self._storage
-        if not storage.closed:
-            storage.refresh()
-        return storage
 
     def _prepared(self, batch: Batch) -> tuple[Schema, StepReader]:
         """Return the schema, fixed by the first rows, and what reads steps."""
@@ -686,19 +459,6 @@ class TensorDictReplayBuffer(ReplayBuffer):
         if self._with_ids:
             return self.update_priority(id=data["id"], priority=priority)
         return self.update_priority(data["index"], priority)
-
-
-_buffers: weakref.WeakSet[ReplayBuffer] = weakref.WeakSet()
-
-
-def _part_in_child() -> None:
-    # What the parent has left for the collector may belong to DuckDB, whose threads are not here.
-    gc.freeze()
-    for buffer in list(_buffers):
-        buffer._part()
-
-
-os.register_at_fork(after_in_child=_part_in_child)
 
 
 def check_batch_size(size: int | None) -> None:

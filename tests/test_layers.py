@@ -33,6 +33,7 @@ LINES: tuple[tuple[str, str], ...] = (
     ("2", "index delta relations halves result migrate sqlworker"),
     ("3", "storages"),
     ("4", "batches writers samplers transforms snapshots dumping codec"),
+    ("5", "handles"),
     ("5a", "buffers client"),
     ("5b", "prioritized schedulers ensembles retention checks"),
     ("6", "door"),
