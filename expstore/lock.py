@@ -81,12 +81,14 @@ class WriterLock:
 
     def __init__(self, disk: Disk, path: Path) -> None:
         self._file = disk.open(path, create=True)
-        if not _take(self._file):
-            text = self._file.read(0, 4096)
-            self._file.close()
-            raise _locked(path.parent, text)
-        self.owner = Owner(os.getpid(), socket.gethostname(), time.time())
-        self._file.write(json.dumps(asdict(self.owner)).encode().ljust(256), 0)
+        try:
+            if not _take(self._file):
+                raise _locked(path.parent, self._file.read(0, 4096))
+            self.owner = Owner(os.getpid(), socket.gethostname(), time.time())
+            self._file.write(json.dumps(asdict(self.owner)).encode().ljust(256), 0)
+        except BaseException:
+            self._file.close()  # and with it the lock, else nobody could try again
+            raise
         self.held = True
         _held.add(self)
 

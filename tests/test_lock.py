@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from expstore.errors import LockedError, StateError
+from expstore.errors import LockedError, StateError, StorageError
 from expstore.files import Disk
 from expstore.lock import WriterLock
 
@@ -44,6 +45,17 @@ def test_a_second_one_in_this_process_learns_since_when(tmp_path: Path) -> None:
         assert isinstance(caught.value, StateError)
     lock.release()
     assert not lock.held
+    take(tmp_path).release()
+
+
+def test_a_lock_that_cannot_be_signed_is_free_again(tmp_path: Path) -> None:
+    class FullDisk(Disk):
+        def gate(self, act: str, path: Path) -> None:
+            if act == "write":
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.raises(StorageError, match="No space"):
+        WriterLock(FullDisk(), tmp_path / "LOCK")
     take(tmp_path).release()
 
 
