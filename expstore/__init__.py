@@ -26,12 +26,14 @@ _HOME = {
     "PriorityError": "expstore.errors",
     "QueryError": "expstore.errors",
     "RandomSampler": "expstore.samplers",
+    "RecencySampler": "expstore.samplers",
     "ReplayBuffer": "expstore.buffers",
     "RoundRobinWriter": "expstore.writers",
     "SamplerWithoutReplacement": "expstore.samplers",
     "Schema": "expstore.schema",
     "SchemaError": "expstore.errors",
     "SnapshotError": "expstore.errors",
+    "StalenessAwareSampler": "expstore.samplers",
     "StateError": "expstore.errors",
     "StorageError": "expstore.errors",
     "TensorDictPrioritizedReplayBuffer": "expstore.prioritized",
@@ -56,12 +58,14 @@ __all__ = [
     "PriorityError",
     "QueryError",
     "RandomSampler",
+    "RecencySampler",
     "ReplayBuffer",
     "RoundRobinWriter",
     "SamplerWithoutReplacement",
     "Schema",
     "SchemaError",
     "SnapshotError",
+    "StalenessAwareSampler",
     "StateError",
     "StorageError",
     "TensorDictPrioritizedReplayBuffer",
@@ -90,7 +94,13 @@ if TYPE_CHECKING:
         StorageError,
     )
     from expstore.prioritized import PrioritizedReplayBuffer, TensorDictPrioritizedReplayBuffer
-    from expstore.samplers import PrioritizedSampler, RandomSampler, SamplerWithoutReplacement
+    from expstore.samplers import (
+        PrioritizedSampler,
+        RandomSampler,
+        RecencySampler,
+        SamplerWithoutReplacement,
+        StalenessAwareSampler,
+    )
     from expstore.schema import Field, Schema
     from expstore.snapshots import versions
     from expstore.storages import MemoryStorage, ZarrStorage

@@ -6,6 +6,15 @@ Buffers take one of these.
 from expstore.samplers.base import Sampler
 from expstore.samplers.prioritized import PrioritizedSampler
 from expstore.samplers.random import RandomSampler
+from expstore.samplers.recency import RecencySampler
+from expstore.samplers.staleness import StalenessAwareSampler
 from expstore.samplers.without_replacement import SamplerWithoutReplacement
 
-__all__ = ["PrioritizedSampler", "RandomSampler", "Sampler", "SamplerWithoutReplacement"]
+__all__ = [
+    "PrioritizedSampler",
+    "RandomSampler",
+    "RecencySampler",
+    "Sampler",
+    "SamplerWithoutReplacement",
+    "StalenessAwareSampler",
+]

@@ -235,6 +235,7 @@ class FollowerStorage(FolderStorage):
         self._known = last
         self._source = source
         self._turns += 1
+        self.upheavals += 1  # ids may stand for other rows than before
 
     def _slots_of(self, last: int) -> int:
         """Return how many slots the ids up to `last` take."""

@@ -1,0 +1,107 @@
+"""Sampling new rows more often: ages, limits, gaps, and what is refused."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+
+import expstore
+from expstore import MemoryStorage, RecencySampler, TensorDictReplayBuffer
+from expstore.samplers.base import Draws
+from expstore.schedulers import StepScheduler
+from expstore.types import Runs, Window
+
+
+class Readable(MemoryStorage):
+    """A storage that only says which ids can be read."""
+
+    def __init__(self, low: int, last: int, gaps: Runs = ()) -> None:
+        super().__init__()
+        self._window = Window(low, last, gaps)
+
+
+def ages(storage: Readable, size: int = 100_000, **keywords: Any) -> np.ndarray:
+    """Ages of rows of one draw, counted among the readable ones."""
+    ids = RecencySampler(**keywords).sample(storage, size, Draws(1).generator(0)).ids
+    readable = storage.window.ids()
+    places = np.searchsorted(readable, ids)
+    np.testing.assert_array_equal(readable[places], ids)
+    return readable.size - 1 - places
+
+
+@pytest.mark.parametrize("gaps", [(), ((100, 149), (180, 189))])
+def test_half_as_often_after_a_half_life(gaps: Runs) -> None:
+    counts = np.bincount(ages(Readable(40, 240, gaps), half_life=10), minlength=30)
+    for age in range(10):
+        assert counts[age + 10] / counts[age] == pytest.approx(0.5, abs=0.06)
+
+
+def test_only_the_newest() -> None:
+    for keywords in ({"newest": 7}, {"newest": 7.9}, {"newest": 7, "half_life": 2}):
+        assert set(ages(Readable(40, 240), **keywords).tolist()) == set(range(7))
+    assert set(ages(Readable(40, 50), newest=1000).tolist()) == set(range(10))
+    assert set(ages(Readable(40, 60, ((58, 59),)), newest=2).tolist()) == {0, 1}
+
+
+@pytest.mark.parametrize("half_life", [1e-308, 1e-3, 1e15, 1e300])
+def test_extreme_half_lives(half_life: float) -> None:
+    found = ages(Readable(40, 240), half_life=half_life)
+    if half_life < 1:
+        assert not found.any()
+    else:  # all ages are as likely
+        assert abs(np.bincount(found, minlength=200) - 500).max() < 6 * math.sqrt(500)
+
+
+def test_one_row_and_a_store_of_trillions() -> None:
+    assert not ages(Readable(40, 41), half_life=3).any()
+    low, last = 2**40, 2**41
+    ids = RecencySampler(half_life=1e11).sample(Readable(low, last), 10_000, Draws(1).generator(0)).ids
+    assert ((ids > low) & (ids <= last)).all()
+    assert np.median(last - ids) == pytest.approx(1e11, rel=0.1)
+
+
+def test_what_is_refused_changes_nothing() -> None:
+    sampler = RecencySampler(half_life=5, newest=10)
+    for value in (0, -1, math.inf, math.nan):
+        with pytest.raises(ValueError, match="half_life must be a number of rows > 0"):
+            sampler.half_life = value
+        with pytest.raises(ValueError, match="newest must be a number of rows >= 1"):
+            sampler.newest = value  # type: ignore[assignment]
+    assert repr(sampler) == "RecencySampler(half_life=5.0, newest=10)"
+    other = RecencySampler()
+    other.load_state_dict(sampler.state_dict())
+    assert other.state_dict() == {"half_life": 5.0, "newest": 10}
+
+
+def test_a_schedule_narrows_it_down() -> None:
+    sampler = RecencySampler(newest=1000)
+    schedule = StepScheduler(sampler, "newest", gamma=0.9, min_value=100)
+    found = []
+    for _ in range(30):
+        schedule.step()
+        found.append(sampler.newest)
+    assert found[:3] == [900, 810, 729]
+    assert found[-1] == 100
+
+
+def test_a_restart_goes_on_with_the_next_batch(tmp_path: Path) -> None:
+    def opened() -> TensorDictReplayBuffer:
+        return expstore.open(
+            tmp_path / "a.exp", capacity=50, sampler=RecencySampler(half_life=9), batch_size=16, seed=3
+        )
+
+    with opened() as rb:
+        rb.extend(TensorDict({"number": torch.arange(120)}, [120]))
+        rb.sample()
+        rb.dumps(tmp_path / "versions")
+        expected = [rb.sample() for _ in range(50)]
+        rb.loads(tmp_path / "versions")
+    with opened() as rb:
+        for batch in expected:
+            assert (rb.sample()["number"] == batch["number"]).all()
