@@ -53,13 +53,6 @@ def z_scores(counts: np.ndarray, chances: np.ndarray) -> np.ndarray:
     return scores
 
 
-def counted(rb: TensorDictReplayBuffer, classes: int, batches: int) -> np.ndarray:
-    counts = np.zeros(classes, np.int64)
-    for _ in range(batches):
-        counts += np.bincount(rb.sample()["number"].numpy(), minlength=classes)
-    return counts
-
-
 def expect_law(rb: TensorDictReplayBuffer, priorities: dict[int, float]) -> None:
     """Hold one large batch against the law: only these rows, with these weights and about these shares."""
     numbers = np.array(sorted(priorities))
@@ -69,26 +62,6 @@ def expect_law(rb: TensorDictReplayBuffer, priorities: dict[int, float]) -> None
     np.testing.assert_array_equal(numbers[places], batch["number"].numpy())
     np.testing.assert_allclose(batch["priority_weight"].numpy(), weights[places], rtol=1e-5)
     assert np.abs(z_scores(np.bincount(places, minlength=numbers.size), chances)).max() < 5
-
-
-def biased(counts: np.ndarray, chances: np.ndarray, bound: float = 4.0) -> bool:
-    return bool(np.abs(z_scores(counts, chances)).max() > bound)
-
-
-def test_frequencies_follow_the_law_and_a_bias_of_five_percent_would_be_seen() -> None:
-    """Ten classes; so many draws that 5 % more of the rarest one lies beyond the bound with power 0.99."""
-    priorities = np.linspace(0.5, 2.0, 10).astype(np.float32)
-    chances, _ = law(priorities)
-    bound, power = 4.0, 2.33
-    rare = chances.min()
-    needed = ((bound + power) / 0.05) ** 2 * (1 - rare) / rare
-    rb = buffer(MemoryStorage(10), size=4096)
-    rb.extend(rows(10))
-    rb.update_priority(np.arange(10), priorities)
-    counts = counted(rb, 10, int(needed / 4096) + 1)
-    assert not biased(counts, chances, bound)
-    rb.update_priority(int(np.argmin(chances)), float((priorities.min() ** ALPHA * 1.055) ** (1 / ALPHA)))
-    assert biased(counted(rb, 10, int(needed / 4096) + 1), chances, bound)
 
 
 STORAGES: dict[str, Callable[[Path], Any]] = {

@@ -1,4 +1,4 @@
-"""Samplers: every readable row with the same chance, and draw k the same whatever came before."""
+"""Random numbers of draws: draw k is the same whatever came before, and no two are alike."""
 
 from __future__ import annotations
 
@@ -26,20 +26,6 @@ def draw(
 ) -> np.ndarray:
     generator = Draws(seed).generator(number, redraw)
     return RandomSampler().sample(Readable(low, last), size, generator).ids
-
-
-def test_every_readable_row_has_the_same_chance() -> None:
-    low, last, size, batches = 50, 150, 256, 2000
-    draws = Draws(7)
-    storage, sampler = Readable(low, last), RandomSampler()
-    counts = np.zeros(last + 2, np.int64)
-    for number in range(batches):
-        ids = sampler.sample(storage, size, draws.generator(number)).ids
-        counts += np.bincount(ids, minlength=last + 2)
-    assert counts[: low + 1].sum() == counts[last + 1] == 0
-    expected = size * batches / (last - low)
-    chi_square = ((counts[low + 1 : last + 1] - expected) ** 2 / expected).sum()
-    assert 60 < chi_square < 145, "99 degrees of freedom: 0.1 % and 99.9 % quantiles are 60 and 149"
 
 
 def test_rows_of_a_batch_and_of_neighbouring_draws_are_independent() -> None:

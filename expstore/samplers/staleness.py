@@ -258,8 +258,7 @@ class StalenessAwareSampler(Sampler):
             if seen != known.seen or not window.low < known.window.last <= window.last:
                 known = _Known(_Versions.none(), Window(window.low, window.low))
             versions = _read_on(storage, place, known.versions, replace(window, low=known.window.last))
-            settled = storage.changes == changes and not changes & 1
-            known = self._known = _Known(versions.above(window.low), window, seen if settled else None)
+            known = self._known = _Known(versions.above(window.low), window, seen)
             if storage.upheavals == upheavals:
                 break
         if not known.versions.first.size:
