@@ -7,17 +7,17 @@ they call is in the layers below.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, overload
+from typing import Any, ClassVar, Literal, TypeVar, cast, overload
 
 import numpy as np
 import torch
 from tensordict import TensorDictBase
 
 from expstore.batches import Batch, Builder, Intake, StepReader, flatten
-from expstore.errors import NotFoundError, NotReadyError, SchemaError, StateError
-from expstore.handles import StoreHandle
-from expstore.samplers.base import Draws, Sampler
+from expstore.drawing import DrawingHandle
+from expstore.draws import Turn
+from expstore.errors import NotFoundError, SchemaError, StateError
+from expstore.samplers.base import Sampler
 from expstore.samplers.random import RandomSampler
 from expstore.schema import Schema
 from expstore.storages.base import Storage
@@ -25,9 +25,6 @@ from expstore.storages.memory import MemoryStorage
 from expstore.storages.priorities import check_priorities
 from expstore.types import Array, IntArray, Key, Selection, key_name, to_key
 from expstore.writers import RoundRobinWriter, Writer
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["ReplayBuffer", "TensorDictReplayBuffer"]
 
@@ -38,7 +35,7 @@ _LIMIT = 1000  # draws after which a follower, which cannot ask, gives up
 _OVERTAKEN = "the writer overwrites rows faster than they can be read"
 
 
-class ReplayBuffer(StoreHandle):
+class ReplayBuffer(DrawingHandle):
     """Store transitions and sample batches of them.
 
     Threads: any number may sample while one writes; writers wait for one another. Processes: one
@@ -53,6 +50,13 @@ class ReplayBuffer(StoreHandle):
         writer: Where rows go; in a ring the newest replace the oldest by default.
         batch_size: Of `sample` and iteration; may be given to `sample` instead.
         device: Where batches are handed out; None: CPU.
+        prefetch: How many batches are made ahead, in a thread: the next call finds its batch ready. A
+            batch whose rows were overwritten or changed meanwhile, of another size, or drawn before the
+            generator was seeded anew, is drawn again; priorities set in the last `prefetch` batches may
+            not count yet.
+        pin_memory: Hand out batches in pinned memory; with `device` they are copied there without waiting.
+        generator: What all draws follow from; None: the store's seed. Its state is kept at every sync,
+            and a store that keeps one goes on there.
 
     Example:
         >>> rb = ReplayBuffer(storage=MemoryStorage(1000), batch_size=2)
@@ -64,7 +68,7 @@ class ReplayBuffer(StoreHandle):
 
     #: Root keys that samples carry beside the fields; not taken in again by `extend`.
     _own_keys: frozenset[str] = frozenset()
-    _bound = ("_draws", "_builder", "_reader", "_intake")
+    _bound: ClassVar[tuple[str, ...]] = (*DrawingHandle._bound, "_builder", "_reader", "_intake")
     _builder: Builder | None = None
     _reader: StepReader | None = None
     _intake: Intake | None = None
@@ -77,22 +81,21 @@ class ReplayBuffer(StoreHandle):
         writer: Writer | None = None,
         batch_size: int | None = None,
         device: torch.device | str | None = None,
+        prefetch: int | None = None,
+        pin_memory: bool = False,
+        generator: torch.Generator | None = None,
     ) -> None:
-        check_batch_size(batch_size)
-        super().__init__(MemoryStorage(1000) if storage is None else storage)
-        self._sampler = RandomSampler() if sampler is None else sampler
+        check_drawing(batch_size, prefetch, pin_memory)
+        super().__init__(
+            MemoryStorage(1000) if storage is None else storage,
+            RandomSampler() if sampler is None else sampler,
+            prefetch=prefetch or 0,
+            generator=generator,
+        )
         self._writer = RoundRobinWriter() if writer is None else writer
         self._batch_size = batch_size
         self._device = None if device is None else torch.device(device)
-        self._attached(self._storage)
-
-    def _attached(self, storage: Storage) -> None:
-        self._sampler.attach(storage)
-
-    @cached_property
-    def _draws(self) -> Draws:
-        worker = torch.utils.data.get_worker_info()
-        return Draws(self._storage.seed, self._storage.stream() if worker is None else worker.seed)
+        self._pin_memory = pin_memory
 
     # -- the two data paths ----------------------------------------------------------------------
 
@@ -179,20 +182,23 @@ class ReplayBuffer(StoreHandle):
         Raises:
             NotReadyError: The store is empty.
         """
-        selection, columns = self._draw(self._wanted(batch_size))
-        batch = self._hand_out(selection, columns)
+        batch, selection = self._next_batch(self._wanted(batch_size))
         return (batch, self._info(selection)) if return_info else batch
 
-    def _draw(self, size: int) -> tuple[Selection, list[Array]]:
+    def _make(
+        self, turn: Turn, size: int, instead: Selection | None = None
+    ) -> tuple[TensorDictBase, Selection]:
+        selection, columns = self._draw(turn, size, instead)
+        root = self._root(selection)
+        batch = self._build().build(columns, torch.Size((selection.ids.size,)), root)
+        return self._placed(batch), selection
+
+    def _draw(
+        self, turn: Turn, size: int, selection: Selection | None = None
+    ) -> tuple[Selection, list[Array]]:
         storage = self._storage
-        if storage.closed:
-            raise StateError("the store is closed", hint="open it again with expstore.open()")
-        if not len(storage):
-            raise NotReadyError("Cannot sample from an empty storage", hint="extend() it first")
-        draw = storage.next_draw()
-        selection: Selection | None = None
         for redraw in range(_LIMIT):
-            generator = self._draws.generator(draw, redraw)
+            generator = self._draws.numbers(turn, redraw)
             if redraw == _PATIENCE:
                 storage.lock.acquire()
             try:
@@ -209,10 +215,6 @@ class ReplayBuffer(StoreHandle):
                     storage.lock.release()
         # Only a follower gets here: with the lock held nothing is overwritten in this process.
         raise StateError(_OVERTAKEN, hint="sample less at once, or give the store a larger capacity")
-
-    def _hand_out(self, selection: Selection, columns: list[Array]) -> TensorDictBase:
-        size = torch.Size((selection.ids.size,))
-        return self._placed(self._build().build(columns, size, self._root(selection)))
 
     def _root(self, selection: Selection) -> dict[str, torch.Tensor]:
         """Return what a sample carries beside the fields."""
@@ -355,11 +357,6 @@ class ReplayBuffer(StoreHandle):
             return self._storage.set_priorities(ids, values)
 
     @property
-    def sampler(self) -> Sampler:
-        """What makes up a batch."""
-        return self._sampler
-
-    @property
     def batch_size(self) -> int | None:
         """Rows per batch, unless `sample` is told otherwise."""
         return self._batch_size
@@ -405,7 +402,11 @@ class ReplayBuffer(StoreHandle):
         return self._builder
 
     def _placed(self, batch: _Placed) -> _Placed:
-        return batch if self._device is None else batch.to(self._device)
+        if self._pin_memory:
+            batch = batch.pin_memory()
+        if self._device is None:
+            return batch
+        return batch.to(self._device, non_blocking=True) if self._pin_memory else batch.to(self._device)
 
 
 class TensorDictReplayBuffer(ReplayBuffer):
@@ -459,6 +460,15 @@ class TensorDictReplayBuffer(ReplayBuffer):
         if self._with_ids:
             return self.update_priority(id=data["id"], priority=priority)
         return self.update_priority(data["index"], priority)
+
+
+def check_drawing(batch_size: int | None, prefetch: int | None, pin_memory: bool) -> None:
+    """Raise ValueError for what no buffer can do."""
+    check_batch_size(batch_size)
+    if prefetch is not None and prefetch < 0:
+        raise ValueError(f"prefetch must be at least 0, got {prefetch}")
+    if pin_memory and not torch.accelerator.is_available():
+        raise ValueError("pin_memory is for copies to an accelerator, and there is none; leave it False")
 
 
 def check_batch_size(size: int | None) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from expstore.buffers import TensorDictReplayBuffer, check_batch_size
+from expstore.buffers import TensorDictReplayBuffer, check_drawing
 from expstore.errors import StateError
 from expstore.files import ReadingDisk
 from expstore.samplers.base import Sampler
@@ -45,6 +45,9 @@ def open(
     min_free_bytes: int = 0,
     on_sigterm: Literal["flush", "ignore"] = "flush",
     device: torch.device | str | None = None,
+    prefetch: int = 0,
+    pin_memory: bool = False,
+    generator: torch.Generator | None = None,
 ) -> TensorDictReplayBuffer:
     """Open the store in a folder, or make one.
 
@@ -77,6 +80,9 @@ def open(
         on_sigterm: "flush": where the program has no handler of its own for SIGTERM, its stores are flushed
             before it dies of it. "ignore": leave signals alone.
         device: Where batches are handed out.
+        prefetch: How many batches are made ahead, in a thread; as `ReplayBuffer`, and so are the others.
+        pin_memory: See there.
+        generator: See there.
 
     Returns:
         A buffer that is open for writing, or for reading with mode "r". Close it, or use it in a `with`
@@ -94,12 +100,8 @@ def open(
         ...     rb.extend(batch)
         ...     rb.sample()
     """
-    check_batch_size(batch_size)  # before the folder is touched
-    disk, path = ReadingDisk(), Path(path)
-    if version is not None or is_snapshots(disk, path):
-        if mode not in ("a", "r"):
-            raise StateError(f"{path} holds versions, which are only read", hint="choose another path")
-        path, mode = find_version(disk, path, version), "r"
+    check_drawing(batch_size, prefetch, pin_memory)  # before the folder is touched
+    path, mode = _find(Path(path), mode, version)
     settings = Settings(
         mode=mode,
         storage=storage,
@@ -115,13 +117,25 @@ def open(
         on_sigterm=on_sigterm,
     )
     kept = _open_storage(path, capacity, settings)
-    try:
-        return TensorDictReplayBuffer(
-            storage=kept, sampler=sampler, batch_size=batch_size, device=device, with_ids=True
-        )
-    except BaseException:
-        kept.close()
-        raise
+    return _in_buffer(
+        kept,
+        sampler=sampler,
+        batch_size=batch_size,
+        device=device,
+        prefetch=prefetch,
+        pin_memory=pin_memory,
+        generator=generator,
+    )
+
+
+def _find(path: Path, mode: Mode, version: int | str | None) -> tuple[Path, Mode]:
+    """Return the folder of the store, and how it is to be opened: a version is read."""
+    disk = ReadingDisk()
+    if version is None and not is_snapshots(disk, path):
+        return path, mode
+    if mode not in ("a", "r"):
+        raise StateError(f"{path} holds versions, which are only read", hint="choose another path")
+    return find_version(disk, path, version), "r"
 
 
 def _open_storage(path: Path, capacity: int | None, settings: Settings) -> FolderStorage:
@@ -135,3 +149,11 @@ def _open_storage(path: Path, capacity: int | None, settings: Settings) -> Folde
         kept.close()
         raise
     return kept
+
+
+def _in_buffer(kept: FolderStorage, **keywords: Any) -> TensorDictReplayBuffer:
+    try:
+        return TensorDictReplayBuffer(storage=kept, with_ids=True, **keywords)
+    except BaseException:
+        kept.close()
+        raise

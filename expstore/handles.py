@@ -192,7 +192,6 @@ class StoreHandle:
         """
         storage = self._storage
         storage.load(find_version(storage.disk, Path(path), version))
-        self._unbind()  # schema and seed are the version's
         self._attached(storage)
 
     def load(self, path: str | Path, version: int | str | None = None) -> None:

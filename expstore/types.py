@@ -149,7 +149,9 @@ class Selection:
     Args:
         ids: Row ids. Shape `(n,)`, int64; repeated where drawn more than once.
         info: More columns for the batch, each of length n (weights, for instance).
+        progress: How far the sampler has come with it, of the sampler's own meaning.
     """
 
     ids: IntArray
     info: dict[Key, Array] = field(default_factory=dict)
+    progress: tuple[int, ...] = ()

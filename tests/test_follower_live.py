@@ -20,9 +20,9 @@ from tensordict import TensorDict
 from test_follower import check_rows, contents, rows
 
 import expstore
+from expstore.draws import Draws
 from expstore.errors import NotReadyError, StateError
 from expstore.files import Disk, ReadingDisk
-from expstore.samplers.base import Draws
 from expstore.state import StatePage
 from expstore.storages import FollowerStorage, ZarrStorage, base, follower, watch
 from expstore.storages.settings import Settings

@@ -32,8 +32,8 @@ LINES: tuple[tuple[str, str], ...] = (
     ),
     ("2", "index delta relations halves result migrate sqlworker"),
     ("3", "storages"),
-    ("4", "batches writers samplers transforms snapshots dumping codec"),
-    ("5", "handles"),
+    ("4", "batches writers draws prefetch samplers transforms snapshots dumping codec"),
+    ("5", "handles drawing"),
     ("5a", "buffers client"),
     ("5b", "prioritized schedulers ensembles retention checks"),
     ("6", "door"),
@@ -62,6 +62,8 @@ ALLOWED_SIDEWAYS: tuple[tuple[str, str], ...] = (
     ("index", "relations"),
     ("relations", "halves"),
     ("index", "result"),
+    ("prefetch", "draws"),
+    ("drawing", "handles"),
     # the parts of a check
     ("checks.*", "checks.findings"),
     ("checks.rows", "checks.blocks"),
@@ -76,6 +78,7 @@ ALLOWED_SIDEWAYS: tuple[tuple[str, str], ...] = (
     ("datasets", "datasets.*"),
     # inside these, the others may import base
     ("storages.*", "storages.base"),
+    ("storages.*", "storages.position"),
     ("samplers.*", "samplers.base"),
     ("exchange.*", "exchange.base"),
     ("datasets.*", "datasets.base"),

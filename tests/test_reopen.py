@@ -18,7 +18,7 @@ from tensordict import TensorDict
 import expstore
 from expstore import files
 from expstore.buffers import TensorDictReplayBuffer
-from expstore.samplers.base import Draws
+from expstore.draws import Draws
 from expstore.storages import columns
 from expstore.storages.memory import MemoryStorage
 

@@ -7,8 +7,8 @@ import threading
 import numpy as np
 import pytest
 
+from expstore.draws import Draws
 from expstore.samplers import RandomSampler, Sampler
-from expstore.samplers.base import Draws
 from expstore.storages.memory import MemoryStorage
 from expstore.types import Window
 

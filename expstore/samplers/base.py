@@ -5,9 +5,8 @@ Buffers call it with a generator that belongs to this one draw; it never reads r
 
 from __future__ import annotations
 
-import threading
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -16,37 +15,7 @@ from expstore.types import Array, Selection
 if TYPE_CHECKING:
     from expstore.storages.base import Rows, Storage
 
-__all__ = ["Draws", "Sampler"]
-
-
-class Draws:
-    """Give the random numbers of any draw.
-
-    Philox is counter-based (Salmon et al. 2011): draw k is the same after a restart, whatever came
-    before. The draw stands in the upper half of the counter, so that draws never overlap. Threads have
-    a generator each.
-
-    Args:
-        seed: Key of all draws; its lower 64 bits count.
-        stream: The key's second word. 0 is the writer's; readers that draw from one store each have
-            another, so that none repeats the batches of another. Its lower 64 bits count.
-    """
-
-    def __init__(self, seed: int, stream: int = 0) -> None:
-        self._key = (seed & 0xFFFFFFFFFFFFFFFF, stream & 0xFFFFFFFFFFFFFFFF)
-        self._own = threading.local()
-
-    def generator(self, draw: int, redraw: int = 0) -> np.random.Generator:
-        """Return the numbers of draw number `draw`; this thread's next call moves the same generator."""
-        own = self._own
-        if not hasattr(own, "generator"):
-            own.bits = np.random.Philox(key=np.array(self._key, np.uint64))
-            own.state = own.bits.state  # set again, it takes a tenth of the time of a new generator
-            own.generator = np.random.Generator(own.bits)
-        own.state["state"]["counter"][:] = (0, redraw, draw, 0)
-        own.bits.state = own.state
-        generator: np.random.Generator = own.generator
-        return generator
+__all__ = ["Sampler"]
 
 
 class Sampler(ABC):
@@ -77,6 +46,23 @@ class Sampler(ABC):
     ) -> Selection:
         """Choose rows in the place of some that were overwritten while they were read."""
         return self.sample(storage, selection.ids.size, generator)
+
+    def hand_out(self, storage: Storage, selection: Selection) -> None:
+        """Be told that a selection it made goes to the user now, in the order of the selections."""
+
+    def stands(self, storage: Storage, selection: Selection) -> bool:
+        """Say whether a selection made some time ago would still be made; rows are looked at elsewhere."""
+        return True
+
+    def rewind(self, storage: Storage) -> None:
+        """Be told that selections made since the last one that was handed out will not be."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what `load_state_dict` takes: settings, and what does not follow from the rows."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over what `state_dict` returned."""
 
     @property
     def ran_out(self) -> bool:

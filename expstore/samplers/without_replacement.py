@@ -7,6 +7,7 @@ goes on in the middle of one; it keeps no list of rows.
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -55,9 +56,15 @@ class SamplerWithoutReplacement(Sampler):
         self.drop_last = drop_last
         self.shuffle = shuffle
         self._lock = threading.Lock()
-        self._pass, self._position, self._size = 0, 0, 0
+        self._key: tuple[int, int] | None = None  # of the pass; None: not known since a restart
+        self._start(0, 0, 0)
         self._ran_out = False
-        self._listed: tuple[tuple[int, int, int], IntArray] | None = None
+        self._listed: tuple[tuple[int, int, int, int], IntArray] | None = None
+
+    def _start(self, number: int, position: int, size: int) -> None:
+        """Go on in a pass, of which everything before `position` was handed out."""
+        self._pass, self._position, self._size = number, position, size
+        self._handed = (number, position, size)
 
     @property
     def ran_out(self) -> bool:
@@ -69,7 +76,8 @@ class SamplerWithoutReplacement(Sampler):
         with self._lock:
             self._ran_out = False
             kind, number, position, size = storage.progress
-            self._pass, self._position, self._size = (number, position, size) if kind == _KIND else (0, 0, 0)
+            self._key = None
+            self._start(*((number, position, size) if kind == _KIND else (0, 0, 0)))
 
     def sample(self, storage: Storage, batch_size: int, generator: np.random.Generator) -> Selection:
         """Choose the next `batch_size` rows of the pass; fewer at its end.
@@ -83,14 +91,17 @@ class SamplerWithoutReplacement(Sampler):
                 if size == 0:
                     break
                 try:
-                    return self._next(storage, size, batch_size)
+                    return self._next(storage, size, batch_size, generator)
                 except NotFoundError:  # rows were given up at this moment
                     self._size = 0
         raise NotReadyError("Cannot sample from an empty storage", hint="extend() it first")
 
-    def _next(self, storage: Storage, size: int, batch_size: int) -> Selection:
+    def _next(
+        self, storage: Storage, size: int, batch_size: int, generator: np.random.Generator
+    ) -> Selection:
         number, position = self._pass, self._position
-        if size != self._size:
+        key = _key_of(generator)
+        if size != self._size or key != (self._key or key):
             number, position = number + 1, 0
         if self.drop_last and batch_size > size:
             raise ValueError(
@@ -102,27 +113,44 @@ class SamplerWithoutReplacement(Sampler):
         stop = min(position + batch_size, size)
         places = np.arange(position, stop)
         if self.shuffle:
-            places = self._permuted(storage.seed, number, size, places)
+            places = self._permuted(key, number, size, places)
         ids = storage.ids_at(_indices(storage, size, places))
-        self._ran_out = size - stop < (batch_size if self.drop_last else 1)
-        self._pass, self._position = (number + 1, 0) if self._ran_out else (number, stop)
-        self._size = size
-        storage.note_progress((_KIND, self._pass, self._position, size))
-        return Selection(ids)
+        ends = size - stop < (batch_size if self.drop_last else 1)
+        self._pass, self._position = (number + 1, 0) if ends else (number, stop)
+        self._size, self._key = size, key
+        return Selection(ids, progress=(_KIND, self._pass, self._position, size))
 
     def sample_again(
         self, storage: Storage, selection: Selection, generator: np.random.Generator
     ) -> Selection:
         """Choose the rows that have taken the places of those that were overwritten."""
-        return Selection(storage.ids_at(storage.index_of(selection.ids)))
+        return replace(selection, ids=storage.ids_at(storage.index_of(selection.ids)))
 
-    def _permuted(self, seed: int, number: int, size: int, places: IntArray) -> IntArray:
+    def hand_out(self, storage: Storage, selection: Selection) -> None:
+        """Keep how far the pass has come."""
+        with self._lock:
+            if selection.progress[1:3] > self._handed[:2]:  # of two threads the later rows may come first
+                self._handed = selection.progress[1], selection.progress[2], selection.progress[3]
+                storage.note_progress(selection.progress)
+            self._ran_out = selection.progress[2] == 0
+
+    def stands(self, storage: Storage, selection: Selection) -> bool:
+        """Say whether the pass of a selection goes on: it does while the number of rows stays."""
+        return selection.progress[3] == len(storage)
+
+    def rewind(self, storage: Storage) -> None:
+        """Go back to where the last selection that was handed out has ended."""
+        with self._lock:
+            self._start(*self._handed)
+
+    def _permuted(self, key: tuple[int, int], number: int, size: int, places: IntArray) -> IntArray:
         """Return where places of the pass lie in its permutation. Shapes `(n,)`."""
+        mixed = key[0] ^ int(_mix(np.array([key[1]], np.uint64))[0])
         if size > _LISTED:
-            return permute(places, size, key=(seed, number))
-        named = seed, number, size
+            return permute(places, size, key=(mixed, number))
+        named = *key, number, size
         if self._listed is None or self._listed[0] != named:
-            bits = np.random.Philox(key=np.array([seed & _MASK64, number], np.uint64))
+            bits = np.random.Philox(key=np.array([mixed, number], np.uint64))
             self._listed = named, np.random.Generator(bits).permutation(size)
         chosen: IntArray = self._listed[1][places]
         return chosen
@@ -137,20 +165,25 @@ class SamplerWithoutReplacement(Sampler):
 
     def state_dict(self) -> dict[str, Any]:
         """Return what `load_state_dict` takes."""
-        return {"pass": self._pass, "position": self._position, "size": self._size}
+        return dict(zip(("pass", "position", "size"), self._handed, strict=True))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over what `state_dict` returned."""
         with self._lock:
-            self._pass, self._position, self._size = (
-                int(state_dict[name]) for name in ("pass", "position", "size")
-            )
+            self._key = None
+            self._start(*(int(state_dict[name]) for name in ("pass", "position", "size")))
 
     def __repr__(self) -> str:
         return f"SamplerWithoutReplacement(drop_last={self.drop_last}, shuffle={self.shuffle})"
 
 
 _MASK64 = (1 << 64) - 1
+
+
+def _key_of(generator: np.random.Generator) -> tuple[int, int]:
+    """Return the key of a draw's numbers: a pass is of one key."""
+    first, second = generator.bit_generator.state["state"]["key"].tolist()
+    return first, second
 
 
 def _indices(storage: Storage, size: int, places: IntArray) -> IntArray:

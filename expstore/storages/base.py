@@ -25,6 +25,7 @@ from expstore.files import Disk
 from expstore.schema import Field, Schema
 from expstore.storages.hold import Hold
 from expstore.storages.keys import REWARD, Keys, find_keys
+from expstore.storages.position import DrawPosition
 from expstore.storages.priorities import Watcher, check_priorities
 from expstore.types import Array, IntArray, Key, Window, cut_run, key_name
 
@@ -38,8 +39,6 @@ ROW_FIELDS = (
     Field(("_row", "time"), "int64", ()),
     Field(("_row", "priority"), "float32", ()),
 )
-#: Of a sampler that keeps none.
-NO_PROGRESS = (0, 0, 0, 0)
 ROW_BYTES = sum(entry.row_bytes for entry in ROW_FIELDS)
 
 #: An unbounded store overwrites nothing; this many rows may wait for the disk.
@@ -110,7 +109,7 @@ class Counters:
     recovered: str | None = field(default=None)
 
 
-class Storage(ABC):
+class Storage(DrawPosition, ABC):
     """Keep rows under ever-growing ids, and know which of them can be read.
 
     Readable are the last `capacity` published ids. Threads: one writes at a time (`lock`), any number
@@ -125,6 +124,7 @@ class Storage(ABC):
     def __init__(self, capacity: int | None = None) -> None:
         if capacity is not None and capacity < 1:
             raise ValueError(f"capacity must be at least 1, got {capacity}")
+        super().__init__()
         self.capacity = capacity
         self.schema: Schema | None = None
         self.keys = Keys()
@@ -140,9 +140,6 @@ class Storage(ABC):
         self.write_count = 0
         self.priorities: Array = np.ones(0, np.float32)
         self._window = Window(0, 0)
-        self._draw = 0
-        self._draw_lock = threading.Lock()
-        self.progress: tuple[int, ...] = NO_PROGRESS
         self._changes = 0  # odd while rows are being changed in place
         self._closed = False
         self.priorities_set = False
@@ -230,28 +227,10 @@ class Storage(ABC):
             raise NotFoundError(f"no row with index {first}: the store holds {window.rows} rows")
         return ids
 
-    def next_draw(self) -> int:
-        """Count a batch handed out and return its number, from 0."""
-        with self._draw_lock:
-            number = self._draw
-            self._draw = number + 1
-            self._note_draw(number + 1)
-        return number
-
-    def note_progress(self, progress: tuple[int, ...]) -> None:
-        """Keep how far a sampler has come, for a restart: four numbers below 2^63, of its own meaning."""
-        self.progress = progress
-        self._note_progress(progress)
-
     @property
     def changes(self) -> int:
         """A number that moves whenever rows are changed in place."""
         return self._changes
-
-    @property
-    def draw(self) -> int:
-        """How many batches have been handed out."""
-        return self._draw
 
     # -- writing ---------------------------------------------------------------------------------
 
@@ -599,12 +578,6 @@ class Storage(ABC):
 
     def note_interruption(self) -> None:
         """Be told that an act was left in the middle: what is in memory may lag behind the disk."""
-
-    def _note_draw(self, draw: int) -> None:
-        """Keep the draw number."""
-
-    def _note_progress(self, progress: Sequence[int]) -> None:
-        """Keep how far a sampler has come."""
 
     def _note_horizon(self, horizon: int) -> None:
         """Keep the write horizon."""

@@ -20,6 +20,7 @@ from expstore.schema import Field
 from expstore.storages.base import ROW_FIELDS, Storage
 from expstore.storages.folder import FolderStorage
 from expstore.storages.hold import Hold
+from expstore.storages.position import to_json
 from expstore.types import Array, Window
 
 __all__ = ["Frozen", "base_of", "frozen", "manifest_of"]
@@ -67,6 +68,7 @@ def base_of(storage: Storage) -> dict[str, Any]:
         "retired": storage.retired,
         "draw": storage.draw,
         "progress": storage.progress,
+        "randomness": to_json(storage.note_randomness()),
         "max_priority": storage.max_priority,
         "write_count": storage.write_count,
         "episodes": storage.episodes.to_base(),

@@ -175,6 +175,7 @@ class JournaledStorage(SyncedStorage):
         if found:
             self.take_manifest(Manifest.load(self.disk, self.path))
             self._draw = 0
+            self.unwatch_draws()
         return found
 
     def _adopt(self, past: Past) -> None:
@@ -183,6 +184,7 @@ class JournaledStorage(SyncedStorage):
         self.horizon = past.last
         self._window = past.window(self.capacity)
         self._draw, self.progress = max(self._draw, past.draw), past.progress
+        self.randomness = past.randomness
         same_boot = self._state.fits(self._uuid, self._boot, self.manifest.generation)
         if same_boot and self._state.get("generation") >= past.base["generation"]:
             # Otherwise it is of what a load has replaced.

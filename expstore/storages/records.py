@@ -19,6 +19,7 @@ from expstore.episodes import SEGMENT_BYTES, Segment, pack_segments, unpack_segm
 from expstore.errors import CorruptionError
 from expstore.files import Disk
 from expstore.schema import Schema
+from expstore.storages.position import Randomness, from_bytes, to_bytes
 from expstore.types import Array, IntArray
 
 __all__ = ["Mark", "Publish", "Redo", "fetch_body", "shelve_body"]
@@ -31,7 +32,7 @@ _PUBLISH_HEAD = struct.Struct("<QQqI")
 REDO_BYTES = 64 << 20
 _SHELVED = b"file"
 _NOTHING = bytes(16)
-_MARK = struct.Struct("<QQQQQf4x4Q")
+_MARK = struct.Struct("<QQQQQfI4Q")
 _REDO = struct.Struct("<II")
 
 
@@ -123,6 +124,8 @@ class Mark:
         write_count: Rows ever written.
         max_priority: The largest priority so far.
         progress: How far a sampler has come: four numbers.
+        set_back: Whether `draw` counts even if records before have a larger one.
+        randomness: Number of a draw and the state of the user's generator before it.
     """
 
     sequence: int
@@ -132,18 +135,33 @@ class Mark:
     write_count: int
     max_priority: float
     progress: tuple[int, ...] = (0, 0, 0, 0)
+    set_back: bool = False
+    randomness: Randomness | None = None
 
     def pack(self) -> bytes:
         """Return the body."""
         numbers = self.sequence, self.last_id, self.log_length, self.draw, self.write_count
-        return _MARK.pack(*numbers, self.max_priority, *self.progress)
+        head = _MARK.pack(*numbers, self.max_priority, self.set_back, *self.progress)
+        return head + to_bytes(self.randomness)
 
     @classmethod
     def unpack(cls, body: bytes) -> Mark:
         """Read what `pack` returned."""
         body = body.ljust(_MARK.size, b"\0")  # once marks held no progress
-        sequence, last_id, log_length, draw, write_count, largest, *progress = _MARK.unpack(body)
-        return cls(sequence, last_id, log_length, draw, write_count, largest, tuple(progress))
+        sequence, last_id, log_length, draw, write_count, largest, set_back, *progress = _MARK.unpack_from(
+            body
+        )
+        return cls(
+            sequence=sequence,
+            last_id=last_id,
+            log_length=log_length,
+            draw=draw,
+            write_count=write_count,
+            max_priority=largest,
+            progress=tuple(progress),
+            set_back=bool(set_back),
+            randomness=from_bytes(body[_MARK.size :]),
+        )
 
 
 @dataclass(frozen=True, slots=True)

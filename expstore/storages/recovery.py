@@ -19,8 +19,9 @@ from expstore.episodes import EpisodeTable
 from expstore.errors import CorruptionError
 from expstore.journal import Kind, Record
 from expstore.schema import Schema
-from expstore.storages.base import NO_PROGRESS, ROW_FIELDS
+from expstore.storages.base import ROW_FIELDS
 from expstore.storages.checksums import BLOCK_ROWS, blocks_of
+from expstore.storages.position import NO_PROGRESS, Randomness, from_json
 from expstore.storages.records import Mark, Publish, Redo
 from expstore.types import IntArray, Runs, Window, cut_run
 
@@ -44,6 +45,7 @@ class Past:
         retired: Newest id given up.
         draw: Batches handed out, as far as records say.
         progress: How far a sampler had come at the newest mark.
+        randomness: The state of the user's generator then.
         max_priority: The largest priority so far.
         log_length: Bytes of episodes.log that a mark covers.
         synced: Newest id that a mark covers.
@@ -68,6 +70,7 @@ class Past:
     clean: bool
     content: tuple[int, int]
     index_floor: tuple[int, int]
+    randomness: Randomness | None = None
     cut: int = 0
     gaps: Runs = ()
     publishes: list[Publish] = field(default_factory=list)
@@ -108,6 +111,7 @@ def read_past(records: list[Record], gaps: Runs) -> Past:
         clean=bool(rest) and rest[-1].kind is Kind.CLOSE,
         content=(base["content"][0], base["content"][1]),
         index_floor=(base["content"][0], base["content"][1]),
+        randomness=from_json(base.get("randomness")),
         gaps=gaps,
     )
     for place, record in enumerate(rest):
@@ -139,7 +143,8 @@ def verify(past: Past, whole: Callable[[Publish], bool]) -> None:
             past.max_priority = max(past.max_priority, publish.priority)
         elif record.kind is Kind.MARK:
             mark = Mark.unpack(record.body)
-            past.draw, past.progress = max(past.draw, mark.draw), mark.progress
+            past.draw = mark.draw if mark.set_back else max(past.draw, mark.draw)
+            past.progress, past.randomness = mark.progress, mark.randomness
             past.max_priority = max(past.max_priority, mark.max_priority)
         elif record.kind is Kind.RETIRE:
             past.retired = max(past.retired, record.json()["through"])

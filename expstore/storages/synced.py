@@ -69,6 +69,7 @@ class SyncedStorage(ShownStorage):
         self._unsure = False
         self._synced = 0
         self._marked = (-1, -1)
+        self._set_back = False  # the number of the next draw is one that was before
 
     def prepare(self, schema: Schema, keys: Keys) -> None:
         """Fix the fields, once, when the first rows come; on the disk when this returns."""
@@ -126,6 +127,12 @@ class SyncedStorage(ShownStorage):
         """
         self._sync(None)
 
+    def _settle_draws(self) -> None:
+        """Bring the number of the next draw to the disk, though it may be smaller than before."""
+        with self._sync_lock:
+            self._set_back, self._marked = True, (-1, -1)
+        self.sync()
+
     def _sync(self, enough: Callable[[], bool] | None) -> None:
         with self._sync_lock:
             if self._closed or (enough is not None and enough()):
@@ -142,6 +149,7 @@ class SyncedStorage(ShownStorage):
     def _sync_now(self) -> None:
         """Run the sync of PROTOCOL: columns, journal, mark, journal."""
         self.flush_priorities()
+        randomness = self.note_randomness()
         with self.episode_lock:
             if self._unsure:
                 return  # the journal may hold rows of which memory does not know
@@ -155,6 +163,8 @@ class SyncedStorage(ShownStorage):
                 log_length=self._log.length,
                 draw=self._draw,
                 progress=self.progress,
+                set_back=self._set_back,
+                randomness=randomness,
                 write_count=self.write_count,
                 max_priority=self.max_priority,
             )
@@ -180,6 +190,7 @@ class SyncedStorage(ShownStorage):
         # All of them: if the mark began a segment, the one before it must not lose its end.
         self._sync_journal(after, [journal.folder] if len(after) > 1 else [])
         self._synced = mark.last_id
+        self._set_back = self._set_back and not mark.set_back
         self._marked = (sequence, mark.draw) if sequence == mark.sequence + 1 else (-1, -1)
         if rotated and half is None:
             self._cut(segments[-1])

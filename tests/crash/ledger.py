@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from tensordict import TensorDict
 
-from expstore.samplers.base import Draws
+from expstore.draws import Draws
 
 __all__ = ["Ledger", "Op", "Spec", "batch", "extends", "plan", "values"]
 

@@ -1,0 +1,212 @@
+"""Which batch comes next: a handle's sampler, its random numbers, and batches made ahead.
+
+Buffers are built on it and say how a batch is made. It keeps the promise that draw k is the same after a
+restart; it never reads a row.
+"""
+
+from __future__ import annotations
+
+import copy
+from abc import abstractmethod
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any, ClassVar
+
+import torch
+from tensordict import TensorDictBase
+
+from expstore.draws import Draws, GivenDraws, Turn, set_state
+from expstore.errors import NotReadyError, StateError
+from expstore.handles import StoreHandle
+from expstore.prefetch import Made, Prefetcher
+from expstore.samplers.base import Sampler
+from expstore.storages.base import Storage
+from expstore.types import Selection
+
+__all__ = ["DrawingHandle"]
+
+
+class DrawingHandle(StoreHandle):
+    """Draw from a storage.
+
+    Threads: any number may draw. Processes: a forked or pickled handle draws batches of its own, by the
+    store's seed. Crashes: after a kill the next batch is the next one; after a power cut the one after the
+    last sync.
+
+    Args:
+        storage: What is held.
+        sampler: What makes up a batch.
+        prefetch: How many batches are made ahead.
+        generator: What all draws follow from; None: the store's seed.
+    """
+
+    _bound: ClassVar[tuple[str, ...]] = ("_draws", "_generator", "_ahead")
+    _generator: torch.Generator | None = None
+
+    def __init__(
+        self, storage: Storage, sampler: Sampler, *, prefetch: int, generator: torch.Generator | None
+    ) -> None:
+        super().__init__(storage)
+        self._sampler = sampler
+        self._prefetch = prefetch
+        self._generator = generator
+        self._attached(storage)
+
+    def _attached(self, storage: Storage) -> None:
+        self._forget_ahead()
+        generator = self._generator
+        self._unbind()  # schema and seed may be others
+        self._generator = generator
+        self._sampler.attach(storage)
+        if self._generator is not None:
+            self._draws = GivenDraws(self._generator, storage, resume=True)
+            storage.watch_draws(self._draws)
+
+    def _part(self) -> None:
+        ahead = "_ahead" in self.__dict__
+        super()._part()
+        if ahead:
+            # The thread that made batches is not here, but a lock that it held then would be.
+            self._sampler = copy.copy(self._sampler)
+            if "_storage" in self.__dict__:
+                self._sampler.attach(self._storage)
+
+    @cached_property
+    def _draws(self) -> Draws:
+        worker = torch.utils.data.get_worker_info()
+        self._storage.watch_draws(None)
+        return Draws(self._storage.seed, self._storage.stream() if worker is None else worker.seed)
+
+    @cached_property
+    def _ahead(self) -> Prefetcher:
+        return Prefetcher(self._prefetch)
+
+    def _forget_ahead(self) -> None:
+        if "_ahead" in self.__dict__:
+            self._ahead.drop(_Batches(self))
+
+    @abstractmethod
+    def _make(
+        self, turn: Turn, size: int, instead: Selection | None = None
+    ) -> tuple[TensorDictBase, Selection]:
+        """Make the batch of a turn, if need be instead of rows that have left."""
+
+    def _next_batch(self, size: int) -> tuple[TensorDictBase, Selection]:
+        """Return the next batch and its rows."""
+        self._check_readable()
+        if self._prefetch:
+            made = self._ahead.next(_Batches(self), size)
+            return made.batch, made.selection
+        batch, selection = self._make(self._draws.next(self._storage), size)
+        self._sampler.hand_out(self._storage, selection)
+        return batch, selection
+
+    def _check_readable(self) -> None:
+        if self._storage.closed:
+            raise StateError("the store is closed", hint="open it again with expstore.open()")
+        if not len(self._storage):
+            raise NotReadyError("Cannot sample from an empty storage", hint="extend() it first")
+
+    def set_rng(self, generator: torch.Generator | None) -> None:
+        """Draw by another generator, as it stands, from the next batch on; None: by the store's seed."""
+        self._forget_ahead()
+        self.__dict__.pop("_draws", None)
+        self._generator = generator
+        if generator is not None:
+            self._draws = GivenDraws(generator, self._storage, resume=False)
+            self._storage.watch_draws(self._draws)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the draws are, for `load_state_dict`; rows belong to the store (`dumps`)."""
+        storage, draws = self._storage, self._draws
+        generator = None
+        if isinstance(draws, GivenDraws):
+            generator = torch.frombuffer(bytearray(draws.state(storage)[1]), dtype=torch.uint8)
+        return {
+            "seed": storage.seed,
+            "draw": storage.draw,
+            "last_id": storage.last,
+            "progress": list(storage.progress),
+            "sampler": self._sampler.state_dict(),
+            "generator": generator,
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on with the batch that would have come after `state_dict`, as far as the rows are the same.
+
+        Raises:
+            StateError: The state is of a store with another seed or with rows that are not here, or the
+                draws follow from a generator in one of both only, or one for another device; nothing was
+                changed.
+        """
+        storage = self._storage
+        state, generator = dict(state_dict), state_dict["generator"]
+        if (generator is None) != (self._generator is None):
+            having, lacking = ("state", "buffer") if self._generator is None else ("buffer", "state")
+            raise StateError(f"the {having} draws by a generator, the {lacking} by the store's seed")
+        if (state["seed"], state["last_id"]) != (storage.seed, min(state["last_id"], storage.last)):
+            raise StateError(
+                f"the state is of a store with seed {state['seed']} and rows up to id {state['last_id']}, "
+                f"this one has seed {storage.seed} and rows up to id {storage.last}",
+                hint="open the store that it was taken of, or bring its rows here with dumps() and loads()",
+            )
+        storage.check_writable()
+        self._forget_ahead()
+        if self._generator is not None:
+            set_state(self._generator, generator)
+            self.set_rng(self._generator)
+        self._sampler.load_state_dict(state["sampler"])
+        storage.set_draws(int(state["draw"]), state["progress"])
+
+    def close(self) -> None:
+        """Flush, bring the index up to date for other programs, let others open the store."""
+        if "_ahead" in self.__dict__:
+            self._ahead.close(_Batches(self))
+        super().close()
+
+    def stats(self) -> dict[str, Any]:
+        """Return facts about the store that JSON can keep."""
+        ahead = len(self._ahead) if "_ahead" in self.__dict__ else 0
+        return super().stats() | {"prefetch_queue_size": ahead}
+
+    @property
+    def sampler(self) -> Sampler:
+        """What makes up a batch."""
+        return self._sampler
+
+
+class _Batches:
+    """What a `Prefetcher` asks of a handle."""
+
+    def __init__(self, handle: DrawingHandle) -> None:
+        self._handle = handle
+
+    def turn_ahead(self, number: int) -> Turn:
+        return self._handle._draws.ahead(self._handle._storage, number)
+
+    def make(self, turn: Turn, size: int, instead: Selection | None = None) -> Made:
+        handle = self._handle
+        handle._check_readable()
+        stamp = self._stamp()
+        return Made(*handle._make(turn, size, instead), stamp)
+
+    def _stamp(self) -> tuple[int, ...]:
+        return self._handle._storage.upheavals, self._handle._storage.changes
+
+    def stands(self, made: Made | None) -> bool:
+        handle = self._handle
+        if made is None:
+            return handle._draws.in_step
+        return made.stamp == self._stamp() and handle._sampler.stands(handle._storage, made.selection)
+
+    def readable(self, made: Made) -> bool:
+        ids = made.selection.ids
+        return ids.size == 0 or int(ids.min()) > self._handle._storage.window.low
+
+    def hand_out(self, made: Made) -> None:
+        self._handle._draws.hand_out(self._handle._storage)
+        self._handle._sampler.hand_out(self._handle._storage, made.selection)
+
+    def give_back(self) -> None:
+        self._handle._draws.give_back()
+        self._handle._sampler.rewind(self._handle._storage)

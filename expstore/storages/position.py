@@ -1,0 +1,139 @@
+"""Where the draws of a storage are: which number comes next, and what else a restart needs to go on.
+
+Base of every storage. A backend keeps the numbers; what they mean, buffers and samplers know. It never
+draws.
+"""
+
+from __future__ import annotations
+
+import base64
+import struct
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+__all__ = [
+    "NO_PROGRESS",
+    "DrawPosition",
+    "Randomness",
+    "RandomnessSource",
+    "from_bytes",
+    "from_json",
+    "to_bytes",
+    "to_json",
+]
+
+#: Of a sampler that keeps none.
+NO_PROGRESS = (0, 0, 0, 0)
+#: The number of a draw, and the generator's state before it.
+Randomness = tuple[int, bytes]
+
+_DRAW = struct.Struct("<Q")
+
+
+class RandomnessSource(Protocol):
+    """What a storage needs of whoever draws by such a generator."""
+
+    def state(self, position: DrawPosition) -> Randomness:
+        """Return what a restart needs."""
+
+
+class DrawPosition:
+    """Count batches, and keep how far a sampler has come.
+
+    Threads: any number may draw. Crashes: as the backend keeps it.
+    """
+
+    def __init__(self) -> None:
+        self._draw = 0
+        self._draw_lock = threading.Lock()
+        self.progress: tuple[int, ...] = NO_PROGRESS
+        self.randomness: Randomness | None = None  # as of the last sync; None: draws follow from the seed
+        self._randomness_source: Callable[[], RandomnessSource | None] = lambda: None
+
+    @property
+    def draw(self) -> int:
+        """How many batches have been handed out."""
+        return self._draw
+
+    def next_draw(self) -> int:
+        """Count a batch handed out and return its number, from 0."""
+        with self._draw_lock:
+            number = self._draw
+            self._draw = number + 1
+            self._note_draw(number + 1)
+        return number
+
+    def note_progress(self, progress: tuple[int, ...]) -> None:
+        """Keep how far a sampler has come, for a restart: four numbers below 2^63, of its own meaning."""
+        self.progress = progress
+        self._note_progress(progress)
+
+    def watch_draws(self, draws: RandomnessSource | None) -> None:
+        """Be told whose state is to be kept with the rows; None: nobody's, draws follow from the seed.
+
+        It is held weakly: a buffer that is forgotten is to go at once.
+        """
+        if draws is None:
+            self.randomness = None
+            self.unwatch_draws()
+        else:
+            self._randomness_source = weakref.ref(draws)
+
+    def unwatch_draws(self) -> None:
+        """Keep what is kept: who drew until now drew from other content."""
+        self._randomness_source = lambda: None
+
+    def note_randomness(self) -> Randomness | None:
+        """Ask for the state of the user's generator, and return what a restart is to find."""
+        source = self._randomness_source()
+        if source is not None:
+            self.randomness = source.state(self)
+        return self.randomness
+
+    def set_draws(self, draw: int, progress: Sequence[int]) -> None:
+        """Go on with another draw, also with an earlier one; a restart does so, too, when this returns.
+
+        Args:
+            draw: Its number.
+            progress: How far the sampler was then.
+        """
+        with self._draw_lock:
+            self._draw = draw
+            self._note_draw(draw)
+        self.note_progress(tuple(progress))
+        self._settle_draws()
+
+    # -- what a backend may want to know ---------------------------------------------------------
+
+    def _note_draw(self, draw: int) -> None:
+        """Keep the draw number."""
+
+    def _note_progress(self, progress: Sequence[int]) -> None:
+        """Keep how far a sampler has come."""
+
+    def _settle_draws(self) -> None:
+        """Bring the number of the next draw to the disk, though it may be smaller than before."""
+
+
+def to_json(randomness: Randomness | None) -> list[int | str] | None:
+    """Return what a base record keeps."""
+    if randomness is None:
+        return None
+    return [randomness[0], base64.b85encode(randomness[1]).decode()]
+
+
+def from_json(kept: list[int | str] | None) -> Randomness | None:
+    """Read what `to_json` returned."""
+    return None if kept is None else (int(kept[0]), base64.b85decode(str(kept[1])))
+
+
+def to_bytes(randomness: Randomness | None) -> bytes:
+    """Return what a mark keeps."""
+    return b"" if randomness is None else _DRAW.pack(randomness[0]) + randomness[1]
+
+
+def from_bytes(kept: bytes) -> Randomness | None:
+    """Read what `to_bytes` returned."""
+    return (_DRAW.unpack_from(kept)[0], kept[_DRAW.size :]) if kept else None

@@ -1,0 +1,289 @@
+"""Draws: by the store's seed or by a torch.Generator, and where a restart goes on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+import expstore
+from expstore import (
+    MemoryStorage,
+    PrioritizedSampler,
+    RandomSampler,
+    SamplerWithoutReplacement,
+    StateError,
+    TensorDictReplayBuffer,
+)
+from expstore.samplers.base import Sampler
+
+SAMPLERS: dict[str, Callable[[], Sampler]] = {
+    "random": RandomSampler,
+    "prioritized": PrioritizedSampler,
+    "without": SamplerWithoutReplacement,
+}
+
+
+def rows(count: int, first: int = 0) -> TensorDict:
+    return TensorDict({"number": torch.arange(first, first + count)}, [count])
+
+
+def given(seed: int = 3) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def drawn(rb: TensorDictReplayBuffer, batches: int, size: int = 16) -> list[list[int]]:
+    return [rb.sample(size)["number"].tolist() for _ in range(batches)]
+
+
+def fill(rb: TensorDictReplayBuffer, count: int = 100) -> None:
+    rb.extend(rows(count))
+    rb.update_priority(range(count), torch.arange(1.0, count + 1))
+
+
+def open_with(path: Path, sampler: str, seed: int | None = 3) -> TensorDictReplayBuffer:
+    generator = None if seed is None else given(seed)
+    return expstore.open(path, capacity=1000, seed=1, sampler=SAMPLERS[sampler](), generator=generator)
+
+
+def in_child(work: Callable[[], None]) -> None:
+    """Run in a forked child that is killed at the end of its work."""
+    child = os.fork()
+    if child == 0:
+        try:
+            work()
+        finally:
+            os.kill(os.getpid(), signal.SIGKILL)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+
+
+# ---------------------------------------------------------------------------------------------------
+# A generator of the user's own.
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_equal_generators_draw_equal_batches(sampler: str) -> None:
+    found = []
+    for seed in (3, 3, 4):
+        storage = MemoryStorage(1000, seed=seed)
+        rb = TensorDictReplayBuffer(storage=storage, sampler=SAMPLERS[sampler](), generator=given(seed))
+        fill(rb)
+        found.append(drawn(rb, 10))
+    assert found[0] == found[1] != found[2]
+
+
+def test_the_seed_does_not_matter_then() -> None:
+    found = []
+    for seed in (1, 2):
+        rb = TensorDictReplayBuffer(storage=MemoryStorage(1000, seed=seed), generator=given())
+        fill(rb)
+        found.append(drawn(rb, 10))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_seeding_anew_begins_anew(sampler: str) -> None:
+    generator = given()
+    rb = TensorDictReplayBuffer(storage=MemoryStorage(1000), sampler=SAMPLERS[sampler](), generator=generator)
+    fill(rb)
+    first = drawn(rb, 3)
+    generator.manual_seed(7)
+    other = drawn(rb, 3)
+    assert first != other
+    if sampler != "without":  # its passes have numbers, which go on
+        generator.manual_seed(3)
+        assert drawn(rb, 3) == first
+
+
+def test_a_batch_costs_one_step_whatever_its_size() -> None:
+    ends = []
+    for size in (1, 500):
+        generator = given()
+        rb = TensorDictReplayBuffer(storage=MemoryStorage(1000), generator=generator)
+        fill(rb)
+        drawn(rb, 5, size)
+        ends.append(generator.get_state())
+    assert torch.equal(*ends)
+
+
+def test_set_rng_takes_a_generator_and_gives_it_up() -> None:
+    plain = TensorDictReplayBuffer(storage=MemoryStorage(1000, seed=5))
+    rb = TensorDictReplayBuffer(storage=MemoryStorage(1000, seed=5))
+    fill(plain)
+    fill(rb)
+    wanted = drawn(plain, 8)
+    rb.set_rng(given())
+    by_generator = drawn(rb, 4)
+    rb.set_rng(None)
+    assert by_generator != wanted[:4]
+    assert drawn(rb, 4) == wanted[4:]  # draws are numbered on
+
+
+# ---------------------------------------------------------------------------------------------------
+# Restarts.
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+@pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.parametrize("end", ["close", "flush", "later"])
+def test_a_restart_goes_on(store_path: Path, sampler: str, seed: int | None, end: str) -> None:
+    """Closed, killed just after a flush, and killed some batches and rows later."""
+
+    def work(path: Path) -> TensorDictReplayBuffer:
+        rb = open_with(path, sampler, seed)
+        fill(rb)
+        drawn(rb, 7)
+        rb.flush()
+        if end == "later":
+            rb.extend(rows(50, 100))
+            drawn(rb, 5)
+        return rb
+
+    with work(store_path.with_suffix(".other")) as rb:
+        wanted = drawn(rb, 50)
+    if end == "close":
+        work(store_path).close()
+    else:
+        in_child(lambda: work(store_path) and None)
+    with open_with(store_path, sampler, seed) as rb:
+        assert drawn(rb, 50) == wanted
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_versions_carry_the_generator(tmp_path: Path, sampler: str) -> None:
+    with open_with(tmp_path / "a.exp", sampler) as rb:
+        fill(rb)
+        drawn(rb, 7)
+        rb.dumps(tmp_path / "versions")
+        wanted = drawn(rb, 20)
+        rb.loads(tmp_path / "versions")
+        assert drawn(rb, 20) == wanted
+    with open_with(tmp_path / "b.exp", sampler, seed=9) as rb:
+        rb.loads(tmp_path / "versions")
+        assert drawn(rb, 20) == wanted
+
+
+def test_a_store_drawn_from_by_its_seed_forgets_the_generator(store_path: Path) -> None:
+    with open_with(store_path, "random") as rb:
+        fill(rb)
+        drawn(rb, 5)
+    with open_with(store_path, "random", seed=None) as rb:
+        pass  # nothing was drawn
+    with open_with(store_path, "random", seed=4) as rb:
+        assert rb.storage.randomness is not None
+    with open_with(store_path, "random", seed=None) as rb:
+        drawn(rb, 1)
+    with open_with(store_path, "random", seed=4) as rb:
+        fresh = TensorDictReplayBuffer(storage=MemoryStorage(1000), generator=given(4))
+        fill(fresh)
+        assert drawn(rb, 5) == drawn(fresh, 5)
+
+
+def test_a_generator_of_another_kind_is_refused(store_path: Path) -> None:
+    with open_with(store_path, "random") as rb:
+        fill(rb)
+        drawn(rb, 5)
+        rb.storage.watch_draws(None)
+        rb.storage.randomness = (5, bytes(16))
+    with pytest.raises(StateError, match="another kind of generator"):
+        open_with(store_path, "random")
+    open_with(store_path, "random", seed=None).close()
+
+
+def test_copies_draw_batches_of_their_own(store_path: Path) -> None:
+    import pickle
+
+    with open_with(store_path, "random") as rb:
+        fill(rb)
+        before = rb._generator.get_state()  # type: ignore[union-attr]
+        with pickle.loads(pickle.dumps(rb)) as copy:
+            assert drawn(copy, 3) != drawn(rb, 3)
+        assert not torch.equal(before, rb._generator.get_state())  # type: ignore[union-attr]
+
+
+# ---------------------------------------------------------------------------------------------------
+# state_dict.
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_state_dict_goes_back(store_path: Path, sampler: str, seed: int | None) -> None:
+    with open_with(store_path, sampler, seed) as rb:
+        fill(rb)
+        drawn(rb, 3)
+        torch.save(rb.state_dict(), store_path.with_suffix(".pt"))
+        wanted = drawn(rb, 20)
+        rb.load_state_dict(torch.load(store_path.with_suffix(".pt")))
+        assert drawn(rb, 20) == wanted
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_what_was_loaded_survives_a_kill(store_path: Path, sampler: str) -> None:
+    """Records before have larger numbers of draws: they must not come back."""
+    wanted = store_path.with_suffix(".wanted")
+
+    def work() -> None:
+        rb = open_with(store_path, sampler)
+        fill(rb)
+        drawn(rb, 3)
+        state = rb.state_dict()
+        drawn(rb, 20)
+        rb.extend(rows(10, 100))
+        drawn(rb, 20)
+        rb.flush()
+        rb.load_state_dict(state)
+        torch.save(state, wanted)
+
+    in_child(work)
+    with open_with(store_path, sampler) as rb:
+        assert rb.storage.draw == 3
+        after = drawn(rb, 20)
+        rb.load_state_dict(torch.load(wanted))
+        assert drawn(rb, 20) == after
+
+
+def test_a_state_that_does_not_fit_changes_nothing(tmp_path: Path) -> None:
+    with open_with(tmp_path / "a.exp", "random", seed=None) as rb:
+        fill(rb)
+        drawn(rb, 3)
+        state = rb.state_dict()
+        wanted = drawn(rb, 5)
+        for wrong, text in (
+            ({"seed": 2}, "seed 2"),
+            ({"last_id": 1000}, "up to id 1000"),
+            ({"generator": given().get_state()}, "the state draws by a generator"),
+        ):
+            with pytest.raises(StateError, match=text):
+                rb.load_state_dict(state | wrong)
+        assert rb.storage.draw == 8
+        rb.load_state_dict(state)
+        assert drawn(rb, 5) == wanted
+    with open_with(tmp_path / "a.exp", "random", seed=3) as rb:
+        with pytest.raises(StateError, match="the buffer draws by a generator"):
+            rb.load_state_dict(state)
+        with pytest.raises(StateError, match="another kind of generator"):
+            rb.load_state_dict(rb.state_dict() | {"generator": torch.zeros(16, dtype=torch.uint8)})
+
+
+def test_threads_that_draw_by_a_generator_take_a_step_each(store_path: Path) -> None:
+    """However they interleave, the state that is kept belongs to the number of batches."""
+    with open_with(store_path, "random") as rb:
+        fill(rb)
+        threads = [threading.Thread(target=drawn, args=(rb, 200, 4)) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for _ in range(20):
+            rb.flush()
+        for thread in threads:
+            thread.join()
+        wanted = drawn(rb, 5)
+        reference = TensorDictReplayBuffer(storage=MemoryStorage(1000), generator=given())
+        fill(reference)
+        drawn(reference, 600, 4)
+        assert drawn(reference, 5) == wanted

@@ -1,0 +1,389 @@
+"""Batches made ahead: the same ones as without, and never one that has become wrong meanwhile."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+
+import expstore
+from expstore import (
+    MemoryStorage,
+    NotReadyError,
+    PrioritizedSampler,
+    RandomSampler,
+    SamplerWithoutReplacement,
+    StateError,
+    TensorDictReplayBuffer,
+)
+from expstore.samplers.base import Sampler
+from expstore.storages.base import Storage
+from expstore.types import Selection
+
+SAMPLERS: dict[str, Callable[[], Sampler]] = {
+    "random": RandomSampler,
+    "prioritized": PrioritizedSampler,
+    "without": SamplerWithoutReplacement,
+}
+SIZE = 16
+
+
+def rows(count: int, first: int = 0) -> TensorDict:
+    return TensorDict({"number": torch.arange(first, first + count)}, [count])
+
+
+def in_memory(prefetch: int, sampler: str = "random", capacity: int = 1000, **more: Any) -> Any:
+    return TensorDictReplayBuffer(
+        storage=MemoryStorage(capacity, seed=1),
+        sampler=SAMPLERS[sampler](),
+        batch_size=SIZE,
+        prefetch=prefetch,
+        **more,
+    )
+
+
+def drawn(rb: TensorDictReplayBuffer, batches: int, size: int | None = None) -> list[list[int]]:
+    return [rb.sample(size)["number"].tolist() for _ in range(batches)]
+
+
+class Watched(RandomSampler):
+    """Tell of every selection."""
+
+    def __init__(self) -> None:
+        self.made: list[str] = []
+        self.enough = threading.Semaphore(0)
+
+    def sample(self, storage: Storage, batch_size: int, generator: np.random.Generator) -> Selection:
+        self.made.append(threading.current_thread().name)
+        self.enough.release()
+        return super().sample(storage, batch_size, generator)
+
+
+# ---------------------------------------------------------------------------------------------------
+# The same batches, earlier.
+
+
+@pytest.mark.parametrize("generator", [False, True])
+@pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.parametrize("prefetch", [1, 3])
+def test_the_batches_are_the_same(prefetch: int, sampler: str, generator: bool) -> None:
+    found = []
+    for ahead in (0, prefetch):
+        given = torch.Generator().manual_seed(5) if generator else None
+        rb = in_memory(ahead, sampler, generator=given)
+        rb.extend(rows(100))
+        found.append(drawn(rb, 7) + drawn(rb, 3, 5) + drawn(rb, 7))
+        found[-1] += [batch["number"].tolist() for batch in itertools.islice(rb, 7)]
+        rb.close()
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("prefetch", [1, 4])
+def test_they_are_made_before_they_are_asked_for(prefetch: int) -> None:
+    sampler = Watched()
+    rb = TensorDictReplayBuffer(
+        storage=MemoryStorage(100), sampler=sampler, batch_size=SIZE, prefetch=prefetch
+    )
+    rb.extend(rows(100))
+    rb.sample()
+    for _ in range(prefetch + 1):
+        assert sampler.enough.acquire(timeout=60)
+    assert len(sampler.made) == prefetch + 1
+    assert all(name.startswith("expstore-prefetch") for name in sampler.made)
+    assert rb.stats()["prefetch_queue_size"] == prefetch
+    rb.close()
+
+
+def test_every_pass_ends_where_it_ends() -> None:
+    rb = in_memory(3, "without", capacity=100)
+    rb.extend(rows(100))
+    for _ in range(3):
+        batches = [batch["number"].tolist() for batch in rb]
+        assert [len(batch) for batch in batches] == [16] * 6 + [4]
+        assert sorted(itertools.chain(*batches)) == list(range(100))
+    rb.close()
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_many_threads_are_served_once_each(sampler: str) -> None:
+    rb, alone = in_memory(3, sampler), in_memory(0, sampler)
+    for each in (rb, alone):
+        each.extend(rows(SIZE * 40))
+    found: list[list[int]] = []
+    threads = [threading.Thread(target=lambda: found.extend(drawn(rb, 10))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(found) == sorted(drawn(alone, 40))
+    rb.close()
+
+
+# ---------------------------------------------------------------------------------------------------
+# What has become wrong is made anew.
+
+
+def test_no_row_that_was_overwritten_goes_out() -> None:
+    rb = in_memory(4, capacity=64)
+    rb.extend(rows(64))
+    for turn in range(1, 30):
+        rb.sample()
+        rb.extend(rows(100, turn * 100))  # longer than ring and spare
+        assert min(drawn(rb, 1)[0]) >= turn * 100 + 36
+    rb.close()
+
+
+def test_rows_that_stay_are_not_drawn_again() -> None:
+    sampler = Watched()
+    rb = TensorDictReplayBuffer(storage=MemoryStorage(1000), sampler=sampler, batch_size=SIZE, prefetch=2)
+    rb.extend(rows(500))
+    for turn in range(20):
+        rb.sample()
+        rb.extend(rows(10, 1000 + turn * 10))
+    rb.close()
+    assert len(sampler.made) <= 22
+
+
+def test_a_change_is_in_the_next_batch() -> None:
+    rb = in_memory(4, capacity=64)
+    rb.extend(rows(64))
+    for turn in range(1, 20):
+        rb.sample()
+        rb[:] = rows(64, turn * 100)
+        assert min(drawn(rb, 1)[0]) >= turn * 100
+    rb.close()
+
+
+def test_an_emptied_buffer_hands_out_nothing() -> None:
+    rb = in_memory(4)
+    rb.extend(rows(100))
+    rb.sample()
+    rb.empty()
+    with pytest.raises(NotReadyError):
+        rb.sample()
+    rb.extend(rows(10, 500))
+    assert min(drawn(rb, 1)[0]) >= 500
+    rb.close()
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_no_batch_from_before_a_reseed(sampler: str) -> None:
+    generator = torch.Generator().manual_seed(5)
+    rb = in_memory(4, sampler, generator=generator)
+    alone = in_memory(0, sampler, generator=torch.Generator().manual_seed(5))
+    for each in (rb, alone):
+        each.extend(rows(100))
+        drawn(each, 3)
+    generator.manual_seed(9)
+    alone._generator.manual_seed(9)
+    assert drawn(rb, 5) == drawn(alone, 5)
+    rb.set_rng(torch.Generator().manual_seed(2))
+    alone.set_rng(torch.Generator().manual_seed(2))
+    assert drawn(rb, 5) == drawn(alone, 5)
+    rb.set_rng(None)
+    alone.set_rng(None)
+    assert drawn(rb, 5) == drawn(alone, 5)
+    rb.close()
+
+
+def test_a_growing_store_begins_its_pass_anew() -> None:
+    found = []
+    for ahead in (0, 3):
+        rb = in_memory(ahead, "without")
+        rb.extend(rows(50))
+        batches = []
+        for turn in range(10):
+            batches += drawn(rb, 2)
+            rb.extend(rows(7, 100 + 10 * turn))
+        found.append(batches)
+        rb.close()
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_a_version_that_is_loaded_shows_at_once(tmp_path: Path, sampler: str) -> None:
+    with expstore.open(tmp_path / "a.exp", capacity=100, seed=1, sampler=SAMPLERS[sampler]()) as other:
+        other.extend(rows(100, 700))
+        other.dumps(tmp_path / "versions")
+        wanted = drawn(other, 5, SIZE)
+    with expstore.open(
+        tmp_path / "b.exp", capacity=100, sampler=SAMPLERS[sampler](), batch_size=SIZE, prefetch=3
+    ) as rb:
+        rb.extend(rows(100))
+        drawn(rb, 2)
+        rb.loads(tmp_path / "versions")
+        assert drawn(rb, 5) == wanted
+
+
+# ---------------------------------------------------------------------------------------------------
+# What was made and not handed out does not count.
+
+
+@pytest.mark.parametrize("generator", [False, True])
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_a_killed_store_goes_on_with_what_was_not_handed_out(
+    store_path: Path, sampler: str, generator: bool
+) -> None:
+    def open_with(prefetch: int) -> TensorDictReplayBuffer:
+        return expstore.open(
+            store_path,
+            capacity=200,
+            seed=1,
+            sampler=SAMPLERS[sampler](),
+            batch_size=SIZE,
+            prefetch=prefetch,
+            generator=torch.Generator().manual_seed(5) if generator else None,
+        )
+
+    child = os.fork()
+    if child == 0:
+        try:
+            rb = open_with(4)
+            rb.extend(rows(100))
+            drawn(rb, 5)
+            rb.flush()
+            drawn(rb, 3)
+        finally:
+            os.kill(os.getpid(), signal.SIGKILL)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    alone = in_memory(0, sampler, 200, generator=torch.Generator().manual_seed(5) if generator else None)
+    alone.extend(rows(100))
+    wanted = drawn(alone, 60)
+    with open_with(0) as rb:
+        assert rb.storage.draw == 8
+        assert drawn(rb, 20) == wanted[8:28]
+    with open_with(2) as rb:
+        assert drawn(rb, 20) == wanted[28:48]
+        state = rb.state_dict()
+        assert drawn(rb, 12) == wanted[48:]
+        rb.load_state_dict(state)
+        assert drawn(rb, 12) == wanted[48:]
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.parametrize("generator", [False, True])
+def test_an_interrupted_call_loses_no_batch(
+    monkeypatch: pytest.MonkeyPatch, sampler: str, generator: bool
+) -> None:
+    rb, alone = (
+        in_memory(ahead, sampler, generator=torch.Generator().manual_seed(5) if generator else None)
+        for ahead in (3, 0)
+    )
+    for each in (rb, alone):
+        each.extend(rows(100))
+        drawn(each, 3)
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Future, "result", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            rb.sample()
+    assert drawn(rb, 5) == drawn(alone, 5)
+    rb.close()
+
+
+def test_a_failure_reaches_the_caller_and_passes() -> None:
+    rb = in_memory(2, "without", capacity=20)
+    rb.sampler.drop_last = True
+    rb.extend(rows(20))
+    drawn(rb, 1)
+    with pytest.raises(ValueError, match="greater than the storage capacity"):
+        rb.sample(50)
+    assert len(drawn(rb, 1)[0]) == SIZE
+    rb.close()
+
+
+# ---------------------------------------------------------------------------------------------------
+# Life.
+
+
+def test_closing_ends_the_thread(store_path: Path) -> None:
+    before = threading.active_count()
+    rb = expstore.open(store_path, batch_size=SIZE, prefetch=2)
+    rb.extend(rows(100))
+    rb.sample()
+    rb.close()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("expstore-prefetch")]
+    assert threading.active_count() <= before + 1  # the pool that compiled code is loaded in
+    with pytest.raises(StateError, match="closed"):
+        rb.sample()
+    rb.close()
+
+
+def test_a_forgotten_buffer_lets_the_store_go(store_path: Path) -> None:
+    rb = expstore.open(store_path, batch_size=SIZE, prefetch=2)
+    rb.extend(rows(100))
+    rb.sample()
+    while not all(future.done() for _, future in list(rb._ahead._queue)):
+        pass
+    with pytest.warns(ResourceWarning, match="forgotten without close"):
+        del rb
+    with expstore.open(store_path, batch_size=SIZE) as again:
+        assert len(again) == 100
+
+
+def test_a_fork_draws_for_itself(store_path: Path) -> None:
+    with expstore.open(
+        store_path, batch_size=SIZE, prefetch=2, sampler=SamplerWithoutReplacement(), capacity=1000
+    ) as rb:
+        rb.extend(rows(100))
+        rb.sample()
+        rb.flush()
+        with rb.sampler._lock:  # type: ignore[attr-defined]  # as the thread that makes batches may hold it
+            child = os.fork()
+            if child == 0:
+                signal.alarm(60)
+                sizes = {batch.shape[0] for batch in rb}
+                os._exit(0 if sizes <= {16, 4} else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert rb.sample().shape == (SIZE,)
+
+
+def test_what_no_buffer_can_do_is_refused(store_path: Path) -> None:
+    with pytest.raises(ValueError, match="prefetch must be at least 0"):
+        expstore.open(store_path, prefetch=-1)
+    if not torch.accelerator.is_available():
+        with pytest.raises(ValueError, match="pin_memory is for copies to an accelerator"):
+            expstore.open(store_path, pin_memory=True)
+    assert not store_path.exists()
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_batches_arrive_on_the_device(prefetch: int) -> None:
+    rb = in_memory(prefetch, device="meta")
+    rb.extend(rows(100))
+    batch, info = rb.sample(return_info=True)
+    assert batch.device == info["index"].device == torch.device("meta")
+    rb.close()
+
+
+@pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_pinned_batches_go_to_an_accelerator(prefetch: int) -> None:
+    device = torch.accelerator.current_accelerator()
+    assert device is not None
+    plain = in_memory(0)
+    rb = in_memory(prefetch, device=device, pin_memory=True)
+    pinned = in_memory(prefetch, pin_memory=True)
+    for each in (plain, rb, pinned):
+        each.extend(rows(100))
+    wanted = drawn(plain, 50)
+    assert drawn(rb, 50) == wanted
+    for numbers in wanted:
+        batch = pinned.sample()
+        assert batch["number"].is_pinned()
+        assert batch["number"].tolist() == numbers
+    rb.close()
+    pinned.close()
