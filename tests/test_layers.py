@@ -89,6 +89,7 @@ ALLOWED_SIDEWAYS: tuple[tuple[str, str], ...] = (
     ("storages.recovery", "storages.columnwriter"),
     ("storages.journaled", "storages.columnwriter"),
     ("storages.zarr", "storages.columnwriter"),
+    ("storages.zarr", "storages.overlay"),
     ("storages.folder", "storages.columns"),
     ("storages.chronicle", "storages.folder"),
     ("storages.chronicle", "storages.records"),

@@ -1,7 +1,7 @@
 """Rows as they should read where the columns do not have them yet.
 
 Used by followers, which must not write to the columns what a stopped writer had only put into the
-journal. It holds few rows and touches no files.
+journal, and by the writer where the disk took half of a change. It holds few rows and touches no files.
 """
 
 from __future__ import annotations

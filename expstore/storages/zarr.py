@@ -23,6 +23,7 @@ from expstore.storages.columnwriter import WritableColumns
 from expstore.storages.folder import COLUMNS
 from expstore.storages.journaled import JournaledStorage
 from expstore.storages.loading import Arrival, build_load, commit_load, read_content
+from expstore.storages.overlay import Overlay
 from expstore.storages.recovery import Past, unsettled_blocks
 from expstore.storages.synced import RIDING_BYTES
 from expstore.storages.tail import TAIL_BYTES, TAIL_ROWS, Tail
@@ -67,11 +68,13 @@ class ZarrStorage(JournaledStorage):
         self.checksums: Checksums | None = None
         self._changed: set[int] = set()  # blocks that the next sync has summed beside those of newer rows
         self._due: set[int] = set()  # blocks that the sync under way has summed
+        self._half_written: Overlay | None = None  # rows of a change that failed after it was recorded
 
     # -- opening ---------------------------------------------------------------------------------
 
     def _open_columns(self) -> None:
         self._tail = Tail()  # the journal has all rows of the former one
+        self._half_written = None  # and this change
         schema = self.manifest.schema
         if schema is None:
             return
@@ -373,8 +376,16 @@ class ZarrStorage(JournaledStorage):
         if group is None:
             return
         touched: set[File] = set()
-        for place, values in zip(places, columns, strict=True):
-            touched.update(group.columns[place].write_rows(slots, values))
+        try:
+            for place, values in zip(places, columns, strict=True):
+                touched.update(group.columns[place].write_rows(slots, values))
+        except BaseException:
+            # The journal has the change; until it is read again nobody is to see half of one.
+            left = Overlay()
+            for place, values in zip(places, columns, strict=True):
+                left.put(place, slots, values)
+            self._half_written = left
+            raise
         with self.episode_lock:
             self._touched |= touched
             self._changed.update((slots // BLOCK_ROWS).tolist())
@@ -389,8 +400,10 @@ class ZarrStorage(JournaledStorage):
             self.drain()
         except StorageError:
             return self._take_beside(columns, slots, places)
-        wanted = columns[: -len(ROW_FIELDS)] if places is None else [columns[place] for place in places]
-        return [column.take(slots) for column in wanted]
+        wanted = range(len(columns) - len(ROW_FIELDS)) if places is None else places
+        if self._half_written is not None:
+            return [self._half_written.take(place, columns[place], slots) for place in wanted]
+        return [columns[place].take(slots) for place in wanted]
 
     def _take_beside(
         self, columns: Sequence[Column], slots: IntArray, places: Sequence[int] | None
@@ -422,6 +435,10 @@ class ZarrStorage(JournaledStorage):
         columns = self.columns.columns
         found: list[list[Array]] = []
         for place in places:
+            if self._half_written is not None and place < len(columns) - 1:
+                parts = [self._half_written.parts(place, columns[place], slot, n) for slot, _, n in runs]
+                found.append([part[0] if len(part) == 1 else np.concatenate(part) for part in parts])
+                continue
             source = self.priorities if place == len(columns) - 1 else columns[place].view
             found.append([source[slot : slot + n] for slot, _, n in runs])
         return found

@@ -6,6 +6,7 @@ goes on or says why it does not. Stores are small, rows are functions of their i
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 import os
@@ -19,6 +20,7 @@ from typing import Any
 import ledger as facts
 import numpy as np
 import pytest
+import torch
 from checks import Wrong, check_episodes, check_rows, check_sql, expect
 from children import candidates, fit_constants, matching, new_ledger, open_store, perform
 from gaps import NoKeeper
@@ -319,8 +321,10 @@ def test_an_index_that_cannot_be_written_stops_nothing(tmp_path: Path) -> None:
 @pytest.mark.torture
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(("spec", "name"), CASES)
-def test_every_act(spec: Spec, name: str, tmp_path: Path) -> None:
+def test_every_act(spec: Spec, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     acts, seen = enumerate_faults(spec, FAULTS[name], tmp_path, stride=1)
+    with capsys.disabled():
+        print(f"\n{spec.name}, {name}: {acts} acts, {dict(seen)}")
     assert acts > 300
     assert bool(seen) == (name != "short")
 
@@ -328,8 +332,10 @@ def test_every_act(spec: Spec, name: str, tmp_path: Path) -> None:
 @pytest.mark.torture
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", FAULTS)
-def test_every_act_with_an_index(name: str, tmp_path: Path) -> None:
-    enumerate_faults(SPECS[0], FAULTS[name], tmp_path, stride=3, sql=True)
+def test_every_act_with_an_index(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    acts, seen = enumerate_faults(SPECS[0], FAULTS[name], tmp_path, stride=3, sql=True)
+    with capsys.disabled():
+        print(f"\nwith an index, {name}: every third of {acts} acts, {dict(seen)}")
 
 
 @pytest.mark.parametrize("step", ["take_over", "_adopt", "_settle", "_claim_state"])
@@ -362,3 +368,47 @@ def test_a_reading_again_that_fails_leaves_what_was_open(
     check_rows(rb, state)
     check_episodes(rb, state)
     rb.close()
+
+
+@pytest.mark.parametrize("name", ["ENOSPC", "full"])
+def test_half_a_change_is_never_read(tmp_path: Path, name: str) -> None:
+    """Wherever `[]=` fails: until the disk takes the change its rows are the old ones or the new ones."""
+    spec = SPECS[0]
+    fit_constants(spec)
+    disk = FaultyDisk(FAULTS[name], 0)
+    rb, state = open_store(spec, tmp_path / "run.exp", disk, index=False), new_ledger(spec)
+    state.reopen()
+    for op in facts.extends(state, np.random.default_rng(3), 3):
+        perform(rb, state, op)
+        state.apply(op)
+    rb.flush()
+    seen: Counter[int] = Counter()
+    for number in itertools.count(1):
+        op = Op("change", ids=state.ids[[-1, 3, 4, -7]], version=number)
+        disk.at, disk.failed = disk.acts + number, []
+        with contextlib.suppress(StorageError):
+            perform(rb, state, op)
+        if disk.acts < disk.at:
+            disk.heal()
+            break
+        states = candidates(state, op)
+        shown = [_shows(rb, known) for known in states]
+        assert any(shown), f"act {number}, {disk.failed}"
+        disk.heal()
+        rb.flush()
+        state = matching(rb, [known.copy() for known in states])
+        seen[shown.index(True)] += 1
+    assert seen[0] > 3  # the new rows
+    assert seen[1] > 0
+    rb.storage.close()
+
+
+def _shows(rb: TensorDictReplayBuffer, state: Ledger) -> bool:
+    """Say whether all rows are as a ledger has them, viewed and gathered."""
+    wanted = facts.values(state.spec, state.origin[state.ids], state.version[state.ids])
+    taken = rb[torch.from_numpy((state.ids - 1) % state.spec.capacity)]
+    try:
+        check_rows(rb, state.copy())
+    except Wrong:
+        return False
+    return all(np.array_equal(taken[key].numpy(), rows) for key, rows in wanted.items())
