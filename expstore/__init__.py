@@ -13,6 +13,7 @@ __version__ = "0.1.0.dev0"
 
 _HOME = {
     "Collector": "expstore.collectors",
+    "ConsumingSampler": "expstore.samplers",
     "CorruptionError": "expstore.errors",
     "ExpStoreError": "expstore.errors",
     "Field": "expstore.schema",
@@ -45,6 +46,7 @@ _HOME = {
 
 __all__ = [
     "Collector",
+    "ConsumingSampler",
     "CorruptionError",
     "ExpStoreError",
     "Field",
@@ -95,6 +97,7 @@ if TYPE_CHECKING:
     )
     from expstore.prioritized import PrioritizedReplayBuffer, TensorDictPrioritizedReplayBuffer
     from expstore.samplers import (
+        ConsumingSampler,
         PrioritizedSampler,
         RandomSampler,
         RecencySampler,

@@ -18,7 +18,7 @@ from expstore.drawing import DrawingHandle
 from expstore.draws import Turn
 from expstore.errors import NotFoundError, SchemaError, StateError
 from expstore.samplers.base import Sampler
-from expstore.samplers.random import RandomSampler
+from expstore.samplers.consuming import consume_after
 from expstore.schema import Schema
 from expstore.storages.base import Storage
 from expstore.storages.memory import MemoryStorage
@@ -57,6 +57,7 @@ class ReplayBuffer(DrawingHandle):
         pin_memory: Hand out batches in pinned memory; with `device` they are copied there without waiting.
         generator: What all draws follow from; None: the store's seed. Its state is kept at every sync,
             and a store that keeps one goes on there.
+        consume_after_n_samples: Hand each row out so many times; see `ConsumingSampler`.
 
     Example:
         >>> rb = ReplayBuffer(storage=MemoryStorage(1000), batch_size=2)
@@ -84,11 +85,12 @@ class ReplayBuffer(DrawingHandle):
         prefetch: int | None = None,
         pin_memory: bool = False,
         generator: torch.Generator | None = None,
+        consume_after_n_samples: int | None = None,
     ) -> None:
         check_drawing(batch_size, prefetch, pin_memory)
         super().__init__(
             MemoryStorage(1000) if storage is None else storage,
-            RandomSampler() if sampler is None else sampler,
+            consume_after(consume_after_n_samples, sampler, prefetch=prefetch),
             prefetch=prefetch or 0,
             generator=generator,
         )
@@ -180,7 +182,7 @@ class ReplayBuffer(DrawingHandle):
             A TensorDict that owns its memory, batch size `[batch_size]`.
 
         Raises:
-            NotReadyError: The store is empty.
+            NotReadyError: The store is empty, or no row is left that may still be drawn.
         """
         batch, selection = self._next_batch(self._wanted(batch_size))
         return (batch, self._info(selection)) if return_info else batch
@@ -238,7 +240,7 @@ class ReplayBuffer(DrawingHandle):
         return int(self._append(batch, source, return_ids=False)[0])
 
     def __len__(self) -> int:
-        return len(self._storage)
+        return self._sampler.left(self._storage)
 
     def __getitem__(self, index: Index | str | tuple[str, ...]) -> Any:
         """Read rows by index, or one field of all rows by key."""
@@ -423,6 +425,7 @@ class TensorDictReplayBuffer(ReplayBuffer):
         writer: See there.
         batch_size: See there.
         device: See there.
+        consume_after_n_samples: See there.
     """
 
     _own_keys = frozenset({"index", "id", "priority_weight"})

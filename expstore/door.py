@@ -13,6 +13,7 @@ from expstore.buffers import TensorDictReplayBuffer, check_drawing
 from expstore.errors import StateError
 from expstore.files import ReadingDisk
 from expstore.samplers.base import Sampler
+from expstore.samplers.consuming import consume_after
 from expstore.schema import Schema
 from expstore.snapshots import find_version, is_snapshots
 from expstore.storages.folder import FolderStorage
@@ -35,6 +36,7 @@ def open(
     storage: Literal["zarr"] | None = None,
     batch_size: int | None = None,
     sampler: Sampler | None = None,
+    consume_after_n_samples: int | None = None,
     seed: int | None = None,
     schema: Schema | None = None,
     traj_key: str | tuple[str, ...] | None = None,
@@ -64,6 +66,8 @@ def open(
         storage: How rows are kept; "zarr".
         batch_size: Of `sample` and iteration.
         sampler: What makes up a batch; uniform by default.
+        consume_after_n_samples: Hand each row out so many times; see `ConsumingSampler`. The store keeps how
+            often each was.
         seed: Key of all draws; a new store without one picks one and keeps it. With mode "r" the
             reader's own.
         schema: The fields, if they are to be fixed before the first rows come.
@@ -101,6 +105,7 @@ def open(
         ...     rb.sample()
     """
     check_drawing(batch_size, prefetch, pin_memory)  # before the folder is touched
+    sampler = consume_after(consume_after_n_samples, sampler, prefetch=prefetch)
     path, mode = _find(Path(path), mode, version)
     settings = Settings(
         mode=mode,
@@ -116,9 +121,8 @@ def open(
         min_free_bytes=min_free_bytes,
         on_sigterm=on_sigterm,
     )
-    kept = _open_storage(path, capacity, settings)
     return _in_buffer(
-        kept,
+        _open_storage(path, capacity, settings),
         sampler=sampler,
         batch_size=batch_size,
         device=device,

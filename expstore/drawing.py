@@ -104,7 +104,7 @@ class DrawingHandle(StoreHandle):
     def _check_readable(self) -> None:
         if self._storage.closed:
             raise StateError("the store is closed", hint="open it again with expstore.open()")
-        if not len(self._storage):
+        if not self._sampler.left(self._storage):
             raise NotReadyError("Cannot sample from an empty storage", hint="extend() it first")
 
     def set_rng(self, generator: torch.Generator | None) -> None:

@@ -53,6 +53,7 @@ from expstore.storages.checksums import (
 )
 from expstore.storages.folder import COLUMNS, JOURNAL, LOG, ORIGIN, VERSION
 from expstore.storages.frozen import Frozen, frozen
+from expstore.storages.sampledcolumn import has_sampled
 from expstore.storages.zarrmeta import Layout, make_metadata, read_layout, shard_footer, shard_name
 from expstore.types import Array
 
@@ -190,12 +191,13 @@ class _Build:
 
 @dataclass(frozen=True, slots=True)
 class _Former:
-    """The version before: its folder, its checksums, and the store's when it was made."""
+    """The version before: its folder, its checksums, the store's when it was made, whether it has counts."""
 
     folder: Path
     sums: Array
     origin: Array
     layout: Layout
+    counted: bool
 
 
 def _find_former(disk: Disk, known: Sequence[Version], state: Frozen) -> _Former | None:
@@ -203,7 +205,7 @@ def _find_former(disk: Disk, known: Sequence[Version], state: Frozen) -> _Former
     schema = state.manifest.schema
     if not known or schema is None or state.sums is None:
         return None
-    folder, width = known[-1].path, len(state.fields) - 1
+    folder, width = known[-1].path, state.summed
     try:
         manifest = Manifest.load(disk, folder)
         sums = read_entries(disk.read_whole(folder / CHECKSUMS), width, folder / CHECKSUMS)
@@ -213,7 +215,7 @@ def _find_former(disk: Disk, known: Sequence[Version], state: Frozen) -> _Former
         return None  # it cannot be trusted, or was made before the first rows
     same = manifest.uuid == state.manifest.uuid and manifest.schema == schema
     same = same and (manifest.capacity, manifest.spare) == (state.manifest.capacity, state.manifest.spare)
-    return _Former(folder, sums, origin, layout) if same else None
+    return _Former(folder, sums, origin, layout, has_sampled(disk, folder / COLUMNS)) if same else None
 
 
 def _shard_rows(columns: int, slots: int) -> int:
@@ -247,8 +249,8 @@ class _Copy:
         blocks = self.shards * self.rows // BLOCK_ROWS
         #: Those that hold rows which can be read.
         self.blocks = blocks_of(state.pieces)
-        #: A checksum per column, but for priority, and block.
-        self.sums = np.zeros(blocks, entry_dtype(max(0, len(self.fields) - 1)))
+        #: A checksum per block and column that has them.
+        self.sums = np.zeros(blocks, entry_dtype(state.summed))
 
     def run(self) -> None:
         """Copy all rows, oldest first, and let the writer have the slots of those that are copied."""
@@ -280,7 +282,11 @@ class _Copy:
         top, former = self.build.folder / COLUMNS, self.former
         for entry in self.fields:
             self.build.make_folder(top / entry.path)
-        if former is not None and former.layout.length == self.length:
+        if (
+            former is not None
+            and former.layout.length == self.length
+            and former.counted >= self.state.counted
+        ):
             paths = {Path(entry.path) for entry in self.fields}
             names = {Path(), *paths, *(parent for path in paths for parent in path.parents)}
             links = [Path(COLUMNS) / name / "zarr.json" for name in sorted(names)]
@@ -322,8 +328,10 @@ class _Copy:
         former, done = self.former, np.zeros((len(self.fields), self.shards), bool)
         if former is None:
             return done
-        done[:-1] = self._unchanged()
-        done[-1] = [self._same_priorities(shard) for shard in range(self.shards)]
+        summed = self.state.summed
+        done[:summed] = self._unchanged()
+        for place in range(summed, len(self.fields)):
+            done[place] = [self._same_values(place, shard) for shard in range(self.shards)]
         blocks = np.flatnonzero(np.repeat(done[0], self.rows // BLOCK_ROWS))
         self.sums["sums"][blocks] = former.sums["sums"][blocks]
         for place, entry in enumerate(self.fields):
@@ -337,19 +345,19 @@ class _Copy:
     def _name(self, place: int, shard: int) -> str:
         return shard_name(shard, len(self.fields[place].shape), SEPARATOR)
 
-    def _same_priorities(self, shard: int) -> bool:
-        """Say whether the version before has the same priorities."""
-        former, last = self.former, len(self.fields) - 1
+    def _same_values(self, place: int, shard: int) -> bool:
+        """Say whether the version before has the same in a column without checksums."""
+        former = self.former
         if former is None or shard >= former.sums.size * BLOCK_ROWS // self.rows:
             return False
         try:
             found = self.disk.read_whole(
-                former.folder / COLUMNS / self.fields[last].path / self._name(last, shard)
+                former.folder / COLUMNS / self.fields[place].path / self._name(place, shard)
             )
         except StorageError:
             return False
-        wanted = self._block(last, shard * self.rows, self.rows)
-        return len(found) == self._sizes[last] and found[: wanted.nbytes] == wanted.tobytes()
+        wanted = self._block(place, shard * self.rows, self.rows)
+        return len(found) == self._sizes[place] and found[: wanted.nbytes] == wanted.tobytes()
 
     def _block(self, place: int, slot: int, count: int) -> Array:
         """Return the rows of a run of slots, zeros where none can be read. Shape `(count, *row shape)`."""
@@ -380,7 +388,7 @@ class _Copy:
                     file.write(block, number * BLOCK_ROWS * width)
                     crc = google_crc32c.value(block.reshape(-1).view(np.uint8))
                     written += block.nbytes
-                if place < len(self.fields) - 1:  # priorities have no sum
+                if place < self.state.summed:
                     self.sums["sums"][slot // BLOCK_ROWS, place] = crc
             file.write(footer, self.rows * width)
         finally:

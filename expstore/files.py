@@ -300,7 +300,7 @@ class Disk:
 
     def scatter(
         self,
-        arrays: Sequence[NDArray[Any]],
+        arrays: Sequence[NDArray[Any]] | NDArray[Any],
         files: Sequence[File],
         fds: _Ints,
         addresses: _Ints,
@@ -310,7 +310,7 @@ class Disk:
         """Write arrays to one file each, keeping the GIL.
 
         Args:
-            arrays: C-contiguous. `n` of them.
+            arrays: C-contiguous. `n` of them, or one that holds them all along its first axis.
             files: Where each goes.
             fds: Their descriptors. Shape `(n,)`, int64, as the rest.
             addresses: Where each array's bytes begin. Shape `(n,)`.

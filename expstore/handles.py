@@ -19,10 +19,11 @@ from expstore.dumping import dump
 from expstore.errors import StateError
 from expstore.schema import Schema
 from expstore.snapshots import OWN_FOLDER, Version, find_version
-from expstore.storages.base import Storage, describe
+from expstore.storages.base import Storage
 from expstore.storages.catalog import Catalog
 from expstore.storages.folder import FolderStorage
 from expstore.storages.follower import Origin
+from expstore.storages.stats import describe
 
 if TYPE_CHECKING:
     from expstore.index import Result

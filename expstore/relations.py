@@ -26,7 +26,10 @@ ROW_COLUMNS: dict[str, pa.DataType] = {
     "_step": pa.int64(),
     "_time": pa.timestamp("us"),
     "_priority": pa.float32(),
+    "_sampled": pa.uint32(),
 }
+#: Shown only where there is such a column.
+_OPTIONAL = {"_sampled"}
 
 # The Arrow table below the views. Fields cannot have this name: none begins with two underscores.
 _TABLE = "__columns"
@@ -89,7 +92,8 @@ class Relations:
         items = [_Item(f"c{place}", column) for place, column in enumerate(fields)]
         data = {item.name: item.data() for item in items if item.stored}
         rows = max(map(len, (*row.values(), *data.values())), default=0)
-        missing = {name: pa.nulls(rows, kind) for name, kind in ROW_COLUMNS.items() if name not in row}
+        names = [name for name in ROW_COLUMNS if name in row or name not in _OPTIONAL]
+        missing = {name: pa.nulls(rows, ROW_COLUMNS[name]) for name in names if name not in row}
         index = "_index" if "_index" in row else f"(_id - 1){_modulo(self.capacity)} AS _index"
         raw = pa.table(row | missing | data)
         half = {item.name: item.column.dtype for item in items if item.column.dtype in _HALF and item.stored}
@@ -97,7 +101,7 @@ class Relations:
             from expstore.halves import widened  # loads pyarrow.dataset, and with it pandas: 0.2 s
 
         cursor.register(_TABLE, widened(raw, half) if half else raw)
-        cursor.execute(f"CREATE TEMP VIEW transitions AS SELECT {_select(items, index)} FROM {_TABLE}")
+        cursor.execute(f"CREATE TEMP VIEW transitions AS SELECT {_select(items, names, index)} FROM {_TABLE}")
         # Each view takes half a millisecond. Where the text hides a name, the index's own table answers.
         text = sql.lower()
         if self.columns and "priorities" in text:
@@ -166,7 +170,7 @@ def _modulo(capacity: int | None) -> str:
     return "" if capacity is None else f" % {int(capacity)}"
 
 
-def _select(items: Sequence[_Item], index: str) -> str:
+def _select(items: Sequence[_Item], names: Sequence[str], index: str) -> str:
     """Name all columns: first the row columns, then the fields, nested keys as structs."""
     tree: dict[str, Any] = {}
     for item in items:
@@ -174,8 +178,8 @@ def _select(items: Sequence[_Item], index: str) -> str:
         for part in item.column.key[:-1]:
             branch = branch.setdefault(part, {})
         branch[item.column.key[-1]] = item.expression()
-    taken = {name.lower() for name in ROW_COLUMNS}
-    shown = [index if name == "_index" else name for name in ROW_COLUMNS]
+    taken = {name.lower() for name in names}
+    shown = [index if name == "_index" else name for name in names]
     for name, value in tree.items():
         while name.lower() in taken:
             name += "_"

@@ -110,8 +110,8 @@ def test_a_tree_that_grew_draws_as_one_that_was_made_at_once(tmp_path: Path) -> 
         one = grown.sample(rb.storage, 500, Draws(1).generator(number))
         two = other.sample(rb.storage, 500, Draws(1).generator(number))
         np.testing.assert_array_equal(one.ids, two.ids)
-    assert other._tree is not None
-    assert grown._tree.size == other._tree.size == 1 << 15
+    assert other._weights.tree is not None
+    assert grown._weights.tree.size == other._weights.tree.size == 1 << 15
     rb.close()
 
 
@@ -282,7 +282,9 @@ def test_threads_sample_while_one_writes_and_sets() -> None:
     priorities = rb.storage.priorities[rb.storage.slot_of(np.arange(1, 2001) + rb.storage.window.low)]
     sampler: Any = rb._sampler
     rb.sample()
-    assert sampler._tree.total == pytest.approx(((priorities.astype(np.float64) + EPS) ** ALPHA).sum())
+    assert sampler._weights.tree.total == pytest.approx(
+        ((priorities.astype(np.float64) + EPS) ** ALPHA).sum()
+    )
 
 
 def test_a_reader_samples_by_the_priorities_on_the_disk(tmp_path: Path) -> None:

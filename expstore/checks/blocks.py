@@ -43,7 +43,7 @@ def check_metadata(inspection: Inspection) -> None:
     if group is None:
         return
     folder = group.folder
-    arrays = {f"{column.entry.path}/zarr.json": column for column in group.columns}
+    arrays = {f"{column.entry.path}/zarr.json": column for column in inspection.columns}
     for name, wanted in metadata_of(inspection).items():
         path, array = folder / name, arrays.get(name)
         trouble = _metadata_trouble(inspection, path, parse_metadata(wanted), array)
@@ -63,11 +63,12 @@ def metadata_of(inspection: Inspection) -> dict[str, bytes]:
     group = inspection.group
     if group is None:
         return {}
-    sound = [column.separator for column in group.columns if column.fault is None]
+    columns = inspection.columns
+    sound = [column.separator for column in columns if column.fault is None]
     separator = max(sound, key=sound.count, default=SEPARATOR)
-    shards = [_shard_rows(inspection, column, separator) for column in group.columns]
+    shards = [_shard_rows(inspection, column, separator) for column in columns]
     attributes = {"expstore": {"capacity": inspection.manifest.capacity, "slots": inspection.slots}}
-    fields = [column.entry for column in group.columns]
+    fields = [column.entry for column in columns]
     return make_metadata(fields, shards, inspection.slots, attributes, separator=separator)
 
 
@@ -148,9 +149,11 @@ def check_blocks(inspection: Inspection, unsettled: set[int], progress: Progress
         done += column.rows * column.row_bytes
         if progress is not None:
             progress(done, total)
-    priority = group.columns[-1]
-    for number in _shard_numbers(inspection, priority, max(needed, default=-1) + 1):
-        _check_shard(inspection, -1, priority, number, entries, [], unsettled)
+    for column in inspection.columns[len(columns) :]:
+        # What is counted has no shard before rows are handed out, or synced.
+        due = needed if column is not inspection.sampled else needed - unsettled
+        for number in _shard_numbers(inspection, column, max(due, default=-1) + 1):
+            _check_shard(inspection, -1, column, number, entries, [], unsettled)
 
 
 def _needed_blocks(inspection: Inspection) -> set[int]:

@@ -13,7 +13,7 @@ import numpy as np
 
 from expstore.files import Disk
 from expstore.manifest import Manifest
-from expstore.storages.columns import ColumnGroup
+from expstore.storages.columns import Column, ColumnGroup
 from expstore.storages.recovery import Past
 from expstore.types import IntArray, Window, cut_run
 
@@ -58,6 +58,7 @@ class Inspection:
         path: The store.
         manifest: Its settings.
         group: Its columns, opened for reading; None: it has no fields yet.
+        sampled: The same, of how often rows were handed out; None: it has no such column.
         past: What its journal says; None: it has none that can be read.
         window: Its readable rows.
         found: Findings so far.
@@ -68,6 +69,7 @@ class Inspection:
     path: Path
     manifest: Manifest
     group: ColumnGroup | None = None
+    sampled: Column | None = None
     past: Past | None = None
     window: Window = field(default_factory=lambda: Window(0, 0))
     found: list[Finding] = field(default_factory=list)
@@ -77,6 +79,12 @@ class Inspection:
     def slots(self) -> int | None:
         """How many physical places a ring has."""
         return self.manifest.slots
+
+    @property
+    def columns(self) -> list[Column]:
+        """All columns, whether they have checksums or not."""
+        columns = [] if self.group is None else self.group.columns
+        return columns if self.sampled is None else [*columns, self.sampled]
 
     def settled_runs(self) -> list[tuple[int, int]]:
         """Return the readable rows that a mark covers, as runs: (first id, rows)."""

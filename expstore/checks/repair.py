@@ -126,7 +126,7 @@ def _costs(inspection: Inspection, outcome: Outcome, drop_damaged: bool) -> list
     gaps: list[tuple[int, int]] = []
     for finding in inspection.found:
         in_shard = finding.shard is not None and finding.kind in {*_COSTLY, "episodes"}
-        if in_shard and finding.column != "_row.priority":
+        if in_shard and finding.column not in ("_row.priority", "_row.sampled"):
             if drop_damaged:
                 gaps += finding.ids
             else:
@@ -184,7 +184,7 @@ def _make_whole(disk: Disk, inspection: Inspection, finding: Finding) -> None:
     """Give a shard its length and its index; what it has of its rows stays."""
     if inspection.group is None:
         return
-    column = next(c for c in inspection.group.columns if key_name(c.entry.key) == finding.column)
+    column = next(c for c in inspection.columns if key_name(c.entry.key) == finding.column)
     path = inspection.path / finding.path
     new = not disk.exists(path)
     disk.make_dir(path.parent)

@@ -27,6 +27,7 @@ from expstore.storages.folder import COLUMNS, JOURNAL, ORIGIN, REDO, REPAIR, VER
 from expstore.storages.records import Publish, Redo, fetch_body
 from expstore.storages.recovery import read_past, unsettled_blocks
 from expstore.storages.recovery import verify as walk
+from expstore.storages.sampledcolumn import find_sampled
 
 __all__ = ["inspect", "verify"]
 
@@ -34,11 +35,11 @@ __all__ = ["inspect", "verify"]
 def verify(path: Path, *, disk: Disk | None = None, progress: Progress | None = None) -> list[Finding]:
     """Check a closed store, or one that was left without a close.
 
-    Checked are expstore.json, the journal, every block of 4096 rows of every column but `_row/priority`,
-    shard lengths and indexes, zarr.json, ids, episodes and steps, episodes.log, and the index. Not
-    checked are priorities (they are changed all the time, and whatever they are is a priority), STATE and
-    LOCK. What an unclean stop leaves and the next opening clears away is not found, but batches that it
-    will drop are.
+    Checked are expstore.json, the journal, every block of 4096 rows of every column but `_row/priority` and
+    `_row/sampled`, shard lengths and indexes, zarr.json, ids, episodes and steps, episodes.log, and the
+    index. Not checked are priorities and how often rows were handed out (both are changed all the time, and
+    whatever they are may be so), STATE and LOCK. What an unclean stop leaves and the next opening clears
+    away is not found, but batches that it will drop are.
 
     Args:
         path: The store's folder.
@@ -76,6 +77,7 @@ def inspect(path: Path, *, disk: Disk | None = None, progress: Progress | None =
     if manifest.schema is not None:
         fields = (*manifest.schema.fields, *ROW_FIELDS)
         inspection.group = ColumnGroup(disk, path / COLUMNS, fields, manifest.slots, write=False)
+        inspection.sampled = find_sampled(disk, path / COLUMNS, manifest.slots)
     _check_version(inspection)
     unsettled = _check_journal(inspection)
     check_metadata(inspection)

@@ -4,6 +4,7 @@ Buffers take one of these.
 """
 
 from expstore.samplers.base import Sampler
+from expstore.samplers.consuming import ConsumingSampler
 from expstore.samplers.prioritized import PrioritizedSampler
 from expstore.samplers.random import RandomSampler
 from expstore.samplers.recency import RecencySampler
@@ -11,6 +12,7 @@ from expstore.samplers.staleness import StalenessAwareSampler
 from expstore.samplers.without_replacement import SamplerWithoutReplacement
 
 __all__ = [
+    "ConsumingSampler",
     "PrioritizedSampler",
     "RandomSampler",
     "RecencySampler",

@@ -41,6 +41,10 @@ class Sampler(ABC):
             generator: The random numbers of this draw.
         """
 
+    def left(self, storage: Storage) -> int:
+        """Return how many rows can still be drawn: the length of a buffer."""
+        return len(storage)
+
     def sample_again(
         self, storage: Storage, selection: Selection, generator: np.random.Generator
     ) -> Selection:

@@ -17,18 +17,16 @@ import torch
 from expstore.errors import NotReadyError
 from expstore.files import load_compiled
 from expstore.samplers.base import Sampler
-from expstore.types import Array, IntArray, Selection, Window
+from expstore.samplers.windowtree import TREES, WindowTree
+from expstore.types import Array, IntArray, Selection
 
 if TYPE_CHECKING:
     from expstore.storages.base import Storage
-    from expstore.sumtree import SumTree
 
 __all__ = ["PrioritizedSampler"]
 
 Reduction = Literal["max", "min", "mean", "median"]
 _REDUCE: dict[str, Callable[..., Any]] = {"max": np.max, "min": np.min, "mean": np.mean, "median": np.median}
-#: Loads numba: in the background when a buffer is made, at the latest with the first batch.
-_TREES = "expstore.sumtree"
 _WEIGHTS = {torch.float32: np.float32, torch.float64: np.float64}
 
 
@@ -79,8 +77,7 @@ class PrioritizedSampler(Sampler):
         self.reduction = reduction
         self.max_priority_within_buffer = max_priority_within_buffer
         self._lock = threading.Lock()
-        self._tree: SumTree | None = None
-        self._seen = (-1, Window(0, 0))  # number of upheavals, and window, that the tree shows
+        self._weights = WindowTree()
         self.beta = beta
         self._alpha = _exponent("alpha", alpha)
 
@@ -93,7 +90,8 @@ class PrioritizedSampler(Sampler):
     def alpha(self, value: float) -> None:
         value = _exponent("alpha", value)
         with self._lock:
-            self._alpha, self._tree = value, None
+            self._alpha = value
+            self._weights.drop()
 
     @property
     def beta(self) -> float:
@@ -114,10 +112,10 @@ class PrioritizedSampler(Sampler):
         if limit is not None and (storage.capacity is None or storage.capacity > limit):
             held = "any number of" if storage.capacity is None else str(storage.capacity)
             raise ValueError(f"max_capacity is {limit}, but the storage holds {held} rows")
-        self._tree = None
+        self._weights.drop()
         storage.watch_priorities(self)
         storage.max_within = self.max_priority_within_buffer
-        threading.Thread(target=load_compiled, args=(_TREES,), name="expstore-warm", daemon=True).start()
+        threading.Thread(target=load_compiled, args=(TREES,), name="expstore-warm", daemon=True).start()
 
     def reduce(self, priorities: Array) -> Array:
         """Return one priority per row. Shapes `(n, ...)` in, `(n,)` out."""
@@ -133,8 +131,8 @@ class PrioritizedSampler(Sampler):
             NotReadyError: Every priority is 0, and so is eps.
         """
         with self._lock:
-            tree = self._catch_up(storage)
-            smallest, window = tree.smallest, self._seen[1]
+            tree = self._weights.catch_up(storage, lambda places: self._weigh(storage, places))
+            smallest, window = tree.smallest, self._weights.window
             if not math.isfinite(smallest):
                 raise NotReadyError("non-positive p_sum: all priorities are 0", hint="set eps above 0")
             places, weights = tree.find(generator.random(batch_size) * tree.total)
@@ -145,40 +143,16 @@ class PrioritizedSampler(Sampler):
 
     # -- the tree --------------------------------------------------------------------------------
 
-    def _catch_up(self, storage: Storage) -> SumTree:
-        """Give new rows their weights, and take away those of rows that have left; the lock is held."""
-        tree, (upheavals, shown) = self._tree, self._seen
-        now = storage.upheavals, storage.window
-        if tree is not None and now == self._seen:
-            return tree
-        window = now[1]
-        # The shape decides how sums are rounded: it must follow from the rows alone, not from the past.
-        size = storage.slots or 1 << max(12, (window.last - 1).bit_length())
-        if tree is None or upheavals != now[0] or window.low > shown.last:
-            tree = self._tree = load_compiled(_TREES).SumTree(size)
-            places = storage.slot_of(window.ids())
-            weights = np.zeros(tree.size)
-            weights[places] = self._weigh(storage, places)
-            tree.fill(weights)
-        else:
-            tree.grow(size)
-            gone = storage.slot_of(np.arange(shown.low + 1, window.low + 1))
-            tree.set(gone, np.zeros(gone.size))
-            new = storage.slot_of(np.arange(shown.last + 1, window.last + 1))
-            tree.set(new, self._weigh(storage, new))
-        self._seen = now
-        return tree
-
     def _weigh(self, storage: Storage, places: IntArray) -> Array:
-        raise_priorities = load_compiled(_TREES).raise_priorities
+        raise_priorities = load_compiled(TREES).raise_priorities
         weights: Array = raise_priorities(storage.priorities, places, eps=self._eps, alpha=self._alpha)
         return weights
 
     def on_priorities(self, storage: Storage, places: IntArray) -> None:
         """Be told of slots whose priorities have been set."""
         with self._lock:
-            tree, (upheavals, window) = self._tree, self._seen
-            if tree is None or upheavals != storage.upheavals:
+            tree, window = self._weights.tree, self._weights.window
+            if tree is None or self._weights.upheavals != storage.upheavals:
                 return  # it will be made of all priorities
             places = places[places < tree.size]
             places = places[window.holds(storage.ids_in(places, window))]
@@ -186,11 +160,11 @@ class PrioritizedSampler(Sampler):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy needs; it makes its own tree."""
-        return {name: value for name, value in self.__dict__.items() if name not in ("_lock", "_tree")}
+        return {name: value for name, value in self.__dict__.items() if name not in ("_lock", "_weights")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take over what `__getstate__` returned."""
-        self.__dict__.update(state, _lock=threading.Lock(), _tree=None)
+        self.__dict__.update(state, _lock=threading.Lock(), _weights=WindowTree())
 
     # -- state -----------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -27,6 +27,8 @@ from expstore.storages.hold import Hold
 from expstore.storages.keys import REWARD, Keys, find_keys
 from expstore.storages.position import DrawPosition
 from expstore.storages.priorities import Watcher, check_priorities
+from expstore.storages.sampled import Sampled
+from expstore.storages.stats import Counters
 from expstore.types import Array, IntArray, Key, Window, cut_run, key_name
 
 __all__ = ["REWARD", "ROW_FIELDS", "Keys", "Rows", "Storage", "find_keys", "spare_slots"]
@@ -94,21 +96,6 @@ class Rows:
         return ids
 
 
-@dataclass(slots=True)
-class Counters:
-    """Count what users ask `stats` for."""
-
-    extends: int = 0
-    samples: int = 0
-    redraws: int = 0
-    waits: int = 0
-    wait_seconds: float = 0.0
-    syncs: int = 0
-    sync_seconds: float | None = None  # how long the last sync took
-    synced_at: float | None = None  # when it ended, on the monotonic clock
-    recovered: str | None = field(default=None)
-
-
 class Storage(DrawPosition, ABC):
     """Keep rows under ever-growing ids, and know which of them can be read.
 
@@ -157,6 +144,12 @@ class Storage(DrawPosition, ABC):
         self.uuid = "0" * 32
         self.disk = Disk()
         self.hold = Hold()
+        #: How often each row was handed out; None: nobody has asked for it yet.
+        self.sampled: Sampled | None = None
+        self.sampled_lock = (
+            threading.RLock()
+        )  # held while rows are drawn by the counts, and while they change
+        self._counting = False  # whether it is kept from the first row on
 
     # -- what can be read ------------------------------------------------------------------------
 
@@ -239,6 +232,8 @@ class Storage(DrawPosition, ABC):
         self.check_writable()
         self.spare = spare_slots(self.capacity, schema.row_bytes + ROW_BYTES)
         self._create(schema, keys)
+        if self._counting:
+            self._begin_sampled()
         self.schema, self.keys = schema, keys
 
     def write(self, rows: Rows) -> None:
@@ -259,12 +254,29 @@ class Storage(DrawPosition, ABC):
         try:
             self.horizon = last
             self._note_horizon(last)
+            if self.sampled is not None:
+                with self.sampled_lock:
+                    self.sampled.renew(self.pieces(rows.first_id + skipped, rows.count - skipped))
             checksum = self._put(rows, skipped)
             self._publish(rows, skipped, checksum)
         except BaseException:
             self.note_interruption()
             raise
         self.counters.extends += 1
+
+    def count_sampled(self) -> Sampled | None:
+        """Keep from now on how often each row is handed out; return the counts, None before the first rows.
+
+        Raises:
+            StateError: Nothing can be written here.
+            StorageError: The disk failed.
+        """
+        with self.lock:
+            self.check_writable()
+            self._counting = True
+            if self.sampled is None and self.schema is not None:
+                self._begin_sampled()
+            return self.sampled
 
     def _wait_for_copy(self, through: int | None) -> None:
         started = time.monotonic()
@@ -555,6 +567,10 @@ class Storage(DrawPosition, ABC):
         """
 
     @abstractmethod
+    def _begin_sampled(self) -> None:
+        """Make counts of 0 for all slots."""
+
+    @abstractmethod
     def sync(self) -> None:
         """Bring everything that was written to the disk."""
 
@@ -591,6 +607,9 @@ class Storage(DrawPosition, ABC):
     def _note_priorities(self, slots: IntArray) -> None:
         """Keep the priorities of these slots."""
 
+    def note_sampled(self) -> None:
+        """Be told that rows were counted as handed out."""
+
     def _record_change(self, ids: IntArray, places: Sequence[int], columns: Sequence[Array]) -> None:
         """Record new values of rows before they are written."""
 
@@ -598,22 +617,3 @@ class Storage(DrawPosition, ABC):
 def now_us() -> int:
     """Return the time, microseconds since 1970."""
     return time.time_ns() // 1000
-
-
-def describe(storage: Storage) -> dict[str, Any]:
-    """Return the facts about a storage that `stats` shows."""
-    counters = storage.counters
-    return {
-        "storage": storage.kind,
-        "size": len(storage),
-        "capacity": storage.capacity,
-        "spare": storage.spare,
-        "write_count": storage.write_count,
-        "last_id": storage.last,
-        "draws": storage.draw,
-        "extends": counters.extends,
-        "redraws": counters.redraws,
-        "waits": counters.waits,
-        "wait_seconds": round(counters.wait_seconds, 3),
-        "syncs": counters.syncs,
-    }

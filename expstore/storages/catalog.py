@@ -19,6 +19,7 @@ from expstore.episodelog import LogEntry
 from expstore.episodes import OPEN
 from expstore.errors import CorruptionError, ExpStoreError, StateError
 from expstore.storages.base import ROW_FIELDS, Storage, now_us
+from expstore.storages.sampled import SAMPLED
 from expstore.types import Array, IntArray, Window
 
 if TYPE_CHECKING:
@@ -194,6 +195,10 @@ class Catalog:
             Column((f"_{entry.key[1]}",), entry.dtype, (), part)
             for entry, part in zip(ROW_FIELDS, parts[fields:], strict=True)
         ]
+        sampled = storage.sampled
+        if sampled is not None:
+            runs = [piece for first, count in window.runs() for piece in storage.pieces(first, count)]
+            columns.append(Column(("_sampled",), SAMPLED.dtype, (), sampled.views(runs)))
         columns += [
             Column(entry.key, entry.dtype, entry.shape, part)
             for entry, part in zip(schema.fields, parts[:fields], strict=True)

@@ -461,6 +461,9 @@ class FollowerStorage(FolderStorage):
     def _overwrite(self, slots: IntArray, places: Sequence[int], columns: Sequence[Array]) -> None:
         self.check_writable()
 
+    def _begin_sampled(self) -> None:
+        self.check_writable()
+
     def sync(self) -> None:
         """Raise StateError: nothing is written here."""
         self.check_writable()

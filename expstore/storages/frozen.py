@@ -1,7 +1,7 @@
 """A storage as it is at one moment, to be copied while others go on reading and writing.
 
-Used by snapshots. Nothing is copied here but priorities and numbers: rows are views, which a `Hold` keeps
-from being overwritten until whoever copies says that they are done.
+Used by snapshots. Nothing is copied here but priorities, counts and numbers: rows are views, which a
+`Hold` keeps from being overwritten until whoever copies says that they are done.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from expstore.storages.base import ROW_FIELDS, Storage
 from expstore.storages.folder import FolderStorage
 from expstore.storages.hold import Hold
 from expstore.storages.position import to_json
+from expstore.storages.sampled import SAMPLED
 from expstore.types import Array, Window
 
 __all__ = ["Frozen", "base_of", "frozen", "manifest_of"]
@@ -36,6 +37,7 @@ class Frozen:
         window: The rows.
         pieces: Where they lie: (first slot, offset in the run, rows).
         columns: Per field, and per row field behind them, a view of each piece.
+        counted: Whether the last column is how often each row was handed out.
         log: The bytes of episodes.log.
         episodes: How many episodes have rows.
         sums: What tells blocks of 4096 slots that have changed since from those that have not, an entry
@@ -48,6 +50,7 @@ class Frozen:
     window: Window
     pieces: Sequence[tuple[int, int, int]]
     columns: Sequence[Sequence[Array]]
+    counted: bool
     log: bytes
     episodes: int
     sums: Array | None
@@ -57,7 +60,14 @@ class Frozen:
     def fields(self) -> tuple[Field, ...]:
         """The columns' fields; none before the first rows."""
         schema = self.manifest.schema
-        return () if schema is None else (*schema.fields, *ROW_FIELDS)
+        if schema is None:
+            return ()
+        return (*schema.fields, *ROW_FIELDS, SAMPLED) if self.counted else (*schema.fields, *ROW_FIELDS)
+
+    @property
+    def summed(self) -> int:
+        """How many columns, from the first on, have checksums."""
+        return max(0, len(self.fields) - (2 if self.counted else 1))
 
 
 def base_of(storage: Storage) -> dict[str, Any]:
@@ -119,13 +129,19 @@ def _freeze(storage: Storage) -> Frozen:
         places = range(len(storage.schema.fields) + len(ROW_FIELDS))
         columns = storage.views(places, window.low + 1, window.size)
         columns[-1] = [part.copy() for part in columns[-1]]  # priorities may be set while rows are copied
+    pieces = storage.pieces(window.low + 1, window.size)
+    sampled = storage.sampled
+    if sampled is not None:
+        with storage.sampled_lock:
+            columns.append([part.copy() for part in sampled.views(pieces)])
     live = clip(storage.episodes.fragments.rows, window.low)
     return Frozen(
         manifest=manifest_of(storage),
         base=base_of(storage),
         window=window,
-        pieces=storage.pieces(window.low + 1, window.size),
+        pieces=pieces,
         columns=columns,
+        counted=sampled is not None,
         log=storage.log_bytes(),
         episodes=np.unique(live[0]).size,
         sums=storage.block_sums(),

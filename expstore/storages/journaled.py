@@ -367,7 +367,8 @@ class JournaledStorage(SyncedStorage):
         """Open what is on the disk now; if that fails, what was open stays so, and can be read."""
         former = vars(self).copy()
         try:
-            with self.poisoning():
+            # Who counts what they hand out must not go on with the counts that were open.
+            with self.poisoning(), self.sampled_lock:
                 self._open(first=first)
         except BaseException:
             failure = self._failure
@@ -418,7 +419,8 @@ class JournaledStorage(SyncedStorage):
     def _let_go(self) -> None:
         """Close all files, as many as were opened, and let others write."""
         unregister(self)
-        _close(vars(self), but={})
+        with self.sampled_lock:  # descriptors are not for somebody else's files while counts are written
+            _close(vars(self), but={})
         self._lock_file.release()
         with contextlib.suppress(RuntimeError):  # forgotten, and collected by a thread of the pool itself
             self._pool.shutdown()
@@ -443,7 +445,7 @@ class JournaledStorage(SyncedStorage):
 
 
 #: What a storage has open, under these names.
-_PARTS = ("_journal", "_log", "columns", "checksums", "_state")
+_PARTS = ("_journal", "_log", "columns", "checksums", "sampled", "_state")
 
 
 def _close(held: Mapping[str, Any], *, but: Mapping[str, Any]) -> None:

@@ -26,11 +26,12 @@ from expstore.manifest import MANIFEST, Manifest
 from expstore.schema import Schema
 from expstore.storages.base import ROW_BYTES, ROW_FIELDS, Storage, spare_slots
 from expstore.storages.checksums import CHECKSUMS, Checksums, blocks_of
-from expstore.storages.columns import ColumnGroup
+from expstore.storages.columns import Column, ColumnGroup
 from expstore.storages.columnwriter import WritableColumns
 from expstore.storages.folder import COLUMNS, JOURNAL, LOG
 from expstore.storages.frozen import manifest_of
-from expstore.types import Array, key_name
+from expstore.storages.sampledcolumn import SampledColumn, find_sampled
+from expstore.types import Array, cut_run, key_name
 
 __all__ = [
     "Arrival",
@@ -60,6 +61,7 @@ class Content:
         base: Its state, as a journal's base record keeps it.
         entries: Of episodes.log.
         columns: Opened for reading; None: it has no fields.
+        sampled: The same, of how often each row was handed out; None: it does not say.
     """
 
     folder: Path
@@ -67,6 +69,7 @@ class Content:
     base: dict[str, Any]
     entries: Sequence[LogEntry]
     columns: ColumnGroup | None
+    sampled: Column | None
 
     @property
     def low(self) -> int:
@@ -80,15 +83,21 @@ class Content:
         Raises:
             CorruptionError: A shard is damaged.
         """
-        if self.columns is None:
-            return []
-        slots = self.manifest.slots
-        start = first_id - 1 if slots is None else (first_id - 1) % slots
-        head = count if slots is None else min(count, slots - start)
-        runs = [(start, head), (0, count - head)]
-        return [
-            np.concatenate([column.part(slot, n) for slot, n in runs if n]) for column in self.columns.columns
-        ]
+        return [] if self.columns is None else self._parts(self.columns.columns, first_id, count)
+
+    def counts(self, first_id: int, count: int) -> Array:
+        """Copy how often a run of rows was handed out. Shape `(count,)`, uint32.
+
+        Raises:
+            CorruptionError: A shard is damaged.
+        """
+        if self.sampled is None:
+            return np.zeros(count, np.uint32)
+        return self._parts([self.sampled], first_id, count)[0]
+
+    def _parts(self, columns: Sequence[Column], first_id: int, count: int) -> list[Array]:
+        pieces = cut_run(first_id, count, self.manifest.slots)
+        return [np.concatenate([column.part(slot, n) for slot, _, n in pieces]) for column in columns]
 
 
 def read_content(disk: Disk, folder: Path) -> Content:
@@ -103,13 +112,17 @@ def read_content(disk: Disk, folder: Path) -> Content:
         raise CorruptionError(f"{folder / JOURNAL} is not that of a version", hint="load another version")
     base = records[0].json()
     entries = list(read_log(disk, folder / LOG, base["log_length"]))
-    columns = None
+    columns, sampled = None, None
     if manifest.schema is not None:
         fields = (*manifest.schema.fields, *ROW_FIELDS)
         columns = ColumnGroup(disk, folder / COLUMNS, fields, manifest.slots, write=False)
         last: int = base["last"]
-        columns.look(last if manifest.slots is None else min(last, manifest.slots))
-    return Content(folder, manifest, base, entries, columns)
+        used = last if manifest.slots is None else min(last, manifest.slots)
+        columns.look(used)
+        sampled = find_sampled(disk, folder / COLUMNS, manifest.slots)
+        if sampled is not None:
+            sampled.look(used)
+    return Content(folder, manifest, base, entries, columns, sampled)
 
 
 class Arrival:
@@ -203,6 +216,15 @@ class Arrival:
             arrays[-4] += self._episodes
             yield self.low + 1 + start, arrays
 
+    @property
+    def counted(self) -> bool:
+        """Whether the version says how often each row was handed out."""
+        return self.content.sampled is not None
+
+    def counts(self) -> Array:
+        """Return how often each row was handed out, oldest first. Shape `(count,)`, uint32."""
+        return self.content.counts(self._low + 1, self.count) if self.count else np.zeros(0, np.uint32)
+
 
 def _fit(offered: Schema | None, own: Schema | None, folder: Path) -> Schema | None:
     """Return the schema that a storage has afterwards."""
@@ -272,7 +294,7 @@ def _build_columns(
         group.ensure(ready)
         blocks: set[int] = set()
         for first, arrays in arrival.runs():
-            pieces = _pieces(first, len(arrays[0]), slots)
+            pieces = cut_run(first, len(arrays[0]), slots)
             group.write(pieces, arrays[:-5], np.stack(arrays[-5:-1]), arrays[-1])
             blocks |= blocks_of(pieces)
         sums = Checksums(disk, aside / CHECKSUMS, group)
@@ -281,17 +303,26 @@ def _build_columns(
         finally:
             sums.close()
         written = [file.path for column in group.columns for file in column.files]
+        written += _build_sampled(disk, aside / COLUMNS, arrival, group.ready, pool)
         return [aside / CHECKSUMS, *written], group.new_folders
     finally:
         group.close()
 
 
-def _pieces(first_id: int, count: int, slots: int | None) -> list[tuple[int, int, int]]:
-    if slots is None:
-        return [(first_id - 1, 0, count)]
-    start = (first_id - 1) % slots
-    head = min(count, slots - start)
-    return [(start, 0, head)] if head == count else [(start, 0, head), (0, head, count - head)]
+def _build_sampled(
+    disk: Disk, folder: Path, arrival: Arrival, ready: int, pool: ThreadPoolExecutor
+) -> list[Path]:
+    """Write how often each row was handed out, if the version says so; return the files to be synced."""
+    if not arrival.counted:
+        return []
+    slots = arrival.manifest.slots
+    SampledColumn.make(disk, folder, slots, ready=ready, pool=pool)
+    sampled = SampledColumn(disk, folder, slots)
+    try:
+        sampled.put(cut_run(arrival.low + 1, arrival.count, slots), arrival.counts())
+        return [file.path for file in sampled.column.files]
+    finally:
+        sampled.close()
 
 
 def _build_journal(

@@ -16,7 +16,8 @@ from expstore.schema import Schema
 from expstore.storages.base import ROW_FIELDS, Keys, Rows, Storage, find_keys
 from expstore.storages.loading import Arrival, read_content
 from expstore.storages.position import from_json
-from expstore.types import Array, IntArray, Window
+from expstore.storages.sampled import Sampled
+from expstore.types import Array, IntArray, Window, cut_run
 
 __all__ = ["MemoryStorage"]
 
@@ -46,6 +47,9 @@ class MemoryStorage(Storage):
         size = self.slots or 4096
         fields = (*schema.fields, *ROW_FIELDS[:-1])
         self._columns = [np.zeros((size, *entry.shape), entry.numpy_dtype) for entry in fields]
+
+    def _begin_sampled(self) -> None:
+        self.sampled = Sampled(self.slots or max(4096, self.last))
 
     def _put(self, rows: Rows, skipped: int) -> int:
         first, count = rows.first_id + skipped, rows.count - skipped
@@ -97,7 +101,9 @@ class MemoryStorage(Storage):
             arrival = Arrival(read_content(self.disk, folder), self)
             manifest = arrival.manifest
             columns, priorities, table = self._arrange(arrival)
-            with self.changing(), self.episode_lock:
+            sampled = self._arrange_sampled(arrival)
+            with self.changing(), self.sampled_lock, self.episode_lock:
+                self.sampled = sampled
                 self.schema, self.spare, self.seed = manifest.schema, manifest.spare, manifest.seed
                 self.flatten = manifest.flatten
                 if manifest.schema is not None:
@@ -138,6 +144,15 @@ class MemoryStorage(Storage):
             runs = [(first, slice(first - arrival.low - 1, first - arrival.low - 1 + n)) for first, n in live]
             table.load_rows([(first, episodes[run], steps[run]) for first, run in runs])
         return columns[:-1], columns[-1], table
+
+    def _arrange_sampled(self, arrival: Arrival) -> Sampled | None:
+        """Return how often the rows that arrive were handed out; None where nobody asks."""
+        manifest = arrival.manifest
+        if manifest.schema is None or not (arrival.counted or self._counting):
+            return None
+        sampled = Sampled(manifest.slots or 0)
+        sampled.put(cut_run(arrival.low + 1, arrival.count, manifest.slots), arrival.counts())
+        return sampled
 
     def _make_room(self, count: int) -> None:
         if self.slots is not None and count > self.spare:

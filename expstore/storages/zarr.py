@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import google_crc32c
 import numpy as np
@@ -25,6 +26,7 @@ from expstore.storages.journaled import JournaledStorage
 from expstore.storages.loading import Arrival, build_load, commit_load, read_content
 from expstore.storages.overlay import Overlay
 from expstore.storages.recovery import Past, unsettled_blocks
+from expstore.storages.sampledcolumn import SampledColumn, has_sampled
 from expstore.storages.synced import RIDING_BYTES
 from expstore.storages.tail import TAIL_BYTES, TAIL_ROWS, Tail
 from expstore.storages.zarrmeta import check_metadata
@@ -60,6 +62,8 @@ class ZarrStorage(JournaledStorage):
 
     kind = "zarr"
 
+    sampled: SampledColumn | None
+
     def _begin(self) -> None:
         self._priority_lock = threading.Lock()
         self._tail = Tail()
@@ -75,6 +79,7 @@ class ZarrStorage(JournaledStorage):
     def _open_columns(self) -> None:
         self._tail = Tail()  # the journal has all rows of the former one
         self._half_written = None  # and this change
+        self.sampled = None
         schema = self.manifest.schema
         if schema is None:
             return
@@ -86,6 +91,22 @@ class ZarrStorage(JournaledStorage):
         group.open_shards()
         self.columns = group  # not before: readers must not meet a part that is not mapped
         self.checksums = Checksums(self.disk, self.path / CHECKSUMS, group)
+        if has_sampled(self.disk, group.folder):
+            self.sampled = SampledColumn(self.disk, group.folder, self.slots)
+        elif self._counting:
+            self._begin_sampled()
+
+    def _begin_sampled(self) -> None:
+        group = self.columns
+        if group is None:
+            return
+        with self.poisoning():
+            SampledColumn.make(self.disk, group.folder, self.slots, ready=group.ready, pool=self._pool)
+            self.sampled = SampledColumn(self.disk, group.folder, self.slots)
+
+    def note_sampled(self) -> None:
+        """Be told that rows were counted as handed out: they are synced before long."""
+        self._keeper.note()
 
     def _adopt_priorities(self, past: Past, *, whole: bool) -> None:
         if self.columns is None:
@@ -102,6 +123,18 @@ class ZarrStorage(JournaledStorage):
                         self.priorities[slot : slot + n] = publish.priority
         # After a power cut the whole column is written again: which pages were lost is not known.
         self._dirty_pages = np.full(-(-size // PAGE_ROWS), not whole)
+        if self.sampled is not None:
+            self._adopt_sampled(self.sampled, past, whole=whole)
+
+    def _adopt_sampled(self, sampled: SampledColumn, past: Past, *, whole: bool) -> None:
+        """Take over how often rows were handed out; unless `whole`, those after the mark begin at 0."""
+        newest = past.last if whole else min(past.last, past.synced)
+        if newest > self._window.low:
+            sampled.require(newest if self.slots is None else min(newest, self.slots))
+        if not whole:
+            for publish in past.publishes:
+                if publish.last_id > past.synced:
+                    sampled.forget(self.pieces(publish.first_id, publish.count))
 
     def _settle_columns(self, past: Past) -> tuple[set[File], set[Path]]:
         group = self.columns
@@ -110,11 +143,17 @@ class ZarrStorage(JournaledStorage):
         if group is None or past.clean:
             return files, folders
         before = max(past.synced, self._window.low)
+        columns = list(group.columns)
+        if self.sampled is not None:
+            columns.append(self.sampled.column)
         if self.last > before:
-            group.rewrite(self.pieces(before + 1, self.last - before))
+            newer = self.pieces(before + 1, self.last - before)
+            group.rewrite(newer)
+            if self.sampled is not None:
+                self.sampled.rewrite(newer)
         self.flush_priorities()
         files.add(self._sum_unsettled(past))
-        for column in group.columns:
+        for column in columns:
             files.update(column.files)
             for number in range(len(column.files)):
                 shard = column.shard_path(number)
@@ -264,6 +303,8 @@ class ZarrStorage(JournaledStorage):
         files, self._touched = self._touched, set()
         if self.columns is None:
             return files, set()
+        if self.sampled is not None:
+            files |= _taken(self.sampled.touched)
         self._due, self._changed = self._changed, set()
         newer = min(self.last - max(self._synced, self.retired), self.slots or self.last)
         if newer > 0:
@@ -282,11 +323,8 @@ class ZarrStorage(JournaledStorage):
                 self.columns.new_folders |= folders
 
     def _take_new_folders(self) -> set[Path]:
-        folders: set[Path] = set()
-        new = self.columns.new_folders if self.columns is not None else set()
-        while new:  # the writer may be adding to it
-            folders.add(new.pop())
-        return folders
+        folders = _taken(self.columns.new_folders) if self.columns is not None else set()
+        return folders if self.sampled is None else folders | _taken(self.sampled.new_folders)
 
     def _sum_columns(self, sequence: int) -> None:
         """Sum what is about to be synced.
@@ -320,6 +358,9 @@ class ZarrStorage(JournaledStorage):
         if self.columns is None:
             return
         self.drain()
+        if self.sampled is not None and self.sampled.owes:
+            with self.sampled_lock:
+                self.sampled.settle()
         with self._priority_lock:
             pages = np.flatnonzero(self._dirty_pages)
             if not pages.size:
@@ -442,3 +483,14 @@ class ZarrStorage(JournaledStorage):
             source = self.priorities if place == len(columns) - 1 else columns[place].view
             found.append([source[slot : slot + n] for slot, _, n in runs])
         return found
+
+
+_Thing = TypeVar("_Thing")
+
+
+def _taken(things: set[_Thing]) -> set[_Thing]:
+    """Empty a set to which another thread may be adding; return what was in it."""
+    taken: set[_Thing] = set()
+    while things:
+        taken.add(things.pop())
+    return taken

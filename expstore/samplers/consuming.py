@@ -1,0 +1,228 @@
+"""Sampling rows until they have been handed out so many times.
+
+Buffers take the sampler. How often each row was handed out is counted by the storage, on disk where that is
+on disk; a sum tree over the rows that are left finds the ones that are drawn. It never removes a row.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from expstore.errors import NotReadyError, StateError
+from expstore.files import load_compiled
+from expstore.samplers.base import Sampler
+from expstore.samplers.random import RandomSampler
+from expstore.samplers.windowtree import TREES, WindowTree
+from expstore.types import Array, IntArray, Selection
+
+if TYPE_CHECKING:
+    from expstore.storages.base import Rows, Storage
+    from expstore.storages.sampled import Sampled
+    from expstore.sumtree import SumTree
+
+__all__ = ["ConsumingSampler", "consume_after"]
+
+_MOST = (1 << 32) - 1  # what the column holds
+_NONE = np.empty(0, np.int64)
+
+
+class ConsumingSampler(Sampler):
+    """Draw every row at most `max_sample_count` times.
+
+    Within a batch no row comes twice, and every row that is left has the same chance. Fewer rows than a
+    batch wants make a shorter batch. The length of a buffer is the number of rows that are left. Unlike in
+    TorchRL a row that was handed out often enough is not overwritten before others: it stays, to be read by
+    index and with SQL, until the ring takes its slot in order of age.
+
+    Threads: any number may sample; none gets a row too often. Crashes: a batch is counted on disk before it
+    is handed out, so a row that `sample` has returned counts after a kill, and after a power cut once it was
+    synced; a kill in the middle may count a batch that nobody got. Processes: only the writer's; a follower
+    cannot count.
+
+    Args:
+        max_sample_count: How often a row is handed out.
+
+    Raises:
+        TypeError: It is no integer.
+        ValueError: It is less than 1.
+
+    Example:
+        >>> rb = ReplayBuffer(storage=MemoryStorage(10), sampler=ConsumingSampler(), batch_size=3)
+        >>> rb.extend(TensorDict({"observation": torch.zeros(4, 3)}, [4]))
+        >>> [len(batch) for batch in rb]
+        [3, 1]
+    """
+
+    def __init__(self, max_sample_count: int = 1) -> None:
+        self._limit = check_count("max_sample_count", max_sample_count)
+        self._ran_out = False
+        self._begin()
+
+    def _begin(self) -> None:
+        self._live = WindowTree()
+        self._shown: tuple[Sampled | None, int] = (None, -1)  # the counts, and their moves, that it shows
+
+    @property
+    def max_sample_count(self) -> int:
+        """How often a row is handed out."""
+        return self._limit
+
+    @property
+    def ran_out(self) -> bool:
+        """Whether the last batch has taken the last rows that were left."""
+        return self._ran_out
+
+    def attach(self, storage: Storage) -> None:
+        """Have a storage count.
+
+        Raises:
+            StorageError: The disk failed.
+        """
+        self._begin()
+        self._ran_out = False
+        if not storage.follows:
+            storage.count_sampled()
+        threading.Thread(target=load_compiled, args=(TREES,), name="expstore-warm", daemon=True).start()
+
+    def left(self, storage: Storage) -> int:
+        """Return how many rows can still be drawn; for a follower, how many can be read."""
+        if storage.follows or storage.closed or storage.sampled is None:
+            return len(storage)
+        with storage.sampled_lock:
+            return int(self._catch_up(storage)[0].total)
+
+    def sample(self, storage: Storage, batch_size: int, generator: np.random.Generator) -> Selection:
+        """Choose `batch_size` rows, or as many as are left, and count them.
+
+        Raises:
+            NotReadyError: None is left.
+            StateError: The storage cannot be written to.
+            StorageError: They could not be counted; nothing is handed out.
+        """
+        return self._take(storage, _NONE, batch_size, generator)
+
+    def sample_again(
+        self, storage: Storage, selection: Selection, generator: np.random.Generator
+    ) -> Selection:
+        """Choose rows in the place of those that were overwritten; the others are counted already."""
+        return self._take(storage, selection.ids, selection.ids.size, generator)
+
+    def _take(self, storage: Storage, had: IntArray, size: int, generator: np.random.Generator) -> Selection:
+        """Choose and count rows for a batch beside those that it had, as far as these are still there."""
+        storage.check_writable()
+        with storage.sampled_lock:
+            if storage.closed:
+                raise StateError("the store is closed", hint="open it again with expstore.open()")
+            tree, sampled = self._catch_up(storage)
+            self._shown = (None, -1)  # until all is done: an interruption has the tree made anew
+            kept = had[self._live.window.holds(had)]
+            held = storage.slot_of(kept)
+            tree.set(held, np.zeros(held.size))
+            left = int(tree.total)
+            count = min(size - kept.size, left)
+            places = _NONE
+            if count:
+                ranks = generator.choice(left, count, replace=False)
+                places, _ = tree.find(ranks.astype(np.float64) + 0.5)
+                sampled.add(places)
+                storage.note_sampled()
+            beside = np.concatenate([held, places])
+            tree.set(beside, self._weigh(sampled, beside))
+            self._shown = sampled, sampled.moves
+            ids = np.concatenate([kept, storage.ids_in(places, self._live.window)])
+            self._ran_out = tree.total == 0
+        if not ids.size:
+            raise NotReadyError("Cannot sample from an empty storage", hint="extend() it first")
+        return Selection(ids)
+
+    def _catch_up(self, storage: Storage) -> tuple[SumTree, Sampled]:
+        """Return a tree in which rows that are left weigh 1, all others nothing; the lock is held."""
+        sampled = storage.sampled
+        if sampled is None:  # no rows have come yet
+            raise NotReadyError("Cannot sample from an empty storage", hint="extend() it first")
+        now = sampled, sampled.moves
+        if now != self._shown:
+            self._live.drop()
+        tree = self._live.catch_up(storage, lambda places: self._weigh(sampled, places))
+        self._shown = now
+        return tree, sampled
+
+    def on_write(self, rows: Rows) -> None:
+        """Be told of rows that were just published: these are left."""
+        self._ran_out = False
+
+    def _weigh(self, sampled: Sampled, places: IntArray) -> Array:
+        weights: Array = (sampled.values[places] < self._limit).astype(np.float64)
+        return weights
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy needs."""
+        return self.state_dict()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take over what `__getstate__` returned."""
+        self._ran_out = False
+        self._begin()
+        self.load_state_dict(state)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what `load_state_dict` takes; the counts belong to the storage."""
+        return {"max_sample_count": self._limit}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over what `state_dict` returned."""
+        self._limit = check_count("max_sample_count", state_dict["max_sample_count"])
+        self._shown = (None, -1)
+
+    def __repr__(self) -> str:
+        return f"ConsumingSampler(max_sample_count={self._limit})"
+
+
+def check_count(name: str, value: int) -> int:
+    """Return how often a row is to be handed out.
+
+    Raises:
+        TypeError: It is no integer.
+        ValueError: It is less than 1, or more than a column can count.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise TypeError(f"{name} must be a positive integer, not {type(value).__name__}")
+    if not 1 <= value <= _MOST:
+        raise ValueError(f"{name} must be a positive integer up to {_MOST}, got {value}")
+    return int(value)
+
+
+def consume_after(count: int | None, sampler: Sampler | None, *, prefetch: int | None) -> Sampler:
+    """Return the sampler of a buffer that is given `consume_after_n_samples`, or None of it.
+
+    Args:
+        count: How often each row is handed out; None: as the sampler says.
+        sampler: What the buffer was given; None: nothing.
+        prefetch: How many batches it makes ahead: a row counts when it is drawn.
+
+    Raises:
+        TypeError: The count is no integer.
+        ValueError: It is less than 1, the sampler is one that does not count so, or batches are to be made
+            ahead.
+    """
+    if prefetch and (count is not None or isinstance(sampler, ConsumingSampler)):
+        raise ValueError("Prefetching is not supported with ConsumingSampler and consume_after_n_samples")
+    if count is None:
+        return RandomSampler() if sampler is None else sampler
+    count = check_count("consume_after_n_samples", count)
+    if sampler is None or type(sampler) is RandomSampler:
+        return ConsumingSampler(count)
+    if not isinstance(sampler, ConsumingSampler):
+        raise ValueError(
+            "consume_after_n_samples only supports the default RandomSampler or an explicit "
+            f"ConsumingSampler, not {sampler!r}"
+        )
+    if sampler.max_sample_count != count:
+        raise ValueError(
+            f"consume_after_n_samples={count} conflicts with the provided ConsumingSampler.max_sample_count="
+            f"{sampler.max_sample_count}"
+        )
+    return sampler

@@ -1,0 +1,347 @@
+"""Rows that are handed out so many times and then no more: the law, and that no stop forgets a count."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torchrl.data as theirs
+from tensordict import TensorDict
+from test_reopen import in_child
+
+import expstore
+from expstore import (
+    ConsumingSampler,
+    MemoryStorage,
+    NotReadyError,
+    PrioritizedSampler,
+    RandomSampler,
+    ReplayBuffer,
+    SamplerWithoutReplacement,
+    StateError,
+    TensorDictPrioritizedReplayBuffer,
+    TensorDictReplayBuffer,
+)
+from expstore.checks.verify import verify
+from expstore.storages.zarr import ZarrStorage
+
+SEED = 5
+COLUMN = "columns/_row/sampled"
+
+
+def rows(count: int, first: int = 0) -> TensorDict:
+    return TensorDict({"number": torch.arange(first, first + count)}, [count])
+
+
+def consuming(count: int, capacity: int | None = None, size: int = 7) -> TensorDictReplayBuffer:
+    return TensorDictReplayBuffer(
+        storage=MemoryStorage(capacity, seed=SEED), consume_after_n_samples=count, batch_size=size
+    )
+
+
+def opened(path: Path, count: int | None = 2, **keywords: Any) -> TensorDictReplayBuffer:
+    return expstore.open(path, consume_after_n_samples=count, batch_size=7, seed=SEED, **keywords)
+
+
+def numbers(rb: Any, batches: int) -> list[list[int]]:
+    return [rb.sample()["number"].tolist() for _ in range(batches)]
+
+
+def counts(rb: Any) -> dict[int, int]:
+    """How often each row that can be read was handed out, by its number."""
+    pieces = rb.storage.pieces(rb.storage.window.low + 1, rb.storage.window.size)
+    held = np.concatenate(rb.storage.sampled.views(pieces)).tolist()
+    return {int(ids) - 1: n for ids, n in zip(rb.storage.window.ids(), held, strict=True)}
+
+
+# ---------------------------------------------------------------------------------------------------
+# The law.
+
+
+@pytest.mark.parametrize("whose", ["own", "torchrl"])
+@pytest.mark.parametrize("limit", [1, 2, 3])
+@pytest.mark.parametrize(("count", "size"), [(10, 3), (10, 4), (12, 12), (5, 9), (1, 1)])
+def test_lengths_counts_and_ends_are_those_of_torchrl(whose: str, limit: int, count: int, size: int) -> None:
+    """The same words hold of both, where the ring has room."""
+    rb: Any = ReplayBuffer(storage=MemoryStorage(24), sampler=ConsumingSampler(limit), batch_size=size)
+    if whose == "torchrl":
+        storage, sampler = theirs.LazyTensorStorage(24), theirs.ConsumingSampler(limit)
+        rb = theirs.ReplayBuffer(storage=storage, sampler=sampler, batch_size=size)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="Cannot sample from an empty storage"):
+            rb.sample()
+    handed: Counter[int] = Counter()
+    for first in (0, count):
+        rb.extend(rows(count, first))
+        left = count
+        while left:
+            assert len(rb) == left
+            batch = rb.sample()["number"].tolist()
+            assert len(batch) == len(set(batch)) == min(size, left)
+            handed.update(batch)
+            left = sum(handed[n] < limit for n in range(first + count))
+            assert rb.sampler.ran_out == (left == 0)
+        assert handed == dict.fromkeys(range(first + count), limit)
+        with pytest.raises(RuntimeError, match="Cannot sample from an empty storage"):
+            rb.sample()
+    if whose == "own":
+        assert rb[:]["number"].tolist() == list(range(2 * count)), "what was consumed can still be read"
+
+
+def test_iteration_ends_as_in_torchrl() -> None:
+    other = theirs.ReplayBuffer(storage=theirs.LazyTensorStorage(20), consume_after_n_samples=1, batch_size=4)
+    own = consuming(1, 20, size=4)
+    for first in (0, 10):
+        for rb in (own, other):
+            rb.extend(rows(10, first))
+        assert [len(batch) for batch in own] == [len(batch) for batch in other] == [4, 4, 2]
+    for rb in (own, other):
+        with pytest.raises(RuntimeError, match="Cannot sample"):
+            list(rb)
+
+
+def test_every_row_that_is_left_has_the_same_chance() -> None:
+    """20,000 batches of 5 of 20 rows: a bias of 5 % is four standard deviations."""
+    rb = consuming(1 << 30, 40, size=5)
+    rb.extend(rows(30))
+    rb.storage.sampled.put([(20, 0, 10)], np.full(10, 1 << 30, np.uint32))
+    found, pairs = np.zeros(30), np.zeros((30, 30))
+    for _ in range(20_000):
+        drawn = rb.sample()["number"].numpy()
+        found[drawn] += 1
+        pairs[drawn[0], drawn[1:]] += 1
+
+    def fair(seen: np.ndarray) -> bool:
+        return bool((np.abs(seen - 5000) < 4 * np.sqrt(20_000 * 0.25 * 0.75)).all())
+
+    assert fair(found[:20])
+    assert found[20:].sum() == 0, "these had been handed out often enough"
+    assert not fair(found[:20] * np.where(np.arange(20) == 7, 1.05, 1.0)), "a bias of 5 % would be seen"
+    others = pairs[:20, :20][~np.eye(20, dtype=bool)]
+    assert np.abs(others - 20_000 * 4 / (20 * 19)).max() < 5 * np.sqrt(20_000 * 4 / (20 * 19))
+
+
+@pytest.mark.parametrize("kind", ["memory", "zarr", "sync"])
+def test_a_row_that_takes_a_slot_begins_at_0(kind: str, tmp_path: Path) -> None:
+    """Rows in the tail and rows of a long batch, ring by ring, and longer than the spare slots."""
+    settings = {"durability": "sync"} if kind == "sync" else {}
+    rb = consuming(2, 50) if kind == "memory" else opened(tmp_path / "a.exp", capacity=50, **settings)
+    handed: Counter[int] = Counter()
+    first = 0
+    for count in (50, 3, 40, 5000, 2, 300, 1, 1, 48, 60) * 2:
+        rb.extend(rows(count, first))
+        first += count
+        low = max(0, first - 50)
+        wanted = {n: handed[n] for n in range(low, first)}
+        assert counts(rb) == wanted
+        assert len(rb) == sum(n < 2 for n in wanted.values())
+        for batch in numbers(rb, 3):
+            handed.update(batch)
+        assert max(handed.values()) <= 2
+    assert counts(rb) == {n: handed[n] for n in range(first - 50, first)}
+    rb.empty()
+    assert len(rb) == 0
+    rb.close()
+
+
+def test_an_unbounded_store_grows_over_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("expstore.storages.columns.SHARD_ROWS", 4096)
+    with opened(tmp_path / "a.exp", count=1) as rb:
+        for step in range(4):
+            rb.extend(rows(3000, 3000 * step))
+            rb.sample(1500)
+        assert len(rb) == 6000
+        expected = counts(rb)
+    assert [p.name for p in sorted((tmp_path / "a.exp" / COLUMN / "c").iterdir())] == ["0", "1", "2"]
+    with opened(tmp_path / "a.exp", count=1) as rb:
+        assert counts(rb) == expected
+        assert sorted(rb.sample(6000)["number"].tolist()) == [n for n in expected if not expected[n]]
+        assert verify_later(rb) == []
+
+
+def verify_later(rb: TensorDictReplayBuffer) -> list[Any]:
+    path = rb.storage.path
+    rb.close()
+    return verify(path)
+
+
+def test_one_that_is_attached_later_counts_from_there(tmp_path: Path) -> None:
+    with expstore.open(tmp_path / "a.exp", capacity=60, seed=SEED, batch_size=7) as rb:
+        rb.extend(rows(100))
+        rb.sample()
+        assert rb.storage.sampled is None
+        assert "_sampled" not in rb.sql("SELECT * FROM transitions").df().columns
+        assert not (tmp_path / "a.exp" / COLUMN).exists()
+    with opened(tmp_path / "a.exp", count=1) as rb:
+        assert len(rb) == 60
+        numbers(rb, 5)
+        assert len(rb) == 25
+    with expstore.open(tmp_path / "a.exp") as rb:  # nobody counts, and yet new rows begin at 0
+        assert len(rb) == 60
+        rb.extend(rows(30, 100))
+    with opened(tmp_path / "a.exp", count=1) as rb:
+        assert len(rb) == sum(n == 0 for n in counts(rb).values()) > 30
+        assert [n for n in range(100, 130) if counts(rb)[n]] == []
+    with opened(tmp_path / "a.exp", count=3) as rb:
+        assert len(rb) == 60
+
+
+def test_two_buffers_over_one_storage_count_together(tmp_path: Path) -> None:
+    storage = ZarrStorage(tmp_path / "a.exp", 100)
+    one, two, all_rows = (
+        TensorDictReplayBuffer(storage=storage, sampler=sampler, batch_size=10)
+        for sampler in (ConsumingSampler(), ConsumingSampler(), RandomSampler())
+    )
+    one.extend(rows(100))
+    drawn = [n for _ in range(5) for rb in (one, two) for n in rb.sample()["number"].tolist()]
+    assert sorted(drawn) == list(range(100))
+    assert (len(one), len(two), len(all_rows)) == (0, 0, 100)
+    one.close()
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    storage = MemoryStorage(10)
+    for make in (ConsumingSampler, lambda n: ReplayBuffer(storage=storage, consume_after_n_samples=n)):
+        for count in (True, 1.0, "1"):
+            with pytest.raises(TypeError, match="must be a positive integer"):
+                make(count)
+        for count in (0, -1, 1 << 32):
+            with pytest.raises(ValueError, match="must be a positive integer"):
+                make(count)
+    for sampler in (PrioritizedSampler(10), SamplerWithoutReplacement()):
+        with pytest.raises(ValueError, match="only supports the default RandomSampler"):
+            ReplayBuffer(storage=storage, sampler=sampler, consume_after_n_samples=1)
+    with pytest.raises(ValueError, match="only supports the default RandomSampler"):
+        TensorDictPrioritizedReplayBuffer(alpha=1, beta=1, storage=storage, consume_after_n_samples=1)
+    for given in ({"consume_after_n_samples": 1}, {"sampler": ConsumingSampler()}):
+        with pytest.raises(ValueError, match="Prefetching is not supported"):
+            ReplayBuffer(storage=storage, prefetch=2, batch_size=2, **given)
+        with pytest.raises(ValueError, match="Prefetching is not supported"):
+            expstore.open(tmp_path / "a.exp", prefetch=2, batch_size=2, **given)
+    with pytest.raises(ValueError, match="conflicts with the provided ConsumingSampler.max_sample_count"):
+        ReplayBuffer(storage=storage, sampler=ConsumingSampler(2), consume_after_n_samples=1)
+    with pytest.raises(ValueError, match="only supports"):
+        expstore.open(tmp_path / "a.exp", sampler=PrioritizedSampler(), consume_after_n_samples=1)
+    assert not (tmp_path / "a.exp").exists()
+    assert storage.sampled is None
+    own = ConsumingSampler(np.int64(2))
+    assert ReplayBuffer(storage=storage, sampler=own, consume_after_n_samples=2).sampler is own
+    assert repr(pickle.loads(pickle.dumps(own))) == "ConsumingSampler(max_sample_count=2)"
+    other = ConsumingSampler()
+    other.load_state_dict(own.state_dict())
+    assert other.max_sample_count == 2
+
+
+# ---------------------------------------------------------------------------------------------------
+# Threads, forks, followers.
+
+
+@pytest.mark.parametrize("kind", ["memory", "zarr"])
+def test_threads_never_hand_a_row_out_too_often(kind: str, tmp_path: Path) -> None:
+    """Four draw while one writes and turns the ring; afterwards what is left is handed out, too."""
+    rb = consuming(2, 3000, 64) if kind == "memory" else opened(tmp_path / "a.exp", capacity=3000)
+    rb.extend(rows(3000))
+    done, faults = threading.Event(), []
+    drawn: list[list[int]] = []
+
+    def draw() -> None:
+        while not done.is_set():
+            try:
+                drawn.append(rb.sample(64)["number"].tolist())
+            except NotReadyError:
+                done.wait(0.001)
+            except BaseException as exc:
+                faults.append(exc)
+                return
+
+    threads = [threading.Thread(target=draw) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for step in range(100):
+        rb.extend(rows(60, 3000 + 60 * step))
+    done.set()
+    for thread in threads:
+        thread.join()
+    drawn += [batch["number"].tolist() for batch in (rb if len(rb) else [])]
+    assert not faults
+    assert all(len(set(batch)) == len(batch) for batch in drawn)
+    handed = Counter(n for batch in drawn for n in batch)
+    assert max(handed.values()) == 2
+    assert [handed[n] for n in range(6000, 9000)] == [2] * 3000
+    rb.close()
+
+
+def test_a_draw_that_is_overtaken_keeps_what_is_still_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that were overwritten while they were read are replaced; the others are not counted again."""
+    monkeypatch.setattr("expstore.storages.base.spare_slots", lambda capacity, row_bytes: 8)
+    rb = consuming(3, 100, size=20)
+    rb.extend(rows(100))
+    storage = rb.storage
+    read, handed = storage.read, []
+
+    def overtaken(ids: np.ndarray, *given: Any) -> Any:
+        found = read(ids, *given)
+        if not handed:
+            handed.append(ids)
+            for step in range(5):
+                rb.extend(rows(8, 100 + 8 * step))
+        return found
+
+    storage.read = overtaken  # type: ignore[method-assign]
+    batch = rb.sample()["number"].tolist()
+    gone = storage.window.low
+    kept = [int(i) - 1 for i in handed[0] if i > gone]
+    assert 0 < len(kept) < 20
+    assert kept == batch[: len(kept)]
+    assert len(set(batch)) == 20
+    assert counts(rb) == {n: int(n in batch) for n in range(gone, gone + 100)}
+    assert sum(len(batch) for batch in rb) == 280
+
+
+def test_who_cannot_write_cannot_count(tmp_path: Path) -> None:
+    with opened(tmp_path / "a.exp", capacity=100) as rb:
+        rb.extend(rows(50))
+        numbers(rb, 10)
+        with opened(tmp_path / "a.exp", mode="r") as reader:
+            assert len(reader) == 50
+            assert reader[3]["number"] == 3
+            with pytest.raises(StateError, match="reading only|only read"):
+                reader.sample()
+        copy = pickle.loads(pickle.dumps(rb))
+        with pytest.raises(StateError):
+            copy.sample()
+        copy.close()
+
+        def work(tell: Callable[[Any], None]) -> None:
+            try:
+                rb.sample()
+            except StateError as exc:
+                tell((len(rb), rb[7]["number"].item(), str(exc)))
+
+        ((length, number, text),) = in_child(work)
+        assert (length, number) == (50, 7)
+        assert "fork" in text
+        with expstore.open(tmp_path / "a.exp", mode="r", batch_size=50) as reader:
+            assert reader.sample().shape == (50,), "others may draw whatever they like"
+        before = counts(rb)
+        rb.close()
+        with pytest.raises(StateError, match="closed"):
+            rb.sample()
+    with opened(tmp_path / "a.exp") as rb:
+        assert counts(rb) == before
+
+
+def test_sql_shows_it(tmp_path: Path) -> None:
+    for rb in (consuming(2, 20), opened(tmp_path / "a.exp", capacity=20)):
+        rb.extend(rows(30))
+        numbers(rb, 3)
+        query = "SELECT number, _sampled FROM transitions ORDER BY 1"
+        assert dict(rb.sql(query).fetchall()) == counts(rb)
+        rb.close()
