@@ -1,0 +1,150 @@
+"""Killed at any moment: the batches that come after are those of a run that was never killed."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+
+import expstore
+from expstore import (
+    MemoryStorage,
+    PrioritizedSampler,
+    RandomSampler,
+    RecencySampler,
+    SamplerWithoutReplacement,
+    StalenessAwareSampler,
+    TensorDictReplayBuffer,
+)
+from expstore.samplers.base import Sampler
+
+SAMPLERS: dict[str, Callable[[], Sampler]] = {
+    "random": RandomSampler,
+    "prioritized": PrioritizedSampler,
+    "without": SamplerWithoutReplacement,
+    "staleness": lambda: StalenessAwareSampler(max_staleness=6),
+    "recency": lambda: RecencySampler(half_life=50),
+}
+CAPACITY = 300
+SIZE = 16
+ACTS = 120
+NEXT = 50
+
+Act = tuple[str, int]
+
+
+def script(seed: int) -> list[Act]:
+    """Return what a run does: rows, batches, priorities, and versions of a policy."""
+    rng = random.Random(seed)
+    acts: list[Act] = [("extend", 60)]
+    for _ in range(ACTS):
+        kind = rng.choices(["extend", "draw", "priorities", "version"], [3, 6, 3, 1])[0]
+        acts.append((kind, rng.randint(1, 70)))
+    return acts
+
+
+def do(rb: TensorDictReplayBuffer, act: Act, version: int) -> int:
+    """Do one act; return the version of the policy after it."""
+    kind, number = act
+    if kind == "extend":
+        first = rb.storage.last
+        numbers = torch.arange(first, first + number)
+        rows = {"number": numbers, "policy_version": torch.full((number,), version)}
+        rb.extend(TensorDict(rows, [number]), source="only")
+    elif kind == "draw":
+        rb.sample()
+    elif kind == "priorities":
+        ids = rb.storage.window.ids()[::3]
+        rb.update_priority(id=ids, priority=np.random.default_rng(number).uniform(0, 4, ids.size))
+    else:
+        version += 1
+        if isinstance(rb.sampler, StalenessAwareSampler):
+            rb.sampler.consumer_version = version
+    return version
+
+
+def run_killed(path: Path, sampler: str, acts: list[Act], after: int, flush_at: int | None) -> int:
+    """Do the acts in a child that is killed when it has said that `after` of them are done."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.close(reading)
+            rb = expstore.open(path, capacity=CAPACITY, seed=7, sampler=SAMPLERS[sampler](), batch_size=SIZE)
+            version = 0
+            for number, act in enumerate(acts):
+                version = do(rb, act, version)
+                if number == flush_at:
+                    rb.flush()
+                os.write(writing, b".")
+            signal.pause()
+        finally:
+            os.kill(os.getpid(), signal.SIGKILL)
+    os.close(writing)
+    done = 0
+    while done < after and (heard := os.read(reading, after - done)):
+        done += len(heard)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    while heard := os.read(reading, 4096):
+        done += len(heard)
+    os.close(reading)
+    return done
+
+
+def reference(sampler: str, acts: list[Act], rb: TensorDictReplayBuffer, done: int) -> TensorDictReplayBuffer:
+    """Do the same in memory, as far as the store says that the last act, which nobody acknowledged, came."""
+    alone = TensorDictReplayBuffer(
+        storage=MemoryStorage(CAPACITY, seed=7),
+        sampler=SAMPLERS[sampler](),
+        batch_size=SIZE,
+        with_ids=True,
+    )
+    version = 0
+    for act in acts[:done]:
+        version = do(alone, act, version)
+    if done < len(acts) and (rb.storage.last, rb.storage.draw) != (alone.storage.last, alone.storage.draw):
+        if acts[done][0] == "draw" and sampler == "without" and rb.storage.progress == alone.storage.progress:
+            alone.storage.next_draw()  # the batch was drawn and not yet handed out: its rows come again
+        else:
+            do(alone, acts[done], version)
+    return alone
+
+
+def batches(rb: TensorDictReplayBuffer) -> list[Any]:
+    return [(batch["number"].tolist(), batch["id"].tolist()) for batch in (rb.sample() for _ in range(NEXT))]
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.parametrize("seed", range(4))
+def test_killed_at_any_moment(store_path: Path, sampler: str, seed: int) -> None:
+    acts = script(seed)
+    after = random.Random(seed + 100).randint(20, ACTS)
+    done = run_killed(store_path, sampler, acts, after, None)
+    with expstore.open(store_path, capacity=CAPACITY, sampler=SAMPLERS[sampler](), batch_size=SIZE) as rb:
+        alone = reference(sampler, acts, rb, done)
+        assert (rb.storage.last, rb.storage.draw) == (alone.storage.last, alone.storage.draw)
+        ids = rb.storage.window.ids()
+        # Priorities set just before the kill may be lost: those that are there decide.
+        alone.update_priority(id=ids, priority=rb.storage.priorities[rb.storage.slot_of(ids)])
+        if isinstance(rb.sampler, StalenessAwareSampler) and isinstance(alone.sampler, StalenessAwareSampler):
+            alone.sampler.consumer_version = rb.sampler.consumer_version  # set just before the kill, or not
+        assert batches(rb) == batches(alone)
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_killed_directly_after_a_flush(store_path: Path, sampler: str) -> None:
+    """Nothing is lost then: priorities as well are those of the run that goes on."""
+    acts = script(11)[:60]
+    done = run_killed(store_path, sampler, acts, len(acts), len(acts) - 1)
+    assert done == len(acts)
+    with expstore.open(store_path, capacity=CAPACITY, sampler=SAMPLERS[sampler](), batch_size=SIZE) as rb:
+        assert batches(rb) == batches(reference(sampler, acts, rb, done))
