@@ -187,17 +187,15 @@ class _Batches:
     def make(self, turn: Turn, size: int, instead: Selection | None = None) -> Made:
         handle = self._handle
         handle._check_readable()
-        stamp = self._stamp()
-        return Made(*handle._make(turn, size, instead), stamp)
-
-    def _stamp(self) -> tuple[int, ...]:
-        return self._handle._storage.upheavals, self._handle._storage.changes
+        changes = handle._storage.changes
+        return Made(*handle._make(turn, size, instead), changes)
 
     def stands(self, made: Made | None) -> bool:
         handle = self._handle
         if made is None:
             return handle._draws.in_step
-        return made.stamp == self._stamp() and handle._sampler.stands(handle._storage, made.selection)
+        storage = handle._storage
+        return made.changes == storage.changes and handle._sampler.stands(storage, made.selection)
 
     def readable(self, made: Made) -> bool:
         ids = made.selection.ids

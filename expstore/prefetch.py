@@ -29,12 +29,12 @@ class Made:
     Args:
         batch: What the user gets.
         selection: The rows.
-        stamp: What the storage looked like before they were read.
+        changes: How often rows had been changed in place before they were read.
     """
 
     batch: TensorDictBase
     selection: Selection
-    stamp: tuple[int, ...]
+    changes: int
 
 
 class Batches(Protocol):
@@ -86,8 +86,9 @@ class Prefetcher:
                     self._size = size
                 self._fill(source, self.count + 1)
                 turn, future = self._queue[0]
-                made = future.result()
-                if not source.stands(made):
+                # What failed then may go well now: rows may have come.
+                made = None if future.exception() else future.result()
+                if made is None or not source.stands(made):
                     self._drop(source)
                     made = source.make(source.turn_ahead(0), size)
                 else:

@@ -432,6 +432,31 @@ def test_after_a_power_cut_rows_must_prove_themselves(
         assert "2 unfinished writes dropped" in seen.recovered
 
 
+def test_after_a_power_cut_new_rows_have_their_first_priority(
+    store_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The column has no checksum: what stands there may be an older row's priority."""
+
+    def work() -> None:
+        rb = expstore.open(store_path, capacity=50)
+        rb.storage._keeper.stop()  # type: ignore[attr-defined]
+        rb.extend(rows(10))
+        rb.update_priority(range(10), 3.0)
+        rb.flush()
+        rb.extend(rows(10, 10))
+
+    in_a_fork(work)
+    shard = store_path / "columns" / "_row" / "priority" / "c" / "0"
+    data = bytearray(shard.read_bytes())
+    data[:80] = np.arange(20, dtype="<f4").tobytes()
+    shard.write_bytes(data)
+    for boot, newer in ((None, list(range(10, 20))), (b"another start...", [3.0] * 10)):
+        if boot is not None:
+            monkeypatch.setattr(Disk, "boot_id", lambda self, boot=boot: boot)
+        with expstore.open(store_path, mode="r") as seen:
+            assert seen.storage.priorities[:20].tolist() == [*range(10), *newer]
+
+
 def test_a_writer_that_comes_where_there_was_no_page(store_path: Path) -> None:
     with expstore.open(store_path, capacity=50) as rb:
         rb.extend(rows(20))

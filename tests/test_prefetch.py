@@ -23,6 +23,7 @@ from expstore import (
     PrioritizedSampler,
     RandomSampler,
     SamplerWithoutReplacement,
+    StalenessAwareSampler,
     StateError,
     TensorDictReplayBuffer,
 )
@@ -196,6 +197,16 @@ def test_no_batch_from_before_a_reseed(sampler: str) -> None:
     rb.close()
 
 
+def test_no_row_that_has_become_too_stale() -> None:
+    sampler = StalenessAwareSampler(max_staleness=0)
+    rb = TensorDictReplayBuffer(storage=MemoryStorage(1000), sampler=sampler, batch_size=SIZE, prefetch=3)
+    for version in range(10):
+        rb.extend(TensorDict({"policy_version": torch.full((20,), version)}, [20]))
+        sampler.consumer_version = version
+        assert set(rb.sample()["policy_version"].tolist()) == {version}
+    rb.close()
+
+
 def test_a_growing_store_begins_its_pass_anew() -> None:
     found = []
     for ahead in (0, 3):
@@ -287,7 +298,7 @@ def test_an_interrupted_call_loses_no_batch(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(Future, "result", interrupted)
+        patch.setattr(Future, "exception", interrupted)
         with pytest.raises(KeyboardInterrupt):
             rb.sample()
     assert drawn(rb, 5) == drawn(alone, 5)
@@ -302,6 +313,26 @@ def test_a_failure_reaches_the_caller_and_passes() -> None:
     with pytest.raises(ValueError, match="greater than the storage capacity"):
         rb.sample(50)
     assert len(drawn(rb, 1)[0]) == SIZE
+    rb.close()
+
+
+class Hindered(RandomSampler):
+    """Fail whenever asked by a thread that makes batches ahead."""
+
+    def sample(self, storage: Storage, batch_size: int, generator: np.random.Generator) -> Selection:
+        if threading.current_thread() is not threading.main_thread():
+            raise NotReadyError("there were no rows at that moment")
+        return super().sample(storage, batch_size, generator)
+
+
+def test_what_failed_ahead_is_made_when_it_is_asked_for() -> None:
+    rb = TensorDictReplayBuffer(
+        storage=MemoryStorage(1000, seed=1), sampler=Hindered(), batch_size=SIZE, prefetch=2
+    )
+    alone = in_memory(0)
+    for each in (rb, alone):
+        each.extend(rows(100))
+    assert drawn(rb, 5) == drawn(alone, 5)
     rb.close()
 
 

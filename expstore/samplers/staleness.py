@@ -235,12 +235,17 @@ class StalenessAwareSampler(Sampler):
             NotReadyError: Every row is too stale, or has weight 0.
             ValueError: `staleness_weight_fn` has returned something else than weights.
         """
+        progress = self._consumer_version, self._max_staleness
         table = self._weigh(self._catch_up(storage))
         if batch_size > table.rows:
             ids = table.draw(batch_size, generator)
         else:
             ids = table.draw_different(batch_size, generator)
-        return Selection(ids, {("staleness",): table.staleness_of(ids).astype(np.float32)})
+        return Selection(ids, {("staleness",): table.staleness_of(ids).astype(np.float32)}, progress)
+
+    def stands(self, storage: Storage, selection: Selection) -> bool:
+        """Say whether a selection is by the versions of now."""
+        return selection.progress == (self._consumer_version, self._max_staleness)
 
     def _catch_up(self, storage: Storage) -> _Versions:
         """Read the versions of new rows and drop those of rows that have left.

@@ -82,6 +82,14 @@ class Past:
         gaps = [(first, min(last, self.last)) for first, last in self.gaps if first <= self.last]
         return Window(low, self.last, tuple(gap for gap in gaps if gap[1] > low))
 
+    def unsynced(self) -> Iterator[Publish]:
+        """Yield the records of rows that no mark covers.
+
+        After a power cut such a row has the priority that is given there: its place in the column has no
+        checksum that would tell whether it came to the disk.
+        """
+        return (publish for publish in self.publishes if publish.last_id > self.synced)
+
     def window_low(self, capacity: int | None) -> int:
         """Return the newest id that cannot be read any more."""
         return self.retired if capacity is None else max(self.retired, self.last - capacity)

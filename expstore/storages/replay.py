@@ -87,6 +87,9 @@ def replay(storage: FolderStorage, *, same_boot: bool) -> Replay:
             slots = storage.slot_of(redo.ids)
             for place, values in zip(redo.places, redo.columns, strict=True):
                 found.overlay.put(place, slots, values)
+    if columns is not None and not (same_boot or past.clean):
+        for publish in past.unsynced():
+            _lay_priorities(publish, found, storage.pieces(publish.first_id, publish.count))
     low = past.window_low(storage.capacity)
 
     def rows(first_id: int, count: int) -> tuple[IntArray, IntArray] | None:
@@ -123,15 +126,25 @@ def _whole(publish: Publish, found: Replay, storage: FolderStorage, same_boot: b
 def _lay_over(publish: Publish, found: Replay, pieces: list[tuple[int, int, int]]) -> None:
     """Lay the rows that a record has over the columns."""
     assert found.columns is not None
-    slots = np.concatenate([np.arange(slot, slot + n) for slot, _, n in pieces])
+    slots = _slots_in(pieces)
     at = 0
     for place, column in enumerate(found.columns.columns[:-1]):
         size = column.row_bytes * publish.count
         rows: Array = np.frombuffer(publish.payload[at : at + size], column.entry.numpy_dtype)
         found.overlay.put(place, slots, rows.reshape(publish.count, *column.entry.shape))
         at += size
-    priorities = np.full(publish.count, publish.priority, np.float32)
-    found.overlay.put(len(found.columns.columns) - 1, slots, priorities)
+    _lay_priorities(publish, found, pieces)
+
+
+def _lay_priorities(publish: Publish, found: Replay, pieces: list[tuple[int, int, int]]) -> None:
+    """Lay the priority that a record gives its rows over theirs."""
+    assert found.columns is not None
+    place, slots = len(found.columns.columns) - 1, _slots_in(pieces)
+    found.overlay.put(place, slots, np.full(slots.size, publish.priority, np.float32))
+
+
+def _slots_in(pieces: list[tuple[int, int, int]]) -> IntArray:
+    return np.concatenate([np.arange(slot, slot + n) for slot, _, n in pieces])
 
 
 def episode_rows(

@@ -117,10 +117,9 @@ class ZarrStorage(JournaledStorage):
         known = min(size, column.ready)
         self.priorities[:known] = column.read(0, known)
         if not whole:
-            for publish in past.publishes:
-                if publish.last_id > past.synced:
-                    for slot, _, n in self.pieces(publish.first_id, publish.count):
-                        self.priorities[slot : slot + n] = publish.priority
+            for publish in past.unsynced():
+                for slot, _, n in self.pieces(publish.first_id, publish.count):
+                    self.priorities[slot : slot + n] = publish.priority
         # After a power cut the whole column is written again: which pages were lost is not known.
         self._dirty_pages = np.full(-(-size // PAGE_ROWS), not whole)
         if self.sampled is not None:
@@ -132,9 +131,8 @@ class ZarrStorage(JournaledStorage):
         if newest > self._window.low:
             sampled.require(newest if self.slots is None else min(newest, self.slots))
         if not whole:
-            for publish in past.publishes:
-                if publish.last_id > past.synced:
-                    sampled.forget(self.pieces(publish.first_id, publish.count))
+            for publish in past.unsynced():
+                sampled.forget(self.pieces(publish.first_id, publish.count))
 
     def _settle_columns(self, past: Past) -> tuple[set[File], set[Path]]:
         group = self.columns

@@ -46,6 +46,7 @@ from platter import Platter, Tree, write_tree
 from recording import Event, RecordingDisk
 
 import expstore
+from expstore import StorageError
 from expstore.storages import journaled, keeper
 
 __all__ = ["POWER_SPECS", "power_cuts"]
@@ -345,6 +346,10 @@ def _follow(look: Look) -> int | str | None:
                     reasons.append(str(exc))
                 else:
                     return state.write_count
+    except StorageError as exc:
+        # Only the next writer can bring a load to its end.
+        half = exc.kind == "half_loaded" and (look.path / "load").exists()
+        return None if half else traceback.format_exc()
     except Exception:
         return traceback.format_exc()
     return " | ".join(reasons)
