@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -16,7 +17,9 @@ from tensordict import TensorDict
 
 import expstore
 from expstore import (
+    ConsumingSampler,
     MemoryStorage,
+    NotReadyError,
     PrioritizedSampler,
     RandomSampler,
     RecencySampler,
@@ -32,6 +35,7 @@ SAMPLERS: dict[str, Callable[[], Sampler]] = {
     "without": SamplerWithoutReplacement,
     "staleness": lambda: StalenessAwareSampler(max_staleness=6),
     "recency": lambda: RecencySampler(half_life=50),
+    "consuming": lambda: ConsumingSampler(3),
 }
 CAPACITY = 300
 SIZE = 16
@@ -60,7 +64,8 @@ def do(rb: TensorDictReplayBuffer, act: Act, version: int) -> int:
         rows = {"number": numbers, "policy_version": torch.full((number,), version)}
         rb.extend(TensorDict(rows, [number]), source="only")
     elif kind == "draw":
-        rb.sample()
+        with contextlib.suppress(NotReadyError):  # all were handed out three times
+            rb.sample()
     elif kind == "priorities":
         ids = rb.storage.window.ids()[::3]
         rb.update_priority(id=ids, priority=np.random.default_rng(number).uniform(0, 4, ids.size))
@@ -112,15 +117,30 @@ def reference(sampler: str, acts: list[Act], rb: TensorDictReplayBuffer, done: i
     for act in acts[:done]:
         version = do(alone, act, version)
     if done < len(acts) and (rb.storage.last, rb.storage.draw) != (alone.storage.last, alone.storage.draw):
-        if acts[done][0] == "draw" and sampler == "without" and rb.storage.progress == alone.storage.progress:
-            alone.storage.next_draw()  # the batch was drawn and not yet handed out: its rows come again
+        if acts[done][0] == "draw" and handed_out(rb) == handed_out(alone):
+            alone.storage.next_draw()  # the batch was not handed out yet: its rows come again
         else:
             do(alone, acts[done], version)
     return alone
 
 
+def handed_out(rb: TensorDictReplayBuffer) -> Any:
+    """Return what tells, beside the number of draws, what has been handed out."""
+    storage = rb.storage
+    slots = storage.slot_of(storage.window.ids())
+    return storage.progress, None if storage.sampled is None else storage.sampled.values[slots].tolist()
+
+
 def batches(rb: TensorDictReplayBuffer) -> list[Any]:
-    return [(batch["number"].tolist(), batch["id"].tolist()) for batch in (rb.sample() for _ in range(NEXT))]
+    found: list[Any] = []
+    for _ in range(NEXT):
+        try:
+            batch = rb.sample()
+        except NotReadyError:
+            found.append(None)
+        else:
+            found.append((batch["number"].tolist(), batch["id"].tolist()))
+    return found
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
