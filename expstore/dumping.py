@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ import google_crc32c
 import numpy as np
 from numpy.typing import NDArray
 
-from expstore.bulk import link_all, sync_paths
+from expstore.bulk import Links, read_all, start_links, sync_paths
 from expstore.errors import LockedError, MigrationError, NotFoundError, SnapshotError, StorageError
 from expstore.files import Disk
 from expstore.journal import ALIGN, Journal, Kind
@@ -91,20 +91,17 @@ def dump(storage: Storage, path: str | Path, *, keep: int | None = None, tag: st
     storage.check_writable()
     disk, place = storage.disk, Path(path)
     _make_place(disk, place)
-    with _turn(disk, place):
+    with _turn(disk, place), ThreadPoolExecutor(_THREADS, thread_name_prefix="expstore-dump") as pool:
         remove_scraps(disk, place)
         known = list_versions(disk, place)
         if tag is not None and tag in [version.tag for version in known]:
             raise SnapshotError(f"{place} has a version {tag!r} already", hint="choose another tag")
         number = next_number(disk, place)
-        name = version_name(number)
+        name, current = version_name(number), place / (CURRENT + SCRAP)
         scrap = place / (name + SCRAP)
         try:
-            build = _Build(disk, scrap)
-            with frozen(storage) as state:
-                former = _find_former(disk, known, state)
-                _Copy(build, state, former).run()
-            _describe(build, state)
+            build = _Build(disk, scrap, pool)
+            state = _copy(build, storage, known)
             version = Version(
                 number=number,
                 tag=tag,
@@ -115,18 +112,27 @@ def dump(storage: Storage, path: str | Path, *, keep: int | None = None, tag: st
                 path=place / name,
             )
             build.put(VERSION, version.pack())
-            with ThreadPoolExecutor(_THREADS, thread_name_prefix="expstore-dump") as pool:
-                sync_paths(disk, build.written, sorted(build.folders), pool)
+            disk.put(current, name.encode())
+            sync_paths(disk, [*build.written, current], sorted(build.folders), pool)
             disk.rename(scrap, place / name)
         except BaseException:
             with contextlib.suppress(StorageError):
+                disk.unlink(current)
                 disk.remove_tree(scrap)
             raise
+        disk.sync_dir(place)  # before CURRENT says that it is there
+        disk.rename(current, place / CURRENT)
         disk.sync_dir(place)
-        disk.write_whole(place / CURRENT, name.encode())
         if keep is not None:
-            prune(disk, place, keep)
+            prune(disk, place, keep, pool)
     return version
+
+
+def _copy(build: _Build, storage: Storage, known: Sequence[Version]) -> Frozen:
+    """Copy a storage into a folder; return what it was."""
+    with frozen(storage) as state:
+        _Copy(build, state, _find_former(build.disk, known, state)).run()
+    return state
 
 
 def _make_place(disk: Disk, place: Path) -> None:
@@ -162,9 +168,10 @@ def _turn(disk: Disk, place: Path) -> Iterator[None]:
 class _Build:
     """Put files into a folder that is to become a version, and know what must be synced."""
 
-    def __init__(self, disk: Disk, folder: Path) -> None:
+    def __init__(self, disk: Disk, folder: Path, pool: ThreadPoolExecutor) -> None:
         self.disk = disk
         self.folder = folder
+        self.pool = pool
         self.written: list[Path] = []
         self.folders: set[Path] = set()
         self.new_bytes = 0
@@ -256,6 +263,7 @@ class _Copy:
         """Copy all rows, oldest first, and let the writer have the slots of those that are copied."""
         state = self.state
         if not self.fields:
+            _describe(self.build, state)
             return
         self._make_arrays()
         linked = self._link_unchanged()
@@ -325,39 +333,54 @@ class _Copy:
 
     def _link_unchanged(self) -> BoolArray:
         """Link what the version before has already; say which. Shape `(columns, shards)`."""
-        former, done = self.former, np.zeros((len(self.fields), self.shards), bool)
+        former, summed = self.former, self.state.summed
+        done = np.zeros((len(self.fields), self.shards), bool)
         if former is None:
+            _describe(self.build, self.state)
             return done
-        summed = self.state.summed
-        done[:summed] = self._unchanged()
-        for place in range(summed, len(self.fields)):
-            done[place] = [self._same_values(place, shard) for shard in range(self.shards)]
-        blocks = np.flatnonzero(np.repeat(done[0], self.rows // BLOCK_ROWS))
+        done[:summed] = same = self._unchanged()
+        blocks = np.flatnonzero(np.repeat(same, self.rows // BLOCK_ROWS))
         self.sums["sums"][blocks] = former.sums["sums"][blocks]
-        for place, entry in enumerate(self.fields):
-            names = {self._name(place, shard): shard for shard in np.flatnonzero(done[place]).tolist()}
-            folder = Path(COLUMNS, entry.path)
-            old, new = former.folder / folder, self.build.folder / folder
-            left = link_all(self.disk, old, new, [*names], size=self._sizes[place])
-            done[place, [names[name] for name in left]] = False
+        end = start_links(self.disk, self._links(former, done, range(summed)), self.build.pool)
+        others = range(summed, len(self.fields))
+        try:
+            _describe(self.build, self.state)  # meanwhile
+            for place in others:
+                done[place] = self._same_values(former, place)
+        finally:
+            left = end()
+        left += start_links(self.disk, self._links(former, done, others), self.build.pool)()
+        for place, names in enumerate(left):
+            done[place, [self._number(name) for name in names]] = False
         return done
+
+    def _links(self, former: _Former, done: BoolArray, places: Iterable[int]) -> list[Links]:
+        """Name the shards of some columns that are to be links."""
+        groups = []
+        for place in places:
+            folder = Path(COLUMNS, self.fields[place].path)
+            names = [self._name(place, shard) for shard in np.flatnonzero(done[place]).tolist()]
+            groups.append(
+                Links(former.folder / folder, self.build.folder / folder, names, self._sizes[place])
+            )
+        return groups
+
+    def _number(self, name: str) -> int:
+        return int(name.split(SEPARATOR)[1])
 
     def _name(self, place: int, shard: int) -> str:
         return shard_name(shard, len(self.fields[place].shape), SEPARATOR)
 
-    def _same_values(self, place: int, shard: int) -> bool:
-        """Say whether the version before has the same in a column without checksums."""
-        former = self.former
-        if former is None or shard >= former.sums.size * BLOCK_ROWS // self.rows:
-            return False
-        try:
-            found = self.disk.read_whole(
-                former.folder / COLUMNS / self.fields[place].path / self._name(place, shard)
-            )
-        except StorageError:
-            return False
-        wanted = self._block(place, shard * self.rows, self.rows)
-        return len(found) == self._sizes[place] and found[: wanted.nbytes] == wanted.tobytes()
+    def _same_values(self, former: _Former, place: int) -> BoolArray:
+        """Say in which shards a column without checksums is as in the version before. Shape `(shards,)`."""
+        same = np.zeros(self.shards, bool)
+        known = min(self.shards, former.sums.size * BLOCK_ROWS // self.rows)
+        names = [self._name(place, shard) for shard in range(known)]
+        folder = former.folder / COLUMNS / self.fields[place].path
+        for shard, found in enumerate(read_all(self.disk, folder, names, size=self._sizes[place])):
+            wanted = self._block(place, shard * self.rows, self.rows)
+            same[shard] = found[: wanted.nbytes] == wanted.tobytes()
+        return same
 
     def _block(self, place: int, slot: int, count: int) -> Array:
         """Return the rows of a run of slots, zeros where none can be read. Shape `(count, *row shape)`."""

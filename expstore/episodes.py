@@ -137,22 +137,24 @@ class Episode:
     text: str = ""
     fragment: int = -1
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return what a base record keeps."""
+        return {
+            "episode": self.episode,
+            "source": self.source,
+            "trajectory": self.trajectory,
+            "start": self.start,
+            "end": self.end,
+            "ret": self.ret,
+            "length": self.length,
+            "last_id": self.last_id,
+            "status": self.status,
+            "text": self.text,
+        }
+
     def entry(self, sequence: int, generation: int) -> LogEntry:
         """Return the log entry of the present state."""
-        return LogEntry(
-            episode=self.episode,
-            source=self.source,
-            trajectory=self.trajectory,
-            start=self.start,
-            end=self.end,
-            ret=self.ret,
-            length=self.length,
-            last_id=self.last_id,
-            status=self.status,
-            sequence=sequence,
-            generation=generation,
-            text=self.text,
-        )
+        return LogEntry(**self.to_dict(), sequence=sequence, generation=generation)
 
 
 class EpisodeTable:
@@ -359,14 +361,13 @@ class EpisodeTable:
     def to_base(self) -> dict[str, Any]:
         """Return what a base record keeps: all that columns and episodes.log do not say."""
         self._old_names = False  # an opening has read everything that was written before it
-        keys = ("episode", "source", "trajectory", "start", "end", "ret", "length", "last_id", "status")
         return {
             "next_episode": self.next_episode,
             "next_source": self.next_source,
             "lanes": "//",
             "named": self.named,
             "unnamed": self._unnamed,
-            "open": [{k: getattr(e, k) for k in keys} | {"text": e.text} for e in self._open.values()],
+            "open": [e.to_dict() for e in self._open.values()],
         }
 
     def load_base(self, data: Mapping[str, Any]) -> None:

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from expstore.errors import StorageError
 
-__all__ = ["Disk", "File", "ReadingDisk", "address_of", "link_if", "load_compiled"]
+__all__ = ["Disk", "File", "ReadingDisk", "address_of", "link_error", "link_if", "load_compiled"]
 
 _Ints = NDArray[np.int64]
 
@@ -97,17 +97,20 @@ def address_of(array: NDArray[Any]) -> int:
     return int(array.ctypes.data)
 
 
-def link_if(name: str, old: File, new: File, size: int) -> bool:
-    """Give a file of one folder the same name in another if it has this length; say whether it has it now."""
+def link_if(name: str, old: File, new: File, size: int) -> int:
+    """Do for one name what `kernels.link_files` does for many; return its code."""
     try:
         if os.stat(name, dir_fd=old.fd).st_size != size:
-            return False
+            return -1
         os.link(name, name, src_dir_fd=old.fd, dst_dir_fd=new.fd)
     except OSError as exc:
-        if exc.errno in _CANNOT_LINK:
-            return False
-        raise _failed("link", new.path / name, exc) from exc
-    return True
+        return exc.errno or errno.EIO
+    return 0
+
+
+def link_error(path: Path, code: int) -> StorageError | None:
+    """Return what is to be raised for the code of a link; None: it is there, or there are none to be had."""
+    return _failed("link", path, _system_error(code)) if code > 0 and code not in _CANNOT_LINK else None
 
 
 class File:
@@ -346,6 +349,11 @@ class Disk:
             raise _failed("link", new, exc) from exc
         return True
 
+    @property
+    def in_bulk(self) -> bool:
+        """Whether many files may be linked or removed by one act: not where tests watch each."""
+        return type(self).link is Disk.link and type(self).gate is Disk.gate
+
     def unlink(self, path: Path) -> None:
         """Remove a file; a missing one is fine."""
         self._do("unlink", path, lambda: path.unlink(missing_ok=True))
@@ -439,6 +447,17 @@ class Disk:
         except OSError as exc:
             raise _failed("read", path, exc) from exc
 
+    def read_named(self, folder: File, name: str, size: int) -> bytes:
+        """Return the bytes of a file in an open folder, of a longer one the first `size` + 1."""
+        try:
+            fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC, dir_fd=folder.fd)
+            try:
+                return os.pread(fd, size + 1, 0)
+            finally:
+                os.close(fd)
+        except OSError as exc:
+            raise _failed("read", folder.path / name, exc) from exc
+
     def exists(self, path: Path) -> bool:
         """Say whether there is something of this name."""
         try:
@@ -507,6 +526,10 @@ class Disk:
             return None if Path("/proc/self/stat").exists() else 0.0
         except (OSError, ValueError, IndexError):
             return 0.0
+
+    def tree(self, path: Path) -> list[tuple[Path, list[str]]]:
+        """Return a folder and all those in it, each with the names of its files."""
+        return [(Path(folder), names) for folder, _, names in os.walk(path)]
 
     def names(self, path: Path) -> list[str]:
         """Return the sorted names in a folder; none if it is missing."""

@@ -306,14 +306,17 @@ class Journal:
         path = self._folder / f"{self._number:06d}"
         salt_text = f"{self._key}/{self._number}".encode()
         salt = int.from_bytes(hashlib.blake2b(salt_text, digest_size=8).digest(), "little")
-        longest = len(
-            _frame(salt, self.sequence + 1, Kind.BASE, json.dumps(base | {"bytes": 1 << 50}).encode())
-        )
+        text = json.dumps(base)[:-1]  # long where many episodes are open: once is enough
+
+        def framed(size: int) -> bytes:
+            # Its own length goes with it, so that a file that is cut off is known.
+            return _frame(salt, self.sequence + 1, Kind.BASE, f'{text}, "bytes": {size}}}'.encode())
+
+        longest = len(framed(1 << 50))
         file = self._disk.open(path, create=True)
         try:
             size = self._reserve(file, longest + room + 4 * ALIGN)
-            # Its own length goes with it, so that a file that is cut off is known.
-            frame = _frame(salt, self.sequence + 1, Kind.BASE, json.dumps(base | {"bytes": size}).encode())
+            frame = framed(size)
             file.write(frame, 0)
         except BaseException:
             self._number -= 1

@@ -1,4 +1,4 @@
-"""Compiled loops: most keep the GIL, syncing gives it away once.
+"""Compiled loops: most keep the GIL, what goes over many files gives it away once.
 
 Used by `files` and `episodes`. Loading this module loads numba, so it is imported in the background
 when rows come; until then plain Python does the same work.
@@ -14,7 +14,15 @@ import numpy as np
 from numba.core import types
 from numpy.typing import NDArray
 
-__all__ = ["compiled", "find_runs", "spread_runs", "sync_files", "write_pieces"]
+__all__ = [
+    "compiled",
+    "find_runs",
+    "link_files",
+    "spread_runs",
+    "sync_files",
+    "unlink_files",
+    "write_pieces",
+]
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -36,8 +44,16 @@ def compiled(signatures: Any, **options: Any) -> Callable[[Callable[..., Any]], 
 # libc's, found by name when the loop is linked.
 _pwrite: Any = types.ExternalFunction("pwrite", types.intp(types.int32, types.intp, types.intp, types.int64))
 _fdatasync: Any = types.ExternalFunction("fdatasync", types.int32(types.int32))
-#: Linux only, as is `sync_files`.
+_linkat: Any = types.ExternalFunction(
+    "linkat", types.int32(types.int32, types.intp, types.int32, types.intp, types.int32)
+)
+_unlinkat: Any = types.ExternalFunction("unlinkat", types.int32(types.int32, types.intp, types.int32))
+#: Linux only, as is what follows, and those that use it.
 _errno: Any = types.ExternalFunction("__errno_location", types.CPointer(types.int32)())  # type: ignore[no-untyped-call]
+_statx: Any = types.ExternalFunction(
+    "statx", types.int32(types.int32, types.intp, types.int32, types.uint32, types.intp)
+)
+_STATX_SIZE, _SIZE_WORD = 0x200, 5  # what is asked for, and the 8-byte word in which it comes
 
 
 @compiled("int64(int64[::1], int64[::1], int64[::1], int64[::1])")
@@ -73,6 +89,46 @@ def sync_files(fds: Ints) -> tuple[int, int]:
         if _fdatasync(np.int32(fds[i])) != 0:
             return i, numba.carray(_errno(), 1)[0]  # type: ignore[attr-defined]
     return fds.size, 0
+
+
+@compiled("void(int64[::1], int64[::1], int64[::1], int64[::1], uint8[::1], int64[::1])", nogil=True)
+def link_files(
+    old: Ints, new: Ints, sizes: Ints, codes: Ints, names: NDArray[np.uint8], starts: Ints
+) -> None:
+    """Give files the same names in other folders.
+
+    Args:
+        old: Descriptors of the folders that they are in. Shape `(n,)`.
+        new: Of the other ones. Shape `(n,)`.
+        sizes: Their lengths: files of another one are left out. Shape `(n,)`.
+        codes: Is filled with 0 where it was done, the system's error number, or -1 for another length.
+            Shape `(n,)`.
+        names: All names one behind the other, each with a zero at its end.
+        starts: Where each begins. Shape `(n,)`.
+    """
+    facts = np.zeros(32, np.int64)  # struct statx, which is the same on all machines
+    for i in range(starts.size):
+        name, here, there = names.ctypes.data + starts[i], np.int32(old[i]), np.int32(new[i])
+        codes[i] = 0
+        if _statx(here, name, np.int32(0), np.uint32(_STATX_SIZE), facts.ctypes.data) != 0:
+            codes[i] = numba.carray(_errno(), 1)[0]  # type: ignore[attr-defined]
+        elif facts[_SIZE_WORD] != sizes[i]:
+            codes[i] = -1
+        elif _linkat(here, name, there, name, np.int32(0)) != 0:
+            codes[i] = numba.carray(_errno(), 1)[0]  # type: ignore[attr-defined]
+
+
+@compiled("void(int64[::1], uint8[::1], int64[::1])", nogil=True)
+def unlink_files(folders: Ints, names: NDArray[np.uint8], starts: Ints) -> None:
+    """Remove files; those that cannot be removed stay.
+
+    Args:
+        folders: Descriptors of the folders that they are in. Shape `(n,)`.
+        names: As for `link_files`.
+        starts: Where each begins. Shape `(n,)`.
+    """
+    for i in range(starts.size):
+        _unlinkat(np.int32(folders[i]), names.ctypes.data + starts[i], np.int32(0))
 
 
 _CUT = "int64(boolean[::1], boolean[::1], int64[::1], boolean[::1], {}[::1], int64[:, ::1], float64[::1])"

@@ -10,12 +10,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import google_crc32c
 
+from expstore.bulk import remove_files
 from expstore.errors import CorruptionError, NotFoundError, SnapshotError
 from expstore.files import Disk
 from expstore.manifest import MANIFEST
@@ -244,7 +246,7 @@ def remove_scraps(disk: Disk, place: Path) -> None:
             (disk.remove_tree if _NAME.match(name) else disk.unlink)(path)
 
 
-def prune(disk: Disk, place: Path, keep: int) -> None:
+def prune(disk: Disk, place: Path, keep: int, pool: ThreadPoolExecutor) -> None:
     """Remove the oldest versions without a tag, but for `keep` of them; never the newest of all.
 
     A crash leaves each whole or under a name that is not a version's.
@@ -259,4 +261,5 @@ def prune(disk: Disk, place: Path, keep: int) -> None:
         disk.rename(version.path, scrap)
     disk.sync_dir(place)  # else a power cut could bring the name back and not what was in it
     for scrap in scraps:
+        remove_files(disk, scrap, pool)
         disk.remove_tree(scrap)

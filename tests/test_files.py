@@ -5,15 +5,17 @@ from __future__ import annotations
 import errno
 import gc
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from expstore import files
 from expstore.addresses import AddressRange
+from expstore.bulk import Links, read_all, remove_files, start_links
 from expstore.errors import StorageError
 from expstore.files import KEEP_GIL_BYTES, Disk, address_of
 
@@ -303,3 +305,92 @@ def test_only_syncs_lose_what_was_written(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="No such file") as caught:
         Disk().free(tmp_path / "no")
     assert caught.value.errno == errno.ENOENT
+
+
+@pytest.fixture(params=["plain", "compiled"])
+def disk(request: pytest.FixtureRequest) -> Disk:
+    """A disk, with and without the loops that take a second to be loaded."""
+    disk = Disk()
+    if request.param == "compiled":
+        disk._load_kernel()
+    return disk
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(2) as pool:
+        yield pool
+
+
+def make_files(folder: Path, names: Sequence[str], size: int = 9) -> None:
+    folder.mkdir()
+    for name in names:
+        (folder / name).write_bytes(bytes(size))
+
+
+@pytest.mark.parametrize("going", [False, True])
+def test_many_links_at_once(tmp_path: Path, disk: Disk, pool: ThreadPoolExecutor, going: bool) -> None:
+    """What is missing or has another length is left out; threads may have ended with the interpreter."""
+    if going:
+        pool.shutdown()
+    a, b = [f"c.{number}" for number in range(7)], ["c.0.0", "ü", "short", "gone"]
+    make_files(tmp_path / "a", a)
+    make_files(tmp_path / "b", b[:3], 5)
+    os.truncate(tmp_path / "b" / "short", 4)
+    for name in ("new-a", "new-b"):
+        (tmp_path / name).mkdir()
+    groups = [
+        Links(tmp_path / "a", tmp_path / "new-a", a, 9),
+        Links(tmp_path / "nowhere", tmp_path / "new-a", ["x"], 9),
+        Links(tmp_path / "b", tmp_path / "new-b", b, 5),
+        Links(tmp_path / "b", tmp_path / "new-b", [], 5),
+    ]
+    before = len(os.listdir("/proc/self/fd"))
+    assert start_links(disk, groups, pool)() == [[], ["x"], ["short", "gone"], []]
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert disk.names(tmp_path / "new-a") == a
+    assert disk.names(tmp_path / "new-b") == ["c.0.0", "ü"]
+    assert (tmp_path / "new-a" / "c.6").stat().st_ino == (tmp_path / "a" / "c.6").stat().st_ino
+
+
+@pytest.mark.parametrize("code", [errno.EXDEV, errno.ENOSPC])
+def test_links_that_cannot_be(
+    tmp_path: Path, disk: Disk, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    """Where there are no links to be had files are copied; a full disk is an error."""
+    make_files(tmp_path / "a", ["f", "g"])
+    (tmp_path / "new").mkdir()
+    if disk.kernels is None:
+
+        def refuse(*_: object, **__: object) -> None:
+            raise OSError(code, os.strerror(code))
+
+        monkeypatch.setattr(os, "link", refuse)
+    else:
+        fake = SimpleNamespace(link_files=lambda old, new, sizes, codes, names, starts: codes.fill(code))
+        disk.kernels = fake  # type: ignore[assignment]
+    end = start_links(disk, [Links(tmp_path / "a", tmp_path / "new", ["f", "g"], 9)], pool)
+    if code == errno.EXDEV:
+        assert end() == [["f", "g"]]
+        return
+    with pytest.raises(StorageError, match=r"cannot link .*new/f: No space left"):
+        end()
+
+
+def test_files_of_one_folder_are_read(tmp_path: Path) -> None:
+    make_files(tmp_path / "a", ["f", "long"])
+    os.truncate(tmp_path / "a" / "long", 10)
+    disk = Disk()
+    assert read_all(disk, tmp_path / "a", ["f", "long", "gone"], size=9) == [bytes(9), b"", b""]
+    assert read_all(disk, tmp_path / "nowhere", ["f"], size=9) == [b""]
+
+
+def test_all_files_of_a_folder_go_at_once(tmp_path: Path, disk: Disk, pool: ThreadPoolExecutor) -> None:
+    make_files(tmp_path / "x", [f"{number}" for number in range(9)])
+    make_files(tmp_path / "x" / "y", ["f"])
+    (tmp_path / "x" / "empty").mkdir()
+    remove_files(disk, tmp_path / "x", pool)
+    left = [path.name for path in (tmp_path / "x").rglob("*") if path.is_file()]
+    assert bool(left) == (disk.kernels is None)
+    disk.remove_tree(tmp_path / "x")
+    assert disk.names(tmp_path) == []

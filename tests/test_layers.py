@@ -50,6 +50,7 @@ ALLOWED_SIDEWAYS: tuple[tuple[str, str], ...] = (
     ("files", "kernels"),
     ("addresses", "errors"),
     ("addresses", "files"),
+    ("bulk", "errors"),
     ("bulk", "files"),
     ("manifest", "schema"),
     ("episodes", "episodelog"),
