@@ -29,6 +29,7 @@ from expstore.storages.position import DrawPosition
 from expstore.storages.priorities import Watcher, check_priorities
 from expstore.storages.sampled import Sampled
 from expstore.storages.stats import Counters
+from expstore.turns import FairLock
 from expstore.types import Array, IntArray, Key, Window, cut_run, key_name
 
 __all__ = ["REWARD", "ROW_FIELDS", "Keys", "Rows", "Storage", "find_keys", "spare_slots"]
@@ -118,7 +119,7 @@ class Storage(DrawPosition, ABC):
         self.spare = 0
         self.seed = 0
         self.flatten = False
-        self.lock = threading.RLock()
+        self.lock = FairLock()
         self.counters = Counters()
         self.episodes = EpisodeTable()
         self.horizon = 0  # newest id whose slot may have been written to
