@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import pickle
+import signal
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -26,10 +29,15 @@ from expstore import (
     ReplayBuffer,
     SamplerWithoutReplacement,
     StateError,
+    StorageError,
     TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
 )
+from expstore.checks.repair import repair
 from expstore.checks.verify import verify
+from expstore.errors import CorruptionError
+from expstore.files import Disk
+from expstore.storages.settings import Settings
 from expstore.storages.zarr import ZarrStorage
 
 SEED = 5
@@ -345,3 +353,328 @@ def test_sql_shows_it(tmp_path: Path) -> None:
         query = "SELECT number, _sampled FROM transitions ORDER BY 1"
         assert dict(rb.sql(query).fetchall()) == counts(rb)
         rb.close()
+
+
+# ---------------------------------------------------------------------------------------------------
+# Stops.
+
+
+def live(rb: TensorDictReplayBuffer) -> None:
+    """Turn a ring of 200, with rows in all states of being handed out."""
+    for step in range(12):
+        rb.extend(rows(40, 40 * step))
+        numbers(rb, 3)
+
+
+@pytest.mark.parametrize("capacity", [200, None])
+@pytest.mark.parametrize("end", ["close", "kill", "kill after flush", "power cut after flush"])
+def test_a_restart_goes_on_with_the_next_batch(capacity: int | None, end: str, tmp_path: Path) -> None:
+    """The next 50 batches, while more rows come, are those of a buffer in RAM that has lived on."""
+    path = tmp_path / "a.exp"
+
+    def life(tell: Callable[[Any], None]) -> None:
+        rb = opened(path, capacity=capacity)
+        live(rb)
+        if end == "close":
+            rb.close()
+        elif end != "kill":
+            rb.flush()
+            tell(counts(rb))
+
+    told = in_child(life)
+    if end.startswith("power"):
+        (path / "STATE").write_bytes(bytes(4096))  # what a restart of the machine leaves of it
+    whole = consuming(2, capacity)
+    live(whole)
+    with opened(path) as again:
+        assert told in ([], [counts(again)])
+        assert counts(again) == counts(whole)
+        for step in range(50):
+            assert numbers(again, 1) == numbers(whole, 1)
+            if step % 5 == 0:
+                for rb in (again, whole):
+                    rb.extend(rows(30, 480 + 6 * step))
+        assert len(again) == len(whole)
+
+
+def test_killed_at_any_moment_nothing_that_was_returned_is_forgotten(tmp_path: Path) -> None:
+    """Batches are told through a pipe; the kill may come in the middle of one that nobody gets."""
+    for life, wait in enumerate((1, 9, 30, 31, 47)):
+        path = tmp_path / f"{life}.exp"
+        out, into = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            torch.set_num_threads(1)
+            rb = opened(path, capacity=3000)
+            rb.extend(rows(3000))
+            while len(rb):
+                os.write(into, rb.sample(20)["number"].numpy().astype("<i8").tobytes())
+            os._exit(0)
+        os.close(into)
+        with os.fdopen(out, "rb") as pipe:
+            data = pipe.read(wait * 160)
+            os.kill(pid, signal.SIGKILL)
+            data += pipe.read()
+        os.waitpid(pid, 0)
+        got = np.frombuffer(data[: len(data) // 160 * 160], "<i8").reshape(-1, 20).tolist()
+        whole = consuming(2, 3000, 20)
+        whole.extend(rows(3000))
+        assert numbers(whole, len(got)) == got
+        acked = counts(whole)
+        with opened(path) as again:
+            found = counts(again)
+            more = {n: found[n] - acked[n] for n in acked if found[n] != acked[n]}
+            if again.storage.draw > len(got):
+                assert more.items() <= dict.fromkeys(numbers(whole, 1)[0], 1).items()
+            else:
+                assert not more
+            whole.storage.sampled.put([(0, 0, 3000)], np.array(list(found.values()), np.uint32))
+            whole.sampler.attach(whole.storage)
+            for _ in range(50):
+                assert again.sample(20)["number"].tolist() == whole.sample(20)["number"].tolist()
+
+
+def test_rows_that_no_sync_has_seen_begin_at_0_after_a_power_cut(tmp_path: Path) -> None:
+    """Whether their slots were brought to 0 is not known: what stands there may be of older rows."""
+    path = tmp_path / "a.exp"
+
+    def life(tell: Callable[[Any], None]) -> None:
+        rb = opened(path, count=1, capacity=50)
+        rb.storage._keeper.stop()
+        rb.extend(rows(50 + rb.storage.spare))
+        rb.sample(40)
+        rb.flush()
+        column = rb.storage.sampled.column.files[0]
+        rb.extend(rows(45, 50 + rb.storage.spare))
+        tell(sorted(n for n, count in counts(rb).items() if count))
+        column.write(np.ones(45, np.uint32), 0)  # as if the zeros had not reached the disk
+
+    (older,) = in_child(life)
+    (path / "STATE").write_bytes(bytes(4096))
+    with opened(path, count=1) as rb:
+        newest = rb.storage.last
+        assert sorted(n for n, count in counts(rb).items() if count) == older
+        assert all(n < newest - 45 for n in older)
+    with opened(path, count=1) as rb:
+        assert sorted(n for n, count in counts(rb).items() if count) == older
+    assert verify(path) == []
+
+
+@pytest.mark.parametrize("capacity", [200, None])
+@pytest.mark.parametrize("how", ["dumps", "tag"])
+def test_versions_carry_the_counts(capacity: int | None, how: str, tmp_path: Path) -> None:
+    with opened(tmp_path / "a.exp", capacity=capacity) as rb:
+        live(rb)
+        made = rb.dumps(tmp_path / "versions") if how == "dumps" else rb.tag("best", tmp_path / "versions")
+        kept = list(counts(rb).values())
+        expected = numbers(rb, 30)
+        again = rb.dumps(tmp_path / "versions")
+        assert again.new_bytes < made.new_bytes
+    assert verify(made.path) == []
+    with opened(tmp_path / "b.exp", capacity=capacity) as copy, opened(tmp_path / "c.exp", None) as plain:
+        plain.loads(made.path.parent, made.number)
+        assert list(counts(plain).values()) == kept
+        for storage in (copy, consuming(2, capacity)):
+            storage.extend(rows(11))
+            numbers(storage, 2)
+            storage.loads(made.path.parent, made.number)
+            assert list(counts(storage).values()) == kept
+            assert len(storage) == sum(n < 2 for n in kept)
+            assert numbers(storage, 30) == expected
+    with opened(tmp_path / "b.exp") as copy:
+        assert copy.storage.draw == 66
+        with pytest.raises(StateError):
+            opened(made.path.parent).sample()
+    assert verify(tmp_path / "b.exp") == []
+
+
+def test_a_version_without_counts_begins_at_0(tmp_path: Path) -> None:
+    with expstore.open(tmp_path / "a.exp", capacity=100) as rb:
+        rb.extend(rows(80))
+        rb.dumps(tmp_path / "versions")
+        for other in (consuming(1, 100), opened(tmp_path / "b.exp", count=1, capacity=100)):
+            other.extend(rows(50))
+            numbers(other, 3)
+            other.loads(tmp_path / "versions")
+            assert len(other) == 80
+            numbers(other, 2)
+            assert len(other) == 66
+            other.close()
+    with expstore.open(tmp_path / "b.exp", consume_after_n_samples=1, batch_size=7) as rb:
+        assert len(rb) == 66
+        # The first version with counts after one without: all else is shared.
+        first = rb.dumps(tmp_path / "more")
+        assert (first.path / COLUMN / "zarr.json").exists()
+    with expstore.open(tmp_path / "a.exp", consume_after_n_samples=1, batch_size=7) as rb:
+        numbers(rb, 1)
+        second = rb.dumps(tmp_path / "versions")
+        assert (second.path / COLUMN / "zarr.json").exists()
+        assert verify(second.path) == []
+
+
+# ---------------------------------------------------------------------------------------------------
+# Disks that fail, files that are damaged.
+
+
+class FullDisk(Disk):
+    """Fail what is done to the column from some moment on."""
+
+    acts: tuple[str, ...] = ()
+    after = 0
+
+    def gate(self, act: str, path: Path) -> None:
+        if act in self.acts and "sampled" in str(path):
+            self.after -= 1
+            if self.after < 0:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def on(disk: Disk, path: Path, count: int, size: int) -> TensorDictReplayBuffer:
+    storage = ZarrStorage(path, 100, disk=disk, settings=Settings(seed=SEED))
+    return TensorDictReplayBuffer(storage=storage, consume_after_n_samples=count, batch_size=size)
+
+
+@pytest.mark.parametrize("end", ["go on", "close", "kill"])
+def test_on_a_full_disk_nothing_is_handed_out_that_is_not_counted(end: str, tmp_path: Path) -> None:
+    """A batch of which half was counted on the disk is not handed out, and does not count."""
+    path, disk = tmp_path / "a.exp", FullDisk()
+
+    def life(tell: Callable[[Any], None]) -> None:
+        rb = on(disk, path, 2, 10)
+        rb.extend(rows(100))
+        rb.sample()
+        disk.acts, disk.after = ("write",), 5
+        for step in range(3):
+            before = counts(rb)
+            with pytest.raises(StorageError) as caught:
+                rb.sample()
+            assert (caught.value.kind, caught.value.errno) == ("disk_full", errno.ENOSPC)
+            assert counts(rb) == before
+            rb.flush()
+            rb.extend(rows(1, 100 + step))  # others have their space
+        disk.acts = ()
+        tell(counts(rb))
+        if end == "go on":
+            expected = Counter(counts(rb))
+            expected.update(numbers(rb, 1)[0])
+            assert Counter(counts(rb)) == expected
+            rb.flush()
+            tell(counts(rb))
+        elif end == "close":
+            rb.close()
+
+    acked = in_child(life)[-1]
+    with opened(path) as rb:
+        found = counts(rb)
+        assert found.keys() == acked.keys()
+        more = [found[n] - acked[n] for n in acked]
+        assert set(more) <= {0, 1}
+        assert sum(more) in (range(1, 6) if end == "kill" else (0,)), "half a batch that nobody got"
+
+
+def test_the_compiled_loop_fails_like_the_plain_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of two shards cannot be written to: what the other was told is put right at the next flush."""
+    monkeypatch.setattr("expstore.storages.columns.SHARD_ROWS", 4096)
+    with opened(tmp_path / "a.exp", capacity=6000) as rb:
+        rb.extend(rows(6000))
+        rb.storage.disk._load_kernel()
+        rb.sample(500)
+        before = counts(rb)
+        held = rb.storage.sampled.column.files[1]
+        fd, held.fd = held.fd, os.open(held.path, os.O_RDONLY)
+        stands = []
+        for _ in range(3):
+            with pytest.raises(StorageError, match="cannot write to"):
+                rb.sample(500)
+            stands.append(sum(rb.storage.sampled.column.read(0, 6000).tolist()))
+            rb.flush()
+        assert counts(rb) == before
+        assert max(stands) > sum(before.values()), "some were counted on disk only"
+        os.close(held.fd)
+        held.fd = fd
+        rb.flush()
+        assert rb.storage.sampled.column.read(0, 6000).tolist() == list(before.values())
+        rb.sample(500)
+        after = counts(rb)
+        assert sum(after.values()) == 1000
+    with opened(tmp_path / "a.exp") as rb:
+        assert counts(rb) == after
+
+
+def test_a_slot_whose_count_a_failure_has_raised_begins_at_0(tmp_path: Path) -> None:
+    path, disk = tmp_path / "a.exp", FullDisk()
+
+    def life(tell: Callable[[Any], None]) -> None:
+        rb = on(disk, path, 1, 90)
+        storage = rb.storage
+        rb.extend(rows(100))
+        disk.acts, disk.after = ("write",), 89
+        with pytest.raises(StorageError):
+            rb.sample()
+        disk.acts = ()
+        storage.sampled.settle = lambda: None
+        for first in range(100, 200 + storage.spare, 50):
+            rb.extend(rows(50, first))
+        assert sorted(counts(rb).values()) == [0] * 100
+
+    in_child(life)
+    with opened(path, count=1) as rb:
+        assert len(rb) == 100
+
+
+def test_a_disk_that_is_full_when_counting_begins(tmp_path: Path) -> None:
+    disk = FullDisk()
+    expstore.open(tmp_path / "a.exp", capacity=100, seed=SEED).close()
+    storage = ZarrStorage(tmp_path / "a.exp", disk=disk)
+    disk.acts = ("write", "create", "mkdir")
+    rb = TensorDictReplayBuffer(storage=storage, consume_after_n_samples=1, batch_size=10)
+    for _ in range(2):
+        with pytest.raises(StorageError):
+            rb.extend(rows(10))
+    disk.acts = ()
+    rb.extend(rows(10))
+    rb.sample()
+    assert (len(rb), len(rb.storage)) == (0, 10)
+    rb.close()
+    storage = ZarrStorage(tmp_path / "b.exp", 100, disk=disk)
+    plain = TensorDictReplayBuffer(storage=storage, batch_size=10)
+    plain.extend(rows(10))
+    disk.acts = ("create",)
+    with pytest.raises(StorageError):
+        TensorDictReplayBuffer(storage=storage, consume_after_n_samples=1, batch_size=10)
+    plain.extend(rows(10, 10))
+    disk.acts = ()
+    rb = TensorDictReplayBuffer(storage=storage, consume_after_n_samples=1, batch_size=10)
+    assert [len(batch) for batch in rb] == [10, 10]
+    rb.close()
+
+
+@pytest.mark.parametrize("damage", ["gone", "cut", "zarr.json", "footer"])
+def test_damage_of_the_column_is_found_and_repaired(damage: str, tmp_path: Path) -> None:
+    """No row is lost by it; counts that are gone are 0 again."""
+    path = tmp_path / "a.exp"
+    with opened(path, capacity=5000) as rb:
+        rb.extend(rows(3000))
+        rb.sample(2000)
+        before = counts(rb)
+    shard, about = path / COLUMN / "c" / "0", path / COLUMN / "zarr.json"
+    if damage == "gone":
+        shard.unlink()
+    elif damage == "cut":
+        os.truncate(shard, 4000)
+    elif damage == "zarr.json":
+        about.unlink()
+    else:
+        data = bytearray(shard.read_bytes())
+        data[-1] ^= 1
+        shard.write_bytes(bytes(data))
+    assert [finding.column for finding in verify(path)] == ["_row.sampled"]
+    if damage != "footer":
+        with pytest.raises(CorruptionError, match="sampled"):
+            opened(path)
+    done = repair(path, drop_damaged=damage in ("gone", "cut"))
+    assert (done.lost, done.left) == ((), [])
+    assert verify(path) == []
+    kept = 1000 if damage == "cut" else 0 if damage == "gone" else 3000
+    with opened(path) as rb:
+        assert counts(rb) == {n: count * (n < kept) for n, count in before.items()}
