@@ -355,7 +355,8 @@ class JournaledStorage(SyncedStorage):
         if self._failure is not None:
             raise self._refusal()
         if self._unsure:
-            with self.lock, self._sync_lock:
+            # Who counts what they hand out must not go on with the counts that were open.
+            with self.lock, self._sync_lock, self.sampled_lock:
                 if self._unsure:
                     with contextlib.suppress(ExpStoreError):
                         self.flush_priorities()
@@ -367,8 +368,7 @@ class JournaledStorage(SyncedStorage):
         """Open what is on the disk now; if that fails, what was open stays so, and can be read."""
         former = vars(self).copy()
         try:
-            # Who counts what they hand out must not go on with the counts that were open.
-            with self.poisoning(), self.sampled_lock:
+            with self.poisoning():
                 self._open(first=first)
         except BaseException:
             failure = self._failure
@@ -376,6 +376,8 @@ class JournaledStorage(SyncedStorage):
             vars(self).update(former)
             self._failure = failure
             raise
+        if not first:
+            self.max_priority = former["max_priority"]  # the journal may not have it yet
         _close(former, but=vars(self))
 
     def close(self) -> None:

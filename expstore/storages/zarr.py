@@ -397,7 +397,7 @@ class ZarrStorage(JournaledStorage):
             ready = 0 if self.columns is None else self.columns.ready
             build_load(self, self.path, arrival, sequence=self._journal.sequence, ready=ready)
             recovered = self.counters.recovered
-            with self._sync_lock:
+            with self._sync_lock, self.sampled_lock:
                 try:
                     with self.changing():
                         commit_load(self.disk, self.path)

@@ -17,6 +17,7 @@ from expstore import dumping
 from expstore.storages import loading
 from expstore.storages.base import Rows, Storage
 from expstore.storages.journaled import JournaledStorage
+from expstore.storages.sampledcolumn import SampledColumn
 from expstore.storages.zarr import ZarrStorage
 
 __all__ = ["BREAKS", "break_protocol"]
@@ -108,6 +109,27 @@ def break_loads() -> None:
     loading.sync_paths = lambda disk, paths, folders, pool: None
 
 
+def break_counts() -> None:
+    """A batch is handed out before it is counted on disk."""
+    SampledColumn._keep = lambda self, slots, values: None  # type: ignore[method-assign]
+
+
+def break_renewal() -> None:
+    """A new row takes over the count that its slot had on disk."""
+    SampledColumn._keep_run = lambda self, slot, values: None  # type: ignore[method-assign]
+
+
+def break_count_syncs() -> None:
+    """Counts are written and not synced."""
+    unsynced = ZarrStorage._unsynced_columns
+
+    def others(self: Any) -> tuple[set[Any], set[Path]]:
+        files, folders = unsynced(self)
+        return {file for file in files if "sampled" not in str(file.path)}, folders
+
+    ZarrStorage._unsynced_columns = others  # type: ignore[method-assign]
+
+
 #: Fault -> what puts it in.
 BREAKS: dict[str, Callable[[], None]] = {
     "journal first": break_journal_first,
@@ -119,6 +141,9 @@ BREAKS: dict[str, Callable[[], None]] = {
     "sync mode without sync": break_sync_mode,
     "snapshot without sync": break_dumps,
     "loads without sync": break_loads,
+    "counted after": break_counts,
+    "counts of older rows": break_renewal,
+    "counts without sync": break_count_syncs,
 }
 
 

@@ -18,15 +18,18 @@ from ledger import Ledger
 
 import expstore
 from expstore.buffers import TensorDictReplayBuffer
+from expstore.errors import NotReadyError
 from expstore.files import Disk
 from expstore.snapshots import list_versions
 from expstore.storages.checksums import BLOCK_ROWS, GIVEN_UP, NOTHING, SUMMED, blocks_of, state_of
+from expstore.storages.sampledcolumn import find_sampled
 
 __all__ = [
     "Wrong",
     "check_episodes",
     "check_rows",
     "check_sample",
+    "check_sampled",
     "check_sql",
     "check_sums",
     "check_versions",
@@ -52,7 +55,7 @@ def check_rows(rb: TensorDictReplayBuffer, state: Ledger) -> None:
         (window.low, window.last) == (state.low, state.last),
         f"window ({window.low}, {window.last}], expected ({state.low}, {state.last}]",
     )
-    expect(len(rb) == state.ids.size, f"len {len(rb)}, expected {state.ids.size}")
+    expect(len(kept) == state.ids.size, f"len {len(kept)}, expected {state.ids.size}")
     expect(rb.write_count == state.write_count, f"write_count {rb.write_count}, expected {state.write_count}")
     ids = state.ids
     if not ids.size:
@@ -81,6 +84,28 @@ def check_rows(rb: TensorDictReplayBuffer, state: Ledger) -> None:
         held = [float(np.float32(v)) for v in state.priorities[i]]
         expect(value in held, f"priority of {i} is {value}, expected one of {held}")
         state.priorities[i] = [value]
+
+
+def check_sampled(rb: TensorDictReplayBuffer, state: Ledger, *, cut: bool = False) -> None:
+    """Hold how often each row was handed out, in RAM and in the column, against the ledger; take it over.
+
+    After a kill it is what had returned, and for a batch under way that or one more; after a power cut
+    (`cut`) whatever it was since the last sync.
+    """
+    kept, ids = rb.storage, state.ids
+    if state.spec.consume is None or not ids.size:
+        return
+    pieces = kept.pieces(int(ids[0]), ids.size)
+    found = np.concatenate(kept.sampled.views(pieces))
+    column = np.concatenate([kept.sampled.column.read(slot, n) for slot, _, n in pieces])
+    expect(np.array_equal(found, column), "the column has other counts than the handle")
+    for i, count in zip(ids.tolist(), found.tolist(), strict=True):
+        held = state.sampled[i]
+        may_be = held if cut else held[-2:] if i in state.taking else held[-1:]
+        expect(count in may_be, f"row {i} counts {count}, expected one of {may_be}")
+        state.sampled[i] = [count]
+    state.taking = ()
+    expect(len(rb) == state.left.size, f"{len(rb)} rows are left, expected {state.left.size}")
 
 
 def check_sums(rb: TensorDictReplayBuffer) -> None:
@@ -169,6 +194,7 @@ def check_versions(
         try:
             check_rows(rb, state)
             check_episodes(rb, state)
+            _check_version_sampled(rb, state)
         except Wrong as exc:
             raise Wrong(f"version {number}: {exc}") from exc
         finally:
@@ -181,10 +207,28 @@ def check_versions(
     return {number: known[number] for number in numbers}
 
 
+def _check_version_sampled(rb: TensorDictReplayBuffer, state: Ledger) -> None:
+    """Hold how often rows had been handed out when a snapshot was made against the ledger."""
+    if state.spec.consume is None or not state.ids.size:
+        return
+    kept = rb.storage
+    column = find_sampled(Disk(), kept.path / "columns", kept.slots)
+    expect(column is not None, "there are no counts in it")
+    parts = [column.read(slot, n) for slot, _, n in kept.pieces(kept.window.low + 1, kept.window.size)]
+    wanted = [state.sampled[i][-1] for i in state.ids.tolist()]
+    expect(np.concatenate(parts).tolist() == wanted, "it has other counts")
+
+
 def check_sample(rb: TensorDictReplayBuffer, state: Ledger) -> None:
     """Draw a batch and hold it against the words of the documentation."""
-    wanted = state.next_sample(32)
     expect(rb.storage.draw == state.draw, f"draw {rb.storage.draw}, expected {state.draw}")
+    if not state.left.size:
+        try:
+            rb.sample()
+        except NotReadyError:
+            return
+        raise Wrong("a batch was drawn though no row is left")
+    wanted = state.next_sample(facts.SAMPLE)
     found = rb.sample()
     expect(np.array_equal(found["id"].numpy(), wanted), f"draw {state.draw} chose other rows")
     rows = facts.values(state.spec, state.origin[wanted], state.version[wanted])

@@ -31,6 +31,7 @@ from checks import (
     check_episodes,
     check_rows,
     check_sample,
+    check_sampled,
     check_sql,
     check_sums,
     check_versions,
@@ -91,7 +92,9 @@ def open_store(
     kept = ZarrStorage(
         path, spec.capacity, settings=settings, disk=disk or KillingDisk(), segment_bytes=spec.segment_bytes
     )
-    rb = TensorDictReplayBuffer(storage=kept, batch_size=32, with_ids=True)
+    rb = TensorDictReplayBuffer(
+        storage=kept, batch_size=facts.SAMPLE, with_ids=True, consume_after_n_samples=spec.consume
+    )
     if not index:
         kept.use_catalog(_NoIndex())
     return rb
@@ -228,6 +231,10 @@ def candidates(state: Ledger, op: Op | None) -> list[Ledger]:
         if op.kind == "priority":
             late.priorities = done.priorities
             late.max_priorities = done.max_priorities
+    if op.kind == "sample" and state.spec.consume is not None and state.left.size:
+        taking = state.next_sample(facts.SAMPLE).tolist()
+        for either in found:
+            either.sampled, either.taking = done.sampled, taking
     return found
 
 
@@ -301,11 +308,12 @@ def _check_and_go_on(look: Look) -> Ledger:
         check_sql(rb, state)
     if state.ids.size:
         check_sample(rb, state)
-        state.draw += 1
+        state.apply(Op("sample"))
     for op in look.ops:
         perform(rb, state, op)
         state.apply(op)
     check_rows(rb, state)
+    check_sampled(rb, state)
     if look.leave == "kill":
         return state
     (rb if index else rb.storage).close()
@@ -315,6 +323,7 @@ def _check_and_go_on(look: Look) -> Ledger:
     expect(rb.recovered is None, f"after a close: {rb.recovered!r}")
     check_sums(rb)
     check_rows(rb, state)
+    check_sampled(rb, state)
     check_episodes(rb, state)
     if look.leave == "close":
         (rb if index else rb.storage).close()
@@ -332,6 +341,7 @@ def matching(rb: TensorDictReplayBuffer, states: list[Ledger], *, cut: bool = Fa
         state.reopen()
         try:
             check_rows(rb, state)
+            check_sampled(rb, state, cut=cut)
             drawn = rb.storage.draw
             low = min(s.noted_draw if cut else s.draw for s in states)
             high = max(s.draw for s in states)

@@ -47,6 +47,7 @@ BARE = Spec("bare", 24, 0, frame=64, lean=True, tail=False)
 #: So many stores are checked by one process.
 TOGETHER = 8
 STORE = "run.exp"
+COUNTED = Spec("counted", 24, 8, frame=64, lean=True, segment_bytes=4096, consume=2)
 GROWING = Spec("growing", None, None, frame=64, lean=True, shard_rows=4096)
 
 
@@ -79,7 +80,7 @@ def _priority(first: int, last: int, value: float) -> Op:
     return Op("priority", ids=ids, priorities=np.full(ids.size, value, np.float32))
 
 
-FLUSH, EMPTY, DUMPS, LOADS = Op("flush"), Op("empty"), Op("dumps"), Op("loads")
+FLUSH, EMPTY, DUMPS, LOADS, SAMPLE = (Op(kind) for kind in ("flush", "empty", "dumps", "loads", "sample"))
 FEW = [_extend(20, "a")]
 
 PHASES = (
@@ -115,6 +116,9 @@ PHASES = (
     Phase("commit to the index", NARROW, FEW, [*[_extend(1)] * 5, FLUSH], must="unlink", index=True),
     Phase("dumps", LEAN, [*FEW, DUMPS, _extend(9)], [*[DUMPS, _extend(4, "a")] * 3], stride=20, must="link"),
     Phase("loads", LEAN, [*FEW, DUMPS, _extend(9)], [LOADS, _extend(4, "a")], stride=20, must="rename load"),
+    Phase("first extend of a store that counts", COUNTED, ops=[_extend(5)], stride=9, must="rename sampled"),
+    Phase("count", COUNTED, [_extend(24), SAMPLE], [SAMPLE, FLUSH, _extend(3), SAMPLE], stride=9),
+    Phase("slots of counted rows", COUNTED, [_extend(24), SAMPLE, _extend(8)], [_extend(2), _extend(2)]),
     Phase("extend without spare", BARE, [_extend(24)], [_extend(6)], tooth=True),
     Phase("change new rows", LEAN, FEW, [_extend(4), _change(20, 24, 1, 2)], tooth=True),
     Phase("close with an index", LEAN, FEW, [_extend(2)], part="close", index=True),

@@ -55,6 +55,7 @@ SPECS = {
         Spec("shards", 6000, 900, frame=64, shard_rows=4096),
         Spec("narrow", 300, 100, frame=64),
         Spec("endless", None, None, frame=64, shard_rows=4096),
+        Spec("counted", 60, 20, frame=64, segment_bytes=4096, longest=30, consume=2),
     )
 }
 #: What is done in a life, and how often.
@@ -96,7 +97,7 @@ def _lives(spec: Spec, path: Path, chance: random.Random, report: Report, lives:
         rng = np.random.default_rng(seed)
         after = state.copy()
         after.reopen()
-        ops = facts.plan(after, rng, 12, weights=WEIGHTS)
+        ops = facts.plan(after, rng, 12, weights=WEIGHTS | ({"sample": 10} if spec.consume else {}))
         by_act, at = chance.random() < 0.4, chance.randrange(1, 200)
         torn = chance.choice([None, chance.random()])
         disk: Disk = KillingDisk(at if by_act else 0, torn=torn)
@@ -160,6 +161,13 @@ TEETH = {
     ),
     "loads without sync": Tooth(
         "loads without sync", lambda at: power_cuts(240, 1, at, names=["dumped"], stop=True)
+    ),
+    "counted after": Tooth("counted after", lambda at: enumerate_gaps(at, names=["count"], stop=True)),
+    "counts of older rows": Tooth(
+        "counts of older rows", lambda at: enumerate_gaps(at, names=["slots of counted rows"], stop=True)
+    ),
+    "counts without sync": Tooth(
+        "counts without sync", lambda at: power_cuts(120, 1, at, names=["counted"], stop=True)
     ),
     "recovery without sync": Tooth("recovery without sync", lambda at: power_cuts(360, 1, at, stop=True)),
 }

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -25,6 +25,8 @@ Ints = NDArray[np.int64]
 
 OPEN, TERMINATED, TRUNCATED, CUT = range(4)
 SEED = 20_260_101
+#: Rows of a batch.
+SAMPLE = 32
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,7 @@ class Spec:
     durability: Literal["process", "sync"] = "process"
     dumped: bool = False  # snapshots are made of it
     tail: bool = True  # whether few small rows ride in the journal
+    consume: int | None = None  # how often each row is handed out
 
 
 @dataclass(frozen=True)
@@ -158,6 +161,9 @@ class Ledger:
     # What a row's priority may be after a kill: what it was when last brought to disk, or any later one.
     priorities: dict[int, list[float]] = field(default_factory=dict)
     max_priorities: list[float] = field(default_factory=lambda: [1.0])
+    # What a row's count of batches may be after a power cut: as for priorities; the last one after a kill.
+    sampled: dict[int, list[int]] = field(default_factory=dict)
+    taking: Collection[int] = ()  # rows of a batch under way: counted once more, or not yet
     versions: dict[int, Ledger] = field(default_factory=dict)  # snapshots by number
 
     def copy(self) -> Ledger:
@@ -166,6 +172,7 @@ class Ledger:
         twin.open = dict(self.open)
         twin.episodes = {number: copy.copy(held) for number, held in self.episodes.items()}
         twin.priorities = {i: held.copy() for i, held in self.priorities.items()}
+        twin.sampled = {i: held.copy() for i, held in self.sampled.items()}
         twin.max_priorities = self.max_priorities.copy()
         twin.versions = dict(self.versions)
         for name in _ARRAYS:
@@ -182,6 +189,15 @@ class Ledger:
     @property
     def ids(self) -> Ints:
         return np.arange(self.low + 1, self.last + 1, dtype=np.int64)
+
+    @property
+    def left(self) -> Ints:
+        """The rows that can still be drawn."""
+        limit = self.spec.consume
+        ids = self.ids
+        if limit is None:
+            return ids
+        return ids[[self.sampled[i][-1] < limit for i in ids.tolist()]] if ids.size else ids
 
     def _grow(self, last: int) -> None:
         for name in _ARRAYS:
@@ -242,6 +258,7 @@ class Ledger:
         self.noted_draw = self.draw
         for i in ids.tolist():
             self.priorities[i] = [self.max_priority]
+            self.sampled[i] = [0]
 
     def _change(self, op: Op) -> None:
         self.version[op.ids] = op.version
@@ -262,11 +279,17 @@ class Ledger:
         self.max_priorities.append(self.max_priority)
 
     def _sample(self, op: Op) -> None:
+        if not self.left.size:
+            return
+        if self.spec.consume is not None:
+            for i in self.next_sample(SAMPLE).tolist():
+                self.sampled[i].append(self.sampled[i][-1] + 1)
         self.draw += 1
 
     def _flush(self, op: Op) -> None:
         low = self.low
         self.priorities = {i: held[-1:] for i, held in self.priorities.items() if i > low}
+        self.sampled = {i: held[-1:] for i, held in self.sampled.items() if i > low}
         self.max_priorities = [self.max_priority]
         self.noted_draw = self.draw
 
@@ -280,6 +303,7 @@ class Ledger:
         kept = self.copy()
         kept.versions = {}
         kept.priorities = {i: held[-1:] for i, held in self.priorities.items()}
+        kept.sampled = {i: held[-1:] for i, held in self.sampled.items()}
         kept.max_priorities = [self.max_priority]
         number = max(self.versions, default=0) + 1
         self.versions = dict([*self.versions.items(), (number, kept)][-KEEP:])
@@ -303,6 +327,7 @@ class Ledger:
             getattr(kept, name)[ids + shift] = old[name]
         kept.episode[ids + shift] += episodes
         kept.priorities = {i + shift: kept.priorities[i] for i in ids.tolist()}
+        kept.sampled = {i + shift: kept.sampled[i] for i in ids.tolist()}
         for held in kept.episodes.values():
             held.last_id += shift
         kept.episodes = {n + episodes: held for n, held in kept.episodes.items()}
@@ -327,6 +352,11 @@ class Ledger:
     def next_sample(self, size: int) -> Ints:
         """Return the ids of the next batch, from the words of the documentation: Philox, draw by draw."""
         generator = Draws(SEED).generator(self.draw)
+        if self.spec.consume is not None:
+            ids = self.left
+            slots = None if self.spec.capacity is None else self.spec.capacity + self.spare
+            by_slot = ids if slots is None else ids[np.argsort((ids - 1) % slots)]
+            return by_slot[generator.choice(ids.size, min(size, ids.size), replace=False)]
         drawn: Ints = generator.integers(self.low + 1, self.last + 1, size)
         return drawn
 
@@ -363,7 +393,7 @@ def _next(state: Ledger, rng: np.random.Generator, weights: Mapping[str, float])
         some = rng.choice(ids, min(ids.size, 50), replace=False)
         drawn = np.round(rng.random(some.size) * state.max_priority * 1.2, 3).astype(np.float32)
         return Op("priority", ids=some, priorities=drawn)
-    return Op(str(kind), count=32)
+    return Op(str(kind), count=SAMPLE)
 
 
 def _next_extend(state: Ledger, rng: np.random.Generator) -> Op:

@@ -61,6 +61,7 @@ POWER_SPECS = {
         Spec("small", 60, 20, frame=64, segment_bytes=4096, longest=20),
         Spec("synced", 60, 20, frame=64, segment_bytes=4096, longest=20, durability="sync"),
         Spec("dumped", 60, 20, frame=64, segment_bytes=4096, longest=20, lean=True, dumped=True),
+        Spec("counted", 60, 20, frame=64, segment_bytes=4096, longest=20, lean=True, dumped=True, consume=2),
         Spec("endless", None, 120, frame=64, segment_bytes=8192, shard_rows=4096, longest=160, lean=True),
     )
 }
@@ -269,14 +270,16 @@ class _History:
             return [state.copy() for state in self._job.states]
         states = candidates(self.newest.copy(), self._op)
         states += [then.copy() for then in self._ledgers[self._floor : self._acked][::-1]]
-        # Priorities have no promise before a flush, and may be ahead of the rows.
-        ahead: dict[int, set[float]] = {}
+        # Priorities and counts have no promise before a flush, and may be ahead of the rows.
+        for name in ("priorities", "sampled"):
+            ahead: dict[int, set[float]] = {}
+            for then in states:
+                for i, held in getattr(then, name).items():
+                    ahead.setdefault(i, set()).update(held)
+                setattr(then, name, {i: sorted(ahead[i]) for i in getattr(then, name)})
         largest: set[float] = set()
         for then in states:
-            for i, held in then.priorities.items():
-                ahead.setdefault(i, set()).update(held)
             largest.update(then.max_priorities)
-            then.priorities = {i: sorted(ahead[i]) for i in then.priorities}
             then.max_priorities = sorted(largest)
         return states
 
@@ -413,6 +416,7 @@ def _round(spec: Spec, number: int, seed: int, folder: Path, report: Report, fre
     after = new.copy()
     after.reopen()
     weights = WEIGHTS | ({"sql": 1} if index else {}) | ({"dumps": 3, "loads": 3} if spec.dumped else {})
+    weights |= {"sample": 6} if spec.consume else {}
     job = Job(
         spec,
         [new],

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.timeout(600)  # the first test waits for the whole run
 @pytest.fixture(scope="module")
 def reports(harness: Callable[..., Reports]) -> Reports:
     """What the short run found, by task; what was found with a fault, by fault."""
-    random = ["random", "--kills", "36", "--names", "tiny", "narrow", "ring"]
+    random = ["random", "--kills", "36", "--names", "tiny", "narrow", "ring", "counted"]
     return harness([["quick", *random], ["power", "teeth"]])
 
 
@@ -74,7 +74,9 @@ def test_power_cut_costs_rows(reports: Reports) -> None:
     assert reports["power"]["lost"] * 6 >= reports["power"]["kills"]
 
 
-@pytest.mark.parametrize("fault", ["journal first", "no spare", "redo without sync"])
+@pytest.mark.parametrize(
+    "fault", ["journal first", "no spare", "redo without sync", "counted after", "counts of older rows"]
+)
 def test_kills_find(reports: Reports, fault: str) -> None:
     """Faults that kill -9 shows.
 
@@ -82,6 +84,8 @@ def test_kills_find(reports: Reports, fault: str) -> None:
     (without that sync the checksum in the record would still save the day). no spare: no spare slots and no
     waiting, so that an extend under way overwrites rows that can be read. redo without sync: rows are changed
     whose publish record no mark covers; their checksum no longer fits, and opening drops what was acked.
+    counted after: a batch is handed out before its rows are counted on disk. counts of older rows: a row
+    begins with the count of the one that had its slot.
     """
     assert reports[fault]["failures"]
 
@@ -96,6 +100,7 @@ def test_kills_find(reports: Reports, fault: str) -> None:
         "sync mode without sync",
         "snapshot without sync",
         "loads without sync",
+        "counts without sync",
     ],
 )
 def test_power_cuts_find(reports: Reports, fault: str) -> None:

@@ -21,7 +21,7 @@ import ledger as facts
 import numpy as np
 import pytest
 import torch
-from checks import Wrong, check_episodes, check_rows, check_sql, expect
+from checks import Wrong, check_episodes, check_rows, check_sampled, check_sql, expect
 from children import candidates, fit_constants, matching, new_ledger, open_store, perform
 from gaps import NoKeeper
 from ledger import Ledger, Op, Spec
@@ -37,6 +37,7 @@ SPECS = (
     Spec("ring", 40, 12, frame=64, segment_bytes=4096, longest=14, lean=True),
     Spec("synced", 40, 12, frame=64, segment_bytes=4096, longest=14, lean=True, durability="sync"),
     Spec("filed", 40, 12, frame=64, segment_bytes=4096, longest=10, lean=True, redo_bytes=1),
+    Spec("counted", 40, 12, frame=64, segment_bytes=4096, longest=14, lean=True, consume=2),
 )
 WEIGHTS = {"extend": 8, "change": 2, "priority": 1, "sample": 1, "flush": 2, "empty": 0.3, "tick": 1}
 
@@ -196,7 +197,7 @@ class Life:
             except ExpStoreError as exc:
                 self.judge(exc)
                 self.seen["close" if op is None else op.kind] += 1
-                states = candidates(self.state, op)
+                states = candidates(self.state.copy(), op)
                 if op is not None:
                     states = self._after(rb, states)
                 (rb if index else rb.storage).close()
@@ -227,11 +228,15 @@ class Life:
         expect(not synced, "a failed sync was forgiven")
         self.seen["went on"] += 1
         state = self._read(rb, states)
+        state.draw = rb.storage.draw
+        if state.taking:  # a batch that was not handed out does not count
+            state.sampled, state.taking = self.state.sampled, ()
         rng = np.random.default_rng(2)
-        for op in [*facts.extends(state, rng, 2), Op("flush")]:
+        for op in [*facts.extends(state, rng, 2), Op("flush"), Op("sample")]:
             perform(rb, state, op)
             state.apply(op)
         check_rows(rb, state)
+        check_sampled(rb, state)
         return [state]
 
     def _read(self, rb: TensorDictReplayBuffer, states: list[Ledger]) -> Ledger:
@@ -265,7 +270,8 @@ def plan(spec: Spec, *, sql: bool = False) -> list[Op]:
     state = new_ledger(spec)
     state.reopen()
     rng = np.random.default_rng(5)
-    return facts.plan(state, rng, 16, weights=WEIGHTS | ({"sql": 2} if sql else {}))
+    weights = WEIGHTS | ({"sql": 2} if sql else {}) | ({"sample": 3} if spec.consume else {})
+    return facts.plan(state, rng, 16, weights=weights)
 
 
 def enumerate_faults(
