@@ -1,4 +1,4 @@
-"""16-bit floats for DuckDB, which does not know them.
+"""Columns that cannot be shown to DuckDB as they lie: 16-bit floats, and those that are damaged.
 
 Used by `relations` for stores that have such fields. It copies no column whole.
 """
@@ -13,40 +13,54 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.dataset as ds
 
-__all__ = ["HalfDataset", "widened"]
+from expstore.errors import CorruptionError
+
+__all__ = ["ShownDataset"]
 
 _BATCH_ROWS = 65_536
 
 
-def widened(raw: pa.Table, half: Mapping[str, str]) -> HalfDataset:
-    """Show the columns named in `half` (name -> "float16" or "bfloat16") as 32-bit floats."""
-    return HalfDataset(raw, half)
-
-
-class HalfDataset(ds.InMemoryDataset):  # type: ignore[misc]
-    """Show 16-bit floats, which DuckDB does not know, as 32-bit ones.
+class ShownDataset(ds.InMemoryDataset):  # type: ignore[misc]
+    """Show 16-bit floats, which DuckDB does not know, as 32-bit ones, and refuse what is damaged.
 
     Values are converted while DuckDB reads, only in the columns the query needs, batch by batch: memory
     for the copy of a whole column of images may not be there.
+
+    Args:
+        raw: The columns that can be read, at least one.
+        half: Which of them are converted: name -> "float16" or "bfloat16".
+        lost: The others: their types, and why they cannot be read.
+        refused: Is given what a query was refused for; DuckDB has errors of its own.
     """
 
-    def __init__(self, raw: pa.Table, half: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        raw: pa.Table,
+        half: Mapping[str, str],
+        lost: Mapping[str, tuple[pa.DataType, CorruptionError]],
+        refused: list[CorruptionError],
+    ) -> None:
         super().__init__(raw)
         self._raw = raw
         self._half = half
+        self._lost = lost
+        self._refused = refused
 
     @property
     def schema(self) -> pa.Schema:
         """Name the columns with the types they are shown with."""
-        return pa.schema(
-            [pa.field(f.name, _as_float(f.type)) if f.name in self._half else f for f in self._raw.schema]
-        )
+        shown = [pa.field(f.name, _as_float(f.type)) if f.name in self._half else f for f in self._raw.schema]
+        return pa.schema([*shown, *(pa.field(name, kind) for name, (kind, _) in self._lost.items())])
 
     def scanner(self, columns: Sequence[str] | None = None, filter: Any = None, **options: Any) -> ds.Scanner:
         """Read `columns` of the rows that pass `filter`."""
         names = set(self._raw.column_names if columns is None else columns)
         # The filter may name columns that are not read. A word too many only costs time.
         names |= set(re.findall(r"\w+", str(filter))) if filter is not None else set()
+        for name, (_, fault) in self._lost.items():
+            if name in names:
+                self._refused.append(fault)
+                raise fault
         kept = [name for name in self._raw.column_names if name in names] or self._raw.column_names[:1]
         raw = self._raw.select(kept)
         schema = pa.schema([self.schema.field(name) for name in kept])

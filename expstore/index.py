@@ -139,17 +139,23 @@ class Index:
 
         Raises:
             QueryError: It is not one SELECT that only reads, or DuckDB refuses it.
-            CorruptionError: The file is damaged; commit a complete delta and ask again.
+            CorruptionError: The file is damaged; commit a complete delta and ask again (kind "index"). Or a
+                column is that the query needs.
             StateError: The index is closed.
         """
         self._check_open()
         values = _plain(params)
         with self._cursor("query") as cursor:
             statement = _one_select(cursor, sql)
-            relations.attach(cursor, sql)
+            refused = relations.attach(cursor, sql)
             # The kind of a statement does not tell all: a SELECT may hold an INSERT.
             cursor.execute("BEGIN TRANSACTION READ ONLY")
-            return Result(cursor.sql(statement, params=values).to_arrow_table())
+            try:
+                return Result(cursor.sql(statement, params=values).to_arrow_table())
+            except Exception:
+                if refused:  # in words of its own DuckDB says that reading a column has failed
+                    raise refused[0] from None
+                raise
 
     def write_priorities(self, ids: Array, priorities: Array) -> None:
         """Replace the table `priorities`.

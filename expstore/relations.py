@@ -14,6 +14,7 @@ import duckdb
 import numpy as np
 import pyarrow as pa
 
+from expstore.errors import CorruptionError
 from expstore.types import Array, Key, Window
 
 __all__ = ["Column", "Relations"]
@@ -34,6 +35,8 @@ _OPTIONAL = {"_sampled"}
 # The Arrow table below the views. Fields cannot have this name: none begins with two underscores.
 _TABLE = "__columns"
 _HALF = {"float16", "bfloat16"}
+#: The type of a column that cannot be read, and why.
+_Lost = tuple[pa.DataType, CorruptionError]
 #: Field dtype -> (how the bytes are shown to DuckDB, DuckDB's name of the type, values per item).
 _SHOWN: dict[str, tuple[str, str, int]] = {
     "bool": ("u1", "BOOLEAN", 1),
@@ -63,12 +66,14 @@ class Column:
         shape: Shape of one row's value.
         parts: Views one behind another, each C-contiguous of shape `(n, *shape)`; together all rows,
             in the same order in every column. bfloat16 comes as uint16 bits.
+        fault: Why it cannot be read; there are no parts then, and queries that need it are refused.
     """
 
     key: Key
     dtype: str
     shape: tuple[int, ...]
     parts: Sequence[Array]
+    fault: CorruptionError | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,21 +91,39 @@ class Relations:
     window: Window | None = None
     capacity: int | None = None
 
-    def attach(self, cursor: duckdb.DuckDBPyConnection, sql: str) -> None:
-        """Make the views that `sql` needs, for this cursor only; they last until it is closed."""
-        row, fields = self._split()
-        items = [_Item(f"c{place}", column) for place, column in enumerate(fields)]
-        data = {item.name: item.data() for item in items if item.stored}
-        rows = max(map(len, (*row.values(), *data.values())), default=0)
-        names = [name for name in ROW_COLUMNS if name in row or name not in _OPTIONAL]
-        missing = {name: pa.nulls(rows, ROW_COLUMNS[name]) for name in names if name not in row}
-        index = "_index" if "_index" in row else f"(_id - 1){_modulo(self.capacity)} AS _index"
-        raw = pa.table(row | missing | data)
-        half = {item.name: item.column.dtype for item in items if item.column.dtype in _HALF and item.stored}
-        if half:
-            from expstore.halves import widened  # loads pyarrow.dataset, and with it pandas: 0.2 s
+    def attach(self, cursor: duckdb.DuckDBPyConnection, sql: str) -> list[CorruptionError]:
+        """Make the views that `sql` needs, for this cursor only; they last until it is closed.
 
-        cursor.register(_TABLE, widened(raw, half) if half else raw)
+        Returns:
+            A list, to which is added what is wrong with a column that a query needs.
+
+        Raises:
+            CorruptionError: No column can be read.
+        """
+        row, fields, lost = self._split()
+        items = [_Item(f"c{place}", column) for place, column in enumerate(fields)]
+        stored = [item for item in items if item.stored]
+        lost |= {item.name: (item.arrow_kind(), item.column.fault) for item in stored if item.column.fault}
+        data = {item.name: item.data() for item in stored if item.name not in lost}
+        if lost and not row and not data:
+            raise next(fault for _, fault in lost.values())
+        rows = max(map(len, (*row.values(), *data.values())), default=0)
+        known = {*row, *lost}
+        names = [name for name in ROW_COLUMNS if name in known or name not in _OPTIONAL]
+        missing = {name: pa.nulls(rows, ROW_COLUMNS[name]) for name in names if name not in known}
+        index = "_index" if "_index" in known else f"(_id - 1){_modulo(self.capacity)} AS _index"
+        raw = pa.table(row | missing | data)
+        half = {
+            item.name: item.column.dtype
+            for item in stored
+            if item.column.dtype in _HALF and item.name in data
+        }
+        refused: list[CorruptionError] = []
+        if half or lost:
+            from expstore.halves import ShownDataset  # loads pyarrow.dataset, and with it pandas: 0.2 s
+
+            raw = ShownDataset(raw, half, lost, refused)
+        cursor.register(_TABLE, raw)
         cursor.execute(f"CREATE TEMP VIEW transitions AS SELECT {_select(items, names, index)} FROM {_TABLE}")
         # Each view takes half a millisecond. Where the text hides a name, the index's own table answers.
         text = sql.lower()
@@ -110,18 +133,22 @@ class Relations:
             )
         if self.window is not None and "fragments" in text:
             cursor.execute(_FRAGMENTS.format(low=int(self.window.low), high=int(self.window.last)))
+        return refused
 
-    def _split(self) -> tuple[dict[str, pa.ChunkedArray], list[Column]]:
-        """Take the row columns apart from fields, of which one may have such a name too."""
+    def _split(self) -> tuple[dict[str, pa.ChunkedArray], list[Column], dict[str, _Lost]]:
+        """Take the row columns apart from fields, of which one may have such a name too; and damaged ones."""
         row: dict[str, pa.ChunkedArray] = {}
         fields: list[Column] = []
+        lost: dict[str, _Lost] = {}
         for column in self.columns:
             name = column.key[0]
-            if len(column.key) == 1 and name in ROW_COLUMNS and name not in row:
-                row[name] = _arrow(column.parts, ROW_COLUMNS[name], ())
-            else:
+            if len(column.key) != 1 or name not in ROW_COLUMNS or name in row or name in lost:
                 fields.append(column)
-        return row, fields
+            elif column.fault is not None:
+                lost[name] = ROW_COLUMNS[name], column.fault
+            else:
+                row[name] = _arrow(column.parts, ROW_COLUMNS[name], ())
+        return row, fields, lost
 
 
 class _Item:
@@ -142,6 +169,13 @@ class _Item:
         """Return the column as Arrow, not copied."""
         parts = [np.ascontiguousarray(part).reshape(-1).view(self.dtype) for part in self.column.parts]
         return _arrow(parts, pa.from_numpy_dtype(self.dtype), self.shape)
+
+    def arrow_kind(self) -> pa.DataType:
+        """Return the type with which the column is shown."""
+        kind = pa.float32() if self.column.dtype in _HALF else pa.from_numpy_dtype(self.dtype)
+        for size in reversed(self.shape):
+            kind = pa.list_(kind, size)
+        return kind
 
     def expression(self) -> str:
         """Write the column in SQL."""
@@ -189,7 +223,7 @@ def _select(items: Sequence[_Item], names: Sequence[str], index: str) -> str:
 
 
 def _struct(value: str | dict[str, Any]) -> str:
-    # struct_pack and not a struct in Arrow: DuckDB then reads only those members the query names.
+    # DuckDB reads all members, whichever of them a query names.
     if isinstance(value, str):
         return value
     members = ", ".join(f"{_quote(name)} := {_struct(member)}" for name, member in value.items())

@@ -205,6 +205,39 @@ def test_the_bytes_of_an_unfinished_change_are_checked(
         assert rb["number"].tolist() == list(range(100, 150))
 
 
+@pytest.mark.parametrize("lost", ["wide/c/2/0", "wide/zarr.json", "next/reward/c/1/0", "_row/step/c/0"])
+def test_queries_need_only_the_columns_that_they_name(sound: Path, tmp_path: Path, lost: str) -> None:
+    """Who follows a damaged store can ask for all that is whole; else the file is named.
+
+    DuckDB reads what is nested under one key, here `next`, as a whole.
+    """
+    path = Path(shutil.copytree(sound, tmp_path / "run.exp"))
+    file = path / "columns" / lost
+    file.unlink()
+    asked = {
+        "wide": "max(list_sum(wide::FLOAT[]))",
+        "next": "max(next.reward)",
+        "_row": "max(_step)",
+        "number": "sum(number)",
+        "done": "count(*) FILTER (next.terminated)",
+        "priority": "sum(_priority)",
+    }
+    with expstore.open(sound, mode="r") as rb:
+        wanted = {name: rb.sql(f"SELECT {what} FROM transitions").fetchall() for name, what in asked.items()}
+    with expstore.open(path, mode="r") as rb:
+        assert rb.sql("SELECT count(*) FROM transitions").fetchall() == [(CAPACITY,)]
+        for name, what in asked.items():
+            if name == lost.split("/")[0] or (name, lost[:5]) == ("done", "next/"):
+                with pytest.raises(CorruptionError, match=lost):
+                    rb.sql(f"SELECT {what} FROM transitions")
+            else:
+                assert rb.sql(f"SELECT {what} FROM transitions").fetchall() == wanted[name]
+        with pytest.raises(CorruptionError, match=lost):
+            rb.sql("SELECT * FROM transitions")
+        with pytest.raises(CorruptionError, match=lost):
+            rb.sql(f"SELECT _id FROM transitions ORDER BY {asked[lost.split('/')[0]][4:-1]}")
+
+
 def test_a_line_says_what_is_made_anew(sound: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = Path(shutil.copytree(sound, tmp_path / "run.exp"))
     with expstore.open(path) as rb:

@@ -190,18 +190,18 @@ class Catalog:
         if schema is None:
             return Relations(window=window)
         fields = len(schema.fields)
-        parts = _readable(storage, range(fields + len(ROW_FIELDS)), window)
+        shown, faults = _as_readable(storage, range(fields + len(ROW_FIELDS)), window)
         columns = [
-            Column((f"_{entry.key[1]}",), entry.dtype, (), part)
-            for entry, part in zip(ROW_FIELDS, parts[fields:], strict=True)
+            Column((f"_{entry.key[1]}",), entry.dtype, (), part, fault)
+            for entry, part, fault in zip(ROW_FIELDS, shown[fields:], faults[fields:], strict=True)
         ]
         sampled = storage.sampled
         if sampled is not None:
             runs = [piece for first, count in window.runs() for piece in storage.pieces(first, count)]
             columns.append(Column(("_sampled",), SAMPLED.dtype, (), sampled.views(runs)))
         columns += [
-            Column(entry.key, entry.dtype, entry.shape, part)
-            for entry, part in zip(schema.fields, parts[:fields], strict=True)
+            Column(entry.key, entry.dtype, entry.shape, part, fault)
+            for entry, part, fault in zip(schema.fields, shown[:fields], faults[:fields], strict=True)
         ]
         return Relations(columns, window, storage.capacity)
 
@@ -210,6 +210,24 @@ def _readable(storage: Storage, places: Sequence[int], window: Window) -> list[l
     """View columns over all readable rows without copying: arrays one behind another per field."""
     parts = [storage.views(places, first, count) for first, count in window.runs()]
     return [[array for part in parts for array in part[number]] for number in range(len(places))]
+
+
+def _as_readable(
+    storage: Storage, places: Sequence[int], window: Window
+) -> tuple[list[list[Array]], list[CorruptionError | None]]:
+    """Do as `_readable`, with nothing for columns that are damaged, and what is wrong with each."""
+    with contextlib.suppress(CorruptionError):
+        return _readable(storage, places, window), [None] * len(places)
+    found: list[list[Array]] = []
+    faults: list[CorruptionError | None] = []
+    for place in places:
+        try:
+            found += _readable(storage, [place], window)
+            faults.append(None)
+        except CorruptionError as exc:
+            found.append([])
+            faults.append(exc)
+    return found, faults
 
 
 def _latest(entries: Iterator[LogEntry]) -> tuple[list[LogEntry], list[LogEntry]]:
