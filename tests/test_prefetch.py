@@ -162,6 +162,7 @@ def test_a_change_is_in_the_next_batch() -> None:
         rb.sample()
         rb[:] = rows(64, turn * 100)
         assert min(drawn(rb, 1)[0]) >= turn * 100
+        assert rb.stats()["prefetch_queue_size"] == 4  # the next one is under way again
     rb.close()
 
 
