@@ -739,6 +739,34 @@ def test_no_mark_covers_what_an_interruption_left_behind(
     storage.close()
 
 
+def test_names_of_shards_that_an_extend_under_way_has_made_are_synced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sync that finds nothing else to do must bring them to the disk, or leave them to the next."""
+    storage, _ = faulty_storage(tmp_path / "run.exp")
+    storage._keeper.stop()
+    storage.sync()
+    storage.sync()  # nothing is left to do
+    named: set[Path] = set()
+    sync_dir, publish = Disk.sync_dir, storage._publish
+
+    def note(disk: Disk, path: Path) -> None:
+        named.add(path)
+        sync_dir(disk, path)
+
+    def publish_late(*args: Any) -> None:
+        storage.sync()
+        publish(*args)
+
+    monkeypatch.setattr(Disk, "sync_dir", note)
+    monkeypatch.setattr(storage, "_publish", publish_late)
+    put(storage, 30)
+    storage.sync()
+    assert storage.columns is not None
+    assert {column.shard_path(0).parent for column in storage.columns.columns} <= named
+    storage.close()
+
+
 def test_no_mark_covers_a_change_whose_bytes_are_not_written(tmp_path: Path) -> None:
     """A sync that comes while rows are changed in place must leave the redo record in force."""
     storage, disk = faulty_storage(tmp_path / "run.exp")

@@ -174,7 +174,7 @@ class SyncedStorage(ShownStorage):
                 self._log.dirty = False
             segments = journal.sync_files()
             rotated = journal.rotated
-        if not files and self._marked == (mark.sequence, mark.draw) and not rotated:
+        if not (files or folders or rotated) and self._marked == (mark.sequence, mark.draw):
             return
         try:
             self._sum_columns(mark.sequence)
