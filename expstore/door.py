@@ -78,7 +78,7 @@ def open(
         durability: What an `extend` or `add` that returned survives: with "process" the end of the
             process at once and of the machine after the next sync (about a second, or `flush`); with
             "sync" a power cut, for one fsync per call (several above 1 MiB). Not stored. `rb[i] =` and
-            `empty` survive it either way; priorities and draws need a `flush` either way.
+            `empty` survive it either way; priorities, draws and counts need a `flush` either way.
         min_free_bytes: An extend that would leave the disk with less is refused before it writes anything.
             Rows that take the place of older ones need no space. Looked at about once a second.
         on_sigterm: "flush": where the program has no handler of its own for SIGTERM, its stores are flushed

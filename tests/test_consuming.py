@@ -214,6 +214,57 @@ def test_two_buffers_over_one_storage_count_together(tmp_path: Path) -> None:
     one.close()
 
 
+def test_after_an_interruption_it_goes_on_as_before(tmp_path: Path) -> None:
+    """The journal is read again, and with it the column; a batch that was interrupted does not count."""
+    whole = consuming(2, 100)
+    with opened(tmp_path / "a.exp", capacity=100) as rb:
+        for each in (rb, whole):
+            each.extend(rows(90))
+        assert numbers(rb, 3) == numbers(whole, 3)
+        rb.storage.note_interruption()
+        assert numbers(rb, 3) == numbers(whole, 3)
+        keep = rb.storage.sampled._keep
+
+        def interrupted(slots: np.ndarray, values: np.ndarray) -> None:
+            keep(slots, values)
+            raise KeyboardInterrupt
+
+        rb.storage.sampled._keep = interrupted
+        with pytest.raises(KeyboardInterrupt):
+            rb.sample()
+        rb.storage.sampled._keep = keep
+        whole.storage.next_draw()
+        assert counts(rb) == counts(whole)
+        assert numbers(rb, 3) == numbers(whole, 3)
+        rb.extend(rows(4100, 90))
+        expected = [counts(rb), len(rb)]
+        assert expected == [dict.fromkeys(range(4090, 4190), 0), 100]
+    with opened(tmp_path / "a.exp") as rb:
+        assert [counts(rb), len(rb)] == expected
+
+
+def test_a_handle_that_is_poisoned_hands_nothing_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rb = opened(tmp_path / "a.exp", capacity=100)
+    rb.extend(rows(90))
+
+    def fail(fd: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patched:
+        patched.setattr("expstore.files._sync_data", fail)
+        patched.setattr(rb.storage.disk, "kernels", None)
+        with pytest.raises(StorageError):
+            rb.flush()
+    with pytest.raises(StateError) as caught:
+        rb.sample()
+    assert caught.value.kind == "poisoned"
+    assert rb[3]["number"] == 3
+    rb.close()
+    with opened(tmp_path / "a.exp") as rb:
+        assert len(rb) == 90
+        assert not any(counts(rb).values())
+
+
 def test_what_is_refused(tmp_path: Path) -> None:
     storage = MemoryStorage(10)
     for make in (ConsumingSampler, lambda n: ReplayBuffer(storage=storage, consume_after_n_samples=n)):

@@ -58,7 +58,9 @@ class SampledColumn(Sampled):
         #: Files, and folders with new names, that the next sync brings to the disk.
         self.touched: set[File] = set()
         self.new_folders: set[Path] = set()
-        self._owed: set[int] = set()  # slots that may hold more on disk than here: a write has failed
+        self._owed: list[
+            IntArray
+        ] = []  # slots that may hold more on disk than here: `add` did not come to its end
         super().__init__(0)
         self._take_over()
 
@@ -128,17 +130,25 @@ class SampledColumn(Sampled):
         for slot, _, n in pieces:
             self.values[slot : slot + n] = 0
 
+    def add(self, slots: IntArray) -> None:
+        """Count rows as handed out once more, on disk first."""
+        self._owed.append(slots)
+        super().add(slots)
+        self._owed.pop()
+
     @property
     def owes(self) -> bool:
-        """Whether a write has failed, so that the column may say more than is counted here."""
+        """Whether the column may say more than is counted here; whoever asks without the lock looks again."""
         return bool(self._owed)
 
     def settle(self) -> None:
-        """Write again what a failed write has left; where that fails too, the next call does it."""
-        slots = np.array(sorted(self._owed), np.int64)
-        with contextlib.suppress(StorageError):
-            self._write(slots, self.values[slots])
-            self._owed.clear()
+        """Write again what a failure has left; where that fails too, the next call does it."""
+        if self._owed:
+            slots = np.unique(np.concatenate(self._owed))
+            self._owed = [slots]
+            with contextlib.suppress(StorageError):
+                self._keep(slots, self.values[slots])
+                self._owed = []
 
     def close(self) -> None:
         """Close the files."""
@@ -151,17 +161,10 @@ class SampledColumn(Sampled):
         self._take_over()
 
     def _is_counted(self, slot: int, n: int) -> bool:
-        owed = any(slot <= place < slot + n for place in self._owed)
+        owed = any(bool(((slots >= slot) & (slots < slot + n)).any()) for slots in self._owed)
         return owed or super()._is_counted(slot, n)
 
     def _keep(self, slots: IntArray, values: NDArray[np.uint32]) -> None:
-        try:
-            self._write(slots, values)
-        except BaseException:
-            self._owed.update(slots.tolist())
-            raise
-
-    def _write(self, slots: IntArray, values: NDArray[np.uint32]) -> None:
         column, count = self.column, slots.size
         numbers = slots // column.rows
         held = np.array([file.fd for file in column.files])
