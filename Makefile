@@ -31,7 +31,7 @@ test: .venv  ## run the tests
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --durations=10 -m "not torture"
 
 torture: .venv  ## kill it a thousand times
-	$(BIN)/python -m pytest -q --durations=10 -m torture
+	$(BIN)/python -m pytest -q --durations=10 -o faulthandler_timeout=0 -m torture
 
 lint: .venv  ## check format, style and types
 	$(BIN)/ruff format --check .

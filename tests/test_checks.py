@@ -6,94 +6,32 @@ import json
 import os
 import random
 import shutil
-import signal
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
-from tensordict import TensorDict
+from damaged import BLOCK, CAPACITY, ROWS, batch, fill, flip, in_child, make_sound, without_disk
 
 import expstore
-from expstore import files
 from expstore.checks import Finding, verify
 from expstore.cli import run
 from expstore.errors import LockedError, NotFoundError
-from expstore.storages import columns
-
-BLOCK = 4096
-CAPACITY, SLOTS, ROWS = 5000, 9096, 12_000
 
 
 @pytest.fixture(autouse=True)
 def no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "_sync_data", os.fstat)
-    monkeypatch.setattr(os, "fsync", lambda fd: None)
-    monkeypatch.setattr(columns, "SHARD_ROWS", BLOCK)
-
-
-def batch(count: int, first: int) -> TensorDict:
-    number = torch.arange(first, first + count)
-    return TensorDict(
-        {
-            "number": number,
-            "wide": (number[:, None] * 7 + torch.arange(40)).to(torch.uint8),
-            "never": torch.zeros(count, 1, dtype=torch.bool),
-            "next": {
-                "reward": number[:, None].float() / 8,
-                "terminated": (number % 1000 == 999)[:, None],
-            },
-        },
-        [count],
-    )
-
-
-def fill(path: Path, *, capacity: int | None = CAPACITY, rows: int = ROWS) -> None:
-    with expstore.open(path, capacity=capacity, seed=1) as rb:
-        for first in range(0, rows, 1500):
-            rb.extend(batch(min(1500, rows - first), first), source="arm")
-        rb[[0, 1]] = batch(2, 77)
-        rb.update_priority([1, 2], 3.0)
-        rb.sql("SELECT 1")
+    without_disk(monkeypatch)
 
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A ring of three shards that has turned, closed."""
-    path = tmp_path_factory.mktemp("checks") / "sound.exp"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(columns, "SHARD_ROWS", BLOCK)
-        fill(path)
-    return path
+    return make_sound(tmp_path_factory)
 
 
 @pytest.fixture
 def store(sound: Path, tmp_path: Path) -> Path:
     """A copy that may be damaged."""
     return Path(shutil.copytree(sound, tmp_path / "run.exp"))
-
-
-def in_child(work: Callable[[], list[str]]) -> list[str]:
-    """Run `work` in a fork, where a signal is no more than another fault; return the faults."""
-    read_end, write_end = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.alarm(110)
-        try:
-            torch.set_num_threads(1)
-            faults = work()
-        except BaseException:
-            faults = [traceback.format_exc()]
-        os.write(write_end, "\0".join(faults).encode()[:60_000])
-        os._exit(0)
-    os.close(write_end)
-    with os.fdopen(read_end) as pipe:
-        told = pipe.read()
-    _, status = os.waitpid(pid, 0)
-    assert status == 0, f"the child ended with {status}, after: {told}"
-    return told.split("\0") if told else []
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -169,14 +107,6 @@ def test_no_store(tmp_path: Path) -> None:
 
 # ---------------------------------------------------------------------------------------------------
 # Single bits.
-
-
-def flip(path: Path, byte: int, bit: int) -> None:
-    with path.open("r+b") as file:
-        file.seek(byte)
-        old = file.read(1)[0]
-        file.seek(byte)
-        file.write(bytes([old ^ 1 << bit]))
 
 
 def places(store: Path, rng: random.Random) -> Iterator[tuple[str, Path, int]]:

@@ -13,14 +13,13 @@ import google_crc32c
 import numpy as np
 import pytest
 import torch
-from tensordict import TensorDict
+from damaged import BLOCK, batch, without_disk
 
 import expstore
 from expstore import files
 from expstore.buffers import TensorDictReplayBuffer
 from expstore.errors import CorruptionError
 from expstore.manifest import Manifest
-from expstore.storages import columns
 from expstore.storages.checksums import (
     DAMAGED,
     GIVEN_UP,
@@ -32,31 +31,10 @@ from expstore.storages.checksums import (
     zeros_sum,
 )
 
-BLOCK = 4096
-
 
 @pytest.fixture(autouse=True)
 def no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "_sync_data", os.fstat)
-    monkeypatch.setattr(os, "fsync", lambda fd: None)
-    monkeypatch.setattr(columns, "SHARD_ROWS", 2 * BLOCK)  # so that a ring has several
-
-
-def batch(count: int, first: int) -> TensorDict:
-    """Rows whose values follow from a running number; one flag is False for ever."""
-    number = torch.arange(first, first + count)
-    return TensorDict(
-        {
-            "number": number,
-            "wide": (number[:, None] * 7 + torch.arange(40)).to(torch.uint8),
-            "never": torch.zeros(count, 1, dtype=torch.bool),
-            "next": {
-                "reward": number[:, None].float() / 8,
-                "terminated": (number % 1000 == 999)[:, None],
-            },
-        },
-        [count],
-    )
+    without_disk(monkeypatch, shard_rows=2 * BLOCK)
 
 
 def columns_of(path: Path) -> dict[str, np.ndarray[Any, Any]]:

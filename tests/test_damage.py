@@ -11,14 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_checks import BLOCK, CAPACITY, ROWS, batch, fill, in_child
+from damaged import CAPACITY, ROWS, batch, in_child, make_sound, without_disk
 
 import expstore
-from expstore import files
 from expstore.buffers import TensorDictReplayBuffer
 from expstore.checks import verify
 from expstore.errors import CorruptionError, ExpStoreError
-from expstore.storages import columns, records
+from expstore.storages import records
 from expstore.storages.zarr import ZarrStorage
 
 #: What is made anew, with a line that says so where that is worth one.
@@ -28,19 +27,12 @@ FIELDS = ("number", "wide", "never", ("next", "reward"), ("next", "terminated"))
 
 @pytest.fixture(autouse=True)
 def no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "_sync_data", os.fstat)
-    monkeypatch.setattr(os, "fsync", lambda fd: None)
-    monkeypatch.setattr(columns, "SHARD_ROWS", BLOCK)
+    without_disk(monkeypatch)
 
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A ring of three shards that has turned, closed."""
-    path = tmp_path_factory.mktemp("damage") / "sound.exp"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(columns, "SHARD_ROWS", BLOCK)
-        fill(path)
-    return path
+    return make_sound(tmp_path_factory)
 
 
 def wanted() -> dict[str | tuple[str, ...], torch.Tensor]:

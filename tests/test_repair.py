@@ -12,12 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from damaged import BLOCK, CAPACITY, ROWS, SLOTS, batch, flip, in_child, make_sound, without_disk
 from hypothesis import given
 from hypothesis import strategies as st
-from test_checks import BLOCK, CAPACITY, ROWS, SLOTS, batch, fill, flip, in_child
 
 import expstore
-from expstore import files
 from expstore.buffers import TensorDictReplayBuffer
 from expstore.checks import repair, verify
 from expstore.cli import run
@@ -26,7 +25,6 @@ from expstore.errors import CorruptionError, LockedError, NotFoundError
 from expstore.files import Disk
 from expstore.fragments import cut_out
 from expstore.samplers import PrioritizedSampler, SamplerWithoutReplacement
-from expstore.storages import columns
 from expstore.storages.memory import MemoryStorage
 from expstore.types import Window, merge_runs
 
@@ -35,19 +33,12 @@ ALL = range(ROWS - CAPACITY + 1, ROWS + 1)
 
 @pytest.fixture(autouse=True)
 def no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "_sync_data", os.fstat)
-    monkeypatch.setattr(os, "fsync", lambda fd: None)
-    monkeypatch.setattr(columns, "SHARD_ROWS", BLOCK)
+    without_disk(monkeypatch)
 
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A ring of three shards that has turned: ids 7001 to 12,000, the newest in slots 0 to 2903."""
-    path = tmp_path_factory.mktemp("repair") / "sound.exp"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(columns, "SHARD_ROWS", BLOCK)
-        fill(path)
-    return path
+    return make_sound(tmp_path_factory)
 
 
 @pytest.fixture
