@@ -129,7 +129,7 @@ class ReplayBuffer(DrawingHandle):
 
     def _append(self, batch: Batch, source: str | None, return_ids: bool) -> IntArray:
         storage = self._storage
-        with storage.lock:
+        with storage.turn, storage.lock:
             storage.check_writable()
             schema, reader = self._prepared(batch)
             columns = batch.columns(schema)

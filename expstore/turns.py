@@ -1,7 +1,7 @@
 """A lock that is taken in turn.
 
-Used by storages: threads that write at once take turns, however short the time between two writes of one of
-them is. It knows nothing of what it guards.
+Used by storages: threads that extend at once take turns, however soon one of them comes again. It knows
+nothing of what it guards.
 """
 
 from __future__ import annotations

@@ -27,8 +27,8 @@ from expstore import (
     StalenessAwareSampler,
     TensorDictReplayBuffer,
 )
+from expstore.draws import Draws
 from expstore.samplers import Sampler
-from expstore.samplers.base import Draws
 from expstore.samplers.without_replacement import permute
 
 Floats = NDArray[np.float64]
@@ -289,7 +289,7 @@ class Leaning(RandomSampler):
 
 
 def test_an_error_of_five_percent_in_one_row_is_seen() -> None:
-    """In a sampler that leans, and in the tree of one that is told a priority 5 % too high."""
+    """In a sampler that leans, and in one that is told a priority too high for that."""
     for name, off in (("random", None), ("prioritized", 7), ("prioritized-steep", int(PRIORITIES.argmin()))):
         law = LAWS[name]
         rb = wrapped(Leaning() if off is None else law.make())
@@ -297,9 +297,10 @@ def test_an_error_of_five_percent_in_one_row_is_seen() -> None:
         chances = law.chances(rb)
         size = draws_needed(chances, one_off(chances))
         if off is not None:
-            sampler: Any = rb.sampler
-            place = rb.storage.slot_of(rb.storage.window.ids()[off : off + 1])
-            sampler._tree.set(place, sampler._tree.weights[place] * (1 + ERROR / (1 - chances[off])))
+            alpha, eps = {"prioritized": (0.6, 1e-8), "prioritized-steep": (1.3, 0.5)}[name]
+            factor = (1 + ERROR / (1 - chances[off])) ** (1 / alpha)
+            raised = (float(PRIORITIES[off]) + eps) * factor - eps
+            rb.update_priority(id=rb.storage.window.ids()[off : off + 1], priority=raised)
         assert chi_square(drawn(rb, size)[0], chances) > limit_of(ROWS), name
 
 
@@ -315,12 +316,13 @@ def test_each_place_of_a_pass_is_as_likely_for_every_row(shape: str) -> None:
     rb = SHAPES[shape](SamplerWithoutReplacement())
     ids, places, halves = rb.storage.window.ids(), [0, 1, ROWS - 1], np.full(2, 1 / 2)
     passes = draws_needed(halves, one_off(halves))
-    generator = np.random.default_rng(0)
+    generator = Draws(1).generator(0)  # of passes it is only asked for its key
     chosen = np.empty((passes, ROWS), np.int64)
-    while not rb.sampler.ran_out:  # a pass may have begun
-        rb.sampler.sample(rb.storage, ROWS, generator)
+    sampler: Any = rb.sampler
+    while sampler._position:  # to the end of a pass that may have begun
+        sampler.sample(rb.storage, ROWS, generator)
     for number in range(passes):
-        chosen[number] = rb.sampler.sample(rb.storage, ROWS, generator).ids
+        chosen[number] = sampler.sample(rb.storage, ROWS, generator).ids
     found = np.searchsorted(ids, chosen)
     assert (ids[found] == chosen).all()
     assert (np.sort(found, axis=1) == np.arange(ROWS)).all()

@@ -13,7 +13,7 @@ from tensordict import TensorDict
 
 import expstore
 from expstore import MemoryStorage, RecencySampler, TensorDictReplayBuffer
-from expstore.samplers.base import Draws
+from expstore.draws import Draws
 from expstore.schedulers import StepScheduler
 from expstore.types import Runs, Window
 

@@ -25,7 +25,7 @@ from expstore import (
     TensorDictReplayBuffer,
     ZarrStorage,
 )
-from expstore.samplers.base import Draws
+from expstore.draws import Draws
 
 
 def rows(versions: Any, first: int = 0) -> TensorDict:

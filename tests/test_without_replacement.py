@@ -16,6 +16,7 @@ from tensordict import TensorDict
 
 import expstore
 from expstore import MemoryStorage, NotReadyError, SamplerWithoutReplacement, TensorDictReplayBuffer
+from expstore.draws import Draws
 from expstore.samplers.without_replacement import permute
 
 
@@ -102,6 +103,17 @@ def test_in_a_full_ring_an_index_stands_for_its_newest_row() -> None:
     second = rb.sample()
     assert sorted(first + second["index"].tolist()) == list(range(10))
     assert (second["number"] == torch.where(second["index"] < 5, second["index"] + 10, second["index"])).all()
+
+
+def test_rows_given_up_before_others_take_their_places() -> None:
+    """A long extend does so: who has drawn such rows draws others, of those that are left."""
+    rb = buffer(10, 4)
+    rb.extend(rows(10))
+    generator = Draws(1).generator(0)
+    selection = rb.sampler.sample(rb.storage, 4, generator)
+    rb.storage.retire(6)
+    again = rb.sampler.sample_again(rb.storage, selection, generator)
+    assert sorted(again.ids.tolist()) == [7, 8, 9, 10]
 
 
 def test_what_is_refused() -> None:

@@ -7,6 +7,7 @@ goes on in the middle of one; it keeps no list of rows.
 from __future__ import annotations
 
 import threading
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -124,7 +125,10 @@ class SamplerWithoutReplacement(Sampler):
         self, storage: Storage, selection: Selection, generator: np.random.Generator
     ) -> Selection:
         """Choose the rows that have taken the places of those that were overwritten."""
-        return replace(selection, ids=storage.ids_at(storage.index_of(selection.ids)))
+        with suppress(NotFoundError):
+            return replace(selection, ids=storage.ids_at(storage.index_of(selection.ids)))
+        # A long extend gives up rows before it writes others: a pass over those that are left begins.
+        return self.sample(storage, selection.ids.size, generator)
 
     def hand_out(self, storage: Storage, selection: Selection) -> None:
         """Keep how far the pass has come."""

@@ -119,7 +119,8 @@ class Storage(DrawPosition, ABC):
         self.spare = 0
         self.seed = 0
         self.flatten = False
-        self.lock = FairLock()
+        self.lock = threading.RLock()
+        self.turn = FairLock()  # of who extends; taken before the lock, which brief acts take without
         self.counters = Counters()
         self.episodes = EpisodeTable()
         self.horizon = 0  # newest id whose slot may have been written to
