@@ -46,6 +46,7 @@ bench: .venv  ## compare with TorchRL; exits 1 below the bars
 	$(BIN)/python benchmarks/vs_torchrl.py
 	$(BIN)/python benchmarks/snapshots.py
 	$(BIN)/python benchmarks/durability.py
+	$(BIN)/python benchmarks/samplers.py
 
 clean:  ## remove the environment, builds and caches; never ./runs
 	rm -rf .venv build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -6,6 +6,7 @@ as a fresh process would. The helper never opens a store itself.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import signal
@@ -104,10 +105,16 @@ def _serve(asked: int, tell: int) -> NoReturn:
 # -- in the forks -------------------------------------------------------------------------------------
 
 
-def reopen(say: Say, *, path: str, batch_size: int) -> None:
-    """Open a store and draw a batch; say how long that took."""
+def reopen(say: Say, *, path: str, batch_size: int, prioritized: bool = False, loaded: bool = False) -> None:
+    """Open a store and draw a batch; say how long that took.
+
+    With `prioritized` by priority, with `loaded` with the compiled loops in memory beforehand.
+    """
+    sampler = expstore.PrioritizedSampler() if prioritized else None
+    if loaded:
+        importlib.import_module("expstore.sumtree")
     started = time.perf_counter()
-    rb = expstore.open(path, batch_size=batch_size)
+    rb = expstore.open(path, batch_size=batch_size, sampler=sampler)
     opened = time.perf_counter()
     rb.sample()
     sampled = time.perf_counter()

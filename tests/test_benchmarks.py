@@ -84,3 +84,22 @@ def test_being_sure_is_measured(tmp_path: Path) -> None:
     assert found["close"] > 10
     assert found["reopen"] > 1
     assert (found["one-fsync/first"], found["one-fsync/again"]) == (1, 1)
+
+
+def test_prioritized_sampling_is_measured(tmp_path: Path) -> None:
+    script, figures = SCRIPT.with_name("samplers.py"), tmp_path / "figures.json"
+    command = [
+        sys.executable,
+        str(script),
+        "--smoke",
+        "--folder",
+        str(tmp_path / "a"),
+        "--json",
+        str(figures),
+    ]
+    done = subprocess.run(command, text=True, capture_output=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    found = {row["name"]: row["data"] for row in json.loads(figures.read_text())["results"]}
+    assert set(found) == {f"prioritized/{name}" for name in ("sample+update", "reopen", "reopen-cold")}
+    assert found["prioritized/reopen"]["probes"][0]["rows"] == 500
+    assert not [*(tmp_path / "a").iterdir()]

@@ -1,0 +1,183 @@
+"""Prioritized sampling beside TorchRL's, and what it takes to open a store with a million priorities.
+
+Run as `python benchmarks/samplers.py`; exits 1 below a bar. Both sides draw a batch out of 1M rows on disk
+and set its priorities, through their public buffers with the same alpha and beta, taking turns. TorchRL's
+segment trees are compiled; where the installed ones do not fit the installed torch, they are built from
+the sources that come with torchrl, which takes a compiler, ninja and two minutes, once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import itertools
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # some distributions install a `benchmarks` of their own
+
+import expstore  # noqa: E402
+from benchmarks.probes import Probes  # noqa: E402
+from benchmarks.report import Bar, Result, machine, span, table_row  # noqa: E402
+from benchmarks.timing import Turn, alternate  # noqa: E402
+from benchmarks.vs_torchrl import FULL, QUICK, SMOKE, Effort, scratch  # noqa: E402
+from benchmarks.workloads import Stream  # noqa: E402
+
+BATCH, ALPHA, BETA = 256, 0.6, 0.4
+
+BARS = {
+    "prioritized/sample+update": Bar(3, "x", at_least=True),
+    "prioritized/reopen": Bar(0.5, " s"),
+}
+
+
+def find_trees(folder: Path, *, build: bool) -> str:
+    """Make TorchRL's segment trees importable; return what is in the way, or nothing.
+
+    Args:
+        folder: Where they are built, to stay there.
+        build: Whether they may be built.
+    """
+    import torch
+
+    try:
+        importlib.import_module("torchrl._torchrl")
+        return ""
+    except ImportError as exc:
+        if not build:
+            return f"its segment trees do not load ({str(exc)[:60]}...)"
+    from torch.utils.cpp_extension import load
+
+    home = Path((importlib.util.find_spec("torchrl").submodule_search_locations or [""])[0])  # type: ignore[union-attr]
+    folder = folder / f"trees-{torch.__version__}"
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        sys.modules["torchrl._torchrl"] = load(
+            name="_torchrl",
+            sources=[str(home / "csrc" / name) for name in ("pybind.cpp", "utils.cpp")],
+            extra_include_paths=[str(home.parent)],
+            extra_cflags=["-O3"],
+            build_directory=str(folder),
+        )
+    except (OSError, RuntimeError) as exc:
+        return f"its segment trees cannot be built: {str(exc).splitlines()[0]}"
+    return ""
+
+
+def open_ours(folder: Path, capacity: int) -> Any:
+    sampler = expstore.PrioritizedSampler(capacity, ALPHA, BETA)
+    return expstore.open(folder / "store.exp", capacity=capacity, batch_size=BATCH, sampler=sampler)
+
+
+def open_theirs(folder: Path, capacity: int) -> Any:
+    from torchrl.data import LazyMemmapStorage, TensorDictPrioritizedReplayBuffer
+
+    logging.getLogger("torchrl").setLevel(logging.WARNING)
+    storage = LazyMemmapStorage(capacity, scratch_dir=str(folder / "torchrl"))
+    return TensorDictPrioritizedReplayBuffer(alpha=ALPHA, beta=BETA, storage=storage, batch_size=BATCH)
+
+
+def learn(rb: Any) -> Callable[[Any], object]:
+    """Return what a learner does of it: draw a batch, and set its priorities to those given."""
+
+    def act(priorities: Any) -> object:
+        batch = rb.sample()
+        batch["td_error"] = priorities
+        return rb.update_tensordict_priority(batch)
+
+    return act
+
+
+class Samplers:
+    """Measure with a full ring of `effort.locomotion.rows` rows."""
+
+    def __init__(self, folder: Path, effort: Effort, *, theirs: str) -> None:
+        self.folder, self.effort, self.missing = folder, effort, theirs
+
+    def run(self, probes: Probes) -> Iterator[Result]:
+        yield self._beside()
+        yield from self._reopen(probes)
+
+    def _beside(self) -> Result:
+        import torch
+
+        workload, effort = self.effort.locomotion, self.effort
+        sides = [open_ours(self.folder, workload.rows)]
+        if not self.missing:
+            sides.append(open_theirs(self.folder, workload.rows))
+        generator = torch.Generator().manual_seed(1)
+        values = [torch.rand(BATCH, generator=generator) + 0.01 for _ in range(64)]
+        for rb in sides:
+            stream = Stream(workload, workload.extend_rows, pool=effort.pool)
+            for _ in range(workload.rows // workload.extend_rows):
+                rb.extend(next(stream))
+            indices = torch.arange(workload.rows)
+            rb.update_priority(indices, torch.rand(workload.rows, generator=generator) + 0.01)
+        turns = [
+            Turn(learn(rb), itertools.cycle(values), effort.calls, settle=sides[0].flush) for rb in sides
+        ]
+        series = alternate(turns, rounds=effort.rounds, warm=effort.warm)
+        sides[0].close()
+        data = {name: one.to_json() for name, one in zip(("expstore", "torchrl"), series, strict=False)}
+        ratio = series[-1].median / series[0].median
+        if self.missing:
+            return Result("prioritized/sample+update", ratio, span(series[0]), note=self.missing, data=data)
+        text = f"{ratio:.1f}x (means {series[1].mean / series[0].mean:.1f}x)"
+        return Result("prioritized/sample+update", ratio, span(series[0]), span(series[1]), text, data=data)
+
+    def _reopen(self, probes: Probes) -> Iterator[Result]:
+        """Open the store with its priorities: what follows the imports, and with the compiled loops."""
+        path = str(self.folder / "store.exp")
+        for name, loaded in (("prioritized/reopen", True), ("prioritized/reopen-cold", False)):
+            found = [
+                probes.run("reopen", path=path, batch_size=BATCH, prioritized=True, loaded=loaded)
+                for _ in range(self.effort.repeats)
+            ]
+            seconds = sorted(one["open"] + one["first_sample"] for one in found)
+            note = f"{found[0]['rows']:,} priorities, open and first batch" + (
+                "" if loaded else "; loads the compiled loops"
+            )
+            text = f"{seconds[-1]:.3f} s, the slowest of {len(seconds)} (fastest {seconds[0]:.3f})"
+            yield Result(name, seconds[-1], text, note=note, data={"probes": found})
+
+
+def main(argv: Sequence[str] | None = None, out: Callable[[str], object] = print) -> int:
+    """Measure, print the table, return the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--quick", action="store_true", help="100,000 rows: rough numbers")
+    parser.add_argument("--smoke", action="store_true", help="run everything once, tiny, without bars")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
+    parser.add_argument("--folder", type=Path, default=ROOT / "benchmarks" / "out", help="where stores lie")
+    parser.add_argument("--trees", type=Path, help="where TorchRL's trees are built; in FOLDER by default")
+    wanted = parser.parse_args(argv)
+    effort = SMOKE if wanted.smoke else QUICK if wanted.quick else FULL
+    bars = {} if wanted.smoke else dict(BARS)
+    load = os.getloadavg()[0]
+    results = []
+    with Probes() as probes, scratch(wanted.folder, 6 * effort.locomotion.rows * 200) as folder:
+        missing = find_trees(wanted.trees or wanted.folder, build=not wanted.smoke)
+        if missing:
+            bars.pop("prioritized/sample+update", None)
+        out("| what | expstore | TorchRL | ratio | bar | ok |\n| --- | --- | --- | --- | --- | --- |")
+        for result in Samplers(folder, effort, theirs=missing).run(probes):
+            results.append(result)
+            out(table_row(result, bars.get(result.name, Bar(float("inf"), ""))))
+            sys.stdout.flush()
+    about = machine() | {"load": f"load {load:.1f} before, {os.getloadavg()[0]:.1f} after"}
+    out(f"\n{about['machine']}; {about['load']}; {about['threads']}.\n{about['versions']}.")
+    if wanted.json:
+        rows = [asdict(result) for result in results]
+        wanted.json.write_text(json.dumps({"about": about, "results": rows}, indent=1))
+    return 1 if any(r.name in bars and not bars[r.name].holds(r.value) for r in results) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
