@@ -177,8 +177,8 @@ class StoreHandle:
     def loads(self, path: str | Path, version: int | str | None = None) -> None:
         """Put a version's content in the place of this store's: all of it or, after any crash, nothing.
 
-        Rows, priorities, episodes and seed are then the version's, and the next batches are those that
-        would have come; the capacity stays. Ids and episode ids go on above those of both, indices are
+        Rows, priorities, counts, episodes and seed are then the version's, and the next batches are those
+        that would have come; the capacity stays. Ids and episode ids go on above those of both, indices are
         the same if the capacities are. Versions in the store's folder remain.
 
         Args:

@@ -492,15 +492,19 @@ def test_rows_that_no_sync_has_seen_begin_at_0_after_a_power_cut(tmp_path: Path)
     def life(tell: Callable[[Any], None]) -> None:
         rb = opened(path, count=1, capacity=50)
         rb.storage._keeper.stop()
-        rb.extend(rows(50 + rb.storage.spare))
+        rb.extend(rows(50))
+        turn = rb.storage.spare
+        rb.extend(rows(turn, 50))
         rb.sample(40)
         rb.flush()
         column = rb.storage.sampled.column.files[0]
-        rb.extend(rows(45, 50 + rb.storage.spare))
+        rb.extend(rows(45, 50 + turn))
+        assert rb.storage.slot_of(np.array([rb.storage.last])) == 44
         tell(sorted(n for n, count in counts(rb).items() if count))
         column.write(np.ones(45, np.uint32), 0)  # as if the zeros had not reached the disk
 
     (older,) = in_child(life)
+    assert older
     (path / "STATE").write_bytes(bytes(4096))
     with opened(path, count=1) as rb:
         newest = rb.storage.last

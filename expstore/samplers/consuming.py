@@ -89,7 +89,7 @@ class ConsumingSampler(Sampler):
 
     def left(self, storage: Storage) -> int:
         """Return how many rows can still be drawn; for a follower, how many can be read."""
-        if storage.follows or storage.closed or storage.sampled is None:
+        if storage.closed or storage.sampled is None:
             return len(storage)
         with storage.sampled_lock:
             return int(self._catch_up(storage)[0].total)
