@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from expstore.draws import Draws
-from expstore.samplers import RandomSampler, Sampler
+from expstore.errors import NotReadyError
+from expstore.samplers import RandomSampler, RecencySampler, Sampler
 from expstore.storages.memory import MemoryStorage
-from expstore.types import Window
+from expstore.types import Runs, Window
 
 
 class Readable(MemoryStorage):
@@ -88,6 +90,16 @@ def test_threads_do_not_disturb_one_another() -> None:
     for thread in threads:
         thread.join()
     assert wrong == []
+
+
+@pytest.mark.parametrize("gaps", [(), ((4, 9),)])
+def test_a_store_whose_rows_leave_at_this_moment(gaps: Runs) -> None:
+    """The buffer has looked before; then `empty` or a very long extend has given them up."""
+    storage = Readable(5, 5 + 4 * len(gaps))
+    storage._window = replace(storage.window, gaps=gaps)
+    for sampler in (RandomSampler(), RecencySampler(half_life=3), RecencySampler(newest=3)):
+        with pytest.raises(NotReadyError, match="empty storage"):
+            sampler.sample(storage, 4, Draws(1).generator(0))
 
 
 def test_a_sampler_must_say_how_it_chooses() -> None:

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from expstore.types import Array, Selection
+from expstore.errors import NotReadyError
+from expstore.types import Array, Selection, Window
 
 if TYPE_CHECKING:
     from expstore.storages.base import Rows, Storage
 
-__all__ = ["Sampler"]
+__all__ = ["Sampler", "readable"]
 
 
 class Sampler(ABC):
@@ -75,3 +76,15 @@ class Sampler(ABC):
 
     def on_write(self, rows: Rows) -> None:
         """Be told of rows that were just published."""
+
+
+def readable(storage: Storage) -> Window:
+    """Return the ids that can be read now, at least one.
+
+    Raises:
+        NotReadyError: There is none: a very long extend, or `empty`, has given up all rows at this moment.
+    """
+    window = storage.window
+    if window.low >= window.last or (window.gaps and not window.rows):
+        raise NotReadyError("Cannot sample from an empty storage", hint="extend() it first")
+    return window

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from expstore.samplers.base import Sampler
+from expstore.samplers.base import Sampler, readable
 from expstore.types import Selection
 
 if TYPE_CHECKING:
@@ -26,8 +26,12 @@ class RandomSampler(Sampler):
     """
 
     def sample(self, storage: Storage, batch_size: int, generator: np.random.Generator) -> Selection:
-        """Choose `batch_size` readable rows."""
-        window = storage.window
+        """Choose `batch_size` readable rows.
+
+        Raises:
+            NotReadyError: There is none.
+        """
+        window = readable(storage)
         if window.gaps:
             return Selection(window.nth(generator.integers(0, window.rows, batch_size)))
         return Selection(generator.integers(window.low + 1, window.last + 1, batch_size))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from expstore.samplers.base import Sampler
+from expstore.samplers.base import Sampler, readable
 from expstore.types import Selection
 
 if TYPE_CHECKING:
@@ -73,8 +73,12 @@ class RecencySampler(Sampler):
         self._newest = None if value is None else int(value)
 
     def sample(self, storage: Storage, batch_size: int, generator: np.random.Generator) -> Selection:
-        """Choose `batch_size` readable rows."""
-        window, half_life, newest = storage.window, self._half_life, self._newest
+        """Choose `batch_size` readable rows.
+
+        Raises:
+            NotReadyError: There is none.
+        """
+        window, half_life, newest = readable(storage), self._half_life, self._newest
         rows = window.rows
         taking_part = rows if newest is None else min(rows, newest)
         if half_life is None:
