@@ -130,9 +130,9 @@ class ZarrStorage(JournaledStorage):
         newest = past.last if whole else min(past.last, past.synced)
         if newest > self._window.low:
             sampled.require(newest if self.slots is None else min(newest, self.slots))
-        if not whole:
-            for publish in past.unsynced():
-                sampled.forget(self.pieces(publish.first_id, publish.count))
+        before = max(past.synced, self._window.low)
+        if not whole and past.last > before:  # the very rows that are written again: no others may differ
+            sampled.forget(self.pieces(before + 1, past.last - before))
 
     def _settle_columns(self, past: Past) -> tuple[set[File], set[Path]]:
         group = self.columns

@@ -189,7 +189,7 @@ def _turns(kept: Any, share: float) -> Callable[[], None]:
         if chance.random() < share and threading.current_thread() is threading.main_thread():
             # Nobody else runs: whoever holds a lock is this thread, and the other one would wait for it.
             held = kept._sync_lock.locked() or kept._priority_lock.locked() or kept.episode_lock.locked()
-            if not held:
+            if not held and not kept.sampled_lock._is_owned():
                 thread = threading.Thread(target=kept.sync)
                 thread.start()
                 thread.join()
