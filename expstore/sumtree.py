@@ -41,17 +41,26 @@ def _gather(sums: Floats, smallest: Floats, first: int) -> tuple[float, float]:
 
 @compiled(f"void({_ARRAYS}, int64[::1], float64[::1])")
 def _set(sums: Floats, smallest: Floats, levels: IntArray, places: IntArray, weights: Floats) -> None:
-    """Set leaves, and every node above them from its children: no rounding is carried along."""
+    """Set leaves, and every node above them from its children: no rounding is carried along.
+
+    Level by level: then the additions wait for none of those before, and the few nodes near the top, which
+    are above many of the leaves, are made once.
+    """
     bottom = levels.size - 2
     for i in range(places.size):
-        node = places[i]
-        sums[levels[bottom] + node] = weights[i]
-        smallest[levels[bottom] + node] = weights[i] if weights[i] > 0 else np.inf
-        for level in range(bottom, 0, -1):
-            node //= FAN
-            total, least = _gather(sums, smallest, levels[level] + node * FAN)
-            sums[levels[level - 1] + node] = total
-            smallest[levels[level - 1] + node] = least
+        leaf = levels[bottom] + places[i]
+        sums[leaf] = weights[i]
+        smallest[leaf] = weights[i] if weights[i] > 0 else np.inf
+    width = FAN
+    for level in range(bottom, 0, -1):
+        parents = (levels[level + 1] - levels[level]) // FAN
+        whole = parents <= places.size
+        for i in range(parents if whole else places.size):
+            parent = i if whole else places[i] // width
+            total, least = _gather(sums, smallest, levels[level] + parent * FAN)
+            sums[levels[level - 1] + parent] = total
+            smallest[levels[level - 1] + parent] = least
+        width *= FAN
 
 
 @compiled(f"void({_ARRAYS})")
@@ -66,12 +75,17 @@ def _sum_up(sums: Floats, smallest: Floats, levels: IntArray) -> None:
 
 @compiled("void(float64[::1], int64[::1], float64[::1], int64[::1], float64[::1])")
 def _find(sums: Floats, levels: IntArray, masses: Floats, places: IntArray, weights: Floats) -> None:
-    """Walk down for each mass; a node without weight is never entered."""
+    """Walk down for each mass; a node without weight is never entered.
+
+    All masses go down one level after the other: while one waits for memory, the next is computed.
+    """
     bottom = levels.size - 2
-    for i in range(masses.size):
-        mass, node = masses[i], 0
-        for level in range(bottom + 1):
-            first = levels[level] + node * FAN
+    rest = masses.copy()
+    places[:] = 0
+    for level in range(bottom + 1):
+        for i in range(rest.size):
+            mass = rest[i]
+            first = levels[level] + places[i] * FAN
             # Without a branch per child, which the processor would guess wrong.
             passed, before, running = 0, 0.0, 0.0
             for child in range(FAN):
@@ -84,12 +98,12 @@ def _find(sums: Floats, levels: IntArray, masses: Floats, places: IntArray, weig
                 passed = FAN - 1
                 while passed > 0 and sums[first + passed] <= 0.0:
                     passed -= 1
-                mass = sums[first + passed]
+                rest[i] = sums[first + passed]
             else:
-                mass -= before
-            node = node * FAN + passed
-        places[i] = node
-        weights[i] = sums[levels[bottom] + node]
+                rest[i] = mass - before
+            places[i] = places[i] * FAN + passed
+    for i in range(places.size):
+        weights[i] = sums[levels[bottom] + places[i]]
 
 
 @compiled(
