@@ -351,7 +351,8 @@ class ReplayBuffer(DrawingHandle):
         values = self._sampler.reduce(_to_array(priority).astype(np.float64))
         if values.size not in (1, numbers.size):
             raise SchemaError(f"{numbers.size} rows are given {values.size} priorities")
-        values = np.broadcast_to(values.reshape(-1), numbers.shape)
+        if values.size != numbers.size:
+            values = np.broadcast_to(values.reshape(-1), numbers.shape)
         if id is None and (numbers == -1).any():
             numbers, values = numbers[numbers != -1], values[numbers != -1]
         with self._storage.lock:
