@@ -347,8 +347,8 @@ class ReplayBuffer(DrawingHandle):
         """
         if (index is None) == (id is None) or priority is None:
             raise TypeError("update_priority takes a priority and either index or id")
-        numbers = np.atleast_1d(_to_array(index if id is None else id)).reshape(-1).astype(np.int64)
-        values = self._sampler.reduce(_to_array(priority).astype(np.float64))
+        numbers = _to_array(index if id is None else id).reshape(-1).astype(np.int64, copy=False)
+        values = self._sampler.reduce(_to_array(priority).astype(np.float64, copy=False))
         if values.size not in (1, numbers.size):
             raise SchemaError(f"{numbers.size} rows are given {values.size} priorities")
         if values.size != numbers.size:

@@ -101,13 +101,13 @@ class Manifest:
             version = int(data["format"])
         except (ValueError, KeyError, TypeError, AttributeError) as exc:
             raise CorruptionError(f"{path} is damaged: {exc}") from exc
+        if checksum != _checksum(data):  # first: every format is to keep it, and a flipped bit is no format
+            raise CorruptionError(f"{path} is damaged: its checksum does not fit")
         if version > FORMAT:
             raise MigrationError(
                 f"{folder} has format {version}, this library knows formats up to {FORMAT}",
                 hint="install a newer expstore",
             )
-        if checksum != _checksum(data):
-            raise CorruptionError(f"{path} is damaged: its checksum does not fit")
         del data["format"]
         data["schema"] = Schema.from_json(data["schema"]) if data["schema"] else None
         data["traj_key"] = to_key(data["traj_key"]) if data["traj_key"] else None

@@ -23,6 +23,8 @@ Floats = NDArray[np.float64]
 FAN = 8
 #: From this share of the leaves on, all sums are made anew instead of one by one.
 _BULK = 1 / 16
+#: Levels of up to so many nodes are taken to be in the cache.
+_CACHED = 4096
 
 _ARRAYS = "float64[::1], float64[::1], int64[::1]"
 
@@ -83,13 +85,16 @@ def _find(sums: Floats, levels: IntArray, masses: Floats, places: IntArray, weig
     rest = masses.copy()
     places[:] = 0
     for level in range(bottom + 1):
+        if levels[level + 1] - levels[level] > _CACHED:
+            for i in range(rest.size):  # so short a loop asks for the lines of many masses at once
+                weights[i] = sums[levels[level] + places[i] * FAN]
         for i in range(rest.size):
             mass = rest[i]
             first = levels[level] + places[i] * FAN
             # Without a branch per child, which the processor would guess wrong.
             passed, before, running = 0, 0.0, 0.0
             for child in range(FAN):
-                running += sums[first + child]
+                running += sums[np.uint64(first + child)]  # no number that could count from the end
                 more = mass >= running
                 passed += more
                 before = running if more else before
@@ -119,6 +124,13 @@ def _raise(priorities: Any, places: IntArray, eps: float, alpha: float, weights:
     """Fill weights with (p + eps) ** alpha, the same to the last bit however many there are."""
     for i in range(places.size):
         weights[i] = (np.float64(priorities[places[i]]) + eps) ** alpha
+
+
+def _in_lines(count: int) -> Floats:
+    """Return so many zeros, of which eight lie in one line of the cache: else every group lies in two."""
+    room = np.zeros(count + FAN)
+    start = -(room.ctypes.data // room.itemsize) % FAN
+    return room[start : start + count]
 
 
 class SumTree:
@@ -153,8 +165,9 @@ class SumTree:
         starts = np.concatenate([[0], np.cumsum(widths)])
         self.size = widths[-1]
         self._levels = starts.astype(np.int64)  # where each level begins, and the end of the last
-        self._sums = np.zeros(int(starts[-1]))
-        self._smallest = np.full(int(starts[-1]), np.inf)
+        self._sums = _in_lines(int(starts[-1]))
+        self._smallest = _in_lines(int(starts[-1]))
+        self._smallest[:] = np.inf
 
     def grow(self, size: int) -> None:
         """Make room for places up to `size` - 1; weights stay."""

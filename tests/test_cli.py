@@ -30,8 +30,10 @@ import torch
 from tensordict import TensorDict
 
 import expstore
+from expstore import manifest
 from expstore.checks import survey
 from expstore.cli import run
+from expstore.files import Disk
 
 #: Seconds for `info` and `sql` over a million rows: one on a quiet machine; three times that on a busy one.
 BOUND = 3.0
@@ -277,9 +279,11 @@ def test_a_damaged_journal_exits_4(cli: Cli, store: Path) -> None:
     assert cli("sql", store, "SELECT 1").code == 4
 
 
-def test_a_newer_store_is_not_called_damaged(cli: Cli, store: Path) -> None:
-    file = store / "expstore.json"
-    file.write_text(file.read_text().replace('"format": 1', '"format": 99'))
+def test_a_newer_store_is_not_called_damaged(cli: Cli, store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = manifest.Manifest.load(Disk(), store)
+    with monkeypatch.context() as patch:
+        patch.setattr(manifest, "FORMAT", 99)
+        kept.save(Disk(), store)
     done = cli("info", store)
     assert done.code == 1
     assert is_one_error(done, "99", "newer expstore")

@@ -13,11 +13,12 @@ import pytest
 from tensordict import TensorDict
 
 import expstore
-from expstore import migrate
+from expstore import manifest, migrate
 from expstore.checks.upgrade import Upgrade, upgrade
 from expstore.cli import run
 from expstore.errors import CorruptionError, LockedError, MigrationError, NotFoundError, StorageError
-from expstore.manifest import FORMAT, MANIFEST
+from expstore.files import Disk
+from expstore.manifest import FORMAT, Manifest
 from expstore.storages.catalog import Catalog
 
 MakeBatch = Callable[..., TensorDict]
@@ -119,13 +120,17 @@ def test_a_failure_puts_the_old_index_back(store: Path, newer: Path, monkeypatch
     expstore.open(store).close()  # and the store is not locked
 
 
-def test_newer_ones_are_refused(store: Path, newer: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_newer_ones_are_refused(
+    store: Path, newer: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     upgrade(store)
     (newer / "0002_notes.sql").unlink()
     with pytest.raises(MigrationError, match="newer version of expstore"):
         upgrade(store)
-    text = json.loads((store / MANIFEST).read_text())
-    (store / MANIFEST).write_text(json.dumps(text | {"format": FORMAT + 1}))
+    kept = Manifest.load(Disk(), store)
+    with monkeypatch.context() as patch:
+        patch.setattr(manifest, "FORMAT", FORMAT + 1)
+        kept.save(Disk(), store)
     code, _, err = cli(capsys, "migrate", store)
     assert code == 1
     assert f"format {FORMAT + 1}" in err

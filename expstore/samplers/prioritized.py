@@ -154,8 +154,9 @@ class PrioritizedSampler(Sampler):
             tree, window = self._weights.tree, self._weights.window
             if tree is None or self._weights.upheavals != storage.upheavals:
                 return  # it will be made of all priorities
-            places = places[places < tree.size]
-            places = places[window.holds(storage.ids_in(places, window))]
+            if window != storage.window:  # rows have come of which the tree does not know
+                places = places[places < tree.size]
+                places = places[window.holds(storage.ids_in(places, window))]
             tree.set(places, self._weigh(storage, places))
 
     def __getstate__(self) -> dict[str, Any]:

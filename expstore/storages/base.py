@@ -374,13 +374,14 @@ class Storage(DrawPosition, ABC):
         values = check_priorities(values)
         with self.lock:
             self.check_writable()
-            window = self._window
-            here = window.holds(ids)
-            slots = self.slot_of(ids[here])
-            self.priorities[slots] = values[here]
+            here = self._window.holds(ids)
+            if not here.all():
+                ids, values = ids[here], values[here]
+            slots = self.slot_of(ids)
+            self.priorities[slots] = values
             if slots.size:
                 self.priorities_set = True
-                self._raise_max(ids[here], values[here])
+                self._raise_max(ids, values)
                 self._note_priorities(slots)
                 for watcher in list(self._watchers):
                     watcher.on_priorities(self, slots)

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 __all__ = ["Watcher", "check_priorities"]
 
 
+_LARGEST = float(np.finfo(np.float32).max)
+
+
 class Watcher(Protocol):
     """What a storage needs of whoever follows priorities."""
 
@@ -31,6 +34,9 @@ def check_priorities(values: Array) -> Array:
     Raises:
         PriorityError: One is negative, NaN or infinite.
     """
+    # Of NaN neither comparison is true.
+    if values.size and values.min() >= 0 and values.max() <= _LARGEST:
+        return values.astype(np.float32, copy=False)
     with np.errstate(over="ignore"):
         values = np.asarray(values, np.float32)
     bad = ~np.isfinite(values) | (values < 0)
