@@ -348,12 +348,14 @@ class ReplayBuffer(DrawingHandle):
         if (index is None) == (id is None) or priority is None:
             raise TypeError("update_priority takes a priority and either index or id")
         numbers = _to_array(index if id is None else id).reshape(-1).astype(np.int64, copy=False)
-        values = self._sampler.reduce(_to_array(priority).astype(np.float64, copy=False))
+        values = _to_array(priority)
+        if values.dtype != np.float32 or values.ndim > 1:
+            values = self._sampler.reduce(values.astype(np.float64, copy=False))
         if values.size not in (1, numbers.size):
             raise SchemaError(f"{numbers.size} rows are given {values.size} priorities")
         if values.size != numbers.size:
             values = np.broadcast_to(values.reshape(-1), numbers.shape)
-        if id is None and (numbers == -1).any():
+        if id is None and numbers.size and numbers.min() < 0:
             numbers, values = numbers[numbers != -1], values[numbers != -1]
         with self._storage.lock:
             ids = numbers if id is not None else self._storage.ids_at(numbers)

@@ -209,14 +209,14 @@ class Storage(DrawPosition, ABC):
         """
         window = self.window
         if self.capacity is None:
-            ids = index + 1
+            ids, end = index + 1, window.last
         else:
-            ids = window.last - (window.last - 1 - index) % self.capacity
-        wrong = (ids <= window.low) | (ids > window.last) | (index < 0)
-        if self.capacity is not None:
-            wrong |= index >= self.capacity
-        if window.gaps:
-            wrong |= ~window.holds(ids)
+            ids, end = window.last - (window.last - 1 - index) % self.capacity, self.capacity
+        if index.size == 0 or (
+            index.min() >= 0 and index.max() < end and ids.min() > window.low and not window.gaps
+        ):
+            return ids
+        wrong = ~window.holds(ids) | (index < 0) | (index >= end)
         if wrong.any():
             first = int(index[np.argmax(wrong)])
             raise NotFoundError(f"no row with index {first}: the store holds {window.rows} rows")
