@@ -457,6 +457,25 @@ def test_after_a_power_cut_new_rows_have_their_first_priority(
             assert seen.storage.priorities[:20].tolist() == [*range(10), *newer]
 
 
+def test_after_a_power_cut_a_lost_shard_of_priorities_is_made_again(
+    store_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows that prove themselves are kept though their priorities are not there: the record has them."""
+
+    def work() -> None:
+        rb = expstore.open(store_path, capacity=50)
+        rb.storage._keeper.stop()  # type: ignore[attr-defined]
+        rb.extend(rows(30))
+
+    in_a_fork(work)
+    (store_path / "columns" / "_row" / "priority" / "c" / "0").unlink()
+    monkeypatch.setattr(Disk, "boot_id", lambda self: b"another start...")
+    for mode in ("r", "a", "r"):
+        with expstore.open(store_path, mode=mode) as rb:  # type: ignore[arg-type]
+            assert rb["a"].tolist() == list(range(30))
+            assert rb.storage.priorities[:30].tolist() == [1.0] * 30
+
+
 def test_a_writer_that_comes_where_there_was_no_page(store_path: Path) -> None:
     with expstore.open(store_path, capacity=50) as rb:
         rb.extend(rows(20))

@@ -1179,7 +1179,7 @@ def interrupt():
         time.sleep(0.01)
     while True:
         os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(0.2)  # DuckDB loses one in five; whoever presses the keys does so again
+        time.sleep(2)  # DuckDB loses one in five; whoever presses the keys does so again
 
 threading.Thread(target=interrupt, daemon=True).start()
 try:

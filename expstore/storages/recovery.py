@@ -172,7 +172,11 @@ def _whole(publish: Publish, columns: WritableColumns | None, storage: Journaled
     written = storage.pieces(publish.first_id + publish.skipped, publish.count - publish.skipped)
     if storage.same_boot:
         columns.require(written)  # only the machine can lose a shard whose rows were published
-    return columns.checksum(written) == publish.checksum
+    if columns.checksum(written) != publish.checksum:
+        return False
+    # The shard of their priorities may be lost, which have no checksum: they come from the record then.
+    columns.ensure(max((slot + n for slot, _, n in written), default=0))
+    return True
 
 
 def _apply(publish: Publish, columns: WritableColumns, storage: JournaledStorage) -> None:
