@@ -457,6 +457,35 @@ def test_after_a_power_cut_new_rows_have_their_first_priority(
             assert seen.storage.priorities[:20].tolist() == [*range(10), *newer]
 
 
+def test_after_a_power_cut_in_an_extend_longer_than_the_ring(
+    store_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("expstore.storages.base.spare_slots", lambda capacity, row_bytes: 10)
+
+    def work() -> None:
+        rb = expstore.open(store_path, capacity=4000)
+        rb.storage._keeper.stop()  # type: ignore[attr-defined]
+        rb.extend(rows(20))
+        rb.flush()
+        publish = rb.storage._publish
+
+        def publish_and_die(*args: Any) -> None:
+            # Such an extend ends with a sync.
+            rb.storage._sync_now = lambda: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[attr-defined]
+            publish(*args)
+
+        rb.storage._publish = publish_and_die  # type: ignore[method-assign]
+        rb.extend(rows(90_000, 20))
+
+    in_a_fork(work)
+    monkeypatch.setattr(Disk, "boot_id", lambda self: b"another start...")
+    for mode in ("r", "a"):
+        with expstore.open(store_path, mode=mode) as rb:  # type: ignore[arg-type]
+            assert sorted(rb["a"].tolist()) == list(range(86_020, 90_020))
+            slots = rb.storage.slot_of(rb.storage.window.ids())
+            assert (rb.storage.priorities[slots] == 1.0).all()
+
+
 def test_after_a_power_cut_a_lost_shard_of_priorities_is_made_again(
     store_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

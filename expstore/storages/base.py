@@ -148,9 +148,8 @@ class Storage(DrawPosition, ABC):
         self.hold = Hold()
         #: How often each row was handed out; None: nobody has asked for it yet.
         self.sampled: Sampled | None = None
-        self.sampled_lock = (
-            threading.RLock()
-        )  # held while rows are drawn by the counts, and while they change
+        #: Held while rows are drawn by the counts, and while they change.
+        self.sampled_lock = threading.RLock()
         self._counting = False  # whether it is kept from the first row on
 
     # -- what can be read ------------------------------------------------------------------------

@@ -69,6 +69,11 @@ class Publish:
         """Id of its last row."""
         return self.first_id + self.count - 1
 
+    @property
+    def written(self) -> tuple[int, int]:
+        """The rows that stand in the columns: id of the first, and how many."""
+        return self.first_id + self.skipped, self.count - self.skipped
+
     @staticmethod
     def last_of(body: bytes) -> int:
         """Return the id of the last row of a packed record."""

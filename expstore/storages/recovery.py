@@ -169,7 +169,7 @@ def _whole(publish: Publish, columns: WritableColumns | None, storage: Journaled
     if publish.payload:
         _apply(publish, columns, storage)
         return True
-    written = storage.pieces(publish.first_id + publish.skipped, publish.count - publish.skipped)
+    written = storage.pieces(*publish.written)
     if storage.same_boot:
         columns.require(written)  # only the machine can lose a shard whose rows were published
     if columns.checksum(written) != publish.checksum:

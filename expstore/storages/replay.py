@@ -89,7 +89,7 @@ def replay(storage: FolderStorage, *, same_boot: bool) -> Replay:
                 found.overlay.put(place, slots, values)
     if columns is not None and not (same_boot or past.clean):
         for publish in past.unsynced():
-            _lay_priorities(publish, found, storage.pieces(publish.first_id, publish.count))
+            _lay_priorities(publish, found, storage.pieces(*publish.written))
     low = past.window_low(storage.capacity)
 
     def rows(first_id: int, count: int) -> tuple[IntArray, IntArray] | None:
@@ -110,7 +110,7 @@ def _whole(publish: Publish, found: Replay, storage: FolderStorage, same_boot: b
     columns = found.columns
     if columns is None:
         return False
-    pieces = storage.pieces(publish.first_id + publish.skipped, publish.count - publish.skipped)
+    pieces = storage.pieces(*publish.written)
     columns.look(max(slot + n for slot, _, n in pieces), due=False)
     try:
         if columns.checksum(pieces) == publish.checksum:

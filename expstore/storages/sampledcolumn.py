@@ -58,9 +58,8 @@ class SampledColumn(Sampled):
         #: Files, and folders with new names, that the next sync brings to the disk.
         self.touched: set[File] = set()
         self.new_folders: set[Path] = set()
-        self._owed: list[
-            IntArray
-        ] = []  # slots that may hold more on disk than here: `add` did not come to its end
+        #: Slots that may hold more on disk than here: `add` did not come to its end.
+        self._owed: list[IntArray] = []
         super().__init__(0)
         self._take_over()
 

@@ -118,7 +118,7 @@ class ZarrStorage(JournaledStorage):
         self.priorities[:known] = column.read(0, known)
         if not whole:
             for publish in past.unsynced():
-                for slot, _, n in self.pieces(publish.first_id, publish.count):
+                for slot, _, n in self.pieces(*publish.written):
                     self.priorities[slot : slot + n] = publish.priority
         # After a power cut the whole column is written again: which pages were lost is not known.
         self._dirty_pages = np.full(-(-size // PAGE_ROWS), not whole)
