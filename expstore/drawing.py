@@ -118,7 +118,7 @@ class DrawingHandle(StoreHandle):
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the draws are, for `load_state_dict`; rows belong to the store (`dumps`)."""
-        storage, draws = self._storage, self._draws
+        storage, draws = self._storage, self.__dict__.get("_draws")  # to ask is not to draw
         generator = None
         if isinstance(draws, GivenDraws):
             generator = torch.frombuffer(bytearray(draws.state(storage)[1]), dtype=torch.uint8)
@@ -135,12 +135,14 @@ class DrawingHandle(StoreHandle):
         """Go on with the batch that would have come after `state_dict`, as far as the rows are the same.
 
         Raises:
-            StateError: The state is of a store with another seed or with rows that are not here, or the
-                draws follow from a generator in one of both only, or one for another device; nothing was
-                changed.
+            StateError: The state is of another kind of sampler, of a store with another seed or with rows
+                that are not here, or the draws follow from a generator in one of both only, or one for
+                another device; nothing was changed.
         """
-        storage = self._storage
-        state, generator = dict(state_dict), state_dict["generator"]
+        storage, state, own = self._storage, state_dict, self.state_dict()
+        if state.keys() != own.keys() or state["sampler"].keys() != own["sampler"].keys():
+            raise StateError(f"that is no state of a buffer with {self._sampler!r}")
+        generator = state["generator"]
         if (generator is None) != (self._generator is None):
             having, lacking = ("state", "buffer") if self._generator is None else ("buffer", "state")
             raise StateError(f"the {having} draws by a generator, the {lacking} by the store's seed")

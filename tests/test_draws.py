@@ -259,6 +259,8 @@ def test_a_state_that_does_not_fit_changes_nothing(tmp_path: Path) -> None:
         wanted = drawn(rb, 5)
         for wrong, text in (
             ({"seed": 2}, "seed 2"),
+            ({"sampler": {"alpha": 0.5}}, r"no state of a buffer with RandomSampler\(\)"),
+            ({"another": 1}, "no state of a buffer"),
             ({"last_id": 1000}, "up to id 1000"),
             ({"generator": given().get_state()}, "the state draws by a generator"),
         ):
