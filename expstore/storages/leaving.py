@@ -44,6 +44,8 @@ class _Leaver(Protocol):
 
 #: The one piece of state that belongs to the process: its end, a signal and a fork come to nobody else.
 _open: weakref.WeakSet[_Leaver] = weakref.WeakSet()
+#: The signals that a thread had blocked before it forked.
+_blocked = threading.local()
 
 
 def register(storage: _Leaver) -> None:
@@ -111,13 +113,20 @@ def _before_fork() -> None:
     for storage in list(_open):
         with contextlib.suppress(ExpStoreError):
             storage.drain()
+    # Python forgets in a child what its handler was told: the child would outlive a signal that came first.
+    _blocked.before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+
+def _in_parent() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _blocked.before)
 
 
 def _in_child() -> None:
     _open.clear()  # they are the parent's
     if isinstance(signal.getsignal(signal.SIGTERM), _Farewell):
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, _blocked.before)
 
 
 atexit.register(_close_all)
-os.register_at_fork(before=_before_fork, after_in_child=_in_child)
+os.register_at_fork(before=_before_fork, after_in_parent=_in_parent, after_in_child=_in_child)
