@@ -1,8 +1,7 @@
 """What samplers draw, against the law that each promises, in every shape that a store can have.
 
-Each check is a chi-square test over rows with a chance of 1 in 10,000 of a false alarm, on so many draws
-that a row (or weight) that is off by 5 % is seen with probability 0.99; how many follows from the
-non-central distribution. Weights are held against the same chances, computed from priorities.
+Each check is a chi-square test over rows that sees a row (or weight) that is off by 5 % (`chances`).
+Weights are held against the same chances, computed from priorities.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from chances import ERROR, Floats, below, below_when_off, chi_square, draws_needed, limit_of, one_off
 from numpy.typing import NDArray
 from tensordict import TensorDict
 
@@ -31,71 +31,11 @@ from expstore.draws import Draws
 from expstore.samplers import Sampler
 from expstore.samplers.without_replacement import permute
 
-Floats = NDArray[np.float64]
-
-FALSE_ALARM, POWER, ERROR = 1e-4, 0.99, 0.05
 ROWS = 16
 BATCH = 1 << 16
 
 
 # -- the chi-square distribution ------------------------------------------------------------------------
-
-
-def below(x: float, degrees: float) -> float:
-    """Chance of a chi-square value below x: the series of the incomplete gamma function."""
-    shape, half = degrees / 2, x / 2
-    if half <= 0:
-        return 0.0
-    term = total = 1 / shape
-    n = shape
-    while term > total * 1e-17:
-        n += 1
-        term *= half / n
-        total += term
-    return total * math.exp(shape * math.log(half) - half - math.lgamma(shape))
-
-
-def below_when_off(x: float, degrees: float, off: float) -> float:
-    """The same for the non-central distribution: a mixture by a Poisson law of mean off / 2."""
-    return math.fsum(
-        math.exp(j * math.log(off / 2) - off / 2 - math.lgamma(j + 1)) * below(x, degrees + 2 * j)
-        for j in range(int(off / 2 + 12 * math.sqrt(off) + 20))
-    )
-
-
-def solve(rises: Callable[[float], float], goal: float, high: float) -> float:
-    low = 1e-9
-    for _ in range(80):
-        middle = (low + high) / 2
-        low, high = (middle, high) if rises(middle) < goal else (low, middle)
-    return high
-
-
-def limit_of(classes: int) -> float:
-    """Return the value that chi-square exceeds by chance once in 10,000 times."""
-    return solve(lambda x: below(x, classes - 1), 1 - FALSE_ALARM, 20.0 * classes + 100)
-
-
-def draws_needed(expected: Floats, when_off: list[Floats]) -> int:
-    """Return how many draws show with the power wanted that they follow any one of `when_off` instead."""
-    limit, degrees = limit_of(expected.size), expected.size - 1
-    needed = solve(lambda off: 1 - below_when_off(limit, degrees, off), POWER, 1000.0)
-    return math.ceil(needed / min(float(((other - expected) ** 2 / expected).sum()) for other in when_off))
-
-
-def one_off(chances: Floats) -> list[Floats]:
-    """Return what chances would be if one of them were 5 % larger, for each."""
-    found = []
-    for place in range(chances.size):
-        other = chances * (1 - chances[place] * (1 + ERROR)) / (1 - chances[place])
-        other[place] = chances[place] * (1 + ERROR)
-        found.append(other)
-    return found
-
-
-def chi_square(counts: NDArray[Any], chances: Floats) -> float:
-    expected = counts.sum() * chances
-    return float(((counts - expected) ** 2 / expected).sum())
 
 
 def test_the_distribution() -> None:
