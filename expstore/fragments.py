@@ -11,6 +11,9 @@ from expstore.types import IntArray, Runs
 
 __all__ = ["Fragments", "clip", "cut_out", "find_fragments", "last_ids"]
 
+#: From so many on it is as well to look at all of them.
+_MANY_TOUCHED = 65_536
+
 
 class Fragments:
     """Keep fragments (arithmetic runs of one episode's rows) in arrival order.
@@ -25,6 +28,9 @@ class Fragments:
         self._head = 0
         self._tail = 0
         self._popped = 0  # numbers stay valid when the head moves
+        #: Numbers of fragments that came or grew since they were last asked for; None: nobody asks, or they
+        #: are too many.
+        self._touched: set[int] | None = None
 
     @property
     def rows(self) -> IntArray:
@@ -46,16 +52,46 @@ class Fragments:
             if first == start + length * step and (count == 1 or stride == step):
                 self._data[2, place] = length + count
                 self._data[4, place] = step
+                if self._touched is not None:
+                    self._touch(number)
                 return number
         if self._tail == self._data.shape[1]:
             self._grow()
         self._data[:, self._tail] = values
         self._tail += 1
-        return self._popped + self._tail - 1
+        number = self._popped + self._tail - 1
+        if self._touched is not None:
+            self._touch(number)
+        return number
+
+    def _touch(self, number: int) -> None:
+        if self._touched is not None:
+            self._touched.add(number)
+            if len(self._touched) > _MANY_TOUCHED:
+                self._touched = None
+
+    @property
+    def quiet(self) -> bool:
+        """Whether no fragment came or grew since `take_touched`."""
+        return self._touched is not None and not self._touched
+
+    def take_touched(self) -> IntArray | None:
+        """Return the fragments that came or grew since the last call, as columns in their order.
+
+        Returns:
+            A copy. Shape `(5, n)`. None: look at all of them, as after the first call.
+        """
+        touched, self._touched = self._touched, set()
+        if touched is None:
+            return None
+        places = np.fromiter(touched, np.int64, len(touched)) - self._popped
+        places.sort()
+        return self._data.take(places[places >= self._head], axis=1)
 
     def fill(self, columns: IntArray) -> None:
         """Take over whole columns in place of what is held."""
         size = columns.shape[1]
+        self._touched = None
         self._popped += self._tail
         self._data = np.zeros((5, max(256, 2 * size)), np.int64)
         self._data[:, :size] = columns

@@ -28,7 +28,7 @@ LINES: tuple[tuple[str, str], ...] = (
     (
         "1",
         "schema manifest lock probe state journal journaltail episodes episodelog sources fragments sumtree "
-        "limiter",
+        "runtable limiter",
     ),
     ("2", "index delta relations halves result migrate sqlworker"),
     ("3", "storages"),
@@ -121,6 +121,7 @@ ALLOWED_SIDEWAYS: tuple[tuple[str, str], ...] = (
     ("storages.tail", "storages.columns"),
     ("storages.checksums", "storages.columns"),
     ("storages.base", "storages.hold"),
+    ("storages.base", "storages.runs"),
     ("storages.base", "storages.sampled"),
     ("storages.base", "storages.stats"),
     ("storages.memory", "storages.sampled"),

@@ -27,6 +27,7 @@ from expstore.storages.hold import Hold
 from expstore.storages.keys import REWARD, Keys, find_keys
 from expstore.storages.position import DrawPosition
 from expstore.storages.priorities import Watcher, check_priorities
+from expstore.storages.runs import Runs
 from expstore.storages.sampled import Sampled
 from expstore.storages.stats import Counters
 from expstore.turns import FairLock
@@ -123,6 +124,7 @@ class Storage(DrawPosition, ABC):
         self.turn = FairLock()  # of who extends; taken before the lock, which brief acts take without
         self.counters = Counters()
         self.episodes = EpisodeTable()
+        self.runs = Runs(self)
         self.horizon = 0  # newest id whose slot may have been written to
         self.retired = 0  # newest id given up for other reasons than age
         self.max_priority = 1.0

@@ -1,0 +1,172 @@
+"""What a storage knows of episodes as samplers need it: which steps can be read, and where they lie.
+
+Samplers that look beyond single rows ask the storage for it; it follows the storage's episodes as they grow
+and its rows as they leave. It keeps no rows, and never asks DuckDB.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from expstore.errors import StateError
+from expstore.files import load_compiled
+from expstore.types import IntArray, Window
+
+if TYPE_CHECKING:
+    from expstore.episodes import EpisodeTable
+    from expstore.runtable import RunTable
+    from expstore.storages.base import Storage
+
+__all__ = ["TABLES", "Runs"]
+
+#: Loads numba: in the background when a buffer is made, at the latest with the first look.
+TABLES = "expstore.runtable"
+#: So many looks are remembered for those who ask what has changed.
+_REMEMBERED = 64
+
+
+class Runs:
+    """Number the runs of a storage: stretches of readable steps of one episode that follow one another.
+
+    An episode has one run, or several where rows of it were given up. Runs are in the order of their
+    episodes' ids, those whose rows have left among them. A look costs what has changed since the last one.
+
+    Threads: hold `lock` from `look` to the last use of what it has shown. Processes: each has its own.
+    Crashes: it follows from the episodes.
+
+    Args:
+        storage: Whose runs they are; held weakly.
+
+    Example:
+        >>> with storage.runs.lock:
+        ...     window = storage.runs.look()
+        ...     storage.runs.rows(np.array([0]), storage.runs.first[:1], np.array([1]))
+    """
+
+    def __init__(self, storage: Storage) -> None:
+        self.lock = threading.RLock()
+        self._storage = weakref.ref(storage)
+        self._window = Window(0, 0)
+        self._table: RunTable | None = None
+        self._episodes: EpisodeTable | None = None
+        self._changes: deque[IntArray] = deque(maxlen=_REMEMBERED)
+        #: Grows with every look that has found something.
+        self.moves = 0
+        self._floor = 0  # the value of `moves` when runs were last numbered anew
+
+    def look(self) -> Window:
+        """Take in what has changed; return the rows that are shown.
+
+        A follower's are those of which episodes are known.
+        """
+        storage = self._storage()
+        if storage is None:
+            raise StateError("the storage is gone")
+        if storage.follows and storage.query_window != storage.window:
+            storage.refresh()
+        episodes, window = storage.episodes, storage.query_window
+        if episodes is self._episodes and window == self._window and episodes.fragments.quiet:
+            return window
+        with self.lock:
+            with storage.episode_lock:
+                episodes, window = storage.episodes, storage.query_window
+                fragments, touched = episodes.fragments, episodes.fragments.take_touched()
+                known = touched is not None and episodes is self._episodes
+                whole = None if known else fragments.rows.copy()
+            self._episodes = None  # until all is done: an interruption has the table made anew
+            if touched is None or whole is not None or not self._follow(touched, window.low):
+                if whole is None:
+                    with storage.episode_lock:
+                        episodes, window = storage.episodes, storage.query_window
+                        episodes.fragments.take_touched()
+                        whole = episodes.fragments.rows.copy()
+                self._number_anew(load_compiled(TABLES).RunTable(whole, window.low))
+            self._episodes, self._window = episodes, window
+        return window
+
+    def _follow(self, touched: IntArray, low: int) -> bool:
+        table = self._table
+        changed = None if table is None else table.take_in(touched, low)
+        if table is None or changed is None:
+            return False
+        if table.wasteful:
+            table.compact()
+            self._number_anew(table)
+        else:
+            self.moves += 1
+            self._changes.append(changed)
+        return True
+
+    def _number_anew(self, table: RunTable) -> None:
+        self._table = table
+        self._changes.clear()
+        self.moves += 1
+        self._floor = self.moves
+
+    def changed_since(self, moves: int) -> IntArray | None:
+        """Return the runs that have changed since `moves` had this value.
+
+        Returns:
+            Shape `(n,)`, int64; some perhaps twice. None: all, and they have other numbers perhaps.
+        """
+        behind = self.moves - moves
+        if moves < self._floor or behind > len(self._changes):
+            return None
+        found = [self._changes[number] for number in range(len(self._changes) - behind, len(self._changes))]
+        return np.concatenate(found) if found else np.empty(0, np.int64)
+
+    @property
+    def table(self) -> RunTable:
+        """The runs as of the last look."""
+        if self._table is None:
+            self.look()
+        table = self._table
+        if table is None:
+            raise StateError("the storage is gone")
+        return table
+
+    @property
+    def episode(self) -> IntArray:
+        """Episode id of each run, ascending. Shape `(count,)`; a view, as are the others."""
+        return self.table.episode
+
+    @property
+    def first(self) -> IntArray:
+        """First readable step of each run. Shape `(count,)`."""
+        return self.table.first
+
+    @property
+    def stop(self) -> IntArray:
+        """Step after the last one of each run; `first` where no row is left. Shape `(count,)`."""
+        return self.table.stop
+
+    def rows(self, runs: IntArray, starts: IntArray, lengths: IntArray) -> IntArray:
+        """Return the ids of the rows of slices, one slice behind another; 0 beyond a run's end.
+
+        Args:
+            runs: Of each slice. Shape `(n,)`, int64.
+            starts: Its first step. Shape `(n,)`, int64.
+            lengths: How many rows it has. Shape `(n,)`, int64.
+        """
+        return self.table.rows(runs, starts, lengths)
+
+    def ids(self, runs: IntArray, steps: IntArray) -> IntArray:
+        """Return the ids of steps. Shapes all the same, int64."""
+        flat = self.table.rows(runs.reshape(-1), steps.reshape(-1), np.ones(steps.size, np.int64))
+        return flat.reshape(steps.shape)
+
+    def locate(self, ids: IntArray) -> tuple[IntArray, IntArray]:
+        """Return run and step of rows; run -1 for rows that have left. Shapes `(n,)`."""
+        storage = self._storage()
+        if storage is None or storage.schema is None:
+            raise StateError("the store has no fields yet", hint="extend() it first")
+        first = len(storage.schema.fields)
+        episodes, steps = storage.read(ids, [first + 1, first + 2])
+        found = self.table.find(episodes, steps)
+        found[~self._window.holds(ids)] = -1
+        return found, steps

@@ -1,0 +1,132 @@
+"""What a storage shows of its episodes to samplers, while rows come, leave and are looked up."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+
+import expstore
+from expstore import ReplayBuffer, TensorDictReplayBuffer
+from expstore.storages.memory import MemoryStorage
+
+
+def rows(trajectory: int, first: int, count: int) -> TensorDict:
+    """Rows of one trajectory; x is trajectory * 1000 + step."""
+    step = torch.arange(first, first + count)
+    return TensorDict({"x": trajectory * 1000 + step, "episode": torch.full((count,), trajectory)}, [count])
+
+
+def shown(rb: ReplayBuffer) -> list[list[int]]:
+    """What x is in each run, step by step."""
+    runs = rb.storage.runs
+    with runs.lock:
+        runs.look()
+        numbers = np.flatnonzero(runs.first < runs.stop)
+        first, length = runs.first[numbers], runs.stop[numbers] - runs.first[numbers]
+        ids = runs.rows(numbers, first, length)
+    found = rb.storage.read(ids)[rb.storage.place_of(("x",))].tolist()
+    return [found[end - n : end] for end, n in zip(np.cumsum(length), length, strict=True)]
+
+
+def test_runs_follow_episodes_whatever_comes_between() -> None:
+    rb = ReplayBuffer(storage=MemoryStorage(10))
+    rb.extend(rows(1, 0, 3))
+    assert shown(rb) == [[1000, 1001, 1002]]
+    rb.extend(rows(2, 0, 2))
+    rb.extend(rows(1, 3, 2))
+    assert shown(rb) == [[1000, 1001, 1002, 1003, 1004], [2000, 2001]]
+    rb.extend(rows(2, 2, 5))  # two rows too many for the ring
+    assert shown(rb) == [[1002, 1003, 1004], [2000, 2001, 2002, 2003, 2004, 2005, 2006]]
+    rb.empty()
+    assert shown(rb) == []
+    rb.extend(rows(3, 0, 2))
+    assert shown(rb) == [[3000, 3001]]
+
+
+def test_rows_are_located() -> None:
+    rb = ReplayBuffer(storage=MemoryStorage(6))
+    for first in (0, 2, 4):
+        rb.extend(rows(1, first, 2))
+        rb.extend(rows(2, first, 1))
+    runs = rb.storage.runs
+    with runs.lock:
+        runs.look()
+        numbers, steps = runs.locate(np.array([9, 8, 7, 6, 5, 4, 3, 2]))
+    assert steps.tolist()[:6] == [2, 5, 4, 1, 3, 2]
+    assert runs.episode[numbers[:6]].tolist() == [2, 1, 1, 2, 1, 1]
+    assert numbers[6:].tolist() == [-1, -1]
+    assert runs.ids(numbers[:6], steps[:6]).tolist() == [9, 8, 7, 6, 5, 4]
+
+
+def test_who_asks_is_told_what_has_changed() -> None:
+    rb = ReplayBuffer(storage=MemoryStorage(100))
+    runs = rb.storage.runs
+    rb.extend(rows(1, 0, 3))
+    runs.look()
+    assert runs.changed_since(0) is None
+    seen = runs.moves
+    assert runs.changed_since(seen) is not None
+    rb.extend(rows(2, 0, 3))
+    runs.look()
+    rb.extend(rows(1, 3, 1))
+    runs.look()
+    changed = runs.changed_since(seen)
+    assert changed is not None
+    assert changed.tolist() == [1, 0]
+    moves = runs.moves
+    runs.look()
+    assert runs.moves == moves
+    for step in range(4, 104):
+        rb.extend(rows(1, step, 1))
+        runs.look()
+    assert runs.changed_since(seen) is None
+
+
+def test_a_store_on_disk_shows_the_same_after_any_end(store_path: Path) -> None:
+    with expstore.open(store_path, capacity=20) as rb:
+        for first in range(0, 12, 2):
+            rb.extend(rows(1, first, 2), source="a")
+            rb.extend(rows(1, first, 1), source="b")
+        before = shown(rb)
+        assert len(before) == 2
+    with expstore.open(store_path) as rb:
+        assert shown(rb) == before
+        with expstore.open(store_path, mode="r") as follower:
+            assert shown(follower) == before
+            rb.extend(rows(1, 12, 3), source="a")
+            rb.flush()  # few rows stand in the columns a little later
+            assert shown(follower) == shown(rb) != before
+        rb.dumps(store_path.with_name("versions"))
+        rb.extend(rows(7, 0, 5))
+        rb.loads(store_path.with_name("versions"))
+        assert shown(rb)[0][-1] == 1014
+
+
+def test_threads_may_look_while_one_writes() -> None:
+    rb = TensorDictReplayBuffer(storage=MemoryStorage(500))
+    rb.extend(rows(1, 0, 5))
+    stop, wrong = threading.Event(), list[Any]()
+
+    def look() -> None:
+        runs = rb.storage.runs
+        while not stop.is_set():
+            with runs.lock:
+                window = runs.look()
+                if int((runs.stop - runs.first).sum()) != window.rows:
+                    wrong.append((window, runs.first.tolist(), runs.stop.tolist()))
+                    return
+
+    threads = [threading.Thread(target=look) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for number in range(400):
+        rb.extend(rows(1 + number % 3, 5 + 4 * (number // 3), 4))
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert not wrong
