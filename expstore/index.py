@@ -19,6 +19,7 @@ from typing import Any
 import duckdb
 
 from expstore import delta as tables
+from expstore.aside import Aside
 from expstore.delta import Delta, Position
 from expstore.errors import (
     CorruptionError,
@@ -56,7 +57,7 @@ class Index:
     """Answer SQL over a store and take in what changed.
 
     Threads may query while one commits: each query has a cursor of its own, commits wait for one
-    another. A forked child may not use it. Make one with `open`.
+    another. Ctrl-C ends a query of the main thread. A forked child may not use it. Make one with `open`.
 
     Attributes:
         position: The last record the index covers; (0, 0) where it holds nothing, and after damage was
@@ -79,6 +80,7 @@ class Index:
         self._committing = threading.Lock()
         self._cursors = threading.Lock()
         self._gate = _Gate()
+        self._aside = Aside()
 
     @classmethod
     def open(cls, path: Path | None, *, disk: Disk, store_uuid: str) -> Index:
@@ -146,16 +148,7 @@ class Index:
         self._check_open()
         values = _plain(params)
         with self._cursor("query") as cursor:
-            statement = _one_select(cursor, sql)
-            refused = relations.attach(cursor, sql)
-            # The kind of a statement does not tell all: a SELECT may hold an INSERT.
-            cursor.execute("BEGIN TRANSACTION READ ONLY")
-            try:
-                return Result(cursor.sql(statement, params=values).to_arrow_table())
-            except Exception:
-                if refused:  # in words of its own DuckDB says that reading a column has failed
-                    raise refused[0] from None
-                raise
+            return self._aside.run(lambda: _answer(cursor, sql, values, relations), cursor.interrupt)
 
     def write_priorities(self, ids: Array, priorities: Array) -> None:
         """Replace the table `priorities`.
@@ -198,6 +191,7 @@ class Index:
             return  # it is the parent's: closing it here would write to the parent's file
         with self._committing, self._gate.alone():
             con, self._con, self._closed = self._con, None, True
+            self._aside.close()
             if con is None:
                 return
             try:
@@ -456,6 +450,19 @@ def _plain(params: Sequence[object] | Mapping[str, object] | None) -> Any:
 
 def _plain_value(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else value
+
+
+def _answer(cursor: duckdb.DuckDBPyConnection, sql: str, values: Any, relations: Relations) -> Result:
+    statement = _one_select(cursor, sql)
+    refused = relations.attach(cursor, sql)
+    # The kind of a statement does not tell all: a SELECT may hold an INSERT.
+    cursor.execute("BEGIN TRANSACTION READ ONLY")
+    try:
+        return Result(cursor.sql(statement, params=values).to_arrow_table())
+    except Exception:
+        if refused:  # in words of its own DuckDB says that reading a column has failed
+            raise refused[0] from None
+        raise
 
 
 def _one_select(cursor: duckdb.DuckDBPyConnection, sql: str) -> duckdb.Statement:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import multiprocessing
 import os
 import signal
@@ -10,6 +11,7 @@ import struct
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from datetime import datetime
 from pathlib import Path
@@ -1164,7 +1166,7 @@ def test_a_leftover_of_a_broken_rebuild_is_no_trouble(path: Path) -> None:
 
 
 INTERRUPTED = """
-import os, signal, sys, threading, time
+import atexit, os, signal, sys, threading, time
 from expstore.files import Disk
 from expstore.index import Index, Relations
 
@@ -1172,27 +1174,68 @@ index = Index.open(None, disk=Disk(), store_uuid="0" * 32)
 index.query("SELECT 1", None, Relations())
 asked = threading.Event()
 
+class Pressing(Relations):
+    def attach(self, cursor, sql):
+        try:
+            return super().attach(cursor, sql)
+        finally:
+            os.kill(os.getpid(), signal.SIGINT)  # before DuckDB has begun what could be interrupted
+
 def interrupt():
     asked.wait()
     begun = time.process_time()
     while time.process_time() < begun + 0.3:  # until DuckDB computes: Python has nothing to do
         time.sleep(0.01)
-    while True:
-        os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(2)  # DuckDB loses one in five; whoever presses the keys does so again
+    os.kill(os.getpid(), signal.SIGINT)
 
-threading.Thread(target=interrupt, daemon=True).start()
+def late():
+    late = Index.open(None, disk=Disk(), store_uuid="0" * 32)
+    assert late.query("SELECT 2", None, Relations()).fetchall() == [(2,)]
+    os._exit(77)
+
+early = sys.argv[1] == "early"
+if not early:
+    threading.Thread(target=interrupt, daemon=True).start()
 try:
     asked.set()
-    index.query("SELECT sum(a.range * b.range) FROM range(1000000) a, range(1000000) b", None, Relations())
+    query = "SELECT sum(a.range * b.range) FROM range(1000000) a, range(1000000) b"
+    index.query(query, None, Pressing() if early else Relations())
 except KeyboardInterrupt:
-    os._exit(77)
+    assert index.query("SELECT 1", None, Relations()).fetchall() == [(1,)]
+    index.close()
+    assert not [thread for thread in threading.enumerate() if "aside" in thread.name]
+    atexit.register(late)
 """
 
 
-def test_ctrl_c_in_a_query_is_ctrl_c() -> None:
-    done = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, check=False)
+@pytest.mark.parametrize("moment", ["early", "while DuckDB computes"])
+def test_ctrl_c_in_a_query_is_ctrl_c(moment: str) -> None:
+    """One signal is enough, nothing is left running, and the index answers on, even at exit."""
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED, moment], capture_output=True, text=True, check=False, timeout=60
+    )
     assert done.returncode == 77, done.stderr
+
+
+class Mourned(Relations):
+    """Relations that can be referred to weakly."""
+
+
+def test_a_query_that_fails_leaves_nothing_for_the_collector() -> None:
+    """What it was given may be maps of files."""
+    index = Index.open(None, disk=Disk(), store_uuid=UUID)
+    relations = Mourned()
+    seen = weakref.ref(relations)
+    gc.collect()
+    gc.disable()
+    try:
+        with pytest.raises(QueryError, match="nowhere") as raised:
+            index.query("SELECT * FROM nowhere", None, relations)
+        del relations, raised
+        assert seen() is None
+    finally:
+        gc.enable()
+        index.close()
 
 
 def test_pandas_is_not_loaded_for_a_commit_and_a_query() -> None:
