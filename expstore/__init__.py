@@ -33,6 +33,7 @@ _HOME = {
     "SamplerWithoutReplacement": "expstore.samplers",
     "Schema": "expstore.schema",
     "SchemaError": "expstore.errors",
+    "SliceSampler": "expstore.samplers",
     "SnapshotError": "expstore.errors",
     "StalenessAwareSampler": "expstore.samplers",
     "StateError": "expstore.errors",
@@ -66,6 +67,7 @@ __all__ = [
     "SamplerWithoutReplacement",
     "Schema",
     "SchemaError",
+    "SliceSampler",
     "SnapshotError",
     "StalenessAwareSampler",
     "StateError",
@@ -102,6 +104,7 @@ if TYPE_CHECKING:
         RandomSampler,
         RecencySampler,
         SamplerWithoutReplacement,
+        SliceSampler,
         StalenessAwareSampler,
     )
     from expstore.schema import Field, Schema

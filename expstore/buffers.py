@@ -160,12 +160,12 @@ class ReplayBuffer(DrawingHandle):
     @overload
     def sample(
         self, batch_size: int | None, return_info: Literal[True]
-    ) -> tuple[TensorDictBase, dict[str, torch.Tensor]]: ...
+    ) -> tuple[TensorDictBase, dict[str | Key, torch.Tensor]]: ...
 
     @overload
     def sample(
         self, batch_size: int | None = None, *, return_info: Literal[True]
-    ) -> tuple[TensorDictBase, dict[str, torch.Tensor]]: ...
+    ) -> tuple[TensorDictBase, dict[str | Key, torch.Tensor]]: ...
 
     def sample(self, batch_size: int | None = None, return_info: bool = False) -> Any:
         """Draw a batch.
@@ -176,23 +176,27 @@ class ReplayBuffer(DrawingHandle):
         Args:
             batch_size: How many rows; None: the buffer's.
             return_info: Return a pair: the batch, and a dict with each row's `index`, its `id`, and
-                what the sampler has to say (`priority_weight`).
+                what the sampler has to say (`priority_weight`; the ends of slices).
 
         Returns:
-            A TensorDict that owns its memory, batch size `[batch_size]`.
+            A TensorDict that owns its memory, batch size `[batch_size]`; fewer rows where the sampler says
+            so.
 
         Raises:
             NotReadyError: The store is empty, or no row is left that may still be drawn.
         """
         batch, selection = self._next_batch(self._wanted(batch_size))
-        return (batch, self._info(selection)) if return_info else batch
+        return (batch, self._info(selection, batch)) if return_info else batch
 
     def _make(
         self, turn: Turn, size: int, instead: Selection | None = None
     ) -> tuple[TensorDictBase, Selection]:
         selection, columns = self._draw(turn, size, instead)
         root = self._root(selection)
+        more = self._marked(selection, columns) if selection.marks else {}
         batch = self._build().build(columns, torch.Size((selection.ids.size,)), root)
+        for key, values in more.items():
+            batch.set(key, values)
         return self._placed(batch), selection
 
     def _draw(
@@ -222,9 +226,18 @@ class ReplayBuffer(DrawingHandle):
         """Return what a sample carries beside the fields."""
         return {}
 
-    def _info(self, selection: Selection) -> dict[str, torch.Tensor]:
-        info = {"index": self._storage.index_of(selection.ids), "id": selection.ids}
-        info |= {key_name(key): values for key, values in selection.info.items()}
+    def _marked(self, selection: Selection, columns: list[Array]) -> dict[Key, torch.Tensor]:
+        """Write a sampler's flags into columns of the schema; return those of other fields."""
+        return {}
+
+    def _info(self, selection: Selection, batch: TensorDictBase) -> dict[str | Key, torch.Tensor]:
+        info: dict[str | Key, Array] = {"index": self._storage.index_of(selection.ids), "id": selection.ids}
+        info |= {key if len(key) > 1 else key[0]: values for key, values in selection.info.items()}
+        for mark in selection.marks:
+            stored = batch.get(mark.key)
+            if stored is not None or mark.new:
+                key = mark.key if len(mark.key) > 1 else mark.key[0]
+                info[key] = mark.alone() if stored is None else mark.on(stored.cpu().numpy())
         return {name: self._placed(torch.from_numpy(values)) for name, values in info.items()}
 
     # -- single rows -----------------------------------------------------------------------------
@@ -445,6 +458,16 @@ class TensorDictReplayBuffer(ReplayBuffer):
         for key, values in selection.info.items():
             root[key[-1]] = torch.from_numpy(values)
         return root
+
+    def _marked(self, selection: Selection, columns: list[Array]) -> dict[Key, torch.Tensor]:
+        schema, more = self._storage.require_schema(), {}
+        for mark in selection.marks:
+            place = schema.place(mark.key)
+            if place >= 0:
+                columns[place] = mark.on(columns[place])
+            elif mark.new:
+                more[mark.key] = torch.from_numpy(mark.alone())
+        return more
 
     def _given_priorities(self, schema: Schema, columns: Sequence[Array]) -> Array | None:
         place = schema.place(to_key(self.priority_key)) if self._sampler.prioritized else -1

@@ -41,6 +41,11 @@ class Fragments:
         """Return the number by which `add` knows the fragment in a column of `rows`."""
         return self._popped + self._head + place
 
+    def step_after(self, number: int) -> int:
+        """Return the step that goes on with fragment `number`; -1 if it is not here any more."""
+        place = number - self._popped
+        return int(self._data[1, place] + self._data[2, place]) if place >= self._head else -1
+
     def add(self, number: int, values: tuple[int, int, int, int, int]) -> int:
         """Append a run, or lengthen fragment `number` (-1: none) if it goes on there; return its number."""
         _, _, count, first, stride = values

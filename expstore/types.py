@@ -16,6 +16,7 @@ __all__ = [
     "Array",
     "IntArray",
     "Key",
+    "Mark",
     "Runs",
     "Selection",
     "Window",
@@ -143,6 +144,36 @@ class Window:
 
 
 @dataclass(frozen=True, slots=True)
+class Mark:
+    """What a sampler says of the rows of a batch, in a field of its own or in one that is stored.
+
+    Args:
+        key: The field.
+        flags: One per row. Shape `(n,)`.
+        joins: A stored flag stays set where it is; otherwise it is replaced.
+        new: The field is written though it is not stored.
+        flat: If so, its shape is `(n,)`, not `(n, 1)`.
+    """
+
+    key: Key
+    flags: NDArray[np.bool_]
+    joins: bool = True
+    new: bool = True
+    flat: bool = False
+
+    def on(self, stored: Array) -> Array:
+        """Return what a stored field becomes. Shapes `(n, *row shape)`."""
+        flags = self.flags.reshape(-1, *(1,) * (stored.ndim - 1))
+        if self.joins:
+            flags = flags | stored.astype(np.bool_, copy=False)
+        return np.broadcast_to(flags, stored.shape).astype(stored.dtype)
+
+    def alone(self) -> Array:
+        """Return the field where it is not stored."""
+        return self.flags if self.flat else self.flags[:, None]
+
+
+@dataclass(frozen=True, slots=True)
 class Selection:
     """What a sampler drew.
 
@@ -150,8 +181,12 @@ class Selection:
         ids: Row ids. Shape `(n,)`, int64; repeated where drawn more than once.
         info: More columns for the batch, each of length n (weights, for instance).
         progress: How far the sampler has come with it, of the sampler's own meaning.
+        marks: Flags to be written into the batch.
+        asked: How many rows were asked for, if that is not how many there are.
     """
 
     ids: IntArray
     info: dict[Key, Array] = field(default_factory=dict)
     progress: tuple[int, ...] = ()
+    marks: tuple[Mark, ...] = ()
+    asked: int = 0

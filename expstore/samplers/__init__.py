@@ -8,6 +8,7 @@ from expstore.samplers.consuming import ConsumingSampler
 from expstore.samplers.prioritized import PrioritizedSampler
 from expstore.samplers.random import RandomSampler
 from expstore.samplers.recency import RecencySampler
+from expstore.samplers.slices import SliceSampler
 from expstore.samplers.staleness import StalenessAwareSampler
 from expstore.samplers.without_replacement import SamplerWithoutReplacement
 
@@ -18,5 +19,6 @@ __all__ = [
     "RecencySampler",
     "Sampler",
     "SamplerWithoutReplacement",
+    "SliceSampler",
     "StalenessAwareSampler",
 ]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -18,16 +18,31 @@ from expstore.files import load_compiled
 from expstore.types import IntArray, Window
 
 if TYPE_CHECKING:
-    from expstore.episodes import EpisodeTable
     from expstore.runtable import RunTable
     from expstore.storages.base import Storage
 
-__all__ = ["TABLES", "Runs"]
+__all__ = ["TABLES", "Runs", "Taken"]
 
 #: Loads numba: in the background when a buffer is made, at the latest with the first look.
 TABLES = "expstore.runtable"
 #: So many looks are remembered for those who ask what has changed.
 _REMEMBERED = 64
+
+
+class Taken(NamedTuple):
+    """What a look has to take in.
+
+    Args:
+        of: Whose fragments they are.
+        window: The rows that are shown.
+        touched: Those that came or grew since the last look. Shape `(5, n)`. None: all did.
+        whole: All of them, where that was asked for or is needed. Shape `(5, m)`.
+    """
+
+    of: object
+    window: Window
+    touched: IntArray | None
+    whole: IntArray | None
 
 
 class Runs:
@@ -53,7 +68,7 @@ class Runs:
         self._storage = weakref.ref(storage)
         self._window = Window(0, 0)
         self._table: RunTable | None = None
-        self._episodes: EpisodeTable | None = None
+        self._known: object | None = None  # whose fragments the table shows
         self._changes: deque[IntArray] = deque(maxlen=_REMEMBERED)
         #: Grows with every look that has found something.
         self.moves = 0
@@ -64,30 +79,40 @@ class Runs:
 
         A follower's are those of which episodes are known.
         """
+        storage = self._held()
+        if storage.follows and storage.query_window != storage.window:
+            storage.refresh()
+        if self._is_current(storage):
+            return self._window
+        with self.lock:
+            known = self._take(storage)
+            followed = self._known is not None and known.of is self._known
+            self._known = None  # until all is done: an interruption has the table made anew
+            if known.touched is None or not followed or not self._follow(known.touched, known.window.low):
+                if known.whole is None:
+                    known = self._take(storage, whole=True)
+                self._number_anew(load_compiled(TABLES).RunTable(known.whole, known.window.low))
+            self._known, self._window = known.of, known.window
+            return known.window
+
+    def _held(self) -> Storage:
         storage = self._storage()
         if storage is None:
             raise StateError("the storage is gone")
-        if storage.follows and storage.query_window != storage.window:
-            storage.refresh()
-        episodes, window = storage.episodes, storage.query_window
-        if episodes is self._episodes and window == self._window and episodes.fragments.quiet:
-            return window
-        with self.lock:
-            with storage.episode_lock:
-                episodes, window = storage.episodes, storage.query_window
-                fragments, touched = episodes.fragments, episodes.fragments.take_touched()
-                known = touched is not None and episodes is self._episodes
-                whole = None if known else fragments.rows.copy()
-            self._episodes = None  # until all is done: an interruption has the table made anew
-            if touched is None or whole is not None or not self._follow(touched, window.low):
-                if whole is None:
-                    with storage.episode_lock:
-                        episodes, window = storage.episodes, storage.query_window
-                        episodes.fragments.take_touched()
-                        whole = episodes.fragments.rows.copy()
-                self._number_anew(load_compiled(TABLES).RunTable(whole, window.low))
-            self._episodes, self._window = episodes, window
-        return window
+        return storage
+
+    def _is_current(self, storage: Storage) -> bool:
+        """Say whether nothing has changed since the last look."""
+        episodes = storage.episodes
+        return episodes is self._known and storage.query_window == self._window and episodes.fragments.quiet
+
+    def _take(self, storage: Storage, *, whole: bool = False) -> Taken:
+        """Copy what came since the last time, or all there is."""
+        with storage.episode_lock:
+            episodes, window = storage.episodes, storage.query_window
+            touched = episodes.fragments.take_touched()
+            whole = whole or touched is None or episodes is not self._known
+            return Taken(episodes, window, touched, episodes.fragments.rows.copy() if whole else None)
 
     def _follow(self, touched: IntArray, low: int) -> bool:
         table = self._table
@@ -162,10 +187,8 @@ class Runs:
 
     def locate(self, ids: IntArray) -> tuple[IntArray, IntArray]:
         """Return run and step of rows; run -1 for rows that have left. Shapes `(n,)`."""
-        storage = self._storage()
-        if storage is None or storage.schema is None:
-            raise StateError("the store has no fields yet", hint="extend() it first")
-        first = len(storage.schema.fields)
+        storage = self._held()
+        first = len(storage.require_schema().fields)
         episodes, steps = storage.read(ids, [first + 1, first + 2])
         found = self.table.find(episodes, steps)
         found[~self._window.holds(ids)] = -1

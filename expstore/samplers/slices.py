@@ -1,0 +1,245 @@
+"""Sampling slices: steps of one episode that follow one another.
+
+Buffers take the sampler. It finds slices by episode and step, wherever their rows lie; it keeps a weight per
+run of steps, and never reads rows.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from expstore.files import load_compiled
+from expstore.samplers.base import Sampler
+from expstore.samplers.keyedruns import runs_by
+from expstore.samplers.slicing import NestedKey, Slicing, Span, none_is_long_enough, refuse
+from expstore.samplers.windowtree import TREES
+from expstore.storages.runs import TABLES
+from expstore.types import Array, IntArray, Selection, to_key
+
+if TYPE_CHECKING:
+    from expstore.storages.base import Storage
+    from expstore.storages.runs import Runs
+    from expstore.sumtree import SumTree
+
+__all__ = ["Law", "SliceSampler"]
+
+#: What has the same chance: every trajectory, or every place where a slice can begin.
+Law = Literal["trajectory", "start"]
+
+
+class SliceSampler(Sampler):
+    """Draw slices of episodes, with replacement: steps that follow one another, in one batch dim.
+
+    A slice follows its episode wherever the rows lie: through interleaved workers and lanes, the end of the
+    ring and restarts; what the store knows of an episode that is still open takes part. A draw costs the
+    same however many rows there are, also while others write.
+
+    `by="trajectory"` is TorchRL's law: a trajectory, each with the same chance, then one of the places in it
+    where a slice can begin; steps of short trajectories come more often. With `by="start"` every such place
+    in the store has the same chance.
+
+    Batches say where slices end: `truncated_key` is True at the last step of each and False elsewhere,
+    `done` beside it is so, too, and keeps what is stored. `init_key` is True at first steps if that field is
+    stored. Buffers of TensorDicts write this into the batch, others tell it in the info of
+    `sample(return_info=True)`.
+
+    Threads: any number may sample while one writes. Crashes: a restart goes on with the next batch.
+
+    Args:
+        num_slices: How many slices make up a batch, whose size it divides; or else
+        slice_len: how many steps a slice has.
+        end_key: A field that ends trajectories; see `end_keys`.
+        end_keys: Fields that end trajectories; those that are not stored are left out. The store's own
+            (`done_keys` of `expstore.open`) do so anyway.
+        traj_key: The field that names trajectories; None: as the store knows its episodes. For another one
+            than the store's own a table is built when it is first needed, and kept current.
+        trajectory_key: The same.
+        cache_values: There is nothing to cache: draws do not depend on the number of rows.
+        truncated_key: Where the ends of slices are marked; None: nowhere.
+        init_key: Where their beginnings are; None: nowhere.
+        strict_length: Leave out trajectories that are shorter than a slice; otherwise they make short
+            slices, and batches that are shorter than asked for.
+        pad_output: Fill up short slices with their last row; `("collector", "mask")` is False there.
+        span: How many steps a slice may lack at its left and at its right, because it reaches beyond the
+            trajectory there: a number, False for none, True for all but one, or a pair of these.
+        fragmented: Slices follow the episode, not the storage, with either value.
+        by: Which law.
+        ends: Not here: the store knows where episodes end.
+        trajectories: Not here, for the same reason.
+        compile: Not here: it is compiled.
+        use_gpu: Not here: slices are found faster than a device could be asked.
+
+    Raises:
+        TypeError: Not just one of `num_slices` and `slice_len` is given.
+        ValueError: An option does not fit the others, or has no meaning here.
+
+    Example:
+        >>> sampler = SliceSampler(slice_len=4)
+        >>> rb = TensorDictReplayBuffer(storage=MemoryStorage(1000), sampler=sampler, batch_size=32)
+    """
+
+    def __init__(
+        self,
+        *,
+        num_slices: int | None = None,
+        slice_len: int | None = None,
+        end_key: NestedKey | None = None,
+        end_keys: Sequence[NestedKey] | None = None,
+        traj_key: NestedKey | None = None,
+        trajectory_key: NestedKey | None = None,
+        cache_values: bool = False,
+        truncated_key: NestedKey | None = ("next", "truncated"),
+        init_key: NestedKey | None = "is_init",
+        strict_length: bool = True,
+        pad_output: bool = False,
+        span: Span = False,
+        fragmented: bool = False,
+        by: Law = "trajectory",
+        ends: Any = None,
+        trajectories: Any = None,
+        compile: bool | dict[str, Any] = False,
+        use_gpu: Any = False,
+    ) -> None:
+        refuse(
+            ends=(ends, "the store knows where episodes end"),
+            trajectories=(trajectories, "the store knows its episodes"),
+            compile=(compile, "slices are found by compiled code"),
+            use_gpu=(use_gpu, "slices are found faster than a device could be asked"),
+        )
+        if by not in ("trajectory", "start"):
+            raise ValueError(f"by must be 'trajectory' or 'start', got {by!r}")
+        self.slicing = Slicing.of(
+            num_slices=num_slices,
+            slice_len=slice_len,
+            strict_length=strict_length,
+            pad_output=pad_output,
+            span=span,
+            truncated_key=truncated_key,
+            init_key=init_key,
+        )
+        if end_key is not None and end_keys is not None:
+            raise ValueError("`end_key` and `end_keys` are exclusive arguments: give one of them")
+        if traj_key is not None and trajectory_key is not None:
+            raise ValueError("traj_key and trajectory_key are the same: give one of them")
+        name = trajectory_key if traj_key is None else traj_key
+        cuts = end_keys if end_key is None else [end_key]
+        self._trajectory = None if name is None else to_key(name)
+        self._ends = None if cuts is None else tuple(to_key(key) for key in cuts)
+        self.by = by
+        self._begin()
+
+    def _begin(self) -> None:
+        self._weights = RunWeights()
+        self._runs: Runs | None = None
+
+    def _runs_of(self, storage: Storage) -> Runs:
+        if self._runs is None:
+            self._runs = runs_by(storage, self._trajectory, self._ends)
+        return self._runs
+
+    def attach(self, storage: Storage) -> None:
+        """Follow the episodes of a storage."""
+        self._begin()
+        threading.Thread(target=_warm, name="expstore-warm", daemon=True).start()
+
+    def sample(self, storage: Storage, batch_size: int, generator: np.random.Generator) -> Selection:
+        """Choose slices of `batch_size` rows together.
+
+        Raises:
+            NotReadyError: No trajectory is long enough.
+            StateError: The batch size cannot be cut into such slices.
+        """
+        slicing = self.slicing
+        length, count = slicing.sizes(batch_size)
+        slicing.slack(length)
+        runs = self._runs_of(storage)
+        with runs.lock:
+            runs.look()
+            tree = self._weights.catch_up(runs, (length,), lambda have: self._weigh(have, length))
+            total = int(tree.total)
+            if not total:
+                raise none_is_long_enough(_lengths(runs), length)
+            chosen, _ = tree.find(generator.integers(0, total, count).astype(np.float64) + 0.5)
+            first = runs.first[chosen]
+            begins, lengths = slicing.place(runs.stop[chosen] - first, length, generator.random(count))
+            ids = runs.rows(chosen, first + begins, lengths)
+            padded = slicing.pad_output and bool((_lengths(runs) < length).any())
+        return slicing.selection(ids, lengths, length=length, asked=batch_size, padded=padded)
+
+    def _weigh(self, have: IntArray, length: int) -> Array:
+        starts = self.slicing.starts(have, length)
+        weights: Array = (starts > 0 if self.by == "trajectory" else starts).astype(np.float64)
+        return weights
+
+    def sample_again(
+        self, storage: Storage, selection: Selection, generator: np.random.Generator
+    ) -> Selection:
+        """Choose slices in the place of some that were overwritten while they were read."""
+        return self.sample(storage, selection.asked, generator)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy needs; it weighs runs by itself."""
+        return {name: value for name, value in self.__dict__.items() if name not in ("_weights", "_runs")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take over what `__getstate__` returned."""
+        self.__dict__.update(state)
+        self._begin()
+
+    def __repr__(self) -> str:
+        slicing = self.slicing
+        size = (
+            f"num_slices={slicing.num_slices}"
+            if slicing.slice_len is None
+            else f"slice_len={slicing.slice_len}"
+        )
+        return f"SliceSampler({size}, strict_length={slicing.strict_length}, by={self.by!r})"
+
+
+class RunWeights:
+    """Keep the weights of runs, which follow from how many steps they have.
+
+    Weights are whole numbers, so that sums are exact, and what is found follows from the rows alone.
+
+    Threads: whoever calls holds the lock of the runs. Crashes: it is made anew.
+    """
+
+    def __init__(self) -> None:
+        self._tree: SumTree | None = None
+        self._seen: tuple[Any, int] | None = None
+
+    def catch_up(self, runs: Runs, settings: tuple[Any, ...], weigh: Any) -> SumTree:
+        """Weigh the runs that have changed, all of them after other settings.
+
+        Args:
+            runs: As of a look just now.
+            settings: What weights follow from beside lengths.
+            weigh: Returns weights of runs of so many steps. Shapes `(n,)` in, float64 `(n,)` out.
+        """
+        tree, seen = self._tree, self._seen
+        changed = runs.changed_since(seen[1]) if tree is not None and seen and seen[0] == settings else None
+        count = runs.table.count
+        if tree is None or changed is None:
+            tree = load_compiled(TREES).SumTree(max(256, 2 * count))
+            tree.fill(weigh(runs.stop - runs.first))
+        elif changed.size:
+            if count > tree.size:
+                tree.grow(2 * count)
+            tree.set(changed, weigh(runs.stop[changed] - runs.first[changed]))
+        self._tree, self._seen = tree, (settings, runs.moves)
+        return tree
+
+
+def _lengths(runs: Runs) -> IntArray:
+    """Return how many steps the runs have that have any."""
+    have = runs.stop - runs.first
+    return have[have > 0]
+
+
+def _warm() -> None:
+    load_compiled(TREES)
+    load_compiled(TABLES)
