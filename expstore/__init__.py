@@ -24,6 +24,7 @@ _HOME = {
     "NotReadyError": "expstore.errors",
     "PrioritizedReplayBuffer": "expstore.prioritized",
     "PrioritizedSampler": "expstore.samplers",
+    "PrioritizedSliceSampler": "expstore.samplers",
     "PriorityError": "expstore.errors",
     "QueryError": "expstore.errors",
     "RandomSampler": "expstore.samplers",
@@ -58,6 +59,7 @@ __all__ = [
     "NotReadyError",
     "PrioritizedReplayBuffer",
     "PrioritizedSampler",
+    "PrioritizedSliceSampler",
     "PriorityError",
     "QueryError",
     "RandomSampler",
@@ -101,6 +103,7 @@ if TYPE_CHECKING:
     from expstore.samplers import (
         ConsumingSampler,
         PrioritizedSampler,
+        PrioritizedSliceSampler,
         RandomSampler,
         RecencySampler,
         SamplerWithoutReplacement,

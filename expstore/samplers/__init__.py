@@ -6,6 +6,7 @@ Buffers take one of these.
 from expstore.samplers.base import Sampler
 from expstore.samplers.consuming import ConsumingSampler
 from expstore.samplers.prioritized import PrioritizedSampler
+from expstore.samplers.prioritized_slices import PrioritizedSliceSampler
 from expstore.samplers.random import RandomSampler
 from expstore.samplers.recency import RecencySampler
 from expstore.samplers.slices import SliceSampler
@@ -15,6 +16,7 @@ from expstore.samplers.without_replacement import SamplerWithoutReplacement
 __all__ = [
     "ConsumingSampler",
     "PrioritizedSampler",
+    "PrioritizedSliceSampler",
     "RandomSampler",
     "RecencySampler",
     "Sampler",

@@ -76,6 +76,7 @@ class KeyedRuns(Runs):
 
     def __init__(self, storage: Storage, trajectory: Key | None, ends: Sequence[Key] | None) -> None:
         super().__init__(storage)
+        self.lock = storage.lock  # which reading rows may take
         keys = storage.keys
         fields = len(storage.require_schema().fields)
         self._names = fields + 1 if trajectory is None else storage.place_of(trajectory)

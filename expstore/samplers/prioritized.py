@@ -23,7 +23,7 @@ from expstore.types import Array, IntArray, Selection
 if TYPE_CHECKING:
     from expstore.storages.base import Storage
 
-__all__ = ["PrioritizedSampler"]
+__all__ = ["PrioritizedSampler", "Reduction"]
 
 Reduction = Literal["max", "min", "mean", "median"]
 _REDUCE: dict[str, Callable[..., Any]] = {"max": np.max, "min": np.min, "mean": np.mean, "median": np.median}
@@ -136,10 +136,13 @@ class PrioritizedSampler(Sampler):
             if not math.isfinite(smallest):
                 raise NotReadyError("non-positive p_sum: all priorities are 0", hint="set eps above 0")
             places, weights = tree.find(generator.random(batch_size) * tree.total)
-        bias = (weights / smallest) ** -self._beta
-        return Selection(
-            storage.ids_in(places, window), {("priority_weight",): bias.astype(_WEIGHTS[self._dtype])}
-        )
+        bias = self._undo_bias(weights / smallest)
+        return Selection(storage.ids_in(places, window), {("priority_weight",): bias})
+
+    def _undo_bias(self, chances: Array) -> Array:
+        """Return the weights of rows with these chances, in units of the smallest. Shapes `(n,)`."""
+        weights: Array = (chances**-self._beta).astype(_WEIGHTS[self._dtype])
+        return weights
 
     # -- the tree --------------------------------------------------------------------------------
 

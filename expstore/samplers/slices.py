@@ -15,10 +15,10 @@ import numpy as np
 from expstore.files import load_compiled
 from expstore.samplers.base import Sampler
 from expstore.samplers.keyedruns import runs_by
-from expstore.samplers.slicing import NestedKey, Slicing, Span, none_is_long_enough, refuse
+from expstore.samplers.slicing import NestedKey, Slicing, Span, none_is_long_enough, refuse, trajectory_fields
 from expstore.samplers.windowtree import TREES
 from expstore.storages.runs import TABLES
-from expstore.types import Array, IntArray, Selection, to_key
+from expstore.types import Array, IntArray, Selection
 
 if TYPE_CHECKING:
     from expstore.storages.base import Storage
@@ -104,12 +104,7 @@ class SliceSampler(Sampler):
         compile: bool | dict[str, Any] = False,
         use_gpu: Any = False,
     ) -> None:
-        refuse(
-            ends=(ends, "the store knows where episodes end"),
-            trajectories=(trajectories, "the store knows its episodes"),
-            compile=(compile, "slices are found by compiled code"),
-            use_gpu=(use_gpu, "slices are found faster than a device could be asked"),
-        )
+        refuse(ends=ends, trajectories=trajectories, compile=compile, use_gpu=use_gpu)
         if by not in ("trajectory", "start"):
             raise ValueError(f"by must be 'trajectory' or 'start', got {by!r}")
         self.slicing = Slicing.of(
@@ -121,14 +116,7 @@ class SliceSampler(Sampler):
             truncated_key=truncated_key,
             init_key=init_key,
         )
-        if end_key is not None and end_keys is not None:
-            raise ValueError("`end_key` and `end_keys` are exclusive arguments: give one of them")
-        if traj_key is not None and trajectory_key is not None:
-            raise ValueError("traj_key and trajectory_key are the same: give one of them")
-        name = trajectory_key if traj_key is None else traj_key
-        cuts = end_keys if end_key is None else [end_key]
-        self._trajectory = None if name is None else to_key(name)
-        self._ends = None if cuts is None else tuple(to_key(key) for key in cuts)
+        self._trajectory, self._ends = trajectory_fields(end_key, end_keys, traj_key, trajectory_key)
         self.by = by
         self._begin()
 
@@ -192,12 +180,7 @@ class SliceSampler(Sampler):
 
     def __repr__(self) -> str:
         slicing = self.slicing
-        size = (
-            f"num_slices={slicing.num_slices}"
-            if slicing.slice_len is None
-            else f"slice_len={slicing.slice_len}"
-        )
-        return f"SliceSampler({size}, strict_length={slicing.strict_length}, by={self.by!r})"
+        return f"SliceSampler({slicing.size_text}, strict_length={slicing.strict_length}, by={self.by!r})"
 
 
 class RunWeights:

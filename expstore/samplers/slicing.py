@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from expstore.errors import NotReadyError, StateError
 from expstore.types import IntArray, Key, Mark, Selection, to_key
 
-__all__ = ["NestedKey", "Slicing", "Span", "none_is_long_enough", "refuse"]
+__all__ = ["NestedKey", "Slicing", "Span", "none_is_long_enough", "refuse", "trajectory_fields"]
 
 NestedKey = str | tuple[str, ...]
 Span = bool | int | tuple[bool | int, bool | int]
@@ -95,20 +95,21 @@ class Slicing:
         Raises:
             StateError: The batch cannot be cut so.
         """
-        number, word = (
-            (self.num_slices, "number of slices")
-            if self.slice_len is None
-            else (self.slice_len, "slice length")
-        )
-        name = "num_slices" if self.slice_len is None else "slice_len"
-        number = number or 1
+        number = self.slice_len or self.num_slices or 1
         if batch_size % number:
+            word = "number of slices" if self.slice_len is None else "slice length"
             raise StateError(
                 f"The batch-size must be divisible by the {word}, got batch_size={batch_size} and "
-                f"{name}={number}."
+                f"{self.size_text}."
             )
         rest = batch_size // number
         return (rest, number) if self.slice_len is None else (number, rest)
+
+    @property
+    def size_text(self) -> str:
+        """The size as it was given."""
+        number, length = self.num_slices, self.slice_len
+        return f"num_slices={number}" if length is None else f"slice_len={length}"
 
     def slack(self, length: int) -> tuple[int, int]:
         """Return how many steps a slice of this length may lack on the left and on the right."""
@@ -209,8 +210,36 @@ def none_is_long_enough(lengths: IntArray, length: int) -> NotReadyError:
     )
 
 
-def refuse(**given: tuple[Any, str]) -> None:
-    """Raise ValueError for options of TorchRL's that have no meaning here: name=(value, why)."""
-    for name, (value, why) in given.items():
+#: Options of TorchRL's samplers that have no meaning here, and why.
+_REFUSED = {
+    "ends": "the store knows where episodes end",
+    "trajectories": "the store knows its episodes",
+    "compile": "slices are found by compiled code",
+    "use_gpu": "slices are found faster than a device could be asked",
+}
+
+
+def refuse(**given: Any) -> None:
+    """Raise ValueError for options that have no meaning here."""
+    for name, value in given.items():
         if value is not None and value is not False:
-            raise ValueError(f"{name} has no meaning here: {why}; leave it out")
+            raise ValueError(f"{name} has no meaning here: {_REFUSED[name]}; leave it out")
+
+
+def trajectory_fields(
+    end_key: NestedKey | None,
+    end_keys: Sequence[NestedKey] | None,
+    traj_key: NestedKey | None,
+    trajectory_key: NestedKey | None,
+) -> tuple[Key | None, tuple[Key, ...] | None]:
+    """Return the field that names trajectories and those that end them, as far as a user has said so."""
+    if end_key is not None and end_keys is not None:
+        raise ValueError("`end_key` and `end_keys` are exclusive arguments: give one of them")
+    if traj_key is not None and trajectory_key is not None:
+        raise ValueError("traj_key and trajectory_key are the same: give one of them")
+    name = trajectory_key if traj_key is None else traj_key
+    ends = end_keys if end_key is None else [end_key]
+    return (
+        None if name is None else to_key(name),
+        None if ends is None else tuple(to_key(key) for key in ends),
+    )

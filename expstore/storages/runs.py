@@ -64,7 +64,8 @@ class Runs:
     """
 
     def __init__(self, storage: Storage) -> None:
-        self.lock = threading.RLock()
+        # A follower's look may take the storage's lock, under which other threads look.
+        self.lock: threading.RLock = storage.lock if storage.follows else threading.RLock()
         self._storage = weakref.ref(storage)
         self._window = Window(0, 0)
         self._table: RunTable | None = None

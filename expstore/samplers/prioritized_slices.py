@@ -1,0 +1,275 @@
+"""Sampling slices whose first rows are drawn in proportion to priorities.
+
+Buffers take the sampler. It is a `PrioritizedSampler` over the rows at which a slice can begin; it never
+reads rows.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from expstore.errors import NotReadyError
+from expstore.samplers.keyedruns import runs_by
+from expstore.samplers.prioritized import PrioritizedSampler, Reduction
+from expstore.samplers.slicing import NestedKey, Slicing, Span, none_is_long_enough, refuse, trajectory_fields
+from expstore.types import Array, IntArray, Selection
+
+if TYPE_CHECKING:
+    from expstore.storages.base import Storage
+    from expstore.storages.runs import Runs
+    from expstore.sumtree import SumTree
+
+__all__ = ["PrioritizedSliceSampler"]
+
+
+class PrioritizedSliceSampler(PrioritizedSampler):
+    """Draw slices, of which row i is the first with probability p_i^alpha / sum of p_j^alpha.
+
+    The sum is over the rows at which a slice can begin; p is priority + eps. A slice is made of steps of one
+    episode that follow one another, wherever their rows lie; see `SliceSampler`, also for what batches say
+    of their ends. `priority_weight` is (P_i / min P)^-beta of a slice's first row, at each of its rows.
+
+    Threads, crashes: as `PrioritizedSampler`.
+
+    Args:
+        max_capacity: As `PrioritizedSampler`, as are the next ones.
+        alpha: See there.
+        beta: See there.
+        eps: See there.
+        dtype: See there.
+        reduction: See there.
+        num_slices: As `SliceSampler`, as are the next ones.
+        slice_len: See there.
+        end_key: See there.
+        end_keys: See there.
+        traj_key: See there.
+        trajectory_key: See there.
+        cache_values: See there.
+        truncated_key: See there.
+        init_key: See there.
+        strict_length: Let slices begin only where a whole one does; otherwise a shorter trajectory makes one
+            slice, from its first row on.
+        span: How many steps a slice may lack at its right. A left one is turned off with a warning.
+        max_priority_within_buffer: As `PrioritizedSampler`.
+        ends: Not here; see `SliceSampler`.
+        trajectories: Not here.
+        compile: Not here.
+
+    Example:
+        >>> sampler = PrioritizedSliceSampler(1000, alpha=0.7, beta=0.5, slice_len=4)
+        >>> rb = TensorDictReplayBuffer(storage=MemoryStorage(1000), sampler=sampler, batch_size=32)
+    """
+
+    def __init__(
+        self,
+        max_capacity: int | None = None,
+        alpha: float = 0.6,
+        beta: float = 0.4,
+        eps: float = 1e-8,
+        dtype: torch.dtype = torch.float32,
+        reduction: Reduction = "max",
+        *,
+        num_slices: int | None = None,
+        slice_len: int | None = None,
+        end_key: NestedKey | None = None,
+        end_keys: Sequence[NestedKey] | None = None,
+        traj_key: NestedKey | None = None,
+        trajectory_key: NestedKey | None = None,
+        cache_values: bool = False,
+        truncated_key: NestedKey | None = ("next", "truncated"),
+        init_key: NestedKey | None = "is_init",
+        strict_length: bool = True,
+        span: Span = False,
+        max_priority_within_buffer: bool = False,
+        ends: Any = None,
+        trajectories: Any = None,
+        compile: bool | dict[str, Any] = False,
+    ) -> None:
+        super().__init__(max_capacity, alpha, beta, eps, dtype, reduction, max_priority_within_buffer)
+        refuse(ends=ends, trajectories=trajectories, compile=compile)
+        left, right = (span, span) if isinstance(span, bool | int) else span
+        if left:
+            warnings.warn(
+                f"Left spanning is disabled for {type(self).__name__} and will be automatically turned off: "
+                "priorities belong to first rows, and there are none before a trajectory",
+                stacklevel=2,
+            )
+        self.slicing = Slicing.of(
+            num_slices=num_slices,
+            slice_len=slice_len,
+            strict_length=strict_length,
+            pad_output=False,
+            span=(False, right),
+            truncated_key=truncated_key,
+            init_key=init_key,
+        )
+        self._trajectory, self._ends = trajectory_fields(end_key, end_keys, traj_key, trajectory_key)
+        self._begin()
+
+    def _begin(self) -> None:
+        self._runs: Runs | None = None
+        self._starts = _Starts()
+
+    def attach(self, storage: Storage) -> None:
+        """Follow the priorities and the episodes of a storage."""
+        self._begin()
+        super().attach(storage)
+
+    def sample(self, storage: Storage, batch_size: int, generator: np.random.Generator) -> Selection:
+        """Choose slices of `batch_size` rows together, with replacement.
+
+        Raises:
+            NotReadyError: No trajectory is long enough, or every priority is 0, and so is eps.
+            StateError: The batch size cannot be cut into such slices.
+        """
+        slicing = self.slicing
+        length, count = slicing.sizes(batch_size)
+        if self._runs is None:
+            self._runs = runs_by(storage, self._trajectory, self._ends)
+        runs = self._runs
+        with runs.lock:
+            runs.look()
+            with self._lock:
+                tree = self._follow(storage, runs, length - slicing.slack(length)[1])
+                smallest = tree.smallest
+                if not math.isfinite(smallest):
+                    raise self._nothing(runs, length)
+                places, weights = tree.find(generator.random(count) * tree.total)
+                numbers, steps = self._starts.at(places, runs)
+                lengths = np.minimum(length, runs.stop[numbers] - steps)
+                ids = runs.rows(numbers, steps, lengths)
+        found = slicing.selection(ids, lengths, length=length, asked=batch_size)
+        found.info[("priority_weight",)] = np.repeat(self._undo_bias(weights / smallest), lengths)
+        return found
+
+    def sample_again(
+        self, storage: Storage, selection: Selection, generator: np.random.Generator
+    ) -> Selection:
+        """Choose slices in the place of some that were overwritten while they were read."""
+        return self.sample(storage, selection.asked, generator)
+
+    def _nothing(self, runs: Runs, length: int) -> NotReadyError:
+        have = runs.stop - runs.first
+        if self.slicing.starts(have, length).any():
+            return NotReadyError("non-positive p_sum: all priorities are 0", hint="set eps above 0")
+        return none_is_long_enough(have[have > 0], length)
+
+    def _follow(self, storage: Storage, runs: Runs, least: int) -> SumTree:
+        """Return a tree in which rows at which a slice can begin have their weights, all others none."""
+        starts = self._starts
+        if not starts.go_on(runs, least):
+            self._weights.drop()
+        before = self._weights.tree
+        tree = self._weights.catch_up(storage, starts.forget)
+        low, anew = self._weights.window.low, tree is not before
+        places = starts.find(storage, runs, least, low=low, strict=self.slicing.strict_length, anew=anew)
+        tree.set(places, super()._weigh(storage, places))
+        return tree
+
+    def _weigh(self, storage: Storage, places: IntArray) -> Array:
+        weights: Array = np.where(self._starts.hold(places), super()._weigh(storage, places), 0.0)
+        return weights
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy needs; it finds rows by itself."""
+        own = ("_runs", "_starts")
+        return {name: value for name, value in super().__getstate__().items() if name not in own}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take over what `__getstate__` returned."""
+        super().__setstate__(state)
+        self._begin()
+
+    def __repr__(self) -> str:
+        return (
+            f"PrioritizedSliceSampler({self.slicing.size_text}, alpha={self.alpha}, beta={self.beta}, "
+            f"strict_length={self.slicing.strict_length})"
+        )
+
+
+class _Starts:
+    """Know at which rows a slice can begin, and what they are called in their runs.
+
+    A row at which one can begin stays one until it leaves: what follows it is newer than it is.
+    """
+
+    def __init__(self) -> None:
+        self._step = np.zeros(0, np.int64)  # by slot; -1: no slice begins here
+        self._name = np.zeros(0, np.int64)  # of its run
+        self._done = np.zeros(0, np.int64)  # by run: the steps below are known
+        self._seen: tuple[Runs, int, int] | None = None  # the runs, the least length, and when that was
+
+    def forget(self, places: IntArray) -> Array:
+        """Be told of slots in which other rows stand now; return that they weigh nothing."""
+        if places.size and int(places.max()) >= self._step.size:
+            more = 2 * int(places.max()) + 2 - self._step.size
+            self._step = np.append(self._step, np.full(more, -1))
+            self._name = np.append(self._name, np.zeros(more, np.int64))
+        self._step[places] = -1
+        return np.zeros(places.size)
+
+    def hold(self, places: IntArray) -> Array:
+        """Say in which slots a slice can begin. Shapes `(n,)`."""
+        known = places < self._step.size
+        held: Array = known & (self._step[np.where(known, places, 0)] >= 0)
+        return held
+
+    def at(self, places: IntArray, runs: Runs) -> tuple[IntArray, IntArray]:
+        """Return run and step of the rows in slots. Shapes `(n,)`."""
+        steps = self._step[places]
+        return runs.table.find(self._name[places], steps), steps
+
+    def go_on(self, runs: Runs, least: int) -> bool:
+        """Say whether it is known what has changed since rows were last looked for, in these runs."""
+        seen = self._seen
+        return seen is not None and seen[:2] == (runs, least) and runs.changed_since(seen[2]) is not None
+
+    def find(
+        self, storage: Storage, runs: Runs, least: int, *, low: int, strict: bool, anew: bool
+    ) -> IntArray:
+        """Find rows at which a slice can begin since they were last looked for.
+
+        Args:
+            storage: Where they lie.
+            runs: As of a look just now.
+            least: How many steps a slice must have.
+            low: The newest id that can no longer be read.
+            strict: Leave out runs that have fewer; otherwise a slice begins at their first row.
+            anew: Find all of them.
+
+        Returns:
+            Their slots. Shape `(n,)`.
+        """
+        changed = None if anew or self._seen is None else runs.changed_since(self._seen[2])
+        count = runs.table.count
+        if changed is None:
+            self._step[:] = -1
+            self._done = np.zeros(count, np.int64)
+            changed = np.arange(count)
+        else:
+            changed = np.unique(changed)
+            if count > self._done.size:
+                self._done = np.append(self._done, np.zeros(2 * count - self._done.size, np.int64))
+        self._seen = runs, least, runs.moves
+        first, stop = runs.first[changed], runs.stop[changed]
+        end = stop - least + 1
+        if not strict:
+            end = np.maximum(end, np.minimum(first + 1, stop))
+        begin = np.maximum(first, self._done[changed])
+        more = np.maximum(0, end - begin)
+        self._done[changed] = np.maximum(self._done[changed], end)
+        ids = runs.rows(changed, begin, more)
+        steps = np.arange(ids.size) + np.repeat(begin - (np.cumsum(more) - more), more)
+        names = np.repeat(runs.episode[changed], more)
+        here = ids > low
+        if not here.all():
+            ids, steps, names = ids[here], steps[here], names[here]
+        places = storage.slot_of(ids)
+        self._step[places], self._name[places] = steps, names
+        return places
