@@ -1,0 +1,191 @@
+"""How often slices come, against the laws that their samplers promise, in every shape of a store.
+
+Each check is a chi-square test over slices that sees a slice which is off by 5 % (`chances`). Which slices
+there are, and their chances, comes from the reference (`slice_model`).
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from chances import ERROR, chi_square, draws_needed, limit_of, one_off
+from slice_model import Batch, Cell, Drawn, Fields, Model, Slice
+
+from expstore import (
+    MemoryStorage,
+    NotReadyError,
+    SliceSampler,
+    TensorDictReplayBuffer,
+)
+
+#: Rows per batch, about.
+BATCH = 1 << 16
+#: Episodes of so many steps; their rows lie between one another where there are several lanes.
+EPISODES = (5, 1, 3, 2, 4)
+
+
+# -- the shapes of a store --------------------------------------------------------------------------------
+
+
+class Kept:
+    """A store in memory, and its model."""
+
+    def __init__(self, sampler: Any, capacity: int | None) -> None:
+        self.model = Model(capacity, Fields(trajectories=False))
+        storage = MemoryStorage(capacity, seed=1)
+        storage.flatten = True
+        self.rb = TensorDictReplayBuffer(storage=storage, sampler=sampler, with_ids=True)
+
+    def put(self, lengths: tuple[int, ...], lanes: int = 1, *, ends: bool = True) -> None:
+        """Write episodes of so many steps, one after the other in each lane; the last may stay open."""
+        marks = "".join("." * (n - 1) + "t" for n in lengths)
+        marks = marks if ends else marks[:-1] + "."
+        cells = tuple(Cell(mark) for mark in marks * lanes)
+        batch = Batch(cells, lanes, time_first=lanes > 1)
+        self.rb.extend(self.model.extend(batch))
+
+    def draw(self) -> None:
+        """Draw something, so that the sampler has to follow from there."""
+        with suppress(NotReadyError):
+            self.rb.sample(12)
+
+
+def filling(sampler: Any) -> Kept:
+    kept = Kept(sampler, 50)
+    kept.put(EPISODES)
+    return kept
+
+
+def growing(sampler: Any) -> Kept:
+    """Rows come one after the other, with a draw between them; the last episode is open."""
+    kept = Kept(sampler, None)
+    kept.put((4, 2))
+    for _ in range(5):
+        kept.draw()
+        kept.put((1,), ends=False)
+    return kept
+
+
+def wrapped(sampler: Any) -> Kept:
+    """The ring has gone round, spare slots and all; the oldest episode has lost its first steps."""
+    kept = Kept(sampler, 16)
+    for lengths in ((9,), EPISODES, (7, 3), (4110,), EPISODES[:4]):
+        kept.put(lengths)
+        kept.draw()
+    return kept
+
+
+def lanes(sampler: Any) -> Kept:
+    """Three lanes, row by row; the oldest episodes have lost some steps."""
+    kept = Kept(sampler, 17)
+    kept.put((2, 3), 3)
+    kept.draw()
+    kept.put((1, 4), 3, ends=False)
+    return kept
+
+
+def emptied(sampler: Any) -> Kept:
+    """What comes after `empty` goes on with an episode that had begun before."""
+    kept = Kept(sampler, 40)
+    kept.put((12, 3), ends=False)
+    kept.draw()
+    kept.rb.empty()
+    kept.model.empty()
+    kept.put(EPISODES)
+    return kept
+
+
+def with_gaps(sampler: Any) -> Kept:
+    """As a repair leaves it: two runs of rows in the middle are gone, and so an episode is in two."""
+    kept = Kept(sampler, 60)
+    kept.put((9, 4, 3))
+    for first, count in ((11, 2), (4, 1)):  # from the back: places are those of what is left
+        ids = kept.rb.storage.window.ids()[first : first + count]
+        gap = int(ids[0]), int(ids[-1])
+        storage: Any = kept.rb.storage
+        storage._window = replace(storage.window, gaps=tuple(sorted((gap, *storage.window.gaps))))
+        storage.episodes.give_up((gap,))
+        storage.upheavals += 1
+        kept.model.give_up(first, count)
+    return kept
+
+
+SHAPES = {shape.__name__: shape for shape in (filling, growing, wrapped, lanes, emptied, with_gaps)}
+LAWS: dict[str, dict[str, Any]] = {
+    "one-step": {"length": 1},
+    "two-steps": {"length": 2},
+    "three-steps": {"length": 3},
+    "short-too": {"length": 4, "strict": False},
+    "left": {"length": 3, "span": (2, 0)},
+    "right": {"length": 3, "span": (0, 1)},
+    "both-short-too": {"length": 3, "strict": False, "span": (2, 2)},
+}
+
+
+# -- with replacement -------------------------------------------------------------------------------------
+
+
+def drawn(kept: Kept, size: int, length: int, there: list[Slice]) -> np.ndarray:
+    """Return how often each slice comes among `size` at least; none may come that there is not."""
+    places = {key: place for place, key in enumerate(there)}
+    counts = np.zeros(len(there), np.int64)
+    live = [row.serial for row in kept.model.rows]
+    while counts.sum() < size:
+        batch = kept.rb.sample(BATCH // length * length)
+        for key, count in Drawn.read(batch, live).counts().items():
+            assert key in places, f"{key} is not among {there}"
+            counts[places[key]] += count
+    return counts
+
+
+def make(by: str, law: dict[str, Any]) -> SliceSampler:
+    return SliceSampler(
+        slice_len=law["length"], by=by, strict_length=law.get("strict", True), span=law.get("span", False)
+    )
+
+
+@pytest.mark.parametrize("by", ["trajectory", "start"])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", LAWS)
+def test_frequencies(name: str, shape: str, by: str) -> None:
+    law = LAWS[name]
+    kept = SHAPES[shape](make(by, law))
+    chances = kept.model.chances(by=by, **law)
+    there, expected = list(chances), np.array(list(chances.values()))
+    assert len(there) >= 4
+    counts = drawn(kept, draws_needed(expected, one_off(expected)), law["length"], there)
+    assert chi_square(counts, expected) < limit_of(len(there))
+
+
+class Leaning(SliceSampler):
+    """A sampler that is wrong by 5 % in one slice, the first."""
+
+    def sample(self, storage: Any, batch_size: int, generator: np.random.Generator) -> Any:
+        found = super().sample(storage, batch_size, generator)
+        ids = found.ids.reshape(-1, 2)
+        chance = np.mean(ids[:, 0] == ids[:, 0].min())
+        ids[generator.random(len(ids)) < ERROR * chance / (1 - chance)] = ids[ids[:, 0].argmin()]
+        return replace(found, ids=ids.reshape(-1))
+
+
+def test_an_error_of_five_percent_in_one_slice_is_seen() -> None:
+    kept = filling(Leaning(slice_len=2, by="start"))
+    chances = kept.model.chances(2)
+    expected = np.array(list(chances.values()))
+    counts = drawn(kept, draws_needed(expected, one_off(expected)), 2, list(chances))
+    assert chi_square(counts, expected) > limit_of(len(chances))
+
+
+def test_the_two_laws_are_told_apart() -> None:
+    """By trajectory, a slice of a short episode comes more often: here 1 in 4 against 1 in 10."""
+    for by, chance in (("trajectory", 1 / 4), ("start", 1 / 10)):
+        kept = filling(SliceSampler(slice_len=2, by=by))
+        (short,) = (run for run in kept.model.runs() if len(run) == 2)
+        key = short[0].episode, short[0].step, 2
+        assert kept.model.chances(2, by=by)[key] == pytest.approx(chance)
+        counts = Drawn.read(kept.rb.sample(40_000), [row.serial for row in kept.model.rows]).counts()
+        assert counts[key] / 20_000 == pytest.approx(chance, abs=0.015)
