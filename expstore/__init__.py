@@ -35,6 +35,7 @@ _HOME = {
     "Schema": "expstore.schema",
     "SchemaError": "expstore.errors",
     "SliceSampler": "expstore.samplers",
+    "SliceSamplerWithoutReplacement": "expstore.samplers",
     "SnapshotError": "expstore.errors",
     "StalenessAwareSampler": "expstore.samplers",
     "StateError": "expstore.errors",
@@ -70,6 +71,7 @@ __all__ = [
     "Schema",
     "SchemaError",
     "SliceSampler",
+    "SliceSamplerWithoutReplacement",
     "SnapshotError",
     "StalenessAwareSampler",
     "StateError",
@@ -108,6 +110,7 @@ if TYPE_CHECKING:
         RecencySampler,
         SamplerWithoutReplacement,
         SliceSampler,
+        SliceSamplerWithoutReplacement,
         StalenessAwareSampler,
     )
     from expstore.schema import Field, Schema

@@ -10,6 +10,7 @@ from expstore.samplers.prioritized_slices import PrioritizedSliceSampler
 from expstore.samplers.random import RandomSampler
 from expstore.samplers.recency import RecencySampler
 from expstore.samplers.slices import SliceSampler
+from expstore.samplers.slices_without_replacement import SliceSamplerWithoutReplacement
 from expstore.samplers.staleness import StalenessAwareSampler
 from expstore.samplers.without_replacement import SamplerWithoutReplacement
 
@@ -22,5 +23,6 @@ __all__ = [
     "Sampler",
     "SamplerWithoutReplacement",
     "SliceSampler",
+    "SliceSamplerWithoutReplacement",
     "StalenessAwareSampler",
 ]

@@ -15,6 +15,7 @@ import numpy as np
 from expstore.files import load_compiled
 from expstore.samplers.base import Sampler
 from expstore.samplers.keyedruns import runs_by
+from expstore.samplers.runweights import RunWeights
 from expstore.samplers.slicing import NestedKey, Slicing, Span, none_is_long_enough, refuse, trajectory_fields
 from expstore.samplers.windowtree import TREES
 from expstore.storages.runs import TABLES
@@ -23,7 +24,6 @@ from expstore.types import Array, IntArray, Selection
 if TYPE_CHECKING:
     from expstore.storages.base import Storage
     from expstore.storages.runs import Runs
-    from expstore.sumtree import SumTree
 
 __all__ = ["Law", "SliceSampler"]
 
@@ -181,40 +181,6 @@ class SliceSampler(Sampler):
     def __repr__(self) -> str:
         slicing = self.slicing
         return f"SliceSampler({slicing.size_text}, strict_length={slicing.strict_length}, by={self.by!r})"
-
-
-class RunWeights:
-    """Keep the weights of runs, which follow from how many steps they have.
-
-    Weights are whole numbers, so that sums are exact, and what is found follows from the rows alone.
-
-    Threads: whoever calls holds the lock of the runs. Crashes: it is made anew.
-    """
-
-    def __init__(self) -> None:
-        self._tree: SumTree | None = None
-        self._seen: tuple[Any, int] | None = None
-
-    def catch_up(self, runs: Runs, settings: tuple[Any, ...], weigh: Any) -> SumTree:
-        """Weigh the runs that have changed, all of them after other settings.
-
-        Args:
-            runs: As of a look just now.
-            settings: What weights follow from beside lengths.
-            weigh: Returns weights of runs of so many steps. Shapes `(n,)` in, float64 `(n,)` out.
-        """
-        tree, seen = self._tree, self._seen
-        changed = runs.changed_since(seen[1]) if tree is not None and seen and seen[0] == settings else None
-        count = runs.table.count
-        if tree is None or changed is None:
-            tree = load_compiled(TREES).SumTree(max(256, 2 * count))
-            tree.fill(weigh(runs.stop - runs.first))
-        elif changed.size:
-            if count > tree.size:
-                tree.grow(2 * count)
-            tree.set(changed, weigh(runs.stop[changed] - runs.first[changed]))
-        self._tree, self._seen = tree, (settings, runs.moves)
-        return tree
 
 
 def _lengths(runs: Runs) -> IntArray:

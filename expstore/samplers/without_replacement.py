@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -20,14 +20,22 @@ from expstore.types import IntArray, Selection, Window, cut_run
 if TYPE_CHECKING:
     from expstore.storages.base import Storage
 
-__all__ = ["SamplerWithoutReplacement"]
+__all__ = ["SamplerWithoutReplacement", "Step"]
 
-#: What its progress begins with, so that another sampler's is not taken for it.
-_KIND = 1
 #: Up to so many rows a permutation is written down; beyond, every place is computed by itself.
 _LISTED = 1 << 14
 _ROUNDS = 8
 _TRIES = 3
+
+
+class Step(NamedTuple):
+    """Some places of a pass: its key and number, where they begin, how far it has come after them."""
+
+    places: IntArray
+    key: tuple[int, int]
+    number: int
+    begin: int
+    after: tuple[int, int, int]  # pass, position, size
 
 
 class SamplerWithoutReplacement(Sampler):
@@ -52,6 +60,9 @@ class SamplerWithoutReplacement(Sampler):
         >>> [batch.shape[0] for batch in rb]
         [4, 4, 2]
     """
+
+    #: What its progress begins with, so that another sampler's is not taken for it.
+    _kind = 1
 
     def __init__(self, drop_last: bool = False, shuffle: bool = True) -> None:
         self.drop_last = drop_last
@@ -78,7 +89,7 @@ class SamplerWithoutReplacement(Sampler):
             self._ran_out = False
             kind, number, position, size = storage.progress
             self._key = None
-            self._start(*((number, position, size) if kind == _KIND else (0, 0, 0)))
+            self._start(*((number, position, size) if kind == self._kind else (0, 0, 0)))
 
     def sample(self, storage: Storage, batch_size: int, generator: np.random.Generator) -> Selection:
         """Choose the next `batch_size` rows of the pass; fewer at its end.
@@ -100,26 +111,41 @@ class SamplerWithoutReplacement(Sampler):
     def _next(
         self, storage: Storage, size: int, batch_size: int, generator: np.random.Generator
     ) -> Selection:
+        step = self._step(size, batch_size, generator)
+        ids = storage.ids_at(_indices(storage, size, step.places))
+        self._settle(step)
+        return Selection(ids, progress=(self._kind, *step.after))
+
+    def _step(self, size: int, count: int, generator: np.random.Generator) -> Step:
+        """Return the next `count` places of the pass, or those that are left of it; nothing changes yet.
+
+        Raises:
+            ValueError: There are fewer than that, and the last batch is to be dropped.
+        """
         number, position = self._pass, self._position
         key = _key_of(generator)
         if size != self._size or key != (self._key or key):
             number, position = number + 1, 0
-        if self.drop_last and batch_size > size:
+        if self.drop_last and count > size:
             raise ValueError(
-                f"The batch size ({batch_size}) is greater than the storage capacity ({size}), and the "
+                f"The batch size ({count}) is greater than the storage capacity ({size}), and the "
                 "last batch is to be dropped"
             )
-        if self.drop_last and size - position < batch_size:
+        if self.drop_last and size - position < count:
             number, position = number + 1, 0
-        stop = min(position + batch_size, size)
-        places = np.arange(position, stop)
-        if self.shuffle:
-            places = self._permuted(key, number, size, places)
-        ids = storage.ids_at(_indices(storage, size, places))
-        ends = size - stop < (batch_size if self.drop_last else 1)
-        self._pass, self._position = (number + 1, 0) if ends else (number, stop)
-        self._size, self._key = size, key
-        return Selection(ids, progress=(_KIND, self._pass, self._position, size))
+        stop = min(position + count, size)
+        ends = size - stop < (count if self.drop_last else 1)
+        places = self._placed(key, number, size, np.arange(position, stop))
+        after = (number + 1, 0, size) if ends else (number, stop, size)
+        return Step(places, key, number, position, after)
+
+    def _settle(self, step: Step) -> None:
+        """Go on after these places."""
+        self._key = step.key
+        self._pass, self._position, self._size = step.after
+
+    def _placed(self, key: tuple[int, int], number: int, size: int, places: IntArray) -> IntArray:
+        return self._permuted(key, number, size, places) if self.shuffle else places
 
     def sample_again(
         self, storage: Storage, selection: Selection, generator: np.random.Generator
@@ -135,7 +161,7 @@ class SamplerWithoutReplacement(Sampler):
         with self._lock:
             if selection.progress[1:3] > self._handed[:2]:  # of two threads the later rows may come first
                 self._handed = selection.progress[1], selection.progress[2], selection.progress[3]
-                storage.note_progress(selection.progress)
+                storage.note_progress(selection.progress[:4])
             self._ran_out = selection.progress[2] == 0
 
     def stands(self, storage: Storage, selection: Selection) -> bool:
@@ -178,7 +204,7 @@ class SamplerWithoutReplacement(Sampler):
             self._start(*(int(state_dict[name]) for name in ("pass", "position", "size")))
 
     def __repr__(self) -> str:
-        return f"SamplerWithoutReplacement(drop_last={self.drop_last}, shuffle={self.shuffle})"
+        return f"{type(self).__name__}(drop_last={self.drop_last}, shuffle={self.shuffle})"
 
 
 _MASK64 = (1 << 64) - 1

@@ -1,0 +1,53 @@
+"""A sum tree over the runs of a storage.
+
+Used by samplers that draw trajectories. It asks for weights where runs have changed; it never chooses them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from expstore.files import load_compiled
+from expstore.samplers.windowtree import TREES
+from expstore.types import Array, IntArray
+
+if TYPE_CHECKING:
+    from expstore.storages.runs import Runs
+    from expstore.sumtree import SumTree
+
+__all__ = ["RunWeights"]
+
+
+class RunWeights:
+    """Keep the weights of runs, which follow from how many steps they have.
+
+    Weights are whole numbers, so that sums are exact, and what is found follows from the rows alone.
+
+    Threads: whoever calls holds the lock of the runs. Crashes: it is made anew.
+    """
+
+    def __init__(self) -> None:
+        self._tree: SumTree | None = None
+        self._seen: tuple[Any, int] | None = None
+
+    def catch_up(self, runs: Runs, settings: tuple[Any, ...], weigh: Callable[[IntArray], Array]) -> SumTree:
+        """Weigh the runs that have changed, all of them after other settings.
+
+        Args:
+            runs: As of a look just now.
+            settings: What weights follow from beside lengths.
+            weigh: Returns weights of runs of so many steps. Shapes `(n,)` in, float64 `(n,)` out.
+        """
+        tree, seen = self._tree, self._seen
+        changed = runs.changed_since(seen[1]) if tree is not None and seen and seen[0] == settings else None
+        count = runs.table.count
+        if tree is None or changed is None:
+            tree = load_compiled(TREES).SumTree(max(256, 2 * count))
+            tree.fill(weigh(runs.stop - runs.first))
+        elif changed.size:
+            if count > tree.size:
+                tree.grow(2 * count)
+            tree.set(changed, weigh(runs.stop[changed] - runs.first[changed]))
+        self._tree, self._seen = tree, (settings, runs.moves)
+        return tree

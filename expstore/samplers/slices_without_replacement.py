@@ -1,0 +1,184 @@
+"""Sampling one slice of every trajectory before any trajectory comes again.
+
+Buffers take the sampler. The order of trajectories is that of `SamplerWithoutReplacement`; slices are found
+as by `SliceSampler`. It never reads rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from expstore.samplers.keyedruns import runs_by
+from expstore.samplers.runweights import RunWeights
+from expstore.samplers.slicing import NestedKey, Slicing, none_is_long_enough, refuse, trajectory_fields
+from expstore.samplers.without_replacement import SamplerWithoutReplacement
+from expstore.types import IntArray, Selection
+
+if TYPE_CHECKING:
+    from expstore.storages.base import Storage
+    from expstore.storages.runs import Runs
+
+__all__ = ["SliceSamplerWithoutReplacement"]
+
+
+class SliceSamplerWithoutReplacement(SamplerWithoutReplacement):
+    """Draw one slice of every trajectory per pass, in a new order each time, beginning anywhere in it.
+
+    No trajectory comes twice in a batch; a batch has fewer slices than asked for where the pass ends. A pass
+    is over the trajectories that make a slice, and begins anew when their number changes. What slices are,
+    and what batches say of their ends: see `SliceSampler`.
+
+    Threads, crashes: as `SamplerWithoutReplacement`.
+
+    Args:
+        num_slices: As `SliceSampler`, as are the next ones.
+        slice_len: See there.
+        drop_last: Leave out the trajectories at the end of a pass that do not fill a batch.
+        end_key: See `SliceSampler`, as are the next ones.
+        end_keys: See there.
+        traj_key: See there.
+        trajectory_key: See there.
+        truncated_key: See there.
+        init_key: See there.
+        strict_length: See there.
+        shuffle: Draw trajectories in random order; otherwise in that of their episodes' ids.
+        ends: Not here; see `SliceSampler`.
+        trajectories: Not here.
+        compile: Not here.
+        use_gpu: Not here.
+
+    Example:
+        >>> sampler = SliceSamplerWithoutReplacement(slice_len=4)
+        >>> rb = TensorDictReplayBuffer(storage=MemoryStorage(1000), sampler=sampler, batch_size=32)
+    """
+
+    _kind = 3
+
+    def __init__(
+        self,
+        *,
+        num_slices: int | None = None,
+        slice_len: int | None = None,
+        drop_last: bool = False,
+        end_key: NestedKey | None = None,
+        end_keys: Sequence[NestedKey] | None = None,
+        traj_key: NestedKey | None = None,
+        trajectory_key: NestedKey | None = None,
+        truncated_key: NestedKey | None = ("next", "truncated"),
+        init_key: NestedKey | None = "is_init",
+        strict_length: bool = True,
+        shuffle: bool = True,
+        ends: Any = None,
+        trajectories: Any = None,
+        compile: bool | dict[str, Any] = False,
+        use_gpu: Any = False,
+    ) -> None:
+        super().__init__(drop_last, shuffle)
+        refuse(ends=ends, trajectories=trajectories, compile=compile, use_gpu=use_gpu)
+        self.slicing = Slicing.of(
+            num_slices=num_slices,
+            slice_len=slice_len,
+            strict_length=strict_length,
+            pad_output=False,
+            span=False,
+            truncated_key=truncated_key,
+            init_key=init_key,
+        )
+        self._trajectory, self._ends = trajectory_fields(end_key, end_keys, traj_key, trajectory_key)
+        self._begin()
+
+    def _begin(self) -> None:
+        self._runs: Runs | None = None
+        self._weights = RunWeights()
+
+    def attach(self, storage: Storage) -> None:
+        """Go on where the storage's last sampler of this kind stopped."""
+        self._begin()
+        super().attach(storage)
+
+    def sample(self, storage: Storage, batch_size: int, generator: np.random.Generator) -> Selection:
+        """Choose a slice of each of the next trajectories of the pass.
+
+        Raises:
+            NotReadyError: No trajectory is long enough.
+            StateError: The batch size cannot be cut into such slices.
+            ValueError: There are fewer trajectories than that, and the last batch is to be dropped.
+        """
+        length, count = self.slicing.sizes(batch_size)
+        runs = self._runs_of(storage)
+        with runs.lock, self._lock:
+            size = self._count(runs, length)
+            if not size:
+                have = runs.stop - runs.first
+                raise none_is_long_enough(have[have > 0], length)
+            step = self._step(size, count, generator)
+            selection = self._slices(runs, step.places, length, batch_size, generator)
+            self._settle(step)
+        progress = (self._kind, *step.after, step.number, step.begin, step.places.size)
+        return replace(selection, progress=progress)
+
+    def sample_again(
+        self, storage: Storage, selection: Selection, generator: np.random.Generator
+    ) -> Selection:
+        """Choose other slices of the same trajectories, in the place of some that were overwritten."""
+        length, _ = self.slicing.sizes(selection.asked)
+        size, number, begin, count = selection.progress[3:]
+        runs = self._runs_of(storage)
+        with runs.lock, self._lock:
+            if self._count(runs, length) == size and self._key is not None:
+                places = self._placed(self._key, number, size, np.arange(begin, begin + count))
+                again = self._slices(runs, places, length, selection.asked, generator)
+                return replace(again, progress=selection.progress)
+        return self.sample(storage, selection.asked, generator)
+
+    def _runs_of(self, storage: Storage) -> Runs:
+        if self._runs is None:
+            self._runs = runs_by(storage, self._trajectory, self._ends)
+        return self._runs
+
+    def _count(self, runs: Runs, length: int) -> int:
+        """Return how many trajectories make a slice, as of now."""
+        runs.look()
+        slicing = self.slicing
+
+        def weigh(have: IntArray) -> Any:
+            return (slicing.starts(have, length) > 0).astype(np.float64)
+
+        self._tree = self._weights.catch_up(runs, (length,), weigh)
+        return int(self._tree.total)
+
+    def _slices(
+        self, runs: Runs, places: IntArray, length: int, asked: int, generator: np.random.Generator
+    ) -> Selection:
+        chosen, _ = self._tree.find(places.astype(np.float64) + 0.5)
+        first = runs.first[chosen]
+        begins, lengths = self.slicing.place(runs.stop[chosen] - first, length, generator.random(chosen.size))
+        ids = runs.rows(chosen, first + begins, lengths)
+        return self.slicing.selection(ids, lengths, length=length, asked=asked)
+
+    def stands(self, storage: Storage, selection: Selection) -> bool:
+        """Say whether the pass of a selection goes on: it does while the number of trajectories stays."""
+        length, _ = self.slicing.sizes(selection.asked)
+        runs = self._runs_of(storage)
+        with runs.lock, self._lock:
+            return selection.progress[3] == self._count(runs, length)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy needs; it finds trajectories by itself."""
+        own = ("_runs", "_weights", "_tree")
+        return {name: value for name, value in super().__getstate__().items() if name not in own}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take over what `__getstate__` returned."""
+        super().__setstate__(state)
+        self._begin()
+
+    def __repr__(self) -> str:
+        return (
+            f"SliceSamplerWithoutReplacement({self.slicing.size_text}, drop_last={self.drop_last}, "
+            f"shuffle={self.shuffle}, strict_length={self.slicing.strict_length})"
+        )

@@ -1,0 +1,138 @@
+"""One slice of every trajectory per pass: through prefetching, overwriting and restarts."""
+
+from __future__ import annotations
+
+import pickle
+from collections import Counter
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+
+import expstore
+from expstore import NotReadyError, TensorDictReplayBuffer
+from expstore.samplers import SliceSamplerWithoutReplacement
+from expstore.storages.memory import MemoryStorage
+
+
+def rows(trajectory: int, count: int, first: int = 0) -> TensorDict:
+    """Rows of one trajectory; x is trajectory * 1000 + step."""
+    step = torch.arange(first, first + count)
+    return TensorDict({"x": trajectory * 1000 + step, "episode": torch.full((count,), trajectory)}, [count])
+
+
+def buffer(*lengths: int, batch_size: int = 6, prefetch: int = 0, **options: Any) -> TensorDictReplayBuffer:
+    """A buffer with trajectories 1, 2, ... of these lengths."""
+    rb = TensorDictReplayBuffer(
+        storage=MemoryStorage(1000),
+        sampler=SliceSamplerWithoutReplacement(**options),
+        batch_size=batch_size,
+        prefetch=prefetch,
+    )
+    for number, length in enumerate(lengths, start=1):
+        rb.extend(rows(number, length))
+    return rb
+
+
+def trajectories(batch: TensorDict, length: int) -> list[int]:
+    """The trajectory of each slice of a batch."""
+    x = batch["x"].view(-1, length)
+    assert (x.diff(dim=1) == 1).all()
+    return (x[:, 0] // 1000).tolist()
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_every_trajectory_comes_once_per_pass(shuffle: bool, prefetch: int) -> None:
+    rb = buffer(3, 9, 4, 3, 5, 2, 7, slice_len=3, shuffle=shuffle, prefetch=prefetch)
+    orders = []
+    for _ in range(12):
+        batches = [trajectories(batch, 3) for batch in rb]
+        assert [len(batch) for batch in batches] == [2, 2, 2]
+        orders.append([*chain.from_iterable(batches)])
+        assert sorted(orders[-1]) == [1, 2, 3, 4, 5, 7]
+    assert len({tuple(order) for order in orders}) > 6 if shuffle else orders == [[1, 2, 3, 4, 5, 7]] * 12
+    rb.close()
+
+
+def test_slices_begin_anywhere() -> None:
+    rb = buffer(5, slice_len=3, batch_size=3)
+    firsts = Counter(rb.sample()["x"][0].item() for _ in range(300))
+    assert firsts.keys() == {1000, 1001, 1002}
+    assert min(firsts.values()) > 60
+
+
+def test_what_does_not_fill_a_batch_may_be_dropped() -> None:
+    rb = buffer(3, 3, 3, 3, 3, slice_len=3, drop_last=True)
+    assert [len(trajectories(batch, 3)) for batch in rb] == [2, 2]
+    assert [len(trajectories(batch, 3)) for batch in rb] == [2, 2]
+    with pytest.raises(ValueError, match="greater than the storage capacity"):
+        rb.sample(18)
+
+
+def test_a_batch_larger_than_a_pass_is_short() -> None:
+    rb = buffer(3, 9, 4, num_slices=10, batch_size=30)
+    assert sorted(trajectories(rb.sample(), 3)) == [1, 2, 3]
+
+
+def test_short_trajectories_count_if_that_is_wanted() -> None:
+    rb = buffer(2, 9, slice_len=3, strict_length=False)
+    batch = rb.sample()
+    assert sorted((batch["x"] // 1000).tolist()) == [1, 1, 2, 2, 2]
+    with pytest.raises(NotReadyError, match="length range: 2 - 2 / required=3"):
+        buffer(2, slice_len=3).sample()
+
+
+def test_a_pass_begins_anew_when_a_trajectory_comes() -> None:
+    rb = buffer(3, 3, 3, 3, slice_len=3)
+    rb.sample()
+    rb.extend(rows(5, 3))
+    assert sorted(chain.from_iterable(trajectories(rb.sample(), 3) for _ in range(3))) == [1, 2, 3, 4, 5]
+    rb.extend(rows(5, 4, 3))  # one that grows changes nothing
+    assert sorted(chain.from_iterable(trajectories(rb.sample(), 3) for _ in range(3))) == [1, 2, 3, 4, 5]
+
+
+def test_rows_that_are_overwritten_are_drawn_again_of_the_same_trajectories() -> None:
+    rb = buffer(6, 6, 6, 6, slice_len=3)
+    sampler, numbers = rb.sampler, np.random.Generator(np.random.Philox(key=np.array([1, 2])))
+    for _ in range(5):
+        first = sampler.sample(rb.storage, 6, numbers)
+        again = sampler.sample_again(rb.storage, first, numbers)
+        found = [rb.storage.read(one.ids)[rb.storage.place_of(("x",))] // 1000 for one in (first, again)]
+        assert found[0].tolist() == found[1].tolist()
+        assert again.progress == first.progress
+
+
+def test_a_copy_goes_on_by_itself() -> None:
+    rb = buffer(3, 3, 3, slice_len=3)
+    rb.sample()
+    copied = pickle.loads(pickle.dumps(rb.sampler))
+    assert copied.sample(rb.storage, 6, np.random.Generator(np.random.Philox(1))).ids.size == 6
+    assert repr(copied) == (
+        "SliceSamplerWithoutReplacement(slice_len=3, drop_last=False, shuffle=True, strict_length=True)"
+    )
+
+
+@pytest.mark.parametrize("stop", ["close", "forget"])
+def test_a_restart_goes_on_within_the_pass(store_path: Path, stop: str) -> None:
+    def opened(**options: Any) -> TensorDictReplayBuffer:
+        sampler = SliceSamplerWithoutReplacement(slice_len=3)
+        return expstore.open(store_path, sampler=sampler, batch_size=6, **options)
+
+    with opened(capacity=100, seed=3) as rb:
+        for trajectory in range(7):
+            rb.extend(rows(trajectory, 4))
+        expected = [rb.sample()["x"].tolist() for _ in range(11)]
+        rb.storage.set_draws(0, (0, 0, 0, 0))
+    with opened() as rb:
+        assert [rb.sample()["x"].tolist() for _ in range(5)] == expected[:5]
+        if stop == "forget":
+            state = rb.state_dict()
+            rb.sample()
+            rb.load_state_dict(state)
+    with opened() as rb:
+        assert [rb.sample()["x"].tolist() for _ in range(6)] == expected[5:]
