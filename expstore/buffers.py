@@ -6,7 +6,7 @@ they call is in the layers below.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal, TypeVar, cast, overload
 
 import numpy as np
@@ -16,6 +16,7 @@ from tensordict import TensorDictBase
 from expstore.batches import Batch, Builder, Intake, StepReader, flatten
 from expstore.drawing import DrawingHandle
 from expstore.draws import Turn
+from expstore.episodeinfo import pack_info
 from expstore.errors import NotFoundError, SchemaError, StateError
 from expstore.samplers.base import Sampler
 from expstore.samplers.consuming import consume_after
@@ -23,6 +24,7 @@ from expstore.schema import Schema
 from expstore.storages.base import Storage
 from expstore.storages.memory import MemoryStorage
 from expstore.storages.priorities import check_priorities
+from expstore.storages.trajectories import rows_of_episode
 from expstore.types import Array, IntArray, Key, Selection, key_name, to_key
 from expstore.writers import RoundRobinWriter, Writer
 
@@ -102,7 +104,12 @@ class ReplayBuffer(DrawingHandle):
     # -- the two data paths ----------------------------------------------------------------------
 
     def extend(
-        self, data: TensorDictBase, *, source: str | None = None, return_ids: bool = False
+        self,
+        data: TensorDictBase,
+        *,
+        source: str | None = None,
+        return_ids: bool = False,
+        episode_info: Mapping[str, Any] | None = None,
     ) -> torch.Tensor:
         """Append a batch of rows, all of them or none.
 
@@ -115,19 +122,22 @@ class ReplayBuffer(DrawingHandle):
             source: Name of the stream of experience; a named one continues its open episodes after a
                 restart. None: this handle's own.
             return_ids: Return ids, which are never used again, instead of indices.
+            episode_info: Facts to note about every episode that has a row in the batch, as `annotate` does;
+                they are there with the rows or not at all.
 
         Returns:
             Index, or id, of each row; -1 for dropped rows. Shape `(n,)`, int64.
 
         Raises:
-            SchemaError: The batch does not fit the store.
+            SchemaError: The batch does not fit the store, or JSON has no form for a fact.
             StateError: The store is closed or cannot be written.
             StorageError: The disk failed; nothing was added.
         """
+        info = pack_info(episode_info)
         batch = self._flat(data)
-        return torch.from_numpy(self._append(batch, source, return_ids))
+        return torch.from_numpy(self._append(batch, source, return_ids, info))
 
-    def _append(self, batch: Batch, source: str | None, return_ids: bool) -> IntArray:
+    def _append(self, batch: Batch, source: str | None, return_ids: bool, info: str = "") -> IntArray:
         storage = self._storage
         with storage.turn, storage.lock:
             storage.check_writable()
@@ -141,6 +151,7 @@ class ReplayBuffer(DrawingHandle):
             steps = reader.read(columns, batch)
             priorities = self._given_priorities(schema, columns)
             rows = self._writer.place(storage, columns, steps, source=source)
+            rows.info = info
             storage.write(rows)
             if priorities is not None:
                 storage.set_priorities(rows.ids, priorities)
@@ -242,15 +253,23 @@ class ReplayBuffer(DrawingHandle):
 
     # -- single rows -----------------------------------------------------------------------------
 
-    def add(self, data: TensorDictBase, *, source: str | None = None) -> int:
+    def add(
+        self,
+        data: TensorDictBase,
+        *,
+        source: str | None = None,
+        episode_info: Mapping[str, Any] | None = None,
+    ) -> int:
         """Append one row; return its index, or -1 if it is dropped.
 
         Args:
             data: One row: a TensorDict without batch dims.
             source: As in `extend`.
+            episode_info: As in `extend`.
         """
+        info = pack_info(episode_info)
         batch = self._flat(data, single=True)
-        return int(self._append(batch, source, return_ids=False)[0])
+        return int(self._append(batch, source, False, info)[0])
 
     def __len__(self) -> int:
         return self._sampler.left(self._storage)
@@ -265,16 +284,21 @@ class ReplayBuffer(DrawingHandle):
         return self._placed(self._build().build(columns, size, {}, first_row=single))
 
     def _read(self, index: Index, places: Sequence[int] | None = None) -> tuple[IntArray, list[Array]]:
+        return self._read_ids(lambda: self._ids(index), places)
+
+    def _read_ids(
+        self, find: Callable[[], IntArray], places: Sequence[int] | None = None
+    ) -> tuple[IntArray, list[Array]]:
         storage = self._storage
         if storage.closed:
             raise StateError("the store is closed", hint="open it again with expstore.open()")
         for _ in range(_PATIENCE):
-            ids = self._ids(index)
+            ids = find()
             columns = storage.read(ids, places)
             if storage.intact(ids):
                 return ids, columns
         with storage.lock:
-            ids = self._ids(index)
+            ids = find()
             columns = storage.read(ids, places)
         if storage.follows and not storage.intact(ids):
             raise StateError(_OVERTAKEN, hint="read fewer rows at once, or give the store a larger capacity")
@@ -292,6 +316,25 @@ class ReplayBuffer(DrawingHandle):
         if key not in batch.keys(include_nested=True):
             raise NotFoundError(f"no field {key_name(key)!r}", hint=f"the store has {storage.schema!r}")
         return batch[key]
+
+    def trajectory(self, episode_id: int) -> TensorDictBase:
+        """Read the rows of an episode that are still there, in the order of its steps.
+
+        Args:
+            episode_id: Which one.
+
+        Returns:
+            A TensorDict with what samples carry (`index`, `id`), batch size `[rows]`, its dim named "time".
+
+        Raises:
+            NotFoundError: There never was such an episode, or all its rows have left.
+            StateError: The store is closed; or a writer in another process overwrites the rows too fast.
+        """
+        ids, columns = self._read_ids(lambda: rows_of_episode(self._storage, episode_id))
+        root = self._root(Selection(ids))
+        batch = self._placed(self._build().build(columns, torch.Size((ids.size,)), root))
+        batch.names = ["time"]
+        return batch
 
     def __setitem__(self, index: Index, data: TensorDictBase) -> None:
         """Replace rows by index; neither length nor episodes change.

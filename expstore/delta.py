@@ -13,12 +13,14 @@ import duckdb
 import numpy as np
 import pyarrow as pa
 
+from expstore.episodelog import LogEntry
 from expstore.types import Array, IntArray
 
 __all__ = [
     "Delta",
     "Position",
     "apply",
+    "find_episode",
     "last_position",
     "read_meta",
     "replace_meta",
@@ -115,6 +117,20 @@ def last_position(con: duckdb.DuckDBPyConnection) -> Position:
         "SELECT generation, sequence FROM commits ORDER BY generation DESC, sequence DESC LIMIT 1"
     ).fetchall()
     return (int(found[0][0]), int(found[0][1])) if found else (0, 0)
+
+
+def find_episode(con: duckdb.DuckDBPyConnection, number: int) -> LogEntry | None:
+    """Return the episode with this id; None: there is none."""
+    found = con.execute(_FIND, [number]).fetchall()
+    return LogEntry(*found[0]) if found else None
+
+
+# In the order of LogEntry's fields; an open episode ends with its newest row, which only rows say.
+_FIND = """
+SELECT episode_id, source, trajectory_id, epoch_us(start_time), coalesce(epoch_us(end_time), 0), "return",
+    length, last_id, status, 0, 0, coalesce(info::VARCHAR, '')
+FROM episode_rows WHERE episode_id = ?
+"""
 
 
 def replace_priorities(con: duckdb.DuckDBPyConnection, ids: Array, priorities: Array) -> None:

@@ -16,7 +16,7 @@ import google_crc32c
 from expstore.errors import CorruptionError
 from expstore.files import Disk, File
 
-__all__ = ["EpisodeLog", "LogEntry", "fill_up", "read_log", "salvage"]
+__all__ = ["EpisodeLog", "LogEntry", "fill_up", "read_log", "salvage", "unpack_entry"]
 
 # length, crc32c, kind, status, flags, source | episode, trajectory, start, end | return, rows, last id,
 # sequence | generation, bytes of text; 8 bytes zero.
@@ -85,6 +85,18 @@ class LogEntry:
         )
         crc = google_crc32c.value(head[8:] + text)
         return b"".join((head[:4], crc.to_bytes(4, "little"), head[8:], text))
+
+
+def unpack_entry(data: bytes) -> LogEntry:
+    """Read what `LogEntry.pack` returned.
+
+    Raises:
+        CorruptionError: It is not whole.
+    """
+    found = _unpack(data, 0)
+    if found is None:
+        raise CorruptionError("an entry of an episode is damaged")
+    return found[0]
 
 
 def _unpack(data: bytes, at: int) -> tuple[LogEntry, int] | None:

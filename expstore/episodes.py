@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from expstore.episodeinfo import merge_info
 from expstore.episodelog import LogEntry
 from expstore.fragments import Fragments, clip, cut_out, find_fragments, last_ids
 from expstore.sources import lane_names, modern_name, modern_names
@@ -121,6 +122,10 @@ class Assignment:
         return steps
 
 
+#: What is kept of an episode, in this order.
+_KEPT = ("episode", "source", "trajectory", "start", "end", "ret", "length", "last_id", "status", "text")
+
+
 @dataclass(slots=True)
 class Episode:
     """Hold the running state of an episode; `fragment` is the number of its newest fragment."""
@@ -139,18 +144,12 @@ class Episode:
 
     def to_dict(self) -> dict[str, Any]:
         """Return what a base record keeps."""
-        return {
-            "episode": self.episode,
-            "source": self.source,
-            "trajectory": self.trajectory,
-            "start": self.start,
-            "end": self.end,
-            "ret": self.ret,
-            "length": self.length,
-            "last_id": self.last_id,
-            "status": self.status,
-            "text": self.text,
-        }
+        return {name: getattr(self, name) for name in _KEPT}
+
+    @classmethod
+    def of(cls, entry: LogEntry) -> Episode:
+        """Return the state that a log entry describes."""
+        return cls(**{name: getattr(entry, name) for name in _KEPT})
 
     def entry(self, sequence: int, generation: int) -> LogEntry:
         """Return the log entry of the present state."""
@@ -277,6 +276,7 @@ class EpisodeTable:
         first_id: int,
         time: int,
         sequence: int,
+        info: str = "",
     ) -> list[LogEntry]:
         """Take over what `assign` decided; return the log entries that it brings.
 
@@ -286,11 +286,31 @@ class EpisodeTable:
             first_id: Id of the batch's first row.
             time: Of the batch, microseconds since 1970.
             sequence: Of its publish record.
+            info: What is noted about its episodes, as JSON text.
         """
         entries = [self._add_source(*source) for source in sources]
         for segment in segments:
-            self._commit_segment(segment, first_id, time, sequence, entries)
+            self._commit_segment(segment, first_id, time, sequence, info, entries)
         return entries
+
+    def annotate(self, entry: LogEntry, sequence: int) -> list[LogEntry]:
+        """Take over an episode's info; return the log entries that it brings.
+
+        Args:
+            entry: The episode with its new info, as it stands otherwise.
+            sequence: Of the record that says so.
+        """
+        episode = self.find(entry.episode) or Episode.of(entry)
+        episode.text = entry.text
+        noted = self._note(episode, sequence)
+        return [] if episode.status == OPEN else [noted]
+
+    def find(self, number: int) -> Episode | None:
+        """Return an episode that goes on, or of which the index has not heard yet; None: neither."""
+        changed = self._changed.get(number)
+        if changed is not None:
+            return changed
+        return next((episode for episode in self._open.values() if episode.episode == number), None)
 
     def _add_source(self, number: int, name: str, named: bool) -> LogEntry:
         names = self.named if named else self._unnamed
@@ -303,7 +323,7 @@ class EpisodeTable:
         return entry
 
     def _commit_segment(
-        self, segment: Segment, first_id: int, time: int, sequence: int, entries: list[LogEntry]
+        self, segment: Segment, first_id: int, time: int, sequence: int, info: str, entries: list[LogEntry]
     ) -> None:
         key = segment.key
         episode = self._open.get(key)
@@ -314,6 +334,7 @@ class EpisodeTable:
             episode = Episode(segment.episode, segment.source, key[1], start=time)
             self._open[key] = episode
             self.next_episode = max(self.next_episode, segment.episode + 1)
+        episode.text = merge_info(episode.text, info)
         goes_on = episode.status == TRUNCATED
         first = first_id + segment.start
         episode.fragment = self.fragments.add(

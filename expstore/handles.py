@@ -7,7 +7,9 @@ the writer's storage. It never draws and never takes in rows.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
+import json
 import os
 import weakref
 from collections.abc import Mapping, Sequence
@@ -16,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from expstore.dumping import dump
+from expstore.episodeinfo import merge_info, pack_info
 from expstore.errors import StateError
 from expstore.schema import Schema
 from expstore.snapshots import OWN_FOLDER, Version, find_version
@@ -24,6 +27,7 @@ from expstore.storages.catalog import Catalog
 from expstore.storages.folder import FolderStorage
 from expstore.storages.follower import Origin
 from expstore.storages.stats import describe
+from expstore.storages.trajectories import check_episode
 
 if TYPE_CHECKING:
     from expstore.index import Result
@@ -236,6 +240,65 @@ class StoreHandle:
             QueryError: It is not one SELECT, or DuckDB refuses it.
         """
         return self._catalog.query(query, params)
+
+    def episodes(
+        self,
+        where: str | None = None,
+        order_by: str | None = None,
+        limit: int | None = None,
+        *,
+        params: Sequence[object] | Mapping[str, object] | None = None,
+    ) -> Result:
+        """Return episodes, also those whose rows have left: the relation `episodes`, or some of it.
+
+        Columns: `episode_id, source, trajectory_id, start_time, end_time, length, return, status, live_rows,
+        info`.
+
+        Args:
+            where: Which ones: an SQL expression over these columns; None: all.
+            order_by: In which order: SQL expressions, as behind ORDER BY; the last is always `episode_id`.
+            limit: At most so many; None: all.
+            params: Values for `?` (a sequence) or `$name` (a mapping) in the expressions.
+
+        Raises:
+            QueryError: `where` is not one expression, `order_by` no list of them, or DuckDB refuses them.
+
+        Example:
+            >>> rb.episodes("length > $n", order_by='"return" DESC', limit=10, params={"n": 100})
+        """
+        return self._catalog.episodes(where, order_by, limit, params)
+
+    def annotate(self, episode_id: int, /, **info: Any) -> dict[str, Any]:
+        """Note facts about an episode: open, ended, or with rows that have left.
+
+        They stand in the column `info` of the relation `episodes`. A call that has returned survives the
+        process, and the machine after the next `flush`.
+
+        Args:
+            episode_id: Which one; samples and `sql` say it.
+            info: Text, numbers, booleans, lists and dicts of them: each takes the place of the fact of its
+                name; None removes that.
+
+        Returns:
+            All that is noted about the episode now.
+
+        Raises:
+            NotFoundError: There never was such an episode.
+            SchemaError: JSON has no form for a value; nothing was changed.
+            StateError: The store is closed, or open for reading only.
+
+        Example:
+            >>> rb.annotate(3, success=True, operator="ada")
+            {'success': True, 'operator': 'ada'}
+        """
+        storage, changes = self._storage, pack_info(info)
+        with storage.lock:
+            storage.check_writable()
+            entry = self._catalog.find_episode(check_episode(episode_id))
+            text = merge_info(entry.text, changes)
+            if text != entry.text:
+                storage.annotate(dataclasses.replace(entry, text=text))
+        return dict(json.loads(text)) if text else {}
 
     def stats(self) -> dict[str, Any]:
         """Return facts about the store that JSON can keep."""

@@ -21,6 +21,7 @@ import duckdb
 from expstore import delta as tables
 from expstore.aside import Aside
 from expstore.delta import Delta, Position
+from expstore.episodelog import LogEntry
 from expstore.errors import (
     CorruptionError,
     ExpStoreError,
@@ -149,6 +150,17 @@ class Index:
         values = _plain(params)
         with self._cursor("query") as cursor:
             return self._aside.run(lambda: _answer(cursor, sql, values, relations), cursor.interrupt)
+
+    def find_episode(self, number: int) -> LogEntry | None:
+        """Return an episode as it stood at the last commit; None: there was none of this id.
+
+        Raises:
+            CorruptionError: The file is damaged; commit a complete delta and ask again (kind "index").
+            StateError: The index is closed.
+        """
+        self._check_open()
+        with self._cursor("query") as cursor:
+            return tables.find_episode(cursor, number)
 
     def write_priorities(self, ids: Array, priorities: Array) -> None:
         """Replace the table `priorities`.

@@ -53,6 +53,7 @@ class Kind(IntEnum):
     MARK = 7
     SHARD = 8
     CLOSE = 9
+    ANNOTATE = 10
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ and never touches a file.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,10 +15,10 @@ import duckdb
 import numpy as np
 import pyarrow as pa
 
-from expstore.errors import CorruptionError
+from expstore.errors import CorruptionError, QueryError
 from expstore.types import Array, Key, Window
 
-__all__ = ["Column", "Relations"]
+__all__ = ["Column", "Relations", "select_episodes"]
 
 #: The row columns of `transitions`, in their order, with their Arrow types.
 ROW_COLUMNS: dict[str, pa.DataType] = {
@@ -232,6 +233,39 @@ def _struct(value: str | dict[str, Any]) -> str:
 
 def _quote(name: str) -> str:
     return '"' + name.replace('"', '""') + '"'
+
+
+def select_episodes(where: str | None, order_by: str | None, limit: int | None) -> str:
+    """Write the query for some of the episodes.
+
+    Raises:
+        QueryError: `where` is not one expression, or `order_by` no list of them.
+        ValueError: The limit is negative.
+    """
+    # Each on lines of its own: a comment at the end of one hides nothing.
+    parts = ["SELECT * FROM episodes"]
+    if where is not None:
+        _parse("where", where, where, "one SQL expression, as behind WHERE")
+        parts += ["WHERE (", where, ")"]
+    if order_by is not None:
+        _parse("order_by", order_by, f"first(0 ORDER BY {order_by}\n)", "SQL expressions, as behind ORDER BY")
+        parts += ["ORDER BY", order_by, ", episode_id"]
+    else:
+        parts.append("ORDER BY episode_id")
+    if limit is not None:
+        count = operator.index(limit)
+        if count < 0:
+            raise ValueError(f"limit must be at least 0, got {count}")
+        parts.append(f"LIMIT {count}")
+    return "\n".join(parts)
+
+
+def _parse(name: str, given: str, expression: str, expected: str) -> None:
+    try:
+        duckdb.SQLExpression(expression)
+    except duckdb.Error as exc:
+        reason = str(exc).strip().splitlines()[0]
+        raise QueryError(f"{name}={given!r} cannot be used: {reason}", hint=f"give {expected}") from exc
 
 
 # As the view of this name in the index, for the ids that this query sees.

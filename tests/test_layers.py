@@ -27,8 +27,8 @@ LINES: tuple[tuple[str, str], ...] = (
     ("0", "errors types specs files addresses bulk kernels turns aside"),
     (
         "1",
-        "schema manifest lock probe state journal journaltail episodes episodelog sources fragments sumtree "
-        "runtable limiter",
+        "schema manifest lock probe state journal journaltail episodes episodelog episodeinfo sources "
+        "fragments sumtree runtable limiter",
     ),
     ("2", "index delta relations halves result migrate sqlworker"),
     ("3", "storages"),
@@ -54,6 +54,7 @@ ALLOWED_SIDEWAYS: tuple[tuple[str, str], ...] = (
     ("bulk", "files"),
     ("manifest", "schema"),
     ("episodes", "episodelog"),
+    ("episodes", "episodeinfo"),
     ("episodes", "fragments"),
     ("episodes", "sources"),
     ("journaltail", "journal"),
@@ -139,6 +140,7 @@ ALLOWED_SIDEWAYS: tuple[tuple[str, str], ...] = (
     ("storages.memory", "storages.sampled"),
     ("storages.frozen", "storages.sampled"),
     ("storages.catalog", "storages.sampled"),
+    ("storages.catalog", "storages.trajectories"),
     ("storages.loading", "storages.sampledcolumn"),
     ("storages.sampledcolumn", "storages.columns"),
     ("storages.sampledcolumn", "storages.sampled"),

@@ -83,6 +83,7 @@ class Rows:
         columns: One array per field, in the schema's order. Shapes `(n, *row shape)`.
         assignment: Ids, episodes and steps.
         time: Microseconds since 1970.
+        info: What is noted about all their episodes, as JSON text.
     """
 
     first_id: int
@@ -90,6 +91,7 @@ class Rows:
     columns: Sequence[Array]
     assignment: Assignment
     time: int
+    info: str = ""
 
     @property
     def ids(self) -> IntArray:
@@ -347,6 +349,25 @@ class Storage(DrawPosition, ABC):
                 self.note_interruption()
                 raise
 
+    def annotate(self, entry: LogEntry) -> None:
+        """Keep what is noted about an episode.
+
+        Args:
+            entry: The episode as it stands, with its new info.
+
+        Raises:
+            StateError: The store is closed, not open for writing, or poisoned.
+            StorageError: The disk failed; nothing is noted.
+        """
+        with self.lock:
+            self.check_writable()
+            with self.episode_lock:
+                try:
+                    self._annotate(entry)
+                except BaseException:
+                    self.note_interruption()  # before the lock goes: no mark may cover what memory lacks
+                    raise
+
     @contextmanager
     def changing(self, slots: IntArray | None = None) -> Iterator[None]:
         """Tell readers that rows are being changed in place.
@@ -554,6 +575,10 @@ class Storage(DrawPosition, ABC):
     @abstractmethod
     def _publish(self, rows: Rows, skipped: int, checksum: int) -> None:
         """Record the rows, then take them over: episodes, window."""
+
+    @abstractmethod
+    def _annotate(self, entry: LogEntry) -> None:
+        """Record an episode's info, then take it over; the episode lock is held."""
 
     @abstractmethod
     def _overwrite(self, slots: IntArray, places: Sequence[int], columns: Sequence[Array]) -> None:

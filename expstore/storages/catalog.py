@@ -17,15 +17,20 @@ import numpy as np
 
 from expstore.episodelog import LogEntry
 from expstore.episodes import OPEN
-from expstore.errors import CorruptionError, ExpStoreError, StateError
+from expstore.errors import CorruptionError, ExpStoreError, QueryError, StateError
 from expstore.storages.base import ROW_FIELDS, Storage, now_us
 from expstore.storages.sampled import SAMPLED
+from expstore.storages.trajectories import unknown_episode
 from expstore.types import Array, IntArray, Window
 
 if TYPE_CHECKING:
     from expstore.index import Delta, Index, Relations, Result
 
 __all__ = ["Catalog"]
+
+_EPISODE_COLUMNS = (
+    "episode_id, source, trajectory_id, start_time, end_time, length, return, status, live_rows, info"
+)
 
 _log = logging.getLogger("expstore")
 #: So many changed episodes are handed to the index in the background, to bound memory.
@@ -62,6 +67,29 @@ class Catalog:
             _log.warning("%s", exc)
             return self._ask(sql, params)
 
+    def episodes(
+        self,
+        where: str | None,
+        order_by: str | None,
+        limit: int | None,
+        params: Sequence[object] | Mapping[str, object] | None,
+    ) -> Result:
+        """Return some of the rows of the relation `episodes`.
+
+        Raises:
+            QueryError: The expressions are none, or DuckDB refuses them.
+            StateError: The store is closed.
+        """
+        from expstore.relations import select_episodes
+
+        query = select_episodes(where, order_by, limit)
+        try:
+            return self.query(query, params)
+        except QueryError as exc:
+            if exc.kind != QueryError.default_kind:
+                raise
+            raise QueryError(exc.message, hint=f"the columns are {_EPISODE_COLUMNS}") from exc
+
     def _ask(self, sql: str, params: Sequence[object] | Mapping[str, object] | None) -> Result:
         storage = self._storage
         for held in (False, True):
@@ -80,6 +108,42 @@ class Catalog:
             hint="ask for less at once, or give the store a larger capacity",
         )
 
+    def find_episode(self, number: int) -> LogEntry:
+        """Return an episode as it stands, whether its rows can still be read or not; the lock is held.
+
+        Raises:
+            NotFoundError: There never was one of this id.
+        """
+        storage = self._storage
+        with storage.episode_lock:
+            known = storage.episodes.find(number)
+            if known is not None:
+                return known.entry(0, 0)
+        try:
+            found = self._up_to_date().find_episode(number)
+        except CorruptionError as exc:
+            if exc.kind != "index":
+                raise
+            _log.warning("%s", exc)
+            found = self.catch_up().find_episode(number)
+        if found is None:
+            raise unknown_episode(storage, number)
+        return found
+
+    def _up_to_date(self) -> Index:
+        """Return the index if all that it lacks is known of, else after it was brought up to date."""
+        with self._lock:
+            index, storage = self._index, self._storage
+            if index is None or self._lost(index, storage.content):
+                return self.catch_up()
+            return index
+
+    def _lost(self, index: Index, content: tuple[int, int]) -> bool:
+        """Say whether the index lacks more than the changes that are known of."""
+        storage = self._storage
+        nothing = index.position == (0, 0) and storage.write_count > 0 and storage.index_path is not None
+        return self._whole or nothing or not storage.index_floor <= index.position <= content
+
     def catch_up(self) -> Index:
         """Hand the index what it lacks and return it."""
         self._storage.refresh()
@@ -90,15 +154,7 @@ class Catalog:
                 content = storage.content
                 if index.position == content and not self._whole:
                     return index
-                whole = (
-                    self._whole
-                    or not storage.index_floor <= index.position <= content
-                    or (
-                        index.position == (0, 0)
-                        and storage.write_count > 0
-                        and storage.index_path is not None
-                    )
-                )
+                whole = self._lost(index, content)
                 low = storage.query_window.low
                 delta = self._delta(content, whole)
                 storage.episodes.evict(low)

@@ -15,7 +15,7 @@ from expstore.journal import Kind, Record
 from expstore.journaltail import JournalTail
 from expstore.storages.folder import JOURNAL, LOG, FolderStorage
 from expstore.storages.records import Mark, Publish
-from expstore.storages.recovery import Past, read_past, retell, verify
+from expstore.storages.recovery import TOLD, Past, read_past, retell, tell, verify
 from expstore.types import IntArray
 
 __all__ = ["Chronicle"]
@@ -81,16 +81,9 @@ class Chronicle:
         return True
 
     def _apply(self, record: Record) -> None:
-        if record.kind is Kind.PUBLISH:
-            publish = Publish.unpack(record.body)
-            entries = self.table.commit(
-                publish.segments,
-                publish.sources,
-                first_id=publish.first_id,
-                time=publish.time,
-                sequence=record.sequence,
-            )
-            self._entries += [(record.sequence, entry) for entry in entries]
+        publish, entries = tell(record, self.table)
+        self._entries += [(record.sequence, entry) for entry in entries]
+        if publish is not None:
             self.last, self.write_count = publish.last_id, self.write_count + publish.count
             self.max_priority = max(self.max_priority, publish.priority)
         elif record.kind is Kind.RETIRE:
@@ -101,7 +94,7 @@ class Chronicle:
             mark = Mark.unpack(record.body)
             self._log_length = mark.log_length
             self._entries = [noted for noted in self._entries if noted[0] > mark.sequence]
-        if record.kind in (Kind.PUBLISH, Kind.DELETE, Kind.RETIRE):
+        if record.kind in TOLD:
             self.content = (self.generation, record.sequence)
 
     def log_entries(self) -> Iterator[LogEntry]:

@@ -458,6 +458,9 @@ class FollowerStorage(FolderStorage):
     def _publish(self, rows: Rows, skipped: int, checksum: int) -> None:
         self.check_writable()
 
+    def _annotate(self, entry: LogEntry) -> None:
+        self.check_writable()
+
     def _overwrite(self, slots: IntArray, places: Sequence[int], columns: Sequence[Array]) -> None:
         self.check_writable()
 

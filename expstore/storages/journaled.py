@@ -247,6 +247,7 @@ class JournaledStorage(SyncedStorage):
             segments=assignment.segments,
             sources=assignment.sources,
             payload=payload,
+            info=rows.info,
         )
         body = publish.parts()
         with self.episode_lock:
@@ -260,6 +261,7 @@ class JournaledStorage(SyncedStorage):
                     first_id=rows.first_id,
                     time=rows.time,
                     sequence=sequence,
+                    info=rows.info,
                 )
                 self._log.append(entries)
                 self._advance(publish.last_id, count=rows.count)
@@ -274,6 +276,15 @@ class JournaledStorage(SyncedStorage):
         self._keeper.note()
         if rows.count > self.spare:
             self.sync()  # it has cost rows that were on the disk
+
+    def _annotate(self, entry: LogEntry) -> None:
+        sequence = self._append(Kind.ANNOTATE, entry.pack())
+        if self.durable:
+            self._settle_record()
+        self._log.append(self.episodes.annotate(entry, sequence))
+        self.content = (self.manifest.generation, sequence)
+        self._state.set("sequence", sequence)
+        self._keeper.note()
 
     # -- change, retire, forget ------------------------------------------------------------------
 

@@ -74,9 +74,14 @@ class MemoryStorage(Storage):
                 first_id=rows.first_id,
                 time=rows.time,
                 sequence=self.counters.extends,
+                info=rows.info,
             )
             self._advance(rows.first_id + rows.count - 1, count=rows.count)
             self.content = (1, self.content[1] + 1)
+
+    def _annotate(self, entry: LogEntry) -> None:
+        self._log += self.episodes.annotate(entry, self.counters.extends)
+        self.content = (1, self.content[1] + 1)
 
     def log_entries(self) -> Iterator[LogEntry]:
         """Return everything that was noted about episodes that ended, in order."""

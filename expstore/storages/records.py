@@ -25,8 +25,8 @@ from expstore.types import Array, IntArray
 __all__ = ["Mark", "Publish", "Redo", "fetch_body", "shelve_body"]
 
 # first id, draw, time | rows, rows not written, segments, bytes of the source list, crc32c of the payload,
-# number of the column set | priority of its rows | idempotency key, digest of the body
-_PUBLISH = struct.Struct("<QQqIIIIIIf16s16s4x")
+# number of the column set | priority of its rows | idempotency key, digest of the body | bytes of info
+_PUBLISH = struct.Struct("<QQqIIIIIIf16s16sI")
 _PUBLISH_HEAD = struct.Struct("<QQqI")
 #: Redo records keep up to this many bytes themselves; more go to a file of their own.
 REDO_BYTES = 64 << 20
@@ -51,6 +51,7 @@ class Publish:
         segments: Which rows belong to which episode.
         sources: New sources: (number, name, named).
         payload: The rows' bytes, column by column, where they were not written to the columns first.
+        info: What is noted about all its episodes, as JSON text.
     """
 
     first_id: int
@@ -63,6 +64,7 @@ class Publish:
     segments: Sequence[Segment]
     sources: Sequence[tuple[int, str, bool]]
     payload: bytes = b""
+    info: str = ""
 
     @property
     def last_id(self) -> int:
@@ -87,19 +89,20 @@ class Publish:
     def parts(self) -> tuple[bytes, bytes]:
         """Return the body in two parts, the payload by itself: it may be long."""
         names = json.dumps(self.sources).encode() if self.sources else b""
+        info = self.info.encode()
         count, segments = self.count, len(self.segments)
         head = _PUBLISH.pack(
             self.first_id, self.draw, self.time,
             count, self.skipped, segments, len(names), self.checksum, 0,
-            self.priority, _NOTHING, _NOTHING,
+            self.priority, _NOTHING, _NOTHING, len(info),
         )  # fmt: skip
-        return b"".join((head, pack_segments(self.segments), names)), self.payload
+        return b"".join((head, pack_segments(self.segments), names, info)), self.payload
 
     @classmethod
     def unpack(cls, body: bytes) -> Publish:
         """Read what `pack` returned."""
-        first, draw, time, count, skipped, segments, names, crc, _, priority, _, _ = _PUBLISH.unpack_from(
-            body
+        first, draw, time, count, skipped, segments, names, crc, _, priority, _, _, info = (
+            _PUBLISH.unpack_from(body)
         )
         middle = _PUBLISH.size + SEGMENT_BYTES * segments
         end = middle + names
@@ -113,7 +116,8 @@ class Publish:
             priority=priority,
             segments=unpack_segments(body[_PUBLISH.size : middle]) if segments else [],
             sources=[(n, name, named) for n, name, named in json.loads(body[middle:end])] if names else [],
-            payload=body[end:],
+            payload=body[end + info :],
+            info=body[end : end + info].decode(),
         )
 
 

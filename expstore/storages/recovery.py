@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from expstore.episodelog import LogEntry
+from expstore.episodelog import LogEntry, unpack_entry
 from expstore.episodes import EpisodeTable
 from expstore.errors import CorruptionError
 from expstore.journal import Kind, Record
@@ -29,7 +29,20 @@ if TYPE_CHECKING:
     from expstore.storages.columnwriter import WritableColumns
     from expstore.storages.journaled import JournaledStorage
 
-__all__ = ["Past", "pending_changes", "read_past", "retell", "take_over", "unsettled_blocks", "verify"]
+__all__ = [
+    "Past",
+    "pending_changes",
+    "read_past",
+    "retell",
+    "take_over",
+    "tell",
+    "unsettled_blocks",
+    "verify",
+]
+
+
+#: The records that say something of rows or episodes.
+TOLD = frozenset({Kind.PUBLISH, Kind.DELETE, Kind.RETIRE, Kind.ANNOTATE})
 
 
 @dataclass(slots=True)
@@ -159,7 +172,7 @@ def verify(past: Past, whole: Callable[[Publish], bool]) -> None:
         elif record.kind is Kind.DELETE:
             past.retired = past.last = record.json()["last"]
         past.sequence = record.sequence
-        if record.kind in (Kind.PUBLISH, Kind.DELETE, Kind.RETIRE):
+        if record.kind in TOLD:
             past.content = (past.base["generation"], record.sequence)
 
 
@@ -243,21 +256,33 @@ def retell(
     entries: list[LogEntry] = []
     write_count = int(past.base["write_count"])
     for place, record in enumerate(past.records):
-        if record.kind is not Kind.PUBLISH:
-            continue
-        publish = Publish.unpack(record.body)
-        new = table.commit(
-            publish.segments,
-            publish.sources,
-            first_id=publish.first_id,
-            time=publish.time,
-            sequence=record.sequence,
-        )
-        write_count += publish.count
+        publish, new = tell(record, table)
+        write_count += publish.count if publish else 0
         if place >= past.settled:
             entries += new
     table.give_up(past.gaps)
     return write_count, entries
+
+
+def tell(record: Record, table: EpisodeTable) -> tuple[Publish | None, list[LogEntry]]:
+    """Tell a table of episodes what a record says of them.
+
+    Returns:
+        What it publishes, and the log entries that it brings.
+    """
+    if record.kind is Kind.ANNOTATE:
+        return None, table.annotate(unpack_entry(record.body), record.sequence)
+    if record.kind is not Kind.PUBLISH:
+        return None, []
+    publish = Publish.unpack(record.body)
+    return publish, table.commit(
+        publish.segments,
+        publish.sources,
+        first_id=publish.first_id,
+        time=publish.time,
+        sequence=record.sequence,
+        info=publish.info,
+    )
 
 
 def pending_changes(past: Past, slots: int | None, load: Callable[[bytes], Redo]) -> Iterator[Redo]:

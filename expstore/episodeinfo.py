@@ -1,0 +1,79 @@
+"""What users note about episodes: JSON objects as text, and how new facts are merged into them.
+
+Used by buffers for `annotate` and `extend(episode_info=...)`, and by whoever tells again what a journal
+says. It knows no episodes, and never changes what it is given.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from expstore.errors import SchemaError
+
+__all__ = ["merge_info", "pack_info"]
+
+
+def pack_info(info: Mapping[str, Any] | None) -> str:
+    """Return facts as JSON text; "" for none.
+
+    Raises:
+        SchemaError: JSON has no form for one of them.
+    """
+    if not info:
+        return ""
+    for key, value in info.items():
+        if not isinstance(key, str):
+            raise _refused(key, f"a key is text, not {type(key).__name__}")
+        _check(key, value)
+    text = json.dumps(dict(info), ensure_ascii=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError as exc:
+        raise SchemaError(
+            f"the info cannot be kept: it has characters that UTF-8 does not know ({exc})"
+        ) from exc
+    return text
+
+
+def merge_info(text: str, changes: str) -> str:
+    """Return an episode's info after new facts: each takes the place of the one of its name, null removes it.
+
+    Args:
+        text: The info so far, a JSON object; "" for none.
+        changes: The new facts, likewise.
+    """
+    if not changes:
+        return text
+    info = json.loads(text) if text else {}
+    for key, value in json.loads(changes).items():
+        if value is None:
+            info.pop(key, None)
+        else:
+            info[key] = value
+    return json.dumps(info, ensure_ascii=False) if info else ""
+
+
+def _check(key: str, value: Any) -> None:
+    """Refuse what would not be the same when it is read again."""
+    if isinstance(value, dict):
+        for name, member in value.items():
+            if not isinstance(name, str):
+                raise _refused(key, f"a key in it is {type(name).__name__}, not text")
+            _check(key, member)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            _check(key, item)
+    elif isinstance(value, float):
+        if value != value or value in (float("inf"), float("-inf")):
+            raise _refused(key, f"JSON has no {value}")
+    elif not (value is None or isinstance(value, str | int)):
+        raise _refused(key, f"JSON has no {type(value).__name__}")
+
+
+def _refused(key: object, reason: str) -> SchemaError:
+    return SchemaError(
+        f"info {key!r} cannot be kept: {reason}",
+        hint="give text, numbers, booleans, None, and lists and dicts of them (of a tensor its item())",
+    )
