@@ -31,9 +31,11 @@ _HOME = {
     "RecencySampler": "expstore.samplers",
     "ReplayBuffer": "expstore.buffers",
     "RoundRobinWriter": "expstore.writers",
+    "SampleUnit": "expstore.sample_units",
     "SamplerWithoutReplacement": "expstore.samplers",
     "Schema": "expstore.schema",
     "SchemaError": "expstore.errors",
+    "Sequence": "expstore.sample_units",
     "SliceSampler": "expstore.samplers",
     "SliceSamplerWithoutReplacement": "expstore.samplers",
     "SnapshotError": "expstore.errors",
@@ -42,6 +44,7 @@ _HOME = {
     "StorageError": "expstore.errors",
     "TensorDictPrioritizedReplayBuffer": "expstore.prioritized",
     "TensorDictReplayBuffer": "expstore.buffers",
+    "Transition": "expstore.sample_units",
     "ZarrStorage": "expstore.storages",
     "open": "expstore.door",
     "versions": "expstore.snapshots",
@@ -67,9 +70,11 @@ __all__ = [
     "RecencySampler",
     "ReplayBuffer",
     "RoundRobinWriter",
+    "SampleUnit",
     "SamplerWithoutReplacement",
     "Schema",
     "SchemaError",
+    "Sequence",
     "SliceSampler",
     "SliceSamplerWithoutReplacement",
     "SnapshotError",
@@ -78,6 +83,7 @@ __all__ = [
     "StorageError",
     "TensorDictPrioritizedReplayBuffer",
     "TensorDictReplayBuffer",
+    "Transition",
     "ZarrStorage",
     "open",
     "versions",
@@ -102,6 +108,7 @@ if TYPE_CHECKING:
         StorageError,
     )
     from expstore.prioritized import PrioritizedReplayBuffer, TensorDictPrioritizedReplayBuffer
+    from expstore.sample_units import SampleUnit, Sequence, Transition
     from expstore.samplers import (
         ConsumingSampler,
         PrioritizedSampler,

@@ -18,6 +18,7 @@ from expstore.drawing import DrawingHandle
 from expstore.draws import Turn
 from expstore.episodeinfo import pack_info
 from expstore.errors import NotFoundError, SchemaError, StateError
+from expstore.sample_units import SampleUnit, check_unit, reduce_to_anchors
 from expstore.samplers.base import Sampler
 from expstore.samplers.consuming import consume_after
 from expstore.schema import Schema
@@ -60,6 +61,7 @@ class ReplayBuffer(DrawingHandle):
         generator: What all draws follow from; None: the store's seed. Its state is kept at every sync,
             and a store that keeps one goes on there.
         consume_after_n_samples: Hand each row out so many times; see `ConsumingSampler`.
+        sample_unit: What every sampled row stands for: itself, or a `Sequence` of steps around it.
 
     Example:
         >>> rb = ReplayBuffer(storage=MemoryStorage(1000), batch_size=2)
@@ -88,8 +90,10 @@ class ReplayBuffer(DrawingHandle):
         pin_memory: bool = False,
         generator: torch.Generator | None = None,
         consume_after_n_samples: int | None = None,
+        sample_unit: SampleUnit | None = None,
     ) -> None:
         check_drawing(batch_size, prefetch, pin_memory)
+        self._unit = check_unit(sample_unit, sampler)
         super().__init__(
             MemoryStorage(1000) if storage is None else storage,
             consume_after(consume_after_n_samples, sampler, prefetch=prefetch),
@@ -222,10 +226,13 @@ class ReplayBuffer(DrawingHandle):
                 if selection is None:
                     selection = self._sampler.sample(storage, size, generator)
                 else:
-                    selection = self._sampler.sample_again(storage, selection, generator)
-                columns = storage.read(selection.ids)
-                if storage.intact(selection.ids):
-                    return selection, columns
+                    anchors = selection.anchors or selection
+                    selection = self._sampler.sample_again(storage, anchors, generator)
+                rows = selection if self._unit is None else self._unit.expand(selection, storage)
+                if rows is not None:
+                    columns = storage.read(rows.ids)
+                    if storage.intact(rows.ids):
+                        return rows, columns
                 storage.counters.redraws += 1
             finally:
                 if redraw == _PATIENCE:
@@ -491,6 +498,8 @@ class TensorDictReplayBuffer(ReplayBuffer):
 
     def __init__(self, *, priority_key: str = "td_error", with_ids: bool = False, **keywords: Any) -> None:
         super().__init__(**keywords)
+        if self._unit is not None:
+            self._own_keys |= self._unit.root_keys
         self.priority_key = priority_key
         self._with_ids = with_ids
 
@@ -499,7 +508,8 @@ class TensorDictReplayBuffer(ReplayBuffer):
         if self._with_ids:
             root["id"] = torch.from_numpy(selection.ids)
         for key, values in selection.info.items():
-            root[key[-1]] = torch.from_numpy(values)
+            if self._with_ids or key != ("anchor_id",):
+                root[key[-1]] = torch.from_numpy(values)
         return root
 
     def _marked(self, selection: Selection, columns: list[Array]) -> dict[Key, torch.Tensor]:
@@ -523,15 +533,22 @@ class TensorDictReplayBuffer(ReplayBuffer):
         """Set the priorities of a sample's rows from its `priority_key`; return how many were set.
 
         Args:
-            data: A sample with `priority_key` added. Shape of that entry `(n,)` or `(n, 1)`.
+            data: A sample with `priority_key` added. Shape of that entry `(n,)` or `(n, 1)`. Of sequences
+                the anchors' priorities are set, each to the largest of its valid rows.
         """
-        key = to_key(self.priority_key)
+        key, name = to_key(self.priority_key), "id" if self._with_ids else "index"
         priority = data.get(key)
         if priority is None:
             raise SchemaError(f"the sample has no {key_name(key)!r} to take priorities from")
+        rows = data.get(f"anchor_{name}") if self._unit is not None else None
+        if rows is None:
+            rows = data[name]
+        else:
+            values = self._sampler.reduce(_to_array(priority).astype(np.float64))
+            rows, priority = reduce_to_anchors(_to_array(rows), values, _to_array(data["validity_mask"]))
         if self._with_ids:
-            return self.update_priority(id=data["id"], priority=priority)
-        return self.update_priority(data["index"], priority)
+            return self.update_priority(id=rows, priority=priority)
+        return self.update_priority(rows, priority)
 
 
 def check_drawing(batch_size: int | None, prefetch: int | None, pin_memory: bool) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from expstore.buffers import TensorDictReplayBuffer, check_drawing
 from expstore.errors import StateError
 from expstore.files import ReadingDisk
+from expstore.sample_units import SampleUnit, check_unit
 from expstore.samplers.base import Sampler
 from expstore.samplers.consuming import consume_after
 from expstore.schema import Schema
@@ -50,6 +51,7 @@ def open(
     prefetch: int = 0,
     pin_memory: bool = False,
     generator: torch.Generator | None = None,
+    sample_unit: SampleUnit | None = None,
 ) -> TensorDictReplayBuffer:
     """Open the store in a folder, or make one.
 
@@ -87,6 +89,7 @@ def open(
         prefetch: How many batches are made ahead, in a thread; as `ReplayBuffer`, and so are the others.
         pin_memory: See there.
         generator: See there.
+        sample_unit: See there.
 
     Returns:
         A buffer that is open for writing, or for reading with mode "r". Close it, or use it in a `with`
@@ -105,31 +108,19 @@ def open(
         ...     rb.sample()
     """
     check_drawing(batch_size, prefetch, pin_memory)  # before the folder is touched
+    check_unit(sample_unit, sampler)
     sampler = consume_after(consume_after_n_samples, sampler, prefetch=prefetch)
     path, mode = _find(Path(path), mode, version)
     settings = Settings(
-        mode=mode,
-        storage=storage,
-        seed=seed,
-        traj_key=traj_key,
-        done_keys=done_keys,
-        reward_key=reward_key,
-        meta=meta,
-        flatten=True,
-        schema=schema,
-        durability=durability,
-        min_free_bytes=min_free_bytes,
-        on_sigterm=on_sigterm,
-    )
+        mode=mode, storage=storage, seed=seed, schema=schema, flatten=True, meta=meta,
+        traj_key=traj_key, done_keys=done_keys, reward_key=reward_key,
+        durability=durability, min_free_bytes=min_free_bytes, on_sigterm=on_sigterm,
+    )  # fmt: skip
     return _in_buffer(
         _open_storage(path, capacity, settings),
-        sampler=sampler,
-        batch_size=batch_size,
-        device=device,
-        prefetch=prefetch,
-        pin_memory=pin_memory,
-        generator=generator,
-    )
+        sampler=sampler, batch_size=batch_size, device=device, prefetch=prefetch, pin_memory=pin_memory,
+        generator=generator, sample_unit=sample_unit,
+    )  # fmt: skip
 
 
 def _find(path: Path, mode: Mode, version: int | str | None) -> tuple[Path, Mode]:

@@ -77,6 +77,19 @@ def _last_run(runs: IntArray, count: int, episode: int) -> int:
     return low - 1 if low > 0 and runs[_EPISODE, low - 1] == episode else -1
 
 
+@compiled("int64(int64[:, ::1], int64, int64)")
+def _last_run_below(runs: IntArray, count: int, episode: int) -> int:
+    """Return the last run, among the first `count`, of an episode with a smaller id, or -1."""
+    low, high = 0, count
+    while low < high:
+        middle = (low + high) // 2
+        if runs[_EPISODE, middle] < episode:
+            low = middle + 1
+        else:
+            high = middle
+    return low - 1
+
+
 @compiled(f"boolean({_TABLES}, int64, int64, int64, int64)")
 def _append(
     runs: IntArray,
@@ -276,6 +289,48 @@ def _find(runs: IntArray, count: int, episodes: IntArray, steps: IntArray, found
         found[i] = run if here else -1
 
 
+@compiled(f"void(int64[:, ::1], int64[:, ::1], int64, {', '.join(['int64[::1]'] * 4)})")
+def _locate(
+    runs: IntArray,
+    pool: IntArray,
+    count: int,
+    episodes: IntArray,
+    ids: IntArray,
+    found: IntArray,
+    steps: IntArray,
+) -> None:
+    for i in range(ids.size):
+        found[i], steps[i] = -1, 0
+        run = _last_run(runs, count, episodes[i])
+        if run < 0:
+            continue
+        below, above = _last_run_below(runs, run, episodes[i]), run  # ids grow from run to run
+        while above - below > 1:
+            middle = (below + above) // 2
+            if pool[_ID, runs[_START, middle]] <= ids[i]:
+                below = middle
+            else:
+                above = middle
+        if pool[_ID, runs[_START, run]] > ids[i]:
+            run = below
+        if run < 0 or runs[_EPISODE, run] != episodes[i]:
+            continue
+        low = runs[_START, run]
+        last = low + runs[_COUNT, run]
+        high = last
+        while high - low > 1:
+            middle = (low + high) // 2
+            if pool[_ID, middle] <= ids[i]:
+                low = middle
+            else:
+                high = middle
+        end = pool[_STEP, low + 1] if low + 1 < last else runs[_STOP, run]
+        beyond = ids[i] - pool[_ID, low]
+        step = pool[_STEP, low] + beyond // pool[_STRIDE, low]
+        if beyond >= 0 and beyond % pool[_STRIDE, low] == 0 and runs[_FIRST, run] <= step < end:
+            found[i], steps[i] = run, step
+
+
 class RunTable:
     """Keep runs in the order of their episodes' ids: (episode, readable steps that follow one another).
 
@@ -397,6 +452,12 @@ class RunTable:
         found = np.empty(episodes.size, np.int64)
         _find(self._runs, self.count, episodes, steps, found)
         return found
+
+    def locate(self, episodes: IntArray, ids: IntArray) -> tuple[IntArray, IntArray]:
+        """Return run and step of rows of episodes; run -1 for rows that have left. Shapes `(n,)`."""
+        found, steps = np.empty(ids.size, np.int64), np.empty(ids.size, np.int64)
+        _locate(self._runs, self._pool, self.count, episodes, ids, found, steps)
+        return found, steps
 
 
 def _wider(table: IntArray, width: int) -> IntArray:

@@ -183,6 +183,7 @@ class Selection:
         progress: How far the sampler has come with it, of the sampler's own meaning.
         marks: Flags to be written into the batch.
         asked: How many rows were asked for, if that is not how many there are.
+        anchors: What the sampler drew, if these are the rows that a sample unit has made of it.
     """
 
     ids: IntArray
@@ -190,3 +191,4 @@ class Selection:
     progress: tuple[int, ...] = ()
     marks: tuple[Mark, ...] = ()
     asked: int = 0
+    anchors: Selection | None = None

@@ -24,6 +24,8 @@ class Sampler(ABC):
 
     #: Whether priorities that come with new rows are to be taken in.
     prioritized = False
+    #: Whether its rows are windows of steps already, around which there can be no others.
+    windowed = False
 
     def attach(self, storage: Storage) -> None:
         """Be told which storage it will sample from; a buffer does it once."""

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from expstore.errors import SchemaError
 from expstore.fragments import Fragments, find_fragments
-from expstore.storages.runs import Runs, Taken
+from expstore.storages.runs import Runs, Taken, as_names
 from expstore.types import Array, IntArray, Key, Window, key_name
 
 if TYPE_CHECKING:
@@ -98,6 +98,9 @@ class KeyedRuns(Runs):
         self._held_back = 64  # fragments from which on those of rows that have left are dropped
         self._state: tuple[object, int] | None = None
 
+    def _names_place(self) -> int:
+        return self._names
+
     def _is_current(self, storage: Storage) -> bool:
         return self._state == self._state_of(storage) and storage.query_window == self._window
 
@@ -134,7 +137,7 @@ class KeyedRuns(Runs):
                 columns = storage.read(ids, [self._names, *self._flags])
                 if not storage.intact(ids):
                     return False
-                self._add(start, _as_names(columns[0].reshape(-1)), *self._cuts(columns[1:], ids.size))
+                self._add(start, as_names(columns[0].reshape(-1)), *self._cuts(columns[1:], ids.size))
         self._read = max(self._read, window.last)
         return True
 
@@ -173,10 +176,3 @@ class KeyedRuns(Runs):
             number = self._newest.get(fragment[0], -1)
             goes_on = number >= 0 and self._fragments.step_after(number) == fragment[1]
             self._newest[fragment[0]] = self._fragments.add(number if goes_on else -1, tuple(fragment))
-
-
-def _as_names(values: Array) -> IntArray:
-    """Return numbers that are equal where values are. Shapes `(n,)`."""
-    if values.dtype.kind in "iub":
-        return values.astype(np.int64)
-    return (values.astype(np.float64) + 0.0).view(np.int64)

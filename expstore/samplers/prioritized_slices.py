@@ -66,6 +66,8 @@ class PrioritizedSliceSampler(PrioritizedSampler):
         >>> rb = TensorDictReplayBuffer(storage=MemoryStorage(1000), sampler=sampler, batch_size=32)
     """
 
+    windowed = True
+
     def __init__(
         self,
         max_capacity: int | None = None,

@@ -82,6 +82,8 @@ class SliceSampler(Sampler):
         >>> rb = TensorDictReplayBuffer(storage=MemoryStorage(1000), sampler=sampler, batch_size=32)
     """
 
+    windowed = True
+
     def __init__(
         self,
         *,

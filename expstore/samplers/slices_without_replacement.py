@@ -56,6 +56,7 @@ class SliceSamplerWithoutReplacement(SamplerWithoutReplacement):
         >>> rb = TensorDictReplayBuffer(storage=MemoryStorage(1000), sampler=sampler, batch_size=32)
     """
 
+    windowed = True
     _kind = 3
 
     def __init__(

@@ -15,13 +15,13 @@ import numpy as np
 
 from expstore.errors import StateError
 from expstore.files import load_compiled
-from expstore.types import IntArray, Window
+from expstore.types import Array, IntArray, Window
 
 if TYPE_CHECKING:
     from expstore.runtable import RunTable
     from expstore.storages.base import Storage
 
-__all__ = ["TABLES", "Runs", "Taken"]
+__all__ = ["TABLES", "Runs", "Taken", "as_names"]
 
 #: Loads numba: in the background when a buffer is made, at the latest with the first look.
 TABLES = "expstore.runtable"
@@ -187,10 +187,22 @@ class Runs:
         return flat.reshape(steps.shape)
 
     def locate(self, ids: IntArray) -> tuple[IntArray, IntArray]:
-        """Return run and step of rows; run -1 for rows that have left. Shapes `(n,)`."""
-        storage = self._held()
-        first = len(storage.require_schema().fields)
-        episodes, steps = storage.read(ids, [first + 1, first + 2])
-        found = self.table.find(episodes, steps)
+        """Return run and step of rows; run -1 for those that are not shown. Shapes `(n,)`.
+
+        Rows may be overwritten while they are looked up: ask the storage's `intact` afterwards.
+        """
+        (names,) = self._held().read(ids, [self._names_place()])
+        found, steps = self.table.locate(as_names(names.reshape(-1)), ids)
         found[~self._window.holds(ids)] = -1
         return found, steps
+
+    def _names_place(self) -> int:
+        """Return the position of the field whose values runs are ordered by."""
+        return len(self._held().require_schema().fields) + 1
+
+
+def as_names(values: Array) -> IntArray:
+    """Return whole numbers that are equal where values are. Shapes `(n,)`."""
+    if values.dtype.kind in "iub":
+        return values.astype(np.int64, copy=False)
+    return (values.astype(np.float64) + 0.0).view(np.int64)  # 0.0 and -0.0 are equal

@@ -1,0 +1,252 @@
+"""Sequences around sampled rows: beside torchrl on one lane, beside plain Python where several take turns."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torchrl.data as rl
+from tensordict import TensorDict
+
+import expstore
+from expstore import (
+    ReplayBuffer,
+    SchemaError,
+    Sequence,
+    SliceSampler,
+    TensorDictPrioritizedReplayBuffer,
+    TensorDictReplayBuffer,
+    Transition,
+)
+from expstore.samplers import ConsumingSampler, PrioritizedSampler, RandomSampler, SamplerWithoutReplacement
+from expstore.storages.memory import MemoryStorage
+from expstore.types import Selection
+
+UNITS = (
+    {"length": 3},
+    {"length": 2, "burn_in": 2, "bootstrap": 1},
+    {"length": 3, "episode_boundary": "stop"},
+    {"length": 2, "episode_boundary": "stop", "burn_in": 1, "bootstrap": 2, "dilation": 2},
+    {"length": 1, "burn_in": 3, "dilation": 3},
+)
+
+
+def rows(trajectory: int, count: int, first: int = 0) -> TensorDict:
+    """Rows of one trajectory; x is trajectory * 1000 + step."""
+    step = torch.arange(first, first + count)
+    return TensorDict({"x": trajectory * 1000 + step, "episode": torch.full((count,), trajectory)}, [count])
+
+
+@pytest.mark.parametrize("options", UNITS)
+def test_windows_are_torchrls(options: dict[str, Any]) -> None:
+    done = torch.zeros(12, 1, dtype=torch.bool)
+    done[[3, 4, 9, 11]] = True
+    data = TensorDict({"x": torch.arange(12), "next": {"done": done, "terminated": done}}, [12])
+    theirs = rl.TensorDictReplayBuffer(
+        storage=rl.LazyTensorStorage(12), sample_unit=rl.Sequence(**options), batch_size=12
+    )
+    theirs.extend(data)
+    rb = ReplayBuffer(storage=MemoryStorage(12))
+    rb.extend(data)
+    expected, info = rl.Sequence(**options).expand(torch.arange(12), {}, theirs._storage)
+    found = Sequence(**options).expand(Selection(np.arange(12) + 1), rb.storage)
+    assert found is not None
+    assert (found.ids - 1).tolist() == expected.tolist()
+    for name in ("sequence_id", "step_in_sequence", "learning_mask", "validity_mask", "anchor_index"):
+        assert found.info[(name,)].tolist() == info[name].tolist(), name
+
+
+class Plain:
+    """What windows are, written out for one anchor at a time."""
+
+    def __init__(self, length: int, boundary: str, burn_in: int, bootstrap: int, dilation: int) -> None:
+        self.length, self.boundary = length, boundary
+        self.burn_in, self.bootstrap, self.dilation = burn_in, bootstrap, dilation
+
+    def window(self, steps: list[int], anchor: int) -> list[tuple[int, bool]]:
+        """Return step and whether it is there, of each row of a window, from an episode's readable steps."""
+        begin = anchor
+        if self.boundary == "stop":
+            while begin > steps[0] and begin + self.dilation * (self.length + self.bootstrap - 1) > steps[-1]:
+                begin -= 1
+        wanted = [
+            begin + self.dilation * place for place in range(-self.burn_in, self.length + self.bootstrap)
+        ]
+        return [(min(max(step, steps[0]), steps[-1]), steps[0] <= step <= steps[-1]) for step in wanted]
+
+
+@pytest.mark.parametrize("options", UNITS)
+@pytest.mark.parametrize("sampler", [RandomSampler, SamplerWithoutReplacement, PrioritizedSampler])
+def test_windows_follow_episodes_that_come_in_turn(options: dict[str, Any], sampler: type[Any]) -> None:
+    unit = Sequence(**options)
+    plain = Plain(unit.length, unit.episode_boundary, unit.burn_in, unit.bootstrap, unit.dilation)
+    rb = TensorDictReplayBuffer(storage=MemoryStorage(40), sampler=sampler(), sample_unit=unit, batch_size=16)
+    at = {1: 0, 2: 0, 3: 0}
+    for turn in range(60):
+        trajectory, count = 1 + turn % 3, 1 + turn % 4
+        rb.extend(rows(trajectory, count, at[trajectory]))
+        at[trajectory] += count
+        if turn < 10:
+            continue
+        (held,) = rb.storage.read(rb.storage.window.ids(), [rb.storage.place_of(("x",))])
+        batch = rb.sample()
+        count = batch.shape[0] // unit.rows  # without replacement the end of a pass is shorter
+        assert batch.shape == (count * unit.rows,)
+        anchors = rb[batch["anchor_index"]]["x"].view(count, -1)[:, 0]
+        for anchor, found, valid in zip(
+            anchors.tolist(), batch["x"].view(count, -1), batch["validity_mask"].view(count, -1), strict=True
+        ):
+            steps = sorted(x % 1000 for x in held.tolist() if x // 1000 == anchor // 1000)
+            expected = plain.window(steps, anchor % 1000)
+            assert [
+                (x - anchor // 1000 * 1000, v) for x, v in zip(found.tolist(), valid.tolist(), strict=True)
+            ] == expected
+        assert batch["sequence_id"].view(count, -1)[:, 0].tolist() == list(range(count))
+        learned = [unit.burn_in <= place < unit.burn_in + unit.length for place in range(unit.rows)]
+        assert batch["learning_mask"].view(count, -1).tolist() == [learned] * count
+
+
+def test_priorities_go_to_anchors() -> None:
+    rb = TensorDictPrioritizedReplayBuffer(
+        alpha=1.0, beta=1.0, storage=MemoryStorage(20), sample_unit=Sequence(3, burn_in=1), batch_size=6
+    )
+    rb.extend(rows(1, 8))
+    batch = rb.sample()
+    assert batch["priority_weight"].shape == (24,)
+    batch["td_error"] = batch["x"].float() - 999 + 100 * (~batch["validity_mask"]).float()
+    anchors = set(batch["anchor_index"].tolist())
+    assert rb.update_tensordict_priority(batch) == len(anchors)
+    for index in range(8):
+        expected = float(min(index + 3, 8)) if index in anchors else 1.0
+        assert rb.storage.priorities[index] == expected
+
+
+def test_windows_are_not_taken_in_again() -> None:
+    rb = TensorDictReplayBuffer(storage=MemoryStorage(20), sample_unit=Sequence(2), batch_size=2)
+    rb.extend(rows(1, 8))
+    assert rb.extend(rb.sample()).tolist() == [8, 9, 10, 11]
+
+
+def test_plain_buffers_tell_in_the_info() -> None:
+    rb = ReplayBuffer(storage=MemoryStorage(20), sample_unit=Sequence(2), batch_size=2)
+    rb.extend(rows(1, 8))
+    batch, info = rb.sample(return_info=True)
+    assert sorted(batch.keys()) == ["episode", "x"]
+    assert {"anchor_index", "anchor_id", "learning_mask", "validity_mask", "sequence_id"} <= info.keys()
+    assert (info["anchor_id"] - 1 == info["anchor_index"]).all()
+
+
+def test_a_field_may_end_sequences() -> None:
+    cut = torch.tensor([[False], [True], [False], [False], [True], [False]])
+    rb = TensorDictReplayBuffer(
+        storage=MemoryStorage(20), sample_unit=Sequence(6, done_key="cut"), batch_size=60
+    )
+    rb.extend(rows(1, 6).set("cut", cut))
+    batch = rb.sample()
+    ends = {
+        (int(anchor), int(x[valid].max()))
+        for anchor, x, valid in zip(
+            batch["anchor_index"].view(60, -1)[:, 0],
+            batch["x"].view(60, -1) - 1000,
+            batch["validity_mask"].view(60, -1),
+            strict=True,
+        )
+    }
+    assert ends == {(0, 1), (1, 1), (2, 4), (3, 4), (4, 4), (5, 5)}
+    rb = TensorDictReplayBuffer(storage=rb.storage, sample_unit=Sequence(6, done_key="nobody"), batch_size=2)
+    with pytest.raises(SchemaError, match="nobody"):
+        rb.sample()
+
+
+def test_the_one_row_unit_changes_nothing() -> None:
+    one, other = (
+        TensorDictReplayBuffer(storage=MemoryStorage(20), batch_size=8, sample_unit=unit)
+        for unit in (None, Transition())
+    )
+    for rb in (one, other):
+        rb.extend(rows(1, 20))
+    assert one.sample()["x"].tolist() == other.sample()["x"].tolist()
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_a_restart_and_prefetching_draw_the_same(store_path: Path, prefetch: int) -> None:
+    def opened(ahead: int, **options: Any) -> TensorDictReplayBuffer:
+        unit = Sequence(2, burn_in=1, bootstrap=1)
+        return expstore.open(store_path, sample_unit=unit, batch_size=8, prefetch=ahead, **options)
+
+    with opened(0, capacity=50, seed=4) as rb:
+        for first in range(0, 30, 3):
+            rb.extend(rows(1, 3, first), source="a")
+            rb.extend(rows(2, 3, first), source="b")
+        expected = [rb.sample() for _ in range(12)]
+        assert {"id", "anchor_id", "anchor_index"} <= set(expected[0].keys())
+        rb.storage.set_draws(0, rb.storage.progress)
+    with opened(prefetch) as rb:
+        for batch in expected:
+            assert (rb.sample() == batch).all()
+        rb.update_tensordict_priority(batch.set("td_error", torch.rand(32)))
+
+
+def test_anchors_that_have_left_are_drawn_again() -> None:
+    unit = Sequence(2)
+    rb = TensorDictReplayBuffer(storage=MemoryStorage(4), sample_unit=unit, batch_size=2)
+    rb.extend(rows(1, 9))
+    assert unit.expand(Selection(np.array([9, 1])), rb.storage) is None
+    drawn = rb._sampler.sample
+    tries = []
+
+    def stale(*arguments: Any) -> Selection:
+        tries.append(1)
+        return Selection(np.array([1, 2])) if len(tries) == 1 else drawn(*arguments)
+
+    rb._sampler.sample = stale  # type: ignore[method-assign]
+    assert (rb.sample()["x"] >= 1005).all()
+    assert len(tries) == 2
+    assert rb.stats()["redraws"] == 1
+
+
+def test_rows_that_are_consumed_are_the_anchors() -> None:
+    rb = TensorDictReplayBuffer(
+        storage=MemoryStorage(10), sampler=ConsumingSampler(), sample_unit=Sequence(3), batch_size=5
+    )
+    rb.extend(rows(1, 10))
+    found = [rb.sample()["anchor_index"].view(5, 3)[:, 0].tolist() for _ in range(2)]
+    assert sorted(found[0] + found[1]) == list(range(10))
+
+
+def test_a_copy_does_the_same() -> None:
+    unit = Sequence(2, "stop", burn_in=1, done_key="cut")
+    copied = pickle.loads(pickle.dumps(unit))
+    assert (
+        repr(copied)
+        == repr(unit)
+        == ("Sequence(length=2, episode_boundary='stop', burn_in=1, bootstrap=0, dilation=1)")
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"length": 0}, "length must be strictly positive"),
+        ({"length": 1, "burn_in": -1}, "burn_in must be non-negative"),
+        ({"length": 1, "bootstrap": -1}, "bootstrap must be non-negative"),
+        ({"length": 1, "dilation": 0}, "dilation must be strictly positive"),
+        ({"length": 1, "episode_boundary": "include_reset"}, "never leaves its episode"),
+        ({"length": 1, "done_key": None}, "leave their episodes"),
+    ],
+)
+def test_settings_that_make_no_sense(options: dict[str, Any], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        Sequence(**options)
+
+
+def test_units_that_do_not_fit_are_refused(store_path: Path) -> None:
+    with pytest.raises(ValueError, match="draws slices"):
+        expstore.open(store_path, sampler=SliceSampler(slice_len=2), sample_unit=Sequence(2))
+    assert not store_path.exists()
+    with pytest.raises(TypeError, match="must be a SampleUnit"):
+        ReplayBuffer(storage=MemoryStorage(5), sample_unit=3)  # type: ignore[arg-type]
