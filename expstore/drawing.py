@@ -67,6 +67,7 @@ class DrawingHandle(StoreHandle):
         super()._part()
         if ahead:
             # The thread that made batches is not here, but a lock that it held then would be.
+            self._parents_sampler = self._sampler  # kept, as the parent's storage is
             self._sampler = copy.copy(self._sampler)
             if "_storage" in self.__dict__:
                 self._sampler.attach(self._storage)
@@ -136,12 +137,15 @@ class DrawingHandle(StoreHandle):
 
         Raises:
             StateError: The state is of another kind of sampler, of a store with another seed or with rows
-                that are not here, or the draws follow from a generator in one of both only, or one for
-                another device; nothing was changed.
+                that are not here, of another `where` or `weight`, or the draws follow from a generator in
+                one of both only, or one for another device; nothing was changed.
         """
         storage, state, own = self._storage, state_dict, self.state_dict()
         if state.keys() != own.keys() or state["sampler"].keys() != own["sampler"].keys():
             raise StateError(f"that is no state of a buffer with {self._sampler!r}")
+        for name in own["sampler"].keys() & {"where", "weight"}:
+            if state["sampler"][name] != own["sampler"][name]:
+                raise StateError(f"the state is of a sampler with {name}={state['sampler'][name]!r}")
         generator = state["generator"]
         if (generator is None) != (self._generator is None):
             having, lacking = ("state", "buffer") if self._generator is None else ("buffer", "state")
@@ -164,7 +168,25 @@ class DrawingHandle(StoreHandle):
         """Flush, bring the index up to date for other programs, let others open the store."""
         if "_ahead" in self.__dict__:
             self._ahead.close(_Batches(self))
+        self._sampler.detach()
         super().close()
+
+    def refresh(self) -> None:
+        """Take in what has been done since.
+
+        `where` and `weight` of the sampler are evaluated for all rows as they are now: the next batches are
+        those of any other process, or run, with the same rows, seed and number of the draw. In a follower
+        this also brings episodes, and, after the writer has stopped, its last rows; new rows show by
+        themselves while it writes. `sql` and `stats` do that, too.
+
+        Raises:
+            QueryError: `where` or `weight` cannot be computed, or a weight is not a number from 0 on.
+            StorageError: The store cannot be read.
+        """
+        super().refresh()
+        if self._sampler.filter is not None:
+            self._sampler.refresh(self._storage)
+            self._forget_ahead()
 
     def stats(self) -> dict[str, Any]:
         """Return facts about the store that JSON can keep."""

@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 
 from expstore.episodeinfo import merge_info
 from expstore.episodelog import LogEntry
-from expstore.fragments import Fragments, clip, cut_out, find_fragments, last_ids
+from expstore.fragments import Fragments, clip, cut_out, cut_uneven, find_fragments, last_ids
 from expstore.sources import lane_names, modern_name, modern_names
+from expstore.touched import Touched
 from expstore.types import Array, IntArray, Runs
 
 __all__ = ["STATUS", "Assignment", "Episode", "EpisodeTable", "Segment", "Steps"]
@@ -180,6 +181,7 @@ class EpisodeTable:
         self._changed: dict[int, Episode] = {}
         self._faded: set[int] = set()
         self._sources: list[LogEntry] = []
+        self.touched = Touched()
         self.kernels: ModuleType | None = None  # compiled loops, once there are some
 
     # -- numbering -------------------------------------------------------------------------------
@@ -345,14 +347,18 @@ class EpisodeTable:
         episode.end = time
         episode.last_id = first + (segment.rows - 1) * segment.stride
         episode.status = segment.status
-        self._changed[episode.episode] = episode
+        self._touch(episode)
         if segment.status != OPEN or goes_on:
             entries.append(episode.entry(sequence, self.generation))
         if segment.status == TERMINATED or (segment.status == TRUNCATED and key[1] is None):
             del self._open[key]
 
-    def _note(self, episode: Episode, sequence: int) -> LogEntry:
+    def _touch(self, episode: Episode) -> None:
         self._changed[episode.episode] = episode
+        self.touched.note(episode.episode)
+
+    def _note(self, episode: Episode, sequence: int) -> LogEntry:
+        self._touch(episode)
         return episode.entry(sequence, self.generation)
 
     def cut_unnamed(self, sequence: int) -> list[LogEntry]:
@@ -521,7 +527,7 @@ def _cut(steps: Steps) -> tuple[list[_Piece], IntArray | None]:
     if starts is not None:
         cut |= starts
     if order is not None:
-        _cut_uneven(cut, order)
+        cut_uneven(cut, order)
     at = cut.nonzero()[0]
     first = at.tolist()
     last = [place - 1 for place in [*first[1:], n]]
@@ -543,16 +549,6 @@ def _cut(steps: Steps) -> tuple[list[_Piece], IntArray | None]:
         strict=True,
     )
     return list(pieces), order
-
-
-def _cut_uneven(cut: BoolArray, order: IntArray) -> None:
-    """Cut runs whose rows are not evenly spaced in the batch (rows between were dropped)."""
-    gaps = np.diff(order)
-    uneven = np.flatnonzero(~cut[1:-1] & ~cut[2:] & (gaps[1:] != gaps[:-1])) + 2
-    for place in uneven.tolist():
-        # Unless a cut just before has already begun a new run here.
-        if not cut[place - 1]:
-            cut[place] = True
 
 
 def _spread(

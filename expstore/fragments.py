@@ -6,10 +6,11 @@ Used by `episodes`. It knows neither sources nor trajectories, and touches no fi
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from expstore.types import IntArray, Runs
 
-__all__ = ["Fragments", "clip", "cut_out", "find_fragments", "last_ids"]
+__all__ = ["Fragments", "clip", "cut_out", "cut_uneven", "find_fragments", "last_ids"]
 
 #: From so many on it is as well to look at all of them.
 _MANY_TOUCHED = 65_536
@@ -193,3 +194,13 @@ def find_fragments(episodes: IntArray, steps: IntArray, first_id: int) -> IntArr
     stride[many] = ids[first[many] + 1] - ids[first[many]]
     found = np.stack([episodes[first], steps[first], counts, ids[first], stride])
     return found[:, np.argsort(found[3], kind="stable")]
+
+
+def cut_uneven(cut: NDArray[np.bool_], order: IntArray) -> None:
+    """Cut runs whose rows are not evenly spaced in the batch (rows between were dropped)."""
+    gaps = np.diff(order)
+    uneven = np.flatnonzero(~cut[1:-1] & ~cut[2:] & (gaps[1:] != gaps[:-1])) + 2
+    for place in uneven.tolist():
+        # Unless a cut just before has already begun a new run here.
+        if not cut[place - 1]:
+            cut[place] = True

@@ -96,7 +96,7 @@ class StoreHandle:
                 f"a buffer over {self._storage.kind} storage cannot be copied to another process",
                 hint="keep the rows in a folder: expstore.open(path)",
             )
-        own = {"_storage", "_catalog", "_parents", *self._bound}
+        own = {"_storage", "_catalog", "_parents", "_parents_sampler", *self._bound}
         state = {name: value for name, value in self.__dict__.items() if name not in own}
         return state | {"_origin": self._origin.elsewhere()}
 
@@ -122,9 +122,6 @@ class StoreHandle:
 
     def refresh(self) -> None:
         """Take in what the writer in another process has done since; does nothing in the writer itself.
-
-        A follower shows new rows by itself while the writer runs. This brings episodes, and, after the
-        writer has stopped, its last rows. `sql` and `stats` do it.
 
         Raises:
             StorageError: The store cannot be read.
@@ -333,7 +330,7 @@ class StoreHandle:
     def _refreshed(self) -> Storage:
         storage = self._storage
         if not storage.closed:
-            storage.refresh()
+            storage.follow()
         return storage
 
 

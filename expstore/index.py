@@ -37,9 +37,9 @@ from expstore.relations import Column, Relations
 from expstore.result import Result
 from expstore.types import Array
 
-__all__ = ["Column", "Delta", "Index", "Position", "Relations", "Result", "read_tables"]
+__all__ = ["CONFIG", "Column", "Delta", "Index", "Position", "Relations", "Result", "read_tables"]
 
-_CONFIG: dict[str, str | bool | int | float | list[str]] = {
+CONFIG: dict[str, str | bool | int | float | list[str]] = {
     # Files that DuckDB 1.5 opens too.
     "storage_compatibility_version": "v1.5.0",
     # A query reads what it is given: no files, no variables of the caller, no extensions from the net.
@@ -293,7 +293,7 @@ class Index:
     def _open_file(self, path: Path) -> None:
         con = None
         try:
-            con = duckdb.connect(str(path), config=_CONFIG)
+            con = duckdb.connect(str(path), config=CONFIG)
             found = con.execute("SELECT uuid FROM store").fetchall()
             if found != [(self._uuid,)]:
                 raise CorruptionError(f"it belongs to store {found}, not {self._uuid}")
@@ -309,7 +309,7 @@ class Index:
 
     def _make(self, path: Path | None) -> duckdb.DuckDBPyConnection:
         """Make a database with all tables and no rows."""
-        con = duckdb.connect(":memory:" if path is None else str(path), config=_CONFIG)
+        con = duckdb.connect(":memory:" if path is None else str(path), config=CONFIG)
         try:
             migrate(con)
             con.execute("INSERT INTO store VALUES (?)", [self._uuid])
@@ -399,7 +399,7 @@ def read_tables(path: Path, *, store_uuid: str) -> tuple[Position, dict[str, lis
     """
     index = Index(path, disk=Disk(), store_uuid=store_uuid)
     try:
-        with duckdb.connect(str(path), read_only=True, config=_CONFIG) as con:
+        with duckdb.connect(str(path), read_only=True, config=CONFIG) as con:
             found = con.execute("SELECT uuid FROM store").fetchall()
             if found != [(store_uuid,)]:
                 raise CorruptionError(f"{path} belongs to store {found}, not {store_uuid}")

@@ -7,7 +7,7 @@ and never touches a file.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ import pyarrow as pa
 from expstore.errors import CorruptionError, QueryError
 from expstore.types import Array, Key, Window
 
-__all__ = ["Column", "Relations", "select_episodes"]
+__all__ = ["ROW_COLUMNS", "Column", "Relations", "call_tops", "select_episodes"]
 
 #: The row columns of `transitions`, in their order, with their Arrow types.
 ROW_COLUMNS: dict[str, pa.DataType] = {
@@ -86,11 +86,14 @@ class Relations:
             `transitions` has no rows and `priorities` is the table written last.
         window: The readable ids, to which `fragments` is cut; None: those of the last commit.
         capacity: Of a ring, from which `_index` follows where it is no column; None: unbounded.
+        tops: How the first parts of the fields' keys are called, as `call_tops` says of all fields; None: of
+            those in `columns`.
     """
 
     columns: Sequence[Column] = ()
     window: Window | None = None
     capacity: int | None = None
+    tops: Mapping[str, str] | None = None
 
     def attach(self, cursor: duckdb.DuckDBPyConnection, sql: str) -> list[CorruptionError]:
         """Make the views that `sql` needs, for this cursor only; they last until it is closed.
@@ -125,7 +128,9 @@ class Relations:
 
             raw = ShownDataset(raw, half, lost, refused)
         cursor.register(_TABLE, raw)
-        cursor.execute(f"CREATE TEMP VIEW transitions AS SELECT {_select(items, names, index)} FROM {_TABLE}")
+        tops = call_tops((column.key for column in fields), names) if self.tops is None else self.tops
+        shown = _select(items, names, index, tops)
+        cursor.execute(f"CREATE TEMP VIEW transitions AS SELECT {shown} FROM {_TABLE}")
         # Each view takes half a millisecond. Where the text hides a name, the index's own table answers.
         text = sql.lower()
         if self.columns and "priorities" in text:
@@ -205,7 +210,24 @@ def _modulo(capacity: int | None) -> str:
     return "" if capacity is None else f" % {int(capacity)}"
 
 
-def _select(items: Sequence[_Item], names: Sequence[str], index: str) -> str:
+def call_tops(keys: Iterable[Key], taken: Iterable[str]) -> dict[str, str]:
+    """Return the name under which views show the first part of each key: none like another's, or a taken one.
+
+    >>> call_tops([("a",), ("A",), ("next", "a"), ("next", "b"), ("_id",)], ["_id"])
+    {'a': 'a', 'A': 'A_', 'next': 'next', '_id': '_id_'}
+    """
+    used = {name.lower() for name in taken}
+    tops: dict[str, str] = {}
+    for top in dict.fromkeys(key[0] for key in keys):
+        name = top
+        while name.lower() in used:
+            name += "_"
+        used.add(name.lower())
+        tops[top] = name
+    return tops
+
+
+def _select(items: Sequence[_Item], names: Sequence[str], index: str, tops: Mapping[str, str]) -> str:
     """Name all columns: first the row columns, then the fields, nested keys as structs."""
     tree: dict[str, Any] = {}
     for item in items:
@@ -213,14 +235,8 @@ def _select(items: Sequence[_Item], names: Sequence[str], index: str) -> str:
         for part in item.column.key[:-1]:
             branch = branch.setdefault(part, {})
         branch[item.column.key[-1]] = item.expression()
-    taken = {name.lower() for name in names}
     shown = [index if name == "_index" else name for name in names]
-    for name, value in tree.items():
-        while name.lower() in taken:
-            name += "_"
-        taken.add(name.lower())
-        shown.append(f"{_struct(value)} AS {_quote(name)}")
-    return ", ".join(shown)
+    return ", ".join([*shown, *(f"{_struct(value)} AS {_quote(tops[top])}" for top, value in tree.items())])
 
 
 def _struct(value: str | dict[str, Any]) -> str:

@@ -28,9 +28,9 @@ LINES: tuple[tuple[str, str], ...] = (
     (
         "1",
         "schema manifest lock probe state journal journaltail episodes episodelog episodeinfo sources "
-        "fragments sumtree runtable limiter",
+        "fragments sumtree runtable limiter touched",
     ),
-    ("2", "index delta relations halves result migrate sqlworker"),
+    ("2", "index delta expressions relations halves result migrate sqlworker"),
     ("3", "storages"),
     ("4", "batches writers draws prefetch samplers sample_units transforms snapshots dumping codec"),
     ("5", "handles drawing"),
@@ -57,6 +57,7 @@ ALLOWED_SIDEWAYS: tuple[tuple[str, str], ...] = (
     ("episodes", "episodeinfo"),
     ("episodes", "fragments"),
     ("episodes", "sources"),
+    ("episodes", "touched"),
     ("journaltail", "journal"),
     # the index's parts
     ("index", "delta"),
@@ -64,6 +65,8 @@ ALLOWED_SIDEWAYS: tuple[tuple[str, str], ...] = (
     ("index", "relations"),
     ("relations", "halves"),
     ("index", "result"),
+    ("expressions", "index"),
+    ("expressions", "relations"),
     ("prefetch", "draws"),
     ("drawing", "handles"),
     # the parts of a check
@@ -82,6 +85,7 @@ ALLOWED_SIDEWAYS: tuple[tuple[str, str], ...] = (
     ("storages.*", "storages.base"),
     ("storages.*", "storages.position"),
     ("samplers.*", "samplers.base"),
+    ("samplers.*", "samplers.filter"),
     ("samplers.consuming", "samplers.random"),
     ("samplers.prioritized_slices", "samplers.keyedruns"),
     ("samplers.prioritized_slices", "samplers.prioritized"),
@@ -99,6 +103,7 @@ ALLOWED_SIDEWAYS: tuple[tuple[str, str], ...] = (
     ("samplers.slices_without_replacement", "samplers.without_replacement"),
     ("samplers.consuming", "samplers.windowtree"),
     ("samplers.prioritized", "samplers.windowtree"),
+    ("samplers.random", "samplers.windowtree"),
     ("exchange.*", "exchange.base"),
     ("datasets.*", "datasets.base"),
     # the parts of the storage on disk
@@ -135,6 +140,7 @@ ALLOWED_SIDEWAYS: tuple[tuple[str, str], ...] = (
     ("storages.recovery", "storages.records"),
     ("storages.tail", "storages.columns"),
     ("storages.checksums", "storages.columns"),
+    ("storages.base", "storages.changed"),
     ("storages.base", "storages.hold"),
     ("storages.base", "storages.runs"),
     ("storages.base", "storages.sampled"),
@@ -205,12 +211,13 @@ ALLOWED_AS_TYPE: tuple[tuple[str, str], ...] = (("storages.recovery", "storages.
 
 #: Libraries that belong to few modules.
 HOME_OF_LIBRARY: dict[str, tuple[str, ...]] = {
-    "duckdb": ("index", "delta", "relations", "migrate", "sqlworker"),
+    "duckdb": ("index", "delta", "expressions", "relations", "migrate", "sqlworker"),
     "fastapi": ("api", "api.*"),
     "pyarrow": (
         "index",
         "delta",
         "relations",
+        "expressions",
         "halves",
         "result",
         "storages.arrow",

@@ -5,12 +5,15 @@ Buffers call it with a generator that belongs to this one draw; it never reads r
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from expstore.errors import NotReadyError
+from expstore.samplers.filter import Filter
 from expstore.types import Array, Selection, Window
 
 if TYPE_CHECKING:
@@ -20,15 +23,46 @@ __all__ = ["Sampler", "readable"]
 
 
 class Sampler(ABC):
-    """Choose ids. Threads may sample at once."""
+    """Choose ids. Threads may sample at once.
+
+    Args:
+        where: Which rows may be drawn: an SQL expression over a row and its episode; None: all.
+        weight: By what the chance of each is multiplied: another one; None: 1.
+    """
 
     #: Whether priorities that come with new rows are to be taken in.
     prioritized = False
     #: Whether its rows are windows of steps already, around which there can be no others.
     windowed = False
+    #: None: every row may be drawn, and each counts the same.
+    filter: Filter | None = None
+
+    def __init__(self, *, where: str | None = None, weight: str | None = None) -> None:
+        if where is not None or weight is not None:
+            self.filter = Filter(where, weight)
 
     def attach(self, storage: Storage) -> None:
-        """Be told which storage it will sample from; a buffer does it once."""
+        """Be told which storage it will sample from; a buffer does it once.
+
+        Raises:
+            QueryError: Its rows have no such fields as `where` or `weight` name.
+        """
+        if self.filter is not None:
+            self.filter.attach(storage)
+
+    def detach(self) -> None:
+        """Be told that the storage is about to be closed."""
+        if self.filter is not None:
+            self.filter.detach()
+
+    def refresh(self, storage: Storage) -> None:
+        """Take in all rows and episodes as they are now.
+
+        Raises:
+            QueryError: `where` or `weight` cannot be computed; nothing is changed.
+        """
+        if self.filter is not None:
+            self.filter.refresh(storage)
 
     def reduce(self, priorities: Array) -> Array:
         """Return one priority per row. Shapes `(n, ...)` in, `(n,)` out."""
@@ -43,6 +77,27 @@ class Sampler(ABC):
             batch_size: How many.
             generator: The random numbers of this draw.
         """
+
+    def _drawn(self, storage: Storage, draw: Callable[[], Selection | None]) -> Selection:
+        """Draw by the filter; None is a draw without a candidate: then what is new is evaluated at once.
+
+        Raises:
+            NotReadyError: There is no candidate.
+        """
+        filter = self.filter
+        found = None
+        if filter is not None:
+            filter.look(storage)
+            found = draw()
+            if found is None and filter.find_more(storage):
+                found = draw()
+        if filter is None or found is None:
+            raise (
+                NotReadyError("Cannot sample from an empty storage")
+                if filter is None
+                else filter.nothing(storage)
+            )
+        return found
 
     def left(self, storage: Storage) -> int:
         """Return how many rows can still be drawn: the length of a buffer."""
@@ -66,10 +121,20 @@ class Sampler(ABC):
 
     def state_dict(self) -> dict[str, Any]:
         """Return what `load_state_dict` takes: settings, and what does not follow from the rows."""
-        return {}
+        filter = self.filter
+        return {} if filter is None else {"where": filter.where, "weight": filter.weight}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what `state_dict` returned."""
+        """Take over what `state_dict` returned.
+
+        A state with another `where` or `weight` is refused by the buffer: these are what the program says.
+        """
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy needs; its filter evaluates by itself."""
+        return (
+            {**self.__dict__} if self.filter is None else {**self.__dict__, "filter": copy.copy(self.filter)}
+        )
 
     @property
     def ran_out(self) -> bool:

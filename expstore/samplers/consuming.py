@@ -6,16 +6,14 @@ on disk; a sum tree over the rows that are left finds the ones that are drawn. I
 
 from __future__ import annotations
 
-import threading
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from expstore.errors import NotReadyError, StateError
-from expstore.files import load_compiled
 from expstore.samplers.base import Sampler
 from expstore.samplers.random import RandomSampler
-from expstore.samplers.windowtree import TREES, WindowTree
+from expstore.samplers.windowtree import WindowTree, warm
 from expstore.types import Array, IntArray, Selection
 
 if TYPE_CHECKING:
@@ -85,7 +83,7 @@ class ConsumingSampler(Sampler):
         self._ran_out = False
         if not storage.follows:
             storage.count_sampled()
-        threading.Thread(target=load_compiled, args=(TREES,), name="expstore-warm", daemon=True).start()
+        warm()
 
     def left(self, storage: Storage) -> int:
         """Return how many rows can still be drawn; for a follower, how many can be read."""

@@ -17,7 +17,7 @@ import torch
 from expstore.errors import NotReadyError
 from expstore.files import load_compiled
 from expstore.samplers.base import Sampler
-from expstore.samplers.windowtree import TREES, WindowTree
+from expstore.samplers.windowtree import TREES, WindowTree, warm
 from expstore.types import Array, IntArray, Selection
 
 if TYPE_CHECKING:
@@ -47,6 +47,10 @@ class PrioritizedSampler(Sampler):
         dtype: Of the weights: torch.float32 or torch.float64. Probabilities are float64 always.
         reduction: What becomes of several priorities for one row: "max", "min", "mean" or "median".
         max_priority_within_buffer: Take the largest priority of the readable rows, not the largest ever.
+        where: Which rows are drawn: a boolean SQL expression over a row and its `episode`; None: all.
+            `priority_weight` is then of the rows that match.
+        weight: By what the chance of each is multiplied: a numeric one; None: 1. `priority_weight` counts it
+            in: with alpha=0 and beta=1 it undoes it.
 
     Example:
         >>> sampler = PrioritizedSampler(max_capacity=1000, alpha=0.7, beta=0.5)
@@ -64,7 +68,11 @@ class PrioritizedSampler(Sampler):
         dtype: torch.dtype = torch.float32,
         reduction: Reduction = "max",
         max_priority_within_buffer: bool = False,
+        *,
+        where: str | None = None,
+        weight: str | None = None,
     ) -> None:
+        super().__init__(where=where, weight=weight)
         if dtype not in _WEIGHTS:
             raise ValueError(f"dtype {dtype} is not supported; use torch.float32 or torch.float64")
         if reduction not in _REDUCE:
@@ -77,7 +85,7 @@ class PrioritizedSampler(Sampler):
         self.reduction = reduction
         self.max_priority_within_buffer = max_priority_within_buffer
         self._lock = threading.Lock()
-        self._weights = WindowTree()
+        self._weights = WindowTree(self.filter)
         self.beta = beta
         self._alpha = _exponent("alpha", alpha)
 
@@ -107,15 +115,17 @@ class PrioritizedSampler(Sampler):
 
         Raises:
             ValueError: It may hold more rows than `max_capacity`.
+            QueryError: Its rows have no such fields as the filter names.
         """
         limit = self._max_capacity
         if limit is not None and (storage.capacity is None or storage.capacity > limit):
             held = "any number of" if storage.capacity is None else str(storage.capacity)
             raise ValueError(f"max_capacity is {limit}, but the storage holds {held} rows")
+        super().attach(storage)
         self._weights.drop()
         storage.watch_priorities(self)
         storage.max_within = self.max_priority_within_buffer
-        threading.Thread(target=load_compiled, args=(TREES,), name="expstore-warm", daemon=True).start()
+        warm()
 
     def reduce(self, priorities: Array) -> Array:
         """Return one priority per row. Shapes `(n, ...)` in, `(n,)` out."""
@@ -128,14 +138,23 @@ class PrioritizedSampler(Sampler):
         """Choose `batch_size` readable rows, with replacement.
 
         Raises:
-            NotReadyError: Every priority is 0, and so is eps.
+            NotReadyError: Every priority is 0, and so is eps; or no row matches.
+            QueryError: The filter cannot be computed.
         """
+        if self.filter is not None:
+            return self._drawn(storage, lambda: self._by_priority(storage, batch_size, generator))
+        found = self._by_priority(storage, batch_size, generator)
+        if found is None:
+            raise NotReadyError("non-positive p_sum: all priorities are 0", hint="set eps above 0")
+        return found
+
+    def _by_priority(self, storage: Storage, size: int, generator: np.random.Generator) -> Selection | None:
         with self._lock:
             tree = self._weights.catch_up(storage, lambda places: self._weigh(storage, places))
             smallest, window = tree.smallest, self._weights.window
             if not math.isfinite(smallest):
-                raise NotReadyError("non-positive p_sum: all priorities are 0", hint="set eps above 0")
-            places, weights = tree.find(generator.random(batch_size) * tree.total)
+                return None
+            places, weights = tree.find(generator.random(size) * tree.total)
         bias = self._undo_bias(weights / smallest)
         return Selection(storage.ids_in(places, window), {("priority_weight",): bias})
 
@@ -154,27 +173,23 @@ class PrioritizedSampler(Sampler):
     def on_priorities(self, storage: Storage, places: IntArray) -> None:
         """Be told of slots whose priorities have been set."""
         with self._lock:
-            tree, window = self._weights.tree, self._weights.window
-            if tree is None or self._weights.upheavals != storage.upheavals:
-                return  # it will be made of all priorities
-            if window != storage.window:  # rows have come of which the tree does not know
-                places = places[places < tree.size]
-                places = places[window.holds(storage.ids_in(places, window))]
-            tree.set(places, self._weigh(storage, places))
+            self._weights.change(storage, places, lambda known: self._weigh(storage, known))
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy needs; it makes its own tree."""
-        return {name: value for name, value in self.__dict__.items() if name not in ("_lock", "_weights")}
+        kept = super().__getstate__().items()
+        return {name: value for name, value in kept if name not in ("_lock", "_weights")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take over what `__getstate__` returned."""
-        self.__dict__.update(state, _lock=threading.Lock(), _weights=WindowTree())
+        self.__dict__.update(state, _lock=threading.Lock(), _weights=WindowTree(state.get("filter")))
 
     # -- state -----------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Return what `load_state_dict` takes; priorities belong to the storage."""
-        return {"alpha": self._alpha, "beta": self._beta, "eps": self._eps, "reduction": self.reduction}
+        settings = {"alpha": self._alpha, "beta": self._beta, "eps": self._eps, "reduction": self.reduction}
+        return settings | super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over what `state_dict` returned."""
@@ -182,7 +197,8 @@ class PrioritizedSampler(Sampler):
         self.beta, self.alpha = state_dict["beta"], state_dict["alpha"]
 
     def __repr__(self) -> str:
-        return f"PrioritizedSampler(alpha={self._alpha}, beta={self._beta}, eps={self._eps})"
+        given = "" if self.filter is None else f", {self.filter}"
+        return f"PrioritizedSampler(alpha={self._alpha}, beta={self._beta}, eps={self._eps}{given})"
 
 
 def _exponent(name: str, value: float) -> float:

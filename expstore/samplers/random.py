@@ -1,15 +1,17 @@
 """Uniform sampling with replacement.
 
-The default sampler of every buffer; it keeps no state.
+The default sampler of every buffer; without a filter it keeps no state.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import threading
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from expstore.samplers.base import Sampler, readable
+from expstore.samplers.windowtree import WindowTree, warm
 from expstore.types import Selection
 
 if TYPE_CHECKING:
@@ -21,20 +23,67 @@ __all__ = ["RandomSampler"]
 class RandomSampler(Sampler):
     """Draw every readable row with the same probability, with replacement.
 
+    With `where` only rows that match are drawn. With `weight` a row is drawn in proportion to it; batches
+    do not say how to undo that: `PrioritizedSampler(alpha=0, beta=1, weight=...)` draws by the same law and
+    gives its `priority_weight`.
+
+    Threads: any number may sample. Crashes: a restart goes on with the next batch.
+
+    Args:
+        where: Which rows are drawn: a boolean SQL expression over a row and its `episode`; None: all.
+        weight: By what the chance of each is multiplied: a numeric one; None: 1.
+
     Example:
         >>> rb = TensorDictReplayBuffer(storage=MemoryStorage(100), sampler=RandomSampler(), batch_size=8)
     """
+
+    def __init__(self, *, where: str | None = None, weight: str | None = None) -> None:
+        super().__init__(where=where, weight=weight)
+        self._begin()
+
+    def _begin(self) -> None:
+        self._lock = threading.Lock()
+        self._masses = WindowTree(self.filter)
+
+    def attach(self, storage: Storage) -> None:
+        """Begin anew, with a storage."""
+        super().attach(storage)
+        self._begin()
+        if self.filter is not None:
+            warm()
 
     def sample(self, storage: Storage, batch_size: int, generator: np.random.Generator) -> Selection:
         """Choose `batch_size` readable rows.
 
         Raises:
-            NotReadyError: There is none.
+            NotReadyError: There is none, or none that matches.
+            QueryError: The filter cannot be computed.
         """
         window = readable(storage)
+        if self.filter is not None:
+            return self._drawn(storage, lambda: self._by_mass(storage, batch_size, generator))
         if window.gaps:
             return Selection(window.nth(generator.integers(0, window.rows, batch_size)))
         return Selection(generator.integers(window.low + 1, window.last + 1, batch_size))
 
+    def _by_mass(self, storage: Storage, size: int, generator: np.random.Generator) -> Selection | None:
+        with self._lock:
+            tree = self._masses.catch_up(storage, lambda places: np.ones(places.size))
+            if not tree.total > 0:
+                return None
+            places, _ = tree.find(generator.random(size) * tree.total)
+            return Selection(storage.ids_in(places, self._masses.window))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy needs."""
+        return {
+            name: value for name, value in super().__getstate__().items() if name not in ("_lock", "_masses")
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take over what `__getstate__` returned."""
+        self.__dict__.update(state)
+        self._begin()
+
     def __repr__(self) -> str:
-        return "RandomSampler()"
+        return f"RandomSampler({'' if self.filter is None else self.filter})"

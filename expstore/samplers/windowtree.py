@@ -6,22 +6,31 @@ that are new and takes away those of rows that have left; it never chooses weigh
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from expstore.files import load_compiled
+from expstore.samplers.filter import Filter
 from expstore.types import Array, IntArray, Window
 
 if TYPE_CHECKING:
     from expstore.storages.base import Storage
     from expstore.sumtree import SumTree
 
-__all__ = ["TREES", "WindowTree"]
+__all__ = ["TREES", "WindowTree", "warm"]
 
 #: Loads numba: in the background when a buffer is made, at the latest with the first batch.
 TREES = "expstore.sumtree"
+
+Weigh = Callable[[IntArray], Array]
+
+
+def warm() -> None:
+    """Load the compiled loops in the background."""
+    threading.Thread(target=load_compiled, args=(TREES,), name="expstore-warm", daemon=True).start()
 
 
 class WindowTree:
@@ -29,33 +38,54 @@ class WindowTree:
 
     Threads: whoever calls holds the sampler's lock. Processes: each has its own. Crashes: it is made anew.
 
+    Args:
+        filter: What weights are multiplied by; rows of which it knows nothing yet are left out.
+
     Example:
         >>> tree = WindowTree().catch_up(storage, lambda places: np.ones(places.size))
         >>> tree.total == len(storage)
         True
     """
 
-    def __init__(self) -> None:
+    def __init__(self, filter: Filter | None = None) -> None:
+        self._filter = filter
         #: None: it is to be made anew.
         self.tree: SumTree | None = None
         #: What it shows.
         self.window = Window(0, 0)
         self.upheavals = -1
+        self._version = 0
 
     def drop(self) -> None:
         """Forget all weights."""
         self.tree = None
 
-    def catch_up(self, storage: Storage, weigh: Callable[[IntArray], Array]) -> SumTree:
+    def catch_up(self, storage: Storage, weigh: Weigh) -> SumTree:
         """Give new rows their weights, and take away those of rows that have left.
 
         Args:
             storage: What holds the rows.
             weigh: Returns the weights of slots. Shapes `(n,)` in, float64 `(n,)` out.
         """
-        tree, shown = self.tree, self.window
-        upheavals, window = storage.upheavals, storage.window
-        if tree is not None and (upheavals, window) == (self.upheavals, shown):
+        filter = self._filter
+        if filter is None:
+            return self._follow(storage, storage.window, weigh)
+        with filter.lock:
+            moved, self._version = filter.moved(self._version), filter.version
+            if moved is None:
+                self.drop()
+            return self._follow(storage, filter.shown(storage), self._times_mass(filter, weigh), moved)
+
+    @staticmethod
+    def _times_mass(filter: Filter, weigh: Weigh) -> Weigh:
+        return lambda places: weigh(places) * filter.masses[places]
+
+    def _follow(
+        self, storage: Storage, window: Window, weigh: Weigh, moved: IntArray | None = None
+    ) -> SumTree:
+        tree, shown, upheavals = self.tree, self.window, storage.upheavals
+        changed = moved is not None and moved.size > 0
+        if tree is not None and (upheavals, window) == (self.upheavals, shown) and not changed:
             return tree
         # The shape decides how sums are rounded: it must follow from the rows alone, not from the past.
         size = storage.slots or 1 << max(12, (window.last - 1).bit_length())
@@ -70,6 +100,23 @@ class WindowTree:
             gone = storage.slot_of(np.arange(shown.low + 1, window.low + 1))
             tree.set(gone, np.zeros(gone.size))
             new = storage.slot_of(np.arange(shown.last + 1, window.last + 1))
+            if changed and moved is not None:
+                new = np.concatenate([new, moved[window.holds(storage.ids_in(moved, window))]])
             tree.set(new, weigh(new))
         self.tree, self.upheavals, self.window = tree, upheavals, window
         return tree
+
+    def change(self, storage: Storage, places: IntArray, weigh: Weigh) -> None:
+        """Give slots other weights, as far as it shows the rows that lie there."""
+        tree, window, filter = self.tree, self.window, self._filter
+        if tree is None or self.upheavals != storage.upheavals:
+            return  # it will be made of all weights
+        if window != storage.window:  # rows have come of which the tree does not know
+            places = places[places < tree.size]
+            places = places[window.holds(storage.ids_in(places, window))]
+        if filter is None:
+            tree.set(places, weigh(places))
+            return
+        with filter.lock:
+            places = places[places < filter.masses.size]
+            tree.set(places, self._times_mass(filter, weigh)(places))

@@ -10,7 +10,7 @@ import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,6 +23,7 @@ from expstore.episodes import Assignment, EpisodeTable
 from expstore.errors import NotFoundError, SchemaError, StateError
 from expstore.files import Disk
 from expstore.schema import Field, Schema
+from expstore.storages.changed import Changed
 from expstore.storages.hold import Hold
 from expstore.storages.keys import REWARD, Keys, find_keys
 from expstore.storages.position import DrawPosition
@@ -68,6 +69,9 @@ class CatalogLike(Protocol):
 
     def busy(self) -> bool:
         """Say whether many changes wait for the index."""
+
+    def facts(self, names: Sequence[str], episodes: IntArray | None) -> Any:
+        """Return facts about episodes."""
 
     def close(self) -> None:
         """Bring the index up to date and let go of it."""
@@ -134,7 +138,9 @@ class Storage(DrawPosition, ABC):
         self.priorities: Array = np.ones(0, np.float32)
         self._window = Window(0, 0)
         self._changes = 0  # odd while rows are being changed in place
+        self._in_place = Changed()
         self._closed = False
+        self._catalog: Callable[[], CatalogLike | None] = lambda: None
         self.priorities_set = False
         self.max_within = (
             False  # new rows start at the largest priority of readable rows, not the largest ever
@@ -143,6 +149,8 @@ class Storage(DrawPosition, ABC):
         self._watchers: weakref.WeakSet[Watcher] = weakref.WeakSet()
         #: Moves when rows leave otherwise than by age, or all of them are looked at anew.
         self.upheavals = 0
+        #: Moves when ids may stand for other rows than before.
+        self.takeovers = 0
         self.episode_lock = threading.Lock()  # held while episodes and window change
         self.content: tuple[int, int] = (0, 0)  # position of the last record that says something of rows
         self.index_floor: tuple[int, int] = (0, 0)  # an index older than this must be rebuilt
@@ -381,7 +389,15 @@ class Storage(DrawPosition, ABC):
             yield
             self._note_changed()  # after a failure nobody knows what they hold
         finally:
+            self._in_place.note(self._changes + 1, slots)
             self._changes += 1
+
+    def changed_since(self, changes: int) -> IntArray | None:
+        """Return the slots changed in place since `changes` was this even number; None: whichever.
+
+        Shape `(n,)`, int64. A change that is going on is not among them.
+        """
+        return self._in_place.since(changes, self._changes & ~1)
 
     def set_priorities(self, ids: IntArray, values: Array) -> int:
         """Set priorities; rows that have left are skipped. Returns how many were set.
@@ -488,6 +504,9 @@ class Storage(DrawPosition, ABC):
         return 0
 
     def refresh(self) -> None:
+        """Take in what another process has done, priorities too; does nothing where rows are written here."""
+
+    def follow(self) -> None:
         """Take in what another process has written; does nothing where rows are written here."""
 
     def check_writable(self) -> None:
@@ -543,7 +562,16 @@ class Storage(DrawPosition, ABC):
         return find_keys(schema)
 
     def use_catalog(self, catalog: CatalogLike) -> None:
-        """Be told who keeps the index, to hand it changes before they are forgotten."""
+        """Be told who keeps the index, to hand it changes before they are forgotten.
+
+        It is held weakly: it holds this storage, and a forgotten buffer is to go at once.
+        """
+        self._catalog = weakref.ref(catalog)
+
+    @property
+    def catalog(self) -> CatalogLike | None:
+        """Who keeps the index, if somebody does."""
+        return self._catalog()
 
     @property
     def can_write(self) -> bool:

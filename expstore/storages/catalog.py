@@ -10,8 +10,8 @@ import contextlib
 import logging
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -32,6 +32,7 @@ _EPISODE_COLUMNS = (
     "episode_id, source, trajectory_id, start_time, end_time, length, return, status, live_rows, info"
 )
 
+_Answer = TypeVar("_Answer")
 _log = logging.getLogger("expstore")
 #: So many changed episodes are handed to the index in the background, to bound memory.
 MANY_CHANGES = 20_000
@@ -57,15 +58,7 @@ class Catalog:
             QueryError: It is not one SELECT, or DuckDB refuses it.
             StateError: The store is closed.
         """
-        if self._storage.closed:
-            raise StateError("the store is closed", hint="open it again with expstore.open()")
-        try:
-            return self._ask(sql, params)
-        except CorruptionError as exc:
-            if exc.kind != "index":
-                raise
-            _log.warning("%s", exc)
-            return self._ask(sql, params)
+        return self._patiently(lambda: self._ask(sql, params))
 
     def episodes(
         self,
@@ -146,7 +139,7 @@ class Catalog:
 
     def catch_up(self) -> Index:
         """Hand the index what it lacks and return it."""
-        self._storage.refresh()
+        self._storage.follow()
         with self._lock:
             index = self._index or self._open()
             storage = self._storage
@@ -163,6 +156,40 @@ class Catalog:
             index.commit(delta)
             self._whole = False
             return index
+
+    def facts(self, names: Sequence[str], episodes: IntArray | None) -> Result:
+        """Return facts about episodes.
+
+        Args:
+            names: Columns of the relation `episodes`, `episode_id` among them.
+            episodes: Their ids; None: all that have rows. Shape `(n,)`.
+
+        Raises:
+            StateError: The store is closed.
+        """
+        columns = ", ".join(f'"{name}"' for name in names)
+        if episodes is None:
+            sql, values = "live_rows > 0 ORDER BY episode_id", []
+        else:
+            sql, values = "episode_id IN (SELECT unnest(?::BIGINT[]))", [episodes]
+        return self._patiently(lambda: self._facts(f"SELECT {columns} FROM episodes WHERE {sql}", values))
+
+    def _facts(self, sql: str, values: list[IntArray]) -> Result:
+        from expstore.index import Relations
+
+        return self.catch_up().query(sql, values, Relations())
+
+    def _patiently(self, ask: Callable[[], _Answer]) -> _Answer:
+        """Ask; ask again if the index is found damaged, which has it made anew."""
+        if self._storage.closed:
+            raise StateError("the store is closed", hint="open it again with expstore.open()")
+        try:
+            return ask()
+        except CorruptionError as exc:
+            if exc.kind != "index":
+                raise
+            _log.warning("%s", exc)
+            return ask()
 
     def busy(self) -> bool:
         """Say whether many changes wait for the index."""

@@ -235,13 +235,19 @@ class FollowerStorage(FolderStorage):
         self._known = last
         self._source = source
         self._turns += 1
-        self.upheavals += 1  # ids may stand for other rows than before
+        self.upheavals += 1
+        self.takeovers += 1
 
     def _slots_of(self, last: int) -> int:
         """Return how many slots the ids up to `last` take."""
         return last if self.slots is None else min(last, self.slots)
 
     def refresh(self) -> None:
+        """Take in what the writer has done since, priorities too."""
+        self.follow()
+        self.upheavals += 1  # priorities may have been set
+
+    def follow(self) -> None:
         """Take in what the writer has done since.
 
         Rows show by themselves while it writes; this brings episodes, and notices that it has gone.
@@ -261,7 +267,6 @@ class FollowerStorage(FolderStorage):
                 self._look_again()
             if self._source.live:
                 self._patiently(self._go_on)
-            self.upheavals += 1  # priorities may have been set
 
     def _generation(self) -> int:
         return Manifest.load(self.disk, self.path).generation
@@ -348,6 +353,10 @@ class FollowerStorage(FolderStorage):
     def changes(self) -> int:
         """A number that moves whenever rows are changed in place."""
         return self._watch.change if self._source.live else 2 * self._turns
+
+    def changed_since(self, changes: int) -> IntArray | None:
+        """Return the slots changed in place since `changes` was this even number; None: whichever."""
+        return self._watch.changed_since(changes) if self._source.live else None
 
     def intact(self, ids: IntArray) -> bool:
         """Say whether no slot of these ids has been written to for a later row."""

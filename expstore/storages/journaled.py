@@ -146,6 +146,7 @@ class JournaledStorage(SyncedStorage):
         self._journal.cut()
         self._claim_state(self._journal.sequence)
         self.upheavals += 1
+        self.takeovers += 1
         self._marked = (self._journal.sequence, self._draw)
         self._synced = self.last
 
@@ -415,8 +416,7 @@ class JournaledStorage(SyncedStorage):
             return
         try:
             self.check_writable()
-            catalog = self._catalog()
-            if catalog is not None:
+            if (catalog := self.catalog) is not None:
                 catalog.close()
         finally:
             self.close()

@@ -126,6 +126,7 @@ class MemoryStorage(Storage):
                 self.unwatch_draws()
                 self.randomness = from_json(base["randomness"])
                 self._window = Window(arrival.low, arrival.last, arrival.manifest.gaps)
+                self.takeovers += 1
 
     def _arrange(self, arrival: Arrival) -> tuple[list[Array], Array, EpisodeTable]:
         """Return the columns, the priorities and the episodes that arrive, as they are kept here."""

@@ -82,7 +82,7 @@ class Runs:
         """
         storage = self._held()
         if storage.follows and storage.query_window != storage.window:
-            storage.refresh()
+            storage.follow()
         if self._is_current(storage):
             return self._window
         with self.lock:

@@ -12,7 +12,6 @@ import logging
 import sys
 import threading
 import time
-import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +23,7 @@ from expstore.files import Disk, File
 from expstore.journal import Journal, Kind
 from expstore.manifest import Manifest
 from expstore.schema import Schema
-from expstore.storages.base import ROW_BYTES, CatalogLike, Keys
+from expstore.storages.base import ROW_BYTES, Keys
 from expstore.storages.keeper import Keeper
 from expstore.storages.records import Mark
 from expstore.storages.shown import ShownStorage
@@ -61,7 +60,6 @@ class SyncedStorage(ShownStorage):
         self.durable = durable
         self._min_free = min_free
         self._room_id = 0 if min_free else _ENDLESS  # up to this id there was space when last looked
-        self._catalog: Callable[[], CatalogLike | None] = lambda: None
         self._sync_lock = threading.Lock()
         self._journal_lock = threading.Lock()
         self._failure: ExpStoreError | None = None
@@ -87,13 +85,6 @@ class SyncedStorage(ShownStorage):
                 self._journal.start_segment(self._base(opening=False), room=size)
             self._keeper.hurry()
         return self._journal.append(kind, *body)
-
-    def use_catalog(self, catalog: CatalogLike) -> None:
-        """Hand changes to the index before they are forgotten.
-
-        It is held weakly: it holds this storage, and a forgotten buffer is to go at once.
-        """
-        self._catalog = weakref.ref(catalog)
 
     # -- one act at a time -----------------------------------------------------------------------
 
@@ -198,8 +189,7 @@ class SyncedStorage(ShownStorage):
     def _cut(self, keep: File) -> None:
         """Remove the journal's segments before `keep`: all they say is on the disk, and in the index."""
         try:
-            catalog = self._catalog()
-            if catalog is not None:
+            if (catalog := self.catalog) is not None:
                 catalog.catch_up()
         except ExpStoreError as exc:
             # The index is derived: one that has missed segments is built anew when it is next asked.

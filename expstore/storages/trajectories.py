@@ -24,7 +24,7 @@ def rows_of_episode(storage: Storage, episode_id: int) -> IntArray:
         NotFoundError: There never was such an episode, or none of its rows can be read.
     """
     number = check_episode(episode_id)
-    storage.refresh()
+    storage.follow()
     with storage.episode_lock:
         window = storage.query_window
         fragments = storage.episodes.fragments.rows

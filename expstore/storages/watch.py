@@ -8,6 +8,8 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+import numpy as np
+
 from expstore.files import Disk
 from expstore.lock import read_owner
 from expstore.state import PAGE, StatePage, StateView
@@ -88,6 +90,17 @@ class Watch:
             return True  # several changes: the page names the slots of one
         low, high = page.get("change_low"), page.get("change_high")
         return self.change != after or bool(((slots >= low) & (slots <= high)).any())
+
+    def changed_since(self, before: int) -> IntArray | None:
+        """Return a run of slots that holds all that were changed since `change` was this even number.
+
+        Shape `(n,)`; None: they may be any.
+        """
+        page, now = self._page, self.change & ~1
+        if page is None or now != before + 2:
+            return np.empty(0, np.int64) if now == before else None
+        low, high = page.get("change_low"), page.get("change_high")
+        return np.arange(low, high + 1) if self.change == now and high < 1 << 62 else None
 
     def close(self) -> None:
         """Let go of the page, once nobody looks at it."""

@@ -1,0 +1,639 @@
+"""`where=` and `weight=` of samplers: which rows are drawn, how often, and since when."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import pickle
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from tensordict import TensorDict
+
+import expstore
+from expstore import (
+    MemoryStorage,
+    NotReadyError,
+    PrioritizedSampler,
+    QueryError,
+    RandomSampler,
+    StateError,
+    TensorDictReplayBuffer,
+)
+from expstore.samplers.base import Sampler
+from expstore.samplers.filter import Filter
+
+LIMIT = 20.0  # seconds after which what should come has not come
+DRAWS = 40_000
+
+
+def rows(count: int, *, start: int = 0, length: int = 10) -> TensorDict:
+    """Rows whose values follow from their number: `number`, `kind` (number % 7), `next.reward` (kind / 2).
+
+    Every `length`-th row ends an episode.
+    """
+    number = torch.arange(start, start + count)
+    ended = ((number + 1) % length == 0)[:, None]
+    after = {
+        "reward": (number % 7)[:, None] / 2.0,
+        "terminated": ended,
+        "truncated": torch.zeros_like(ended),
+    }
+    return TensorDict({"number": number, "kind": number % 7, "next": TensorDict(after, [count])}, [count])
+
+
+def in_memory(sampler: Sampler, capacity: int = 1000) -> TensorDictReplayBuffer:
+    return TensorDictReplayBuffer(
+        storage=MemoryStorage(capacity), sampler=sampler, batch_size=64, with_ids=True
+    )
+
+
+def on_disk(path: Path, sampler: Sampler, capacity: int = 1000, **settings: Any) -> TensorDictReplayBuffer:
+    return expstore.open(path, capacity=capacity, sampler=sampler, batch_size=64, **settings)
+
+
+@pytest.fixture(params=["memory", "disk"])
+def make(request: pytest.FixtureRequest, store_path: Path) -> Callable[..., TensorDictReplayBuffer]:
+    """A factory of buffers of 1000 rows with a sampler."""
+    if request.param == "memory":
+        return in_memory
+    return lambda sampler, capacity=1000: on_disk(store_path, sampler, capacity)
+
+
+def counted(rb: TensorDictReplayBuffer, draws: int = DRAWS) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Draw rows; return those that came, by number, and how often."""
+    numbers = torch.cat([rb.sample(1000)["number"] for _ in range(draws // 1000)])
+    found = np.unique(numbers.numpy(), return_counts=True)
+    return found[0], found[1]
+
+
+def check_law(rb: TensorDictReplayBuffer, numbers: Any, weights: Any, draws: int = DRAWS) -> None:
+    """Check that rows are drawn in proportion to weights, and no others: six standard deviations at most."""
+    came, often = counted(rb, draws)
+    chance = np.asarray(weights, np.float64) / np.sum(weights)
+    assert set(came.tolist()) <= set(np.asarray(numbers)[chance > 0].tolist())
+    seen = np.zeros(len(chance))
+    seen[np.searchsorted(numbers, came)] = often
+    spread = np.sqrt(draws * chance * (1 - chance))
+    assert np.all(np.abs(seen - draws * chance) <= 6 * spread + 1e-9)
+
+
+def matching(rb: TensorDictReplayBuffer, where: str) -> list[int]:
+    """Ask SQL which numbers match."""
+    text = where.replace("episode.", "e.").replace("next.", "t.next.")
+    found = rb.sql(
+        f"SELECT t.number FROM transitions t JOIN episodes e ON e.episode_id = t._episode WHERE {text}"
+    )
+    return sorted(number for (number,) in found.fetchall())
+
+
+# -- the law -------------------------------------------------------------------------------------
+
+
+def test_rows_that_match_are_drawn_in_proportion_to_their_weights(
+    make: Callable[..., TensorDictReplayBuffer],
+) -> None:
+    rb = make(RandomSampler(where="kind IN (1, 2, 5)", weight="next.reward * 2 + 1"))
+    rb.extend(rows(2500))  # the ring wraps
+    rb.refresh()
+    numbers = np.arange(1500, 2500)
+    kinds = numbers % 7
+    check_law(rb, numbers, np.isin(kinds, [1, 2, 5]) * (kinds + 1))
+    rb.close()
+
+
+def test_a_weight_alone_and_null_weights(make: Callable[..., TensorDictReplayBuffer]) -> None:
+    rb = make(RandomSampler(weight="nullif(kind, 3)"))
+    rb.extend(rows(50))
+    kinds = np.arange(50) % 7
+    check_law(rb, np.arange(50), np.where(kinds == 3, 0, kinds))
+    rb.close()
+
+
+def test_priorities_are_multiplied_and_their_weights_are_of_the_candidates(
+    make: Callable[..., TensorDictReplayBuffer],
+) -> None:
+    sampler = PrioritizedSampler(alpha=0.7, beta=0.5, eps=0.0, where="kind < 4", weight="kind + 0.5")
+    rb = make(sampler, 100)
+    rb.extend(rows(130))
+    rb.refresh()
+    ids = rb.storage.window.ids()
+    priorities = np.linspace(0.01, 3, 100).astype(np.float32)
+    rb.sample()  # the tree is there when they are set
+    rb.update_priority(id=ids, priority=priorities)
+    numbers = np.arange(30, 130)
+    kinds = numbers % 7
+    mass = priorities.astype(np.float64) ** 0.7 * np.where(kinds < 4, kinds + 0.5, 0)
+    check_law(rb, numbers, mass)
+    batch = rb.sample(500)
+    drawn = mass[batch["number"].numpy() - 30]
+    expected = (drawn / mass[mass > 0].min()) ** -0.5
+    np.testing.assert_allclose(batch["priority_weight"].numpy(), expected, rtol=1e-5)
+    rb.close()
+
+
+def test_priority_weight_undoes_a_weight() -> None:
+    rb = in_memory(PrioritizedSampler(alpha=0.0, beta=1.0, weight="kind + 1"))
+    rb.extend(rows(700))
+    batch = rb.sample(1000)
+    np.testing.assert_allclose(batch["priority_weight"].numpy(), 1 / (batch["kind"].numpy() + 1), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        "episode.return > 14",
+        "episode.status = 'terminated'",
+        "episode.length >= 10 AND next.reward > 1",
+        "episode.episode_id % 2 = 0",
+        "episode.trajectory_id IS NULL AND episode.info IS NULL",
+        "episode.end_time IS NULL OR _step < 3",
+    ],
+)
+def test_expressions_speak_of_episodes(make: Callable[..., TensorDictReplayBuffer], where: str) -> None:
+    rb = make(RandomSampler(where=where), 200)
+    rb.extend(rows(255))
+    rb.sample()
+    rb.extend(rows(28, start=255))
+    rb.refresh()
+    wanted = matching(rb, where)
+    assert wanted
+    assert set(counted(rb, 20_000)[0].tolist()) == set(wanted)
+    rb.close()
+
+
+def test_sources_and_trajectories_are_known() -> None:
+    rb = in_memory(RandomSampler(where="episode.source = 'b'"))
+    for start, source in ((0, "a"), (40, "b"), (80, "c")):
+        rb.extend(rows(40, start=start), source=source)
+    assert set(counted(rb, 5000)[0].tolist()) == set(range(40, 80))
+
+
+# -- what is evaluated, and when -----------------------------------------------------------------
+
+
+def test_rows_that_left_are_never_drawn_and_new_ones_join_soon(
+    make: Callable[..., TensorDictReplayBuffer],
+) -> None:
+    rb = make(RandomSampler(where="kind = 2"), 200)
+    rb.extend(rows(200))
+    rb.sample()
+    newest, deadline = 0, time.monotonic() + LIMIT
+    rb.extend(rows(100, start=200))
+    while newest < 294:  # the newest row of kind 2
+        batch = rb.sample()
+        assert int(batch["number"].min()) >= 100
+        assert bool((batch["kind"] == 2).all())
+        newest = max(newest, int(batch["number"].max()))
+        assert time.monotonic() < deadline
+    rb.close()
+
+
+def test_a_draw_does_not_wait_for_an_evaluation() -> None:
+    rb = in_memory(RandomSampler(where="kind = 2"))
+    rb.extend(rows(100))
+    rb.sample()
+    filter = rb.sampler.filter
+    assert filter is not None
+    with filter._evaluating:  # as if one went on
+        rb.extend(rows(100, start=100))
+        assert int(rb.sample()["number"].max()) < 100
+    rb.refresh()
+    assert int(rb.sample(1000)["number"].max()) >= 100
+
+
+def test_without_a_candidate_a_draw_looks_at_what_is_new() -> None:
+    rb = in_memory(RandomSampler(where="number >= 150"))
+    rb.extend(rows(100))
+    with pytest.raises(NotReadyError, match=r"none of the 100 rows .* where='number >= 150'"):
+        rb.sample()
+    rb.extend(rows(100, start=100))
+    assert int(rb.sample()["number"].min()) >= 150
+
+
+def test_changed_rows_follow_after_a_refresh(make: Callable[..., TensorDictReplayBuffer]) -> None:
+    rb = make(RandomSampler(where="kind = 2"))
+    rb.extend(rows(700))
+    rb.sample()
+    changed = rb[2:9:7].clone()
+    changed["kind"] = torch.tensor([0])
+    rb[torch.tensor([2])] = changed
+    other = rb[3:4].clone()
+    other["kind"] = torch.tensor([2])
+    rb[torch.tensor([3])] = other
+    rb.refresh()
+    came = counted(rb, 20_000)[0].tolist()
+    assert 2 not in came
+    assert set(came) == {3, *range(9, 700, 7)}
+    rb.close()
+
+
+def test_episodes_that_go_on_end_or_are_cut_follow_after_a_refresh(
+    make: Callable[..., TensorDictReplayBuffer],
+) -> None:
+    rb = make(RandomSampler(where="episode.status = 'terminated'"))
+    rb.extend(rows(25), source="a")
+    assert int(rb.sample(500)["number"].max()) == 19
+    rb.extend(rows(5, start=25), source="a")
+    rb.refresh()
+    assert int(rb.sample(500)["number"].max()) == 29
+    rb.extend(rows(1, start=30, length=1), source="b")
+    rb.refresh()
+    assert set(counted(rb, 5000)[0].tolist()) == set(range(31))
+    rb.close()
+
+
+def test_only_new_rows_and_named_columns_are_read(make: Callable[..., TensorDictReplayBuffer]) -> None:
+    rb = make(RandomSampler(where="next.reward > 1 AND _step > 0"))
+    rb.extend(rows(500))
+    rb.sample()
+    asked: list[tuple[list[int], list[int]]] = []
+    read = rb.storage.read
+
+    def watched(ids: Any, places: Any = None) -> Any:
+        asked.append((ids.tolist(), list(places)))
+        return read(ids, places)
+
+    rb.storage.read = watched  # type: ignore[method-assign]
+    rb.extend(rows(20, start=500))
+    rb.refresh()
+    schema = rb.storage.require_schema()
+    assert asked == [(list(range(501, 521)), [schema.place(("next", "reward")), len(schema.fields) + 2])]
+    rb.refresh()
+    assert len(asked) == 1  # nothing is new
+    rb[torch.tensor([7])] = rows(1)
+    rb.refresh()
+    assert [ids for ids, _ in asked[1:]] == [[8]]
+    rb.close()
+
+
+def test_episodes_whose_facts_stay_are_not_looked_at_again(
+    make: Callable[..., TensorDictReplayBuffer],
+) -> None:
+    rb = make(RandomSampler(where="episode.status = 'open'"))
+    rb.extend(rows(8), source="a")
+    rb.sample()
+    rb.extend(rows(1, start=8), source="a")
+    rb.refresh()  # now what is known of it is kept
+    asked: list[list[int]] = []
+    ask = Filter._ask
+
+    def watched(self: Filter, storage: Any, ids: Any, facts: Any) -> Any:
+        asked.append(ids.tolist())
+        return ask(self, storage, ids, facts)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Filter, "_ask", watched)
+        rb.extend(rows(1, start=8), source="a")
+        rb.refresh()
+        assert asked == [[10]]
+        rb.extend(rows(1, start=9), source="a")
+        rb.refresh()
+        assert asked[1] == list(range(1, 12))
+    rb.close()
+
+
+# -- the same rows, the same draws ---------------------------------------------------------------
+
+
+def sampler_of(kind: str) -> Sampler:
+    where, weight = "episode.return > 5 AND kind != 2", "kind + 0.1"
+    if kind == "random":
+        return RandomSampler(where=where, weight=weight)
+    return PrioritizedSampler(where=where, weight=weight)
+
+
+def drawn_with(rb: TensorDictReplayBuffer, number: int) -> list[int]:
+    """Draw by generator `number`, whoever has drawn before."""
+    rb.refresh()
+    generator = np.random.Generator(np.random.Philox(number))
+    selection = rb.sampler.sample(rb.storage, 200, generator)
+    weights = [values.tolist() for values in selection.info.values()]
+    return [*selection.ids.tolist(), *(w for one in weights for w in one)]
+
+
+@pytest.mark.parametrize("capacity", [300, None])
+@pytest.mark.parametrize("kind", ["random", "prioritized"])
+def test_after_a_refresh_draws_are_those_of_any_other_process(
+    store_path: Path, kind: str, capacity: int | None
+) -> None:
+    rb = expstore.open(store_path, capacity=capacity, sampler=sampler_of(kind), batch_size=64)
+    follower: TensorDictReplayBuffer | None = None
+    for step in range(9):
+        rb.extend(rows(73, start=73 * step), source="a")
+        rb.sample()
+        if step == 4:
+            changed = rb[:6].clone()
+            changed["kind"] = torch.zeros(6, dtype=torch.int64)
+            rb[torch.arange(6)] = changed
+            rb.flush()
+            follower = expstore.open(store_path, mode="r", sampler=sampler_of(kind))
+        if follower is not None:
+            drawn_with(follower, 0)
+    rb.update_priority(id=rb.storage.window.ids()[::3], priority=2.5)
+    rb.flush()
+    expected = drawn_with(rb, 17)
+    assert follower is not None
+    assert drawn_with(follower, 17) == expected
+    fresh = expstore.open(store_path, mode="r", sampler=sampler_of(kind))
+    assert drawn_with(fresh, 17) == expected
+    fresh.close()
+    follower.close()
+    rb.close()
+    rb = expstore.open(store_path, sampler=sampler_of(kind))
+    assert drawn_with(rb, 17) == expected
+    rb.close()
+
+
+def test_a_snapshot_opened_for_reading_draws_by_the_filter(store_path: Path, tmp_path: Path) -> None:
+    rb = on_disk(store_path, RandomSampler(where="episode.return > 14"), 200)
+    rb.extend(rows(255))
+    rb.dumps(tmp_path / "backup")
+    expected = drawn_with(rb, 3)
+    rb.close()
+    with expstore.open(
+        tmp_path / "backup", mode="r", sampler=RandomSampler(where="episode.return > 14")
+    ) as copied:
+        assert drawn_with(copied, 3) == expected
+
+
+def test_other_content_is_evaluated_anew(make: Callable[..., TensorDictReplayBuffer], tmp_path: Path) -> None:
+    rb = make(RandomSampler(where="kind = 2"))
+    rb.extend(rows(100))
+    rb.sample()
+    rb.empty()
+    with pytest.raises(NotReadyError):
+        rb.sample()
+    rb.extend(rows(50, start=1000))
+    assert int(rb.sample()["number"].min()) >= 1000
+    with expstore.open(tmp_path / "other.exp", capacity=1000) as other:
+        other.extend(rows(30, start=5000))
+        other.dumps(tmp_path / "backup")
+    rb.loads(tmp_path / "backup")
+    assert set(counted(rb, 2000)[0].tolist()) == {n for n in range(5000, 5030) if n % 7 == 2}
+    rb.close()
+
+
+def test_a_restart_goes_on_with_the_batch_that_would_have_come(store_path: Path) -> None:
+    sampler = RandomSampler(where="kind = 2")
+    with on_disk(store_path, sampler) as rb:
+        rb.extend(rows(400))
+        batches = [rb.sample()["number"].tolist() for _ in range(3)]
+    again = RandomSampler(where="kind = 2")
+    with on_disk(store_path, again) as rb:
+        rb.sample()
+        rb.storage.set_draws(1, rb.storage.progress)
+        assert [rb.sample()["number"].tolist() for _ in range(2)] == batches[1:]
+
+
+# -- what is refused -----------------------------------------------------------------------------
+
+REFUSED = {
+    "(SELECT true)": "a subquery",
+    "EXISTS (SELECT 1 FROM transitions)": "a subquery",
+    "kind IN (SELECT 1)": "a subquery",
+    "max(kind) > 1": r"max\(\) is an aggregate",
+    "count(*) > 1": "aggregate",
+    "kind = max(kind) OVER ()": "a window function",
+    "row_number() OVER () = 1": "a window function",
+    "kind = ?": "a parameter",
+    "kind = $kind": "a parameter",
+    "kind = 1; SELECT true": "2 statements|syntax error",
+    "true, false": "more than one expression",
+    "true AS x": "more than one expression",
+    "true FROM transitions": "more than one expression",
+    "true ORDER BY 1": "more than one expression",
+    "true) OR (true": "syntax error",
+    "kind = 1 /*": "unterminated",
+    "-- nothing": "no SQL expression",
+    "": "no SQL expression",
+    "kind >": "syntax error",
+    "*": "a star",
+    "random() < 0.5": "another answer another time",
+    "_time > now()": "another answer another time",
+    "_time > ago(INTERVAL 1 DAY)": "another answer another time",
+    "unnest([true])": "a table",
+    "_priority > 1": "PrioritizedSampler",
+    "transitions._priority > 1": "PrioritizedSampler",
+    "_sampled = 0": "ConsumingSampler",
+    "episode.live_rows > 3": "every row that leaves",
+    "episode.reward > 3": "no fact.*episode.return",
+}
+
+
+@pytest.mark.parametrize(("text", "why"), REFUSED.items())
+def test_what_is_no_expression_over_a_row_is_refused_by_name(text: str, why: str) -> None:
+    with pytest.raises(QueryError, match=f"(?s){why}"):
+        RandomSampler(where=text)
+    with pytest.raises(QueryError, match=f"(?s){why}"):
+        PrioritizedSampler(weight=text)
+
+
+@pytest.mark.parametrize(
+    ("where", "weight", "why"),
+    [
+        (
+            "kind = 1 AND nothing > 2",
+            None,
+            r"nothing.*fields number, kind, next.reward.*_step.*episode.return",
+        ),
+        ("next.rewards > 2", None, "next.reward"),
+        ("kind", None, "where= takes a boolean expression.*BIGINT"),
+        (None, "kind = 1", "weight= takes a number.*BOOLEAN"),
+        (None, "next", "weight= takes a number.*STRUCT"),
+        ("_time > current_timestamp", None, "current_timestamp changes"),
+        ("no_function(kind)", None, "no_function"),
+    ],
+)
+def test_what_the_rows_do_not_have_is_refused_when_they_are_known(
+    where: str | None, weight: str | None, why: str
+) -> None:
+    rb = in_memory(RandomSampler(where=where, weight=weight))
+    rb.extend(rows(10))
+    with pytest.raises(QueryError, match=f"(?s){why}"):
+        rb.sample()
+    with pytest.raises(QueryError, match=f"(?s){why}"):
+        TensorDictReplayBuffer(storage=rb.storage, sampler=RandomSampler(where=where, weight=weight))
+
+
+def test_a_store_whose_fields_are_others_is_not_left_open(store_path: Path) -> None:
+    with on_disk(store_path, RandomSampler()) as rb:
+        rb.extend(rows(10))
+    with pytest.raises(QueryError, match="nothing"):
+        on_disk(store_path, RandomSampler(where="nothing > 1"))
+    with on_disk(store_path, RandomSampler(where="kind > 1")) as rb:
+        rb.sample()
+
+
+@pytest.mark.parametrize("weight", ["kind - 3", "'nan'::FLOAT", "1e308 * kind * 10", "kind * 1e200"])
+def test_a_weight_that_is_no_weight_is_refused_and_nothing_changed(weight: str) -> None:
+    rb = in_memory(RandomSampler(weight=f"CASE WHEN number < 100 THEN 1 ELSE {weight} END"))
+    rb.extend(rows(100))
+    rb.sample()
+    rb.extend(rows(10, start=100))
+    filter = rb.sampler.filter
+    assert filter is not None
+    before = filter.version, filter.masses.copy()
+    with pytest.raises(QueryError, match="weight=.*for the row with id 10") as caught:
+        rb.refresh()
+    assert caught.value.kind == "weight"
+    with pytest.raises(QueryError, match="weight="):  # as long as it is so
+        rb.sample()
+    assert filter.version == before[0]
+    np.testing.assert_array_equal(filter.masses, before[1])
+    good = rows(10)
+    rb[torch.arange(100, 110)] = good
+    rb.refresh()
+    assert rb.sample()["number"].numel() == 64
+
+
+def test_a_failure_in_the_background_is_raised_by_a_draw() -> None:
+    rb = in_memory(RandomSampler(where="CAST(CASE WHEN kind = 6 THEN 'six' ELSE '1' END AS INT) = 1"))
+    rb.extend(rows(6))
+    rb.sample()
+    rb.extend(rows(1, start=6))
+    deadline = time.monotonic() + LIMIT
+
+    def draw_on() -> None:
+        while time.monotonic() < deadline:
+            rb.sample()
+
+    with pytest.raises(QueryError, match="six"):
+        draw_on()
+
+
+# -- life ----------------------------------------------------------------------------------------
+
+
+def test_batches_made_ahead_before_a_refresh_are_drawn_again() -> None:
+    rb = TensorDictReplayBuffer(
+        storage=MemoryStorage(1000),
+        sampler=RandomSampler(where="episode.status = 'open'"),
+        prefetch=3,
+        batch_size=50,
+    )
+    rb.extend(rows(15), source="a")
+    assert int(rb.sample()["number"].min()) >= 10
+    rb.extend(rows(5, start=15), source="a")
+    rb.extend(rows(5, start=100), source="a")
+    rb.refresh()
+    for _ in range(5):
+        assert int(rb.sample()["number"].min()) >= 100
+
+
+def test_every_sampler_says_its_filter_and_refuses_the_state_of_another() -> None:
+    def buffer(where: str | None) -> TensorDictReplayBuffer:
+        rb = in_memory(RandomSampler(where=where))
+        rb.extend(rows(50))
+        return rb
+
+    one = buffer("kind = 1")
+    assert "where='kind = 1'" in repr(one)
+    state = one.state_dict()
+    assert state["sampler"] == {"where": "kind = 1", "weight": None}
+    expected = one.sample()["number"].tolist()
+    same = buffer("kind = 1")
+    same.load_state_dict(state)
+    assert same.sample()["number"].tolist() == expected
+    for other in (buffer("kind = 2"), buffer(None)):
+        with pytest.raises(StateError):
+            other.load_state_dict(state)
+
+
+@pytest.mark.parametrize("kind", ["random", "prioritized"])
+def test_copies_evaluate_for_themselves(kind: str) -> None:
+    rb = in_memory(sampler_of(kind))
+    rb.extend(rows(100))
+    rb.sample()
+    for copied in (copy.copy(rb.sampler), pickle.loads(pickle.dumps(rb.sampler)), copy.deepcopy(rb.sampler)):
+        assert copied.filter is not None
+        assert copied.filter is not rb.sampler.filter
+        other = in_memory(copied)
+        other.extend(rows(40, start=400))
+        assert int(other.sample()["number"].min()) >= 400
+        assert int(rb.sample()["number"].max()) < 100
+
+
+def test_a_fork_draws_by_the_filter(store_path: Path) -> None:
+    rb = on_disk(store_path, RandomSampler(where="episode.return > 5 AND kind = 2"))
+    rb.extend(rows(300))
+    rb.sample()
+    rb.flush()
+    child = os.fork()
+    if not child:
+        good = set((rb.sample()["number"] % 7).tolist()) == {2}
+        os._exit(0 if good else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert set((rb.sample()["number"] % 7).tolist()) == {2}
+    rb.close()
+
+
+def test_the_thread_ends_with_the_store_and_holds_nothing() -> None:
+    def filtering() -> list[threading.Thread]:
+        return [thread for thread in threading.enumerate() if thread.name == "expstore-filter"]
+
+    before = len(filtering())
+    rb = in_memory(RandomSampler(where="kind = 2"))
+    rb.extend(rows(100))
+    rb.sample()
+    assert len(filtering()) == before  # nothing is new
+    rb.extend(rows(100, start=100))
+    rb.sample()
+    assert len(filtering()) == before + 1
+    rb.close()
+    assert len(filtering()) == before
+    rb = in_memory(RandomSampler(where="kind = 2"))
+    rb.extend(rows(100))
+    rb.sample()
+    rb.extend(rows(100, start=100))
+    rb.sample()
+    rb.refresh()
+    storage = weakref.ref(rb.storage)
+    del rb
+    deadline = time.monotonic() + LIMIT
+    while storage() is not None and time.monotonic() < deadline:
+        gc.collect()
+    assert storage() is None
+
+
+def test_threads_draw_rows_that_match_while_one_writes(store_path: Path) -> None:
+    rb = on_disk(
+        store_path, PrioritizedSampler(where="kind = 2 AND episode.length > 0", weight="1 + kind"), 500
+    )
+    rb.extend(rows(500))
+    over, troubles = threading.Event(), []
+
+    def draw() -> None:
+        try:
+            while not over.is_set():
+                low = rb.storage.window.low
+                batch = rb.sample(128)
+                assert bool((batch["kind"] == 2).all())
+                assert int(batch["number"].min()) >= low
+                rb.update_tensordict_priority(batch.set("td_error", torch.rand(128)))
+        except BaseException as exc:
+            troubles.append(exc)
+
+    threads = [threading.Thread(target=draw) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for step in range(150):
+        rb.extend(rows(10, start=500 + 10 * step))
+        if step % 50 == 49:
+            rb.refresh()
+    over.set()
+    for thread in threads:
+        thread.join()
+    assert not troubles
+    rb.refresh()
+    assert int(rb.sample(1000)["number"].max()) >= 1990
+    rb.close()
