@@ -103,3 +103,18 @@ def test_prioritized_sampling_is_measured(tmp_path: Path) -> None:
     assert set(found) == {f"prioritized/{name}" for name in ("sample+update", "reopen", "reopen-cold")}
     assert found["prioritized/reopen"]["probes"][0]["rows"] == 500
     assert not [*(tmp_path / "a").iterdir()]
+
+
+def test_slices_are_measured(tmp_path: Path) -> None:
+    found = {row["name"].partition("/")[2]: row["data"] for row in results_of("slices.py", tmp_path)}
+    assert [*found] == [
+        "beside-memmap",
+        "beside-memory",
+        "index-by-size",
+        "index-by-lanes",
+        "sample-by-lanes",
+    ]
+    assert found["beside-memory"].keys() == {"expstore", "torchrl"}
+    one, many = found["index-by-lanes"]["rows_per_fragment"]
+    assert one > 100
+    assert many < 3

@@ -12,15 +12,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from chances import ERROR, chi_square, draws_needed, limit_of, one_off
+from chances import ERROR, Floats, chi_square, draws_needed, limit_of, one_off
 from slice_model import Batch, Cell, Drawn, Fields, Model, Slice
 
 from expstore import (
     MemoryStorage,
     NotReadyError,
+    PrioritizedSliceSampler,
     SliceSampler,
+    SliceSamplerWithoutReplacement,
     TensorDictReplayBuffer,
 )
+from expstore.draws import Draws
 
 #: Rows per batch, about.
 BATCH = 1 << 16
@@ -189,3 +192,120 @@ def test_the_two_laws_are_told_apart() -> None:
         assert kept.model.chances(2, by=by)[key] == pytest.approx(chance)
         counts = Drawn.read(kept.rb.sample(40_000), [row.serial for row in kept.model.rows]).counts()
         assert counts[key] / 20_000 == pytest.approx(chance, abs=0.015)
+
+
+# -- by priority ------------------------------------------------------------------------------------------
+
+PRIORITIES = np.random.default_rng(9).uniform(0.3, 2.0, 64).astype(np.float32)
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {"alpha": 0.7, "beta": 0.5, "eps": 1e-8, "length": 2},
+    "steep": {"alpha": 1.3, "beta": 1.0, "eps": 0.4, "length": 3},
+    "flat": {"alpha": 0.0, "beta": 0.4, "eps": 1e-8, "length": 2},
+    "short-too": {"alpha": 0.6, "beta": 0.9, "eps": 1e-8, "length": 4, "strict": False},
+    "right": {"alpha": 0.6, "beta": 0.9, "eps": 1e-8, "length": 3, "span": (0, 2)},
+}
+
+
+def set_priorities(kept: Kept) -> dict[tuple[int, int], float]:
+    """Set them, some before a draw and some after it; return them: (episode, step) -> priority."""
+    ids, rows = kept.rb.storage.window.ids(), kept.model.rows
+    values = PRIORITIES[: ids.size]
+    kept.rb.update_priority(id=ids[:9], priority=values[:9] * 3)
+    kept.draw()
+    kept.rb.update_priority(id=ids[7:], priority=values[7:])
+    kept.rb.update_priority(id=ids[:7], priority=values[:7])
+    return {(row.episode, row.step): float(value) for row, value in zip(rows, values, strict=True)}
+
+
+def by_first_row(
+    model: Model, length: int, *, strict: bool = True, span: tuple[int, int] = (0, 0)
+) -> list[Slice]:
+    """Return the slices by priority: a whole one less the span must follow, or the run begins there."""
+    return [
+        (row.episode, row.step, min(length, len(run) - place))
+        for run in model.runs()
+        for place, row in enumerate(run)
+        if len(run) - place >= length - span[1] or (place == 0 and not strict)
+    ]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", SETTINGS)
+def test_frequencies_and_weights_by_priority(name: str, shape: str) -> None:
+    """A place where a slice can begin has the chance that the priority of its row gives it."""
+    setting = SETTINGS[name]
+    law = {key: setting[key] for key in ("length", "strict", "span") if key in setting}
+    length, alpha, beta, eps = (setting[key] for key in ("length", "alpha", "beta", "eps"))
+    sampler = PrioritizedSliceSampler(
+        None,
+        alpha,
+        beta,
+        eps,
+        slice_len=length,
+        strict_length=law.get("strict", True),
+        span=law.get("span", False),
+    )
+    kept = SHAPES[shape](sampler)
+    priorities = set_priorities(kept)
+    there = by_first_row(kept.model, **law)
+    masses = np.array([(priorities[episode, step] + eps) ** alpha for episode, step, _ in there])
+    chances: Floats = masses / masses.sum()
+    counts = drawn(kept, draws_needed(chances, one_off(chances)), length, there)
+    assert chi_square(counts, chances) < limit_of(len(there))
+    batch = kept.rb.sample(2000 * length)
+    found = Drawn.read(batch, [row.serial for row in kept.model.rows])
+    weights = batch["priority_weight"].numpy()
+    firsts = np.cumsum(found.lengths) - found.lengths
+    assert (weights == np.repeat(weights[firsts], found.lengths)).all(), "steps of a slice weigh the same"
+    pairs = zip(found.episodes.tolist(), found.steps.tolist(), strict=True)
+    expected = np.array([(priorities[pair] + eps) ** alpha for pair in pairs]) / masses.min()
+    np.testing.assert_allclose(weights[firsts], expected**-beta, rtol=1e-5)
+
+
+# -- without replacement ----------------------------------------------------------------------------------
+
+
+def halves(count: int) -> Floats:
+    """Return the chances of the first and of the second half of so many things that are alike."""
+    return np.array([count // 2, count - count // 2]) / count
+
+
+@pytest.mark.parametrize("shape", ["lanes", "with_gaps"])
+@pytest.mark.parametrize(("length", "strict"), [(2, True), (3, False)])
+def test_every_trajectory_once_per_pass(shape: str, length: int, strict: bool) -> None:
+    """In any order, and any of its slices.
+
+    Which half of the runs comes first and last is the law, and in which half of a run its slice begins.
+    """
+    sampler = SliceSamplerWithoutReplacement(slice_len=length, strict_length=strict)
+    kept = SHAPES[shape](sampler)
+    storage, model = kept.rb.storage, kept.model
+    runs = [run for run in model.runs() if len(run) >= length or not strict]
+    wholes = np.array([min(length, len(run)) for run in runs])
+    ids = storage.window.ids()
+    id_of = dict(zip(model.rows, ids.tolist(), strict=True))
+    run_of, step_of = np.zeros((2, ids.max() + 1), np.int64) - 1
+    for number, run in enumerate(runs):
+        for step, row in enumerate(run):
+            run_of[id_of[row]], step_of[id_of[row]] = number, step
+    places = np.array([len(run) for run in runs]) - wholes + 1
+    sides = [halves(len(runs)), *map(halves, places.tolist())]
+    counts = np.zeros((2 + len(runs), 2), np.int64)  # who comes first, who comes last, and where in each run
+    while not sampler.ran_out:  # to the end of a pass that may have begun
+        kept.rb.sample(length)
+    draws = Draws(1)
+    for number in range(max(draws_needed(side, one_off(side)) for side in sides if side.all())):
+        chosen = sampler.sample(storage, length * len(runs), draws.generator(number)).ids
+        found, steps = run_of[chosen], step_of[chosen]
+        begins = np.flatnonzero(np.append(True, found[1:] != found[:-1]))
+        order, lengths = found[begins], np.diff(np.append(begins, chosen.size))
+        assert (np.sort(order) == np.arange(len(runs))).all(), "not every run once"
+        assert (lengths == wholes[order]).all()
+        assert (steps == np.repeat(steps[begins] - begins, lengths) + np.arange(steps.size)).all()
+        half = len(runs) // 2
+        counts[0, int(order[0] >= half)] += 1
+        counts[1, int(order[-1] >= half)] += 1
+        counts[2 + order, (steps[begins] >= (places // 2)[order]).astype(np.int64)] += 1
+    for side, found in zip([sides[0], *sides], counts, strict=True):
+        if side.all():
+            assert chi_square(found, side) < limit_of(2)

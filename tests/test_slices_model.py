@@ -15,16 +15,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from slice_model import Batch, Cell, Fields, Model, cover
+from slice_model import Batch, Cell, Drawn, Fields, Model, cover
 
 import expstore
 from expstore import (
     MemoryStorage,
     NotReadyError,
+    PrioritizedSliceSampler,
     SliceSampler,
+    SliceSamplerWithoutReplacement,
     TensorDictReplayBuffer,
     files,
 )
@@ -251,3 +254,46 @@ def test_all_slices_come_and_no_others(scenario: Scenario, strict: bool, span: t
             if number % 3 != 1:  # and sometimes much happens between two draws
                 check_all(world, length, by=scenario.by, strict=strict, span=span)
         check_all(world, length, by=scenario.by, strict=strict, span=span)
+
+
+@given(scenario=scenarios(), strict=st.booleans())
+def test_every_trajectory_once_per_pass(scenario: Scenario, strict: bool) -> None:
+    length = scenario.length
+
+    def make() -> Any:
+        return SliceSamplerWithoutReplacement(slice_len=length, strict_length=strict)
+
+    with scenario.begin(make) as world:
+        for act, given in scenario.plan:
+            world.do(act, given)
+            there = world.model.chances(length, strict=strict)
+            if not there:
+                with pytest.raises(NotReadyError):
+                    world.rb.sample(length)
+                continue
+            live = [row.serial for row in world.model.rows]
+            runs = {(row.episode, row.step): run[0] for run in world.model.runs() for row in run}
+            pairs: list[tuple[int, int]] = []
+            while not pairs or not world.rb.sampler.ran_out:
+                counts = Drawn.read(world.rb.sample(3 * length), live).counts()
+                assert counts.keys() <= there.keys()
+                pairs += [(episode, step) for episode, step, _ in counts]
+                assert len(pairs) <= len(runs), "the pass does not end"
+            chosen = [runs[pair].serial for pair in pairs]
+            assert sorted(chosen) == sorted({runs[episode, step].serial for episode, step, _ in there})
+
+
+@given(scenario=scenarios(), strict=st.booleans(), seed=st.integers(0, 9))
+def test_all_slices_come_by_priority_and_no_others(scenario: Scenario, strict: bool, seed: int) -> None:
+    length, rng = scenario.length, np.random.default_rng(seed)
+
+    def make() -> Any:
+        return PrioritizedSliceSampler(None, 0.8, 0.5, 0.2, slice_len=length, strict_length=strict)
+
+    with scenario.begin(make) as world:
+        for act, given in scenario.plan:
+            world.do(act, given)
+            if world.model.rows:
+                ids = rng.permutation(world.rb.storage.window.ids())[:7]
+                world.rb.update_priority(id=ids, priority=rng.uniform(0, 1, ids.size))
+            check_all(world, length, strict=strict)
