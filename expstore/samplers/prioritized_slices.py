@@ -60,6 +60,9 @@ class PrioritizedSliceSampler(PrioritizedSampler):
         ends: Not here; see `SliceSampler`.
         trajectories: Not here.
         compile: Not here.
+        where: At which rows a slice may begin: a boolean SQL expression over a row and its `episode`; None:
+            at all.
+        weight: By what the chance of each is multiplied: a numeric one; None: 1.
 
     Example:
         >>> sampler = PrioritizedSliceSampler(1000, alpha=0.7, beta=0.5, slice_len=4)
@@ -92,8 +95,13 @@ class PrioritizedSliceSampler(PrioritizedSampler):
         ends: Any = None,
         trajectories: Any = None,
         compile: bool | dict[str, Any] = False,
+        where: str | None = None,
+        weight: str | None = None,
     ) -> None:
-        super().__init__(max_capacity, alpha, beta, eps, dtype, reduction, max_priority_within_buffer)
+        super().__init__(
+            max_capacity, alpha, beta, eps, dtype, reduction, max_priority_within_buffer,
+            where=where, weight=weight,
+        )  # fmt: skip
         refuse(ends=ends, trajectories=trajectories, compile=compile)
         left, right = (span, span) if isinstance(span, bool | int) else span
         if left:
@@ -127,9 +135,20 @@ class PrioritizedSliceSampler(PrioritizedSampler):
         """Choose slices of `batch_size` rows together, with replacement.
 
         Raises:
-            NotReadyError: No trajectory is long enough, or every priority is 0, and so is eps.
+            NotReadyError: No trajectory is long enough, all priorities are 0, and so is eps, or no row
+                matches.
+            QueryError: The filter cannot be computed.
             StateError: The batch size cannot be cut into such slices.
         """
+        self.slicing.sizes(batch_size)
+        if self.filter is not None:
+            return self._drawn(storage, lambda: self._slices(storage, batch_size, generator))
+        found = self._slices(storage, batch_size, generator)
+        if found is None:
+            raise NotReadyError("non-positive p_sum: all priorities are 0", hint="set eps above 0")
+        return found
+
+    def _slices(self, storage: Storage, batch_size: int, generator: np.random.Generator) -> Selection | None:
         slicing = self.slicing
         length, count = slicing.sizes(batch_size)
         if self._runs is None:
@@ -141,7 +160,10 @@ class PrioritizedSliceSampler(PrioritizedSampler):
                 tree = self._follow(storage, runs, length - slicing.slack(length)[1])
                 smallest = tree.smallest
                 if not math.isfinite(smallest):
-                    raise self._nothing(runs, length)
+                    have = runs.stop - runs.first
+                    if slicing.starts(have, length).any():
+                        return None
+                    raise none_is_long_enough(have[have > 0], length)
                 places, weights = tree.find(generator.random(count) * tree.total)
                 numbers, steps = self._starts.at(places, runs)
                 lengths = np.minimum(length, runs.stop[numbers] - steps)
@@ -156,26 +178,22 @@ class PrioritizedSliceSampler(PrioritizedSampler):
         """Choose slices in the place of some that were overwritten while they were read."""
         return self.sample(storage, selection.asked, generator)
 
-    def _nothing(self, runs: Runs, length: int) -> NotReadyError:
-        have = runs.stop - runs.first
-        if self.slicing.starts(have, length).any():
-            return NotReadyError("non-positive p_sum: all priorities are 0", hint="set eps above 0")
-        return none_is_long_enough(have[have > 0], length)
-
     def _follow(self, storage: Storage, runs: Runs, least: int) -> SumTree:
         """Return a tree in which rows at which a slice can begin have their weights, all others none."""
+        weights = self._weights
+        if not self._starts.go_on(runs, least):
+            self._starts = _Starts()
+            weights.drop()
         starts = self._starts
-        if not starts.go_on(runs, least):
-            self._weights.drop()
-        before = self._weights.tree
-        tree = self._weights.catch_up(storage, starts.forget)
-        low, anew = self._weights.window.low, tree is not before
-        places = starts.find(storage, runs, least, low=low, strict=self.slicing.strict_length, anew=anew)
-        tree.set(places, super()._weigh(storage, places))
+        tree = weights.catch_up(storage, lambda places: self._weigh(storage, places))
+        ids = starts.find(storage, runs, least, strict=self.slicing.strict_length)
+        here = storage.slot_of(ids[weights.window.holds(ids)])
+        weights.change(storage, here, lambda places: self._weigh(storage, places))
         return tree
 
     def _weigh(self, storage: Storage, places: IntArray) -> Array:
-        weights: Array = np.where(self._starts.hold(places), super()._weigh(storage, places), 0.0)
+        held = self._starts.hold(places, storage.ids_in(places, storage.window))
+        weights: Array = np.where(held, super()._weigh(storage, places), 0.0)
         return weights
 
     def __getstate__(self) -> dict[str, Any]:
@@ -189,9 +207,10 @@ class PrioritizedSliceSampler(PrioritizedSampler):
         self._begin()
 
     def __repr__(self) -> str:
+        given = "" if self.filter is None else f", {self.filter}"
         return (
             f"PrioritizedSliceSampler({self.slicing.size_text}, alpha={self.alpha}, beta={self.beta}, "
-            f"strict_length={self.slicing.strict_length})"
+            f"strict_length={self.slicing.strict_length}{given})"
         )
 
 
@@ -202,24 +221,20 @@ class _Starts:
     """
 
     def __init__(self) -> None:
-        self._step = np.zeros(0, np.int64)  # by slot; -1: no slice begins here
-        self._name = np.zeros(0, np.int64)  # of its run
+        self._id = np.zeros(0, np.int64)  # by slot; 0: no slice begins here
+        self._step = np.zeros(0, np.int64)
+        self._name = np.zeros(0, np.int64)  # of the row's run
         self._done = np.zeros(0, np.int64)  # by run: the steps below are known
         self._seen: tuple[Runs, int, int] | None = None  # the runs, the least length, and when that was
 
-    def forget(self, places: IntArray) -> Array:
-        """Be told of slots in which other rows stand now; return that they weigh nothing."""
-        if places.size and int(places.max()) >= self._step.size:
-            more = 2 * int(places.max()) + 2 - self._step.size
-            self._step = np.append(self._step, np.full(more, -1))
-            self._name = np.append(self._name, np.zeros(more, np.int64))
-        self._step[places] = -1
-        return np.zeros(places.size)
-
-    def hold(self, places: IntArray) -> Array:
-        """Say in which slots a slice can begin. Shapes `(n,)`."""
-        known = places < self._step.size
-        held: Array = known & (self._step[np.where(known, places, 0)] >= 0)
+    def hold(self, places: IntArray, ids: IntArray) -> Array:
+        """Say at which rows in slots a slice can begin. Shapes `(n,)`."""
+        size = self._id.size
+        held: Array = places < size
+        if not held.all():
+            held[held] = self._id[places[held]] == ids[held]
+        else:
+            held = self._id[places] == ids
         return held
 
     def at(self, places: IntArray, runs: Runs) -> tuple[IntArray, IntArray]:
@@ -232,32 +247,23 @@ class _Starts:
         seen = self._seen
         return seen is not None and seen[:2] == (runs, least) and runs.changed_since(seen[2]) is not None
 
-    def find(
-        self, storage: Storage, runs: Runs, least: int, *, low: int, strict: bool, anew: bool
-    ) -> IntArray:
+    def find(self, storage: Storage, runs: Runs, least: int, *, strict: bool) -> IntArray:
         """Find rows at which a slice can begin since they were last looked for.
 
         Args:
             storage: Where they lie.
             runs: As of a look just now.
             least: How many steps a slice must have.
-            low: The newest id that can no longer be read.
             strict: Leave out runs that have fewer; otherwise a slice begins at their first row.
-            anew: Find all of them.
 
         Returns:
-            Their slots. Shape `(n,)`.
+            Their ids. Shape `(n,)`.
         """
-        changed = None if anew or self._seen is None else runs.changed_since(self._seen[2])
         count = runs.table.count
-        if changed is None:
-            self._step[:] = -1
-            self._done = np.zeros(count, np.int64)
-            changed = np.arange(count)
-        else:
-            changed = np.unique(changed)
-            if count > self._done.size:
-                self._done = np.append(self._done, np.zeros(2 * count - self._done.size, np.int64))
+        changed = runs.changed_since(self._seen[2]) if self._seen and self.go_on(runs, least) else None
+        changed = np.arange(count) if changed is None else np.unique(changed)
+        if count > self._done.size:
+            self._done = np.append(self._done, np.zeros(2 * count - self._done.size, np.int64))
         self._seen = runs, least, runs.moves
         first, stop = runs.first[changed], runs.stop[changed]
         end = stop - least + 1
@@ -267,11 +273,19 @@ class _Starts:
         more = np.maximum(0, end - begin)
         self._done[changed] = np.maximum(self._done[changed], end)
         ids = runs.rows(changed, begin, more)
-        steps = np.arange(ids.size) + np.repeat(begin - (np.cumsum(more) - more), more)
-        names = np.repeat(runs.episode[changed], more)
-        here = ids > low
-        if not here.all():
-            ids, steps, names = ids[here], steps[here], names[here]
-        places = storage.slot_of(ids)
-        self._step[places], self._name[places] = steps, names
-        return places
+        self._note(
+            storage.slot_of(ids),
+            ids,
+            steps=np.arange(ids.size) + np.repeat(begin - (np.cumsum(more) - more), more),
+            names=np.repeat(runs.episode[changed], more),
+        )
+        return ids
+
+    def _note(self, places: IntArray, ids: IntArray, *, steps: IntArray, names: IntArray) -> None:
+        size = int(places.max(initial=-1)) + 1
+        if size > self._id.size:
+            more = np.zeros(2 * size - self._id.size, np.int64)
+            self._id, self._step, self._name = (
+                np.append(column, more) for column in (self._id, self._step, self._name)
+            )
+        self._id[places], self._step[places], self._name[places] = ids, steps, names

@@ -14,6 +14,7 @@ import numpy as np
 
 from expstore.files import load_compiled
 from expstore.samplers.base import Sampler
+from expstore.samplers.candidates import Candidates
 from expstore.samplers.keyedruns import runs_by
 from expstore.samplers.runweights import RunWeights
 from expstore.samplers.slicing import NestedKey, Slicing, Span, none_is_long_enough, refuse, trajectory_fields
@@ -72,6 +73,10 @@ class SliceSampler(Sampler):
         trajectories: Not here, for the same reason.
         compile: Not here: it is compiled.
         use_gpu: Not here: slices are found faster than a device could be asked.
+        where: At which rows a slice may begin: a boolean SQL expression over a row and its `episode`; None:
+            at all. By trajectory, every one in which a slice may begin has the same chance.
+        weight: By what the chance of each place is multiplied, within its trajectory or in the store: a
+            numeric one; None: 1.
 
     Raises:
         TypeError: Not just one of `num_slices` and `slice_len` is given.
@@ -105,7 +110,10 @@ class SliceSampler(Sampler):
         trajectories: Any = None,
         compile: bool | dict[str, Any] = False,
         use_gpu: Any = False,
+        where: str | None = None,
+        weight: str | None = None,
     ) -> None:
+        super().__init__(where=where, weight=weight)
         refuse(ends=ends, trajectories=trajectories, compile=compile, use_gpu=use_gpu)
         if by not in ("trajectory", "start"):
             raise ValueError(f"by must be 'trajectory' or 'start', got {by!r}")
@@ -125,6 +133,8 @@ class SliceSampler(Sampler):
     def _begin(self) -> None:
         self._weights = RunWeights()
         self._runs: Runs | None = None
+        filter = self.filter
+        self._candidates = None if filter is None else Candidates(filter, alike=self.by == "trajectory")
 
     def _runs_of(self, storage: Storage) -> Runs:
         if self._runs is None:
@@ -133,6 +143,7 @@ class SliceSampler(Sampler):
 
     def attach(self, storage: Storage) -> None:
         """Follow the episodes of a storage."""
+        super().attach(storage)
         self._begin()
         threading.Thread(target=_warm, name="expstore-warm", daemon=True).start()
 
@@ -140,9 +151,13 @@ class SliceSampler(Sampler):
         """Choose slices of `batch_size` rows together.
 
         Raises:
-            NotReadyError: No trajectory is long enough.
+            NotReadyError: No trajectory is long enough, or no row matches.
             StateError: The batch size cannot be cut into such slices.
+            QueryError: The filter cannot be computed.
         """
+        candidates = self._candidates
+        if candidates is not None:
+            return self._drawn(storage, lambda: self._filtered(storage, batch_size, generator, candidates))
         slicing = self.slicing
         length, count = slicing.sizes(batch_size)
         slicing.slack(length)
@@ -160,6 +175,27 @@ class SliceSampler(Sampler):
             padded = slicing.pad_output and bool((_lengths(runs) < length).any())
         return slicing.selection(ids, lengths, length=length, asked=batch_size, padded=padded)
 
+    def _filtered(
+        self, storage: Storage, batch_size: int, generator: np.random.Generator, candidates: Candidates
+    ) -> Selection | None:
+        """Choose slices as the filter has it; None: there is nowhere to begin."""
+        slicing = self.slicing
+        length, count = slicing.sizes(batch_size)
+        slicing.slack(length)
+        runs = self._runs_of(storage)
+        with runs.lock:
+            runs.look()
+            tree = candidates.catch_up(storage, runs, slicing, length)
+            if not tree.total > 0:
+                return None
+            chosen, _ = tree.find(generator.random(count) * tree.total)
+            begins, lengths = candidates.place(
+                storage, runs, slicing, length, chosen=chosen, shares=generator.random((2, count))
+            )
+            ids = runs.rows(chosen, runs.first[chosen] + begins, lengths)
+            padded = slicing.pad_output and bool((_lengths(runs) < length).any())
+        return slicing.selection(ids, lengths, length=length, asked=batch_size, padded=padded)
+
     def _weigh(self, have: IntArray, length: int) -> Array:
         starts = self.slicing.starts(have, length)
         weights: Array = (starts > 0 if self.by == "trajectory" else starts).astype(np.float64)
@@ -173,7 +209,8 @@ class SliceSampler(Sampler):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy needs; it weighs runs by itself."""
-        return {name: value for name, value in self.__dict__.items() if name not in ("_weights", "_runs")}
+        own = ("_weights", "_runs", "_candidates")
+        return {name: value for name, value in super().__getstate__().items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take over what `__getstate__` returned."""
@@ -182,7 +219,10 @@ class SliceSampler(Sampler):
 
     def __repr__(self) -> str:
         slicing = self.slicing
-        return f"SliceSampler({slicing.size_text}, strict_length={slicing.strict_length}, by={self.by!r})"
+        given = "" if self.filter is None else f", {self.filter}"
+        return (
+            f"SliceSampler({slicing.size_text}, strict_length={slicing.strict_length}, by={self.by!r}{given})"
+        )
 
 
 def _lengths(runs: Runs) -> IntArray:

@@ -143,13 +143,19 @@ class Slicing:
             The first step of each, counted from its run's first one, and how many it has. Shapes `(n,)`.
         """
         begins = (share * self.starts(have, length)).astype(np.int64)
-        if not self.strict_length:
-            full = np.minimum(have, length)
-        elif self.span == (False, False):
+        if self.strict_length and self.span == (False, False):
             return begins, np.full(begins.size, length)
-        else:
-            full = np.full(begins.size, length)
-        begins -= np.minimum(self.slack(length)[0], full - 1)
+        return self.cut(begins - self.before(have, length), have, length)
+
+    def before(self, have: IntArray, length: int) -> IntArray:
+        """Return in how many places before a run's first step a slice can begin. Shapes `(n,)`."""
+        left = self.slack(length)[0]
+        found: IntArray = np.minimum(left, np.minimum(have, length) - 1)
+        return found
+
+    def cut(self, begins: IntArray, have: IntArray, length: int) -> tuple[IntArray, IntArray]:
+        """Cut off of slices what lies beyond their runs; return first steps and lengths as `place` does."""
+        full = np.minimum(have, length)
         lengths = np.minimum(full + np.minimum(begins, 0), have - np.maximum(begins, 0))
         return np.maximum(begins, 0), lengths
 
