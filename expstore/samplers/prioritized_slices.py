@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 __all__ = ["PrioritizedSliceSampler"]
 
+_TRIES = 3
+
 
 class PrioritizedSliceSampler(PrioritizedSampler):
     """Draw slices, of which row i is the first with probability p_i^alpha / sum of p_j^alpha.
@@ -155,10 +157,14 @@ class PrioritizedSliceSampler(PrioritizedSampler):
             self._runs = runs_by(storage, self._trajectory, self._ends)
         runs = self._runs
         with runs.lock:
-            runs.look()
             with self._lock:
-                tree = self._follow(storage, runs, length - slicing.slack(length)[1])
-                smallest = tree.smallest
+                for _ in range(_TRIES):
+                    window = runs.look()
+                    tree = self._follow(storage, runs, length - slicing.slack(length)[1])
+                    smallest = tree.smallest
+                    # The ring may have gone round since the look: loading compiled loops takes that long.
+                    if math.isfinite(smallest) or self._weights.window.low < window.last:
+                        break
                 if not math.isfinite(smallest):
                     have = runs.stop - runs.first
                     if slicing.starts(have, length).any():
