@@ -16,7 +16,7 @@ import torch
 from tensordict import TensorDictBase
 
 from expstore.draws import Draws, GivenDraws, Turn, set_state
-from expstore.errors import NotReadyError, StateError
+from expstore.errors import StateError
 from expstore.handles import StoreHandle
 from expstore.prefetch import Made, Prefetcher
 from expstore.samplers.base import Sampler
@@ -106,7 +106,7 @@ class DrawingHandle(StoreHandle):
         if self._storage.closed:
             raise StateError("the store is closed", hint="open it again with expstore.open()")
         if not self._sampler.left(self._storage):
-            raise NotReadyError("Cannot sample from an empty storage", hint="extend() it first")
+            raise self._sampler.nothing(self._storage)
 
     def set_rng(self, generator: torch.Generator | None) -> None:
         """Draw by another generator, as it stands, from the next batch on; None: by the store's seed."""

@@ -21,11 +21,15 @@ from tensordict import TensorDict
 
 import expstore
 from expstore import (
+    ConsumingSampler,
     MemoryStorage,
     NotReadyError,
     PrioritizedSampler,
     QueryError,
     RandomSampler,
+    RecencySampler,
+    SamplerWithoutReplacement,
+    StalenessAwareSampler,
     StateError,
     TensorDictReplayBuffer,
 )
@@ -637,3 +641,187 @@ def test_threads_draw_rows_that_match_while_one_writes(store_path: Path) -> None
     rb.refresh()
     assert int(rb.sample(1000)["number"].max()) >= 1990
     rb.close()
+
+
+# -- the other samplers --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("half_life", [None, 3.0, 40.0, 0.004])
+@pytest.mark.parametrize("newest", [None, 60])
+def test_recency_is_multiplied(
+    make: Callable[..., TensorDictReplayBuffer], half_life: float | None, newest: int | None
+) -> None:
+    sampler = RecencySampler(half_life, newest, where="kind != 3", weight="kind + 1")
+    rb = make(sampler, 200)
+    rb.extend(rows(150))
+    rb.sample()
+    rb.extend(rows(310, start=150))
+    rb.refresh()
+    numbers = np.arange(260, 460)
+    kinds, ages = numbers % 7, 459 - numbers
+    mass = np.where(kinds == 3, 0.0, kinds + 1.0) * (ages < (newest or 1000))
+    if half_life is not None:
+        mass *= 0.5 ** np.minimum(ages / half_life, 1000)
+    check_law(rb, numbers, mass)
+    rb.close()
+
+
+def test_recency_draws_what_matches_however_old_it_is() -> None:
+    rb = in_memory(RecencySampler(0.5, where="number < 21"), 5000)
+    rb.extend(rows(4000))
+    numbers = np.arange(21)
+    check_law(rb, numbers, 0.5 ** ((20 - numbers) / 0.5))
+
+
+def test_recency_with_a_wider_window_looks_back_again() -> None:
+    sampler = RecencySampler(newest=10, where="kind = 2")
+    rb = in_memory(sampler)
+    rb.extend(rows(700))
+    assert int(rb.sample(500)["number"].min()) >= 690
+    sampler.newest = 600
+    check_law(rb, np.arange(100, 700), np.arange(100, 700) % 7 == 2)
+
+
+def versioned(count: int, *, start: int = 0) -> TensorDict:
+    return rows(count, start=start).set("policy_version", torch.arange(start, start + count) // 20)
+
+
+def test_staleness_is_multiplied(make: Callable[..., TensorDictReplayBuffer]) -> None:
+    sampler = StalenessAwareSampler(max_staleness=6, where="kind IN (1, 2, 4)", weight="next.reward")
+    rb = make(sampler, 200)
+    rb.extend(versioned(150))
+    sampler.consumer_version = 20
+    with pytest.raises(NotReadyError, match="max_staleness"):
+        rb.sample(1)
+    rb.extend(versioned(250, start=150))
+    rb.refresh()
+    numbers = np.arange(200, 400)
+    kinds, staleness = numbers % 7, 20 - numbers // 20
+    mass = np.isin(kinds, [1, 2, 4]) * kinds / (staleness + 1.0) * (staleness <= 6)
+    # One row per batch: larger ones hold no row twice.
+    draws = torch.cat([rb.sample(1)["number"] for _ in range(6000)]).numpy()
+    chance = mass / mass.sum()
+    seen = np.bincount(draws - 200, minlength=200)
+    assert np.all(np.abs(seen - 6000 * chance) <= 6 * np.sqrt(6000 * chance * (1 - chance)) + 1e-9)
+    batch = rb.sample(40)
+    assert len(set(batch["number"].tolist())) == 40
+    assert batch["staleness"].tolist() == (20 - batch["number"] // 20).tolist()
+    every = set(numbers[mass > 0].tolist())
+    assert set(rb.sample(len(every))["number"].tolist()) == every
+    assert set(rb.sample(2000)["number"].tolist()) <= every
+    rb.close()
+
+
+@pytest.mark.parametrize("size", [5, 64, 1000])
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_a_pass_covers_the_rows_that_match(
+    make: Callable[..., TensorDictReplayBuffer], size: int, shuffle: bool
+) -> None:
+    rb = make(SamplerWithoutReplacement(shuffle=shuffle, where="kind IN (0, 4)"), 2000)
+    rb.extend(rows(2600))
+    rb.refresh()
+    wanted = [n for n in range(600, 2600) if n % 7 in (0, 4)]
+    orders = []
+    for _ in range(2):
+        batches = []
+        while not batches or not rb.sampler.ran_out:
+            batches.append(rb.sample(size)["number"])
+        assert [len(one) for one in batches[:-1]] == [size] * (len(batches) - 1)
+        orders.append(torch.cat(batches).tolist())
+        assert sorted(orders[-1]) == wanted
+    assert (orders[0] == orders[1]) is not shuffle
+    rb.close()
+
+
+def test_a_pass_drops_the_rest_that_fills_no_batch() -> None:
+    rb = in_memory(SamplerWithoutReplacement(drop_last=True, where="kind = 2"))
+    rb.extend(rows(700))  # 100 of them
+    batches = []
+    while not batches or not rb.sampler.ran_out:
+        batches.append(rb.sample(30)["number"].tolist())
+    assert [len(set(one)) for one in batches] == [30, 30, 30]
+    assert len({number for one in batches for number in one}) == 90
+    with pytest.raises(ValueError, match=r"batch size \(101\).*rows \(100\) that match where='kind = 2'"):
+        rb.sample(101)
+    assert len(rb.sample(100)) == 100
+
+
+def test_a_pass_goes_on_after_a_restart(store_path: Path) -> None:
+    def opened() -> TensorDictReplayBuffer:
+        return on_disk(store_path, SamplerWithoutReplacement(where="kind = 2"))
+
+    with opened() as rb:
+        rb.extend(rows(700))
+        came = rb.sample(33)["number"].tolist()
+    with opened() as rb:
+        came += rb.sample(100)["number"].tolist()
+        assert rb.sampler.ran_out
+    assert sorted(came) == list(range(2, 700, 7))
+
+
+def test_rows_that_match_are_handed_out_so_often(make: Callable[..., TensorDictReplayBuffer]) -> None:
+    rb = make(ConsumingSampler(2, where="kind = 2 AND episode.status = 'terminated'"))
+    rb.extend(rows(75), source="a")
+    wanted = [n for n in range(70) if n % 7 == 2]
+    assert len(rb) == len(wanted)
+    came = [n for batch in rb for n in batch["number"].tolist()]
+    assert sorted(came) == sorted(wanted * 2)
+    assert len(rb) == 0
+    with pytest.raises(NotReadyError, match="where="):
+        rb.sample()
+    rb.extend(rows(5, start=75), source="a")
+    assert [sorted(batch["number"].tolist()) for batch in rb] == [[72, 79], [72, 79]]
+    rb.extend(rows(10, start=80), source="a")
+    assert sorted(n for batch in rb for n in batch["number"].tolist()) == [86, 86]
+    rb.close()
+
+
+def test_a_buffer_that_consumes_keeps_the_filter() -> None:
+    storage = MemoryStorage(100)
+    sampler = RandomSampler(where="kind = 2")
+    rb = TensorDictReplayBuffer(storage=storage, sampler=sampler, consume_after_n_samples=1, batch_size=100)
+    rb.extend(rows(50))
+    assert set((rb.sample()["number"] % 7).tolist()) == {2}
+
+
+@pytest.mark.parametrize("kind", [ConsumingSampler, SamplerWithoutReplacement])
+def test_a_weight_without_a_meaning_is_refused(kind: Callable[..., Sampler]) -> None:
+    with pytest.raises(ValueError, match="weight='kind' has no meaning in .*use where="):
+        kind(weight="kind")
+
+
+OTHERS: dict[str, Callable[[], Sampler]] = {
+    "recency": lambda: RecencySampler(50.0, where="episode.return > 5 AND kind != 2", weight="kind + 0.1"),
+    "staleness": lambda: StalenessAwareSampler(where="episode.return > 5 AND kind != 2", weight="kind + 0.1"),
+    "without": lambda: SamplerWithoutReplacement(where="episode.return > 5 AND kind != 2"),
+}
+
+
+@pytest.mark.parametrize("capacity", [300, None])
+@pytest.mark.parametrize("kind", OTHERS)
+def test_after_a_refresh_others_draw_as_in_any_other_process(
+    store_path: Path, kind: str, capacity: int | None
+) -> None:
+    rb = expstore.open(store_path, capacity=capacity, sampler=OTHERS[kind](), batch_size=64)
+    for step in range(9):
+        rb.extend(versioned(73, start=73 * step), source="a")
+        if kind != "without":  # where a pass is belongs to its draws
+            rb.sample()
+    rb.flush()
+    expected = drawn_with(rb, 17)
+    with expstore.open(store_path, mode="r", sampler=OTHERS[kind]()) as follower:
+        assert drawn_with(follower, 17) == expected
+    rb.close()
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_copies_of_others_evaluate_for_themselves(kind: str) -> None:
+    rb = in_memory(OTHERS[kind]())
+    rb.extend(versioned(100))
+    rb.sample(5)
+    for copied in (copy.copy(rb.sampler), pickle.loads(pickle.dumps(rb.sampler))):
+        other = in_memory(copied)
+        other.extend(versioned(40, start=400))
+        assert int(other.sample(5)["number"].min()) >= 400
+        assert copied.state_dict()["where"] == "episode.return > 5 AND kind != 2"
+        assert "where='episode.return > 5" in repr(copied)

@@ -86,6 +86,8 @@ ALLOWED_SIDEWAYS: tuple[tuple[str, str], ...] = (
     ("storages.*", "storages.position"),
     ("samplers.*", "samplers.base"),
     ("samplers.*", "samplers.filter"),
+    ("samplers.recency", "samplers.windowtree"),
+    ("samplers.staleness", "samplers.rowmasses"),
     ("samplers.consuming", "samplers.random"),
     ("samplers.candidates", "samplers.filter"),
     ("samplers.candidates", "samplers.slicing"),

@@ -19,7 +19,7 @@ from expstore.types import Array, Selection, Window
 if TYPE_CHECKING:
     from expstore.storages.base import Rows, Storage
 
-__all__ = ["Sampler", "readable"]
+__all__ = ["Sampler", "readable", "refuse_weight"]
 
 
 class Sampler(ABC):
@@ -91,13 +91,20 @@ class Sampler(ABC):
             found = draw()
             if found is None and filter.find_more(storage):
                 found = draw()
-        if filter is None or found is None:
-            raise (
-                NotReadyError("Cannot sample from an empty storage")
-                if filter is None
-                else filter.nothing(storage)
-            )
+        if found is None:
+            raise self.nothing(storage)
         return found
+
+    def nothing(self, storage: Storage) -> NotReadyError:
+        """Return the error of a draw for which there is no row."""
+        if self.filter is None or not len(storage):
+            return NotReadyError("Cannot sample from an empty storage", hint="extend() it first")
+        return self.filter.nothing(storage)
+
+    @property
+    def _filtering(self) -> str:
+        """What the filter adds to a repr."""
+        return "" if self.filter is None else f", {self.filter}"
 
     def left(self, storage: Storage) -> int:
         """Return how many rows can still be drawn: the length of a buffer."""
@@ -143,6 +150,14 @@ class Sampler(ABC):
 
     def on_write(self, rows: Rows) -> None:
         """Be told of rows that were just published."""
+
+
+def refuse_weight(sampler: Sampler, weight: str | None, reason: str) -> None:
+    """Raise ValueError if a sampler in which chances mean nothing is given a weight."""
+    if weight is not None:
+        raise ValueError(
+            f"weight={weight!r} has no meaning in {type(sampler).__name__}: {reason}; use where="
+        )
 
 
 def readable(storage: Storage) -> Window:

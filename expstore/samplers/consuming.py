@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from expstore.errors import NotReadyError, StateError
-from expstore.samplers.base import Sampler
+from expstore.samplers.base import Sampler, refuse_weight
 from expstore.samplers.random import RandomSampler
 from expstore.samplers.windowtree import WindowTree, warm
 from expstore.types import Array, IntArray, Selection
@@ -42,10 +42,13 @@ class ConsumingSampler(Sampler):
 
     Args:
         max_sample_count: How often a row is handed out.
+        where: Which rows are: a boolean SQL expression over a row and its `episode`; None: all. The others
+            are not counted, and not part of the length of a buffer.
+        weight: Not taken: a row is handed out as often as it is, whatever its chance.
 
     Raises:
         TypeError: It is no integer.
-        ValueError: It is less than 1.
+        ValueError: It is less than 1, or there is a weight.
 
     Example:
         >>> rb = ReplayBuffer(storage=MemoryStorage(10), sampler=ConsumingSampler(), batch_size=3)
@@ -54,13 +57,17 @@ class ConsumingSampler(Sampler):
         [3, 1]
     """
 
-    def __init__(self, max_sample_count: int = 1) -> None:
+    def __init__(
+        self, max_sample_count: int = 1, *, where: str | None = None, weight: str | None = None
+    ) -> None:
+        refuse_weight(self, weight, "each row is handed out max_sample_count times")
+        super().__init__(where=where)
         self._limit = check_count("max_sample_count", max_sample_count)
         self._ran_out = False
         self._begin()
 
     def _begin(self) -> None:
-        self._live = WindowTree()
+        self._live = WindowTree(self.filter)
         self._shown: tuple[Sampled | None, int] = (None, -1)  # the counts, and their moves, that it shows
 
     @property
@@ -78,7 +85,9 @@ class ConsumingSampler(Sampler):
 
         Raises:
             StorageError: The disk failed.
+            QueryError: Its rows have no such fields as the filter names.
         """
+        super().attach(storage)
         self._begin()
         self._ran_out = False
         if not storage.follows:
@@ -89,8 +98,15 @@ class ConsumingSampler(Sampler):
         """Return how many rows can still be drawn; for a follower, how many can be read."""
         if storage.closed or storage.sampled is None:
             return len(storage)
-        with storage.sampled_lock:
-            return int(self._catch_up(storage)[0].total)
+        filter, left = self.filter, 0
+        if filter is not None:
+            filter.look(storage)
+        for look in range(2):
+            with storage.sampled_lock:
+                left = int(self._catch_up(storage)[0].total)
+            if left or look or filter is None or not filter.find_more(storage):
+                break
+        return left
 
     def sample(self, storage: Storage, batch_size: int, generator: np.random.Generator) -> Selection:
         """Choose `batch_size` rows, or as many as are left, and count them.
@@ -111,6 +127,17 @@ class ConsumingSampler(Sampler):
     def _take(self, storage: Storage, had: IntArray, size: int, generator: np.random.Generator) -> Selection:
         """Choose and count rows for a batch beside those that it had, as far as these are still there."""
         storage.check_writable()
+        filter = self.filter
+        if filter is not None:
+            filter.look(storage)
+        ids = self._choose(storage, had, size, generator)
+        if filter is not None and self._ran_out and filter.find_more(storage):
+            ids = self._choose(storage, ids, size, generator)  # what has come meanwhile may match
+        if not ids.size:
+            raise self.nothing(storage)
+        return Selection(ids)
+
+    def _choose(self, storage: Storage, had: IntArray, size: int, generator: np.random.Generator) -> IntArray:
         with storage.sampled_lock:
             if storage.closed:
                 raise StateError("the store is closed", hint="open it again with expstore.open()")
@@ -128,13 +155,11 @@ class ConsumingSampler(Sampler):
                 sampled.add(places)
                 storage.note_sampled()
             beside = np.concatenate([held, places])
-            tree.set(beside, self._weigh(sampled, beside))
+            self._live.change(storage, beside, lambda known: self._weigh(sampled, known))
             self._shown = sampled, sampled.moves
             ids = np.concatenate([kept, storage.ids_in(places, self._live.window)])
             self._ran_out = tree.total == 0
-        if not ids.size:
-            raise NotReadyError("Cannot sample from an empty storage", hint="extend() it first")
-        return Selection(ids)
+        return ids
 
     def _catch_up(self, storage: Storage) -> tuple[SumTree, Sampled]:
         """Return a tree in which rows that are left weigh 1, all others nothing; the lock is held."""
@@ -158,17 +183,17 @@ class ConsumingSampler(Sampler):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy needs."""
-        return self.state_dict()
+        return {"_limit": self._limit, "filter": super().__getstate__().get("filter")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take over what `__getstate__` returned."""
+        self.__dict__.update(state)
         self._ran_out = False
         self._begin()
-        self.load_state_dict(state)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what `load_state_dict` takes; the counts belong to the storage."""
-        return {"max_sample_count": self._limit}
+        return {"max_sample_count": self._limit} | super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over what `state_dict` returned."""
@@ -176,7 +201,7 @@ class ConsumingSampler(Sampler):
         self._shown = (None, -1)
 
     def __repr__(self) -> str:
-        return f"ConsumingSampler(max_sample_count={self._limit})"
+        return f"ConsumingSampler(max_sample_count={self._limit}{self._filtering})"
 
 
 def check_count(name: str, value: int) -> int:
@@ -212,7 +237,10 @@ def consume_after(count: int | None, sampler: Sampler | None, *, prefetch: int |
         return RandomSampler() if sampler is None else sampler
     count = check_count("consume_after_n_samples", count)
     if sampler is None or type(sampler) is RandomSampler:
-        return ConsumingSampler(count)
+        filter = None if sampler is None else sampler.filter
+        if filter is None:
+            return ConsumingSampler(count)
+        return ConsumingSampler(count, where=filter.where, weight=filter.weight)
     if not isinstance(sampler, ConsumingSampler):
         raise ValueError(
             "consume_after_n_samples only supports the default RandomSampler or an explicit "

@@ -129,6 +129,8 @@ class Filter:
         self._worker: _Worker | None = None
         self._catalog: Catalog | None = None
         self.masses: Floats = np.zeros(0)
+        #: Counts evaluations: what is made of the masses of one is the same wherever it is made.
+        self.evaluation = getattr(self, "evaluation", 0) + 1
         #: Moves when masses do.
         self.version = getattr(self, "version", 0) + 1
         self._moved: deque[tuple[int, IntArray | None]] = deque(maxlen=_KEPT)
@@ -222,9 +224,8 @@ class Filter:
         """Return the masses of readable rows, 0 for those that are too new. Shapes `(n,)`."""
         with self.lock:
             known = ids <= self.window.last
-            places = storage.slot_of(ids)
             masses: Floats = np.zeros(ids.size)
-            masses[known] = self.masses[places[known]]
+            masses[known] = self.masses[storage.slot_of(ids[known])]
         return masses
 
     def nothing(self, storage: Storage) -> NotReadyError:
@@ -322,6 +323,7 @@ class Filter:
                 held[slots] = masses
                 self.masses = held
                 self.version += 1
+            self.evaluation += 1
             self._seen = now
 
     def _changed(self, storage: Storage, before: _Seen, now: _Seen, facts: _Facts) -> IntArray | None:

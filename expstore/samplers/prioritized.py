@@ -197,8 +197,7 @@ class PrioritizedSampler(Sampler):
         self.beta, self.alpha = state_dict["beta"], state_dict["alpha"]
 
     def __repr__(self) -> str:
-        given = "" if self.filter is None else f", {self.filter}"
-        return f"PrioritizedSampler(alpha={self._alpha}, beta={self._beta}, eps={self._eps}{given})"
+        return f"PrioritizedSampler(alpha={self._alpha}, beta={self._beta}, eps={self._eps}{self._filtering})"
 
 
 def _exponent(name: str, value: float) -> float:

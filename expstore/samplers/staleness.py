@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from expstore.errors import NotReadyError, SchemaError
 from expstore.samplers.base import Sampler
+from expstore.samplers.rowmasses import RowMasses
 from expstore.types import IntArray, Runs, Selection, Window, key_name, to_key
 
 if TYPE_CHECKING:
@@ -90,18 +91,17 @@ class _Table:
     count: IntArray
     staleness: Floats
     weight: Floats
-    reach: Floats  # running sum of weight times count
-
-    @property
-    def rows(self) -> int:
-        """How many rows take part."""
-        return int(self.count.sum())
+    reach: Floats  # running sum of weight times count, or of weight times mass
+    rows: int  # that take part
+    masses: RowMasses | None = None  # by which rows of a run count
 
     def draw(self, size: int, generator: np.random.Generator) -> IntArray:
         """Draw ids with replacement. Shape `(size,)`."""
         share, place = generator.random((2, size))
         run = np.searchsorted(self.reach, share * self.reach[-1], side="right")
         np.minimum(run, self.reach.size - 1, out=run)  # rounding
+        if self.masses is not None:
+            return self.masses.pick(self.first[run], self.first[run] + self.count[run] - 1, place)
         ids: IntArray = self.first[run] + (place * self.count[run]).astype(np.int64)
         return ids
 
@@ -120,8 +120,11 @@ class _Table:
                 return ids[:size]
         run = np.repeat(np.arange(self.first.size), self.count)
         every = np.arange(run.size) - (np.cumsum(self.count) - self.count)[run] + self.first[run]
-        left = ~np.isin(every, ids)
-        arrivals = generator.standard_exponential(int(left.sum())) / self.weight[run[left]]
+        weight = self.weight[run]
+        if self.masses is not None:
+            weight = weight * self.masses.single(every)
+        left = ~np.isin(every, ids) & (weight > 0)
+        arrivals = generator.standard_exponential(int(left.sum())) / weight[left]
         return np.append(ids, every[left][np.argsort(arrivals, kind="stable")[: size - ids.size]])
 
     def staleness_of(self, ids: IntArray) -> Floats:
@@ -135,7 +138,8 @@ class StalenessAwareSampler(Sampler):
 
     Under torchrl's name and with its law: a row of staleness s has weight 1 / (s + 1), one of more than
     `max_staleness` is left out, and a batch holds no row twice unless it is larger than the number of
-    rows that take part. Your program says with `consumer_version` which version it trains; batches carry
+    rows that take part. With `where` only rows that match do; with `weight` a row's own is multiplied by it.
+    Your program says with `consumer_version` which version it trains; batches carry
     `staleness`.
 
     A row of a version above `consumer_version` counts as staleness 0. Nothing is fresher than what the
@@ -153,6 +157,8 @@ class StalenessAwareSampler(Sampler):
         staleness_weight_fn: Makes weights of staleness; both float32 tensors of shape `(n,)`, weights
             finite and not negative. None: 1 / (s + 1).
         version_key: The field that holds the version: one number per row.
+        where: Which rows are drawn: a boolean SQL expression over a row and its `episode`; None: all.
+        weight: By what the weight of each is multiplied: a numeric one; None: 1.
 
     Example:
         >>> sampler = StalenessAwareSampler(max_staleness=5)
@@ -165,7 +171,11 @@ class StalenessAwareSampler(Sampler):
         max_staleness: int = -1,
         staleness_weight_fn: Callable[[torch.Tensor], torch.Tensor] | None = None,
         version_key: str | tuple[str, ...] = "policy_version",
+        *,
+        where: str | None = None,
+        weight: str | None = None,
     ) -> None:
+        super().__init__(where=where, weight=weight)
         self.max_staleness = max_staleness
         self._version_key = to_key(version_key)
         self._weight_fn = staleness_weight_fn
@@ -177,7 +187,8 @@ class StalenessAwareSampler(Sampler):
         self._storage: weakref.ref[Storage] | None = None
         # Swapped as one, so that threads need no lock: who reads versions may have to wait for a writer.
         self._known = _Known()
-        self._cached: tuple[_Versions, int, int, _Table] | None = None
+        self._cached: tuple[_Versions, int, int, RowMasses | None, _Table] | None = None
+        self._masses: RowMasses | None = None
 
     # -- what the program sets -------------------------------------------------------------------
 
@@ -217,7 +228,8 @@ class StalenessAwareSampler(Sampler):
 
     def attach(self, storage: Storage) -> None:
         """Go on with the version that the storage's last sampler of this kind had, unless one was set."""
-        self._storage, self._known = weakref.ref(storage), _Known()
+        super().attach(storage)
+        self._storage, self._known, self._masses = weakref.ref(storage), _Known(), None
         kind, version, *_ = storage.progress
         if self._told:
             self._keep()
@@ -232,11 +244,25 @@ class StalenessAwareSampler(Sampler):
 
         Raises:
             SchemaError: The rows have no such field, or it is not one number.
-            NotReadyError: Every row is too stale, or has weight 0.
+            NotReadyError: Every row is too stale, or has weight 0; or no row matches.
             ValueError: `staleness_weight_fn` has returned something else than weights.
+            QueryError: The filter cannot be computed.
         """
+        if self.filter is not None:
+            return self._drawn(storage, lambda: self._by_staleness(storage, batch_size, generator))
+        found = self._by_staleness(storage, batch_size, generator)
+        if found is None:
+            raise self.nothing(storage)
+        return found
+
+    def _by_staleness(
+        self, storage: Storage, batch_size: int, generator: np.random.Generator
+    ) -> Selection | None:
         progress = self._consumer_version, self._max_staleness
-        table = self._weigh(self._catch_up(storage))
+        versions, masses = self._catch_up(storage), self._masses_of(storage)
+        if masses is not None and not masses.between(versions.first, versions.last)[0].any():
+            return None
+        table = self._weigh(versions, masses)
         if batch_size > table.rows:
             ids = table.draw(batch_size, generator)
         else:
@@ -270,6 +296,14 @@ class StalenessAwareSampler(Sampler):
             raise NotReadyError("Cannot sample from an empty storage", hint="extend() it first")
         return known.versions
 
+    def _masses_of(self, storage: Storage) -> RowMasses | None:
+        filter, masses = self.filter, self._masses
+        if filter is None:
+            return None
+        if masses is None or masses.evaluation != filter.evaluation:
+            masses = self._masses = RowMasses.of(filter, storage)
+        return masses
+
     def _place(self, storage: Storage) -> int:
         """Return the position of the version's field."""
         schema, name = storage.require_schema(), key_name(self._version_key)
@@ -284,14 +318,17 @@ class StalenessAwareSampler(Sampler):
             raise SchemaError(f"a policy's version is one number, but field {name!r} is {field}")
         return place
 
-    def _weigh(self, versions: _Versions) -> _Table:
+    def _weigh(self, versions: _Versions, masses: RowMasses | None) -> _Table:
         """Return the runs that take part."""
         consumer, limit = self._consumer_version, self._max_staleness
         cached = self._cached
-        if cached is not None and cached[0] is versions and cached[1:3] == (consumer, limit):
-            return cached[3]
-        staleness = np.maximum(consumer - versions.version, 0.0)
+        if cached is not None and cached[0] is versions and cached[1:4] == (consumer, limit, masses):
+            return cached[4]
         first, count = versions.first, versions.last - versions.first + 1
+        staleness = np.maximum(consumer - versions.version, 0.0)
+        if masses is not None:
+            some = masses.between(first, versions.last)[0] > 0
+            first, count, staleness = first[some], count[some], staleness[some]
         if limit >= 0:
             fresh = staleness <= limit
             if not fresh.any():
@@ -310,9 +347,11 @@ class StalenessAwareSampler(Sampler):
                 hint="it must give some of them more",
             )
         first, count, staleness, weight = first[some], count[some], staleness[some], weight[some]
-        table = _Table(first, count, staleness, weight, np.cumsum(weight * count))
+        mass, rows = (count, count) if masses is None else masses.between(first, first + count - 1)
+        reach = np.cumsum(weight * mass)
+        table = _Table(first, count, staleness, weight, reach, int(rows.sum()), masses)
         if ask is None:  # another function may answer otherwise next time
-            self._cached = versions, consumer, limit, table
+            self._cached = versions, consumer, limit, masses, table
         return table
 
     # -- state -----------------------------------------------------------------------------------
@@ -320,7 +359,8 @@ class StalenessAwareSampler(Sampler):
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy needs; it reads versions by itself."""
         kept = ("_max_staleness", "_version_key", "_weight_fn", "_consumer_version")
-        return {name: self.__dict__[name] for name in kept} | {"_told": False}
+        filter = super().__getstate__().get("filter")
+        return {name: self.__dict__[name] for name in kept} | {"_told": False, "filter": filter}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take over what `__getstate__` returned."""
@@ -329,7 +369,8 @@ class StalenessAwareSampler(Sampler):
 
     def state_dict(self) -> dict[str, Any]:
         """Return what `load_state_dict` takes."""
-        return {"consumer_version": self._consumer_version, "max_staleness": self._max_staleness}
+        own = {"consumer_version": self._consumer_version, "max_staleness": self._max_staleness}
+        return own | super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over what `state_dict` returned."""
@@ -339,7 +380,7 @@ class StalenessAwareSampler(Sampler):
     def __repr__(self) -> str:
         return (
             f"StalenessAwareSampler(consumer_version={self._consumer_version}, "
-            f"max_staleness={self._max_staleness})"
+            f"max_staleness={self._max_staleness}{self._filtering})"
         )
 
 

@@ -60,21 +60,28 @@ class WindowTree:
         """Forget all weights."""
         self.tree = None
 
-    def catch_up(self, storage: Storage, weigh: Weigh) -> SumTree:
+    def catch_up(
+        self, storage: Storage, weigh: Weigh, narrow: Callable[[Window], Window] | None = None
+    ) -> SumTree:
         """Give new rows their weights, and take away those of rows that have left.
 
         Args:
             storage: What holds the rows.
             weigh: Returns the weights of slots. Shapes `(n,)` in, float64 `(n,)` out.
+            narrow: Returns which rows take part of those that are shown, after `drop` if others weigh
+                otherwise than before.
         """
         filter = self._filter
         if filter is None:
-            return self._follow(storage, storage.window, weigh)
+            window = storage.window
+            return self._follow(storage, window if narrow is None else narrow(window), weigh)
         with filter.lock:
             moved, self._version = filter.moved(self._version), filter.version
             if moved is None:
                 self.drop()
-            return self._follow(storage, filter.shown(storage), self._times_mass(filter, weigh), moved)
+            shown = filter.shown(storage)
+            window = shown if narrow is None else narrow(shown)
+            return self._follow(storage, window, self._times_mass(filter, weigh), moved)
 
     @staticmethod
     def _times_mass(filter: Filter, weigh: Weigh) -> Weigh:
@@ -89,7 +96,8 @@ class WindowTree:
             return tree
         # The shape decides how sums are rounded: it must follow from the rows alone, not from the past.
         size = storage.slots or 1 << max(12, (window.last - 1).bit_length())
-        if tree is None or upheavals != self.upheavals or window.low > shown.last:
+        followed = shown.low <= window.low <= shown.last <= window.last
+        if tree is None or upheavals != self.upheavals or not followed:
             tree = load_compiled(TREES).SumTree(size)
             places = storage.slot_of(window.ids())
             weights = np.zeros(tree.size)

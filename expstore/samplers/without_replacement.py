@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from expstore.errors import NotFoundError, NotReadyError
-from expstore.samplers.base import Sampler
+from expstore.errors import NotFoundError
+from expstore.samplers.base import Sampler, refuse_weight
 from expstore.types import IntArray, Selection, Window, cut_run
 
 if TYPE_CHECKING:
@@ -25,6 +25,8 @@ __all__ = ["SamplerWithoutReplacement", "Step"]
 #: Up to so many rows a permutation is written down; beyond, every place is computed by itself.
 _LISTED = 1 << 14
 _ROUNDS = 8
+#: So many places are looked at for rows that match, at first and at most.
+_LOOK, _LOOK_MOST = 1024, 1 << 16
 _TRIES = 3
 
 
@@ -42,7 +44,9 @@ class SamplerWithoutReplacement(Sampler):
     """Draw every row once per pass, in a new order each time.
 
     A pass is over the indices that the buffer has when it begins; it begins anew when the number of rows
-    changes. In a full ring, an index whose row is replaced during a pass stands for the new row.
+    changes. In a full ring, an index whose row is replaced during a pass stands for the new row. With `where`
+    it is over the rows that match when the pass comes to them; a row of which that is not known yet waits
+    for the next pass.
 
     Threads: any number may sample; each row is handed to one of them. Crashes: after a kill the pass
     goes on with the next batch.
@@ -51,6 +55,11 @@ class SamplerWithoutReplacement(Sampler):
         drop_last: Leave out the rows at the end of a pass that do not fill a batch; otherwise the last
             batch is shorter.
         shuffle: Draw in random order; otherwise in the order of the indices.
+        where: Which rows are drawn: a boolean SQL expression over a row and its `episode`; None: all.
+        weight: Not taken: every row comes once per pass.
+
+    Raises:
+        ValueError: There is a weight.
 
     Example:
         >>> rb = TensorDictReplayBuffer(
@@ -64,7 +73,16 @@ class SamplerWithoutReplacement(Sampler):
     #: What its progress begins with, so that another sampler's is not taken for it.
     _kind = 1
 
-    def __init__(self, drop_last: bool = False, shuffle: bool = True) -> None:
+    def __init__(
+        self,
+        drop_last: bool = False,
+        shuffle: bool = True,
+        *,
+        where: str | None = None,
+        weight: str | None = None,
+    ) -> None:
+        refuse_weight(self, weight, "every row comes once per pass")
+        super().__init__(where=where)
         self.drop_last = drop_last
         self.shuffle = shuffle
         self._lock = threading.Lock()
@@ -85,6 +103,7 @@ class SamplerWithoutReplacement(Sampler):
 
     def attach(self, storage: Storage) -> None:
         """Go on where the storage's last sampler of this kind stopped."""
+        super().attach(storage)
         with self._lock:
             self._ran_out = False
             kind, number, position, size = storage.progress
@@ -95,18 +114,29 @@ class SamplerWithoutReplacement(Sampler):
         """Choose the next `batch_size` rows of the pass; fewer at its end.
 
         Raises:
+            NotReadyError: There is none, or none that matches.
             ValueError: There are fewer rows than that, and the last batch is to be dropped.
+            QueryError: The filter cannot be computed.
         """
+        if self.filter is not None:
+            return self._drawn(storage, lambda: self._try(storage, batch_size, generator))
+        found = self._try(storage, batch_size, generator)
+        if found is None:
+            raise self.nothing(storage)
+        return found
+
+    def _try(self, storage: Storage, count: int, generator: np.random.Generator) -> Selection | None:
+        choose = self._next if self.filter is None else self._next_matching
         with self._lock:
             for _ in range(_TRIES):
                 size = len(storage)
                 if size == 0:
                     break
                 try:
-                    return self._next(storage, size, batch_size, generator)
+                    return choose(storage, size, count, generator)
                 except NotFoundError:  # rows were given up at this moment
                     self._size = 0
-        raise NotReadyError("Cannot sample from an empty storage", hint="extend() it first")
+        return None
 
     def _next(
         self, storage: Storage, size: int, batch_size: int, generator: np.random.Generator
@@ -115,6 +145,51 @@ class SamplerWithoutReplacement(Sampler):
         ids = storage.ids_at(_indices(storage, size, step.places))
         self._settle(step)
         return Selection(ids, progress=(self._kind, *step.after))
+
+    def _next_matching(
+        self, storage: Storage, size: int, count: int, generator: np.random.Generator
+    ) -> Selection | None:
+        """Do as `_next` with the rows that match; None: there are none."""
+        begun = self._pass, self._position
+        key = _key_of(generator)
+        if size != self._size or key != (self._key or key):
+            begun = self._pass + 1, 0
+        for number, position in (begun, (begun[0] + 1, 0)):
+            ids, stop = self._matches(storage, (key, number, size), position, count)
+            if ids.size >= (count if self.drop_last else 1):
+                break
+        else:
+            if ids.size:
+                raise ValueError(
+                    f"The batch size ({count}) is greater than the number of rows ({ids.size}) that match "
+                    f"{self.filter}, and the last batch is to be dropped"
+                )
+            return None
+        ends = stop == size
+        if self.drop_last and not ends:
+            ends = self._matches(storage, (key, number, size), stop, count)[0].size < count
+        after = (number + 1, 0, size) if ends else (number, stop, size)
+        self._settle(Step(ids, key, number, position, after))
+        return Selection(ids, progress=(self._kind, *after))
+
+    def _matches(
+        self, storage: Storage, named: tuple[tuple[int, int], int, int], position: int, count: int
+    ) -> tuple[IntArray, int]:
+        """Return the next rows of a pass that match, `count` or all that are left; and where others begin."""
+        found: list[IntArray] = [np.empty(0, np.int64)]
+        size, reach = named[2], max(_LOOK, 2 * count)
+        while position < size and self.filter is not None:
+            places = self._placed(*named, np.arange(position, min(position + reach, size)))
+            ids = storage.ids_at(_indices(storage, size, places))
+            good = np.flatnonzero(self.filter.masses_of(storage, ids))
+            found.append(ids[good[:count]])
+            if good.size > count:
+                position += int(good[count])
+                break
+            position += places.size
+            count -= good.size
+            reach = min(2 * reach, _LOOK_MOST)
+        return np.concatenate(found), position
 
     def _step(self, size: int, count: int, generator: np.random.Generator) -> Step:
         """Return the next `count` places of the pass, or those that are left of it; nothing changes yet.
@@ -151,8 +226,13 @@ class SamplerWithoutReplacement(Sampler):
         self, storage: Storage, selection: Selection, generator: np.random.Generator
     ) -> Selection:
         """Choose the rows that have taken the places of those that were overwritten."""
+        filter = self.filter
         with suppress(NotFoundError):
-            return replace(selection, ids=storage.ids_at(storage.index_of(selection.ids)))
+            ids = storage.ids_at(storage.index_of(selection.ids))
+            if filter is not None and not (good := filter.masses_of(storage, ids) > 0).all():
+                more = self.sample(storage, int(np.count_nonzero(~good)), generator)
+                return replace(more, ids=np.concatenate([ids[good], more.ids]))
+            return replace(selection, ids=ids)
         # A long extend gives up rows before it writes others: a pass over those that are left begins.
         return self.sample(storage, selection.ids.size, generator)
 
@@ -187,7 +267,8 @@ class SamplerWithoutReplacement(Sampler):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy needs."""
-        return {name: value for name, value in self.__dict__.items() if name not in ("_lock", "_listed")}
+        kept = super().__getstate__().items()
+        return {name: value for name, value in kept if name not in ("_lock", "_listed")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take over what `__getstate__` returned."""
@@ -195,7 +276,7 @@ class SamplerWithoutReplacement(Sampler):
 
     def state_dict(self) -> dict[str, Any]:
         """Return what `load_state_dict` takes."""
-        return dict(zip(("pass", "position", "size"), self._handed, strict=True))
+        return dict(zip(("pass", "position", "size"), self._handed, strict=True)) | super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over what `state_dict` returned."""
@@ -204,7 +285,8 @@ class SamplerWithoutReplacement(Sampler):
             self._start(*(int(state_dict[name]) for name in ("pass", "position", "size")))
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}(drop_last={self.drop_last}, shuffle={self.shuffle})"
+        given = f"drop_last={self.drop_last}, shuffle={self.shuffle}{self._filtering}"
+        return f"{type(self).__name__}({given})"
 
 
 _MASK64 = (1 << 64) - 1
