@@ -26,7 +26,7 @@ class Model:
         known = self.rows.setdefault(episode, [])
         ids = [start + k * stride for k in range(rows)]
         number = self.newest.get(episode, -1)
-        values = (episode, len(known), rows, ids[0], stride)
+        values = (episode, len(known), rows, ids[0], stride if rows > 1 else 1)
         self.newest[episode] = self.fragments.add(number, values)
         known += ids
         self.last = max(self.last, ids[-1])

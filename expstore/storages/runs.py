@@ -191,7 +191,9 @@ class Runs:
 
         Rows may be overwritten while they are looked up: ask the storage's `intact` afterwards.
         """
-        (names,) = self._held().read(ids, [self._names_place()])
+        storage = self._held()
+        # Not `read`, which may wait for the storage's lock: who has that may wait for this one's.
+        (names,) = storage._take(storage.slot_of(ids), [self._names_place()])
         found, steps = self.table.locate(as_names(names.reshape(-1)), ids)
         found[~self._window.holds(ids)] = -1
         return found, steps
