@@ -18,6 +18,7 @@ from expstore.drawing import DrawingHandle
 from expstore.draws import Turn
 from expstore.episodeinfo import pack_info
 from expstore.errors import NotFoundError, SchemaError, StateError
+from expstore.limiter import RateLimiter
 from expstore.sample_units import SampleUnit, check_unit, reduce_to_anchors
 from expstore.samplers.base import Sampler
 from expstore.samplers.consuming import consume_after
@@ -62,6 +63,8 @@ class ReplayBuffer(DrawingHandle):
             and a store that keeps one goes on there.
         consume_after_n_samples: Hand each row out so many times; see `ConsumingSampler`.
         sample_unit: What every sampled row stands for: itself, or a `Sequence` of steps around it.
+        rate_limiter: How many rows may be sampled for each that is written; `sample`, `extend` and `add`
+            wait until they may go on. See `MinSize` and `SampleToInsertRatio`.
 
     Example:
         >>> rb = ReplayBuffer(storage=MemoryStorage(1000), batch_size=2)
@@ -91,6 +94,7 @@ class ReplayBuffer(DrawingHandle):
         generator: torch.Generator | None = None,
         consume_after_n_samples: int | None = None,
         sample_unit: SampleUnit | None = None,
+        rate_limiter: RateLimiter | None = None,
     ) -> None:
         check_drawing(batch_size, prefetch, pin_memory)
         self._unit = check_unit(sample_unit, sampler)
@@ -99,6 +103,7 @@ class ReplayBuffer(DrawingHandle):
             consume_after(consume_after_n_samples, sampler, prefetch=prefetch),
             prefetch=prefetch or 0,
             generator=generator,
+            limiter=rate_limiter,
         )
         self._writer = RoundRobinWriter() if writer is None else writer
         self._batch_size = batch_size
@@ -141,7 +146,14 @@ class ReplayBuffer(DrawingHandle):
         batch = self._flat(data)
         return torch.from_numpy(self._append(batch, source, return_ids, info))
 
-    def _append(self, batch: Batch, source: str | None, return_ids: bool, info: str = "") -> IntArray:
+    def _append(self, batch: Batch, source: str | None, return_ids: bool, info: str) -> IntArray:
+        if self._limiter is None:
+            return self._take_in(batch, source, return_ids, info)
+        self._storage.check_writable()
+        with self._limiter.inserting(batch.count):
+            return self._take_in(batch, source, return_ids, info)
+
+    def _take_in(self, batch: Batch, source: str | None, return_ids: bool, info: str) -> IntArray:
         storage = self._storage
         with storage.turn, storage.lock:
             storage.check_writable()
@@ -448,6 +460,8 @@ class ReplayBuffer(DrawingHandle):
             storage.prepare(schema, storage.resolve_keys(schema))
         schema = storage.require_schema()
         if self._reader is None:
+            if self._limiter is None and storage.limits[1]:
+                storage.note_limits(0, 0)  # what it had counted is not all any more
             self._reader, self._intake = StepReader(schema, storage.keys), Intake(schema)
         return schema, self._reader
 
@@ -551,8 +565,17 @@ class TensorDictReplayBuffer(ReplayBuffer):
         return self.update_priority(rows, priority)
 
 
-def check_drawing(batch_size: int | None, prefetch: int | None, pin_memory: bool) -> None:
+def check_drawing(
+    batch_size: int | None,
+    prefetch: int | None,
+    pin_memory: bool,
+    *,
+    limiter: RateLimiter | None = None,
+    capacity: int | None = None,
+) -> None:
     """Raise ValueError for what no buffer can do."""
+    if limiter is not None:
+        limiter.check(capacity)
     check_batch_size(batch_size)
     if prefetch is not None and prefetch < 0:
         raise ValueError(f"prefetch must be at least 0, got {prefetch}")

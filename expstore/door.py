@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from expstore.buffers import TensorDictReplayBuffer, check_drawing
 from expstore.errors import StateError
 from expstore.files import ReadingDisk
+from expstore.limiter import RateLimiter
 from expstore.sample_units import SampleUnit, check_unit
 from expstore.samplers.base import Sampler
 from expstore.samplers.consuming import consume_after
@@ -52,6 +53,7 @@ def open(
     pin_memory: bool = False,
     generator: torch.Generator | None = None,
     sample_unit: SampleUnit | None = None,
+    rate_limiter: RateLimiter | None = None,
 ) -> TensorDictReplayBuffer:
     """Open the store in a folder, or make one.
 
@@ -90,6 +92,7 @@ def open(
         pin_memory: See there.
         generator: See there.
         sample_unit: See there.
+        rate_limiter: See there.
 
     Returns:
         A buffer that is open for writing, or for reading with mode "r". Close it, or use it in a `with`
@@ -107,7 +110,8 @@ def open(
         ...     rb.extend(batch)
         ...     rb.sample()
     """
-    check_drawing(batch_size, prefetch, pin_memory)  # before the folder is touched
+    # All is checked before the folder is touched.
+    check_drawing(batch_size, prefetch, pin_memory, limiter=rate_limiter, capacity=capacity)
     check_unit(sample_unit, sampler)
     sampler = consume_after(consume_after_n_samples, sampler, prefetch=prefetch)
     path, mode = _find(Path(path), mode, version)
@@ -119,7 +123,7 @@ def open(
     return _in_buffer(
         _open_storage(path, capacity, settings),
         sampler=sampler, batch_size=batch_size, device=device, prefetch=prefetch, pin_memory=pin_memory,
-        generator=generator, sample_unit=sample_unit,
+        generator=generator, sample_unit=sample_unit, rate_limiter=rate_limiter,
     )  # fmt: skip
 
 

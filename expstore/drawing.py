@@ -18,6 +18,7 @@ from tensordict import TensorDictBase
 from expstore.draws import Draws, GivenDraws, Turn, set_state
 from expstore.errors import StateError
 from expstore.handles import StoreHandle
+from expstore.limiter import RateLimiter
 from expstore.prefetch import Made, Prefetcher
 from expstore.samplers.base import Sampler
 from expstore.storages.base import Storage
@@ -36,6 +37,7 @@ class DrawingHandle(StoreHandle):
     Args:
         storage: What is held.
         sampler: What makes up a batch.
+        limiter: How fast rows come and go; None: as fast as they can.
         prefetch: How many batches are made ahead.
         generator: What all draws follow from; None: the store's seed.
     """
@@ -44,10 +46,19 @@ class DrawingHandle(StoreHandle):
     _generator: torch.Generator | None = None
 
     def __init__(
-        self, storage: Storage, sampler: Sampler, *, prefetch: int, generator: torch.Generator | None
+        self,
+        storage: Storage,
+        sampler: Sampler,
+        *,
+        prefetch: int,
+        generator: torch.Generator | None,
+        limiter: RateLimiter | None = None,
     ) -> None:
+        if limiter is not None and storage.follows:
+            raise ValueError("a follower is not limited: give the rate_limiter to the buffer that writes")
         super().__init__(storage)
         self._sampler = sampler
+        self._limiter = limiter
         self._prefetch = prefetch
         self._generator = generator
         self._attached(storage)
@@ -58,6 +69,8 @@ class DrawingHandle(StoreHandle):
         self._unbind()  # schema and seed may be others
         self._generator = generator
         self._sampler.attach(storage)
+        if self._limiter is not None and not storage.follows:
+            self._limiter.attach(storage)
         if self._generator is not None:
             self._draws = GivenDraws(self._generator, storage, resume=True)
             storage.watch_draws(self._draws)
@@ -94,6 +107,14 @@ class DrawingHandle(StoreHandle):
 
     def _next_batch(self, size: int) -> tuple[TensorDictBase, Selection]:
         """Return the next batch and its rows."""
+        if self._limiter is None or self._storage.follows:
+            return self._hand_out(size)
+        with self._limiter.sampling(size) as count:
+            batch, selection = self._hand_out(size)
+            count((selection.anchors or selection).ids.size)
+        return batch, selection
+
+    def _hand_out(self, size: int) -> tuple[TensorDictBase, Selection]:
         self._check_readable()
         if self._prefetch:
             made = self._ahead.next(_Batches(self), size)
@@ -166,6 +187,8 @@ class DrawingHandle(StoreHandle):
 
     def close(self) -> None:
         """Flush, bring the index up to date for other programs, let others open the store."""
+        if self._limiter is not None:
+            self._limiter.close()
         if "_ahead" in self.__dict__:
             self._ahead.close(_Batches(self))
         self._sampler.detach()
@@ -191,7 +214,9 @@ class DrawingHandle(StoreHandle):
     def stats(self) -> dict[str, Any]:
         """Return facts about the store that JSON can keep."""
         ahead = len(self._ahead) if "_ahead" in self.__dict__ else 0
-        return super().stats() | {"prefetch_queue_size": ahead}
+        limited = self._limiter is not None and not (self._storage.follows or self._storage.closed)
+        limits = self._limiter.describe() if self._limiter is not None and limited else None
+        return super().stats() | {"prefetch_queue_size": ahead, "rate_limiter": limits}
 
     @property
     def sampler(self) -> Sampler:

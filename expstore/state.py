@@ -38,6 +38,8 @@ _WORDS = {
     "retired": 17,
     "since": 18,
     "inode": 19,
+    "sampled": 20,
+    "limiter": 21,
 }
 #: Two places for a sampler's progress, written in turn: a count, then four words.
 _PROGRESS = (24, 32)

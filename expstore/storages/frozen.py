@@ -78,6 +78,7 @@ def base_of(storage: Storage) -> dict[str, Any]:
         "retired": storage.retired,
         "draw": storage.draw,
         "progress": storage.progress,
+        "limits": storage.limits,
         "randomness": to_json(storage.note_randomness()),
         "max_priority": storage.max_priority,
         "write_count": storage.write_count,

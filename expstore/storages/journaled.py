@@ -185,12 +185,13 @@ class JournaledStorage(SyncedStorage):
         self.horizon = past.last
         self._window = past.window(self.capacity)
         self._draw, self.progress = max(self._draw, past.draw), past.progress
-        self.randomness = past.randomness
+        self.randomness, self.limits = past.randomness, past.limits
         same_boot = self._state.fits(self._uuid, self._boot, self.manifest.generation)
         if same_boot and self._state.get("generation") >= past.base["generation"]:
             # Otherwise it is of what a load has replaced.
             self._draw = max(self._draw, self._state.get("draw"))
             self.progress = self._state.get_progress() or self.progress
+            self.limits = self._state.get("sampled"), self._state.get("limiter")
         if past.cut or not (same_boot or past.clean):
             # The index may hold what the journal has lost.
             for name in ("index.duckdb", "index.duckdb.wal"):

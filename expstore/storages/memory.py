@@ -15,7 +15,7 @@ from expstore.episodes import EpisodeTable
 from expstore.schema import Schema
 from expstore.storages.base import ROW_FIELDS, Keys, Rows, Storage, find_keys
 from expstore.storages.loading import Arrival, read_content
-from expstore.storages.position import from_json
+from expstore.storages.position import from_json, limits_of
 from expstore.storages.sampled import Sampled
 from expstore.types import Array, IntArray, Window, cut_run
 
@@ -122,7 +122,7 @@ class MemoryStorage(Storage):
                 base = arrival.base(self.content)
                 self.write_count, self.max_priority = base["write_count"], base["max_priority"]
                 self._draw, self.horizon, self.retired = base["draw"], arrival.last, arrival.low
-                self.progress = tuple(base["progress"])
+                self.progress, self.limits = tuple(base["progress"]), limits_of(base)
                 self.unwatch_draws()
                 self.randomness = from_json(base["randomness"])
                 self._window = Window(arrival.low, arrival.last, arrival.manifest.gaps)

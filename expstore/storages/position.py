@@ -10,8 +10,8 @@ import base64
 import struct
 import threading
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 __all__ = [
     "NO_PROGRESS",
@@ -20,6 +20,7 @@ __all__ = [
     "RandomnessSource",
     "from_bytes",
     "from_json",
+    "limits_of",
     "to_bytes",
     "to_json",
 ]
@@ -49,6 +50,8 @@ class DrawPosition:
         self._draw = 0
         self._draw_lock = threading.Lock()
         self.progress: tuple[int, ...] = NO_PROGRESS
+        #: Rows handed out while a rate limiter counted them, and a number that stands for its settings.
+        self.limits: tuple[int, int] = (0, 0)
         self.randomness: Randomness | None = None  # as of the last sync; None: draws follow from the seed
         self._randomness_source: Callable[[], RandomnessSource | None] = lambda: None
 
@@ -69,6 +72,11 @@ class DrawPosition:
         """Keep how far a sampler has come, for a restart: four numbers below 2^63, of its own meaning."""
         self.progress = progress
         self._note_progress(progress)
+
+    def note_limits(self, sampled: int, settings: int) -> None:
+        """Keep how many rows were handed out under a rate limiter's settings; (0, 0): there is none."""
+        self.limits = (sampled, settings)
+        self._note_limits(sampled, settings)
 
     def watch_draws(self, draws: RandomnessSource | None) -> None:
         """Be told whose state is to be kept with the rows; None: nobody's, draws follow from the seed.
@@ -113,8 +121,17 @@ class DrawPosition:
     def _note_progress(self, progress: Sequence[int]) -> None:
         """Keep how far a sampler has come."""
 
+    def _note_limits(self, sampled: int, settings: int) -> None:
+        """Keep what a rate limiter has counted."""
+
     def _settle_draws(self) -> None:
         """Bring the number of the next draw to the disk, though it may be smaller than before."""
+
+
+def limits_of(base: Mapping[str, Any]) -> tuple[int, int]:
+    """Return what a base record says that a rate limiter has counted: once they did not say."""
+    sampled, settings = base.get("limits", (0, 0))
+    return sampled, settings
 
 
 def to_json(randomness: Randomness | None) -> list[int | str] | None:

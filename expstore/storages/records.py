@@ -33,6 +33,8 @@ REDO_BYTES = 64 << 20
 _SHELVED = b"file"
 _NOTHING = bytes(16)
 _MARK = struct.Struct("<QQQQQfI4Q")
+_SET_BACK, _LIMITED = 1, 2
+_LIMITS = struct.Struct("<QQ")
 _REDO = struct.Struct("<II")
 
 
@@ -135,6 +137,7 @@ class Mark:
         progress: How far a sampler has come: four numbers.
         set_back: Whether `draw` counts even if records before have a larger one.
         randomness: Number of a draw and the state of the user's generator before it.
+        limits: What a rate limiter has counted, as a storage keeps it.
     """
 
     sequence: int
@@ -146,20 +149,24 @@ class Mark:
     progress: tuple[int, ...] = (0, 0, 0, 0)
     set_back: bool = False
     randomness: Randomness | None = None
+    limits: tuple[int, int] = (0, 0)
 
     def pack(self) -> bytes:
         """Return the body."""
         numbers = self.sequence, self.last_id, self.log_length, self.draw, self.write_count
-        head = _MARK.pack(*numbers, self.max_priority, self.set_back, *self.progress)
-        return head + to_bytes(self.randomness)
+        limits = _LIMITS.pack(*self.limits) if self.limits[1] else b""
+        flags = (_SET_BACK if self.set_back else 0) | (_LIMITED if limits else 0)
+        head = _MARK.pack(*numbers, self.max_priority, flags, *self.progress)
+        return head + limits + to_bytes(self.randomness)
 
     @classmethod
     def unpack(cls, body: bytes) -> Mark:
         """Read what `pack` returned."""
         body = body.ljust(_MARK.size, b"\0")  # once marks held no progress
-        sequence, last_id, log_length, draw, write_count, largest, set_back, *progress = _MARK.unpack_from(
-            body
-        )
+        sequence, last_id, log_length, draw, write_count, largest, flags, *progress = _MARK.unpack_from(body)
+        limits, end = (0, 0), _MARK.size
+        if flags & _LIMITED:
+            limits, end = _LIMITS.unpack_from(body, end), end + _LIMITS.size
         return cls(
             sequence=sequence,
             last_id=last_id,
@@ -168,8 +175,9 @@ class Mark:
             write_count=write_count,
             max_priority=largest,
             progress=tuple(progress),
-            set_back=bool(set_back),
-            randomness=from_bytes(body[_MARK.size :]),
+            set_back=bool(flags & _SET_BACK),
+            randomness=from_bytes(body[end:]),
+            limits=limits,
         )
 
 

@@ -21,7 +21,7 @@ from expstore.journal import Kind, Record
 from expstore.schema import Schema
 from expstore.storages.base import ROW_FIELDS
 from expstore.storages.checksums import BLOCK_ROWS, blocks_of
-from expstore.storages.position import NO_PROGRESS, Randomness, from_json
+from expstore.storages.position import NO_PROGRESS, Randomness, from_json, limits_of
 from expstore.storages.records import Mark, Publish, Redo
 from expstore.types import IntArray, Runs, Window, cut_run
 
@@ -59,6 +59,7 @@ class Past:
         draw: Batches handed out, as far as records say.
         progress: How far a sampler had come at the newest mark.
         randomness: The state of the user's generator then.
+        limits: What a rate limiter had counted then.
         max_priority: The largest priority so far.
         log_length: Bytes of episodes.log that a mark covers.
         synced: Newest id that a mark covers.
@@ -84,6 +85,7 @@ class Past:
     content: tuple[int, int]
     index_floor: tuple[int, int]
     randomness: Randomness | None = None
+    limits: tuple[int, int] = (0, 0)
     cut: int = 0
     gaps: Runs = ()
     publishes: list[Publish] = field(default_factory=list)
@@ -133,6 +135,7 @@ def read_past(records: list[Record], gaps: Runs) -> Past:
         content=(base["content"][0], base["content"][1]),
         index_floor=(base["content"][0], base["content"][1]),
         randomness=from_json(base.get("randomness")),
+        limits=limits_of(base),
         gaps=gaps,
     )
     for place, record in enumerate(rest):
@@ -165,7 +168,7 @@ def verify(past: Past, whole: Callable[[Publish], bool]) -> None:
         elif record.kind is Kind.MARK:
             mark = Mark.unpack(record.body)
             past.draw = mark.draw if mark.set_back else max(past.draw, mark.draw)
-            past.progress, past.randomness = mark.progress, mark.randomness
+            past.progress, past.randomness, past.limits = mark.progress, mark.randomness, mark.limits
             past.max_priority = max(past.max_priority, mark.max_priority)
         elif record.kind is Kind.RETIRE:
             past.retired = max(past.retired, record.json()["through"])

@@ -43,6 +43,8 @@ class ShownStorage(FolderStorage):
             drained=self.last,
             last=self.last,
             draw=self._draw,
+            sampled=self.limits[0],
+            limiter=self.limits[1],
             layout=self._state.get("layout") + 1,
             heartbeat=time.monotonic_ns(),
             since=self._lock_file.owner.stamp,
@@ -67,6 +69,11 @@ class ShownStorage(FolderStorage):
     def _note_progress(self, progress: Sequence[int]) -> None:
         if self._lock_file.held:
             self._state.set_progress(progress)
+
+    def _note_limits(self, sampled: int, settings: int) -> None:
+        if self._lock_file.held:
+            self._state.set("sampled", sampled)
+            self._state.set("limiter", settings)
 
     def _note_horizon(self, horizon: int) -> None:
         self._state.set("horizon", horizon)

@@ -156,6 +156,7 @@ class SyncedStorage(ShownStorage):
                 progress=self.progress,
                 set_back=self._set_back,
                 randomness=randomness,
+                limits=self.limits,
                 write_count=self.write_count,
                 max_priority=self.max_priority,
             )

@@ -7,6 +7,7 @@ sample counts.
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from expstore.storages.sampledcolumn import find_sampled
 __all__ = [
     "Wrong",
     "check_episodes",
+    "check_info",
     "check_rows",
     "check_sample",
     "check_sampled",
@@ -146,15 +148,34 @@ def check_episodes(rb: TensorDictReplayBuffer, state: Ledger) -> None:
     )
 
 
+def check_info(rb: TensorDictReplayBuffer, state: Ledger) -> None:
+    """Hold what is noted about episodes against the ledger."""
+    latest = {e.episode: e for e in rb.storage.log_entries() if e.episode}
+    latest |= {e.episode: e for e in rb.storage.episodes.open_entries()}
+    found = {n: json.loads(e.text) for n, e in latest.items() if e.text}
+    wanted = {n: dict(e.info) for n, e in state.episodes.items() if e.info}
+    if found != wanted:
+        n = min(n for n in found.keys() | wanted.keys() if found.get(n) != wanted.get(n))
+        raise Wrong(f"of episode {n} is noted {found.get(n)}, expected {wanted.get(n)}")
+
+
 def check_sql(rb: TensorDictReplayBuffer, state: Ledger) -> None:
     """Hold the relation `episodes` and a count of the rows against the ledger."""
     words = ("open", "terminated", "truncated", "cut")
     live = state.live_rows()
     wanted: list[tuple[Any, ...]] = [
-        (n, e.source, e.length, e.ret, words[e.status], live.get(n, 0))
+        (
+            n,
+            e.source,
+            e.length,
+            e.ret,
+            words[e.status],
+            live.get(n, 0),
+            json.dumps(e.info) if e.info else None,
+        )
         for n, e in sorted(state.episodes.items())
     ]
-    query = 'SELECT episode_id, source, length, "return", status, live_rows FROM episodes ORDER BY episode_id'
+    query = 'SELECT episode_id, source, length, "return", status, live_rows, info FROM episodes ORDER BY 1'
     for have, want in itertools.zip_longest(rb.sql(query).fetchall(), wanted):
         # The name of an unnamed source carries the number of the opening; one that was killed counts, too.
         same = have and want and (have[1] == want[1] or have[1][0] == want[1][0] == "@")
@@ -194,6 +215,7 @@ def check_versions(
         try:
             check_rows(rb, state)
             check_episodes(rb, state)
+            check_info(rb, state)
             _check_version_sampled(rb, state)
         except Wrong as exc:
             raise Wrong(f"version {number}: {exc}") from exc

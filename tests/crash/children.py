@@ -7,6 +7,7 @@ rows go through pipes; nothing of them touches the store's folder.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import json
 import os
@@ -29,6 +30,7 @@ import zarr as zarr_python  # noqa: F401  # the children are to find it there
 from checks import (
     Wrong,
     check_episodes,
+    check_info,
     check_rows,
     check_sample,
     check_sampled,
@@ -41,6 +43,7 @@ from disks import KillingDisk
 from ledger import SEED, Ledger, Op, Spec
 
 from expstore.buffers import TensorDictReplayBuffer
+from expstore.episodeinfo import merge_info, pack_info
 from expstore.files import Disk
 from expstore.storages import base, columns, records, zarr
 from expstore.storages.journaled import JournaledStorage
@@ -128,8 +131,11 @@ def perform(rb: TensorDictReplayBuffer, state: Ledger, op: Op) -> None:
     spec = state.spec
     if op.kind == "extend":
         ids = np.arange(state.last + 1, state.last + op.count + 1)
-        given = rb.extend(facts.batch(spec, op, ids), source=op.source, return_ids=True)
+        data = facts.batch(spec, op, ids)
+        given = rb.extend(data, source=op.source, return_ids=True, episode_info=op.info)
         expect(np.array_equal(given.numpy(), ids), f"extend gave ids {given[:3]}.., expected {ids[:3]}..")
+    elif op.kind == "annotate":
+        _annotate(rb, op)
     elif op.kind == "change":
         index = op.ids - 1 if spec.capacity is None else (op.ids - 1) % spec.capacity
         rb[torch.from_numpy(index)] = facts.batch(spec, op, op.ids)
@@ -150,6 +156,20 @@ def perform(rb: TensorDictReplayBuffer, state: Ledger, op: Op) -> None:
         rb.empty()
     elif op.kind == "sql":
         check_sql(rb, state)
+
+
+def _annotate(rb: TensorDictReplayBuffer, op: Op) -> None:
+    """Note facts about an episode; without an index, which says how those stand that have ended, by hand."""
+    kept = rb.storage
+    if kept._catalog() is not None:
+        rb.annotate(op.episode, **op.info)
+        return
+    with kept.lock:
+        with kept.episode_lock:
+            latest = {entry.episode: entry for entry in kept.log_entries()}
+            latest |= {entry.episode: entry for entry in kept.episodes.open_entries()}
+        entry = latest[op.episode]
+        kept.annotate(dataclasses.replace(entry, text=merge_info(entry.text, pack_info(op.info))))
 
 
 class saying:
@@ -304,6 +324,7 @@ def _check_and_go_on(look: Look) -> Ledger:
     state.max_priority = rb.storage.max_priority
     state.max_priorities = [state.max_priority]
     check_episodes(rb, state)
+    check_info(rb, state)
     if look.sql:
         check_sql(rb, state)
     if state.ids.size:
@@ -325,6 +346,7 @@ def _check_and_go_on(look: Look) -> Ledger:
     check_rows(rb, state)
     check_sampled(rb, state)
     check_episodes(rb, state)
+    check_info(rb, state)
     if look.leave == "close":
         (rb if index else rb.storage).close()
     return state
@@ -341,6 +363,7 @@ def matching(rb: TensorDictReplayBuffer, states: list[Ledger], *, cut: bool = Fa
         state.reopen()
         try:
             check_rows(rb, state)
+            check_info(rb, state)
             check_sampled(rb, state, cut=cut)
             drawn = rb.storage.draw
             low = min(s.noted_draw if cut else s.draw for s in states)

@@ -71,6 +71,10 @@ def _extend(count: int, source: str | None = None, lanes: int = 1) -> Op:
     return Op("extend", count=count, source=source, lanes=lanes)
 
 
+def _note(episode: int, value: int) -> Op:
+    return Op("annotate", episode=episode, info={"x": value})
+
+
 def _change(first: int, last: int, version: int, step: int = 1) -> Op:
     return Op("change", ids=np.arange(first, last + 1, step, dtype=np.int64), version=version)
 
@@ -91,6 +95,7 @@ PHASES = (
     Phase(
         "long extend", LEAN, [_extend(24, "a")], [_extend(13, "a"), _extend(41, "a"), _extend(3)], stride=3
     ),
+    Phase("annotate", NARROW, [*FEW, _note(1, 1)], [_note(1, 2), _note(2, 3), FLUSH, _note(1, 4)]),
     Phase("empty", LEAN, FEW, [EMPTY, _extend(4, "a"), _extend(3, lanes=3)]),
     Phase("journal cut", NARROW, FEW, [*[_extend(1, "a")] * 5, FLUSH, _extend(2)], must="unlink"),
     Phase("few rows", NARROW, FEW, [_extend(1), _extend(2), FLUSH, _extend(8, "a"), FLUSH], stride=3),

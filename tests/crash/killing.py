@@ -60,7 +60,8 @@ SPECS = {
 }
 #: What is done in a life, and how often.
 WEIGHTS = {
-    "extend": 10, "change": 3, "priority": 2, "sample": 2, "flush": 1, "empty": 0.25, "sql": 0.25,
+    "extend": 10, "change": 3, "priority": 2, "sample": 2, "annotate": 2, "flush": 1, "empty": 0.25,
+    "sql": 0.25,
 }  # fmt: skip
 
 

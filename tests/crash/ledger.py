@@ -61,6 +61,8 @@ class Op:
     ids: Ints | None = None
     version: int = 0
     priorities: NDArray[np.float32] | None = None
+    episode: int = 0
+    info: Mapping[str, int | None] | None = None
 
 
 # -- rows ------------------------------------------------------------------------------------------------
@@ -136,6 +138,12 @@ class Episode:
     ret: float = 0.0
     status: int = OPEN
     last_id: int = 0
+    info: Mapping[str, int] = field(default_factory=dict)  # replaced, never changed: copies share it
+
+    def note(self, info: Mapping[str, int | None]) -> None:
+        """Merge facts into what is noted."""
+        merged = {**self.info, **info}
+        self.info = {name: value for name, value in merged.items() if value is not None}
 
 
 @dataclass
@@ -253,12 +261,18 @@ class Ledger:
                 if terminated[row] or truncated[row]:
                     held.status = TERMINATED if terminated[row] else TRUNCATED
                     del self.open[name]
+        if op.info:
+            for number in np.unique(self.episode[ids]).tolist():
+                self.episodes[number].note(op.info)
         self.last += op.count
         self.write_count += op.count
         self.noted_draw = self.draw
         for i in ids.tolist():
             self.priorities[i] = [self.max_priority]
             self.sampled[i] = [0]
+
+    def _annotate(self, op: Op) -> None:
+        self.episodes[op.episode].note(op.info or {})
 
     def _change(self, op: Op) -> None:
         self.version[op.ids] = op.version
@@ -393,7 +407,15 @@ def _next(state: Ledger, rng: np.random.Generator, weights: Mapping[str, float])
         some = rng.choice(ids, min(ids.size, 50), replace=False)
         drawn = np.round(rng.random(some.size) * state.max_priority * 1.2, 3).astype(np.float32)
         return Op("priority", ids=some, priorities=drawn)
+    if kind == "annotate":
+        newest = list(state.open.values()) if rng.random() < 0.5 else []
+        return Op("annotate", episode=int(rng.choice(newest or list(state.episodes))), info=_next_info(rng))
     return Op(str(kind), count=SAMPLE)
+
+
+def _next_info(rng: np.random.Generator) -> dict[str, int | None]:
+    """Return facts of which each call's takes the place of another's, or removes it."""
+    return {str(rng.choice(["x", "y"])): int(rng.integers(1000)) if rng.random() < 0.8 else None}
 
 
 def _next_extend(state: Ledger, rng: np.random.Generator) -> Op:
@@ -412,6 +434,7 @@ def _next_extend(state: Ledger, rng: np.random.Generator) -> Op:
         lanes=lanes,
         time_first=bool(rng.random() < 0.5),
         source=str(source) or None,
+        info=_next_info(rng) if rng.random() < 0.2 else None,
     )
 
 

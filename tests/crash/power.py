@@ -23,7 +23,7 @@ from typing import Any
 
 import ledger as facts
 import numpy as np
-from checks import check_rows, check_versions
+from checks import check_info, check_rows, check_versions
 from children import (
     Look,
     Report,
@@ -66,7 +66,16 @@ POWER_SPECS = {
     )
 }
 #: What is done in a life, and how often: see ledger.KINDS.
-WEIGHTS = {"extend": 10, "change": 2, "priority": 1, "sample": 1, "flush": 1, "empty": 0.2, "tick": 1}
+WEIGHTS = {
+    "extend": 10,
+    "change": 2,
+    "priority": 1,
+    "sample": 1,
+    "annotate": 1.5,
+    "flush": 1,
+    "empty": 0.2,
+    "tick": 1,
+}
 ROUND_STATES = 40
 #: Of so many disks the opening is cut, too.
 CUT_AGAIN = 5
@@ -257,7 +266,7 @@ class _History:
             lasting = op.kind in ("flush", "change", "empty", "loads") or before.copy().retire_for(op)
             if op.kind == "dumps":
                 self.current = max(self.newest.versions)
-            if lasting or (op.kind == "extend" and self._job.spec.durability == "sync"):
+            if lasting or (op.kind in ("extend", "annotate") and self._job.spec.durability == "sync"):
                 self._floor = self._acked
         elif word.startswith("floor "):
             self._floor = max(self._floor, int(word[6:]))
@@ -345,6 +354,7 @@ def _follow(look: Look) -> int | str | None:
             for state in look.states:
                 try:
                     check_rows(rb, state.copy())
+                    check_info(rb, state)
                 except Wrong as exc:
                     reasons.append(str(exc))
                 else:
