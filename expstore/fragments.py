@@ -14,6 +14,8 @@ __all__ = ["Fragments", "clip", "cut_out", "cut_uneven", "find_fragments", "last
 
 #: From so many on it is as well to look at all of them.
 _MANY_TOUCHED = 65_536
+#: Up to so many, and twice as many as were alive when last looked at, may be of rows that have left.
+_MANY_DEAD = 16_384
 
 
 class Fragments:
@@ -32,6 +34,7 @@ class Fragments:
         #: Numbers of fragments that came or grew since they were last asked for; None: nobody asks, or they
         #: are too many.
         self._touched: set[int] | None = None
+        self._bearable = _MANY_DEAD
 
     @property
     def rows(self) -> IntArray:
@@ -103,6 +106,11 @@ class Fragments:
         self._data[:, :size] = columns
         self._head, self._tail = 0, size
 
+    @property
+    def crowded(self) -> bool:
+        """Whether there are so many that those of rows that have left should go."""
+        return self._tail - self._head > self._bearable
+
     def evict(self, low: int) -> IntArray:
         """Drop fragments whose rows all have ids <= `low`, those at the head at least.
 
@@ -112,6 +120,7 @@ class Fragments:
         rows = self.rows
         alive = last_ids(rows) > low
         dead = int(np.argmax(alive)) if alive.any() else alive.size
+        self._bearable = max(_MANY_DEAD, 2 * (alive.size - dead))
         if 2 * np.count_nonzero(alive) < alive.size - dead:
             # An episode without an end keeps the head alive, and most of what came after it is dead.
             gone: IntArray = rows[0, ~alive]

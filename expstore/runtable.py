@@ -163,7 +163,7 @@ def _take_in(
             elif stop == step:
                 if not _append(runs, pool, heap, counts, run, step, first, stride):
                     return i
-            elif stop < step and run == counts[_RUNS] - 1:
+            elif stop < step:
                 run = -1  # rows between were given up
             else:
                 return -1

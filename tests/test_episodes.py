@@ -15,10 +15,6 @@ from hypothesis import strategies as st
 from expstore import kernels
 from expstore.episodelog import LogEntry
 from expstore.episodes import (
-    CUT,
-    OPEN,
-    TERMINATED,
-    TRUNCATED,
     EpisodeTable,
     Fragments,
     Steps,
@@ -27,6 +23,7 @@ from expstore.episodes import (
     unpack_segments,
 )
 from expstore.errors import SchemaError
+from expstore.pieces import CUT, OPEN, TERMINATED, TRUNCATED
 
 # ---------------------------------------------------------------------------------------------------
 # The reference: plain Python, one row after the other.
@@ -536,3 +533,13 @@ def test_many_rows_quickly() -> None:
     np.testing.assert_array_equal(assignment.episodes, np.arange(n) // 10 + 1)
     np.testing.assert_array_equal(assignment.steps, np.arange(n) % 10)
     assert {segment.ret for segment in assignment.segments} == {10.0}
+
+
+def test_fragments_of_rows_that_have_left_go_by_themselves(rng: np.random.Generator) -> None:
+    table, capacity = EpisodeTable(), 50
+    most = 0
+    for id in range(1, 60_001):
+        run(table, id, source=f"w{rng.integers(3)}", low=max(0, id - capacity), count=1)
+        most = max(most, table.fragments.rows.shape[1])
+    assert 10_000 < most < 20_000
+    assert clip(table.fragments.rows, 60_000 - capacity)[2].sum() == capacity

@@ -27,7 +27,7 @@ LINES: tuple[tuple[str, str], ...] = (
     ("0", "errors types specs files addresses bulk kernels turns aside"),
     (
         "1",
-        "schema manifest lock probe state journal journaltail episodes episodelog episodeinfo sources "
+        "schema manifest lock probe state journal journaltail pieces episodes episodelog episodeinfo sources "
         "fragments sumtree runtable limiter touched",
     ),
     ("2", "index delta expressions relations halves result migrate sqlworker"),
@@ -56,6 +56,8 @@ ALLOWED_SIDEWAYS: tuple[tuple[str, str], ...] = (
     ("episodes", "episodelog"),
     ("episodes", "episodeinfo"),
     ("episodes", "fragments"),
+    ("episodes", "pieces"),
+    ("pieces", "fragments"),
     ("episodes", "sources"),
     ("episodes", "touched"),
     ("journaltail", "journal"),

@@ -118,6 +118,14 @@ def test_rows_that_were_given_up_part_an_episode() -> None:
     assert table.take_in(columns((1, 12, 1, 30, 1)), 0) is None
 
 
+def test_rows_are_located_by_episode_and_id() -> None:
+    table = RunTable(columns((1, 0, 3, 1, 2), (2, 0, 2, 2, 2), (1, 9, 2, 20, 1)), 1)
+    episodes, ids = np.array([1, 1, 1, 1, 1, 1, 2, 2, 3]), np.array([1, 3, 4, 5, 21, 22, 4, 5, 3])
+    found, steps = table.locate(episodes, ids)
+    assert found.tolist() == [-1, 0, -1, 0, 1, -1, 2, -1, -1]  # 4 lies between rows of episode 1
+    assert steps[found >= 0].tolist() == [1, 2, 10, 1]
+
+
 def test_beyond_the_end_there_is_no_row() -> None:
     table = RunTable(columns((1, 0, 3, 1, 2)), 0)
     assert table.rows(np.array([0]), np.array([1]), np.array([4])).tolist() == [3, 5, 0, 0]

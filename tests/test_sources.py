@@ -11,9 +11,10 @@ import torch
 from tensordict import TensorDict
 
 import expstore
-from expstore.episodes import TRUNCATED, EpisodeTable, Steps
+from expstore.episodes import EpisodeTable, Steps
 from expstore.errors import SchemaError
 from expstore.journal import Kind
+from expstore.pieces import TRUNCATED
 from expstore.sources import lane_names, modern_name, modern_names
 from expstore.storages.memory import MemoryStorage
 

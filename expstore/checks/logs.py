@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from expstore.checks.findings import Inspection
 from expstore.checks.rows import ends_of, read_fragments
 from expstore.episodelog import LogEntry, fill_up, salvage
-from expstore.episodes import CUT, EpisodeTable
+from expstore.episodes import EpisodeTable
+from expstore.pieces import CUT
 from expstore.storages.folder import LOG
 from expstore.storages.recovery import retell
 

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from expstore.episodelog import LogEntry
-from expstore.episodes import OPEN
 from expstore.errors import CorruptionError, ExpStoreError, QueryError, StateError
+from expstore.pieces import OPEN
 from expstore.storages.base import ROW_FIELDS, Storage, now_us
 from expstore.storages.sampled import SAMPLED
 from expstore.storages.trajectories import unknown_episode
