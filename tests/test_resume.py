@@ -21,9 +21,12 @@ from expstore import (
     MemoryStorage,
     NotReadyError,
     PrioritizedSampler,
+    PrioritizedSliceSampler,
     RandomSampler,
     RecencySampler,
     SamplerWithoutReplacement,
+    SliceSampler,
+    SliceSamplerWithoutReplacement,
     StalenessAwareSampler,
     TensorDictReplayBuffer,
 )
@@ -36,6 +39,10 @@ SAMPLERS: dict[str, Callable[[], Sampler]] = {
     "staleness": lambda: StalenessAwareSampler(max_staleness=6),
     "recency": lambda: RecencySampler(half_life=50),
     "consuming": lambda: ConsumingSampler(3),
+    "slices": lambda: SliceSampler(slice_len=4),
+    "slices-start": lambda: SliceSampler(num_slices=2, by="start", strict_length=False),
+    "slices-without": lambda: SliceSamplerWithoutReplacement(slice_len=4),
+    "slices-prioritized": lambda: PrioritizedSliceSampler(slice_len=4),
 }
 CAPACITY = 300
 SIZE = 16
@@ -61,7 +68,12 @@ def do(rb: TensorDictReplayBuffer, act: Act, version: int) -> int:
     if kind == "extend":
         first = rb.storage.last
         numbers = torch.arange(first, first + number)
-        rows = {"number": numbers, "policy_version": torch.full((number,), version)}
+        rows = {
+            "number": numbers,
+            "policy_version": torch.full((number,), version),
+            # Three trajectories at a time, whose rows lie between one another.
+            "collector": {"traj_ids": numbers // 40 * 3 + numbers % 3},
+        }
         rb.extend(TensorDict(rows, [number]), source="only")
     elif kind == "draw":
         with contextlib.suppress(NotReadyError):  # all were handed out three times
@@ -168,3 +180,16 @@ def test_killed_directly_after_a_flush(store_path: Path, sampler: str) -> None:
     assert done == len(acts)
     with expstore.open(store_path, capacity=CAPACITY, sampler=SAMPLERS[sampler](), batch_size=SIZE) as rb:
         assert batches(rb) == batches(reference(sampler, acts, rb, done))
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_closed_and_opened_again(store_path: Path, sampler: str) -> None:
+    acts = script(12)[:60]
+    with expstore.open(
+        store_path, capacity=CAPACITY, seed=7, sampler=SAMPLERS[sampler](), batch_size=SIZE
+    ) as rb:
+        version = 0
+        for act in acts:
+            version = do(rb, act, version)
+    with expstore.open(store_path, capacity=CAPACITY, sampler=SAMPLERS[sampler](), batch_size=SIZE) as rb:
+        assert batches(rb) == batches(reference(sampler, acts, rb, len(acts)))

@@ -31,6 +31,7 @@ from expstore import (
     TensorDictReplayBuffer,
     files,
 )
+from expstore.draws import Draws
 from expstore.files import Disk
 from expstore.manifest import Manifest
 from expstore.storages import base
@@ -297,3 +298,62 @@ def test_all_slices_come_by_priority_and_no_others(scenario: Scenario, strict: b
                 ids = rng.permutation(world.rb.storage.window.ids())[:7]
                 world.rb.update_priority(id=ids, priority=rng.uniform(0, 1, ids.size))
             check_all(world, length, strict=strict)
+
+
+# -- long lives -------------------------------------------------------------------------------------------
+
+
+def anything(rng: np.random.Generator) -> Batch:
+    lanes, times = int(rng.choice([1, 1, 3, 6])), int(rng.integers(1, 9))
+    cells = (
+        Cell(mark, int(trajectory))
+        for mark, trajectory in zip(
+            rng.choice([*".......tTsx"], lanes * times), rng.integers(0, 3, lanes * times), strict=True
+        )
+    )
+    return Batch(tuple(cells), lanes, [None, "a", "b"][rng.integers(3)], bool(rng.integers(2)))
+
+
+LIVES: dict[str, Callable[[], Any]] = {
+    "trajectory": lambda: SliceSampler(slice_len=3),
+    "start": lambda: SliceSampler(slice_len=2, by="start", strict_length=False),
+    "prioritized": lambda: PrioritizedSliceSampler(slice_len=2, eps=0.2),
+    "other-fields": lambda: SliceSampler(slice_len=2, traj_key=("truth", "episode")),
+}
+
+
+@pytest.mark.parametrize("name", LIVES)
+def test_what_is_drawn_does_not_depend_on_how_rows_came(name: str, tmp_path: Path) -> None:
+    """A reader who has just come draws the same slices as one who has seen it all, and as the writer."""
+    rng, model, make = np.random.default_rng(4), Model(150, Fields(starts="is_init")), LIVES[name]
+    length = 3 if name == "trajectory" else 2
+    world = World(model, make, tmp_path)
+    world.extend(anything(rng))
+
+    def drawn(rb: Any) -> list[list[int]]:
+        chosen = (rb.sampler.sample(rb.storage, 20 * length, Draws(3).generator(k)) for k in range(3))
+        return [selection.ids.tolist() for selection in chosen]
+
+    with expstore.open(world.path, mode="r", sampler=make()) as old:
+        for number in range(1, 901):
+            batch = anything(rng)
+            if rng.random() < 0.1:
+                world.add(batch)
+            else:
+                world.extend(batch)
+            if name == "prioritized":
+                ids = world.rb.storage.window.ids()[::5]
+                world.rb.update_priority(id=ids, priority=rng.uniform(0, 1, ids.size))
+            if number % 300 == 0:
+                world.empty()
+                world.extend(Batch(tuple(Cell() for _ in range(7))))
+            if number % 10 == 0:
+                world.rb.sample(length)
+            if number % 90 == 0:
+                check_all(world, length, strict=name != "start")
+                world.rb.flush()
+                with expstore.open(world.path, mode="r", sampler=make()) as new:
+                    assert drawn(world.rb) == drawn(new)
+                    assert drawn(old) == drawn(new)
+    assert model.episodes > 1800, "too few for runs that have left to be forgotten"
+    world.rb.close()
