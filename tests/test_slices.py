@@ -272,7 +272,7 @@ def test_fields_that_are_not_there_are_named(two_names: TensorDictReplayBuffer) 
         ({"slice_len": 2, "by": "row"}, ValueError, "by must be 'trajectory' or 'start'"),
         ({"slice_len": 2, "compile": True}, ValueError, "compile has no meaning here"),
         ({"slice_len": 2, "ends": torch.ones(2)}, ValueError, "ends has no meaning here"),
-        ({"slice_len": 2, "end_key": "a", "end_keys": ["b"]}, ValueError, "exclusive"),
+        ({"slice_len": 2, "end_key": "a", "end_keys": ["b"]}, RuntimeError, "exclusive"),
         ({"slice_len": 2, "traj_key": "a", "trajectory_key": "a"}, ValueError, "give one of them"),
     ],
 )

@@ -158,6 +158,7 @@ def complaint(act: Callable[[], Any]) -> tuple[list[type], str]:
     [
         ({}, 6),
         ({"num_slices": 2, "slice_len": 3}, 6),
+        ({"slice_len": 2, "end_key": "a", "end_keys": ["b"]}, 6),
         ({"slice_len": 2, "pad_output": True}, 6),
         ({"slice_len": 4}, 6),
         ({"num_slices": 4}, 6),

@@ -240,7 +240,10 @@ def trajectory_fields(
 ) -> tuple[Key | None, tuple[Key, ...] | None]:
     """Return the field that names trajectories and those that end them, as far as a user has said so."""
     if end_key is not None and end_keys is not None:
-        raise ValueError("`end_key` and `end_keys` are exclusive arguments: give one of them")
+        raise RuntimeError(
+            "`end_key` and `end_keys` are exclusive arguments: pass the single boundary key through "
+            "`end_key`, or the sequence of keys to be OR-ed together through `end_keys`."
+        )
     if traj_key is not None and trajectory_key is not None:
         raise ValueError("traj_key and trajectory_key are the same: give one of them")
     name = trajectory_key if traj_key is None else traj_key
