@@ -105,6 +105,7 @@ ALLOWED_SIDEWAYS: tuple[tuple[str, str], ...] = (
     ("samplers.slices", "samplers.runweights"),
     ("samplers.slices", "samplers.slicing"),
     ("samplers.slices", "samplers.windowtree"),
+    ("samplers.slices_without_replacement", "samplers.candidates"),
     ("samplers.slices_without_replacement", "samplers.keyedruns"),
     ("samplers.slices_without_replacement", "samplers.runweights"),
     ("samplers.slices_without_replacement", "samplers.slicing"),

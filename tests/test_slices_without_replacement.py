@@ -107,6 +107,25 @@ def test_rows_that_are_overwritten_are_drawn_again_of_the_same_trajectories() ->
         assert again.progress == first.progress
 
 
+def test_a_pass_is_over_the_trajectories_in_which_a_row_matches() -> None:
+    rb = buffer(3, 9, 4, 3, 5, slice_len=3, where="x % 1000 >= 1 and episode.length > 3")
+    firsts = Counter()
+    for _ in range(40):
+        batches = [*rb]
+        assert [batch.shape[0] for batch in batches] == [6, 3]
+        assert sorted(chain.from_iterable(trajectories(batch, 3) for batch in batches)) == [2, 3, 5]
+        firsts.update(x for batch in batches for x in batch["x"].view(-1, 3)[:, 0].tolist())
+    assert firsts.keys() == {*range(2001, 2007), 3001, 5001, 5002}
+    rb.extend(rows(4, 2, 3))
+    rb.refresh()
+    assert sorted(chain.from_iterable(trajectories(batch, 3) for batch in rb)) == [2, 3, 4, 5]
+    with pytest.raises(NotReadyError, match="none of the 3 rows"):
+        buffer(3, slice_len=3, where="x < 0").sample()
+    with pytest.raises(ValueError, match="once per pass"):
+        SliceSamplerWithoutReplacement(slice_len=3, weight="x")
+    assert "where='x < 0'" in repr(SliceSamplerWithoutReplacement(slice_len=3, where="x < 0"))
+
+
 def test_a_copy_goes_on_by_itself() -> None:
     rb = buffer(3, 3, 3, slice_len=3)
     rb.sample()

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from expstore.samplers.candidates import Candidates
 from expstore.samplers.keyedruns import runs_by
 from expstore.samplers.runweights import RunWeights
 from expstore.samplers.slicing import NestedKey, Slicing, none_is_long_enough, refuse, trajectory_fields
@@ -50,6 +51,10 @@ class SliceSamplerWithoutReplacement(SamplerWithoutReplacement):
         trajectories: Not here.
         compile: Not here.
         use_gpu: Not here.
+        where: At which rows a slice may begin: a boolean SQL expression over a row and its `episode`; None:
+            at all. A pass is over the trajectories in which one may, and begins anew when their number
+            changes.
+        weight: Not taken: every trajectory comes once per pass.
 
     Example:
         >>> sampler = SliceSamplerWithoutReplacement(slice_len=4)
@@ -77,8 +82,10 @@ class SliceSamplerWithoutReplacement(SamplerWithoutReplacement):
         trajectories: Any = None,
         compile: bool | dict[str, Any] = False,
         use_gpu: Any = False,
+        where: str | None = None,
+        weight: str | None = None,
     ) -> None:
-        super().__init__(drop_last, shuffle)
+        super().__init__(drop_last, shuffle, where=where, weight=weight)
         refuse(ends=ends, trajectories=trajectories, compile=compile, use_gpu=use_gpu)
         self.slicing = Slicing.of(
             num_slices=num_slices,
@@ -95,29 +102,45 @@ class SliceSamplerWithoutReplacement(SamplerWithoutReplacement):
     def _begin(self) -> None:
         self._runs: Runs | None = None
         self._weights = RunWeights()
+        filter = self.filter
+        self._candidates = None if filter is None else Candidates(filter, alike=True)
 
     def attach(self, storage: Storage) -> None:
         """Go on where the storage's last sampler of this kind stopped."""
-        self._begin()
         super().attach(storage)
+        self._begin()
 
     def sample(self, storage: Storage, batch_size: int, generator: np.random.Generator) -> Selection:
         """Choose a slice of each of the next trajectories of the pass.
 
         Raises:
-            NotReadyError: No trajectory is long enough.
+            NotReadyError: No trajectory is long enough, or no row matches.
+            QueryError: The filter cannot be computed.
             StateError: The batch size cannot be cut into such slices.
             ValueError: There are fewer trajectories than that, and the last batch is to be dropped.
         """
+        self.slicing.sizes(batch_size)
+        if self.filter is not None:
+            return self._drawn(storage, lambda: self._next_slices(storage, batch_size, generator))
+        found = self._next_slices(storage, batch_size, generator)
+        if found is None:
+            runs = self._runs_of(storage)
+            with runs.lock:
+                have = runs.stop - runs.first
+                raise none_is_long_enough(have[have > 0], self.slicing.sizes(batch_size)[0])
+        return found
+
+    def _next_slices(
+        self, storage: Storage, batch_size: int, generator: np.random.Generator
+    ) -> Selection | None:
         length, count = self.slicing.sizes(batch_size)
         runs = self._runs_of(storage)
         with runs.lock, self._lock:
-            size = self._count(runs, length)
+            size = self._count(storage, runs, length)
             if not size:
-                have = runs.stop - runs.first
-                raise none_is_long_enough(have[have > 0], length)
+                return None
             step = self._step(size, count, generator)
-            selection = self._slices(runs, step.places, length, batch_size, generator)
+            selection = self._slices(storage, runs, step.places, length, batch_size, generator)
             self._settle(step)
         progress = (self._kind, *step.after, step.number, step.begin, step.places.size)
         return replace(selection, progress=progress)
@@ -130,9 +153,9 @@ class SliceSamplerWithoutReplacement(SamplerWithoutReplacement):
         size, number, begin, count = selection.progress[3:]
         runs = self._runs_of(storage)
         with runs.lock, self._lock:
-            if self._count(runs, length) == size and self._key is not None:
+            if self._count(storage, runs, length) == size and self._key is not None:
                 places = self._placed(self._key, number, size, np.arange(begin, begin + count))
-                again = self._slices(runs, places, length, selection.asked, generator)
+                again = self._slices(storage, runs, places, length, selection.asked, generator)
                 return replace(again, progress=selection.progress)
         return self.sample(storage, selection.asked, generator)
 
@@ -141,10 +164,13 @@ class SliceSamplerWithoutReplacement(SamplerWithoutReplacement):
             self._runs = runs_by(storage, self._trajectory, self._ends)
         return self._runs
 
-    def _count(self, runs: Runs, length: int) -> int:
+    def _count(self, storage: Storage, runs: Runs, length: int) -> int:
         """Return how many trajectories make a slice, as of now."""
         runs.look()
-        slicing = self.slicing
+        slicing, candidates = self.slicing, self._candidates
+        if candidates is not None:
+            self._tree = candidates.catch_up(storage, runs, slicing, length)
+            return int(self._tree.total)
 
         def weigh(have: IntArray) -> Any:
             return (slicing.starts(have, length) > 0).astype(np.float64)
@@ -153,24 +179,36 @@ class SliceSamplerWithoutReplacement(SamplerWithoutReplacement):
         return int(self._tree.total)
 
     def _slices(
-        self, runs: Runs, places: IntArray, length: int, asked: int, generator: np.random.Generator
+        self,
+        storage: Storage,
+        runs: Runs,
+        places: IntArray,
+        length: int,
+        asked: int,
+        generator: np.random.Generator,
     ) -> Selection:
+        slicing, candidates = self.slicing, self._candidates
         chosen, _ = self._tree.find(places.astype(np.float64) + 0.5)
         first = runs.first[chosen]
-        begins, lengths = self.slicing.place(runs.stop[chosen] - first, length, generator.random(chosen.size))
+        if candidates is None:
+            begins, lengths = slicing.place(runs.stop[chosen] - first, length, generator.random(chosen.size))
+        else:
+            begins, lengths = candidates.place(
+                storage, runs, slicing, length, chosen=chosen, shares=generator.random((2, chosen.size))
+            )
         ids = runs.rows(chosen, first + begins, lengths)
-        return self.slicing.selection(ids, lengths, length=length, asked=asked)
+        return slicing.selection(ids, lengths, length=length, asked=asked)
 
     def stands(self, storage: Storage, selection: Selection) -> bool:
         """Say whether the pass of a selection goes on: it does while the number of trajectories stays."""
         length, _ = self.slicing.sizes(selection.asked)
         runs = self._runs_of(storage)
         with runs.lock, self._lock:
-            return selection.progress[3] == self._count(runs, length)
+            return selection.progress[3] == self._count(storage, runs, length)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy needs; it finds trajectories by itself."""
-        own = ("_runs", "_weights", "_tree")
+        own = ("_runs", "_weights", "_candidates", "_tree")
         return {name: value for name, value in super().__getstate__().items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -179,7 +217,8 @@ class SliceSamplerWithoutReplacement(SamplerWithoutReplacement):
         self._begin()
 
     def __repr__(self) -> str:
+        given = "" if self.filter is None else f", {self.filter}"
         return (
             f"SliceSamplerWithoutReplacement({self.slicing.size_text}, drop_last={self.drop_last}, "
-            f"shuffle={self.shuffle}, strict_length={self.slicing.strict_length})"
+            f"shuffle={self.shuffle}, strict_length={self.slicing.strict_length}{given})"
         )
