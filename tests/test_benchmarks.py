@@ -118,3 +118,11 @@ def test_slices_are_measured(tmp_path: Path) -> None:
     one, many = found["index-by-lanes"]["rows_per_fragment"]
     assert one > 100
     assert many < 3
+
+
+def test_filters_are_measured(tmp_path: Path) -> None:
+    found = {row["name"].partition("/")[2]: row["value"] for row in results_of("filters.py", tmp_path)}
+    assert set(found) == {
+        f"{what}-{name}" for what in ("first", "new", "sample") for name in ("row", "episode")
+    }
+    assert min(found.values()) > 0
