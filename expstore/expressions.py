@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,13 +18,16 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from expstore.episodelog import LogEntry
+from expstore.episodes import STATUS
 from expstore.errors import ExpStoreError, QueryError
 from expstore.index import CONFIG
+from expstore.pieces import OPEN
 from expstore.relations import ROW_COLUMNS, Column, Relations, call_tops
 from expstore.schema import Schema
 from expstore.types import Array, IntArray, key_name
 
-__all__ = ["FACTS", "Conditions", "Needs"]
+__all__ = ["FACTS", "Conditions", "Needs", "table_of_facts"]
 
 #: What an expression may say of an episode.
 FACTS = (
@@ -292,6 +295,28 @@ _FACT_KINDS = {
     "status": pa.string(),
     "info": pa.string(),
 }
+
+
+def table_of_facts(names: Sequence[str], entries: Sequence[LogEntry], more: Any) -> Any:
+    """Return what the relation `episodes` says of some episodes as an Arrow table.
+
+    Args:
+        names: Which facts; `source` is not one of them.
+        entries: Episodes as they stand now.
+        more: Such a table of others, or None.
+    """
+    read: dict[str, Callable[[LogEntry], Any]] = {
+        "episode_id": lambda entry: entry.episode,
+        "trajectory_id": lambda entry: entry.trajectory,
+        "start_time": lambda entry: entry.start,
+        "end_time": lambda entry: None if entry.status == OPEN else entry.end,
+        "length": lambda entry: entry.length,
+        "return": lambda entry: entry.ret,
+        "status": lambda entry: STATUS[entry.status],
+        "info": lambda entry: entry.text or None,
+    }
+    table = pa.table({name: pa.array(map(read[name], entries), _FACT_KINDS[name]) for name in names})
+    return table if more is None else pa.concat_tables([table, more.cast(table.schema)])
 
 
 def _with_episodes(facts: Sequence[str]) -> str:

@@ -33,6 +33,7 @@ from expstore import (
     StateError,
     TensorDictReplayBuffer,
 )
+from expstore.expressions import FACTS
 from expstore.samplers.base import Sampler
 from expstore.samplers.filter import Filter
 
@@ -825,3 +826,41 @@ def test_copies_of_others_evaluate_for_themselves(kind: str) -> None:
         assert int(other.sample(5)["number"].min()) >= 400
         assert copied.state_dict()["where"] == "episode.return > 5 AND kind != 2"
         assert "where='episode.return > 5" in repr(copied)
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_what_is_known_of_episodes_is_what_sql_says(
+    make: Callable[..., TensorDictReplayBuffer], asked: bool
+) -> None:
+    rb = make(RandomSampler(where="episode.length > 0"), 60)
+    catalog, names = None, [name for name in FACTS if name != "source"]
+    for step in range(6):
+        rb.extend(rows(17, start=17 * step), source="a", episode_info={"step": step})
+        rb.extend(rows(3, start=1000), source=f"b{step}")  # is never ended
+        if asked:
+            rb.sql("SELECT 1")  # now the index has it all
+        if step == 3:
+            rb.annotate(2, note="late")
+        catalog = rb.storage.catalog
+        assert catalog is not None
+        episodes = np.arange(1, rb.storage.episodes.next_episode)
+        found = catalog.facts(names, episodes).sort_by("episode_id").to_pylist()
+        columns = ", ".join(f'"{name}"' for name in names)
+        told = rb.sql(f"SELECT {columns} FROM episodes ORDER BY episode_id").arrow().to_pylist()
+        assert found == told
+    rb.close()
+
+
+def test_notes_about_episodes_decide_after_a_refresh(make: Callable[..., TensorDictReplayBuffer]) -> None:
+    rb = make(RandomSampler(where="CAST(episode.info ->> '$.good' AS BOOLEAN)"))
+    rb.extend(rows(30))
+    with pytest.raises(NotReadyError):
+        rb.sample()
+    rb.annotate(2, good=True)
+    rb.refresh()
+    assert set(counted(rb, 2000)[0].tolist()) == set(range(10, 20))
+    rb.annotate(2, good=False)
+    rb.annotate(1, good=True)
+    rb.refresh()
+    assert set(counted(rb, 2000)[0].tolist()) == set(range(10))
+    rb.close()

@@ -398,12 +398,14 @@ class _Facts:
     def fill(self) -> None:
         """Take in all episodes that have rows."""
         if self._names:
-            self._table = self._catalog.facts(self._names, None).arrow()
-            self.ids = self._table.column("episode_id").to_numpy()
+            self._take(self._catalog.facts(self._names, None))
 
     def add(self, episodes: IntArray) -> None:
         """Take in these episodes; others that were known are not any more."""
-        self._table = self._catalog.facts(self._names, episodes).arrow().sort_by("episode_id")
+        self._take(self._catalog.facts(self._names, episodes))
+
+    def _take(self, table: Any) -> None:
+        self._table = table.sort_by("episode_id")
         self.ids = self._table.column("episode_id").to_numpy()
 
     def rows(self) -> list[tuple[Any, ...]]:

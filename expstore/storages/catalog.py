@@ -157,27 +157,41 @@ class Catalog:
             self._whole = False
             return index
 
-    def facts(self, names: Sequence[str], episodes: IntArray | None) -> Result:
-        """Return facts about episodes.
+    def facts(self, names: Sequence[str], episodes: IntArray | None) -> Any:
+        """Return facts about episodes as an Arrow table, in no order.
 
         Args:
             names: Columns of the relation `episodes`, `episode_id` among them.
-            episodes: Their ids; None: all that have rows. Shape `(n,)`.
+            episodes: Their ids, each once; None: all that have rows. Shape `(n,)`.
 
         Raises:
             StateError: The store is closed.
         """
-        columns = ", ".join(f'"{name}"' for name in names)
-        if episodes is None:
-            sql, values = "live_rows > 0 ORDER BY episode_id", []
-        else:
-            sql, values = "episode_id IN (SELECT unnest(?::BIGINT[]))", [episodes]
-        return self._patiently(lambda: self._facts(f"SELECT {columns} FROM episodes WHERE {sql}", values))
+        return self._patiently(lambda: self._facts(names, episodes))
 
-    def _facts(self, sql: str, values: list[IntArray]) -> Result:
+    def _facts(self, names: Sequence[str], episodes: IntArray | None) -> Any:
+        from expstore.expressions import table_of_facts
         from expstore.index import Relations
 
-        return self.catch_up().query(sql, values, Relations())
+        select = "SELECT " + ", ".join(f'"{name}"' for name in names) + " FROM episodes WHERE "
+        if episodes is None:
+            return self.catch_up().query(select + "live_rows > 0", None, Relations()).arrow()
+        select += "episode_id IN (SELECT unnest(?::BIGINT[]))"
+        if "source" in names:  # the names of some stand in the index alone
+            return self.catch_up().query(select, [episodes], Relations()).arrow()
+        with self._lock:
+            table, entries, rest = self._storage.episodes, [], []
+            with self._storage.episode_lock:
+                for number in episodes.tolist():
+                    known = table.find(number)
+                    if known is None:
+                        rest.append(number)
+                    else:
+                        entries.append(known.entry(0, 0))
+            found = None
+            if rest:
+                found = self._up_to_date().query(select, [rest], Relations()).arrow()
+            return table_of_facts(names, entries, found)
 
     def _patiently(self, ask: Callable[[], _Answer]) -> _Answer:
         """Ask; ask again if the index is found damaged, which has it made anew."""
