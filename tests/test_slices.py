@@ -147,6 +147,17 @@ def test_ends_are_marked() -> None:
     assert seen == {2, 3}
 
 
+def test_a_truncation_that_goes_on_is_no_end_of_a_slice() -> None:
+    """As where a collector marks the ends of its batches: the trajectory goes on in the next one."""
+    rb = TensorDictReplayBuffer(storage=MemoryStorage(100), sampler=SliceSampler(slice_len=6), batch_size=6)
+    cut = (torch.arange(6) % 3 == 2)[:, None]
+    rb.extend(rows(1, 6, next=TensorDict({"truncated": cut, "done": cut}, [6])))
+    batch = rb.sample()
+    assert batch["x"].tolist() == list(range(1000, 1006))
+    assert batch["next", "truncated"].view(-1).tolist() == [False] * 5 + [True]
+    assert batch["next", "done"].view(-1).tolist() == [False, False, True, False, False, True]
+
+
 def test_marks_have_the_shape_and_dtype_of_what_is_stored() -> None:
     rb = TensorDictReplayBuffer(storage=MemoryStorage(100), sampler=SliceSampler(slice_len=2), batch_size=4)
     rb.extend(rows(1, 6, next=TensorDict({"truncated": torch.zeros(6, dtype=torch.uint8)}, [6])))

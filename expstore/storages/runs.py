@@ -194,9 +194,7 @@ class Runs:
         storage = self._held()
         # Not `read`, which may wait for the storage's lock: who has that may wait for this one's.
         (names,) = storage._take(storage.slot_of(ids), [self._names_place()])
-        found, steps = self.table.locate(as_names(names.reshape(-1)), ids)
-        found[~self._window.holds(ids)] = -1
-        return found, steps
+        return self.table.locate(as_names(names.reshape(-1)), ids)
 
     def _names_place(self) -> int:
         """Return the position of the field whose values runs are ordered by."""
