@@ -17,6 +17,7 @@ _HOME = {
     "CorruptionError": "expstore.errors",
     "ExpStoreError": "expstore.errors",
     "Field": "expstore.schema",
+    "ImmutableDatasetWriter": "expstore.writers",
     "LockedError": "expstore.errors",
     "MemoryStorage": "expstore.storages",
     "MigrationError": "expstore.errors",
@@ -43,7 +44,8 @@ _HOME = {
     "StateError": "expstore.errors",
     "StorageError": "expstore.errors",
     "TensorDictPrioritizedReplayBuffer": "expstore.prioritized",
-    "TensorDictReplayBuffer": "expstore.buffers",
+    "TensorDictReplayBuffer": "expstore.tensordictbuffers",
+    "TensorDictRoundRobinWriter": "expstore.writers",
     "Transition": "expstore.sample_units",
     "ZarrStorage": "expstore.storages",
     "open": "expstore.door",
@@ -56,6 +58,7 @@ __all__ = [
     "CorruptionError",
     "ExpStoreError",
     "Field",
+    "ImmutableDatasetWriter",
     "LockedError",
     "MemoryStorage",
     "MigrationError",
@@ -83,6 +86,7 @@ __all__ = [
     "StorageError",
     "TensorDictPrioritizedReplayBuffer",
     "TensorDictReplayBuffer",
+    "TensorDictRoundRobinWriter",
     "Transition",
     "ZarrStorage",
     "open",
@@ -90,7 +94,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from expstore.buffers import ReplayBuffer, TensorDictReplayBuffer
+    from expstore.buffers import ReplayBuffer
     from expstore.collectors import Collector
     from expstore.door import open
     from expstore.errors import (
@@ -123,7 +127,8 @@ if TYPE_CHECKING:
     from expstore.schema import Field, Schema
     from expstore.snapshots import versions
     from expstore.storages import MemoryStorage, ZarrStorage
-    from expstore.writers import RoundRobinWriter
+    from expstore.tensordictbuffers import TensorDictReplayBuffer
+    from expstore.writers import ImmutableDatasetWriter, RoundRobinWriter, TensorDictRoundRobinWriter
 
 
 def __getattr__(name: str) -> object:

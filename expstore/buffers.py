@@ -19,18 +19,17 @@ from expstore.draws import Turn
 from expstore.episodeinfo import pack_info
 from expstore.errors import NotFoundError, SchemaError, StateError
 from expstore.limiter import RateLimiter
-from expstore.sample_units import SampleUnit, check_unit, reduce_to_anchors
+from expstore.sample_units import SampleUnit, check_unit
 from expstore.samplers.base import Sampler
 from expstore.samplers.consuming import consume_after
 from expstore.schema import Schema
 from expstore.storages.base import Storage
 from expstore.storages.memory import MemoryStorage
-from expstore.storages.priorities import check_priorities
 from expstore.storages.trajectories import rows_of_episode
 from expstore.types import Array, IntArray, Key, Selection, key_name, to_key
 from expstore.writers import RoundRobinWriter, Writer
 
-__all__ = ["ReplayBuffer", "TensorDictReplayBuffer"]
+__all__ = ["ReplayBuffer", "to_array"]
 
 Index = int | slice | Sequence[int] | Array | torch.Tensor
 _Placed = TypeVar("_Placed", TensorDictBase, torch.Tensor)
@@ -157,6 +156,7 @@ class ReplayBuffer(DrawingHandle):
         storage = self._storage
         with storage.turn, storage.lock:
             storage.check_writable()
+            self._writer.check()
             schema, reader = self._prepared(batch)
             columns = batch.columns(schema)
             kept = reader.transitions(columns)
@@ -422,8 +422,8 @@ class ReplayBuffer(DrawingHandle):
         """
         if (index is None) == (id is None) or priority is None:
             raise TypeError("update_priority takes a priority and either index or id")
-        numbers = _to_array(index if id is None else id).reshape(-1).astype(np.int64, copy=False)
-        values = _to_array(priority)
+        numbers = to_array(index if id is None else id).reshape(-1).astype(np.int64, copy=False)
+        values = to_array(priority)
         if values.dtype != np.float32 or values.ndim > 1:
             values = self._sampler.reduce(values.astype(np.float64, copy=False))
         if values.size not in (1, numbers.size):
@@ -451,6 +451,36 @@ class ReplayBuffer(DrawingHandle):
         return f"{type(self).__name__}({storage.kind}, {len(storage)} rows, {room}, {self._sampler!r})"
 
     # -- helpers ---------------------------------------------------------------------------------
+
+    def _check_sampler(self, sampler: Sampler) -> None:
+        check_unit(self._unit, sampler)
+        consume_after(None, sampler, prefetch=self._prefetch)
+
+    def empty(self) -> None:
+        """Forget all rows; ids and episode ids go on, indices begin at 0 in a ring.
+
+        Raises:
+            StateError: The store is closed, or open for reading only; or its writer lets nothing change.
+        """
+        self._writer.check()
+        super().empty()
+
+    @property
+    def writer(self) -> Writer:
+        """Where rows go."""
+        return self._writer
+
+    def set_writer(self, writer: Writer) -> Writer:
+        """Place rows by another writer from now on; return the one before.
+
+        Raises:
+            TypeError: It is no writer.
+        """
+        if not isinstance(writer, Writer):
+            raise TypeError(f"rows are placed by a Writer, not by {type(writer).__name__}")
+        with self._storage.lock:
+            former, self._writer = self._writer, writer
+        return former
 
     def _prepared(self, batch: Batch) -> tuple[Schema, StepReader]:
         """Return the schema, fixed by the first rows, and what reads steps."""
@@ -491,80 +521,6 @@ class ReplayBuffer(DrawingHandle):
         return batch.to(self._device, non_blocking=True) if self._pin_memory else batch.to(self._device)
 
 
-class TensorDictReplayBuffer(ReplayBuffer):
-    """Store transitions and sample batches that say which rows they are.
-
-    Samples carry `index` at the root, and `id` where `with_ids` is set; `extend` leaves these keys out.
-    Threads, processes and crashes as `ReplayBuffer`.
-
-    Args:
-        priority_key: Where `update_tensordict_priority` finds priorities.
-        with_ids: Write `id` into samples; `expstore.open` does.
-        storage: As `ReplayBuffer`, and so are the others.
-        sampler: See there.
-        writer: See there.
-        batch_size: See there.
-        device: See there.
-        consume_after_n_samples: See there.
-    """
-
-    _own_keys = frozenset({"index", "id", "priority_weight"})
-
-    def __init__(self, *, priority_key: str = "td_error", with_ids: bool = False, **keywords: Any) -> None:
-        super().__init__(**keywords)
-        if self._unit is not None:
-            self._own_keys |= self._unit.root_keys
-        self.priority_key = priority_key
-        self._with_ids = with_ids
-
-    def _root(self, selection: Selection) -> dict[str, torch.Tensor]:
-        root = {"index": torch.from_numpy(self._storage.index_of(selection.ids))}
-        if self._with_ids:
-            root["id"] = torch.from_numpy(selection.ids)
-        for key, values in selection.info.items():
-            if self._with_ids or key != ("anchor_id",):
-                root[key[-1]] = torch.from_numpy(values)
-        return root
-
-    def _marked(self, selection: Selection, columns: list[Array]) -> dict[Key, torch.Tensor]:
-        schema, more = self._storage.require_schema(), {}
-        for mark in selection.marks:
-            place = schema.place(mark.key)
-            if place >= 0:
-                columns[place] = mark.on(columns[place])
-            elif mark.new:
-                more[mark.key] = torch.from_numpy(mark.alone())
-        return more
-
-    def _given_priorities(self, schema: Schema, columns: Sequence[Array]) -> Array | None:
-        place = schema.place(to_key(self.priority_key)) if self._sampler.prioritized else -1
-        if place < 0:
-            return None
-        values = self._sampler.reduce(columns[place].astype(np.float64))
-        return check_priorities(values)
-
-    def update_tensordict_priority(self, data: TensorDictBase) -> int:
-        """Set the priorities of a sample's rows from its `priority_key`; return how many were set.
-
-        Args:
-            data: A sample with `priority_key` added. Shape of that entry `(n,)` or `(n, 1)`. Of sequences
-                the anchors' priorities are set, each to the largest of its valid rows.
-        """
-        key, name = to_key(self.priority_key), "id" if self._with_ids else "index"
-        priority = data.get(key)
-        if priority is None:
-            raise SchemaError(f"the sample has no {key_name(key)!r} to take priorities from")
-        rows = data.get(f"anchor_{name}") if self._unit is not None else None
-        if rows is None:
-            rows = data[name]
-        else:
-            values = self._sampler.reduce(_to_array(priority).astype(np.float64))
-            rows, priority = reduce_to_anchors(_to_array(rows), values, _to_array(data["validity_mask"]))
-        if self._with_ids:
-            return self.update_priority(id=rows, priority=priority)
-        return self.update_priority(rows, priority)
-
-
 def check_drawing(
     batch_size: int | None,
     prefetch: int | None,
@@ -593,7 +549,8 @@ def _is_single(index: Any) -> bool:
     return not isinstance(index, slice) and np.ndim(index) == 0
 
 
-def _to_array(values: Any) -> Array:
+def to_array(values: Any) -> Array:
+    """Return values, of a tensor on whichever device, as an array."""
     if isinstance(values, torch.Tensor):
         return values.detach().cpu().numpy()
     return np.asarray(values)

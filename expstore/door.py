@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from expstore.buffers import TensorDictReplayBuffer, check_drawing
+from expstore.buffers import check_drawing
 from expstore.errors import StateError
 from expstore.files import ReadingDisk
 from expstore.limiter import RateLimiter
@@ -22,6 +22,7 @@ from expstore.storages.folder import FolderStorage
 from expstore.storages.follower import FollowerStorage
 from expstore.storages.settings import Durability, Mode, Settings
 from expstore.storages.zarr import ZarrStorage
+from expstore.tensordictbuffers import TensorDictReplayBuffer
 
 if TYPE_CHECKING:
     import torch

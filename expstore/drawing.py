@@ -223,6 +223,39 @@ class DrawingHandle(StoreHandle):
         """What makes up a batch."""
         return self._sampler
 
+    def set_sampler(self, sampler: Sampler) -> Sampler:
+        """Draw by another sampler from the next batch on; return the one before.
+
+        Draws are counted on; a sampler that keeps a place in the store begins anew, unless the one before
+        was of its kind.
+
+        Raises:
+            StateError: The store is closed.
+            TypeError: It is no sampler.
+            ValueError: It does not fit this buffer; nothing was changed.
+            QueryError: The rows have no such fields as its `where` or `weight` name.
+        """
+        storage, former = self._storage, self._sampler
+        if storage.closed:
+            raise StateError("the store is closed", hint="open it again with expstore.open()")
+        if not isinstance(sampler, Sampler):
+            raise TypeError(f"a buffer draws by a Sampler, not by {type(sampler).__name__}")
+        self._check_sampler(sampler)
+        self._forget_ahead()
+        within, storage.max_within = storage.max_within, False  # what the former one may have asked for
+        try:
+            sampler.attach(storage)
+        except BaseException:
+            storage.max_within = within
+            raise
+        if sampler is not former:
+            former.detach()
+        self._sampler = sampler
+        return former
+
+    def _check_sampler(self, sampler: Sampler) -> None:
+        """Raise ValueError for one that does not fit."""
+
 
 class _Batches:
     """What a `Prefetcher` asks of a handle."""

@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 
-from expstore.buffers import ReplayBuffer, TensorDictReplayBuffer
+from expstore.buffers import ReplayBuffer
 from expstore.samplers.prioritized import PrioritizedSampler, Reduction
 from expstore.storages.base import Storage
 from expstore.storages.memory import MemoryStorage
+from expstore.tensordictbuffers import TensorDictReplayBuffer
 
 __all__ = ["PrioritizedReplayBuffer", "TensorDictPrioritizedReplayBuffer"]
 

@@ -9,14 +9,18 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from expstore.episodes import Steps
+from expstore.errors import StateError
 from expstore.storages.base import Rows, Storage, now_us
 from expstore.types import Array
 
-__all__ = ["RoundRobinWriter", "Writer"]
+__all__ = ["ImmutableDatasetWriter", "RoundRobinWriter", "TensorDictRoundRobinWriter", "Writer"]
 
 
 class Writer(ABC):
     """Place batches of rows."""
+
+    def check(self) -> None:
+        """Raise StateError if no rows are taken, or given up, at all."""
 
     @abstractmethod
     def place(self, storage: Storage, columns: Sequence[Array], steps: Steps, *, source: str | None) -> Rows:
@@ -47,3 +51,46 @@ class RoundRobinWriter(Writer):
 
     def __repr__(self) -> str:
         return "RoundRobinWriter()"
+
+
+class TensorDictRoundRobinWriter(RoundRobinWriter):
+    """Do as `RoundRobinWriter`, under the name that torchrl has for rows that are TensorDicts.
+
+    Example:
+        >>> rb = TensorDictReplayBuffer(storage=MemoryStorage(100), writer=TensorDictRoundRobinWriter())
+    """
+
+    def __repr__(self) -> str:
+        return "TensorDictRoundRobinWriter()"
+
+
+class ImmutableDatasetWriter(Writer):
+    """Refuse new rows, for data that is complete; `set_writer` returns the writer that takes some.
+
+    Example:
+        >>> former = rb.set_writer(ImmutableDatasetWriter())
+    """
+
+    def check(self) -> None:
+        """Refuse.
+
+        Raises:
+            StateError: Always.
+        """
+        raise self._refusal()
+
+    def _refusal(self) -> StateError:
+        return StateError(
+            "This dataset doesn't allow writing.", hint="set_writer() another writer, if it is to change"
+        )
+
+    def place(self, storage: Storage, columns: Sequence[Array], steps: Steps, *, source: str | None) -> Rows:
+        """Refuse a batch.
+
+        Raises:
+            StateError: Always.
+        """
+        raise self._refusal()
+
+    def __repr__(self) -> str:
+        return "ImmutableDatasetWriter()"

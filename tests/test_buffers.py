@@ -16,7 +16,7 @@ from tensordict import TensorDict
 
 import expstore
 from expstore import files
-from expstore.buffers import ReplayBuffer, TensorDictReplayBuffer
+from expstore.buffers import ReplayBuffer
 from expstore.errors import (
     NotFoundError,
     NotReadyError,
@@ -30,6 +30,7 @@ from expstore.storages import base, columns
 from expstore.storages.catalog import Catalog
 from expstore.storages.memory import MemoryStorage
 from expstore.storages.zarr import ZarrStorage
+from expstore.tensordictbuffers import TensorDictReplayBuffer
 from expstore.types import Selection
 from expstore.writers import RoundRobinWriter
 

@@ -17,7 +17,6 @@ from damaged import BLOCK, batch, without_disk
 
 import expstore
 from expstore import files
-from expstore.buffers import TensorDictReplayBuffer
 from expstore.errors import CorruptionError
 from expstore.manifest import Manifest
 from expstore.storages.checksums import (
@@ -30,6 +29,7 @@ from expstore.storages.checksums import (
     state_of,
     zeros_sum,
 )
+from expstore.tensordictbuffers import TensorDictReplayBuffer
 
 
 @pytest.fixture(autouse=True)

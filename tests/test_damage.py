@@ -14,11 +14,11 @@ import torch
 from damaged import CAPACITY, ROWS, batch, in_child, make_sound, without_disk
 
 import expstore
-from expstore.buffers import TensorDictReplayBuffer
 from expstore.checks import verify
 from expstore.errors import CorruptionError, ExpStoreError
 from expstore.storages import records
 from expstore.storages.zarr import ZarrStorage
+from expstore.tensordictbuffers import TensorDictReplayBuffer
 
 #: What is made anew, with a line that says so where that is worth one.
 DERIVED = ("index.duckdb", "STATE", "LOCK", "checksums")

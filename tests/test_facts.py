@@ -18,9 +18,10 @@ from tensordict import TensorDict
 
 import expstore
 from expstore import NotFoundError, QueryError, SchemaError, StateError
-from expstore.buffers import ReplayBuffer, TensorDictReplayBuffer
+from expstore.buffers import ReplayBuffer
 from expstore.cli import run
 from expstore.storages.memory import MemoryStorage
+from expstore.tensordictbuffers import TensorDictReplayBuffer
 
 MakeBatch = Callable[..., TensorDict]
 

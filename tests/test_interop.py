@@ -17,8 +17,8 @@ from tensordict import TensorDict
 
 import expstore
 from expstore import files
-from expstore.buffers import TensorDictReplayBuffer
 from expstore.storages import base, columns
+from expstore.tensordictbuffers import TensorDictReplayBuffer
 
 DTYPES = [
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),

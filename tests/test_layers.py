@@ -35,7 +35,7 @@ LINES: tuple[tuple[str, str], ...] = (
     ("4", "batches writers draws prefetch samplers sample_units transforms snapshots dumping codec"),
     ("5", "handles drawing"),
     ("5a", "buffers client"),
-    ("5b", "prioritized schedulers ensembles retention checks"),
+    ("5b", "tensordictbuffers prioritized schedulers ensembles retention checks"),
     ("6", "door"),
     ("7", "collectors datasets exchange trainers"),
     ("8", "api testing"),
@@ -71,6 +71,7 @@ ALLOWED_SIDEWAYS: tuple[tuple[str, str], ...] = (
     ("expressions", "relations"),
     ("prefetch", "draws"),
     ("drawing", "handles"),
+    ("prioritized", "tensordictbuffers"),
     # the parts of a check
     ("checks.*", "checks.findings"),
     ("checks.rows", "checks.blocks"),

@@ -24,13 +24,14 @@ from tensordict import TensorDict
 
 import expstore
 from expstore import NotReadyError, StateError
-from expstore.buffers import ReplayBuffer, TensorDictReplayBuffer
+from expstore.buffers import ReplayBuffer
 from expstore.files import Disk
 from expstore.journal import Kind, read_journal
 from expstore.limiter import MinSize, RateLimiter, SampleToInsertRatio
 from expstore.sample_units import Sequence
 from expstore.storages.memory import MemoryStorage
 from expstore.storages.records import Mark
+from expstore.tensordictbuffers import TensorDictReplayBuffer
 
 MakeBatch = Callable[..., TensorDict]
 

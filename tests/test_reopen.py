@@ -17,10 +17,10 @@ from tensordict import TensorDict
 
 import expstore
 from expstore import files
-from expstore.buffers import TensorDictReplayBuffer
 from expstore.draws import Draws
 from expstore.storages import columns
 from expstore.storages.memory import MemoryStorage
+from expstore.tensordictbuffers import TensorDictReplayBuffer
 
 SEED = 11
 

@@ -17,7 +17,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import expstore
-from expstore.buffers import TensorDictReplayBuffer
 from expstore.checks import repair, verify
 from expstore.cli import run
 from expstore.episodelog import LogEntry, fill_up, salvage
@@ -26,6 +25,7 @@ from expstore.files import Disk
 from expstore.fragments import cut_out
 from expstore.samplers import PrioritizedSampler, SamplerWithoutReplacement
 from expstore.storages.memory import MemoryStorage
+from expstore.tensordictbuffers import TensorDictReplayBuffer
 from expstore.types import Window, merge_runs
 
 ALL = range(ROWS - CAPACITY + 1, ROWS + 1)

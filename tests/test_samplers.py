@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from tensordict import TensorDict
 
+import expstore
 from expstore.draws import Draws
-from expstore.errors import NotReadyError
-from expstore.samplers import RandomSampler, RecencySampler, Sampler
+from expstore.errors import NotReadyError, QueryError, StateError
+from expstore.samplers import (
+    ConsumingSampler,
+    PrioritizedSampler,
+    RandomSampler,
+    RecencySampler,
+    Sampler,
+    SamplerWithoutReplacement,
+)
 from expstore.storages.memory import MemoryStorage
 from expstore.types import Runs, Window
+
+MakeBatch = Callable[..., TensorDict]
 
 
 class Readable(MemoryStorage):
@@ -107,3 +121,41 @@ def test_a_sampler_must_say_how_it_chooses() -> None:
         Sampler()  # type: ignore[abstract]
     assert repr(RandomSampler()) == "RandomSampler()"
     assert RandomSampler().on_write(None) is None  # type: ignore[arg-type]
+
+
+# -- one sampler in the place of another -----------------------------------------------------------------
+
+
+def test_another_sampler_draws_from_the_next_batch_on(store_path: Path, make_batch: MakeBatch) -> None:
+    with expstore.open(store_path, capacity=50, batch_size=10, prefetch=2) as rb:
+        rb.extend(make_batch(20))
+        rb.sample()
+        former = rb.set_sampler(SamplerWithoutReplacement())
+        assert isinstance(former, RandomSampler)
+        assert sorted(torch.cat([batch["index"] for batch in rb]).tolist()) == list(range(20))
+        assert rb.storage.draw == 3
+        rb.set_sampler(PrioritizedSampler(50, 1.0, 1.0, max_priority_within_buffer=True))
+        rb.update_priority(torch.arange(20), torch.zeros(20))
+        rb.update_priority(torch.tensor([7]), torch.tensor([1.0]))
+        assert set(rb.sample()["index"].tolist()) == {7}
+        rb.set_sampler(former)
+        assert not rb.storage.max_within
+        assert len(set(rb.sample()["index"].tolist())) > 3
+    with pytest.raises(StateError, match="closed"):
+        rb.set_sampler(former)
+
+
+def test_a_sampler_that_does_not_fit_changes_nothing(store_path: Path, make_batch: MakeBatch) -> None:
+    with expstore.open(store_path, capacity=50, batch_size=10, prefetch=1) as rb:
+        rb.extend(make_batch(20))
+        former = rb.sampler
+        for sampler, error in (
+            (ConsumingSampler(), ValueError),
+            (RandomSampler(where="nobody > 0"), QueryError),
+            (PrioritizedSampler(10), ValueError),
+            (3, TypeError),
+        ):
+            with pytest.raises(error):
+                rb.set_sampler(sampler)  # type: ignore[arg-type]
+            assert rb.sampler is former
+        assert rb.sample().shape == (10,)

@@ -18,7 +18,7 @@ from tensordict import TensorDict
 
 import expstore
 from expstore import dumping, files
-from expstore.buffers import ReplayBuffer, TensorDictReplayBuffer
+from expstore.buffers import ReplayBuffer
 from expstore.checks import survey, verify
 from expstore.errors import (
     CorruptionError,
@@ -36,6 +36,7 @@ from expstore.storages import loading
 from expstore.storages.hold import Hold
 from expstore.storages.memory import MemoryStorage
 from expstore.storages.zarr import ZarrStorage
+from expstore.tensordictbuffers import TensorDictReplayBuffer
 
 Make = Callable[..., TensorDict]
 

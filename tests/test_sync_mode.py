@@ -18,12 +18,12 @@ import pytest
 from tensordict import TensorDict
 
 import expstore
-from expstore.buffers import TensorDictReplayBuffer
 from expstore.errors import StateError, StorageError
 from expstore.files import Disk
 from expstore.storages import base, journaled, synced
 from expstore.storages.settings import Settings
 from expstore.storages.zarr import ZarrStorage
+from expstore.tensordictbuffers import TensorDictReplayBuffer
 
 MakeBatch = Callable[..., TensorDict]
 

@@ -18,12 +18,12 @@ import numpy as np
 from ledger import Ledger
 
 import expstore
-from expstore.buffers import TensorDictReplayBuffer
 from expstore.errors import NotReadyError
 from expstore.files import Disk
 from expstore.snapshots import list_versions
 from expstore.storages.checksums import BLOCK_ROWS, GIVEN_UP, NOTHING, SUMMED, blocks_of, state_of
 from expstore.storages.sampledcolumn import find_sampled
+from expstore.tensordictbuffers import TensorDictReplayBuffer
 
 __all__ = [
     "Wrong",

@@ -42,7 +42,6 @@ from checks import (
 from disks import KillingDisk
 from ledger import SEED, Ledger, Op, Spec
 
-from expstore.buffers import TensorDictReplayBuffer
 from expstore.episodeinfo import merge_info, pack_info
 from expstore.files import Disk
 from expstore.storages import base, columns, records, zarr
@@ -50,6 +49,7 @@ from expstore.storages.journaled import JournaledStorage
 from expstore.storages.settings import Settings
 from expstore.storages.tail import TAIL_BYTES
 from expstore.storages.zarr import ZarrStorage
+from expstore.tensordictbuffers import TensorDictReplayBuffer
 
 __all__ = [
     "Look",

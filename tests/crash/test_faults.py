@@ -27,11 +27,11 @@ from gaps import NoKeeper
 from ledger import Ledger, Op, Spec
 
 from expstore import files
-from expstore.buffers import TensorDictReplayBuffer
 from expstore.errors import ExpStoreError, LockedError, StateError, StorageError
 from expstore.files import Disk, File, _failed
 from expstore.storages import base, columns, journaled, records
 from expstore.storages.zarr import ZarrStorage
+from expstore.tensordictbuffers import TensorDictReplayBuffer
 
 SPECS = (
     Spec("ring", 40, 12, frame=64, segment_bytes=4096, longest=14, lean=True),

@@ -1,0 +1,97 @@
+"""The replay buffer whose batches say which rows they are.
+
+What `expstore.open` returns. It adds keys to what `ReplayBuffer` draws, and takes priorities out of
+TensorDicts; everything else is done there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDictBase
+
+from expstore.buffers import ReplayBuffer, to_array
+from expstore.errors import SchemaError
+from expstore.sample_units import reduce_to_anchors
+from expstore.schema import Schema
+from expstore.storages.priorities import check_priorities
+from expstore.types import Array, Key, Selection, key_name, to_key
+
+__all__ = ["TensorDictReplayBuffer"]
+
+
+class TensorDictReplayBuffer(ReplayBuffer):
+    """Store transitions and sample batches that say which rows they are.
+
+    Samples carry `index` at the root, and `id` where `with_ids` is set; `extend` leaves these keys out.
+    Threads, processes and crashes as `ReplayBuffer`.
+
+    Args:
+        priority_key: Where `update_tensordict_priority` finds priorities.
+        with_ids: Write `id` into samples; `expstore.open` does.
+        storage: As `ReplayBuffer`, and so are the others.
+        sampler: See there.
+        writer: See there.
+        batch_size: See there.
+        device: See there.
+        consume_after_n_samples: See there.
+    """
+
+    _own_keys = frozenset({"index", "id", "priority_weight"})
+
+    def __init__(self, *, priority_key: str = "td_error", with_ids: bool = False, **keywords: Any) -> None:
+        super().__init__(**keywords)
+        if self._unit is not None:
+            self._own_keys |= self._unit.root_keys
+        self.priority_key = priority_key
+        self._with_ids = with_ids
+
+    def _root(self, selection: Selection) -> dict[str, torch.Tensor]:
+        root = {"index": torch.from_numpy(self._storage.index_of(selection.ids))}
+        if self._with_ids:
+            root["id"] = torch.from_numpy(selection.ids)
+        for key, values in selection.info.items():
+            if self._with_ids or key != ("anchor_id",):
+                root[key[-1]] = torch.from_numpy(values)
+        return root
+
+    def _marked(self, selection: Selection, columns: list[Array]) -> dict[Key, torch.Tensor]:
+        schema, more = self._storage.require_schema(), {}
+        for mark in selection.marks:
+            place = schema.place(mark.key)
+            if place >= 0:
+                columns[place] = mark.on(columns[place])
+            elif mark.new:
+                more[mark.key] = torch.from_numpy(mark.alone())
+        return more
+
+    def _given_priorities(self, schema: Schema, columns: Sequence[Array]) -> Array | None:
+        place = schema.place(to_key(self.priority_key)) if self._sampler.prioritized else -1
+        if place < 0:
+            return None
+        values = self._sampler.reduce(columns[place].astype(np.float64))
+        return check_priorities(values)
+
+    def update_tensordict_priority(self, data: TensorDictBase) -> int:
+        """Set the priorities of a sample's rows from its `priority_key`; return how many were set.
+
+        Args:
+            data: A sample with `priority_key` added. Shape of that entry `(n,)` or `(n, 1)`. Of sequences
+                the anchors' priorities are set, each to the largest of its valid rows.
+        """
+        key, name = to_key(self.priority_key), "id" if self._with_ids else "index"
+        priority = data.get(key)
+        if priority is None:
+            raise SchemaError(f"the sample has no {key_name(key)!r} to take priorities from")
+        rows = data.get(f"anchor_{name}") if self._unit is not None else None
+        if rows is None:
+            rows = data[name]
+        else:
+            values = self._sampler.reduce(to_array(priority).astype(np.float64))
+            rows, priority = reduce_to_anchors(to_array(rows), values, to_array(data["validity_mask"]))
+        if self._with_ids:
+            return self.update_priority(id=rows, priority=priority)
+        return self.update_priority(rows, priority)
