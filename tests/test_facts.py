@@ -183,6 +183,23 @@ def test_a_trajectory_read_beside_a_writer_is_whole(store_path: Path) -> None:
         assert reads
 
 
+def test_rows_that_are_overwritten_while_they_are_read_are_read_again(
+    rb: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rb.extend(steps(4, 14), source="a")
+    read, turns = rb.storage.read, iter(range(100))
+
+    def slow(*asked: Any) -> Any:
+        if next(turns) < 2:
+            rb.extend(steps(5000, 18), source="a")  # longer than the ring and its spare slots
+        return read(*asked)
+
+    monkeypatch.setattr(rb.storage, "read", slow)
+    found = rb.trajectory(2)
+    assert found["number"].tolist() == [*range(5006, 5018)]
+    assert found["id"].tolist() == [*range(10003, 10015)]
+
+
 def test_followers_find_trajectories_and_what_is_noted(store_path: Path) -> None:
     with expstore.open(store_path, capacity=12) as rb, expstore.open(store_path, mode="r") as other:
         rb.extend(steps(4, 0), source="a", episode_info={"site": 1})
@@ -203,6 +220,7 @@ def test_followers_find_trajectories_and_what_is_noted(store_path: Path) -> None
         rb.flush()
         with pytest.raises(NotFoundError, match="no row of episode 1 is left"):
             other.trajectory(1)
+        assert infos(other)[1] == {"good": True, "late": [1, {"x": None}]}
         rb.annotate(1, late=None)
         assert infos(other)[1] == {"good": True}
         with pytest.raises(StateError, match="open for reading only"):
@@ -353,11 +371,14 @@ rb.extend(steps(3, True), source="a")
 rb.extend(steps(2, False), source="b", episode_info={"with": "rows"})
 rb.annotate(1, ended=True)
 rb.flush()
+rb.episodes()
 rb.annotate(1, more=1)
 rb.annotate(2, open=True)
 rb.extend(steps(9, False), source="c")
 rb.annotate(1, evicted=[1])
 rb.add(steps(1, False)[0], source="b", episode_info={"with": None, "added": 1})
+rb.episodes()
+rb.annotate(3, last=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -367,7 +388,7 @@ def test_a_kill_loses_nothing_that_was_noted(store_path: Path, durability: str) 
     command = [sys.executable, "-c", KILLED, str(store_path), durability]
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     assert done.returncode == -9, done.stderr
-    wanted = {1: {"ended": True, "more": 1, "evicted": [1]}, 2: {"open": True, "added": 1}, 3: None}
+    wanted = {1: {"ended": True, "more": 1, "evicted": [1]}, 2: {"open": True, "added": 1}, 3: {"last": True}}
     twin = store_path.with_name("twin.exp")
     shutil.copytree(store_path, twin)
     with expstore.open(store_path, mode="r") as rb:

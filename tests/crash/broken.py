@@ -14,6 +14,7 @@ import google_crc32c
 import numpy as np
 
 from expstore import dumping
+from expstore.episodelog import LogEntry
 from expstore.storages import loading
 from expstore.storages.base import Rows, Storage
 from expstore.storages.journaled import JournaledStorage
@@ -130,6 +131,15 @@ def break_count_syncs() -> None:
     ZarrStorage._unsynced_columns = others  # type: ignore[method-assign]
 
 
+def break_notes() -> None:
+    """What is noted about an episode is in memory, and in no record."""
+
+    def annotate(self: Any, entry: LogEntry) -> None:
+        self._log.append(self.episodes.annotate(entry, self._journal.sequence))
+
+    JournaledStorage._annotate = annotate  # type: ignore[method-assign]
+
+
 #: Fault -> what puts it in.
 BREAKS: dict[str, Callable[[], None]] = {
     "journal first": break_journal_first,
@@ -144,6 +154,7 @@ BREAKS: dict[str, Callable[[], None]] = {
     "counted after": break_counts,
     "counts of older rows": break_renewal,
     "counts without sync": break_count_syncs,
+    "notes without a record": break_notes,
 }
 
 

@@ -167,6 +167,9 @@ TEETH = {
     "counts of older rows": Tooth(
         "counts of older rows", lambda at: enumerate_gaps(at, names=["slots of counted rows"], stop=True)
     ),
+    "notes without a record": Tooth(
+        "notes without a record", lambda at: enumerate_gaps(at, names=["annotate"], stop=True)
+    ),
     "counts without sync": Tooth(
         "counts without sync", lambda at: power_cuts(120, 1, at, names=["counted"], stop=True)
     ),

@@ -75,7 +75,15 @@ def test_power_cut_costs_rows(reports: Reports) -> None:
 
 
 @pytest.mark.parametrize(
-    "fault", ["journal first", "no spare", "redo without sync", "counted after", "counts of older rows"]
+    "fault",
+    [
+        "journal first",
+        "no spare",
+        "redo without sync",
+        "counted after",
+        "counts of older rows",
+        "notes without a record",
+    ],
 )
 def test_kills_find(reports: Reports, fault: str) -> None:
     """Faults that kill -9 shows.
@@ -85,7 +93,8 @@ def test_kills_find(reports: Reports, fault: str) -> None:
     waiting, so that an extend under way overwrites rows that can be read. redo without sync: rows are changed
     whose publish record no mark covers; their checksum no longer fits, and opening drops what was acked.
     counted after: a batch is handed out before its rows are counted on disk. counts of older rows: a row
-    begins with the count of the one that had its slot.
+    begins with the count of the one that had its slot. notes without a record: what is noted about an
+    episode is in no record of the journal.
     """
     assert reports[fault]["failures"]
 

@@ -39,7 +39,16 @@ SPECS = (
     Spec("filed", 40, 12, frame=64, segment_bytes=4096, longest=10, lean=True, redo_bytes=1),
     Spec("counted", 40, 12, frame=64, segment_bytes=4096, longest=14, lean=True, consume=2),
 )
-WEIGHTS = {"extend": 8, "change": 2, "priority": 1, "sample": 1, "flush": 2, "empty": 0.3, "tick": 1}
+WEIGHTS = {
+    "extend": 8,
+    "change": 2,
+    "priority": 1,
+    "sample": 1,
+    "annotate": 1,
+    "flush": 2,
+    "empty": 0.3,
+    "tick": 1,
+}
 
 
 @dataclass(frozen=True)
@@ -121,7 +130,8 @@ class FaultyDisk(Disk):
         elif fault.news and act == "write":
             return
         elif fault.code == errno.EIO or fault.syncs or act in ("write", "allocate", "create", "mkdir"):
-            self.failed.append(act)  # (of other acts a full disk does not complain)
+            # (Of other acts a full disk does not complain.) An index is made anew, not believed.
+            self.failed.append("index" if path.name == "index.tmp" else act)
             raise OSError(fault.code, os.strerror(fault.code))
 
     def look(self, act: str, path: Path) -> None:
