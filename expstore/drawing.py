@@ -75,6 +75,14 @@ class DrawingHandle(StoreHandle):
             self._draws = GivenDraws(self._generator, storage, resume=True)
             storage.watch_draws(self._draws)
 
+    def _rest(self) -> None:
+        if "_sampler" in self.__dict__ and self._sampler.filter is not None:
+            self._sampler.filter.rest()
+
+    def _go_on(self) -> None:
+        if "_sampler" in self.__dict__ and self._sampler.filter is not None:
+            self._sampler.filter.go_on()
+
     def _part(self) -> None:
         ahead = "_ahead" in self.__dict__
         super()._part()

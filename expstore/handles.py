@@ -63,17 +63,31 @@ class StoreHandle:
     def _storage(self) -> Storage:
         if self._origin is None:
             raise StateError("the store is closed", hint="open it again with expstore.open()")
-        storage = self._origin.follow()
-        self._attached(storage)
+        storage = self.__dict__["_storage"] = self._origin.follow()
+        try:
+            storage.use_catalog(self._catalog)
+            self._attached(storage)
+        except BaseException:
+            self.__dict__.pop("_storage", None)
+            self.__dict__.pop("_catalog", None)
+            storage.close()
+            raise
         return storage
 
     @cached_property
     def _catalog(self) -> Catalog:
-        return Catalog(self._storage)
+        known = self._storage.catalog  # one tells the storage what the index has: a second one would lack it
+        return known if isinstance(known, Catalog) else Catalog(self._storage)
 
     def _unbind(self) -> None:
         for name in self._bound:
             self.__dict__.pop(name, None)
+
+    def _rest(self) -> None:
+        """Have no thread of the handle's own at work until `_go_on`: this one is about to fork."""
+
+    def _go_on(self) -> None:
+        """Let threads work again."""
 
     def _part(self) -> None:
         """Let go, in a forked child, of what belongs to the parent."""
@@ -337,6 +351,16 @@ class StoreHandle:
 _handles: weakref.WeakSet[StoreHandle] = weakref.WeakSet()
 
 
+def _before_fork() -> None:
+    for handle in list(_handles):
+        handle._rest()
+
+
+def _after_fork() -> None:
+    for handle in list(_handles):
+        handle._go_on()
+
+
 def _part_in_child() -> None:
     # What the parent has left for the collector may belong to DuckDB, whose threads are not here.
     gc.freeze()
@@ -344,4 +368,4 @@ def _part_in_child() -> None:
         handle._part()
 
 
-os.register_at_fork(after_in_child=_part_in_child)
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_part_in_child)

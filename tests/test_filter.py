@@ -864,3 +864,45 @@ def test_notes_about_episodes_decide_after_a_refresh(make: Callable[..., TensorD
     rb.refresh()
     assert set(counted(rb, 2000)[0].tolist()) == set(range(10))
     rb.close()
+
+
+def test_nothing_is_evaluated_while_a_process_forks(monkeypatch: pytest.MonkeyPatch) -> None:
+    rb = in_memory(RandomSampler(where="kind = 2 AND episode.length > 0"))
+    rb.extend(rows(100))
+    rb.sample()
+    begun, forks = threading.Event(), threading.Event()
+    ask, asked = Filter._ask, []
+
+    def slow(self: Filter, storage: Any, ids: Any, facts: Any) -> Any:
+        with storage.episode_lock:  # in the child it would be locked for ever
+            begun.set()
+            forks.wait(0.5)  # the fork is to come after this, however long it takes
+        asked.append(os.getpid())
+        return ask(self, storage, ids, facts)
+
+    monkeypatch.setattr(Filter, "_ask", slow)
+    rb.extend(rows(100, start=100))
+    rb.sample()
+    assert begun.wait(LIMIT)
+    child = os.fork()
+    if not child:
+        free = rb.storage.episode_lock.acquire(timeout=LIMIT)
+        os._exit(0 if free and asked else 1)
+    forks.set()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    rb.refresh()
+    assert int(rb.sample(1000)["number"].max()) >= 100
+
+
+def test_sql_and_a_filter_of_a_copy_share_what_the_index_has(store_path: Path) -> None:
+    rb = on_disk(store_path, RandomSampler(where="episode.status = 'terminated'"))
+    rb.extend(rows(20), source="a")
+    rb.flush()
+    copied = pickle.loads(pickle.dumps(rb))
+    for step in range(2, 5):
+        assert set(torch.cat([copied.sample(1000)["number"]]).tolist()) == set(range(10 * step))
+        assert copied.sql("SELECT count(*) FROM episodes").fetchone() == (step,)
+        rb.extend(rows(10, start=10 * step), source="a")
+        copied.refresh()
+    copied.close()
+    rb.close()

@@ -122,6 +122,7 @@ class Filter:
         #: Held while masses and version are read or changed.
         self.lock = threading.Lock()
         self._evaluating = threading.Lock()
+        self._resting = 0  # the thread that forks
         self._seen: _Seen | None = None
         self._needs: Needs | None = None
         self._known: dict[int, tuple[Any, ...]] = {}
@@ -249,6 +250,20 @@ class Filter:
         self._renew()
 
     # -- in the background -----------------------------------------------------------------------
+
+    def rest(self) -> None:
+        """Evaluate nothing until this thread calls `go_on`.
+
+        It is about to fork: in the child a lock that an evaluation holds just then would stay locked.
+        """
+        if self._pid == os.getpid() and self._evaluating.acquire(timeout=_WAIT_SECONDS):
+            self._resting = threading.get_ident()
+
+    def go_on(self) -> None:
+        """Evaluate again."""
+        if self._resting == threading.get_ident():
+            self._resting = 0
+            self._evaluating.release()
 
     def _hurry(self, storage: Storage) -> None:
         worker = self._worker
