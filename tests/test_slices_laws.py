@@ -252,14 +252,14 @@ def test_frequencies_and_weights_by_priority(name: str, shape: str) -> None:
     chances: Floats = masses / masses.sum()
     counts = drawn(kept, draws_needed(chances, one_off(chances)), length, there)
     assert chi_square(counts, chances) < limit_of(len(there))
-    batch = kept.rb.sample(2000 * length)
-    found = Drawn.read(batch, [row.serial for row in kept.model.rows])
-    weights = batch["priority_weight"].numpy()
-    firsts = np.cumsum(found.lengths) - found.lengths
-    assert (weights == np.repeat(weights[firsts], found.lengths)).all(), "steps of a slice weigh the same"
-    pairs = zip(found.episodes.tolist(), found.steps.tolist(), strict=True)
-    expected = np.array([(priorities[pair] + eps) ** alpha for pair in pairs]) / masses.min()
-    np.testing.assert_allclose(weights[firsts], expected**-beta, rtol=1e-5)
+    live = [row.serial for row in kept.model.rows]
+    for _ in range(20):  # in few slices the smallest weight of all is often missing
+        batch = kept.rb.sample(3 * length)
+        found = Drawn.read(batch, live)
+        pairs = zip(found.episodes.tolist(), found.steps.tolist(), strict=True)
+        shares = np.array([(priorities[pair] + eps) ** alpha for pair in pairs]) / masses.min()
+        expected = np.repeat(shares**-beta, found.lengths)
+        np.testing.assert_allclose(batch["priority_weight"].numpy(), expected, rtol=1e-5)
 
 
 # -- without replacement ----------------------------------------------------------------------------------
