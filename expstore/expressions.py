@@ -246,7 +246,7 @@ class Conditions:
             for entry, values in zip(fields, columns[: len(fields)], strict=True)
         ]
         with self._cursor(needs) as cursor:
-            Relations(shown, None, capacity, needs.tops).attach(cursor, "")
+            Relations(shown, None, capacity, needs.tops, ("_id", *needs.rows)).attach(cursor, "")
             if self.facts:
                 cursor.register("__facts", facts)
                 yield cursor, _with_episodes(self.facts)
@@ -353,6 +353,8 @@ def _read(cursor: duckdb.DuckDBPyConnection, option: str, text: str) -> set[Path
     """
     if not isinstance(text, str):
         raise TypeError(f"{option} must be a string of SQL, not {type(text).__name__}")
+    if "\0" in text:
+        raise _refusal(text, "it holds a character without a meaning")
     bare, _ = _parsed(cursor, text, f"SELECT {text}\n"), _parsed(cursor, text, f"SELECT ({text}\n)")
     paths: set[Path] = set()
     called: set[str] = set()

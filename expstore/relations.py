@@ -7,7 +7,7 @@ and never touches a file.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,12 +88,15 @@ class Relations:
         capacity: Of a ring, from which `_index` follows where it is no column; None: unbounded.
         tops: How the first parts of the fields' keys are called, as `call_tops` says of all fields; None: of
             those in `columns`.
+        rows: Which row columns `columns` begins with, where fields of such names may follow that are none;
+            None: those that are there.
     """
 
     columns: Sequence[Column] = ()
     window: Window | None = None
     capacity: int | None = None
     tops: Mapping[str, str] | None = None
+    rows: Collection[str] | None = None
 
     def attach(self, cursor: duckdb.DuckDBPyConnection, sql: str) -> list[CorruptionError]:
         """Make the views that `sql` needs, for this cursor only; they last until it is closed.
@@ -146,9 +149,10 @@ class Relations:
         row: dict[str, pa.ChunkedArray] = {}
         fields: list[Column] = []
         lost: dict[str, _Lost] = {}
+        own = ROW_COLUMNS if self.rows is None else self.rows
         for column in self.columns:
             name = column.key[0]
-            if len(column.key) != 1 or name not in ROW_COLUMNS or name in row or name in lost:
+            if len(column.key) != 1 or name not in own or name in row or name in lost:
                 fields.append(column)
             elif column.fault is not None:
                 lost[name] = ROW_COLUMNS[name], column.fault

@@ -176,6 +176,18 @@ def test_expressions_speak_of_episodes(make: Callable[..., TensorDictReplayBuffe
     rb.close()
 
 
+def test_fields_with_the_names_of_other_columns_are_told_apart() -> None:
+    """As SQL shows them: with an underscore behind, and so does a field called `episode`."""
+    number = torch.arange(40)
+    names = ("_priority", "_step", "_time", "_index", "episode")
+    data = TensorDict(dict.fromkeys(names, number + 100) | {"number": number}, [40])
+    where = " AND ".join(f"{name}_ >= 120" for name in names)
+    rb = in_memory(RandomSampler(where=f"{where} AND _index < 30 AND episode.length = 1"))
+    rb.extend(data)
+    assert set(counted(rb, 2000)[0].tolist()) == set(range(20, 30))
+    assert rb.sql("SELECT _index, _index_ FROM transitions LIMIT 1").fetchall() == [(0, 100)]
+
+
 def test_sources_and_trajectories_are_known() -> None:
     rb = in_memory(RandomSampler(where="episode.source = 'b'"))
     for start, source in ((0, "a"), (40, "b"), (80, "c")):
@@ -422,6 +434,7 @@ REFUSED = {
     "-- nothing": "no SQL expression",
     "": "no SQL expression",
     "kind >": "syntax error",
+    "true\0": "a character without a meaning",
     "*": "a star",
     "random() < 0.5": "another answer another time",
     "_time > now()": "another answer another time",

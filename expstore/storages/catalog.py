@@ -296,11 +296,12 @@ class Catalog:
         if sampled is not None:
             runs = [piece for first, count in window.runs() for piece in storage.pieces(first, count)]
             columns.append(Column(("_sampled",), SAMPLED.dtype, (), sampled.views(runs)))
+        own = [column.key[0] for column in columns]
         columns += [
             Column(entry.key, entry.dtype, entry.shape, part, fault)
             for entry, part, fault in zip(schema.fields, shown[:fields], faults[:fields], strict=True)
         ]
-        return Relations(columns, window, storage.capacity)
+        return Relations(columns, window, storage.capacity, rows=own)
 
 
 def _readable(storage: Storage, places: Sequence[int], window: Window) -> list[list[Array]]:
