@@ -23,7 +23,7 @@ from tensordict import TensorDict
 import expstore
 from expstore import PrioritizedSliceSampler, SliceSampler, SliceSamplerWithoutReplacement
 
-CAPACITY, LANES, LENGTH, BATCH = 2000, 5, 8, 128
+CAPACITY, LANES, LENGTH, BATCH = 5000, 5, 8, 128
 #: Steps of an `extend`.
 LONGEST = 60
 #: Steps of an episode of lane 0, 1, ...; all longer than a slice.
@@ -211,6 +211,32 @@ def test_the_ring_goes_round_while_a_follower_looks(
             monkeypatch.setattr(sampler._weights, "catch_up", late)
             assert faults(seen.sample()) == ""
             assert len(calls) == 2
+
+
+def test_a_follower_that_is_overtaken_looks_again(store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each time it knows of episodes, their rows are gone: twice, and then always."""
+    with expstore.open(store_path, capacity=CAPACITY) as rb:
+        writer = Writer(rb)
+        writer.write(CAPACITY // LANES)
+        with expstore.open(store_path, mode="r", sampler=MAKE["start"](), batch_size=BATCH) as seen:
+            storage: Any = seen.storage
+            follow, calls = storage.follow, []
+            limit = 2
+
+            def overtaken() -> None:
+                follow()
+                calls.append(len(calls))
+                for _ in range(3 if len(calls) <= limit else 0):
+                    writer.write(CAPACITY // LANES)
+
+            monkeypatch.setattr(storage, "follow", overtaken)
+            writer.write(20)
+            assert faults(seen.sample()) == ""
+            assert len(calls) == 3
+            limit = 1000
+            writer.write(20)
+            with pytest.raises(expstore.StateError, match="faster than they can be read"):
+                seen.sample()
 
 
 def faulty(**changes: Any) -> TensorDict:

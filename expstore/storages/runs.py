@@ -27,6 +27,8 @@ __all__ = ["TABLES", "Runs", "Taken", "as_names"]
 TABLES = "expstore.runtable"
 #: So many looks are remembered for those who ask what has changed.
 _REMEMBERED = 64
+#: Looks of a follower that may find all rows gone of which it knows episodes.
+_TRIES = 10
 
 
 class Taken(NamedTuple):
@@ -79,10 +81,25 @@ class Runs:
         """Take in what has changed; return the rows that are shown.
 
         A follower's are those of which episodes are known.
+
+        Raises:
+            StateError: The writer is so fast that a follower never sees episodes of rows that are left.
         """
         storage = self._held()
-        if storage.follows and storage.query_window != storage.window:
-            storage.follow()
+        if not storage.follows:
+            return self._look(storage)
+        for _ in range(_TRIES):
+            if storage.query_window != storage.window:
+                storage.follow()
+            window = self._look(storage)
+            if window.rows or not storage.window.rows:
+                return window
+        raise StateError(
+            "the writer overwrites rows faster than they can be read",
+            hint="give the store a larger capacity",
+        )
+
+    def _look(self, storage: Storage) -> Window:
         if self._is_current(storage):
             return self._window
         with self.lock:
