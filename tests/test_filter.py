@@ -919,3 +919,52 @@ def test_sql_and_a_filter_of_a_copy_share_what_the_index_has(store_path: Path) -
         copied.refresh()
     copied.close()
     rb.close()
+
+
+def test_rows_that_are_overwritten_while_they_are_read_say_nothing() -> None:
+    rb = in_memory(RandomSampler(weight="kind - 2"), 100)
+    good = rows(100).set("kind", torch.full((100,), 3))
+    bad = rows(100).set("kind", torch.zeros(100, dtype=torch.int64))
+    rb.extend(good)
+    read, once = rb.storage.read, iter([True])
+
+    def overtaken(ids: Any, places: Any = None) -> Any:
+        first = next(once, False)
+        if first:
+            while rb.storage.last <= (rb.storage.slots or 0) + 100:
+                rb.extend(bad)
+        columns = read(ids, places)
+        if first:
+            assert set(columns[0].tolist()) == {0}
+            rb.extend(good)
+        return columns
+
+    rb.storage.read = overtaken  # type: ignore[method-assign]
+    rb.refresh()  # the rows of which it has read other bytes have left
+    assert rb.sample()["kind"].tolist() == [3] * 64
+
+
+def test_a_new_row_is_not_taken_for_the_one_that_was_in_its_slot() -> None:
+    rb = in_memory(RandomSampler(where="number < 10000"), 100)
+    for start in range(0, 10_000, 50):
+        rb.extend(rows(50, start=start))
+    assert rb.storage.last > 2 * (rb.storage.slots or 10_000)
+    filter = rb.sampler.filter
+    assert filter is not None
+    rb.refresh()
+    filter.masses[:] = 1  # as they are when every slot has been looked at
+    with filter._evaluating:
+        rb.extend(rows(50, start=10_000))
+        assert int(rb.sample(500)["number"].max()) < 10_000
+
+
+def test_iteration_goes_on_with_rows_that_have_come_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Filter, "_hurry", lambda self, storage: None)  # as if the thread were late
+    rb = in_memory(ConsumingSampler(where="kind = 2"))
+    rb.extend(rows(7))
+    assert len(rb) == 1
+    rb.extend(rows(7, start=7))
+    assert rb.sample(1)["number"].tolist() == [2]
+    assert not rb.sampler.ran_out
+    assert rb.sample(1)["number"].tolist() == [9]
+    assert rb.sampler.ran_out
