@@ -117,11 +117,12 @@ def test_priorities_go_to_anchors() -> None:
     rb.extend(rows(1, 8))
     batch = rb.sample()
     assert batch["priority_weight"].shape == (24,)
-    batch["td_error"] = batch["x"].float() - 999 + 100 * (~batch["validity_mask"]).float()
+    batch["td_error"] = (batch["x"] * 7 % 11).float() + 100 * (~batch["validity_mask"]).float()
     anchors = set(batch["anchor_index"].tolist())
     assert rb.update_tensordict_priority(batch) == len(anchors)
     for index in range(8):
-        expected = float(min(index + 3, 8)) if index in anchors else 1.0
+        window = range(max(0, index - 1), min(8, index + 3))
+        expected = max((1000 + step) * 7 % 11 for step in window) if index in anchors else 1.0
         assert rb.storage.priorities[index] == expected
 
 
@@ -207,6 +208,15 @@ def test_anchors_that_have_left_are_drawn_again() -> None:
     assert (rb.sample()["x"] >= 1005).all()
     assert len(tries) == 2
     assert rb.stats()["redraws"] == 1
+
+
+def test_anchors_that_are_overwritten_while_they_are_looked_up_are_drawn_again() -> None:
+    rb = TensorDictReplayBuffer(storage=MemoryStorage(10))
+    rb.extend(rows(1, 20))
+    unit, anchors = Sequence(2), Selection(np.array([12, 15]))
+    assert unit.expand(anchors, rb.storage) is not None
+    rb.storage.horizon = 12 + (rb.storage.slots or 0)  # as an extend does before it writes
+    assert unit.expand(anchors, rb.storage) is None
 
 
 def test_rows_that_are_consumed_are_the_anchors() -> None:
