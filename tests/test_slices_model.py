@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from slice_model import Batch, Cell, Drawn, Fields, Model, cover
 
@@ -41,6 +41,9 @@ from expstore.types import merge_runs
 #: 1 in 10,000, which is less than any here has, stays away is less likely than 1e-17.
 SLICES, MOST = 2048, 200
 SPARE = 12
+#: An example opens stores many times: half a second. The nightly run looks at a few hundred.
+some = settings(max_examples=min(settings().max_examples, 300))
+patient = pytest.mark.timeout(600)
 
 
 @pytest.fixture(autouse=True)
@@ -241,6 +244,8 @@ def check_all(world: World, length: int, **law: Any) -> None:
             world.rb.sample(length)
 
 
+@patient
+@some
 @given(scenario=scenarios(), strict=st.booleans(), span=st.sampled_from([(0, 0), (0, 0), (1, 0), (0, 2)]))
 def test_all_slices_come_and_no_others(scenario: Scenario, strict: bool, span: tuple[int, int]) -> None:
     length = scenario.length
@@ -257,6 +262,8 @@ def test_all_slices_come_and_no_others(scenario: Scenario, strict: bool, span: t
         check_all(world, length, by=scenario.by, strict=strict, span=span)
 
 
+@patient
+@some
 @given(scenario=scenarios(), strict=st.booleans())
 def test_every_trajectory_once_per_pass(scenario: Scenario, strict: bool) -> None:
     length = scenario.length
@@ -284,6 +291,8 @@ def test_every_trajectory_once_per_pass(scenario: Scenario, strict: bool) -> Non
             assert sorted(chosen) == sorted({runs[episode, step].serial for episode, step, _ in there})
 
 
+@patient
+@some
 @given(scenario=scenarios(), strict=st.booleans(), seed=st.integers(0, 9))
 def test_all_slices_come_by_priority_and_no_others(scenario: Scenario, strict: bool, seed: int) -> None:
     length, rng = scenario.length, np.random.default_rng(seed)
