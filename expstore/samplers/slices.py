@@ -168,7 +168,7 @@ class SliceSampler(Sampler):
             total = int(tree.total)
             if not total:
                 raise none_is_long_enough(_lengths(runs), length)
-            chosen, _ = tree.find(generator.integers(0, total, count).astype(np.float64) + 0.5)
+            chosen, _ = tree.find(np.floor(generator.random(count) * total) + 0.5)
             first = runs.first[chosen]
             begins, lengths = slicing.place(runs.stop[chosen] - first, length, generator.random(count))
             ids = runs.rows(chosen, first + begins, lengths)

@@ -106,6 +106,11 @@ class Slicing:
         return (rest, number) if self.slice_len is None else (number, rest)
 
     @property
+    def _whole(self) -> bool:
+        """Whether every slice has its full length."""
+        return self.strict_length and self.span == (False, False)
+
+    @property
     def size_text(self) -> str:
         """The size as it was given."""
         number, length = self.num_slices, self.slice_len
@@ -124,6 +129,8 @@ class Slicing:
 
     def starts(self, have: IntArray, length: int) -> IntArray:
         """Return in how many places a slice can begin in runs of `have` steps. Shapes `(n,)`."""
+        if self._whole:
+            return np.maximum(0, have - (length - 1))
         left, right = self.slack(length)
         if self.strict_length:
             return np.where(have >= length, have - length + 1 + left + right, 0)
@@ -143,7 +150,7 @@ class Slicing:
             The first step of each, counted from its run's first one, and how many it has. Shapes `(n,)`.
         """
         begins = (share * self.starts(have, length)).astype(np.int64)
-        if self.strict_length and self.span == (False, False):
+        if self._whole:
             return begins, np.full(begins.size, length)
         return self.cut(begins - self.before(have, length), have, length)
 
