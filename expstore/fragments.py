@@ -93,6 +93,9 @@ class Fragments:
         touched, self._touched = self._touched, set()
         if touched is None:
             return None
+        if len(touched) == 1:
+            place = touched.pop() - self._popped
+            return self._data[:, place : place + (place >= self._head)].copy()
         places = np.fromiter(touched, np.int64, len(touched)) - self._popped
         places.sort()
         return self._data.take(places[places >= self._head], axis=1)

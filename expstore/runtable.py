@@ -403,9 +403,8 @@ class RunTable:
     @property
     def wasteful(self) -> bool:
         """Whether most of what is kept is of rows that have left."""
-        counts = self._counts
-        live = self.count - int(counts[_DEAD])
-        return bool(counts[_DEAD] > 1024 + live or counts[_POOL] > 4096 + 4 * counts[_LIVE])
+        runs, pool, _, dead, live, _ = self._counts.tolist()
+        return dead > 1024 + runs - dead or pool > 4096 + 4 * live
 
     def compact(self) -> None:
         """Forget runs without rows; the others get new numbers in the same order."""

@@ -164,6 +164,8 @@ class Mark:
     def on(self, stored: Array) -> Array:
         """Return what a stored field becomes. Shapes `(n, *row shape)`."""
         flags = self.flags.reshape(-1, *(1,) * (stored.ndim - 1))
+        if stored.dtype == np.bool_ and stored.shape == flags.shape:
+            return flags | stored if self.joins else flags.copy()
         if self.joins:
             flags = flags | stored.astype(np.bool_, copy=False)
         return np.broadcast_to(flags, stored.shape).astype(stored.dtype)

@@ -647,6 +647,29 @@ def test_a_failed_sync_poisons_the_handle(tmp_path: Path) -> None:
     again.close()
 
 
+@pytest.mark.parametrize("capacity", [50, None])
+@pytest.mark.parametrize("before", [40, 107])  # the ring of 114 slots ends among the rows that are kept back
+def test_only_who_reads_rows_that_are_kept_back_has_them_written(
+    tmp_path: Path, capacity: int | None, before: int
+) -> None:
+    storage = ZarrStorage(tmp_path / "run.exp", capacity)
+    storage.prepare(SCHEMA, find_keys(SCHEMA))
+    storage._keeper.stop()
+    put(storage, before)
+    storage.drain()
+    for new in range(1, 13):
+        put(storage, 1)
+        old = window_ids(storage)[:-new]
+        check(storage, old)
+        check(storage, old[:0])
+        assert storage._tail.count == new
+    check(storage, np.array([before + 5, before - 3]))
+    assert storage._tail.count == 0
+    put(storage, 2)
+    check(storage, window_ids(storage))
+    storage.close()
+
+
 @pytest.mark.parametrize("count", [3, 40])
 @pytest.mark.parametrize("where", ["columns", "journal"])
 def test_a_full_disk_leaves_the_store_as_it_was(tmp_path: Path, where: str, count: int) -> None:

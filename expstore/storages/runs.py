@@ -160,6 +160,8 @@ class Runs:
         behind = self.moves - moves
         if moves < self._floor or behind > len(self._changes):
             return None
+        if behind == 1:
+            return self._changes[-1]
         found = [self._changes[number] for number in range(len(self._changes) - behind, len(self._changes))]
         return np.concatenate(found) if found else np.empty(0, np.int64)
 

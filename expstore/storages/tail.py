@@ -34,8 +34,8 @@ class Tail:
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        self.first_id = 0
-        self.count = 0
+        #: Id of its first row, and how many it has: one object, so that nobody sees half of a change.
+        self.span = (0, 0)
         self._batches: list[list[bytes]] = []
 
     def add(self, first_id: int, count: int, parts: list[bytes]) -> None:
@@ -47,10 +47,18 @@ class Tail:
             parts: Their bytes, per column; priority is left out.
         """
         with self.lock:
-            if not self.count:
-                self.first_id = first_id
             self._batches.append(parts)
-            self.count += count
+            self.span = (self.first_id if self.count else first_id, self.count + count)
+
+    @property
+    def first_id(self) -> int:
+        """Id of its first row."""
+        return self.span[0]
+
+    @property
+    def count(self) -> int:
+        """How many rows it has."""
+        return self.span[1]
 
     @property
     def full(self) -> bool:
@@ -65,7 +73,7 @@ class Tail:
     def drop(self) -> None:
         """Forget all rows; the journal has them, or the columns."""
         with self.lock:
-            self._batches, self.count = [], 0
+            self._batches, self.span = [], (0, 0)
 
     def write(self, columns: WritableColumns, pieces: list[tuple[int, int, int]], priorities: Array) -> None:
         """Write all rows to the columns; the lock is held, and `drop` follows.

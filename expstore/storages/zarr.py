@@ -13,6 +13,7 @@ from typing import TypeVar
 
 import google_crc32c
 import numpy as np
+from numpy.typing import NDArray
 
 from expstore.errors import StateError, StorageError
 from expstore.files import File
@@ -435,14 +436,29 @@ class ZarrStorage(JournaledStorage):
         if self.columns is None:
             raise StateError("the store has no rows yet", hint="extend() it first")
         columns = self.columns.columns
-        try:
-            self.drain()
-        except StorageError:
-            return self._take_beside(columns, slots, places)
+        if self._tail.count and self._in_tail(slots).any():
+            try:
+                self.drain()
+            except StorageError:
+                return self._take_beside(columns, slots, places)
         wanted = range(len(columns) - len(ROW_FIELDS)) if places is None else places
         if self._half_written is not None:
             return [self._half_written.take(place, columns[place], slots) for place in wanted]
         return [columns[place].take(slots) for place in wanted]
+
+    def _in_tail(self, slots: IntArray) -> NDArray[np.bool_]:
+        """Say which slots are of rows that stand in the tail; those that come to it now are of later ones."""
+        first_id, count = self._tail.span
+        offsets = self._offsets(slots, first_id)
+        return (offsets >= 0) & (offsets < count)
+
+    def _offsets(self, slots: IntArray, first_id: int) -> IntArray:
+        if self.slots is None:
+            return slots - (first_id - 1)
+        first = (first_id - 1) % self.slots
+        offsets: IntArray = slots - first
+        offsets[offsets < 0] += self.slots
+        return offsets
 
     def _take_beside(
         self, columns: Sequence[Column], slots: IntArray, places: Sequence[int] | None
@@ -450,9 +466,8 @@ class ZarrStorage(JournaledStorage):
         """Copy rows out where some that were kept back cannot be written: these come from memory."""
         wanted = range(len(columns) - len(ROW_FIELDS)) if places is None else places
         with self._tail.lock:
-            first = int(self.slot_of(np.array([self._tail.first_id]))[0])
-            offsets = slots - first if self.slots is None else (slots - first) % self.slots
-            kept_back = (offsets >= 0) & (offsets < self._tail.count)
+            kept_back = self._in_tail(slots)
+            offsets = self._offsets(slots, self._tail.first_id)
             found = []
             for place in wanted:
                 column = columns[place]
