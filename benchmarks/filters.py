@@ -7,16 +7,13 @@ draws then.
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
-import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # some distributions install a `benchmarks` of their own
 
 import expstore  # noqa: E402
-from benchmarks.report import Bar, Result, machine, span, table_row  # noqa: E402
+from benchmarks.report import Bar, Report, Result, options, span  # noqa: E402
 from benchmarks.timing import Turn, alternate  # noqa: E402
 from benchmarks.vs_torchrl import scratch  # noqa: E402
 from benchmarks.workloads import LOCOMOTION, Stream, Workload  # noqa: E402
@@ -167,28 +164,15 @@ class Filters:
 
 def main(argv: Sequence[str] | None = None, out: Callable[[str], object] = print) -> int:
     """Measure, print the table, return the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--quick", action="store_true", help="100,000 rows: rough numbers")
-    parser.add_argument("--smoke", action="store_true", help="run everything once, tiny, without bars")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
-    parser.add_argument("--folder", type=Path, default=ROOT / "benchmarks" / "out", help="where stores lie")
+    parser = options(__doc__, quick="100,000 rows", folder=ROOT / "benchmarks" / "out")
     wanted = parser.parse_args(argv)
     effort = SMOKE if wanted.smoke else QUICK if wanted.quick else FULL
     bars = {} if wanted.smoke else BARS
-    load = os.getloadavg()[0]
-    results = []
     with scratch(wanted.folder, 6 * effort.workload.rows * effort.workload.row_bytes) as folder:
-        out("| what | expstore | other | ratio | bar | ok |\n| --- | --- | --- | --- | --- | --- |")
+        report = Report(bars, out, other="other")
         for result in Filters(folder, effort).run():
-            results.append(result)
-            out(table_row(result, bars.get(result.name, Bar(float("inf"), ""))))
-            sys.stdout.flush()
-    about = machine() | {"load": f"load {load:.1f} before, {os.getloadavg()[0]:.1f} after"}
-    out(f"\n{about['machine']}; {about['load']}; {about['threads']}.\n{about['versions']}.")
-    if wanted.json:
-        rows = [asdict(result) for result in results]
-        wanted.json.write_text(json.dumps({"about": about, "results": rows}, indent=1))
-    return 1 if any(r.name in bars and not bars[r.name].holds(r.value) for r in results) else 0
+            report.add(result)
+    return report.end(wanted.json)
 
 
 if __name__ == "__main__":

@@ -5,10 +5,13 @@ Used by the scripts here. It measures nothing.
 
 from __future__ import annotations
 
+import argparse
+import json
 import os
 import platform
 import sys
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -16,7 +19,7 @@ from typing import Any
 import expstore
 from benchmarks.timing import Series
 
-__all__ = ["Bar", "Result", "machine", "slower", "span", "table_row"]
+__all__ = ["Bar", "Report", "Result", "machine", "options", "slower", "span", "table_row"]
 
 
 @dataclass(frozen=True)
@@ -81,3 +84,39 @@ def machine() -> dict[str, str]:
         "versions": f"Python {platform.python_version()}, expstore {expstore.__version__}, "
         + ", ".join(f"{name} {version(name)}" for name in packages),
     }
+
+
+def options(doc: str | None, *, quick: str, folder: Path) -> argparse.ArgumentParser:
+    """Return what every script is asked with: how much is done, where stores lie, where figures go."""
+    parser = argparse.ArgumentParser(description=doc.splitlines()[0] if doc else None)
+    parser.add_argument("--quick", action="store_true", help=f"{quick}: rough numbers")
+    parser.add_argument("--smoke", action="store_true", help="run everything once, tiny, without bars")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
+    parser.add_argument("--folder", type=Path, default=folder, help="where stores lie")
+    return parser
+
+
+class Report:
+    """Print a table row by row, then what it was measured on; keep the figures."""
+
+    def __init__(self, bars: Mapping[str, Bar], out: Callable[[str], object], *, other: str) -> None:
+        self._bars, self._out = bars, out
+        self._load = os.getloadavg()[0]
+        self._results: list[Result] = []
+        out(f"| what | expstore | {other} | ratio | bar | ok |\n| --- | --- | --- | --- | --- | --- |")
+
+    def add(self, result: Result) -> None:
+        """Print a row."""
+        self._results.append(result)
+        self._out(table_row(result, self._bars.get(result.name, Bar(float("inf"), ""))))
+        sys.stdout.flush()
+
+    def end(self, file: Path | None) -> int:
+        """Say what this ran on, write the figures to a file; return the exit code: 1 below a bar."""
+        about = machine() | {"load": f"load {self._load:.1f} before, {os.getloadavg()[0]:.1f} after"}
+        self._out(f"\n{about['machine']}; {about['load']}; {about['threads']}.\n{about['versions']}.")
+        if file:
+            rows = [asdict(result) for result in self._results]
+            file.write_text(json.dumps({"about": about, "results": rows}, indent=1))
+        bars = self._bars
+        return 1 if any(r.name in bars and not bars[r.name].holds(r.value) for r in self._results) else 0

@@ -8,16 +8,12 @@ the sources that come with torchrl, which takes a compiler, ninja and two minute
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import importlib.util
 import itertools
-import json
 import logging
-import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +22,7 @@ sys.path.insert(0, str(ROOT))  # some distributions install a `benchmarks` of th
 
 import expstore  # noqa: E402
 from benchmarks.probes import Probes  # noqa: E402
-from benchmarks.report import Bar, Result, machine, span, table_row  # noqa: E402
+from benchmarks.report import Bar, Report, Result, options, span  # noqa: E402
 from benchmarks.timing import Turn, alternate  # noqa: E402
 from benchmarks.vs_torchrl import FULL, QUICK, SMOKE, Effort, scratch  # noqa: E402
 from benchmarks.workloads import Stream  # noqa: E402
@@ -151,32 +147,19 @@ class Samplers:
 
 def main(argv: Sequence[str] | None = None, out: Callable[[str], object] = print) -> int:
     """Measure, print the table, return the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--quick", action="store_true", help="100,000 rows: rough numbers")
-    parser.add_argument("--smoke", action="store_true", help="run everything once, tiny, without bars")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
-    parser.add_argument("--folder", type=Path, default=ROOT / "benchmarks" / "out", help="where stores lie")
+    parser = options(__doc__, quick="100,000 rows", folder=ROOT / "benchmarks" / "out")
     parser.add_argument("--trees", type=Path, help="where TorchRL's trees are built; in FOLDER by default")
     wanted = parser.parse_args(argv)
     effort = SMOKE if wanted.smoke else QUICK if wanted.quick else FULL
     bars = {} if wanted.smoke else dict(BARS)
-    load = os.getloadavg()[0]
-    results = []
     with Probes() as probes, scratch(wanted.folder, 6 * effort.locomotion.rows * 200) as folder:
         missing = find_trees(wanted.trees or wanted.folder, build=not wanted.smoke)
         if missing:
             bars.pop("prioritized/sample+update", None)
-        out("| what | expstore | TorchRL | ratio | bar | ok |\n| --- | --- | --- | --- | --- | --- |")
+        report = Report(bars, out, other="TorchRL")
         for result in Samplers(folder, effort, theirs=missing).run(probes):
-            results.append(result)
-            out(table_row(result, bars.get(result.name, Bar(float("inf"), ""))))
-            sys.stdout.flush()
-    about = machine() | {"load": f"load {load:.1f} before, {os.getloadavg()[0]:.1f} after"}
-    out(f"\n{about['machine']}; {about['load']}; {about['threads']}.\n{about['versions']}.")
-    if wanted.json:
-        rows = [asdict(result) for result in results]
-        wanted.json.write_text(json.dumps({"about": about, "results": rows}, indent=1))
-    return 1 if any(r.name in bars and not bars[r.name].holds(r.value) for r in results) else 0
+            report.add(result)
+    return report.end(wanted.json)
 
 
 if __name__ == "__main__":

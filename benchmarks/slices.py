@@ -7,13 +7,10 @@ from rows on disk as in memory.
 
 from __future__ import annotations
 
-import argparse
-import json
 import logging
-import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # some distributions install a `benchmarks` of their own
 
 import expstore  # noqa: E402
-from benchmarks.report import Bar, Result, machine, span, table_row  # noqa: E402
+from benchmarks.report import Bar, Report, Result, options, span  # noqa: E402
 from benchmarks.timing import Series, Turn, alternate  # noqa: E402
 from benchmarks.vs_torchrl import scratch  # noqa: E402
 from benchmarks.workloads import LOCOMOTION, TRAJECTORY, Stream, Workload  # noqa: E402
@@ -268,28 +265,15 @@ class Slices:
 
 def main(argv: Sequence[str] | None = None, out: Callable[[str], object] = print) -> int:
     """Measure, print the table, return the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--quick", action="store_true", help="a tenth of the rows: rough numbers")
-    parser.add_argument("--smoke", action="store_true", help="run everything once, tiny, without bars")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
-    parser.add_argument("--folder", type=Path, default=ROOT / "benchmarks" / "out", help="where stores lie")
+    parser = options(__doc__, quick="a tenth of the rows", folder=ROOT / "benchmarks" / "out")
     wanted = parser.parse_args(argv)
     effort = SMOKE if wanted.smoke else QUICK if wanted.quick else FULL
     bars = {} if wanted.smoke else BARS
-    load = os.getloadavg()[0]
-    results = []
     with scratch(wanted.folder, 4 * effort.workload.rows * effort.workload.row_bytes) as folder:
-        out("| what | expstore | TorchRL | ratio | bar | ok |\n| --- | --- | --- | --- | --- | --- |")
+        report = Report(bars, out, other="TorchRL")
         for result in Slices(folder, effort).run():
-            results.append(result)
-            out(table_row(result, bars.get(result.name, Bar(float("inf"), ""))))
-            sys.stdout.flush()
-    about = machine() | {"load": f"load {load:.1f} before, {os.getloadavg()[0]:.1f} after"}
-    out(f"\n{about['machine']}; {about['load']}; {about['threads']}.\n{about['versions']}.")
-    if wanted.json:
-        rows = [asdict(result) for result in results]
-        wanted.json.write_text(json.dumps({"about": about, "results": rows}, indent=1))
-    return 1 if any(r.name in bars and not bars[r.name].holds(r.value) for r in results) else 0
+            report.add(result)
+    return report.end(wanted.json)
 
 
 if __name__ == "__main__":
