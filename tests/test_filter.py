@@ -63,6 +63,7 @@ def in_memory(sampler: Sampler, capacity: int = 1000) -> TensorDictReplayBuffer:
 
 
 def on_disk(path: Path, sampler: Sampler, capacity: int = 1000, **settings: Any) -> TensorDictReplayBuffer:
+    settings = {"seed": 1} | settings
     return expstore.open(path, capacity=capacity, sampler=sampler, batch_size=64, **settings)
 
 
@@ -82,14 +83,17 @@ def counted(rb: TensorDictReplayBuffer, draws: int = DRAWS) -> tuple[NDArray[np.
 
 
 def check_law(rb: TensorDictReplayBuffer, numbers: Any, weights: Any, draws: int = DRAWS) -> None:
-    """Check that rows are drawn in proportion to weights, and no others: six standard deviations at most."""
+    """Check that rows are drawn in proportion to weights, and no others: six standard deviations at most.
+
+    And three more: rows that hardly ever come may do so now and then.
+    """
     came, often = counted(rb, draws)
     chance = np.asarray(weights, np.float64) / np.sum(weights)
     assert set(came.tolist()) <= set(np.asarray(numbers)[chance > 0].tolist())
     seen = np.zeros(len(chance))
     seen[np.searchsorted(numbers, came)] = often
     spread = np.sqrt(draws * chance * (1 - chance))
-    assert np.all(np.abs(seen - draws * chance) <= 6 * spread + 1e-9)
+    assert np.all(np.abs(seen - draws * chance) <= 6 * spread + 3)
 
 
 def matching(rb: TensorDictReplayBuffer, where: str) -> list[int]:
@@ -596,19 +600,19 @@ def test_a_fork_draws_by_the_filter(store_path: Path) -> None:
 
 
 def test_the_thread_ends_with_the_store_and_holds_nothing() -> None:
-    def filtering() -> list[threading.Thread]:
-        return [thread for thread in threading.enumerate() if thread.name == "expstore-filter"]
+    def filtering() -> set[threading.Thread]:
+        return {thread for thread in threading.enumerate() if thread.name == "expstore-filter"}
 
-    before = len(filtering())
+    others = filtering()  # of tests before this one; they end by themselves
     rb = in_memory(RandomSampler(where="kind = 2"))
     rb.extend(rows(100))
     rb.sample()
-    assert len(filtering()) == before  # nothing is new
+    assert not filtering() - others  # nothing is new
     rb.extend(rows(100, start=100))
     rb.sample()
-    assert len(filtering()) == before + 1
+    assert len(filtering() - others) == 1
     rb.close()
-    assert len(filtering()) == before
+    assert not filtering() - others
     rb = in_memory(RandomSampler(where="kind = 2"))
     rb.extend(rows(100))
     rb.sample()

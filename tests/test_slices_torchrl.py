@@ -204,7 +204,7 @@ def reached(draw: Callable[[int], Any], batches: int = BATCHES) -> set[Slice]:
 def test_all_slices_come_and_no_others(stream: Stream, by: str, store_path: Path) -> None:
     sampler = SliceSampler(slice_len=LENGTH, by=by)
     there = stream.slices()
-    with expstore.open(store_path, capacity=1000, sampler=sampler) as rb:
+    with expstore.open(store_path, capacity=1000, seed=1, sampler=sampler) as rb:
         for number, batch in enumerate(stream.batches, 1):
             rb.extend(batch)
             if number == len(stream.batches) // 2:
@@ -214,6 +214,7 @@ def test_all_slices_come_and_no_others(stream: Stream, by: str, store_path: Path
 
 def test_torchrl_on_the_same_data(stream: Stream) -> None:
     """It looks at neighbours in the storage: slices that go over a seam of batches are not among its own."""
+    torch.manual_seed(1)
     rb = theirs.TensorDictReplayBuffer(
         storage=theirs.LazyTensorStorage(1002, ndim=stream.ndim),
         sampler=theirs.SliceSampler(slice_len=LENGTH, traj_key=("collector", "traj_ids")),
@@ -233,7 +234,7 @@ def test_two_collectors_of_one_store_do_not_mix(forking: None, store_path: Path)
         batch["observation"][:, 0] += 10
         batch["next", "observation"][:, 0] += 10
     for collector in (first, second):
-        with expstore.open(store_path, sampler=SliceSampler(slice_len=LENGTH)) as rb:
+        with expstore.open(store_path, seed=1, sampler=SliceSampler(slice_len=LENGTH)) as rb:
             for batch in collector.batches:
                 rb.extend(batch)
     with expstore.open(store_path, sampler=SliceSampler(slice_len=LENGTH)) as rb:
