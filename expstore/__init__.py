@@ -21,6 +21,7 @@ _HOME = {
     "LockedError": "expstore.errors",
     "MemoryStorage": "expstore.storages",
     "MigrationError": "expstore.errors",
+    "MinSize": "expstore.limiter",
     "NotFoundError": "expstore.errors",
     "NotReadyError": "expstore.errors",
     "PrioritizedReplayBuffer": "expstore.prioritized",
@@ -32,6 +33,7 @@ _HOME = {
     "RecencySampler": "expstore.samplers",
     "ReplayBuffer": "expstore.buffers",
     "RoundRobinWriter": "expstore.writers",
+    "SampleToInsertRatio": "expstore.limiter",
     "SampleUnit": "expstore.sample_units",
     "SamplerWithoutReplacement": "expstore.samplers",
     "Schema": "expstore.schema",
@@ -62,6 +64,7 @@ __all__ = [
     "LockedError",
     "MemoryStorage",
     "MigrationError",
+    "MinSize",
     "NotFoundError",
     "NotReadyError",
     "PrioritizedReplayBuffer",
@@ -73,6 +76,7 @@ __all__ = [
     "RecencySampler",
     "ReplayBuffer",
     "RoundRobinWriter",
+    "SampleToInsertRatio",
     "SampleUnit",
     "SamplerWithoutReplacement",
     "Schema",
@@ -111,6 +115,7 @@ if TYPE_CHECKING:
         StateError,
         StorageError,
     )
+    from expstore.limiter import MinSize, SampleToInsertRatio
     from expstore.prioritized import PrioritizedReplayBuffer, TensorDictPrioritizedReplayBuffer
     from expstore.sample_units import SampleUnit, Sequence, Transition
     from expstore.samplers import (
@@ -131,7 +136,13 @@ if TYPE_CHECKING:
     from expstore.writers import ImmutableDatasetWriter, RoundRobinWriter, TensorDictRoundRobinWriter
 
 
+#: Modules whose names are used with theirs before them, as in torchrl.
+_MODULES = ("collectors", "limiter", "samplers", "schedulers", "storages", "writers")
+
+
 def __getattr__(name: str) -> object:
+    if name in _MODULES:
+        return importlib.import_module(f"expstore.{name}")
     home = _HOME.get(name)
     if home is None:
         raise AttributeError(f"module 'expstore' has no attribute {name!r}")
@@ -141,4 +152,4 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOME})
+    return sorted({*globals(), *_HOME, *_MODULES})

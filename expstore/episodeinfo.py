@@ -21,6 +21,13 @@ def pack_info(info: Mapping[str, Any] | None) -> str:
     Raises:
         SchemaError: JSON has no form for one of them.
     """
+    if info is None:
+        return ""
+    if not isinstance(info, Mapping):
+        raise SchemaError(
+            f"the info of episodes is a {type(info).__name__}",
+            hint="give a dict: it is noted about each of them",
+        )
     if not info:
         return ""
     for key, value in info.items():

@@ -114,6 +114,11 @@ class Sequence(SampleUnit):
         bootstrap: int = 0,
         dilation: int = 1,
     ) -> None:
+        for name, value in (
+            ("length", length), ("burn_in", burn_in), ("bootstrap", bootstrap), ("dilation", dilation)
+        ):  # fmt: skip
+            if isinstance(value, bool) or not isinstance(value, int | np.integer):
+                raise TypeError(f"{name} must be a whole number, got {value!r}")
         if length <= 0:
             raise ValueError(f"length must be strictly positive, got {length}.")
         if episode_boundary not in ("pad", "stop"):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
+import threading
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -146,6 +148,39 @@ def _changed(x: int, changed: list[int], mass: Callable[[int], float]) -> float:
     """The mass of a row, of which some have the value 4 now."""
     four = next(y for y in range(5) if value_of(y) == 4)
     return mass(four if x in changed else x)
+
+
+def test_small_masses_count_beside_large_ones() -> None:
+    weight = "CASE WHEN x < 2000 THEN 1e9 ELSE 1e-9 * (1 + x % 3) END"
+    rb = buffer(SliceSampler(slice_len=1, weight=weight), 2000)
+    rb.extend(rows(1, 900))
+    rb.extend(rows(2, 9))
+    rb.refresh()
+    drawn = torch.cat([rb.sample(3000)["x"] for _ in range(4)])
+    counts = np.bincount(drawn[drawn >= 2000].numpy() - 2000, minlength=9)
+    total = int(counts.sum())
+    assert 5600 < total < 6400
+    expected = total * np.array([1 + x % 3 for x in range(2000, 2009)]) / 18
+    assert (np.abs(counts - expected) < 5 * expected**0.5).all()
+
+
+def test_a_fast_writer_does_not_make_a_draw_fail() -> None:
+    rb = buffer(SliceSampler(slice_len=LENGTH, where="x >= 0"), capacity=40)
+    rb.extend(rows(1, 40))
+    over, first = threading.Event(), itertools.count(2)
+
+    def write() -> None:
+        while not over.is_set():
+            rb.extend(rows(next(first), 20))
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    try:
+        for _ in range(400):
+            assert rb.sample(9).shape == (9,)
+    finally:
+        over.set()
+        thread.join()
 
 
 def test_facts_of_episodes_decide_too() -> None:

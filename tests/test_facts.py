@@ -426,3 +426,11 @@ def test_a_note_that_the_disk_refuses_is_not_there(store_path: Path, monkeypatch
         assert rb.annotate(1, c=3) == {"a": 1, "c": 3}
     with expstore.open(store_path) as rb:
         assert infos(rb) == {1: {"a": 1, "c": 3}}
+
+
+@pytest.mark.parametrize("info", [[{"a": 1}], "a", 5, torch.zeros(1)])
+def test_facts_come_as_a_dict(info: Any) -> None:
+    rb = TensorDictReplayBuffer(storage=MemoryStorage(10))
+    with pytest.raises(SchemaError, match="the info of episodes is a"):
+        rb.extend(TensorDict({"x": torch.arange(3)}, [3]), episode_info=info)
+    assert len(rb) == 0

@@ -90,3 +90,9 @@ def test_the_version_is_the_installed_one() -> None:
     from importlib.metadata import version
 
     assert expstore.__version__ == version("expstore")
+
+
+def test_modules_are_there_by_name_from_the_start() -> None:
+    code = "import expstore; expstore.limiter.MinSize(3), expstore.schedulers, expstore.MinSize(2)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

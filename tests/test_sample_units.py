@@ -238,6 +238,12 @@ def test_a_copy_does_the_same() -> None:
     )
 
 
+@pytest.mark.parametrize("options", [{"length": 3.5}, {"length": 2, "burn_in": 1.5}, {"length": True}])
+def test_numbers_of_steps_are_whole(options: dict[str, Any]) -> None:
+    with pytest.raises(TypeError, match="must be a whole number"):
+        Sequence(**options)
+
+
 @pytest.mark.parametrize(
     ("options", "match"),
     [

@@ -14,7 +14,7 @@ from tensordict import TensorDict
 
 import expstore
 from expstore import NotReadyError, ReplayBuffer, SchemaError, StateError, TensorDictReplayBuffer
-from expstore.samplers import SliceSampler
+from expstore.samplers import PrioritizedSliceSampler, SliceSampler, SliceSamplerWithoutReplacement
 from expstore.samplers.slicing import Slicing
 from expstore.storages.memory import MemoryStorage
 
@@ -280,6 +280,12 @@ def test_fields_that_are_not_there_are_named(two_names: TensorDictReplayBuffer) 
         ({"num_slices": 0}, ValueError, "num_slices must be at least 1"),
         ({"slice_len": 2, "pad_output": True}, ValueError, "incompatible with strict_length=True"),
         ({"slice_len": 2, "span": -1}, ValueError, "span must be"),
+        ({"slice_len": 2, "span": (1,)}, ValueError, "span must be"),
+        ({"slice_len": 2, "span": 1.0}, ValueError, "span must be"),
+        ({"slice_len": 2.0}, TypeError, "slice_len must be a whole number, got 2.0"),
+        ({"num_slices": True}, TypeError, "num_slices must be a whole number"),
+        ({"slice_len": 2, "end_keys": "done"}, ValueError, "one alone is end_key="),
+        ({"slice_len": 2, "end_keys": []}, ValueError, "end_keys must be a list of keys"),
         ({"slice_len": 2, "by": "row"}, ValueError, "by must be 'trajectory' or 'start'"),
         ({"slice_len": 2, "compile": True}, ValueError, "compile has no meaning here"),
         ({"slice_len": 2, "ends": torch.ones(2)}, ValueError, "ends has no meaning here"),
@@ -324,6 +330,20 @@ def test_a_copy_draws_the_same() -> None:
     )
     assert first.ids.tolist() == second.ids.tolist()
     assert repr(copied) == "SliceSampler(num_slices=2, strict_length=True, by='trajectory')"
+
+
+@pytest.mark.parametrize("filter", [{}, {"where": "x >= 0"}])
+@pytest.mark.parametrize("kind", [SliceSampler, SliceSamplerWithoutReplacement, PrioritizedSliceSampler])
+def test_buffers_may_share_a_sampler(kind: type[Any], filter: dict[str, str]) -> None:
+    sampler = kind(slice_len=4, **filter)
+    one, other = (
+        TensorDictReplayBuffer(storage=MemoryStorage(1000), sampler=sampler, batch_size=8) for _ in range(2)
+    )
+    one.extend(rows(1, 100))
+    other.extend(rows(2, 30))
+    for _ in range(3):
+        assert (one.sample()["x"] // 1000 == 1).all()
+        assert (other.sample()["x"] // 1000 == 2).all()
 
 
 def test_a_restart_and_a_reader_draw_what_would_have_come(store_path: Path) -> None:

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Sampler", "readable", "refuse_weight"]
 
+#: Draws that may find nothing but rows which have left, before the writer is asked to wait.
+_TRIES = 3
+
 
 class Sampler(ABC):
     """Choose ids. Threads may sample at once.
@@ -89,8 +92,14 @@ class Sampler(ABC):
         if filter is not None:
             filter.look(storage)
             found = draw()
-            if found is None and filter.find_more(storage):
+            for _ in range(_TRIES):
+                if found is not None or not filter.find_more(storage):
+                    break
                 found = draw()
+            if found is None and not storage.follows:
+                # A fast writer may have overwritten all that was evaluated; it waits now.
+                with storage.lock:
+                    found = draw() if filter.find_more(storage) else None
         if found is None:
             raise self.nothing(storage)
         return found

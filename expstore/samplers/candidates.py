@@ -121,9 +121,12 @@ class Candidates:
         """
         numbers, which = np.unique(chosen, return_inverse=True)
         masses, counts = self._masses(storage, runs, slicing, length, numbers)
-        reach = np.concatenate([[0.0], np.cumsum(masses)])
         stops = np.cumsum(counts)
         starts = stops - counts
+        # As shares of their runs': the masses of one run are not to drown those of another.
+        run = np.repeat(np.arange(counts.size), counts)
+        masses = masses / np.bincount(run, weights=masses, minlength=counts.size)[run]
+        reach = np.concatenate([[0.0], np.cumsum(masses)])
         mass = reach[stops] - reach[starts]
         at = np.searchsorted(reach[1:], reach[starts][which] + shares[0] * mass[which], side="right")
         some = np.flatnonzero(masses)

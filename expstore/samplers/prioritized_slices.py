@@ -62,6 +62,7 @@ class PrioritizedSliceSampler(PrioritizedSampler):
         ends: Not here; see `SliceSampler`.
         trajectories: Not here.
         compile: Not here.
+        use_gpu: Not here.
         where: At which rows a slice may begin: a boolean SQL expression over a row and its `episode`; None:
             at all.
         weight: By what the chance of each is multiplied: a numeric one; None: 1.
@@ -97,6 +98,7 @@ class PrioritizedSliceSampler(PrioritizedSampler):
         ends: Any = None,
         trajectories: Any = None,
         compile: bool | dict[str, Any] = False,
+        use_gpu: Any = False,
         where: str | None = None,
         weight: str | None = None,
     ) -> None:
@@ -104,20 +106,13 @@ class PrioritizedSliceSampler(PrioritizedSampler):
             max_capacity, alpha, beta, eps, dtype, reduction, max_priority_within_buffer,
             where=where, weight=weight,
         )  # fmt: skip
-        refuse(ends=ends, trajectories=trajectories, compile=compile)
-        left, right = (span, span) if isinstance(span, bool | int) else span
-        if left:
-            warnings.warn(
-                f"Left spanning is disabled for {type(self).__name__} and will be automatically turned off: "
-                "priorities belong to first rows, and there are none before a trajectory",
-                stacklevel=2,
-            )
+        refuse(ends=ends, trajectories=trajectories, compile=compile, use_gpu=use_gpu)
         self.slicing = Slicing.of(
             num_slices=num_slices,
             slice_len=slice_len,
             strict_length=strict_length,
             pad_output=False,
-            span=(False, right),
+            span=_without_left(span),
             truncated_key=truncated_key,
             init_key=init_key,
         )
@@ -153,9 +148,9 @@ class PrioritizedSliceSampler(PrioritizedSampler):
     def _slices(self, storage: Storage, batch_size: int, generator: np.random.Generator) -> Selection | None:
         slicing = self.slicing
         length, count = slicing.sizes(batch_size)
-        if self._runs is None:
-            self._runs = runs_by(storage, self._trajectory, self._ends)
         runs = self._runs
+        if runs is None or not runs.of(storage):  # several buffers may draw by one sampler
+            runs = self._runs = runs_by(storage, self._trajectory, self._ends)
         with runs.lock:
             with self._lock:
                 for _ in range(_TRIES):
@@ -218,6 +213,18 @@ class PrioritizedSliceSampler(PrioritizedSampler):
             f"PrioritizedSliceSampler({self.slicing.size_text}, alpha={self.alpha}, beta={self.beta}, "
             f"strict_length={self.slicing.strict_length}{given})"
         )
+
+
+def _without_left(span: Span) -> Span:
+    """Turn off a span on the left, with a warning."""
+    left, right = span if isinstance(span, tuple | list) and len(span) == 2 else (span, span)
+    if left:
+        warnings.warn(
+            "Left spanning is disabled for PrioritizedSliceSampler and will be automatically turned off: "
+            "priorities belong to first rows, and there are none before a trajectory",
+            stacklevel=3,
+        )
+    return span if not isinstance(right, bool | int) else (False, right)
 
 
 class _Starts:

@@ -64,7 +64,8 @@ class SliceSampler(Sampler):
         init_key: Where their beginnings are; None: nowhere.
         strict_length: Leave out trajectories that are shorter than a slice; otherwise they make short
             slices, and batches that are shorter than asked for.
-        pad_output: Fill up short slices with their last row; `("collector", "mask")` is False there.
+        pad_output: Fill up short slices with their last row, while there are trajectories that are shorter
+            than a slice, as torchrl does; `("collector", "mask")` is False there.
         span: How many steps a slice may lack at its left and at its right, because it reaches beyond the
             trajectory there: a number, False for none, True for all but one, or a pair of these.
         fragmented: Slices follow the episode, not the storage, with either value.
@@ -137,9 +138,11 @@ class SliceSampler(Sampler):
         self._candidates = None if filter is None else Candidates(filter, alike=self.by == "trajectory")
 
     def _runs_of(self, storage: Storage) -> Runs:
-        if self._runs is None:
-            self._runs = runs_by(storage, self._trajectory, self._ends)
-        return self._runs
+        runs = self._runs
+        if runs is None or not runs.of(storage):  # several buffers may draw by one sampler
+            self._begin()
+            runs = self._runs = runs_by(storage, self._trajectory, self._ends)
+        return runs
 
     def attach(self, storage: Storage) -> None:
         """Follow the episodes of a storage."""
@@ -155,9 +158,8 @@ class SliceSampler(Sampler):
             StateError: The batch size cannot be cut into such slices.
             QueryError: The filter cannot be computed.
         """
-        candidates = self._candidates
-        if candidates is not None:
-            return self._drawn(storage, lambda: self._filtered(storage, batch_size, generator, candidates))
+        if self.filter is not None:
+            return self._drawn(storage, lambda: self._filtered(storage, batch_size, generator))
         slicing = self.slicing
         length, count = slicing.sizes(batch_size)
         slicing.slack(length)
@@ -176,15 +178,18 @@ class SliceSampler(Sampler):
         return slicing.selection(ids, lengths, length=length, asked=batch_size, padded=padded)
 
     def _filtered(
-        self, storage: Storage, batch_size: int, generator: np.random.Generator, candidates: Candidates
+        self, storage: Storage, batch_size: int, generator: np.random.Generator
     ) -> Selection | None:
         """Choose slices as the filter has it; None: there is nowhere to begin."""
         slicing = self.slicing
         length, count = slicing.sizes(batch_size)
         slicing.slack(length)
         runs = self._runs_of(storage)
+        candidates = self._candidates
         with runs.lock:
             runs.look()
+            if candidates is None:
+                return None
             tree = candidates.catch_up(storage, runs, slicing, length)
             if not tree.total > 0:
                 return None

@@ -160,9 +160,11 @@ class SliceSamplerWithoutReplacement(SamplerWithoutReplacement):
         return self.sample(storage, selection.asked, generator)
 
     def _runs_of(self, storage: Storage) -> Runs:
-        if self._runs is None:
-            self._runs = runs_by(storage, self._trajectory, self._ends)
-        return self._runs
+        runs = self._runs
+        if runs is None or not runs.of(storage):  # several buffers may draw by one sampler
+            self._begin()
+            runs = self._runs = runs_by(storage, self._trajectory, self._ends)
+        return runs
 
     def _count(self, storage: Storage, runs: Runs, length: int) -> int:
         """Return how many trajectories make a slice, as of now."""

@@ -69,6 +69,8 @@ class Slicing:
                 f"Got num_slices={num_slices} and slice_len={slice_len}."
             )
         for name, value in (("num_slices", num_slices), ("slice_len", slice_len)):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int | np.integer)):
+                raise TypeError(f"{name} must be a whole number, got {value!r}")
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
         if pad_output and strict_length:
@@ -76,15 +78,17 @@ class Slicing:
                 "pad_output=True is incompatible with strict_length=True: padding only happens when short "
                 "trajectories are kept, which requires strict_length=False."
             )
-        sides = (span, span) if isinstance(span, bool | int) else (span[0], span[1])
-        if any(side < 0 for side in sides):
-            raise ValueError(f"span must be a boolean or a number of steps >= 0, got {span}")
+        sides = span if isinstance(span, tuple | list) else (span, span)
+        if len(sides) != 2 or not all(isinstance(side, bool | int) and side >= 0 for side in sides):
+            raise ValueError(
+                f"span must be a boolean, a number of steps >= 0, or a pair of these; got {span!r}"
+            )
         return cls(
             num_slices,
             slice_len,
             strict_length,
             pad_output,
-            sides,
+            (sides[0], sides[1]),
             None if truncated_key is None else to_key(truncated_key),
             None if init_key is None else to_key(init_key),
         )
@@ -246,6 +250,8 @@ def trajectory_fields(
     trajectory_key: NestedKey | None,
 ) -> tuple[Key | None, tuple[Key, ...] | None]:
     """Return the field that names trajectories and those that end them, as far as a user has said so."""
+    if isinstance(end_keys, str) or (end_keys is not None and not end_keys):
+        raise ValueError(f"end_keys must be a list of keys, got {end_keys!r}; one alone is end_key=")
     if end_key is not None and end_keys is not None:
         raise RuntimeError(
             "`end_key` and `end_keys` are exclusive arguments: pass the single boundary key through "
