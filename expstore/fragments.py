@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from expstore.types import IntArray, Runs
 
-__all__ = ["Fragments", "clip", "cut_out", "cut_uneven", "find_fragments", "last_ids"]
+__all__ = ["Fragments", "all_ids", "clip", "cut_out", "cut_uneven", "find_fragments", "last_ids"]
 
 #: From so many on it is as well to look at all of them.
 _MANY_TOUCHED = 65_536
@@ -145,6 +145,14 @@ class Fragments:
 def last_ids(fragments: IntArray) -> IntArray:
     """Return the last id of each fragment. `fragments` has shape `(5, n)`."""
     ids: IntArray = fragments[3] + (fragments[2] - 1) * fragments[4]
+    return ids
+
+
+def all_ids(fragments: IntArray) -> IntArray:
+    """Return the ids of all rows of fragments, one fragment behind another. Shape `(rows,)`."""
+    _, _, count, first, stride = fragments
+    number = np.arange(int(count.sum())) - np.repeat(np.cumsum(count) - count, count)
+    ids: IntArray = np.repeat(first, count) + number * np.repeat(stride, count)
     return ids
 
 

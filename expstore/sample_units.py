@@ -173,7 +173,7 @@ class Sequence(SampleUnit):
             ("learning_mask",): np.tile(learning, count),
             ("validity_mask",): valid.reshape(-1),
         }
-        return Selection(ids.reshape(-1), info, anchors.progress, asked=count, anchors=anchors)
+        return Selection(ids.reshape(-1), info, anchors.progress, anchors=anchors)
 
     def _window(self, steps: IntArray, first: IntArray, last: IntArray) -> tuple[IntArray, NDArray[np.bool_]]:
         """Return the steps of the windows around some, and which of them there are. Shapes `(n, rows)`.

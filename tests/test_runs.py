@@ -87,6 +87,21 @@ def test_who_asks_is_told_what_has_changed() -> None:
     assert runs.changed_since(seen) is None
 
 
+def test_runs_that_got_other_numbers_have_all_changed() -> None:
+    rb = ReplayBuffer(storage=MemoryStorage(6))
+    runs, renumbered = rb.storage.runs, 0
+    rb.extend(rows(1, 0, 3))
+    runs.look()
+    for number in range(2, 1500):
+        seen, count = runs.moves, runs.table.count
+        rb.extend(rows(number, 0, 3))
+        runs.look()
+        fewer = runs.table.count < count  # those whose rows have left were forgotten
+        assert (runs.changed_since(seen) is None) == fewer
+        renumbered += fewer
+    assert renumbered == 1
+
+
 def test_a_store_on_disk_shows_the_same_after_any_end(store_path: Path) -> None:
     with expstore.open(store_path, capacity=20) as rb:
         for first in range(0, 12, 2):

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from expstore.errors import ExpStoreError, NotReadyError, StateError
-from expstore.fragments import clip
+from expstore.fragments import all_ids, clip
 from expstore.storages.catalog import Catalog
 from expstore.types import Array, IntArray, Window
 
@@ -446,10 +446,7 @@ def _rows_of(storage: Storage, table: EpisodeTable, episodes: IntArray, low: int
     with storage.episode_lock:
         rows = table.fragments.rows
         chosen = rows[:, np.isin(rows[0], episodes)].copy()
-    _, _, count, first, stride = clip(chosen, low)
-    number = np.arange(int(count.sum())) - np.repeat(np.cumsum(count) - count, count)
-    ids: IntArray = np.repeat(first, count) + number * np.repeat(stride, count)
-    return ids
+    return all_ids(clip(chosen, low))
 
 
 class _Worker:

@@ -75,7 +75,6 @@ class Runs:
         self._changes: deque[IntArray] = deque(maxlen=_REMEMBERED)
         #: Grows with every look that has found something.
         self.moves = 0
-        self._floor = 0  # the value of `moves` when runs were last numbered anew
 
     def look(self) -> Window:
         """Take in what has changed; return the rows that are shown.
@@ -153,7 +152,6 @@ class Runs:
         self._table = table
         self._changes.clear()
         self.moves += 1
-        self._floor = self.moves
 
     def changed_since(self, moves: int) -> IntArray | None:
         """Return the runs that have changed since `moves` had this value.
@@ -162,7 +160,7 @@ class Runs:
             Shape `(n,)`, int64; some perhaps twice. None: all, and they have other numbers perhaps.
         """
         behind = self.moves - moves
-        if moves < self._floor or behind > len(self._changes):
+        if behind > len(self._changes):
             return None
         if behind == 1:
             return self._changes[-1]

@@ -10,6 +10,7 @@ import operator
 import numpy as np
 
 from expstore.errors import NotFoundError
+from expstore.fragments import all_ids
 from expstore.storages.base import Storage
 from expstore.types import IntArray
 
@@ -28,9 +29,7 @@ def rows_of_episode(storage: Storage, episode_id: int) -> IntArray:
         window = storage.query_window
         fragments = storage.episodes.fragments.rows
         own = fragments[:, fragments[0] == number]
-    own = own[:, np.argsort(own[1], kind="stable")]
-    ids = np.repeat(own[3] - own[4] * (np.cumsum(own[2]) - own[2]), own[2])
-    ids += np.arange(ids.size) * np.repeat(own[4], own[2])
+    ids = all_ids(own[:, np.argsort(own[1], kind="stable")])
     ids = ids[window.holds(ids)]
     if not ids.size:
         if 0 < number < storage.episodes.next_episode:
