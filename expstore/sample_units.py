@@ -6,20 +6,18 @@ reads what they hold.
 
 from __future__ import annotations
 
-import weakref
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from expstore.errors import SchemaError
-from expstore.samplers.keyedruns import runs_by
+from expstore.samplers.keyedruns import Trajectories
 from expstore.types import Array, IntArray, Key, Selection, to_key
 
 if TYPE_CHECKING:
     from expstore.samplers.base import Sampler
-    from expstore.schema import Schema
     from expstore.storages.base import Storage
     from expstore.storages.runs import Runs
 
@@ -140,7 +138,7 @@ class Sequence(SampleUnit):
         self.burn_in = burn_in
         self.bootstrap = bootstrap
         self.dilation = dilation
-        self._known: tuple[weakref.ref[Storage], Schema, Runs] | None = None
+        self._trajectories = Trajectories(ends=(self.done_key,))
 
     @property
     def rows(self) -> int:
@@ -154,7 +152,7 @@ class Sequence(SampleUnit):
             SchemaError: `done_key` is no field with one value per row.
         """
         count, total = anchors.ids.size, self.rows
-        runs = self._runs(storage)
+        runs = self._runs_of(storage)
         with runs.lock:
             runs.look()
             numbers, steps = runs.locate(anchors.ids)
@@ -188,17 +186,10 @@ class Sequence(SampleUnit):
         found = np.clip(wanted, first[:, None], last[:, None])
         return found, found == wanted
 
-    def _runs(self, storage: Storage) -> Runs:
+    def _runs_of(self, storage: Storage) -> Runs:
         if self.done_key == _DONE:
             return storage.runs
-        known, schema = self._known, storage.require_schema()
-        if known is None or known[0]() is not storage or known[1] is not schema:
-            known = self._known = weakref.ref(storage), schema, runs_by(storage, None, (self.done_key,))
-        return known[2]
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy needs; it finds sequences by itself."""
-        return self.__dict__ | {"_known": None}
+        return self._trajectories.of(storage)
 
     def __repr__(self) -> str:
         return (

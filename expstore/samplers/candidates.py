@@ -44,6 +44,7 @@ class Candidates:
         self._filter = filter
         self._alike = alike
         self._tree: SumTree | None = None
+        self._runs: Runs | None = None
         self._seen = (0, -1, 0)  # length, moves of the runs, version of the filter
 
     def catch_up(self, storage: Storage, runs: Runs, slicing: Slicing, length: int) -> SumTree:
@@ -60,7 +61,7 @@ class Candidates:
             version, moved = filter.version, filter.moved(seen[2])
         changed = runs.changed_since(seen[1])
         count = runs.table.count
-        if tree is None or seen[0] != length or changed is None or moved is None:
+        if tree is None or self._runs is not runs or seen[0] != length or changed is None or moved is None:
             tree = load_compiled(TREES).SumTree(max(256, 2 * count))
             changed = np.arange(count)
         elif moved.size:
@@ -72,7 +73,7 @@ class Candidates:
             if count > tree.size:
                 tree.grow(2 * count)
             tree.set(changed, self._weigh(storage, runs, slicing, length, changed))
-        self._tree, self._seen = tree, (length, runs.moves, version)
+        self._runs, self._tree, self._seen = runs, tree, (length, runs.moves, version)
         return tree
 
     def _weigh(

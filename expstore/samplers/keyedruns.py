@@ -6,8 +6,9 @@ each trajectory's rows lie, and never reads a row twice unless rows were changed
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,15 +19,46 @@ from expstore.storages.runs import Runs, Taken, as_names
 from expstore.types import Array, IntArray, Key, Window, key_name
 
 if TYPE_CHECKING:
+    from expstore.schema import Schema
     from expstore.storages.base import Storage
 
-__all__ = ["KeyedRuns", "runs_by"]
+__all__ = ["KeyedRuns", "Trajectories"]
 
 _CHUNK = 1 << 18
 _TRIES = 3
 
 
-def runs_by(storage: Storage, trajectory: Key | None, ends: Sequence[Key] | None) -> Runs:
+class Trajectories:
+    """Find the runs of whichever storage is asked about, by the fields that a user has named.
+
+    Threads: any number may ask. Processes, crashes: it keeps nothing but the last answer.
+
+    Args:
+        name: The field that names trajectories; None: the store's episodes.
+        ends: Fields that end them; None: as the store has it.
+    """
+
+    def __init__(self, name: Key | None = None, ends: Sequence[Key] | None = None) -> None:
+        self.name, self.ends = name, ends
+        self._known: tuple[weakref.ref[Storage], Schema, Runs] | None = None
+
+    def of(self, storage: Storage) -> Runs:
+        """Return the runs of a storage, the same object while its fields are the same.
+
+        Raises:
+            SchemaError: There is no such field, or it has more than one value per row.
+        """
+        known, schema = self._known, storage.require_schema()
+        if known is None or known[0]() is not storage or known[1] is not schema:
+            known = self._known = weakref.ref(storage), schema, _runs_by(storage, self.name, self.ends)
+        return known[2]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy needs; it finds runs by itself."""
+        return {"name": self.name, "ends": self.ends, "_known": None}
+
+
+def _runs_by(storage: Storage, trajectory: Key | None, ends: Sequence[Key] | None) -> Runs:
     """Return the runs of a storage by these fields: the storage's own where they are its own.
 
     Args:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from expstore.errors import NotReadyError
-from expstore.samplers.keyedruns import runs_by
+from expstore.samplers.keyedruns import Trajectories
 from expstore.samplers.prioritized import PrioritizedSampler, Reduction
 from expstore.samplers.slicing import NestedKey, Slicing, Span, none_is_long_enough, refuse, trajectory_fields
 from expstore.types import Array, IntArray, Selection
@@ -116,16 +116,12 @@ class PrioritizedSliceSampler(PrioritizedSampler):
             truncated_key=truncated_key,
             init_key=init_key,
         )
-        self._trajectory, self._ends = trajectory_fields(end_key, end_keys, traj_key, trajectory_key)
-        self._begin()
-
-    def _begin(self) -> None:
-        self._runs: Runs | None = None
+        self._trajectories = Trajectories(*trajectory_fields(end_key, end_keys, traj_key, trajectory_key))
         self._starts = _Starts()
 
     def attach(self, storage: Storage) -> None:
         """Follow the priorities and the episodes of a storage."""
-        self._begin()
+        self._starts = _Starts()
         super().attach(storage)
 
     def sample(self, storage: Storage, batch_size: int, generator: np.random.Generator) -> Selection:
@@ -148,9 +144,7 @@ class PrioritizedSliceSampler(PrioritizedSampler):
     def _slices(self, storage: Storage, batch_size: int, generator: np.random.Generator) -> Selection | None:
         slicing = self.slicing
         length, count = slicing.sizes(batch_size)
-        runs = self._runs
-        if runs is None or not runs.of(storage):  # several buffers may draw by one sampler
-            runs = self._runs = runs_by(storage, self._trajectory, self._ends)
+        runs = self._trajectories.of(storage)
         with runs.lock:
             with self._lock:
                 for _ in range(_TRIES):
@@ -199,13 +193,12 @@ class PrioritizedSliceSampler(PrioritizedSampler):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy needs; it finds rows by itself."""
-        own = ("_runs", "_starts")
-        return {name: value for name, value in super().__getstate__().items() if name not in own}
+        return {name: value for name, value in super().__getstate__().items() if name != "_starts"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take over what `__getstate__` returned."""
         super().__setstate__(state)
-        self._begin()
+        self._starts = _Starts()
 
     def __repr__(self) -> str:
         given = "" if self.filter is None else f", {self.filter}"

@@ -6,7 +6,7 @@ Used by samplers that draw trajectories. It asks for weights where runs have cha
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from expstore.files import load_compiled
 from expstore.samplers.windowtree import TREES
@@ -29,18 +29,19 @@ class RunWeights:
 
     def __init__(self) -> None:
         self._tree: SumTree | None = None
-        self._seen: tuple[Any, int] | None = None
+        self._seen: tuple[Runs, int, int] | None = None
 
-    def catch_up(self, runs: Runs, settings: tuple[Any, ...], weigh: Callable[[IntArray], Array]) -> SumTree:
-        """Weigh the runs that have changed, all of them after other settings.
+    def catch_up(self, runs: Runs, length: int, weigh: Callable[[IntArray], Array]) -> SumTree:
+        """Weigh the runs that have changed, all of them for another length of slices.
 
         Args:
             runs: As of a look just now.
-            settings: What weights follow from beside lengths.
+            length: Of a slice, from which weights follow beside the lengths of runs.
             weigh: Returns weights of runs of so many steps. Shapes `(n,)` in, float64 `(n,)` out.
         """
         tree, seen = self._tree, self._seen
-        changed = runs.changed_since(seen[1]) if tree is not None and seen and seen[0] == settings else None
+        known = seen is not None and seen[0] is runs and seen[1] == length
+        changed = runs.changed_since(seen[2]) if seen is not None and known else None
         count = runs.table.count
         if tree is None or changed is None:
             tree = load_compiled(TREES).SumTree(max(256, 2 * count))
@@ -49,5 +50,5 @@ class RunWeights:
             if count > tree.size:
                 tree.grow(2 * count)
             tree.set(changed, weigh(runs.stop[changed] - runs.first[changed]))
-        self._tree, self._seen = tree, (settings, runs.moves)
+        self._tree, self._seen = tree, (runs, length, runs.moves)
         return tree

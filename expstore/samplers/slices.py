@@ -15,7 +15,7 @@ import numpy as np
 from expstore.files import load_compiled
 from expstore.samplers.base import Sampler
 from expstore.samplers.candidates import Candidates
-from expstore.samplers.keyedruns import runs_by
+from expstore.samplers.keyedruns import Trajectories
 from expstore.samplers.runweights import RunWeights
 from expstore.samplers.slicing import NestedKey, Slicing, Span, none_is_long_enough, refuse, trajectory_fields
 from expstore.samplers.windowtree import TREES
@@ -127,27 +127,18 @@ class SliceSampler(Sampler):
             truncated_key=truncated_key,
             init_key=init_key,
         )
-        self._trajectory, self._ends = trajectory_fields(end_key, end_keys, traj_key, trajectory_key)
+        self._trajectories = Trajectories(*trajectory_fields(end_key, end_keys, traj_key, trajectory_key))
         self.by = by
         self._begin()
 
     def _begin(self) -> None:
         self._weights = RunWeights()
-        self._runs: Runs | None = None
         filter = self.filter
         self._candidates = None if filter is None else Candidates(filter, alike=self.by == "trajectory")
-
-    def _runs_of(self, storage: Storage) -> Runs:
-        runs = self._runs
-        if runs is None or not runs.of(storage):  # several buffers may draw by one sampler
-            self._begin()
-            runs = self._runs = runs_by(storage, self._trajectory, self._ends)
-        return runs
 
     def attach(self, storage: Storage) -> None:
         """Follow the episodes of a storage."""
         super().attach(storage)
-        self._begin()
         threading.Thread(target=_warm, name="expstore-warm", daemon=True).start()
 
     def sample(self, storage: Storage, batch_size: int, generator: np.random.Generator) -> Selection:
@@ -163,10 +154,10 @@ class SliceSampler(Sampler):
         slicing = self.slicing
         length, count = slicing.sizes(batch_size)
         slicing.slack(length)
-        runs = self._runs_of(storage)
+        runs = self._trajectories.of(storage)
         with runs.lock:
             runs.look()
-            tree = self._weights.catch_up(runs, (length,), lambda have: self._weigh(have, length))
+            tree = self._weights.catch_up(runs, length, lambda have: self._weigh(have, length))
             total = int(tree.total)
             if not total:
                 raise none_is_long_enough(_lengths(runs), length)
@@ -184,7 +175,7 @@ class SliceSampler(Sampler):
         slicing = self.slicing
         length, count = slicing.sizes(batch_size)
         slicing.slack(length)
-        runs = self._runs_of(storage)
+        runs = self._trajectories.of(storage)
         candidates = self._candidates
         with runs.lock:
             runs.look()
@@ -214,7 +205,7 @@ class SliceSampler(Sampler):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy needs; it weighs runs by itself."""
-        own = ("_weights", "_runs", "_candidates")
+        own = ("_weights", "_candidates")
         return {name: value for name, value in super().__getstate__().items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

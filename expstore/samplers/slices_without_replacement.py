@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from expstore.samplers.candidates import Candidates
-from expstore.samplers.keyedruns import runs_by
+from expstore.samplers.keyedruns import Trajectories
 from expstore.samplers.runweights import RunWeights
 from expstore.samplers.slicing import NestedKey, Slicing, none_is_long_enough, refuse, trajectory_fields
 from expstore.samplers.without_replacement import SamplerWithoutReplacement
@@ -96,19 +96,13 @@ class SliceSamplerWithoutReplacement(SamplerWithoutReplacement):
             truncated_key=truncated_key,
             init_key=init_key,
         )
-        self._trajectory, self._ends = trajectory_fields(end_key, end_keys, traj_key, trajectory_key)
+        self._trajectories = Trajectories(*trajectory_fields(end_key, end_keys, traj_key, trajectory_key))
         self._begin()
 
     def _begin(self) -> None:
-        self._runs: Runs | None = None
         self._weights = RunWeights()
         filter = self.filter
         self._candidates = None if filter is None else Candidates(filter, alike=True)
-
-    def attach(self, storage: Storage) -> None:
-        """Go on where the storage's last sampler of this kind stopped."""
-        super().attach(storage)
-        self._begin()
 
     def sample(self, storage: Storage, batch_size: int, generator: np.random.Generator) -> Selection:
         """Choose a slice of each of the next trajectories of the pass.
@@ -124,7 +118,7 @@ class SliceSamplerWithoutReplacement(SamplerWithoutReplacement):
             return self._drawn(storage, lambda: self._next_slices(storage, batch_size, generator))
         found = self._next_slices(storage, batch_size, generator)
         if found is None:
-            runs = self._runs_of(storage)
+            runs = self._trajectories.of(storage)
             with runs.lock:
                 have = runs.stop - runs.first
                 raise none_is_long_enough(have[have > 0], self.slicing.sizes(batch_size)[0])
@@ -134,7 +128,7 @@ class SliceSamplerWithoutReplacement(SamplerWithoutReplacement):
         self, storage: Storage, batch_size: int, generator: np.random.Generator
     ) -> Selection | None:
         length, count = self.slicing.sizes(batch_size)
-        runs = self._runs_of(storage)
+        runs = self._trajectories.of(storage)
         with runs.lock, self._lock:
             size = self._count(storage, runs, length)
             if not size:
@@ -151,20 +145,13 @@ class SliceSamplerWithoutReplacement(SamplerWithoutReplacement):
         """Choose other slices of the same trajectories, in the place of some that were overwritten."""
         length, _ = self.slicing.sizes(selection.asked)
         size, number, begin, count = selection.progress[3:]
-        runs = self._runs_of(storage)
+        runs = self._trajectories.of(storage)
         with runs.lock, self._lock:
             if self._count(storage, runs, length) == size and self._key is not None:
                 places = self._placed(self._key, number, size, np.arange(begin, begin + count))
                 again = self._slices(storage, runs, places, length, selection.asked, generator)
                 return replace(again, progress=selection.progress)
         return self.sample(storage, selection.asked, generator)
-
-    def _runs_of(self, storage: Storage) -> Runs:
-        runs = self._runs
-        if runs is None or not runs.of(storage):  # several buffers may draw by one sampler
-            self._begin()
-            runs = self._runs = runs_by(storage, self._trajectory, self._ends)
-        return runs
 
     def _count(self, storage: Storage, runs: Runs, length: int) -> int:
         """Return how many trajectories make a slice, as of now."""
@@ -177,7 +164,7 @@ class SliceSamplerWithoutReplacement(SamplerWithoutReplacement):
         def weigh(have: IntArray) -> Any:
             return (slicing.starts(have, length) > 0).astype(np.float64)
 
-        self._tree = self._weights.catch_up(runs, (length,), weigh)
+        self._tree = self._weights.catch_up(runs, length, weigh)
         return int(self._tree.total)
 
     def _slices(
@@ -204,13 +191,13 @@ class SliceSamplerWithoutReplacement(SamplerWithoutReplacement):
     def stands(self, storage: Storage, selection: Selection) -> bool:
         """Say whether the pass of a selection goes on: it does while the number of trajectories stays."""
         length, _ = self.slicing.sizes(selection.asked)
-        runs = self._runs_of(storage)
+        runs = self._trajectories.of(storage)
         with runs.lock, self._lock:
             return selection.progress[3] == self._count(storage, runs, length)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy needs; it finds trajectories by itself."""
-        own = ("_runs", "_weights", "_candidates", "_tree")
+        own = ("_weights", "_candidates", "_tree")
         return {name: value for name, value in super().__getstate__().items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

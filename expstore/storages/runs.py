@@ -112,10 +112,6 @@ class Runs:
             self._known, self._window = known.of, known.window
             return known.window
 
-    def of(self, storage: Storage) -> bool:
-        """Say whether these are the runs of a storage."""
-        return self._storage() is storage
-
     def _held(self) -> Storage:
         storage = self._storage()
         if storage is None:
