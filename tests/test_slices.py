@@ -13,7 +13,7 @@ import torch
 from tensordict import TensorDict
 
 import expstore
-from expstore import NotReadyError, ReplayBuffer, SchemaError, StateError, TensorDictReplayBuffer
+from expstore import NotReadyError, ReplayBuffer, Schema, SchemaError, StateError, TensorDictReplayBuffer
 from expstore.samplers import PrioritizedSliceSampler, SliceSampler, SliceSamplerWithoutReplacement
 from expstore.samplers.slicing import Slicing
 from expstore.storages.memory import MemoryStorage
@@ -336,9 +336,12 @@ def test_a_copy_draws_the_same() -> None:
 @pytest.mark.parametrize("kind", [SliceSampler, SliceSamplerWithoutReplacement, PrioritizedSliceSampler])
 def test_buffers_may_share_a_sampler(kind: type[Any], filter: dict[str, str]) -> None:
     sampler = kind(slice_len=4, **filter)
+    schema = Schema.infer({("x",): ("int64", ()), ("episode",): ("int64", ())})
     one, other = (
         TensorDictReplayBuffer(storage=MemoryStorage(1000), sampler=sampler, batch_size=8) for _ in range(2)
     )
+    for rb in (one, other):
+        rb.storage.prepare(schema, rb.storage.resolve_keys(schema))
     one.extend(rows(1, 100))
     other.extend(rows(2, 30))
     for _ in range(3):
