@@ -166,13 +166,13 @@ class ReplayBuffer(DrawingHandle):
                 return np.full(0 if kept is None else kept.size, -1)
             steps = reader.read(columns, batch)
             priorities = self._given_priorities(schema, columns)
-            rows = self._writer.place(storage, columns, steps, source=source)
-            rows.info = info
-            storage.write(rows)
+            last = storage.last
+            ids = self._writer.write(storage, columns, steps, source=source, info=info)
+            run = storage.last - last == ids.size  # all were appended: their ids follow one another
             if priorities is not None:
-                storage.set_priorities(rows.ids, priorities)
-            self._sampler.on_write(rows)
-        numbers = rows.ids if return_ids else storage.numbers_of(rows)
+                storage.set_priorities(ids, priorities)
+            self._sampler.on_write(ids if run else ids[ids != -1])
+        numbers = ids if return_ids else storage.numbers_of(ids, run=run)
         return numbers if kept is None else _spread(numbers, kept)
 
     def _given_priorities(self, schema: Schema, columns: Sequence[Array]) -> Array | None:

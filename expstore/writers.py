@@ -1,6 +1,7 @@
 """Where new rows go: their ids, and through them their places.
 
-Buffers take one of these. It decides before anything is written and changes nothing itself.
+Buffers take one of these, and hand it rows of which is known what they are. It never looks at what users
+handed over, and draws nothing.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Sequence
 from expstore.episodes import Steps
 from expstore.errors import StateError
 from expstore.storages.base import Rows, Storage, now_us
-from expstore.types import Array
+from expstore.types import Array, IntArray
 
 __all__ = ["ImmutableDatasetWriter", "RoundRobinWriter", "TensorDictRoundRobinWriter", "Writer"]
 
@@ -23,14 +24,20 @@ class Writer(ABC):
         """Raise StateError if no rows are taken, or given up, at all."""
 
     @abstractmethod
-    def place(self, storage: Storage, columns: Sequence[Array], steps: Steps, *, source: str | None) -> Rows:
-        """Give every row of a batch its id, episode and step, without changing anything.
+    def write(
+        self, storage: Storage, columns: Sequence[Array], steps: Steps, *, source: str | None, info: str
+    ) -> IntArray:
+        """Give every row of a batch its id, episode and step, and write it: all rows or none.
 
         Args:
-            storage: Where the rows will go; its lock is held.
+            storage: Where the rows go; its lock is held.
             columns: One array per field, in the schema's order. Shapes `(n, *row shape)`.
             steps: What the rows are in the eyes of their collector.
             source: Name of the stream, or None for the handle's own.
+            info: What is noted about all their episodes, as JSON text.
+
+        Returns:
+            Id of each row; -1 for rows that were not taken in. Shape `(n,)`, int64.
         """
 
 
@@ -41,13 +48,17 @@ class RoundRobinWriter(Writer):
         >>> rb = ReplayBuffer(storage=MemoryStorage(100), writer=RoundRobinWriter(), batch_size=8)
     """
 
-    def place(self, storage: Storage, columns: Sequence[Array], steps: Steps, *, source: str | None) -> Rows:
+    def write(
+        self, storage: Storage, columns: Sequence[Array], steps: Steps, *, source: str | None, info: str
+    ) -> IntArray:
         """Give every row of a batch the next ids."""
         first, time = storage.last + 1, now_us()
         assignment = storage.episodes.assign(
             steps, source=source, low=storage.window.low, first_id=first, time=time
         )
-        return Rows(first, steps.count, columns, assignment, time)
+        rows = Rows(first, steps.count, columns, assignment, time, info)
+        storage.write(rows)
+        return rows.ids
 
     def __repr__(self) -> str:
         return "RoundRobinWriter()"
@@ -84,7 +95,9 @@ class ImmutableDatasetWriter(Writer):
             "This dataset doesn't allow writing.", hint="set_writer() another writer, if it is to change"
         )
 
-    def place(self, storage: Storage, columns: Sequence[Array], steps: Steps, *, source: str | None) -> Rows:
+    def write(
+        self, storage: Storage, columns: Sequence[Array], steps: Steps, *, source: str | None, info: str
+    ) -> IntArray:
         """Refuse a batch.
 
         Raises:

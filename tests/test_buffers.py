@@ -533,7 +533,7 @@ class Rigged(Sampler):
         return Selection(self.ids)
 
     def on_write(self, written: Any) -> None:
-        self.written.append(written.ids.tolist())
+        self.written.append(written.tolist())
 
 
 def test_a_sampler_is_told_of_writes(make: Make) -> None:

@@ -14,10 +14,10 @@ import numpy as np
 
 from expstore.errors import NotReadyError
 from expstore.samplers.filter import Filter
-from expstore.types import Array, Selection, Window
+from expstore.types import Array, IntArray, Selection, Window
 
 if TYPE_CHECKING:
-    from expstore.storages.base import Rows, Storage
+    from expstore.storages.base import Storage
 
 __all__ = ["Sampler", "readable", "refuse_weight"]
 
@@ -157,8 +157,8 @@ class Sampler(ABC):
         """Whether every row has been drawn that is to be drawn: iteration ends here."""
         return False
 
-    def on_write(self, rows: Rows) -> None:
-        """Be told of rows that were just published."""
+    def on_write(self, ids: IntArray) -> None:
+        """Be told which rows were just published, or took the places of others. Shape `(n,)`, int64."""
 
 
 def refuse_weight(sampler: Sampler, weight: str | None, reason: str) -> None:

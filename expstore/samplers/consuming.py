@@ -17,7 +17,7 @@ from expstore.samplers.windowtree import WindowTree, warm
 from expstore.types import Array, IntArray, Selection
 
 if TYPE_CHECKING:
-    from expstore.storages.base import Rows, Storage
+    from expstore.storages.base import Storage
     from expstore.storages.sampled import Sampled
     from expstore.sumtree import SumTree
 
@@ -173,8 +173,8 @@ class ConsumingSampler(Sampler):
         self._shown = now
         return tree, sampled
 
-    def on_write(self, rows: Rows) -> None:
-        """Be told of rows that were just published: these are left."""
+    def on_write(self, ids: IntArray) -> None:
+        """Be told of rows that were just written: these are left."""
         self._ran_out = False
 
     def _weigh(self, sampled: Sampled, places: IntArray) -> Array:

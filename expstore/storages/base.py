@@ -202,13 +202,20 @@ class Storage(DrawPosition, ABC):
         """Return TorchRL's numbers (0 to capacity-1) of ids. Shapes `(n,)`."""
         return ids - 1 if self.capacity is None else (ids - 1) % self.capacity
 
-    def numbers_of(self, rows: Rows) -> IntArray:
-        """Return the indices of a batch just written. Shape `(n,)`."""
+    def numbers_of(self, ids: IntArray, *, run: bool) -> IntArray:
+        """Return the indices of a batch just written; -1 for id -1. Shapes `(n,)`.
+
+        Args:
+            ids: Theirs.
+            run: Whether they follow one another.
+        """
+        if not run:
+            return np.where(ids == -1, -1, self.index_of(ids))
         if self.capacity is None:
-            return rows.ids - 1
-        start = (rows.first_id - 1) % self.capacity
-        numbers = np.arange(start, start + rows.count, dtype=np.int64)
-        if start + rows.count > self.capacity:  # division is the slowest thing a processor does
+            return ids - 1
+        start = (int(ids[0]) - 1) % self.capacity
+        numbers = np.arange(start, start + ids.size, dtype=np.int64)
+        if start + ids.size > self.capacity:  # division is the slowest thing a processor does
             numbers %= self.capacity
         return numbers
 
