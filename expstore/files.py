@@ -195,7 +195,7 @@ class File:
         """Bring the file's bytes and length to the disk."""
         try:
             self.disk.gate("sync", self.path)
-            self.disk.syncs += 1
+            self.disk.count_syncs()
             _sync_data(self._descriptor())
         except OSError as exc:
             raise _failed("sync", self.path, exc) from exc
@@ -272,6 +272,8 @@ class Disk:
 
     def __init__(self) -> None:
         self.syncs = 0
+        #: How many of them each thread asked for, by its id.
+        self.syncs_of: dict[int, int] = {}
         self._warmed = False
         self._kernel: Any = None
         self.kernels: ModuleType | None = None  # set once they are compiled
@@ -379,7 +381,13 @@ class Disk:
                 os.close(fd)
 
         self._do("sync_dir", path, act)
-        self.syncs += 1
+        self.count_syncs()
+
+    def count_syncs(self, number: int = 1, *, of_all: bool = True) -> None:
+        """Note syncs that this thread has made, or, if not `of_all`, has had others make."""
+        me = threading.get_ident()
+        self.syncs += number * of_all
+        self.syncs_of[me] = self.syncs_of.get(me, 0) + number
 
     def sync_path(self, path: Path) -> None:
         """Bring a closed file's bytes to the disk."""
@@ -410,13 +418,14 @@ class Disk:
             jobs = [pool.submit(act) for act in acts]
         except RuntimeError:  # the interpreter is going: no more jobs are taken
             return self.sync_all(groups, names, None)
+        self.count_syncs(len(groups) + len(names), of_all=False)
         failures = [job.exception() for job in jobs]
         for failure in failures:
             if failure is not None:
                 raise failure
 
     def _sync_group(self, files: list[File]) -> None:
-        self.syncs += len(files)
+        self.count_syncs(len(files))
         if self.kernels is not None:
             failed, code = self.kernels.sync_files(np.array([file.fd for file in files]))
             if code:

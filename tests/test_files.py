@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gc
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -394,3 +395,24 @@ def test_all_files_of_a_folder_go_at_once(tmp_path: Path, disk: Disk, pool: Thre
     assert bool(left) == (disk.kernels is None)
     disk.remove_tree(tmp_path / "x")
     assert disk.names(tmp_path) == []
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_syncs_are_counted_for_whoever_asks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, grouped: bool
+) -> None:
+    disk, me = Disk(), threading.get_ident()
+    made = [disk.open(tmp_path / str(number), create=True) for number in range(20)]
+    if grouped:
+        kernels = SimpleNamespace(sync_files=lambda numbers: (0, 0))
+        monkeypatch.setattr(disk, "kernels", kernels)
+    with ThreadPoolExecutor(2) as pool:
+        disk.sync_all(made, [tmp_path], pool)
+        assert (disk.syncs, disk.syncs_of[me]) == (21, 21)
+        pool.submit(disk.sync_dir, tmp_path).result()
+    assert (disk.syncs, disk.syncs_of[me]) == (22, 21)
+    made[0].sync()
+    disk.sync_all(made[:1], [], None)
+    assert (disk.syncs, disk.syncs_of[me]) == (24, 23)
+    for file in made:
+        file.close()
