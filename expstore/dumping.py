@@ -55,7 +55,7 @@ from expstore.storages.folder import COLUMNS, JOURNAL, LOG, ORIGIN, VERSION
 from expstore.storages.frozen import Frozen, frozen
 from expstore.storages.sampledcolumn import has_sampled
 from expstore.storages.zarrmeta import Layout, make_metadata, read_layout, shard_footer, shard_name
-from expstore.types import Array
+from expstore.types import Array, key_name
 
 __all__ = ["dump"]
 
@@ -79,7 +79,7 @@ def dump(storage: Storage, path: str | Path, *, keep: int | None = None, tag: st
         tag: A name for this one.
 
     Raises:
-        SnapshotError: The folder holds something else, or the tag is taken or no name.
+        SnapshotError: The folder holds something else, the tag is taken or no name, or rows hold objects.
         LockedError: Somebody else makes a version there just now.
         StateError: The storage is closed, or open for reading only.
         StorageError: The disk failed or is full; what was there before is as it was.
@@ -89,6 +89,7 @@ def dump(storage: Storage, path: str | Path, *, keep: int | None = None, tag: st
     if tag is not None:
         check_tag(tag)
     storage.check_writable()
+    _refuse_objects(storage)
     disk, place = storage.disk, Path(path)
     _make_place(disk, place)
     with _turn(disk, place), ThreadPoolExecutor(_THREADS, thread_name_prefix="expstore-dump") as pool:
@@ -126,6 +127,15 @@ def dump(storage: Storage, path: str | Path, *, keep: int | None = None, tag: st
         if keep is not None:
             prune(disk, place, keep, pool)
     return version
+
+
+def _refuse_objects(storage: Storage) -> None:
+    schema = storage.schema
+    if schema is not None and schema.objects:
+        raise SnapshotError(
+            f"field {key_name(schema.objects[0])!r} holds objects, for which files have no form",
+            hint="make tensors of them, or save them yourself",
+        )
 
 
 def _copy(build: _Build, storage: Storage, known: Sequence[Version]) -> Frozen:

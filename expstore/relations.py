@@ -16,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 
 from expstore.errors import CorruptionError, QueryError
+from expstore.schema import OBJECT
 from expstore.types import Array, Key, Window
 
 __all__ = ["ROW_COLUMNS", "Column", "Relations", "call_tops", "select_episodes"]
@@ -54,6 +55,7 @@ _SHOWN: dict[str, tuple[str, str, int]] = {
     "float32": ("<f4", "FLOAT", 1),
     "float64": ("<f8", "DOUBLE", 1),
     "complex64": ("<f4", "FLOAT", 2),
+    OBJECT: ("O", "VARCHAR", 1),
 }
 
 
@@ -66,7 +68,7 @@ class Column:
         dtype: Dtype of the field as in the schema.
         shape: Shape of one row's value.
         parts: Views one behind another, each C-contiguous of shape `(n, *shape)`; together all rows,
-            in the same order in every column. bfloat16 comes as uint16 bits.
+            in the same order in every column. bfloat16 comes as uint16 bits; objects are shown as text.
         fault: Why it cannot be read; there are no parts then, and queries that need it are refused.
     """
 
@@ -111,7 +113,8 @@ class Relations:
         items = [_Item(f"c{place}", column) for place, column in enumerate(fields)]
         stored = [item for item in items if item.stored]
         lost |= {item.name: (item.arrow_kind(), item.column.fault) for item in stored if item.column.fault}
-        data = {item.name: item.data() for item in stored if item.name not in lost}
+        texts = {item.name: item.column.parts for item in stored if item.column.dtype == OBJECT}
+        data = {item.name: item.data() for item in stored if item.name not in {*lost, *texts}}
         if lost and not row and not data:
             raise next(fault for _, fault in lost.values())
         rows = max(map(len, (*row.values(), *data.values())), default=0)
@@ -126,10 +129,10 @@ class Relations:
             if item.column.dtype in _HALF and item.name in data
         }
         refused: list[CorruptionError] = []
-        if half or lost:
+        if half or lost or texts:
             from expstore.halves import ShownDataset  # loads pyarrow.dataset, and with it pandas: 0.2 s
 
-            raw = ShownDataset(raw, half, lost, refused)
+            raw = ShownDataset(raw, half, lost, texts, refused)
         cursor.register(_TABLE, raw)
         tops = call_tops((column.key for column in fields), names) if self.tops is None else self.tops
         shown = _select(items, names, index, tops)

@@ -17,7 +17,10 @@ import numpy as np
 from expstore.errors import CorruptionError, SchemaError
 from expstore.types import Array, Key, key_name, to_key
 
-__all__ = ["DTYPES", "Field", "Schema"]
+__all__ = ["DTYPES", "OBJECT", "Field", "Schema"]
+
+#: Dtype of a field that holds any Python object: kept in RAM only, as it is, not copied.
+OBJECT = "object"
 
 #: Field dtype -> how its bytes lie in a column (little-endian). NumPy has no bfloat16: its bits are kept.
 DTYPES: dict[str, np.dtype[Any]] = {
@@ -35,6 +38,7 @@ DTYPES: dict[str, np.dtype[Any]] = {
     "float32": np.dtype("<f4"),
     "float64": np.dtype("<f8"),
     "complex64": np.dtype("<c8"),
+    OBJECT: np.dtype("O"),
 }
 
 _COMPONENT = re.compile(r"[A-Za-z0-9_.\-]{1,100}")
@@ -47,7 +51,7 @@ class Field:
     Args:
         key: Path of the leaf, for instance `("next", "reward")`.
         dtype: One of `DTYPES`.
-        shape: Shape of one row's value; `()` and `(1,)` are scalars in SQL.
+        shape: Shape of one row's value; `()` and `(1,)` are scalars in SQL. Of objects `()`.
     """
 
     key: Key
@@ -66,7 +70,7 @@ class Field:
 
     @property
     def row_bytes(self) -> int:
-        """How many bytes a row takes."""
+        """How many bytes a row takes; of an object its reference."""
         return self.row_items * self.numpy_dtype.itemsize
 
     @property
@@ -110,6 +114,11 @@ class Schema:
                 raise SchemaError(
                     f"field {key_name(entry.key)!r} has no values: {entry}", hint="leave the field out"
                 )
+            if entry.dtype == OBJECT and entry.shape:
+                raise SchemaError(
+                    f"field {key_name(entry.key)!r} has row shape {list(entry.shape)}, and dtype {OBJECT}",
+                    hint="a row has one object: its shape is ()",
+                )
             clash = seen.setdefault(key_name(entry.key).lower(), entry)
             if clash is not entry:
                 raise SchemaError(
@@ -136,6 +145,11 @@ class Schema:
     def row_bytes(self) -> int:
         """How many bytes the user's fields take per row."""
         return sum(entry.row_bytes for entry in self.fields)
+
+    @cached_property
+    def objects(self) -> tuple[Key, ...]:
+        """The keys of fields that hold objects."""
+        return tuple(entry.key for entry in self.fields if entry.dtype == OBJECT)
 
     @cached_property
     def _by_key(self) -> dict[Key, int]:
@@ -234,8 +248,8 @@ def _fit(entry: Field, dtype: str, column: Array) -> Array:
             f"field {key_name(entry.key)!r}: expected {entry}, got {dtype}{list(column.shape[1:])}"
         )
     if dtype != entry.dtype:
-        bits = "bfloat16" in (dtype, entry.dtype)
-        if bits or not np.can_cast(column.dtype, entry.numpy_dtype, "safe"):
+        other = {"bfloat16", OBJECT} & {dtype, entry.dtype}
+        if other or not np.can_cast(column.dtype, entry.numpy_dtype, "safe"):
             raise SchemaError(
                 f"field {key_name(entry.key)!r}: expected {entry}, got {dtype}, which may lose values",
                 hint=f"convert it to {entry.dtype} yourself",

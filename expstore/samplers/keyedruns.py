@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from expstore.errors import SchemaError
 from expstore.fragments import Fragments, find_fragments
+from expstore.schema import OBJECT
 from expstore.storages.runs import Runs, Taken, as_names
 from expstore.types import Array, IntArray, Key, Window, key_name
 
@@ -88,7 +89,7 @@ def _runs_by(storage: Storage, trajectory: Key | None, ends: Sequence[Key] | Non
 
 def _check(storage: Storage, key: Key) -> None:
     field = storage.require_schema().fields[storage.place_of(key)]
-    if field.row_items != 1 or field.dtype in ("bfloat16", "complex64"):
+    if field.row_items != 1 or field.dtype in ("bfloat16", "complex64", OBJECT):
         raise SchemaError(f"{key_name(key)!r} must be one number per row, but it is {field}")
 
 

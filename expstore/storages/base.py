@@ -30,6 +30,7 @@ from expstore.storages.position import DrawPosition
 from expstore.storages.priorities import Watcher, check_priorities
 from expstore.storages.runs import Runs
 from expstore.storages.sampled import Sampled
+from expstore.storages.spare import spare_slots
 from expstore.storages.stats import Counters
 from expstore.turns import FairLock
 from expstore.types import Array, IntArray, Key, Window, cut_run, key_name
@@ -45,20 +46,6 @@ ROW_FIELDS = (
     Field(("_row", "priority"), "float32", ()),
 )
 ROW_BYTES = sum(entry.row_bytes for entry in ROW_FIELDS)
-
-#: An unbounded store overwrites nothing; this many rows may wait for the disk.
-UNBOUNDED_SPARE = 65_536
-UNBOUNDED_SPARE_BYTES = 256 << 20
-
-
-def spare_slots(capacity: int | None, row_bytes: int) -> int:
-    """Return how many slots a store has beyond its capacity (for an unbounded one: rows not yet synced).
-
-    The more spare slots, the longer a writer runs before it has to wait for the disk.
-    """
-    if capacity is None:
-        return max(1, min(UNBOUNDED_SPARE, UNBOUNDED_SPARE_BYTES // row_bytes))
-    return max(-(-capacity // 8), min(4096, max(64, (64 << 20) // row_bytes)))
 
 
 class CatalogLike(Protocol):
@@ -250,11 +237,14 @@ class Storage(DrawPosition, ABC):
     def prepare(self, schema: Schema, keys: Keys) -> None:
         """Fix the fields, once, when the first rows come."""
         self.check_writable()
-        self.spare = spare_slots(self.capacity, schema.row_bytes + ROW_BYTES)
+        self.spare = self._spare_for(schema)
         self._create(schema, keys)
         if self._counting:
             self._begin_sampled()
         self.schema, self.keys = schema, keys
+
+    def _spare_for(self, schema: Schema) -> int:
+        return spare_slots(self.capacity, schema.row_bytes + ROW_BYTES)
 
     def write(self, rows: Rows) -> None:
         """Make rows readable, all of them or none.

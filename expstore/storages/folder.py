@@ -9,11 +9,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from expstore.errors import SchemaError
 from expstore.files import Disk
 from expstore.manifest import Manifest
 from expstore.schema import Schema
 from expstore.storages.base import Keys, Storage, find_keys
 from expstore.storages.records import Redo, fetch_body
+from expstore.types import key_name
 
 __all__ = [
     "COLUMNS",
@@ -26,6 +28,7 @@ __all__ = [
     "STATE",
     "VERSION",
     "FolderStorage",
+    "refuse_objects",
 ]
 
 COLUMNS, JOURNAL, LOG, REDO, STATE = "columns", "journal", "episodes.log", "redo", "STATE"
@@ -36,6 +39,15 @@ VERSION = "version.json"
 ORIGIN = "origin"
 #: There while a repair cuts the journal; nobody else may open the store then.
 REPAIR = "REPAIR"
+
+
+def refuse_objects(schema: Schema) -> None:
+    """Raise SchemaError for fields that no file can hold."""
+    if schema.objects:
+        raise SchemaError(
+            f"field {key_name(schema.objects[0])!r} holds objects, which a store on disk cannot keep",
+            hint="MemoryStorage keeps them in RAM",
+        )
 
 
 class FolderStorage(Storage):

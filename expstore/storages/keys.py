@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from expstore.errors import SchemaError
-from expstore.schema import Schema
+from expstore.schema import OBJECT, Schema
 from expstore.types import Key, key_name
 
 __all__ = ["REWARD", "Keys", "find_keys"]
@@ -54,7 +54,7 @@ def find_keys(
     """
 
     def usable(key: Key) -> bool:
-        return key in schema and schema[key].row_items == 1
+        return key in schema and schema[key].row_items == 1 and schema[key].dtype != OBJECT
 
     def demand(key: Key | None) -> Key | None:
         if key is not None and not usable(key):

@@ -25,7 +25,8 @@ __all__ = ["MemoryStorage"]
 class MemoryStorage(Storage):
     """Keep rows in RAM.
 
-    Threads as `Storage`; a forked child has its own copy; nothing survives the process.
+    Threads as `Storage`; a forked child has its own copy; nothing survives the process. Fields of dtype
+    "object" hold any Python object, itself and no copy; a store with such a field cannot be dumped.
 
     Args:
         capacity: Most readable rows; None: unbounded.
@@ -47,6 +48,11 @@ class MemoryStorage(Storage):
         size = self.slots or 4096
         fields = (*schema.fields, *ROW_FIELDS[:-1])
         self._columns = [np.zeros((size, *entry.shape), entry.numpy_dtype) for entry in fields]
+
+    def _spare_for(self, schema: Schema) -> int:
+        if self.capacity is None or not schema.objects:
+            return super()._spare_for(schema)
+        return -(-self.capacity // 8)  # objects may be of any size, and stay until their slot is needed
 
     def _begin_sampled(self) -> None:
         self.sampled = Sampled(self.slots or max(4096, self.last))
@@ -97,6 +103,11 @@ class MemoryStorage(Storage):
         with self.episode_lock:
             super()._forget(last)
             self.content = (1, self.content[1] + 1)
+        if self.slots is None and self.schema is not None and self.schema.objects:
+            self.retired = last  # before they go: whoever has just read rows finds that they have left
+            for column in self._columns:
+                if column.dtype.hasobject:
+                    column[:last] = None
 
     def load(self, folder: Path) -> None:
         """Put the content of the version in a folder in the place of what there is."""

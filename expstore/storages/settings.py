@@ -24,7 +24,7 @@ from expstore.manifest import MANIFEST, Manifest
 from expstore.probe import probe
 from expstore.schema import Schema
 from expstore.storages.base import REWARD
-from expstore.storages.folder import REPAIR, VERSION
+from expstore.storages.folder import REPAIR, VERSION, refuse_objects
 from expstore.storages.loading import finish_load
 from expstore.types import Key, to_key
 
@@ -137,6 +137,8 @@ def _plain(capacity: int | None, settings: Settings) -> tuple[int | None, Settin
     """Check what needs no store; return numbers as Python's own, which JSON can keep."""
     if settings.storage not in (None, "zarr"):
         raise ValueError(f"storage {settings.storage!r} is unknown; this version has 'zarr'")
+    if settings.schema is not None:
+        refuse_objects(settings.schema)
     if capacity is not None:
         capacity = operator.index(capacity)
     if settings.seed is not None:

@@ -24,6 +24,7 @@ from expstore.journal import Journal, Kind
 from expstore.manifest import Manifest
 from expstore.schema import Schema
 from expstore.storages.base import ROW_BYTES, Keys
+from expstore.storages.folder import refuse_objects
 from expstore.storages.keeper import Keeper
 from expstore.storages.records import Mark
 from expstore.storages.shown import ShownStorage
@@ -72,6 +73,7 @@ class SyncedStorage(ShownStorage):
     def prepare(self, schema: Schema, keys: Keys) -> None:
         """Fix the fields, once, when the first rows come; on the disk when this returns."""
         self.check_writable()
+        refuse_objects(schema)
         if self._min_free and self.disk.free(self.path) < self._min_free:
             raise self._too_full(1, schema.row_bytes + ROW_BYTES)
         with self.poisoning():
