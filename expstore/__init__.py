@@ -35,6 +35,7 @@ _HOME = {
     "RoundRobinWriter": "expstore.writers",
     "SampleToInsertRatio": "expstore.limiter",
     "SampleUnit": "expstore.sample_units",
+    "Sampler": "expstore.samplers",
     "SamplerWithoutReplacement": "expstore.samplers",
     "Schema": "expstore.schema",
     "SchemaError": "expstore.errors",
@@ -44,11 +45,13 @@ _HOME = {
     "SnapshotError": "expstore.errors",
     "StalenessAwareSampler": "expstore.samplers",
     "StateError": "expstore.errors",
+    "Storage": "expstore.storages",
     "StorageError": "expstore.errors",
     "TensorDictPrioritizedReplayBuffer": "expstore.prioritized",
     "TensorDictReplayBuffer": "expstore.tensordictbuffers",
     "TensorDictRoundRobinWriter": "expstore.writers",
     "Transition": "expstore.sample_units",
+    "Writer": "expstore.writers",
     "ZarrStorage": "expstore.storages",
     "open": "expstore.door",
     "versions": "expstore.snapshots",
@@ -78,6 +81,7 @@ __all__ = [
     "RoundRobinWriter",
     "SampleToInsertRatio",
     "SampleUnit",
+    "Sampler",
     "SamplerWithoutReplacement",
     "Schema",
     "SchemaError",
@@ -87,11 +91,13 @@ __all__ = [
     "SnapshotError",
     "StalenessAwareSampler",
     "StateError",
+    "Storage",
     "StorageError",
     "TensorDictPrioritizedReplayBuffer",
     "TensorDictReplayBuffer",
     "TensorDictRoundRobinWriter",
     "Transition",
+    "Writer",
     "ZarrStorage",
     "open",
     "versions",
@@ -124,6 +130,7 @@ if TYPE_CHECKING:
         PrioritizedSliceSampler,
         RandomSampler,
         RecencySampler,
+        Sampler,
         SamplerWithoutReplacement,
         SliceSampler,
         SliceSamplerWithoutReplacement,
@@ -131,9 +138,9 @@ if TYPE_CHECKING:
     )
     from expstore.schema import Field, Schema
     from expstore.snapshots import versions
-    from expstore.storages import MemoryStorage, ZarrStorage
+    from expstore.storages import MemoryStorage, Storage, ZarrStorage
     from expstore.tensordictbuffers import TensorDictReplayBuffer
-    from expstore.writers import ImmutableDatasetWriter, RoundRobinWriter, TensorDictRoundRobinWriter
+    from expstore.writers import ImmutableDatasetWriter, RoundRobinWriter, TensorDictRoundRobinWriter, Writer
 
 
 #: Modules whose names are used with theirs before them, as in torchrl.

@@ -1,0 +1,211 @@
+"""Every public name of TorchRL's replay buffers stands in ARCHITECTURE.md; what is offered takes its arguments.
+
+The table there says of each name whether it is the same, better or not offered. TorchRL is asked as it is
+installed: its names, its signatures, the members of its buffers.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import pytest
+import torchrl.data.replay_buffers as theirs
+
+import expstore
+
+DOCUMENT = Path(__file__).parents[1] / "ARCHITECTURE.md"
+STATUSES = ("same", "better", "not offered")
+
+#: Members of our ReplayBuffer that TorchRL's has not.
+BEYOND = {
+    "annotate": "facts about episodes that are known later",
+    "close": "a store on disk has an end: what is pending is written, the lock is given back",
+    "episodes": "episodes are counted, and their rows looked up, without reading rows",
+    "flush": "the moment from which on rows survive a power cut",
+    "meta": "the user's facts about the store as a whole",
+    "recovered": "what opening found after a crash",
+    "refresh": "a follower in another process looks for new rows; filters take them in",
+    "schema": "which fields are stored, with shapes and dtypes",
+    "sql": "questions about everything in the store",
+    "tag": "a version with a name that stays",
+    "trajectory": "all rows of an episode in order",
+}
+
+#: Members of TorchRL's ReplayBuffer that ours has not.
+WITHOUT = {
+    "as_remote": "other processes open the store, or get the buffer pickled",
+    "client": "there is no server in between that would need a client",
+    "initialized": "no component is made late",
+    "is_alive": "there is no server that could be dead",
+    "prioritized_sampler": "`sampler` is the only one: writers in other processes need none of their own",
+    "service_backend": "there is no server in between",
+    "share": "a buffer in another process follows the store there; nothing has to be shared first",
+    "shutdown": "there is no server to end; `close` ends a store",
+    "start": "there is no server to begin",
+    "synchronize": "there is no server that could lag behind; `refresh` is a follower's",
+} | dict.fromkeys(
+    (
+        "append_transform",
+        "can_sample",
+        "dim_extend",
+        "insert_transform",
+        "mark_update",
+        "next",
+        "query",
+        "read_all_in_order",
+        "register_load_hook",
+        "register_save_hook",
+        "save",
+        "set_",
+        "set_at_",
+        "set_storage",
+        "submit_update_if_present",
+        "transform",
+        "update_",
+        "update_if_present",
+        "write_all",
+    ),
+    "being built",
+)
+
+_REST = ("args", "kwargs")
+
+BUFFERS = (
+    "ReplayBuffer",
+    "PrioritizedReplayBuffer",
+    "TensorDictReplayBuffer",
+    "TensorDictPrioritizedReplayBuffer",
+)
+
+
+def table() -> dict[str, tuple[str, str]]:
+    """Return what ARCHITECTURE.md says of each name: the status and how, or why not."""
+    found: dict[str, tuple[str, str]] = {}
+    _, _, text = DOCUMENT.read_text().partition("## TorchRL's names\n")
+    for line in text.partition("\n## ")[0].splitlines():
+        if not line.startswith("| `"):
+            continue
+        names, status, how = (cell.strip() for cell in line.strip("| ").split(" | "))
+        for name in re.findall(r"`(\w+)`", names):
+            assert name not in found, f"{name} stands there twice"
+            found[name] = (status, how)
+    return found
+
+
+TABLE = table()
+OFFERED = sorted(name for name, (status, _) in TABLE.items() if status != "not offered")
+
+
+def test_every_name_is_in_the_table() -> None:
+    assert set(TABLE) == set(theirs.__all__)
+    assert {status for status, _ in TABLE.values()} == set(STATUSES)
+    assert not [name for name, (_, how) in TABLE.items() if len(how) < 8]
+
+
+def test_what_is_offered_can_be_imported_and_nothing_else() -> None:
+    assert [name for name in TABLE if hasattr(expstore, name)] == [name for name in TABLE if name in OFFERED]
+    assert set(OFFERED) <= set(expstore.__all__)
+
+
+def constructors(cls: type) -> Iterator[inspect.Parameter]:
+    """Yield the parameters of a class, those too that it hands on to its bases by keyword."""
+    for base in cls.__mro__:
+        if "__init__" not in vars(base) or base is object:
+            continue
+        parameters = [*inspect.signature(vars(base)["__init__"]).parameters.values()][1:]
+        yield from (one for one in parameters if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL))
+        if not any(one.kind is one.VAR_KEYWORD for one in parameters):
+            return
+
+
+_BUILDING = "being built"
+_COMPILE = "nothing here is compiled with torch.compile"
+
+#: Parameters of TorchRL's that ours do not have.
+LESS: dict[str, dict[str, str]] = {
+    name: dict.fromkeys(
+        (
+            *("checkpointer", "collate_fn", "compilable", "delayed_init", "dim_extend", "sampler_device"),
+            *("service_backend", "service_backend_options", "shared", "sync", "transform"),
+            *("transform_factory", "transport", "transport_options"),
+        ),
+        _BUILDING,
+    )
+    for name in BUFFERS
+} | {
+    "PrioritizedSampler": {"device": _BUILDING},
+    "SliceSampler": {"step_key": _BUILDING},
+    "Storage": {
+        "checkpointer": "`dumps` has one format",
+        "compilable": _COMPILE,
+        "max_size": "called capacity, in all storages that are not TorchRL's",
+    },
+    "ImmutableDatasetWriter": {"compilable": _COMPILE},
+    "RoundRobinWriter": dict.fromkeys(("compilable", "track_generations"), _BUILDING),
+    "TensorDictRoundRobinWriter": dict.fromkeys(("compilable", "track_generations"), _BUILDING),
+    "Writer": {"compilable": _COMPILE},
+}
+
+
+def positional(parameters: Iterable[inspect.Parameter], less: Iterable[str] = ()) -> list[str]:
+    """Return the names of those that can be given by position, without some."""
+    return [one.name for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD and one.name not in less]
+
+
+@pytest.mark.parametrize("name", OFFERED)
+def test_constructors_take_torchrls_arguments(name: str) -> None:
+    own, other = getattr(expstore, name), getattr(theirs, name)
+    if not inspect.isclass(other):
+        pytest.skip("not a class")
+    ours = {one.name: one for one in constructors(own)}
+    asked = {one.name: one for one in constructors(other)}
+    assert set(asked) - set(ours) == set(LESS.get(name, {})) & set(asked)
+    for parameter in set(asked) & set(ours):
+        default = asked[parameter].default
+        assert default is inspect.Parameter.empty or ours[parameter].default == default, parameter
+    positions = positional(asked.values(), LESS.get(name, {}))
+    assert positional(ours.values())[: len(positions)] == positions
+
+
+def members(cls: type) -> set[str]:
+    return {name for name in dir(cls) if not name.startswith("_")}
+
+
+@pytest.mark.parametrize("name", BUFFERS)
+def test_public_members_are_those_of_the_list(name: str) -> None:
+    ours, asked = members(getattr(expstore, name)), members(getattr(theirs, name))
+    assert ours - asked == set(BEYOND)
+    assert asked - ours == set(WITHOUT) & asked
+    assert len(BEYOND) <= 12
+    assert not [why for why in (*BEYOND.values(), *WITHOUT.values()) if len(why) < 8]
+
+
+#: Parameters of methods that ours do not have.
+METHODS_LESS = {
+    ("empty", "empty_write_count"): _BUILDING,
+    ("extend", "update_priority"): _BUILDING,
+    ("sample", "include_info"): _BUILDING,
+}
+#: Names by which nobody calls an only argument.
+CALLED = {"tensordicts": "data"}
+
+
+@pytest.mark.parametrize("name", BUFFERS)
+def test_methods_take_torchrls_arguments(name: str) -> None:
+    own, other = getattr(expstore, name), getattr(theirs, name)
+    for member in sorted(members(other) & members(own)):
+        ours, asked = getattr(own, member), getattr(other, member)
+        if isinstance(ours, property) or isinstance(asked, property):
+            assert isinstance(ours, property) == isinstance(asked, property), member
+            continue
+        taken = {one.name: one for one in inspect.signature(ours).parameters.values()}
+        wanted = [one for one in inspect.signature(asked).parameters.values() if one.name not in _REST]
+        less = {one.name for one in wanted if CALLED.get(one.name, one.name) not in taken}
+        assert {(member, one) for one in less} == {
+            pair for pair in METHODS_LESS if pair[0] == member and pair[1] in {one.name for one in wanted}
+        }, member
+        places = [CALLED.get(one, one) for one in positional(wanted, less)]
+        assert positional(taken.values())[: len(places)] == places, member
