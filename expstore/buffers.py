@@ -20,6 +20,7 @@ from expstore.episodeinfo import pack_info
 from expstore.errors import NotFoundError, SchemaError, StateError
 from expstore.limiter import RateLimiter
 from expstore.sample_units import SampleUnit, check_unit
+from expstore.samplers.adapted import adapt
 from expstore.samplers.base import Sampler
 from expstore.samplers.consuming import consume_after
 from expstore.schema import Schema
@@ -96,6 +97,7 @@ class ReplayBuffer(DrawingHandle):
         rate_limiter: RateLimiter | None = None,
     ) -> None:
         check_drawing(batch_size, prefetch, pin_memory)
+        sampler = None if sampler is None else adapt(sampler)
         self._unit = check_unit(sample_unit, sampler)
         super().__init__(
             MemoryStorage(1000) if storage is None else storage,
@@ -220,7 +222,7 @@ class ReplayBuffer(DrawingHandle):
     ) -> tuple[TensorDictBase, Selection]:
         selection, columns = self._draw(turn, size, instead)
         root = self._root(selection)
-        more = self._marked(selection, columns) if selection.marks else {}
+        more = self._marked(selection, columns) if selection.marks or selection.info else {}
         batch = self._build().build(columns, torch.Size((selection.ids.size,)), root)
         for key, values in more.items():
             batch.set(key, values)
@@ -268,7 +270,8 @@ class ReplayBuffer(DrawingHandle):
             if stored is not None or mark.new:
                 key = mark.key if len(mark.key) > 1 else mark.key[0]
                 info[key] = mark.alone() if stored is None else mark.on(stored.cpu().numpy())
-        return {name: self._placed(torch.from_numpy(values)) for name, values in info.items()}
+        told = {name: self._placed(torch.from_numpy(values)) for name, values in info.items()}
+        return told | selection.notes
 
     # -- single rows -----------------------------------------------------------------------------
 
@@ -434,7 +437,9 @@ class ReplayBuffer(DrawingHandle):
             numbers, values = numbers[numbers != -1], values[numbers != -1]
         with self._storage.lock:
             ids = numbers if id is not None else self._storage.ids_at(numbers)
-            return self._storage.set_priorities(ids, values)
+            count = self._storage.set_priorities(ids, values)
+        self._sampler.on_priority_update(self._storage, ids, values)
+        return count
 
     @property
     def batch_size(self) -> int | None:
@@ -464,6 +469,7 @@ class ReplayBuffer(DrawingHandle):
         """
         self._writer.check()
         super().empty()
+        self._sampler.on_empty()
 
     @property
     def writer(self) -> Writer:

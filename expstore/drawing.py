@@ -20,6 +20,7 @@ from expstore.errors import StateError
 from expstore.handles import StoreHandle
 from expstore.limiter import RateLimiter
 from expstore.prefetch import Made, Prefetcher
+from expstore.samplers.adapted import adapt, given
 from expstore.samplers.base import Sampler
 from expstore.storages.base import Storage
 from expstore.types import Selection
@@ -36,7 +37,7 @@ class DrawingHandle(StoreHandle):
 
     Args:
         storage: What is held.
-        sampler: What makes up a batch.
+        sampler: What makes up a batch; one written for torchrl, too.
         limiter: How fast rows come and go; None: as fast as they can.
         prefetch: How many batches are made ahead.
         generator: What all draws follow from; None: the store's seed.
@@ -57,7 +58,7 @@ class DrawingHandle(StoreHandle):
         if limiter is not None and storage.follows:
             raise ValueError("a follower is not limited: give the rate_limiter to the buffer that writes")
         super().__init__(storage)
-        self._sampler = sampler
+        self._sampler = adapt(sampler)
         self._limiter = limiter
         self._prefetch = prefetch
         self._generator = generator
@@ -227,11 +228,11 @@ class DrawingHandle(StoreHandle):
         return super().stats() | {"prefetch_queue_size": ahead, "rate_limiter": limits}
 
     @property
-    def sampler(self) -> Sampler:
-        """What makes up a batch."""
-        return self._sampler
+    def sampler(self) -> Any:
+        """What makes up a batch, as it was given."""
+        return given(self._sampler)
 
-    def set_sampler(self, sampler: Sampler) -> Sampler:
+    def set_sampler(self, sampler: Any) -> Any:
         """Draw by another sampler from the next batch on; return the one before.
 
         Draws are counted on; a sampler that keeps a place in the store begins anew, unless the one before
@@ -246,8 +247,10 @@ class DrawingHandle(StoreHandle):
         storage, former = self._storage, self._sampler
         if storage.closed:
             raise StateError("the store is closed", hint="open it again with expstore.open()")
-        if not isinstance(sampler, Sampler):
-            raise TypeError(f"a buffer draws by a Sampler, not by {type(sampler).__name__}")
+        if sampler is not given(former):
+            sampler = adapt(sampler)
+        else:
+            sampler = former
         self._check_sampler(sampler)
         self._forget_ahead()
         within, storage.max_within = storage.max_within, False  # what the former one may have asked for
@@ -259,7 +262,7 @@ class DrawingHandle(StoreHandle):
         if sampler is not former:
             former.detach()
         self._sampler = sampler
-        return former
+        return given(former)
 
     def _check_sampler(self, sampler: Sampler) -> None:
         """Raise ValueError for one that does not fit."""

@@ -54,12 +54,13 @@ class TensorDictReplayBuffer(ReplayBuffer):
         if self._with_ids:
             root["id"] = torch.from_numpy(selection.ids)
         for key, values in selection.info.items():
-            if self._with_ids or key != ("anchor_id",):
-                root[key[-1]] = torch.from_numpy(values)
+            if len(key) == 1 and (self._with_ids or key != ("anchor_id",)):
+                root[key[0]] = torch.from_numpy(values)
         return root
 
     def _marked(self, selection: Selection, columns: list[Array]) -> dict[Key, torch.Tensor]:
-        schema, more = self._storage.require_schema(), {}
+        schema = self._storage.require_schema()
+        more = {key: torch.from_numpy(values) for key, values in selection.info.items() if len(key) > 1}
         for mark in selection.marks:
             place = schema.place(mark.key)
             if place >= 0:

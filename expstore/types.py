@@ -186,6 +186,7 @@ class Selection:
         marks: Flags to be written into the batch.
         asked: How many rows were asked for, if that is not how many there are.
         anchors: What the sampler drew, if these are the rows that a sample unit has made of it.
+        notes: What the sampler has to say that is not a number per row; told in the info of `sample` only.
     """
 
     ids: IntArray
@@ -194,3 +195,4 @@ class Selection:
     marks: tuple[Mark, ...] = ()
     asked: int = 0
     anchors: Selection | None = None
+    notes: dict[Any, Any] = field(default_factory=dict)

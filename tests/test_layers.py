@@ -114,6 +114,8 @@ ALLOWED_SIDEWAYS: tuple[tuple[str, str], ...] = (
     ("samplers.consuming", "samplers.windowtree"),
     ("samplers.prioritized", "samplers.windowtree"),
     ("samplers.random", "samplers.windowtree"),
+    ("samplers.random", "samplers.without_replacement"),
+    ("samplers.slices", "samplers.slices_without_replacement"),
     ("exchange.*", "exchange.base"),
     ("datasets.*", "datasets.base"),
     # the parts of the storage on disk

@@ -6,9 +6,10 @@ Buffers call it with a generator that belongs to this one draw; it never reads r
 from __future__ import annotations
 
 import copy
-from abc import ABC, abstractmethod
+import inspect
+from abc import ABCMeta, abstractmethod
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -25,14 +26,52 @@ __all__ = ["Sampler", "readable", "refuse_weight"]
 _TRIES = 3
 
 
-class Sampler(ABC):
+class SamplerKind(ABCMeta):
+    """Let `replacement=False` make the sampler that draws without replacement, as in torchrl."""
+
+    def __call__(cls, *args: Any, replacement: bool = True, **options: Any) -> Any:
+        """Make a sampler.
+
+        Args:
+            args: The sampler's own, as are `options`.
+            replacement: Whether rows may come again before all have come; what draws without replacement
+                anyway takes both.
+            options: See there.
+
+        Raises:
+            TypeError: There is no sampler of that kind without replacement.
+        """
+        if not replacement and not cls.__dict__.get("without_replacement", False):
+            counterpart = cls.__dict__.get("counterpart")
+            if counterpart is None:
+                raise TypeError(
+                    f"{cls.__name__} has no without-replacement variant; "
+                    "cannot be instantiated with replacement=False."
+                )
+            return counterpart(*args, **options)
+        return super().__call__(*args, **options)
+
+    @property
+    def __signature__(cls) -> inspect.Signature:
+        """What the sampler is made with: that of its `__init__`."""
+        whole = inspect.signature(cls.__init__)  # type: ignore[misc]
+        return whole.replace(parameters=list(whole.parameters.values())[1:])
+
+
+class Sampler(metaclass=SamplerKind):
     """Choose ids. Threads may sample at once.
+
+    A sampler written for torchrl, with `sample(storage, batch_size) -> (index, info)`, is taken as well: see
+    `samplers/adapted.py`.
 
     Args:
         where: Which rows may be drawn: an SQL expression over a row and its episode; None: all.
         weight: By what the chance of each is multiplied: another one; None: 1.
     """
 
+    #: Whether every row comes once before any comes again; the counterpart is a sampler that does it so.
+    without_replacement: ClassVar[bool] = False
+    counterpart: ClassVar[type[Sampler] | None] = None
     #: Whether priorities that come with new rows are to be taken in.
     prioritized = False
     #: Whether its rows are windows of steps already, around which there can be no others.
@@ -159,6 +198,12 @@ class Sampler(ABC):
 
     def on_write(self, ids: IntArray) -> None:
         """Be told which rows were just published, or took the places of others. Shape `(n,)`, int64."""
+
+    def on_priority_update(self, storage: Storage, ids: IntArray, priorities: Array) -> None:
+        """Be told of priorities that the user has just set. Shapes `(n,)`."""
+
+    def on_empty(self) -> None:
+        """Be told that all rows were just given up."""
 
 
 def refuse_weight(sampler: Sampler, weight: str | None, reason: str) -> None:

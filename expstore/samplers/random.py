@@ -12,6 +12,7 @@ import numpy as np
 
 from expstore.samplers.base import Sampler, readable
 from expstore.samplers.windowtree import WindowTree, warm
+from expstore.samplers.without_replacement import SamplerWithoutReplacement
 from expstore.types import Selection
 
 if TYPE_CHECKING:
@@ -32,10 +33,13 @@ class RandomSampler(Sampler):
     Args:
         where: Which rows are drawn: a boolean SQL expression over a row and its `episode`; None: all.
         weight: By what the chance of each is multiplied: a numeric one; None: 1.
+        replacement: False makes a `SamplerWithoutReplacement`, which takes its own arguments.
 
     Example:
         >>> rb = TensorDictReplayBuffer(storage=MemoryStorage(100), sampler=RandomSampler(), batch_size=8)
     """
+
+    counterpart = SamplerWithoutReplacement
 
     def __init__(self, *, where: str | None = None, weight: str | None = None) -> None:
         super().__init__(where=where, weight=weight)

@@ -17,6 +17,7 @@ from expstore.samplers.base import Sampler
 from expstore.samplers.candidates import Candidates
 from expstore.samplers.keyedruns import Trajectories
 from expstore.samplers.runweights import RunWeights
+from expstore.samplers.slices_without_replacement import SliceSamplerWithoutReplacement
 from expstore.samplers.slicing import NestedKey, Slicing, Span, none_is_long_enough, refuse, trajectory_fields
 from expstore.samplers.windowtree import TREES
 from expstore.storages.runs import TABLES
@@ -78,6 +79,7 @@ class SliceSampler(Sampler):
             at all. By trajectory, every one in which a slice may begin has the same chance.
         weight: By what the chance of each place is multiplied, within its trajectory or in the store: a
             numeric one; None: 1.
+        replacement: False makes a `SliceSamplerWithoutReplacement`, which takes its own arguments.
 
     Raises:
         TypeError: Not just one of `num_slices` and `slice_len` is given.
@@ -88,6 +90,7 @@ class SliceSampler(Sampler):
         >>> rb = TensorDictReplayBuffer(storage=MemoryStorage(1000), sampler=sampler, batch_size=32)
     """
 
+    counterpart = SliceSamplerWithoutReplacement
     windowed = True
 
     def __init__(

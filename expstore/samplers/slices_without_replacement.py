@@ -61,6 +61,7 @@ class SliceSamplerWithoutReplacement(SamplerWithoutReplacement):
         >>> rb = TensorDictReplayBuffer(storage=MemoryStorage(1000), sampler=sampler, batch_size=32)
     """
 
+    without_replacement = True
     windowed = True
     _kind = 3
 

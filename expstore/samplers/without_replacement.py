@@ -70,6 +70,7 @@ class SamplerWithoutReplacement(Sampler):
         [4, 4, 2]
     """
 
+    without_replacement = True
     #: What its progress begins with, so that another sampler's is not taken for it.
     _kind = 1
 

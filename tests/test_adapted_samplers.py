@@ -1,0 +1,316 @@
+"""Samplers written for torchrl draw in our buffers; `replacement=False` makes the samplers without it."""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torchrl.data import replay_buffers as theirs
+
+import expstore
+from expstore.buffers import ReplayBuffer
+from expstore.errors import NotFoundError, NotReadyError, StateError
+from expstore.samplers import (
+    PrioritizedSampler,
+    RandomSampler,
+    Sampler,
+    SamplerWithoutReplacement,
+    SliceSampler,
+    SliceSamplerWithoutReplacement,
+)
+from expstore.samplers.adapted import AdaptedSampler, adapt
+from expstore.storages.memory import MemoryStorage
+from expstore.tensordictbuffers import TensorDictReplayBuffer
+
+
+class Newest(Sampler):
+    """As a user of torchrl writes one: no super().__init__(), index and info out."""
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+
+    def sample(self, storage: Any, batch_size: int) -> Any:
+        self.asked.append(len(storage))
+        index = torch.arange(len(storage))[-batch_size:]
+        return index, {"age": torch.arange(len(index)), "asked": batch_size}
+
+
+class Told:
+    """An object of no class of ours that notes what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[Any, ...]] = []
+
+    def sample(self, storage: Any, batch_size: int) -> Any:
+        return torch.zeros(batch_size, dtype=torch.int64), {}
+
+    def add(self, index: int) -> None:
+        self.told.append(("add", index))
+
+    def extend(self, index: torch.Tensor) -> None:
+        self.told.append(("extend", index.tolist()))
+
+    def update_priority(self, index: torch.Tensor, priority: torch.Tensor, *, storage: Any = None) -> None:
+        self.told.append(("priority", index.tolist(), priority.tolist(), len(storage)))
+
+    def _empty(self) -> None:
+        self.told.append(("empty",))
+
+
+class Passes:
+    """Draw all rows in order, then say so; `ran_out` is set back by whoever iterates."""
+
+    def __init__(self) -> None:
+        self.at, self.ran_out = 0, False
+
+    def sample(self, storage: Any, batch_size: int) -> Any:
+        index = list(range(self.at, min(self.at + batch_size, len(storage))))
+        self.at += len(index)
+        if self.at == len(storage):
+            self.at, self.ran_out = 0, True
+        return index, {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at = state["at"]
+
+
+class Chance:
+    """Draw by the generator that buffers hand to samplers."""
+
+    _rng: torch.Generator | None = None
+
+    def sample(self, storage: Any, batch_size: int) -> Any:
+        return (torch.randint(len(storage), (batch_size,), generator=self._rng),), {}
+
+
+def rows(n: int, start: int = 0) -> TensorDict:
+    number = torch.arange(start, start + n)
+    return TensorDict({"x": number, "next": {"reward": number[:, None].float()}}, [n])
+
+
+def make(sampler: Any, n: int = 5, kind: Any = ReplayBuffer, **more: Any) -> Any:
+    rb = kind(storage=MemoryStorage(10, seed=1), sampler=sampler, batch_size=2, **more)
+    if n:
+        rb.extend(rows(n))
+    return rb
+
+
+def test_a_subclass_written_for_torchrl_draws() -> None:
+    sampler = Newest()
+    rb = make(sampler)
+    assert rb.sample()["x"].tolist() == [3, 4]
+    assert rb.sample(3)["x"].tolist() == [2, 3, 4]
+    assert sampler.asked == [5, 5]
+
+
+def test_the_buffer_gives_back_what_it_was_given() -> None:
+    sampler, other = Newest(), Told()
+    rb = make(sampler)
+    assert rb.sampler is sampler
+    assert rb.set_sampler(other) is sampler
+    assert rb.sampler is other
+    assert rb.set_sampler(other) is other
+    assert rb.set_sampler(RandomSampler()) is other
+    assert "Newest" in repr(make(sampler))
+
+
+def test_its_info_is_handed_out() -> None:
+    batch, info = make(Newest()).sample(return_info=True)
+    assert info["age"].tolist() == [0, 1]
+    assert info["asked"] == 2
+    assert info["index"].tolist() == [3, 4]
+    assert "age" not in batch
+    assert make(Newest(), kind=TensorDictReplayBuffer).sample()["age"].tolist() == [0, 1]
+
+
+def test_nested_info_is_written_where_it_belongs() -> None:
+    class Cut(Newest):
+        def sample(self, storage: Any, batch_size: int) -> Any:
+            index, _ = super().sample(storage, batch_size)
+            cut = torch.tensor([[False], [True]])
+            return index, {("next", "truncated"): cut, ("collector", "turn"): torch.tensor([7, 8])}
+
+    batch = make(Cut(), kind=TensorDictReplayBuffer).sample()
+    assert batch["next", "truncated"].tolist() == [[False], [True]]
+    assert batch["collector", "turn"].tolist() == [7, 8]
+    assert "turn" not in batch
+
+
+def test_an_index_follows_the_ring() -> None:
+    class First(Newest):
+        def sample(self, storage: Any, batch_size: int) -> Any:
+            return [0, -1], {}
+
+    rb = make(First())
+    rb.extend(rows(7, start=5))  # 12 rows in a ring of 10
+    assert rb.sample()["x"].tolist() == [10, 9]
+
+
+def test_it_is_told_of_what_is_written_and_set_and_emptied() -> None:
+    sampler = Told()
+    rb = make(sampler, n=0)
+    rb.extend(rows(3))
+    rb.add(rows(1, start=3)[0])
+    rb.update_priority(torch.tensor([1, 2]), torch.tensor([0.5, 2.0]))
+    rb.update_priority(torch.tensor([1, 2]), torch.tensor([[1.0, 3.0], [2.0, 0.5]]))
+    rb.update_priority(3, 4.0)
+    rb.empty()
+    assert sampler.told == [
+        ("extend", [0, 1, 2]),
+        ("add", 3),
+        ("priority", [1, 2], [0.5, 2.0], 4),
+        ("priority", [1, 2], [3.0, 2.0], 4),
+        ("priority", [3], [4.0], 4),
+        ("empty",),
+    ]
+
+
+def test_priorities_of_rows_that_have_left_are_not_told() -> None:
+    sampler = Told()
+    rb = make(sampler, n=0)
+    ids = rb.extend(rows(10), return_ids=True)
+    rb.extend(rows(4))
+    rb.update_priority(id=ids[[0, 9]], priority=torch.tensor([1.0, 2.0]))
+    assert sampler.told[-1] == ("priority", [9], [2.0], 10)
+
+
+def test_iteration_ends_where_it_has_run_out_and_begins_anew() -> None:
+    rb = make(Passes())
+    for _ in range(3):
+        assert [batch["x"].tolist() for batch in rb] == [[0, 1], [2, 3], [4]]
+
+
+def test_iteration_ends_at_the_same_batch_when_batches_are_made_ahead() -> None:
+    rb = make(Passes(), prefetch=2)
+    assert [batch["x"].tolist() for batch in rb] == [[0, 1], [2, 3], [4]]
+
+
+def test_its_state_travels_with_the_buffers() -> None:
+    rb, other = make(Passes()), make(Passes())
+    rb.sample()
+    other.load_state_dict(rb.state_dict())
+    assert other.sample()["x"].tolist() == [2, 3]
+
+
+def test_who_draws_by_rng_draws_the_same_after_a_restart(tmp_path: Path) -> None:
+    def open_again() -> Any:
+        return expstore.open(tmp_path / "run.exp", capacity=100, seed=5, sampler=Chance(), batch_size=8)
+
+    rb = open_again()
+    rb.extend(rows(50))
+    rb.sample()
+    expected = [rb.sample()["x"].tolist() for _ in range(3)]
+    rb.close()
+    (tmp_path / "again").mkdir()
+    rb = expstore.open(tmp_path / "again" / "run.exp", capacity=100, seed=5, sampler=Chance(), batch_size=8)
+    rb.extend(rows(50))
+    rb.sample()
+    assert rb.sample()["x"].tolist() == expected[0]
+    rb.close()
+    rb = expstore.open(tmp_path / "again" / "run.exp", sampler=Chance(), batch_size=8)
+    assert [rb.sample()["x"].tolist() for _ in range(2)] == expected[1:]
+    rb.close()
+
+
+def test_a_generator_that_is_given_is_honoured() -> None:
+    def draw(seed: int) -> list[int]:
+        rb = make(Chance(), generator=torch.Generator().manual_seed(seed))
+        values: list[int] = rb.sample(5)["x"].tolist()
+        return values
+
+    assert draw(0) == draw(0)
+    assert draw(0) != draw(1)
+
+
+def test_an_empty_buffer_is_refused_before_it_is_asked() -> None:
+    sampler = Newest()
+    with pytest.raises(NotReadyError, match="Cannot sample from an empty storage"):
+        make(sampler, n=0).sample()
+    assert sampler.asked == []
+
+
+@pytest.mark.parametrize(
+    ("drawn", "error", "text"),
+    [
+        (torch.zeros(2), StateError, "returned Tensor, not a pair"),
+        ((torch.zeros(2), {}), StateError, "found by integers"),
+        (([17], {}), NotFoundError, "no row with index 17"),
+    ],
+)
+def test_what_it_may_not_return(drawn: Any, error: type[Exception], text: str) -> None:
+    class Wrong(Newest):
+        def sample(self, storage: Any, batch_size: int) -> Any:
+            return drawn
+
+    with pytest.raises(error, match=text):
+        make(Wrong()).sample()
+
+
+def test_what_is_no_sampler_is_refused() -> None:
+    with pytest.raises(TypeError, match="draws by a Sampler, not by int"):
+        make(3)
+    rb = make(None)
+    with pytest.raises(TypeError, match="draws by a Sampler, not by str"):
+        rb.set_sampler("random")
+    with pytest.raises(TypeError, match="expstore.samplers has its samplers"):
+        make(theirs.RandomSampler())
+
+
+def test_our_own_are_taken_as_they_are() -> None:
+    class Mine(RandomSampler):
+        def sample(self, storage: Any, batch_size: int, generator: Any) -> Any:
+            return super().sample(storage, 1, generator)
+
+    sampler = Mine()
+    assert adapt(sampler) is sampler
+    assert isinstance(adapt(Told()), AdaptedSampler)
+
+
+def test_a_copy_asks_a_copy() -> None:
+    copied = pickle.loads(pickle.dumps(adapt(Passes())))
+    assert isinstance(copied, AdaptedSampler)
+    assert make(copied).sample()["x"].tolist() == [0, 1]
+
+
+# -- replacement=False ----------------------------------------------------------------------------------
+
+
+def test_replacement_false_makes_the_sampler_without_replacement() -> None:
+    sampler = RandomSampler(replacement=False, drop_last=True)
+    assert type(sampler) is SamplerWithoutReplacement
+    assert sampler.drop_last
+    slices = SliceSampler(replacement=False, slice_len=2)
+    assert type(slices) is SliceSamplerWithoutReplacement
+    rb = make(RandomSampler(replacement=False))
+    assert sorted(x for batch in rb for x in batch["x"].tolist()) == [0, 1, 2, 3, 4]
+
+
+def test_replacement_true_changes_nothing() -> None:
+    assert type(RandomSampler(replacement=True)) is RandomSampler
+    assert type(PrioritizedSampler(10, 0.6, 0.4, replacement=True)) is PrioritizedSampler
+
+
+def test_without_replacement_says_so_itself() -> None:
+    assert type(SamplerWithoutReplacement(replacement=False)) is SamplerWithoutReplacement
+
+
+def test_where_there_is_no_variant_it_is_refused() -> None:
+    class Mine(RandomSampler):
+        pass
+
+    for kind in (PrioritizedSampler, Mine):
+        with pytest.raises(TypeError, match="has no without-replacement variant"):
+            kind(replacement=False)
+
+
+def test_a_samplers_signature_is_its_own() -> None:
+    assert list(inspect.signature(RandomSampler).parameters) == ["where", "weight"]
+    assert "slice_len" in inspect.signature(SliceSampler).parameters
