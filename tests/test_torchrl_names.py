@@ -1,4 +1,4 @@
-"""Every public name of TorchRL's replay buffers stands in ARCHITECTURE.md; what is offered takes its arguments.
+"""Every public name of TorchRL's replay buffers is in ARCHITECTURE.md, and what is offered takes its words.
 
 The table there says of each name whether it is the same, better or not offered. TorchRL is asked as it is
 installed: its names, its signatures, the members of its buffers.
