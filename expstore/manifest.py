@@ -45,6 +45,8 @@ class Manifest:
         flatten: Whether a batch's dims are all rows (else only the first one is).
         meta: The user's own facts.
         gaps: Rows that a repair gave up: first and last id of each run, ascending.
+        ndim: How many dims of a batch are rows.
+        dims: Sizes of those beyond the first; () until the first rows have come.
     """
 
     uuid: str
@@ -61,6 +63,8 @@ class Manifest:
     flatten: bool = True
     meta: dict[str, Any] = field(default_factory=dict)
     gaps: Runs = ()
+    ndim: int = 1
+    dims: tuple[int, ...] = ()
 
     @property
     def slots(self) -> int | None:
@@ -114,6 +118,7 @@ class Manifest:
         data["done_keys"] = tuple(map(to_key, data["done_keys"])) if data["done_keys"] else None
         data["reward_key"] = to_key(data["reward_key"])
         data["gaps"] = tuple((first, last) for first, last in data.get("gaps", ()))
+        data["dims"] = tuple(map(int, data.get("dims", ())))
         return cls(**data)
 
 

@@ -29,6 +29,8 @@ FULL = Manifest(
     flatten=False,
     meta={"env": "Größe", "n": [1, 2.5, None]},
     gaps=((3, 5), (9, 9)),
+    ndim=3,
+    dims=(2, 5),
 )
 BARE = Manifest(uuid="a" * 32, generation=0, storage="zarr", capacity=None, spare=0, seed=0, created=0.0)
 

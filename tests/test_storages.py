@@ -90,9 +90,8 @@ def put(storage: Storage, count: int) -> np.ndarray:
         ids = np.arange(storage.last + 1, storage.last + 1 + count)
         columns = [np.ascontiguousarray(column) for column in values_of(ids)]
         steps = Steps(count, terminated=columns[3].reshape(-1))
-        rows = RoundRobinWriter().place(storage, columns, steps, source=None)
-        np.testing.assert_array_equal(rows.ids, ids)
-        storage.write(rows)
+        written = RoundRobinWriter().write(storage, columns, steps, source=None, info="")
+        np.testing.assert_array_equal(written, ids)
     return ids
 
 

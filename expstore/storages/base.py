@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -24,6 +24,7 @@ from expstore.errors import NotFoundError, SchemaError, StateError
 from expstore.files import Disk
 from expstore.schema import Field, Schema
 from expstore.storages.changed import Changed
+from expstore.storages.grid import Grid, check_ndim, round_up
 from expstore.storages.hold import Hold
 from expstore.storages.keys import REWARD, Keys, find_keys
 from expstore.storages.position import DrawPosition
@@ -34,6 +35,9 @@ from expstore.storages.spare import spare_slots
 from expstore.storages.stats import Counters
 from expstore.turns import FairLock
 from expstore.types import Array, IntArray, Key, Window, cut_run, key_name
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["REWARD", "ROW_FIELDS", "Keys", "Rows", "Storage", "find_keys", "spare_slots"]
 
@@ -91,7 +95,7 @@ class Rows:
         return ids
 
 
-class Storage(DrawPosition, ABC):
+class Storage(DrawPosition, Grid, ABC):
     """Keep rows under ever-growing ids, and know which of them can be read.
 
     Readable are the last `capacity` published ids. Threads: one writes at a time (`lock`), any number
@@ -99,15 +103,22 @@ class Storage(DrawPosition, ABC):
 
     Args:
         capacity: Most readable rows; None: unbounded.
+        ndim: How many dims of a batch are rows: 1, or more with time as the first. The capacity becomes a
+            multiple of the rows of one step then, when the first ones come.
     """
 
     kind = "abstract"
+    #: Whether a row is one object, in the field `("_data",)`, and not a set of tensors.
+    object_rows = False
+    #: Where rows are handed out, though they lie in host memory; None: CPU.
+    device: torch.device | None = None
 
-    def __init__(self, capacity: int | None = None) -> None:
+    def __init__(self, capacity: int | None = None, *, ndim: int = 1) -> None:
         if capacity is not None and capacity < 1:
             raise ValueError(f"capacity must be at least 1, got {capacity}")
         super().__init__()
         self.capacity = capacity
+        self.take_grid(check_ndim(ndim), ())
         self.schema: Schema | None = None
         self.keys = Keys()
         self.spare = 0
@@ -185,48 +196,6 @@ class Storage(DrawPosition, ABC):
         slots = self.slots
         return places + 1 if slots is None else window.last - (window.last - 1 - places) % slots
 
-    def index_of(self, ids: IntArray) -> IntArray:
-        """Return TorchRL's numbers (0 to capacity-1) of ids. Shapes `(n,)`."""
-        return ids - 1 if self.capacity is None else (ids - 1) % self.capacity
-
-    def numbers_of(self, ids: IntArray, *, run: bool) -> IntArray:
-        """Return the indices of a batch just written; -1 for id -1. Shapes `(n,)`.
-
-        Args:
-            ids: Theirs.
-            run: Whether they follow one another.
-        """
-        if not run:
-            return np.where(ids == -1, -1, self.index_of(ids))
-        if self.capacity is None:
-            return ids - 1
-        start = (int(ids[0]) - 1) % self.capacity
-        numbers = np.arange(start, start + ids.size, dtype=np.int64)
-        if start + ids.size > self.capacity:  # division is the slowest thing a processor does
-            numbers %= self.capacity
-        return numbers
-
-    def ids_at(self, index: IntArray) -> IntArray:
-        """Return the ids of the readable rows with these numbers. Shapes `(n,)`.
-
-        Raises:
-            NotFoundError: There is no readable row of that number.
-        """
-        window = self.window
-        if self.capacity is None:
-            ids, end = index + 1, window.last
-        else:
-            ids, end = window.last - (window.last - 1 - index) % self.capacity, self.capacity
-        if index.size == 0 or (
-            index.min() >= 0 and index.max() < end and ids.min() > window.low and not window.gaps
-        ):
-            return ids
-        wrong = ~window.holds(ids) | (index < 0) | (index >= end)
-        if wrong.any():
-            first = int(index[np.argmax(wrong)])
-            raise NotFoundError(f"no row with index {first}: the store holds {window.rows} rows")
-        return ids
-
     @property
     def changes(self) -> int:
         """A number that moves whenever rows are changed in place."""
@@ -234,17 +203,32 @@ class Storage(DrawPosition, ABC):
 
     # -- writing ---------------------------------------------------------------------------------
 
-    def prepare(self, schema: Schema, keys: Keys) -> None:
-        """Fix the fields, once, when the first rows come."""
+    def prepare(self, schema: Schema, keys: Keys, dims: tuple[int, ...] = ()) -> None:
+        """Fix the fields, once, when the first rows come.
+
+        Args:
+            schema: The fields.
+            keys: Which of them say what a row is.
+            dims: Sizes of a batch's dims beyond the first, where these are rows too.
+        """
         self.check_writable()
-        self.spare = self._spare_for(schema)
-        self._create(schema, keys)
+        self.check_dims(dims)
+        former = self.capacity
+        try:
+            self.take_grid(self.ndim, dims)
+            self.spare = self._spare_for(schema)
+            self._create(schema, keys)
+        except BaseException:
+            self.capacity = former
+            self.take_grid(self.ndim, ())
+            raise
         if self._counting:
             self._begin_sampled()
         self.schema, self.keys = schema, keys
 
     def _spare_for(self, schema: Schema) -> int:
-        return spare_slots(self.capacity, schema.row_bytes + ROW_BYTES)
+        """Return the number of spare slots; whole steps, so that only whole steps are ever overwritten."""
+        return round_up(spare_slots(self.capacity, schema.row_bytes + ROW_BYTES), self.lanes)
 
     def write(self, rows: Rows) -> None:
         """Make rows readable, all of them or none.
@@ -254,6 +238,8 @@ class Storage(DrawPosition, ABC):
             StorageError: The disk failed; nothing is published.
         """
         self.check_writable()
+        if self.lanes > 1:
+            self.check_steps(rows.first_id, rows.count)
         last = rows.first_id + rows.count - 1
         if self.hold.first and self.slots is not None:
             self._wait_for_copy(last - self.slots)
@@ -585,7 +571,8 @@ class Storage(DrawPosition, ABC):
 
     def facts(self) -> dict[str, Any]:
         """Return what the relation `meta` shows."""
-        return {"storage": self.kind, "capacity": self.capacity, "seed": self.seed}
+        dims = {} if self.ndim == 1 else {"dims": list(self.dims)}
+        return {"storage": self.kind, "capacity": self.capacity, "seed": self.seed} | dims
 
     # -- what a backend supplies -----------------------------------------------------------------
 

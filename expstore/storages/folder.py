@@ -60,7 +60,7 @@ class FolderStorage(Storage):
     """
 
     def __init__(self, path: Path, manifest: Manifest, disk: Disk) -> None:
-        super().__init__(manifest.capacity)
+        super().__init__(manifest.capacity, ndim=manifest.ndim)
         self.path = path
         self.disk = disk
         self.take_manifest(manifest)
@@ -70,6 +70,8 @@ class FolderStorage(Storage):
         self.manifest = manifest
         self.uuid, self.seed = manifest.uuid, manifest.seed
         self.spare, self.flatten = manifest.spare, manifest.flatten
+        self.capacity = manifest.capacity
+        self.take_grid(manifest.ndim, manifest.dims)
 
     def load_redo(self, body: bytes, schema: Schema) -> Redo:
         """Read a redo record, from its own file if it was too long for the journal."""

@@ -100,6 +100,8 @@ def manifest_of(storage: Storage) -> Manifest:
         created=time.time(),
         schema=storage.schema,
         flatten=storage.flatten,
+        ndim=storage.ndim,
+        dims=storage.dims,
     )
 
 

@@ -7,6 +7,7 @@ of the past is in `recovery`. It never looks at values.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import time
 import warnings
@@ -60,6 +61,7 @@ class JournaledStorage(SyncedStorage):
         path: The store's folder; made if it is missing.
         capacity: Most readable rows; None: as stored, unbounded for a new store.
         settings: Everything else; see `expstore.open`.
+        ndim: How many dims of a batch are rows; None: as stored, 1 for a new store.
         disk: Where files are touched.
         segment_bytes: Length of a journal segment; None: 4 MiB, or 64 MiB where records carry their rows.
     """
@@ -72,10 +74,13 @@ class JournaledStorage(SyncedStorage):
         capacity: int | None = None,
         *,
         settings: Settings | None = None,
+        ndim: int | None = None,
         disk: Disk | None = None,
         segment_bytes: int | None = None,
     ) -> None:
         path, disk, settings = Path(path), disk or Disk(), settings or Settings()
+        if ndim is not None:
+            settings = dataclasses.replace(settings, ndim=ndim)
         durable = settings.durability == "sync"
         self._segment_bytes = segment_bytes or (SYNC_SEGMENT_BYTES if durable else SEGMENT_BYTES)
         self._lock_file, manifest = enter(disk, path, capacity, settings)

@@ -30,6 +30,7 @@ from expstore.storages.columns import Column, ColumnGroup
 from expstore.storages.columnwriter import WritableColumns
 from expstore.storages.folder import COLUMNS, JOURNAL, LOG
 from expstore.storages.frozen import manifest_of
+from expstore.storages.grid import round_up
 from expstore.storages.sampledcolumn import SampledColumn, find_sampled
 from expstore.types import Array, cut_run, key_name
 
@@ -137,21 +138,25 @@ class Arrival:
         storage: Where it is to be; its lock is held.
 
     Raises:
-        SchemaError: The storage has other fields.
+        SchemaError: The storage has other fields, or rows of other dims.
     """
 
     def __init__(self, content: Content, storage: Storage) -> None:
         self.content = content
         base, own = content.base, manifest_of(storage)
         schema = _fit(content.manifest.schema, storage.schema, content.folder)
+        own = _fit_dims(own, content)
+        lanes = math.prod(own.dims)
         spare = own.spare
         if storage.schema is None and schema is not None:
-            spare = spare_slots(own.capacity, schema.row_bytes + ROW_BYTES)
+            spare = round_up(spare_slots(own.capacity, schema.row_bytes + ROW_BYTES), lanes)
         self.manifest = content.manifest.replace(
             uuid=own.uuid,
             created=own.created,
             generation=max(own.generation, content.manifest.generation) + 1,
             capacity=own.capacity,
+            ndim=own.ndim,
+            dims=own.dims,
             spare=spare,
             schema=schema,
         )
@@ -169,8 +174,8 @@ class Arrival:
                 # Slots are the same as well then, and with them what a sum tree finds for a number.
                 both = math.lcm(step, slots)
                 step = both if both <= _FURTHEST else step
-            shift = -(-shift // step) * step
-        self._ids = shift
+            shift = round_up(shift, step)
+        self._ids = shift = round_up(shift, lanes)
         gaps = [(first + shift, last + shift) for first, last in content.manifest.gaps]
         self.manifest = self.manifest.replace(gaps=tuple(gaps))
         self._episodes = max(storage.episodes.next_episode, base["episodes"]["next_episode"]) - 1
@@ -242,6 +247,26 @@ def _fit(offered: Schema | None, own: Schema | None, folder: Path) -> Schema | N
             hint="load it into a store of its own",
         )
     return offered
+
+
+def _fit_dims(own: Manifest, content: Content) -> Manifest:
+    """Return what a storage is, with the dims that its rows have afterwards."""
+    there = content.manifest
+    if own.schema is None and there.schema is not None:
+        lanes = math.prod(there.dims)
+        capacity = None if own.capacity is None else round_up(own.capacity, lanes)
+        return own.replace(capacity=capacity, ndim=there.ndim, dims=there.dims)
+    if there.schema is not None and own.dims != there.dims:
+        found, asked = _more(there.dims), _more(own.dims)
+        raise SchemaError(
+            f"{content.folder} holds rows of dims [time{found}], this store those of [time{asked}]",
+            hint="load it into a store of its own",
+        )
+    return own
+
+
+def _more(dims: tuple[int, ...]) -> str:
+    return "".join(f", {size}" for size in dims)
 
 
 # -- on disk ---------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from expstore.episodelog import LogEntry
 from expstore.episodes import EpisodeTable
 from expstore.schema import Schema
 from expstore.storages.base import ROW_FIELDS, Keys, Rows, Storage, find_keys
+from expstore.storages.grid import round_up
 from expstore.storages.loading import Arrival, read_content
 from expstore.storages.position import from_json, limits_of
 from expstore.storages.sampled import Sampled
@@ -31,6 +32,7 @@ class MemoryStorage(Storage):
     Args:
         capacity: Most readable rows; None: unbounded.
         seed: Key of all draws.
+        ndim: As `Storage`.
 
     Example:
         >>> rb = ReplayBuffer(storage=MemoryStorage(1000), batch_size=32)
@@ -38,8 +40,8 @@ class MemoryStorage(Storage):
 
     kind = "memory"
 
-    def __init__(self, capacity: int | None = None, *, seed: int = 0) -> None:
-        super().__init__(capacity)
+    def __init__(self, capacity: int | None = None, *, seed: int = 0, ndim: int = 1) -> None:
+        super().__init__(capacity, ndim=ndim)
         self.seed = seed
         self._columns: list[Array] = []
         self._log: list[LogEntry] = []
@@ -52,7 +54,8 @@ class MemoryStorage(Storage):
     def _spare_for(self, schema: Schema) -> int:
         if self.capacity is None or not schema.objects:
             return super()._spare_for(schema)
-        return -(-self.capacity // 8)  # objects may be of any size, and stay until their slot is needed
+        # Objects may be of any size, and stay until their slot is needed.
+        return round_up(-(-self.capacity // 8), self.lanes)
 
     def _begin_sampled(self) -> None:
         self.sampled = Sampled(self.slots or max(4096, self.last))
@@ -121,7 +124,8 @@ class MemoryStorage(Storage):
             with self.changing(), self.sampled_lock, self.episode_lock:
                 self.sampled = sampled
                 self.schema, self.spare, self.seed = manifest.schema, manifest.spare, manifest.seed
-                self.flatten = manifest.flatten
+                self.flatten, self.capacity = manifest.flatten, manifest.capacity
+                self.take_grid(manifest.ndim, manifest.dims)
                 if manifest.schema is not None:
                     ends, reward = manifest.done_keys, manifest.reward_key
                     self.keys = find_keys(

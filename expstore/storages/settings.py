@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import operator
 import os
 import time
@@ -25,6 +26,7 @@ from expstore.probe import probe
 from expstore.schema import Schema
 from expstore.storages.base import REWARD
 from expstore.storages.folder import REPAIR, VERSION, refuse_objects
+from expstore.storages.grid import check_ndim, round_up
 from expstore.storages.loading import finish_load
 from expstore.types import Key, to_key
 
@@ -54,6 +56,7 @@ class Settings:
     meta: dict[str, Any] | None = None
     flatten: bool = False
     schema: Schema | None = None
+    ndim: int | None = None
     durability: Durability = "process"
     min_free_bytes: int = 0
     on_sigterm: Literal["flush", "ignore"] = "flush"
@@ -137,6 +140,8 @@ def _plain(capacity: int | None, settings: Settings) -> tuple[int | None, Settin
     """Check what needs no store; return numbers as Python's own, which JSON can keep."""
     if settings.storage not in (None, "zarr"):
         raise ValueError(f"storage {settings.storage!r} is unknown; this version has 'zarr'")
+    if settings.ndim is not None:
+        settings = dataclasses.replace(settings, ndim=check_ndim(operator.index(settings.ndim)))
     if settings.schema is not None:
         refuse_objects(settings.schema)
     if capacity is not None:
@@ -201,6 +206,7 @@ def _new(capacity: int | None, settings: Settings) -> Manifest:
         done_keys=_keys(settings.done_keys),
         reward_key=REWARD if settings.reward_key is None else to_key(settings.reward_key),
         flatten=settings.flatten,
+        ndim=settings.ndim or 1,
         meta=settings.meta or {},
     )
 
@@ -211,12 +217,13 @@ def _keys(names: Sequence[KeyLike] | None) -> tuple[Key, ...] | None:
 
 def _compare(path: Path, manifest: Manifest, capacity: int | None, settings: Settings) -> None:
     asked: dict[str, Any] = {
-        "capacity": capacity,
+        "capacity": None if capacity is None else round_up(capacity, math.prod(manifest.dims)),
         "seed": settings.seed,
         "traj_key": None if settings.traj_key is None else to_key(settings.traj_key),
         "done_keys": _keys(settings.done_keys),
         "reward_key": None if settings.reward_key is None else to_key(settings.reward_key),
         "meta": settings.meta,
+        "ndim": settings.ndim,
         "schema": settings.schema if manifest.schema is not None else None,
     }
     for name, value in asked.items():

@@ -70,14 +70,14 @@ class SyncedStorage(ShownStorage):
         self._marked = (-1, -1)
         self._set_back = False  # the number of the next draw is one that was before
 
-    def prepare(self, schema: Schema, keys: Keys) -> None:
+    def prepare(self, schema: Schema, keys: Keys, dims: tuple[int, ...] = ()) -> None:
         """Fix the fields, once, when the first rows come; on the disk when this returns."""
         self.check_writable()
         refuse_objects(schema)
         if self._min_free and self.disk.free(self.path) < self._min_free:
             raise self._too_full(1, schema.row_bytes + ROW_BYTES)
         with self.poisoning():
-            super().prepare(schema, keys)
+            super().prepare(schema, keys, dims)
 
     def _append(self, kind: Kind, *body: bytes) -> int:
         """Append a record, in a new segment if this one is full. The episode lock is held."""

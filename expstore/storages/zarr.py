@@ -49,6 +49,7 @@ class ZarrStorage(JournaledStorage):
         path: The store's folder; made if it is missing.
         capacity: Most readable rows; None: as stored, unbounded for a new store.
         settings: Everything else; see `expstore.open`.
+        ndim: How many dims of a batch are rows, time being the first; None: as stored, 1 for a new store.
         disk: Where files are touched.
         segment_bytes: Length of a journal segment; None: 4 MiB, or 64 MiB where records carry their rows.
 
@@ -205,7 +206,8 @@ class ZarrStorage(JournaledStorage):
             self.checksums.close()
         self.disk.unlink(self.path / CHECKSUMS)  # of rows that a failed attempt never got
         self.checksums = Checksums(self.disk, self.path / CHECKSUMS, columns)
-        manifest = self.manifest.replace(schema=schema, spare=self.spare)
+        numbers = {"capacity": self.capacity, "spare": self.spare, "dims": self.dims}
+        manifest = self.manifest.replace(schema=schema, **numbers)
         manifest.save(self.disk, self.path)
         self.manifest = manifest
         self.columns = columns

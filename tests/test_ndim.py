@@ -1,0 +1,247 @@
+"""Storages with more than one dim: every cell is a row, of an id, and of a place along each dim."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from expstore.buffers import ReplayBuffer
+from expstore.door import open as open_store
+from expstore.episodes import Steps
+from expstore.errors import NotFoundError, SchemaError, StateError, StorageError
+from expstore.files import Disk
+from expstore.manifest import MANIFEST, Manifest, _checksum
+from expstore.schema import Field, Schema
+from expstore.storages.base import Storage
+from expstore.storages.follower import FollowerStorage
+from expstore.storages.keys import find_keys
+from expstore.storages.memory import MemoryStorage
+from expstore.storages.zarr import ZarrStorage
+from expstore.writers import RoundRobinWriter
+
+SCHEMA = Schema([Field(("n",), "int64", ())])
+KEYS = find_keys(SCHEMA)
+
+
+@pytest.fixture(params=["memory", "zarr"])
+def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[..., Storage]]:
+    """A factory of storages of both kinds."""
+    made: list[Storage] = []
+
+    def factory(capacity: int | None = None, **options: Any) -> Storage:
+        if request.param == "memory":
+            made.append(MemoryStorage(capacity, **options))
+        else:
+            made.append(ZarrStorage(tmp_path / f"{len(made)}.exp", capacity, **options))
+        return made[-1]
+
+    yield factory
+    for storage in made:
+        storage.close()
+
+
+def kept_in(path: Path, *given: Any, **options: Any) -> contextlib.closing[ZarrStorage]:
+    """Return a storage on disk, for the length of a block."""
+    return contextlib.closing(ZarrStorage(path, *given, **options))
+
+
+def put(storage: Storage, count: int) -> np.ndarray:
+    """Append rows whose values are their ids."""
+    with storage.lock:
+        ids = np.arange(storage.last + 1, storage.last + 1 + count)
+        found = RoundRobinWriter().write(storage, [ids.copy()], Steps(count), source=None, info="")
+    np.testing.assert_array_equal(found, ids)
+    return ids
+
+
+@pytest.mark.parametrize(
+    ("capacity", "dims", "rounded"),
+    [(100, (3,), 102), (102, (3,), 102), (1, (2, 5), 10), (101, (4, 5), 120), (7, (1,), 7), (7, (), 7)],
+)
+def test_the_capacity_becomes_a_multiple_of_a_step(
+    make: Callable[..., Storage], capacity: int, dims: tuple[int, ...], rounded: int
+) -> None:
+    storage = make(capacity, ndim=len(dims) + 1)
+    assert (storage.ndim, storage.dims, storage.max_size) == (len(dims) + 1, (), capacity)
+    storage.prepare(SCHEMA, KEYS, dims)
+    assert (storage.ndim, storage.dims, storage.max_size, storage.capacity) == (
+        len(dims) + 1, dims, rounded, rounded,
+    )  # fmt: skip
+    assert storage.slots is not None
+    assert storage.slots % max(1, int(np.prod(dims))) == 0
+    assert storage.shape == (0, *dims)
+
+
+@pytest.mark.parametrize("capacity", [20, None])
+def test_places_against_numpy(
+    make: Callable[..., Storage], capacity: int | None, rng: np.random.Generator
+) -> None:
+    storage = make(capacity, ndim=3)
+    storage.prepare(SCHEMA, KEYS, (2, 3))
+    shown = np.zeros((4, 2, 3), int)  # 24 cells
+    for step in range(11):
+        ids = put(storage, 6)
+        if capacity is None and step >= 4:
+            break
+        shown[step % 4] = ids.reshape(2, 3)
+        filled = min(step + 1, 4)
+        assert storage.shape == (filled, 2, 3)
+        places = np.stack([rng.integers(0, size, 50) for size in (filled, 2, 3)], axis=1)
+        numbers = storage.ravel(places)
+        np.testing.assert_array_equal(storage.unravel(numbers), places)
+        expected = shown[tuple(places.T)]
+        np.testing.assert_array_equal(storage.ids_at(numbers), expected)
+        np.testing.assert_array_equal(storage.read(storage.ids_at(numbers))[0], expected)
+        from_the_end = storage.ravel(places - [filled, 2, 3])
+        np.testing.assert_array_equal(from_the_end, numbers)
+    np.testing.assert_array_equal(storage.unravel(np.array([-1, 5])), [[-1, -1, -1], [0, 1, 2]])
+
+
+def test_one_dim_is_the_plain_case(make: Callable[..., Storage]) -> None:
+    storage = make(5)
+    storage.prepare(SCHEMA, KEYS)
+    put(storage, 3)
+    assert (storage.ndim, storage.dims, storage.shape, storage.lanes) == (1, (), (3,), 1)
+    np.testing.assert_array_equal(storage.unravel(np.array([2, 0, -1])), [[2], [0], [-1]])
+    np.testing.assert_array_equal(storage.ravel(np.array([[2], [-3]])), [2, 0])
+    assert "dims" not in storage.facts()
+
+
+def test_what_is_no_cell(make: Callable[..., Storage]) -> None:
+    storage = make(12, ndim=2)
+    with pytest.raises(NotFoundError, match=r"\[0, 0\].*shape \[0, 0\]"):
+        storage.ravel(np.array([[0, 0]]))
+    storage.prepare(SCHEMA, KEYS, (3,))
+    put(storage, 6)
+    for place in ([0, 3], [-3, 0], [0, -4], [4, 0]):
+        with pytest.raises(NotFoundError, match="no row at") as caught:
+            storage.ravel(np.array([[0, 0], place]))
+        assert str(place) in str(caught.value)
+    with pytest.raises(NotFoundError, match="index 6"):  # a cell that no row has come to yet
+        storage.ids_at(storage.ravel(np.array([[2, 0]])))
+    with pytest.raises(NotFoundError, match="2 numbers each"):
+        storage.ravel(np.array([0, 1]))
+
+
+def test_batches_of_other_dims_change_nothing(make: Callable[..., Storage]) -> None:
+    storage = make(10, ndim=2)
+    for dims, message in (
+        ((), r"ndim=2 takes batches of 2 dims, got \[time\]"),
+        ((3, 4), "time, 3, 4"),
+        ((0,), "0"),
+    ):
+        with pytest.raises(SchemaError, match=message):
+            storage.prepare(SCHEMA, KEYS, dims)
+    assert (storage.schema, storage.dims, storage.capacity) == (None, (), 10)
+    storage.prepare(SCHEMA, KEYS, (3,))
+    with pytest.raises(SchemaError, match=r"\[time, 3\], the batch has \[time, 4\]"):
+        storage.check_dims((4,))
+    storage.check_dims((3,))
+    put(storage, 3)
+    with pytest.raises(SchemaError, match=r"4 rows are no whole steps of dims \[3\]"):
+        put(storage, 4)
+    assert storage.last == 3
+    for wrong in (0, -1):
+        with pytest.raises(ValueError, match="ndim must be at least 1"):
+            make(10, ndim=wrong)
+
+
+def test_columns_that_could_not_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise StorageError("no space")
+
+    with kept_in(tmp_path / "run.exp", 10, ndim=2) as storage:
+        with monkeypatch.context() as patch:
+            patch.setattr("expstore.storages.columnwriter.WritableColumns.create", fail)
+            with pytest.raises(StorageError):
+                storage.prepare(SCHEMA, KEYS, (3,))
+        assert (storage.dims, storage.capacity, storage.lanes) == ((), 10, 1)
+        storage.prepare(SCHEMA, KEYS, (4,))
+        assert (storage.dims, storage.capacity) == ((4,), 12)
+
+
+def test_a_store_keeps_its_dims(tmp_path: Path) -> None:
+    path = tmp_path / "run.exp"
+    with kept_in(path, 100, ndim=2) as storage:
+        follower = FollowerStorage(path)
+        assert (follower.ndim, follower.dims, follower.capacity) == (2, (), 100)
+        storage.prepare(SCHEMA, KEYS, (3,))
+        ids = put(storage, 99)
+        follower.refresh()
+        assert (follower.dims, follower.capacity, follower.shape) == ((3,), 102, (33, 3))
+        np.testing.assert_array_equal(follower.read(ids)[0], ids)
+        follower.close()
+    for options in ({}, {"capacity": 100}, {"capacity": 102, "ndim": 2}):
+        with kept_in(path, **options) as storage:
+            assert (storage.ndim, storage.dims, storage.capacity, storage.shape) == (2, (3,), 102, (33, 3))
+    for options in ({"capacity": 99}, {"capacity": 103}, {"ndim": 1}, {"ndim": 3}):
+        with pytest.raises(StateError, match=next(iter(options))):
+            ZarrStorage(path, **options)
+    with open_store(path, mode="r") as rb:
+        assert rb.sql("SELECT max(n), count(*) FROM transitions").fetchall() == [(99, 99)]
+        assert rb.storage.unravel(np.array([98])).tolist() == [[32, 2]]
+
+
+def test_a_store_from_before_there_were_dims(tmp_path: Path) -> None:
+    path = tmp_path / "run.exp"
+    with kept_in(path, 10) as storage:
+        storage.prepare(SCHEMA, KEYS)
+    manifest = Manifest.load(Disk(), path)
+    data = json.loads(manifest.pack())
+    del data["ndim"], data["dims"], data["crc32c"]
+    (path / MANIFEST).write_text(json.dumps(data | {"crc32c": _checksum(data)}))
+    assert Manifest.load(Disk(), path) == dataclasses.replace(manifest, ndim=1, dims=())
+    with kept_in(path) as storage:
+        assert (storage.ndim, storage.dims, storage.capacity) == (1, (), 10)
+
+
+@pytest.mark.parametrize("capacity", [100, 30, None])
+def test_versions_keep_dims(make: Callable[..., Storage], tmp_path: Path, capacity: int | None) -> None:
+    first = make(50, ndim=2)
+    first.prepare(SCHEMA, KEYS, (3,))
+    put(first, 42)
+    ReplayBuffer(storage=first).dumps(tmp_path / "versions")
+    second = make(capacity)  # what it has is the version's
+    rb = ReplayBuffer(storage=second)
+    for _ in range(2):
+        rb.loads(tmp_path / "versions")
+        rounded = None if capacity is None else -(-capacity // 3) * 3
+        assert (second.ndim, second.dims, second.capacity) == (2, (3,), rounded)
+        kept = 42 if capacity != 30 else 30
+        assert second.window.size == kept
+        cells = second.unravel(second.index_of(second.window.ids()))
+        np.testing.assert_array_equal(cells[:, 1], np.tile([0, 1, 2], kept // 3))
+        np.testing.assert_array_equal(second.read(second.window.ids())[0], np.arange(43 - kept, 43))
+        put(second, 3)
+        assert second.last % 3 == 0
+    other = make(50, ndim=2)
+    other.prepare(SCHEMA, KEYS, (2,))
+    with pytest.raises(SchemaError, match=r"\[time, 3\].*\[time, 2\]"):
+        ReplayBuffer(storage=other).loads(tmp_path / "versions")
+
+
+def test_rows_are_given_up_by_whole_steps(
+    make: Callable[..., Storage], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("expstore.storages.base.spare_slots", lambda capacity, row_bytes: 4)
+    storage = make(20, ndim=2)
+    storage.prepare(SCHEMA, KEYS, (3,))
+    assert (storage.capacity, storage.spare) == (21, 6)
+    put(storage, 21)
+    put(storage, 12)  # longer than the spare
+    assert storage.window.size == 21 - 6 + 6 == 21
+    assert storage.window.low % 3 == 0
+    put(storage, 63)  # longer than the ring
+    np.testing.assert_array_equal(storage.read(storage.window.ids())[0], np.arange(76, 97))
+    storage.clear()
+    put(storage, 6)
+    np.testing.assert_array_equal(
+        storage.unravel(storage.index_of(storage.window.ids()))[:, 0], [0, 0, 0, 1, 1, 1]
+    )
