@@ -242,7 +242,7 @@ class ReplayBuffer(DrawingHandle):
                 else:
                     anchors = selection.anchors or selection
                     selection = self._sampler.sample_again(storage, anchors, generator)
-                rows = selection if self._unit is None else self._unit.expand(selection, storage)
+                rows = selection if self._unit is None else self._unit.select(selection, storage)
                 if rows is not None:
                     columns = storage.read(rows.ids)
                     if storage.intact(rows.ids):

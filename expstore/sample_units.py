@@ -7,12 +7,15 @@ reads what they hold.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Literal
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
-from expstore.errors import SchemaError
+from expstore.errors import NotFoundError, SchemaError
+from expstore.samplers.adapted import chosen
 from expstore.samplers.keyedruns import Trajectories
 from expstore.types import Array, IntArray, Key, Selection, to_key
 
@@ -27,14 +30,36 @@ _DONE: Key = ("next", "done")
 
 
 class SampleUnit(ABC):
-    """Make rows of the rows that a sampler has chosen (its anchors). Threads may ask at once."""
+    """Make rows of the rows that a sampler has chosen (its anchors). Threads may ask at once.
+
+    A unit of your own has `expand`, as one for torchrl; it finds rows by their index.
+
+    Example:
+        >>> class WithFirst(SampleUnit):
+        ...     def expand(self, index, info, storage):
+        ...         return torch.cat([index, torch.zeros(1, dtype=torch.int64)]), {}
+        >>> rb = ReplayBuffer(storage=MemoryStorage(10), sample_unit=WithFirst(), batch_size=4)
+    """
 
     #: What batches carry at their root because of it; `extend` leaves these keys out.
     root_keys: frozenset[str] = frozenset()
 
     @abstractmethod
-    def expand(self, anchors: Selection, storage: Storage) -> Selection | None:
-        """Return the rows of a batch.
+    def expand(self, index: Any, info: dict[Any, Any], storage: Storage) -> tuple[Any, dict[Any, Any]]:
+        """Return the rows of a batch, by index.
+
+        Args:
+            index: What the sampler has chosen. Shape `(n,)`, int64; one such tensor per dim, in a tuple,
+                where the storage has several.
+            info: What the sampler says of them: tensors with one row for each, by key.
+            storage: What holds the rows.
+
+        Returns:
+            The index of other rows, and what is said of each of these.
+        """
+
+    def select(self, anchors: Selection, storage: Storage) -> Selection | None:
+        """Return the rows of a batch: what buffers ask for.
 
         Args:
             anchors: What the sampler has chosen.
@@ -43,7 +68,14 @@ class SampleUnit(ABC):
         Returns:
             Other rows, with what is said of each in `info`, and `anchors` among its attributes. None: some
             anchors have left meanwhile, and others are to be chosen.
+
+        Raises:
+            NotFoundError: `expand` returned an index of which there is no row.
         """
+        given = {key if len(key) > 1 else key[0]: values for key, values in anchors.info.items()}
+        info = {name: torch.from_numpy(values) for name, values in given.items()} | anchors.notes
+        rows = chosen(storage, *self.expand(_index_of(storage, anchors.ids), info, storage))
+        return replace(rows, progress=anchors.progress, anchors=anchors)
 
 
 class Transition(SampleUnit):
@@ -53,7 +85,11 @@ class Transition(SampleUnit):
         >>> rb = ReplayBuffer(storage=MemoryStorage(10), sample_unit=Transition(), batch_size=4)
     """
 
-    def expand(self, anchors: Selection, storage: Storage) -> Selection:
+    def expand(self, index: Any, info: dict[Any, Any], storage: Storage) -> tuple[Any, dict[Any, Any]]:
+        """Return what was given."""
+        return index, info
+
+    def select(self, anchors: Selection, storage: Storage) -> Selection:
         """Return the anchors."""
         return anchors
 
@@ -145,7 +181,29 @@ class Sequence(SampleUnit):
         """How many rows a window has."""
         return self.burn_in + self.length + self.bootstrap
 
-    def expand(self, anchors: Selection, storage: Storage) -> Selection | None:
+    def expand(self, index: Any, info: dict[Any, Any], storage: Storage) -> tuple[Any, dict[Any, Any]]:
+        """Return the rows of a window around each of some rows, by index.
+
+        Args:
+            index: Which rows. Shape `(n,)`, int64; or one such tensor per dim of the storage, in a tuple.
+            info: What is said of each: tensors with one row for each, by key; it is repeated.
+            storage: What holds the rows.
+
+        Returns:
+            The index of each row of the windows, and what is said of it.
+
+        Raises:
+            NotFoundError: There is no row of some index.
+            SchemaError: `done_key` is no field with one value per row.
+        """
+        rows = self.select(chosen(storage, index, info), storage)
+        if rows is None:
+            raise NotFoundError("rows have left while their windows were looked for")
+        told = {key if len(key) > 1 else key[0]: values for key, values in rows.info.items()}
+        told.pop("anchor_id")
+        return _index_of(storage, rows.ids), {key: torch.from_numpy(values) for key, values in told.items()}
+
+    def select(self, anchors: Selection, storage: Storage) -> Selection | None:
         """Return the rows of a window around each anchor.
 
         Raises:
@@ -159,7 +217,7 @@ class Sequence(SampleUnit):
             if numbers.min(initial=0) < 0 or not storage.intact(anchors.ids):
                 return None
             window, valid = self._window(steps, runs.first[numbers], runs.stop[numbers] - 1)
-            ids = runs.ids(np.broadcast_to(numbers[:, None], window.shape), window)
+            ids = runs.ids(np.repeat(numbers, total).reshape(window.shape), window)
         place = np.arange(total)
         learning = (place >= self.burn_in) & (place < self.burn_in + self.length)
         info = {key: np.repeat(values, total, axis=0) for key, values in anchors.info.items()}
@@ -196,6 +254,14 @@ class Sequence(SampleUnit):
             f"Sequence(length={self.length}, episode_boundary={self.episode_boundary!r}, "
             f"burn_in={self.burn_in}, bootstrap={self.bootstrap}, dilation={self.dilation})"
         )
+
+
+def _index_of(storage: Storage, ids: IntArray) -> Any:
+    """Return the index of rows as code written for torchrl takes it."""
+    numbers = storage.index_of(ids)
+    if storage.ndim == 1:
+        return torch.from_numpy(numbers)
+    return tuple(torch.from_numpy(places.copy()) for places in storage.unravel(numbers).T)
 
 
 def check_unit(unit: SampleUnit | None, sampler: Sampler | None) -> SampleUnit | None:

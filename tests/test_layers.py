@@ -99,6 +99,7 @@ ALLOWED_SIDEWAYS: tuple[tuple[str, str], ...] = (
     ("samplers.prioritized_slices", "samplers.keyedruns"),
     ("samplers.prioritized_slices", "samplers.prioritized"),
     ("samplers.prioritized_slices", "samplers.slicing"),
+    ("sample_units", "samplers.adapted"),
     ("sample_units", "samplers.keyedruns"),
     ("sample_units", "samplers.base"),
     ("samplers.runweights", "samplers.windowtree"),

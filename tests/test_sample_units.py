@@ -14,7 +14,9 @@ from tensordict import TensorDict
 
 import expstore
 from expstore import (
+    NotFoundError,
     ReplayBuffer,
+    SampleUnit,
     SchemaError,
     Sequence,
     SliceSampler,
@@ -53,11 +55,17 @@ def test_windows_are_torchrls(options: dict[str, Any]) -> None:
     rb = ReplayBuffer(storage=MemoryStorage(12))
     rb.extend(data)
     expected, info = rl.Sequence(**options).expand(torch.arange(12), {}, theirs._storage)
-    found = Sequence(**options).expand(Selection(np.arange(12) + 1), rb.storage)
+    found = Sequence(**options).select(Selection(np.arange(12) + 1), rb.storage)
     assert found is not None
     assert (found.ids - 1).tolist() == expected.tolist()
     for name in ("sequence_id", "step_in_sequence", "learning_mask", "validity_mask", "anchor_index"):
         assert found.info[(name,)].tolist() == info[name].tolist(), name
+    index, told = Sequence(**options).expand(torch.arange(12), {"weight": torch.arange(12)}, rb.storage)
+    assert index.tolist() == expected.tolist()
+    assert {name: values.tolist() for name, values in told.items() if name in info} == {
+        name: values.tolist() for name, values in info.items()
+    }
+    assert told["weight"].tolist() == told["anchor_index"].tolist()
 
 
 class Plain:
@@ -196,7 +204,7 @@ def test_anchors_that_have_left_are_drawn_again() -> None:
     unit = Sequence(2)
     rb = TensorDictReplayBuffer(storage=MemoryStorage(4), sample_unit=unit, batch_size=2)
     rb.extend(rows(1, 9))
-    assert unit.expand(Selection(np.array([9, 1])), rb.storage) is None
+    assert unit.select(Selection(np.array([9, 1])), rb.storage) is None
     drawn = rb._sampler.sample
     tries = []
 
@@ -214,9 +222,9 @@ def test_anchors_that_are_overwritten_while_they_are_looked_up_are_drawn_again()
     rb = TensorDictReplayBuffer(storage=MemoryStorage(10))
     rb.extend(rows(1, 20))
     unit, anchors = Sequence(2), Selection(np.array([12, 15]))
-    assert unit.expand(anchors, rb.storage) is not None
+    assert unit.select(anchors, rb.storage) is not None
     rb.storage.horizon = 12 + (rb.storage.slots or 0)  # as an extend does before it writes
-    assert unit.expand(anchors, rb.storage) is None
+    assert unit.select(anchors, rb.storage) is None
 
 
 def test_rows_that_are_consumed_are_the_anchors() -> None:
@@ -266,3 +274,44 @@ def test_units_that_do_not_fit_are_refused(store_path: Path) -> None:
     assert not store_path.exists()
     with pytest.raises(TypeError, match="must be a SampleUnit"):
         ReplayBuffer(storage=MemoryStorage(5), sample_unit=3)  # type: ignore[arg-type]
+
+
+def test_there_are_batches_of_one_window() -> None:
+    rb = TensorDictReplayBuffer(storage=MemoryStorage(10, seed=0), sample_unit=Sequence(3), batch_size=1)
+    rb.extend(rows(1, 10))
+    x = rb.sample()["x"]
+    assert x.tolist() == [x[0], min(x[0] + 1, 1009), min(x[0] + 2, 1009)]
+
+
+class Doubled(SampleUnit):
+    """A unit as one writes it for TorchRL: every row, and the one at the same place from the end."""
+
+    def expand(self, index: torch.Tensor, info: dict[str, Any], storage: Any) -> tuple[torch.Tensor, Any]:
+        both = torch.stack([index, len(storage) - 1 - index], 1).reshape(-1)
+        told = {name: values.repeat_interleave(2, 0) for name, values in info.items()}
+        return both, told | {"anchor": index.repeat_interleave(2), "size": len(storage)}
+
+
+def test_units_written_for_torchrl_make_batches() -> None:
+    rb = TensorDictReplayBuffer(
+        storage=MemoryStorage(10, seed=0), sampler=PrioritizedSampler(10, 0.7, 0.9), sample_unit=Doubled()
+    )
+    rb.extend(TensorDict({"x": torch.arange(10)}, [10]))
+    batch, info = rb.sample(4, return_info=True)
+    pairs = batch["x"].reshape(4, 2)
+    assert (pairs.sum(1) == 9).all()
+    assert batch["anchor"].tolist() == pairs[:, :1].expand(4, 2).reshape(-1).tolist()
+    assert batch["index"].tolist() == batch["x"].tolist()
+    assert batch["priority_weight"].shape == (8,)
+    assert info["size"] == 10
+
+
+def test_units_must_choose_rows_that_are_there() -> None:
+    class Beyond(SampleUnit):
+        def expand(self, index: torch.Tensor, info: dict[str, Any], storage: Any) -> tuple[Any, Any]:
+            return index + len(storage), info
+
+    rb = ReplayBuffer(storage=MemoryStorage(10), sample_unit=Beyond())
+    rb.extend(TensorDict({"x": torch.arange(4)}, [4]))
+    with pytest.raises(NotFoundError, match="no row with index"):
+        rb.sample(2)

@@ -36,6 +36,7 @@ CANNOT = {
 
 #: Examples that print something else here, by the name and a line in them.
 DIFFERENT = {
+    ("Sequence", "sorted(info.keys())"): "rows have ids, too",
     ("SliceSampler", "print(s)"): "an index is one number per row; how many rows come, is drawn",
     ("SliceSampler", 'print("sample:'): "an index is one number per row",
     ("SliceSamplerWithoutReplacement", 'print("sample:'): "an index is one number per row",
@@ -73,9 +74,7 @@ LATER = {
     "TensorDictPrioritizedReplayBuffer",
     "TensorDictReplayBuffer",
     "ConsumingSampler",
-    "RandomSampler",
     "RoundRobinWriter",
-    "Sequence",
 }
 IMPORT = re.compile(r"from torchrl\.data[\w.]* import (?:\(([^)]*)\)|([^\n;]*))")
 

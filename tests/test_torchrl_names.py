@@ -136,8 +136,6 @@ LESS: dict[str, dict[str, str]] = {
     )
     for name in BUFFERS
 } | {
-    "PrioritizedSampler": {"device": _BUILDING},
-    "SliceSampler": {"step_key": _BUILDING},
     "Storage": {
         "checkpointer": "`dumps` has one format",
         "compilable": _COMPILE,

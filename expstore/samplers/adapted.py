@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import threading
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from expstore.types import Array, IntArray, Key, Mark, Selection, to_key
 if TYPE_CHECKING:
     from expstore.storages.base import Storage
 
-__all__ = ["AdaptedSampler", "adapt", "given"]
+__all__ = ["AdaptedSampler", "adapt", "chosen", "given"]
 
 
 def adapt(sampler: Any) -> Sampler:
@@ -129,9 +130,7 @@ class AdaptedSampler(Sampler):
                 "info",
                 hint="return (index, {}); samplers of expstore itself also take a generator",
             )
-        ids = storage.ids_at(_numbers(storage, drawn[0]))
-        info, marks, notes = _sorted_info(drawn[1], ids.size)
-        return Selection(ids, info, (int(ran_out),), marks=marks, notes=notes)
+        return replace(chosen(storage, *drawn), progress=(int(ran_out),))
 
     def hand_out(self, storage: Storage, selection: Selection) -> None:
         """Keep whether this was the last batch of a pass."""
@@ -222,17 +221,36 @@ def _takes(function: Any, name: str) -> bool:
     return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
+def chosen(storage: Storage, index: Any, info: Any) -> Selection:
+    """Return what code written for torchrl has chosen: rows by index, and what is said of them.
+
+    Args:
+        storage: What holds the rows.
+        index: Numbers, or one tensor of them per dim of the storage.
+        info: What is said of each row, or beside them.
+
+    Raises:
+        NotFoundError: There is no row of some index.
+        StateError: They are no integers.
+    """
+    ids = storage.ids_at(_numbers(storage, index))
+    columns, marks, notes = _sorted_info(info, ids.size)
+    return Selection(ids, columns, marks=marks, notes=notes)
+
+
 def _numbers(storage: Storage, index: Any) -> IntArray:
-    """Return indices, of a tensor or a list, also in a tuple, as one number per row. Shape `(n,)`.
+    """Return indices, of a tensor or a list, or of one per dim in a tuple, as one number per row: `(n,)`.
 
     Raises:
         StateError: They are no integers.
     """
-    if isinstance(index, tuple) and len(index) == 1:
-        index = index[0]
+    if isinstance(index, tuple):
+        index = np.stack([_array(one) for one in index], axis=-1)
     numbers = _array(index)
     if numbers.dtype.kind not in "iu":
-        raise StateError(f"rows are found by integers, the sampler chose {numbers.dtype}")
+        raise StateError(f"rows are found by integers, not by {numbers.dtype}")
+    if storage.ndim > 1 and numbers.ndim > 1:
+        return storage.ravel(numbers.reshape(-1, storage.ndim))
     flat: IntArray = numbers.reshape(-1).astype(np.int64)
     return np.where(flat < 0, flat + len(storage), flat)
 

@@ -47,6 +47,7 @@ class PrioritizedSampler(Sampler):
         dtype: Of the weights: torch.float32 or torch.float64. Probabilities are float64 always.
         reduction: What becomes of several priorities for one row: "max", "min", "mean" or "median".
         max_priority_within_buffer: Take the largest priority of the readable rows, not the largest ever.
+        device: Where the tree is kept: "cpu", or None.
         where: Which rows are drawn: a boolean SQL expression over a row and its `episode`; None: all.
             `priority_weight` is then of the rows that match.
         weight: By what the chance of each is multiplied: a numeric one; None: 1. `priority_weight` counts it
@@ -68,6 +69,7 @@ class PrioritizedSampler(Sampler):
         dtype: torch.dtype = torch.float32,
         reduction: Reduction = "max",
         max_priority_within_buffer: bool = False,
+        device: Any = None,
         *,
         where: str | None = None,
         weight: str | None = None,
@@ -77,6 +79,11 @@ class PrioritizedSampler(Sampler):
             raise ValueError(f"dtype {dtype} is not supported; use torch.float32 or torch.float64")
         if reduction not in _REDUCE:
             raise ValueError(f"reduction {reduction!r} is unknown; use one of {', '.join(_REDUCE)}")
+        if device is not None and torch.device(device).type != "cpu":
+            raise ValueError(
+                f"priorities are kept in host memory, not on {device}: a draw takes microseconds; leave "
+                "device out, and give it to the buffer"
+            )
         if not (math.isfinite(eps) and eps >= 0):
             raise ValueError(f"eps must be a number >= 0, got {eps}")
         self._max_capacity = max_capacity

@@ -70,6 +70,7 @@ class SliceSampler(Sampler):
         span: How many steps a slice may lack at its left and at its right, because it reaches beyond the
             trajectory there: a number, False for none, True for all but one, or a pair of these.
         fragmented: Slices follow the episode, not the storage, with either value.
+        step_key: There is nothing to read: the store counts steps.
         by: Which law.
         ends: Not here: the store knows where episodes end.
         trajectories: Not here, for the same reason.
@@ -109,6 +110,7 @@ class SliceSampler(Sampler):
         pad_output: bool = False,
         span: Span = False,
         fragmented: bool = False,
+        step_key: NestedKey = "step_count",
         by: Law = "trajectory",
         ends: Any = None,
         trajectories: Any = None,
