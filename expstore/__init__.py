@@ -49,6 +49,7 @@ _HOME = {
     "StorageError": "expstore.errors",
     "TensorDictPrioritizedReplayBuffer": "expstore.prioritized",
     "TensorDictReplayBuffer": "expstore.tensordictbuffers",
+    "TensorDictMaxValueWriter": "expstore.writers",
     "TensorDictRoundRobinWriter": "expstore.writers",
     "Transition": "expstore.sample_units",
     "Writer": "expstore.writers",
@@ -93,6 +94,7 @@ __all__ = [
     "StateError",
     "Storage",
     "StorageError",
+    "TensorDictMaxValueWriter",
     "TensorDictPrioritizedReplayBuffer",
     "TensorDictReplayBuffer",
     "TensorDictRoundRobinWriter",
@@ -140,7 +142,13 @@ if TYPE_CHECKING:
     from expstore.snapshots import versions
     from expstore.storages import MemoryStorage, Storage, ZarrStorage
     from expstore.tensordictbuffers import TensorDictReplayBuffer
-    from expstore.writers import ImmutableDatasetWriter, RoundRobinWriter, TensorDictRoundRobinWriter, Writer
+    from expstore.writers import (
+        ImmutableDatasetWriter,
+        RoundRobinWriter,
+        TensorDictMaxValueWriter,
+        TensorDictRoundRobinWriter,
+        Writer,
+    )
 
 
 #: Modules whose names are used with theirs before them, as in torchrl.

@@ -28,7 +28,7 @@ from expstore.storages.base import Storage
 from expstore.storages.memory import MemoryStorage
 from expstore.storages.trajectories import rows_of_episode
 from expstore.types import Array, IntArray, Key, Selection, key_name, to_key
-from expstore.writers import RoundRobinWriter, Writer
+from expstore.writers import Writer, default_writer
 
 __all__ = ["ReplayBuffer", "to_array"]
 
@@ -51,7 +51,7 @@ class ReplayBuffer(DrawingHandle):
     Args:
         storage: Where rows are kept; `MemoryStorage(1000)` by default.
         sampler: What makes up a batch; uniform by default.
-        writer: Where rows go; in a ring the newest replace the oldest by default.
+        writer: Where rows go; in a ring the newest replace the oldest by default, or as the store was filled.
         batch_size: Of `sample` and iteration; may be given to `sample` instead.
         device: Where batches are handed out; None: CPU.
         prefetch: How many batches are made ahead, in a thread: the next call finds its batch ready. A
@@ -106,7 +106,8 @@ class ReplayBuffer(DrawingHandle):
             generator=generator,
             limiter=rate_limiter,
         )
-        self._writer = RoundRobinWriter() if writer is None else writer
+        self._writer = default_writer(self._storage) if writer is None else writer
+        self._writer.register_storage(self._storage)
         self._batch_size = batch_size
         self._device = None if device is None else torch.device(device)
         self._pin_memory = pin_memory
@@ -484,6 +485,7 @@ class ReplayBuffer(DrawingHandle):
         """
         if not isinstance(writer, Writer):
             raise TypeError(f"rows are placed by a Writer, not by {type(writer).__name__}")
+        writer.register_storage(self._storage)
         with self._storage.lock:
             former, self._writer = self._writer, writer
         return former
@@ -493,6 +495,7 @@ class ReplayBuffer(DrawingHandle):
         storage = self._storage
         if storage.schema is None:
             schema = Schema.infer(batch.signature())
+            self._writer.check_fields(schema)
             storage.prepare(schema, storage.resolve_keys(schema))
         schema = storage.require_schema()
         if self._reader is None:

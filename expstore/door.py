@@ -23,6 +23,7 @@ from expstore.storages.follower import FollowerStorage
 from expstore.storages.settings import Durability, Mode, Settings
 from expstore.storages.zarr import ZarrStorage
 from expstore.tensordictbuffers import TensorDictReplayBuffer
+from expstore.writers import Writer
 
 if TYPE_CHECKING:
     import torch
@@ -39,6 +40,7 @@ def open(
     storage: Literal["zarr"] | None = None,
     batch_size: int | None = None,
     sampler: Sampler | None = None,
+    writer: Writer | None = None,
     consume_after_n_samples: int | None = None,
     seed: int | None = None,
     schema: Schema | None = None,
@@ -71,6 +73,8 @@ def open(
         storage: How rows are kept; "zarr".
         batch_size: Of `sample` and iteration.
         sampler: What makes up a batch; uniform by default.
+        writer: Where rows go; by default the newest take the places of the oldest, or as the store was
+            filled. Not with mode "r".
         consume_after_n_samples: Hand each row out so many times; see `ConsumingSampler`. The store keeps how
             often each was.
         seed: Key of all draws; a new store without one picks one and keeps it. With mode "r" the
@@ -114,6 +118,8 @@ def open(
     # All is checked before the folder is touched.
     check_drawing(batch_size, prefetch, pin_memory, limiter=rate_limiter, capacity=capacity)
     check_unit(sample_unit, sampler)
+    if writer is not None and mode == "r":
+        raise ValueError("writer= says where rows go, and with mode='r' none come; leave it out")
     sampler = consume_after(consume_after_n_samples, sampler, prefetch=prefetch)
     path, mode = _find(Path(path), mode, version)
     settings = Settings(
@@ -123,8 +129,8 @@ def open(
     )  # fmt: skip
     return _in_buffer(
         _open_storage(path, capacity, settings),
-        sampler=sampler, batch_size=batch_size, device=device, prefetch=prefetch, pin_memory=pin_memory,
-        generator=generator, sample_unit=sample_unit, rate_limiter=rate_limiter,
+        sampler=sampler, writer=writer, batch_size=batch_size, device=device, prefetch=prefetch,
+        pin_memory=pin_memory, generator=generator, sample_unit=sample_unit, rate_limiter=rate_limiter,
     )  # fmt: skip
 
 

@@ -17,7 +17,7 @@ import google_crc32c
 from expstore.errors import CorruptionError, MigrationError, NotFoundError
 from expstore.files import Disk
 from expstore.schema import Schema
-from expstore.types import Key, Runs, to_key
+from expstore.types import Key, Ranking, Runs, to_key
 
 __all__ = ["FORMAT", "MANIFEST", "Manifest"]
 
@@ -47,6 +47,7 @@ class Manifest:
         gaps: Rows that a repair gave up: first and last id of each run, ascending.
         ndim: How many dims of a batch are rows.
         dims: Sizes of those beyond the first; () until the first rows have come.
+        ranking: By what rows are ranked, if only the best stay; None: the newest do.
     """
 
     uuid: str
@@ -65,6 +66,7 @@ class Manifest:
     gaps: Runs = ()
     ndim: int = 1
     dims: tuple[int, ...] = ()
+    ranking: Ranking | None = None
 
     @property
     def slots(self) -> int | None:
@@ -79,6 +81,7 @@ class Manifest:
         """Return the content of expstore.json."""
         data = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         data["schema"] = self.schema.to_json() if self.schema else None
+        data["ranking"] = dataclasses.asdict(self.ranking) if self.ranking else None
         data["format"] = FORMAT
         data["crc32c"] = _checksum(data)
         return json.dumps(data, indent=1).encode()
@@ -119,6 +122,8 @@ class Manifest:
         data["reward_key"] = to_key(data["reward_key"])
         data["gaps"] = tuple((first, last) for first, last in data.get("gaps", ()))
         data["dims"] = tuple(map(int, data.get("dims", ())))
+        ranked = data.get("ranking")
+        data["ranking"] = Ranking(to_key(ranked["key"]), ranked["reduction"]) if ranked else None
         return cls(**data)
 
 

@@ -17,6 +17,7 @@ __all__ = [
     "IntArray",
     "Key",
     "Mark",
+    "Ranking",
     "Runs",
     "Selection",
     "Window",
@@ -49,6 +50,22 @@ def key_name(key: Key) -> str:
     'next.reward'
     """
     return ".".join(key)
+
+
+@dataclass(frozen=True, slots=True)
+class Ranking:
+    """Say by what a store that keeps the best rows ranks them.
+
+    Args:
+        key: The field.
+        reduction: How several values of a row become one: sum, max, min, mean or median.
+    """
+
+    key: Key
+    reduction: str
+
+    def __str__(self) -> str:
+        return f"{self.reduction} of {key_name(self.key)}"
 
 
 def cut_run(first_id: int, count: int, slots: int | None) -> list[tuple[int, int, int]]:

@@ -13,6 +13,7 @@ from expstore.errors import CorruptionError, MigrationError, NotFoundError
 from expstore.files import Disk
 from expstore.manifest import MANIFEST, Manifest
 from expstore.schema import Field, Schema
+from expstore.types import Ranking
 
 FULL = Manifest(
     uuid="0123456789abcdef" * 2,
@@ -31,6 +32,7 @@ FULL = Manifest(
     gaps=((3, 5), (9, 9)),
     ndim=3,
     dims=(2, 5),
+    ranking=Ranking(("next", "r"), "max"),
 )
 BARE = Manifest(uuid="a" * 32, generation=0, storage="zarr", capacity=None, spare=0, seed=0, created=0.0)
 

@@ -141,9 +141,8 @@ LESS: dict[str, dict[str, str]] = {
         "compilable": _COMPILE,
         "max_size": "called capacity, in all storages that are not TorchRL's",
     },
-    "ImmutableDatasetWriter": {"compilable": _COMPILE},
-    "RoundRobinWriter": dict.fromkeys(("compilable", "track_generations"), _BUILDING),
-    "TensorDictRoundRobinWriter": dict.fromkeys(("compilable", "track_generations"), _BUILDING),
+    "RoundRobinWriter": {"track_generations": _BUILDING},
+    "TensorDictRoundRobinWriter": {"track_generations": _BUILDING},
     "Writer": {"compilable": _COMPILE},
 }
 

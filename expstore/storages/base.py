@@ -12,29 +12,31 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from expstore.episodelog import LogEntry
-from expstore.episodes import Assignment, EpisodeTable
+from expstore.episodes import EpisodeTable
 from expstore.errors import NotFoundError, SchemaError, StateError
 from expstore.files import Disk
 from expstore.schema import Field, Schema
+from expstore.storages.cataloglike import CatalogLike
 from expstore.storages.changed import Changed
 from expstore.storages.grid import Grid, check_ndim, round_up
 from expstore.storages.hold import Hold
 from expstore.storages.keys import REWARD, Keys, find_keys
 from expstore.storages.position import DrawPosition
 from expstore.storages.priorities import Watcher, check_priorities
+from expstore.storages.rows import Rows, now_us
 from expstore.storages.runs import Runs
 from expstore.storages.sampled import Sampled
 from expstore.storages.spare import spare_slots
 from expstore.storages.stats import Counters
 from expstore.turns import FairLock
-from expstore.types import Array, IntArray, Key, Window, cut_run, key_name
+from expstore.types import Array, IntArray, Key, Ranking, Window, cut_run, key_name
 
 if TYPE_CHECKING:
     import torch
@@ -50,49 +52,6 @@ ROW_FIELDS = (
     Field(("_row", "priority"), "float32", ()),
 )
 ROW_BYTES = sum(entry.row_bytes for entry in ROW_FIELDS)
-
-
-class CatalogLike(Protocol):
-    """What a storage needs of the keeper of the index."""
-
-    def catch_up(self) -> object:
-        """Hand the index what it lacks."""
-
-    def busy(self) -> bool:
-        """Say whether many changes wait for the index."""
-
-    def facts(self, names: Sequence[str], episodes: IntArray | None) -> Any:
-        """Return facts about episodes."""
-
-    def close(self) -> None:
-        """Bring the index up to date and let go of it."""
-
-
-@dataclass(slots=True)
-class Rows:
-    """Hold a batch that a writer has placed.
-
-    Args:
-        first_id: Id of its first row; the others follow.
-        count: How many rows.
-        columns: One array per field, in the schema's order. Shapes `(n, *row shape)`.
-        assignment: Ids, episodes and steps.
-        time: Microseconds since 1970.
-        info: What is noted about all their episodes, as JSON text.
-    """
-
-    first_id: int
-    count: int
-    columns: Sequence[Array]
-    assignment: Assignment
-    time: int
-    info: str = ""
-
-    @property
-    def ids(self) -> IntArray:
-        """The rows' ids. Shape `(n,)`."""
-        ids: IntArray = self.assignment.numbers[0]
-        return ids
 
 
 class Storage(DrawPosition, Grid, ABC):
@@ -124,6 +83,7 @@ class Storage(DrawPosition, Grid, ABC):
         self.spare = 0
         self.seed = 0
         self.flatten = False
+        self.ranking: Ranking | None = None  # by what rows are ranked, if only the best stay
         self.lock = threading.RLock()
         self.turn = FairLock()  # of who extends; taken before the lock, which brief acts take without
         self.counters = Counters()
@@ -269,6 +229,11 @@ class Storage(DrawPosition, Grid, ABC):
         """
         with self.lock:
             self.check_writable()
+            if self.ranking is not None:
+                raise StateError(
+                    "rows are not counted where better ones take their places, and would inherit the counts",
+                    hint="draw the best rows with another sampler",
+                )
             self._counting = True
             if self.sampled is None and self.schema is not None:
                 self._begin_sampled()
@@ -329,16 +294,56 @@ class Storage(DrawPosition, Grid, ABC):
                 return
             if not window.holds(ids).all():
                 raise NotFoundError("cannot change rows that have left the store")
-            if self.hold.first:
-                self._wait_for_copy(None)
-            try:
-                self._record_change(ids, places, columns)
-                slots = self.slot_of(ids)
-                with self.changing(slots):
-                    self._overwrite(slots, places, columns)
-            except BaseException:
-                self.note_interruption()
-                raise
+            self._change(ids, places, columns, replaces=False)
+
+    def replace(self, ids: IntArray, columns: Sequence[Array]) -> None:
+        """Put other rows in the places of readable ones: all of them, whole, or none.
+
+        They take over ids, episodes and steps, count as written now, and start at the largest priority.
+
+        Args:
+            ids: Whose places, each once. Shape `(n,)`.
+            columns: The rows: one array per field, in the schema's order. Shapes `(n, *row shape)`.
+        """
+        with self.lock:
+            self.check_writable()
+            fields, count = len(self.require_schema().fields), ids.size
+            times = np.full(count, now_us())
+            priorities = np.full(count, self.max_priority, np.float32)
+            places = [self.priority_place, *range(fields), self.priority_place - 1]
+            self._change(ids, places, [priorities, *columns, times], replaces=True)
+            self._raise_max(ids, priorities)
+            self.write_count += count
+            self.counters.extends += 1
+            slots = self.slot_of(ids)
+            for watcher in list(self._watchers):
+                watcher.on_priorities(self, slots)
+
+    def _change(
+        self, ids: IntArray, places: Sequence[int], columns: Sequence[Array], *, replaces: bool
+    ) -> None:
+        if self.hold.first:
+            self._wait_for_copy(None)
+        try:
+            self._record_change(ids, places, columns, replaces=replaces)
+            slots = self.slot_of(ids)
+            with self.changing(slots):
+                self._overwrite(slots, places, columns)
+        except BaseException:
+            self.note_interruption()
+            raise
+
+    def rank_by(self, ranking: Ranking | None) -> None:
+        """Keep by what rows are ranked, of which only the best are to stay; None: the newest are.
+
+        Raises:
+            StateError: Nothing can be written here.
+            StorageError: The disk failed; nothing was changed.
+        """
+        with self.lock:
+            self.check_writable()
+            self._note_ranking(ranking)
+            self.ranking = ranking
 
     def annotate(self, entry: LogEntry) -> None:
         """Keep what is noted about an episode.
@@ -594,7 +599,7 @@ class Storage(DrawPosition, Grid, ABC):
 
     @abstractmethod
     def _overwrite(self, slots: IntArray, places: Sequence[int], columns: Sequence[Array]) -> None:
-        """Write fields of single rows in place."""
+        """Write columns of single rows in place, one after the other; places as `views` has them."""
 
     @abstractmethod
     def _take(self, slots: IntArray, places: Sequence[int] | None) -> list[Array]:
@@ -651,10 +656,10 @@ class Storage(DrawPosition, Grid, ABC):
     def note_sampled(self) -> None:
         """Be told that rows were counted as handed out."""
 
-    def _record_change(self, ids: IntArray, places: Sequence[int], columns: Sequence[Array]) -> None:
+    def _note_ranking(self, ranking: Ranking | None) -> None:
+        """Keep by what rows are ranked."""
+
+    def _record_change(
+        self, ids: IntArray, places: Sequence[int], columns: Sequence[Array], *, replaces: bool
+    ) -> None:
         """Record new values of rows before they are written."""
-
-
-def now_us() -> int:
-    """Return the time, microseconds since 1970."""
-    return time.time_ns() // 1000

@@ -18,7 +18,8 @@ import numpy as np
 from expstore.episodelog import LogEntry
 from expstore.errors import CorruptionError, ExpStoreError, QueryError, StateError
 from expstore.pieces import OPEN
-from expstore.storages.base import ROW_FIELDS, Storage, now_us
+from expstore.storages.base import ROW_FIELDS, Storage
+from expstore.storages.rows import now_us
 from expstore.storages.sampled import SAMPLED
 from expstore.storages.trajectories import unknown_episode
 from expstore.types import Array, IntArray, Window

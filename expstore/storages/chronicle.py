@@ -15,7 +15,7 @@ from expstore.journal import Kind, Record
 from expstore.journaltail import JournalTail
 from expstore.storages.folder import JOURNAL, LOG, FolderStorage
 from expstore.storages.records import Mark, Publish
-from expstore.storages.recovery import TOLD, Past, read_past, retell, tell, verify
+from expstore.storages.recovery import TOLD, Past, read_past, retell, rows_written, tell, verify
 from expstore.types import IntArray
 
 __all__ = ["Chronicle"]
@@ -83,8 +83,9 @@ class Chronicle:
     def _apply(self, record: Record) -> None:
         publish, entries = tell(record, self.table)
         self._entries += [(record.sequence, entry) for entry in entries]
+        self.write_count += rows_written(record)
         if publish is not None:
-            self.last, self.write_count = publish.last_id, self.write_count + publish.count
+            self.last = publish.last_id
             self.max_priority = max(self.max_priority, publish.priority)
         elif record.kind is Kind.RETIRE:
             self.retired = max(self.retired, record.json()["through"])
@@ -92,6 +93,7 @@ class Chronicle:
             self.retired = self.last = record.json()["last"]
         elif record.kind is Kind.MARK:
             mark = Mark.unpack(record.body)
+            self.write_count = max(self.write_count, mark.write_count)
             self._log_length = mark.log_length
             self._entries = [noted for noted in self._entries if noted[0] > mark.sequence]
         if record.kind in TOLD:

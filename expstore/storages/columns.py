@@ -18,7 +18,7 @@ import numpy as np
 
 from expstore.addresses import AddressRange
 from expstore.errors import CorruptionError, StorageError
-from expstore.files import Disk, File
+from expstore.files import Disk, File, address_of
 from expstore.probe import fills_holes
 from expstore.schema import Field
 from expstore.storages.zarrmeta import (
@@ -41,6 +41,8 @@ SHARD_BYTES = 1 << 30
 WIDE_ROW = 512
 #: So many bytes at a time are written again when a store is opened after a crash.
 REWRITE_BYTES = 8 << 20
+#: Up to so many runs of rows are written one by one, more by a compiled loop.
+_FEW_RUNS = 16
 
 
 def shard_rows(row_bytes: int, slots: int | None) -> int:
@@ -297,16 +299,37 @@ class Column:
 
     def write_rows(self, slots: IntArray, values: Array) -> list[File]:
         """Write single rows; return the files touched. Neighbours in order go in one write."""
-        if self.blank and values.any():
+        if self.blank:
+            if not values.any():
+                return []
             self.blank = False
         touched: dict[File, None] = {}
         cuts = np.flatnonzero(np.diff(slots) != 1) + 1
+        if cuts.size > _FEW_RUNS:
+            return self._scatter_rows(slots, values)
         bounds = [0, *cuts.tolist(), slots.size]
         for start, stop in itertools.pairwise(bounds):
             for file, offset, row, n in self.spans(int(slots[start]), stop - start):
                 file.write(np.ascontiguousarray(values[start + row : start + row + n]), offset)
                 touched[file] = None
         return list(touched)
+
+    def _scatter_rows(self, slots: IntArray, values: Array) -> list[File]:
+        """Write single rows one by one, by a compiled loop."""
+        rows, count = np.ascontiguousarray(values).reshape(slots.size, -1), slots.size
+        numbers = slots // self.rows
+        shards = numbers.tolist()
+        held = np.array([file.fd for file in self.files])
+        files = [self.files[number] for number in shards]
+        self._disk.scatter(
+            rows,
+            files,
+            held[numbers],
+            address_of(rows) + self.row_bytes * np.arange(count),
+            np.full(count, self.row_bytes),
+            (slots - numbers * self.rows) * self.row_bytes,
+        )
+        return [self.files[number] for number in sorted(set(shards))]
 
     def close(self) -> None:
         """Close the files; the map goes when no array is over it any more."""

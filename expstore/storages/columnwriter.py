@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import google_crc32c
 import numpy as np
@@ -19,7 +20,7 @@ from expstore.schema import Field
 from expstore.storages.columns import Column, ColumnGroup
 from expstore.types import Array, IntArray
 
-__all__ = ["WritableColumns"]
+__all__ = ["WritableColumns", "taken"]
 
 #: Batches up to this many bytes are written by one compiled loop, which keeps the GIL.
 DIRECT_BYTES = 512 * 1024
@@ -28,6 +29,7 @@ WRITE_BYTES = 2 << 20
 WRITERS = 2
 #: The row fields: id, episode, step, time, priority.
 NUMBERS = 5
+_Thing = TypeVar("_Thing")
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,3 +226,11 @@ def _finish(jobs: Sequence[Future[None]]) -> None:
             raise failure
     if interruption is not None:
         raise interruption
+
+
+def taken(things: set[_Thing]) -> set[_Thing]:
+    """Empty a set to which another thread may be adding; return what was in it."""
+    taken: set[_Thing] = set()
+    while things:
+        taken.add(things.pop())
+    return taken

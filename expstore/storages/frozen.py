@@ -102,6 +102,7 @@ def manifest_of(storage: Storage) -> Manifest:
         flatten=storage.flatten,
         ndim=storage.ndim,
         dims=storage.dims,
+        ranking=storage.ranking,
     )
 
 

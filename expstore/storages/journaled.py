@@ -43,7 +43,7 @@ from expstore.storages.records import Publish, Redo, shelve_body
 from expstore.storages.recovery import Past, describe_past, read_past, take_over
 from expstore.storages.settings import Settings, enter
 from expstore.storages.synced import SyncedStorage
-from expstore.types import Array, IntArray
+from expstore.types import Array, IntArray, Ranking
 
 __all__ = ["JournaledStorage"]
 
@@ -295,10 +295,12 @@ class JournaledStorage(SyncedStorage):
 
     # -- change, retire, forget ------------------------------------------------------------------
 
-    def _record_change(self, ids: IntArray, places: Sequence[int], columns: Sequence[Array]) -> None:
+    def _record_change(
+        self, ids: IntArray, places: Sequence[int], columns: Sequence[Array], *, replaces: bool
+    ) -> None:
         if self.last > self._synced:
             self.sync()  # else a power cut could bring the change without the row it changes
-        redo = Redo(ids, list(places), columns)
+        redo = Redo(ids, list(places), columns, replaces)
         number = self._journal.sequence + 1
         body = shelve_body(self.disk, self.path / REDO, number, redo.pack(), settle=self.sync)
         with self._sync_lock:  # a cut would close segments under this sync
@@ -324,6 +326,12 @@ class JournaledStorage(SyncedStorage):
             self.content = (self.manifest.generation, sequence)
         self._note_forgotten(last)
         self.sync()
+
+    def _note_ranking(self, ranking: Ranking | None) -> None:
+        manifest = self.manifest.replace(ranking=ranking)
+        with self.poisoning():
+            manifest.save(self.disk, self.path)
+        self.manifest = manifest
 
     # -- facts -----------------------------------------------------------------------------------
 

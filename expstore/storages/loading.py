@@ -19,7 +19,7 @@ import numpy as np
 
 from expstore.bulk import sync_paths
 from expstore.episodelog import LogEntry, read_log
-from expstore.errors import CorruptionError, SchemaError, StorageError
+from expstore.errors import CorruptionError, SchemaError, StateError, StorageError
 from expstore.files import Disk
 from expstore.journal import ALIGN, Journal, Kind, read_journal
 from expstore.manifest import MANIFEST, Manifest
@@ -139,6 +139,7 @@ class Arrival:
 
     Raises:
         SchemaError: The storage has other fields, or rows of other dims.
+        StateError: It has no room for all of the best rows.
     """
 
     def __init__(self, content: Content, storage: Storage) -> None:
@@ -163,6 +164,12 @@ class Arrival:
         last = base["last"]
         self._low: int = content.low if own.capacity is None else max(content.low, last - own.capacity)
         self.count: int = last - self._low
+        if content.manifest.ranking is not None and self._low > content.low:
+            raise StateError(
+                f"{content.folder} holds the best {last - content.low} rows by {content.manifest.ranking}; "
+                f"there is room for {own.capacity}, and the first to come would go, not the worst",
+                hint="load it into a store of that capacity",
+            )
         former = max(storage.last, storage.horizon)
         shift: int = max(former, last) - self._low
         if own.capacity is not None:

@@ -126,6 +126,7 @@ class MemoryStorage(Storage):
                 self.schema, self.spare, self.seed = manifest.schema, manifest.spare, manifest.seed
                 self.flatten, self.capacity = manifest.flatten, manifest.capacity
                 self.take_grid(manifest.ndim, manifest.dims)
+                self.ranking = manifest.ranking
                 if manifest.schema is not None:
                     ends, reward = manifest.done_keys, manifest.reward_key
                     self.keys = find_keys(
@@ -183,7 +184,8 @@ class MemoryStorage(Storage):
 
     def _overwrite(self, slots: IntArray, places: Sequence[int], columns: Sequence[Array]) -> None:
         for place, values in zip(places, columns, strict=True):
-            self._columns[place][slots] = values
+            target = self.priorities if place == self.priority_place else self._columns[place]
+            target[slots] = values
 
     def _take(self, slots: IntArray, places: Sequence[int] | None) -> list[Array]:
         wanted = range(len(self.require_schema().fields)) if places is None else places

@@ -19,6 +19,7 @@ from expstore.episodes import SEGMENT_BYTES, Segment, pack_segments, unpack_segm
 from expstore.errors import CorruptionError
 from expstore.files import Disk
 from expstore.schema import Schema
+from expstore.storages.base import ROW_FIELDS
 from expstore.storages.position import Randomness, from_bytes, to_bytes
 from expstore.types import Array, IntArray
 
@@ -36,6 +37,7 @@ _MARK = struct.Struct("<QQQQQfI4Q")
 _SET_BACK, _LIMITED = 1, 2
 _LIMITS = struct.Struct("<QQ")
 _REDO = struct.Struct("<II")
+_REPLACES = 1 << 31
 
 
 @dataclass(slots=True)
@@ -83,6 +85,11 @@ class Publish:
         """Return the id of the last row of a packed record."""
         first, _, _, count = _PUBLISH_HEAD.unpack_from(body)
         return int(first + count - 1)
+
+    @staticmethod
+    def rows_of(body: bytes) -> int:
+        """Return how many rows a packed record brings."""
+        return int(_PUBLISH_HEAD.unpack_from(body)[3])
 
     def pack(self) -> bytes:
         """Return the body."""
@@ -187,17 +194,20 @@ class Redo:
 
     Args:
         ids: Which rows. Shape `(n,)`.
-        places: Positions of the fields in the schema.
+        places: Positions of the columns: the schema's fields, then `ROW_FIELDS`.
         columns: Their new values. Shapes `(n, *row shape)`.
+        replaces: Whether these are other rows, which take the places of the former ones: their priorities
+            come first then, their times last.
     """
 
     ids: IntArray
     places: Sequence[int]
     columns: Sequence[Array]
+    replaces: bool = False
 
     def pack(self) -> bytes:
         """Return the body."""
-        head = _REDO.pack(self.ids.size, len(self.places))
+        head = _REDO.pack(self.ids.size, len(self.places) | (_REPLACES if self.replaces else 0))
         places = np.array(self.places, "<i8").tobytes()
         return b"".join((head, places, self.ids.tobytes(), *[column.tobytes() for column in self.columns]))
 
@@ -205,6 +215,8 @@ class Redo:
     def unpack(cls, body: bytes, schema: Schema) -> Redo:
         """Read what `pack` returned."""
         n, wide = _REDO.unpack_from(body)
+        replaces, wide = bool(wide & _REPLACES), wide & ~_REPLACES
+        fields = (*schema.fields, *ROW_FIELDS)
         at = _REDO.size
         places = np.frombuffer(body, "<i8", wide, at).tolist()
         at += 8 * wide
@@ -212,11 +224,22 @@ class Redo:
         at += 8 * n
         columns = []
         for place in places:
-            entry = schema.fields[place]
+            entry = fields[place]
             values = np.frombuffer(body, entry.numpy_dtype, n * entry.row_items, at)
             columns.append(values.reshape(n, *entry.shape))
             at += n * entry.row_bytes
-        return cls(ids, places, columns)
+        return cls(ids, places, columns, replaces)
+
+    @staticmethod
+    def rows_replaced(body: bytes) -> int:
+        """Return how many rows a packed record puts in the places of others; 0 if it is shelved."""
+        n, wide = _REDO.unpack_from(body)
+        return int(n) if wide & _REPLACES and body[:4] != _SHELVED else 0
+
+    def cut(self, keep: Array, columns: slice = slice(None)) -> Redo:
+        """Return what it says of some of the rows, and of some of the columns."""
+        chosen = [values[keep] for values in self.columns[columns]]
+        return Redo(self.ids[keep], self.places[columns], chosen, self.replaces)
 
 
 def shelve_body(disk: Disk, folder: Path, number: int, body: bytes, *, settle: Callable[[], None]) -> bytes:

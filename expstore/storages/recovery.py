@@ -34,6 +34,7 @@ __all__ = [
     "pending_changes",
     "read_past",
     "retell",
+    "rows_written",
     "take_over",
     "tell",
     "unsettled_blocks",
@@ -259,8 +260,10 @@ def retell(
     entries: list[LogEntry] = []
     write_count = int(past.base["write_count"])
     for place, record in enumerate(past.records):
-        publish, new = tell(record, table)
-        write_count += publish.count if publish else 0
+        _, new = tell(record, table)
+        write_count += rows_written(record)
+        if record.kind is Kind.MARK:  # it knows of rows whose record is too long for the journal
+            write_count = max(write_count, Mark.unpack(record.body).write_count)
         if place >= past.settled:
             entries += new
     table.give_up(past.gaps)
@@ -288,24 +291,58 @@ def tell(record: Record, table: EpisodeTable) -> tuple[Publish | None, list[LogE
     )
 
 
-def pending_changes(past: Past, slots: int | None, load: Callable[[bytes], Redo]) -> Iterator[Redo]:
-    """Yield the changes in place after the mark, cut to rows whose slots still belong to them.
+def pending_changes(
+    past: Past,
+    slots: int | None,
+    load: Callable[[bytes], Redo],
+    times: Callable[[IntArray], IntArray] | None = None,
+) -> list[Redo]:
+    """Return the changes in place after the mark, cut to rows whose slots still belong to them.
 
     Args:
         past: What the journal says, verified.
         slots: How many a ring has.
         load: Reads the body of a redo record.
+        times: Returns `_row/time` of rows, as it stands in the columns; None: what stands there may be lost
+            priorities beside newer times.
     """
+    changes = []
     for record in past.records[past.settled :]:
         if record.kind is Kind.REDO:
             redo = load(record.body)
-            here = redo.ids > (0 if slots is None else past.last - slots)
-            yield Redo(redo.ids[here], redo.places, [values[here] for values in redo.columns])
+            changes.append(redo.cut(redo.ids > (0 if slots is None else past.last - slots)))
+    replaced = [redo for redo in changes if redo.replaces]
+    if times is None or not replaced:
+        return changes
+    # As in `_apply`: where the last time of a row is there, so is its priority, perhaps a newer one.
+    ids = np.concatenate([redo.ids for redo in replaced])
+    newest = np.concatenate([redo.columns[-1] for redo in replaced])[::-1]
+    rows, at = np.unique(ids[::-1], return_index=True)
+    there = rows[times(rows) == newest[at]]
+    found = []
+    for redo in changes:
+        known = np.isin(redo.ids, there) if redo.replaces else np.zeros(redo.ids.size, bool)
+        found.append(redo.cut(~known))
+        if known.any():
+            found.append(redo.cut(known, slice(1, None)))
+    return found
+
+
+def rows_written(record: Record) -> int:
+    """Return how many rows a record brings."""
+    if record.kind is Kind.PUBLISH:
+        return Publish.rows_of(record.body)
+    return Redo.rows_replaced(record.body) if record.kind is Kind.REDO else 0
 
 
 def _redo(past: Past, storage: JournaledStorage, columns: WritableColumns, schema: Schema) -> None:
     """Apply changes in place again."""
-    for redo in pending_changes(past, storage.slots, lambda body: storage.load_redo(body, schema)):
+
+    def times(ids: IntArray) -> IntArray:
+        return columns.columns[-2].take(storage.slot_of(ids))
+
+    known = times if storage.same_boot or past.clean else None
+    for redo in pending_changes(past, storage.slots, lambda body: storage.load_redo(body, schema), known):
         for place, values in zip(redo.places, redo.columns, strict=True):
             columns.columns[place].write_rows(storage.slot_of(redo.ids), values)
 

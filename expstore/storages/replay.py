@@ -82,8 +82,14 @@ def replay(storage: FolderStorage, *, same_boot: bool) -> Replay:
         columns.look(_slots_of(storage, past.synced))
     verify(past, lambda publish: _whole(publish, found, storage, same_boot))
     schema = storage.manifest.schema
-    if schema is not None:
-        for redo in pending_changes(past, storage.slots, lambda body: storage.load_redo(body, schema)):
+    if schema is not None and columns is not None:
+        stamps, place = columns.columns[-2], len(columns.columns) - 2
+
+        def times(ids: IntArray) -> IntArray:
+            return found.overlay.take(place, stamps, storage.slot_of(ids))
+
+        known = times if same_boot or past.clean else None
+        for redo in pending_changes(past, storage.slots, lambda body: storage.load_redo(body, schema), known):
             slots = storage.slot_of(redo.ids)
             for place, values in zip(redo.places, redo.columns, strict=True):
                 found.overlay.put(place, slots, values)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeVar
 
 import google_crc32c
 import numpy as np
@@ -21,7 +20,7 @@ from expstore.schema import Schema
 from expstore.storages.base import ROW_FIELDS, Keys, Rows
 from expstore.storages.checksums import BLOCK_ROWS, CHECKSUMS, Checksums, blocks_of
 from expstore.storages.columns import Column
-from expstore.storages.columnwriter import WritableColumns
+from expstore.storages.columnwriter import WritableColumns, taken
 from expstore.storages.folder import COLUMNS
 from expstore.storages.journaled import JournaledStorage
 from expstore.storages.loading import Arrival, build_load, commit_load, read_content
@@ -305,7 +304,7 @@ class ZarrStorage(JournaledStorage):
         if self.columns is None:
             return files, set()
         if self.sampled is not None:
-            files |= _taken(self.sampled.touched)
+            files |= taken(self.sampled.touched)
         self._due, self._changed = self._changed, set()
         newer = min(self.last - max(self._synced, self.retired), self.slots or self.last)
         if newer > 0:
@@ -324,8 +323,8 @@ class ZarrStorage(JournaledStorage):
                 self.columns.new_folders |= folders
 
     def _take_new_folders(self) -> set[Path]:
-        folders = _taken(self.columns.new_folders) if self.columns is not None else set()
-        return folders if self.sampled is None else folders | _taken(self.sampled.new_folders)
+        folders = taken(self.columns.new_folders) if self.columns is not None else set()
+        return folders if self.sampled is None else folders | taken(self.sampled.new_folders)
 
     def _sum_columns(self, sequence: int) -> None:
         """Sum what is about to be synced.
@@ -420,7 +419,12 @@ class ZarrStorage(JournaledStorage):
         touched: set[File] = set()
         try:
             for place, values in zip(places, columns, strict=True):
-                touched.update(group.columns[place].write_rows(slots, values))
+                if place == self.priority_place:
+                    with self._priority_lock:  # a page of older priorities must not be written after these
+                        self.priorities[slots] = values
+                        touched.update(group.columns[place].write_rows(slots, values))
+                else:
+                    touched.update(group.columns[place].write_rows(slots, values))
         except BaseException:
             # The journal has the change; until it is read again nobody is to see half of one.
             left = Overlay()
@@ -498,14 +502,3 @@ class ZarrStorage(JournaledStorage):
             source = self.priorities if place == len(columns) - 1 else columns[place].view
             found.append([source[slot : slot + n] for slot, _, n in runs])
         return found
-
-
-_Thing = TypeVar("_Thing")
-
-
-def _taken(things: set[_Thing]) -> set[_Thing]:
-    """Empty a set to which another thread may be adding; return what was in it."""
-    taken: set[_Thing] = set()
-    while things:
-        taken.add(things.pop())
-    return taken

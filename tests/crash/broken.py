@@ -64,10 +64,10 @@ def break_redo() -> None:
     """Rows are changed in place although no mark covers their publish record."""
     record_change = JournaledStorage._record_change
 
-    def record(self: Any, *given: Any) -> None:
+    def record(self: Any, *given: Any, **more: Any) -> None:
         self.sync = lambda: None
         try:
-            record_change(self, *given)
+            record_change(self, *given, **more)
         finally:
             del self.sync
 

@@ -1,0 +1,442 @@
+"""The writer that keeps the best rows: which ones stay, where, and through what comes between."""
+
+from __future__ import annotations
+
+import heapq
+import logging
+import os
+import pickle
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tensordict import TensorDict
+
+import expstore
+from expstore import files
+from expstore.errors import NotFoundError, SchemaError, StateError
+from expstore.ranktree import RankTree
+from expstore.samplers import ConsumingSampler, PrioritizedSampler
+from expstore.storages.catalog import Catalog
+from expstore.storages.memory import MemoryStorage
+from expstore.tensordictbuffers import TensorDictReplayBuffer
+from expstore.types import Ranking
+from expstore.writers import RoundRobinWriter, TensorDictMaxValueWriter
+
+Make = Callable[..., TensorDictReplayBuffer]
+
+
+@pytest.fixture(autouse=True)
+def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing here is about what a power cut leaves."""
+    monkeypatch.setattr(Catalog, "close", Catalog.drop)
+    monkeypatch.setattr(files, "_sync_data", os.fstat)
+    monkeypatch.setattr(os, "fsync", lambda fd: None)
+
+
+@pytest.fixture(params=["memory", "zarr"])
+def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Make]:
+    """A factory of buffers that keep the best rows, over both kinds of storage."""
+    made: list[TensorDictReplayBuffer] = []
+
+    def factory(capacity: int | None, *, writer: Any = None, **options: Any) -> TensorDictReplayBuffer:
+        options["writer"] = TensorDictMaxValueWriter("score") if writer is None else writer
+        if request.param == "zarr":
+            rb = expstore.open(tmp_path / f"{len(made)}.exp", capacity=capacity, seed=3, **options)
+        else:
+            storage = MemoryStorage(capacity, seed=3)
+            storage.flatten = True
+            rb = TensorDictReplayBuffer(storage=storage, with_ids=True, **options)
+        made.append(rb)
+        return rb
+
+    yield factory
+    for rb in made:
+        rb.close()
+
+
+def rows(scores: Iterable[float], first: int = 0) -> TensorDict:
+    """Rows with these scores, numbered; all else follows from the number."""
+    score = torch.tensor(list(scores), dtype=torch.float64)
+    number = torch.arange(first, first + len(score))
+    return TensorDict(
+        {"score": score, "number": number, "frame": number[:, None] % 251 + torch.arange(70)}, [len(score)]
+    )
+
+
+def whole(rb: TensorDictReplayBuffer) -> list[tuple[float, int]]:
+    """Score and number of every row by index; no row may be made of two."""
+    found = rb[:]
+    assert torch.equal(found["frame"], found["number"][:, None] % 251 + torch.arange(70))
+    return list(zip(found["score"].tolist(), found["number"].tolist(), strict=True))
+
+
+class Heap:
+    """Do the same, row by row, with a heap as torchrl's writer."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity, self.count = capacity, 0
+        self.held: list[tuple[float, int]] = []
+        self._heap: list[tuple[float, int]] = []
+
+    def extend(self, scores: list[float]) -> list[int]:
+        found: dict[int, int] = {}
+        for row, score in enumerate(scores):
+            place = len(self.held)
+            if place < self.capacity:
+                self.held.append((score, self.count + row))
+                heapq.heappush(self._heap, (score, place))
+            elif score > self._heap[0][0]:
+                place = self._heap[0][1]
+                heapq.heapreplace(self._heap, (score, place))
+                self.held[place] = (score, self.count + row)
+            else:
+                continue
+            found[place] = row
+        self.count += len(scores)
+        places = [-1] * len(scores)
+        for place, row in found.items():
+            places[row] = place
+        return places
+
+
+# ---------------------------------------------------------------------------------------------------
+# Which rows stay, and where.
+
+
+@pytest.mark.parametrize("capacity", [1, 7, 40, 3000])
+def test_the_best_rows_stay_at_the_places_of_the_heap(
+    make: Make, capacity: int, rng: np.random.Generator
+) -> None:
+    rb, heap = make(capacity), Heap(capacity)
+    for size in (1, 3, 50, 1, 2000, 90, 9, 3100):
+        scores = rng.integers(0, 60, size).astype(float).tolist()
+        data = rows(scores, heap.count)
+        assert rb.extend(data).tolist() == heap.extend(scores)
+        assert whole(rb) == heap.held
+    for _ in range(20):
+        score = float(rng.integers(0, 90))
+        index = rb.add(rows([score], heap.count)[0])
+        assert [index] == heap.extend([score])
+    assert whole(rb) == heap.held
+
+
+def test_the_same_program_on_torchrl(make: Make, rng: np.random.Generator) -> None:
+    from torchrl import data
+
+    logging.getLogger("torchrl").setLevel(logging.WARNING)
+    theirs = data.TensorDictReplayBuffer(
+        storage=data.LazyTensorStorage(60), writer=data.TensorDictMaxValueWriter("score"), batch_size=2
+    )
+    ours = make(60)
+    for size in (20, 70, 1, 200, 45):
+        batch = rows(rng.normal(size=size).round(1).tolist())
+        assert torch.equal(ours.extend(batch), theirs.extend(batch.clone()))
+        assert torch.equal(ours["number"], theirs[:]["number"])
+
+
+@pytest.mark.parametrize("reduction", ["sum", "max", "min", "mean", "median"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int64])
+def test_several_values_of_a_row_become_one(reduction: Any, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(1)
+    rb = TensorDictReplayBuffer(
+        storage=MemoryStorage(10), writer=TensorDictMaxValueWriter(("a", "r"), reduction), batch_size=1
+    )
+    values = torch.randint(-50, 50, (80, 4, 3), generator=generator).to(dtype)
+    rb.extend(TensorDict({"a": {"r": values}}, [80]))
+    wide = values.double().reshape(80, -1)
+    single = getattr(wide, reduction)(1)
+    ranks = single if isinstance(single, torch.Tensor) else single.values
+    kept = rb["a", "r"].double().reshape(10, -1)
+    single = getattr(kept, reduction)(1)
+    assert sorted((single if isinstance(single, torch.Tensor) else single.values).tolist()) == sorted(
+        ranks.topk(10).values.tolist()
+    )
+
+
+def test_nan_ranks_below_all(make: Make) -> None:
+    rb = make(3)
+    nan, inf = float("nan"), float("inf")
+    rb.extend(rows([nan, 1.0, nan]))
+    assert rb.extend(rows([nan, -inf, 0.0, inf, -5.0], 3)).tolist() == [-1, -1, 0, 2, -1]
+    assert [number for _, number in whole(rb)] == [5, 1, 6]
+
+
+def test_an_unbounded_store_keeps_all(make: Make) -> None:
+    rb = make(None)
+    assert rb.extend(rows([3.0, 1.0, 2.0])).tolist() == [0, 1, 2]
+    assert rb.extend(rows([0.0], 3)).tolist() == [3]
+    assert rb.storage.ranking == Ranking(("score",), "sum")
+
+
+@given(st.data())
+def test_the_tree_is_a_list_of_ranks(data: st.DataObject) -> None:
+    size = data.draw(st.integers(1, 70))
+    ranks = st.integers(-5, 5).map(float) | st.just(-np.inf)
+    held = [np.inf] * size
+    tree = RankTree(size)
+    for _ in range(data.draw(st.integers(1, 4))):
+        places = data.draw(st.lists(st.integers(0, size - 1), unique=True))
+        values = data.draw(st.lists(ranks, min_size=len(places), max_size=len(places)))
+        tree.set(np.array(places, np.int64), np.array(values, float))
+        for place, value in zip(places, values, strict=True):
+            held[place] = value
+        assert tree.lowest == min(held)
+        newcomers = data.draw(st.lists(ranks))
+        expected = []
+        for rank in newcomers:
+            place = held.index(min(held))
+            expected.append(place if rank > held[place] else -1)
+            held[place] = max(rank, held[place])
+        assert tree.take(np.array(newcomers, float)).tolist() == expected
+
+
+# ---------------------------------------------------------------------------------------------------
+# What a row that takes a place brings with it.
+
+
+def test_a_place_keeps_its_id_and_gets_a_new_time_and_priority(make: Make) -> None:
+    rb = make(4, sampler=PrioritizedSampler(4, 1.0, 1.0), batch_size=200)
+    rb.extend(rows([1.0, 2.0, 3.0, 4.0]))
+    before = rb.sql("SELECT _id, _time FROM transitions ORDER BY _id").fetchall()
+    rb.update_priority([0, 1, 2, 3], [0.0, 0.0, 7.0, 0.0])
+    assert set(rb.sample()["index"].tolist()) == {2}
+    assert rb.extend(rows([9.0], 4), return_ids=True).tolist() == [1]
+    after = rb.sql("SELECT _id, _time, _priority, number FROM transitions ORDER BY _id").fetchall()
+    assert [row[0] for row in after] == [row[0] for row in before]
+    assert after[0][1] > before[0][1]
+    assert [row[1] for row in after[1:]] == [row[1] for row in before[1:]]
+    assert [row[2:] for row in after] == [(7.0, 4), (0.0, 1), (7.0, 2), (0.0, 3)]
+    assert set(rb.sample()["index"].tolist()) == {0, 2}
+
+
+def test_priorities_that_come_along_are_set_for_rows_that_are_taken_in(make: Make) -> None:
+    rb = make(2, sampler=PrioritizedSampler(2, 1.0, 1.0), batch_size=4)
+    rb.priority_key = "number"
+    rb.extend(rows([5.0, 1.0, 0.0, 3.0], 10))
+    found = rb.sql("SELECT _priority, number FROM transitions ORDER BY _index").fetchall()
+    assert found == [(10.0, 10), (13.0, 13)]
+
+
+def test_rows_count_as_written_when_they_are_taken_in(make: Make) -> None:
+    rb = make(2)
+    rb.extend(rows([1.0, 2.0, 0.0]))
+    rb.extend(rows([0.0, 3.0, 0.0]))
+    assert rb.write_count == 3
+
+
+def test_a_sampler_is_told_which_rows_came(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    rb = make(3)
+    told: list[list[int]] = []
+    monkeypatch.setattr(rb.sampler, "on_write", lambda ids: told.append(ids.tolist()))
+    rb.extend(rows([3.0, 1.0, 2.0]))
+    rb.extend(rows([0.0, 9.0, 0.0]))
+    assert told == [[1, 2, 3], [2]]
+
+
+def test_a_sequence_of_rows_is_one_endless_episode(make: Make) -> None:
+    rb = make(4, writer=TensorDictMaxValueWriter())
+    reward, done = torch.arange(6.0)[:, None], torch.ones(6, 1, dtype=torch.bool)
+    rb.extend(TensorDict({"next": {"reward": reward, "terminated": done}}, [6]))
+    assert rb.episodes().arrow().column("status").to_pylist() == ["open"]
+    assert sorted(rb["next", "reward"].reshape(-1).tolist()) == [2, 3, 4, 5]
+
+
+# ---------------------------------------------------------------------------------------------------
+# Ranks follow from the rows, whatever comes between.
+
+
+def test_a_store_that_is_opened_again_goes_on(tmp_path: Path, rng: np.random.Generator) -> None:
+    heap, path = Heap(50), tmp_path / "best.exp"
+    for life in range(4):
+        writer = TensorDictMaxValueWriter("score") if life % 2 == 0 else None  # else as it was filled
+        with expstore.open(path, capacity=50, writer=writer) as rb:
+            for _ in range(3):
+                scores = rng.integers(0, 1000, 40).astype(float).tolist()
+                data = rows(scores, heap.count)
+                assert rb.extend(data).tolist() == heap.extend(scores)
+            assert isinstance(rb.writer, TensorDictMaxValueWriter)
+            assert rb.write_count >= 50
+            written = rb.write_count
+        with expstore.open(path, mode="r") as follower:
+            assert whole(follower) == heap.held
+            assert follower.write_count == written
+
+
+def test_max_value_writer_after_loads(make: Make, tmp_path: Path) -> None:
+    """torchrl's takes its ranks from where it was, and lets worse rows displace better ones."""
+    rb = make(3)
+    rb.extend(rows([7.0, 8.0, 9.0]))
+    rb.dumps(tmp_path / "versions")
+    rb.empty()
+    rb.extend(rows([1.0, 2.0, 3.0]))
+    rb.loads(tmp_path / "versions")
+    assert rb.extend(rows([4.0, 6.0, 7.5], 3)).tolist() == [-1, -1, 0]
+    assert [score for score, _ in whole(rb)] == [7.5, 8.0, 9.0]
+    other = make(3)
+    other.loads(tmp_path / "versions")
+    assert other.extend(rows([4.0, 7.0, 8.5], 3)).tolist() == [-1, -1, 0]
+
+
+def test_a_row_that_is_changed_is_ranked_anew(make: Make) -> None:
+    rb = make(3)
+    rb.extend(rows([7.0, 8.0, 9.0]))
+    assert rb.extend(rows([5.0], 3)).tolist() == [-1]
+    rb[2] = rows([1.0], 8)[0]
+    assert rb.extend(rows([2.0, 5.0], 4)).tolist() == [-1, 2]
+    rb[0] = rows([99.0], 9)[0]
+    assert rb.extend(rows([6.0, 50.0, 60.0, 70.0], 6)).tolist() == [-1, -1, 1, 2]
+    rb[:] = rows([0.0, 0.0, 0.0], 20)  # every slot at once
+    assert rb.extend(rows([1.0, 0.0], 30)).tolist() == [0, -1]
+
+
+def test_a_store_that_was_emptied_fills_again(make: Make) -> None:
+    rb = make(3)
+    rb.extend(rows([7.0, 8.0]))
+    rb.empty()
+    assert rb.extend(rows([2.0, 1.0], 2)).tolist() == [0, 1]
+    assert rb.extend(rows([1.5, 1.5], 4)).tolist() == [2, 1]
+    assert whole(rb) == [(2.0, 2), (1.5, 5), (1.5, 4)]
+
+
+def test_two_buffers_over_one_storage(make: Make) -> None:
+    one = make(2)
+    two = TensorDictReplayBuffer(storage=one.storage, writer=TensorDictMaxValueWriter("score"))
+    one.extend(rows([1.0, 2.0]))
+    assert two.extend(rows([3.0], 2)).tolist() == [0]
+    assert one.extend(rows([2.5, 1.5], 3)).tolist() == [1, -1]
+    assert two.extend(rows([2.6, 2.5], 5)).tolist() == [1, -1]
+
+
+def test_a_write_that_failed_leaves_no_ranks(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    rb = make(2)
+    rb.extend(rows([1.0, 2.0]))
+    with monkeypatch.context() as patch:
+        patch.setattr(rb.storage, "_record_change", _fail)
+        with pytest.raises(OSError, match="no more"):
+            rb.extend(rows([5.0], 2))
+    assert rb.extend(rows([1.5], 3)).tolist() == [0]
+    assert whole(rb) == [(1.5, 3), (2.0, 1)]
+
+
+def _fail(*_: Any, **__: Any) -> None:
+    raise OSError("no more")
+
+
+def test_a_copy_of_a_writer_has_no_ranks() -> None:
+    writer = TensorDictMaxValueWriter("score", "max")
+    rb = TensorDictReplayBuffer(storage=MemoryStorage(2), writer=writer)
+    rb.extend(rows([1.0, 2.0]))
+    copy = pickle.loads(pickle.dumps(writer))
+    other = TensorDictReplayBuffer(storage=MemoryStorage(2), writer=copy)
+    assert other.extend(rows([0.0, 0.0])).tolist() == [0, 1]
+
+
+# ---------------------------------------------------------------------------------------------------
+# What is refused, with nothing changed.
+
+
+def test_what_a_writer_cannot_rank(make: Make) -> None:
+    with pytest.raises(ValueError, match="reduction 'product' is unknown"):
+        TensorDictMaxValueWriter(reduction="product")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="compilable=True has no meaning"):
+        TensorDictMaxValueWriter(compilable=True)
+    rb = make(3)
+    with pytest.raises(NotFoundError, match=r"Rank key 'score' not found in data"):
+        rb.extend(rows([1.0]).exclude("score"))
+    with pytest.raises(SchemaError, match="cannot be ranked by 'score': complex64"):
+        rb.extend(TensorDict({"score": torch.zeros(2, dtype=torch.complex64)}, [2]))
+    assert rb.schema is None
+    rb.extend(rows([1.0, 2.0]))
+    with pytest.raises(ValueError, match="episode_info is for episodes"):
+        rb.extend(rows([3.0]), episode_info={"a": 1})
+    assert len(rb) == 2
+
+
+def test_dims_are_refused_when_the_buffer_is_made() -> None:
+    storage = MemoryStorage(10)
+    storage.ndim = 2
+    with pytest.raises(ValueError, match="not compatible with storages with more than one dimension"):
+        TensorDictReplayBuffer(storage=storage, writer=TensorDictMaxValueWriter())
+    rb = TensorDictReplayBuffer(storage=storage)
+    with pytest.raises(ValueError, match="more than one dimension"):
+        rb.set_writer(TensorDictMaxValueWriter())
+    assert isinstance(rb.writer, RoundRobinWriter)
+
+
+def test_no_other_writer_destroys_the_best_rows(make: Make) -> None:
+    rb = make(3)
+    rb.extend(rows([7.0, 8.0, 9.0]))
+    before = whole(rb)
+    for writer in (
+        RoundRobinWriter(),
+        TensorDictMaxValueWriter("score", "max"),
+        TensorDictMaxValueWriter("number"),
+    ):
+        rb.set_writer(writer)
+        with pytest.raises(StateError, match="keeps (the best|its) rows by sum of score"):
+            rb.extend(rows([99.0], 3))
+    assert whole(rb) == before
+    rb.empty()
+    rb.set_writer(RoundRobinWriter())
+    assert rb.extend(rows([1.0, 2.0, 3.0, 0.0])).tolist() == [0, 1, 2, 0]
+    assert rb.storage.ranking is None
+    rb.set_writer(TensorDictMaxValueWriter("score"))
+    with pytest.raises(
+        StateError, match="keeps its rows in the order they came, and is to keep them by sum of"
+    ):
+        rb.extend(rows([99.0], 3))
+    assert [number for _, number in whole(rb)] == [3, 1, 2]
+
+
+def test_what_a_store_is_ranked_by_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "best.exp"
+    with expstore.open(path, capacity=2, writer=TensorDictMaxValueWriter("score", "max")) as rb:
+        rb.extend(rows([7.0, 8.0]))
+    with expstore.open(path, writer=RoundRobinWriter()) as rb:
+        with pytest.raises(StateError, match="best rows by max of score"):
+            rb.extend(rows([99.0], 2))
+        rb.empty()
+        rb.extend(rows([1.0], 2))
+    with expstore.open(path) as rb:
+        assert isinstance(rb.writer, RoundRobinWriter)
+    with pytest.raises(ValueError, match="with mode='r' none come"):
+        expstore.open(path, mode="r", writer=RoundRobinWriter())
+
+
+def test_a_version_for_which_there_is_no_room(make: Make, tmp_path: Path) -> None:
+    rb = make(5)
+    rb.extend(rows([7.0, 8.0, 9.0, 10.0]))
+    rb.dumps(tmp_path / "versions")
+    small = make(3)
+    with pytest.raises(StateError, match="holds the best 4 rows by sum of score; there is room for 3"):
+        small.loads(tmp_path / "versions")
+    larger = make(6)
+    larger.loads(tmp_path / "versions")
+    larger.extend(rows([1.0, 2.0, 8.5], 4))
+    assert sorted(score for score, _ in whole(larger)) == [2.0, 7.0, 8.0, 8.5, 9.0, 10.0]
+
+
+def test_best_rows_are_not_counted(make: Make) -> None:
+    rb = make(3, sampler=ConsumingSampler(), batch_size=1)
+    with pytest.raises(StateError, match="counts how often"):
+        rb.extend(rows([1.0]))
+    best = make(3)
+    best.extend(rows([1.0]))
+    with pytest.raises(StateError, match="are not counted"):
+        best.set_sampler(ConsumingSampler())
+
+
+def test_settings_of_a_writer() -> None:
+    writer = TensorDictMaxValueWriter("score", "max")
+    assert writer.state_dict() == {"rank_key": ["score"], "reduction": "max"}
+    writer.load_state_dict(TensorDictMaxValueWriter("score", "max").state_dict())
+    with pytest.raises(ValueError, match="reduction='max', the state reduction='sum'"):
+        writer.load_state_dict(TensorDictMaxValueWriter("score").state_dict())
+    assert repr(writer) == "TensorDictMaxValueWriter()"
+    assert RoundRobinWriter().state_dict() == {}
