@@ -18,6 +18,10 @@ _HOME = {
     "ExpStoreError": "expstore.errors",
     "Field": "expstore.schema",
     "ImmutableDatasetWriter": "expstore.writers",
+    "LazyMemmapStorage": "expstore.storages",
+    "LazyStackStorage": "expstore.storages",
+    "LazyTensorStorage": "expstore.storages",
+    "ListStorage": "expstore.storages",
     "LockedError": "expstore.errors",
     "MemoryStorage": "expstore.storages",
     "MigrationError": "expstore.errors",
@@ -65,6 +69,10 @@ __all__ = [
     "ExpStoreError",
     "Field",
     "ImmutableDatasetWriter",
+    "LazyMemmapStorage",
+    "LazyStackStorage",
+    "LazyTensorStorage",
+    "ListStorage",
     "LockedError",
     "MemoryStorage",
     "MigrationError",
@@ -140,7 +148,15 @@ if TYPE_CHECKING:
     )
     from expstore.schema import Field, Schema
     from expstore.snapshots import versions
-    from expstore.storages import MemoryStorage, Storage, ZarrStorage
+    from expstore.storages import (
+        LazyMemmapStorage,
+        LazyStackStorage,
+        LazyTensorStorage,
+        ListStorage,
+        MemoryStorage,
+        Storage,
+        ZarrStorage,
+    )
     from expstore.tensordictbuffers import TensorDictReplayBuffer
     from expstore.writers import (
         ImmutableDatasetWriter,

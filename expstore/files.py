@@ -16,6 +16,7 @@ import mmap
 import os
 import shutil
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -365,6 +366,11 @@ class Disk:
         if not self.is_dir(path):
             self._do("mkdir", path, lambda: path.mkdir(parents=True, exist_ok=True))
 
+    def make_temp_dir(self, prefix: str) -> Path:
+        """Make a folder of a new name, nobody else's, where the system keeps temporary files."""
+        self.gate("mkdir", Path(prefix))
+        return Path(tempfile.mkdtemp(prefix=prefix))
+
     def remove_tree(self, path: Path) -> None:
         """Remove a folder and all in it; a missing one is fine."""
         if self.exists(path):
@@ -469,17 +475,11 @@ class Disk:
 
     def exists(self, path: Path) -> bool:
         """Say whether there is something of this name."""
-        try:
-            return path.exists()
-        except OSError as exc:
-            raise _failed("look at", path, exc) from exc
+        return bool(self._look(path, path.exists))
 
     def is_dir(self, path: Path) -> bool:
         """Say whether this is a folder."""
-        try:
-            return path.is_dir()
-        except OSError as exc:
-            raise _failed("look at", path, exc) from exc
+        return bool(self._look(path, path.is_dir))
 
     def size(self, path: Path) -> int:
         """Return the length of a file in bytes, -1 if it is missing."""
@@ -502,10 +502,7 @@ class Disk:
 
     def free(self, path: Path) -> int:
         """Return the bytes that are free on the disk of `path`."""
-        try:
-            return shutil.disk_usage(path).free
-        except OSError as exc:
-            raise _failed("look at", path, exc) from exc
+        return int(self._look(path, lambda: shutil.disk_usage(path).free))
 
     def boot_id(self) -> bytes:
         """Return 16 bytes that change with every start of the machine."""
@@ -555,6 +552,12 @@ class Disk:
             return Path("/proc/self/mounts").read_text()
         except OSError:
             return ""
+
+    def _look(self, path: Path, ask: Callable[[], Any]) -> Any:
+        try:
+            return ask()
+        except OSError as exc:
+            raise _failed("look at", path, exc) from exc
 
     def _do(self, act: str, path: Path, call: Callable[[], object]) -> None:
         try:

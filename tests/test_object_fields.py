@@ -164,7 +164,7 @@ def test_no_file_keeps_objects(tmp_path: Path) -> None:
         ReplayBuffer(storage=storage).dumps(tmp_path / "versions")
     assert not (tmp_path / "versions").exists()
     with ReplayBuffer(storage=ZarrStorage(tmp_path / "run.exp", 4)) as rb:
-        with pytest.raises(SchemaError, match=r"'_data' holds objects.*MemoryStorage"):
+        with pytest.raises(SchemaError, match=r"'_data' holds objects.*ListStorage"):
             rb.storage.prepare(SCHEMA, find_keys(SCHEMA))
         assert rb.schema is None
     with pytest.raises(SchemaError, match="holds objects"):

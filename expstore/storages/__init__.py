@@ -1,4 +1,4 @@
-"""Where rows are kept: in RAM or in Zarr columns on disk; somebody else's are only read.
+"""Where rows are kept: in RAM or in Zarr columns on disk, also under TorchRL's names; others' are only read.
 
 Buffers take one of these; the classes load when first used.
 """
@@ -12,12 +12,28 @@ if TYPE_CHECKING:
     from expstore.storages.base import Storage
     from expstore.storages.follower import FollowerStorage
     from expstore.storages.memory import MemoryStorage
+    from expstore.storages.objects import LazyStackStorage, ListStorage
+    from expstore.storages.scratch import LazyMemmapStorage
+    from expstore.storages.tensors import LazyTensorStorage
     from expstore.storages.zarr import ZarrStorage
 
-__all__ = ["FollowerStorage", "MemoryStorage", "Storage", "ZarrStorage"]
+__all__ = [
+    "FollowerStorage",
+    "LazyMemmapStorage",
+    "LazyStackStorage",
+    "LazyTensorStorage",
+    "ListStorage",
+    "MemoryStorage",
+    "Storage",
+    "ZarrStorage",
+]
 
 _HOME = {
     "FollowerStorage": "follower",
+    "LazyMemmapStorage": "scratch",
+    "LazyStackStorage": "objects",
+    "LazyTensorStorage": "tensors",
+    "ListStorage": "objects",
     "MemoryStorage": "memory",
     "Storage": "base",
     "ZarrStorage": "zarr",

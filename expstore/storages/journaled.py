@@ -435,13 +435,21 @@ class JournaledStorage(SyncedStorage):
         finally:
             self.close()
 
+    def depart(self) -> None:
+        """Do what can be done before the process dies of a signal, while other threads go on."""
+        self.sync()
+
+    #: Whether somebody is to be told who lets go of it without closing it.
+    warns_if_forgotten = True
+
     def __del__(self) -> None:
         if "_keeper" in vars(self) and not self._closed and self._lock_file.held:
             # In a cycle the threads of the pool have been told already that it is gone: they take no jobs.
             self._pool.shutdown(wait=False)
             with contextlib.suppress(ExpStoreError):
                 self.close()
-            warnings.warn(f"{self.path} was forgotten without close()", ResourceWarning, 2, self)
+            if self.warns_if_forgotten:
+                warnings.warn(f"{self.path} was forgotten without close()", ResourceWarning, 2, self)
 
     def _let_go(self) -> None:
         """Close all files, as many as were opened, and let others write."""

@@ -37,7 +37,7 @@ class _Leaver(Protocol):
 
     def leave(self) -> None: ...
 
-    def sync(self) -> None: ...
+    def depart(self) -> None: ...
 
     def drain(self) -> None: ...
 
@@ -90,7 +90,7 @@ class _Farewell:
         for storage in list(_open):
             if storage.flush_on_sigterm:
                 with contextlib.suppress(Exception):  # whatever it is: the process is dying
-                    storage.sync()
+                    storage.depart()
         _die()
 
 

@@ -1,0 +1,345 @@
+"""Storages under TorchRL's names: their arguments, where rows lie, and what becomes of their folders."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+
+import expstore
+from expstore.buffers import ReplayBuffer
+from expstore.errors import LockedError, StateError
+from expstore.storages import (
+    LazyMemmapStorage,
+    LazyStackStorage,
+    LazyTensorStorage,
+    ListStorage,
+    MemoryStorage,
+    Storage,
+    ZarrStorage,
+)
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(autouse=True)
+def own_temporary_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the system keeps temporary files, in this test."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    return folder
+
+
+def filled(storage: Storage, rows: int = 5) -> ReplayBuffer:
+    rb = ReplayBuffer(storage=storage, batch_size=4)
+    rb.extend(TensorDict({"a": torch.arange(rows)}, [rows]))
+    return rb
+
+
+# ---------------------------------------------------------------------------------------------------
+# Arguments.
+
+
+@pytest.mark.parametrize("kind", [LazyTensorStorage, LazyMemmapStorage, ListStorage, LazyStackStorage])
+@pytest.mark.parametrize("size", [7, np.int64(7)])
+def test_sizes(kind: Callable[..., Storage], size: Any) -> None:
+    storage = kind(size)
+    assert (storage.max_size, storage.capacity, len(storage), storage.ndim) == (7, 7, 0, 1)
+    assert type(storage.max_size) is int
+    for wrong in (0, -3):
+        with pytest.raises(ValueError, match="capacity must be at least 1"):
+            kind(wrong)
+    with pytest.raises(TypeError):
+        kind(2.5)
+    storage.close()
+
+
+@pytest.mark.parametrize("kind", [ListStorage, LazyStackStorage])
+def test_lists_without_bound(kind: Callable[..., Storage]) -> None:
+    assert (kind().max_size, kind().capacity) == (2**63 - 1, None)
+    assert kind().object_rows
+    assert not LazyTensorStorage(3).object_rows
+    assert (kind(3).stack_dim, LazyStackStorage(3, stack_dim=-1).stack_dim) == (
+        None if kind is ListStorage else 0,
+        -1,
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "option", "plain"),
+    [
+        (LazyTensorStorage, "compilable", False),
+        (LazyTensorStorage, "consolidated", False),
+        (LazyTensorStorage, "shared_init", False),
+        (LazyTensorStorage, "cleanup_memmap", True),
+        (LazyMemmapStorage, "compilable", False),
+        (LazyMemmapStorage, "shared_init", False),
+        (ListStorage, "compilable", False),
+        (LazyStackStorage, "compilable", False),
+    ],
+)
+def test_what_has_no_meaning_is_refused_with_a_reason(
+    kind: Callable[..., Storage], option: str, plain: bool, own_temporary_files: Path
+) -> None:
+    kind(10, **{option: plain}).close()
+    with pytest.raises(ValueError, match=f"{option} cannot be set: .{{20}}"):
+        kind(10, **{option: not plain})
+    assert list(own_temporary_files.iterdir()) == []
+
+
+def test_devices() -> None:
+    assert LazyTensorStorage(3).device == torch.device("cpu")
+    assert LazyTensorStorage(3, device="auto").device == torch.device("cpu")
+    assert LazyTensorStorage(3, device=torch.device("cuda:1")).device == torch.device("cuda:1")
+    assert ListStorage(3).device is None
+    assert LazyStackStorage(3, device="cpu").device == torch.device("cpu")
+    with pytest.raises(ValueError, match="Memory map device other than CPU isn't supported"):
+        LazyMemmapStorage(3, device="cuda")
+
+
+@pytest.mark.parametrize("kind", [LazyTensorStorage, LazyMemmapStorage])
+def test_dims(kind: Callable[..., Storage]) -> None:
+    storage = kind(100, ndim=2)
+    assert (storage.ndim, storage.max_size) == (2, 100)
+    storage.close()
+    with pytest.raises(ValueError, match="ndim must be at least 1"):
+        kind(100, ndim=0)
+
+
+@pytest.mark.parametrize("kind", [LazyTensorStorage, LazyMemmapStorage, ListStorage, LazyStackStorage])
+def test_torch_decides_what_is_drawn(kind: Callable[..., Storage]) -> None:
+    def seeds() -> list[int]:
+        made = [kind(3) for _ in range(2)]
+        for storage in made:
+            storage.close()
+        return [storage.seed for storage in made]
+
+    torch.manual_seed(5)
+    first = seeds()
+    assert first[0] != first[1]
+    torch.manual_seed(5)
+    assert seeds() == first
+    torch.manual_seed(6)
+    assert first[0] not in seeds()
+    before = torch.get_rng_state()
+    storage = kind(3, seed=11)
+    assert storage.seed == 11
+    assert torch.equal(torch.get_rng_state(), before)
+    storage.close()
+
+
+@pytest.mark.parametrize("kind", [LazyTensorStorage, LazyMemmapStorage])
+def test_rows_of_tensors(kind: Callable[..., Storage]) -> None:
+    rb = filled(kind(4), rows=6)
+    assert rb[:]["a"].tolist() == [4, 5, 2, 3]
+    assert set(rb.sample(100)["a"].tolist()) == {2, 3, 4, 5}
+    rb.close()
+
+
+def test_what_a_storage_is() -> None:
+    assert issubclass(LazyStackStorage, ListStorage)
+    assert issubclass(LazyTensorStorage, MemoryStorage)
+    assert issubclass(LazyMemmapStorage, ZarrStorage)
+
+
+# ---------------------------------------------------------------------------------------------------
+# Folders.
+
+
+def test_a_temporary_folder_goes_with_its_storage(own_temporary_files: Path) -> None:
+    storage = LazyMemmapStorage(10)
+    folder = Path(storage.scratch_dir)
+    assert folder.parent == own_temporary_files
+    assert folder.stat().st_mode & 0o077 == 0  # nobody else's
+    rb = filled(storage)
+    rb.flush()
+    assert storage.cleanup() is True
+    assert not folder.exists()
+    assert storage.closed
+    assert storage.cleanup() is False
+    rb.close()
+
+    rb = filled(LazyMemmapStorage(10))
+    rb.close()
+    rb.close()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        rb = filled(LazyMemmapStorage(10))
+        folder = Path(rb.storage.scratch_dir)
+        del rb
+        gc.collect()
+    assert not folder.exists()
+    assert LazyMemmapStorage(10).cleanup() is False  # no rows were there
+    assert list(own_temporary_files.iterdir()) == []
+
+
+def test_nothing_in_a_temporary_folder_waits_for_the_disk(tmp_path: Path) -> None:
+    rb = filled(LazyMemmapStorage(1000))
+    before = rb.storage.disk.syncs
+    rb.extend(TensorDict({"a": torch.arange(900)}, [900]))
+    rb.flush()
+    assert rb.storage.disk.syncs == before
+    rb.close()
+    rb = filled(LazyMemmapStorage(1000, scratch_dir=tmp_path / "kept"))
+    before = rb.storage.disk.syncs
+    rb.flush()
+    assert rb.storage.disk.syncs > before
+    rb.close()
+
+
+def test_a_given_folder_stays(tmp_path: Path) -> None:
+    folder = tmp_path / "scratch"
+    folder.mkdir()
+    storage = LazyMemmapStorage(10, scratch_dir=folder)
+    filled(storage).close()
+    with expstore.open(folder) as rb:
+        assert rb[:]["a"].tolist() == [0, 1, 2, 3, 4]
+    storage = LazyMemmapStorage(10, scratch_dir=str(folder), existsok=True)
+    assert storage.cleanup() is True
+    assert not folder.exists()
+
+
+def test_a_given_folder_goes_if_that_is_asked_for(tmp_path: Path) -> None:
+    folder = tmp_path / "scratch"
+    rb = filled(LazyMemmapStorage(10, scratch_dir=folder, auto_cleanup=True))
+    assert (folder / "expstore.json").exists()
+    rb.close()
+    assert not folder.exists()
+    storage = LazyMemmapStorage(10, auto_cleanup=False)
+    filled(storage).close()
+    assert Path(storage.scratch_dir).exists()
+
+
+def test_a_folder_that_is_gone_already(tmp_path: Path) -> None:
+    rb = filled(LazyMemmapStorage(10))
+    os.rename(rb.storage.scratch_dir, tmp_path / "elsewhere")
+    assert rb.storage.cleanup() is False
+
+
+def test_a_store_that_is_there(tmp_path: Path) -> None:
+    folder = tmp_path / "scratch"
+    rb = filled(LazyMemmapStorage(10, scratch_dir=folder, seed=3), rows=12)
+    with pytest.raises(StateError, match="existsok"):
+        LazyMemmapStorage(10, scratch_dir=folder)
+    with pytest.raises(LockedError):
+        LazyMemmapStorage(10, scratch_dir=folder, existsok=True)
+    for _ in range(2):
+        rb.sample()
+    rb.close()
+    with pytest.raises(StateError, match="existsok"):  # auto_cleanup is no way to lose it either
+        LazyMemmapStorage(10, scratch_dir=folder, auto_cleanup=True)
+    with pytest.raises(StateError, match="capacity=10"):
+        LazyMemmapStorage(11, scratch_dir=folder, existsok=True, auto_cleanup=True)
+    with pytest.raises(StateError, match="ndim"):
+        LazyMemmapStorage(10, scratch_dir=folder, existsok=True, ndim=2)
+    again = ReplayBuffer(
+        storage=LazyMemmapStorage(10, scratch_dir=folder, existsok=True, seed=99), batch_size=4
+    )
+    assert (again.storage.seed, again.storage.draw, again.write_count) == (3, 2, 12)
+    assert again[:]["a"].tolist() == [10, 11, 2, 3, 4, 5, 6, 7, 8, 9]
+    again.extend(TensorDict({"a": torch.tensor([12])}, [1]))
+    assert again[2]["a"] == 12
+    again.close()
+
+
+def test_a_folder_that_is_somebody_elses(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    for options in ({}, {"existsok": True}, {"auto_cleanup": True}):
+        with pytest.raises(StateError, match=r"notes\.txt"):
+            LazyMemmapStorage(10, scratch_dir=tmp_path, **options)
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+def test_a_storage_that_cannot_be_made_leaves_nothing(
+    own_temporary_files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise StateError("no")
+
+    monkeypatch.setattr("expstore.storages.journaled.JournaledStorage._open", fail)
+    with pytest.raises(StateError, match="no"):
+        LazyMemmapStorage(10)
+    assert list(own_temporary_files.iterdir()) == []
+
+
+#: A program that fills a storage and says so; what it does then comes behind it.
+PROGRAM = """
+import os, signal, sys
+import numpy as np
+from expstore.episodes import Steps
+from expstore.schema import Field, Schema
+from expstore.storages import LazyMemmapStorage
+from expstore.storages.keys import find_keys
+from expstore.writers import RoundRobinWriter
+
+folder = sys.argv[1] if len(sys.argv) > 1 else None
+storage = LazyMemmapStorage(10, device=None, seed=1, scratch_dir=folder, auto_cleanup=True)
+schema = Schema([Field(("a",), "int64", ())])
+storage.prepare(schema, find_keys(schema))
+RoundRobinWriter().write(storage, [np.arange(3)], Steps(3), source=None, info="")
+print(storage.scratch_dir, flush=True)
+"""
+
+
+def start(then: str, *given: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", PROGRAM + then, *given]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True, cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)}, stderr=subprocess.PIPE,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_a_folder_goes_when_the_program_ends(tmp_path: Path, given: bool) -> None:
+    with start("", *([str(tmp_path / "scratch")] if given else [])) as program:
+        out, err = program.communicate(timeout=60)
+    assert (program.returncode, err) == (0, "")
+    assert not Path(out.strip()).exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_folder_goes_when_the_program_is_told_to_end(number: int) -> None:
+    with start("while True:\n    signal.pause()") as program:
+        assert program.stdout is not None
+        folder = Path(program.stdout.readline().strip())
+        assert (folder / "expstore.json").exists()
+        program.send_signal(number)
+        program.communicate(timeout=60)
+    assert program.returncode != 0
+    assert not folder.exists()
+
+
+def test_children_remove_nothing() -> None:
+    child = """
+import multiprocessing
+if os.fork() == 0:
+    storage.cleanup()
+    storage.close()
+    del storage
+    sys.exit()
+assert os.waitstatus_to_exitcode(os.wait()[1]) == 0
+worker = multiprocessing.get_context("fork").Process(target=lambda: storage.leave())
+worker.start()
+worker.join()
+assert worker.exitcode == 0
+assert storage.read(np.arange(1, 4))[0].tolist() == [0, 1, 2]
+print(os.path.exists(storage.scratch_dir), flush=True)
+"""
+    with start(child) as program:
+        out, err = program.communicate(timeout=60)
+    folder, there = out.split()
+    assert (program.returncode, err, there) == (0, "", "True")
+    assert not Path(folder).exists()
