@@ -151,7 +151,8 @@ def _make_place(disk: Disk, place: Path) -> None:
     if not new:
         if disk.exists(place / MANIFEST):
             raise SnapshotError(f"{place} is a store or a version", hint="give another folder, or use tag()")
-        foreign = foreign_names(disk, place)
+        # A store may lie beside its versions: torchrl's users dump into the folder above the scratch_dir.
+        foreign = [name for name in foreign_names(disk, place) if not disk.exists(place / name / MANIFEST)]
         if foreign:
             raise SnapshotError(
                 f"{place} is not a folder of versions: it holds {', '.join(foreign[:3])}",

@@ -106,6 +106,20 @@ def test_a_version_is_the_store_as_it_was(
             old.extend(make_batch(1))
 
 
+def test_versions_stand_beside_their_store_but_not_among_other_files(
+    tmp_path: Path, make_batch: Make
+) -> None:
+    place = tmp_path / "dump"
+    with expstore.open(place / "storage") as rb:
+        rb.extend(make_batch(5))
+        rb.dumps(place)
+        (place / "notes").write_text("mine")
+        with pytest.raises(SnapshotError, match="not a folder of versions: it holds notes"):
+            rb.dumps(place)
+    with expstore.open(place / "storage") as rb, expstore.open(place) as old:
+        assert same(rows_of(old), rows_of(rb))
+
+
 def test_zarr_reads_a_version(store_path: Path, place: Path, make_batch: Make) -> None:
     with expstore.open(store_path, capacity=12_000) as rb:
         rb.extend(make_batch(10_000))
