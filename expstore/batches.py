@@ -1,25 +1,46 @@
 """Columns out of a TensorDict, and a TensorDict out of columns.
 
-Used by buffers. It converts without copying where it can and knows nothing of storages.
+Used by forms. It converts without copying where it can and knows nothing of storages.
 """
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import (
+    NonTensorData,
+    NonTensorStack,
+    TensorDict,
+    TensorDictBase,
+    is_non_tensor,
+    is_tensorclass,
+)
 
 from expstore.episodes import Steps
 from expstore.errors import SchemaError
+from expstore.keys import Keys
 from expstore.schema import Schema
-from expstore.storages.keys import Keys
 from expstore.types import Array, IntArray, Key, key_name
 
-__all__ = ["Batch", "Builder", "Intake", "StepReader", "flatten"]
+__all__ = [
+    "Batch",
+    "Builder",
+    "Intake",
+    "StepReader",
+    "check_dims",
+    "flatten",
+    "note_inner",
+    "to_columns",
+    "to_non_tensor",
+    "to_numpy",
+    "to_objects",
+]
 
 _NAMES = {getattr(torch, name): name for name in (
     "bool", "uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64",
@@ -39,6 +60,10 @@ class Batch:
         lanes: Lane of each row; None: one lane.
         lane_count: How many lanes.
         arranged: The columns are those of the schema, checked; keys and dtypes are left out.
+        form: How rows are put together, as `expstore.forms` notes it.
+        dims: Sizes of the batch's dims beyond time, where each place along them is a row.
+        kind: The tensorclass of the rows, if they are of one.
+        prioritized: Priorities that come with the rows count.
     """
 
     keys: list[Key]
@@ -48,6 +73,10 @@ class Batch:
     lanes: IntArray | None = None
     lane_count: int = 1
     arranged: bool = False
+    form: str = ""
+    dims: tuple[int, ...] = ()
+    kind: type | None = None
+    prioritized: bool = False
 
     def signature(self) -> dict[Key, tuple[str, tuple[int, ...]]]:
         """Return key -> (dtype, row shape)."""
@@ -64,6 +93,12 @@ class Batch:
         """
         return self.arrays if self.arranged else schema.arrange(self.keys, self.dtypes, self.arrays)
 
+    def in_lanes(self, dims: tuple[int, ...]) -> Batch:
+        """Return the batch, whose rows are one for each place along `dims`, time after time, as such."""
+        count = math.prod(dims)
+        lanes = np.tile(np.arange(count), self.count // count if count else 0)
+        return replace(self, lanes=lanes, lane_count=count, dims=dims)
+
     def keep(self, rows: Array) -> Batch:
         """Return the batch without the rows where `rows` is False; its columns are left out."""
         lanes = None if self.lanes is None else self.lanes[rows]
@@ -71,23 +106,44 @@ class Batch:
 
 
 def _leaves(
-    data: TensorDictBase, path: Key, skip: frozenset[str], keys: list[Key], leaves: list[torch.Tensor]
+    data: TensorDictBase, path: Key, skip: frozenset[str], keys: list[Key], leaves: list[Any]
 ) -> None:
     for name, value in data.items():
-        if isinstance(value, torch.Tensor):
-            if path or name not in skip:
-                keys.append((*path, name))
-                leaves.append(value)
-        elif isinstance(value, TensorDictBase):
+        if not path and name in skip:
+            continue
+        if isinstance(value, torch.Tensor) or is_non_tensor(value):
+            keys.append((*path, name))
+            leaves.append(value)
+        elif isinstance(value, TensorDictBase) or is_tensorclass(value):
             _leaves(value, (*path, name), skip, keys, leaves)
         else:
             raise SchemaError(
-                f"field {key_name((*path, name))!r} is a {type(value).__name__}, not a tensor",
-                hint="this storage keeps tensors only",
+                f"field {key_name((*path, name))!r} is a {type(value).__name__}, which no storage keeps",
+                hint="make it a tensor, or NonTensorData",
             )
 
 
-def _to_numpy(tensor: torch.Tensor) -> Array:
+def to_objects(items: Sequence[Any]) -> Array:
+    """Return things of any kind as an array of objects. Shape `(n,)`."""
+    array = np.empty(len(items), object)
+    for place, item in enumerate(items):  # to assign them at once would take tensors to pieces
+        array[place] = item
+    return array
+
+
+def _non_tensor(data: Any, shape: tuple[int, ...]) -> Array:
+    """Return the objects of a non-tensor entry. Shape that of the batch."""
+    if isinstance(data, NonTensorStack):
+        parts = [_non_tensor(part, shape[1:]) for part in data.unbind(0)]
+        return np.stack(parts) if shape else parts[0]
+    array = np.empty(shape, object)
+    for place in np.ndindex(shape):
+        array[place] = data.data
+    return array
+
+
+def to_numpy(tensor: torch.Tensor) -> Array:
+    """Return a tensor on whichever device as an array; bfloat16 as uint16 bits."""
     if tensor.requires_grad:
         tensor = tensor.detach()
     if not tensor.is_cpu:
@@ -99,55 +155,95 @@ def _to_numpy(tensor: torch.Tensor) -> Array:
 
 
 def flatten(
-    data: TensorDictBase, *, all_dims: bool, single: bool = False, skip: frozenset[str] = frozenset()
+    data: TensorDictBase,
+    *,
+    all_dims: bool,
+    ndim: int = 1,
+    single: bool = False,
+    skip: frozenset[str] = frozenset(),
 ) -> Batch:
     """Return a TensorDict's leaves as columns.
 
     Args:
         data: The batch.
-        all_dims: Make rows of all batch dims (time is the dim named "time", else the last; each place
-            along the others is a lane), not of the first only.
-        single: The TensorDict is one row.
+        all_dims: Make rows of all batch dims: time is the dim named "time", else the last; each place
+            along the others is a lane.
+        ndim: Of how many otherwise: time is the first, each place along the others is a lane.
+        single: The TensorDict has no time: it is one row, or one for each lane.
         skip: Root keys to leave out.
 
     Raises:
-        SchemaError: It is no TensorDict, has no batch dim, or a leaf is no tensor of a known dtype.
+        SchemaError: It is no TensorDict, has too few batch dims, or a leaf is no tensor of a known dtype.
     """
     if not isinstance(data, TensorDictBase):
         raise SchemaError(f"expected a TensorDict, got {type(data).__name__}", hint="wrap it in TensorDict")
     shape = tuple(data.batch_size)
-    if single:
-        if all_dims and shape:
-            raise SchemaError(
-                f"add() takes one transition, got batch size {list(shape)}", hint="use extend()"
-            )
-        dims, count = 0, 1
-    elif not shape:
-        raise SchemaError("extend() takes a batch, got a TensorDict without batch dims", hint="use add()")
-    else:
-        dims = len(shape) if all_dims else 1
-        count = int(np.prod(shape[:dims]))
+    if single and all_dims and shape:
+        raise SchemaError(f"add() takes one transition, got batch size {list(shape)}", hint="use extend()")
+    check_dims(shape, 1 if all_dims else ndim, single=single)
+    dims = len(shape) if all_dims else ndim - single
     keys: list[Key] = []
-    leaves: list[torch.Tensor] = []
+    leaves: list[Any] = []
     _leaves(data, (), skip, keys, leaves)
-    try:
-        arrays = [tensor.numpy() for tensor in leaves]
-    except (RuntimeError, TypeError):  # one needs gradients, lies on a device, or is a bfloat16
-        arrays = [_to_numpy(tensor) for tensor in leaves]
-    if dims == 0:
-        arrays = [array[None] for array in arrays]
-    elif dims > 1:
+    arrays, dtypes = to_columns(keys, leaves)
+    count = math.prod(shape[:dims])
+    if dims != 1:
         arrays = [array.reshape(count, *array.shape[dims:]) for array in arrays]
+    if all_dims and dims > 1:
+        lanes, lane_count = _lanes(data, shape)
+        return Batch(keys, dtypes, arrays, count, lanes, lane_count)
+    batch = Batch(keys, dtypes, arrays, count, form=note_inner(shape[dims:]))
+    return batch.in_lanes(shape[1 - single : dims]) if ndim > 1 else batch
+
+
+def note_inner(shape: tuple[int, ...]) -> str:
+    """Return the form of TensorDicts whose rows have batch dims of their own, of these sizes."""
+    return json.dumps({"batch_size": list(shape)}) if shape else ""
+
+
+def check_dims(shape: tuple[int, ...], ndim: int, *, single: bool) -> None:
+    """Raise SchemaError unless a batch, or a single row, has the dims that make rows."""
+    if len(shape) >= ndim - single:
+        return
+    if ndim == 1:
+        raise SchemaError("extend() takes a batch, got a TensorDict without batch dims", hint="use add()")
+    raise SchemaError(
+        f"the storage has ndim={ndim}: {'add' if single else 'extend'}() takes at least {ndim - single} "
+        f"batch dims, got shape {list(shape)}"
+    )
+
+
+def to_columns(keys: list[Key], leaves: Sequence[Any]) -> tuple[list[Array], list[str]]:
+    """Return leaves as arrays, and the names of their dtypes.
+
+    Args:
+        keys: What they are called in messages.
+        leaves: Tensors, or non-tensor entries of a TensorDict.
+
+    Raises:
+        SchemaError: A tensor has a dtype that cannot be stored.
+    """
     try:
-        dtypes = [_NAMES[tensor.dtype] for tensor in leaves]
+        return [tensor.numpy() for tensor in leaves], [_NAMES[tensor.dtype] for tensor in leaves]
+    except (RuntimeError, TypeError, AttributeError, KeyError):
+        pass  # one needs gradients, lies on a device, is a bfloat16 or no tensor at all
+    tensors = [isinstance(leaf, torch.Tensor) for leaf in leaves]
+    try:
+        dtypes = [
+            _NAMES[leaf.dtype] if tensor else "object" for leaf, tensor in zip(leaves, tensors, strict=True)
+        ]
     except KeyError:
         raise _strange_dtype(keys, leaves) from None
-    lanes, lane_count = _lanes(data, shape) if dims > 1 else (None, 1)
-    return Batch(keys, dtypes, arrays, count, lanes, lane_count)
+    arrays = [
+        to_numpy(leaf) if tensor else _non_tensor(leaf, tuple(leaf.batch_size))
+        for leaf, tensor in zip(leaves, tensors, strict=True)
+    ]
+    return arrays, dtypes
 
 
-def _strange_dtype(keys: list[Key], leaves: list[torch.Tensor]) -> SchemaError:
-    key, dtype = next((k, t.dtype) for k, t in zip(keys, leaves, strict=True) if t.dtype not in _NAMES)
+def _strange_dtype(keys: list[Key], leaves: Sequence[Any]) -> SchemaError:
+    found = zip(keys, leaves, strict=True)
+    key, dtype = next((k, t.dtype) for k, t in found if isinstance(t, torch.Tensor) and t.dtype not in _NAMES)
     return SchemaError(f"field {key_name(key)!r} has dtype {dtype}, which cannot be stored")
 
 
@@ -301,7 +397,7 @@ class Builder:
         tree = _Tree(schema)
         self._parents = tree.parents
         self._leaves = [
-            (group, name, entry.dtype == "bfloat16")
+            (group, name, entry.dtype if entry.dtype in ("bfloat16", "object") else "")
             for (group, name), entry in zip(tree.leaves, schema.fields, strict=True)
         ]
 
@@ -310,23 +406,17 @@ class Builder:
         columns: Iterable[Array],
         size: torch.Size,
         root: dict[str, torch.Tensor],
-        *,
-        first_row: bool = False,
     ) -> TensorDict:
         """Return columns as a TensorDict that owns them.
 
         Args:
-            columns: In the schema's order. Shapes `(n, *row shape)`.
+            columns: In the schema's order. Shapes `(*size, *row shape)`.
             size: Its batch size.
             root: More tensors for its root.
-            first_row: Take the first row only, without its dim.
         """
         groups: list[dict[str, Any]] = [{} for _ in range(len(self._parents) + 1)]
-        for (group, name, bits), column in zip(self._leaves, columns, strict=True):
-            tensor = torch.from_numpy(column)
-            if bits:
-                tensor = tensor.view(torch.bfloat16)
-            groups[group][name] = tensor[0] if first_row else tensor
+        for (group, name, special), column in zip(self._leaves, columns, strict=True):
+            groups[group][name] = _special(special, column, size) if special else torch.from_numpy(column)
         groups[0].update(root)
         # Backwards: a group comes after its parent. Nothing is left to validate, which would cost more
         # than reading the rows.
@@ -335,3 +425,18 @@ class Builder:
             groups[parent][name] = TensorDict._new_unsafe(groups[number], size, device=None)
         batch: TensorDict = TensorDict._new_unsafe(groups[0], size, device=None)
         return batch
+
+
+def _special(dtype: str, column: Any, size: torch.Size) -> Any:
+    """Return what NumPy has no tensors for: bfloat16, and objects, of this batch size."""
+    if dtype == "bfloat16":
+        return torch.from_numpy(np.asarray(column)).view(torch.bfloat16)
+    return to_non_tensor(column, size)
+
+
+def to_non_tensor(values: Any, size: torch.Size) -> NonTensorData | NonTensorStack:
+    """Return objects as an entry of a TensorDict of batch size `size`; `values` is an array of that shape."""
+    if len(size) and size[0]:
+        return NonTensorStack(*[to_non_tensor(value, size[1:]) for value in values])
+    value = values.item() if isinstance(values, np.ndarray) and values.dtype == object else values
+    return NonTensorData(None if len(size) else value, batch_size=size)

@@ -1,4 +1,4 @@
-"""The replay buffers: storage, sampler and writer put together, TensorDicts in and out.
+"""The replay buffers: storage, sampler and writer put together, batches in and out.
 
 What users hold. The two data paths, `extend` and `sample`, read from top to bottom here; everything
 they call is in the layers below.
@@ -7,39 +7,36 @@ they call is in the layers below.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Literal, TypeVar, cast, overload
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from tensordict import TensorDictBase
+from tensordict import is_tensor_collection
 
-from expstore.batches import Batch, Builder, Intake, StepReader, flatten
-from expstore.drawing import DrawingHandle
+from expstore.batches import Batch, Intake, StepReader
 from expstore.draws import Turn
 from expstore.episodeinfo import pack_info
-from expstore.errors import NotFoundError, SchemaError, StateError
+from expstore.errors import SchemaError, StateError
+from expstore.keywords import called, check_batch_size, check_drawing, made, refuse
 from expstore.limiter import RateLimiter
 from expstore.sample_units import SampleUnit, check_unit
 from expstore.samplers.adapted import adapt
 from expstore.samplers.base import Sampler
 from expstore.samplers.consuming import consume_after
 from expstore.schema import Schema
+from expstore.shaping import ShapingHandle, to_array
+from expstore.storages.access import OVERTAKEN, PATIENCE, prepare
 from expstore.storages.base import Storage
 from expstore.storages.memory import MemoryStorage
-from expstore.storages.trajectories import rows_of_episode
-from expstore.types import Array, IntArray, Key, Selection, key_name, to_key
+from expstore.types import Array, IntArray, Key, Selection
 from expstore.writers import Writer, default_writer
 
-__all__ = ["ReplayBuffer", "to_array"]
+__all__ = ["ReplayBuffer"]
 
-Index = int | slice | Sequence[int] | Array | torch.Tensor
-_Placed = TypeVar("_Placed", TensorDictBase, torch.Tensor)
-_PATIENCE = 3  # draws that may meet overwritten rows before the writer is asked to wait
 _LIMIT = 1000  # draws after which a follower, which cannot ask, gives up
-_OVERTAKEN = "the writer overwrites rows faster than they can be read"
 
 
-class ReplayBuffer(DrawingHandle):
+class ReplayBuffer(ShapingHandle):
     """Store transitions and sample batches of them.
 
     Threads: any number may sample while one writes; writers wait for one another. Processes: one
@@ -49,11 +46,17 @@ class ReplayBuffer(DrawingHandle):
     survives the machine.
 
     Args:
-        storage: Where rows are kept; `MemoryStorage(1000)` by default.
-        sampler: What makes up a batch; uniform by default.
-        writer: Where rows go; in a ring the newest replace the oldest by default, or as the store was filled.
+        storage: Where rows are kept, or a function that makes it; `MemoryStorage(1000)` by default.
+        sampler: What makes up a batch, or such a function; uniform by default.
+        writer: Where rows go, or such a function; in a ring the newest replace the oldest by default,
+            or as the store was filled.
+        collate_fn: Makes a batch of what the storage gives: rows that are objects, in a list, or what is a
+            batch already. None: objects are stacked where that can be done.
+        transform: What is done to batches on their way out (a callable), or both ways (a torchrl Transform).
+        transform_factory: A function that makes it.
+        dim_extend: Which dim of a batch given to `extend` is time; None: the last of those that make rows.
         batch_size: Of `sample` and iteration; may be given to `sample` instead.
-        device: Where batches are handed out; None: CPU.
+        device: Where batches are handed out; None: where the storage says.
         prefetch: How many batches are made ahead, in a thread: the next call finds its batch ready. A
             batch whose rows were overwritten or changed meanwhile, of another size, or drawn before the
             generator was seeded anew, is drawn again; priorities set in the last `prefetch` batches may
@@ -65,6 +68,8 @@ class ReplayBuffer(DrawingHandle):
         sample_unit: What every sampled row stands for: itself, or a `Sequence` of steps around it.
         rate_limiter: How many rows may be sampled for each that is written; `sample`, `extend` and `add`
             wait until they may go on. See `MinSize` and `SampleToInsertRatio`.
+        torchrl: Keywords that torchrl's buffers have and that mean nothing here: at their defaults they are
+            taken, otherwise refused with the reason.
 
     Example:
         >>> rb = ReplayBuffer(storage=MemoryStorage(1000), batch_size=2)
@@ -74,19 +79,20 @@ class ReplayBuffer(DrawingHandle):
         torch.Size([2, 3])
     """
 
-    #: Root keys that samples carry beside the fields; not taken in again by `extend`.
-    _own_keys: frozenset[str] = frozenset()
-    _bound: ClassVar[tuple[str, ...]] = (*DrawingHandle._bound, "_builder", "_reader", "_intake")
-    _builder: Builder | None = None
+    _bound: ClassVar[tuple[str, ...]] = (*ShapingHandle._bound, "_reader", "_iterator")
     _reader: StepReader | None = None
-    _intake: Intake | None = None
+    _iterator: Iterator[Any] | None = None
 
     def __init__(
         self,
         *,
-        storage: Storage | None = None,
-        sampler: Sampler | None = None,
-        writer: Writer | None = None,
+        storage: Storage | Callable[[], Storage] | None = None,
+        sampler: Sampler | Callable[[], Sampler] | None = None,
+        writer: Writer | Callable[[], Writer] | None = None,
+        collate_fn: Callable[[Any], Any] | None = None,
+        transform: Any = None,
+        transform_factory: Callable[[], Any] | None = None,
+        dim_extend: int | None = None,
         batch_size: int | None = None,
         device: torch.device | str | None = None,
         prefetch: int | None = None,
@@ -95,49 +101,62 @@ class ReplayBuffer(DrawingHandle):
         consume_after_n_samples: int | None = None,
         sample_unit: SampleUnit | None = None,
         rate_limiter: RateLimiter | None = None,
+        **torchrl: Any,
     ) -> None:
+        refuse(type(self).__name__, torchrl)
+        if transform is not None and transform_factory is not None:
+            raise TypeError("transform and transform_factory are mutually exclusive; give one of them")
         check_drawing(batch_size, prefetch, pin_memory)
-        sampler = None if sampler is None else adapt(sampler)
-        self._unit = check_unit(sample_unit, sampler)
+        drawing = None if sampler is None else adapt(called(sampler, "sample"))
+        self._unit = check_unit(sample_unit, drawing)
+        kept = MemoryStorage(1000) if storage is None else made(storage, Storage, "get")
+        self._writer = self._default_writer(kept) if writer is None else made(writer, Writer, "write")
         super().__init__(
-            MemoryStorage(1000) if storage is None else storage,
-            consume_after(consume_after_n_samples, sampler, prefetch=prefetch),
+            kept,
+            consume_after(consume_after_n_samples, drawing, prefetch=prefetch),
+            collate_fn=collate_fn,
+            transform=transform if transform_factory is None else transform_factory(),
+            dim_extend=dim_extend,
+            device=device,
+            pin_memory=pin_memory,
             prefetch=prefetch or 0,
             generator=generator,
             limiter=rate_limiter,
         )
-        self._writer = default_writer(self._storage) if writer is None else writer
         self._writer.register_storage(self._storage)
         self._batch_size = batch_size
-        self._device = None if device is None else torch.device(device)
-        self._pin_memory = pin_memory
 
     # -- the two data paths ----------------------------------------------------------------------
 
     def extend(
         self,
-        data: TensorDictBase,
+        data: Any,
         *,
         source: str | None = None,
         return_ids: bool = False,
         episode_info: Mapping[str, Any] | None = None,
+        update_priority: bool | None = None,
     ) -> torch.Tensor:
         """Append a batch of rows, all of them or none.
 
         Rows with trajectory id -1 or `("collector", "mask")` False are dropped.
 
         Args:
-            data: Rows. For stores made by `expstore.open` all batch dims are rows, time is the dim
+            data: Rows: a TensorDict, a tensor, a tensorclass, or a tree (tuple or dict) of tensors. A list is
+                rows one by one. For stores made by `expstore.open` all batch dims are rows, time is the dim
                 named "time", else the last, and each place along the others is a stream of its own.
-                Elsewhere only the first batch dim counts.
+                Elsewhere the storage's `ndim` first dims are, of which `dim_extend` is time.
             source: Name of the stream of experience; a named one continues its open episodes after a
                 restart. None: this handle's own.
             return_ids: Return ids, which are never used again, instead of indices.
             episode_info: Facts to note about every episode that has a row in the batch, as `annotate` does;
                 they are there with the rows or not at all.
+            update_priority: Whether priorities that come with the rows count, in a buffer that knows where
+                they are; None: they do.
 
         Returns:
-            Index, or id, of each row; -1 for dropped rows. Shape `(n,)`, int64.
+            Index, or id, of each row; -1 for rows that were not taken in. Shape `(n,)`, int64; of indices
+            `(n, ndim)` where `ndim` is larger than 1.
 
         Raises:
             SchemaError: The batch does not fit the store, or JSON has no form for a fact.
@@ -145,8 +164,25 @@ class ReplayBuffer(DrawingHandle):
             StorageError: The disk failed; nothing was added.
         """
         info = pack_info(episode_info)
-        batch = self._flat(data)
-        return torch.from_numpy(self._append(batch, source, return_ids, info))
+        batch = self._taken(data)
+        if batch is None:
+            return self._indices(np.zeros(0, np.int64), flat=return_ids)
+        batch.prioritized = self._counts_priorities(update_priority)
+        return self._indices(self._append(batch, source, return_ids, info), flat=return_ids)
+
+    def _counts_priorities(self, asked: bool | None) -> bool:
+        if asked is not None:
+            raise NotImplementedError(
+                "update_priority is not supported in this class, which does not know where priorities are; "
+                "use a TensorDictReplayBuffer, or update_priority(index, priority)"
+            )
+        return False
+
+    def _indices(self, numbers: IntArray, *, flat: bool = False) -> torch.Tensor:
+        """Return rows' numbers as users know them: one for each dim that makes rows."""
+        return torch.from_numpy(
+            numbers if flat or self._storage.ndim == 1 else self._storage.unravel(numbers)
+        )
 
     def _append(self, batch: Batch, source: str | None, return_ids: bool, info: str) -> IntArray:
         if self._limiter is None:
@@ -160,6 +196,8 @@ class ReplayBuffer(DrawingHandle):
         with storage.turn, storage.lock:
             storage.check_writable()
             self._writer.check()
+            if batch.count == 0:
+                return np.zeros(0, np.int64)
             schema, reader = self._prepared(batch)
             columns = batch.columns(schema)
             kept = reader.transitions(columns)
@@ -168,7 +206,7 @@ class ReplayBuffer(DrawingHandle):
             if batch.count == 0:
                 return np.full(0 if kept is None else kept.size, -1)
             steps = reader.read(columns, batch)
-            priorities = self._given_priorities(schema, columns)
+            priorities = self._given_priorities(schema, columns) if batch.prioritized else None
             last = storage.last
             ids = self._writer.write(storage, columns, steps, source=source, info=info)
             run = storage.last - last == ids.size  # all were appended: their ids follow one another
@@ -182,21 +220,6 @@ class ReplayBuffer(DrawingHandle):
         """Return the priorities that come with new rows. Shape `(n,)`."""
         return None
 
-    @overload
-    def sample(
-        self, batch_size: int | None = None, return_info: Literal[False] = False
-    ) -> TensorDictBase: ...
-
-    @overload
-    def sample(
-        self, batch_size: int | None, return_info: Literal[True]
-    ) -> tuple[TensorDictBase, dict[str | Key, torch.Tensor]]: ...
-
-    @overload
-    def sample(
-        self, batch_size: int | None = None, *, return_info: Literal[True]
-    ) -> tuple[TensorDictBase, dict[str | Key, torch.Tensor]]: ...
-
     def sample(self, batch_size: int | None = None, return_info: bool = False) -> Any:
         """Draw a batch.
 
@@ -209,8 +232,8 @@ class ReplayBuffer(DrawingHandle):
                 what the sampler has to say (`priority_weight`; the ends of slices).
 
         Returns:
-            A TensorDict that owns its memory, batch size `[batch_size]`; fewer rows where the sampler says
-            so.
+            A TensorDict that owns its memory, batch size `[batch_size]`, or whatever rows are; fewer rows
+            where the sampler says so.
 
         Raises:
             NotReadyError: The store is empty, or no row is left that may still be drawn.
@@ -218,16 +241,11 @@ class ReplayBuffer(DrawingHandle):
         batch, selection = self._next_batch(self._wanted(batch_size))
         return (batch, self._info(selection, batch)) if return_info else batch
 
-    def _make(
-        self, turn: Turn, size: int, instead: Selection | None = None
-    ) -> tuple[TensorDictBase, Selection]:
+    def _make(self, turn: Turn, size: int, instead: Selection | None = None) -> tuple[Any, Selection]:
         selection, columns = self._draw(turn, size, instead)
         root = self._root(selection)
-        more = self._marked(selection, columns) if selection.marks or selection.info else {}
-        batch = self._build().build(columns, torch.Size((selection.ids.size,)), root)
-        for key, values in more.items():
-            batch.set(key, values)
-        return self._placed(batch), selection
+        more = self._marked(selection, columns) if selection.marks or selection.info else None
+        return self._given(columns, (selection.ids.size,), root, more), selection
 
     def _draw(
         self, turn: Turn, size: int, selection: Selection | None = None
@@ -235,7 +253,7 @@ class ReplayBuffer(DrawingHandle):
         storage = self._storage
         for redraw in range(_LIMIT):
             generator = self._draws.numbers(turn, redraw)
-            if redraw == _PATIENCE:
+            if redraw == PATIENCE:
                 storage.lock.acquire()
             try:
                 if selection is None:
@@ -250,162 +268,79 @@ class ReplayBuffer(DrawingHandle):
                         return rows, columns
                 storage.counters.redraws += 1
             finally:
-                if redraw == _PATIENCE:
+                if redraw == PATIENCE:
                     storage.lock.release()
         # Only a follower gets here: with the lock held nothing is overwritten in this process.
-        raise StateError(_OVERTAKEN, hint="sample less at once, or give the store a larger capacity")
-
-    def _root(self, selection: Selection) -> dict[str, torch.Tensor]:
-        """Return what a sample carries beside the fields."""
-        return {}
+        raise StateError(OVERTAKEN, hint="sample less at once, or give the store a larger capacity")
 
     def _marked(self, selection: Selection, columns: list[Array]) -> dict[Key, torch.Tensor]:
         """Write a sampler's flags into columns of the schema; return those of other fields."""
         return {}
 
-    def _info(self, selection: Selection, batch: TensorDictBase) -> dict[str | Key, torch.Tensor]:
-        info: dict[str | Key, Array] = {"index": self._storage.index_of(selection.ids), "id": selection.ids}
+    def _info(self, selection: Selection, batch: Any) -> dict[str | Key, Any]:
+        index = self._indices(self._storage.index_of(selection.ids))
+        info: dict[str | Key, Array] = {"id": selection.ids}
         info |= {key if len(key) > 1 else key[0]: values for key, values in selection.info.items()}
         for mark in selection.marks:
-            stored = batch.get(mark.key)
+            stored = batch.get(mark.key) if is_tensor_collection(batch) else None
             if stored is not None or mark.new:
                 key = mark.key if len(mark.key) > 1 else mark.key[0]
                 info[key] = mark.alone() if stored is None else mark.on(stored.cpu().numpy())
-        told = {name: self._placed(torch.from_numpy(values)) for name, values in info.items()}
-        return told | selection.notes
+        told: dict[str | Key, Any] = {k: self._placed(torch.from_numpy(v)) for k, v in info.items()}
+        index = self._placed(index)
+        return {"index": tuple(index.unbind(-1)) if index.ndim > 1 else index} | told | selection.notes
 
     # -- single rows -----------------------------------------------------------------------------
 
     def add(
         self,
-        data: TensorDictBase,
+        data: Any,
         *,
         source: str | None = None,
         episode_info: Mapping[str, Any] | None = None,
-    ) -> int:
-        """Append one row; return its index, or -1 if it is dropped.
+    ) -> Any:
+        """Append one row; return its index, or -1 if it is not taken in.
 
         Args:
-            data: One row: a TensorDict without batch dims.
+            data: One row: a TensorDict without batch dims, for instance. Where `ndim` is larger than 1 it is
+                one row for each lane, and their indices are returned. Shape `(lanes, ndim)`, int64.
             source: As in `extend`.
             episode_info: As in `extend`.
         """
         info = pack_info(episode_info)
-        batch = self._flat(data, single=True)
-        return int(self._append(batch, source, False, info)[0])
+        batch = self._taken(data, single=True)
+        if batch is None:
+            return self._indices(np.zeros(0, np.int64))
+        batch.prioritized = self._counts_priorities(None)
+        numbers = self._append(batch, source, False, info)
+        return int(numbers[0]) if self._storage.ndim == 1 else self._indices(numbers)
 
     def __len__(self) -> int:
         return self._sampler.left(self._storage)
 
-    def __getitem__(self, index: Index | str | tuple[str, ...]) -> Any:
-        """Read rows by index, or one field of all rows by key."""
-        if isinstance(index, str) or (isinstance(index, tuple) and all(isinstance(k, str) for k in index)):
-            return self._field(to_key(index))
-        ids, columns = self._read(cast(Index, index))
-        single = _is_single(index)
-        size = torch.Size(() if single else (ids.size,))
-        return self._placed(self._build().build(columns, size, {}, first_row=single))
-
-    def _read(self, index: Index, places: Sequence[int] | None = None) -> tuple[IntArray, list[Array]]:
-        return self._read_ids(lambda: self._ids(index), places)
-
-    def _read_ids(
-        self, find: Callable[[], IntArray], places: Sequence[int] | None = None
-    ) -> tuple[IntArray, list[Array]]:
-        storage = self._storage
-        if storage.closed:
-            raise StateError("the store is closed", hint="open it again with expstore.open()")
-        for _ in range(_PATIENCE):
-            ids = find()
-            columns = storage.read(ids, places)
-            if storage.intact(ids):
-                return ids, columns
-        with storage.lock:
-            ids = find()
-            columns = storage.read(ids, places)
-        if storage.follows and not storage.intact(ids):
-            raise StateError(_OVERTAKEN, hint="read fewer rows at once, or give the store a larger capacity")
-        return ids, columns
-
-    def _field(self, key: Key) -> Any:
-        storage = self._storage
-        if storage.schema is not None and key in storage.schema:
-            _, (column,) = self._read(slice(None), [storage.place_of(key)])
-            tensor = torch.from_numpy(column)
-            return self._placed(
-                tensor.view(torch.bfloat16) if storage.schema[key].dtype == "bfloat16" else tensor
-            )
-        batch = self[:]
-        if key not in batch.keys(include_nested=True):
-            raise NotFoundError(f"no field {key_name(key)!r}", hint=f"the store has {storage.schema!r}")
-        return batch[key]
-
-    def trajectory(self, episode_id: int) -> TensorDictBase:
-        """Read the rows of an episode that are still there, in the order of its steps.
-
-        Args:
-            episode_id: Which one.
-
-        Returns:
-            A TensorDict with what samples carry (`index`, `id`), batch size `[rows]`, its dim named "time".
-
-        Raises:
-            NotFoundError: There never was such an episode, or all its rows have left.
-            StateError: The store is closed; or a writer in another process overwrites the rows too fast.
-        """
-        ids, columns = self._read_ids(lambda: rows_of_episode(self._storage, episode_id))
-        root = self._root(Selection(ids))
-        batch = self._placed(self._build().build(columns, torch.Size((ids.size,)), root))
-        batch.names = ["time"]
-        return batch
-
-    def __setitem__(self, index: Index, data: TensorDictBase) -> None:
-        """Replace rows by index; neither length nor episodes change.
-
-        On disk the change is there as a whole or not at all after any crash.
-        """
-        storage = self._storage
-        with storage.lock:
-            storage.check_writable()
-            ids = self._ids(index)
-            batch = self._flat(data, single=_is_single(index))
-            if batch.count != ids.size:
-                raise SchemaError(f"{ids.size} rows are to be replaced by {batch.count}")
-            schema = storage.require_schema()
-            columns = batch.columns(schema)
-            if ids.size > 1:
-                # Of a row given twice the last value counts.
-                ids, last = np.unique(ids[::-1], return_index=True)
-                columns = [column[::-1][last] for column in columns]
-            storage.change(ids, range(len(columns)), columns)
-
-    def _ids(self, index: Index) -> IntArray:
-        storage = self._storage
-        if isinstance(index, slice):
-            window = storage.window
-            ids = window.ids()
-            ordered: IntArray = ids[np.argsort(storage.index_of(ids), kind="stable")]
-            return ordered[index]
-        numbers = np.asarray(index.cpu() if isinstance(index, torch.Tensor) else index)
-        if numbers.dtype == np.bool_:
-            if numbers.shape != (len(storage),):
-                raise NotFoundError(f"the mask has shape {numbers.shape}, the store {len(storage)} rows")
-            chosen: IntArray = self._ids(slice(None))[numbers.astype(bool)]
-            return chosen
-        if numbers.size and numbers.dtype.kind not in "iu":
-            raise TypeError(f"rows are found by integers, not {numbers.dtype}")
-        numbers = numbers.reshape(-1).astype(np.int64)
-        # Where rows were given up without newer ones in their place, the newest is still number -1.
-        end = storage.last if storage.capacity is None else storage.window.size
-        wrapped: IntArray = np.where(numbers < 0, numbers + end, numbers)
-        return storage.ids_at(wrapped)
-
-    def __iter__(self) -> Iterator[TensorDictBase]:
+    def __iter__(self) -> Iterator[Any]:
         """Yield batches, without end or until the sampler has run out of rows."""
         while True:
             yield self.sample()
             if self._sampler.ran_out:
                 return
+
+    def next(self) -> Any:
+        """Return the next batch of an iteration that goes on from call to call; None: it is at its end."""
+        if self._iterator is None:
+            self._iterator = iter(self)
+        batch = next(self._iterator, None)
+        if batch is None:
+            self._iterator = None
+        return batch
+
+    def can_sample(self, batch_size: int | None = None) -> bool:
+        """Say whether `sample` would find rows to draw.
+
+        Raises:
+            StateError: No batch size is known.
+        """
+        return self._sampler.can_sample(self._storage, self._wanted(batch_size))
 
     def update_priority(self, index: Any = None, priority: Any = None, *, id: Any = None) -> int:
         """Set the priorities of rows that are still there.
@@ -413,7 +348,8 @@ class ReplayBuffer(DrawingHandle):
         By id, a row that has left since it was sampled is skipped, never another one changed.
 
         Args:
-            index: Which rows, by index; -1 stands for none. Shape `(n,)`; or give `id`.
+            index: Which rows, by index; -1 stands for none. Shape `(n,)`, or `(n, ndim)` or a tuple of `ndim`
+                where that is larger than 1; or give `id`.
             priority: Finite, not negative; one for all, or one or several each, of which the sampler's
                 reduction makes one. Shape `()` or `(n, ...)`.
             id: Which rows, by id. Shape `(n,)`.
@@ -426,7 +362,8 @@ class ReplayBuffer(DrawingHandle):
         """
         if (index is None) == (id is None) or priority is None:
             raise TypeError("update_priority takes a priority and either index or id")
-        numbers = to_array(index if id is None else id).reshape(-1).astype(np.int64, copy=False)
+        numbers = self._numbers(index) if id is None else to_array(id)
+        numbers = numbers.reshape(-1).astype(np.int64, copy=False)
         values = to_array(priority)
         if values.dtype != np.float32 or values.ndim > 1:
             values = self._sampler.reduce(values.astype(np.float64, copy=False))
@@ -442,6 +379,13 @@ class ReplayBuffer(DrawingHandle):
         self._sampler.on_priority_update(self._storage, ids, values)
         return count
 
+    def _numbers(self, index: Any) -> Array:
+        """Return rows' numbers, given as users know them."""
+        if isinstance(index, tuple):
+            index = torch.stack([torch.as_tensor(part) for part in index], -1)
+        numbers = to_array(index)
+        return numbers if self._storage.ndim == 1 else self._storage.ravel(numbers)
+
     @property
     def batch_size(self) -> int | None:
         """Rows per batch, unless `sample` is told otherwise."""
@@ -449,7 +393,11 @@ class ReplayBuffer(DrawingHandle):
 
     def stats(self) -> dict[str, Any]:
         """Return facts about the buffer that JSON can keep."""
-        return super().stats() | {"batch_size": self._batch_size}
+        storage = self._storage
+        mine: dict[str, Any] = {"batch_size": self._batch_size, "initialized": self.initialized}
+        if storage.capacity is not None:
+            mine["utilization"] = len(storage) / storage.capacity
+        return super().stats() | mine
 
     def __repr__(self) -> str:
         storage = self._storage
@@ -494,75 +442,25 @@ class ReplayBuffer(DrawingHandle):
         """Return the schema, fixed by the first rows, and what reads steps."""
         storage = self._storage
         if storage.schema is None:
-            schema = Schema.infer(batch.signature())
-            self._writer.check_fields(schema)
-            storage.prepare(schema, storage.resolve_keys(schema))
-        schema = storage.require_schema()
+            self._writer.check_fields(Schema.infer(batch.signature()))
+        schema = storage.require_schema() if batch.arranged else prepare(storage, batch)
         if self._reader is None:
             if self._limiter is None and storage.limits[1]:
                 storage.note_limits(0, 0)  # what it had counted is not all any more
-            self._reader, self._intake = StepReader(schema, storage.keys), Intake(schema)
+            self._reader = StepReader(schema, storage.keys)
+            if not schema.form and storage.ndim == 1 and not self.dim_extend:
+                self._intake = Intake(schema)
         return schema, self._reader
-
-    def _flat(self, data: TensorDictBase, *, single: bool = False) -> Batch:
-        batch = None if self._intake is None else self._intake.take(data, single=single)
-        if batch is None:
-            return flatten(data, all_dims=self._storage.flatten, single=single, skip=self._own_keys)
-        return batch
 
     def _wanted(self, batch_size: int | None) -> int:
         size = self._batch_size if batch_size is None else batch_size
         if size is None:
-            raise ValueError("batch_size not specified; give it to sample() or to the buffer")
+            raise StateError("batch_size not specified", hint="give it to sample(), or to the buffer")
         check_batch_size(size)
         return int(size)
 
-    def _build(self) -> Builder:
-        if self._builder is None:
-            self._builder = Builder(self._storage.require_schema())
-        return self._builder
-
-    def _placed(self, batch: _Placed) -> _Placed:
-        if self._pin_memory:
-            batch = batch.pin_memory()
-        if self._device is None:
-            return batch
-        return batch.to(self._device, non_blocking=True) if self._pin_memory else batch.to(self._device)
-
-
-def check_drawing(
-    batch_size: int | None,
-    prefetch: int | None,
-    pin_memory: bool,
-    *,
-    limiter: RateLimiter | None = None,
-    capacity: int | None = None,
-) -> None:
-    """Raise ValueError for what no buffer can do."""
-    if limiter is not None:
-        limiter.check(capacity)
-    check_batch_size(batch_size)
-    if prefetch is not None and prefetch < 0:
-        raise ValueError(f"prefetch must be at least 0, got {prefetch}")
-    if pin_memory and not torch.accelerator.is_available():
-        raise ValueError("pin_memory is for copies to an accelerator, and there is none; leave it False")
-
-
-def check_batch_size(size: int | None) -> None:
-    """Raise ValueError for a batch without rows."""
-    if size is not None and size < 1:
-        raise ValueError(f"batch_size must be at least 1, got {size}")
-
-
-def _is_single(index: Any) -> bool:
-    return not isinstance(index, slice) and np.ndim(index) == 0
-
-
-def to_array(values: Any) -> Array:
-    """Return values, of a tensor on whichever device, as an array."""
-    if isinstance(values, torch.Tensor):
-        return values.detach().cpu().numpy()
-    return np.asarray(values)
+    def _default_writer(self, storage: Storage) -> Writer:
+        return default_writer(storage)
 
 
 def _spread(numbers: IntArray, kept: Array) -> IntArray:

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from expstore.buffers import check_drawing
 from expstore.errors import StateError
 from expstore.files import ReadingDisk
+from expstore.keywords import check_drawing
 from expstore.limiter import RateLimiter
 from expstore.sample_units import SampleUnit, check_unit
 from expstore.samplers.base import Sampler

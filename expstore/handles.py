@@ -57,6 +57,21 @@ class StoreHandle:
     def _attached(self, storage: Storage) -> None:
         """Be told of a storage that is there from now on, or whose content is another one."""
 
+    def _hold(self, storage: Storage) -> None:
+        """Hold another storage from now on; after an error the one before."""
+        former = self._storage, self._origin
+        self.__dict__.pop("_catalog", None)
+        self._storage, self._origin = storage, Origin.of(storage)
+        try:
+            storage.use_catalog(self._catalog)
+            self._attached(storage)
+        except BaseException:
+            self.__dict__.pop("_catalog", None)
+            self._storage, self._origin = former
+            self._storage.use_catalog(self._catalog)
+            self._attached(self._storage)
+            raise
+
     # -- what a fork and a copy in another process make anew, when first needed ------------------
 
     @cached_property
@@ -169,6 +184,10 @@ class StoreHandle:
         return dump(self._storage, path, keep=keep)
 
     def dump(self, path: str | Path, *, keep: int = 5) -> Version:
+        """Do as `dumps`."""
+        return self.dumps(path, keep=keep)
+
+    def save(self, path: str | Path, *, keep: int = 5) -> Version:
         """Do as `dumps`."""
         return self.dumps(path, keep=keep)
 
@@ -330,6 +349,11 @@ class StoreHandle:
     def write_count(self) -> int:
         """How many rows were ever written."""
         return self._refreshed().write_count
+
+    @property
+    def initialized(self) -> bool:
+        """True: nothing is made later than the buffer itself."""
+        return True
 
     @property
     def meta(self) -> dict[str, Any]:

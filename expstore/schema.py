@@ -87,6 +87,7 @@ class Schema:
 
     Args:
         fields: At least one; names as the class checks them.
+        form: How rows are put together out of them, as `expstore.forms` notes it; "": as TensorDicts.
 
     Raises:
         SchemaError: A name cannot be a path, two names clash, a dtype is not supported, or a field has no
@@ -98,8 +99,9 @@ class Schema:
         24
     """
 
-    def __init__(self, fields: Iterable[Field]) -> None:
+    def __init__(self, fields: Iterable[Field], form: str = "") -> None:
         self.fields = tuple(fields)
+        self.form = form
         if not self.fields:
             raise SchemaError("a row needs at least one field, this batch has none")
         seen: dict[str, Field] = {}
@@ -132,9 +134,9 @@ class Schema:
                     raise SchemaError(f"{'.'.join(parents[:cut])!r} is both a field and a group of fields")
 
     @classmethod
-    def infer(cls, columns: Mapping[Key, tuple[str, tuple[int, ...]]]) -> Schema:
+    def infer(cls, columns: Mapping[Key, tuple[str, tuple[int, ...]]], form: str = "") -> Schema:
         """Make the schema that fits columns given as key -> (dtype, row shape)."""
-        return cls(Field(key, dtype, shape) for key, (dtype, shape) in columns.items())
+        return cls([Field(key, dtype, shape) for key, (dtype, shape) in columns.items()], form)
 
     @cached_property
     def keys(self) -> tuple[Key, ...]:
@@ -209,15 +211,18 @@ class Schema:
         }
         return [fitted[key] for key in (keys if partial else self.keys)]
 
-    def to_json(self) -> list[dict[str, Any]]:
-        """Return what `expstore.json` keeps."""
-        return [{"key": list(f.key), "dtype": f.dtype, "shape": list(f.shape)} for f in self.fields]
+    def to_json(self) -> list[dict[str, Any]] | dict[str, Any]:
+        """Return what `expstore.json` keeps: the fields, and the form where rows are no TensorDicts."""
+        fields = [{"key": list(f.key), "dtype": f.dtype, "shape": list(f.shape)} for f in self.fields]
+        return {"fields": fields, "form": self.form} if self.form else fields
 
     @classmethod
     def from_json(cls, data: Any) -> Schema:
         """Read what `to_json` returned."""
         try:
-            return cls(Field(to_key(f["key"]), str(f["dtype"]), tuple(map(int, f["shape"]))) for f in data)
+            fields, form = (data["fields"], str(data["form"])) if isinstance(data, dict) else (data, "")
+            found = [Field(to_key(f["key"]), str(f["dtype"]), tuple(map(int, f["shape"]))) for f in fields]
+            return cls(found, form)
         except (KeyError, TypeError, ValueError) as exc:
             raise CorruptionError(f"the stored schema cannot be read: {exc}") from exc
 

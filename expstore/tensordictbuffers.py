@@ -13,12 +13,16 @@ import numpy as np
 import torch
 from tensordict import TensorDictBase
 
-from expstore.buffers import ReplayBuffer, to_array
+from expstore.batches import Batch
+from expstore.buffers import ReplayBuffer
 from expstore.errors import SchemaError
 from expstore.sample_units import reduce_to_anchors
 from expstore.schema import Schema
+from expstore.shaping import to_array
+from expstore.storages.base import Storage
 from expstore.storages.priorities import check_priorities
 from expstore.types import Array, Key, Selection, key_name, to_key
+from expstore.writers import TensorDictRoundRobinWriter, Writer, default_writer
 
 __all__ = ["TensorDictReplayBuffer"]
 
@@ -49,8 +53,24 @@ class TensorDictReplayBuffer(ReplayBuffer):
         self.priority_key = priority_key
         self._with_ids = with_ids
 
+    def _counts_priorities(self, asked: bool | None) -> bool:
+        return asked is not False
+
+    def _default_writer(self, storage: Storage) -> Writer:
+        return TensorDictRoundRobinWriter() if storage.ranking is None else default_writer(storage)
+
+    def _to_batch(self, data: Any, *, single: bool) -> Batch:
+        first = data[0] if isinstance(data, list) and data else data
+        if not isinstance(first, TensorDictBase) and not (isinstance(data, list) and not data):
+            raise SchemaError(
+                f"expected a TensorDict, got {type(first).__name__}: {type(self).__name__} only accepts "
+                "TensorDictBase subclasses, no tensorclasses or other types",
+                hint="use a ReplayBuffer",
+            )
+        return super()._to_batch(data, single=single)
+
     def _root(self, selection: Selection) -> dict[str, torch.Tensor]:
-        root = {"index": torch.from_numpy(self._storage.index_of(selection.ids))}
+        root = {"index": self._indices(self._storage.index_of(selection.ids))}
         if self._with_ids:
             root["id"] = torch.from_numpy(selection.ids)
         for key, values in selection.info.items():
@@ -90,6 +110,8 @@ class TensorDictReplayBuffer(ReplayBuffer):
         rows = data.get(f"anchor_{name}") if self._unit is not None else None
         if rows is None:
             rows = data[name]
+            if rows.ndim > 1 and self._storage.ndim == 1:  # the same along the dims that rows have themselves
+                rows = rows.reshape(rows.shape[0], -1)[:, 0]
         else:
             values = self._sampler.reduce(to_array(priority).astype(np.float64))
             rows, priority = reduce_to_anchors(to_array(rows), values, to_array(data["validity_mask"]))

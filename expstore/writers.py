@@ -18,8 +18,8 @@ import numpy as np
 from expstore.episodes import Steps
 from expstore.errors import NotFoundError, SchemaError, StateError
 from expstore.schema import Schema
+from expstore.storages.access import append_rows
 from expstore.storages.base import Storage
-from expstore.storages.rows import Rows, now_us
 from expstore.types import Array, IntArray, Ranking, key_name, to_key
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ class RoundRobinWriter(Writer):
         """
         if storage.ranking is not None:
             _end_ranking(storage, storage.ranking)
-        return _append(storage, columns, steps, source=source, info=info)
+        return append_rows(storage, columns, steps, source=source, info=info)
 
 
 class TensorDictRoundRobinWriter(RoundRobinWriter):
@@ -269,13 +269,13 @@ class TensorDictMaxValueWriter(Writer):
         place = storage.place_of(self._ranking.key)
         ranks = self._rank(storage.require_schema(), columns[place])
         if storage.capacity is None:
-            return _append(storage, columns, Steps(ranks.size), source=source, info="")
+            return append_rows(storage, columns, Steps(ranks.size), source=source, info="")
         known = self._catch_up(storage, storage.capacity)
         self._known = None  # what fails in between leaves ranks of rows that are not there
         batch = _Batch.place(storage, storage.capacity, known.tree, ranks)
         if batch.appended.size:
             chosen = [column[batch.appended] for column in columns]
-            _append(storage, chosen, Steps(batch.appended.size), source=source, info="")
+            append_rows(storage, chosen, Steps(batch.appended.size), source=source, info="")
         if batch.displaced.size:
             storage.replace(batch.displaced, [column[batch.replacing] for column in columns])
         self._known = self._stamp(storage, known.tree)
@@ -410,19 +410,6 @@ def default_writer(storage: Storage) -> Writer:
     if ranking is None:
         return RoundRobinWriter()
     return TensorDictMaxValueWriter(ranking.key, ranking.reduction)  # type: ignore[arg-type]
-
-
-def _append(
-    storage: Storage, columns: Sequence[Array], steps: Steps, *, source: str | None, info: str
-) -> IntArray:
-    """Give rows the next ids."""
-    first, time = storage.last + 1, now_us()
-    assignment = storage.episodes.assign(
-        steps, source=source, low=storage.window.low, first_id=first, time=time
-    )
-    rows = Rows(first, steps.count, columns, assignment, time, info)
-    storage.write(rows)
-    return rows.ids
 
 
 def _end_ranking(storage: Storage, ranking: Ranking) -> None:

@@ -614,7 +614,7 @@ def test_names_that_cannot_be_stored(make: Make, key: Any, message: str) -> None
 
 def test_nothing_to_sample(make: Make) -> None:
     rb = make(20)
-    with pytest.raises(ValueError, match="batch_size not specified"):
+    with pytest.raises(StateError, match="batch_size not specified"):
         rb.sample()
     with pytest.raises(NotReadyError, match="Cannot sample from an empty storage; extend"):
         rb.sample(3)
@@ -701,7 +701,8 @@ def test_put_together_by_hand(tmp_path: Path) -> None:
     other.extend(whole)
     assert set(other.sample().keys()) == {"a", "index"}
     batch = other.sample()
-    batch["td_error"] = torch.ones(4)
+    assert batch.batch_size == batch["index"].shape == (4, 6)
+    batch["td_error"] = torch.ones(4, 6)
     assert other.update_tensordict_priority(batch) == 4
     other.close()
     again = expstore.open(tmp_path / "run.exp")  # keeps its rule

@@ -17,11 +17,11 @@ from expstore.door import open as open_store
 from expstore.episodes import Steps
 from expstore.errors import NotFoundError, SchemaError, StateError, StorageError
 from expstore.files import Disk
+from expstore.keys import find_keys
 from expstore.manifest import MANIFEST, Manifest, _checksum
 from expstore.schema import Field, Schema
 from expstore.storages.base import Storage
 from expstore.storages.follower import FollowerStorage
-from expstore.storages.keys import find_keys
 from expstore.storages.memory import MemoryStorage
 from expstore.storages.zarr import ZarrStorage
 from expstore.writers import RoundRobinWriter

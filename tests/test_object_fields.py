@@ -14,9 +14,9 @@ import pytest
 from expstore.buffers import ReplayBuffer
 from expstore.episodes import Steps
 from expstore.errors import QueryError, SchemaError, SnapshotError
+from expstore.keys import find_keys
 from expstore.samplers.random import RandomSampler
 from expstore.schema import Field, Schema
-from expstore.storages.keys import find_keys
 from expstore.storages.memory import MemoryStorage
 from expstore.storages.settings import Settings
 from expstore.storages.zarr import ZarrStorage

@@ -29,6 +29,7 @@ from expstore.errors import (
     StorageError,
 )
 from expstore.files import Disk
+from expstore.forms import form_of
 from expstore.lock import WriterLock
 from expstore.samplers import PrioritizedSampler, Sampler, SamplerWithoutReplacement
 from expstore.snapshots import find_version
@@ -58,7 +59,7 @@ def rows_of(rb: ReplayBuffer) -> TensorDict:
     window = rb.storage.window
     ids = np.arange(window.low + 1, window.last + 1)
     columns = rb.storage.read(ids)
-    return rb._build().build(columns, torch.Size([ids.size]), {})
+    return form_of(rb.storage).build(columns, [ids.size], {})
 
 
 def same(a: TensorDict, b: TensorDict) -> bool:

@@ -25,10 +25,10 @@ from expstore.errors import (
 )
 from expstore.files import Disk
 from expstore.journal import Kind, read_journal
+from expstore.keys import find_keys
 from expstore.schema import Field, Schema
 from expstore.storages import base, columns
 from expstore.storages.base import Storage, spare_slots
-from expstore.storages.keys import find_keys
 from expstore.storages.memory import MemoryStorage
 from expstore.storages.records import Mark
 from expstore.storages.settings import Settings

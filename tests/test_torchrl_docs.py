@@ -36,6 +36,7 @@ CANNOT = {
 
 #: Examples that print something else here, by the name and a line in them.
 DIFFERENT = {
+    ("ReplayBuffer.append_transform", "rb.append_transform("): "a buffer describes itself otherwise",
     ("Sequence", "sorted(info.keys())"): "rows have ids, too",
     ("SliceSampler", "print(s)"): "an index is one number per row; how many rows come, is drawn",
     ("SliceSampler", 'print("sample:'): "an index is one number per row",
@@ -63,7 +64,6 @@ DOCS = documented()
 LATER = {
     "PrioritizedReplayBuffer",
     "ReplayBuffer",
-    "ReplayBuffer.stats",
     "Transition",
     "TensorDictPrioritizedReplayBuffer",
     "TensorDictReplayBuffer",

@@ -108,7 +108,10 @@ class Sampler(metaclass=SamplerKind):
 
     def reduce(self, priorities: Array) -> Array:
         """Return one priority per row. Shapes `(n, ...)` in, `(n,)` out."""
-        return priorities.reshape(-1)
+        if priorities.ndim < 2:
+            return priorities.reshape(-1)
+        largest: Array = priorities.reshape(priorities.shape[0], -1).max(axis=1)
+        return largest
 
     @abstractmethod
     def sample(self, storage: Storage, batch_size: int, generator: np.random.Generator) -> Selection:
@@ -157,6 +160,10 @@ class Sampler(metaclass=SamplerKind):
     def left(self, storage: Storage) -> int:
         """Return how many rows can still be drawn: the length of a buffer."""
         return len(storage)
+
+    def can_sample(self, storage: Storage, batch_size: int) -> bool:
+        """Say whether a batch could be drawn now."""
+        return self.left(storage) > 0
 
     def sample_again(
         self, storage: Storage, selection: Selection, generator: np.random.Generator

@@ -22,12 +22,13 @@ from expstore.episodelog import LogEntry
 from expstore.episodes import EpisodeTable
 from expstore.errors import NotFoundError, SchemaError, StateError
 from expstore.files import Disk
+from expstore.keys import REWARD, Keys, find_keys
 from expstore.schema import Field, Schema
 from expstore.storages.cataloglike import CatalogLike
 from expstore.storages.changed import Changed
 from expstore.storages.grid import Grid, check_ndim, round_up
 from expstore.storages.hold import Hold
-from expstore.storages.keys import REWARD, Keys, find_keys
+from expstore.storages.indexed import Indexed
 from expstore.storages.position import DrawPosition
 from expstore.storages.priorities import Watcher, check_priorities
 from expstore.storages.rows import Rows, now_us
@@ -41,7 +42,7 @@ from expstore.types import Array, IntArray, Key, Ranking, Window, cut_run, key_n
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["REWARD", "ROW_FIELDS", "Keys", "Rows", "Storage", "find_keys", "spare_slots"]
+__all__ = ["REWARD", "ROW_FIELDS", "Keys", "Rows", "Storage", "find_keys", "now_us", "spare_slots"]
 
 #: Columns that every store has beside the user's; `priority` comes last and is not part of a checksum.
 ROW_FIELDS = (
@@ -54,7 +55,7 @@ ROW_FIELDS = (
 ROW_BYTES = sum(entry.row_bytes for entry in ROW_FIELDS)
 
 
-class Storage(DrawPosition, Grid, ABC):
+class Storage(DrawPosition, Grid, Indexed, ABC):
     """Keep rows under ever-growing ids, and know which of them can be read.
 
     Readable are the last `capacity` published ids. Threads: one writes at a time (`lock`), any number
@@ -67,8 +68,6 @@ class Storage(DrawPosition, Grid, ABC):
     """
 
     kind = "abstract"
-    #: Whether a row is one object, in the field `("_data",)`, and not a set of tensors.
-    object_rows = False
     #: Where rows are handed out, though they lie in host memory; None: CPU.
     device: torch.device | None = None
 

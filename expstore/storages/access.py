@@ -1,0 +1,273 @@
+"""A storage's rows by index: `get` and `set`, as torchrl's storages have them, and `[]`.
+
+Used by storages and buffers. It puts rows together by the storage's form; what it writes goes through
+`Storage.change` or `Storage.write`, and so it promises what they do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from expstore.errors import NotFoundError, SchemaError, StateError
+from expstore.schema import Schema
+from expstore.storages.rows import Rows, now_us
+from expstore.types import Array, IntArray
+
+if TYPE_CHECKING:
+    from expstore.batches import Batch
+    from expstore.episodes import Steps
+    from expstore.forms import Layout
+    from expstore.storages.base import Storage
+
+__all__ = [
+    "OVERTAKEN",
+    "PATIENCE",
+    "append_rows",
+    "find",
+    "get",
+    "layout_of",
+    "prepare",
+    "put",
+    "read_rows",
+    "replace_rows",
+    "rows_of",
+]
+
+PATIENCE = 3  # reads that may meet overwritten rows before the writer is asked to wait
+OVERTAKEN = "the writer overwrites rows faster than they can be read"
+
+
+def layout_of(storage: Storage, dim: int | None = None) -> Layout:
+    """Return which dims of a batch make the rows of a storage; `dim` is time, by default the last of them."""
+    from expstore.forms import Layout
+
+    return Layout(
+        all_dims=storage.flatten,
+        ndim=storage.ndim,
+        dim=storage.ndim - 1 if dim is None else dim,
+        objects=storage.object_rows,
+    )
+
+
+def find(storage: Storage, index: Any, dim: int = 0) -> tuple[IntArray, tuple[int, ...]]:
+    """Return the ids of the rows that an index means, and the shape of what it takes.
+
+    Args:
+        storage: Where they are.
+        index: As for a tensor of all rows: integers, slices, arrays, masks, tuples of them.
+        dim: Which dim of that tensor is time: it is swapped with the first.
+
+    Returns:
+        Ids, flat, and the shape that they have together; `()`: one row without a dim.
+
+    Raises:
+        NotFoundError: There is no such row.
+    """
+    index = _plain(index)
+    if storage.ndim == 1 and not dim:
+        return _find_flat(storage, index)
+    ids = _sorted(storage)
+    grid = ids.reshape(-1, *storage.dims).swapaxes(0, dim)
+    try:
+        chosen = np.asarray(grid[index])
+    except IndexError as exc:
+        raise NotFoundError(f"no rows at {index!r}: the store has them in shape {list(grid.shape)}") from exc
+    return chosen.reshape(-1), chosen.shape
+
+
+def _plain(index: Any) -> Any:
+    """Return an index in terms of NumPy's: torch's tensors, and ranges, are none."""
+    if isinstance(index, tuple):
+        return tuple(map(_plain, index))
+    if hasattr(index, "detach"):
+        index = index.detach().cpu().numpy()
+    elif isinstance(index, range):
+        index = np.arange(index.start, index.stop, index.step)
+    return index
+
+
+def _sorted(storage: Storage) -> IntArray:
+    """Return the ids that can be read, in the order of their numbers. Shape `(rows,)`."""
+    ids = storage.window.ids()
+    ordered: IntArray = ids[np.argsort(storage.index_of(ids), kind="stable")]
+    return ordered
+
+
+def _find_flat(storage: Storage, index: Any) -> tuple[IntArray, tuple[int, ...]]:
+    if isinstance(index, tuple) and len(index) == 1:
+        index = index[0]
+    if isinstance(index, slice):
+        ids = _sorted(storage)[index]
+        return ids, ids.shape
+    numbers = np.asarray(index)
+    if numbers.dtype == np.bool_:
+        if numbers.shape != (len(storage),):
+            raise NotFoundError(f"the mask has shape {numbers.shape}, the store {len(storage)} rows")
+        ids = _sorted(storage)[numbers.astype(bool)]
+        return ids, ids.shape
+    if numbers.size and numbers.dtype.kind not in "iu":
+        raise TypeError(f"rows are found by integers, not {numbers.dtype}")
+    shape, numbers = numbers.shape, numbers.reshape(-1).astype(np.int64)
+    # Where rows were given up without newer ones in their place, the newest is still number -1.
+    end = storage.last if storage.capacity is None else storage.window.size
+    return storage.ids_at(np.where(numbers < 0, numbers + end, numbers)), shape
+
+
+def read_rows(
+    storage: Storage, locate: Callable[[], IntArray], places: Sequence[int] | None = None
+) -> tuple[IntArray, list[Array]]:
+    """Copy rows out that nobody overwrites meanwhile.
+
+    Args:
+        storage: Where they are.
+        locate: Returns their ids; asked again where the writer was faster.
+        places: Positions of the fields wanted; None: all.
+
+    Returns:
+        Ids, and one array per field. Shapes `(n,)` and `(n, *row shape)`.
+
+    Raises:
+        NotFoundError: There is no such row.
+        StateError: The storage is closed; or a writer in another process overwrites the rows too fast.
+    """
+    if storage.closed:
+        raise StateError("the store is closed", hint="open it again with expstore.open()")
+    for _ in range(PATIENCE):
+        ids = locate()
+        columns = storage.read(ids, places)
+        if storage.intact(ids):
+            return ids, columns
+    with storage.lock:
+        ids = locate()
+        columns = storage.read(ids, places)
+    if storage.follows and not storage.intact(ids):
+        raise StateError(OVERTAKEN, hint="read fewer rows at once, or give the store a larger capacity")
+    return ids, columns
+
+
+def get(storage: Storage, index: Any, dim: int = 0) -> Any:
+    """Read rows by index, put together as they came.
+
+    Args:
+        storage: Where they are.
+        index: As `find`.
+        dim: As `find`.
+    """
+    from expstore.forms import form_of
+
+    shape: tuple[int, ...] = ()
+
+    def locate() -> IntArray:
+        nonlocal shape
+        ids, shape = find(storage, index, dim)
+        return ids
+
+    _, columns = read_rows(storage, locate)
+    form = form_of(storage)
+    return form.build([column.reshape((*shape, *column.shape[1:])) for column in columns], shape, {})
+
+
+def rows_of(storage: Storage) -> Iterator[Any]:
+    """Yield row after row, in the order of their indices; of time, where `ndim` is larger than 1."""
+    for number in range(len(storage) // storage.lanes):
+        yield get(storage, number)
+
+
+def put(storage: Storage, index: Any, data: Any) -> None:
+    """Replace rows by index; rows right behind the last one are appended.
+
+    Args:
+        storage: Where they are.
+        index: One integer, several, or a slice; of time where `ndim` is larger than 1.
+        data: One row for one integer, otherwise as many.
+
+    Raises:
+        NotFoundError: There is no such row, nor would it be the next.
+        SchemaError: The rows do not fit.
+    """
+    from expstore.forms import take
+
+    index = _plain(index)
+    single = not isinstance(index, (slice, tuple)) and np.ndim(index) == 0
+    with storage.lock:
+        storage.check_writable()
+        batch = take(data, layout_of(storage, 0), single=single)
+        if _is_next(storage, index, batch.count):
+            _append(storage, batch)
+        else:
+            replace_rows(storage, find(storage, index)[0], batch)
+
+
+def _is_next(storage: Storage, index: Any, count: int) -> bool:
+    """Say whether an index means the rows right behind the last one, of which there are none yet."""
+    if isinstance(index, (slice, tuple)) or np.asarray(index).dtype.kind not in "iu":
+        return False
+    lanes = storage.lanes
+    have, numbers = storage.window.size // lanes, np.asarray(index).reshape(-1)
+    room = storage.capacity is None or storage.window.size + count <= storage.capacity
+    if not room or not numbers.size or numbers[0] != have:
+        return False
+    return bool((np.diff(numbers) == 1).all()) and numbers.size * lanes == count
+
+
+def _append(storage: Storage, batch: Batch) -> None:
+    """Append rows to a storage that nobody samples from."""
+    from expstore.batches import StepReader
+
+    schema = prepare(storage, batch)
+    columns = batch.columns(schema)
+    steps = StepReader(schema, storage.keys).read(columns, batch)
+    append_rows(storage, columns, steps)
+
+
+def append_rows(
+    storage: Storage, columns: Sequence[Array], steps: Steps, *, source: str | None = None, info: str = ""
+) -> IntArray:
+    """Give rows the next ids and write them; the storage's lock is held. Returns the ids, of shape `(n,)`."""
+    first, time = storage.last + 1, now_us()
+    low = storage.window.low
+    assignment = storage.episodes.assign(steps, source=source, low=low, first_id=first, time=time)
+    rows = Rows(first, steps.count, columns, assignment, time, info)
+    storage.write(rows)
+    return rows.ids
+
+
+def prepare(storage: Storage, batch: Batch) -> Schema:
+    """Return the schema, which the first rows fix.
+
+    Raises:
+        SchemaError: Rows of the batch are put together in another way than those in the storage.
+    """
+    from expstore.forms import check_form
+
+    if storage.schema is None:
+        schema = Schema.infer(batch.signature(), batch.form)
+        storage.prepare(schema, storage.resolve_keys(schema), batch.dims)
+        storage.row_class = batch.kind
+        return storage.require_schema()
+    check_form(batch, storage.schema)
+    storage.check_dims(batch.dims)
+    return storage.schema
+
+
+def replace_rows(storage: Storage, ids: IntArray, batch: Batch) -> None:
+    """Put a batch in the place of rows; the storage's lock is held.
+
+    Args:
+        storage: Where they are.
+        ids: Which rows; of one given twice the last value counts. Shape `(n,)`.
+        batch: One row for each.
+
+    Raises:
+        SchemaError: They are not as many, or do not fit.
+    """
+    if batch.count != ids.size:
+        raise SchemaError(f"{ids.size} rows are to be replaced by {batch.count}")
+    columns = batch.columns(storage.require_schema())
+    if ids.size > 1:
+        ids, last = np.unique(ids[::-1], return_index=True)
+        columns = [column[::-1][last] for column in columns]
+    storage.change(ids, range(len(columns)), columns)
