@@ -34,7 +34,7 @@ from expstore.batches import (
     to_objects,
 )
 from expstore.errors import SchemaError
-from expstore.schema import Schema
+from expstore.schema import Schema, is_name
 from expstore.types import Array, Key
 
 __all__ = ["Form", "Layout", "check_form", "form_of", "stack", "take"]
@@ -142,7 +142,9 @@ def _walk(data: Any, path: Key, keys: list[Key], leaves: list[torch.Tensor]) -> 
         wrong = [key for key in data if not isinstance(key, (str, int)) or isinstance(key, bool)]
         if wrong:
             raise SchemaError(f"a tree has the key {wrong[0]!r}", hint="use text or integers")
-        return {"dict": [[k, _walk(value, (*path, str(k)), keys, leaves)] for k, value in data.items()]}
+        named = {k: str(k) for k in data if is_name(str(k)) and (isinstance(k, str) or str(k) not in data)}
+        names = {k: named.get(k, f"key{place}") for place, k in enumerate(data)}
+        return {"dict": [[k, _walk(value, (*path, names[k]), keys, leaves)] for k, value in data.items()]}
     if type(data) in (list, tuple):
         kind = "list" if isinstance(data, list) else "tuple"
         return {kind: [_walk(value, (*path, str(i)), keys, leaves) for i, value in enumerate(data)]}

@@ -17,7 +17,7 @@ import numpy as np
 from expstore.errors import CorruptionError, SchemaError
 from expstore.types import Array, Key, key_name, to_key
 
-__all__ = ["DTYPES", "OBJECT", "Field", "Schema"]
+__all__ = ["DTYPES", "OBJECT", "Field", "Schema", "is_name"]
 
 #: Dtype of a field that holds any Python object: kept in RAM only, as it is, not copied.
 OBJECT = "object"
@@ -227,9 +227,14 @@ class Schema:
             raise CorruptionError(f"the stored schema cannot be read: {exc}") from exc
 
 
+def is_name(part: object) -> bool:
+    """Say whether a part of a key can be a part of a path."""
+    return isinstance(part, str) and bool(_COMPONENT.fullmatch(part)) and part not in ("..", ".", "zarr.json")
+
+
 def _check_name(key: Key) -> None:
     for part in key:
-        if not isinstance(part, str) or not _COMPONENT.fullmatch(part) or part in ("..", ".", "zarr.json"):
+        if not is_name(part):
             raise SchemaError(
                 f"key {key!r} cannot be a path: {part!r}",
                 hint="each part is 1 to 100 letters, digits or _ . -, and not '..' or 'zarr.json'",

@@ -6,6 +6,7 @@ Buffers are built on it. It never draws, and never decides where new rows go.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, Self, TypeVar, cast
 
 import numpy as np
@@ -113,8 +114,12 @@ class ShapingHandle(DrawingHandle):
         with storage.lock:
             storage.check_writable()
             ids, shape = find(storage, index, self.dim_extend)
-            batch = self._taken(data, single=shape == ())
-            if batch is not None:
+            if len(self._transform):
+                data = self._transform.inverse(data, single=shape == ())
+            if data is not None:
+                # As the index has it, not as time and lanes have it.
+                layout = replace(layout_of(storage, 0), ndim=max(1, len(shape)), all_dims=False)
+                batch = take(data, layout, single=shape == (), skip=self._own_keys)
                 replace_rows(storage, ids, batch)
 
     # -- out -------------------------------------------------------------------------------------

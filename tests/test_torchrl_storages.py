@@ -282,7 +282,7 @@ import numpy as np
 from expstore.episodes import Steps
 from expstore.schema import Field, Schema
 from expstore.storages import LazyMemmapStorage
-from expstore.storages.keys import find_keys
+from expstore.keys import find_keys
 from expstore.writers import RoundRobinWriter
 
 folder = sys.argv[1] if len(sys.argv) > 1 else None

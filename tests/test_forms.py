@@ -1,0 +1,260 @@
+"""What users hand over comes back as it was: TensorDicts, tensors, trees, tensorclasses, objects."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict, tensorclass
+from torch.utils._pytree import tree_map
+
+import expstore
+from expstore import ReplayBuffer, TensorDictReplayBuffer
+from expstore.errors import NotFoundError, SchemaError
+from expstore.storages import LazyTensorStorage, ListStorage, MemoryStorage, Storage, ZarrStorage
+
+
+@tensorclass
+class Step:
+    """A row of a class of its own."""
+
+    observation: torch.Tensor
+    reward: torch.Tensor
+
+
+KINDS = ("memory", "zarr")
+
+
+@pytest.fixture(params=KINDS)
+def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
+    return MemoryStorage(20) if request.param == "memory" else ZarrStorage(tmp_path / "run.exp", 20)
+
+
+def tree(size: int, start: int = 0) -> dict[Any, Any]:
+    numbers = torch.arange(start, start + size)
+    return {
+        "a": numbers[:, None],
+        "with a space": (numbers + 0.5, [numbers.bool(), {"deep": numbers.to(torch.bfloat16)}]),
+        30: torch.stack([numbers, -numbers], 1),
+        "30": numbers.double(),
+    }
+
+
+def same(a: Any, b: Any) -> None:
+    """Compare trees: containers, dtypes, shapes and values."""
+    assert type(a) is type(b)
+    if isinstance(a, dict):
+        assert list(a) == list(b)
+        [same(a[key], b[key]) for key in a]
+    elif isinstance(a, (list, tuple)):
+        assert len(a) == len(b)
+        [same(x, y) for x, y in zip(a, b, strict=True)]
+    else:
+        assert a.dtype is b.dtype
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+def test_a_tensor(storage: Storage) -> None:
+    with ReplayBuffer(storage=storage, batch_size=4) as rb:
+        assert rb.extend(torch.arange(5).float()).tolist() == [0, 1, 2, 3, 4]
+        assert rb.add(torch.tensor(7.0)) == 5
+        same(rb[:], torch.tensor([0.0, 1, 2, 3, 4, 7]))
+        same(rb[5], torch.tensor(7.0))
+        same(rb[-2], torch.tensor(4.0))
+        rb[1:3] = torch.tensor([10.0, 20.0])
+        same(rb[torch.tensor([1, 2, 2])], torch.tensor([10.0, 20.0, 20.0]))
+        batch, info = rb.sample(return_info=True)
+        same(batch, rb[info["index"]])
+        with pytest.raises(SchemaError, match="keeps tensors, the batch is TensorDicts"):
+            rb.extend(TensorDict({"_data": torch.zeros(2)}, [2]))
+        with pytest.raises(SchemaError, match="use add"):
+            rb.extend(torch.tensor(1.0))
+        assert len(rb) == 6
+
+
+def test_a_tree(storage: Storage) -> None:
+    with ReplayBuffer(storage=storage, batch_size=4) as rb:
+        rb.extend(tree(6))
+        rb.add(tree_map(lambda leaf: leaf[0], tree(1, 6)))
+        same(rb[:], tree(7))
+        same(rb[3], tree_map(lambda leaf: leaf[3], tree(7)))
+        batch, info = rb.sample(return_info=True)
+        same(batch, tree_map(lambda leaf: leaf[info["index"]], tree(7)))
+        rb[:2] = tree(2, 50)
+        same(rb[:2], tree(2, 50))
+        with pytest.raises(SchemaError, match=r"leaf '30' has shape \[5\], another one begins with \[6\]"):
+            rb.extend({**tree(6), "30": torch.zeros(5)})
+        with pytest.raises(SchemaError, match="keeps trees .*, the batch is trees"):
+            rb.extend((torch.zeros(2), torch.zeros(2)))
+        with pytest.raises(SchemaError, match="got str at 'a'; objects of other kinds .* ListStorage"):
+            rb.extend({"a": "text"})
+        with pytest.raises(SchemaError, match=r"a tree has the key 1\.5; use text or integers"):
+            rb.extend({1.5: torch.zeros(2)})
+        assert len(rb) == 7
+
+
+def test_a_list_is_rows_and_a_tuple_is_a_tree(storage: Storage) -> None:
+    with ReplayBuffer(storage=storage, batch_size=4) as rb:
+        rb.extend([(torch.tensor(1), torch.ones(2)), (torch.tensor(2), torch.zeros(2))])
+        same(rb[:], (torch.tensor([1, 2]), torch.tensor([[1.0, 1.0], [0.0, 0.0]])))
+        rb.extend((torch.tensor([3, 4]), torch.ones(2, 2)))
+        assert len(rb) == 4
+        assert rb.extend([]).tolist() == []
+
+
+def test_a_list_of_tensordicts(storage: Storage) -> None:
+    with TensorDictReplayBuffer(storage=storage, batch_size=4) as rb:
+        rb.extend([TensorDict({"a": torch.tensor(number)}) for number in range(3)])
+        same(rb["a"], torch.arange(3))
+        with pytest.raises(
+            SchemaError, match="expected a TensorDict, got Tensor: TensorDictReplayBuffer only"
+        ):
+            rb.extend(torch.zeros(3))
+
+
+def test_a_tensorclass_comes_back_where_its_module_is_known(tmp_path: Path) -> None:
+    data = Step(observation=torch.randn(5, 3), reward=torch.arange(5.0), batch_size=[5])
+    with ReplayBuffer(storage=ZarrStorage(tmp_path / "run.exp", 20), batch_size=4) as rb:
+        rb.extend(data)
+        assert isinstance(rb.sample(), Step)
+        assert isinstance(rb[2], Step)
+        assert (rb[:] == data).all()
+    # Read again by the name that the store keeps; nothing is imported for it.
+    with ReplayBuffer(storage=ZarrStorage(tmp_path / "run.exp"), batch_size=4) as rb:
+        assert isinstance(rb[0], Step) == (Step.__module__ in __import__("sys").modules)
+    with expstore.open(tmp_path / "run.exp", batch_size=4) as again:
+        again.extend(data.to_tensordict())  # a TensorDict may stand for it
+        assert len(again) == 10
+
+
+def test_a_class_that_nobody_can_find_comes_back_as_a_tensordict(tmp_path: Path) -> None:
+    @tensorclass
+    class Local:
+        a: torch.Tensor
+
+    with ReplayBuffer(storage=ZarrStorage(tmp_path / "run.exp", 20)) as rb:
+        rb.extend(Local(a=torch.arange(3), batch_size=[3]))
+        assert isinstance(rb[:], Local)
+    with ReplayBuffer(storage=ZarrStorage(tmp_path / "run.exp")) as rb:
+        assert isinstance(rb[:], TensorDict)
+        same(rb[:]["a"], torch.arange(3))
+
+
+def test_rows_with_batch_dims_of_their_own(storage: Storage) -> None:
+    whole = TensorDict({"a": torch.arange(24.0).reshape(4, 6), "b": {"c": torch.ones(4, 6, 2)}}, [4, 6])
+    with TensorDictReplayBuffer(storage=storage, batch_size=5) as rb:
+        rb.extend(whole)
+        rb.add(whole[1])
+        batch = rb.sample()
+        assert batch.batch_size == batch["b"].batch_size == (5, 6)
+        assert batch["index"].shape == (5, 6)
+        assert (batch["index"] == batch["index"][:, :1]).all()
+        same(batch["a"], whole["a"][torch.where(batch["index"][:, 0] == 4, 1, batch["index"][:, 0])])
+        assert rb[0].batch_size == (6,)
+
+
+def test_things_that_are_no_tensors() -> None:
+    with TensorDictReplayBuffer(storage=MemoryStorage(10), batch_size=4) as rb:
+        rb.extend(TensorDict({"a": torch.arange(3), "text": NonTensorData("all", batch_size=[3])}, [3]))
+        rb.extend([TensorDict({"a": torch.tensor(3 + n), "text": text}) for n, text in enumerate("xy")])
+        rb.add(TensorDict({"a": torch.tensor(5), "text": NonTensorData({"json": [1, 2]})}))
+        assert list(rb[:]["text"]) == ["all", "all", "all", "x", "y", {"json": [1, 2]}]
+        assert rb[4]["text"] == "y"
+        batch = rb.sample()
+        assert list(batch["text"]) == [rb[:]["text"][i] for i in batch["index"]]
+
+
+def test_things_that_are_no_tensors_are_refused_on_disk(tmp_path: Path) -> None:
+    with expstore.open(tmp_path / "run.exp") as rb:
+        with pytest.raises(SchemaError, match="'text'.*ListStorage"):
+            rb.extend(TensorDict({"a": torch.arange(2), "text": NonTensorData("all", batch_size=[2])}, [2]))
+        rb.extend(TensorDict({"a": torch.arange(2)}, [2]))
+
+
+@pytest.mark.parametrize(
+    ("data", "rows"),
+    [
+        (["x", {"y": 1}, None], ["x", {"y": 1}, None]),
+        (("x", 2), ["x", 2]),
+        (range(3), [0, 1, 2]),
+        (np.arange(2), [0, 1]),
+    ],
+)
+def test_objects(data: Any, rows: list[Any]) -> None:
+    with ReplayBuffer(storage=ListStorage(10), collate_fn=list, batch_size=3) as rb:
+        assert rb.extend(data).tolist() == list(range(len(rows)))
+        assert rb[:] == rows
+        assert rb[0] == rows[0]
+        rb.add("last")
+        assert rb[-1] == "last"
+        batch, info = rb.sample(return_info=True)
+        assert batch == [[*rows, "last"][i] for i in info["index"]]
+        with pytest.raises(TypeError, match="Cannot extend a ListStorage with data of type"):
+            rb.extend({"a": torch.zeros(3)})
+
+
+def test_objects_are_stacked_where_they_can_be() -> None:
+    with ReplayBuffer(storage=ListStorage(10), batch_size=3) as rb:
+        rb.extend(torch.arange(6).reshape(3, 2))
+        assert rb.sample().shape == (3, 2)
+        same(rb[:2], torch.tensor([[0, 1], [2, 3]]))
+    with ReplayBuffer(storage=ListStorage(10), batch_size=6) as rb:
+        rb.extend([TensorDict({"a": torch.zeros(3)}), TensorDict({"a": torch.zeros(4)})])
+        assert isinstance(rb.sample(), LazyStackedTensorDict)
+    with TensorDictReplayBuffer(storage=ListStorage(10), batch_size=6) as rb:
+        rb.extend(TensorDict({"a": torch.arange(3)}, [3]))
+        batch = rb.sample()
+        same(batch["a"], batch["index"])
+    with ReplayBuffer(storage=ListStorage(10), batch_size=6) as rb:
+        rb.extend(["x", "y"])
+        assert set(rb.sample()) <= {"x", "y"}
+
+
+def test_what_is_done_to_a_tensor_later_does_not_reach_the_list() -> None:
+    data = torch.zeros(3)
+    with ReplayBuffer(storage=ListStorage(10)) as rb:
+        rb.extend(data)
+        rb.add(data[0])
+        data += 1
+        assert (rb[:] == 0).all()
+
+
+@pytest.mark.parametrize("make", [lambda size: torch.zeros(size), tree], ids=["tensor", "tree"])
+def test_storages_by_themselves(make: Callable[[int], Any], storage: Storage) -> None:
+    storage.set(range(3), make(3))
+    storage.set(3, tree_map(lambda leaf: leaf[0], make(1)))
+    assert len(storage) == 4
+    same(storage.get(slice(0, 3)), make(3))
+    storage.set(range(1, 3), make(2))
+    same(storage[torch.tensor([1, 2])], make(2))
+    assert len([*storage]) == 4
+    with pytest.raises(NotFoundError):
+        storage.set(7, tree_map(lambda leaf: leaf[0], make(1)))
+    assert len(storage) == 4
+    storage.close()
+
+
+def test_lanes_and_time_of_a_storage_with_two_dims() -> None:
+    data = TensorDict({"a": torch.arange(12).reshape(3, 4)}, [3, 4])  # 3 lanes, 4 steps
+    with TensorDictReplayBuffer(storage=LazyTensorStorage(100, ndim=2), batch_size=5) as rb:
+        index = rb.extend(data)
+        assert rb.storage.max_size == 102
+        assert index.tolist() == [[step, lane] for step in range(4) for lane in range(3)]
+        assert (rb[:] == data).all()
+        same(rb[1]["a"], data["a"][1])
+        same(rb[:, 2]["a"], data["a"][:, 2])
+        added = rb.add(TensorDict({"a": torch.tensor([100, 101, 102])}, [3]))
+        assert added.tolist() == [[4, 0], [4, 1], [4, 2]]
+        same(rb[:]["a"][:, 4], torch.tensor([100, 101, 102]))
+        batch = rb.sample()
+        assert batch["index"].shape == (5, 2)
+        same(batch["a"], rb[:]["a"].T[tuple(batch["index"].unbind(1))])
+        _, info = rb.sample(return_info=True)
+        assert isinstance(info["index"], tuple)
+        rb[1] = TensorDict({"a": torch.zeros(5, dtype=torch.int64)}, [5])
+        same(rb[:]["a"][1], torch.zeros(5, dtype=torch.int64))
+        same(rb[:]["a"][0, :4], data["a"][0])
