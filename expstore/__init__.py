@@ -36,10 +36,12 @@ _HOME = {
     "RandomSampler": "expstore.samplers",
     "RecencySampler": "expstore.samplers",
     "ReplayBuffer": "expstore.buffers",
+    "ReplayBufferEnsemble": "expstore.ensembles",
     "RoundRobinWriter": "expstore.writers",
     "SampleToInsertRatio": "expstore.limiter",
     "SampleUnit": "expstore.sample_units",
     "Sampler": "expstore.samplers",
+    "SamplerEnsemble": "expstore.samplers",
     "SamplerWithoutReplacement": "expstore.samplers",
     "Schema": "expstore.schema",
     "SchemaError": "expstore.errors",
@@ -50,6 +52,7 @@ _HOME = {
     "StalenessAwareSampler": "expstore.samplers",
     "StateError": "expstore.errors",
     "Storage": "expstore.storages",
+    "StorageEnsemble": "expstore.storages",
     "StorageError": "expstore.errors",
     "TensorDictPrioritizedReplayBuffer": "expstore.prioritized",
     "TensorDictReplayBuffer": "expstore.tensordictbuffers",
@@ -57,6 +60,7 @@ _HOME = {
     "TensorDictRoundRobinWriter": "expstore.writers",
     "Transition": "expstore.sample_units",
     "Writer": "expstore.writers",
+    "WriterEnsemble": "expstore.writers",
     "ZarrStorage": "expstore.storages",
     "open": "expstore.door",
     "versions": "expstore.snapshots",
@@ -87,10 +91,12 @@ __all__ = [
     "RandomSampler",
     "RecencySampler",
     "ReplayBuffer",
+    "ReplayBufferEnsemble",
     "RoundRobinWriter",
     "SampleToInsertRatio",
     "SampleUnit",
     "Sampler",
+    "SamplerEnsemble",
     "SamplerWithoutReplacement",
     "Schema",
     "SchemaError",
@@ -101,6 +107,7 @@ __all__ = [
     "StalenessAwareSampler",
     "StateError",
     "Storage",
+    "StorageEnsemble",
     "StorageError",
     "TensorDictMaxValueWriter",
     "TensorDictPrioritizedReplayBuffer",
@@ -108,6 +115,7 @@ __all__ = [
     "TensorDictRoundRobinWriter",
     "Transition",
     "Writer",
+    "WriterEnsemble",
     "ZarrStorage",
     "open",
     "versions",
@@ -117,6 +125,7 @@ if TYPE_CHECKING:
     from expstore.buffers import ReplayBuffer
     from expstore.collectors import Collector
     from expstore.door import open
+    from expstore.ensembles import ReplayBufferEnsemble
     from expstore.errors import (
         CorruptionError,
         ExpStoreError,
@@ -141,6 +150,7 @@ if TYPE_CHECKING:
         RandomSampler,
         RecencySampler,
         Sampler,
+        SamplerEnsemble,
         SamplerWithoutReplacement,
         SliceSampler,
         SliceSamplerWithoutReplacement,
@@ -155,6 +165,7 @@ if TYPE_CHECKING:
         ListStorage,
         MemoryStorage,
         Storage,
+        StorageEnsemble,
         ZarrStorage,
     )
     from expstore.tensordictbuffers import TensorDictReplayBuffer
@@ -164,6 +175,7 @@ if TYPE_CHECKING:
         TensorDictMaxValueWriter,
         TensorDictRoundRobinWriter,
         Writer,
+        WriterEnsemble,
     )
 
 

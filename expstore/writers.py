@@ -17,6 +17,7 @@ import numpy as np
 
 from expstore.episodes import Steps
 from expstore.errors import NotFoundError, SchemaError, StateError
+from expstore.members import Members
 from expstore.schema import Schema
 from expstore.storages.access import append_rows
 from expstore.storages.base import Storage
@@ -31,6 +32,7 @@ __all__ = [
     "TensorDictMaxValueWriter",
     "TensorDictRoundRobinWriter",
     "Writer",
+    "WriterEnsemble",
     "default_writer",
 ]
 
@@ -425,3 +427,19 @@ def _end_ranking(storage: Storage, ranking: Ranking) -> None:
 def _refuse_compilable(compilable: bool) -> None:
     if compilable:
         raise ValueError("compilable=True has no meaning here: nothing is traced; leave it False")
+
+
+class WriterEnsemble(Members):
+    """Hold the writers of an ensemble of buffers.
+
+    Threads, processes and crashes as the writers.
+
+    Args:
+        members: One writer per member.
+
+    Example:
+        >>> len(WriterEnsemble(RoundRobinWriter(), RoundRobinWriter()))
+        2
+    """
+
+    _word = "writers"

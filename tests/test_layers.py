@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 #: From the ground up. A module imports only from lines before its own.
 LINES: tuple[tuple[str, str], ...] = (
-    ("0", "errors types specs files addresses bulk kernels turns aside"),
+    ("0", "errors types members specs files addresses bulk kernels turns aside"),
     (
         "1",
         "schema manifest lock probe state journal journaltail pieces episodes episodelog episodeinfo sources "
@@ -35,6 +35,8 @@ LINES: tuple[tuple[str, str], ...] = (
     ("3", "storages"),
     ("4", "writers draws prefetch samplers sample_units transforms snapshots dumping codec"),
     ("5", "handles drawing shaping keywords"),
+    ("4", "batches routing writers draws prefetch samplers sample_units transforms snapshots dumping codec"),
+    ("5", "handles drawing"),
     ("5a", "buffers client"),
     ("5b", "tensordictbuffers prioritized schedulers ensembles retention checks"),
     ("6", "door"),

@@ -5,6 +5,7 @@ Buffers take one of these.
 
 from expstore.samplers.base import Sampler
 from expstore.samplers.consuming import ConsumingSampler
+from expstore.samplers.ensemble import SamplerEnsemble
 from expstore.samplers.prioritized import PrioritizedSampler
 from expstore.samplers.prioritized_slices import PrioritizedSliceSampler
 from expstore.samplers.random import RandomSampler
@@ -21,6 +22,7 @@ __all__ = [
     "RandomSampler",
     "RecencySampler",
     "Sampler",
+    "SamplerEnsemble",
     "SamplerWithoutReplacement",
     "SliceSampler",
     "SliceSamplerWithoutReplacement",

@@ -142,6 +142,10 @@ class AdaptedSampler(Sampler):
             return bool(self.sampler.can_sample(storage, batch_size))
         return len(storage) > 0
 
+    def sampleable(self, storage: Storage, batch_size: int) -> int:
+        """Return how many rows the object draws from: all, if it can draw now."""
+        return len(storage) if self.can_sample(storage, batch_size) else 0
+
     def reduce(self, priorities: Array) -> Array:
         """Return one priority per row, the largest. Shapes `(n, ...)` in, `(n,)` out."""
         return (

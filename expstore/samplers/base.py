@@ -165,6 +165,10 @@ class Sampler(metaclass=SamplerKind):
         """Say whether a batch could be drawn now."""
         return self.left(storage) > 0
 
+    def sampleable(self, storage: Storage, batch_size: int) -> int:
+        """Return how many rows, or slices, such a batch would be drawn from, whatever `where` says."""
+        return self.left(storage)
+
     def sample_again(
         self, storage: Storage, selection: Selection, generator: np.random.Generator
     ) -> Selection:

@@ -191,6 +191,14 @@ class PrioritizedSliceSampler(PrioritizedSampler):
         weights: Array = np.where(held, super()._weigh(storage, places), 0.0)
         return weights
 
+    def sampleable(self, storage: Storage, batch_size: int) -> int:
+        """Return in how many places a slice can begin, whatever `where` says."""
+        return self.slicing.windows(self._trajectories.of(storage), batch_size) if len(storage) else 0
+
+    def can_sample(self, storage: Storage, batch_size: int) -> bool:
+        """Say whether there is a slice to be drawn."""
+        return self.sampleable(storage, batch_size) > 0
+
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy needs; it finds rows by itself."""
         return {name: value for name, value in super().__getstate__().items() if name != "_starts"}

@@ -208,6 +208,14 @@ class SliceSampler(Sampler):
         """Choose slices in the place of some that were overwritten while they were read."""
         return self.sample(storage, selection.asked, generator)
 
+    def sampleable(self, storage: Storage, batch_size: int) -> int:
+        """Return in how many places a slice can begin, whatever `where` says."""
+        return self.slicing.windows(self._trajectories.of(storage), batch_size) if len(storage) else 0
+
+    def can_sample(self, storage: Storage, batch_size: int) -> bool:
+        """Say whether there is a slice to be drawn."""
+        return self.sampleable(storage, batch_size) > 0
+
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy needs; it weighs runs by itself."""
         own = ("_weights", "_candidates")

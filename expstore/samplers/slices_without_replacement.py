@@ -196,6 +196,14 @@ class SliceSamplerWithoutReplacement(SamplerWithoutReplacement):
         with runs.lock, self._lock:
             return selection.progress[3] == self._count(storage, runs, length)
 
+    def sampleable(self, storage: Storage, batch_size: int) -> int:
+        """Return in how many places a slice can begin, whatever `where` says."""
+        return self.slicing.windows(self._trajectories.of(storage), batch_size) if len(storage) else 0
+
+    def can_sample(self, storage: Storage, batch_size: int) -> bool:
+        """Say whether there is a slice to be drawn."""
+        return self.sampleable(storage, batch_size) > 0
+
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy needs; it finds trajectories by itself."""
         own = ("_weights", "_candidates", "_tree")

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from expstore.errors import NotReadyError, StateError
 from expstore.types import IntArray, Key, Mark, Selection, to_key
+
+if TYPE_CHECKING:
+    from expstore.storages.runs import Runs
 
 __all__ = ["NestedKey", "Slicing", "Span", "none_is_long_enough", "refuse", "trajectory_fields"]
 
@@ -141,6 +144,18 @@ class Slicing:
         full = np.minimum(have, length)
         spare = np.minimum(left, full - 1) + np.minimum(right, full - 1)
         return np.where(have > 0, have - full + 1 + spare, 0)
+
+    def windows(self, runs: Runs, batch_size: int) -> int:
+        """Return in how many places a slice can begin, in all runs together, for such a batch.
+
+        Raises:
+            StateError: The batch cannot be cut so.
+        """
+        length, _ = self.sizes(batch_size)
+        with runs.lock:
+            runs.look()
+            have = runs.stop - runs.first
+        return int(self.starts(have[have > 0], length).sum())
 
     def place(self, have: IntArray, length: int, share: NDArray[np.float64]) -> tuple[IntArray, IntArray]:
         """Place one slice in each of some runs.

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from expstore.storages.base import Storage
+    from expstore.storages.ensemble import StorageEnsemble
     from expstore.storages.follower import FollowerStorage
     from expstore.storages.memory import MemoryStorage
     from expstore.storages.objects import LazyStackStorage, ListStorage
@@ -25,6 +26,7 @@ __all__ = [
     "ListStorage",
     "MemoryStorage",
     "Storage",
+    "StorageEnsemble",
     "ZarrStorage",
 ]
 
@@ -36,6 +38,7 @@ _HOME = {
     "ListStorage": "objects",
     "MemoryStorage": "memory",
     "Storage": "base",
+    "StorageEnsemble": "ensemble",
     "ZarrStorage": "zarr",
 }
 

@@ -1,0 +1,60 @@
+"""Several storages beside one another, with what is done to the rows of each.
+
+Part of an ensemble of buffers, which reads through it. It writes nothing and draws nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from expstore.members import Members
+
+__all__ = ["StorageEnsemble"]
+
+
+class StorageEnsemble(Members):
+    """Hold the storages of an ensemble of buffers.
+
+    `[number]` is one of them, `[numbers]` some as an ensemble, `[numbers, index]` the rows at an index in
+    each, in a list. Threads, processes and crashes as the storages.
+
+    Args:
+        storages: One per member.
+        transforms: What is done to the rows of each; None: nothing.
+
+    Raises:
+        TypeError: There are not as many transforms as storages.
+
+    Example:
+        >>> storages = StorageEnsemble(MemoryStorage(10), MemoryStorage(20))
+        >>> len(storages)
+        2
+    """
+
+    _word = "storages"
+
+    def __init__(self, *storages: Any, transforms: Sequence[Any] | None = None) -> None:
+        super().__init__(*storages)
+        if transforms is not None and len(transforms) != len(storages):
+            raise TypeError("transforms must have the same length as the storages provided.")
+        self.transforms = None if transforms is None else list(transforms)
+
+    def _some(self, numbers: list[int]) -> StorageEnsemble:
+        transforms = None if self.transforms is None else [self.transforms[number] for number in numbers]
+        return StorageEnsemble(*[self._members[number] for number in numbers], transforms=transforms)
+
+    def __getitem__(self, index: Any) -> Any:
+        """Return a storage, some storages, or rows of them."""
+        if isinstance(index, tuple) and len(index) > 1:
+            chosen, rows = self[index[0]], index[1:] if len(index) > 2 else index[1]
+            if isinstance(chosen, StorageEnsemble):
+                return [storage[rows] for storage in chosen]
+            return chosen[rows]
+        return super().__getitem__(index)
+
+    @property
+    def capacity(self) -> int | None:
+        """How many rows all of them can hold; None: there is no bound."""
+        each = [storage.capacity for storage in self._members]
+        return None if None in each else sum(each)

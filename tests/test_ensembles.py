@@ -1,0 +1,534 @@
+"""Ensembles: which member a row comes from, in which shape, by which law; where routed rows go."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+
+import expstore
+from expstore import (
+    MemoryStorage,
+    PrioritizedSampler,
+    RandomSampler,
+    ReplayBuffer,
+    ReplayBufferEnsemble,
+    RoundRobinWriter,
+    SamplerEnsemble,
+    SamplerWithoutReplacement,
+    SliceSampler,
+    StorageEnsemble,
+    TensorDictReplayBuffer,
+    WriterEnsemble,
+)
+from expstore.errors import NotReadyError, StateError
+
+
+def rows(member: int, n: int, start: int = 0) -> TensorDict:
+    """Rows that say whose they are: 1000 for each member, and a number."""
+    return TensorDict({"x": 1000 * member + torch.arange(start, start + n), "action": torch.zeros(n, 2)}, [n])
+
+
+def member(
+    number: int, n: int = 20, *, kind: Any = TensorDictReplayBuffer, capacity: int = 50, **more: Any
+) -> Any:
+    rb = kind(storage=MemoryStorage(capacity, seed=number), **more)
+    if n:
+        rb.extend(rows(number, n))
+    return rb
+
+
+def ensemble(count: int = 3, *, n: int = 20, **more: Any) -> ReplayBufferEnsemble:
+    return ReplayBufferEnsemble(*[member(number, n) for number in range(count)], **more)
+
+
+def owners(batch: Any) -> np.ndarray[Any, Any]:
+    """Return the member of each part, having checked that all its rows say so."""
+    ids: np.ndarray[Any, Any] = batch["index", "buffer_ids"].numpy()
+    assert (batch["x"].numpy() // 1000 == ids).all()
+    assert (batch["x"].numpy() % 1000 == batch["index", "index"].numpy()).all()
+    assert (ids == ids[:, :1]).all()
+    return ids[:, 0]
+
+
+def shares(rb: ReplayBufferEnsemble, size: int, draws: int) -> Any:
+    """Return how often each member was drawn from."""
+    counts = np.zeros(len(rb))
+    for _ in range(draws):
+        counts += np.bincount(owners(rb.sample(size)), minlength=len(rb))
+    return counts / counts.sum()
+
+
+# -- sampling -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [ReplayBuffer, TensorDictReplayBuffer])
+def test_a_batch_has_parts_and_says_whose_rows_they_are(kind: Any) -> None:
+    rb = ReplayBufferEnsemble(*[member(number, kind=kind) for number in range(3)])
+    batch, info = rb.sample(12, return_info=True)
+    assert batch.shape == torch.Size([3, 4])
+    owners(batch)
+    assert info.shape == batch.shape
+    assert torch.equal(info["index", "buffer_ids"], batch["index", "buffer_ids"])
+    assert set(batch["index"].keys()) == {"index", "buffer_ids"}
+    assert batch["action"].shape == torch.Size([3, 4, 2])
+
+
+def test_num_buffer_sampled_says_how_many_parts() -> None:
+    rb = ensemble(num_buffer_sampled=8, batch_size=48)
+    assert rb.sample().shape == torch.Size([8, 6])
+    assert next(iter(rb)).shape == torch.Size([8, 6])
+    assert rb.next().shape == torch.Size([8, 6])
+    with pytest.raises(ValueError, match="must be divisible by num_buffer_sampled"):
+        rb.sample(12)
+    with pytest.raises(StateError, match="batch_size not specified"):
+        ensemble().sample()
+
+
+def test_without_p_members_have_the_same_chance() -> None:
+    found = shares(ensemble(num_buffer_sampled=60), 60, 100)
+    assert found == pytest.approx([1 / 3] * 3, abs=0.03)
+
+
+@pytest.mark.parametrize("p", [[0.0, 3.0, 1.0], torch.tensor([0.0, 0.75, 0.25])])
+def test_p_is_the_law_and_zero_is_never(p: Any) -> None:
+    found = shares(ensemble(p=p, num_buffer_sampled=60), 60, 100)
+    assert found[0] == 0
+    assert found[1:] == pytest.approx([0.75, 0.25], abs=0.03)
+
+
+def test_parts_are_drawn_independently() -> None:
+    rb = ensemble(2, p=[0.3, 0.7], num_buffer_sampled=2)
+    pairs = np.zeros((2, 2))
+    for _ in range(2000):
+        first, second = owners(rb.sample(2))
+        pairs[first, second] += 1
+    assert pairs / 2000 == pytest.approx(np.array([[0.09, 0.21], [0.21, 0.49]]), abs=0.04)
+
+
+def test_within_a_member_rows_are_drawn_by_its_own_law() -> None:
+    sampler = PrioritizedSampler(50, alpha=1.0, beta=1.0)
+    first = member(0, 4, sampler=sampler)
+    first.update_priority(torch.arange(4), torch.tensor([1.0, 1.0, 2.0, 4.0]))
+    rb = ReplayBufferEnsemble(first, member(1), p=[1, 1])
+    counts = np.zeros(4)
+    for _ in range(300):
+        batch = rb.sample(40)
+        mine = batch["x"][batch["index", "buffer_ids"] == 0].numpy()
+        counts += np.bincount(mine, minlength=4)
+    assert counts / counts.sum() == pytest.approx([1 / 8, 1 / 8, 1 / 4, 1 / 2], abs=0.03)
+
+
+def test_sampleable_weighs_members_by_their_rows() -> None:
+    members = [member(0, 5), member(1, 0), member(2, 15)]
+    rb = ReplayBufferEnsemble(*members, p="sampleable", num_buffer_sampled=50)
+    assert shares(rb, 50, 100) == pytest.approx([0.25, 0, 0.75], abs=0.03)
+    members[1].extend(rows(1, 20))
+    assert shares(rb, 50, 100) == pytest.approx([0.125, 0.5, 0.375], abs=0.03)
+
+
+def test_sampleable_weighs_slices_by_where_they_can_begin() -> None:
+    members = []
+    for number, length in enumerate((1, 4, 8)):
+        data = rows(number, length)
+        data["episode"] = torch.full((length,), number)
+        sampler = SliceSampler(slice_len=2, traj_key="episode")
+        members.append(TensorDictReplayBuffer(storage=MemoryStorage(16, seed=number), sampler=sampler))
+        members[-1].extend(data)
+    rb = ReplayBufferEnsemble(*members, p="sampleable", num_buffer_sampled=100)
+    assert shares(rb, 200, 40) == pytest.approx([0, 0.3, 0.7], abs=0.03)
+    assert [one.can_sample(2) for one in members] == [False, True, True]
+
+
+def test_sampleable_needs_somebody() -> None:
+    rb = ensemble(n=0, p="sampleable")
+    with pytest.raises(NotReadyError, match="None of the replay-buffer ensemble members can be sampled"):
+        rb.sample(3)
+
+
+def test_an_empty_member_that_is_drawn_is_an_error() -> None:
+    rb = ReplayBufferEnsemble(member(0), member(1, 0), sample_from_all=True)
+    with pytest.raises(NotReadyError, match="Cannot sample from an empty storage"):
+        rb.sample(4)
+
+
+def test_sample_from_all_takes_a_part_of_each() -> None:
+    rb = ensemble(sample_from_all=True, num_buffer_sampled=7)
+    for _ in range(5):
+        assert owners(rb.sample(9)).tolist() == [0, 1, 2]
+
+
+def test_a_sampler_that_gives_less_is_asked_again() -> None:
+    short = member(0, 5, sampler=SamplerWithoutReplacement())
+    rb = ReplayBufferEnsemble(short, p=[1.0])
+    batch = rb.sample(8)
+    assert batch.shape == torch.Size([1, 8])
+    assert sorted(batch["x"][0, :5].tolist()) == [0, 1, 2, 3, 4]
+
+
+def test_what_samplers_tell_is_in_the_batch() -> None:
+    rb = ReplayBufferEnsemble(
+        *[member(number, sampler=PrioritizedSampler(50, alpha=0.5, beta=0.5)) for number in range(2)]
+    )
+    assert rb.sample(8)["priority_weight"].shape == torch.Size([2, 4])
+
+
+def test_tensors_are_stacked() -> None:
+    members = []
+    for number in range(2):
+        members.append(ReplayBuffer(storage=MemoryStorage(50, seed=number)))
+        members[-1].extend(torch.full((10,), float(number)))
+    batch, info = ReplayBufferEnsemble(*members).sample(6, return_info=True)
+    assert batch.shape == torch.Size([2, 3])
+    assert torch.equal(batch, info["index", "buffer_ids"].float())
+
+
+def test_members_with_other_fields_are_stacked_lazily() -> None:
+    other = TensorDictReplayBuffer(storage=MemoryStorage(10, seed=1))
+    other.extend(TensorDict({"x": 1000 + torch.arange(10), "extra": torch.zeros(10)}, [10]))
+    batch = ReplayBufferEnsemble(member(0), other, sample_from_all=True).sample(4)
+    assert batch["x"].shape == torch.Size([2, 2])
+    assert "extra" in batch[1]
+    assert "extra" not in batch[0]
+
+
+# -- resuming -----------------------------------------------------------------------------------------
+
+
+def test_draws_go_on_after_a_restart(tmp_path: Path) -> None:
+    def opened(folder: str) -> ReplayBufferEnsemble:
+        members = [
+            expstore.open(tmp_path / folder / f"{number}.exp", capacity=50, seed=number)
+            for number in range(3)
+        ]
+        return ReplayBufferEnsemble(*members, p=[0.2, 0.3, 0.5], batch_size=12, num_buffer_sampled=4)
+
+    def filled(folder: str) -> ReplayBufferEnsemble:
+        (tmp_path / folder).mkdir()
+        rb = opened(folder)
+        for number in range(3):
+            rb[number].extend(rows(number, 20))
+        return rb
+
+    whole, cut = filled("whole"), filled("cut")
+    expected = [whole.sample()["x"].tolist() for _ in range(6)]
+    found = [cut.sample()["x"].tolist() for _ in range(3)]
+    cut.close()
+    cut = opened("cut")
+    found += [cut.sample()["x"].tolist() for _ in range(3)]
+    assert found == expected
+    for rb in (whole, cut):
+        rb.close()
+
+
+def test_a_generator_decides_members_and_rows() -> None:
+    def draw(seed: int) -> list[Any]:
+        rb = ensemble(generator=torch.Generator().manual_seed(seed), batch_size=12)
+        return [rb.sample()["x"].tolist() for _ in range(3)]
+
+    assert draw(0) == draw(0)
+    assert draw(0) != draw(1)
+
+
+def test_the_state_goes_on_elsewhere() -> None:
+    rb, other = ensemble(batch_size=6), ensemble(batch_size=6)
+    rb.sample()
+    other.load_state_dict(rb.state_dict())
+    assert other.sample()["x"].tolist() == rb.sample()["x"].tolist()
+    with pytest.raises(StateError, match="no state of an ensemble of 2 buffers"):
+        ensemble(2).load_state_dict(rb.state_dict())
+
+
+def test_dumps_and_loads_go_by_number(tmp_path: Path) -> None:
+    rb = ensemble(batch_size=6)
+    rb.dumps(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1", "2"]
+    other = ensemble(n=0, batch_size=6)
+    other.loads(tmp_path)
+    assert [len(other[number]) for number in range(3)] == [20, 20, 20]
+    assert other.sample()["x"].tolist() == rb.sample()["x"].tolist()
+
+
+def test_a_copy_draws_from_copies(tmp_path: Path) -> None:
+    members = [expstore.open(tmp_path / f"{number}.exp", capacity=50, seed=number) for number in range(2)]
+    rb = ReplayBufferEnsemble(*members, batch_size=4)
+    for number in range(2):
+        rb[number].extend(rows(number, 10))
+    copied = pickle.loads(pickle.dumps(rb))
+    owners(copied.sample())
+    assert copied[0].storage.follows
+    copied.close()
+    rb.close()
+
+
+# -- transforms and collation --------------------------------------------------------------------------
+
+
+def plus(amount: int, key: str = "y") -> Callable[[TensorDict], TensorDict]:
+    return lambda batch: batch.set(key, batch["x"] + amount)
+
+
+def test_members_transform_first_then_the_ensemble() -> None:
+    rb = ReplayBufferEnsemble(
+        member(0, transform=plus(1)),
+        member(1, transform=plus(2)),
+        transform=lambda batch: batch.set("z", batch["y"] * 10),
+        sample_from_all=True,
+    )
+    batch = rb.sample(4)
+    assert torch.equal(batch["y"], batch["x"] + torch.tensor([[1], [2]]))
+    assert torch.equal(batch["z"], batch["y"] * 10)
+    rb.append_transform(plus(5, "w")).insert_transform(0, plus(7, "v"))
+    batch = rb.sample(4)
+    assert torch.equal(batch["w"], batch["x"] + 5)
+    assert torch.equal(batch["v"], batch["x"] + 7)
+    assert len(rb.transform) == 3
+
+
+def test_a_transform_that_changes_the_shape_is_named() -> None:
+    rb = ensemble(transform=lambda batch: batch.reshape(-1))
+    with pytest.raises(RuntimeError, match="Failed to set the metadata"):
+        rb.sample(6)
+
+
+def test_collation_of_members_and_of_the_ensemble() -> None:
+    rb = ensemble(
+        2,
+        sample_from_all=True,
+        collate_fns=[
+            lambda part: part.set("n", part["x"] * 0),
+            lambda part: part.set("n", part["x"] * 0 + 1),
+        ],
+        collate_fn=lambda parts: torch.stack(parts).set("parts", torch.full((2, 3), len(parts))),
+    )
+    batch = rb.sample(6)
+    assert batch["n"].tolist() == [[0] * 3, [1] * 3]
+    assert batch["parts"].tolist() == [[2] * 3] * 2
+
+
+# -- members ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "some", [slice(0, 2), [0, 1], range(2), np.array([0, 1]), torch.tensor([0, 1]), [True, True, False]]
+)
+def test_some_members_are_an_ensemble(some: Any) -> None:
+    rb = ensemble(p=[0.5, 0.25, 0.25], batch_size=12)
+    part = rb[some]
+    assert isinstance(part, ReplayBufferEnsemble)
+    assert len(part) == 2
+    assert part[0] is rb[0]
+    assert part.sampler.p.tolist() == pytest.approx([2 / 3, 1 / 3])
+    assert part.sample().shape == torch.Size([2, 6])
+    assert part[:, :3]["x"].tolist() == [[0, 1, 2], [1000, 1001, 1002]]
+    for ours, kind in (
+        (rb.storage, StorageEnsemble),
+        (rb.sampler, SamplerEnsemble),
+        (rb.writer, WriterEnsemble),
+    ):
+        assert isinstance(ours[some], kind)
+        assert len(ours[some]) == 2
+
+
+def test_one_member_and_rows_of_it() -> None:
+    rb = ensemble(transform=plus(1))
+    assert rb[-1] is rb[2]
+    assert rb[torch.tensor(1)] is rb[1]
+    assert rb[:] is rb
+    assert rb[...] is rb
+    assert rb[1, 2:4]["x"].tolist() == [1002, 1003]
+    assert rb[..., torch.tensor([0, 5])]["x"].tolist() == [[0, 5], [1000, 1005], [2000, 2005]]
+    assert rb.storage[1] is rb[1].storage
+    assert rb.storage[1, :2]["x"].tolist() == [1000, 1001]
+    assert [part["x"].tolist() for part in rb.storage[:2, :2]] == [[0, 1], [1000, 1001]]
+    assert isinstance(rb.sampler[0], RandomSampler)
+    assert isinstance(rb.writer[0], RoundRobinWriter)
+    assert rb.storage.capacity == 150
+
+
+@pytest.mark.parametrize(
+    ("index", "error"),
+    [
+        (3, IndexError),
+        (-4, IndexError),
+        ("x", IndexError),
+        (None, IndexError),
+        ([0, 3], IndexError),
+        (torch.zeros(2, 2, dtype=torch.int64), RuntimeError),
+        (torch.tensor([0.0, 1.0]), TypeError),
+    ],
+)
+def test_what_is_no_member(index: Any, error: type[Exception]) -> None:
+    rb = ensemble()
+    for part in (rb, rb.storage, rb.sampler, rb.writer):
+        with pytest.raises(error):
+            part[index]
+    with pytest.raises(IndexError, match="Tuple of length greater than 1"):
+        rb.writer[:, 0]
+
+
+def test_an_ensemble_of_parts() -> None:
+    members = [member(number) for number in range(2)]
+    rb = ReplayBufferEnsemble(
+        storages=StorageEnsemble(*[one.storage for one in members], transforms=[plus(1), plus(2)]),
+        samplers=SamplerEnsemble(RandomSampler(), RandomSampler(), sample_from_all=True),
+        writers=WriterEnsemble(RoundRobinWriter(), RoundRobinWriter()),
+        batch_size=4,
+    )
+    batch = rb.sample()
+    owners(batch)
+    assert torch.equal(batch["y"], batch["x"] + torch.tensor([[1], [2]]))
+    assert rb[0].storage is members[0].storage
+
+
+def test_what_is_no_ensemble() -> None:
+    storages = StorageEnsemble(MemoryStorage(3))
+    with pytest.raises(RuntimeError, match="not both"):
+        ReplayBufferEnsemble(member(0), storages=storages)
+    with pytest.raises(TypeError, match="give buffers, or all of"):
+        ReplayBufferEnsemble(storages=storages)
+    with pytest.raises(TypeError, match="made of ReplayBuffers, not of MemoryStorage"):
+        ReplayBufferEnsemble(MemoryStorage(3))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="same number of members"):
+        ReplayBufferEnsemble(storages=storages, samplers=SamplerEnsemble(), writers=WriterEnsemble())
+    with pytest.raises(TypeError, match="transforms must have the same length"):
+        StorageEnsemble(MemoryStorage(3), transforms=[])
+    with pytest.raises(RuntimeError, match="Cannot pass both `p` argument and `sample_from_all=True`"):
+        ensemble(p=[1, 1, 1], sample_from_all=True)
+    with pytest.raises(ValueError, match="prefetch means nothing here"):
+        ensemble(prefetch=2)
+    with pytest.raises(ValueError, match="shared"):
+        ensemble(shared=True)
+    with pytest.raises(TypeError, match="unexpected"):
+        ensemble(colour="red")
+
+
+@pytest.mark.parametrize("p", [[1, 1], [1, -1, 1], [0, 0, 0], [1, np.nan, 1], "often"])
+def test_what_is_no_law(p: Any) -> None:
+    rb = ensemble()
+    with pytest.raises(ValueError, match="one per member|only dynamic"):
+        rb.sampler.p = p
+    assert rb.sampler.p is None
+
+
+def test_p_can_be_changed() -> None:
+    rb = ensemble(num_buffer_sampled=4)
+    rb.sampler.p = [0, 0, 1]
+    assert owners(rb.sample(4)).tolist() == [2] * 4
+    rb.sampler.p = "sampleable"
+    assert rb.sampler.p == "sampleable"
+
+
+def test_can_sample() -> None:
+    rb = ReplayBufferEnsemble(member(0), member(1, 0))
+    assert rb.can_sample(4)
+    assert not rb.can_sample(3)
+    rb.sampler.p = [0, 1]
+    assert not rb.can_sample(4)
+    assert not ReplayBufferEnsemble(member(0), member(1, 0), sample_from_all=True).can_sample(4)
+
+
+# -- writing ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("key", ["env", ("collector", "env")])
+def test_rows_go_where_the_key_says(key: Any) -> None:
+    rb = ensemble(2, n=0, routing_key=key)
+    data = TensorDict({"x": torch.tensor([0, 1000, 1, 1001]), key: torch.tensor([[0], [1], [0], [1]])}, [4])
+    told = rb.extend(data)
+    assert told["buffer_ids"].tolist() == [0, 1, 0, 1]
+    assert told["index"].tolist() == [0, 0, 1, 1]
+    assert rb[0][:]["x"].tolist() == [0, 1]
+    assert rb[1][:]["x"].tolist() == [1000, 1001]
+    one = rb.add(data[1])
+    assert (int(one["buffer_ids"]), int(one["index"])) == (1, 2)
+    assert rb.stats()["size"] == 5
+
+
+def test_rows_go_where_they_lie_along_the_dim() -> None:
+    rb = ensemble(2, n=0, routing_dim=-1)
+    told = rb.extend(TensorDict({"x": torch.tensor([[0, 1000], [1, 1001]])}, [2, 2]))
+    assert told.batch_size == torch.Size([4])
+    assert told["buffer_ids"].tolist() == [0, 1, 0, 1]
+    assert rb[1][:]["x"].tolist() == [1000, 1001]
+    with pytest.raises(StateError, match="Use extend"):
+        rb.add(TensorDict({"x": torch.tensor(1)}, []))
+    with pytest.raises(ValueError, match="has size 3, expected 2"):
+        rb.extend(TensorDict({"x": torch.zeros(2, 3)}, [2, 3]))
+
+
+def test_what_cannot_be_routed_changes_nothing() -> None:
+    def batch(ids: Any) -> TensorDict:
+        return TensorDict({"x": torch.arange(2), "env": torch.as_tensor(ids)}, [2])
+
+    rb = ensemble(2, n=0, routing_key="env")
+    for ids, error, text in (
+        ([0, 2], ValueError, "must lie in"),
+        ([0, -1], ValueError, "must lie in"),
+        ([0.0, 1.0], TypeError, "must be integers"),
+        ([False, True], TypeError, "must be integers"),
+        ([[0, 1], [0, 1]], ValueError, "one member id per record"),
+    ):
+        with pytest.raises(error, match=text):
+            rb.extend(batch(ids))
+    with pytest.raises(ValueError, match="no routing_key"):
+        rb.extend(rows(0, 2))
+    with pytest.raises(TypeError, match="require a TensorDict"):
+        rb.extend([1, 2])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="scalar TensorDict"):
+        rb.add(batch([0, 1]))
+    assert rb.stats()["size"] == 0
+    with pytest.raises(RuntimeError, match="writes are disabled"):
+        ensemble().extend(rows(0, 2))
+    with pytest.raises(ValueError, match="mutually exclusive"):
+        ensemble(routing_key="env", routing_dim=0)
+    with pytest.raises(TypeError, match="must be an integer"):
+        ensemble(routing_dim="env")
+
+
+def test_the_ensembles_transform_acts_on_what_is_written() -> None:
+    rb = ensemble(2, n=0, routing_key="env")
+    rb.append_transform(lambda batch: batch.set("env", 1 - batch["env"]), invert=True)
+    data = TensorDict({"x": torch.tensor([0, 1000]), "env": torch.tensor([1, 0])}, [2])
+    assert rb.extend(data)["buffer_ids"].tolist() == [0, 1]
+    rb.append_transform(lambda batch: None, invert=True)
+    assert rb.extend(data).shape == torch.Size([0])
+    assert rb.stats()["size"] == 2
+
+
+def test_priorities_find_their_members() -> None:
+    rb = ReplayBufferEnsemble(
+        *[member(number, sampler=PrioritizedSampler(50, alpha=1.0, beta=1.0)) for number in range(2)],
+        sample_from_all=True,
+    )
+    index = TensorDict({"buffer_ids": torch.tensor([0, 1]), "index": torch.tensor([3, 4])}, [2])
+    assert rb.update_priority(index, torch.tensor([100000.0, 200000.0])) == 2
+    values = rb.sample(40)["index", "index"].numpy()
+    assert (values[0] == 3).mean() > 0.9
+    assert (values[1] == 4).mean() > 0.9
+    batch = rb.sample(4)
+    assert rb.update_priority(batch["index"], torch.ones(2, 2)) == 4
+    with pytest.raises(TypeError, match="buffer_ids"):
+        rb.update_priority(torch.tensor([1]), 1.0)  # type: ignore[arg-type]
+
+
+def test_stats_are_of_all_members() -> None:
+    rb = ReplayBufferEnsemble(member(0, 20), member(1, 60))
+    assert rb.stats() == {
+        "size": 70,
+        "write_count": 80,
+        "prefetch_queue_size": 0,
+        "initialized": True,
+        "capacity": 100,
+        "utilization": 0.7,
+        "num_buffers": 2,
+    }
+    rb.empty()
+    assert rb.stats()["size"] == 0
+    assert "RandomSampler" in repr(rb)
