@@ -58,11 +58,16 @@ _HOME = {
     "TensorDictReplayBuffer": "expstore.tensordictbuffers",
     "TensorDictMaxValueWriter": "expstore.writers",
     "TensorDictRoundRobinWriter": "expstore.writers",
+    "Trajectory": "expstore.query",
+    "TrajectoryPredicate": "expstore.query",
     "Transition": "expstore.sample_units",
     "Writer": "expstore.writers",
     "WriterEnsemble": "expstore.writers",
     "ZarrStorage": "expstore.storages",
+    "filter_trajectories": "expstore.query",
+    "iter_trajectories": "expstore.query",
     "open": "expstore.door",
+    "traj": "expstore.query",
     "versions": "expstore.snapshots",
 }
 
@@ -113,11 +118,16 @@ __all__ = [
     "TensorDictPrioritizedReplayBuffer",
     "TensorDictReplayBuffer",
     "TensorDictRoundRobinWriter",
+    "Trajectory",
+    "TrajectoryPredicate",
     "Transition",
     "Writer",
     "WriterEnsemble",
     "ZarrStorage",
+    "filter_trajectories",
+    "iter_trajectories",
     "open",
+    "traj",
     "versions",
 ]
 
@@ -142,6 +152,13 @@ if TYPE_CHECKING:
     )
     from expstore.limiter import MinSize, SampleToInsertRatio
     from expstore.prioritized import PrioritizedReplayBuffer, TensorDictPrioritizedReplayBuffer
+    from expstore.query import (
+        Trajectory,
+        TrajectoryPredicate,
+        filter_trajectories,
+        iter_trajectories,
+        traj,
+    )
     from expstore.sample_units import SampleUnit, Sequence, Transition
     from expstore.samplers import (
         ConsumingSampler,

@@ -17,6 +17,7 @@ from expstore.batches import Batch, Intake, StepReader
 from expstore.draws import Turn
 from expstore.episodeinfo import pack_info
 from expstore.errors import SchemaError, StateError
+from expstore.finding import find_trajectories
 from expstore.keywords import called, check_batch_size, check_drawing, made, refuse
 from expstore.limiter import RateLimiter
 from expstore.sample_units import SampleUnit, check_unit
@@ -341,6 +342,32 @@ class ReplayBuffer(ShapingHandle):
             StateError: No batch size is known.
         """
         return self._sampler.can_sample(self._storage, self._wanted(batch_size))
+
+    def query(
+        self,
+        predicate: Callable[[Any], Any] | None = None,
+        trajectory_key: str | tuple[str, ...] | None = None,
+    ) -> list[Any]:
+        """Return the trajectories that meet a condition, the oldest first.
+
+        A condition made of `expstore.traj` has only the fields read that it names; whole rows are read where
+        it is met. `sql` and `episodes` ask about what is not in the rows any more, too.
+
+        Args:
+            predicate: Made of `traj`, or a function of a `Trajectory`; None: all of them.
+            trajectory_key: The field that names trajectories; None: as the store knows its episodes.
+
+        Returns:
+            A `Trajectory` for each: what samples would be of its rows, in the order of its steps.
+
+        Raises:
+            NotFoundError: There is no such field; or nothing says where trajectories end.
+            TypeError: Rows are no TensorDicts; or the condition has a value per step.
+
+        Example:
+            >>> rb.query((traj.reward.sum() > 100) & (traj.length >= 50))
+        """
+        return find_trajectories(self._storage, self._transform, predicate, trajectory_key, self._placed)
 
     def update_priority(self, index: Any = None, priority: Any = None, *, id: Any = None) -> int:
         """Set the priorities of rows that are still there.
