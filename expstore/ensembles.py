@@ -25,6 +25,7 @@ from expstore.members import find_members
 from expstore.routing import Route
 from expstore.samplers.ensemble import SamplerEnsemble
 from expstore.storages.ensemble import StorageEnsemble
+from expstore.streams import Tails
 from expstore.transforms import Compose
 from expstore.types import IntArray
 from expstore.writers import WriterEnsemble
@@ -307,6 +308,37 @@ class ReplayBufferEnsemble:
             mine = members == member
             count += self._rbs[member].update_priority(rows[mine], np.array(values[mine], np.float32))
         return count
+
+    def end_streams(
+        self,
+        *,
+        end_key: str | tuple[str, ...] = ("next", "done"),
+        terminated_key: str | tuple[str, ...] | None = ("next", "terminated"),
+        truncated_key: str | tuple[str, ...] | None = ("next", "truncated"),
+    ) -> None:
+        """Close what members' streams have left open, before collectors begin anew.
+
+        The newest row of every open episode becomes done, and truncated unless it says that it is over; what
+        is written next belongs to new episodes, whatever trajectory ids it bears. Streams with a name
+        (`source=`) go on. Nobody may write meanwhile.
+
+        Args:
+            end_key: The field that ends an episode.
+            terminated_key: The field that says that it ended by itself; never changed.
+            truncated_key: The field that says that it was cut off; None: there is none.
+
+        Raises:
+            SchemaError: There is no such field; nothing was changed.
+            StateError: A member's sampler goes by trajectory ids that may come again; nothing was changed.
+            TypeError: It is no field of booleans; nothing was changed.
+            ValueError: Two keys are the same.
+        """
+        tails = Tails(end_key, terminated_key, truncated_key)
+        for rb in self._rbs:
+            tails.check(rb.storage, rb._sampler)
+        for rb in self._rbs:
+            if len(rb.storage):
+                tails.close(rb.storage)
 
     def empty(self) -> None:
         """Forget the rows of all members."""

@@ -348,6 +348,15 @@ class EpisodeTable:
         self._unnamed.clear()
         return entries
 
+    def tails(self) -> list[int]:
+        """Return the newest row of each open episode of this handle's own streams."""
+        own = set(self._unnamed.values())
+        return [one.last_id for one in self._open.values() if one.status == OPEN and one.source in own]
+
+    def leave_streams(self) -> None:
+        """Let this handle's own streams go: its next rows are of new ones, and of new episodes."""
+        self._unnamed.clear()
+
     def evict(self, low: int) -> None:
         """Forget what only rows with ids <= `low` need."""
         self._faded.update(self.fragments.evict(low).tolist())

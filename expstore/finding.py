@@ -136,8 +136,7 @@ def _runs(storage: Storage, trajectory_key: NestedKey | None) -> list[IntArray]:
         lengths = lengths[chosen]
         ids = runs.rows(chosen, runs.first[chosen].copy(), lengths)
     found = np.split(ids, np.cumsum(lengths)[:-1])
-    lanes = int(np.prod(storage.dims))
-    return sorted(found, key=lambda one: ((int(one[0]) - 1) % lanes, int(one[0])))
+    return sorted(found, key=lambda one: ((int(one[0]) - 1) % storage.lanes, int(one[0])))
 
 
 def _chunks(runs: Sequence[IntArray]) -> Iterator[list[IntArray]]:

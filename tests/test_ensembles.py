@@ -349,7 +349,7 @@ def test_one_member_and_rows_of_it() -> None:
     assert [part["x"].tolist() for part in rb.storage[:2, :2]] == [[0, 1], [1000, 1001]]
     assert isinstance(rb.sampler[0], RandomSampler)
     assert isinstance(rb.writer[0], RoundRobinWriter)
-    assert rb.storage.capacity == 150
+    assert rb.storage.max_size == 150
 
 
 @pytest.mark.parametrize(
@@ -500,6 +500,88 @@ def test_the_ensembles_transform_acts_on_what_is_written() -> None:
     rb.append_transform(lambda batch: None, invert=True)
     assert rb.extend(data).shape == torch.Size([0])
     assert rb.stats()["size"] == 2
+
+
+FLAGS = ("done", "terminated", "truncated")
+
+
+def stream(values: Any, *, over: str | None = None, **more: Any) -> TensorDict:
+    """Rows of one stream, whose last one says that it is over, or nothing."""
+    n = len(values)
+    flags = {name: torch.zeros(n, 1, dtype=torch.bool) for name in FLAGS}
+    if over is not None:
+        flags["done"][-1] = flags[over][-1] = True
+    return TensorDict({"x": torch.as_tensor(values), "next": flags, **more}, [n])
+
+
+@pytest.mark.parametrize("disk", [False, True])
+def test_streams_that_are_ended_are_cut_there(disk: bool, tmp_path: Path) -> None:
+    def made(number: int) -> Any:
+        sampler = SliceSampler(slice_len=3)
+        if disk:
+            return expstore.open(tmp_path / f"{number}.exp", capacity=50, seed=1, sampler=sampler)
+        return TensorDictReplayBuffer(storage=MemoryStorage(50, seed=1), sampler=sampler)
+
+    rb = ReplayBufferEnsemble(*[made(number) for number in range(3)])
+    rb[0].extend(stream(range(5)))
+    rb[1].extend(stream(range(4), over="terminated"))
+    rb.end_streams()
+    last = rb[0][4]["next"]
+    assert [bool(last[name]) for name in FLAGS] == [True, False, True]
+    assert [bool(rb[1][3]["next", name]) for name in FLAGS] == [True, True, False]
+    assert not rb[0][:4]["next", "done"].any()
+    assert rb.stats()["write_count"] == 9
+    rb[0].extend(stream(range(100, 105)))
+    for _ in range(20):
+        values = rb[0].sample(9)["x"].reshape(-1, 3)
+        assert (values.diff(dim=1) == 1).all()
+    rb.close()
+    if disk:
+        with expstore.open(tmp_path / "0.exp", sampler=SliceSampler(slice_len=3)) as again:
+            assert again.query()[0].length == 5
+            assert len(again.episodes().fetchall()) == 2
+
+
+def test_every_lane_is_ended_and_named_streams_go_on() -> None:
+    storage = MemoryStorage(50, seed=1)
+    storage.flatten = True
+    one = TensorDictReplayBuffer(storage=storage, sampler=SliceSampler(slice_len=2))
+    rb = ReplayBufferEnsemble(one)
+    one.extend(torch.stack([stream(range(3)), stream(range(10, 13))]))
+    one.extend(stream(range(20, 23)), source="robot")
+    rb.end_streams()
+    ended = one[:]["x"][one[:]["next", "done"].squeeze(-1)]
+    assert sorted(ended.tolist()) == [2, 12]
+    one.extend(stream(range(23, 26)), source="robot")
+    one.extend(stream(range(3, 6)))
+    assert sorted(found.length for found in one.query()) == [3, 3, 3, 6]
+
+
+def test_a_sampler_by_other_names_needs_one_per_member() -> None:
+    def made(ids: Any, **options: Any) -> Any:
+        sampler = SliceSampler(slice_len=2, traj_key="env", **options)
+        one = TensorDictReplayBuffer(storage=MemoryStorage(8, seed=1), sampler=sampler)
+        one.extend(stream(range(len(ids)), env=torch.as_tensor(ids)))
+        return one
+
+    done = ("next", "done")
+    rb = ReplayBufferEnsemble(made([0, 0, 0], end_key=done), made([1, 1], end_key=done))
+    rb.end_streams()
+    assert rb[0][:][done].flatten().tolist() == [False, False, True]
+    for wrong in (made([0, 1], end_key=done), made([0, 0])):
+        with pytest.raises(RuntimeError, match="same trajectory id"):
+            ReplayBufferEnsemble(rb[0], wrong).end_streams()
+        assert not wrong[:][done].any()
+
+
+def test_streams_end_by_flags_that_are_there() -> None:
+    rb = ensemble(1)
+    with pytest.raises(ValueError, match="must be distinct"):
+        rb.end_streams(end_key="done", terminated_key="done")
+    with pytest.raises(ValueError, match="no field 'next.done'"):
+        rb.end_streams()
+    with pytest.raises(TypeError, match="boolean end_key"):
+        rb.end_streams(end_key="x")
 
 
 def test_priorities_find_their_members() -> None:

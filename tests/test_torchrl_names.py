@@ -48,7 +48,6 @@ WITHOUT = {
 } | dict.fromkeys(
     (
         "mark_update",
-        "query",
         "register_load_hook",
         "register_save_hook",
         "set_",

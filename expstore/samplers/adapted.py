@@ -148,15 +148,15 @@ class AdaptedSampler(Sampler):
 
     def reduce(self, priorities: Array) -> Array:
         """Return one priority per row, the largest. Shapes `(n, ...)` in, `(n,)` out."""
-        return (
-            priorities.reshape(len(priorities), -1).max(1) if priorities.ndim > 1 else priorities.reshape(-1)
-        )
+        if priorities.ndim > 1:
+            priorities = priorities.reshape(len(priorities), -1).max(1)
+        return priorities.reshape(-1)
 
     def on_write(self, ids: IntArray) -> None:
         """Tell the object the indices of new rows."""
-        numbers = self._storage.index_of(ids)
+        numbers = _index(self._storage, ids)
         with self._lock:
-            if _has(self.sampler, "extend") and (ids.size > 1 or not _has(self.sampler, "add")):
+            if _has(self.sampler, "extend") and (numbers.size > 1 or not _has(self.sampler, "add")):
                 self.sampler.extend(torch.from_numpy(numbers))
             elif _has(self.sampler, "add"):
                 for number in numbers.tolist():
@@ -166,7 +166,7 @@ class AdaptedSampler(Sampler):
         """Tell the object priorities."""
         if _has(self.sampler, "update_priority"):
             here = storage.window.holds(ids)
-            index = torch.from_numpy(storage.index_of(ids[here]))
+            index = torch.from_numpy(_index(storage, ids[here]))
             values = torch.from_numpy(np.array(np.broadcast_to(priorities, ids.shape)[here], np.float32))
             with self._lock:
                 if _takes(self.sampler.update_priority, "storage"):
@@ -257,6 +257,12 @@ def _numbers(storage: Storage, index: Any) -> IntArray:
         return storage.ravel(numbers.reshape(-1, storage.ndim))
     flat: IntArray = numbers.reshape(-1).astype(np.int64)
     return np.where(flat < 0, flat + len(storage), flat)
+
+
+def _index(storage: Storage, ids: IntArray) -> IntArray:
+    """Return the indices of rows as torchrl has them. Shape `(n,)`; `(n, ndim)` where ndim is above 1."""
+    numbers = storage.index_of(ids)
+    return numbers if storage.ndim == 1 else storage.unravel(numbers)
 
 
 def _array(values: Any) -> Array:

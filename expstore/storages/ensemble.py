@@ -54,7 +54,6 @@ class StorageEnsemble(Members):
         return super().__getitem__(index)
 
     @property
-    def capacity(self) -> int | None:
-        """How many rows all of them can hold; None: there is no bound."""
-        each = [storage.capacity for storage in self._members]
-        return None if None in each else sum(each)
+    def max_size(self) -> int:
+        """How many rows all of them can hold together."""
+        return sum(storage.max_size for storage in self._members)
