@@ -20,7 +20,7 @@ from expstore.forms import form_of
 from expstore.query import NAMES, Trajectory, check_predicate, split
 from expstore.samplers.keyedruns import Trajectories
 from expstore.schema import Schema
-from expstore.storages.access import PATIENCE
+from expstore.storages.access import read_present
 from expstore.storages.base import Storage
 from expstore.transforms import Compose
 from expstore.types import Array, IntArray, Key, to_key
@@ -155,11 +155,12 @@ def _chunks(runs: Sequence[IntArray]) -> Iterator[list[IntArray]]:
 
 def _read(storage: Storage, plan: _Plan, runs: Sequence[IntArray]) -> Iterator[tuple[IntArray, Any]]:
     """Yield trajectories as the plan has them, and the ids of their rows; none of those that have left."""
-    ids, columns = _still_there(storage, np.concatenate(runs), plan.places)
+    ids, columns = read_present(storage, np.concatenate(runs), plan.places)
     if not ids.size:
         return
-    kept = np.isin(np.concatenate(runs), ids)
-    lengths = [int(part.sum()) for part in np.split(kept, np.cumsum([one.size for one in runs])[:-1])]
+    lengths = [one.size for one in runs]
+    if sum(lengths) != ids.size:
+        lengths = [int(np.isin(one, ids).sum()) for one in runs]
     if plan.whole:
         batch = form_of(storage).build(columns, (ids.size,), {})
     elif plan.schema is None:
@@ -172,21 +173,6 @@ def _read(storage: Storage, plan: _Plan, runs: Sequence[IntArray]) -> Iterator[t
         if length:
             yield ids[at : at + length], Trajectory(batch[at : at + length])
         at += length
-
-
-def _still_there(storage: Storage, ids: IntArray, places: Sequence[int]) -> tuple[IntArray, list[Array]]:
-    """Return those rows that can be read, and their fields."""
-    for _ in range(PATIENCE):
-        here = ids[storage.window.holds(ids)]
-        columns = storage.read(here, places)
-        if storage.intact(here):
-            return here, columns
-    with storage.lock:
-        here = ids[storage.window.holds(ids)]
-        columns = storage.read(here, places)
-    if storage.follows and not storage.intact(here):
-        raise StateError("the writer overwrites rows faster than they can be read")
-    return here, columns
 
 
 def _transformed(transform: Compose, batch: Any, rows: int) -> Any:
@@ -243,7 +229,7 @@ def _among_objects(
     predicate: Callable[[Any], Any] | None,
     trajectory_key: NestedKey | None,
 ) -> Iterator[Any]:
-    _, (column,) = _still_there(storage, storage.window.ids(), [0])
+    _, (column,) = read_present(storage, storage.window.ids(), [0])
     items = column.tolist()
     wrong = next((item for item in items if not isinstance(item, TensorDictBase)), None)
     if wrong is not None:

@@ -60,9 +60,9 @@ class Tails:
         (names,) = storage.read(storage.window.ids(), [storage.place_of(found.name or ())])
         if self.end not in (found.ends or ()) or (names != names[:1]).any():
             raise StateError(
-                f"end_streams supports samplers by {key_name(found.name or ())!r} only when they have end_key="
-                f"{self.end!r} and every record of a member carries the same trajectory id: others may come "
-                "again",
+                f"end_streams supports samplers by {key_name(found.name or ())!r} only when they have "
+                f"end_key={self.end!r} and every record of a member carries the same trajectory id: others "
+                "may come again",
                 hint="leave traj_key out: the store tells streams apart by itself",
             )
 

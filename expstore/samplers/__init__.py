@@ -8,6 +8,7 @@ from expstore.samplers.consuming import ConsumingSampler
 from expstore.samplers.ensemble import SamplerEnsemble
 from expstore.samplers.prioritized import PrioritizedSampler
 from expstore.samplers.prioritized_slices import PrioritizedSliceSampler
+from expstore.samplers.prompt_groups import PromptGroupSampler
 from expstore.samplers.random import RandomSampler
 from expstore.samplers.recency import RecencySampler
 from expstore.samplers.slices import SliceSampler
@@ -19,6 +20,7 @@ __all__ = [
     "ConsumingSampler",
     "PrioritizedSampler",
     "PrioritizedSliceSampler",
+    "PromptGroupSampler",
     "RandomSampler",
     "RecencySampler",
     "Sampler",

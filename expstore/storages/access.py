@@ -31,6 +31,7 @@ __all__ = [
     "layout_of",
     "prepare",
     "put",
+    "read_present",
     "read_rows",
     "replace_rows",
     "rows_of",
@@ -146,6 +147,25 @@ def read_rows(
     if storage.follows and not storage.intact(ids):
         raise StateError(OVERTAKEN, hint="read fewer rows at once, or give the store a larger capacity")
     return ids, columns
+
+
+def read_present(
+    storage: Storage, ids: IntArray, places: Sequence[int] | None = None
+) -> tuple[IntArray, list[Array]]:
+    """Copy out those of some rows that are still there.
+
+    Args:
+        storage: Where they are.
+        ids: Theirs. Shape `(n,)`.
+        places: Positions of the fields wanted; None: all.
+
+    Returns:
+        Ids, in the same order, and one array per field. Shapes `(m,)` and `(m, *row shape)`.
+
+    Raises:
+        StateError: As `read_rows`.
+    """
+    return read_rows(storage, lambda: ids[storage.window.holds(ids)], places)
 
 
 def get(storage: Storage, index: Any, dim: int = 0) -> Any:

@@ -1,0 +1,263 @@
+"""Sampling whole groups: rows that share a value, answers to one prompt for instance.
+
+Buffers take the sampler. It reads the field that names groups, and rewards where it goes by them, when rows
+have come or changed; it changes nothing.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+import weakref
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import numpy as np
+
+from expstore.errors import SchemaError
+from expstore.samplers.base import Sampler, readable
+from expstore.storages.access import read_present
+from expstore.types import Array, IntArray, Key, Selection, key_name, to_key
+
+if TYPE_CHECKING:
+    from expstore.storages.base import Storage
+
+__all__ = ["PromptGroupSampler"]
+
+#: Which rows of a group are drawn.
+Strategy = Literal["random", "recency", "reward", "variance"]
+_STRATEGIES = ("random", "recency", "reward", "variance")
+
+
+class _Groups(NamedTuple):
+    """Rows, group after group."""
+
+    of: weakref.ref[Storage]
+    moment: tuple[Any, ...]
+    ids: IntArray
+    rewards: Array | None
+    starts: IntArray  # where groups begin in `ids`, and its length
+
+    @property
+    def number(self) -> int:
+        """How many groups there are."""
+        return self.starts.size - 1
+
+
+class PromptGroupSampler(Sampler):
+    """Draw groups, each with the same chance, and the same number of rows of each.
+
+    A group is the rows that have one value in a field. A batch is group after group; none comes twice, and
+    no row, unless there are fewer than asked for: then some are drawn again, and a warning says so once.
+    Sampling takes nothing away. After new rows or changes that one field (and the rewards) of all rows is read anew.
+
+    By RePO (Li et al. 2025, arXiv:2506.09340) rows are drawn at random, or are the newest, those of the
+    highest reward, or those whose rewards vary most (of equal ones those with the highest sum).
+
+    Threads: any number may sample. Crashes: a restart goes on with the next batch.
+
+    Args:
+        num_groups: How many groups make up a batch, whose size it divides; or else
+        samples_per_group: how many rows of each.
+        group_key: The field that names groups: numbers, or text.
+        strategy: Which rows of a group: "random", "recency", "reward" or "variance".
+        reward_key: The field of rewards, for the last two; several of one row are averaged.
+        cache_groups: There is nothing to choose: what has changed is noticed.
+
+    Raises:
+        TypeError: Not just one of the numbers is given, or it is no whole one.
+        ValueError: It is below 1; or there is no such strategy.
+
+    Example:
+        >>> sampler = PromptGroupSampler(num_groups=2, group_key="prompt")
+        >>> rb = TensorDictReplayBuffer(storage=MemoryStorage(100), sampler=sampler, batch_size=8)
+    """
+
+    def __init__(
+        self,
+        *,
+        num_groups: int | None = None,
+        samples_per_group: int | None = None,
+        group_key: str | Key = "query",
+        strategy: Strategy = "random",
+        reward_key: str | Key = ("next", "reward"),
+        cache_groups: bool = True,
+    ) -> None:
+        super().__init__()
+        if (num_groups is None) == (samples_per_group is None):
+            raise TypeError(
+                "Exactly one of num_groups or samples_per_group must be provided, got "
+                f"num_groups={num_groups} and samples_per_group={samples_per_group}."
+            )
+        name, value = ("num_groups", num_groups) if samples_per_group is None else (
+            "samples_per_group", samples_per_group
+        )  # fmt: skip
+        if isinstance(value, bool) or not isinstance(value, int | np.integer):
+            raise TypeError(f"{name} must be a positive integer, got {value!r}.")
+        if value < 1:
+            raise ValueError(f"{name} must be a positive integer, got {value!r}.")
+        if strategy not in _STRATEGIES:
+            raise ValueError(f"Unknown strategy={strategy!r}. Expected one of {', '.join(_STRATEGIES)}.")
+        self.num_groups, self.samples_per_group = num_groups, samples_per_group
+        self.group_key, self.reward_key, self.strategy = group_key, reward_key, strategy
+        self.cache_groups = cache_groups
+        self._warned = False
+        self._begin()
+
+    def _begin(self) -> None:
+        self._lock = threading.Lock()
+        self._known: _Groups | None = None
+
+    def sizes(self, batch_size: int) -> tuple[int, int]:
+        """Return how many groups make up a batch, and how many rows of each.
+
+        Raises:
+            ValueError: It cannot be cut so.
+        """
+        number = self.num_groups or self.samples_per_group or 1
+        if batch_size % number:
+            word = "samples_per_group" if self.num_groups is None else "num_groups"
+            raise ValueError(f"batch_size={batch_size} is not divisible by {word}={number}.")
+        rest = batch_size // number
+        return (rest, number) if self.num_groups is None else (number, rest)
+
+    def sample(self, storage: Storage, batch_size: int, generator: np.random.Generator) -> Selection:
+        """Choose groups, and rows of each.
+
+        Raises:
+            NotReadyError: The storage is empty.
+            SchemaError: There is no such field.
+            TypeError: Rewards are no numbers.
+            ValueError: The batch cannot be cut into groups; or the storage has several dims.
+        """
+        groups, rows = self.sizes(batch_size)
+        readable(storage)
+        if storage.ndim > 1:
+            raise ValueError(
+                f"{type(self).__name__} only supports single-dimensional storages, got ndim={storage.ndim}."
+            )
+        found = self._groups(storage)
+        chosen = self._filled(np.arange(found.number), groups, generator)
+        return Selection(np.concatenate([self._rows(found, group, rows, generator) for group in chosen]))
+
+    def _filled(self, items: IntArray, count: int, generator: np.random.Generator) -> IntArray:
+        """Return so many of some items, in random order; if there are fewer, some again."""
+        if items.size >= count:
+            return generator.permutation(items)[:count]
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                "A group (or the set of groups) was smaller than the requested sample size; completing the "
+                "draw with replacement. Add more data or lower num_groups/samples_per_group to avoid this.",
+                UserWarning,
+                stacklevel=2,
+            )
+        again = items[generator.integers(0, items.size, count - items.size)]
+        return np.concatenate([generator.permutation(items), again])
+
+    def _rows(self, groups: _Groups, group: int, count: int, generator: np.random.Generator) -> IntArray:
+        own = slice(int(groups.starts[group]), int(groups.starts[group + 1]))
+        ids = groups.ids[own]
+        if ids.size < count or self.strategy == "random":
+            return self._filled(ids, count, generator)
+        if self.strategy == "recency" or groups.rewards is None:
+            return ids[-count:]
+        order = np.argsort(groups.rewards[own], kind="stable")
+        if self.strategy == "reward":
+            highest: IntArray = ids[order[::-1][:count]]
+            return highest
+        low = _most_varied(groups.rewards[own][order], count)
+        found: IntArray = ids[np.concatenate([order[:low], order[order.size - (count - low) :]])]
+        return found
+
+    def _groups(self, storage: Storage) -> _Groups:
+        """Return the groups as of now."""
+        with self._lock:
+            moment = (storage.window, storage.changes, storage.takeovers)
+            known = self._known
+            if known is None or known.of() is not storage or known.moment != moment:
+                known = self._known = self._found(storage, moment)
+            return known
+
+    def _found(self, storage: Storage, moment: tuple[Any, ...]) -> _Groups:
+        needs = self.strategy in ("reward", "variance")
+        keys = [to_key(self.group_key), *([to_key(self.reward_key)] if needs else [])]
+        if storage.object_rows:
+            ids, (items,) = read_present(storage, storage.window.ids(), [0])
+            columns = [_of_items(items, key) for key in keys]
+        else:
+            ids, columns = read_present(
+                storage, storage.window.ids(), [storage.place_of(key) for key in keys]
+            )
+        names = _numbered(columns[0])
+        order = np.argsort(names, kind="stable")
+        starts = np.append(np.flatnonzero(np.append(True, np.diff(names[order]) != 0)), names.size)
+        rewards = None
+        if needs:
+            if columns[1].dtype.kind not in "fiub":
+                raise TypeError(
+                    f"The {self.strategy!r} strategy requires reward_key={self.reward_key} to hold numbers."
+                )
+            rewards = columns[1].reshape(ids.size, -1).astype(np.float64).mean(1)[order]
+        return _Groups(weakref.ref(storage), moment, ids[order], rewards, starts)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy needs; it finds groups by itself."""
+        own = ("_lock", "_known")
+        return {name: value for name, value in super().__getstate__().items() if name not in own}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take over what `__getstate__` returned."""
+        self.__dict__.update(state)
+        self._begin()
+
+    def __repr__(self) -> str:
+        number = (
+            f"num_groups={self.num_groups}"
+            if self.num_groups
+            else f"samples_per_group={self.samples_per_group}"
+        )
+        return f"PromptGroupSampler({number}, group_key={self.group_key!r}, strategy={self.strategy!r})"
+
+
+def _most_varied(rewards: Array, count: int) -> int:
+    """Return how many of the lowest rewards, beside the highest, vary most. `rewards` ascend; `(n,)`."""
+    low = np.arange(count + 1)
+    sums = np.append(0.0, np.cumsum(rewards))
+    squares = np.append(0.0, np.cumsum(np.square(rewards)))
+    high = rewards.size - (count - low)
+    total = sums[low] + sums[-1] - sums[high]
+    spread = (squares[low] + squares[-1] - squares[high]) / count - np.square(total / count)
+    widest = np.isclose(spread, spread.max(), rtol=1e-12, atol=1e-12)
+    return int(np.argmax(np.where(widest, total, -np.inf)))
+
+
+def _numbered(column: Array) -> IntArray:
+    """Return whole numbers that are equal where values are. Shapes `(n, ...)` in, `(n,)` out."""
+    if column.dtype.kind == "O":
+        known: dict[Any, int] = {}
+        return np.array([known.setdefault(_hashable(value), len(known)) for value in column.tolist()])
+    flat = column.reshape(len(column), -1)
+    _, numbers = np.unique(flat if flat.shape[1] > 1 else flat[:, 0], axis=0, return_inverse=True)
+    return numbers.reshape(-1)
+
+
+def _hashable(value: Any) -> Any:
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _of_items(items: Array, key: Key) -> Array:
+    """Return an entry of rows that are TensorDicts, one object each."""
+    values = np.empty(items.size, object)
+    for number, item in enumerate(items.tolist()):
+        get = getattr(item, "get", None)
+        found = None if get is None else get(key if len(key) > 1 else key[0])
+        if found is None:
+            raise SchemaError(f"a row has no {key_name(key)!r}: {type(item).__name__}")
+        values[number] = _hashable(found)
+    try:
+        numbers = np.array(values.tolist())
+    except ValueError:
+        return values
+    return numbers if numbers.dtype.kind in "fiub" else values

@@ -1,0 +1,166 @@
+"""Whole groups: which, how many rows of each, by which strategy."""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+
+from expstore import LazyStackStorage, MemoryStorage, PromptGroupSampler, ReplayBuffer, TensorDictReplayBuffer
+from expstore.errors import NotReadyError
+
+REWARDS = [3.0, 1.0, 9.0, 5.0]
+
+
+def rows(groups: int, each: int = 4, **more: Any) -> TensorDict:
+    name = torch.arange(groups * each) % groups
+    reward = torch.tensor(REWARDS).repeat(groups * each)[: groups * each][
+        torch.arange(groups * each) // groups
+    ]
+    return TensorDict(
+        {"query": name, "next": {"reward": reward[:, None]}, "n": torch.arange(len(name)), **more},
+        [len(name)],
+    )
+
+
+def buffer(groups: int = 5, each: int = 4, *, size: int | None = None, **options: Any) -> Any:
+    sampler = PromptGroupSampler(**options)
+    rb = TensorDictReplayBuffer(storage=MemoryStorage(100, seed=2), sampler=sampler, batch_size=size)
+    rb.extend(rows(groups, each))
+    return rb
+
+
+def test_a_batch_is_group_after_group() -> None:
+    batch = buffer(num_groups=3, size=12).sample()
+    names = batch["query"].reshape(3, 4)
+    assert (names == names[:, :1]).all()
+    assert len(names[:, 0].unique()) == 3
+    assert len(batch["n"].unique()) == 12
+    assert buffer(samples_per_group=2).sample(8)["query"].reshape(4, 2).unique(dim=1).shape == (4, 1)
+
+
+def test_groups_and_rows_have_the_same_chance() -> None:
+    rb = buffer(5, 4, num_groups=2)
+    groups, numbers = np.zeros(5), np.zeros(20)
+    for _ in range(1500):
+        batch = rb.sample(4)
+        groups += np.bincount(batch["query"][::2].numpy(), minlength=5)
+        numbers += np.bincount(batch["n"].numpy(), minlength=20)
+    assert groups / groups.sum() == pytest.approx([0.2] * 5, abs=0.03)
+    assert numbers / numbers.sum() == pytest.approx([0.05] * 20, abs=0.012)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "count", "expected"),
+    [
+        ("recency", 2, {2, 3}),  # of a group's four rows, in the order in which they came
+        ("reward", 2, {2, 3}),
+        ("reward", 1, {2}),
+        ("variance", 2, {1, 2}),
+        ("variance", 3, {1, 2, 3}),
+    ],
+)
+def test_strategies_choose_rows(strategy: Any, count: int, expected: set[int]) -> None:
+    batch = buffer(num_groups=2, strategy=strategy).sample(2 * count)
+    for numbers in batch["n"].reshape(2, count):
+        assert {int(number) // 5 for number in numbers} == expected
+
+
+def test_the_most_varied_rows_are_found_among_all_subsets(rng: np.random.Generator) -> None:
+    for count in (1, 2, 3, 5):
+        rewards = rng.normal(size=8)
+        rb = TensorDictReplayBuffer(
+            storage=MemoryStorage(10), sampler=PromptGroupSampler(num_groups=1, strategy="variance")
+        )
+        zeros = torch.zeros(8, dtype=torch.int64)
+        rb.extend(TensorDict({"query": zeros, "next": {"reward": torch.tensor(rewards)}}, [8]))
+        best = max(np.var(some) for some in combinations(rewards, count))
+        assert np.var(rb.sample(count)["next", "reward"].numpy()) == pytest.approx(best)
+
+
+def test_too_few_are_drawn_again_and_said_once() -> None:
+    rb = buffer(2, 2, samples_per_group=3)
+    with pytest.warns(UserWarning, match="completing the draw with replacement"):
+        batch = rb.sample(9)
+    names = batch["query"].reshape(3, 3)
+    assert (names == names[:, :1]).all()
+    assert len(names[:, 0].unique()) == 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        rb.sample(9)
+
+
+def test_new_and_changed_rows_are_noticed() -> None:
+    rb = buffer(2, 2, num_groups=3, strategy="reward")
+    rb.extend(
+        TensorDict(
+            {"query": torch.full((2,), 7), "next": {"reward": torch.ones(2, 1)}, "n": torch.tensor([50, 51])},
+            [2],
+        )
+    )
+    assert 7 in rb.sample(3)["query"].tolist()
+    changed = rb[5].clone()
+    changed["next", "reward"] = torch.tensor([99.0])
+    rb[5] = changed
+    assert 51 in rb.sample(3)["n"].tolist()
+    changed["query"] = torch.tensor(8)
+    rb[torch.tensor([4, 5])] = torch.stack([changed, changed])
+    assert 8 in rb.sample(3)["query"].tolist()
+    assert 7 not in rb.sample(3)["query"].tolist()
+
+
+def test_groups_by_several_numbers_and_by_text() -> None:
+    pairs = TensorDict({"query": torch.tensor([[0, 1], [0, 2], [0, 1], [0, 2]]), "n": torch.arange(4)}, [4])
+    rb = TensorDictReplayBuffer(storage=MemoryStorage(10), sampler=PromptGroupSampler(num_groups=1))
+    rb.extend(pairs)
+    assert sorted(rb.sample(2)["n"].tolist()) in ([0, 2], [1, 3])
+    rb = ReplayBuffer(
+        storage=LazyStackStorage(10), sampler=PromptGroupSampler(num_groups=2, strategy="reward")
+    )
+    rb.extend(
+        [
+            TensorDict({"query": text, "next": TensorDict({"reward": torch.tensor([value])})})
+            for text, value in (("a", 1.0), ("b", 2.0), ("a", 3.0), ("b", 0.0))
+        ]
+    )
+    batch = rb.sample(2)
+    assert sorted(batch["next", "reward"].flatten().tolist()) == [2.0, 3.0]
+
+
+def test_draws_follow_from_the_seed_and_copies_find_groups_themselves() -> None:
+    one, two = buffer(num_groups=2, size=4), buffer(num_groups=2, size=4)
+    expected = [one.sample()["n"].tolist() for _ in range(3)]
+    two.set_sampler(pickle.loads(pickle.dumps(one.sampler)))
+    assert [two.sample()["n"].tolist() for _ in range(3)] == expected
+
+
+def test_what_is_refused() -> None:
+    for options in ({}, {"num_groups": 1, "samples_per_group": 1}):
+        with pytest.raises(TypeError, match="Exactly one of num_groups or samples_per_group"):
+            PromptGroupSampler(**options)  # type: ignore[arg-type]
+    for wrong in (1.5, True):
+        with pytest.raises(TypeError, match="must be a positive integer"):
+            PromptGroupSampler(num_groups=wrong)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="must be a positive integer"):
+        PromptGroupSampler(samples_per_group=0)
+    with pytest.raises(ValueError, match="Unknown strategy"):
+        PromptGroupSampler(num_groups=1, strategy="best")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="not divisible by num_groups=3"):
+        buffer(num_groups=3).sample(4)
+    with pytest.raises(KeyError, match="prompt"):
+        buffer(num_groups=1, group_key="prompt").sample(1)
+    empty = TensorDictReplayBuffer(storage=MemoryStorage(3), sampler=PromptGroupSampler(num_groups=1))
+    with pytest.raises(NotReadyError, match="Cannot sample from an empty storage"):
+        empty.sample(1)
+    lanes = TensorDictReplayBuffer(
+        storage=MemoryStorage(6, ndim=2), sampler=PromptGroupSampler(num_groups=1, group_key="x")
+    )
+    lanes.extend(TensorDict({"x": torch.zeros(2, 3)}, [2, 3]))
+    with pytest.raises(ValueError, match="single-dimensional"):
+        lanes.sample(1)
