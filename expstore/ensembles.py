@@ -96,9 +96,7 @@ class ReplayBufferEnsemble:
         generator: torch.Generator | None = None,
         **torchrl: Any,
     ) -> None:
-        if torchrl.pop("prefetch", None):
-            raise ValueError("prefetch means nothing here: give it to the members; leave it out")
-        refuse(type(self).__name__, torchrl)
+        refuse(type(self).__name__, _not_of_members(torchrl))
         check_batch_size(batch_size)
         self._route = Route.of(routing_key, routing_dim)
         if rbs:
@@ -516,6 +514,32 @@ class ReplayBufferEnsemble:
     def __repr__(self) -> str:
         parts = ",\n".join(map(str, [*self._rbs, self._samplers]))
         return f"ReplayBufferEnsemble(\n{indent(parts, '    ')},\n    batch_size={self._batch_size})"
+
+
+#: Keywords of torchrl's ensemble that ask nothing of it at these values; otherwise they are its members'.
+_MEMBERS = dict.fromkeys(
+    (
+        "storage",
+        "sampler",
+        "writer",
+        "dim_extend",
+        "sample_unit",
+        "consume_after_n_samples",
+        "transform_factory",
+    )
+) | {"prefetch": 0, "pin_memory": False}
+
+
+def _not_of_members(keywords: dict[str, Any]) -> dict[str, Any]:
+    """Return the keywords that are not those of members.
+
+    Raises:
+        ValueError: One of these asks for something.
+    """
+    for name in keywords.keys() & _MEMBERS.keys():
+        if keywords[name] is not None and keywords[name] != _MEMBERS[name]:
+            raise ValueError(f"{name} means nothing here: give it to the members; leave it out")
+    return {name: value for name, value in keywords.items() if name not in _MEMBERS}
 
 
 def _checked(rbs: Sequence[Any]) -> Sequence[ReplayBuffer]:

@@ -403,6 +403,7 @@ def test_what_is_no_ensemble() -> None:
         ensemble(p=[1, 1, 1], sample_from_all=True)
     with pytest.raises(ValueError, match="prefetch means nothing here"):
         ensemble(prefetch=2)
+    assert len(ensemble(prefetch=0, pin_memory=False, shared=False)) == 3
     with pytest.raises(ValueError, match="shared"):
         ensemble(shared=True)
     with pytest.raises(TypeError, match="unexpected"):

@@ -48,7 +48,8 @@ class PromptGroupSampler(Sampler):
 
     A group is the rows that have one value in a field. A batch is group after group; none comes twice, and
     no row, unless there are fewer than asked for: then some are drawn again, and a warning says so once.
-    Sampling takes nothing away. After new rows or changes that one field (and the rewards) of all rows is read anew.
+    Sampling takes nothing away. After new rows or changes that one field (and the rewards) of all rows is
+    read anew.
 
     By RePO (Li et al. 2025, arXiv:2506.09340) rows are drawn at random, or are the newest, those of the
     highest reward, or those whose rewards vary most (of equal ones those with the highest sum).
