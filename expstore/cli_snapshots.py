@@ -75,7 +75,7 @@ def loads(
     new = not disk.exists(store / MANIFEST)
     kept = _open(store, Manifest.load(disk, folder).capacity if new else None)
     try:
-        kept.load(folder)
+        kept.load_version(folder)
         rows = len(kept)
     finally:
         kept.close()

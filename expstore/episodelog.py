@@ -194,11 +194,24 @@ def _entries(file: File, length: int) -> Iterator[LogEntry]:
     data = file.read(0, length)
     if len(data) < length:
         raise CorruptionError(f"{file.path} has {len(data)} bytes, the journal says {length}")
+    yield from unpack_entries(data, str(file.path))
+
+
+def unpack_entries(data: bytes, name: str) -> Iterator[LogEntry]:
+    """Yield the entries in the bytes of a log.
+
+    Args:
+        data: All of them.
+        name: What to call them in a message.
+
+    Raises:
+        CorruptionError: An entry's checksum does not fit.
+    """
     at = 0
     while at < len(data):
         found = _unpack(data, at)
         if found is None:
-            raise CorruptionError(f"{file.path} is damaged at byte {at}")
+            raise CorruptionError(f"{name} is damaged at byte {at}")
         entry, at = found
         yield entry
 

@@ -226,7 +226,7 @@ class StoreHandle:
             StateError: The store is closed, or open for reading only.
         """
         storage = self._storage
-        storage.load(find_version(storage.disk, Path(path), version))
+        storage.load_version(find_version(storage.disk, Path(path), version))
         self._attached(storage)
 
     def load(self, path: str | Path, version: int | str | None = None) -> None:

@@ -102,17 +102,31 @@ class Manifest:
         path = folder / MANIFEST
         if not disk.exists(path):
             raise NotFoundError(f"{folder} is not a store: it has no {MANIFEST}")
+        return cls.unpack(disk.read_whole(path), str(path))
+
+    @classmethod
+    def unpack(cls, packed: bytes, name: str) -> Manifest:
+        """Read what `pack` returned.
+
+        Args:
+            packed: It.
+            name: What to call it in a message.
+
+        Raises:
+            MigrationError: A newer version of the library made it.
+            CorruptionError: It is damaged.
+        """
         try:
-            data = json.loads(disk.read_whole(path))
+            data = json.loads(packed)
             checksum = data.pop("crc32c")
             version = int(data["format"])
         except (ValueError, KeyError, TypeError, AttributeError) as exc:
-            raise CorruptionError(f"{path} is damaged: {exc}") from exc
+            raise CorruptionError(f"{name} is damaged: {exc}") from exc
         if checksum != _checksum(data):  # first: every format is to keep it, and a flipped bit is no format
-            raise CorruptionError(f"{path} is damaged: its checksum does not fit")
+            raise CorruptionError(f"{name} is damaged: its checksum does not fit")
         if version > FORMAT:
             raise MigrationError(
-                f"{folder} has format {version}, this library knows formats up to {FORMAT}",
+                f"{name} has format {version}, this library knows formats up to {FORMAT}",
                 hint="install a newer expstore",
             )
         del data["format"]

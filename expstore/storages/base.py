@@ -35,6 +35,7 @@ from expstore.storages.rows import Rows, now_us
 from expstore.storages.runs import Runs
 from expstore.storages.sampled import Sampled
 from expstore.storages.spare import spare_slots
+from expstore.storages.stateful import Stateful
 from expstore.storages.stats import Counters
 from expstore.turns import FairLock
 from expstore.types import Array, IntArray, Key, Ranking, Window, cut_run, key_name
@@ -55,7 +56,7 @@ ROW_FIELDS = (
 ROW_BYTES = sum(entry.row_bytes for entry in ROW_FIELDS)
 
 
-class Storage(DrawPosition, Grid, Indexed, ABC):
+class Storage(DrawPosition, Grid, Indexed, Stateful, ABC):
     """Keep rows under ever-growing ids, and know which of them can be read.
 
     Readable are the last `capacity` published ids. Threads: one writes at a time (`lock`), any number
@@ -175,7 +176,7 @@ class Storage(DrawPosition, Grid, Indexed, ABC):
         former = self.capacity
         try:
             self.take_grid(self.ndim, dims)
-            self.spare = self._spare_for(schema)
+            self.spare = self.spare_for(schema, self.capacity, self.lanes)
             self._create(schema, keys)
         except BaseException:
             self.capacity = former
@@ -185,9 +186,9 @@ class Storage(DrawPosition, Grid, Indexed, ABC):
             self._begin_sampled()
         self.schema, self.keys = schema, keys
 
-    def _spare_for(self, schema: Schema) -> int:
+    def spare_for(self, schema: Schema, capacity: int | None, lanes: int) -> int:
         """Return the number of spare slots; whole steps, so that only whole steps are ever overwritten."""
-        return round_up(spare_slots(self.capacity, schema.row_bytes + ROW_BYTES), self.lanes)
+        return round_up(spare_slots(capacity, schema.row_bytes + ROW_BYTES), lanes)
 
     def write(self, rows: Rows) -> None:
         """Make rows readable, all of them or none.
@@ -623,7 +624,7 @@ class Storage(DrawPosition, Grid, Indexed, ABC):
     def close(self) -> None:
         """Sync and let go; a second call does nothing."""
 
-    def load(self, folder: Path) -> None:
+    def load_version(self, folder: Path) -> None:
         """Put the content of the version in a folder in the place of what there is.
 
         Raises:

@@ -135,7 +135,8 @@ class Catalog:
     def _lost(self, index: Index, content: tuple[int, int]) -> bool:
         """Say whether the index lacks more than the changes that are known of."""
         storage = self._storage
-        nothing = index.position == (0, 0) and storage.write_count > 0 and storage.index_path is not None
+        # A store in RAM may have had another index, which took its changes with it.
+        nothing = index.position == (0, 0) and storage.write_count > 0
         return self._whole or nothing or not storage.index_floor <= index.position <= content
 
     def catch_up(self) -> Index:

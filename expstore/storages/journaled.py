@@ -38,7 +38,7 @@ from expstore.storages.folder import JOURNAL, LOG, REDO, STATE
 from expstore.storages.frozen import base_of
 from expstore.storages.keeper import Keeper
 from expstore.storages.leaving import register, unregister
-from expstore.storages.loading import finish_load
+from expstore.storages.loading import ContentLike, finish_load, read_content
 from expstore.storages.records import Publish, Redo, shelve_body
 from expstore.storages.recovery import Past, describe_past, read_past, take_over
 from expstore.storages.settings import Settings, enter
@@ -460,7 +460,19 @@ class JournaledStorage(SyncedStorage):
         with contextlib.suppress(RuntimeError):  # forgotten, and collected by a thread of the pool itself
             self._pool.shutdown()
 
+    def load_version(self, folder: Path) -> None:
+        """Put the content of the version in a folder in the place of what there is.
+
+        Crashes: the store has its former content until the new one is complete, and that one then.
+        """
+        self.check_writable()
+        self._take_content(read_content(self.disk, folder))
+
     # -- what the columns supply -----------------------------------------------------------------
+
+    @abstractmethod
+    def _take_content(self, content: ContentLike) -> None:
+        """Put a content in the place of what there is."""
 
     @abstractmethod
     def _begin(self) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -24,7 +24,7 @@ from expstore.files import Disk
 from expstore.journal import ALIGN, Journal, Kind, read_journal
 from expstore.manifest import MANIFEST, Manifest
 from expstore.schema import Schema
-from expstore.storages.base import ROW_BYTES, ROW_FIELDS, Storage, spare_slots
+from expstore.storages.base import ROW_FIELDS, Storage
 from expstore.storages.checksums import CHECKSUMS, Checksums, blocks_of
 from expstore.storages.columns import Column, ColumnGroup
 from expstore.storages.columnwriter import WritableColumns
@@ -37,6 +37,7 @@ from expstore.types import Array, cut_run, key_name
 __all__ = [
     "Arrival",
     "Content",
+    "ContentLike",
     "build_load",
     "commit_load",
     "finish_load",
@@ -50,6 +51,44 @@ _OLD = "old"
 _FURTHEST = 1 << 50
 #: So many bytes are copied at a time.
 _STEP_BYTES = 8 << 20
+
+
+class ContentLike(Protocol):
+    """What is to be a storage's content."""
+
+    @property
+    def name(self) -> str:
+        """What to call it in a message."""
+
+    @property
+    def manifest(self) -> Manifest:
+        """What it is."""
+
+    @property
+    def base(self) -> dict[str, Any]:
+        """Its state, as a journal's base record keeps it."""
+
+    @property
+    def entries(self) -> Sequence[LogEntry]:
+        """What became of its episodes."""
+
+    @property
+    def low(self) -> int:
+        """The newest id that cannot be read."""
+
+    @property
+    def row_bytes(self) -> int:
+        """How many bytes a row takes."""
+
+    @property
+    def counted(self) -> bool:
+        """Whether it says how often each row was handed out."""
+
+    def rows(self, first_id: int, count: int) -> list[Array]:
+        """Copy a run of rows, all columns."""
+
+    def counts(self, first_id: int, count: int) -> Array:
+        """Copy how often a run of rows was handed out. Shape `(count,)`, uint32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +110,21 @@ class Content:
     entries: Sequence[LogEntry]
     columns: ColumnGroup | None
     sampled: Column | None
+
+    @property
+    def name(self) -> str:
+        """Return the folder's."""
+        return str(self.folder)
+
+    @property
+    def row_bytes(self) -> int:
+        """How many bytes a row takes."""
+        return 1 if self.columns is None else self.columns.row_bytes
+
+    @property
+    def counted(self) -> bool:
+        """Whether it says how often each row was handed out."""
+        return self.sampled is not None
 
     @property
     def low(self) -> int:
@@ -142,15 +196,15 @@ class Arrival:
         StateError: It has no room for all of the best rows.
     """
 
-    def __init__(self, content: Content, storage: Storage) -> None:
+    def __init__(self, content: ContentLike, storage: Storage) -> None:
         self.content = content
         base, own = content.base, manifest_of(storage)
-        schema = _fit(content.manifest.schema, storage.schema, content.folder)
+        schema = _fit(content.manifest.schema, storage.schema, content.name)
         own = _fit_dims(own, content)
         lanes = math.prod(own.dims)
         spare = own.spare
         if storage.schema is None and schema is not None:
-            spare = round_up(spare_slots(own.capacity, schema.row_bytes + ROW_BYTES), lanes)
+            spare = storage.spare_for(schema, own.capacity, lanes)
         self.manifest = content.manifest.replace(
             uuid=own.uuid,
             created=own.created,
@@ -166,7 +220,7 @@ class Arrival:
         self.count: int = last - self._low
         if content.manifest.ranking is not None and self._low > content.low:
             raise StateError(
-                f"{content.folder} holds the best {last - content.low} rows by {content.manifest.ranking}; "
+                f"{content.name} holds the best {last - content.low} rows by {content.manifest.ranking}; "
                 f"there is room for {own.capacity}, and the first to come would go, not the worst",
                 hint="load it into a store of that capacity",
             )
@@ -218,10 +272,9 @@ class Arrival:
 
     def runs(self) -> Iterator[tuple[int, list[Array]]]:
         """Yield all rows, oldest first: (first id, one array per field and row field)."""
-        columns = self.content.columns
-        if columns is None:
+        if self.manifest.schema is None:
             return
-        step = max(1, _STEP_BYTES // columns.row_bytes)
+        step = max(1, _STEP_BYTES // self.content.row_bytes)
         for start in range(0, self.count, step):
             arrays = self.content.rows(self._low + 1 + start, min(step, self.count - start))
             arrays[-5] += self._ids
@@ -231,14 +284,14 @@ class Arrival:
     @property
     def counted(self) -> bool:
         """Whether the version says how often each row was handed out."""
-        return self.content.sampled is not None
+        return self.content.counted
 
     def counts(self) -> Array:
         """Return how often each row was handed out, oldest first. Shape `(count,)`, uint32."""
         return self.content.counts(self._low + 1, self.count) if self.count else np.zeros(0, np.uint32)
 
 
-def _fit(offered: Schema | None, own: Schema | None, folder: Path) -> Schema | None:
+def _fit(offered: Schema | None, own: Schema | None, name: str) -> Schema | None:
     """Return the schema that a storage has afterwards."""
     if offered is None or own is None:
         return offered or own
@@ -250,13 +303,13 @@ def _fit(offered: Schema | None, own: Schema | None, folder: Path) -> Schema | N
             if asked.get(key) != found.get(key)
         ]
         raise SchemaError(
-            f"{folder} holds other fields than this store ({', '.join(differ[:3])})",
+            f"{name} holds other fields than this store ({', '.join(differ[:3])})",
             hint="load it into a store of its own",
         )
     return offered
 
 
-def _fit_dims(own: Manifest, content: Content) -> Manifest:
+def _fit_dims(own: Manifest, content: ContentLike) -> Manifest:
     """Return what a storage is, with the dims that its rows have afterwards."""
     there = content.manifest
     if own.schema is None and there.schema is not None:
@@ -266,7 +319,7 @@ def _fit_dims(own: Manifest, content: Content) -> Manifest:
     if there.schema is not None and own.dims != there.dims:
         found, asked = _more(there.dims), _more(own.dims)
         raise SchemaError(
-            f"{content.folder} holds rows of dims [time{found}], this store those of [time{asked}]",
+            f"{content.name} holds rows of dims [time{found}], this store those of [time{asked}]",
             hint="load it into a store of its own",
         )
     return own

@@ -13,9 +13,10 @@ import numpy as np
 from expstore.episodelog import LogEntry
 from expstore.episodes import EpisodeTable
 from expstore.schema import Schema
-from expstore.storages.base import ROW_FIELDS, Keys, Rows, Storage, find_keys
+from expstore.storages.base import ROW_FIELDS, Keys, Rows, find_keys
 from expstore.storages.grid import round_up
-from expstore.storages.loading import Arrival, read_content
+from expstore.storages.loading import Arrival, ContentLike, read_content
+from expstore.storages.portable import PortableStorage
 from expstore.storages.position import from_json, limits_of
 from expstore.storages.sampled import Sampled
 from expstore.types import Array, IntArray, Window, cut_run
@@ -23,7 +24,7 @@ from expstore.types import Array, IntArray, Window, cut_run
 __all__ = ["MemoryStorage"]
 
 
-class MemoryStorage(Storage):
+class MemoryStorage(PortableStorage):
     """Keep rows in RAM.
 
     Threads as `Storage`; a forked child has its own copy; nothing survives the process. Fields of dtype
@@ -51,11 +52,11 @@ class MemoryStorage(Storage):
         fields = (*schema.fields, *ROW_FIELDS[:-1])
         self._columns = [np.zeros((size, *entry.shape), entry.numpy_dtype) for entry in fields]
 
-    def _spare_for(self, schema: Schema) -> int:
-        if self.capacity is None or not schema.objects:
-            return super()._spare_for(schema)
-        # Objects may be of any size, and stay until their slot is needed.
-        return round_up(-(-self.capacity // 8), self.lanes)
+    def spare_for(self, schema: Schema, capacity: int | None, lanes: int) -> int:
+        """Return the number of spare slots: few for objects of any size, which stay until one is needed."""
+        if capacity is None or not schema.objects:
+            return super().spare_for(schema, capacity, lanes)
+        return round_up(-(-capacity // 8), lanes)
 
     def _begin_sampled(self) -> None:
         self.sampled = Sampled(self.slots or max(4096, self.last))
@@ -107,17 +108,19 @@ class MemoryStorage(Storage):
             super()._forget(last)
             self.content = (1, self.content[1] + 1)
         if self.slots is None and self.schema is not None and self.schema.objects:
-            self.retired = last  # before they go: whoever has just read rows finds that they have left
             for column in self._columns:
                 if column.dtype.hasobject:
                     column[:last] = None
 
-    def load(self, folder: Path) -> None:
+    def load_version(self, folder: Path) -> None:
         """Put the content of the version in a folder in the place of what there is."""
+        self.check_writable()
+        self._take_content(read_content(self.disk, folder))
+
+    def _take_content(self, content: ContentLike) -> None:
         with self.lock:
-            self.check_writable()
             self._wait_for_copy(None)
-            arrival = Arrival(read_content(self.disk, folder), self)
+            arrival = Arrival(content, self)
             manifest = arrival.manifest
             columns, priorities, table = self._arrange(arrival)
             sampled = self._arrange_sampled(arrival)

@@ -40,8 +40,6 @@ class ListStorage(MemoryStorage):
     """
 
     object_rows = True
-    #: The dim along which several rows are stacked; None: they come as a list.
-    stack_dim: int | None = None
 
     def __init__(
         self,

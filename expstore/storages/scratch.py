@@ -14,10 +14,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from expstore.errors import ExpStoreError, StateError
+from expstore.errors import ExpStoreError, StateError, StorageError
 from expstore.files import Disk, File
 from expstore.manifest import MANIFEST
 from expstore.storages.options import find_device, find_seed, refuse
+from expstore.storages.portable import PortableStorage
 from expstore.storages.settings import Settings
 from expstore.storages.zarr import ZarrStorage
 
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = ["LazyMemmapStorage"]
+
+#: So often a folder is removed in which another thread may be making files.
+_TRIES = 100
 
 
 class _ScratchDisk(Disk):
@@ -39,7 +43,7 @@ class _ScratchDisk(Disk):
         """Do nothing."""
 
 
-class LazyMemmapStorage(ZarrStorage):
+class LazyMemmapStorage(ZarrStorage, PortableStorage):
     """Keep rows of tensors in files, which are mapped when they are read.
 
     With a `scratch_dir` it is a store like any other, which `expstore.open` opens, too. Without one it lies
@@ -153,7 +157,10 @@ class LazyMemmapStorage(ZarrStorage):
 
     def depart(self) -> None:
         """Do what can be done before the process dies of a signal: its threads go on meanwhile."""
-        if self._removes and os.getpid() == self._owner:
-            self.disk.remove_tree(self.path)
-        else:
+        if not self._removes or os.getpid() != self._owner:
             super().depart()
+            return
+        for _ in range(_TRIES):
+            with contextlib.suppress(StorageError):
+                self.disk.remove_tree(self.path)
+                return

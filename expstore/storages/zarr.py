@@ -23,7 +23,7 @@ from expstore.storages.columns import Column
 from expstore.storages.columnwriter import WritableColumns, taken
 from expstore.storages.folder import COLUMNS
 from expstore.storages.journaled import JournaledStorage
-from expstore.storages.loading import Arrival, build_load, commit_load, read_content
+from expstore.storages.loading import Arrival, ContentLike, build_load, commit_load
 from expstore.storages.overlay import Overlay
 from expstore.storages.recovery import Past, unsettled_blocks
 from expstore.storages.sampledcolumn import SampledColumn, has_sampled
@@ -386,8 +386,8 @@ class ZarrStorage(JournaledStorage):
         self._dirty_pages[slots // PAGE_ROWS] = True
         self._keeper.note()
 
-    def load(self, folder: Path) -> None:
-        """Put the content of the version in a folder in the place of what there is.
+    def _take_content(self, content: ContentLike) -> None:
+        """Put a content in the place of what there is.
 
         Crashes: the store has its former content until the new one is complete, and that one then.
         """
@@ -395,7 +395,7 @@ class ZarrStorage(JournaledStorage):
             self.check_writable()
             self._wait_for_copy(None)
             self.flush_priorities()
-            arrival = Arrival(read_content(self.disk, folder), self)
+            arrival = Arrival(content, self)
             ready = 0 if self.columns is None else self.columns.ready
             build_load(self, self.path, arrival, sequence=self._journal.sequence, ready=ready)
             recovered = self.counters.recovered

@@ -1,0 +1,74 @@
+"""What `state_dict` says of a storage that keeps its rows itself, on a disk: which store it is.
+
+Base of every storage; those whose rows go with the process say more (`portable`). It never reads a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from expstore.errors import StateError
+from expstore.types import Window
+
+__all__ = ["Hook", "Stateful"]
+
+#: Takes what is kept and returns what is to be kept instead, or the other way round.
+Hook = Callable[[Any], Any]
+
+
+class Stateful:
+    """Say which store this is.
+
+    Threads, processes and crashes: as the storage.
+
+    Example:
+        >>> sorted(ZarrStorage("run.exp").state_dict())
+        ['last', 'uuid']
+    """
+
+    kind: str
+    uuid: str
+
+    @property
+    def window(self) -> Window:
+        """The ids that can be read now."""
+        raise NotImplementedError
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return which store this is, and its last row: the rows are in its folder, for `dumps`."""
+        return {"uuid": self.uuid, "last": self.window.last}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Do nothing for a state without rows: these are in the folder.
+
+        Raises:
+            StateError: The state holds rows.
+        """
+        if "rows" in state_dict:
+            raise StateError(
+                f"a {self.kind} storage keeps its rows itself, and this state holds some",
+                hint="load it into a LazyMemmapStorage, or use dumps() and loads()",
+            )
+
+    def register_save_hook(self, hook: Hook) -> None:
+        """Refuse: `state_dict` holds no rows here.
+
+        Raises:
+            StateError: Always.
+        """
+        raise self._no_hooks()
+
+    def register_load_hook(self, hook: Hook) -> None:
+        """Refuse: `state_dict` holds no rows here.
+
+        Raises:
+            StateError: Always.
+        """
+        raise self._no_hooks()
+
+    def _no_hooks(self) -> StateError:
+        return StateError(
+            f"a {self.kind} storage keeps its rows itself: state_dict() has none that a hook could change",
+            hint="change them before extend(), or when they have been read",
+        )
