@@ -51,6 +51,7 @@ _HOME = {
     "SliceSamplerWithoutReplacement": "expstore.samplers",
     "SnapshotError": "expstore.errors",
     "StalenessAwareSampler": "expstore.samplers",
+    "StackError": "expstore.errors",
     "StateError": "expstore.errors",
     "Storage": "expstore.storages",
     "StorageEnsemble": "expstore.storages",
@@ -111,6 +112,7 @@ __all__ = [
     "SliceSampler",
     "SliceSamplerWithoutReplacement",
     "SnapshotError",
+    "StackError",
     "StalenessAwareSampler",
     "StateError",
     "Storage",
@@ -149,6 +151,7 @@ if TYPE_CHECKING:
         QueryError,
         SchemaError,
         SnapshotError,
+        StackError,
         StateError,
         StorageError,
     )

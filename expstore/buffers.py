@@ -320,7 +320,17 @@ class ReplayBuffer(ShapingHandle):
         return self._sampler.left(self._storage)
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield batches, without end or until the sampler has run out of rows."""
+        """Yield batches, without end or until the sampler has run out of rows.
+
+        Raises:
+            StateError: No batch size is known.
+        """
+        if self._batch_size is None:
+            raise StateError(
+                "Cannot iterate over the replay buffer. Batch_size was not specified during construction of "
+                "the replay buffer",
+                hint="give it to the constructor, or to sample()",
+            )
         while True:
             yield self.sample()
             if self._sampler.ran_out:

@@ -4,6 +4,7 @@ Every module raises from this tree; nothing here reads or writes anything::
 
     ExpStoreError                       message, kind (stable, append-only), hint
     ├── SchemaError    (ValueError)     the batch does not fit the schema
+    │   └── StackError (RuntimeError)   rows one by one are of different shapes
     ├── PriorityError  (ValueError)     negative, NaN or infinite priority; none was applied
     ├── QueryError     (ValueError)     the SQL is not one read-only SELECT that DuckDB accepts
     ├── NotFoundError  (KeyError)       no such id, index, episode or snapshot
@@ -29,6 +30,7 @@ __all__ = [
     "QueryError",
     "SchemaError",
     "SnapshotError",
+    "StackError",
     "StateError",
     "StorageError",
 ]
@@ -69,6 +71,12 @@ class SchemaError(ExpStoreError, ValueError):
     """The batch does not fit the schema; the message names the field."""
 
     default_kind = "schema"
+
+
+class StackError(SchemaError, RuntimeError):
+    """Rows that came one by one have different shapes; torch's error for it is a RuntimeError."""
+
+    default_kind = "stack"
 
 
 class PriorityError(ExpStoreError, ValueError):

@@ -33,7 +33,7 @@ from expstore.batches import (
     to_columns,
     to_objects,
 )
-from expstore.errors import SchemaError
+from expstore.errors import SchemaError, StackError
 from expstore.schema import Schema, is_name
 from expstore.types import Array, Key
 
@@ -80,7 +80,13 @@ def take(data: Any, layout: Layout, *, single: bool = False, skip: frozenset[str
     if isinstance(data, list) and not single:
         if not data:
             return Batch([DATA], ["float32"], [np.zeros(0, np.float32)], 0)
-        data = stack(data)
+        try:
+            data = stack(data)
+        except (RuntimeError, KeyError, IndexError, ValueError) as exc:
+            raise StackError(
+                f"Stacking the elements of the list resulted in an error: {exc}",
+                hint="rows have the same fields and shapes; a LazyStackStorage keeps ragged ones",
+            ) from exc
     kind = type(data) if is_tensorclass(data) else None
     if kind is not None:
         data = data.to_tensordict()

@@ -96,6 +96,12 @@ class TensorDictReplayBuffer(ReplayBuffer):
         values = self._sampler.reduce(columns[place].astype(np.float64))
         return check_priorities(values)
 
+    def update_priority(self, index: Any = None, priority: Any = None, *, id: Any = None) -> int:
+        """Do as `ReplayBuffer.update_priority`, or, given a sample alone, as `update_tensordict_priority`."""
+        if isinstance(index, TensorDictBase) and priority is None and id is None:
+            return self.update_tensordict_priority(index)
+        return super().update_priority(index, priority, id=id)
+
     def update_tensordict_priority(self, data: TensorDictBase) -> int:
         """Set the priorities of a sample's rows from its `priority_key`; return how many were set.
 

@@ -11,6 +11,7 @@ from expstore import errors
 
 BASES = {
     "SchemaError": (errors.ExpStoreError, ValueError, "schema"),
+    "StackError": (errors.SchemaError, RuntimeError, "stack"),
     "PriorityError": (errors.ExpStoreError, ValueError, "priority"),
     "QueryError": (errors.ExpStoreError, ValueError, "query"),
     "NotFoundError": (errors.ExpStoreError, KeyError, "not_found"),

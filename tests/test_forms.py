@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map
 
 import expstore
 from expstore import ReplayBuffer, TensorDictReplayBuffer
-from expstore.errors import NotFoundError, SchemaError
+from expstore.errors import NotFoundError, SchemaError, StackError
 from expstore.storages import LazyTensorStorage, ListStorage, MemoryStorage, Storage, ZarrStorage
 
 
@@ -104,6 +104,13 @@ def test_a_list_is_rows_and_a_tuple_is_a_tree(storage: Storage) -> None:
         rb.extend((torch.tensor([3, 4]), torch.ones(2, 2)))
         assert len(rb) == 4
         assert rb.extend([]).tolist() == []
+        for ragged in (
+            [torch.zeros(4), torch.zeros(1)],
+            [(torch.tensor(1), torch.ones(2)), (torch.tensor(1),)],
+        ):
+            with pytest.raises(StackError, match="Stacking the elements of the list resulted in an error"):
+                rb.extend(ragged)
+        assert len(rb) == 4
 
 
 def test_a_list_of_tensordicts(storage: Storage) -> None:
