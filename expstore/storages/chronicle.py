@@ -14,7 +14,7 @@ from expstore.errors import CorruptionError
 from expstore.journal import Kind, Record
 from expstore.journaltail import JournalTail
 from expstore.storages.folder import JOURNAL, LOG, FolderStorage
-from expstore.storages.records import Mark, Publish
+from expstore.storages.records import Mark, Publish, Redo
 from expstore.storages.recovery import TOLD, Past, read_past, retell, rows_written, tell, verify
 from expstore.types import IntArray
 
@@ -87,13 +87,14 @@ class Chronicle:
         if publish is not None:
             self.last = publish.last_id
             self.max_priority = max(self.max_priority, publish.priority)
+        elif record.kind is Kind.REDO:
+            self.max_priority = max(self.max_priority, Redo.replaced(record.body)[1])
         elif record.kind is Kind.RETIRE:
             self.retired = max(self.retired, record.json()["through"])
         elif record.kind is Kind.DELETE:
             self.retired = self.last = record.json()["last"]
         elif record.kind is Kind.MARK:
             mark = Mark.unpack(record.body)
-            self.write_count = max(self.write_count, mark.write_count)
             self._log_length = mark.log_length
             self._entries = [noted for noted in self._entries if noted[0] > mark.sequence]
         if record.kind in TOLD:

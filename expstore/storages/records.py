@@ -31,7 +31,9 @@ _PUBLISH = struct.Struct("<QQqIIIIIIf16s16sI")
 _PUBLISH_HEAD = struct.Struct("<QQqI")
 #: Redo records keep up to this many bytes themselves; more go to a file of their own.
 REDO_BYTES = 64 << 20
-_SHELVED = b"file"
+#: Then 12 digits and a crc32c; of rows that take the places of others also how many, and their priority.
+_SHELVED, _SHELVED_BYTES = b"file", 20
+_REPLACED = struct.Struct("<If")
 _NOTHING = bytes(16)
 _MARK = struct.Struct("<QQQQQfI4Q")
 _SET_BACK, _LIMITED = 1, 2
@@ -231,10 +233,15 @@ class Redo:
         return cls(ids, places, columns, replaces)
 
     @staticmethod
-    def rows_replaced(body: bytes) -> int:
-        """Return how many rows a packed record puts in the places of others; 0 if it is shelved."""
+    def replaced(body: bytes) -> tuple[int, float]:
+        """Return how many rows a packed record puts in the places of others, and their priority."""
+        if body[:4] == _SHELVED:
+            return _REPLACED.unpack_from(body, _SHELVED_BYTES) if len(body) > _SHELVED_BYTES else (0, 0.0)
         n, wide = _REDO.unpack_from(body)
-        return int(n) if wide & _REPLACES and body[:4] != _SHELVED else 0
+        if not (wide & _REPLACES and n):
+            return 0, 0.0
+        (priority,) = struct.unpack_from("<f", body, _REDO.size + 8 * (wide & ~_REPLACES) + 8 * n)
+        return n, priority
 
     def cut(self, keep: Array, columns: slice = slice(None)) -> Redo:
         """Return what it says of some of the rows, and of some of the columns."""
@@ -259,7 +266,9 @@ def shelve_body(disk: Disk, folder: Path, number: int, body: bytes, *, settle: C
         disk.unlink(folder / name)
     disk.write_whole(folder / f"{number:012d}", body)
     crc: int = google_crc32c.value(body)
-    return _SHELVED + f"{number:012d}".encode() + crc.to_bytes(4, "little")
+    rows, priority = Redo.replaced(body)
+    more = _REPLACED.pack(rows, priority) if rows else b""
+    return _SHELVED + f"{number:012d}".encode() + crc.to_bytes(4, "little") + more
 
 
 def fetch_body(disk: Disk, folder: Path, body: bytes) -> bytes:

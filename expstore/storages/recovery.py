@@ -171,6 +171,8 @@ def verify(past: Past, whole: Callable[[Publish], bool]) -> None:
             past.draw = mark.draw if mark.set_back else max(past.draw, mark.draw)
             past.progress, past.randomness, past.limits = mark.progress, mark.randomness, mark.limits
             past.max_priority = max(past.max_priority, mark.max_priority)
+        elif record.kind is Kind.REDO:
+            past.max_priority = max(past.max_priority, Redo.replaced(record.body)[1])
         elif record.kind is Kind.RETIRE:
             past.retired = max(past.retired, record.json()["through"])
         elif record.kind is Kind.DELETE:
@@ -262,8 +264,6 @@ def retell(
     for place, record in enumerate(past.records):
         _, new = tell(record, table)
         write_count += rows_written(record)
-        if record.kind is Kind.MARK:  # it knows of rows whose record is too long for the journal
-            write_count = max(write_count, Mark.unpack(record.body).write_count)
         if place >= past.settled:
             entries += new
     table.give_up(past.gaps)
@@ -313,7 +313,7 @@ def pending_changes(
             changes.append(redo.cut(redo.ids > (0 if slots is None else past.last - slots)))
     replaced = [redo for redo in changes if redo.replaces]
     if times is None or not replaced:
-        return changes
+        return [redo for redo in changes if redo.ids.size]
     # As in `_apply`: where the last time of a row is there, so is its priority, perhaps a newer one.
     ids = np.concatenate([redo.ids for redo in replaced])
     newest = np.concatenate([redo.columns[-1] for redo in replaced])[::-1]
@@ -325,14 +325,14 @@ def pending_changes(
         found.append(redo.cut(~known))
         if known.any():
             found.append(redo.cut(known, slice(1, None)))
-    return found
+    return [redo for redo in found if redo.ids.size]
 
 
 def rows_written(record: Record) -> int:
     """Return how many rows a record brings."""
     if record.kind is Kind.PUBLISH:
         return Publish.rows_of(record.body)
-    return Redo.rows_replaced(record.body) if record.kind is Kind.REDO else 0
+    return Redo.replaced(record.body)[0] if record.kind is Kind.REDO else 0
 
 
 def _redo(past: Past, storage: JournaledStorage, columns: WritableColumns, schema: Schema) -> None:

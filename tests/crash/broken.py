@@ -140,6 +140,11 @@ def break_notes() -> None:
     JournaledStorage._annotate = annotate  # type: ignore[method-assign]
 
 
+def break_changes() -> None:
+    """Rows are changed in place, or displaced, and no record says so."""
+    JournaledStorage._record_change = lambda self, *given, **more: None  # type: ignore[method-assign]
+
+
 #: Fault -> what puts it in.
 BREAKS: dict[str, Callable[[], None]] = {
     "journal first": break_journal_first,
@@ -155,6 +160,7 @@ BREAKS: dict[str, Callable[[], None]] = {
     "counts of older rows": break_renewal,
     "counts without sync": break_count_syncs,
     "notes without a record": break_notes,
+    "change without a record": break_changes,
 }
 
 

@@ -50,6 +50,7 @@ from expstore.storages.settings import Settings
 from expstore.storages.tail import TAIL_BYTES
 from expstore.storages.zarr import ZarrStorage
 from expstore.tensordictbuffers import TensorDictReplayBuffer
+from expstore.writers import TensorDictMaxValueWriter
 
 __all__ = [
     "Look",
@@ -95,8 +96,13 @@ def open_store(
     kept = ZarrStorage(
         path, spec.capacity, settings=settings, disk=disk or KillingDisk(), segment_bytes=spec.segment_bytes
     )
+    writer = TensorDictMaxValueWriter("observation", "max") if spec.best else None
     rb = TensorDictReplayBuffer(
-        storage=kept, batch_size=facts.SAMPLE, with_ids=True, consume_after_n_samples=spec.consume
+        storage=kept,
+        batch_size=facts.SAMPLE,
+        with_ids=True,
+        consume_after_n_samples=spec.consume,
+        writer=writer,
     )
     if not index:
         kept.use_catalog(_NoIndex())
@@ -130,8 +136,10 @@ def perform(rb: TensorDictReplayBuffer, state: Ledger, op: Op) -> None:
     """Make one call, and look at what it returns."""
     spec = state.spec
     if op.kind == "extend":
-        ids = np.arange(state.last + 1, state.last + op.count + 1)
-        data = facts.batch(spec, op, ids)
+        ids = origins = np.arange(state.last + 1, state.last + op.count + 1)
+        if spec.best:
+            ids, origins = state.place_best(op)[0], state.offered + 1 + np.arange(op.count)
+        data = facts.batch(spec, op, origins)
         given = rb.extend(data, source=op.source, return_ids=True, episode_info=op.info)
         expect(np.array_equal(given.numpy(), ids), f"extend gave ids {given[:3]}.., expected {ids[:3]}..")
     elif op.kind == "annotate":
@@ -243,9 +251,11 @@ def candidates(state: Ledger, op: Op | None) -> list[Ledger]:
     done = state.copy()
     done.apply(op)
     found.insert(0, done)
-    retired = state.copy()
+    retired, half = state.copy(), state.half_best(op)
     if retired.retire_for(op):
         found.append(retired)
+    if half is not None:
+        found.insert(1, half)
     for late in found[1:]:
         # What the call set may be there in part: priorities have no promise before a flush.
         if op.kind == "priority":
@@ -315,6 +325,7 @@ def _check_and_go_on(look: Look) -> Ledger:
     rb = open_store(spec, look.path, disk, index=index)
     expect(not look.clean or rb.recovered is None, f"it was closed, and yet: {rb.recovered!r}")
     state = matching(rb, look.states, cut=look.cut)
+    state.found = state.write_count
     check_sums(rb)
     state.versions = check_versions(place_of(look.path), look.need, look.known, current=look.current)
     expect(

@@ -47,6 +47,8 @@ BARE = Spec("bare", 24, 0, frame=64, lean=True, tail=False)
 #: So many stores are checked by one process.
 TOGETHER = 8
 STORE = "run.exp"
+BEST = Spec("best", 24, 8, frame=64, lean=True, segment_bytes=4096, best=True)
+BEST_FILED = Spec("best filed", 24, 8, frame=64, lean=True, segment_bytes=4096, best=True, redo_bytes=1)
 COUNTED = Spec("counted", 24, 8, frame=64, lean=True, segment_bytes=4096, consume=2)
 GROWING = Spec("growing", None, None, frame=64, lean=True, shard_rows=4096)
 
@@ -124,6 +126,9 @@ PHASES = (
     Phase("first extend of a store that counts", COUNTED, ops=[_extend(5)], stride=9, must="rename sampled"),
     Phase("count", COUNTED, [_extend(24), SAMPLE], [SAMPLE, FLUSH, _extend(3), SAMPLE], stride=9),
     Phase("slots of counted rows", COUNTED, [_extend(24), SAMPLE, _extend(8)], [_extend(2), _extend(2)]),
+    Phase("best rows", BEST, FEW, [_extend(9), _priority(3, 9, 2.0), _extend(12, "a"), FLUSH], stride=5),
+    Phase("best rows in a file", BEST_FILED, FEW, [_extend(30), _extend(12), FLUSH], must="unlink", stride=9),
+    Phase("open best rows", BEST, [_extend(30), _priority(1, 9, 2.0), _extend(20)], part="open", stride=3),
     Phase("extend without spare", BARE, [_extend(24)], [_extend(6)], tooth=True),
     Phase("change new rows", LEAN, FEW, [_extend(4), _change(20, 24, 1, 2)], tooth=True),
     Phase("close with an index", LEAN, FEW, [_extend(2)], part="close", index=True),

@@ -56,6 +56,7 @@ SPECS = {
         Spec("narrow", 300, 100, frame=64),
         Spec("endless", None, None, frame=64, shard_rows=4096),
         Spec("counted", 60, 20, frame=64, segment_bytes=4096, longest=30, consume=2),
+        Spec("best", 60, 20, frame=64, segment_bytes=4096, longest=90, overlong=False, best=True),
     )
 }
 #: What is done in a life, and how often.
@@ -172,6 +173,9 @@ TEETH = {
     ),
     "counts without sync": Tooth(
         "counts without sync", lambda at: power_cuts(120, 1, at, names=["counted"], stop=True)
+    ),
+    "displaced without a record": Tooth(
+        "change without a record", lambda at: enumerate_gaps(at, names=["best rows"], stop=True)
     ),
     "recovery without sync": Tooth("recovery without sync", lambda at: power_cuts(360, 1, at, stop=True)),
 }

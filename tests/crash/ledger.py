@@ -47,6 +47,7 @@ class Spec:
     dumped: bool = False  # snapshots are made of it
     tail: bool = True  # whether few small rows ride in the journal
     consume: int | None = None  # how often each row is handed out
+    best: bool = False  # whether the best rows stay, not the newest
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,12 @@ def values(spec: Spec, ids: Ints, versions: Ints) -> dict[tuple[str, ...], np.nd
     }
 
 
+def ranks(spec: Spec, origins: Ints, versions: Ints) -> NDArray[np.float32]:
+    """Return what rows of a store that keeps the best are ranked by."""
+    found: NDArray[np.float32] = values(spec, origins, versions)[("observation",)].max(axis=1)
+    return found
+
+
 def batch(spec: Spec, op: Op, ids: Ints) -> TensorDict:
     """Return the TensorDict that an extend or a `[]=` is given."""
     versions = np.full(ids.size, op.version, np.int64)
@@ -155,11 +162,13 @@ class Ledger:
     last: int = 0
     retired: int = 0
     write_count: int = 0
+    found: int = 0  # the same, when the store was last opened to be looked at
     draw: int = 0
     noted_draw: int = 0  # as the newest record says that a power cut may leave
     handle: int = 0  # counts openings: unnamed sources belong to one
     max_priority: float = 1.0
     next_episode: int = 1
+    offered: int = 0  # rows that were offered to a store that keeps the best
     open: dict[str, int] = field(default_factory=dict)
     episodes: dict[int, Episode] = field(default_factory=dict)
     version: Ints = field(default_factory=lambda: np.zeros(1, np.int64))
@@ -219,9 +228,73 @@ class Ledger:
         """Take over one call that returned."""
         getattr(self, f"_{op.kind}")(op)
 
+    def place_best(self, op: Op) -> tuple[Ints, Ints, Ints]:
+        """Let rows in one after the other, as the documentation says.
+
+        Returns:
+            Id of each row, -1 where it is not taken in; the rows that are appended, in their order; the rows
+            that take the places of stored ones.
+        """
+        spec, stored = self.spec, self.ids
+        assert spec.capacity is not None
+        origins = self.offered + 1 + np.arange(op.count)
+        offered = ranks(spec, origins, np.zeros_like(origins)).tolist()
+        held = dict(zip(stored.tolist(), ranks(spec, self.origin[stored], self.version[stored]), strict=True))
+        owner: dict[int, int] = {}
+        for row, rank in enumerate(offered):
+            i = self.last + 1 + row
+            if len(held) == spec.capacity:
+                i = min(held, key=lambda i: (held[i], (i - 1) % spec.capacity))
+                if not rank > held[i]:
+                    continue
+            held[i], owner[i] = rank, row
+        given = np.full(op.count, -1)
+        given[list(owner.values())] = list(owner)
+        appended = np.array([owner[i] for i in sorted(owner) if i > self.last], np.int64)
+        displacing = np.array([owner[i] for i in sorted(owner) if i <= self.last], np.int64)
+        return given, appended, displacing
+
+    def _best(self, op: Op, *, displace: bool = True) -> None:
+        given, appended, displacing = self.place_best(op)
+        if appended.size:
+            ids = given[appended]
+            self._grow(int(ids[-1]))
+            name = f"@{self.handle}" if op.source is None else op.source
+            if name not in self.open:
+                self.open[name] = self.next_episode
+                self.episodes[self.next_episode] = Episode(name)
+                self.next_episode += 1
+            held = self.episodes[self.open[name]]
+            self.episode[ids], self.step[ids] = self.open[name], held.length + np.arange(ids.size)
+            held.length, held.last_id = held.length + ids.size, int(ids[-1])
+            self.last, self.noted_draw = int(ids[-1]), self.draw
+        rows = np.concatenate([appended, displacing]) if displace else appended
+        ids = given[rows]
+        self.origin[ids], self.version[ids] = self.offered + 1 + rows, 0
+        self.write_count += rows.size
+        for i in ids.tolist():
+            self.priorities[i] = [self.max_priority]
+            self.sampled[i] = [0]
+        self.offered += op.count
+
+    def half_best(self, op: Op) -> Ledger | None:
+        """Return the state between what an extend appends and what it displaces; None: it does only one."""
+        if op.kind != "extend" or not self.spec.best:
+            return None
+        _, appended, displacing = self.place_best(op)
+        if not (appended.size and displacing.size):
+            return None
+        half = self.copy()
+        half._best(op, displace=False)
+        return half
+
+    def displaces(self, op: Op) -> bool:
+        """Say whether an extend takes the places of stored rows: that is on the disk when it returns."""
+        return op.kind == "extend" and self.spec.best and self.place_best(op)[2].size > 0
+
     def retire_for(self, op: Op) -> bool:
         """Give up what an extend longer than the spare gives up before it is there; say whether it does."""
-        capacity = self.spec.capacity
+        capacity = None if self.spec.best else self.spec.capacity
         if op.kind != "extend" or capacity is None or op.count <= self.spare:
             return False
         through = min(self.last, self.last + op.count - capacity - self.spare)
@@ -231,6 +304,9 @@ class Ledger:
         return True
 
     def _extend(self, op: Op) -> None:
+        if self.spec.best:
+            self._best(op)
+            return
         ids = np.arange(self.last + 1, self.last + op.count + 1, dtype=np.int64)
         self.retire_for(op)
         self._grow(int(ids[-1]))
@@ -350,7 +426,7 @@ class Ledger:
         kept.retired = low + shift
         kept.next_episode += episodes
         kept.noted_draw = kept.draw
-        kept.handle = self.handle
+        kept.handle, kept.offered = self.handle, self.offered
         kept.versions = self.versions
         kept.reopen()
         vars(self).update(vars(kept))
@@ -427,6 +503,8 @@ def _next_extend(state: Ledger, rng: np.random.Generator) -> Op:
     if spec.overlong and spec.capacity is not None and rng.random() < 0.12:
         count = spec.capacity + state.spare + int(rng.integers(1, 60))  # longer than the whole ring
     source = rng.choice(["", "a", "b"])
+    if spec.best:
+        return Op("extend", count=count, source=str(source) or None)
     lanes = int(rng.choice([1, 1, 1, 3])) if count >= 3 else 1
     return Op(
         "extend",

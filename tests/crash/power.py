@@ -62,6 +62,7 @@ POWER_SPECS = {
         Spec("synced", 60, 20, frame=64, segment_bytes=4096, longest=20, durability="sync"),
         Spec("dumped", 60, 20, frame=64, segment_bytes=4096, longest=20, lean=True, dumped=True),
         Spec("counted", 60, 20, frame=64, segment_bytes=4096, longest=20, lean=True, dumped=True, consume=2),
+        Spec("best", 24, 8, frame=64, segment_bytes=4096, longest=20, overlong=False, lean=True, best=True),
         Spec("endless", None, 120, frame=64, segment_bytes=8192, shard_rows=4096, longest=160, lean=True),
     )
 }
@@ -264,6 +265,7 @@ class _History:
             self._acked += 1
             self.newest = self._ledgers[self._acked]
             lasting = op.kind in ("flush", "change", "empty", "loads") or before.copy().retire_for(op)
+            lasting = lasting or before.displaces(op)
             if op.kind == "dumps":
                 self.current = max(self.newest.versions)
             if lasting or (op.kind in ("extend", "annotate") and self._job.spec.durability == "sync"):
@@ -336,7 +338,7 @@ def _check(states: Sequence[State], folder: Path, *, boot: int, seed: int, sql: 
         seen = _follow(look) if rng.random() < FOLLOWED else None
         result = look_at(look)
         if isinstance(result, Ledger):
-            result.write_count -= sum(op.count for op in look.ops)
+            result.write_count = result.found
             if seen not in (None, result.write_count):
                 result = f"a follower had found {seen}, the writer {result.write_count} rows written"
         found.append(result)
