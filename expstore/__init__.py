@@ -13,6 +13,7 @@ __version__ = "0.1.0.dev0"
 
 _HOME = {
     "Collector": "expstore.collectors",
+    "ConditionalUpdateResult": "expstore.patches",
     "ConsumingSampler": "expstore.samplers",
     "CorruptionError": "expstore.errors",
     "ExpStoreError": "expstore.errors",
@@ -75,6 +76,7 @@ _HOME = {
 
 __all__ = [
     "Collector",
+    "ConditionalUpdateResult",
     "ConsumingSampler",
     "CorruptionError",
     "ExpStoreError",
@@ -156,6 +158,7 @@ if TYPE_CHECKING:
         StorageError,
     )
     from expstore.limiter import MinSize, SampleToInsertRatio
+    from expstore.patches import ConditionalUpdateResult
     from expstore.prioritized import PrioritizedReplayBuffer, TensorDictPrioritizedReplayBuffer
     from expstore.query import (
         Trajectory,

@@ -20,6 +20,7 @@ from expstore.errors import SchemaError, StateError
 from expstore.finding import find_trajectories
 from expstore.keywords import called, check_batch_size, check_drawing, made, refuse
 from expstore.limiter import RateLimiter
+from expstore.patches import Patching
 from expstore.sample_units import SampleUnit, check_unit
 from expstore.samplers.adapted import adapt
 from expstore.samplers.base import Sampler
@@ -37,7 +38,7 @@ __all__ = ["ReplayBuffer"]
 _LIMIT = 1000  # draws after which a follower, which cannot ask, gives up
 
 
-class ReplayBuffer(ShapingHandle):
+class ReplayBuffer(Patching, ShapingHandle):
     """Store transitions and sample batches of them.
 
     Threads: any number may sample while one writes; writers wait for one another. Processes: one
@@ -281,6 +282,8 @@ class ReplayBuffer(ShapingHandle):
     def _info(self, selection: Selection, batch: Any) -> dict[str | Key, Any]:
         index = self._indices(self._storage.index_of(selection.ids))
         info: dict[str | Key, Array] = {"id": selection.ids}
+        if self._writer.tracks_generations:
+            info["index_generation"] = self._storage.generations_of(selection.ids)
         info |= {key if len(key) > 1 else key[0]: values for key, values in selection.info.items()}
         for mark in selection.marks:
             stored = batch.get(mark.key) if is_tensor_collection(batch) else None

@@ -44,7 +44,7 @@ class TensorDictReplayBuffer(ReplayBuffer):
         consume_after_n_samples: See there.
     """
 
-    _own_keys = frozenset({"index", "id", "priority_weight"})
+    _own_keys = frozenset({"index", "id", "index_generation", "priority_weight"})
 
     def __init__(self, *, priority_key: str = "td_error", with_ids: bool = False, **keywords: Any) -> None:
         super().__init__(**keywords)
@@ -73,6 +73,8 @@ class TensorDictReplayBuffer(ReplayBuffer):
         root = {"index": self._indices(self._storage.index_of(selection.ids))}
         if self._with_ids:
             root["id"] = torch.from_numpy(selection.ids)
+        if self._writer.tracks_generations:
+            root["index_generation"] = torch.from_numpy(self._storage.generations_of(selection.ids))
         for key, values in selection.info.items():
             if len(key) == 1 and (self._with_ids or key != ("anchor_id",)):
                 root[key[0]] = torch.from_numpy(values)

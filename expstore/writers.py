@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
+import torch
 
 from expstore.episodes import Steps
 from expstore.errors import NotFoundError, SchemaError, StateError
@@ -46,12 +47,38 @@ class Writer(ABC):
     any time, and goes on where it was.
     """
 
+    #: Whether samples say how many rows each place had before: `index_generation`.
+    tracks_generations = False
+    _storage: weakref.ref[Storage] | None = None
+
     def register_storage(self, storage: Storage) -> None:
         """Be told over which storage a buffer uses this writer.
 
         Raises:
             ValueError: It can do nothing there.
         """
+        self._storage = weakref.ref(storage)
+
+    def generations_of(self, index: int | torch.Tensor) -> torch.Tensor:
+        """Return how many rows had these places before the ones that are there; -1: there is none.
+
+        A writer that does not track generations says -1 of all.
+
+        Args:
+            index: Which places, as `extend` returns them. Shape `()`, `(n,)`, or `(n, ndim)`.
+
+        Returns:
+            Shape `()` or `(n,)`, int64.
+        """
+        numbers = torch.as_tensor(index)
+        storage = None if self._storage is None else self._storage()
+        if storage is not None and storage.ndim > 1 and numbers.ndim > 1:
+            places = storage.ravel(numbers.cpu().numpy().reshape(-1, storage.ndim))
+            numbers = torch.from_numpy(places).to(numbers.device)
+        if storage is None or not self.tracks_generations:
+            return torch.full(numbers.shape, -1, dtype=torch.int64, device=numbers.device)
+        found = storage.generations_at(numbers.cpu().numpy().astype(np.int64))
+        return torch.from_numpy(found).to(numbers.device)
 
     def check(self) -> None:
         """Raise StateError if no rows are taken, or given up, at all."""
@@ -97,6 +124,10 @@ class Writer(ABC):
     def loads(self, path: str | Path) -> None:
         """Read nothing, as `dumps` writes nothing."""
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy needs; the buffer that gets it registers its storage."""
+        return {name: value for name, value in self.__dict__.items() if name != "_storage"}
+
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
 
@@ -106,13 +137,15 @@ class RoundRobinWriter(Writer):
 
     Args:
         compilable: False; nothing here is traced by `torch.compile`.
+        track_generations: Let samples carry `index_generation`, for `update_if_present`; `id` does the same.
 
     Example:
         >>> rb = ReplayBuffer(storage=MemoryStorage(100), writer=RoundRobinWriter(), batch_size=8)
     """
 
-    def __init__(self, compilable: bool = False) -> None:
+    def __init__(self, compilable: bool = False, *, track_generations: bool = False) -> None:
         _refuse_compilable(compilable)
+        self.tracks_generations = track_generations
 
     def write(
         self, storage: Storage, columns: Sequence[Array], steps: Steps, *, source: str | None, info: str
@@ -235,11 +268,12 @@ class TensorDictMaxValueWriter(Writer):
         Raises:
             ValueError: It has.
         """
-        if getattr(storage, "ndim", 1) > 1:
+        if storage.ndim > 1:
             raise ValueError(
                 "TensorDictMaxValueWriter is not compatible with storages with more than one dimension: "
                 "the places of a row would be those of others; keep whole trajectories as rows (ndim=1)"
             )
+        super().register_storage(storage)
 
     def check_fields(self, schema: Schema) -> None:
         """Refuse rows that cannot be ranked.
@@ -360,8 +394,8 @@ class TensorDictMaxValueWriter(Writer):
         return {"rank_key": list(self._ranking.key), "reduction": self._ranking.reduction}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy needs."""
-        return {"_ranking": self._ranking, "_known": None}
+        """Return what a copy needs: no ranks, which are read anew."""
+        return super().__getstate__() | {"_known": None}
 
 
 #: So many rows at a time are read to be ranked.

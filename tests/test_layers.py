@@ -34,7 +34,7 @@ LINES: tuple[tuple[str, str], ...] = (
     ("2b", "batches forms"),
     ("3", "storages"),
     ("4", "writers draws prefetch samplers sample_units transforms query routing snapshots dumping codec"),
-    ("5", "handles drawing shaping keywords finding streams"),
+    ("5", "handles drawing shaping patches keywords finding streams"),
     ("5a", "buffers client"),
     ("5b", "tensordictbuffers prioritized schedulers ensembles retention checks"),
     ("6", "door"),

@@ -47,14 +47,8 @@ WITHOUT = {
     "synchronize": "there is no server that could lag behind; `refresh` is a follower's",
 } | dict.fromkeys(
     (
-        "mark_update",
         "register_load_hook",
         "register_save_hook",
-        "set_",
-        "set_at_",
-        "submit_update_if_present",
-        "update_",
-        "update_if_present",
     ),
     "being built",
 )
@@ -136,9 +130,8 @@ LESS: dict[str, dict[str, str]] = {
         "compilable": _COMPILE,
         "max_size": "called capacity, in all storages that are not TorchRL's",
     },
-    "RoundRobinWriter": {"track_generations": _BUILDING},
-    "TensorDictRoundRobinWriter": {"track_generations": _BUILDING},
     "Writer": {"compilable": _COMPILE},
+    "ConditionalUpdateResult": dict.fromkeys(("batch_size", "device", "names"), "it is no tensorclass"),
 }
 
 

@@ -174,7 +174,7 @@ class AdaptedSampler(Sampler):
                 else:
                     self.sampler.update_priority(index, values)
 
-    def mark_update(self, index: Any, *, storage: Storage | None = None) -> None:
+    def mark_update(self, index: Any, *, storage: Storage) -> None:
         """Tell the object that rows were changed in place."""
         if _has(self.sampler, "mark_update"):
             with self._lock:

@@ -210,6 +210,23 @@ class Sampler(metaclass=SamplerKind):
     def on_write(self, ids: IntArray) -> None:
         """Be told which rows were just published, or took the places of others. Shape `(n,)`, int64."""
 
+    def mark_update(self, index: Any, *, storage: Storage) -> None:
+        """Be told that the user has changed rows: where priorities count, theirs begin anew at the largest.
+
+        Args:
+            index: Which rows, as `extend` returns it; -1 stands for none.
+            storage: What holds them.
+        """
+        if not self.prioritized:
+            return
+        numbers = np.asarray(index, np.int64)
+        numbers = (
+            storage.ravel(numbers.reshape(-1, storage.ndim)) if storage.ndim > 1 else numbers.reshape(-1)
+        )
+        with storage.lock:
+            ids = storage.ids_at(numbers[numbers != -1])
+            storage.set_priorities(ids, np.full(ids.size, storage.max_priority, np.float32))
+
     def on_priority_update(self, storage: Storage, ids: IntArray, priorities: Array) -> None:
         """Be told of priorities that the user has just set. Shapes `(n,)`."""
 

@@ -153,6 +153,20 @@ class Grid:
             raise NotFoundError(f"no row with index {first}: the store holds {window.rows} rows")
         return ids
 
+    def generations_of(self, ids: IntArray) -> IntArray:
+        """Return how many rows had the places of rows before them. Shapes `(n,)`, int64."""
+        return np.zeros_like(ids) if self.capacity is None else (ids - 1) // self.capacity
+
+    def generations_at(self, numbers: IntArray) -> IntArray:
+        """Return the same of the rows that are at these indices now; -1: there is none. Any shape, int64."""
+        window = self.window
+        if self.capacity is None:
+            ids = numbers + 1
+        else:
+            ids = window.last - (window.last - 1 - numbers) % self.capacity
+        here = window.holds(ids) & (numbers >= 0) & (numbers < self.max_size)
+        return np.where(here, self.generations_of(ids), -1)
+
     def unravel(self, numbers: IntArray) -> IntArray:
         """Return the places of indices along each dim; -1 everywhere for -1.
 

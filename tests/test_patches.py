@@ -1,0 +1,332 @@
+"""Rows that are changed in place: fields by index, and patches that reach no rows but their own."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+
+import expstore
+from expstore import ConditionalUpdateResult, files
+from expstore.errors import NotFoundError, StateError
+from expstore.samplers import PrioritizedSampler
+from expstore.storages.catalog import Catalog
+from expstore.storages.memory import MemoryStorage
+from expstore.tensordictbuffers import TensorDictReplayBuffer
+from expstore.writers import (
+    RoundRobinWriter,
+    TensorDictMaxValueWriter,
+    TensorDictRoundRobinWriter,
+)
+
+Make = Callable[..., TensorDictReplayBuffer]
+
+
+@pytest.fixture(autouse=True)
+def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing here is about what a power cut leaves."""
+    monkeypatch.setattr(Catalog, "close", Catalog.drop)
+    monkeypatch.setattr(files, "_sync_data", os.fstat)
+    monkeypatch.setattr(os, "fsync", lambda fd: None)
+
+
+@pytest.fixture(params=["memory", "zarr"])
+def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Make]:
+    """A factory of buffers over both kinds of storage, whose writer tracks generations."""
+    made: list[TensorDictReplayBuffer] = []
+
+    def factory(capacity: int | None = 4, *, writer: Any = None, **options: Any) -> TensorDictReplayBuffer:
+        options["writer"] = RoundRobinWriter(track_generations=True) if writer is None else writer
+        if request.param == "zarr":
+            rb = expstore.open(tmp_path / f"{len(made)}.exp", capacity=capacity, seed=3, **options)
+        else:
+            storage = MemoryStorage(capacity, seed=3)
+            storage.flatten = True
+            rb = TensorDictReplayBuffer(storage=storage, with_ids=True, **options)
+        made.append(rb)
+        return rb
+
+    yield factory
+    for rb in made:
+        rb.close()
+
+
+def rows(*numbers: int, version: int = 5) -> TensorDict:
+    n = torch.tensor(numbers)
+    return TensorDict(
+        {
+            "n": n,
+            "value": n[:, None] * torch.ones(3),
+            "half": n[:, None].to(torch.bfloat16),
+            "next": {"version": torch.full((len(numbers), 1), version, dtype=torch.int32)},
+        },
+        [len(numbers)],
+    )
+
+
+# ---------------------------------------------------------------------------------------------------
+# Fields by index.
+
+
+def test_a_field_is_set_at_some_rows(make: Make) -> None:
+    rb = make()
+    rb.extend(rows(0, 1, 2, 3, 4))  # the last has the place of the first
+    assert rb.set_at_("value", torch.full((2, 3), 9.0), torch.tensor([1, 0])) is rb
+    rb.set_at_("n", 70, 2)
+    rb.set_at_(("next", "version"), torch.tensor([[8], [9]], dtype=torch.int32), slice(2, 4))
+    rb.set_at_("half", 0.5, [True, False, False, False])
+    assert rb["value"][:, 0].tolist() == [9, 9, 2, 3]
+    assert rb["n"].tolist() == [4, 1, 70, 3]
+    assert rb["next", "version"].reshape(-1).tolist() == [5, 5, 8, 9]
+    assert rb["half"].reshape(-1).tolist() == [0.5, 1, 2, 3]
+    rb.set_at_("n", torch.tensor([5, 6]), [3, 3])
+    assert rb["n"].tolist()[3] == 6
+
+
+def test_fields_are_set_in_all_rows(make: Make) -> None:
+    rb = make()
+    rb.extend(rows(0, 1, 2, 3, 4))
+    assert rb.set_("n", torch.tensor([10, 11, 12, 13])) is rb
+    assert rb["n"].tolist() == [10, 11, 12, 13]
+    new = {"n": torch.arange(4), ("next", "version"): 7, "value": torch.zeros(3)}
+    assert rb.update_(new, keys_to_update=["n", "next"]) is rb
+    assert rb["n"].tolist() == [0, 1, 2, 3]
+    assert rb["value"][:, 0].tolist() == [4, 1, 2, 3]
+    rb.update_(
+        TensorDict({"next": {"version": torch.arange(4, dtype=torch.int32)[:, None]}}, [4]), clone=True
+    )
+    rb.update_({"next": {"version": 1}, "value": 0.25})
+    assert rb["next", "version"].reshape(-1).tolist() == [1, 1, 1, 1]
+    assert rb["value"].unique().tolist() == [0.25]
+    assert len(rb) == 4
+
+
+def test_what_is_set_survives(tmp_path: Path) -> None:
+    with expstore.open(tmp_path / "a.exp", capacity=10) as rb:
+        rb.extend(rows(0, 1, 2))
+        rb.set_at_("n", 9, 1)
+        assert rb.update_if_present(id=[3], patch={"n": torch.tensor([8])}).updated_count == 1
+    with expstore.open(tmp_path / "a.exp", mode="r") as rb:
+        assert rb["n"].tolist() == [0, 9, 8]
+        with pytest.raises(StateError):
+            rb.set_at_("n", 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "error", "text"),
+    [
+        ("m", 1, KeyError, "Key 'm' does not exist in the storage"),
+        ("n", torch.zeros(4), ValueError, "dtype mismatch for 'n': got float32, the storage holds int64"),
+        ("n", 1.5, ValueError, "dtype mismatch for 'n': got float64"),
+        ("value", torch.zeros(4, 3).double(), ValueError, "dtype mismatch for 'value': got float64"),
+        ("half", np.zeros((4, 1), np.float32), ValueError, "dtype mismatch for 'half'"),
+        (("next", "version"), 2**40, ValueError, r"dtype mismatch for 'next.version'"),
+        (
+            "value",
+            torch.zeros(3, 4),
+            ValueError,
+            r"shape mismatch for 'value': got \[3, 4\], expected \[4, 3\]",
+        ),
+        ("n", torch.zeros(3, dtype=torch.int64), ValueError, r"shape mismatch for 'n': got \[3\]"),
+    ],
+)
+def test_what_does_not_fit_changes_nothing(
+    make: Make, key: Any, value: Any, error: type[Exception], text: str
+) -> None:
+    rb = make()
+    rb.extend(rows(0, 1, 2, 3))
+    before = rb[:]
+    with pytest.raises(error, match=text):
+        rb.set_(key, value)
+    with pytest.raises(error, match=text):
+        rb.update_({"n": 5, key: value} if key != "n" else {"value": 0.0, key: value})
+    with pytest.raises(NotFoundError):
+        rb.set_at_("n", 0, [0, 4])
+    for name in ("n", "value", "half", ("next", "version")):
+        assert torch.equal(rb[name], before[name])
+
+
+def test_an_empty_store_has_no_fields_to_set() -> None:
+    rb = TensorDictReplayBuffer(storage=MemoryStorage(4))
+    with pytest.raises(StateError, match="no fields yet"):
+        rb.set_("n", 1)
+    with pytest.raises(StateError, match="Conditional updates require an initialized storage"):
+        rb.update_if_present(id=[1], patch={"n": torch.zeros(1)})
+
+
+def test_rows_that_were_changed_begin_anew_by_priority(make: Make) -> None:
+    rb = make(sampler=PrioritizedSampler(4, 1.0, 1.0), batch_size=100)
+    rb.extend(rows(0, 1, 2, 3))
+    rb.update_priority([0, 1, 2, 3], [0.0, 0.0, 6.0, 0.0])
+    rb.mark_update(torch.tensor([1, -1]))
+    assert rb.sql("SELECT _priority FROM transitions ORDER BY _id").fetchall() == [(0,), (6,), (6,), (0,)]
+    assert set(rb.sample()["index"].tolist()) == {1, 2}
+    uniform = make()
+    uniform.extend(rows(0, 1))
+    uniform.mark_update([0])
+    assert uniform.sql("SELECT _priority FROM transitions").fetchall() == [(1,), (1,)]
+
+
+# ---------------------------------------------------------------------------------------------------
+# Patches of rows that may be gone.
+
+
+def test_patch_of_a_row_that_is_gone(make: Make) -> None:
+    """A patch that was made for a row never reaches the one that has its place now."""
+    rb = make(batch_size=40)
+    rb.extend(rows(0, 1, 2, 3))
+    sample = rb.sample()
+    assert set(sample["index_generation"].tolist()) == {0}
+    rb.extend(rows(4, 5))
+    by_index = rb.update_if_present(
+        index=sample["index"], generation=sample["index_generation"], patch={"n": sample["n"] + 100}
+    )
+    live = sample["n"] >= 2
+    assert torch.equal(by_index.updated, live)
+    assert (by_index.updated_count, by_index.stale_count) == (int(live.sum()), int((~live).sum()))
+    assert by_index.version_rejected is None
+    assert by_index.version_rejected_count == 0
+    assert rb["n"].tolist() == [4, 5, 102, 103]
+    by_id = rb.update_if_present(id=sample["id"], patch={"value": torch.zeros(40, 3)})
+    assert torch.equal(by_id.updated, live)
+    assert rb["value"][:, 0].tolist() == [4, 5, 0, 0]
+    newer = rb.sample(return_info=True)
+    assert torch.equal(newer[1]["index_generation"], (newer[1]["index"] < 2).long())
+    assert torch.equal(newer[1]["index_generation"], rb.writer.generations_of(newer[1]["index"]))
+
+
+def test_rows_before_empty_are_gone(make: Make) -> None:
+    rb = make(batch_size=4)
+    rb.extend(rows(0, 1, 2, 3))
+    sample = rb.sample()
+    rb.empty()
+    assert rb.writer.generations_of(torch.arange(4)).tolist() == [-1] * 4
+    rb.extend(rows(0, 1, 2, 3))
+    found = rb.update_if_present(
+        index=sample["index"], generation=sample["index_generation"], patch={"n": sample["n"] * 0 + 9}
+    )
+    assert found.stale_count == 4
+    assert rb["n"].tolist() == [0, 1, 2, 3]
+
+
+def test_an_unbounded_store_reuses_no_place(make: Make) -> None:
+    rb = make(None)
+    index = rb.extend(rows(0, 1, 2))
+    assert rb.writer.generations_of(index).tolist() == [0, 0, 0]
+    assert rb.writer.generations_of(5).tolist() == -1
+    found = rb.update_if_present(index=[0, 1, 7], generation=[0, 1, 0], patch={"n": torch.tensor([7, 8, 9])})
+    assert found.updated.tolist() == [True, False, False]
+    assert rb["n"].tolist() == [7, 1, 2]
+
+
+def test_an_older_version_is_rejected(make: Make) -> None:
+    rb = make()
+    ids = rb.extend(rows(0, 1, 2, 3), return_ids=True)
+    key = ("next", "version")
+    found = rb.update_if_present(
+        id=ids,
+        patch={"n": torch.arange(10, 14)},
+        version_key=key,
+        version=torch.tensor([4, 5, 6, 4], dtype=torch.int32),
+    )
+    assert found.updated.tolist() == [False, True, True, False]
+    assert found.version_rejected is not None
+    assert found.version_rejected.tolist() == [True, False, False, True]
+    assert rb["n"].tolist() == [0, 11, 12, 3]
+    assert rb[key].reshape(-1).tolist() == [5, 5, 6, 5]
+    found = rb.update_if_present(
+        id=ids, patch={"n": torch.arange(20, 24)}, version_key=key, version=6, require_newer=True
+    )
+    assert found.updated.tolist() == [True, True, False, True]
+    assert (found.updated_count, found.version_rejected_count, found.stale_count) == (3, 1, 0)
+    assert rb[key].reshape(-1).tolist() == [6, 6, 6, 6]
+
+
+def test_of_a_row_that_is_named_twice_the_highest_version_counts(make: Make) -> None:
+    rb = make()
+    rb.extend(rows(0, 1))
+    found = rb.update_if_present(
+        id=[1, 2, 1, 1, 9, 1],
+        patch={"n": torch.arange(10, 16)},
+        version_key=("next", "version"),
+        version=np.array([6, 5, 8, 8, 9, 7], np.int32),
+    )
+    assert found.updated.tolist() == [False, True, False, True, False, False]
+    assert found.version_rejected is not None
+    assert found.version_rejected.tolist() == [True, False, True, False, False, True]
+    assert found.stale_count == 1
+    assert rb["n"].tolist() == [13, 11]
+    same = rb.update_if_present(id=[1, 1], patch={"n": torch.tensor([1, 2])})
+    assert same.updated.tolist() == [True, True]
+    assert rb["n"].tolist() == [2, 11]
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "text"),
+    [
+        ({"patch": {"m": torch.zeros(2)}}, KeyError, "Key 'm' does not exist"),
+        ({"patch": {"n": torch.zeros(2)}}, ValueError, "dtype mismatch for 'n'"),
+        ({"patch": {"value": torch.zeros(3)}}, ValueError, "shape mismatch for 'value'"),
+        ({"version": 3}, ValueError, "version_key and version must be provided together"),
+        ({"version_key": "n", "version": 3}, ValueError, "'n' may not appear in patch"),
+        ({"version_key": "next.version", "version": 3}, ValueError, "Dotted-string version keys"),
+        ({"version_key": "value", "version": 3}, ValueError, "'value' must be one number per row"),
+        ({"version_key": ("next", "version"), "version": [1, 2, 3]}, ValueError, "one for each of 2 rows"),
+        ({"id": None, "index": [0, 1], "generation": [0]}, ValueError, "same number of records"),
+        ({"id": None, "index": [0, 1]}, TypeError, "takes index and generation, or id"),
+        ({"index": [0, 1], "generation": [0, 0]}, TypeError, "takes index and generation, or id"),
+        ({"id": [0.5, 1]}, TypeError, "by whole numbers"),
+    ],
+)
+def test_a_patch_that_is_wrong_changes_nothing(
+    make: Make, given: dict[str, Any], error: type[Exception], text: str
+) -> None:
+    rb = make()
+    rb.extend(rows(0, 1, 2, 3))
+    with pytest.raises(error, match=text):
+        rb.update_if_present(**{"id": [1, 2], "patch": {"n": torch.tensor([8, 9])}} | given)
+    assert rb["n"].tolist() == [0, 1, 2, 3]
+
+
+def test_a_patch_by_index_needs_generations(make: Make) -> None:
+    for writer in (RoundRobinWriter(), TensorDictRoundRobinWriter(track_generations=False)):
+        rb = make(writer=writer, batch_size=2)
+        rb.extend(rows(0, 1))
+        assert "index_generation" not in rb.sample()
+        assert writer.generations_of(torch.tensor([0, 1])).tolist() == [-1, -1]
+        with pytest.raises(
+            RuntimeError, match="Conditional updates are not supported by .* with .*RoundRobinWriter"
+        ):
+            rb.update_if_present(index=[0], generation=[0], patch={"n": torch.tensor([1])})
+    best = make(writer=TensorDictMaxValueWriter("n"))
+    best.extend(rows(0, 1))
+    with pytest.raises(StateError, match="takes over its id"):
+        best.update_if_present(id=[1], patch={"n": torch.tensor([1])})
+
+
+def test_samples_can_be_written_back(make: Make) -> None:
+    rb = make(writer=TensorDictRoundRobinWriter(track_generations=True), batch_size=3)
+    rb.extend(rows(0, 1, 2))
+    sample = rb.sample()
+    assert "index_generation" in sample
+    rb.extend(sample)  # what samples carry beside the fields is left out
+    assert rb.schema is not None
+    assert ("index_generation",) not in rb.schema
+
+
+def test_a_submitted_patch_is_done(make: Make) -> None:
+    rb = make(batch_size=2, prefetch=2)
+    rb.extend(rows(0, 1))
+    rb.sample()
+    result = rb.submit_update_if_present(id=[1, 2], patch={"n": torch.tensor([7, 8])}).result(timeout=0)
+    assert isinstance(result, ConditionalUpdateResult)
+    assert result.updated_count == 2
+    assert set(rb.sample()["n"].tolist()) <= {7, 8}
+    with pytest.raises(KeyError):
+        rb.submit_update_if_present(id=[1], patch={"m": torch.tensor([7])}).result(timeout=0)
