@@ -57,6 +57,7 @@ _HOME = {
     "Storage": "expstore.storages",
     "StorageEnsemble": "expstore.storages",
     "StorageError": "expstore.errors",
+    "StreamingSliceSampler": "expstore.samplers",
     "TensorDictPrioritizedReplayBuffer": "expstore.prioritized",
     "TensorDictReplayBuffer": "expstore.tensordictbuffers",
     "TensorDictMaxValueWriter": "expstore.writers",
@@ -120,6 +121,7 @@ __all__ = [
     "Storage",
     "StorageEnsemble",
     "StorageError",
+    "StreamingSliceSampler",
     "TensorDictMaxValueWriter",
     "TensorDictPrioritizedReplayBuffer",
     "TensorDictReplayBuffer",
@@ -181,6 +183,7 @@ if TYPE_CHECKING:
         SliceSampler,
         SliceSamplerWithoutReplacement,
         StalenessAwareSampler,
+        StreamingSliceSampler,
     )
     from expstore.schema import Field, Schema
     from expstore.snapshots import versions

@@ -219,7 +219,15 @@ class ReplayBufferEnsemble:
         return self._samplers.can_choose([rb.can_sample(part) for rb in self._rbs])
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield batches without end."""
+        """Yield batches without end.
+
+        Raises:
+            StateError: No batch size is known.
+        """
+        if self._batch_size is None:
+            raise StateError(
+                "Cannot iterate over the replay buffer. Batch_size was not specified in the constructor."
+            )
         while True:
             yield self.sample()
 

@@ -121,6 +121,8 @@ ALLOWED_SIDEWAYS: tuple[tuple[str, str], ...] = (
     ("samplers.random", "samplers.windowtree"),
     ("samplers.random", "samplers.without_replacement"),
     ("samplers.slices", "samplers.slices_without_replacement"),
+    ("samplers.streaming", "samplers.slices"),
+    ("samplers.streaming", "samplers.slicing"),
     ("exchange.*", "exchange.base"),
     ("datasets.*", "datasets.base"),
     # the parts of the storage on disk

@@ -14,6 +14,7 @@ from expstore.samplers.recency import RecencySampler
 from expstore.samplers.slices import SliceSampler
 from expstore.samplers.slices_without_replacement import SliceSamplerWithoutReplacement
 from expstore.samplers.staleness import StalenessAwareSampler
+from expstore.samplers.streaming import StreamingSliceSampler
 from expstore.samplers.without_replacement import SamplerWithoutReplacement
 
 __all__ = [
@@ -29,4 +30,5 @@ __all__ = [
     "SliceSampler",
     "SliceSamplerWithoutReplacement",
     "StalenessAwareSampler",
+    "StreamingSliceSampler",
 ]

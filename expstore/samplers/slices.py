@@ -156,8 +156,15 @@ class SliceSampler(Sampler):
         """
         if self.filter is not None:
             return self._drawn(storage, lambda: self._filtered(storage, batch_size, generator))
+        length, count = self.slicing.sizes(batch_size)
+        ids, lengths, padded = self._chosen(storage, length, count, generator)
+        return self.slicing.selection(ids, lengths, length=length, asked=batch_size, padded=padded)
+
+    def _chosen(
+        self, storage: Storage, length: int, count: int, generator: np.random.Generator
+    ) -> tuple[IntArray, IntArray, bool]:
+        """Return the rows of slices, how many each has, and whether short ones are filled up."""
         slicing = self.slicing
-        length, count = slicing.sizes(batch_size)
         slicing.slack(length)
         runs = self._trajectories.of(storage)
         with runs.lock:
@@ -171,7 +178,7 @@ class SliceSampler(Sampler):
             begins, lengths = slicing.place(runs.stop[chosen] - first, length, generator.random(count))
             ids = runs.rows(chosen, first + begins, lengths)
             padded = slicing.pad_output and bool((_lengths(runs) < length).any())
-        return slicing.selection(ids, lengths, length=length, asked=batch_size, padded=padded)
+        return ids, lengths, padded
 
     def _filtered(
         self, storage: Storage, batch_size: int, generator: np.random.Generator

@@ -1,0 +1,228 @@
+"""Sampling slices as they come: each new one once, then any.
+
+Buffers take the sampler. What it has handed out is known by one id, so that a restart goes on there; it keeps
+no list of slices.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from expstore.samplers.slices import SliceSampler
+from expstore.samplers.slicing import NestedKey, Span
+from expstore.types import IntArray, Selection
+
+if TYPE_CHECKING:
+    from expstore.storages.base import Storage
+
+__all__ = ["StreamingSliceSampler"]
+
+#: So many rows are looked through at once for those that complete a slice.
+_CHUNK = 1 << 15
+
+
+class StreamingSliceSampler(SliceSampler):
+    """Draw every new slice once, the first completed first; beyond these any, as `SliceSampler`.
+
+    Episodes are cut into slices that follow one another, from their first step on. One whose rows have begun
+    to leave before it was drawn is left out, and so is what an episode has left at its end. Episodes are the
+    store's own, in all lanes and streams.
+
+    Threads: any number may sample; each new slice is handed to one of them. Crashes: after a kill it goes on
+    with the next new slice; after a power cut with that after the last sync. Rows that were there before the
+    store had such a sampler are not new.
+
+    Args:
+        slice_len: How many steps a slice has.
+        end_key: As `SliceSampler`, as are the next ones.
+        end_keys: See there.
+        traj_key: See there.
+        cache_values: See there.
+        truncated_key: See there.
+        init_key: See there.
+        strict_length: See there.
+        pad_output: See there.
+        compile: See there.
+        span: See there.
+        use_gpu: See there.
+
+    Raises:
+        TypeError: `slice_len` is no integer.
+        ValueError: It is below 1; or an option has no meaning here.
+
+    Example:
+        >>> sampler = StreamingSliceSampler(slice_len=4)
+        >>> rb = TensorDictReplayBuffer(storage=MemoryStorage(1000), sampler=sampler, batch_size=32)
+    """
+
+    #: What its progress begins with.
+    _kind = 4
+
+    def __init__(
+        self,
+        *,
+        slice_len: int,
+        end_key: NestedKey | None = None,
+        end_keys: Sequence[NestedKey] | None = None,
+        traj_key: NestedKey | None = None,
+        cache_values: bool = False,
+        truncated_key: NestedKey | None = ("next", "truncated"),
+        init_key: NestedKey | None = "is_init",
+        strict_length: bool = True,
+        pad_output: bool = False,
+        compile: bool | dict[str, Any] = False,
+        span: Span = False,
+        use_gpu: Any = False,
+    ) -> None:
+        if isinstance(slice_len, bool) or not isinstance(slice_len, int):
+            raise TypeError("slice_len must be a positive integer.")
+        if slice_len < 1:
+            raise ValueError("slice_len must be a positive integer.")
+        super().__init__(
+            slice_len=slice_len,
+            end_key=end_key,
+            end_keys=end_keys,
+            traj_key=traj_key,
+            cache_values=cache_values,
+            truncated_key=truncated_key,
+            init_key=init_key,
+            strict_length=strict_length,
+            pad_output=pad_output,
+            compile=compile,
+            span=span,
+            use_gpu=use_gpu,
+        )
+        self._own = threading.Lock()
+        self._mark = self._handed = 0
+        self._content: int | None = None
+
+    def attach(self, storage: Storage) -> None:
+        """Go on where the storage's last sampler of this kind stopped; otherwise what comes next is new.
+
+        Raises:
+            ValueError: It can never hold a slice.
+        """
+        length = self.slicing.slice_len or 1
+        if storage.capacity is not None and storage.capacity < length * storage.lanes:
+            raise ValueError(
+                f"Storage capacity {storage.capacity} cannot hold one slice_len={length} window."
+            )
+        super().attach(storage)
+        kind, mark = storage.progress[:2]
+        known, self._content = self._content, storage.takeovers
+        if kind != self._kind or known not in (None, storage.takeovers):  # other rows, or under other ids
+            mark = storage.last
+            if not storage.follows:
+                storage.note_progress((self._kind, mark, 0, 0))
+        with self._own:
+            self._mark = self._handed = mark
+
+    def sample(self, storage: Storage, batch_size: int, generator: np.random.Generator) -> Selection:
+        """Choose the next new slices, and others.
+
+        Raises:
+            NotReadyError: There is no new one, and no trajectory is long enough.
+            StateError: The batch size cannot be cut into such slices.
+            ValueError: Trajectories are not the store's own.
+        """
+        length, count = self.slicing.sizes(batch_size)
+        with self._own:
+            fresh, after = self._fresh(storage, length, count, self._mark, storage.window.last)
+            before, self._mark = self._mark, after
+        return self._filled(storage, fresh, batch_size, generator, (self._kind, after, before))
+
+    def _filled(
+        self,
+        storage: Storage,
+        fresh: IntArray,
+        batch_size: int,
+        generator: np.random.Generator,
+        progress: tuple[int, ...],
+    ) -> Selection:
+        """Return new slices and others, as many as asked for. `fresh` has shape `(slices, length)`."""
+        length, count = self.slicing.sizes(batch_size)
+        ids, lengths, padded = fresh.reshape(-1), np.full(len(fresh), length), False
+        if len(fresh) < count:
+            more, others, padded = self._chosen(storage, length, count - len(fresh), generator)
+            ids, lengths = np.concatenate([ids, more]), np.concatenate([lengths, others])
+        found = self.slicing.selection(ids, lengths, length=length, asked=batch_size, padded=padded)
+        return replace(found, progress=progress)
+
+    def _fresh(self, storage: Storage, length: int, count: int, mark: int, end: int) -> tuple[IntArray, int]:
+        """Return new slices that were completed by rows after `mark`, up to `end`; and the new mark.
+
+        Slices have shape `(n, length)`, n at most `count`.
+        """
+        runs = self._trajectories.of(storage)
+        if runs is not storage.runs:
+            raise ValueError(
+                "StreamingSliceSampler follows the episodes of the store: traj_key and end_keys of another "
+                "kind have no meaning here; give traj_key and done_keys to expstore.open"
+            )
+        steps_place = len(storage.require_schema().fields) + 2
+        found: list[IntArray] = [np.empty((0, length), np.int64)]
+        start, have = max(mark, storage.window.low) + 1, 0
+        with runs.lock:
+            end = min(end, runs.look().last)
+            while start <= end and have < count:
+                ids = np.arange(start, min(start + _CHUNK, end + 1))
+                (steps,) = storage._take(storage.slot_of(ids), [steps_place])
+                last = ids[steps.reshape(-1) % length == length - 1]
+                run, step = runs.locate(last)
+                whole = (run >= 0) & (step - length + 1 >= runs.first[np.maximum(run, 0)])
+                run, begins = run[whole][: count - have], step[whole][: count - have] - length + 1
+                rows = runs.rows(run, begins, np.full(run.size, length)).reshape(-1, length)
+                found.append(rows[(rows > 0).all(1)])
+                have += len(found[-1])
+                start = int(ids[-1]) + 1
+        slices = np.concatenate(found)
+        return slices, int(slices[-1, -1]) if have == count else max(mark, end)
+
+    def sample_again(
+        self, storage: Storage, selection: Selection, generator: np.random.Generator
+    ) -> Selection:
+        """Choose the same new slices, as far as they are still there, and others for the rest."""
+        length, count = self.slicing.sizes(selection.asked)
+        _, after, before = selection.progress
+        fresh, _ = self._fresh(storage, length, count, before, after)
+        return self._filled(storage, fresh, selection.asked, generator, selection.progress)
+
+    def hand_out(self, storage: Storage, selection: Selection) -> None:
+        """Keep which new slices were handed out."""
+        with self._own:
+            if selection.progress[1] > self._handed:  # of two threads the later ones may come first
+                self._handed = selection.progress[1]
+                storage.note_progress((self._kind, self._handed, 0, 0))
+
+    def rewind(self, storage: Storage) -> None:
+        """Go back to where the last batch that was handed out has ended."""
+        with self._own:
+            self._mark = self._handed
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what `load_state_dict` takes."""
+        return {"mark": self._handed}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over what `state_dict` returned."""
+        with self._own:
+            self._mark = self._handed = int(state_dict["mark"])
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy needs."""
+        return {
+            name: value for name, value in super().__getstate__().items() if name not in ("_own", "_content")
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take over what `__getstate__` returned."""
+        super().__setstate__(state)
+        self._own, self._content = threading.Lock(), None
+
+    def __repr__(self) -> str:
+        return f"StreamingSliceSampler(slice_len={self.slicing.slice_len})"

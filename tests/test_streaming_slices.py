@@ -1,0 +1,196 @@
+"""New slices come once each, in order, through rings, lanes, kills and copies; then any."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+import expstore
+from expstore import MemoryStorage, StreamingSliceSampler, TensorDictReplayBuffer
+from expstore.errors import NotReadyError, StateError
+
+
+def steps(first: int, n: int, *, ends: bool = False, **more: Any) -> TensorDict:
+    """Steps whose values are numbers from `first` on; the last one may end its episode."""
+    done = torch.zeros(n, 1, dtype=torch.bool)
+    done[-1] = ends
+    flags = {"done": done, "terminated": done.clone(), "truncated": torch.zeros_like(done)}
+    return TensorDict({"value": torch.arange(first, first + n), "next": flags, **more}, [n])
+
+
+def buffer(length: int = 3, *, capacity: int = 100, size: int | None = None, **more: Any) -> Any:
+    return TensorDictReplayBuffer(
+        storage=MemoryStorage(capacity, seed=4),
+        sampler=StreamingSliceSampler(slice_len=length),
+        batch_size=size,
+        **more,
+    )
+
+
+def slices(batch: Any, length: int = 3) -> list[list[int]]:
+    found: list[list[int]] = batch["value"].reshape(-1, length).tolist()
+    return found
+
+
+def test_new_slices_come_in_order_and_once() -> None:
+    rb = buffer(size=6)
+    rb.extend(steps(0, 13))
+    assert slices(rb.sample()) == [[0, 1, 2], [3, 4, 5]]
+    batch = rb.sample()
+    assert slices(batch) == [[6, 7, 8], [9, 10, 11]]
+    assert batch["next", "truncated"].flatten().tolist() == [False, False, True] * 2
+    rb.extend(steps(13, 2))  # completes 12 to 14
+    first, second = slices(rb.sample())
+    assert first == [12, 13, 14]
+    assert second[0] + 2 == second[2]
+    seen = {tuple(one) for _ in range(200) for one in slices(rb.sample())}
+    assert len(seen) == 13  # all places in 15 rows
+
+
+def test_slices_do_not_cross_episodes_and_leave_what_is_over() -> None:
+    rb = buffer()
+    rb.extend(steps(0, 5, ends=True))
+    rb.extend(steps(10, 7, ends=True))
+    rb.extend(steps(20, 3))
+    assert slices(rb.sample(12)) == [[0, 1, 2], [10, 11, 12], [13, 14, 15], [20, 21, 22]]
+
+
+def test_interleaved_lanes_are_told_apart() -> None:
+    storage = MemoryStorage(100, seed=4)
+    storage.flatten = True
+    rb = TensorDictReplayBuffer(storage=storage, sampler=StreamingSliceSampler(slice_len=3))
+    for start in (0, 2, 4):
+        rb.extend(torch.stack([steps(start, 2), steps(100 + start, 2)]))
+    assert sorted(slices(rb.sample(12))) == [[0, 1, 2], [3, 4, 5], [100, 101, 102], [103, 104, 105]]
+
+
+def test_slices_that_began_to_leave_are_left_out() -> None:
+    rb = buffer(capacity=10)
+    rb.extend(steps(0, 9))
+    rb.extend(steps(9, 5))  # 0 to 3 have left
+    assert slices(rb.sample(6)) == [[6, 7, 8], [9, 10, 11]]
+
+
+def test_many_rows_are_looked_through_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("expstore.samplers.streaming._CHUNK", 4)
+    rb = buffer()
+    rb.extend(steps(0, 30))
+    found = [one for _ in range(5) for one in slices(rb.sample(6))]
+    assert found == [[start, start + 1, start + 2] for start in range(0, 30, 3)]
+
+
+def test_rows_from_before_are_not_new() -> None:
+    rb = TensorDictReplayBuffer(storage=MemoryStorage(100, seed=4))
+    rb.extend(steps(0, 30))
+    rb.set_sampler(StreamingSliceSampler(slice_len=3))
+    assert rb.sampler.state_dict() == {"mark": 30}
+    rb.extend(steps(30, 3))
+    assert [30, 31, 32] in slices(rb.sample(6))
+
+
+@pytest.mark.parametrize("end", ["close", "kill"])
+def test_what_was_handed_out_does_not_come_again_after_a_restart(end: str, tmp_path: Path) -> None:
+    def opened() -> Any:
+        return expstore.open(
+            tmp_path / "run.exp",
+            capacity=100,
+            seed=1,
+            sampler=StreamingSliceSampler(slice_len=3),
+            batch_size=3,
+        )
+
+    child = os.fork()
+    if not child:
+        rb = opened()
+        rb.extend(steps(0, 9))
+        rb.sample()
+        if end == "close":
+            rb.close()
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+    with opened() as rb:
+        assert slices(rb.sample()) == [[3, 4, 5]]
+        assert slices(rb.sample()) == [[6, 7, 8]]
+
+
+def test_batches_made_ahead_and_given_back_come_again() -> None:
+    rb = buffer(size=3, prefetch=2)
+    rb.extend(steps(0, 12))
+    assert slices(rb.sample()) == [[0, 1, 2]]
+    rb.sampler.rewind(rb.storage)  # what a change of the generator does, for instance
+    rb.set_rng(torch.Generator().manual_seed(0))
+    assert [slices(rb.sample()) for _ in range(3)] == [[[3, 4, 5]], [[6, 7, 8]], [[9, 10, 11]]]
+
+
+def test_the_state_goes_on_elsewhere_and_copies_too() -> None:
+    one, two = buffer(size=3), buffer(size=3)
+    for rb in (one, two):
+        rb.extend(steps(0, 12))
+    one.sample()
+    two.load_state_dict(one.state_dict())
+    assert slices(two.sample()) == [[3, 4, 5]]
+    assert pickle.loads(pickle.dumps(one.sampler)).state_dict() == {"mark": 3}
+
+
+def test_loaded_rows_are_not_new(tmp_path: Path) -> None:
+    rb = buffer(size=3)
+    rb.extend(steps(0, 12))
+    rb.dumps(tmp_path / "versions")
+    rb.loads(tmp_path / "versions")
+    rb.extend(steps(50, 3))
+    assert slices(rb.sample()) == [[50, 51, 52]]
+
+
+def test_beside_a_writer_every_slice_comes_at_most_once_and_whole() -> None:
+    rb = buffer(4, capacity=400, size=8)
+    rb.extend(steps(0, 40))
+
+    def write() -> None:
+        for start in range(40, 6000, 10):
+            rb.extend(steps(start, 10))
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    last = -1
+    over = False
+    while not over:
+        alive = writer.is_alive()
+        found = slices(rb.sample(), 4)
+        assert all(one == list(range(one[0], one[0] + 4)) for one in found)
+        fresh = [one[0] for one in found if one[0] > last and one[0] % 4 == 0]
+        last = max([last, *fresh])
+        over = not alive and not fresh
+    writer.join()
+    assert last == 5996
+
+
+def test_what_is_refused() -> None:
+    for wrong in (1.5, True):
+        with pytest.raises(TypeError, match="positive integer"):
+            StreamingSliceSampler(slice_len=wrong)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="positive integer"):
+        StreamingSliceSampler(slice_len=0)
+    with pytest.raises(ValueError, match="cannot hold one slice_len=3 window"):
+        buffer(capacity=2)
+    rb = buffer()
+    with pytest.raises(NotReadyError, match="Cannot sample from an empty storage"):
+        rb.sample(3)
+    rb.extend(steps(0, 2))
+    with pytest.raises(NotReadyError, match="sufficient length"):
+        rb.sample(3)
+    with pytest.raises(StateError, match="divisible by the slice length"):
+        rb.sample(4)
+    other = TensorDictReplayBuffer(
+        storage=MemoryStorage(10), sampler=StreamingSliceSampler(slice_len=1, traj_key="env")
+    )
+    other.extend(steps(0, 2, env=torch.zeros(2, dtype=torch.int64)))
+    with pytest.raises(ValueError, match="follows the episodes of the store"):
+        other.sample(1)
