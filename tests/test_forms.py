@@ -212,7 +212,7 @@ def test_objects_are_stacked_where_they_can_be() -> None:
         same(rb[:2], torch.tensor([[0, 1], [2, 3]]))
     with ReplayBuffer(storage=ListStorage(10), batch_size=6) as rb:
         rb.extend([TensorDict({"a": torch.zeros(3)}), TensorDict({"a": torch.zeros(4)})])
-        assert isinstance(rb.sample(), LazyStackedTensorDict)
+        assert isinstance(rb[:], LazyStackedTensorDict)
     with TensorDictReplayBuffer(storage=ListStorage(10), batch_size=6) as rb:
         rb.extend(TensorDict({"a": torch.arange(3)}, [3]))
         batch = rb.sample()
