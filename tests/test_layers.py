@@ -188,6 +188,7 @@ ALLOWED_SIDEWAYS: tuple[tuple[str, str], ...] = (
     ("storages.scratch", "storages.options"),
     ("storages.scratch", "storages.settings"),
     ("storages.scratch", "storages.zarr"),
+    ("storages.tensors", "storages.access"),
     ("storages.tensors", "storages.memory"),
     ("storages.tensors", "storages.options"),
     ("storages.base", "storages.stats"),
