@@ -49,6 +49,7 @@ bench: .venv  ## compare with TorchRL; exits 1 below the bars
 	$(BIN)/python benchmarks/samplers.py
 	$(BIN)/python benchmarks/slices.py
 	$(BIN)/python benchmarks/filters.py
+	$(BIN)/python benchmarks/topk.py
 
 clean:  ## remove the environment, builds and caches; never ./runs
 	rm -rf .venv build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -119,3 +119,9 @@ def test_filters_are_measured(tmp_path: Path) -> None:
         f"{what}-{name}" for what in ("first", "new", "sample") for name in ("row", "episode")
     }
     assert min(found.values()) > 0
+
+
+def test_keeping_the_best_rows_is_measured(tmp_path: Path) -> None:
+    found = {row["name"].partition("/")[2]: row["data"] for row in results_of("topk.py", tmp_path)}
+    assert [*found] == ["few-disk", "all-disk", "few-memory", "all-memory"]
+    assert found["all-disk"].keys() == {"expstore", "torchrl"}

@@ -247,6 +247,17 @@ def test_a_sequence_of_rows_is_one_endless_episode(make: Make) -> None:
     assert sorted(rb["next", "reward"].reshape(-1).tolist()) == [2, 3, 4, 5]
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.float16, torch.float32, torch.int64])
+def test_flags_and_other_narrow_fields_are_replaced_as_well(make: Make, dtype: torch.dtype) -> None:
+    rb = make(300)
+    number = torch.arange(600)
+    values = (number % 7 == 3) if dtype is torch.bool else (number * 37 % 101).to(dtype)
+    rb.extend(TensorDict({"score": -(number[:300] % 11).double(), "x": values[:300]}, [300]))
+    index = rb.extend(TensorDict({"score": number[300:].double(), "x": values[300:]}, [300]))
+    assert sorted(index.tolist()) == list(range(300))
+    assert torch.equal(rb["x"][index], values[300:])
+
+
 # ---------------------------------------------------------------------------------------------------
 # Ranks follow from the rows, whatever comes between.
 

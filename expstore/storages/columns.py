@@ -43,6 +43,8 @@ WIDE_ROW = 512
 REWRITE_BYTES = 8 << 20
 #: Up to so many runs of rows are written one by one, more by a compiled loop.
 _FEW_RUNS = 16
+#: Of rows of up to so many bytes those that would not change are left out.
+_NARROW = 4
 
 
 def shard_rows(row_bytes: int, slots: int | None) -> int:
@@ -306,7 +308,14 @@ class Column:
         touched: dict[File, None] = {}
         cuts = np.flatnonzero(np.diff(slots) != 1) + 1
         if cuts.size > _FEW_RUNS:
-            return self._scatter_rows(slots, values)
+            if (
+                self.entry.row_items == 1 and self.row_bytes <= _NARROW
+            ):  # flags and priorities are mostly what they were
+                bits = f"u{self.row_bytes}"
+                values = np.ascontiguousarray(values).reshape(-1)
+                other = self.take(slots).reshape(-1).view(bits) != values.view(bits)
+                slots, values = slots[other], values[other]
+            return self._scatter_rows(slots, values) if slots.size else []
         bounds = [0, *cuts.tolist(), slots.size]
         for start, stop in itertools.pairwise(bounds):
             for file, offset, row, n in self.spans(int(slots[start]), stop - start):
