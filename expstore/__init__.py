@@ -62,7 +62,6 @@ _HOME = {
     "TensorDictReplayBuffer": "expstore.tensordictbuffers",
     "TensorDictMaxValueWriter": "expstore.writers",
     "TensorDictRoundRobinWriter": "expstore.writers",
-    "TensorStorage": "expstore.storages",
     "Trajectory": "expstore.query",
     "TrajectoryPredicate": "expstore.query",
     "Transition": "expstore.sample_units",
@@ -127,7 +126,6 @@ __all__ = [
     "TensorDictPrioritizedReplayBuffer",
     "TensorDictReplayBuffer",
     "TensorDictRoundRobinWriter",
-    "TensorStorage",
     "Trajectory",
     "TrajectoryPredicate",
     "Transition",
@@ -197,7 +195,6 @@ if TYPE_CHECKING:
         MemoryStorage,
         Storage,
         StorageEnsemble,
-        TensorStorage,
         ZarrStorage,
     )
     from expstore.tensordictbuffers import TensorDictReplayBuffer

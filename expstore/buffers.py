@@ -18,7 +18,7 @@ from expstore.draws import Turn
 from expstore.episodeinfo import pack_info
 from expstore.errors import SchemaError, StateError
 from expstore.finding import find_trajectories
-from expstore.keywords import called, check_batch_size, check_drawing, made, refuse
+from expstore.keywords import called, check_batch_size, check_drawing, check_predictable, made, refuse
 from expstore.limiter import RateLimiter
 from expstore.patches import Patching
 from expstore.sample_units import SampleUnit, check_unit
@@ -26,6 +26,7 @@ from expstore.samplers.adapted import adapt
 from expstore.samplers.base import Sampler
 from expstore.samplers.consuming import consume_after
 from expstore.schema import Schema
+from expstore.service import Direct
 from expstore.shaping import ShapingHandle, to_array
 from expstore.storages.access import OVERTAKEN, PATIENCE, prepare
 from expstore.storages.base import Storage
@@ -38,7 +39,7 @@ __all__ = ["ReplayBuffer"]
 _LIMIT = 1000  # draws after which a follower, which cannot ask, gives up
 
 
-class ReplayBuffer(Patching, ShapingHandle):
+class ReplayBuffer(Patching, ShapingHandle, Direct):
     """Store transitions and sample batches of them.
 
     Threads: any number may sample while one writes; writers wait for one another. Processes: one
@@ -110,6 +111,7 @@ class ReplayBuffer(Patching, ShapingHandle):
             raise TypeError("transform and transform_factory are mutually exclusive; give one of them")
         check_drawing(batch_size, prefetch, pin_memory)
         drawing = None if sampler is None else adapt(called(sampler, "sample"))
+        check_predictable(batch_size, drawing)
         self._unit = check_unit(sample_unit, drawing)
         kept = MemoryStorage(1000) if storage is None else made(storage, Storage, "get")
         self._writer = self._default_writer(kept) if writer is None else made(writer, Writer, "write")
@@ -418,41 +420,6 @@ class ReplayBuffer(Patching, ShapingHandle):
             count = self._storage.set_priorities(ids, values)
         self._sampler.on_priority_update(self._storage, ids, values)
         return count
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what `load_state_dict` takes, under torchrl's names: of storages in RAM the rows, too.
-
-        Rows of a store on disk stay where they are (`dumps`); of those it says which they are.
-        """
-        return super().state_dict() | {
-            "_writer": self._writer.state_dict(),
-            "_transforms": self._transform.state_dict(),
-            "_batch_size": self._batch_size,
-        }
-
-    def _check_state(self, state: Mapping[str, Any]) -> None:
-        super()._check_state(state)
-        if not {"_writer", "_transforms", "_batch_size"} <= state.keys():
-            raise StateError(f"that is no state of a {type(self).__name__}")
-        self._writer.load_state_dict(state["_writer"])
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on with the batch that would have come after `state_dict`, as far as the rows are the same.
-
-        Rows that the state holds take the place of those in the storage, as `loads` says; for others the
-        storage must have them. The batch size, and what transforms keep, are the state's.
-
-        Raises:
-            StateError: The state is of another kind of sampler or of other transforms, of a store with
-                another seed or with rows that are not here, of another `where` or `weight`, or the draws
-                follow from a generator in one of both only, or one for another device; nothing was changed.
-            SchemaError: The rows have other fields; nothing was changed.
-            ValueError: The writer was set up otherwise; nothing was changed.
-        """
-        self._check_state(state_dict)
-        self._transform.load_state_dict(state_dict["_transforms"])
-        super().load_state_dict(state_dict)
-        self._batch_size = state_dict["_batch_size"]
 
     def _numbers(self, index: Any) -> Array:
         """Return rows' numbers, given as users know them."""

@@ -12,7 +12,7 @@ import torch
 
 from expstore.limiter import RateLimiter
 
-__all__ = ["called", "check_batch_size", "check_drawing", "made", "refuse"]
+__all__ = ["called", "check_batch_size", "check_drawing", "check_predictable", "made", "refuse"]
 
 _Part = TypeVar("_Part")
 
@@ -92,6 +92,15 @@ def check_drawing(
         raise ValueError(f"prefetch must be at least 0, got {prefetch}")
     if pin_memory and not torch.accelerator.is_available():
         raise ValueError("pin_memory is for copies to an accelerator, and there is none; leave it False")
+
+
+def check_predictable(size: int | None, sampler: Any) -> None:
+    """Raise ValueError where batches have no size of their own, and a sampler's passes depend on it."""
+    if size is None and getattr(sampler, "drop_last", False):
+        raise ValueError(
+            "Samplers with drop_last=True must work with a predictable batch-size: what a pass leaves out "
+            "follows from it; give the buffer batch_size="
+        )
 
 
 def check_batch_size(size: int | None) -> None:

@@ -41,7 +41,8 @@ DTYPES: dict[str, np.dtype[Any]] = {
     OBJECT: np.dtype("O"),
 }
 
-_COMPONENT = re.compile(r"[A-Za-z0-9_.\-]{1,100}")
+#: Blanks stand between other characters only: some disks take them away at an end.
+_COMPONENT = re.compile(r"(?! )[A-Za-z0-9_.\- ]{1,100}(?<! )")
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +238,7 @@ def _check_name(key: Key) -> None:
         if not is_name(part):
             raise SchemaError(
                 f"key {key!r} cannot be a path: {part!r}",
-                hint="each part is 1 to 100 letters, digits or _ . -, and not '..' or 'zarr.json'",
+                hint="each part is 1 to 100 letters, digits, _ . - or inner blanks, not '..' or 'zarr.json'",
             )
     if key[0].startswith(("_row", "__")):
         raise SchemaError(f"key {key!r} starts with a reserved name", hint="avoid '_row' and '__' in front")

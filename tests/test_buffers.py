@@ -586,6 +586,16 @@ def test_what_does_not_fit_changes_nothing(make: Make) -> None:
     assert rb["action"][-1] == 0
 
 
+def test_names_may_have_blanks(store_path: Path) -> None:
+    data = TensorDict({"some data": torch.arange(6).reshape(3, 2), ("a b", "c d"): torch.arange(3)}, [3])
+    with expstore.open(store_path) as rb:
+        rb.extend(data)
+        assert rb.sql('SELECT "some data", "a b"."c d" FROM transitions').fetchall()[2] == ([4, 5], 2)
+    with expstore.open(store_path, sampler=expstore.RandomSampler(where='"a b"."c d" > 1')) as rb:
+        assert rb[:]["some data"].tolist() == [[0, 1], [2, 3], [4, 5]]
+        assert rb.sample(2)["a b", "c d"].tolist() == [2, 2]
+
+
 @pytest.mark.parametrize(
     ("key", "message"),
     [
@@ -594,6 +604,8 @@ def test_what_does_not_fit_changes_nothing(make: Make) -> None:
         ("_row", "reserved name; avoid '_row' and '__' in front"),
         ("__x", "reserved name"),
         (("next", ""), "cannot be a path"),
+        (" x", "cannot be a path"),
+        ("x ", "cannot be a path"),
         ("ACTION", "'action' and 'ACTION' have one name on some disks; rename"),
         (("action", "x"), "'action' is both a field and a group|unknown"),
     ],

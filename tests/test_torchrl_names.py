@@ -37,14 +37,8 @@ BEYOND = {
 #: Members of TorchRL's ReplayBuffer that ours has not.
 WITHOUT = {
     "as_remote": "other processes open the store, or get the buffer pickled",
-    "client": "there is no server in between that would need a client",
-    "is_alive": "there is no server that could be dead",
     "prioritized_sampler": "`sampler` is the only one: writers in other processes need none of their own",
-    "service_backend": "there is no server in between",
     "share": "a buffer in another process follows the store there; nothing has to be shared first",
-    "shutdown": "there is no server to end; `close` ends a store",
-    "start": "there is no server to begin",
-    "synchronize": "there is no server that could lag behind; `refresh` is a follower's",
 } | dict.fromkeys(
     (
         "register_load_hook",

@@ -1,0 +1,120 @@
+"""A program run twice, with TorchRL's classes and with those here, and compared by what it tells.
+
+Tests of parity take it. It knows how values are compared, not what any of them means.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torchrl.data.replay_buffers as theirs
+from tensordict import is_tensor_collection
+
+import expstore
+
+__all__ = ["OURS", "THEIRS", "Teller", "same"]
+
+THEIRS = SimpleNamespace(
+    name="torchrl", **{name: getattr(theirs, name) for name in theirs.__all__}, samplers=theirs.samplers
+)
+OURS = SimpleNamespace(
+    name="expstore",
+    **{name: getattr(expstore, name) for name in theirs.__all__ if hasattr(expstore, name)},
+    samplers=expstore.samplers,
+)
+#: What rows are called here beside TorchRL's index.
+_MORE = frozenset({"id", "anchor_id"})
+
+
+def plain(value: Any) -> Any:
+    """Return a value as one that can be compared: tensors as their type, shape and numbers."""
+    if is_tensor_collection(value):
+        found = {name: plain(value.get(name)) for name in sorted(value.keys()) if name not in _MORE}
+        return "collection", tuple(value.batch_size), found
+    if isinstance(value, torch.Tensor):
+        return str(value.dtype), tuple(value.shape), value.tolist()
+    if isinstance(value, np.ndarray):
+        return plain(torch.from_numpy(value))
+    if isinstance(value, torch.Size):
+        return plain(tuple(value))
+    if isinstance(value, dict):
+        return {key: plain(one) for key, one in value.items() if key not in _MORE}
+    if isinstance(value, (list, tuple)):
+        return type(value).__name__, [plain(one) for one in value]
+    return value
+
+
+@dataclass
+class Failure:
+    """Hold what a call raised; equal to another that would be caught by whoever expects it."""
+
+    error: BaseException
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Failure):
+            return NotImplemented
+        return isinstance(self.error, type(other.error))
+
+    def __repr__(self) -> str:
+        return f"{type(self.error).__name__}: {self.error}"
+
+
+@dataclass
+class Teller:
+    """Collect what a program tells.
+
+    Args:
+        folder: Where it may write.
+    """
+
+    folder: Path
+    facts: list[Any] = field(default_factory=list)
+
+    def __call__(self, *values: Any) -> None:
+        self.facts.extend(plain(value) for value in values)
+
+    def fails(self, call: Callable[[], object], words: str = "") -> None:
+        """Tell how a call fails; its message must have these words."""
+        with pytest.raises(Exception, match=re.escape(words) or None) as caught:
+            call()
+        self.facts.append(Failure(caught.value))
+
+    def warns(self, call: Callable[[], object]) -> object:
+        """Tell whether a call warns; return what it returns."""
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            value = call()
+        self.facts.append(bool(caught))
+        return value
+
+
+def run(program: Callable[[Any, Teller], None], lib: SimpleNamespace, folder: Path) -> list[Any]:
+    folder.mkdir(exist_ok=True)
+    tell = Teller(folder)
+    torch.manual_seed(0)
+    quiet = warnings.catch_warnings() if lib is THEIRS else contextlib.nullcontext()
+    with quiet:
+        if lib is THEIRS:
+            warnings.simplefilter("ignore")
+        program(lib, tell)
+    return tell.facts
+
+
+def same(program: Callable[[Any, Teller], None], folder: Path) -> list[Any]:
+    """Run a program with both libraries; return what it told, which must be the same."""
+    expected = run(program, THEIRS, folder / "torchrl")
+    found = run(program, OURS, folder / "expstore")
+    for number, (other, own) in enumerate(zip(expected, found, strict=True)):
+        assert own == other, f"fact {number}: {own} instead of {other}"
+    assert expected
+    return found
