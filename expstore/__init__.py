@@ -62,6 +62,7 @@ _HOME = {
     "TensorDictReplayBuffer": "expstore.tensordictbuffers",
     "TensorDictMaxValueWriter": "expstore.writers",
     "TensorDictRoundRobinWriter": "expstore.writers",
+    "TensorStorage": "expstore.storages",
     "Trajectory": "expstore.query",
     "TrajectoryPredicate": "expstore.query",
     "Transition": "expstore.sample_units",
@@ -126,6 +127,7 @@ __all__ = [
     "TensorDictPrioritizedReplayBuffer",
     "TensorDictReplayBuffer",
     "TensorDictRoundRobinWriter",
+    "TensorStorage",
     "Trajectory",
     "TrajectoryPredicate",
     "Transition",
@@ -195,6 +197,7 @@ if TYPE_CHECKING:
         MemoryStorage,
         Storage,
         StorageEnsemble,
+        TensorStorage,
         ZarrStorage,
     )
     from expstore.tensordictbuffers import TensorDictReplayBuffer

@@ -421,6 +421,41 @@ class ReplayBuffer(Patching, ShapingHandle, Direct):
         self._sampler.on_priority_update(self._storage, ids, values)
         return count
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return what `load_state_dict` takes, under torchrl's names: of storages in RAM the rows, too.
+
+        Rows of a store on disk stay where they are (`dumps`); of those it says which they are.
+        """
+        return super().state_dict() | {
+            "_writer": self._writer.state_dict(),
+            "_transforms": self._transform.state_dict(),
+            "_batch_size": self._batch_size,
+        }
+
+    def _check_state(self, state: Mapping[str, Any]) -> None:
+        super()._check_state(state)
+        if not {"_writer", "_transforms", "_batch_size"} <= state.keys():
+            raise StateError(f"that is no state of a {type(self).__name__}")
+        self._writer.load_state_dict(state["_writer"])
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on with the batch that would have come after `state_dict`, as far as the rows are the same.
+
+        Rows that the state holds take the place of those in the storage, as `loads` says; for others the
+        storage must have them. The batch size, and what transforms keep, are the state's.
+
+        Raises:
+            StateError: The state is of another kind of sampler or of other transforms, of a store with
+                another seed or with rows that are not here, of another `where` or `weight`, or the draws
+                follow from a generator in one of both only, or one for another device; nothing was changed.
+            SchemaError: The rows have other fields; nothing was changed.
+            ValueError: The writer was set up otherwise; nothing was changed.
+        """
+        self._check_state(state_dict)
+        self._transform.load_state_dict(state_dict["_transforms"])
+        super().load_state_dict(state_dict)
+        self._batch_size = state_dict["_batch_size"]
+
     def _numbers(self, index: Any) -> Array:
         """Return rows' numbers, given as users know them."""
         if isinstance(index, tuple):

@@ -148,51 +148,63 @@ class DrawingHandle(StoreHandle):
             self._storage.watch_draws(self._draws)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the draws are, for `load_state_dict`; rows belong to the store (`dumps`)."""
+        """Return what `load_state_dict` takes, under torchrl's names: of storages in RAM the rows, too.
+
+        Rows of a store on disk stay where they are (`dumps`); of those it says which they are.
+        """
         storage, draws = self._storage, self.__dict__.get("_draws")  # to ask is not to draw
         generator = None
         if isinstance(draws, GivenDraws):
             generator = torch.frombuffer(bytearray(draws.state(storage)[1]), dtype=torch.uint8)
+        drawn = {"seed": storage.seed, "draw": storage.draw, "progress": list(storage.progress)}
         return {
-            "seed": storage.seed,
-            "draw": storage.draw,
-            "last_id": storage.last,
-            "progress": list(storage.progress),
-            "sampler": self._sampler.state_dict(),
-            "generator": generator,
+            "_storage": storage.state_dict(),
+            "_sampler": self._sampler.state_dict(),
+            "_rng": generator,
+            "_draws": drawn | {"last_id": storage.last},
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on with the batch that would have come after `state_dict`, as far as the rows are the same.
+        """Take over what `state_dict` returned; buffers say more."""
+        storage, state = self._storage, state_dict
+        self._check_state(state)
+        storage.check_writable()
+        generator = state["_rng"]
+        if self._generator is not None:
+            set_state(self._generator, generator)
+        if "rows" in state["_storage"]:
+            storage.load_state_dict(state["_storage"])
+            self._attached(storage)
+        self._forget_ahead()
+        if self._generator is not None:
+            self.set_rng(self._generator)
+        self._sampler.load_state_dict(state["_sampler"])
+        if "rows" not in state["_storage"]:  # else the storage has them again
+            storage.set_draws(int(state["_draws"]["draw"]), state["_draws"]["progress"])
 
-        Raises:
-            StateError: The state is of another kind of sampler, of a store with another seed or with rows
-                that are not here, of another `where` or `weight`, or the draws follow from a generator in
-                one of both only, or one for another device; nothing was changed.
-        """
-        storage, state, own = self._storage, state_dict, self.state_dict()
-        if state.keys() != own.keys() or state["sampler"].keys() != own["sampler"].keys():
+    def _check_state(self, state: Mapping[str, Any]) -> None:
+        """Raise an error if a state does not fit."""
+        storage, own = self._storage, self._sampler.state_dict()
+        if (
+            not {"_storage", "_sampler", "_rng", "_draws"} <= state.keys()
+            or state["_sampler"].keys() != own.keys()
+        ):
             raise StateError(f"that is no state of a buffer with {self._sampler!r}")
-        for name in own["sampler"].keys() & {"where", "weight"}:
-            if state["sampler"][name] != own["sampler"][name]:
-                raise StateError(f"the state is of a sampler with {name}={state['sampler'][name]!r}")
-        generator = state["generator"]
-        if (generator is None) != (self._generator is None):
+        for name in own.keys() & {"where", "weight"}:
+            if state["_sampler"][name] != own[name]:
+                raise StateError(f"the state is of a sampler with {name}={state['_sampler'][name]!r}")
+        if (state["_rng"] is None) != (self._generator is None):
             having, lacking = ("state", "buffer") if self._generator is None else ("buffer", "state")
             raise StateError(f"the {having} draws by a generator, the {lacking} by the store's seed")
-        if (state["seed"], state["last_id"]) != (storage.seed, min(state["last_id"], storage.last)):
+        seed, last = state["_draws"]["seed"], state["_draws"]["last_id"]
+        if "rows" in state["_storage"]:
+            return
+        if (seed, last) != (storage.seed, min(last, storage.last)):
             raise StateError(
-                f"the state is of a store with seed {state['seed']} and rows up to id {state['last_id']}, "
+                f"the state is of a store with seed {seed} and rows up to id {last}, "
                 f"this one has seed {storage.seed} and rows up to id {storage.last}",
                 hint="open the store that it was taken of, or bring its rows here with dumps() and loads()",
             )
-        storage.check_writable()
-        self._forget_ahead()
-        if self._generator is not None:
-            set_state(self._generator, generator)
-            self.set_rng(self._generator)
-        self._sampler.load_state_dict(state["sampler"])
-        storage.set_draws(int(state["draw"]), state["progress"])
 
     def close(self) -> None:
         """Flush, bring the index up to date for other programs, let others open the store."""

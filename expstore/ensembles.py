@@ -14,14 +14,16 @@ from typing import Any, Literal, Self
 
 import numpy as np
 import torch
-from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, is_tensor_collection
-from torch.utils._pytree import tree_map
+from tensordict import TensorDict, TensorDictBase
 
 from expstore.buffers import ReplayBuffer
 from expstore.draws import Draws
 from expstore.errors import StateError
+from expstore.forms import stack
 from expstore.keywords import check_batch_size, refuse
+from expstore.memberpatches import MemberPatching
 from expstore.members import find_members
+from expstore.parts import columns_of, cut, join, pairs, told_of
 from expstore.routing import Route
 from expstore.samplers.ensemble import SamplerEnsemble
 from expstore.service import Direct
@@ -37,7 +39,7 @@ __all__ = ["ReplayBufferEnsemble"]
 _CHOICE = 1 << 62
 
 
-class ReplayBufferEnsemble(Direct):
+class ReplayBufferEnsemble(MemberPatching, Direct):
     """Sample several buffers as one.
 
     A batch has two batch dims: parts, and the rows of each, all of one member. `("index", "buffer_ids")` says
@@ -118,7 +120,7 @@ class ReplayBufferEnsemble(Direct):
         self._rbs = tuple(rbs)
         self._samplers = samplers
         self._transform = Compose.of(transform)
-        self._collate_fn = _stack if collate_fn is None else collate_fn
+        self._collate_fn = stack if collate_fn is None else collate_fn
         self._batch_size = batch_size
         self._generator = generator
         self._lock = threading.RLock()
@@ -148,7 +150,7 @@ class ReplayBufferEnsemble(Direct):
             chosen = self._samplers.choose(lambda: self._counts(size), self._choice())
             parts, infos = self._parts(chosen, size)
         batch = self._transform(self._collate_fn(parts))
-        info = _stack(infos)
+        info = stack(infos)
         if isinstance(batch, TensorDictBase):
             if batch.shape[:2] != info.shape:
                 raise StateError(
@@ -184,9 +186,9 @@ class ReplayBufferEnsemble(Direct):
             batch, told = self._drawn(member, size * len(places))
             for number, place in enumerate(places):
                 rows = slice(number * size, (number + 1) * size)
-                part = batch if len(places) == 1 else _cut(batch, rows)
+                part = batch if len(places) == 1 else cut(batch, rows)
                 parts[place] = part if self._collate_fns is None else self._collate_fns[member](part)
-                infos[place] = _told(told, rows, member, size)
+                infos[place] = told_of(told, rows, member, size)
         return parts, infos
 
     def _drawn(self, member: int, size: int) -> tuple[Any, dict[Any, torch.Tensor]]:
@@ -203,9 +205,9 @@ class ReplayBufferEnsemble(Direct):
             infos.append(info)
             missing -= rows
         if len(batches) == 1:
-            return batches[0], _columns(infos[0], size)
-        keys = set.intersection(*[set(_columns(info, info["index"].shape[0])) for info in infos])
-        return _joined(batches), {key: torch.cat([info[key] for info in infos]) for key in keys}
+            return batches[0], columns_of(infos[0], size)
+        keys = set.intersection(*[set(columns_of(info, info["index"].shape[0])) for info in infos])
+        return join(batches), {key: torch.cat([info[key] for info in infos]) for key in keys}
 
     def can_sample(self, batch_size: int | None = None) -> bool:
         """Say whether `sample` would find rows to draw.
@@ -270,9 +272,7 @@ class ReplayBufferEnsemble(Direct):
         return self._metadata(rows, members)
 
     def _metadata(self, rows: TensorDictBase, members: IntArray) -> TensorDict:
-        tracked = bool(members.size) and all(
-            getattr(rb.writer, "tracks_generations", False) for rb in self._rbs
-        )
+        tracked = bool(members.size) and all(rb.writer.tracks_generations for rb in self._rbs)
         index, generation = np.full((2, members.size), -1)
         for member, rb in enumerate(self._rbs):
             places = np.flatnonzero(members == member)
@@ -280,8 +280,8 @@ class ReplayBufferEnsemble(Direct):
                 ids = rb.extend(rows[torch.from_numpy(places)], return_ids=True).numpy()
                 taken = ids > 0
                 index[places[taken]] = rb.storage.index_of(ids[taken])
-                if tracked and rb.storage.capacity is not None:
-                    generation[places[taken]] = (ids[taken] - 1) // rb.storage.capacity
+                if tracked:
+                    generation[places[taken]] = rb.storage.generations_of(ids[taken])
         found = {"buffer_ids": torch.from_numpy(members), "index": torch.from_numpy(index)}
         if tracked:
             found["index_generation"] = torch.from_numpy(generation)
@@ -308,8 +308,8 @@ class ReplayBufferEnsemble(Direct):
             index: Which rows: `buffer_ids` and `index`, as samples have them below `"index"`.
             priority: One for all, or one each, in the shape of these.
         """
-        members, rows = _pairs(index)
-        values = np.broadcast_to(torch.as_tensor(priority).detach().cpu().numpy().reshape(-1), rows.shape)
+        members, rows = pairs(index, len(self._rbs))
+        values = np.broadcast_to(torch.as_tensor(priority).detach().cpu().numpy().reshape(-1), members.shape)
         count = 0
         for member in np.unique(members).tolist():
             mine = members == member
@@ -584,56 +584,3 @@ def _assembled(
             storages, samplers, writers, transforms, fns, strict=True
         )
     )
-
-
-# -- parts of batches ---------------------------------------------------------------------------------
-
-
-def _stack(parts: list[Any]) -> Any:
-    """Stack parts in a new dim; TensorDicts with other fields or shapes stay apart inside."""
-    if is_tensor_collection(parts[0]):
-        return LazyStackedTensorDict.maybe_dense_stack(parts)
-    return tree_map(lambda *leaves: torch.stack(leaves), *parts)
-
-
-def _cut(batch: Any, rows: slice) -> Any:
-    if is_tensor_collection(batch) or isinstance(batch, list):
-        return batch[rows]
-    return tree_map(lambda leaf: leaf[rows], batch)
-
-
-def _joined(batches: list[Any]) -> Any:
-    if is_tensor_collection(batches[0]):
-        return torch.cat(batches)
-    if isinstance(batches[0], list):
-        return [row for batch in batches for row in batch]
-    return tree_map(lambda *leaves: torch.cat(leaves), *batches)
-
-
-def _columns(info: dict[Any, Any], rows: int) -> dict[Any, torch.Tensor]:
-    """Return what is told of each row."""
-    return {
-        key: value
-        for key, value in info.items()
-        if isinstance(value, torch.Tensor) and value.ndim and value.shape[0] == rows
-    }
-
-
-def _told(told: dict[Any, torch.Tensor], rows: slice, member: int, size: int) -> TensorDict:
-    """Return what is told of the rows of a part; which of which member they are, below `"index"`."""
-    part = TensorDict({}, [size])
-    for key, values in told.items():
-        if key != "index":
-            part.set(key, values[rows])
-    index = told["index"][rows]
-    members = torch.full((size,), member, dtype=torch.int64, device=index.device)
-    part.set("index", TensorDict({"index": index, "buffer_ids": members}, [size]))
-    return part
-
-
-def _pairs(index: TensorDictBase) -> tuple[IntArray, IntArray]:
-    """Return members and indices that samples, or `extend`, told. Shapes `(n,)`."""
-    if not isinstance(index, TensorDictBase) or "buffer_ids" not in index:
-        raise TypeError("rows of an ensemble are found by a TensorDict with buffer_ids and index")
-    members, rows = index.get("buffer_ids"), index.get("index")
-    return members.reshape(-1).cpu().numpy(), rows.reshape(members.numel(), -1).squeeze(-1).cpu().numpy()

@@ -212,8 +212,8 @@ class StoreHandle:
         """Put a version's content in the place of this store's: all of it or, after any crash, nothing.
 
         Rows, priorities, counts, episodes and seed are then the version's, and the next batches are those
-        that would have come; the capacity stays. Ids and episode ids go on above those of both, indices are
-        the same if the capacities are. Versions in the store's folder remain.
+        that would have come; the capacity stays. Ids and episode ids go on above those of both (where there
+        never were rows they stay), indices are the same if the capacities are. Versions in the folder stay.
 
         Args:
             path: What `dumps` was given, or a store that has tagged versions.

@@ -26,7 +26,7 @@ from expstore.storages.base import Storage
 from expstore.types import Array, IntArray, Key, key_name, to_key
 from expstore.writers import Writer
 
-__all__ = ["ConditionalUpdateResult", "Patching"]
+__all__ = ["ConditionalUpdateResult", "Patch", "Patching", "leaves_of"]
 
 Flags = NDArray[np.bool_]
 Patch: TypeAlias = Mapping[Any, Any] | TensorDictBase
@@ -121,7 +121,7 @@ class Patching:
             NotFoundError: There is no such field.
             SchemaError: Values do not fit; nothing was changed.
         """
-        fields = _leaves(input_dict_or_td)
+        fields = leaves_of(input_dict_or_td)
         if keys_to_update is not None:
             wanted = [to_key(key) for key in keys_to_update]
             fields = {k: v for k, v in fields.items() if any(k[: len(key)] == key for key in wanted)}
@@ -185,7 +185,7 @@ class Patching:
                 raise SchemaError("version_key and version must be provided together")
             fields = {
                 key: self._fitted(key, value, (ids.size,), spread=False)
-                for key, value in _leaves(patch).items()
+                for key, value in leaves_of(patch).items()
             }
             live = storage.window.holds(ids)
             rejected: Flags | None = None
@@ -354,7 +354,7 @@ class Patching:
         return accepted
 
 
-def _leaves(fields: Patch) -> dict[Key, Any]:
+def leaves_of(fields: Patch) -> dict[Key, Any]:
     """Return values by key, nested mappings unfolded."""
     if isinstance(fields, TensorDictBase):
         return {to_key(key): value for key, value in fields.items(include_nested=True, leaves_only=True)}
@@ -362,7 +362,7 @@ def _leaves(fields: Patch) -> dict[Key, Any]:
     for name, value in fields.items():
         key = to_key(name)
         if isinstance(value, (Mapping, TensorDictBase)):
-            found |= {(*key, *rest): leaf for rest, leaf in _leaves(value).items()}
+            found |= {(*key, *rest): leaf for rest, leaf in leaves_of(value).items()}
         else:
             found[key] = value
     return found

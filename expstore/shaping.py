@@ -243,9 +243,8 @@ class ShapingHandle(DrawingHandle):
 
     @property
     def _device(self) -> torch.device | None:
-        if self._asked_device is not None or self._storage.device is None:
-            return self._asked_device
-        return torch.device(self._storage.device)
+        device = self._asked_device or self._storage.device
+        return None if device is None or device.type == "cpu" else device  # there they are
 
     # -- parts -----------------------------------------------------------------------------------
 

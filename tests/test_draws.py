@@ -258,14 +258,17 @@ def test_a_state_that_does_not_fit_changes_nothing(tmp_path: Path) -> None:
         state = rb.state_dict()
         wanted = drawn(rb, 5)
         for wrong, text in (
-            ({"seed": 2}, "seed 2"),
-            ({"sampler": {"alpha": 0.5}}, r"no state of a buffer with RandomSampler\(\)"),
-            ({"another": 1}, "no state of a buffer"),
-            ({"last_id": 1000}, "up to id 1000"),
-            ({"generator": given().get_state()}, "the state draws by a generator"),
+            ({"_draws": state["_draws"] | {"seed": 2}}, "seed 2"),
+            ({"_sampler": {"alpha": 0.5}}, r"no state of a buffer with RandomSampler\(\)"),
+            ({"_transforms": {"0": {}}}, "the state of transforms"),
+            ({"_draws": state["_draws"] | {"last_id": 1000}}, "up to id 1000"),
+            ({"_rng": given().get_state()}, "the state draws by a generator"),
         ):
             with pytest.raises(StateError, match=text):
                 rb.load_state_dict(state | wrong)
+        for lost in state:
+            with pytest.raises(StateError, match="no state of a"):
+                rb.load_state_dict({name: part for name, part in state.items() if name != lost})
         assert rb.storage.draw == 8
         rb.load_state_dict(state)
         assert drawn(rb, 5) == wanted
@@ -273,7 +276,7 @@ def test_a_state_that_does_not_fit_changes_nothing(tmp_path: Path) -> None:
         with pytest.raises(StateError, match="the buffer draws by a generator"):
             rb.load_state_dict(state)
         with pytest.raises(StateError, match="another kind of generator"):
-            rb.load_state_dict(rb.state_dict() | {"generator": torch.zeros(16, dtype=torch.uint8)})
+            rb.load_state_dict(rb.state_dict() | {"_rng": torch.zeros(16, dtype=torch.uint8)})
 
 
 def test_threads_that_draw_by_a_generator_take_a_step_each(store_path: Path) -> None:

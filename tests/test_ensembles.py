@@ -503,6 +503,106 @@ def test_the_ensembles_transform_acts_on_what_is_written() -> None:
     assert rb.stats()["size"] == 2
 
 
+def tracked(count: int = 2, capacity: int = 3) -> ReplayBufferEnsemble:
+    return ReplayBufferEnsemble(
+        *[
+            TensorDictReplayBuffer(
+                storage=MemoryStorage(capacity, seed=number), writer=RoundRobinWriter(track_generations=True)
+            )
+            for number in range(count)
+        ],
+        routing_key="env",
+    )
+
+
+def test_patches_reach_only_the_rows_they_are_for() -> None:
+    rb = tracked(4)
+    env = torch.tensor([2, 0, 3, 1, 1, 3, 0, 2, 0, 1, 2, 3])
+    told = rb.extend(TensorDict({"value": torch.zeros(12), "env": env}, [12]))
+    assert told["index_generation"].tolist() == [0] * 12
+    rb.extend(TensorDict({"value": torch.full((1,), -1.0), "env": env[2:3]}, [1]))  # in the place of row 2
+    rows = torch.tensor([5, 0, 3, 11, 7, 4, 9, 2])
+    result = rb.update_if_present(
+        index=told.select("buffer_ids", "index")[rows],
+        generation=told["index_generation"][rows],
+        patch={"value": (rows + 100).float()},
+    )
+    assert result.updated.tolist() == [True] * 7 + [False]
+    assert (result.updated_count, result.stale_count) == (7, 1)
+    expected = torch.zeros(12)
+    expected[rows] = (rows + 100).float()
+    expected[2] = -1
+    for number in range(4):
+        own = env == number
+        assert rb[number][:]["value"][told["index"][own]].tolist() == expected[own].tolist()
+
+
+def test_samples_can_be_patched_as_they_are() -> None:
+    rb = tracked()
+    rb.extend(TensorDict({"value": torch.arange(6.0), "env": torch.arange(6) % 2}, [6]))
+    batch = rb.sample(4)
+    future = rb.submit_update_if_present(
+        index=batch["index"],
+        generation=batch["index_generation"],
+        patch=TensorDict({"value": batch["value"] + 10}, [2, 2]),
+    )
+    assert future.result().updated.shape == (2, 2)
+    assert future.result().updated.all()
+    stored = torch.stack([rb[number][:]["value"] for number in range(2)])
+    assert torch.equal(stored[batch["index", "buffer_ids"], batch["index", "index"]], batch["value"] + 10)
+
+
+def test_patches_of_old_versions_are_rejected() -> None:
+    rb = tracked()
+    told = rb.extend(
+        TensorDict(
+            {"value": torch.zeros(4), "version": torch.tensor([5, 1, 1, 5]), "env": torch.arange(4) % 2}, [4]
+        )
+    )
+    options: dict[str, Any] = {
+        "index": told,
+        "generation": told["index_generation"],
+        "version_key": "version",
+    }
+    result = rb.update_if_present(patch={"value": torch.ones(4)}, version=3, **options)
+    assert result.updated.tolist() == [False, True, True, False]
+    assert result.version_rejected is not None
+    assert result.version_rejected.tolist() == [True, False, False, True]
+    result = rb.update_if_present(
+        patch={"value": torch.ones(4)}, version=torch.tensor([6, 2, 2, 6]), **options
+    )
+    assert result.updated.tolist() == [True, False, False, True]
+
+
+def test_what_is_no_patch() -> None:
+    rb = tracked()
+    told = rb.extend(TensorDict({"value": torch.zeros(2), "env": torch.arange(2)}, [2]))
+    patch = {"value": torch.ones(2)}
+    good: dict[str, Any] = {"index": told, "generation": told["index_generation"], "patch": patch}
+    strange = told.clone()
+    strange["buffer_ids"] = torch.tensor([0, 2])
+    for wrong, error, text in (
+        ({"index": torch.arange(2)}, TypeError, "routed index metadata"),
+        ({"index": strange}, ValueError, "must lie in"),
+        ({"generation": torch.zeros(3, dtype=torch.int64)}, ValueError, "same number of records"),
+        ({"patch": {"value": torch.ones(3)}}, ValueError, "must start with shape"),
+        ({"version_key": "value"}, ValueError, "provided together"),
+        ({"patch": {"other": torch.ones(2)}}, KeyError, "other"),
+    ):
+        with pytest.raises(error, match=text):
+            rb.update_if_present(**(good | wrong))
+    assert isinstance(
+        rb.submit_update_if_present(**(good | {"patch": {}, "index": 3})).exception(), TypeError
+    )
+    assert (rb[0][:]["value"] == 0).all()
+    plain = ensemble(1)
+    batch = plain.sample(4)
+    with pytest.raises(RuntimeError, match="not supported"):
+        plain.update_if_present(
+            index=batch["index"], generation=torch.zeros(1, 4, dtype=torch.int64), patch={"x": batch["x"]}
+        )
+
+
 FLAGS = ("done", "terminated", "truncated")
 
 

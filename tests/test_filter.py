@@ -561,7 +561,7 @@ def test_every_sampler_says_its_filter_and_refuses_the_state_of_another() -> Non
     one = buffer("kind = 1")
     assert "where='kind = 1'" in repr(one)
     state = one.state_dict()
-    assert state["sampler"] == {"where": "kind = 1", "weight": None}
+    assert state["_sampler"] == {"where": "kind = 1", "weight": None}
     expected = one.sample()["number"].tolist()
     same = buffer("kind = 1")
     same.load_state_dict(state)

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map
 import expstore
 from expstore import ReplayBuffer, TensorDictReplayBuffer
 from expstore.errors import NotFoundError, SchemaError, StackError
+from expstore.samplers import PrioritizedSampler, RandomSampler, SamplerWithoutReplacement
 from expstore.storages import LazyTensorStorage, ListStorage, MemoryStorage, Storage, ZarrStorage
 
 
@@ -211,7 +212,7 @@ def test_objects_are_stacked_where_they_can_be() -> None:
         same(rb[:2], torch.tensor([[0, 1], [2, 3]]))
     with ReplayBuffer(storage=ListStorage(10), batch_size=6) as rb:
         rb.extend([TensorDict({"a": torch.zeros(3)}), TensorDict({"a": torch.zeros(4)})])
-        assert isinstance(rb.sample(), LazyStackedTensorDict)
+        assert isinstance(rb[:], LazyStackedTensorDict)
     with TensorDictReplayBuffer(storage=ListStorage(10), batch_size=6) as rb:
         rb.extend(TensorDict({"a": torch.arange(3)}, [3]))
         batch = rb.sample()
@@ -265,3 +266,31 @@ def test_lanes_and_time_of_a_storage_with_two_dims() -> None:
         rb[1] = TensorDict({"a": torch.zeros(5, dtype=torch.int64)}, [5])
         same(rb[:]["a"][1], torch.zeros(5, dtype=torch.int64))
         same(rb[:]["a"][0, :4], data["a"][0])
+
+
+@pytest.mark.parametrize("sampler", ["random", "without", "prioritized"])
+def test_a_buffer_in_ram_goes_into_its_state_with_its_rows(sampler: str, tmp_path: Path) -> None:
+    def make() -> ReplayBuffer:
+        chosen = {
+            "random": RandomSampler,
+            "without": SamplerWithoutReplacement,
+            "prioritized": lambda: PrioritizedSampler(20, 0.8, 0.9),
+        }[sampler]()
+        return ReplayBuffer(storage=LazyTensorStorage(20), sampler=chosen, batch_size=4)
+
+    first = make()
+    first.extend(tree(25))
+    first.update_priority(torch.arange(5), torch.arange(5.0))
+    first.sample()
+    torch.save(first.state_dict(), tmp_path / "state.pt")
+    wanted = [first.sample() for _ in range(9)]
+    second = make()
+    second.extend(tree(3, 100))
+    second.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    assert (len(second), second.write_count, second.batch_size) == (20, 25, 4)
+    same(second[:], first[:])
+    for batch in wanted:
+        same(second.sample(), batch)
+    second.extend(tree(1, 200))
+    first.extend(tree(1, 200))
+    same(second[:], first[:])

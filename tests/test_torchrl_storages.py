@@ -15,11 +15,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tensordict import TensorDict
+from tensordict import LazyStackedTensorDict, TensorDict, tensorclass
+from torch.utils._pytree import tree_map
 
 import expstore
 from expstore.buffers import ReplayBuffer
-from expstore.errors import LockedError, StateError
+from expstore.errors import LockedError, SchemaError, SnapshotError, StateError
 from expstore.storages import (
     LazyMemmapStorage,
     LazyStackStorage,
@@ -27,6 +28,7 @@ from expstore.storages import (
     ListStorage,
     MemoryStorage,
     Storage,
+    TensorStorage,
     ZarrStorage,
 )
 
@@ -151,7 +153,8 @@ def test_rows_of_tensors(kind: Callable[..., Storage]) -> None:
 
 def test_what_a_storage_is() -> None:
     assert issubclass(LazyStackStorage, ListStorage)
-    assert issubclass(LazyTensorStorage, MemoryStorage)
+    assert issubclass(LazyTensorStorage, TensorStorage)
+    assert issubclass(TensorStorage, MemoryStorage)
     assert issubclass(LazyMemmapStorage, ZarrStorage)
 
 
@@ -343,3 +346,138 @@ print(os.path.exists(storage.scratch_dir), flush=True)
     folder, there = out.split()
     assert (program.returncode, err, there) == (0, "", "True")
     assert not Path(folder).exists()
+
+
+# ---------------------------------------------------------------------------------------------------
+# Rows of every kind.
+
+
+@tensorclass
+class Pair:
+    """Two tensors."""
+
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+KINDS_OF_ROWS: dict[str, Callable[[], Any]] = {
+    "tensor": lambda: torch.arange(15).reshape(5, 3),
+    "TensorDict": lambda: TensorDict({"a": torch.arange(5), "b": {"c": torch.ones(5, 2)}}, [5]),
+    "tensorclass": lambda: Pair(x=torch.arange(5), y=torch.ones(5, 2), batch_size=[5]),
+    "tree": lambda: {"a": torch.arange(5), 30: (torch.ones(5, 2), [torch.zeros(5)])},
+}
+
+
+def same(one: Any, two: Any) -> bool:
+    """Say whether two things are of one kind, with equal tensors."""
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, two)
+    if isinstance(one, dict):
+        return list(one) == list(two) and all(same(one[key], two[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return type(one) is type(two) and all(map(same, one, two))
+    return type(one) is type(two) and bool((one == two).all())
+
+
+@pytest.mark.parametrize("kind", KINDS_OF_ROWS)
+def test_rows_that_are_there_already(kind: str) -> None:
+    rows = KINDS_OF_ROWS[kind]()
+    storage = TensorStorage(rows)
+    assert (len(storage), storage.max_size, storage.shape) == (5, 5, (5,))
+    assert same(storage.get(range(5)), KINDS_OF_ROWS[kind]())
+    storage.set(range(5), tree_map(torch.zeros_like, rows))
+    assert same(storage.get(range(5)), tree_map(torch.zeros_like, rows))
+    assert same(rows, KINDS_OF_ROWS[kind]())  # they were copied
+    rb = ReplayBuffer(storage=storage, batch_size=2)
+    assert rb.extend(tree_map(lambda leaf: leaf[:2], rows)).tolist() == [0, 1]
+    assert len(rb) == 5
+    assert isinstance(TensorStorage(rows, max_size=5), MemoryStorage)
+    assert TensorStorage(rows, 5, seed=3).seed == 3
+
+
+def test_rows_that_are_there_in_several_dims() -> None:
+    storage = TensorStorage(TensorDict({"a": torch.arange(12).reshape(4, 3)}, [4, 3]), ndim=2)
+    assert (storage.ndim, storage.dims, storage.shape, len(storage)) == (2, (3,), (4, 3), 12)
+    assert storage.get((2, 1))["a"] == 7
+    assert storage.get(slice(1, 3))["a"].tolist() == [[3, 4, 5], [6, 7, 8]]
+
+
+def test_rows_that_are_not_there() -> None:
+    with pytest.raises(ValueError, match="Expected storage to be non-null"):
+        TensorStorage(None)
+    with pytest.raises(ValueError, match="Expected storage to be non-null"):
+        TensorStorage(None, max_size=4)
+    with pytest.raises(ValueError, match="The max-size and the storage shape mismatch: got max_size=4"):
+        TensorStorage(torch.zeros(3), max_size=4)
+    with pytest.raises(ValueError, match="compilable cannot be set"):
+        TensorStorage(torch.zeros(3), compilable=True)
+    with pytest.raises(SchemaError):
+        TensorStorage(torch.tensor(3.0))
+    with pytest.raises(SchemaError, match="leaf 'b'"):
+        TensorStorage({"a": torch.zeros(3), "b": torch.zeros(4)})
+
+
+@pytest.mark.parametrize("kind", KINDS_OF_ROWS)
+@pytest.mark.parametrize("storage", [LazyTensorStorage, LazyMemmapStorage])
+def test_states_and_versions_keep_the_kind_of_rows(storage: Any, kind: str, tmp_path: Path) -> None:
+    first, second, third = (storage(8) for _ in range(3))
+    rb = ReplayBuffer(storage=first)
+    rb.extend(KINDS_OF_ROWS[kind]())
+    second.load_state_dict(first.state_dict())
+    assert same(second.get(range(5)), KINDS_OF_ROWS[kind]())
+    rb.dumps(tmp_path / "versions")
+    ReplayBuffer(storage=third).loads(tmp_path / "versions")
+    assert same(third.get(range(5)), KINDS_OF_ROWS[kind]())
+    ReplayBuffer(storage=second).extend(KINDS_OF_ROWS[kind]())
+    assert len(second) == 8
+    for each in (first, second, third):
+        each.close()
+
+
+def test_any_object_in_a_list() -> None:
+    things: list[Any] = ["text", {"deep": [1]}, None, torch.arange(3), TensorDict({"a": torch.ones(2)}, [2])]
+    rb = ReplayBuffer(storage=ListStorage(4), collate_fn=list, batch_size=3)
+    assert rb.extend(things).tolist() == [0, 1, 2, 3, 0]
+    assert rb[1] is things[1]
+    assert rb[2] is None
+    assert torch.equal(rb[3], torch.arange(3))
+    assert rb[0]["a"].tolist() == [1, 1]
+    rb[1] = "other"
+    assert rb[1] == "other"
+    assert len(rb.sample()) == 3
+    assert rb.sql("SELECT _data FROM transitions WHERE _index = 1").fetchall() == [("other",)]
+    assert (rb.add("more"), len(rb)) == (1, 4)
+    with pytest.raises(SnapshotError, match="holds objects"):
+        rb.dumps("anywhere")
+    state, again = rb.storage.state_dict(), ListStorage(4)
+    again.load_state_dict(state)
+    assert again.get(1) == "more"
+    rb.empty()
+    assert len(rb) == 0
+    assert rb.add("first") == 0
+
+
+def test_rows_of_different_shapes() -> None:
+    storage = LazyStackStorage(10, stack_dim=-1)
+    rb = ReplayBuffer(storage=storage, batch_size=4)
+    for length in (3, 5, 2):
+        rb.add(TensorDict({"tokens": torch.arange(length), "text": "x" * length}))
+    sample = rb.sample()
+    assert isinstance(sample, LazyStackedTensorDict)
+    assert sample.batch_size == torch.Size([4])
+    assert {len(row["tokens"]) for row in sample.unbind(0)} <= {3, 5, 2}
+    assert storage.get(1)["tokens"].tolist() == [0, 1, 2, 3, 4]
+    assert storage.get([0, 2]).get("tokens", as_list=True)[1].tolist() == [0, 1]
+
+
+def test_rows_are_handed_out_on_the_storages_device() -> None:
+    storage = LazyTensorStorage(10, device="meta")
+    rb = filled(storage)
+    assert storage.get(range(3))["a"].device.type == "meta"
+    assert rb.sample()["a"].device.type == "meta"
+    assert rb[:]["a"].device.type == "meta"
+    things = ListStorage(10, device="meta")
+    ReplayBuffer(storage=things).extend([{"t": torch.ones(2)}, "text"])
+    assert things.get(0)["t"].device.type == "meta"
+    assert things.get(1) == "text"
+    assert filled(LazyTensorStorage(10)).sample()["a"].device.type == "cpu"

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from expstore.storages.memory import MemoryStorage
     from expstore.storages.objects import LazyStackStorage, ListStorage
     from expstore.storages.scratch import LazyMemmapStorage
-    from expstore.storages.tensors import LazyTensorStorage
+    from expstore.storages.tensors import LazyTensorStorage, TensorStorage
     from expstore.storages.zarr import ZarrStorage
 
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
     "MemoryStorage",
     "Storage",
     "StorageEnsemble",
+    "TensorStorage",
     "ZarrStorage",
 ]
 
@@ -39,6 +40,7 @@ _HOME = {
     "MemoryStorage": "memory",
     "Storage": "base",
     "StorageEnsemble": "ensemble",
+    "TensorStorage": "tensors",
     "ZarrStorage": "zarr",
 }
 

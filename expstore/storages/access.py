@@ -6,6 +6,7 @@ Used by storages and buffers. It puts rows together by the storage's form; what 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,8 @@ from expstore.storages.rows import Rows, now_us
 from expstore.types import Array, IntArray
 
 if TYPE_CHECKING:
+    import torch
+
     from expstore.batches import Batch
     from expstore.episodes import Steps
     from expstore.forms import Layout
@@ -25,6 +28,7 @@ if TYPE_CHECKING:
 __all__ = [
     "OVERTAKEN",
     "PATIENCE",
+    "append",
     "append_rows",
     "find",
     "get",
@@ -34,6 +38,7 @@ __all__ = [
     "read_present",
     "read_rows",
     "replace_rows",
+    "rows_along",
     "rows_of",
 ]
 
@@ -187,7 +192,17 @@ def get(storage: Storage, index: Any, dim: int = 0) -> Any:
 
     _, columns = read_rows(storage, locate)
     form = form_of(storage)
-    return form.build([column.reshape((*shape, *column.shape[1:])) for column in columns], shape, {})
+    rows = form.build([column.reshape((*shape, *column.shape[1:])) for column in columns], shape, {})
+    return rows if storage.device is None or storage.device.type == "cpu" else _moved(rows, storage.device)
+
+
+def _moved(rows: Any, device: torch.device) -> Any:
+    from torch.utils._pytree import tree_map
+
+    def can_move(thing: Any) -> bool:
+        return hasattr(thing, "to")
+
+    return tree_map(lambda thing: thing.to(device) if can_move(thing) else thing, rows, is_leaf=can_move)
 
 
 def rows_of(storage: Storage) -> Iterator[Any]:
@@ -231,6 +246,31 @@ def _is_next(storage: Storage, index: Any, count: int) -> bool:
     if not room or not numbers.size or numbers[0] != have:
         return False
     return bool((np.diff(numbers) == 1).all()) and numbers.size * lanes == count
+
+
+def rows_along(data: Any, ndim: int) -> tuple[int, ...]:
+    """Return how many rows a batch has along its first dims.
+
+    Args:
+        data: As `extend` takes it: a TensorDict, a tensor, a tree of tensors.
+        ndim: How many dims are rows.
+
+    Raises:
+        SchemaError: It has fewer dims, or cannot be kept.
+    """
+    from expstore.forms import Layout, take
+
+    batch = take(data, Layout(ndim=ndim))
+    return (batch.count // math.prod(batch.dims), *batch.dims)
+
+
+def append(storage: Storage, data: Any) -> None:
+    """Append a batch to a storage that nobody samples from; its first `ndim` dims are rows."""
+    from expstore.forms import take
+
+    with storage.lock:
+        storage.check_writable()
+        _append(storage, take(data, layout_of(storage, 0)))
 
 
 def _append(storage: Storage, batch: Batch) -> None:

@@ -183,7 +183,8 @@ def read_content(disk: Disk, folder: Path) -> Content:
 class Arrival:
     """A version's content with the numbers that it gets in a storage.
 
-    Ids and episode ids go on above those of both, so that nobody's old ones mean another row. Ids are
+    Ids and episode ids go on above those of both, so that nobody's old ones mean another row; where there
+    never were rows they stay. Ids are
     shifted by a multiple of the capacity, and in a ring so far that all of the storage's former ids count
     as overwritten: whoever has just drawn some draws again.
 
@@ -225,7 +226,8 @@ class Arrival:
                 hint="load it into a store of that capacity",
             )
         former = max(storage.last, storage.horizon)
-        shift: int = max(former, last) - self._low
+        # Where there never were rows, ids stay as they are: nobody knows them as those of others.
+        shift: int = max(former, last) - self._low if former else 0
         if own.capacity is not None:
             slots = own.capacity + spare
             if former:

@@ -51,7 +51,8 @@ class PortableStorage(Storage):
         """Put a content that `state_dict` returned in the place of what there is.
 
         All of it or nothing. As after `loads`, the capacity stays, ids and episode ids go on above those of
-        both, and the next batches are those that would have come. Nothing is shared with the state.
+        both (where there never were rows they stay), and the next batches are those that would have come.
+        Nothing is shared with the state.
 
         Raises:
             StateError: The state holds no rows, or the storage is closed.
