@@ -90,6 +90,7 @@ def dump(storage: Storage, path: str | Path, *, keep: int | None = None, tag: st
         check_tag(tag)
     storage.check_writable()
     _refuse_objects(storage)
+    storage.before_dump()
     disk, place = storage.disk, Path(path)
     _make_place(disk, place)
     with _turn(disk, place), ThreadPoolExecutor(_THREADS, thread_name_prefix="expstore-dump") as pool:

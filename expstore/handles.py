@@ -26,6 +26,7 @@ from expstore.storages.base import Storage
 from expstore.storages.catalog import Catalog
 from expstore.storages.folder import FolderStorage
 from expstore.storages.follower import Origin
+from expstore.storages.stateful import Hook
 from expstore.storages.stats import describe
 from expstore.storages.trajectories import check_episode
 
@@ -232,6 +233,14 @@ class StoreHandle:
     def load(self, path: str | Path, version: int | str | None = None) -> None:
         """Do as `loads`."""
         self.loads(path, version)
+
+    def register_save_hook(self, hook: Hook) -> None:
+        """Have the storage's `state_dict` keep what a hook returns; see `PortableStorage`."""
+        self._storage.register_save_hook(hook)
+
+    def register_load_hook(self, hook: Hook) -> None:
+        """Have the storage's `load_state_dict` take what a hook returns; see `PortableStorage`."""
+        self._storage.register_load_hook(hook)
 
     def close(self) -> None:
         """Flush, bring the index up to date for other programs, let others open the store."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from torch.utils._pytree import tree_map
 import expstore
 from expstore.buffers import ReplayBuffer
 from expstore.errors import LockedError, SchemaError, SnapshotError, StateError
+from expstore.files import Disk
 from expstore.storages import (
     LazyMemmapStorage,
     LazyStackStorage,
@@ -481,3 +483,124 @@ def test_rows_are_handed_out_on_the_storages_device() -> None:
     assert things.get(0)["t"].device.type == "meta"
     assert things.get(1) == "text"
     assert filled(LazyTensorStorage(10)).sample()["a"].device.type == "cpu"
+
+
+# ---------------------------------------------------------------------------------------------------
+# Versions.
+
+
+@pytest.mark.parametrize("kind", [LazyTensorStorage, LazyMemmapStorage, MemoryStorage])
+def test_versions_of_a_storage_alone(kind: Callable[..., Any], tmp_path: Path) -> None:
+    first, second = kind(6), kind(6)
+    filled(first, rows=8)
+    assert first.dumps(tmp_path / "versions").number == 1
+    filled(first, rows=1)
+    assert [first.dump(tmp_path / "versions").number, first.save(tmp_path / "versions").number] == [2, 3]
+    second.loads(tmp_path / "versions", 1)
+    assert ReplayBuffer(storage=second)[:]["a"].tolist() == [6, 7, 2, 3, 4, 5]
+    second.load(tmp_path / "versions")
+    assert ReplayBuffer(storage=second)[:]["a"].tolist() == [6, 7, 0, 3, 4, 5]
+    for storage in (first, second):
+        storage.close()
+
+
+def test_hooks_see_the_rows_of_a_version(tmp_path: Path) -> None:
+    class Seen:
+        shift = None
+        is_full = None
+
+        def __call__(self, rows: dict[str, Any], path: Any = None) -> dict[str, Any]:
+            self.rows = rows["a"].tolist()
+            return rows
+
+    storage, hook = LazyMemmapStorage(10), Seen()
+    rb = filled(storage)
+    rb.register_save_hook(hook)
+    rb.dumps(tmp_path / "versions")
+    assert (hook.rows, hook.shift, hook.is_full) == ([0, 1, 2, 3, 4], 5, False)
+    storage.register_save_hook(lambda rows: rows | {"a": rows["a"] + 1})
+    with pytest.raises(SnapshotError, match="save hook has changed the rows"):
+        rb.dumps(tmp_path / "versions")
+    assert [path.name for path in (tmp_path / "versions").glob("v*")] == ["v0001"]
+    rb.close()
+
+
+# ---------------------------------------------------------------------------------------------------
+# Where TorchRL is wrong: named for the fault.
+
+
+@pytest.mark.parametrize("kind", [LazyTensorStorage, LazyMemmapStorage])
+def test_torchrls_fault_missing_key(kind: Callable[..., Storage]) -> None:
+    """TorchRL takes a batch that lacks a key, and hands out for it what lay in memory."""
+    rb = ReplayBuffer(storage=kind(10), batch_size=4)
+    rb.extend(TensorDict({"a": torch.arange(3), "b": torch.ones(3)}, [3]))
+    with pytest.raises(SchemaError, match="the batch lacks 'b'"):
+        rb.extend(TensorDict({"a": torch.arange(3)}, [3]))
+    with pytest.raises(SchemaError, match="has unknown 'c'"):
+        rb.add(TensorDict({"a": torch.tensor(1), "b": torch.tensor(1.0), "c": torch.tensor(1)}))
+    with pytest.raises(SchemaError, match="the batch lacks 'b'"):
+        rb[0:2] = TensorDict({"a": torch.arange(2)}, [2])
+    assert len(rb) == 3
+    assert set(rb.sample(20)["b"].tolist()) == {1.0}
+    rb.close()
+
+
+def test_torchrls_fault_pickle_in_loads(tmp_path: Path) -> None:
+    """TorchRL unpickles a file of the folder before it looks at anything: whoever put it there runs code."""
+    rb = filled(LazyTensorStorage(10))
+    version = rb.dumps(tmp_path / "versions")
+
+    class Planted:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return Path.touch, (tmp_path / "was-here",)
+
+    for name in ("prefetch.pkl", "transform.t", "sampler.pt"):
+        (version.path / name).write_bytes(pickle.dumps(Planted()))
+        pickle.loads(pickle.dumps(Planted()))
+        (tmp_path / "was-here").unlink()  # so it would have been
+    other = ReplayBuffer(storage=LazyTensorStorage(10), batch_size=4, prefetch=2)
+    other.loads(tmp_path / "versions")
+    assert other[:]["a"].tolist() == [0, 1, 2, 3, 4]
+    state = rb.storage.state_dict()
+    for part in ("rows", "log"):
+        with pytest.raises((SchemaError, TypeError, AttributeError)):
+            other.storage.load_state_dict(state | {part: Planted()})
+    assert not (tmp_path / "was-here").exists()
+
+
+def test_torchrls_fault_dumps_killed_half_way(tmp_path: Path) -> None:
+    """TorchRL writes a new dump over the old one: killed in between, it loads rows of both, mixed."""
+
+    class Deadly(Disk):
+        left = 0
+
+        def gate(self, act: str, path: Path) -> None:
+            self.left -= 1
+            if not self.left:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    def columns(number: int) -> TensorDict:
+        return TensorDict({name: torch.full((20,), number) for name in "abcd"}, [20])
+
+    storage = LazyTensorStorage(20)
+    rb = ReplayBuffer(storage=storage)
+    rb.extend(columns(0))
+    rb.dumps(tmp_path / "versions")
+    finished, number = False, 0
+    while not finished:
+        number += 1
+        rb.extend(columns(number))
+        child = os.fork()
+        if not child:
+            storage.disk = Deadly()
+            storage.disk.left = 1 + 7 * number
+            storage.dumps(tmp_path / "versions")
+            os._exit(0)
+        finished = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        other = ReplayBuffer(storage=LazyTensorStorage(20))
+        other.loads(tmp_path / "versions")
+        found = {int(value) for name in "abcd" for value in other[:][name]}
+        assert len(found) == 1
+        assert found <= {0, number} or not finished
+    assert number > 5
+    assert found == {number}

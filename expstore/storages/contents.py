@@ -27,7 +27,7 @@ from expstore.types import Array, key_name
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Carried", "content_of", "read_state"]
+__all__ = ["Carried", "changed_by", "content_of", "read_state"]
 
 #: What `base` must say.
 _NUMBERS = {"draw", "episodes", "last", "max_priority", "progress", "randomness", "retired", "write_count"}
@@ -52,15 +52,31 @@ def content_of(storage: Storage, hooks: Sequence[Hook] = ()) -> dict[str, Any]:
         StorageError: Rows could not be brought to the disk.
     """
     with frozen(storage) as state:
-        rows: Any = {
-            key_name(entry.key): _join(entry, parts)
-            for entry, parts in zip(state.fields, state.columns, strict=True)
-        }
+        rows: Any = _rows(state)
         found = _describe(state)
     for hook in hooks:
         _tell(hook, state)
         rows = hook(rows)
     return found | {"rows": rows}
+
+
+def changed_by(storage: Storage, hooks: Sequence[Hook]) -> bool:
+    """Show hooks a storage's rows; say whether one of them returns others."""
+    with frozen(storage) as state:
+        rows = _rows(state)
+    for hook in hooks:
+        _tell(hook, state)
+        kept = hook(dict(rows))
+        if kept.keys() != rows.keys() or any(kept[name] is not rows[name] for name in rows):
+            return True
+    return False
+
+
+def _rows(state: Frozen) -> dict[str, Any]:
+    return {
+        key_name(entry.key): _join(entry, parts)
+        for entry, parts in zip(state.fields, state.columns, strict=True)
+    }
 
 
 def _tell(hook: Hook, state: Frozen) -> None:

@@ -43,6 +43,7 @@ from expstore.storages.records import Publish, Redo, shelve_body
 from expstore.storages.recovery import Past, describe_past, read_past, take_over
 from expstore.storages.settings import Settings, enter
 from expstore.storages.synced import SyncedStorage
+from expstore.storages.versioned import VersionedStorage
 from expstore.types import Array, IntArray, Ranking
 
 __all__ = ["JournaledStorage"]
@@ -50,7 +51,7 @@ __all__ = ["JournaledStorage"]
 _logger = logging.getLogger("expstore")
 
 
-class JournaledStorage(SyncedStorage):
+class JournaledStorage(SyncedStorage, VersionedStorage):
     """Publish rows in a journal.
 
     Crashes: what `write` published survives the process at once, and the machine after the next `sync`.

@@ -19,12 +19,13 @@ from expstore.storages.loading import Arrival, ContentLike, read_content
 from expstore.storages.portable import PortableStorage
 from expstore.storages.position import from_json, limits_of
 from expstore.storages.sampled import Sampled
+from expstore.storages.versioned import VersionedStorage
 from expstore.types import Array, IntArray, Window, cut_run
 
 __all__ = ["MemoryStorage"]
 
 
-class MemoryStorage(PortableStorage):
+class MemoryStorage(PortableStorage, VersionedStorage):
     """Keep rows in RAM.
 
     Threads as `Storage`; a forked child has its own copy; nothing survives the process. Fields of dtype

@@ -10,8 +10,9 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
+from expstore.errors import SnapshotError
 from expstore.storages.base import Storage
-from expstore.storages.contents import content_of, read_state
+from expstore.storages.contents import changed_by, content_of, read_state
 from expstore.storages.loading import ContentLike
 from expstore.storages.stateful import Hook
 
@@ -65,6 +66,8 @@ class PortableStorage(Storage):
     def register_save_hook(self, hook: Hook) -> None:
         """Have `state_dict` keep what a hook returns for the rows it is given; hooks run in their order.
 
+        `dumps` shows them the rows, too, but keeps these as they are: a hook that returns others stops it.
+
         Args:
             hook: Takes field name -> rows. Its attributes `shift` and `is_full`, if it has any, are told the
                 index of the next row, and whether the storage is full.
@@ -78,6 +81,18 @@ class PortableStorage(Storage):
             hook: Returns field name -> rows.
         """
         self._load_hooks = (*self._load_hooks, hook)
+
+    def before_dump(self) -> None:
+        """Show hooks the rows of which a version is made.
+
+        Raises:
+            SnapshotError: A hook returned something else.
+        """
+        if self._save_hooks and changed_by(self, self._save_hooks):
+            raise SnapshotError(
+                "a save hook has changed the rows, and versions hold them as they are",
+                hint="state_dict() keeps what hooks return",
+            )
 
     @abstractmethod
     def _take_content(self, content: ContentLike) -> None:

@@ -67,6 +67,9 @@ class Stateful:
         """
         raise self._no_hooks()
 
+    def before_dump(self) -> None:
+        """Be told that a version is about to be made."""
+
     def _no_hooks(self) -> StateError:
         return StateError(
             f"a {self.kind} storage keeps its rows itself: state_dict() has none that a hook could change",
