@@ -127,7 +127,6 @@ class ReplayBuffer(Patching, ShapingHandle, Direct):
             generator=generator,
             limiter=rate_limiter,
         )
-        self._writer.register_storage(self._storage)
         self._batch_size = batch_size
 
     # -- the two data paths ----------------------------------------------------------------------
@@ -482,6 +481,10 @@ class ReplayBuffer(Patching, ShapingHandle, Direct):
         return f"{type(self).__name__}({storage.kind}, {len(storage)} rows, {room}, {self._sampler!r})"
 
     # -- helpers ---------------------------------------------------------------------------------
+
+    def _attached(self, storage: Storage) -> None:
+        self._writer.register_storage(storage)
+        super()._attached(storage)
 
     def _check_sampler(self, sampler: Sampler) -> None:
         check_unit(self._unit, sampler)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -77,6 +78,10 @@ class Patching:
     _sampler: Sampler
     _writer: Writer
     dim_extend: int
+
+    @abstractmethod
+    def _numbers(self, index: Any) -> Array:
+        """Return rows' numbers, given as users know them."""
 
     def set_at_(self, key: str | tuple[str, ...], value: Any, index: Any) -> Self:
         """Set a field of some rows; return the buffer.
@@ -307,10 +312,9 @@ class Patching:
             raise TypeError("update_if_present takes index and generation, or id")
         if id is not None:
             return _whole_numbers(id).reshape(-1)
-        storage, numbers = self._storage, _whole_numbers(index)
-        if storage.ndim > 1 and numbers.size:
-            numbers = storage.ravel(numbers.reshape(-1, storage.ndim))
-        numbers, generations = numbers.reshape(-1), _whole_numbers(generation).reshape(-1)
+        storage = self._storage
+        numbers = _whole_numbers(self._numbers(index)).reshape(-1)
+        generations = _whole_numbers(generation).reshape(-1)
         if numbers.size != generations.size:
             raise SchemaError(
                 "index and generation must address the same number of records, got "

@@ -6,6 +6,7 @@ import heapq
 import logging
 import os
 import pickle
+import signal
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -337,6 +338,65 @@ def test_a_write_that_failed_leaves_no_ranks(make: Make, monkeypatch: pytest.Mon
 
 def _fail(*_: Any, **__: Any) -> None:
     raise OSError("no more")
+
+
+def _killed(work: Callable[[], None]) -> None:
+    """Run `work`, which is to kill itself, in a fork."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            torch.set_num_threads(1)  # OpenMP's threads were left behind in the parent
+            work()
+        finally:
+            os._exit(1)
+    _, status = os.waitpid(pid, 0)
+    assert os.WIFSIGNALED(status)
+
+
+def test_a_kill_leaves_rows_with_their_priorities(tmp_path: Path) -> None:
+    path = tmp_path / "best.exp"
+
+    def life() -> None:
+        rb = expstore.open(path, capacity=30, writer=TensorDictMaxValueWriter("score"))
+        rb.extend(rows(range(30)))
+        rb.update_priority(list(range(30)), [3.0] * 30)
+        rb.flush()
+        rb.extend(rows([100.0 + n for n in range(20)], 30))  # single writes and the compiled loop
+        rb.update_priority([0, 25], [0.5, 0.25])
+        rb.storage.flush_priorities()  # as the background thread does ten times a second
+        rb.extend(rows([200.0], 50))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    _killed(life)
+    with expstore.open(path, mode="r") as follower:
+        seen = follower.sql("SELECT number, _priority FROM transitions ORDER BY _index").fetchall()
+        assert follower.write_count == 51
+    with expstore.open(path) as rb:
+        assert rb.recovered is not None
+        assert rb.sql("SELECT number, _priority FROM transitions ORDER BY _index").fetchall() == seen
+        assert rb.write_count == 51
+        assert rb.storage.max_priority == 3
+        assert [number for number, _ in seen] == [*range(30, 50), 50, *range(21, 30)]
+        assert dict(seen) == dict.fromkeys(range(21, 51), 3.0) | {30: 0.5, 25: 0.25}
+        assert rb.extend(rows([20.0, 22.5], 60)).tolist() == [-1, 21]
+
+
+def test_a_follower_beside_the_writer(tmp_path: Path) -> None:
+    path = tmp_path / "best.exp"
+    with expstore.open(path, capacity=40, writer=TensorDictMaxValueWriter("score")) as rb:
+        rb.extend(rows(range(40)))
+        with expstore.open(path, mode="r", batch_size=8) as follower:
+            assert whole(follower) == whole(rb)
+            rb.update_priority([5], [2.0])
+            rb.extend(rows([50.0, -1.0, 60.0], 40))
+            follower.refresh()
+            assert whole(follower) == whole(rb)
+            assert [number for _, number in whole(follower)[:3]] == [40, 42, 2]
+            query = "SELECT _priority FROM transitions WHERE _index < 6 ORDER BY _index"
+            rb.flush()
+            assert follower.sql(query).fetchall() == [(2,), (2,), (1,), (1,), (1,), (2,)]
+            assert follower.write_count == rb.write_count == 42
+            assert set(follower.sample()["number"].tolist()) <= {40, *range(2, 43)} - {41}
 
 
 def test_a_copy_of_a_writer_has_no_ranks() -> None:

@@ -330,3 +330,117 @@ def test_a_submitted_patch_is_done(make: Make) -> None:
     assert set(rb.sample()["n"].tolist()) <= {7, 8}
     with pytest.raises(KeyError):
         rb.submit_update_if_present(id=[1], patch={"m": torch.tensor([7])}).result(timeout=0)
+
+
+def test_cells_of_several_dims() -> None:
+    rb = TensorDictReplayBuffer(
+        storage=MemoryStorage(12, ndim=2), writer=RoundRobinWriter(track_generations=True), batch_size=6
+    )
+    number = torch.arange(12).reshape(3, 4)
+    rb.extend(TensorDict({"n": number}, [3, 4]))
+    sample, info = rb.sample(return_info=True)
+    rb.extend(TensorDict({"n": number[:, :1] + 100}, [3, 1]))
+    gone = sample["n"] % 4 == 0  # the first step of each lane
+    for index in (sample["index"], info["index"]):
+        found = rb.update_if_present(
+            index=index, generation=sample["index_generation"], patch={"n": sample["n"] + 50}
+        )
+        assert torch.equal(found.updated, ~gone)
+    rb.mark_update(info["index"])
+    rb.set_at_("n", 7, (0, 1))
+    assert rb["n"][0, 1] == 7
+
+
+def test_the_writer_knows_the_storage_of_its_buffer() -> None:
+    rb = TensorDictReplayBuffer(
+        storage=MemoryStorage(2), writer=RoundRobinWriter(track_generations=True), batch_size=2
+    )
+    rb.extend(rows(0, 1, 2))
+    assert rb.writer.generations_of(torch.arange(3)).tolist() == [1, 0, -1]
+    rb.set_storage(MemoryStorage(3))
+    rb.extend(rows(0, 1))
+    assert rb.writer.generations_of(torch.arange(3)).tolist() == [0, 0, -1]
+    best = TensorDictReplayBuffer(storage=MemoryStorage(2), writer=TensorDictMaxValueWriter("n"))
+    with pytest.raises(ValueError, match="more than one dimension"):
+        best.set_storage(MemoryStorage(4, ndim=2))
+
+
+def test_stale_priority(make: Make) -> None:
+    """A priority that was computed for a row never becomes that of the one that has its place now."""
+    rb = make(sampler=PrioritizedSampler(4, 1.0, 1.0), batch_size=40)
+    rb.extend(rows(0, 1, 2, 3))
+    sample = rb.sample()
+    rb.extend(rows(4, 5))
+    sample["td_error"] = torch.full((40,), 9.0)
+    rb.update_tensordict_priority(sample)
+    assert rb.sql("SELECT n, _priority FROM transitions ORDER BY n").fetchall() == [
+        (2, 9.0),
+        (3, 9.0),
+        (4, 1.0),
+        (5, 1.0),
+    ]
+
+
+# ---------------------------------------------------------------------------------------------------
+# The same program on both libraries.
+
+
+def _theirs(**options: Any) -> Any:
+    from torchrl import data
+
+    writer = data.TensorDictRoundRobinWriter(track_generations=True)
+    return data.TensorDictReplayBuffer(storage=data.LazyTensorStorage(4), writer=writer, **options)
+
+
+def _ours(**options: Any) -> Any:
+    writer = TensorDictRoundRobinWriter(track_generations=True)
+    return TensorDictReplayBuffer(storage=MemoryStorage(4), writer=writer, **options)
+
+
+def _patched(rb: Any) -> list[Any]:
+    """Extend, wrap, patch; return all that a program sees."""
+    seen: list[Any] = []
+    index = rb.extend(rows(0, 1, 2))
+    seen.append(rb.writer.generations_of(torch.tensor([0, 2, 3])).tolist())
+    generation = rb.writer.generations_of(index)
+    rb.extend(rows(3, 4))
+    seen.append(rb.writer.generations_of(torch.arange(4)).tolist())
+    patch = {"n": torch.tensor([50, 51, 52]), ("next", "version"): torch.full((3, 1), 9, dtype=torch.int32)}
+    results = [rb.update_if_present(index=index, generation=generation, patch=patch)]
+    options: dict[str, Any] = {"index": index, "generation": generation}
+    for version, newer in ((8, False), (9, True), (9, False), (10, True)):
+        versions = torch.full((3,), version, dtype=torch.int32)
+        key = ("next", "version")
+        more = {
+            "version_key": key,
+            "version": versions,
+            "require_newer": newer,
+            "patch": {"n": versions.long()},
+        }
+        results.append(rb.update_if_present(**options, **more))
+    for found in results:
+        rejected = found.version_rejected
+        seen.append((found.updated.tolist(), None if rejected is None else rejected.tolist()))
+        seen.append((found.updated_count, found.stale_count, found.version_rejected_count))
+    for wrong in (
+        {"patch": {"m": torch.zeros(3)}},
+        {"patch": {"n": torch.zeros(3)}},
+        {"patch": {"value": torch.zeros(3)}},
+        {"patch": {"n": torch.arange(3)}, "version": 3},
+        {"patch": {"n": torch.arange(3)}, "version_key": "n", "version": 3},
+        {"patch": {"n": torch.arange(3)}, "version_key": "next.version", "version": 3},
+        {"patch": {"n": torch.arange(3)}, "version_key": "value", "version": 3},
+    ):
+        with pytest.raises((KeyError, ValueError)) as caught:
+            rb.update_if_present(**options, **wrong)
+        seen.append(isinstance(caught.value, KeyError))
+    rb.set_at_("n", torch.tensor([70, 71]), torch.tensor([3, 0]))
+    rb.set_(("next", "version"), torch.arange(4, dtype=torch.int32)[:, None])
+    rb.update_({"half": torch.full((4, 1), 0.5, dtype=torch.bfloat16)})
+    seen += [rb[:][key].tolist() for key in ("n", ("next", "version"), "half", "value")]
+    seen.append(sorted(rb.sample(2).keys()))
+    return seen
+
+
+def test_the_same_program_on_torchrl() -> None:
+    assert _patched(_ours()) == _patched(_theirs())
