@@ -39,13 +39,7 @@ WITHOUT = {
     "as_remote": "other processes open the store, or get the buffer pickled",
     "prioritized_sampler": "`sampler` is the only one: writers in other processes need none of their own",
     "share": "a buffer in another process follows the store there; nothing has to be shared first",
-} | dict.fromkeys(
-    (
-        "register_load_hook",
-        "register_save_hook",
-    ),
-    "being built",
-)
+}
 
 _REST = ("args", "kwargs")
 
@@ -97,7 +91,6 @@ def constructors(cls: type) -> Iterator[inspect.Parameter]:
             return
 
 
-_BUILDING = "being built"
 _COMPILE = "nothing here is compiled with torch.compile"
 
 #: Parameters of TorchRL's that ours do not have.

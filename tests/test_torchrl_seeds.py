@@ -1,0 +1,364 @@
+"""The code blocks of TorchRL's documents about buffers and storages, as they stand there but for the imports.
+
+One test per block, retyped: what is stored is small, data sets and environments are what is installed, and
+names that TorchRL itself has given up since stand for those that took their places.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from expstore import (
+    ImmutableDatasetWriter,
+    LazyMemmapStorage,
+    LazyTensorStorage,
+    PrioritizedSampler,
+    ReplayBuffer,
+    ReplayBufferEnsemble,
+    SliceSampler,
+    TensorDictReplayBuffer,
+    TensorStorage,
+)
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # some of its modules use what other ones call deprecated
+    from torchrl import collectors
+    from torchrl.envs import CatTensors, Compose, GymEnv, SerialEnv
+    from torchrl.envs.utils import RandomPolicy
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torchrl")
+
+#: Names of the documents that TorchRL no longer has, or calls otherwise.
+RENAMED = {
+    "SyncDataCollector": collectors.Collector,
+    "MultiSyncDataCollector": collectors.MultiSyncCollector,
+    "ParallelEnv": SerialEnv,  # the same data, of one process
+}
+SyncDataCollector = RENAMED["SyncDataCollector"]
+MultiSyncDataCollector = RENAMED["MultiSyncDataCollector"]
+ParallelEnv = RENAMED["ParallelEnv"]
+
+tqdm = SimpleNamespace(tqdm=iter)  # it only draws a bar
+
+
+def make_env() -> GymEnv:
+    return GymEnv("CartPole-v1")
+
+
+class AtariDQNExperienceReplay(TensorDictReplayBuffer):
+    """A data set as the documents have it: rows of a few episodes that nobody may change."""
+
+    def __init__(
+        self, name: str, batch_size: int, *, slice_len: int | None = None, num_procs: int = 0
+    ) -> None:
+        rows, length = 960, 96
+        done = (torch.arange(rows) % length == length - 1)[:, None]
+        frames = torch.arange(rows)[:, None, None].expand(rows, 4, 4).to(torch.uint8)
+        flags = {"done": done, "terminated": done, "truncated": torch.zeros_like(done)}
+        data = TensorDict(
+            {
+                "observation": frames,
+                "action": torch.zeros(rows, dtype=torch.int32),
+                "metadata": name,
+                "next": {"observation": frames + 1, "reward": torch.ones(rows), **flags},
+                **flags,
+            },
+            [rows],
+        )
+        super().__init__(
+            storage=TensorStorage(data),
+            sampler=None if slice_len is None else SliceSampler(slice_len=slice_len),
+            writer=ImmutableDatasetWriter(),
+            batch_size=batch_size,
+        )
+
+
+def test_a_data_set_is_gone_through() -> None:
+    dataset = AtariDQNExperienceReplay("Pong/5", batch_size=128)
+    for data in dataset:
+        print(data)
+        break
+    assert data.shape == (128,)
+    assert data["observation"].shape == (128, 4, 4)
+    assert data["next", "reward"].dtype == torch.float32
+    assert (data["next", "observation"] == data["observation"] + 1).all()
+    assert data["index"].dtype == torch.int64
+    assert data["metadata"] == "Pong/5" or set(data["metadata"]) == {"Pong/5"}
+    with pytest.raises(RuntimeError, match="This dataset doesn't allow writing"):
+        dataset.extend(data)
+
+
+def test_a_data_set_is_drawn_in_slices() -> None:
+    dataset = AtariDQNExperienceReplay("Pong/5", batch_size=128, slice_len=64)
+    for data in dataset:
+        print(data)
+        print(data.get("index"))  # indices are in 4 groups of consecutive values
+        break
+    index = data.get("index").reshape(2, 64)
+    assert (index.diff(dim=1) == 1).all()
+    assert data["next", "truncated"].shape == (128, 1)
+    assert data["next", "truncated"].reshape(2, 64)[:, -1].all()
+
+
+def test_data_sets_are_put_together() -> None:
+    dataset_asterix = AtariDQNExperienceReplay("Asterix/5", batch_size=128, slice_len=64, num_procs=4)
+    dataset_pong = AtariDQNExperienceReplay("Pong/5", batch_size=128, slice_len=64, num_procs=4)
+    dataset = ReplayBufferEnsemble(dataset_pong, dataset_asterix, batch_size=128, sample_from_all=True)
+    sample = dataset.sample()
+    print("first sample, Asterix", sample[0])
+    print("second sample, Pong", sample[1])
+    print("Aggregate (metadata hidden)", sample)
+    assert sample.shape == (2, 64)
+    assert sample["index", "buffer_ids"].tolist() == [[0] * 64, [1] * 64]
+    assert (sample["index", "index"].diff(dim=1) == 1).all()
+    assert sample["observation"].shape == (2, 64, 4, 4)
+    for number, name in enumerate(("Pong/5", "Asterix/5")):
+        told = sample[number]["metadata"]
+        assert told == name or set(told) == {name}
+
+
+def test_a_transform_is_inverted() -> None:
+    rb = ReplayBuffer(storage=LazyMemmapStorage(10), batch_size=4)
+    data = TensorDict({"a": torch.zeros(10)}, [10])
+
+    def t(data: Any) -> Any:
+        data += 1
+        return data
+
+    rb.append_transform(t, invert=True)
+    rb.extend(data)
+    assert (data == 1).all()
+    assert (rb[:]["a"] == 1).all()
+
+
+def test_a_prioritized_buffer_is_saved_and_loaded() -> None:
+    # Build and populate the replay buffer
+    S = 10_000
+    sampler = PrioritizedSampler(S, 1.1, 1.0)
+    # sampler = RandomSampler()
+    storage = LazyMemmapStorage(S)
+    rb = TensorDictReplayBuffer(storage=storage, sampler=sampler)
+
+    for _ in tqdm.tqdm(range(10)):
+        td = TensorDict(
+            {
+                "obs": torch.randn(100, 3, 4),
+                "next": {"obs": torch.randn(100, 3, 4)},
+                "td_error": torch.rand(100),
+            },
+            [100],
+        )
+        rb.extend(td)
+        sample = rb.sample(32)
+        rb.update_tensordict_priority(sample)
+    # save and load the buffer
+    with tempfile.TemporaryDirectory() as tmpdir:
+        rb.dumps(tmpdir)
+
+        sampler = PrioritizedSampler(S, 1.1, 1.0)
+        # sampler = RandomSampler()
+        storage = LazyMemmapStorage(S)
+        rb_load = TensorDictReplayBuffer(storage=storage, sampler=sampler)
+        rb_load.loads(tmpdir)
+        assert len(rb) == len(rb_load)
+    assert (rb_load[:]["obs"] == rb[:]["obs"]).all()
+    assert (rb_load.sample(32)["obs"] == rb.sample(32)["obs"]).all()
+
+
+def test_a_data_set_is_made_into_another() -> None:
+    rows = 200
+    observation = TensorDict(
+        {
+            "observation": torch.randn(rows, 27),
+            "achieved_goal": torch.randn(rows, 2),
+            "desired_goal": torch.randn(rows, 2),
+        },
+        [rows],
+    )
+    source = TensorDict(
+        {
+            "action": torch.randn(rows, 8),
+            "episode": torch.arange(rows) // 50,
+            "info": {"goal": torch.randn(rows, 2)},
+            "observation": observation,
+            "next": {"observation": observation.clone(), "reward": torch.randn(rows, 1)},
+        },
+        [rows],
+    )
+    data = TensorDictReplayBuffer(
+        storage=TensorStorage(source), writer=ImmutableDatasetWriter(), batch_size=32
+    )
+    print(data)
+    cat_tensors = CatTensors(
+        in_keys=[
+            ("observation", "observation"),
+            ("observation", "achieved_goal"),
+            ("observation", "desired_goal"),
+        ],
+        out_key="obs",
+    )
+    cat_next_tensors = CatTensors(
+        in_keys=[
+            ("next", "observation", "observation"),
+            ("next", "observation", "achieved_goal"),
+            ("next", "observation", "desired_goal"),
+        ],
+        out_key=("next", "obs"),
+    )
+    t = Compose(cat_tensors, cat_next_tensors)
+
+    def func(td: Any) -> Any:
+        td = td.select("action", "episode", ("next", "observation"), ("next", "reward"), "observation")
+        return t(td)
+
+    # `preprocess` is a method of data sets; on a buffer it is written out.
+    new_storage = TensorStorage(func(data[:]))
+    rb = ReplayBuffer(storage=new_storage)
+    print(rb)
+    assert len(rb) == rows
+    assert rb[:]["obs"].shape == (rows, 31)
+    assert rb.sample(5)["next", "obs"].shape == (5, 31)
+
+
+@pytest.fixture(name="policy")
+def a_policy() -> RandomPolicy:
+    return RandomPolicy(make_env().action_spec)
+
+
+def closing(collector: Any, times: int) -> Iterator[Any]:
+    """Yield some batches of a collector, whose documents go on for ever."""
+    try:
+        for number, data in enumerate(collector, 1):
+            yield data
+            if number == times:
+                return
+    finally:
+        collector.shutdown()
+
+
+def check_slices(memory: ReplayBuffer, slices: int, batch: int) -> None:
+    """Each slice of a sample is of one trajectory, its steps in order."""
+    sample = memory.sample(batch).reshape(slices, -1)
+    names = sample["collector", "traj_ids"]
+    assert (names == names[:, :1]).all()
+    following = sample["next", "observation"][:, :-1]
+    assert torch.equal(sample["observation"][:, 1:], following)
+
+
+def test_single_transitions_out_of_a_collector() -> None:
+    N = 200
+    memory = ReplayBuffer(storage=LazyTensorStorage(N), transform=lambda data: data.reshape(-1))
+    env = ParallelEnv(2, make_env)
+    collector = SyncDataCollector(env, RandomPolicy(env.action_spec), frames_per_batch=20, total_frames=-1)
+    for data in closing(collector, 3):
+        memory.extend(data)
+    assert len(memory) == 6  # rows are what the lanes did in a batch: 10 steps each
+    assert memory.sample(4).shape == (40,)
+
+
+def test_slices_of_one_environment(policy: RandomPolicy) -> None:
+    # Single environment: no need for a multi-dimensional buffer
+    N = 100
+    memory = ReplayBuffer(
+        storage=LazyTensorStorage(N),
+        sampler=SliceSampler(num_slices=4, trajectory_key=("collector", "traj_ids")),
+    )
+    collector = SyncDataCollector(make_env(), policy, frames_per_batch=N, total_frames=-1)
+    for data in closing(collector, 2):
+        memory.extend(data)
+    assert len(memory) == N
+    check_slices(memory, 4, 20)
+
+
+def test_slices_of_batched_environments() -> None:
+    # Batched environments: a multi-dim buffer is required
+    N = 120
+    memory = ReplayBuffer(
+        storage=LazyTensorStorage(N, ndim=2),
+        sampler=SliceSampler(num_slices=4, trajectory_key=("collector", "traj_ids")),
+    )
+    env = ParallelEnv(4, make_env)
+    collector = SyncDataCollector(env, RandomPolicy(env.action_spec), frames_per_batch=N, total_frames=-1)
+    for data in closing(collector, 2):
+        memory.extend(data)
+    assert len(memory) == N
+    check_slices(memory, 4, 20)
+
+
+def test_slices_of_several_collectors(policy: RandomPolicy) -> None:
+    # MultiSyncDataCollector + regular env: behaves like a ParallelEnv if cat_results="stack"
+    N = 120
+    memory = ReplayBuffer(
+        storage=LazyTensorStorage(N, ndim=2),
+        sampler=SliceSampler(num_slices=4, trajectory_key=("collector", "traj_ids")),
+    )
+    collector = MultiSyncDataCollector(
+        [make_env] * 2, policy, frames_per_batch=N, total_frames=-1, cat_results="stack"
+    )
+    for data in closing(collector, 1):
+        memory.extend(data)
+    assert len(memory) == N
+    check_slices(memory, 4, 20)
+
+
+def test_slices_of_several_collectors_of_batched_environments() -> None:
+    # MultiSyncDataCollector + parallel env: the ndim must be adapted accordingly
+    N = 120
+    memory = ReplayBuffer(
+        storage=LazyTensorStorage(N, ndim=3),
+        sampler=SliceSampler(num_slices=4, trajectory_key=("collector", "traj_ids")),
+    )
+    policy = RandomPolicy(ParallelEnv(2, make_env).action_spec)
+    collector = MultiSyncDataCollector(
+        [ParallelEnv(2, make_env)] * 2, policy, frames_per_batch=N, total_frames=-1, cat_results="stack"
+    )
+    for data in closing(collector, 1):
+        memory.extend(data)
+    assert len(memory) == N
+    check_slices(memory, 4, 20)
+
+
+def test_the_tutorial_of_collectors(tmp_path: Path, policy: RandomPolicy) -> None:
+    torch.manual_seed(0)
+    env = make_env()
+    env.set_seed(0)
+    collector = SyncDataCollector(env, policy, frames_per_batch=200, total_frames=-1)
+    for data in collector:
+        print(data)
+        break
+    print(data["collector", "traj_ids"])
+
+    buffer = ReplayBuffer(storage=LazyMemmapStorage(max_size=1000))
+    indices = buffer.extend(data)
+    assert len(buffer) == collector.frames_per_batch
+    sample = buffer.sample(batch_size=30)
+    print(sample)
+    assert indices.tolist() == list(range(200))
+    assert sample.shape == (30,)
+    assert sample["observation"].shape == (30, 4)
+    assert sample["action"].dtype == torch.int64
+    assert sample["next", "reward"].shape == (30, 1)
+    assert sample["collector", "traj_ids"].shape == (30,)
+    collector.shutdown()
+
+
+def test_pseudo_code_of_the_tutorial(policy: RandomPolicy) -> None:
+    storage = ReplayBuffer(storage=LazyMemmapStorage(1000), batch_size=16)
+    collector = SyncDataCollector(make_env(), policy, frames_per_batch=50, total_frames=100)
+    seen = 0
+    for data in collector:
+        storage.extend(data)
+        for _ in range(2):
+            sample = storage.sample()
+            seen += len(sample)
+    assert seen == 64
+    collector.shutdown()
