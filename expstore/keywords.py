@@ -5,6 +5,7 @@ Used by the buffers and by `expstore.open`. It makes nothing itself.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
@@ -104,6 +105,10 @@ def check_predictable(size: int | None, sampler: Any) -> None:
 
 
 def check_batch_size(size: int | None) -> None:
-    """Raise ValueError for a batch without rows."""
+    """Raise ValueError for a batch without rows, TypeError for what is no number."""
+    try:
+        size = None if size is None else operator.index(size)
+    except TypeError:
+        raise TypeError(f"batch_size must be an integer, got {size!r}") from None
     if size is not None and size < 1:
         raise ValueError(f"batch_size must be at least 1, got {size}")

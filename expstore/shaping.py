@@ -111,6 +111,11 @@ class ShapingHandle(DrawingHandle):
                 f"rb[{index!r}] = sets no field",
                 hint="set_(key, values), or rb[rows] = a batch of all fields",
             )
+        if self._goes_into_rows(index):
+            raise SchemaError(
+                f"rb[{index!r}] = would set parts of rows",
+                hint="rb[rows] = rows, or set_at_()",
+            )
         with storage.lock:
             storage.check_writable()
             ids, shape = find(storage, index, self.dim_extend)
@@ -166,6 +171,8 @@ class ShapingHandle(DrawingHandle):
         """
         if _is_key(index):
             return self._field(to_key(index))
+        if self._goes_into_rows(index):
+            return self[:][index]
         shape: tuple[int, ...] = ()
 
         def locate() -> IntArray:
@@ -177,6 +184,9 @@ class ShapingHandle(DrawingHandle):
         if len(shape) != 1:
             columns = [column.reshape((*shape, *column.shape[1:])) for column in columns]
         return self._given(columns, shape, {})
+
+    def _goes_into_rows(self, index: Any) -> bool:
+        return isinstance(index, tuple) and len(index) > self._storage.ndim
 
     def read_all_in_order(self, end: int | None = None) -> Any:
         """Read rows in the order of their indices: all, or the first `end`."""

@@ -631,6 +631,8 @@ def test_nothing_to_sample(make: Make) -> None:
     with pytest.raises(NotReadyError, match="Cannot sample from an empty storage; extend"):
         rb.sample(3)
     assert rb.stats()["draws"] == 0
+    with pytest.raises(TypeError, match="batch_size must be an integer, got '4'"):
+        ReplayBuffer(batch_size="4")  # type: ignore[arg-type]
     for size in (0, -1):
         with pytest.raises(ValueError, match=f"batch_size must be at least 1, got {size}"):
             rb.sample(size)

@@ -68,6 +68,8 @@ def test_a_tensor(storage: Storage) -> None:
         same(rb[-2], torch.tensor(4.0))
         rb[1:3] = torch.tensor([10.0, 20.0])
         same(rb[torch.tensor([1, 2, 2])], torch.tensor([10.0, 20.0, 20.0]))
+        same(rb[range(2)], torch.tensor([0.0, 10.0]))
+        same(rb[1:3,], torch.tensor([10.0, 20.0]))
         batch, info = rb.sample(return_info=True)
         same(batch, rb[info["index"]])
         with pytest.raises(SchemaError, match="keeps tensors, the batch is TensorDicts"):
@@ -75,6 +77,15 @@ def test_a_tensor(storage: Storage) -> None:
         with pytest.raises(SchemaError, match="use add"):
             rb.extend(torch.tensor(1.0))
         assert len(rb) == 6
+
+
+def test_places_within_rows() -> None:
+    with ReplayBuffer(storage=MemoryStorage(9)) as rb:
+        rb.extend(torch.arange(6).reshape(3, 2))
+        same(rb[1, 0], torch.tensor(2))
+        same(rb[:2, 1], torch.tensor([1, 3]))
+        with pytest.raises(SchemaError, match="would set parts of rows"):
+            rb[1, 0] = torch.tensor(5)
 
 
 def test_a_tree(storage: Storage) -> None:
