@@ -69,7 +69,6 @@ def home(member: Any) -> str:
 
 
 DOCS = documented()
-LATER = {"RoundRobinWriter", "ReplayBufferEnsemble.end_streams"}
 IMPORT = re.compile(r"from torchrl\.data[\w.]* import (?:\(([^)]*)\)|([^\n;]*))")
 
 
@@ -151,8 +150,6 @@ def shown(printed: str) -> str:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", DOCS)
 def test_examples_run_and_print_the_same(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if name in LATER:
-        pytest.xfail("being built")
     # It only draws a bar.
     monkeypatch.setitem(sys.modules, "tqdm", SimpleNamespace(tqdm=iter))  # type: ignore[misc]
     outcomes = {}
