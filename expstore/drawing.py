@@ -174,7 +174,6 @@ class DrawingHandle(StoreHandle):
             set_state(self._generator, generator)
         if "rows" in state["_storage"]:
             storage.load_state_dict(state["_storage"])
-            self._attached(storage)
         self._forget_ahead()
         if self._generator is not None:
             self.set_rng(self._generator)

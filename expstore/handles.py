@@ -53,7 +53,13 @@ class StoreHandle:
         self._storage = storage
         self._origin = Origin.of(storage)
         storage.use_catalog(self._catalog)
+        storage.add_holder(self)
         _handles.add(self)
+
+    def _renewed(self, storage: Storage) -> None:
+        """Be told by a storage that it has another content: what was made for the former one is forgotten."""
+        if self.__dict__.get("_storage") is storage:
+            self._attached(storage)
 
     def _attached(self, storage: Storage) -> None:
         """Be told of a storage that is there from now on, or whose content is another one."""
@@ -65,6 +71,7 @@ class StoreHandle:
         self._storage, self._origin = storage, Origin.of(storage)
         try:
             storage.use_catalog(self._catalog)
+            storage.add_holder(self)
             self._attached(storage)
         except BaseException:
             self.__dict__.pop("_catalog", None)
@@ -228,7 +235,7 @@ class StoreHandle:
         """
         storage = self._storage
         storage.load_version(find_version(storage.disk, Path(path), version))
-        self._attached(storage)
+        storage.tell_holders()
 
     def load(self, path: str | Path, version: int | str | None = None) -> None:
         """Do as `loads`."""

@@ -298,3 +298,36 @@ def test_episodes_of_a_storage_that_a_second_buffer_is_given(make: Callable[...,
         rb.extend(batch(4))
         assert rb.sql("SELECT sum(length), count(*) FROM episodes").fetchall() == [(rows, rows // 4)]
         del rb
+
+
+@pytest.mark.parametrize("how", ["state", "version"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_buffers_over_a_storage_are_told_of_another_content(
+    make: Callable[..., Storage], kind: Any, how: str, tmp_path: Path
+) -> None:
+    def rows(*names: str) -> TensorDict:
+        known = {"x": torch.arange(4), "y": -torch.arange(4)}
+        return TensorDict({name: known[name] for name in names}, [4])
+
+    first, second = make(kind, 10, seed=1), make(kind, 10, seed=2)
+    ReplayBuffer(storage=first).extend(rows("x", "y"))
+    readers = [ReplayBuffer(storage=second, batch_size=3, prefetch=ahead) for ahead in (0, 2)]
+    readers[0].extend(rows("y", "x"))  # the same fields in another order
+    for rb in readers:
+        rb.sample()
+    if how == "state":
+        second.load_state_dict(first.state_dict())
+    else:
+        first.dumps(tmp_path / "versions")
+        second.loads(tmp_path / "versions")
+    readers[1].extend(rows("y", "x"))
+    for rb in readers:
+        assert rb[:]["x"].tolist() == [0, 1, 2, 3] * 2
+        batch = rb.sample()
+        assert torch.equal(batch["x"], -batch["y"])
+    other = ReplayBuffer(storage=make(kind, 10, seed=3), batch_size=3)
+    former = readers[0].set_storage(make(kind, 10, seed=4))
+    former.load_state_dict(first.state_dict())  # it is not this buffer's any more
+    other.extend(rows("x", "y"))
+    readers[0].extend(rows("y", "x"))
+    assert readers[0][:]["x"].tolist() == [0, 1, 2, 3]

@@ -62,6 +62,7 @@ class PortableStorage(Storage):
         """
         self.check_writable()
         self._take_content(read_state(state_dict, self._load_hooks))
+        self.tell_holders()
 
     def register_save_hook(self, hook: Hook) -> None:
         """Have `state_dict` keep what a hook returns for the rows it is given; hooks run in their order.

@@ -1,12 +1,13 @@
-"""What `state_dict` says of a storage that keeps its rows itself, on a disk: which store it is.
+"""What `state_dict` says of a storage that keeps its rows itself, and who is told when it has other ones.
 
 Base of every storage; those whose rows go with the process say more (`portable`). It never reads a row.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from expstore.errors import StateError
 from expstore.types import Window
@@ -17,8 +18,15 @@ __all__ = ["Hook", "Stateful"]
 Hook = Callable[[Any], Any]
 
 
+class Holder(Protocol):
+    """Who holds a storage, and remembers how its rows are made."""
+
+    def _renewed(self, storage: Any) -> None:
+        """Be told that a storage has another content."""
+
+
 class Stateful:
-    """Say which store this is.
+    """Say which store this is, and tell who holds it of another content.
 
     Threads, processes and crashes: as the storage.
 
@@ -29,11 +37,23 @@ class Stateful:
 
     kind: str
     uuid: str
+    _holders: weakref.WeakSet[Holder] | None = None
 
     @property
     def window(self) -> Window:
         """The ids that can be read now."""
         raise NotImplementedError
+
+    def add_holder(self, holder: Holder) -> None:
+        """Tell somebody of every content that takes this one's place, for as long as they live."""
+        if self._holders is None:
+            self._holders = weakref.WeakSet()
+        self._holders.add(holder)
+
+    def tell_holders(self) -> None:
+        """Tell them now."""
+        for holder in list(self._holders or ()):
+            holder._renewed(self)
 
     def state_dict(self) -> dict[str, Any]:
         """Return which store this is, and its last row: the rows are in its folder, for `dumps`."""

@@ -1,7 +1,7 @@
 """A storage's versions, under TorchRL's names: `dumps`, `loads`, and what they are called beside that.
 
 Base of the storages that can be written to. How a version is made and found is in `dumping` and `snapshots`.
-A buffer is not told of it: its own `loads` has it forget what it knew of the rows before.
+Who holds the storage is told of another content.
 """
 
 from __future__ import annotations
@@ -62,6 +62,7 @@ class VersionedStorage(Storage):
             StateError: The storage is closed.
         """
         self.load_version(find_version(self.disk, Path(path), version))
+        self.tell_holders()
 
     def load(self, path: str | Path, version: int | str | None = None) -> None:
         """Do as `loads`."""
