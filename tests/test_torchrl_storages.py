@@ -237,10 +237,9 @@ def test_a_folder_that_is_gone_already(tmp_path: Path) -> None:
 def test_a_store_that_is_there(tmp_path: Path) -> None:
     folder = tmp_path / "scratch"
     rb = filled(LazyMemmapStorage(10, scratch_dir=folder, seed=3), rows=12)
-    with pytest.raises(StateError, match="existsok"):
-        LazyMemmapStorage(10, scratch_dir=folder)
-    with pytest.raises(LockedError):
-        LazyMemmapStorage(10, scratch_dir=folder, existsok=True)
+    for existsok in (False, True):
+        with pytest.raises(LockedError):
+            LazyMemmapStorage(10, scratch_dir=folder, existsok=existsok)
     for _ in range(2):
         rb.sample()
     rb.close()
@@ -250,6 +249,16 @@ def test_a_store_that_is_there(tmp_path: Path) -> None:
         LazyMemmapStorage(11, scratch_dir=folder, existsok=True, auto_cleanup=True)
     with pytest.raises(StateError, match="ndim"):
         LazyMemmapStorage(10, scratch_dir=folder, existsok=True, ndim=2)
+    unasked = ReplayBuffer(storage=LazyMemmapStorage(10, scratch_dir=folder), batch_size=4)
+    for act in (
+        lambda: unasked.extend(TensorDict({"a": torch.arange(3)}, [3])),
+        lambda: unasked.add(TensorDict({"a": torch.tensor(3)})),
+        lambda: unasked.__setitem__(0, TensorDict({"a": torch.tensor(3)})),
+    ):
+        with pytest.raises(StateError, match="holds rows already; existsok=True goes on"):
+            act()
+    assert unasked[:]["a"].tolist() == [10, 11, 2, 3, 4, 5, 6, 7, 8, 9]
+    unasked.close()
     again = ReplayBuffer(
         storage=LazyMemmapStorage(10, scratch_dir=folder, existsok=True, seed=99), batch_size=4
     )
@@ -258,6 +267,24 @@ def test_a_store_that_is_there(tmp_path: Path) -> None:
     again.extend(TensorDict({"a": torch.tensor([12])}, [1]))
     assert again[2]["a"] == 12
     again.close()
+
+
+@pytest.mark.parametrize("how", ["loads", "empty"])
+def test_rows_that_are_there_may_make_room(tmp_path: Path, how: str) -> None:
+    """TorchRL's users dump into the folder above the scratch_dir, and load into a new storage over it."""
+    folder = tmp_path / "dump" / "storage"
+    rb = filled(LazyMemmapStorage(10, scratch_dir=folder))
+    rb.dumps(tmp_path / "dump")
+    rb.extend(TensorDict({"a": torch.arange(50, 53)}, [3]))
+    rb.close()
+    rb = ReplayBuffer(storage=LazyMemmapStorage(10, scratch_dir=folder))
+    if how == "loads":
+        rb.loads(tmp_path / "dump")
+    else:
+        rb.empty()
+    rb.extend(TensorDict({"a": torch.tensor([9])}, [1]))
+    assert rb[:]["a"].tolist() == ([0, 1, 2, 3, 4] if how == "loads" else []) + [9]
+    rb.close()
 
 
 def test_a_folder_that_is_somebody_elses(tmp_path: Path) -> None:
