@@ -91,7 +91,7 @@ def test_rows_from_before_are_not_new() -> None:
     rb = TensorDictReplayBuffer(storage=MemoryStorage(100, seed=4))
     rb.extend(steps(0, 30))
     rb.set_sampler(StreamingSliceSampler(slice_len=3))
-    assert rb.sampler.state_dict() == {"mark": 30}
+    assert rb.sampler.state_dict() == {"written": 30}
     rb.extend(steps(30, 3))
     assert [30, 31, 32] in slices(rb.sample(6))
 
@@ -109,12 +109,14 @@ def test_what_was_handed_out_does_not_come_again_after_a_restart(end: str, tmp_p
 
     child = os.fork()
     if not child:
-        rb = opened()
-        rb.extend(steps(0, 9))
-        rb.sample()
-        if end == "close":
-            rb.close()
-        os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            rb = opened()
+            rb.extend(steps(0, 9))
+            rb.sample()
+            if end == "close":
+                rb.close()
+        finally:
+            os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(child, 0)
     with opened() as rb:
         assert slices(rb.sample()) == [[3, 4, 5]]
@@ -137,16 +139,33 @@ def test_the_state_goes_on_elsewhere_and_copies_too() -> None:
     one.sample()
     two.load_state_dict(one.state_dict())
     assert slices(two.sample()) == [[3, 4, 5]]
-    assert pickle.loads(pickle.dumps(one.sampler)).state_dict() == {"mark": 3}
+    copied = pickle.loads(pickle.dumps(one.sampler))
+    two.set_sampler(copied)
+    assert slices(two.sample()) == [[6, 7, 8]]
 
 
-def test_loaded_rows_are_not_new(tmp_path: Path) -> None:
+def test_a_version_goes_on_where_it_was_made(tmp_path: Path) -> None:
     rb = buffer(size=3)
     rb.extend(steps(0, 12))
+    rb.sample()
     rb.dumps(tmp_path / "versions")
-    rb.loads(tmp_path / "versions")
+    rb.sample()
+    rb.loads(tmp_path / "versions")  # under other ids
     rb.extend(steps(50, 3))
-    assert slices(rb.sample()) == [[50, 51, 52]]
+    assert [slices(rb.sample())[0] for _ in range(4)] == [[3, 4, 5], [6, 7, 8], [9, 10, 11], [50, 51, 52]]
+
+
+def test_what_comes_after_empty_is_new() -> None:
+    rb = buffer(size=3)
+    rb.extend(steps(0, 11, ends=True))
+    rb.sample()
+    rb.empty()
+    rb.extend(steps(20, 6))
+    assert [slices(rb.sample())[0] for _ in range(2)] == [[20, 21, 22], [23, 24, 25]]
+    again = pickle.loads(pickle.dumps(rb.sampler))
+    rb.extend(steps(30, 3))
+    rb.set_sampler(again)
+    assert slices(rb.sample()) == [[30, 31, 32]]
 
 
 def test_beside_a_writer_every_slice_comes_at_most_once_and_whole() -> None:
@@ -188,9 +207,33 @@ def test_what_is_refused() -> None:
         rb.sample(3)
     with pytest.raises(StateError, match="divisible by the slice length"):
         rb.sample(4)
-    other = TensorDictReplayBuffer(
-        storage=MemoryStorage(10), sampler=StreamingSliceSampler(slice_len=1, traj_key="env")
-    )
-    other.extend(steps(0, 2, env=torch.zeros(2, dtype=torch.int64)))
-    with pytest.raises(ValueError, match="follows the episodes of the store"):
-        other.sample(1)
+
+
+def keyed(capacity: int = 100, **options: Any) -> Any:
+    sampler = StreamingSliceSampler(slice_len=3, **options)
+    return TensorDictReplayBuffer(storage=MemoryStorage(capacity, seed=4), sampler=sampler, batch_size=3)
+
+
+def test_trajectories_by_other_names_are_cut_from_their_beginning() -> None:
+    rb = keyed(traj_key="env")
+    env = torch.tensor([0, 1, 0, 0, 1, 1, 0, 0, 0])
+    rb.extend(steps(0, 9, env=env))
+    assert [slices(rb.sample())[0] for _ in range(3)] == [[0, 2, 3], [1, 4, 5], [6, 7, 8]]
+
+
+def test_other_ends_cut_trajectories() -> None:
+    rb = keyed(end_key=("flags", "end"))
+    end = torch.zeros(10, 1, dtype=torch.bool)
+    end[3] = True
+    rb.extend(steps(0, 10, flags=TensorDict({"end": end}, [10])))
+    assert [slices(rb.sample())[0] for _ in range(3)] == [[0, 1, 2], [4, 5, 6], [7, 8, 9]]
+
+
+def test_where_they_began_is_known_when_first_rows_have_left() -> None:
+    rb = keyed(capacity=8, traj_key="env")
+    for start in range(0, 20, 5):
+        rb.extend(steps(start, 5, env=torch.zeros(5, dtype=torch.int64)))
+        rb.sample()  # [0, 1, 2], [3, 4, 5], ...: some are overtaken, none shifted
+    rb.extend(steps(20, 4, env=torch.zeros(4, dtype=torch.int64)))
+    assert slices(rb.sample())[0] == [18, 19, 20]
+    assert slices(rb.sample())[0] == [21, 22, 23]

@@ -7,7 +7,8 @@ no list of slices.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from expstore.types import IntArray, Selection
 
 if TYPE_CHECKING:
     from expstore.storages.base import Storage
+    from expstore.storages.runs import Runs
 
 __all__ = ["StreamingSliceSampler"]
 
@@ -30,12 +32,13 @@ class StreamingSliceSampler(SliceSampler):
     """Draw every new slice once, the first completed first; beyond these any, as `SliceSampler`.
 
     Episodes are cut into slices that follow one another, from their first step on. One whose rows have begun
-    to leave before it was drawn is left out, and so is what an episode has left at its end. Episodes are the
-    store's own, in all lanes and streams.
+    to leave before it was drawn is left out, and so is what an episode has left at its end. All lanes and
+    streams are told apart.
 
     Threads: any number may sample; each new slice is handed to one of them. Crashes: after a kill it goes on
     with the next new slice; after a power cut with that after the last sync. Rows that were there before the
-    store had such a sampler are not new.
+    store had such a sampler are not new. With a `traj_key` or `end_keys` that are not the store's own,
+    trajectories of which rows have left are cut anew after a restart.
 
     Args:
         slice_len: How many steps a slice has.
@@ -97,9 +100,13 @@ class StreamingSliceSampler(SliceSampler):
             span=span,
             use_gpu=use_gpu,
         )
-        self._own = threading.Lock()
         self._mark = self._handed = 0
-        self._content: int | None = None
+        self._part()
+
+    def _part(self) -> None:
+        self._own = threading.Lock()
+        self._storage: Callable[[], Storage | None] = lambda: None
+        self._begins = _Begins()
 
     def attach(self, storage: Storage) -> None:
         """Go on where the storage's last sampler of this kind stopped; otherwise what comes next is new.
@@ -113,14 +120,13 @@ class StreamingSliceSampler(SliceSampler):
                 f"Storage capacity {storage.capacity} cannot hold one slice_len={length} window."
             )
         super().attach(storage)
-        kind, mark = storage.progress[:2]
-        known, self._content = self._content, storage.takeovers
-        if kind != self._kind or known not in (None, storage.takeovers):  # other rows, or under other ids
-            mark = storage.last
-            if not storage.follows:
-                storage.note_progress((self._kind, mark, 0, 0))
+        self._begins = _Begins()
+        self._storage = weakref.ref(storage)
+        kind, written = storage.progress[:2]
         with self._own:
-            self._mark = self._handed = mark
+            self._mark = self._handed = _mark_at(storage, written) if kind == self._kind else storage.last
+        if kind != self._kind and not storage.follows:
+            storage.note_progress((self._kind, _written_at(storage, self._mark), 0, 0))
 
     def sample(self, storage: Storage, batch_size: int, generator: np.random.Generator) -> Selection:
         """Choose the next new slices, and others.
@@ -128,7 +134,6 @@ class StreamingSliceSampler(SliceSampler):
         Raises:
             NotReadyError: There is no new one, and no trajectory is long enough.
             StateError: The batch size cannot be cut into such slices.
-            ValueError: Trajectories are not the store's own.
         """
         length, count = self.slicing.sizes(batch_size)
         with self._own:
@@ -159,21 +164,13 @@ class StreamingSliceSampler(SliceSampler):
         Slices have shape `(n, length)`, n at most `count`.
         """
         runs = self._trajectories.of(storage)
-        if runs is not storage.runs:
-            raise ValueError(
-                "StreamingSliceSampler follows the episodes of the store: traj_key and end_keys of another "
-                "kind have no meaning here; give traj_key and done_keys to expstore.open"
-            )
-        steps_place = len(storage.require_schema().fields) + 2
         found: list[IntArray] = [np.empty((0, length), np.int64)]
         start, have = max(mark, storage.window.low) + 1, 0
         with runs.lock:
             end = min(end, runs.look().last)
             while start <= end and have < count:
                 ids = np.arange(start, min(start + _CHUNK, end + 1))
-                (steps,) = storage._take(storage.slot_of(ids), [steps_place])
-                last = ids[steps.reshape(-1) % length == length - 1]
-                run, step = runs.locate(last)
+                run, step = self._completing(storage, runs, ids, length)
                 whole = (run >= 0) & (step - length + 1 >= runs.first[np.maximum(run, 0)])
                 run, begins = run[whole][: count - have], step[whole][: count - have] - length + 1
                 rows = runs.rows(run, begins, np.full(run.size, length)).reshape(-1, length)
@@ -182,6 +179,20 @@ class StreamingSliceSampler(SliceSampler):
                 start = int(ids[-1]) + 1
         slices = np.concatenate(found)
         return slices, int(slices[-1, -1]) if have == count else max(mark, end)
+
+    def _completing(
+        self, storage: Storage, runs: Runs, ids: IntArray, length: int
+    ) -> tuple[IntArray, IntArray]:
+        """Return run and step of those rows that complete a slice; run -1 for rows that are not shown."""
+        if runs is storage.runs:
+            (steps,) = storage._take(storage.slot_of(ids), [len(storage.require_schema().fields) + 2])
+            return runs.locate(ids[steps.reshape(-1) % length == length - 1])
+        run, step = runs.locate(ids)
+        run, step = run[run >= 0], step[run >= 0]
+        numbers, at = np.unique(run, return_inverse=True)
+        begins = np.array([self._begins.of(runs, number) for number in numbers.tolist()], np.int64)
+        last = (step - begins[at]) % length == length - 1 if run.size else np.zeros(0, np.bool_)
+        return run[last], step[last]
 
     def sample_again(
         self, storage: Storage, selection: Selection, generator: np.random.Generator
@@ -197,7 +208,7 @@ class StreamingSliceSampler(SliceSampler):
         with self._own:
             if selection.progress[1] > self._handed:  # of two threads the later ones may come first
                 self._handed = selection.progress[1]
-                storage.note_progress((self._kind, self._handed, 0, 0))
+                storage.note_progress((self._kind, _written_at(storage, self._handed), 0, 0))
 
     def rewind(self, storage: Storage) -> None:
         """Go back to where the last batch that was handed out has ended."""
@@ -206,23 +217,62 @@ class StreamingSliceSampler(SliceSampler):
 
     def state_dict(self) -> dict[str, Any]:
         """Return what `load_state_dict` takes."""
-        return {"mark": self._handed}
+        storage = self._storage()
+        return {"written": 0 if storage is None else _written_at(storage, self._handed)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over what `state_dict` returned."""
-        with self._own:
-            self._mark = self._handed = int(state_dict["mark"])
+        storage = self._storage()
+        if storage is not None:
+            with self._own:
+                self._mark = self._handed = _mark_at(storage, int(state_dict["written"]))
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy needs."""
-        return {
-            name: value for name, value in super().__getstate__().items() if name not in ("_own", "_content")
-        }
+        own = ("_own", "_storage", "_begins")
+        return {name: value for name, value in super().__getstate__().items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take over what `__getstate__` returned."""
         super().__setstate__(state)
-        self._own, self._content = threading.Lock(), None
+        self._part()
 
     def __repr__(self) -> str:
         return f"StreamingSliceSampler(slice_len={self.slicing.slice_len})"
+
+
+def _written_at(storage: Storage, mark: int) -> int:
+    """Return how many rows had ever been written when `mark` was the newest: loads change ids, not that."""
+    with storage.episode_lock:
+        return storage.write_count - (storage.last - mark)
+
+
+def _mark_at(storage: Storage, written: int) -> int:
+    """Return the row that was the newest when so many had been written."""
+    with storage.episode_lock:
+        return storage.last - max(0, storage.write_count - written)
+
+
+class _Begins:
+    """Remember where trajectories that are not the store's own began, also when their first rows have left.
+
+    After a restart they begin with the first row that is left.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[int, list[tuple[int, int]]] = {}  # of each name: first step and the last one seen
+
+    def of(self, runs: Runs, run: int) -> int:
+        """Return the first step that a run ever had."""
+        name, first, last = int(runs.episode[run]), int(runs.first[run]), int(runs.stop[run]) - 1
+        if name not in self._known and len(self._known) > 1024 + 2 * runs.episode.size:
+            there = set(runs.episode.tolist())
+            self._known = {key: value for key, value in self._known.items() if key in there}
+        spans = self._known.setdefault(name, [])
+        for number, (begin, end) in enumerate(spans):
+            if begin <= first <= end:
+                spans[number] = begin, max(end, last)
+                return begin
+        spans.append((first, last))
+        del spans[:-64]
+        return first
