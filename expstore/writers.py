@@ -281,8 +281,15 @@ class TensorDictMaxValueWriter(Writer):
         Raises:
             NotFoundError: They lack the field.
             SchemaError: It holds no numbers.
+            StateError: They have no named fields at all.
         """
         key = self._ranking.key
+        if key not in schema and ("_data",) in schema:
+            raise StateError(
+                "TensorDictMaxValueWriter expects data to be a tensor collection, whose field "
+                f"{key_name(key)!r} ranks the rows; this one has no fields",
+                hint="put it into a TensorDict",
+            )
         if key not in schema:
             raise NotFoundError(
                 f"Rank key {key_name(key)!r} not found in data.", hint=f"the rows have {schema!r}"
