@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -245,3 +247,23 @@ def test_rows_are_given_up_by_whole_steps(
     np.testing.assert_array_equal(
         storage.unravel(storage.index_of(storage.window.ids()))[:, 0], [0, 0, 0, 1, 1, 1]
     )
+
+
+def test_a_kill_leaves_whole_steps(tmp_path: Path) -> None:
+    path = tmp_path / "run.exp"
+    child = os.fork()
+    if not child:
+        storage = ZarrStorage(path, 100, ndim=3)
+        storage.prepare(SCHEMA, KEYS, (2, 3))
+        put(storage, 6)
+        put(storage, 240)
+        put(storage, 12)
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+    with kept_in(path, 100, ndim=3) as storage:
+        assert (storage.dims, storage.capacity, storage.shape) == ((2, 3), 102, (17, 2, 3))
+        ids = storage.window.ids()
+        np.testing.assert_array_equal(ids, np.arange(258 - 102 + 1, 259))
+        np.testing.assert_array_equal(storage.read(ids)[0], ids)
+        places = storage.unravel(storage.index_of(ids))
+        np.testing.assert_array_equal(places[:6, 1:], [[0, 0], [0, 1], [0, 2], [1, 0], [1, 1], [1, 2]])

@@ -631,3 +631,19 @@ def test_torchrls_fault_dumps_killed_half_way(tmp_path: Path) -> None:
         assert found <= {0, number} or not finished
     assert number > 5
     assert found == {number}
+
+
+def test_a_forked_child_draws_from_a_temporary_folder() -> None:
+    rb = filled(LazyMemmapStorage(10))
+    rb.flush()
+    folder = Path(rb.storage.scratch_dir)
+    child = os.fork()
+    if not child:
+        good = set(rb.sample(50)["a"].tolist()) <= set(range(5)) and len(rb) == 5
+        rb.close()
+        os._exit(0 if good else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert folder.exists()
+    assert rb.extend(TensorDict({"a": torch.arange(5, 8)}, [3])).tolist() == [5, 6, 7]
+    rb.close()
+    assert not folder.exists()
