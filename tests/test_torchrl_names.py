@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -141,6 +142,33 @@ def test_constructors_take_torchrls_arguments(name: str) -> None:
         assert not told or ours[parameter].default == default, parameter
     positions = positional(asked.values(), LESS.get(name, {}))
     assert positional(ours.values())[: len(positions)] == positions
+
+
+#: Values that ask for what has no meaning here.
+ASKED: dict[str, object] = {
+    "checkpointer": object(),
+    "compilable": True,
+    "delayed_init": True,
+    "sampler_device": "cuda",
+    "service_backend": "ray",
+    "service_backend_options": {"max_restarts": 1},
+    "shared": True,
+    "sync": False,
+    "transport": "distributed",
+    "transport_options": {"port": 1},
+}
+
+
+@pytest.mark.parametrize("name", BUFFERS)
+def test_what_has_no_meaning_is_refused_but_for_its_default(name: str) -> None:
+    make = partial(getattr(expstore, name), **({"alpha": 0.7, "beta": 0.9} if "Prioritized" in name else {}))
+    for parameter in constructors(getattr(theirs, name)):
+        if parameter.name in LESS[name]:
+            make(**{parameter.name: parameter.default})
+            with pytest.raises(ValueError, match=rf"(?s){parameter.name}.{{20,}}"):
+                make(**{parameter.name: ASKED[parameter.name]})
+    with pytest.raises(TypeError, match="no_such_keyword"):
+        make(no_such_keyword=1)
 
 
 def members(cls: type) -> set[str]:

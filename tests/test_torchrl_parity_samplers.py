@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from sides import OURS, Teller, same
@@ -244,3 +245,34 @@ def test_priorities_by_torchrls_law(tmp_path: Path) -> None:
     assert torch.allclose(rb.sample()["priority_weight"], torch.ones(4000))
     rb.update_priority(torch.tensor([0, 1, -1]), torch.tensor([1e6, 0.0, 7.0]))
     assert (rb.sample()["x"] == 0).float().mean() > 0.9
+
+
+SAMPLERS: dict[str, Any] = {
+    "random": OURS.RandomSampler,
+    "without": OURS.SamplerWithoutReplacement,
+    "prioritized": lambda: OURS.PrioritizedSampler(100, 0.7, 0.9),
+    "slices": lambda: OURS.SliceSampler(slice_len=2),
+    "slices without": lambda: OURS.SliceSamplerWithoutReplacement(slice_len=2),
+    "prioritized slices": lambda: OURS.PrioritizedSliceSampler(100, 0.7, 0.9, slice_len=2),
+    "staleness": OURS.StalenessAwareSampler,
+    "consuming": OURS.ConsumingSampler,
+}
+
+
+@pytest.mark.parametrize("kind", SAMPLERS)
+def test_torchrls_fault_generator_ignored(kind: str) -> None:
+    """There PrioritizedSampler draws by NumPy's global generator, StalenessAwareSampler by torch's."""
+
+    def drawn(seed: int, others: int) -> list[list[int]]:
+        torch.manual_seed(others)
+        np.random.seed(others)
+        rb = OURS.ReplayBuffer(
+            storage=OURS.LazyTensorStorage(100),
+            sampler=SAMPLERS[kind](),
+            batch_size=8,
+            generator=torch.Generator().manual_seed(seed),
+        )
+        rb.extend(episodes(25, 25, 25, 25).set("policy_version", torch.zeros(100)))
+        return [rb.sample()["x"].tolist() for _ in range(3)]
+
+    assert drawn(1, 2) == drawn(1, 3) != drawn(2, 2)
