@@ -22,7 +22,7 @@ from tensordict import is_tensor_collection
 
 import expstore
 
-__all__ = ["OURS", "THEIRS", "Teller", "same"]
+__all__ = ["OURS", "THEIRS", "Teller", "plain", "same"]
 
 THEIRS = SimpleNamespace(
     name="torchrl", **{name: getattr(theirs, name) for name in theirs.__all__}, samplers=theirs.samplers
