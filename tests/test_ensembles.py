@@ -520,7 +520,9 @@ def test_patches_reach_only_the_rows_they_are_for() -> None:
     env = torch.tensor([2, 0, 3, 1, 1, 3, 0, 2, 0, 1, 2, 3])
     told = rb.extend(TensorDict({"value": torch.zeros(12), "env": env}, [12]))
     assert told["index_generation"].tolist() == [0] * 12
-    rb.extend(TensorDict({"value": torch.full((1,), -1.0), "env": env[2:3]}, [1]))  # in the place of row 2
+    again = TensorDict({"value": torch.full((1,), -1.0), "env": env[2:3]}, [1])  # in the place of row 2
+    newer = rb.extend(again)
+    assert newer["index_generation"].tolist() == [1]
     rows = torch.tensor([5, 0, 3, 11, 7, 4, 9, 2])
     result = rb.update_if_present(
         index=told.select("buffer_ids", "index")[rows],
@@ -529,9 +531,13 @@ def test_patches_reach_only_the_rows_they_are_for() -> None:
     )
     assert result.updated.tolist() == [True] * 7 + [False]
     assert (result.updated_count, result.stale_count) == (7, 1)
+    result = rb.update_if_present(
+        index=newer, generation=newer["index_generation"], patch={"value": torch.full((1,), -2.0)}
+    )
+    assert result.updated.all()
     expected = torch.zeros(12)
     expected[rows] = (rows + 100).float()
-    expected[2] = -1
+    expected[2] = -2
     for number in range(4):
         own = env == number
         assert rb[number][:]["value"][told["index"][own]].tolist() == expected[own].tolist()
@@ -673,6 +679,23 @@ def test_a_sampler_by_other_names_needs_one_per_member() -> None:
         with pytest.raises(RuntimeError, match="same trajectory id"):
             ReplayBufferEnsemble(rb[0], wrong).end_streams()
         assert not wrong[:][done].any()
+
+
+def test_tails_that_say_that_they_are_over_are_not_truncated() -> None:
+    flags = {name: torch.zeros(3, 1, dtype=torch.bool) for name in ("end", "terminal", "cut")}
+    over = {name: flag.clone() for name, flag in flags.items()}
+    over["end"][-1] = over["terminal"][-1] = True
+    sampler = SliceSampler(slice_len=2, end_key=("flags", "end"))
+    rb = ReplayBufferEnsemble(
+        *[TensorDictReplayBuffer(storage=MemoryStorage(9, seed=1), sampler=sampler) for _ in range(2)]
+    )
+    for number, some in enumerate((flags, over)):  # the store itself knows none of these
+        rb[number].extend(TensorDict({"x": torch.arange(3), "flags": some}, [3]))
+    rb.end_streams(
+        end_key=("flags", "end"), terminated_key=("flags", "terminal"), truncated_key=("flags", "cut")
+    )
+    ended = [[bool(rb[number][2]["flags", name]) for name in flags] for number in range(2)]
+    assert ended == [[True, False, True], [True, True, False]]
 
 
 def test_streams_end_by_flags_that_are_there() -> None:

@@ -105,10 +105,11 @@ def test_new_and_changed_rows_are_noticed() -> None:
         )
     )
     assert 7 in rb.sample(3)["query"].tolist()
-    changed = rb[5].clone()
-    changed["next", "reward"] = torch.tensor([99.0])
-    rb[5] = changed
     assert 51 in rb.sample(3)["n"].tolist()
+    changed = rb[4].clone()
+    changed["next", "reward"] = torch.tensor([99.0])
+    rb[4] = changed
+    assert 50 in rb.sample(3)["n"].tolist()
     changed["query"] = torch.tensor(8)
     rb[torch.tensor([4, 5])] = torch.stack([changed, changed])
     assert 8 in rb.sample(3)["query"].tolist()

@@ -174,8 +174,8 @@ class StreamingSliceSampler(SliceSampler):
                 whole = (run >= 0) & (step - length + 1 >= runs.first[np.maximum(run, 0)])
                 run, begins = run[whole][: count - have], step[whole][: count - have] - length + 1
                 rows = runs.rows(run, begins, np.full(run.size, length)).reshape(-1, length)
-                found.append(rows[(rows > 0).all(1)])
-                have += len(found[-1])
+                found.append(rows)
+                have += len(rows)
                 start = int(ids[-1]) + 1
         slices = np.concatenate(found)
         return slices, int(slices[-1, -1]) if have == count else max(mark, end)
