@@ -154,6 +154,19 @@ def test_an_index_follows_the_ring() -> None:
     assert rb.sample()["x"].tolist() == [10, 9]
 
 
+def test_an_index_has_as_many_dims_as_the_storage() -> None:
+    class Corner(Told):
+        def sample(self, storage: Any, batch_size: int) -> Any:
+            assert storage.ndim == 2
+            return (torch.tensor([0, 1]), torch.tensor([2, 0])), {}
+
+    sampler = Corner()
+    rb = TensorDictReplayBuffer(storage=MemoryStorage(6, seed=1, ndim=2), sampler=sampler, batch_size=2)
+    rb.extend(TensorDict({"x": torch.arange(6).reshape(3, 2)}, [3, 2]))  # lanes, time
+    assert rb.sample()["x"].tolist() == [4, 1]
+    assert sampler.told == [("extend", [[0, 0], [0, 1], [0, 2], [1, 0], [1, 1], [1, 2]])]
+
+
 def test_it_is_told_of_what_is_written_and_set_and_emptied() -> None:
     sampler = Told()
     rb = make(sampler, n=0)

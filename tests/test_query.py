@@ -14,6 +14,7 @@ from torchrl.data import replay_buffers as theirs
 
 import expstore
 from expstore import (
+    ListStorage,
     MemoryStorage,
     ReplayBuffer,
     TensorDictReplayBuffer,
@@ -256,6 +257,23 @@ def test_rows_of_other_kinds_have_no_trajectories() -> None:
     rb.extend(torch.zeros(3, 2))
     with pytest.raises(TypeError, match="tensordict-backed"):
         rb.query()
+
+
+def test_rows_that_are_objects_have_trajectories_if_they_are_tensordicts() -> None:
+    rb = ReplayBuffer(storage=ListStorage(12), transform=Double("next", "reward"))
+    rb.extend(list(steps((5, 3)).unbind(0)))
+    rb.extend(list(steps((6,), first=2).unbind(0)))  # the first two rows have left
+    assert lengths_of(rb.query()) == [3, 3, 6]
+    assert lengths_of(rb.query(traj.reward.sum() > 11)) == [3, 6]
+    assert rb.storage[0]["next", "reward"].item() == 3  # what is stored stays as it is
+    other = ReplayBuffer(storage=ListStorage(4))
+    other.extend([1, 2])
+    with pytest.raises(TypeError, match="tensordict-backed"):
+        other.query()
+    pairs = ReplayBuffer(storage=ListStorage(4))
+    pairs.extend([steps((2,))])
+    with pytest.raises(TypeError, match="single-transition"):
+        pairs.query()
 
 
 def test_only_the_fields_that_are_named_are_read(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,6 +28,7 @@ from expstore import (
     SliceSampler,
     SliceSamplerWithoutReplacement,
     StalenessAwareSampler,
+    StreamingSliceSampler,
     TensorDictReplayBuffer,
 )
 from expstore.samplers.base import Sampler
@@ -43,6 +44,7 @@ SAMPLERS: dict[str, Callable[[], Sampler]] = {
     "slices-start": lambda: SliceSampler(num_slices=2, by="start", strict_length=False),
     "slices-without": lambda: SliceSamplerWithoutReplacement(slice_len=4),
     "slices-prioritized": lambda: PrioritizedSliceSampler(slice_len=4),
+    "slices-streaming": lambda: StreamingSliceSampler(slice_len=4),
 }
 CAPACITY = 300
 SIZE = 16
