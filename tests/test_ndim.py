@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from tensordict import TensorDict
 
 from expstore.buffers import ReplayBuffer
 from expstore.door import open as open_store
@@ -267,3 +269,26 @@ def test_a_kill_leaves_whole_steps(tmp_path: Path) -> None:
         np.testing.assert_array_equal(storage.read(ids)[0], ids)
         places = storage.unravel(storage.index_of(ids))
         np.testing.assert_array_equal(places[:6, 1:], [[0, 0], [0, 1], [0, 2], [1, 0], [1, 1], [1, 2]])
+
+
+def test_steps_of_which_a_repair_gave_up_cells(make: Callable[..., Storage]) -> None:
+    storage = make(30, ndim=2)
+    storage.set(range(4), TensorDict({"n": torch.arange(12).reshape(4, 3)}, [4, 3]))
+    storage._window = dataclasses.replace(storage.window, gaps=((5, 5),))
+    assert storage.get(0)["n"].tolist() == [0, 1, 2]
+    assert len(storage) == 11
+    assert storage.get(slice(None))["n"].tolist() == [[0, 1, 2], [6, 7, 8], [9, 10, 11]]
+    assert storage.get((1, 2))["n"] == 8
+    assert [row["n"].tolist() for row in storage] == [[0, 1, 2], [6, 7, 8], [9, 10, 11]]
+    storage._window = dataclasses.replace(storage.window, gaps=())
+    assert len(list(storage)) == 4
+
+
+def test_steps_are_set_one_by_one(make: Callable[..., Storage]) -> None:
+    storage = make(30, ndim=2)
+    for step in range(2):
+        storage.set(step, TensorDict({"n": torch.arange(3) + 10 * step}, [3]))
+    storage.set(0, TensorDict({"n": torch.full((3,), 7)}, [3]))
+    assert storage.get(range(2))["n"].tolist() == [[7, 7, 7], [10, 11, 12]]
+    with pytest.raises(NotFoundError):
+        storage.set(5, TensorDict({"n": torch.arange(3)}, [3]))

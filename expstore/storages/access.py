@@ -96,8 +96,12 @@ def _plain(index: Any) -> Any:
 
 
 def _sorted(storage: Storage) -> IntArray:
-    """Return the ids that can be read, in the order of their numbers. Shape `(rows,)`."""
-    ids = storage.window.ids()
+    """Return the ids that can be read, in the order of their numbers; whole steps. Shape `(rows,)`."""
+    window = storage.window
+    ids = window.ids()
+    if window.gaps and storage.lanes > 1:  # a repair may have given up some cells of a step
+        _, step, cells = np.unique((ids - 1) // storage.lanes, return_inverse=True, return_counts=True)
+        ids = ids[cells[step] == storage.lanes]
     ordered: IntArray = ids[np.argsort(storage.index_of(ids), kind="stable")]
     return ordered
 
@@ -207,7 +211,8 @@ def _moved(rows: Any, device: torch.device) -> Any:
 
 def rows_of(storage: Storage) -> Iterator[Any]:
     """Yield row after row, in the order of their indices; of time, where `ndim` is larger than 1."""
-    for number in range(len(storage) // storage.lanes):
+    rows = len(storage) if storage.lanes == 1 else _sorted(storage).size // storage.lanes
+    for number in range(rows):
         yield get(storage, number)
 
 
@@ -230,17 +235,17 @@ def put(storage: Storage, index: Any, data: Any) -> None:
     with storage.lock:
         storage.check_writable()
         batch = take(data, layout_of(storage, 0), single=single)
-        if _is_next(storage, index, batch.count):
+        if _is_next(storage, index, batch):
             _append(storage, batch)
         else:
             replace_rows(storage, find(storage, index)[0], batch)
 
 
-def _is_next(storage: Storage, index: Any, count: int) -> bool:
+def _is_next(storage: Storage, index: Any, batch: Batch) -> bool:
     """Say whether an index means the rows right behind the last one, of which there are none yet."""
     if isinstance(index, (slice, tuple)) or np.asarray(index).dtype.kind not in "iu":
         return False
-    lanes = storage.lanes
+    lanes, count = math.prod(batch.dims), batch.count
     have, numbers = storage.window.size // lanes, np.asarray(index).reshape(-1)
     room = storage.capacity is None or storage.window.size + count <= storage.capacity
     if not room or not numbers.size or numbers[0] != have:
