@@ -247,11 +247,12 @@ class ReplayBufferEnsemble(MemberPatching, Direct):
 
     # -- writing ---------------------------------------------------------------------------------
 
-    def extend(self, data: TensorDictBase) -> TensorDict:
+    def extend(self, data: TensorDictBase, *, update_priority: bool | None = None) -> TensorDict:
         """Write each row to the member that the routing key, or dim, says; to each member all rows or none.
 
         Args:
             data: Rows, in any number of batch dims.
+            update_priority: As the members' `extend`.
 
         Returns:
             `buffer_ids` and `index` of each row, in the order of `data.reshape(-1)`; -1 for one that its
@@ -267,17 +268,18 @@ class ReplayBufferEnsemble(MemberPatching, Direct):
         data = self._transform.inverse(data)
         if data is None:
             data = TensorDict({}, [0])
-            return self._metadata(data, np.zeros(0, np.int64))
+            return self._metadata(data, np.zeros(0, np.int64), None)
         rows, members = self._route.of_rows(data, len(self._rbs))
-        return self._metadata(rows, members)
+        return self._metadata(rows, members, update_priority)
 
-    def _metadata(self, rows: TensorDictBase, members: IntArray) -> TensorDict:
+    def _metadata(self, rows: TensorDictBase, members: IntArray, priorities: bool | None) -> TensorDict:
         tracked = bool(members.size) and all(rb.writer.tracks_generations for rb in self._rbs)
         index, generation = np.full((2, members.size), -1)
         for member, rb in enumerate(self._rbs):
             places = np.flatnonzero(members == member)
             if places.size:
-                ids = rb.extend(rows[torch.from_numpy(places)], return_ids=True).numpy()
+                part = rows[torch.from_numpy(places)]
+                ids = rb.extend(part, return_ids=True, update_priority=priorities).numpy()
                 taken = ids > 0
                 index[places[taken]] = rb.storage.index_of(ids[taken])
                 if tracked:

@@ -452,6 +452,20 @@ def test_rows_go_where_the_key_says(key: Any) -> None:
     assert rb.stats()["size"] == 5
 
 
+@pytest.mark.parametrize("counts", [None, False])
+def test_priorities_come_with_routed_rows(counts: bool | None) -> None:
+    members = [
+        member(number, 0, sampler=PrioritizedSampler(50, alpha=1.0, beta=1.0), priority_key="td_error")
+        for number in range(2)
+    ]
+    rb = ReplayBufferEnsemble(*members, routing_key="env")
+    data = TensorDict({"x": torch.arange(4), "env": torch.arange(4) // 2}, [4])
+    data["td_error"] = torch.tensor([0.001, 1000.0, 1000.0, 0.001])
+    rb.extend(data, update_priority=counts)
+    drawn = rb[0].sample(100)["x"].float().mean()
+    assert (drawn > 0.95) == (counts is None)
+
+
 def test_rows_go_where_they_lie_along_the_dim() -> None:
     rb = ensemble(2, n=0, routing_dim=-1)
     told = rb.extend(TensorDict({"x": torch.tensor([[0, 1000], [1, 1001]])}, [2, 2]))
