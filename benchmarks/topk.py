@@ -29,8 +29,9 @@ if TYPE_CHECKING:
 REWARD = ("next", "reward")
 #: Of so many rows one is better than what is stored.
 SHARES = {"few": 100, "all": 1}
-#: Where all rows take places on disk, each is written to every column on its own, and the disk is waited for.
-BARS = {name: Bar(10, "x", at_least=True) for name in ("topk/few-disk", "topk/few-memory", "topk/all-memory")}
+BARS = {
+    f"topk/{share}-{place}": Bar(10, "x", at_least=True) for place in ("disk", "memory") for share in SHARES
+}
 
 
 @dataclass(frozen=True)

@@ -226,9 +226,10 @@ class TensorDictMaxValueWriter(Writer):
     Rows are single facts here: they have no trajectories, whatever their fields say, and each source is one
     endless episode. Slices of such a store have no meaning.
 
-    Threads, processes: as the storage. Crashes: a row is there whole or not at all, and is only displaced by
-    a better one. What an `extend` displaces goes at once; where it fills the storage up as well, that is
-    done first. Ranks are read out of the rows, so that they are right after a restart, `loads` or `rb[i] =`.
+    Threads as the storage; followers see rows that displace others with the next sync. Crashes: a row is
+    there whole or not at all, and is only displaced by a better one. What an `extend` displaces goes at once;
+    where it fills the storage up as well, that is done first. Ranks are read out of the rows, so that they
+    are right after a restart, `loads` or `rb[i] =`.
     The storage keeps by what it is ranked: other writers are refused until it is empty.
 
     Args:

@@ -7,6 +7,7 @@ import logging
 import os
 import pickle
 import signal
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from expstore import files
 from expstore.errors import NotFoundError, SchemaError, StateError
 from expstore.ranktree import RankTree
 from expstore.samplers import ConsumingSampler, PrioritizedSampler
+from expstore.storages import displacing
 from expstore.storages.catalog import Catalog
 from expstore.storages.memory import MemoryStorage
 from expstore.tensordictbuffers import TensorDictReplayBuffer
@@ -329,7 +331,7 @@ def test_a_write_that_failed_leaves_no_ranks(make: Make, monkeypatch: pytest.Mon
     rb = make(2)
     rb.extend(rows([1.0, 2.0]))
     with monkeypatch.context() as patch:
-        patch.setattr(rb.storage, "_record_change", _fail)
+        patch.setattr(rb.storage, "_change", _fail)
         with pytest.raises(OSError, match="no more"):
             rb.extend(rows([5.0], 2))
     assert rb.extend(rows([1.5], 3)).tolist() == [0]
@@ -353,8 +355,14 @@ def _killed(work: Callable[[], None]) -> None:
     assert os.WIFSIGNALED(status)
 
 
-def test_a_kill_leaves_rows_with_their_priorities(tmp_path: Path) -> None:
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_kill_leaves_rows_with_their_priorities(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, waits: bool
+) -> None:
+    """Of rows that wait for their columns none has the priority of the row before it."""
     path = tmp_path / "best.exp"
+    if not waits:
+        monkeypatch.setattr(displacing, "WAITING_BYTES", 0)
 
     def life() -> None:
         rb = expstore.open(path, capacity=30, writer=TensorDictMaxValueWriter("score"))
@@ -377,8 +385,80 @@ def test_a_kill_leaves_rows_with_their_priorities(tmp_path: Path) -> None:
         assert rb.write_count == 51
         assert rb.storage.max_priority == 3
         assert [number for number, _ in seen] == [*range(30, 50), 50, *range(21, 30)]
-        assert dict(seen) == dict.fromkeys(range(21, 51), 3.0) | {30: 0.5, 25: 0.25}
+        assert dict(seen) == dict.fromkeys(range(21, 51), 3.0) | {30: 3.0 if waits else 0.5, 25: 0.25}
         assert rb.extend(rows([20.0, 22.5], 60)).tolist() == [-1, 21]
+
+
+def test_rows_that_wait_for_their_columns_are_there_for_all(make: Make, tmp_path: Path) -> None:
+    rb = make(60, batch_size=64)
+    rb.extend(rows(range(60)))
+    rb.flush()
+    rb.extend(rows([100.0 + n for n in range(30)], 60))
+    rb.extend(rows([200.0], 90))  # displaces one that has not waited
+    expected = [*range(60, 90), 90, *range(31, 60)]
+    assert [number for _, number in whole(rb)] == expected
+    assert rb["number"].tolist() == expected
+    found = rb.sql("SELECT number, frame FROM transitions ORDER BY _index").fetchall()
+    assert [number for number, _ in found] == expected
+    assert all(list(frame) == [number % 251 + n for n in range(70)] for number, frame in found)
+    assert set(rb.sample()["number"].tolist()) <= set(expected)
+    version = rb.dumps(tmp_path / "versions")
+    with expstore.open(tmp_path / "versions", version=version.number) as kept:
+        assert [number for _, number in whole(kept)] == expected
+    rb.extend(rows([300.0, 301.0], 91))
+    rb[31] = rows([0.0], 93)[0]
+    rb.flush()
+    assert rb["number"][31:34].tolist() == [93, 92, 33]
+    assert rb.extend(rows([33.5], 94)).tolist() == [31]
+    rb.loads(tmp_path / "versions")
+    assert [number for _, number in whole(rb)] == [*range(60, 90), 90, *range(31, 60)]
+
+
+def test_rows_are_whole_while_others_take_their_places(tmp_path: Path) -> None:
+    with expstore.open(
+        tmp_path / "best.exp", capacity=500, batch_size=300, writer=TensorDictMaxValueWriter("score"), seed=1
+    ) as rb:
+        rb.extend(rows(range(500)))
+        over = threading.Event()
+        failures: list[BaseException] = []
+
+        def beside(work: Callable[[], object]) -> None:
+            try:
+                while not over.is_set():
+                    work()
+            except BaseException as exc:
+                failures.append(exc)
+
+        def look() -> None:
+            found = rb.sample()
+            assert torch.equal(found["frame"], found["number"][:, None] % 251 + torch.arange(70))
+
+        threads = [
+            threading.Thread(target=beside, args=(work,)) for work in (look, lambda: whole(rb), rb.flush)
+        ]
+        for thread in threads:
+            thread.start()
+        for turn in range(60):
+            first = 500 + 100 * turn
+            rb.extend(rows(range(first, first + 100), first))
+        over.set()
+        for thread in threads:
+            thread.join()
+        assert not failures
+        assert sorted(number for _, number in whole(rb)) == list(range(6000, 6500))
+    with expstore.open(tmp_path / "best.exp") as rb:
+        assert sorted(number for _, number in whole(rb)) == list(range(6000, 6500))
+
+
+def test_more_rows_than_may_wait_are_settled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(displacing, "WAITING_BYTES", 40_000)
+    with expstore.open(tmp_path / "best.exp", capacity=100, writer=TensorDictMaxValueWriter("score")) as rb:
+        rb.extend(rows(range(100)))
+        for turn in range(20):
+            first = 100 + 20 * turn
+            rb.extend(rows(range(first, first + 20), first))
+            assert sorted(number for _, number in whole(rb)) == list(range(first - 80, first + 20))
+        assert rb.storage.counters.syncs >= 4
 
 
 def test_a_follower_beside_the_writer(tmp_path: Path) -> None:
@@ -389,11 +469,13 @@ def test_a_follower_beside_the_writer(tmp_path: Path) -> None:
             assert whole(follower) == whole(rb)
             rb.update_priority([5], [2.0])
             rb.extend(rows([50.0, -1.0, 60.0], 40))
+            before = whole(follower)  # rows that displace others come with the next sync
+            assert before in (whole(rb), [(float(n), n) for n in range(40)])
+            rb.flush()
             follower.refresh()
             assert whole(follower) == whole(rb)
             assert [number for _, number in whole(follower)[:3]] == [40, 42, 2]
             query = "SELECT _priority FROM transitions WHERE _index < 6 ORDER BY _index"
-            rb.flush()
             assert follower.sql(query).fetchall() == [(2,), (2,), (1,), (1,), (1,), (2,)]
             assert follower.write_count == rb.write_count == 42
             assert set(follower.sample()["number"].tolist()) <= {40, *range(2, 43)} - {41}

@@ -656,6 +656,9 @@ class Storage(DrawPosition, Grid, Indexed, Stateful, ABC):
     def note_sampled(self) -> None:
         """Be told that rows were counted as handed out."""
 
+    def settle_changes(self) -> None:
+        """Have the columns hold every row that was changed; the lock is held."""
+
     def _note_ranking(self, ranking: Ranking | None) -> None:
         """Keep by what rows are ranked."""
 

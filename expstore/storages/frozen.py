@@ -121,6 +121,7 @@ def frozen(storage: Storage) -> Iterator[Frozen]:
         storage.sync()
         with storage.lock:
             storage.check_writable()
+            storage.settle_changes()
             state = _freeze(storage)
             storage.hold.move(state.window.low + 1)
         yield state

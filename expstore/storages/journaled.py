@@ -111,7 +111,7 @@ class JournaledStorage(SyncedStorage, VersionedStorage):
     def _open(self, *, first: bool) -> None:
         """Take over the last whole state, then start a journal segment of a new generation."""
         first = self._finish_load() or first
-        self._half = None
+        self._half = self._half_in = None
         manifest = self.manifest
         past = self._read_past()
         if past is not None and not past.clean:

@@ -65,6 +65,7 @@ class SyncedStorage(ShownStorage):
         self._journal_lock = threading.Lock()
         self._failure: ExpStoreError | None = None
         self._half: int | None = None  # the last record before a change whose bytes are not all written
+        self._half_in: File | None = None  # the segment of that change, if it may be the newest for long
         self._unsure = False
         self._synced = 0
         self._marked = (-1, -1)
@@ -149,7 +150,7 @@ class SyncedStorage(ShownStorage):
             self.drain()
             self._log.flush()
             journal = self._journal
-            half = self._half
+            half, half_in = self._half, self._half_in
             mark = Mark(
                 sequence=journal.sequence if half is None else half,
                 last_id=self.last,
@@ -186,7 +187,7 @@ class SyncedStorage(ShownStorage):
         self._synced = mark.last_id
         self._set_back = self._set_back and not mark.set_back
         self._marked = (sequence, mark.draw) if sequence == mark.sequence + 1 else (-1, -1)
-        if rotated and half is None:
+        if rotated and (half is None or half_in is segments[-1]):
             self._cut(segments[-1])
 
     def _cut(self, keep: File) -> None:

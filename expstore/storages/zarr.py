@@ -21,10 +21,9 @@ from expstore.storages.base import ROW_FIELDS, Keys, Rows
 from expstore.storages.checksums import BLOCK_ROWS, CHECKSUMS, Checksums, blocks_of
 from expstore.storages.columns import Column
 from expstore.storages.columnwriter import WritableColumns, taken
+from expstore.storages.displacing import DisplacingStorage
 from expstore.storages.folder import COLUMNS
-from expstore.storages.journaled import JournaledStorage
 from expstore.storages.loading import Arrival, ContentLike, build_load, commit_load
-from expstore.storages.overlay import Overlay
 from expstore.storages.recovery import Past, unsettled_blocks
 from expstore.storages.sampledcolumn import SampledColumn, has_sampled
 from expstore.storages.synced import RIDING_BYTES
@@ -37,7 +36,7 @@ __all__ = ["ZarrStorage"]
 PAGE_ROWS = 1024  # priorities per 4 KiB page
 
 
-class ZarrStorage(JournaledStorage):
+class ZarrStorage(DisplacingStorage):
     """Keep rows in a folder, for as long as the experiment lives.
 
     Crashes: what `write` published survives the process at once, and the machine after the next `sync`
@@ -73,13 +72,12 @@ class ZarrStorage(JournaledStorage):
         self.checksums: Checksums | None = None
         self._changed: set[int] = set()  # blocks that the next sync has summed beside those of newer rows
         self._due: set[int] = set()  # blocks that the sync under way has summed
-        self._half_written: Overlay | None = None  # rows of a change that failed after it was recorded
 
     # -- opening ---------------------------------------------------------------------------------
 
     def _open_columns(self) -> None:
         self._tail = Tail()  # the journal has all rows of the former one
-        self._half_written = None  # and this change
+        self._half_written = self._waiting = self._settling = None  # and these changes
         self.sampled = None
         schema = self.manifest.schema
         if schema is None:
@@ -394,6 +392,7 @@ class ZarrStorage(JournaledStorage):
         with self.lock:
             self.check_writable()
             self._wait_for_copy(None)
+            self.settle_changes()
             self.flush_priorities()
             arrival = Arrival(content, self)
             ready = 0 if self.columns is None else self.columns.ready
@@ -412,32 +411,6 @@ class ZarrStorage(JournaledStorage):
 
     # -- change and read -------------------------------------------------------------------------
 
-    def _overwrite(self, slots: IntArray, places: Sequence[int], columns: Sequence[Array]) -> None:
-        group = self.columns
-        if group is None:
-            return
-        touched: set[File] = set()
-        try:
-            for place, values in zip(places, columns, strict=True):
-                if place == self.priority_place:
-                    with self._priority_lock:  # a page of older priorities must not be written after these
-                        self.priorities[slots] = values
-                        touched.update(group.columns[place].write_rows(slots, values))
-                else:
-                    touched.update(group.columns[place].write_rows(slots, values))
-        except BaseException:
-            # The journal has the change; until it is read again nobody is to see half of one.
-            left = Overlay()
-            for place, values in zip(places, columns, strict=True):
-                left.put(place, slots, values)
-            self._half_written = left
-            raise
-        with self.episode_lock:
-            self._touched |= touched
-            self._changed.update((slots // BLOCK_ROWS).tolist())
-            self._half = None
-        self._keeper.note()
-
     def _take(self, slots: IntArray, places: Sequence[int] | None) -> list[Array]:
         if self.columns is None:
             raise StateError("the store has no rows yet", hint="extend() it first")
@@ -448,9 +421,7 @@ class ZarrStorage(JournaledStorage):
             except StorageError:
                 return self._take_beside(columns, slots, places)
         wanted = range(len(columns) - len(ROW_FIELDS)) if places is None else places
-        if self._half_written is not None:
-            return [self._half_written.take(place, columns[place], slots) for place in wanted]
-        return [columns[place].take(slots) for place in wanted]
+        return self._taken(columns, slots, wanted)
 
     def _in_tail(self, slots: IntArray) -> NDArray[np.bool_]:
         """Say which slots are of rows that stand in the tail; those that come to it now are of later ones."""
@@ -494,9 +465,10 @@ class ZarrStorage(JournaledStorage):
         runs = self.pieces(first_id, count)
         columns = self.columns.columns
         found: list[list[Array]] = []
+        over = self._over()
         for place in places:
-            if self._half_written is not None and place < len(columns) - 1:
-                parts = [self._half_written.parts(place, columns[place], slot, n) for slot, _, n in runs]
+            if over is not None and place < len(columns) - 1:
+                parts = [over.parts(place, columns[place], slot, n) for slot, _, n in runs]
                 found.append([part[0] if len(part) == 1 else np.concatenate(part) for part in parts])
                 continue
             source = self.priorities if place == len(columns) - 1 else columns[place].view

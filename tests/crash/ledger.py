@@ -288,10 +288,6 @@ class Ledger:
         half._best(op, displace=False)
         return half
 
-    def displaces(self, op: Op) -> bool:
-        """Say whether an extend takes the places of stored rows: that is on the disk when it returns."""
-        return op.kind == "extend" and self.spec.best and self.place_best(op)[2].size > 0
-
     def retire_for(self, op: Op) -> bool:
         """Give up what an extend longer than the spare gives up before it is there; say whether it does."""
         capacity = None if self.spec.best else self.spec.capacity

@@ -265,7 +265,6 @@ class _History:
             self._acked += 1
             self.newest = self._ledgers[self._acked]
             lasting = op.kind in ("flush", "change", "empty", "loads") or before.copy().retire_for(op)
-            lasting = lasting or before.displaces(op)
             if op.kind == "dumps":
                 self.current = max(self.newest.versions)
             if lasting or (op.kind in ("extend", "annotate") and self._job.spec.durability == "sync"):
