@@ -145,7 +145,7 @@ class ShapingHandle(DrawingHandle):
             batch = self._collated(batch)
         if (more or not form.keyed) and isinstance(batch, TensorDictBase):
             for key, values in ({} if form.keyed else root).items():
-                batch.set(key, values)
+                batch.set(key, along(values, batch))
             for path, flags in (more or {}).items():
                 batch.set(path, flags)
         if len(self._transform):
@@ -312,6 +312,12 @@ class ShapingHandle(DrawingHandle):
         self._hold(storage)
         self._collate_fn = collate_fn
         return former
+
+
+def along(values: torch.Tensor, batch: TensorDictBase) -> torch.Tensor:
+    """Return what is said of each row along the dims that rows have themselves."""
+    beyond = batch.batch_size[values.ndim :]
+    return values.reshape(*values.shape, *(1 for _ in beyond)).expand(*values.shape, *beyond)
 
 
 def _is_key(index: Any) -> bool:

@@ -53,6 +53,23 @@ class TensorDictReplayBuffer(ReplayBuffer):
         self.priority_key = priority_key
         self._with_ids = with_ids
 
+    def sample(
+        self, batch_size: int | None = None, return_info: bool = False, include_info: bool | None = None
+    ) -> Any:
+        """Do as `ReplayBuffer.sample`.
+
+        Args:
+            batch_size: See there.
+            return_info: See there.
+            include_info: False: leave out what the batch carries beside the fields (`index`, and so on).
+        """
+        found = super().sample(batch_size, return_info)
+        if include_info is not False:
+            return found
+        batch, *info = found if return_info else (found,)
+        batch = batch.exclude(*self._own_keys)
+        return (batch, *info) if return_info else batch
+
     def _counts_priorities(self, asked: bool | None) -> bool:
         return asked is not False
 

@@ -262,6 +262,38 @@ def test_samples_carry_what_they_carry(tmp_path: Path, buffer: str) -> None:
     same(program, tmp_path)
 
 
+def test_what_samples_carry_can_be_left_out(tmp_path: Path) -> None:
+    def program(lib: Any, tell: Teller) -> None:
+        rb = lib.TensorDictReplayBuffer(storage=lib.LazyTensorStorage(10), batch_size=4)
+        rb.extend(TensorDict({"x": torch.arange(10)}, [10]))
+        tell("index" in rb.sample(include_info=True), sorted(rb.sample(include_info=None).keys()))
+        if lib.name == "expstore":  # TorchRL's rows have an index as a field
+            batch, info = rb.sample(3, return_info=True, include_info=False)
+            assert (sorted(batch.keys()), batch.shape, set(info)) == (["x"], (3,), {"index", "id"})
+            assert sorted(rb.sample(include_info=False).keys()) == ["x"]
+
+    same(program, tmp_path)
+
+
+@pytest.mark.parametrize("storage", ["ListStorage", "LazyTensorStorage"])
+def test_rows_may_be_trajectories(tmp_path: Path, storage: str) -> None:
+    def program(lib: Any, tell: Teller) -> None:
+        rb = lib.TensorDictReplayBuffer(storage=getattr(lib, storage)(5), batch_size=3)
+        rb.extend(TensorDict({"x": torch.arange(12).reshape(3, 4)}, [3, 4]))
+        batch = rb.sample()
+        tell(batch.shape, batch["index"].shape, bool((batch["index"] == batch["x"] // 4).all()), len(rb))
+
+    same(program, tmp_path)
+    rb = OURS.TensorDictPrioritizedReplayBuffer(
+        alpha=0.7, beta=0.9, storage=getattr(OURS, storage)(5), batch_size=3
+    )
+    rb.extend(TensorDict({"x": torch.arange(12).reshape(3, 4)}, [3, 4]))
+    batch = rb.sample()
+    assert batch["priority_weight"].shape == (3, 4)
+    rb.update_tensordict_priority(batch.set("td_error", torch.rand(3, 4)))
+    assert rb.sample().shape == (3, 4)
+
+
 def test_parts_are_exchanged(tmp_path: Path) -> None:
     def program(lib: Any, tell: Teller) -> None:
         storages = lib.LazyTensorStorage(10), lib.LazyTensorStorage(10)
