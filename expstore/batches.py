@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from tensordict import (
+    LazyStackedTensorDict,
     NonTensorData,
     NonTensorStack,
     TensorDict,
@@ -108,6 +109,8 @@ class Batch:
 def _leaves(
     data: TensorDictBase, path: Key, skip: frozenset[str], keys: list[Key], leaves: list[Any]
 ) -> None:
+    if isinstance(data, LazyStackedTensorDict):
+        _check_alike(data, path)
     for name, value in data.items():
         if not path and name in skip:
             continue
@@ -120,6 +123,19 @@ def _leaves(
             raise SchemaError(
                 f"field {key_name((*path, name))!r} is a {type(value).__name__}, which no storage keeps",
                 hint="make it a tensor, or NonTensorData",
+            )
+
+
+def _check_alike(data: LazyStackedTensorDict, path: Key) -> None:
+    """Raise SchemaError if rows have different fields: such a stack shows those that all of them have."""
+    names = [set(row.keys()) for row in data.tensordicts]
+    for number, found in enumerate(names):
+        if found != names[0]:
+            name = sorted(map(str, found ^ names[0]))[0]
+            raise SchemaError(
+                f"row {number} of the batch has {'a' if name in found else 'no'} field "
+                f"{key_name((*path, name))!r}, row 0 has {'none' if name in found else 'one'}",
+                hint="rows have the same fields; a LazyStackStorage keeps others",
             )
 
 

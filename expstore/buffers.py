@@ -110,6 +110,8 @@ class ReplayBuffer(Patching, ShapingHandle, Direct):
         if transform is not None and transform_factory is not None:
             raise TypeError("transform and transform_factory are mutually exclusive; give one of them")
         check_drawing(batch_size, prefetch, pin_memory)
+        if generator is not None and not isinstance(generator, torch.Generator):
+            raise TypeError(f"generator must be a torch.Generator, got {generator!r}")
         drawing = None if sampler is None else adapt(called(sampler, "sample"))
         check_predictable(batch_size, drawing)
         self._unit = check_unit(sample_unit, drawing)
@@ -490,12 +492,21 @@ class ReplayBuffer(Patching, ShapingHandle, Direct):
         check_unit(self._unit, sampler)
         consume_after(None, sampler, prefetch=self._prefetch)
 
-    def empty(self) -> None:
+    def empty(self, empty_write_count: bool | None = None) -> None:
         """Forget all rows; ids and episode ids go on, indices begin at 0 in a ring.
 
+        Args:
+            empty_write_count: False or None: `write_count` says how many rows were ever written.
+
         Raises:
+            ValueError: It is True.
             StateError: The store is closed, or open for reading only; or its writer lets nothing change.
         """
+        if empty_write_count:
+            raise ValueError(
+                "empty_write_count=True means nothing here: write_count says how many rows were ever "
+                "written; leave it out"
+            )
         self._writer.check()
         super().empty()
         self._sampler.on_empty()

@@ -133,8 +133,9 @@ def dump(storage: Storage, path: str | Path, *, keep: int | None = None, tag: st
 def _refuse_objects(storage: Storage) -> None:
     schema = storage.schema
     if schema is not None and schema.objects:
+        field = f"field {key_name(schema.objects[0])!r}"
         raise SnapshotError(
-            f"field {key_name(schema.objects[0])!r} holds objects, for which files have no form",
+            f"{'the storage' if storage.object_rows else field} holds objects, for which files have no form",
             hint="make tensors of them, or save them yourself",
         )
 

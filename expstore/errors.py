@@ -7,7 +7,8 @@ Every module raises from this tree; nothing here reads or writes anything::
     │   └── StackError (RuntimeError)   rows one by one are of different shapes
     ├── PriorityError  (ValueError)     negative, NaN or infinite priority; none was applied
     ├── QueryError     (ValueError)     the SQL is not one read-only SELECT that DuckDB accepts
-    ├── NotFoundError  (KeyError)       no such id, index, episode or snapshot
+    ├── NotFoundError  (KeyError)       no such id, episode or snapshot
+    │   └── NoRowError (IndexError)     no row with this index
     ├── NotReadyError  (RuntimeError)   fewer rows than the call needs; try again later
     ├── StateError     (RuntimeError)   closed, poisoned, or not open for writing
     │   └── LockedError                 somebody else has the store open for writing
@@ -24,6 +25,7 @@ __all__ = [
     "ExpStoreError",
     "LockedError",
     "MigrationError",
+    "NoRowError",
     "NotFoundError",
     "NotReadyError",
     "PriorityError",
@@ -92,9 +94,15 @@ class QueryError(ExpStoreError, ValueError):
 
 
 class NotFoundError(ExpStoreError, KeyError):
-    """No such id, index, episode or snapshot."""
+    """No such id, episode or snapshot."""
 
     default_kind = "not_found"
+
+
+class NoRowError(NotFoundError, IndexError):
+    """No row has this index."""
+
+    default_kind = "no_row"
 
 
 class NotReadyError(ExpStoreError, RuntimeError):

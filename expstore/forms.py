@@ -182,6 +182,8 @@ def stack(items: Sequence[Any]) -> Any:
         return {key: stack([item[key] for item in items]) for key in first}
     if type(first) in (list, tuple):
         return type(first)(stack([item[i] for item in items]) for i in range(len(first)))
+    if isinstance(first, tuple) and hasattr(first, "_fields"):
+        return type(first)(*(stack([item[i] for item in items]) for i in range(len(first))))
     if isinstance(first, (np.ndarray, np.generic, bool, int, float)):
         return torch.as_tensor(np.stack([np.asarray(item) for item in items]))
     return list(items)
@@ -203,8 +205,19 @@ def _describe(form: str) -> str:
     if "objects" in data:
         return "objects"
     if "tree" in data:
-        return "tensors" if "field" in data["tree"] else f"trees {json.dumps(data['tree'])}"
+        return "tensors" if "field" in data["tree"] else f"trees {_sketch(data['tree'])}"
     return f"TensorDicts ({data['class']})" if "class" in data else "TensorDicts"
+
+
+def _sketch(tree: Any) -> str:
+    """Return a tree as its containers are written, a dot for each leaf."""
+    ((kind, parts),) = tree.items()
+    if kind == "dict":
+        return "{" + ", ".join(f"{key!r}: {_sketch(part)}" for key, part in parts) + "}"
+    if kind in ("list", "tuple"):
+        inner = ", ".join(map(_sketch, parts))
+        return f"[{inner}]" if kind == "list" else f"({inner})"
+    return "."
 
 
 class Form(ABC):

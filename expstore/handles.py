@@ -28,6 +28,7 @@ from expstore.storages.folder import FolderStorage
 from expstore.storages.follower import Origin
 from expstore.storages.stateful import Hook
 from expstore.storages.stats import describe
+from expstore.storages.synced import SyncedStorage
 from expstore.storages.trajectories import check_episode
 
 if TYPE_CHECKING:
@@ -133,6 +134,9 @@ class StoreHandle:
                 f"a buffer over {self._storage.kind} storage cannot be copied to another process",
                 hint="keep the rows in a folder: expstore.open(path)",
             )
+        kept = self.__dict__.get("_storage")
+        if isinstance(kept, SyncedStorage) and kept.can_write:
+            kept.drain()  # the copy is to see all that was written
         own = {"_storage", "_catalog", "_parents", "_parents_sampler", *self._bound}
         state = {name: value for name, value in self.__dict__.items() if name not in own}
         return state | {"_origin": self._origin.elsewhere()}

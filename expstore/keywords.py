@@ -72,7 +72,8 @@ def made(part: _Part | Callable[[], _Part], kind: type[Any], method: str) -> _Pa
     found = called(part, method)
     if not isinstance(found, kind):
         raise TypeError(
-            f"expected a {kind.__name__} or a function that makes one, got {type(found).__name__}: {found!r}"
+            f"expected a {kind.__name__} of expstore or a function that makes one, got a "
+            f"{type(found).__module__.partition('.')[0]} {type(found).__name__}"
         )
     return cast(_Part, found)
 

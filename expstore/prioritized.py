@@ -6,11 +6,13 @@ else is there.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from expstore.buffers import ReplayBuffer
+from expstore.keywords import made
 from expstore.samplers.prioritized import PrioritizedSampler, Reduction
 from expstore.storages.base import Storage
 from expstore.storages.memory import MemoryStorage
@@ -46,11 +48,11 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         beta: float,
         eps: float = 1e-8,
         dtype: torch.dtype = torch.float32,
-        storage: Storage | None = None,
+        storage: Storage | Callable[[], Storage] | None = None,
         **keywords: Any,
     ) -> None:
-        storage = MemoryStorage(1000) if storage is None else storage
-        sampler = PrioritizedSampler(storage.capacity, alpha, beta, eps, dtype)
+        storage = MemoryStorage(1000) if storage is None else made(storage, Storage, "get")
+        sampler = _sampler(keywords, storage.capacity, alpha, beta, eps, dtype)
         super().__init__(storage=storage, sampler=sampler, **keywords)
 
 
@@ -89,9 +91,17 @@ class TensorDictPrioritizedReplayBuffer(TensorDictReplayBuffer):
         eps: float = 1e-8,
         dtype: torch.dtype = torch.float32,
         reduction: Reduction = "max",
-        storage: Storage | None = None,
+        storage: Storage | Callable[[], Storage] | None = None,
         **keywords: Any,
     ) -> None:
-        storage = MemoryStorage(1000) if storage is None else storage
-        sampler = PrioritizedSampler(storage.capacity, alpha, beta, eps, dtype, reduction)
+        storage = MemoryStorage(1000) if storage is None else made(storage, Storage, "get")
+        sampler = _sampler(keywords, storage.capacity, alpha, beta, eps, dtype, reduction)
         super().__init__(storage=storage, sampler=sampler, priority_key=priority_key, **keywords)
+
+
+def _sampler(keywords: dict[str, Any], *settings: Any) -> PrioritizedSampler:
+    if keywords.pop("sampler", None) is not None:
+        raise ValueError(
+            "a prioritized buffer makes its sampler of alpha, beta and eps; give others to a ReplayBuffer"
+        )
+    return PrioritizedSampler(*settings)

@@ -50,8 +50,6 @@ class ShapingHandle(DrawingHandle):
         limiter: See there.
     """
 
-    #: Root keys that samples carry beside the fields; not taken in again by `extend`.
-    _own_keys: frozenset[str] = frozenset()
     _bound: ClassVar[tuple[str, ...]] = (*DrawingHandle._bound, "_form", "_intake")
     _form: Form | None = None
     _intake: Intake | None = None
@@ -93,8 +91,12 @@ class ShapingHandle(DrawingHandle):
         batch = None if self._intake is None else self._intake.take(data, single=single)
         if batch is None:
             layout = layout_of(self._storage, self._dim_extend)
-            batch = take(data, layout, single=single, skip=self._own_keys)
+            batch = take(data, layout, single=single, skip=self._own_keys())
         return batch
+
+    def _own_keys(self) -> frozenset[str]:
+        """Return root keys that samples carry beside the fields: `extend` does not take them in again."""
+        return frozenset()
 
     def __setitem__(self, index: Any, data: Any) -> None:
         """Replace rows by index; neither length nor episodes change.
@@ -124,7 +126,7 @@ class ShapingHandle(DrawingHandle):
             if data is not None:
                 # As the index has it, not as time and lanes have it.
                 layout = replace(layout_of(storage, 0), ndim=max(1, len(shape)), all_dims=False)
-                batch = take(data, layout, single=shape == (), skip=self._own_keys)
+                batch = take(data, layout, single=shape == (), skip=self._own_keys())
                 replace_rows(storage, ids, batch)
 
     # -- out -------------------------------------------------------------------------------------

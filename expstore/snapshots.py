@@ -223,8 +223,10 @@ def store_meant(disk: Disk, path: Path) -> Path:
 def _missing(disk: Disk, path: Path, place: Path, version: int | str | None) -> SnapshotError:
     known = [str(v.number) + (f" ({v.tag})" if v.tag else "") for v in list_versions(disk, place)]
     listed = f"there are {', '.join(known)}" if known else "there are none"
-    asked = "a version" if version is None else f"version {version!r}"
+    asked = "version" if version is None else f"version {version!r}"
     hint = "" if known else "make one with dumps() or tag()"
+    if not known and disk.exists(path / "buffer_metadata.json"):
+        hint = "torchrl has written it: load it there, and extend() a buffer here by its rows"
     return SnapshotError(f"{path} has no {asked}: {listed}", hint=hint)
 
 

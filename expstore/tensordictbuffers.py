@@ -44,12 +44,8 @@ class TensorDictReplayBuffer(ReplayBuffer):
         consume_after_n_samples: See there.
     """
 
-    _own_keys = frozenset({"index", "id", "index_generation", "priority_weight"})
-
     def __init__(self, *, priority_key: str = "td_error", with_ids: bool = False, **keywords: Any) -> None:
         super().__init__(**keywords)
-        if self._unit is not None:
-            self._own_keys |= self._unit.root_keys
         self.priority_key = priority_key
         self._with_ids = with_ids
 
@@ -67,8 +63,16 @@ class TensorDictReplayBuffer(ReplayBuffer):
         if include_info is not False:
             return found
         batch, *info = found if return_info else (found,)
-        batch = batch.exclude(*self._own_keys)
+        batch = batch.exclude(*self._own_keys())
         return (batch, *info) if return_info else batch
+
+    def _own_keys(self) -> frozenset[str]:
+        own = {"index", "index_generation"}
+        if self._with_ids:
+            own.add("id")
+        if self._with_ids or self._sampler.prioritized:
+            own.add("priority_weight")
+        return frozenset(own) if self._unit is None else frozenset(own) | self._unit.root_keys
 
     def _counts_priorities(self, asked: bool | None) -> bool:
         return asked is not False
@@ -134,7 +138,9 @@ class TensorDictReplayBuffer(ReplayBuffer):
             raise SchemaError(f"the sample has no {key_name(key)!r} to take priorities from")
         rows = data.get(f"anchor_{name}") if self._unit is not None else None
         if rows is None:
-            rows = data[name]
+            rows = data.get(name)
+            if rows is None:
+                raise SchemaError(f"the sample has no {name!r}, which says which rows it holds")
             if rows.ndim > 1 and self._storage.ndim == 1:  # the same along the dims that rows have themselves
                 rows = rows.reshape(rows.shape[0], -1)[:, 0]
         else:

@@ -15,6 +15,7 @@ BASES = {
     "PriorityError": (errors.ExpStoreError, ValueError, "priority"),
     "QueryError": (errors.ExpStoreError, ValueError, "query"),
     "NotFoundError": (errors.ExpStoreError, KeyError, "not_found"),
+    "NoRowError": (errors.NotFoundError, IndexError, "no_row"),
     "NotReadyError": (errors.ExpStoreError, RuntimeError, "not_ready"),
     "StateError": (errors.ExpStoreError, RuntimeError, "state"),
     "LockedError": (errors.StateError, RuntimeError, "locked"),

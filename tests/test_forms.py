@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict, tensorclass
+from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict, lazy_stack, tensorclass
 from torch.utils._pytree import tree_map
 
 import expstore
-from expstore import ReplayBuffer, TensorDictReplayBuffer
+from expstore import ReplayBuffer, TensorDictPrioritizedReplayBuffer, TensorDictReplayBuffer
 from expstore.errors import NotFoundError, SchemaError, StackError
 from expstore.samplers import PrioritizedSampler, RandomSampler, SamplerWithoutReplacement
 from expstore.storages import LazyTensorStorage, ListStorage, MemoryStorage, Storage, ZarrStorage
@@ -100,7 +102,7 @@ def test_a_tree(storage: Storage) -> None:
         same(rb[:2], tree(2, 50))
         with pytest.raises(SchemaError, match=r"leaf '30' has shape \[5\], another one begins with \[6\]"):
             rb.extend({**tree(6), "30": torch.zeros(5)})
-        with pytest.raises(SchemaError, match="keeps trees .*, the batch is trees"):
+        with pytest.raises(SchemaError, match=r"keeps trees \{'a': \., .*, the batch is trees \(\., \.\)"):
             rb.extend((torch.zeros(2), torch.zeros(2)))
         with pytest.raises(SchemaError, match="got str at 'a'; objects of other kinds .* ListStorage"):
             rb.extend({"a": "text"})
@@ -133,6 +135,58 @@ def test_a_list_of_tensordicts(storage: Storage) -> None:
             SchemaError, match="expected a TensorDict, got Tensor: TensorDictReplayBuffer only"
         ):
             rb.extend(torch.zeros(3))
+
+
+def test_rows_with_other_fields_are_refused(storage: Storage) -> None:
+    zero = torch.zeros(())
+    one, other = TensorDict({"a": zero, "b": zero}), TensorDict({"a": zero, "c": zero})
+    with TensorDictReplayBuffer(storage=storage) as rb:
+        for batch in ([one, other], lazy_stack([one, other]), [one, one, other]):
+            with pytest.raises(SchemaError, match="row [12] of the batch has no field 'b', row 0 has one"):
+                rb.extend(batch)
+        nested = [TensorDict({"n": one}), TensorDict({"n": other})]
+        with pytest.raises(SchemaError, match=r"field 'n\.b'"):
+            rb.extend(nested)
+        assert len(rb) == 0
+
+
+def test_fields_that_samples_of_other_buffers_carry_are_kept() -> None:
+    data = TensorDict({"id": torch.arange(3), "priority_weight": torch.ones(3), "z": torch.zeros(3)}, [3])
+    with TensorDictReplayBuffer(storage=MemoryStorage(9), batch_size=2) as rb:
+        rb.extend(data)
+        assert set(rb[:].keys()) == {"id", "priority_weight", "z"}
+        rb.extend(rb.sample())  # its index is not taken in
+    with TensorDictPrioritizedReplayBuffer(
+        alpha=1, beta=1, storage=lambda: MemoryStorage(9), batch_size=2
+    ) as rb:
+        rb.extend(data)
+        assert set(rb[:].keys()) == {"id", "z"}
+        with pytest.raises(SchemaError, match="no 'index', which says which rows it holds"):
+            rb.update_tensordict_priority(TensorDict({"td_error": torch.ones(2)}, [2]))
+
+
+def test_indices_that_are_there(storage: Storage) -> None:
+    with ReplayBuffer(storage=storage) as rb:
+        assert 0 not in storage
+        rb.extend(torch.arange(25))
+        assert [number in storage for number in (0, 19, -20, 20, -21)] == [True, True, True, False, False]
+        assert storage.contains(torch.tensor([[3, 99]])).tolist() == [[True, False]]
+        same(rb[...], rb[:])
+        for wrong in (20, torch.tensor([3, 99]), torch.ones(3, dtype=torch.bool)):
+            with pytest.raises(IndexError):
+                rb[wrong]
+        rb.empty(empty_write_count=False)
+        with pytest.raises(ValueError, match="empty_write_count=True means nothing here"):
+            rb.empty(empty_write_count=True)
+
+
+def test_named_tuples_are_stacked() -> None:
+    pair = namedtuple("pair", "x y")
+    with ReplayBuffer(storage=ListStorage(9), batch_size=4) as rb:
+        rb.extend([pair(torch.tensor(n), torch.ones(2)) for n in range(3)])
+        batch = rb[:]
+        assert isinstance(batch, pair)
+        same(batch.x, torch.arange(3))
 
 
 def test_a_tensorclass_comes_back_where_its_module_is_known(tmp_path: Path) -> None:
@@ -305,3 +359,12 @@ def test_a_buffer_in_ram_goes_into_its_state_with_its_rows(sampler: str, tmp_pat
     second.extend(tree(1, 200))
     first.extend(tree(1, 200))
     same(second[:], first[:])
+
+
+def test_a_copy_in_another_process_sees_all_that_was_written(tmp_path: Path) -> None:
+    with expstore.open(tmp_path / "run.exp", capacity=20, batch_size=2) as rb:
+        rb.extend(TensorDict({"a": torch.arange(3)}, [3]))  # so few wait in the journal
+        copy = pickle.loads(pickle.dumps(rb))
+        assert len(copy) == 3
+        assert set(copy.sample()["a"].tolist()) <= {0, 1, 2}
+        copy.close()

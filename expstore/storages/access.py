@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from expstore.errors import NotFoundError, SchemaError, StateError
+from expstore.errors import NoRowError, SchemaError, StateError
 from expstore.schema import Schema
 from expstore.storages.rows import Rows, now_us
 from expstore.types import Array, IntArray
@@ -30,6 +30,7 @@ __all__ = [
     "PATIENCE",
     "append",
     "append_rows",
+    "contains",
     "find",
     "get",
     "layout_of",
@@ -80,7 +81,7 @@ def find(storage: Storage, index: Any, dim: int = 0) -> tuple[IntArray, tuple[in
     try:
         chosen = np.asarray(grid[index])
     except IndexError as exc:
-        raise NotFoundError(f"no rows at {index!r}: the store has them in shape {list(grid.shape)}") from exc
+        raise NoRowError(f"no rows at {index!r}: the store has them in shape {list(grid.shape)}") from exc
     return chosen.reshape(-1), chosen.shape
 
 
@@ -88,6 +89,8 @@ def _plain(index: Any) -> Any:
     """Return an index in terms of NumPy's: torch's tensors, and ranges, are none."""
     if isinstance(index, tuple):
         return tuple(map(_plain, index))
+    if index is Ellipsis:
+        return slice(None)
     if hasattr(index, "detach"):
         index = index.detach().cpu().numpy()
     elif isinstance(index, range):
@@ -115,7 +118,7 @@ def _find_flat(storage: Storage, index: Any) -> tuple[IntArray, tuple[int, ...]]
     numbers = np.asarray(index)
     if numbers.dtype == np.bool_:
         if numbers.shape != (len(storage),):
-            raise NotFoundError(f"the mask has shape {numbers.shape}, the store {len(storage)} rows")
+            raise NoRowError(f"the mask has shape {numbers.shape}, the store {len(storage)} rows")
         ids = _sorted(storage)[numbers.astype(bool)]
         return ids, ids.shape
     if numbers.size and numbers.dtype.kind not in "iu":
@@ -207,6 +210,22 @@ def _moved(rows: Any, device: torch.device) -> Any:
         return hasattr(thing, "to")
 
     return tree_map(lambda thing: thing.to(device) if can_move(thing) else thing, rows, is_leaf=can_move)
+
+
+def contains(storage: Storage, item: Any) -> Any:
+    """Say which indices rows can be read at, as torchrl's storages do."""
+    import torch
+
+    numbers = np.asarray(_plain(item))
+    if numbers.dtype.kind not in "iu":
+        raise TypeError(f"rows are found by integers, not {type(item).__name__}")
+    there = np.zeros(storage.max_size if storage.capacity is not None else storage.last, bool)
+    there[storage.index_of(storage.window.ids())] = True
+    size = len(storage)
+    wrapped = np.where(numbers < 0, numbers + size, numbers)
+    inside = (wrapped >= 0) & (wrapped < there.size)
+    found = inside & there[np.where(inside, wrapped, 0)] if there.size else inside
+    return torch.from_numpy(np.asarray(found)) if isinstance(item, torch.Tensor) else bool(found)
 
 
 def rows_of(storage: Storage) -> Iterator[Any]:
@@ -331,7 +350,11 @@ def replace_rows(storage: Storage, ids: IntArray, batch: Batch) -> None:
     """
     if batch.count != ids.size:
         raise SchemaError(f"{ids.size} rows are to be replaced by {batch.count}")
-    columns = batch.columns(storage.require_schema())
+    from expstore.forms import check_form
+
+    schema = storage.require_schema()
+    check_form(batch, schema)
+    columns = batch.columns(schema)
     if ids.size > 1:
         ids, last = np.unique(ids[::-1], return_index=True)
         columns = [column[::-1][last] for column in columns]

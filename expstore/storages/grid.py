@@ -10,7 +10,7 @@ import math
 
 import numpy as np
 
-from expstore.errors import NotFoundError, SchemaError
+from expstore.errors import NoRowError, NotFoundError, SchemaError
 from expstore.types import Array, IntArray, Window
 
 __all__ = ["UNBOUNDED", "Grid", "check_ndim", "round_up"]
@@ -150,7 +150,7 @@ class Grid:
         wrong = ~window.holds(ids) | (index < 0) | (index >= end)
         if wrong.any():
             first = int(index[np.argmax(wrong)])
-            raise NotFoundError(f"no row with index {first}: the store holds {window.rows} rows")
+            raise NoRowError(f"no row with index {first}: the store holds {window.rows} rows")
         return ids
 
     def generations_of(self, ids: IntArray) -> IntArray:
@@ -205,7 +205,7 @@ class Grid:
         ends[0] = self.max_size // self.lanes  # which of these are there, `ids_at` knows
         wrong = ((wrapped < 0) | (wrapped >= ends)).any(axis=1)
         if wrong.any():
-            raise NotFoundError(
+            raise NoRowError(
                 f"no row at {places[np.argmax(wrong)].tolist()}: the storage has shape {shape.tolist()}"
             )
         numbers: IntArray = wrapped[:, 0]

@@ -72,6 +72,22 @@ class Indexed:
     def __setitem__(self, index: Any, data: Any) -> None:
         self.set(index, data)
 
+    def contains(self, item: Any) -> Any:
+        """Say which indices rows can be read at.
+
+        Args:
+            item: An integer, or a tensor of them; negative ones count from the end.
+
+        Returns:
+            A bool, or a tensor of bools.
+        """
+        from expstore.storages.access import contains
+
+        return contains(cast("Storage", self), item)
+
+    def __contains__(self, item: object) -> bool:
+        return bool(self.contains(item))
+
     def __iter__(self) -> Iterator[Any]:
         """Yield row after row, in the order of their indices."""
         from expstore.storages.access import rows_of
