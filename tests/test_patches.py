@@ -346,7 +346,12 @@ def test_cells_of_several_dims() -> None:
             index=index, generation=sample["index_generation"], patch={"n": sample["n"] + 50}
         )
         assert torch.equal(found.updated, ~gone)
-    rb.mark_update(info["index"])
+    rb.set_sampler(PrioritizedSampler(12, 1.0, 1.0))
+    for index in (torch.tensor([[0, 2], [2, 1]]), (torch.tensor([0, 2]), torch.tensor([2, 1]))):
+        rb.storage.set_priorities(rb.storage.window.ids(), np.full(12, 0.5, np.float32))
+        rb.mark_update(index)
+        found = rb.sql("SELECT _index FROM transitions WHERE _priority = 1 ORDER BY 1").fetchall()
+        assert found == [(2,), (7,)]
     rb.set_at_("n", 7, (0, 1))
     assert rb["n"][0, 1] == 7
 

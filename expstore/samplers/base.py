@@ -219,10 +219,11 @@ class Sampler(metaclass=SamplerKind):
         """
         if not self.prioritized:
             return
-        numbers = np.asarray(index, np.int64)
-        numbers = (
-            storage.ravel(numbers.reshape(-1, storage.ndim)) if storage.ndim > 1 else numbers.reshape(-1)
-        )
+        if isinstance(index, tuple):
+            index = np.stack([np.asarray(part) for part in index], axis=-1)
+        numbers = np.asarray(index, np.int64).reshape(-1)
+        if storage.ndim > 1:
+            numbers = storage.ravel(numbers.reshape(-1, storage.ndim))
         with storage.lock:
             ids = storage.ids_at(numbers[numbers != -1])
             storage.set_priorities(ids, np.full(ids.size, storage.max_priority, np.float32))
