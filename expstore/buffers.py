@@ -44,9 +44,9 @@ class ReplayBuffer(Patching, ShapingHandle, Direct):
 
     Threads: any number may sample while one writes; writers wait for one another. Processes: one
     writer per store; in a forked child, and pickled into another process (a DataLoader's workers, say),
-    the buffer follows: it reads what the writer writes, and draws batches of its own. Crashes: as the
-    storage promises; on disk an `extend` that returned survives the process, a `flush` that returned
-    survives the machine.
+    the buffer follows: it reads what the writer writes, and draws batches of its own. A copy of one in RAM
+    has rows of its own. Crashes: as the storage promises; on disk an `extend` that returned survives the
+    process, a `flush` that returned survives the machine.
 
     Args:
         storage: Where rows are kept, or a function that makes it; `MemoryStorage(1000)` by default.

@@ -94,6 +94,22 @@ class DrawingHandle(StoreHandle):
             if "_storage" in self.__dict__:
                 self._sampler.attach(self._storage)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy needs; one that has its rows in RAM goes on by a generator of its own."""
+        state = super().__getstate__()
+        if "_storage" in state and self._generator is not None:
+            state["_copied"] = self._generator.get_state(), str(self._generator.device)
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take over what `__getstate__` returned."""
+        copied = state.pop("_copied", None)
+        super().__setstate__(state)
+        if copied is not None:
+            generator = torch.Generator(copied[1])
+            generator.set_state(copied[0])
+            self.set_rng(generator)
+
     @cached_property
     def _draws(self) -> Draws:
         worker = torch.utils.data.get_worker_info()

@@ -124,26 +124,28 @@ class StoreHandle:
             self._parents = held.pop("_storage", None), held.pop("_catalog", None)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy in another process needs to follow the store.
+        """Return what a copy needs: to follow the store, or, of rows in RAM, to have them as well.
 
         Raises:
-            StateError: The rows are in RAM.
+            StateError: The store is closed.
         """
-        if self._origin is None:
-            raise StateError(
-                f"a buffer over {self._storage.kind} storage cannot be copied to another process",
-                hint="keep the rows in a folder: expstore.open(path)",
-            )
         kept = self.__dict__.get("_storage")
+        if self._origin is None and (kept is None or kept.closed):
+            raise StateError("the store is closed", hint="open it again with expstore.open()")
         if isinstance(kept, SyncedStorage) and kept.can_write:
             kept.drain()  # the copy is to see all that was written
         own = {"_storage", "_catalog", "_parents", "_parents_sampler", *self._bound}
         state = {name: value for name, value in self.__dict__.items() if name not in own}
+        if self._origin is None:
+            return state | {"_storage": kept}
         return state | {"_origin": self._origin.elsewhere()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take over what `__getstate__` returned; the store is opened when it is first needed."""
+        """Take over what `__getstate__` returned; a store on disk is opened when it is first needed."""
         self.__dict__.update(state)
+        if "_storage" in state:
+            self._storage.use_catalog(self._catalog)
+            self._attached(self._storage)
         _handles.add(self)
 
     # -- the whole store -------------------------------------------------------------------------

@@ -634,12 +634,6 @@ def test_a_pickled_buffer_follows(pair: tuple[TensorDictReplayBuffer, TensorDict
         unused.sample()
 
 
-def test_a_buffer_in_ram_is_not_copied() -> None:
-    rb = expstore.TensorDictReplayBuffer(storage=expstore.MemoryStorage(10))
-    with pytest.raises(StateError, match=r"memory storage cannot be copied.*expstore\.open"):
-        pickle.dumps(rb)
-
-
 def test_a_fork_sees_what_the_parent_writes_later(
     pair: tuple[TensorDictReplayBuffer, TensorDictReplayBuffer],
 ) -> None:

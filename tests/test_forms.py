@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 from collections import namedtuple
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from torch.utils._pytree import tree_map
 
 import expstore
 from expstore import ReplayBuffer, TensorDictPrioritizedReplayBuffer, TensorDictReplayBuffer
-from expstore.errors import NotFoundError, SchemaError, StackError
+from expstore.errors import NotFoundError, SchemaError, StackError, StateError
 from expstore.samplers import PrioritizedSampler, RandomSampler, SamplerWithoutReplacement
 from expstore.storages import LazyTensorStorage, ListStorage, MemoryStorage, Storage, ZarrStorage
 
@@ -331,6 +332,30 @@ def test_lanes_and_time_of_a_storage_with_two_dims() -> None:
         rb[1] = TensorDict({"a": torch.zeros(5, dtype=torch.int64)}, [5])
         same(rb[:]["a"][1], torch.zeros(5, dtype=torch.int64))
         same(rb[:]["a"][0, :4], data["a"][0])
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda rb: pickle.loads(pickle.dumps(rb))])
+@pytest.mark.parametrize("generator", [None, 5])
+@pytest.mark.parametrize("storage", [LazyTensorStorage, ListStorage, MemoryStorage])
+def test_a_buffer_in_ram_is_copied_with_its_rows(
+    storage: Callable[[int], Storage], generator: int | None, copied: Callable[[Any], Any]
+) -> None:
+    drawn = None if generator is None else torch.Generator().manual_seed(generator)
+    first = ReplayBuffer(
+        storage=storage(20), sampler=SamplerWithoutReplacement(), batch_size=4, prefetch=2, generator=drawn
+    )
+    first.extend([torch.tensor(number) for number in range(23)])
+    first.sample()
+    second = copied(first)
+    assert type(second.storage) is type(first.storage)
+    for _ in range(9):
+        same(second.sample(), first.sample())
+    second.extend([torch.tensor(50)])
+    assert 50 in second[:]
+    assert 50 not in first[:]  # each has rows of its own
+    second.close()
+    with pytest.raises(StateError, match="the store is closed"):
+        pickle.dumps(second)
 
 
 @pytest.mark.parametrize("sampler", ["random", "without", "prioritized"])

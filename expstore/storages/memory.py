@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -47,6 +48,11 @@ class MemoryStorage(PortableStorage, VersionedStorage):
         self.seed = seed
         self._columns: list[Array] = []
         self._log: list[LogEntry] = []
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Let a copy, here or in another process, have the whole content and go on by itself."""
+        traits = {name: getattr(self, name) for name in ("device", "stack_dim", "row_class")}
+        return _copy, (type(self), self.capacity, self.seed, self.ndim, traits, self.state_dict())
 
     def _create(self, schema: Schema, keys: Keys) -> None:
         size = self.slots or 4096
@@ -207,3 +213,19 @@ class MemoryStorage(PortableStorage, VersionedStorage):
     def close(self) -> None:
         """Let go of the rows."""
         self._closed = True
+
+
+def _copy(
+    kind: type[MemoryStorage],
+    capacity: int | None,
+    seed: int,
+    ndim: int,
+    traits: dict[str, Any],
+    content: dict[str, Any],
+) -> MemoryStorage:
+    storage = kind.__new__(kind)
+    MemoryStorage.__init__(storage, capacity, seed=seed, ndim=ndim)
+    for name, value in traits.items():
+        setattr(storage, name, value)
+    storage.load_state_dict(content)
+    return storage
