@@ -533,7 +533,7 @@ class ReplayBuffer(Patching, ShapingHandle, Direct):
         """Return the schema, fixed by the first rows, and what reads steps."""
         storage = self._storage
         if storage.schema is None:
-            self._writer.check_fields(Schema.infer(batch.signature()))
+            self._writer.check_fields(Schema.infer(batch.signature(), batch.form))
         schema = storage.require_schema() if batch.arranged else prepare(storage, batch)
         if self._reader is None:
             if self._limiter is None and storage.limits[1]:

@@ -6,6 +6,7 @@ handed over, and draws nothing.
 
 from __future__ import annotations
 
+import json
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -284,17 +285,13 @@ class TensorDictMaxValueWriter(Writer):
             SchemaError: It holds no numbers.
             StateError: They have no named fields at all.
         """
-        key = self._ranking.key
-        if key not in schema and ("_data",) in schema:
-            raise StateError(
-                "TensorDictMaxValueWriter expects data to be a tensor collection, whose field "
-                f"{key_name(key)!r} ranks the rows; this one has no fields",
-                hint="put it into a TensorDict",
-            )
+        key, form = self._ranking.key, json.loads(schema.form or "{}")
+        if "objects" in form:
+            return  # each row is looked at by itself
+        if key not in schema and "tree" in form:
+            raise self._no_collection()
         if key not in schema:
-            raise NotFoundError(
-                f"Rank key {key_name(key)!r} not found in data.", hint=f"the rows have {schema!r}"
-            )
+            raise self._no_key(f"the rows have {schema!r}")
         entry = schema[key]
         if entry.numpy_dtype.kind not in "fiub" or not entry.row_items:
             raise SchemaError(f"rows cannot be ranked by {key_name(key)!r}: {entry.dtype} {entry.shape}")
@@ -310,8 +307,9 @@ class TensorDictMaxValueWriter(Writer):
             ValueError: There is something to note about episodes.
         """
         self._check(storage, info)
-        place = storage.place_of(self._ranking.key)
-        ranks = self._rank(storage.require_schema(), columns[place])
+        ranks = self._rank(storage.require_schema(), columns[self._place(storage)])
+        if storage.ranking != self._ranking:
+            storage.rank_by(self._ranking)
         if storage.capacity is None:
             return append_rows(storage, columns, Steps(ranks.size), source=source, info="")
         known = self._catch_up(storage, storage.capacity)
@@ -337,21 +335,49 @@ class TensorDictMaxValueWriter(Writer):
                 "others would inherit their counts",
                 hint="keep the best rows in a store of their own",
             )
-        if storage.ranking == self._ranking:
-            return
-        if storage.window.size:
+        if storage.ranking != self._ranking and storage.window.size:
             found = "in the order they came" if storage.ranking is None else f"by {storage.ranking}"
             raise StateError(
                 f"the storage keeps its rows {found}, and is to keep them by {self._ranking}",
                 hint="use the writer that it was filled by, or empty() it first",
             )
-        storage.rank_by(self._ranking)
+
+    def _place(self, storage: Storage) -> int:
+        """Return the position of the field by which rows are ranked, or of rows that are objects."""
+        return 0 if storage.object_rows else storage.place_of(self._ranking.key)
 
     def _rank(self, schema: Schema, column: Array) -> Array:
         """Return a number per row, -inf for NaN. Shapes `(n, *row shape)` and `(n,)`."""
+        if column.dtype == object:
+            return np.array([self._reduced(self._values_of(row)[None])[0] for row in column], np.float64)
         if schema[self._ranking.key].dtype == "bfloat16":
             column = (column.astype(np.uint32) << np.uint32(16)).view(np.float32)
-        values = column.reshape(column.shape[0], -1).astype(np.float64)
+        return self._reduced(column.reshape(column.shape[0], -1).astype(np.float64))
+
+    def _values_of(self, row: Any) -> Array:
+        """Return the values by which a row that is an object is ranked. Shape `(values,)`."""
+        from tensordict import is_tensor_collection
+
+        if not is_tensor_collection(row):
+            raise self._no_collection()
+        found = row.get(self._ranking.key, None)
+        if found is None:
+            raise self._no_key(f"the row has {sorted(map(str, row.keys()))}")
+        values: Array = found.detach().cpu().double().numpy().reshape(-1)
+        return values
+
+    def _no_collection(self) -> StateError:
+        return StateError(
+            "TensorDictMaxValueWriter expects data to be a tensor collection, whose field "
+            f"{key_name(self._ranking.key)!r} ranks the rows; this one has no such field",
+            hint="put it into a TensorDict",
+        )
+
+    def _no_key(self, hint: str) -> NotFoundError:
+        return NotFoundError(f"Rank key {key_name(self._ranking.key)!r} not found in data.", hint=hint)
+
+    def _reduced(self, values: Array) -> Array:
+        """Return a number per row, -inf for NaN. Shapes `(n, values)` and `(n,)`, float64."""
         if values.shape[1] == 1:
             ranks = values[:, 0]
         elif self._ranking.reduction == "median":
@@ -389,7 +415,7 @@ class TensorDictMaxValueWriter(Writer):
         return known
 
     def _read_ranks(self, storage: Storage, tree: RankTree, ids: IntArray) -> None:
-        (column,) = storage.read(ids, [storage.place_of(self._ranking.key)])
+        (column,) = storage.read(ids, [self._place(storage)])
         tree.set(storage.index_of(ids), self._rank(storage.require_schema(), column))
 
     @staticmethod

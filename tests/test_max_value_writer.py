@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 import expstore
-from expstore import files
+from expstore import ListStorage, ReplayBuffer, files
 from expstore.errors import NotFoundError, SchemaError, StateError
 from expstore.ranktree import RankTree
 from expstore.samplers import ConsumingSampler, PrioritizedSampler
@@ -593,3 +593,29 @@ def test_settings_of_a_writer() -> None:
         writer.load_state_dict(TensorDictMaxValueWriter("score").state_dict())
     assert repr(writer) == "TensorDictMaxValueWriter()"
     assert RoundRobinWriter().state_dict() == {}
+
+
+def test_the_best_of_rows_that_are_objects() -> None:
+    def rows(*scores: float) -> list[TensorDict]:
+        return [
+            TensorDict({"score": torch.tensor(score), "of": torch.zeros(number)})
+            for number, score in enumerate(scores)
+        ]
+
+    with ReplayBuffer(
+        storage=ListStorage(3), writer=TensorDictMaxValueWriter("score"), collate_fn=list
+    ) as rb:
+        assert rb.extend(rows(1, 5, 2, 4)).tolist() == [-1, 1, 2, 0]
+        assert rb.add(rows(3)[0]) == 2
+        assert rb.add(rows(0)[0]) == -1
+        assert sorted(float(row["score"]) for row in rb[:]) == [3, 4, 5]
+        with pytest.raises(StateError, match="expects data to be a tensor collection"):
+            rb.extend(["x"])
+        with pytest.raises(NotFoundError, match="Rank key 'score' not found"):
+            rb.add(TensorDict({"a": torch.zeros(())}))
+        assert len(rb) == 3
+    with (
+        ReplayBuffer(writer=TensorDictMaxValueWriter("score")) as rb,
+        pytest.raises(StateError, match="expects data to be a tensor collection"),
+    ):
+        rb.extend({"a": torch.zeros(3)})
