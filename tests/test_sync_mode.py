@@ -21,6 +21,7 @@ import expstore
 from expstore.errors import StateError, StorageError
 from expstore.files import Disk
 from expstore.storages import base, journaled, synced
+from expstore.storages.access import find
 from expstore.storages.settings import Settings
 from expstore.storages.zarr import ZarrStorage
 from expstore.tensordictbuffers import TensorDictReplayBuffer
@@ -176,7 +177,7 @@ def test_rows_come_back_from_the_journal_alone(
 
 
 def assert_rows(rb: TensorDictReplayBuffer, first: int, end: int) -> None:
-    order = np.argsort(rb._ids(slice(None)))
+    order = np.argsort(find(rb.storage, slice(None))[0])
     held = rb[:][np.arange(len(rb))][order]
     number = np.arange(first, end)
     np.testing.assert_array_equal(held["observation"][:, 0].numpy(), number.astype(np.float32))
