@@ -87,6 +87,7 @@ ALLOWED_SIDEWAYS: tuple[tuple[str, str], ...] = (
     ("checks", "checks.*"),
     ("storages", "storages.*"),
     ("samplers", "samplers.*"),
+    ("transforms", "transforms.*"),
     ("exchange", "exchange.*"),
     ("datasets", "datasets.*"),
     # inside these, the others may import base

@@ -1,0 +1,8 @@
+"""What is done to rows on their way in, and to batches on their way out.
+
+Buffers take one of these, functions, modules, or torchrl's.
+"""
+
+from expstore.transforms.compose import Compose, Inverted
+
+__all__ = ["Compose", "Inverted"]
