@@ -279,7 +279,10 @@ class _History:
         if not self.opened:
             return [state.copy() for state in self._job.states]
         states = candidates(self.newest.copy(), self._op)
-        states += [then.copy() for then in self._ledgers[self._floor : self._acked][::-1]]
+        for number in range(self._acked - 1, self._floor - 1, -1):
+            before = self._ledgers[number]
+            half = before.half_best(self._job.ops[number])
+            states += [before.copy()] if half is None else [half, before.copy()]
         # Priorities and counts have no promise before a flush, and may be ahead of the rows.
         for name in ("priorities", "sampled"):
             ahead: dict[int, set[float]] = {}
