@@ -328,12 +328,6 @@ def _check_and_go_on(look: Look) -> Ledger:
     state.found = state.write_count
     check_sums(rb)
     state.versions = check_versions(place_of(look.path), look.need, look.known, current=look.current)
-    expect(
-        float(np.float32(rb.storage.max_priority)) in [float(np.float32(p)) for p in state.max_priorities],
-        f"largest priority {rb.storage.max_priority}, expected one of {state.max_priorities}",
-    )
-    state.max_priority = rb.storage.max_priority
-    state.max_priorities = [state.max_priority]
     check_episodes(rb, state)
     check_info(rb, state)
     if look.sql:
@@ -384,8 +378,16 @@ def matching(rb: TensorDictReplayBuffer, states: list[Ledger], *, cut: bool = Fa
             reasons.append(str(exc))
         else:
             state.draw = state.noted_draw = drawn
-            return state
-    raise Wrong(" | ".join(reasons))
+            break
+    else:
+        raise Wrong(" | ".join(reasons))
+    largest = rb.storage.max_priority
+    expect(
+        float(np.float32(largest)) in [float(np.float32(p)) for p in state.max_priorities],
+        f"largest priority {largest}, expected one of {state.max_priorities}",
+    )
+    state.max_priority, state.max_priorities = largest, [largest]
+    return state
 
 
 # -- lives -----------------------------------------------------------------------------------------------

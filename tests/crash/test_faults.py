@@ -38,6 +38,7 @@ SPECS = (
     Spec("synced", 40, 12, frame=64, segment_bytes=4096, longest=14, lean=True, durability="sync"),
     Spec("filed", 40, 12, frame=64, segment_bytes=4096, longest=10, lean=True, redo_bytes=1),
     Spec("counted", 40, 12, frame=64, segment_bytes=4096, longest=14, lean=True, consume=2),
+    Spec("best", 40, 12, frame=64, segment_bytes=4096, longest=30, lean=True, overlong=False, best=True),
 )
 WEIGHTS = {
     "extend": 8,
