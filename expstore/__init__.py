@@ -40,6 +40,7 @@ _HOME = {
     "RecencySampler": "expstore.samplers",
     "ReplayBuffer": "expstore.buffers",
     "ReplayBufferEnsemble": "expstore.ensembles",
+    "ReplayBufferTrainer": "expstore.trainers",
     "RoundRobinWriter": "expstore.writers",
     "SampleToInsertRatio": "expstore.limiter",
     "SampleUnit": "expstore.sample_units",
@@ -106,6 +107,7 @@ __all__ = [
     "RecencySampler",
     "ReplayBuffer",
     "ReplayBufferEnsemble",
+    "ReplayBufferTrainer",
     "RoundRobinWriter",
     "SampleToInsertRatio",
     "SampleUnit",
@@ -204,6 +206,7 @@ if TYPE_CHECKING:
         ZarrStorage,
     )
     from expstore.tensordictbuffers import TensorDictReplayBuffer
+    from expstore.trainers import ReplayBufferTrainer
     from expstore.writers import (
         ImmutableDatasetWriter,
         RoundRobinWriter,
@@ -215,7 +218,7 @@ if TYPE_CHECKING:
 
 
 #: Modules whose names are used with theirs before them, as in torchrl.
-_MODULES = ("collectors", "limiter", "samplers", "schedulers", "storages", "writers")
+_MODULES = ("collectors", "limiter", "samplers", "schedulers", "storages", "trainers", "writers")
 
 
 def __getattr__(name: str) -> object:
