@@ -12,10 +12,16 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0.dev0"
 
 _HOME = {
+    "Bounded": "expstore.specs",
+    "BoundedContinuous": "expstore.specs",
+    "BoundedDiscrete": "expstore.specs",
+    "BoundedTensorSpec": "expstore.specs",
+    "Categorical": "expstore.specs",
     "Collector": "expstore.collectors",
     "ConditionalUpdateResult": "expstore.patches",
     "ConsumingSampler": "expstore.samplers",
     "CorruptionError": "expstore.errors",
+    "DiscreteTensorSpec": "expstore.specs",
     "ExpStoreError": "expstore.errors",
     "Field": "expstore.schema",
     "ImmutableDatasetWriter": "expstore.writers",
@@ -53,17 +59,18 @@ _HOME = {
     "SliceSampler": "expstore.samplers",
     "SliceSamplerWithoutReplacement": "expstore.samplers",
     "SnapshotError": "expstore.errors",
-    "StalenessAwareSampler": "expstore.samplers",
     "StackError": "expstore.errors",
+    "StalenessAwareSampler": "expstore.samplers",
     "StateError": "expstore.errors",
     "Storage": "expstore.storages",
     "StorageEnsemble": "expstore.storages",
     "StorageError": "expstore.errors",
     "StreamingSliceSampler": "expstore.samplers",
+    "TensorDictMaxValueWriter": "expstore.writers",
     "TensorDictPrioritizedReplayBuffer": "expstore.prioritized",
     "TensorDictReplayBuffer": "expstore.tensordictbuffers",
-    "TensorDictMaxValueWriter": "expstore.writers",
     "TensorDictRoundRobinWriter": "expstore.writers",
+    "TensorSpec": "expstore.specs",
     "TensorStorage": "expstore.storages",
     "Trajectory": "expstore.query",
     "TrajectoryPredicate": "expstore.query",
@@ -79,10 +86,16 @@ _HOME = {
 }
 
 __all__ = [
+    "Bounded",
+    "BoundedContinuous",
+    "BoundedDiscrete",
+    "BoundedTensorSpec",
+    "Categorical",
     "Collector",
     "ConditionalUpdateResult",
     "ConsumingSampler",
     "CorruptionError",
+    "DiscreteTensorSpec",
     "ExpStoreError",
     "Field",
     "ImmutableDatasetWriter",
@@ -131,6 +144,7 @@ __all__ = [
     "TensorDictPrioritizedReplayBuffer",
     "TensorDictReplayBuffer",
     "TensorDictRoundRobinWriter",
+    "TensorSpec",
     "TensorStorage",
     "Trajectory",
     "TrajectoryPredicate",
@@ -194,6 +208,15 @@ if TYPE_CHECKING:
     )
     from expstore.schema import Field, Schema
     from expstore.snapshots import versions
+    from expstore.specs import (
+        Bounded,
+        BoundedContinuous,
+        BoundedDiscrete,
+        BoundedTensorSpec,
+        Categorical,
+        DiscreteTensorSpec,
+        TensorSpec,
+    )
     from expstore.storages import (
         LazyMemmapStorage,
         LazyStackStorage,
@@ -218,7 +241,7 @@ if TYPE_CHECKING:
 
 
 #: Modules whose names are used with theirs before them, as in torchrl.
-_MODULES = ("collectors", "limiter", "samplers", "schedulers", "storages", "trainers", "writers")
+_MODULES = ("collectors", "limiter", "samplers", "schedulers", "specs", "storages", "trainers", "writers")
 
 
 def __getattr__(name: str) -> object:

@@ -1,0 +1,584 @@
+"""What all specs have in common: shape, dtype, device and space of a field, and what follows from these.
+
+Used by every spec. It never looks at a store: specs are about values, wherever these lie.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from textwrap import indent
+from typing import Any, ClassVar, Self, TypeVar
+
+import numpy as np
+import torch
+
+from expstore.specs.boxes import Box
+from expstore.specs.shapes import (
+    Move,
+    as_size,
+    expanding,
+    flattening,
+    indexing,
+    picking,
+    reshaping,
+    safe,
+    selecting,
+    sizes_of,
+    squeezed,
+    unflattening,
+    unsqueezing,
+)
+
+__all__ = ["LeafSpec", "TensorSpec", "as_device", "implements", "stack_equal"]
+
+_Handler = TypeVar("_Handler", bound=Callable[..., Any])
+
+#: Functions of torch that take specs; filled while these modules are imported, and then the same for ever.
+_HANDLERS: dict[Callable[..., Any], Callable[..., Any]] = {}
+
+
+def implements(function: Callable[..., Any]) -> Callable[[_Handler], _Handler]:
+    """Give specs to a function of torch: the decorated one is called in its place."""
+
+    def keep(handler: _Handler) -> _Handler:
+        _HANDLERS[function] = handler
+        return handler
+
+    return keep
+
+
+def as_device(device: torch.device | str | int | None) -> torch.device | None:
+    """Return a device with its number: "cuda" is the one that is current."""
+    if device is None:
+        return None
+    found = torch.device(device)
+    if str(found) == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return found
+
+
+class TensorSpec(ABC):
+    """Say which values a field may have: shape, dtype, device, and the space they come from.
+
+    Specs are made by their subclasses; this is what all of them can do. `shape` has the batch dims, too; -1
+    is a dim of any size. No method changes a spec but those that say so; threads may use one at once. Specs
+    can be pickled. They keep nothing anywhere: a crash loses what the program has made.
+
+    Args:
+        shape: Of a value.
+        space: The values it may have.
+        device: Where values lie.
+        dtype: What a value is made of.
+        domain: "continuous", "discrete", or nothing.
+
+    Example:
+        >>> spec = Bounded(-1, 1, shape=(3,))
+        >>> isinstance(spec, TensorSpec), spec.shape, spec.dtype
+        (True, torch.Size([3]), torch.float32)
+        >>> spec.is_in(spec.rand())
+        True
+    """
+
+    def __init__(
+        self,
+        shape: torch.Size | Sequence[int] | int,
+        space: Box | None,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+        domain: str | None = "",
+    ) -> None:
+        if dtype is not None and not isinstance(dtype, torch.dtype):
+            raise TypeError(f"a spec's dtype is one of torch's, such as torch.float32; got {dtype!r}")
+        self._shape = as_size(shape)
+        self._space = space
+        self._device = as_device(device)
+        self._dtype = dtype
+        self._domain = domain
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of a value; -1 is a dim of any size."""
+        return self._shape
+
+    @property
+    def space(self) -> Any:
+        """The values that are allowed; None where nothing is said of them."""
+        return self._space
+
+    @property
+    def device(self) -> Any:
+        """Where values lie."""
+        return self._device
+
+    @property
+    def dtype(self) -> Any:
+        """What a value is made of; None where it is no tensor."""
+        return self._dtype
+
+    @property
+    def domain(self) -> str | None:
+        """ "continuous" or "discrete"; None where it is neither."""
+        return self._domain
+
+    @property
+    def ndim(self) -> int:
+        """How many dims a value has."""
+        return len(self.shape)
+
+    def ndimension(self) -> int:
+        """Return how many dims a value has."""
+        return self.ndim
+
+    def clear_device_(self) -> Self:
+        """Return itself: only a Composite can be without a device."""
+        return self
+
+    # -- values
+
+    @abstractmethod
+    def is_in(self, val: Any) -> bool:
+        """Say whether a value could have been drawn from this spec: dtype, shape and space fit.
+
+        A value may have more dims in front; a dim of size 1 (or -1) of the spec takes any size there.
+        """
+
+    def contains(self, item: Any) -> bool:
+        """Say the same as `is_in`."""
+        return self.is_in(item)
+
+    def assert_is_in(self, value: Any) -> None:
+        """Raise an AssertionError if a value is not in the spec."""
+        if not self.is_in(value):
+            raise AssertionError(
+                f"Encoding failed because value is not in space. Consider calling project(val) first. "
+                f"value was = {value} and spec was {self}."
+            )
+
+    def project(self, val: Any, *, generator: torch.Generator | None = None) -> Any:
+        """Return a value of the spec near a given one, which stays as it is.
+
+        Args:
+            val: Any value of the shape. One in the spec is returned as it is. NaN stays NaN, in no space; as
+                a whole number it is the smallest.
+            generator: Where a new value has to be drawn, because a mask hides the old one: what draws it.
+
+        Returns:
+            A value of the spec's dtype.
+        """
+        return val if self.is_in(val) else self._project(val, generator)
+
+    @abstractmethod
+    def _project(self, val: Any, generator: torch.Generator | None = None) -> Any:
+        """Return the value of the spec that stands for one that is not in it."""
+
+    @abstractmethod
+    def rand(
+        self, shape: Sequence[int] | int | None = None, *, generator: torch.Generator | None = None
+    ) -> Any:
+        """Draw a value: each one of the space is as likely; normally distributed where there are no bounds.
+
+        Args:
+            shape: Dims to be put in front.
+            generator: What draws; torch's own otherwise, as `torch.rand`.
+        """
+
+    def sample(
+        self, shape: Sequence[int] | int | None = None, *, generator: torch.Generator | None = None
+    ) -> Any:
+        """Draw a value, as `rand`."""
+        return self.rand(shape, generator=generator)
+
+    @abstractmethod
+    def zero(self, shape: Sequence[int] | int | None = None) -> Any:
+        """Return zeros, even where the space has none; `shape` comes in front."""
+
+    def zeros(self, shape: Sequence[int] | int | None = None) -> Any:
+        """Return zeros, as `zero`."""
+        return self.zero(shape)
+
+    @abstractmethod
+    def one(self, shape: Sequence[int] | int | None = None) -> Any:
+        """Return ones, even where the space has none; `shape` comes in front."""
+
+    def ones(self, shape: Sequence[int] | int | None = None) -> Any:
+        """Return ones, as `one`."""
+        return self.one(shape)
+
+    @abstractmethod
+    def encode(self, val: Any, *, ignore_device: bool = False) -> Any:
+        """Return what an environment gives (numbers, lists, arrays) as a tensor of the spec.
+
+        Args:
+            val: Of the spec's shape, or with as many elements. A tensor is returned as it is.
+            ignore_device: Let it lie where it is.
+
+        Raises:
+            RuntimeError: It has another number of elements.
+        """
+
+    @abstractmethod
+    def to_numpy(self, val: Any, safe: bool | None = None) -> Any:
+        """Return a value as an environment takes it; the reverse of `encode`.
+
+        Args:
+            val: The value.
+            safe: Raise an AssertionError if it is not in the spec.
+        """
+
+    @abstractmethod
+    def index(self, index: Any, tensor_to_index: Any) -> Any:
+        """Return what a value of this spec, taken as an index, chooses from a tensor's last dim."""
+
+    @abstractmethod
+    def type_check(self, value: Any, key: Any = None) -> None:
+        """Raise a TypeError if a value's dtype is another."""
+
+    @abstractmethod
+    def cardinality(self) -> Any:
+        """Return how many values there are."""
+
+    @abstractmethod
+    def enumerate(self, use_mask: bool = False) -> Any:
+        """Return all values, one behind another along a new first dim; with `use_mask`, those not hidden."""
+
+    # -- other specs
+
+    @abstractmethod
+    def to(self, dest: Any) -> Any:
+        """Return the spec for another device or dtype; itself if nothing changes."""
+
+    def cpu(self) -> Any:
+        """Return the spec for values on the CPU."""
+        return self.to("cpu")
+
+    def cuda(self, device: int | None = None) -> Any:
+        """Return the spec for values on a GPU."""
+        return self.to("cuda" if device is None else f"cuda:{device}")
+
+    @abstractmethod
+    def clone(self) -> Self:
+        """Return a copy."""
+
+    @abstractmethod
+    def expand(self, *shape: Any) -> Self:
+        """Return the spec of a larger shape: dims come in front, and those of size 1 grow.
+
+        Raises:
+            ValueError: A dim of another size would change.
+        """
+
+    @abstractmethod
+    def squeeze(self, dim: int | None = None) -> Any:
+        """Return the spec without a dim of size 1; without all of them by default, a single one stays."""
+
+    @abstractmethod
+    def unsqueeze(self, dim: int) -> Any:
+        """Return the spec with a dim of size 1 more."""
+
+    @abstractmethod
+    def reshape(self, *shape: Any) -> Any:
+        """Return the spec of another shape with as many elements."""
+
+    def view(self, *shape: Any) -> Any:
+        """Return the spec of another shape with as many elements."""
+        return self.reshape(*shape)
+
+    @abstractmethod
+    def flatten(self, start_dim: int, end_dim: int) -> Any:
+        """Return the spec with several dims made one, as `torch.flatten`."""
+
+    @abstractmethod
+    def unflatten(self, dim: int, sizes: Sequence[int]) -> Any:
+        """Return the spec with a dim made several, as `torch.unflatten`."""
+
+    @abstractmethod
+    def unbind(self, dim: int = 0) -> tuple[Any, ...]:
+        """Return a spec for each place of a dim, without it.
+
+        Raises:
+            ValueError: There is no such dim, its size is unknown, or it is the domain of the values.
+        """
+
+    @abstractmethod
+    def __getitem__(self, idx: Any) -> Any: ...
+
+    @abstractmethod
+    def __eq__(self, other: object) -> bool: ...
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return _described(self, ("shape", "space", "device", "dtype", "domain"))
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        handler = _HANDLERS.get(func)
+        if handler is None or not all(issubclass(one, TensorSpec) for one in types):
+            return NotImplemented
+        return handler(*args, **(kwargs or {}))
+
+
+def _described(spec: TensorSpec, names: Sequence[str]) -> str:
+    """Return a spec with some of its properties, a line each."""
+    lines = [indent(f"{name}={getattr(spec, name)}", " " * 4) for name in names]
+    return f"{type(spec).__name__}(\n" + ",\n".join(lines) + ")"
+
+
+class LeafSpec(TensorSpec):
+    """Be a spec of one tensor. All the ways to change a shape end in one method of the subclasses, `_remade`.
+
+    Threads, processes and crashes: see TensorSpec.
+
+    Example:
+        >>> from expstore.specs.base import LeafSpec
+        >>> isinstance(Categorical(3), LeafSpec)
+        True
+    """
+
+    #: How many dims at the end are the domain of one value, and cannot be indexed or moved.
+    _whole: ClassVar[int] = 0
+
+    def __init__(
+        self,
+        shape: torch.Size | Sequence[int] | int,
+        space: Box | None,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+        domain: str | None = "",
+    ) -> None:
+        if dtype is None:
+            dtype = torch.get_default_dtype()
+        super().__init__(
+            shape, space, torch.get_default_device() if device is None else device, dtype, domain
+        )
+
+    @abstractmethod
+    def _remade(
+        self,
+        move: Move | None = None,
+        *,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Any:
+        """Return a copy, moved, on another device, or of another dtype."""
+
+    @abstractmethod
+    def within(self, val: torch.Tensor) -> torch.Tensor:
+        """Say of each element of a tensor whether it is in the space; its dtype and shape are not looked at.
+
+        Args:
+            val: Of a shape that the spec has or takes.
+
+        Returns:
+            bool. The shape of `val`, without the dims at the end that make one value.
+        """
+
+    def is_in(self, val: Any) -> bool:
+        """Say whether a tensor could have been drawn from this spec: dtype, shape and space fit.
+
+        It may have more dims in front; a dim of size 1 (or -1) of the spec takes any size there.
+        """
+        return self._fits(val) and bool(self.within(val).all())
+
+    def _fits(self, val: Any) -> bool:
+        """Say whether shape and dtype fit."""
+        if not isinstance(val, torch.Tensor) or val.dtype != self.dtype or val.ndim < self.ndim:
+            return False
+        last = val.shape[val.ndim - self.ndim :]
+        return all(n in (1, have) for n, have in zip(safe(self.shape), last, strict=True))
+
+    def zero(self, shape: Sequence[int] | int | None = None) -> torch.Tensor:
+        """Return zeros, even where the space has none; `shape` comes in front."""
+        return torch.zeros(self._drawn(shape), dtype=self.dtype, device=self.device)
+
+    def one(self, shape: Sequence[int] | int | None = None) -> torch.Tensor:
+        """Return ones, even where the space has none; `shape` comes in front."""
+        return torch.ones(self._drawn(shape), dtype=self.dtype, device=self.device)
+
+    def _drawn(self, shape: Sequence[int] | int | None) -> torch.Size:
+        """Return the shape of a value with dims in front."""
+        return as_size(() if shape is None else shape) + safe(self.shape)
+
+    def encode(self, val: Any, *, ignore_device: bool = False) -> torch.Tensor:
+        """Return what an environment gives (numbers, lists, arrays) as a tensor of the spec.
+
+        Args:
+            val: Of the spec's shape, or with as many elements. A tensor is returned as it is.
+            ignore_device: Let it lie where it is.
+
+        Raises:
+            RuntimeError: It has another number of elements.
+        """
+        if isinstance(val, torch.Tensor):
+            return val
+        if isinstance(val, (list, tuple)):
+            # Environments of some ages put a single value into a list.
+            val = val[0] if len(val) == 1 else np.asarray(val)
+        if isinstance(val, np.ndarray) and min(val.strides, default=1) < 0:
+            val = val.copy()
+        found = torch.as_tensor(val, device=None if ignore_device else self.device, dtype=self.dtype)
+        try:
+            return found if found.shape == self.shape else found.reshape(self.shape)
+        except RuntimeError as exc:
+            raise RuntimeError(
+                f"Shape mismatch: the value has shape {found.shape} which is incompatible with the spec "
+                f"shape {self.shape}."
+            ) from exc
+
+    def to_numpy(self, val: torch.Tensor, safe: bool | None = None) -> Any:
+        """Return a value as an array; with `safe`, an AssertionError if it is not in the spec."""
+        if safe:
+            self.assert_is_in(val)
+        return val.detach().cpu().numpy()
+
+    def type_check(self, value: torch.Tensor, key: Any = None) -> None:
+        """Raise a TypeError if a tensor's dtype is another; `key` is for specs with keys."""
+        if value.dtype is not self.dtype:
+            raise TypeError(f"value.dtype={value.dtype} but {type(self).__name__}.dtype={self.dtype}")
+
+    def index(self, index: Any, tensor_to_index: Any) -> Any:
+        """Refuse: no value of this spec is an index."""
+        raise NotImplementedError(
+            f"`index` is not implemented for {type(self).__name__} specs: their values are no indices."
+        )
+
+    def enumerate(self, use_mask: bool = False) -> torch.Tensor:
+        """Refuse: there is no end to the values."""
+        raise NotImplementedError(
+            f"enumerate is not implemented for spec of class {type(self).__name__}: it has no list of values."
+        )
+
+    # -- other specs
+
+    def to(self, dest: torch.dtype | torch.device | str | int | None) -> Any:
+        """Return the spec for another device or dtype; itself if nothing changes."""
+        if isinstance(dest, torch.dtype):
+            return self if dest == self.dtype else self._remade(dtype=dest)
+        device = as_device(dest)
+        return self if device in (None, self.device) else self._remade(device=device)
+
+    def clone(self) -> Self:
+        """Return a copy."""
+        made: Self = self._remade()
+        return made
+
+    def _moved(self, move: Move) -> Any:
+        """Return a copy of another shape; a ValueError if its domain would change."""
+        if self._whole and move.shape(self.shape)[-self._whole :] != self.shape[-self._whole :]:
+            raise ValueError(
+                f"Final dimension of {type(self)} must remain unchanged: it is the domain of the values. "
+                f"Got shape {self.shape}, and {move.shape(self.shape)} of it."
+            )
+        return self._remade(move)
+
+    def _keep_whole(self, dim: int | None, n: int) -> None:
+        """Raise a ValueError if a dim of n is one of the domain."""
+        if dim is not None and self._whole and (dim + n if dim < 0 else dim) >= n - self._whole:
+            raise ValueError(
+                f"Final dimension of {type(self)} must remain unchanged: it is the domain of the values. "
+                f"Got dim={dim} for shape {self.shape}."
+            )
+
+    def expand(self, *shape: Any) -> Self:
+        """Return the spec of a larger shape: dims come in front, and those of size 1 grow.
+
+        Raises:
+            ValueError: A dim of another size would change.
+        """
+        made: Self = self._moved(expanding(type(self).__name__, self.shape, sizes_of(shape)))
+        return made
+
+    def squeeze(self, dim: int | None = None) -> Any:
+        """Return the spec without a dim of size 1; without all of them by default, a single one stays."""
+        if self._whole and self.shape[-1] == 1:
+            self._keep_whole(-1 if dim is None else dim, self.ndim)
+        move = squeezed(self.shape, dim)
+        return self if move is None else self._moved(move)
+
+    def unsqueeze(self, dim: int) -> Any:
+        """Return the spec with a dim of size 1 more."""
+        move = unsqueezing(self.shape, dim)
+        self._keep_whole(dim, self.ndim + 1)
+        return self._moved(move)
+
+    def reshape(self, *shape: Any) -> Any:
+        """Return the spec of another shape with as many elements; -1 is what is left."""
+        return self._moved(reshaping(self.shape, sizes_of(shape)))
+
+    def flatten(self, start_dim: int, end_dim: int) -> Any:
+        """Return the spec with several dims made one, as `torch.flatten`."""
+        return self._moved(flattening(start_dim, end_dim))
+
+    def unflatten(self, dim: int, sizes: Sequence[int]) -> Any:
+        """Return the spec with a dim made several, as `torch.unflatten`."""
+        return self._moved(unflattening(dim, tuple(sizes)))
+
+    def unbind(self, dim: int = 0) -> tuple[Any, ...]:
+        """Return a spec for each place of a dim, without it.
+
+        Raises:
+            ValueError: There is no such dim, its size is unknown, or it is the domain of the values.
+        """
+        moves = selecting(self.shape, dim)
+        self._keep_whole(dim, self.ndim)
+        return tuple(self._remade(move) for move in moves)
+
+    def __getitem__(self, idx: Any) -> Any:
+        return self._remade(indexing(self.shape, idx, whole=self._whole))
+
+
+def stack_equal(specs: Sequence[TensorSpec], dim: int) -> TensorSpec | None:
+    """Return the spec of a stack of values, one of each spec; None if the specs are not equal.
+
+    Raises:
+        RuntimeError: They are of different classes, dtypes, devices, or numbers of dims.
+        ValueError: There is none.
+    """
+    if not specs:
+        raise ValueError("Cannot stack an empty list of specs.")
+    first = specs[0]
+    for one in specs[1:]:
+        if not isinstance(one, type(first)):
+            raise RuntimeError("Stacking specs cannot occur: Found more than one type of specs in the list.")
+        for name in ("device", "dtype", "ndim"):
+            mine, other = getattr(first, name), getattr(one, name)
+            if mine != other:
+                raise RuntimeError(f"{name.capitalize()}s differ, got {mine} and {other}")
+    if any(one != first for one in specs[1:]):
+        return None
+    made = first.unsqueeze(dim)
+    sizes = list(made.shape)
+    sizes[dim] = len(specs)
+    grown: TensorSpec = made.expand(sizes)
+    return grown
+
+
+@implements(torch.stack)
+def _stack(specs: Sequence[TensorSpec], dim: int = 0) -> TensorSpec:
+    made = stack_equal(specs, dim)
+    if made is None:
+        raise RuntimeError("Stacking specs cannot occur: they are of one class, but say different things")
+    return made
+
+
+@implements(torch.squeeze)
+def _squeeze(spec: TensorSpec, dim: int | None = None) -> Any:
+    return spec.squeeze(dim)
+
+
+@implements(torch.unsqueeze)
+def _unsqueeze(spec: TensorSpec, dim: int) -> Any:
+    return spec.unsqueeze(dim)
+
+
+@implements(torch.index_select)
+def _index_select(input: LeafSpec, dim: int, index: torch.Tensor) -> Any:
+    input._keep_whole(dim, input.ndim)
+    return input._remade(picking(input.shape, dim, index))

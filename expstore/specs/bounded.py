@@ -1,0 +1,289 @@
+"""Specs of numbers between bounds.
+
+Used by whoever describes observations and actions. Bounds are closed: both ends belong to the space.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+
+from expstore.specs.base import LeafSpec
+from expstore.specs.boxes import ContinuousBox
+from expstore.specs.shapes import Move, as_size, broadcast, safe
+
+__all__ = ["Bounded", "BoundedContinuous", "BoundedDiscrete"]
+
+_SHAPE = (
+    "Bounded requires the shape to be explicitly (via the shape argument) or implicitly defined (via either "
+    "the minimum or the maximum or both). If the maximum and/or the minimum have a non-singleton shape, they "
+    "must match the provided shape if this one is set explicitly."
+)
+
+
+class Bounded(LeafSpec):
+    """Say that each element is a number from `low` to `high`, both included.
+
+    Instances are of one of two classes: BoundedContinuous, or BoundedDiscrete where `domain` says so; the
+    dtype decides if `domain` is not given. A bound may be infinite. NaN is never in the space. Threads,
+    processes and crashes: see TensorSpec.
+
+    Args:
+        low: The smallest value, of all elements or of each.
+        high: The largest.
+        shape: Of a value; that of the bounds by default.
+        device: Where values lie.
+        dtype: What a value is made of; torch's default dtype otherwise.
+        domain: "continuous" or "discrete".
+
+    Raises:
+        RuntimeError: The shapes of bounds and values do not fit, or there is none.
+        ValueError: There is no number between some bounds.
+        TypeError: An argument that is none.
+
+    Example:
+        >>> spec = Bounded(low=-1, high=torch.tensor([1.0, 2.0]))
+        >>> spec.shape
+        torch.Size([2])
+        >>> spec.project(torch.tensor([5.0, 5.0]))
+        tensor([1., 2.])
+    """
+
+    def __init__(
+        self,
+        low: Any = None,
+        high: Any = None,
+        shape: torch.Size | tuple[int, ...] | list[int] | int | None = None,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+        **kwargs: Any,
+    ) -> None:
+        domain = kwargs.pop("domain", None)
+        for old, new in (("maximum", "high"), ("minimum", "low")):
+            if old in kwargs:
+                raise TypeError(f"'{old}' has been removed. Please use '{new}' instead.")
+        if kwargs:
+            raise TypeError(f"Got unrecognised kwargs {tuple(kwargs)}.")
+        if low is None or high is None:
+            raise TypeError(f"Bounded takes two bounds; got low={low}, high={high}. math.inf is one, too")
+        super().__init__((), None, device, dtype)
+        if domain is None:
+            domain = "continuous" if self.dtype.is_floating_point else "discrete"
+        self._domain = domain
+        low, high = (_saturated(bound, self.dtype, self.device) for bound in (low, high))
+        self._shape, size = _shape_of(low, high, shape)
+        low, high = (bound.expand(size).contiguous().clone() for bound in (low, high))
+        empty = ~(low <= high)
+        if empty.any():
+            place = tuple(empty.nonzero()[0].tolist())
+            raise ValueError(
+                f"Bounded: there is no number between low={low[place].item()} and high={high[place].item()}"
+                + (f" (element {place})" if place else "")
+            )
+        self._space = ContinuousBox(low, high)
+        self.__class__ = BoundedContinuous if domain == "continuous" else BoundedDiscrete
+
+    @property
+    def low(self) -> torch.Tensor:
+        """The smallest value of each element."""
+        return self._box.low
+
+    @property
+    def high(self) -> torch.Tensor:
+        """The largest value of each element."""
+        return self._box.high
+
+    @property
+    def _box(self) -> ContinuousBox:
+        box: ContinuousBox = self.space
+        return box
+
+    def _remade(
+        self,
+        move: Move | None = None,
+        *,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Any:
+        low, high = (move.values(bound) if move else bound for bound in self._box)
+        return Bounded(
+            low,
+            high,
+            shape=move.shape(self.shape) if move else self.shape,
+            device=device or self.device,
+            dtype=dtype or self.dtype,
+            domain=None if dtype else self.domain,
+        )
+
+    def cardinality(self) -> float:
+        """Return that there is no end to the values, as TorchRL does for integers, too."""
+        return math.inf
+
+    def within(self, val: torch.Tensor) -> torch.Tensor:
+        """Say of each element whether it lies between its bounds.
+
+        Returns:
+            bool. The shape of `val`.
+        """
+        low, high = (bound.to(val.device) for bound in self._box)
+        return (val >= low) & (val <= high)
+
+    def _project(self, val: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:
+        low, high = (bound.to(val.device) for bound in self._box)
+        if val.is_floating_point() and not self.dtype.is_floating_point:
+            val = val.double().round()
+        val = _saturated(val, self.dtype, val.device)
+        return torch.where(val < low, low, torch.where(val > high, high, val))
+
+    def rand(self, shape: Any = None, *, generator: torch.Generator | None = None) -> torch.Tensor:
+        """Draw a value: each one between the bounds is as likely.
+
+        Where there is no bound the value is drawn as by gymnasium's Box: normally distributed without any,
+        exponentially distributed from the only one.
+
+        Args:
+            shape: Dims to be put in front.
+            generator: What draws; torch's own otherwise.
+        """
+        size = self._drawn(shape)
+        if self.dtype.is_floating_point:
+            return self._drawn_numbers(size, generator)
+        low, high = (bound.to(torch.int64) for bound in self._box)
+        return _integers(low, high, size, self.dtype, generator).to(self.dtype)
+
+    def _drawn_numbers(self, size: torch.Size, generator: torch.Generator | None) -> torch.Tensor:
+        low, high = self._box
+        share = torch.rand(size, dtype=self.dtype, device=self.device, generator=generator)
+        drawn = share * (high - low) + low
+        if not torch.isfinite(high - low).all():
+            drawn = torch.where(torch.isfinite(high - low), drawn, low * (1 - share) + high * share)
+            normal = torch.randn(size, dtype=self.dtype, device=self.device, generator=generator)
+            above = low - torch.log1p(-share)
+            below = high + torch.log1p(-share)
+            open_low, open_high = torch.isinf(low), torch.isinf(high)
+            drawn = torch.where(open_high, torch.where(open_low, normal, above), drawn)
+            drawn = torch.where(open_low & ~open_high, below, drawn)
+        return torch.clamp(drawn, low, high)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Bounded):
+            return NotImplemented
+        return (
+            type(self) is type(other)
+            and self.shape == other.shape
+            and self.dtype == other.dtype
+            and self.device == other.device
+            and self._box == other._box
+        )
+
+
+class BoundedContinuous(Bounded):
+    """Say that each element is any number from `low` to `high`. See Bounded.
+
+    Example:
+        >>> BoundedContinuous(0, 1, shape=(2,)).domain
+        'continuous'
+    """
+
+    def __init__(
+        self,
+        low: Any = None,
+        high: Any = None,
+        shape: torch.Size | tuple[int, ...] | list[int] | int | None = None,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+        domain: str = "continuous",
+    ) -> None:
+        super().__init__(low, high, shape, device, dtype, domain=domain)
+
+
+class BoundedDiscrete(Bounded):
+    """Say that each element is a whole number from `low` to `high`. See Bounded.
+
+    Example:
+        >>> BoundedDiscrete(0, 255, shape=(2,), dtype=torch.uint8).domain
+        'discrete'
+    """
+
+    def __init__(
+        self,
+        low: Any = None,
+        high: Any = None,
+        shape: torch.Size | tuple[int, ...] | list[int] | int | None = None,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+        domain: str = "discrete",
+    ) -> None:
+        super().__init__(low, high, shape, device, dtype, domain=domain)
+
+
+def _saturated(value: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return numbers as a dtype that may be smaller: what is too large becomes the largest."""
+    if not isinstance(value, torch.Tensor):
+        value = torch.as_tensor(np.array(value))
+    if dtype == torch.bool:
+        value = value > 0
+    elif not dtype.is_floating_point and value.dtype != dtype:
+        info = torch.iinfo(dtype)
+        value = value if value.is_floating_point() else value.long()
+        # As floats the largest numbers of 64 bits are those beyond them: these are put in afterwards.
+        above, below = value >= info.max, ~(value > info.min)
+        value = value.masked_fill(above | below, 0).to(dtype)
+        value = value.masked_fill(above, info.max).masked_fill(below, info.min)
+    return torch.as_tensor(value, dtype=dtype, device=device)
+
+
+def _shape_of(low: torch.Tensor, high: torch.Tensor, shape: Any) -> tuple[torch.Size, torch.Size]:
+    """Return the shape of a spec, and that of its bounds; a RuntimeError if they do not fit."""
+    given = [bound.shape for bound in (high, low) if bound.ndim]
+    if shape is None:
+        if not given:
+            raise RuntimeError(_SHAPE)
+        size = broadcast(*given)
+        return size, size
+    found = as_size(shape)
+    size = safe(found)
+    if given and (given[0] != size or broadcast(*given) != size):
+        raise RuntimeError(f"{_SHAPE} Got shape={found}, low of {low.shape}, high of {high.shape}.")
+    return found, size
+
+
+def _integers(
+    low: torch.Tensor,
+    high: torch.Tensor,
+    size: torch.Size,
+    dtype: torch.dtype,
+    generator: torch.Generator | None,
+) -> torch.Tensor:
+    """Draw whole numbers from low to high, both included. int64."""
+    # What TorchRL draws of the same seed: small numbers come from 32 random bits each.
+    exact = torch.float64 if dtype in (torch.int32, torch.int64) else torch.float32
+    share = torch.rand(size, dtype=exact, device=low.device, generator=generator)
+    span = high - low
+    drawn = torch.minimum(low + (share * (span.to(exact) + 1)).long(), high.expand(size))
+    wide = ((span < 0) | (span > 2**52)).expand(size)
+    if wide.any():
+        # A float has too few bits for these. span < 0: the difference of the bounds itself is too large.
+        low, high, span = (bound.expand(size)[wide] for bound in (low, high, span))
+        drawn[wide] = _wide_integers(low, high, span, generator)
+    return drawn
+
+
+def _wide_integers(
+    low: torch.Tensor, high: torch.Tensor, span: torch.Tensor, generator: torch.Generator | None
+) -> torch.Tensor:
+    """Draw whole numbers of up to 64 bits: random bits, until they lie between the bounds."""
+    bits = torch.where(span < 0, 0, torch.log2(span.double().clamp(min=1)).ceil().long().clamp(max=63))
+    drawn = torch.empty_like(low)
+    left = torch.ones_like(low, dtype=torch.bool)
+    while left.any():
+        raw = torch.empty_like(low).random_(torch.iinfo(torch.int64).min, None, generator=generator)
+        offset = raw & (torch.bitwise_left_shift(torch.ones_like(bits), bits) - 1)
+        tried = torch.where(span < 0, raw, low + offset)
+        fits = torch.where(span < 0, (raw >= low) & (raw <= high), offset <= span)
+        drawn = torch.where(left & fits, tried, drawn)
+        left = left & ~fits
+    return drawn

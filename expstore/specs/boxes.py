@@ -1,0 +1,167 @@
+"""The spaces of specs: between bounds, one of n, several of these.
+
+Used by the specs, and by whoever reads `spec.space`. They draw nothing and check nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["BinaryBox", "Box", "BoxList", "CategoricalBox", "ContinuousBox"]
+
+
+class Box:
+    """Stand for a set of values. None changes; threads share them.
+
+    Example:
+        >>> from expstore.specs import Box
+        >>> isinstance(Categorical(3).space, Box)
+        True
+    """
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class ContinuousBox(Box):
+    """Hold the bounds of each element: `low` and `high` belong to the values.
+
+    Two are equal if their bounds are, bit for bit, dtype and device included. Threads may read one at once.
+
+    Args:
+        low: The smallest value of each element. Shape and dtype of the spec.
+        high: The largest.
+
+    Example:
+        >>> low, high = Bounded(-1, 1, shape=(2,)).space
+        >>> high
+        tensor([1., 1.])
+    """
+
+    low: torch.Tensor
+    high: torch.Tensor
+
+    @property
+    def device(self) -> torch.device:
+        """Where the bounds lie."""
+        return self.low.device
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        yield self.low
+        yield self.high
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, ContinuousBox):
+            return NotImplemented
+        pairs = [(self.low, other.low), (self.high, other.high)]
+        return all(
+            a.dtype == b.dtype and a.device == b.device and a.shape == b.shape and torch.equal(a, b)
+            for a, b in pairs
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def to(self, dest: torch.dtype | torch.device | str) -> ContinuousBox:
+        """Return one of another dtype, or on another device."""
+        return ContinuousBox(self.low.to(dest), self.high.to(dest))
+
+    def clone(self) -> ContinuousBox:
+        """Return a copy."""
+        return ContinuousBox(self.low.clone(), self.high.clone())
+
+    def __repr__(self) -> str:
+        lines = [
+            f"    {name}=Tensor(shape={of.shape}, device={of.device}, dtype={of.dtype}, "
+            f"contiguous={of.is_contiguous()})"
+            for name, of in (("low", self.low), ("high", self.high))
+        ]
+        return "ContinuousBox(\n" + ",\n".join(lines) + ")"
+
+
+@dataclass(frozen=True)
+class CategoricalBox(Box):
+    """Hold the numbers from 0 to n - 1. Nothing in it changes; threads share it.
+
+    Args:
+        n: How many there are; -1: it is not known.
+
+    Example:
+        >>> Categorical(3).space
+        CategoricalBox(n=3)
+    """
+
+    n: int
+
+    def __post_init__(self) -> None:
+        """Take numbers of NumPy and torch, too."""
+        object.__setattr__(self, "n", int(self.n))
+
+    def to(self, dest: torch.dtype | torch.device | str) -> CategoricalBox:
+        """Return itself: a number lies nowhere."""
+        return self
+
+    def clone(self) -> CategoricalBox:
+        """Return itself: nothing in it changes."""
+        return self
+
+
+@dataclass(frozen=True)
+class BinaryBox(Box):
+    """Hold all rows of n zeros and ones. Nothing in it changes; threads share it.
+
+    Args:
+        n: How long a row is.
+
+    Example:
+        >>> from expstore.specs import BinaryBox
+        >>> BinaryBox(3)
+        BinaryBox(n=3)
+    """
+
+    n: int
+
+    def to(self, dest: torch.dtype | torch.device | str) -> BinaryBox:
+        """Return itself: a number lies nowhere."""
+        return self
+
+    def clone(self) -> BinaryBox:
+        """Return itself: nothing in it changes."""
+        return self
+
+
+@dataclass(frozen=True)
+class BoxList(Box):
+    """Hold one box for each of several variables. Nothing in it changes; threads share it.
+
+    Args:
+        boxes: The boxes, or lists of these.
+
+    Example:
+        >>> from expstore.specs import BoxList
+        >>> len(BoxList.from_nvec(torch.tensor([3, 2])))
+        2
+    """
+
+    boxes: list[Box]
+
+    @staticmethod
+    def from_nvec(nvec: torch.Tensor) -> Box:
+        """Return the boxes of variables with so many values each; lists of lists, the last dim outermost."""
+        if nvec.ndim == 0:
+            return CategoricalBox(int(nvec))
+        return BoxList([BoxList.from_nvec(part) for part in nvec.unbind(-1)])
+
+    def to(self, dest: torch.dtype | torch.device | str) -> BoxList:
+        """Return itself: numbers lie nowhere."""
+        return self
+
+    def clone(self) -> BoxList:
+        """Return itself: nothing in it changes."""
+        return self
+
+    def __iter__(self) -> Iterator[Box]:
+        return iter(self.boxes)
+
+    def __len__(self) -> int:
+        return len(self.boxes)
