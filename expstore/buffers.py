@@ -7,6 +7,7 @@ they call is in the layers below.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -31,6 +32,7 @@ from expstore.shaping import ShapingHandle, to_array
 from expstore.storages.access import OVERTAKEN, PATIENCE, prepare
 from expstore.storages.base import Storage
 from expstore.storages.memory import MemoryStorage
+from expstore.transforms import StepView
 from expstore.types import Array, IntArray, Key, Selection
 from expstore.writers import Writer, default_writer
 
@@ -247,14 +249,14 @@ class ReplayBuffer(Patching, ShapingHandle, Direct):
         return (batch, self._info(selection, batch)) if return_info else batch
 
     def _make(self, turn: Turn, size: int, instead: Selection | None = None) -> tuple[Any, Selection]:
-        selection, columns = self._draw(turn, size, instead)
+        selection, columns, view = self._draw(turn, size, instead)
         root = self._root(selection)
         more = self._marked(selection, columns) if selection.marks or selection.info else None
-        return self._given(columns, (selection.ids.size,), root, more), selection
+        return self._given(columns, (selection.ids.size,), root, more, view), selection
 
     def _draw(
         self, turn: Turn, size: int, selection: Selection | None = None
-    ) -> tuple[Selection, list[Array]]:
+    ) -> tuple[Selection, list[Array], StepView | None]:
         storage = self._storage
         for redraw in range(_LIMIT):
             generator = self._draws.numbers(turn, redraw)
@@ -268,9 +270,15 @@ class ReplayBuffer(Patching, ShapingHandle, Direct):
                     selection = self._sampler.sample_again(storage, anchors, generator)
                 rows = selection if self._unit is None else self._unit.select(selection, storage)
                 if rows is not None:
-                    columns = storage.read(rows.ids)
-                    if storage.intact(rows.ids):
-                        return rows, columns
+                    view = self._transform.look(storage, rows.ids, generator)
+                    if view is None:
+                        columns = storage.read(rows.ids)
+                        if storage.intact(rows.ids):
+                            return rows, columns, None
+                    else:
+                        columns = view.columns()
+                        if view.intact:
+                            return replace(rows, oldest=view.oldest), columns, view
                 storage.counters.redraws += 1
             finally:
                 if redraw == PATIENCE:

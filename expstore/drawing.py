@@ -319,7 +319,8 @@ class _Batches:
 
     def readable(self, made: Made) -> bool:
         ids = made.selection.ids
-        return ids.size == 0 or int(ids.min()) > self._handle._storage.window.low
+        oldest = made.selection.oldest or (int(ids.min()) if ids.size else 0)
+        return not oldest or oldest > self._handle._storage.window.low
 
     def hand_out(self, made: Made) -> None:
         self._handle._draws.hand_out(self._handle._storage)

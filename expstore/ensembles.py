@@ -73,7 +73,8 @@ class ReplayBufferEnsemble(MemberPatching, Direct):
     Raises:
         RuntimeError: Members are given, and parts of them, too.
         TypeError: Neither are; or there is no such keyword.
-        ValueError: Both a routing key and a dim are given; or see `SamplerEnsemble`.
+        ValueError: Both a routing key and a dim are given; the transform looks at other steps of a store's
+            episodes; or see `SamplerEnsemble`.
 
     Example:
         >>> rb = ReplayBufferEnsemble(demonstrations, online, p=[1, 3], batch_size=32)
@@ -119,7 +120,7 @@ class ReplayBufferEnsemble(MemberPatching, Direct):
             self._collate_fns = None
         self._rbs = tuple(rbs)
         self._samplers = samplers
-        self._transform = Compose.of(transform)
+        self._transform = _joint(Compose.of(transform))
         self._collate_fn = stack if collate_fn is None else collate_fn
         self._batch_size = batch_size
         self._generator = generator
@@ -431,7 +432,7 @@ class ReplayBufferEnsemble(MemberPatching, Direct):
             transform: A callable, which acts on batches, or a torchrl Transform.
             invert: It acts on what is written instead.
         """
-        self._transform.append(transform, invert=invert)
+        self._transform.append(_joint(Compose(transform)), invert=invert)
         return self
 
     def insert_transform(self, index: int, transform: Any, *, invert: bool = False) -> Self:
@@ -442,7 +443,7 @@ class ReplayBufferEnsemble(MemberPatching, Direct):
             transform: As `append_transform`.
             invert: As there.
         """
-        self._transform.insert(index, transform, invert=invert)
+        self._transform.insert(index, _joint(Compose(transform)), invert=invert)
         return self
 
     # -- life ------------------------------------------------------------------------------------
@@ -556,6 +557,20 @@ def _not_of_members(keywords: dict[str, Any]) -> dict[str, Any]:
         if keywords[name] is not None and keywords[name] != _MEMBERS[name]:
             raise ValueError(f"{name} means nothing here: give it to the members; leave it out")
     return {name: value for name, value in keywords.items() if name not in _MEMBERS}
+
+
+def _joint(transform: Compose) -> Compose:
+    """Return a chain that acts on parts of several stores.
+
+    Raises:
+        ValueError: One of it looks at other steps.
+    """
+    if transform.steps:
+        raise ValueError(
+            f"{type(transform.steps[0]).__name__} looks at other steps of one store's episodes: give it to "
+            "the members, not to their ensemble"
+        )
+    return transform
 
 
 def _checked(rbs: Sequence[Any]) -> Sequence[ReplayBuffer]:

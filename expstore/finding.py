@@ -155,7 +155,10 @@ def _chunks(runs: Sequence[IntArray]) -> Iterator[list[IntArray]]:
 
 def _read(storage: Storage, plan: _Plan, runs: Sequence[IntArray]) -> Iterator[tuple[IntArray, Any]]:
     """Yield trajectories as the plan has them, and the ids of their rows; none of those that have left."""
-    ids, columns = read_present(storage, np.concatenate(runs), plan.places)
+    wanted = np.concatenate(runs)
+    ids, columns, view = plan.transform.read(
+        storage, lambda: wanted[storage.window.holds(wanted)], plan.places
+    )
     if not ids.size:
         return
     lengths = [one.size for one in runs]
@@ -167,6 +170,8 @@ def _read(storage: Storage, plan: _Plan, runs: Sequence[IntArray]) -> Iterator[t
         batch = TensorDict({}, [ids.size])
     else:
         batch = Builder(plan.schema).build(columns, torch.Size((ids.size,)), {})
+    if view is not None:
+        batch = plan.transform.apply(batch, view)
     batch = _transformed(plan.transform, batch, ids.size)
     at = 0
     for length in lengths:
@@ -178,7 +183,7 @@ def _read(storage: Storage, plan: _Plan, runs: Sequence[IntArray]) -> Iterator[t
 def _transformed(transform: Compose, batch: Any, rows: int) -> Any:
     if not len(transform):
         return batch
-    batch = transform.forward(batch)
+    batch = transform.finish(batch)
     if not is_tensor_collection(batch) or batch.batch_size[:1] != (rows,):
         raise StateError("a transform has changed the number of rows: trajectories cannot be told in them")
     return batch
@@ -198,7 +203,7 @@ def _plan(storage: Storage, transform: Compose, predicate: Callable[[Any], Any])
     wanted = {to_key(key) for key in required}
     wanted |= {("next", *key) for key in wanted if len(key) == 1}
     parts: list[Any] = []
-    for part in reversed(list(transform)):
+    for part in reversed(transform.acting):
         writes = getattr(part, "out_keys", None)
         if not writes:  # nobody knows what it does
             return everything
@@ -240,6 +245,7 @@ def _among_objects(
         raise TypeError(
             "ReplayBuffer.query on a list-based storage expects single-transition (scalar) items."
         )
+    transform.look(storage, np.zeros(0, np.int64))  # refuses to look at other steps where rows are objects
     data = LazyStackedTensorDict.lazy_stack(items)
     starts, stops = split(data, trajectory_key)
     seen = _transformed(transform, data.clone() if len(transform) else data, len(items))

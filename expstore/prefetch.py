@@ -50,7 +50,7 @@ class Batches(Protocol):
         """Say whether batches made when this one was (None: any) may still be handed out."""
 
     def readable(self, made: Made) -> bool:
-        """Say whether none of its rows has left."""
+        """Say whether none of its rows, nor of those that were looked at for it, has left."""
 
     def hand_out(self, made: Made) -> None:
         """Count the oldest batch made ahead as handed out."""

@@ -24,7 +24,7 @@ from expstore.schema import OBJECT
 from expstore.storages.access import find, layout_of, read_rows, replace_rows
 from expstore.storages.base import Storage
 from expstore.storages.trajectories import rows_of_episode
-from expstore.transforms import Compose
+from expstore.transforms import Compose, StepView
 from expstore.types import Array, IntArray, Key, Selection, key_name, to_key
 
 __all__ = ["ShapingHandle", "to_array"]
@@ -137,12 +137,20 @@ class ShapingHandle(DrawingHandle):
         size: tuple[int, ...],
         root: dict[str, torch.Tensor],
         more: dict[Key, torch.Tensor] | None = None,
+        view: StepView | None = None,
     ) -> Any:
         """Return rows as users get them: put together, collated, transformed, in their place."""
         form = self._form
         if form is None:
             form = self._form = form_of(self._storage)
-        batch = form.build(columns, size, root)
+        if view is None:
+            if len(size) != 1:
+                columns = [column.reshape((*size, *column.shape[1:])) for column in columns]
+            batch = form.build(columns, size, root)
+        else:
+            batch = self._transform.apply(form.build(columns, (view.ids.size,), root), view)
+            if len(size) != 1:
+                batch = batch.reshape(size)
         if size:
             batch = self._collated(batch)
         if (more or not form.keyed) and isinstance(batch, TensorDictBase):
@@ -151,7 +159,7 @@ class ShapingHandle(DrawingHandle):
             for path, flags in (more or {}).items():
                 batch.set(path, flags)
         if len(self._transform):
-            batch = self._transform.forward(batch)
+            batch = self._transform.finish(batch)
         return self._placed(batch)
 
     def _collated(self, batch: Any) -> Any:
@@ -182,10 +190,8 @@ class ShapingHandle(DrawingHandle):
             ids, shape = find(self._storage, index, self.dim_extend)
             return ids
 
-        _, columns = read_rows(self._storage, locate)
-        if len(shape) != 1:
-            columns = [column.reshape((*shape, *column.shape[1:])) for column in columns]
-        return self._given(columns, shape, {})
+        _, columns, view = self._transform.read(self._storage, locate)
+        return self._given(columns, shape, {}, view=view)
 
     def _goes_into_rows(self, index: Any) -> bool:
         return isinstance(index, tuple) and len(index) > self._storage.ndim
@@ -228,8 +234,9 @@ class ShapingHandle(DrawingHandle):
             NotFoundError: There never was such an episode, or all its rows have left.
             StateError: The store is closed; or a writer in another process overwrites the rows too fast.
         """
-        ids, columns = read_rows(self._storage, lambda: rows_of_episode(self._storage, episode_id))
-        batch = self._given(columns, (ids.size,), self._root(Selection(ids)))
+        storage = self._storage
+        ids, columns, view = self._transform.read(storage, lambda: rows_of_episode(storage, episode_id))
+        batch = self._given(columns, (ids.size,), self._root(Selection(ids)), view=view)
         if isinstance(batch, TensorDictBase) and batch.batch_dims == 1:
             batch.names = ["time"]
         return cast(TensorDictBase, batch)

@@ -204,6 +204,7 @@ class Selection:
         asked: How many rows were asked for, if that is not how many there are.
         anchors: What the sampler drew, if these are the rows that a sample unit has made of it.
         notes: What the sampler has to say that is not a number per row; told in the info of `sample` only.
+        oldest: The smallest id of other rows that were looked at, if some were; 0: none.
     """
 
     ids: IntArray
@@ -213,3 +214,4 @@ class Selection:
     asked: int = 0
     anchors: Selection | None = None
     notes: dict[Any, Any] = field(default_factory=dict)
+    oldest: int = 0

@@ -128,6 +128,7 @@ ALLOWED_SIDEWAYS: tuple[tuple[str, str], ...] = (
     ("specs.*", "specs.base"),
     ("specs.*", "specs.boxes"),
     ("specs.*", "specs.shapes"),
+    ("transforms.*", "transforms.steps"),
     ("exchange.*", "exchange.base"),
     ("datasets.*", "datasets.base"),
     # the parts of the storage on disk

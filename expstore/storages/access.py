@@ -130,7 +130,11 @@ def _find_flat(storage: Storage, index: Any) -> tuple[IntArray, tuple[int, ...]]
 
 
 def read_rows(
-    storage: Storage, locate: Callable[[], IntArray], places: Sequence[int] | None = None
+    storage: Storage,
+    locate: Callable[[], IntArray],
+    places: Sequence[int] | None = None,
+    *,
+    read: Callable[[IntArray], tuple[list[Array], bool]] | None = None,
 ) -> tuple[IntArray, list[Array]]:
     """Copy rows out that nobody overwrites meanwhile.
 
@@ -138,6 +142,7 @@ def read_rows(
         storage: Where they are.
         locate: Returns their ids; asked again where the writer was faster.
         places: Positions of the fields wanted; None: all.
+        read: Copies rows and says whether all that it has read is whole; None: the storage does.
 
     Returns:
         Ids, and one array per field. Shapes `(n,)` and `(n, *row shape)`.
@@ -148,15 +153,21 @@ def read_rows(
     """
     if storage.closed:
         raise StateError("the store is closed", hint="open it again with expstore.open()")
+
+    def copy(ids: IntArray) -> tuple[list[Array], bool]:
+        columns = storage.read(ids, places)
+        return columns, storage.intact(ids)
+
+    take = copy if read is None else read
     for _ in range(PATIENCE):
         ids = locate()
-        columns = storage.read(ids, places)
-        if storage.intact(ids):
+        columns, whole = take(ids)
+        if whole:
             return ids, columns
     with storage.lock:
         ids = locate()
-        columns = storage.read(ids, places)
-    if storage.follows and not storage.intact(ids):
+        columns, whole = take(ids)
+    if storage.follows and not whole:
         raise StateError(OVERTAKEN, hint="read fewer rows at once, or give the store a larger capacity")
     return ids, columns
 

@@ -4,5 +4,6 @@ Buffers take one of these, functions, modules, or torchrl's.
 """
 
 from expstore.transforms.compose import Compose, Inverted
+from expstore.transforms.steps import StepTransform, StepView
 
-__all__ = ["Compose", "Inverted"]
+__all__ = ["Compose", "Inverted", "StepTransform", "StepView"]

@@ -1,18 +1,25 @@
 """What is done to rows on their way in, and to batches on their way out: a chain of transforms.
 
-Buffers own one each; transforms are functions, modules, or torchrl's. It never imports torchrl, and never
-touches a storage.
+Buffers own one each; transforms are functions, modules, torchrl's, or such as look at other steps. It never
+imports torchrl, and never writes to a storage.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from textwrap import indent
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
+import numpy as np
 from tensordict import is_tensor_collection
 
 from expstore.errors import StateError
+from expstore.storages.access import read_rows
+from expstore.transforms.steps import StepTransform, StepView
+from expstore.types import Array, IntArray
+
+if TYPE_CHECKING:
+    from expstore.storages.base import Storage
 
 __all__ = ["Compose", "Inverted"]
 
@@ -22,6 +29,7 @@ class Compose:
 
     A transform is an object with `forward` and `inv`, as torchrl's are, or a plain callable, which acts on
     what is sampled only. Modules are put in evaluation mode. A torchrl `Compose` among them is taken apart.
+    Those that are `StepTransform`s act before the others.
 
     Threads: any number may transform while one appends; what keeps state between calls must bear threads by
     itself, where several write or sample. Processes: a copy has copies of the transforms. Crashes: what a
@@ -42,7 +50,12 @@ class Compose:
     def __init__(self, *transforms: Any) -> None:
         if len(transforms) == 1 and isinstance(transforms[0], list | tuple):
             transforms = tuple(transforms[0])
-        self._transforms: tuple[Any, ...] = tuple(part for given in transforms for part in _parts(given))
+        self._hold(tuple(part for given in transforms for part in _parts(given)))
+
+    def _hold(self, transforms: tuple[Any, ...]) -> None:
+        self._transforms = transforms
+        #: Those that look at other steps, in their order.
+        self.steps = tuple(part for part in transforms if isinstance(part, StepTransform))
 
     @classmethod
     def of(cls, transform: Any) -> Compose:
@@ -67,14 +80,72 @@ class Compose:
         """Transform what was sampled.
 
         Raises:
+            StateError: A transform looks at other steps: without a buffer there are none.
             TypeError: A transform returned nothing.
         """
+        for step in self.steps:
+            step.forward(batch)
+        return self.finish(batch)
+
+    def finish(self, batch: Any) -> Any:
+        """Do what is done after `apply`: what the transforms do that do not look at other steps."""
         for transform in self._transforms:
-            made = _forward(transform, batch)
-            if made is None:
-                raise TypeError(f"{transform!r} returned None; a transform returns what it made of a batch")
-            batch = made
+            if not isinstance(transform, StepTransform):
+                batch = _given(transform, _forward(transform, batch))
         return batch
+
+    @property
+    def acting(self) -> tuple[Any, ...]:
+        """The transforms in the order in which they act on samples."""
+        others = (part for part in self._transforms if not isinstance(part, StepTransform))
+        return (*self.steps, *others)
+
+    def look(
+        self, storage: Storage, ids: IntArray, generator: np.random.Generator | None = None
+    ) -> StepView | None:
+        """Have transforms look at other steps than those of a batch; None if none does.
+
+        What they need stands in the view, which also reads the batch, and then says whether it was in time.
+
+        Args:
+            storage: What holds the rows.
+            ids: Those of the batch. Shape `(n,)`.
+            generator: The numbers of this draw.
+        """
+        if not self.steps:
+            return None
+        view = StepView(storage, ids, generator)
+        for step in self.steps:
+            view.seen.append(step.look(view))
+        return view
+
+    def apply(self, batch: Any, view: StepView) -> Any:
+        """Do to a batch what follows from other steps; `finish` does the rest."""
+        for step, seen in zip(self.steps, view.seen, strict=True):
+            batch = _given(step, step.apply(batch, seen))
+        return batch
+
+    def read(
+        self, storage: Storage, locate: Callable[[], IntArray], places: Sequence[int] | None = None
+    ) -> tuple[IntArray, list[Array], StepView | None]:
+        """Copy rows out, and look at other steps, of which nobody overwrites any meanwhile.
+
+        Args and errors as `read_rows`.
+
+        Returns:
+            Ids, one array per field, and what `apply` needs; None: there is nothing to apply.
+        """
+        if not self.steps:
+            return *read_rows(storage, locate, places), None
+        view: StepView | None = None
+
+        def read(ids: IntArray) -> tuple[list[Array], bool]:
+            nonlocal view
+            view = self.look(storage, ids)
+            return (view.columns(places), view.intact) if view is not None else ([], True)
+
+        ids, columns = read_rows(storage, locate, read=read)
+        return ids, columns, view
 
     def __call__(self, batch: Any) -> Any:
         """Do as `forward`."""
@@ -124,7 +195,8 @@ class Compose:
             invert: It acts forward on what is written, and backward on what is sampled.
 
         Raises:
-            ValueError: There is no such number; or it is neither a transform nor callable.
+            ValueError: There is no such number; it is neither a transform nor callable; or it looks at other
+                steps, which what is written has none of.
         """
         size = len(self._transforms)
         if abs(index) > size:
@@ -132,7 +204,7 @@ class Compose:
         parts = _parts(transform)
         if invert:
             parts = tuple(Inverted(part) for part in reversed(parts))
-        self._transforms = (*self._transforms[:index], *parts, *self._transforms[index:])
+        self._hold((*self._transforms[:index], *parts, *self._transforms[index:]))
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the transforms keep, by their numbers; of those that say so by `state_dict`."""
@@ -186,11 +258,19 @@ class Inverted:
     Args:
         transform: Which one.
 
+    Raises:
+        ValueError: It looks at other steps.
+
     Example:
         >>> rb.append_transform(lambda batch: batch.set("seen", torch.zeros(batch.shape)), invert=True)
     """
 
     def __init__(self, transform: Any) -> None:
+        if isinstance(transform, StepTransform):
+            raise ValueError(
+                f"{type(transform).__name__} looks at other steps of rows that are read; what is written has "
+                "none yet: leave invert out"
+            )
         self.transform = transform
 
     @property
@@ -243,6 +323,12 @@ def _parts(transform: Any) -> tuple[Any, ...]:
     ):
         return tuple(transform.transforms)
     return (transform,)
+
+
+def _given(transform: Any, made: Any) -> Any:
+    if made is None:
+        raise TypeError(f"{transform!r} returned None; a transform returns what it made of a batch")
+    return made
 
 
 def _forward(transform: Any, batch: Any) -> Any:
