@@ -17,11 +17,13 @@ _HOME = {
     "BoundedDiscrete": "expstore.specs",
     "BoundedTensorSpec": "expstore.specs",
     "Categorical": "expstore.specs",
+    "DEFAULT_DONE_KEYS": "expstore.trajectories",
     "Collector": "expstore.collectors",
     "ConditionalUpdateResult": "expstore.patches",
     "ConsumingSampler": "expstore.samplers",
     "CorruptionError": "expstore.errors",
     "DiscreteTensorSpec": "expstore.specs",
+    "DensifyReward": "expstore.postprocs",
     "ExpStoreError": "expstore.errors",
     "Field": "expstore.schema",
     "ImmutableDatasetWriter": "expstore.writers",
@@ -33,6 +35,7 @@ _HOME = {
     "MemoryStorage": "expstore.storages",
     "MigrationError": "expstore.errors",
     "MinSize": "expstore.limiter",
+    "MultiStep": "expstore.postprocs",
     "NoRowError": "expstore.errors",
     "NotFoundError": "expstore.errors",
     "NotReadyError": "expstore.errors",
@@ -79,13 +82,16 @@ _HOME = {
     "WriterEnsemble": "expstore.writers",
     "ZarrStorage": "expstore.storages",
     "filter_trajectories": "expstore.query",
+    "find_start_stop_traj": "expstore.trajectories",
     "iter_trajectories": "expstore.query",
     "open": "expstore.door",
+    "split_trajectories": "expstore.trajectories",
     "traj": "expstore.query",
     "versions": "expstore.snapshots",
 }
 
 __all__ = [
+    "DEFAULT_DONE_KEYS",
     "Bounded",
     "BoundedContinuous",
     "BoundedDiscrete",
@@ -95,6 +101,7 @@ __all__ = [
     "ConditionalUpdateResult",
     "ConsumingSampler",
     "CorruptionError",
+    "DensifyReward",
     "DiscreteTensorSpec",
     "ExpStoreError",
     "Field",
@@ -107,6 +114,7 @@ __all__ = [
     "MemoryStorage",
     "MigrationError",
     "MinSize",
+    "MultiStep",
     "NoRowError",
     "NotFoundError",
     "NotReadyError",
@@ -153,8 +161,10 @@ __all__ = [
     "WriterEnsemble",
     "ZarrStorage",
     "filter_trajectories",
+    "find_start_stop_traj",
     "iter_trajectories",
     "open",
+    "split_trajectories",
     "traj",
     "versions",
 ]
@@ -182,6 +192,7 @@ if TYPE_CHECKING:
     )
     from expstore.limiter import MinSize, SampleToInsertRatio
     from expstore.patches import ConditionalUpdateResult
+    from expstore.postprocs import DensifyReward, MultiStep
     from expstore.prioritized import PrioritizedReplayBuffer, TensorDictPrioritizedReplayBuffer
     from expstore.query import (
         Trajectory,
@@ -230,6 +241,7 @@ if TYPE_CHECKING:
     )
     from expstore.tensordictbuffers import TensorDictReplayBuffer
     from expstore.trainers import ReplayBufferTrainer
+    from expstore.trajectories import DEFAULT_DONE_KEYS, find_start_stop_traj, split_trajectories
     from expstore.writers import (
         ImmutableDatasetWriter,
         RoundRobinWriter,

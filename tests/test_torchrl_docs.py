@@ -23,6 +23,7 @@ import tensordict
 import torch
 import torchrl.data
 import torchrl.data.replay_buffers as theirs
+from offered import NAMES, their
 
 import expstore
 
@@ -48,10 +49,10 @@ DIFFERENT = {
 def documented() -> dict[str, str]:
     """Return the docstrings with examples of all classes, methods and functions that are offered here."""
     found: dict[str, str] = {}
-    for name in theirs.__all__:
+    for name in NAMES:
         if not hasattr(expstore, name):
             continue
-        other = getattr(theirs, name)
+        other = their(name)
         found[name] = other.__doc__ or ""
         for base in inspect.getmro(other) if inspect.isclass(other) else ():
             if base.__module__.startswith(theirs.__name__):
@@ -69,7 +70,9 @@ def home(member: Any) -> str:
 
 
 DOCS = documented()
-IMPORT = re.compile(r"from torchrl\.data[\w.]* import (?:\(([^)]*)\)|([^\n;]*))")
+IMPORT = re.compile(
+    r"from torchrl\.(?:data|collectors\.utils|envs\.transforms)[\w.]* import (?:\(([^)]*)\)|([^\n;]*))"
+)
 
 
 def replaced(source: str) -> str:
