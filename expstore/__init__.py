@@ -24,6 +24,7 @@ _HOME = {
     "CorruptionError": "expstore.errors",
     "DiscreteTensorSpec": "expstore.specs",
     "DensifyReward": "expstore.postprocs",
+    "ExpStorage": "expstore.interop",
     "ExpStoreError": "expstore.errors",
     "Field": "expstore.schema",
     "ImmutableDatasetWriter": "expstore.writers",
@@ -103,6 +104,7 @@ __all__ = [
     "CorruptionError",
     "DensifyReward",
     "DiscreteTensorSpec",
+    "ExpStorage",
     "ExpStoreError",
     "Field",
     "ImmutableDatasetWriter",
@@ -190,6 +192,7 @@ if TYPE_CHECKING:
         StateError,
         StorageError,
     )
+    from expstore.interop import ExpStorage
     from expstore.limiter import MinSize, SampleToInsertRatio
     from expstore.patches import ConditionalUpdateResult
     from expstore.postprocs import DensifyReward, MultiStep

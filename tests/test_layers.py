@@ -41,7 +41,7 @@ LINES: tuple[tuple[str, str], ...] = (
     ("5a", "buffers client"),
     ("5b", "tensordictbuffers prioritized schedulers memberpatches ensembles retention checks"),
     ("6", "door"),
-    ("7", "collectors datasets exchange trainers"),
+    ("7", "collectors datasets exchange interop trainers"),
     ("8", "api testing"),
     ("9", "cli cli_checks cli_codes cli_migrate cli_print cli_query cli_snapshots __main__"),
 )
@@ -299,6 +299,7 @@ HOME_OF_LIBRARY: dict[str, tuple[str, ...]] = {
         "exchange.*",
     ),
     "starlette": ("api", "api.*"),
+    "torchrl": ("interop", "specs.foreign"),
     "uvicorn": ("api", "api.*"),
     "zarr": ("storages.zarrmeta",),
 }
