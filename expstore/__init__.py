@@ -17,13 +17,13 @@ _HOME = {
     "BoundedDiscrete": "expstore.specs",
     "BoundedTensorSpec": "expstore.specs",
     "Categorical": "expstore.specs",
-    "DEFAULT_DONE_KEYS": "expstore.trajectories",
     "Collector": "expstore.collectors",
     "ConditionalUpdateResult": "expstore.patches",
     "ConsumingSampler": "expstore.samplers",
     "CorruptionError": "expstore.errors",
-    "DiscreteTensorSpec": "expstore.specs",
+    "DEFAULT_DONE_KEYS": "expstore.trajectories",
     "DensifyReward": "expstore.postprocs",
+    "DiscreteTensorSpec": "expstore.specs",
     "ExpStorage": "expstore.interop",
     "ExpStoreError": "expstore.errors",
     "Field": "expstore.schema",
@@ -46,6 +46,7 @@ _HOME = {
     "PriorityError": "expstore.errors",
     "PromptGroupSampler": "expstore.samplers",
     "QueryError": "expstore.errors",
+    "RandomCropTensorDict": "expstore.transforms",
     "RandomSampler": "expstore.samplers",
     "RecencySampler": "expstore.samplers",
     "ReplayBuffer": "expstore.buffers",
@@ -126,6 +127,7 @@ __all__ = [
     "PriorityError",
     "PromptGroupSampler",
     "QueryError",
+    "RandomCropTensorDict",
     "RandomSampler",
     "RecencySampler",
     "ReplayBuffer",
@@ -245,6 +247,7 @@ if TYPE_CHECKING:
     from expstore.tensordictbuffers import TensorDictReplayBuffer
     from expstore.trainers import ReplayBufferTrainer
     from expstore.trajectories import DEFAULT_DONE_KEYS, find_start_stop_traj, split_trajectories
+    from expstore.transforms import RandomCropTensorDict
     from expstore.writers import (
         ImmutableDatasetWriter,
         RoundRobinWriter,

@@ -39,6 +39,7 @@ from expstore.writers import Writer, default_writer
 __all__ = ["ReplayBuffer"]
 
 _LIMIT = 1000  # draws after which a follower, which cannot ask, gives up
+_TRANSFORMS = 1 << 40  # stands where a redraw has its number: what transforms draw is of no draw of rows
 
 
 class ReplayBuffer(Patching, ShapingHandle, Direct):
@@ -252,7 +253,8 @@ class ReplayBuffer(Patching, ShapingHandle, Direct):
         selection, columns, view = self._draw(turn, size, instead)
         root = self._root(selection)
         more = self._marked(selection, columns) if selection.marks or selection.info else None
-        return self._given(columns, (selection.ids.size,), root, more, view), selection
+        numbers = self._draws.numbers(turn, _TRANSFORMS) if self._transform.draws else None
+        return self._given(columns, (selection.ids.size,), root, more, view, numbers), selection
 
     def _draw(
         self, turn: Turn, size: int, selection: Selection | None = None
@@ -270,7 +272,7 @@ class ReplayBuffer(Patching, ShapingHandle, Direct):
                     selection = self._sampler.sample_again(storage, anchors, generator)
                 rows = selection if self._unit is None else self._unit.select(selection, storage)
                 if rows is not None:
-                    view = self._transform.look(storage, rows.ids, generator)
+                    view = self._look(rows.ids, generator)
                     if view is None:
                         columns = storage.read(rows.ids)
                         if storage.intact(rows.ids):
@@ -285,6 +287,10 @@ class ReplayBuffer(Patching, ShapingHandle, Direct):
                     storage.lock.release()
         # Only a follower gets here: with the lock held nothing is overwritten in this process.
         raise StateError(OVERTAKEN, hint="sample less at once, or give the store a larger capacity")
+
+    def _look(self, ids: IntArray, generator: np.random.Generator) -> StepView | None:
+        """Look at other steps than those of a batch, where something asks for them."""
+        return self._transform.look(self._storage, ids, generator)
 
     def _marked(self, selection: Selection, columns: list[Array]) -> dict[Key, torch.Tensor]:
         """Write a sampler's flags into columns of the schema; return those of other fields."""

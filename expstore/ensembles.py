@@ -27,6 +27,7 @@ from expstore.parts import columns_of, cut, join, pairs, told_of
 from expstore.routing import Route
 from expstore.samplers.ensemble import SamplerEnsemble
 from expstore.service import Direct
+from expstore.shaping import along
 from expstore.storages.ensemble import StorageEnsemble
 from expstore.streams import Tails
 from expstore.transforms import Compose
@@ -148,9 +149,10 @@ class ReplayBufferEnsemble(MemberPatching, Direct):
         """
         size = self._samplers.part_size(self._wanted(batch_size))
         with self._lock:
-            chosen = self._samplers.choose(lambda: self._counts(size), self._choice())
+            numbers = self._choice()
+            chosen = self._samplers.choose(lambda: self._counts(size), numbers)
             parts, infos = self._parts(chosen, size)
-        batch = self._transform(self._collate_fn(parts))
+        batch = self._transform.forward(self._collate_fn(parts), numbers)
         info = stack(infos)
         if isinstance(batch, TensorDictBase):
             if batch.shape[:2] != info.shape:
@@ -162,7 +164,7 @@ class ReplayBufferEnsemble(MemberPatching, Direct):
             with batch.unlock_():
                 for key in info.keys():  # noqa: SIM118 - a TensorDict yields values
                     if key != "id":
-                        batch.set(key, info.get(key))
+                        batch.set(key, along(info.get(key), batch))
         return (batch, info) if return_info else batch
 
     def _choice(self) -> np.random.Generator:

@@ -138,6 +138,7 @@ class ShapingHandle(DrawingHandle):
         root: dict[str, torch.Tensor],
         more: dict[Key, torch.Tensor] | None = None,
         view: StepView | None = None,
+        numbers: np.random.Generator | None = None,
     ) -> Any:
         """Return rows as users get them: put together, collated, transformed, in their place."""
         form = self._form
@@ -159,7 +160,7 @@ class ShapingHandle(DrawingHandle):
             for path, flags in (more or {}).items():
                 batch.set(path, flags)
         if len(self._transform):
-            batch = self._transform.finish(batch)
+            batch = self._transform.finish(batch, numbers)
         return self._placed(batch)
 
     def _collated(self, batch: Any) -> Any:
@@ -323,7 +324,7 @@ class ShapingHandle(DrawingHandle):
         return former
 
 
-def along(values: torch.Tensor, batch: TensorDictBase) -> torch.Tensor:
+def along(values: Any, batch: TensorDictBase) -> Any:
     """Return what is said of each row along the dims that rows have themselves."""
     beyond = batch.batch_size[values.ndim :]
     return values.reshape(*values.shape, *(1 for _ in beyond)).expand(*values.shape, *beyond)

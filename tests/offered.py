@@ -15,6 +15,7 @@ import torchrl.data.replay_buffers as theirs
 ELSEWHERE = {
     "DensifyReward": "torchrl.data",
     "MultiStep": "torchrl.data",
+    "RandomCropTensorDict": "torchrl.envs.transforms",
     "split_trajectories": "torchrl.collectors.utils",
 }
 

@@ -29,7 +29,8 @@ class Compose:
 
     A transform is an object with `forward` and `inv`, as torchrl's are, or a plain callable, which acts on
     what is sampled only. Modules are put in evaluation mode. A torchrl `Compose` among them is taken apart.
-    Those that are `StepTransform`s act before the others.
+    Those that are `StepTransform`s act before the others. One with an attribute `draws` that is True is
+    handed a NumPy generator as well, which follows from the buffer's draw (None: nothing is drawn).
 
     Threads: any number may transform while one appends; what keeps state between calls must bear threads by
     itself, where several write or sample. Processes: a copy has copies of the transforms. Crashes: what a
@@ -56,6 +57,8 @@ class Compose:
         self._transforms = transforms
         #: Those that look at other steps, in their order.
         self.steps = tuple(part for part in transforms if isinstance(part, StepTransform))
+        #: Whether one of the others draws.
+        self.draws = any(_draws(part) for part in transforms)
 
     @classmethod
     def of(cls, transform: Any) -> Compose:
@@ -76,8 +79,12 @@ class Compose:
                 f"got {type(transform).__name__}: {transform!r}"
             ) from None
 
-    def forward(self, batch: Any) -> Any:
+    def forward(self, batch: Any, numbers: np.random.Generator | None = None) -> Any:
         """Transform what was sampled.
+
+        Args:
+            batch: What was.
+            numbers: The random numbers of this draw.
 
         Raises:
             StateError: A transform looks at other steps: without a buffer there are none.
@@ -85,13 +92,13 @@ class Compose:
         """
         for step in self.steps:
             step.forward(batch)
-        return self.finish(batch)
+        return self.finish(batch, numbers)
 
-    def finish(self, batch: Any) -> Any:
+    def finish(self, batch: Any, numbers: np.random.Generator | None = None) -> Any:
         """Do what is done after `apply`: what the transforms do that do not look at other steps."""
         for transform in self._transforms:
             if not isinstance(transform, StepTransform):
-                batch = _given(transform, _forward(transform, batch))
+                batch = _given(transform, _forward(transform, batch, numbers))
         return batch
 
     @property
@@ -116,12 +123,12 @@ class Compose:
             return None
         view = StepView(storage, ids, generator)
         for step in self.steps:
-            view.seen.append(step.look(view))
+            view.seen.append((step, step.look(view)))
         return view
 
     def apply(self, batch: Any, view: StepView) -> Any:
         """Do to a batch what follows from other steps; `finish` does the rest."""
-        for step, seen in zip(self.steps, view.seen, strict=True):
+        for step, seen in view.seen:
             batch = _given(step, step.apply(batch, seen))
         return batch
 
@@ -331,9 +338,13 @@ def _given(transform: Any, made: Any) -> Any:
     return made
 
 
-def _forward(transform: Any, batch: Any) -> Any:
-    act: Callable[[Any], Any] = transform if callable(transform) else transform.forward
-    return act(batch)
+def _draws(transform: Any) -> bool:
+    return getattr(transform, "draws", False) is True
+
+
+def _forward(transform: Any, batch: Any, numbers: np.random.Generator | None = None) -> Any:
+    act: Callable[..., Any] = transform if callable(transform) else transform.forward
+    return act(batch, numbers) if _draws(transform) else act(batch)
 
 
 def _inverse(transform: Any, batch: Any) -> Any:

@@ -61,19 +61,20 @@ class StepView:
         #: Positions in the schema of the fields that are taken from `next_ids`.
         self.moved: frozenset[int] = frozenset()
         self.generator = generator
-        #: What the transforms have seen, in their order.
-        self.seen: list[Any] = []
+        #: The transforms and what they have seen, in their order.
+        self.seen: list[tuple[StepTransform, Any]] = []
         self._oldest = int(ids.min()) if ids.size else 0
         self._lost = False
         self._changes = storage.changes
-        self._located: tuple[IntArray, int, tuple[IntArray, IntArray]] | None = None
+        self._located: tuple[Runs, IntArray, int, tuple[IntArray, IntArray]] | None = None
 
-    def at(self, ids: IntArray, offsets: Any) -> tuple[IntArray, NDArray[np.bool_]]:
+    def at(self, ids: IntArray, offsets: Any, runs: Runs | None = None) -> tuple[IntArray, NDArray[np.bool_]]:
         """Return the rows so many steps before or after some.
 
         Args:
             ids: Of rows of the batch, or such as were found here. Shape `(n,)`.
             offsets: How many steps later, negative: earlier. Shape `(k,)`, or `(n, k)`.
+            runs: Which steps follow one another; None: those of the store's episodes.
 
         Returns:
             Ids, of the first or the last step that can be read where there is none so far away; and where
@@ -81,7 +82,7 @@ class StepView:
         """
         offsets = np.asarray(offsets, np.int64)
         shape = (ids.size, offsets.shape[-1])
-        runs = self.storage.runs
+        runs = self.storage.runs if runs is None else runs
         with runs.lock:
             numbers, steps = self._locate(runs, ids)
             if self._lost:
@@ -93,9 +94,14 @@ class StepView:
         self._show(there)
         return there, found == wanted
 
-    def reach(self, ids: IntArray) -> tuple[IntArray, IntArray]:
-        """Return how many steps before each row can be read, and how many after it. Shapes `(n,)`."""
-        runs = self.storage.runs
+    def reach(self, ids: IntArray, runs: Runs | None = None) -> tuple[IntArray, IntArray]:
+        """Return how many steps before each row can be read, and how many after it. Shapes `(n,)`.
+
+        Args:
+            ids: Of rows. Shape `(n,)`.
+            runs: As `at`.
+        """
+        runs = self.storage.runs if runs is None else runs
         with runs.lock:
             numbers, steps = self._locate(runs, ids)
             if self._lost:
@@ -157,12 +163,12 @@ class StepView:
         """Return run and step of rows; the runs' lock is held."""
         runs.look()
         known = self._located
-        if known is None or known[0] is not ids or known[1] != runs.moves:
-            known = self._located = ids, runs.moves, runs.locate(np.ascontiguousarray(ids))
-        numbers = known[2][0]
+        if known is None or known[0] is not runs or known[1] is not ids or known[2] != runs.moves:
+            known = self._located = runs, ids, runs.moves, runs.locate(np.ascontiguousarray(ids))
+        numbers = known[3][0]
         if numbers.size and int(numbers.min()) < 0:
             self._lost = True  # they have left: the rows are drawn again
-        return known[2]
+        return known[3]
 
 
 def _check_rows(storage: Storage) -> None:
