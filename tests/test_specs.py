@@ -13,7 +13,7 @@ import pickle
 import pkgutil
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ import torch
 import torchrl.data as torchrl
 from hypothesis import given
 from hypothesis import strategies as st
+from tensordict import NonTensorData
 
 import expstore
 import expstore.specs
@@ -83,7 +84,60 @@ def categorical(draw: st.DrawFn) -> Recipe:
     return Recipe("Categorical", (n,), {**kwargs, "mask": draw(masks((*shape, n)))})
 
 
-KINDS: dict[str, st.SearchStrategy[Recipe]] = {"bounded": bounded(), "categorical": categorical()}
+@st.composite
+def unbounded(draw: st.DrawFn) -> Recipe:
+    kwargs = {"shape": draw(shapes), "dtype": draw(st.sampled_from((*FLOATS, *WHOLE, torch.bool)))}
+    return Recipe(
+        draw(st.sampled_from(["Unbounded", "UnboundedDiscrete", "UnboundedContinuous"])), (), kwargs
+    )
+
+
+@st.composite
+def one_hot(draw: st.DrawFn) -> Recipe:
+    n = draw(st.integers(1, 5))
+    shape = (*draw(shapes)[:2], n)
+    return Recipe("OneHot", (n, shape), {"mask": draw(masks(shape))})
+
+
+@st.composite
+def binary(draw: st.DrawFn) -> Recipe:
+    dtype = draw(st.sampled_from((torch.int8, torch.bool, torch.int64, torch.float32)))
+    return Recipe("Binary", (), {"shape": (*draw(shapes)[:2], draw(st.integers(1, 3))), "dtype": dtype})
+
+
+nvecs = st.lists(st.integers(1, 4), min_size=1, max_size=4)
+
+
+@st.composite
+def multi_categorical(draw: st.DrawFn) -> Recipe:
+    nvec, lead = draw(nvecs), draw(shapes)[:2]
+    if draw(st.booleans()):
+        mask = draw(masks((*lead, sum(nvec))))
+        if mask is not None:
+            mask = mask.index_fill(-1, torch.tensor(nvec).cumsum(0) - 1, True)
+        kwargs = {"shape": (*lead, len(nvec)), "mask": mask}
+        return Recipe("MultiCategorical", (nvec,), kwargs)
+    return Recipe("MultiCategorical", ([nvec, [n + 1 for n in nvec]],))
+
+
+@st.composite
+def multi_one_hot(draw: st.DrawFn) -> Recipe:
+    nvec, lead = draw(nvecs), draw(shapes)[:2]
+    mask = draw(masks((*lead, sum(nvec))))
+    if mask is not None:
+        mask = mask.index_fill(-1, torch.tensor(nvec).cumsum(0) - 1, True)
+    return Recipe("MultiOneHot", (nvec, (*lead, sum(nvec))), {"mask": mask})
+
+
+KINDS: dict[str, st.SearchStrategy[Recipe]] = {
+    "bounded": bounded(),
+    "categorical": categorical(),
+    "unbounded": unbounded(),
+    "one hot": one_hot(),
+    "binary": binary(),
+    "multi categorical": multi_categorical(),
+    "multi one hot": multi_one_hot(),
+}
 recipes = st.one_of(*KINDS.values())
 
 
@@ -96,6 +150,10 @@ def nearby(spec: Any, seed: int, lead: tuple[int, ...], *, far: float) -> torch.
     if drawn.dtype == torch.bool:
         return drawn ^ (moved > 50)
     return torch.where(moved == 0, drawn, moved.remainder(8).to(drawn.dtype))
+
+
+#: Their last dim cannot be taken apart.
+DOMAIN_LAST = (expstore.OneHot, expstore.MultiCategorical, expstore.Binary)
 
 
 def seeded(seed: int, act: Callable[[], Any]) -> Any:
@@ -144,7 +202,9 @@ def test_the_same_seed_draws_the_same_values(recipe: Recipe, seed: int, lead: tu
     assert drawn.shape == (*lead, *ours.shape)
     assert drawn.dtype == ours.dtype
     assert ours.is_in(drawn)
-    assert torch.equal(drawn, seeded(seed, lambda: theirs.rand(torch.Size(lead))))
+    if recipe.name != "MultiCategorical" or ours.ndim == 1 or ours.mask is not None:
+        # Rows of numbers are drawn one by one there.
+        assert torch.equal(drawn, seeded(seed, lambda: theirs.rand(torch.Size(lead))))
     generator = torch.Generator().manual_seed(seed)
     assert torch.equal(drawn, ours.sample(lead, generator=generator))
 
@@ -156,19 +216,29 @@ def test_is_in_and_project_agree(recipe: Recipe, seed: int, lead: tuple[int, ...
     kept = value.clone()
     answer = asked(lambda: theirs.is_in(value.clone()))
     # A number that is none of n is an error there if there is a mask.
-    assert ours.is_in(value) == ours.contains(value) == (not isinstance(answer, type) and bool(answer))
+    expected = not isinstance(answer, type) and bool(answer)
+    if isinstance(ours, expstore.OneHot) and ours.mask is not None:
+        # A single one is only asked for there if there is no mask.
+        plain = replace(recipe, kwargs={"mask": None}).there()
+        expected = expected and bool(plain.is_in(value))
+    assert ours.is_in(value) == ours.contains(value) == expected
     projected = ours.project(value)
     assert ours.is_in(projected)
     assert torch.equal(value, kept)
-    expected = asked(lambda: theirs.project(value.clone()))
     if ours.is_in(value):
         assert projected is value
-    elif getattr(ours, "mask", None) is None:
-        assert torch.equal(projected, expected)
-    else:
+    elif isinstance(ours, expstore.OneHot):
+        rows = ours.within(value)
+        assert torch.equal(projected[rows], value[rows])
+        if ours.mask is None and recipe.name == "OneHot":
+            # One of those that were there, if there were any.
+            assert (projected & value).any(-1)[value.any(-1)].all()
+    elif getattr(ours, "mask", None) is not None:
         # What a mask hides is replaced by chance: in both cases by something that is allowed.
         assert theirs.is_in(projected)
         assert torch.equal(projected[ours.within(value)], value[ours.within(value)])
+    else:
+        assert torch.equal(projected, theirs.project(value.clone()))
 
 
 @given(recipes, seeds)
@@ -200,7 +270,8 @@ def expand(spec: Any, data: st.DataObject) -> Callable[[Any], Any]:
 
 @act
 def squeeze(spec: Any, data: st.DataObject) -> Callable[[Any], Any]:
-    dim = data.draw(st.none() | st.integers(-spec.ndim, max(spec.ndim - 1, 0)))
+    last = spec.ndim - 2 if isinstance(spec, DOMAIN_LAST) else spec.ndim - 1
+    dim = data.draw(st.none() | st.integers(-spec.ndim, max(last, 0)))
     return lambda one: torch.squeeze(one, dim) if dim is not None else one.squeeze()
 
 
@@ -232,7 +303,8 @@ def unflatten(spec: Any, data: st.DataObject) -> Callable[[Any], Any]:
 
 @act
 def unbind(spec: Any, data: st.DataObject) -> Callable[[Any], Any]:
-    dim = data.draw(st.integers(0, max(spec.ndim - 1, 0)))
+    last = spec.ndim - 2 if isinstance(spec, DOMAIN_LAST) else spec.ndim - 1
+    dim = data.draw(st.integers(0, max(last, 0)))
     return lambda one: one.unbind(dim)[-1]
 
 
@@ -289,8 +361,15 @@ def test_changed_specs_agree(name: str, data: st.DataObject) -> None:
     made, expected = asked(lambda: change(ours)), asked(lambda: change(theirs))
     assert list(facts(ours)) == before
     if isinstance(expected, type):
-        # What TorchRL cannot do may be possible here; what both refuse, they refuse.
-        assert not isinstance(made, type) or issubclass(made, Exception)
+        # What only fails there may be possible here.
+        assert isinstance(made, type) or name not in {"index", "index_select", "unsqueeze"}
+        return
+    if isinstance(ours, expstore.OneHot) and expected.shape[-1:] != ours.shape[-1:]:
+        # TorchRL takes the new last dim for the number of choices.
+        assert made is ValueError
+        return
+    if made is IndexError and not ours.ndim:
+        # As of a tensor of no dims; TorchRL returns the spec.
         return
     assert not isinstance(made, type), made
     lost = LOST.get(name) if getattr(expected, "mask", None) is None else None
@@ -353,6 +432,46 @@ def test_copies_are_equal_and_others_are_not(recipe: Recipe) -> None:
             "more than one type",
         ),
         (lambda of: torch.stack([of.Categorical(3), of.Categorical(3, (1,))]), RuntimeError, "Ndims differ"),
+        (lambda of: of.Unbounded().cardinality(), NotImplementedError, "`cardinality` is not implemented"),
+        (lambda of: of.Unbounded().enumerate(), NotImplementedError, "."),
+        (lambda of: of.OneHot(3, (4,)), ValueError, "The last value of the shape must match n for transform"),
+        (lambda of: of.OneHot(3).encode(3), AssertionError, "Value must be less than action space."),
+        (lambda of: of.OneHot(3).index([0, 1, 0], torch.ones(3)), ValueError, "Only tensors are allowed for"),
+        (lambda of: of.OneHot(3).unsqueeze(-1), ValueError, "must remain unchanged"),
+        (lambda of: of.OneHot(3).unbind(-1), ValueError, "must remain unchanged"),
+        (lambda of: of.OneHot(1).squeeze(), ValueError, "must remain unchanged"),
+        (lambda of: of.OneHot(3)[0], IndexError, "."),
+        (lambda of: of.MultiOneHot((3, 2), (4,)), ValueError, r"shape must match sum\(nvec\) for transform"),
+        (lambda of: of.MultiOneHot((3, 2)).encode([0, 2]), RuntimeError, "is greater than the allowed max"),
+        (
+            lambda of: of.MultiOneHot((3, 2)).index(1, torch.ones(5)),
+            ValueError,
+            "Only tensors are allowed for",
+        ),
+        (lambda of: of.MultiCategorical((3, 2), (3,)), ValueError, r"shape must match nvec.shape\[-1\]"),
+        (lambda of: of.MultiCategorical((3, 2)).unbind(-1), ValueError, "must remain unchanged"),
+        (lambda of: of.MultiCategorical((3, 2)).unsqueeze(-1), ValueError, "must remain unchanged"),
+        (lambda of: of.MultiCategorical((1,)).squeeze(), ValueError, "must remain unchanged"),
+        (lambda of: of.MultiCategorical([[3, 2], [1, 2]]).enumerate(), ValueError, "on heterogeneous nvecs"),
+        (lambda of: of.MultiCategorical((3, 2)).n, AttributeError, "."),
+        (lambda of: of.MultiCategorical((3, 2), mask=torch.ones(4, dtype=bool)).rand(), RuntimeError, "."),
+        (lambda of: of.Binary(), TypeError, "Must provide either n or shape."),
+        (lambda of: of.Binary(3, (2,)), ValueError, "The last value of the shape must match 'n' for spec"),
+        (lambda of: of.Binary(3, ()), ValueError, "'n' must be zero for spec"),
+        (lambda of: of.Binary(shape=())[0], ValueError, "Cannot index a Binary spec with an empty shape"),
+        (lambda of: of.Binary(3).unbind(0), ValueError, "must remain unchanged"),
+        (
+            lambda of: of.NonTensor(batched=True, feature_dims=1),
+            ValueError,
+            "Cannot specify both batched and",
+        ),
+        (lambda of: of.NonTensor().cardinality(), NotImplementedError, "Cannot enumerate a NonTensor spec."),
+        (lambda of: of.NonTensor().index(0, 0), NotImplementedError, "Cannot use index with a NonTensor"),
+        (lambda of: of.Choice((of.Categorical(3),)), TypeError, "'choices' must be a list"),
+        (lambda of: of.Choice([1, 2]), TypeError, "Each choice must be either a TensorSpec, NonTensorData"),
+        (lambda of: of.Choice([of.Categorical(3), of.OneHot(3)]), TypeError, "must be the same type"),
+        (lambda of: of.Choice([of.OneHot(3), of.OneHot(4)]), ValueError, "must have the same shape"),
+        (lambda of: of.Choice([of.OneHot(3)]).index(0, 0), NotImplementedError, "index is not implemented"),
     ],
 )
 def test_errors_read_alike(make: Callable[[Any], Any], error: type[Exception], text: str) -> None:
@@ -370,6 +489,24 @@ def test_errors_read_alike(make: Callable[[Any], Any], error: type[Exception], t
         (lambda: expstore.Bounded(0, 1, shape=(), dtype="float32"), TypeError, "dtype is one of torch's"),
         (lambda: expstore.Bounded(0, 1, shape=(-1, 2))[:1], IndexError, "its size is unknown"),
         (lambda: expstore.Bounded(0, 1, shape=(-1, 2)).unbind(0), ValueError, "Cannot unbind along dim 0"),
+        (lambda: expstore.OneHot(3, use_register=True), ValueError, "finds no value again"),
+        (lambda: expstore.MultiOneHot((3, 2), use_register=True), ValueError, "finds no value again"),
+        (lambda: expstore.OneHot(3).encode(-1), AssertionError, "of 0 to 2"),
+        (lambda: expstore.OneHot(3, (2, 3)).flatten(0, 1), ValueError, "must remain unchanged"),
+        (lambda: expstore.MultiOneHot((3, 2)).encode([0, 1, 1]), ValueError, "takes 2 numbers"),
+        (lambda: expstore.Unbounded(colour="red"), TypeError, "unrecognised kwargs"),
+        (lambda: expstore.Choice([]), ValueError, "at least one"),
+        (lambda: expstore.MultiCategorical((3,)).set_provisional_n(4), ValueError, "knows how many"),
+        (
+            lambda: expstore.MultiCategorical([[3, 2], [1, 4]], mask=torch.ones(5)),
+            ValueError,
+            "Only homogeneous MultiDiscrete specs can be masked",
+        ),
+        (
+            lambda: expstore.OneHot(2, (2, 2), mask=torch.eye(2).bool()).enumerate(use_mask=True),
+            ValueError,
+            "one mask for all elements",
+        ),
     ],
 )
 def test_what_has_no_meaning_is_refused(make: Callable[[], Any], error: type[Exception], text: str) -> None:
@@ -452,6 +589,174 @@ def test_dims_of_unknown_size_stay_so() -> None:
     assert spec[..., 1].low.tolist() == [1.0]
     assert spec.reshape(2, -1).shape == (2, -1)
     assert spec.rand((3,)).shape == (3, 1, 2)
+
+
+def test_the_same_choices_have_two_specs() -> None:
+    for numbers, rows in [
+        (expstore.Categorical(3, (2,)), expstore.OneHot(3, (2, 3))),
+        (expstore.MultiCategorical((3, 2), (4, 2)), expstore.MultiOneHot((3, 2), (4, 5))),
+    ]:
+        for mask in (None, torch.tensor([True, False, True, True, True][: rows.shape[-1]])):
+            numbers.update_mask(mask)
+            rows.update_mask(mask)
+            assert numbers.to_one_hot_spec() == rows == rows.to_one_hot_spec()
+            assert rows.to_categorical_spec() == numbers == numbers.to_categorical_spec()
+            drawn = numbers.rand((5,))
+            assert rows.is_in(numbers.to_one_hot(drawn, safe=True))
+            assert torch.equal(rows.to_categorical(numbers.to_one_hot(drawn), safe=True), drawn)
+            assert torch.equal(rows.to_one_hot(rows.encode(drawn)), numbers.to_one_hot(drawn))
+            assert numbers != rows
+
+
+def test_all_choices_can_be_listed() -> None:
+    mask = torch.tensor([True, False, True])
+    assert expstore.Categorical(3, (2,), mask=mask).enumerate().tolist() == [[0, 0], [1, 1], [2, 2]]
+    assert expstore.Categorical(3, (2,), mask=mask).enumerate(use_mask=True).tolist() == [[0, 0], [2, 2]]
+    assert expstore.OneHot(3, mask=mask).enumerate(use_mask=True).long().tolist() == [[1, 0, 0], [0, 0, 1]]
+    several = expstore.MultiCategorical((3, 2), mask=torch.cat([mask, mask[:2]]))
+    assert several.enumerate(use_mask=True).tolist() == [[0, 0], [2, 0]]
+    assert several.enumerate().shape == (several.cardinality(), 2)
+    assert expstore.MultiCategorical((3, 2), (4, 2)).enumerate().shape == (6, 4, 2)
+    rows = several.to_one_hot_spec()
+    assert rows.enumerate(use_mask=True).long().tolist() == [[1, 0, 0, 1, 0], [0, 0, 1, 1, 0]]
+    assert rows.cardinality() == 6
+
+
+def test_choices_are_indices() -> None:
+    values = torch.arange(10.0).reshape(2, 5)
+    assert expstore.OneHot(5).index(torch.eye(5)[3], values).tolist() == [[3], [8]]
+    assert expstore.OneHot(5).index(torch.eye(5)[[3, 1]].bool(), values).tolist() == [[3], [6]]
+    assert expstore.Categorical(5).index(torch.tensor([3, 1]), values).tolist() == [3, 6]
+    assert expstore.Categorical(5, (1,)).index(torch.tensor([[3], [1]]), values).tolist() == [[3], [6]]
+    both = expstore.MultiOneHot((3, 2))
+    assert both.index(both.encode([2, 0]), values).tolist() == [[2, 3], [7, 8]]
+
+
+def test_projected_rows_are_drawn_as_they_weigh() -> None:
+    spec = expstore.OneHot(3, dtype=torch.float32)
+    weights = torch.tensor([0.0, 1.0, 3.0]).expand(20_000, 3)
+    drawn = spec.project(weights, generator=torch.Generator().manual_seed(0))
+    assert drawn.mean(0).tolist() == pytest.approx([0, 0.25, 0.75], abs=0.02)
+    spec.update_mask(torch.tensor([True, True, False]))
+    assert spec.project(weights).mean(0).tolist() == [0, 1, 0]
+    assert spec.project(torch.tensor([0.0, 0.0, -1.0]))[2] == 0
+
+
+def test_rows_of_numbers_may_have_different_ones() -> None:
+    spec = expstore.MultiCategorical([[3, 2], [1, 4]])
+    drawn = spec.rand((1000,), generator=torch.Generator().manual_seed(0))
+    assert drawn.amax(0).tolist() == [[2, 1], [0, 3]]
+    assert spec[0] == expstore.MultiCategorical((3, 2))
+    assert spec[:, 0] == expstore.MultiCategorical((3, 1))
+    assert spec[1, 1] == expstore.Categorical(4)
+    assert spec.cardinality() == 24
+    assert [row.shape for row in spec.to_one_hot(torch.zeros(2, 2)).unbind()] == [(5,), (5,)]
+    with pytest.raises(ValueError, match="rows of different lengths"):
+        spec.to_one_hot(torch.zeros(7, 2, 2))
+    mask = torch.tensor([True, False, False, False, True])
+    masked = expstore.MultiCategorical((3, 2), (4, 2), mask=mask)
+    assert masked[0].rand().tolist() == [0, 1]
+    assert masked[:, [1]].mask.tolist() == [[False, True]] * 4
+    assert masked[2, 1].mask.tolist() == [False, True]
+
+
+def test_flags_are_choices_among_two() -> None:
+    spec = expstore.Binary(3)
+    assert spec == expstore.Categorical(2, (3,), dtype=torch.int8)
+    assert expstore.Categorical(2, (3,), dtype=torch.int8) == spec
+    assert spec != expstore.Categorical(3, (3,), dtype=torch.int8)
+    assert spec != expstore.MultiCategorical((2, 2, 2), dtype=torch.int8)
+    spec.update_mask(torch.tensor([False, True]))
+    assert spec.rand((4,)).all()
+    assert spec.expand(2, 3).mask.shape == (2, 3, 2)
+
+
+def test_numbers_without_bounds_are_numbers_with_the_bounds_of_the_dtype() -> None:
+    for dtype in (torch.float32, torch.int16, torch.bool):
+        spec = expstore.Unbounded((2,), dtype=dtype)
+        bounded = expstore.Bounded(spec.space.low, spec.space.high, dtype=dtype)
+        assert spec == bounded
+        assert bounded == spec
+        assert expstore.Bounded(0, 1, shape=(3,), dtype=dtype) != spec
+    spec = expstore.Unbounded((2,), dtype=torch.int8)
+    assert spec.project(torch.tensor([3.6, 1e9])).tolist() == [4, 127]
+    assert expstore.Unbounded((2, 3)).project(torch.zeros(6)).shape == (2, 3)
+
+
+def test_objects_have_specs() -> None:
+    spec = expstore.NonTensor(shape=(2, 3), example_data="go", feature_dims=1)
+    assert repr(spec) == repr(torchrl.NonTensor(shape=(2, 3), example_data="go", feature_dims=1))
+    assert spec.rand((4,)).tolist() == [[["go"] * 3] * 2] * 4
+    assert spec.zero().batch_size == (2, 3)
+    assert spec.encode("stop").tolist() == [["stop"] * 3] * 2
+    assert spec.is_in("anything")
+    assert spec.is_in(spec.rand((4,)))
+    assert not spec.is_in(torch.zeros(2, 3))
+    assert not spec.is_in(spec[0].rand())
+    for made, shape in [
+        (spec.expand(4, 2, 3), (4, 2, 3)),
+        (spec.unsqueeze(0), (1, 2, 3)),
+        (spec[0], (3,)),
+        (spec.unbind(0)[1], (3,)),
+        (spec.flatten(0, 1), (6,)),
+        (spec.clone(), (2, 3)),
+    ]:
+        assert (made.shape, made.example_data) == (shape, "go")
+        assert made.rand().batch_size == shape
+    assert spec == spec.clone() != expstore.NonTensor(shape=(2, 3), example_data="stop", feature_dims=1)
+    assert expstore.NonTensor(shape=(3,), batched=True, example_data=1).rand().tolist() == [1, 1, 1]
+    assert expstore.NonTensor(shape=()).to_numpy("same", safe=True) == "same"
+    with pytest.raises(TypeError, match="of objects"):
+        spec.type_check(torch.ones(3))
+
+
+def test_a_choice_is_in_one_of_its_specs() -> None:
+    low, high = expstore.Bounded(0, 1, shape=(2,)), expstore.Bounded(10, 11, shape=(2,))
+    spec = expstore.Choice([low, high])
+    assert repr(spec) == repr(torchrl.Choice([torchrl.Bounded(0, 1, shape=(2,))]))
+    drawn = [spec.rand(generator=torch.Generator().manual_seed(seed)) for seed in range(20)]
+    assert all(low.is_in(one) != high.is_in(one) for one in drawn)
+    assert {low.is_in(one) for one in drawn} == {True, False}
+    assert spec.project(torch.tensor([9.0, 9.0])).tolist() == [10, 10]
+    assert spec.encode([10.5, 10.5]).tolist() == [10.5, 10.5]
+    assert spec.expand(3, 2).rand().shape == (3, 2)
+    assert spec.unbind(0)[0] == expstore.Choice([low[0], high[0]])
+    assert (spec.num_choices, spec.cardinality()) == (2, math.inf)
+    assert spec == spec.clone() != expstore.Choice([low])
+    assert (spec.zero().tolist(), spec.one().tolist()) == ([0, 0], [1, 1])
+    numbers = expstore.Choice([expstore.Categorical(2), expstore.Categorical(3)])
+    assert [int(one) for one in numbers.enumerate()] == [0, 1, 0, 1, 2]
+    assert numbers.cardinality() == 5
+
+
+def test_a_choice_is_one_of_its_objects() -> None:
+    spec = expstore.Choice([NonTensorData(word) for word in "abc"])
+    drawn = {spec.rand(generator=torch.Generator().manual_seed(seed)).data for seed in range(30)}
+    assert drawn == set("abc")
+    assert spec.rand((4,)).batch_size == (4,)
+    assert spec.is_in(NonTensorData("b"))
+    assert not spec.is_in(NonTensorData("d"))
+    assert [one.data for one in spec.enumerate()] == list("abc")
+    assert spec.cardinality() == spec.num_choices == 3
+    assert spec.one().data == "b"
+    assert spec == spec.clone() != expstore.Choice([NonTensorData(word) for word in "abd"])
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("BinaryDiscreteTensorSpec", "Binary"),
+        ("BoundedTensorSpec", "Bounded"),
+        ("DiscreteTensorSpec", "Categorical"),
+        ("MultiDiscreteTensorSpec", "MultiCategorical"),
+        ("MultiOneHotDiscreteTensorSpec", "MultiOneHot"),
+        ("OneHotDiscreteTensorSpec", "OneHot"),
+        ("UnboundedContinuousTensorSpec", "UnboundedContinuous"),
+        ("UnboundedDiscreteTensorSpec", "UnboundedDiscrete"),
+    ],
+)
+def test_older_names_are_the_same_classes(old: str, new: str) -> None:
+    assert getattr(expstore, old) is getattr(expstore, new) is getattr(expstore.specs, new)
 
 
 def test_the_examples_of_the_docstrings_run() -> None:

@@ -4,16 +4,28 @@ Used by whoever describes an environment; stores keep the specs of their fields.
 """
 
 from expstore.specs.base import TensorSpec
+from expstore.specs.binary import Binary
 from expstore.specs.bounded import Bounded, BoundedContinuous, BoundedDiscrete
 from expstore.specs.boxes import BinaryBox, Box, BoxList, CategoricalBox, ContinuousBox
-from expstore.specs.categorical import Categorical
+from expstore.specs.categorical import Categorical, OneHot
+from expstore.specs.multi import MultiCategorical, MultiOneHot
+from expstore.specs.nontensor import Choice, NonTensor
+from expstore.specs.unbounded import Unbounded, UnboundedContinuous, UnboundedDiscrete
 
 #: Older names of the same classes.
+BinaryDiscreteTensorSpec = Binary
 BoundedTensorSpec = Bounded
 DiscreteTensorSpec = Categorical
+MultiDiscreteTensorSpec = MultiCategorical
+MultiOneHotDiscreteTensorSpec = MultiOneHot
+OneHotDiscreteTensorSpec = OneHot
+UnboundedContinuousTensorSpec = UnboundedContinuous
+UnboundedDiscreteTensorSpec = UnboundedDiscrete
 
 __all__ = [
+    "Binary",
     "BinaryBox",
+    "BinaryDiscreteTensorSpec",
     "Bounded",
     "BoundedContinuous",
     "BoundedDiscrete",
@@ -22,7 +34,20 @@ __all__ = [
     "BoxList",
     "Categorical",
     "CategoricalBox",
+    "Choice",
     "ContinuousBox",
     "DiscreteTensorSpec",
+    "MultiCategorical",
+    "MultiDiscreteTensorSpec",
+    "MultiOneHot",
+    "MultiOneHotDiscreteTensorSpec",
+    "NonTensor",
+    "OneHot",
+    "OneHotDiscreteTensorSpec",
     "TensorSpec",
+    "Unbounded",
+    "UnboundedContinuous",
+    "UnboundedContinuousTensorSpec",
+    "UnboundedDiscrete",
+    "UnboundedDiscreteTensorSpec",
 ]

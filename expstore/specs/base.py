@@ -30,7 +30,7 @@ from expstore.specs.shapes import (
     unsqueezing,
 )
 
-__all__ = ["LeafSpec", "TensorSpec", "as_device", "implements", "stack_equal"]
+__all__ = ["LeafSpec", "TensorSpec", "as_device", "described", "implements", "stack_equal"]
 
 _Handler = TypeVar("_Handler", bound=Callable[..., Any])
 
@@ -309,7 +309,7 @@ class TensorSpec(ABC):
     __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
-        return _described(self, ("shape", "space", "device", "dtype", "domain"))
+        return described(self, ("shape", "space", "device", "dtype", "domain"))
 
     @classmethod
     def __torch_function__(
@@ -325,7 +325,7 @@ class TensorSpec(ABC):
         return handler(*args, **(kwargs or {}))
 
 
-def _described(spec: TensorSpec, names: Sequence[str]) -> str:
+def described(spec: TensorSpec, names: Sequence[str]) -> str:
     """Return a spec with some of its properties, a line each."""
     lines = [indent(f"{name}={getattr(spec, name)}", " " * 4) for name in names]
     return f"{type(spec).__name__}(\n" + ",\n".join(lines) + ")"
@@ -530,6 +530,11 @@ class LeafSpec(TensorSpec):
         self._keep_whole(dim, self.ndim)
         return tuple(self._remade(move) for move in moves)
 
+    def _picked(self, dim: int, index: torch.Tensor) -> Any:
+        """Return the spec of some places of a dim."""
+        self._keep_whole(dim, self.ndim)
+        return self._remade(picking(self.shape, dim, index))
+
     def __getitem__(self, idx: Any) -> Any:
         return self._remade(indexing(self.shape, idx, whole=self._whole))
 
@@ -580,5 +585,4 @@ def _unsqueeze(spec: TensorSpec, dim: int) -> Any:
 
 @implements(torch.index_select)
 def _index_select(input: LeafSpec, dim: int, index: torch.Tensor) -> Any:
-    input._keep_whole(dim, input.ndim)
-    return input._remade(picking(input.shape, dim, index))
+    return input._picked(dim, index)

@@ -15,7 +15,7 @@ from expstore.specs.base import LeafSpec
 from expstore.specs.boxes import ContinuousBox
 from expstore.specs.shapes import Move, as_size, broadcast, safe
 
-__all__ = ["Bounded", "BoundedContinuous", "BoundedDiscrete"]
+__all__ = ["Bounded", "BoundedContinuous", "BoundedDiscrete", "saturated"]
 
 _SHAPE = (
     "Bounded requires the shape to be explicitly (via the shape argument) or implicitly defined (via either "
@@ -73,7 +73,7 @@ class Bounded(LeafSpec):
         if domain is None:
             domain = "continuous" if self.dtype.is_floating_point else "discrete"
         self._domain = domain
-        low, high = (_saturated(bound, self.dtype, self.device) for bound in (low, high))
+        low, high = (saturated(bound, self.dtype, self.device) for bound in (low, high))
         self._shape, size = _shape_of(low, high, shape)
         low, high = (bound.expand(size).contiguous().clone() for bound in (low, high))
         empty = ~(low <= high)
@@ -135,7 +135,7 @@ class Bounded(LeafSpec):
         low, high = (bound.to(val.device) for bound in self._box)
         if val.is_floating_point() and not self.dtype.is_floating_point:
             val = val.double().round()
-        val = _saturated(val, self.dtype, val.device)
+        val = saturated(val, self.dtype, val.device)
         return torch.where(val < low, low, torch.where(val > high, high, val))
 
     def rand(self, shape: Any = None, *, generator: torch.Generator | None = None) -> torch.Tensor:
@@ -220,7 +220,7 @@ class BoundedDiscrete(Bounded):
         super().__init__(low, high, shape, device, dtype, domain=domain)
 
 
-def _saturated(value: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def saturated(value: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return numbers as a dtype that may be smaller: what is too large becomes the largest."""
     if not isinstance(value, torch.Tensor):
         value = torch.as_tensor(np.array(value))

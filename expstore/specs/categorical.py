@@ -1,4 +1,4 @@
-"""Specs of choices among n, as numbers from 0 to n - 1.
+"""Specs of choices among n: as numbers from 0 to n - 1, or as rows with a single one.
 
 Used by whoever describes discrete actions. What is chosen has no meaning here.
 """
@@ -11,9 +11,10 @@ import torch
 
 from expstore.specs.base import LeafSpec
 from expstore.specs.boxes import CategoricalBox
-from expstore.specs.shapes import Move, broadcast, safe
+from expstore.specs.masks import as_mask, draw_allowed, list_allowed, same_mask
+from expstore.specs.shapes import Move, as_size, broadcast, safe
 
-__all__ = ["Categorical", "draw_allowed", "same_mask"]
+__all__ = ["Categorical", "OneHot"]
 
 
 class Categorical(LeafSpec):
@@ -103,13 +104,7 @@ class Categorical(LeafSpec):
         """
         found = torch.arange(self.n, dtype=self._counting, device=self.device).to(self.dtype)
         if use_mask and self.mask is not None:
-            rows = self.mask.reshape(-1, self.mask.shape[-1])
-            if (rows != rows[0]).any():
-                raise ValueError(
-                    "Categorical: enumerate(use_mask=True) takes one mask for all elements, these differ: "
-                    "ask each spec of unbind()"
-                )
-            found = found[rows[0]]
+            found = found[list_allowed(self.mask)]
         return found.reshape(-1, *[1] * self.ndim).expand(-1, *safe(self.shape))
 
     @property
@@ -223,6 +218,10 @@ class Categorical(LeafSpec):
             self.assert_is_in(val)
         return val
 
+    def to_one_hot_spec(self) -> OneHot:
+        """Return the spec of the same choices as rows of bools."""
+        return OneHot(self.n, (*self.shape, self.n), self.device, mask=self.mask)
+
     def to_categorical_spec(self) -> Categorical:
         """Return itself."""
         return self
@@ -240,35 +239,231 @@ class Categorical(LeafSpec):
         )
 
 
-def as_mask(given: Any, size: torch.Size, device: torch.device) -> torch.Tensor:
-    """Return a mask of a size; a RuntimeError if it does not expand to that."""
-    mask: torch.Tensor = torch.as_tensor(given, device=device).bool()
-    if mask.numel() == size[-1] and mask.shape != size:
-        mask = mask.reshape(size[-1])
-    try:
-        return mask.expand(size).clone()
-    except RuntimeError as exc:
-        raise RuntimeError(
-            f"Cannot expand mask to the desired shape: it has {tuple(mask.shape)}, {tuple(size)} is needed."
-        ) from exc
+class OneHot(LeafSpec):
+    """Say that each row of n elements has a single one, and zeros elsewhere.
 
+    The last dim is the row: it cannot be indexed or moved. Threads, processes and crashes: see Categorical.
 
-def same_mask(mine: torch.Tensor | None, other: torch.Tensor | None) -> bool:
-    """Say whether two masks hide the same."""
-    if mine is None or other is None:
-        return mine is other
-    return torch.equal(mine, other)
-
-
-def draw_allowed(mask: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
-    """Draw one of the places of the last dim where a mask is True. Shape without it, int64.
+    Args:
+        n: How many choices there are.
+        shape: Of a value; the last dim is n.
+        device: Where values lie.
+        dtype: What a value is made of.
+        use_register: Refused: TorchRL gives numbers to what it meets, in a register that all specs of a
+            program share, and finds no value again. Give numbers to yours, and encode these.
+        mask: Which choices are allowed.
 
     Raises:
-        RuntimeError: There is none.
+        ValueError: The last dim is another than n.
+        RuntimeError: The mask has another shape.
+
+    Example:
+        >>> spec = OneHot(3)
+        >>> spec.encode(1)
+        tensor([False,  True, False])
+        >>> spec.is_in(torch.tensor([True, True, False]))
+        False
     """
-    if not mask.any(-1).all():
-        raise RuntimeError(f"all {mask.shape[-1]} choices are hidden by the mask: there is none to be drawn")
-    flat: torch.Tensor = mask.reshape(-1, mask.shape[-1]).float()
-    if not flat.numel():
-        return torch.zeros(mask.shape[:-1], dtype=torch.int64, device=mask.device)
-    return torch.multinomial(flat, 1, generator=generator).reshape(mask.shape[:-1])
+
+    _whole = 1
+
+    def __init__(
+        self,
+        n: int,
+        shape: torch.Size | tuple[int, ...] | list[int] | None = None,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype = torch.bool,
+        use_register: bool = False,
+        mask: Any = None,
+    ) -> None:
+        refuse_register(use_register)
+        space = CategoricalBox(n)
+        size = as_size((space.n,) if shape is None else shape)
+        if not size or size[-1] != space.n:
+            raise ValueError(
+                f"The last value of the shape must match n for transform of type {type(self)}. "
+                f"Got n={space.n} and shape={size}."
+            )
+        super().__init__(size, space, device, dtype, "discrete")
+        self.update_mask(mask)
+
+    @property
+    def n(self) -> int:
+        """How many choices there are."""
+        return int(self.space.n)
+
+    @property
+    def mask(self) -> torch.Tensor | None:
+        """Which choices are allowed. The spec's shape, bool; None: all of them."""
+        return self._mask
+
+    def update_mask(self, mask: Any) -> None:
+        """Hide some choices from `rand`, `is_in` and `project`. Changes this spec.
+
+        Args:
+            mask: True where a choice is allowed; expands to the spec's shape. bool. None: all are.
+
+        Raises:
+            RuntimeError: It does not expand to that.
+        """
+        self._mask = None if mask is None else as_mask(mask, safe(self.shape), self.device)
+
+    def cardinality(self) -> int:
+        """Return how many choices there are, hidden ones included."""
+        return self.n
+
+    def enumerate(self, use_mask: bool = False) -> torch.Tensor:
+        """Return all choices, each for all rows. Shape `(n, *shape)`.
+
+        Raises:
+            ValueError: `use_mask`, and the rows have different masks.
+        """
+        found = torch.eye(self.n, dtype=torch.bool, device=self.device).to(self.dtype)
+        if use_mask and self.mask is not None:
+            found = found[list_allowed(self.mask)]
+        return found.reshape(-1, *[1] * (self.ndim - 1), self.n).expand(-1, *safe(self.shape))
+
+    def rand(self, shape: Any = None, *, generator: torch.Generator | None = None) -> torch.Tensor:
+        """Draw a choice for each row: each one allowed is as likely.
+
+        Args:
+            shape: Dims to be put in front.
+            generator: What draws; torch's own otherwise.
+
+        Raises:
+            RuntimeError: All of them are hidden.
+        """
+        size = self._drawn(shape)
+        if self.mask is None:
+            drawn = torch.randint(self.n, size[:-1], device=self.device, generator=generator)
+        else:
+            drawn = draw_allowed(self.mask.expand(size), generator)
+        return self._row(drawn)
+
+    def _row(self, choices: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.one_hot(choices, self.n).to(self.dtype)
+
+    def within(self, val: torch.Tensor) -> torch.Tensor:
+        """Say of each row whether it is a choice that is allowed.
+
+        Returns:
+            bool. The shape of `val` without the last dim.
+        """
+        ones = val == 1
+        fits = (ones.sum(-1) == 1) & (ones | (val == 0)).all(-1)
+        return fits if self.mask is None else fits & (ones & self.mask.to(val.device)).any(-1)
+
+    def _project(self, val: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:
+        """Draw a choice where a row is none: larger numbers are as much more likely."""
+        fits = self.within(val)
+        weights = val.nan_to_num(0).double().clamp(min=0)
+        allowed = torch.ones_like(val, dtype=torch.bool)
+        if self.mask is not None:
+            allowed = allowed & self.mask.to(val.device)
+        weights = weights * allowed
+        weights = torch.where(weights.sum(-1, keepdim=True) > 0, weights, allowed.double())[~fits]
+        chosen = (val == 1).long().argmax(-1)
+        if len(weights):
+            chosen[~fits] = torch.multinomial(weights, 1, generator=generator).squeeze(-1)
+        return self._row(chosen)
+
+    def encode(self, val: Any, *, ignore_device: bool = False) -> torch.Tensor:
+        """Return numbers from 0 to n - 1 as rows.
+
+        Args:
+            val: The numbers. Any shape.
+            ignore_device: Let a tensor lie where it is.
+
+        Returns:
+            A tensor of the spec's dtype. The shape of `val`, and n.
+
+        Raises:
+            AssertionError: One is none of these.
+        """
+        numbers = torch.as_tensor(val, device=None if ignore_device else self.device)
+        if ((numbers < 0) | (numbers >= self.n)).any():
+            raise AssertionError(f"Value must be less than action space. Got {val}, of 0 to {self.n - 1}.")
+        return self._row(numbers.long())
+
+    def to_numpy(self, val: torch.Tensor, safe: bool | None = None) -> Any:
+        """Return rows as an array of numbers; with `safe`, an AssertionError if one is not in the spec."""
+        return self.to_categorical(val, safe).cpu().numpy()
+
+    def index(self, index: torch.Tensor, tensor_to_index: torch.Tensor) -> torch.Tensor:
+        """Return what rows choose from a tensor's last dim, which stays, with one place.
+
+        Args:
+            index: A value of this spec.
+            tensor_to_index: A tensor with n places in its last dim.
+
+        Raises:
+            ValueError: `index` is no tensor.
+        """
+        if not isinstance(index, torch.Tensor):
+            raise ValueError(
+                f"Only tensors are allowed for indexing using {type(self).__name__}.index(...): got {index!r}"
+            )
+        chosen = index.long().argmax(-1, keepdim=True)
+        lead = broadcast(chosen.shape[:-1], tensor_to_index.shape[:-1])
+        return tensor_to_index.expand(*lead, -1).gather(-1, chosen.expand(*lead, 1))
+
+    def _remade(
+        self,
+        move: Move | None = None,
+        *,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Any:
+        mask = self.mask
+        return OneHot(
+            self.n,
+            move.shape(self.shape) if move else self.shape,
+            device or self.device,
+            dtype or self.dtype,
+            mask=move.values(mask) if move and mask is not None else mask,
+        )
+
+    def to_categorical(self, val: torch.Tensor, safe: bool | None = None) -> torch.Tensor:
+        """Return rows as numbers; with `safe`, an AssertionError if one is not in the spec.
+
+        Returns:
+            int64. The shape of `val` without the last dim.
+        """
+        if safe:
+            self.assert_is_in(val)
+        return val.long().argmax(-1)
+
+    def to_categorical_spec(self) -> Categorical:
+        """Return the spec of the same choices as numbers."""
+        return Categorical(self.n, self.shape[:-1], self.device, mask=self.mask)
+
+    def to_one_hot(self, val: torch.Tensor, safe: bool | None = None) -> torch.Tensor:
+        """Return what is given, a row already; with `safe`, an AssertionError if it is not in the spec."""
+        if safe:
+            self.assert_is_in(val)
+        return val
+
+    def to_one_hot_spec(self) -> Any:
+        """Return itself."""
+        return self
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, OneHot):
+            return NotImplemented
+        return (
+            type(self) is type(other)
+            and self.shape == other.shape
+            and self.space == other.space
+            and self.dtype == other.dtype
+            and self.device == other.device
+            and same_mask(self.mask, other.mask)
+        )
+
+
+def refuse_register(use_register: bool) -> None:
+    """Raise a ValueError if a register is asked for."""
+    if use_register:
+        raise ValueError(
+            "use_register=True: TorchRL numbers what it meets in a register that all specs of a program "
+            "share, and finds no value again. Give numbers to your values, and encode these"
+        )

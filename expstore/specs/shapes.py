@@ -25,6 +25,7 @@ __all__ = [
     "safe",
     "selecting",
     "sizes_of",
+    "split_last",
     "squeezed",
     "unflattening",
     "unsqueezing",
@@ -51,6 +52,11 @@ def safe(shape: Iterable[int]) -> torch.Size:
 def broadcast(*shapes: torch.Size) -> torch.Size:
     """Return the shape that all of some shapes expand to; a RuntimeError if there is none."""
     return torch.Size(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]
+
+
+def split_last(tensor: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
+    """Return the parts of the last dim, of these sizes."""
+    return list(torch.split(tensor, list(sizes), -1))
 
 
 @dataclass(frozen=True)

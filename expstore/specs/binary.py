@@ -1,0 +1,108 @@
+"""Specs of zeros and ones.
+
+Used by whoever describes flags and switches. Rows with a single one are OneHot's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from expstore.specs.boxes import CategoricalBox
+from expstore.specs.categorical import Categorical
+from expstore.specs.masks import same_mask
+from expstore.specs.shapes import Move, as_size, indexing
+
+__all__ = ["Binary"]
+
+
+class Binary(Categorical):
+    """Say that each element is zero or one.
+
+    The last dim cannot be indexed. Equal to a Categorical of two. Threads, processes and crashes: see
+    Categorical.
+
+    Args:
+        n: The last dim's size: not how many choices there are.
+        shape: Of a value; `(n,)` by default.
+        device: Where values lie.
+        dtype: What a value is made of.
+
+    Raises:
+        TypeError: Neither n nor shape.
+        ValueError: The last dim is another than n.
+
+    Example:
+        >>> spec = Binary(3)
+        >>> spec.is_in(torch.tensor([0, 1, 1], dtype=torch.int8))
+        True
+    """
+
+    def __init__(
+        self,
+        n: int | None = None,
+        shape: torch.Size | tuple[int, ...] | list[int] | None = None,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype = torch.int8,
+    ) -> None:
+        if shape is None:
+            if n is None:
+                raise TypeError("Must provide either n or shape.")
+            shape = (n,)
+        size = as_size(shape)
+        if not size and n:
+            raise ValueError(f"'n' must be zero for spec {type(self)} when using an empty shape. Got n={n}.")
+        if size and n is not None and size[-1] != n:
+            raise ValueError(
+                f"The last value of the shape must match 'n' for spec {type(self)}. Got n={n} and "
+                f"shape={size}."
+            )
+        super().__init__(2, size, device, dtype)
+
+    def _remade(
+        self,
+        move: Move | None = None,
+        *,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Any:
+        shape = move.shape(self.shape) if move else self.shape
+        made = Binary(shape=shape, device=device or self.device, dtype=dtype or self.dtype)
+        if self.mask is not None:
+            made.update_mask(move.rows(self.mask, self.shape) if move else self.mask)
+        return made
+
+    def unbind(self, dim: int = 0) -> tuple[Any, ...]:
+        """Return a spec for each place of a dim, without it.
+
+        Raises:
+            ValueError: There is no such dim, its size is unknown, or it is the last.
+        """
+        self._keep_last(dim)
+        return super().unbind(dim)
+
+    def _picked(self, dim: int, index: torch.Tensor) -> Any:
+        self._keep_last(dim)
+        return super()._picked(dim, index)
+
+    def _keep_last(self, dim: int) -> None:
+        """Raise a ValueError if a dim is the last."""
+        if dim in (self.ndim - 1, -1):
+            raise ValueError(f"Final dimension of {type(self)} must remain unchanged. Got dim={dim}.")
+
+    def __getitem__(self, idx: Any) -> Any:
+        if not self.ndim:
+            raise ValueError("Cannot index a Binary spec with an empty shape")
+        return self._remade(indexing(self.shape, idx, whole=1))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Binary) and type(other) is not Categorical:
+            return False if isinstance(other, Categorical) else NotImplemented
+        return (
+            other.space == CategoricalBox(2)
+            and self.shape == other.shape
+            and self.dtype == other.dtype
+            and self.device == other.device
+            and same_mask(self.mask, other.mask)
+        )

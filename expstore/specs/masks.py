@@ -1,0 +1,61 @@
+"""Masks of choices: which of n are allowed.
+
+Used by the specs of choices. Nothing here knows how a choice is written down.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+__all__ = ["as_mask", "draw_allowed", "list_allowed", "same_mask"]
+
+
+def as_mask(given: Any, size: torch.Size, device: torch.device) -> torch.Tensor:
+    """Return a mask of a size; a RuntimeError if it does not expand to that."""
+    mask: torch.Tensor = torch.as_tensor(given, device=device).bool()
+    if mask.numel() == size[-1] and mask.shape != size:
+        mask = mask.reshape(size[-1])
+    try:
+        return mask.expand(size).clone()
+    except RuntimeError as exc:
+        raise RuntimeError(
+            f"Cannot expand mask to the desired shape: it has {tuple(mask.shape)}, {tuple(size)} is needed."
+        ) from exc
+
+
+def same_mask(mine: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    """Say whether two masks hide the same."""
+    if mine is None or other is None:
+        return mine is other
+    return torch.equal(mine, other)
+
+
+def draw_allowed(mask: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
+    """Draw one of the places of the last dim where a mask is True. Shape without it, int64.
+
+    Raises:
+        RuntimeError: There is none.
+    """
+    if not mask.any(-1).all():
+        raise RuntimeError(f"all {mask.shape[-1]} choices are hidden by the mask: there is none to be drawn")
+    flat: torch.Tensor = mask.reshape(-1, mask.shape[-1]).float()
+    if not flat.numel():
+        return torch.zeros(mask.shape[:-1], dtype=torch.int64, device=mask.device)
+    return torch.multinomial(flat, 1, generator=generator).reshape(mask.shape[:-1])
+
+
+def list_allowed(mask: torch.Tensor) -> torch.Tensor:
+    """Return the one list of what all rows of a mask allow. Shape `(mask.shape[-1],)`, bool.
+
+    Raises:
+        ValueError: They differ.
+    """
+    rows = mask.reshape(-1, mask.shape[-1])
+    if (rows != rows[0]).any():
+        raise ValueError(
+            "enumerate(use_mask=True) takes one mask for all elements, and these differ: ask each spec of "
+            "unbind()"
+        )
+    return rows[0]

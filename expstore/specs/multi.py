@@ -1,0 +1,495 @@
+"""Specs of several choices, each among a number of its own: as numbers, or as rows one behind another.
+
+Used by whoever describes actions of several parts. A single choice is Categorical's or OneHot's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from expstore.specs.base import LeafSpec
+from expstore.specs.boxes import Box, BoxList, CategoricalBox
+from expstore.specs.categorical import Categorical, OneHot, refuse_register
+from expstore.specs.masks import as_mask, draw_allowed, list_allowed, same_mask
+from expstore.specs.shapes import Move, as_size, indexing, safe, split_last
+
+__all__ = ["MultiCategorical", "MultiOneHot"]
+
+
+class MultiCategorical(Categorical):
+    """Say of each element that it is a number from 0 to a number of its own.
+
+    A mask hides some of them, where the numbers differ along the last dim only: see `update_mask`. Threads,
+    processes and crashes: see Categorical.
+
+    Args:
+        nvec: How many choices each element has: along the last dim, or of any shape that values have.
+        shape: Of a value; that of `nvec` by default.
+        device: Where values lie.
+        dtype: What a value is made of.
+        mask: Which choices are allowed.
+        remove_singleton: Let `rand` leave out the dim of a spec of shape `(1,)`.
+
+    Raises:
+        ValueError: The last dims of shape and `nvec` differ, or a mask is given and numbers differ elsewhere.
+        RuntimeError: `nvec` or the mask have another shape.
+
+    Example:
+        >>> spec = MultiCategorical((3, 2))
+        >>> spec.is_in(torch.tensor([2, 1])), spec.is_in(torch.tensor([1, 2]))
+        (True, False)
+    """
+
+    def __init__(
+        self,
+        nvec: Sequence[int] | torch.Tensor | int,
+        shape: torch.Size | tuple[int, ...] | list[int] | None = None,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = torch.int64,
+        mask: torch.Tensor | None = None,
+        remove_singleton: bool = True,
+    ) -> None:
+        counts = _with_a_dim(torch.as_tensor(nvec))
+        size = as_size(counts.shape if shape is None else shape)
+        if not size or size[-1] != counts.shape[-1]:
+            raise ValueError(
+                f"The last value of the shape must match nvec.shape[-1] for transform of type {type(self)}. "
+                f"Got nvec.shape[-1]={counts.shape[-1]} and shape={size}."
+            )
+        LeafSpec.__init__(self, size, None, device, dtype, "discrete")
+        self._nvec = counts.to(self.device).expand(safe(size)).clone()
+        self.remove_singleton = remove_singleton
+        self.update_mask(mask)
+
+    @property
+    def nvec(self) -> torch.Tensor:
+        """How many choices each element has. The spec's shape."""
+        return self._nvec
+
+    @property
+    def n(self) -> int:
+        """Refuse: each element has its own."""
+        raise AttributeError(f"{type(self).__name__} has one number per element: see nvec")
+
+    @property
+    def space(self) -> Box:
+        """The choices of each element: lists of lists, the last dim outermost."""
+        return BoxList.from_nvec(self.nvec)
+
+    @property
+    def _counts(self) -> list[int] | None:
+        """How many choices the elements of each row have; None where the rows differ."""
+        rows = self.nvec.reshape(-1, self.nvec.shape[-1])
+        return None if (rows != rows[:1]).any() else rows[0].tolist()
+
+    def _counts_or_refuse(self, what: str) -> list[int]:
+        row = self._counts
+        if row is None:
+            raise ValueError(f"{what}, got nvec={self.nvec}.")
+        return row
+
+    @property
+    def mask(self) -> torch.Tensor | None:
+        """Which choices are allowed: those of a row's elements one behind another. bool; None: all are."""
+        return self._mask
+
+    def update_mask(self, mask: Any) -> None:
+        """Hide some choices from `rand`, `is_in` and `project`. Changes this spec.
+
+        Args:
+            mask: True where a choice is allowed; those of a row's elements one behind another: expands to
+                `(*shape[:-1], nvec.sum())`. bool. None: all are.
+
+        Raises:
+            RuntimeError: It does not expand to that.
+            ValueError: Rows have different numbers of choices.
+        """
+        self._mask = None
+        if mask is not None:
+            row = self._counts_or_refuse("Only homogeneous MultiDiscrete specs can be masked")
+            self._mask = as_mask(mask, safe((*self.shape[:-1], sum(row))), self.device)
+
+    def set_provisional_n(self, n: int) -> None:
+        """Refuse: the numbers of choices are known."""
+        raise ValueError(f"{type(self).__name__} knows how many choices there are: nvec={self.nvec}")
+
+    def cardinality(self) -> int:
+        """Return how many rows there are, hidden ones included; of all elements where the rows differ."""
+        return math.prod(self._counts or self.nvec.flatten().tolist())
+
+    def enumerate(self, use_mask: bool = False) -> torch.Tensor:
+        """Return all rows. Shape `(cardinality, *shape)`.
+
+        Raises:
+            ValueError: Rows have different numbers of choices, or, with `use_mask`, different masks.
+        """
+        row = self._counts_or_refuse("Cannot call enumerate on heterogeneous nvecs")
+        parts = [torch.arange(n, device=self.device) for n in row]
+        if use_mask and self.mask is not None:
+            masks = split_last(list_allowed(self.mask), row)
+            parts = [part[mask] for part, mask in zip(parts, masks, strict=True)]
+        found = torch.cartesian_prod(*parts).reshape(-1, *[1] * (self.ndim - 1), len(row))
+        return found.to(self.dtype).expand(-1, *safe(self.shape))
+
+    def rand(self, shape: Any = None, *, generator: torch.Generator | None = None) -> torch.Tensor:
+        """Draw a choice for each element: each one allowed is as likely.
+
+        Args:
+            shape: Dims to be put in front. A spec of shape `(1,)` gives just these, if `remove_singleton`.
+            generator: What draws; torch's own otherwise.
+
+        Raises:
+            RuntimeError: All choices of an element are hidden.
+        """
+        size = self._drawn(shape)
+        row = self._counts
+        if row is None:
+            share = torch.rand(size, dtype=torch.float64, device=self.device, generator=generator)
+            return torch.minimum((share * self.nvec).long(), self.nvec - 1).to(self.dtype)
+        if self.mask is None:
+            lead = size[:-1]
+            drawn = [torch.randint(n, lead, device=self.device, generator=generator) for n in row]
+        else:
+            masks = split_last(self.mask.expand(*size[:-1], -1), row)
+            drawn = [draw_allowed(mask, generator) for mask in masks]
+        made = torch.stack(drawn, -1).to(self.dtype)
+        return made.squeeze(-1) if self.remove_singleton and self.shape == (1,) else made
+
+    def _fits(self, val: Any) -> bool:
+        """Say whether shape and dtype fit; a spec of shape `(1,)` takes numbers without it, too."""
+        if isinstance(val, torch.Tensor) and val.ndim == 0:
+            val = val.unsqueeze(0)
+        return super()._fits(val)
+
+    def _choices(self) -> torch.Tensor | None:
+        """Return the mask of each element. Shape `(*shape, largest number of choices)`."""
+        if self.mask is None:
+            return None
+        row = self._counts_or_refuse("Only homogeneous MultiDiscrete specs can be masked")
+        made = self.mask.new_zeros(*safe(self.shape), max(row))
+        for place, mask in enumerate(split_last(self.mask, row)):
+            made[..., place, : row[place]] = mask
+        return made
+
+    def within(self, val: torch.Tensor) -> torch.Tensor:
+        """Say of each element whether it is a choice that is allowed.
+
+        Returns:
+            bool. The shape of `val`.
+        """
+        fits = val == torch.floor(val) if val.is_floating_point() else torch.ones_like(val, dtype=torch.bool)
+        fits = fits & (val >= 0) & (val < self.nvec.to(val.device))
+        allowed = self._choices()
+        if allowed is None:
+            return fits.reshape(val.shape) if val.ndim == 0 else fits
+        allowed = allowed.to(val.device).expand(*fits.shape, -1)
+        chosen = val.expand(fits.shape).masked_fill(~fits, 0).long().unsqueeze(-1)
+        return fits & allowed.gather(-1, chosen).squeeze(-1)
+
+    def _project(self, val: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:
+        shape = val.shape
+        val = _with_a_dim(val.nan_to_num().round() if val.is_floating_point() else val.long())
+        nvec = self.nvec.to(val.device).expand_as(val)
+        val = torch.minimum(val.clamp(min=0), (nvec - 1).to(val.dtype))
+        fits, allowed = self.within(val), self._choices()
+        if allowed is not None and not fits.all():
+            drawn = draw_allowed(allowed.to(val.device).expand(*val.shape, -1)[~fits], generator)
+            val = val.masked_scatter(~fits, drawn.to(val.dtype))
+        return val.to(self.dtype).reshape(shape)
+
+    def _remade(
+        self,
+        move: Move | None = None,
+        *,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Any:
+        nvec, shape = self.nvec, self.shape
+        allowed: torch.Tensor | None = None
+        if move:
+            allowed = self._choices()
+            allowed = None if allowed is None else move.rows(allowed, shape)
+            nvec, shape = move.values(nvec), move.shape(shape)
+        settings: dict[str, Any] = {"device": device or self.device, "dtype": dtype or self.dtype}
+        if not shape:
+            n = int(nvec)
+            return Categorical(n, **settings, mask=None if allowed is None else allowed[:n])
+        made = MultiCategorical(nvec, shape, **settings, remove_singleton=self.remove_singleton)
+        if allowed is not None:
+            row = made._counts_or_refuse("Only homogeneous MultiDiscrete specs can be masked")
+            made.update_mask(torch.cat([allowed[..., place, :n] for place, n in enumerate(row)], -1))
+        elif self.mask is not None:
+            made.update_mask(self.mask)
+        return made
+
+    def squeeze(self, dim: int | None = None) -> Any:
+        """Return the spec without a dim of size 1, the last one excepted; without all of them by default."""
+        if self.shape[-1] == 1:
+            self._keep_last(-1 if dim is None else dim, self.ndim)
+        return super().squeeze(dim)
+
+    def unsqueeze(self, dim: int) -> Any:
+        """Return the spec with a dim of size 1 more, not behind the last one."""
+        self._keep_last(dim, self.ndim + 1)
+        return super().unsqueeze(dim)
+
+    def unbind(self, dim: int = 0) -> tuple[Any, ...]:
+        """Return a spec for each place of a dim, without it.
+
+        Raises:
+            ValueError: There is no such dim, its size is unknown, or it is the last.
+        """
+        self._keep_last(dim, self.ndim)
+        return super().unbind(dim)
+
+    def _keep_last(self, dim: int, n: int) -> None:
+        """Raise a ValueError if a dim of n is the last."""
+        if dim in (-1, n - 1):
+            raise ValueError(f"Final dimension of {type(self)} must remain unchanged. Got dim={dim}.")
+
+    def __getitem__(self, idx: Any) -> Any:
+        return self._remade(indexing(self.shape, idx))
+
+    def to_one_hot(self, val: torch.Tensor, safe: bool | None = None) -> torch.Tensor:
+        """Return choices as rows of bools, those of a row's elements one behind another.
+
+        Args:
+            val: A value of this spec.
+            safe: Raise an AssertionError if it is none.
+
+        Returns:
+            bool. Shape `(*val.shape[:-1], nvec.sum())`; a nested tensor where the rows differ.
+
+        Raises:
+            ValueError: The rows differ, and spec or value have other than two dims.
+        """
+        if safe:
+            self.assert_is_in(val)
+        val, row = _with_a_dim(val).long(), self._counts
+        if row is None:
+            if self.ndim != 2 or val.ndim != 2:
+                raise ValueError(
+                    "to_one_hot: rows of different lengths make a tensor if spec and value have two dims; "
+                    f"got {self.shape} and {val.shape}. Ask each spec of unbind()"
+                )
+            pairs = zip(self.unbind(0), val.unbind(0), strict=True)
+            rows = [spec.to_one_hot(part) for spec, part in pairs]
+            return torch.nested.nested_tensor(rows, layout=torch.jagged)
+        parts = zip(val.unbind(-1), row, strict=True)
+        return torch.cat([torch.nn.functional.one_hot(part, n).bool() for part, n in parts], -1)
+
+    def to_one_hot_spec(self) -> Any:
+        """Return the spec of the same choices as rows of bools; a stack of specs where the rows differ."""
+        row = self._counts
+        if row is None:
+            return torch.stack([spec.to_one_hot_spec() for spec in self.unbind(0)])
+        return MultiOneHot(row, (*self.shape[:-1], sum(row)), self.device, mask=self.mask)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, MultiCategorical):
+            return False if isinstance(other, Categorical) else NotImplemented
+        return (
+            self.shape == other.shape
+            and self.dtype == other.dtype
+            and self.device == other.device
+            and torch.equal(self.nvec, other.nvec)
+            and same_mask(self.mask, other.mask)
+        )
+
+
+class MultiOneHot(OneHot):
+    """Say that each row is several rows, one behind another, each with a single one.
+
+    The last dim cannot be indexed or moved. Threads, processes and crashes: see Categorical.
+
+    Args:
+        nvec: How long the rows are.
+        shape: Of a value; the last dim is the sum of `nvec`.
+        device: Where values lie.
+        dtype: What a value is made of.
+        use_register: Refused, as by OneHot.
+        mask: Which choices are allowed.
+
+    Raises:
+        ValueError: The last dim is another than the sum.
+        RuntimeError: The mask has another shape.
+
+    Example:
+        >>> spec = MultiOneHot((3, 2))
+        >>> spec.is_in(torch.tensor([False, False, True, True, False]))
+        True
+        >>> spec.is_in(torch.tensor([False, False, True, False, False]))
+        False
+    """
+
+    def __init__(
+        self,
+        nvec: Sequence[int] | torch.Tensor,
+        shape: torch.Size | tuple[int, ...] | list[int] | None = None,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype = torch.bool,
+        use_register: bool = False,
+        mask: torch.Tensor | None = None,
+    ) -> None:
+        refuse_register(use_register)
+        self._nvec = tuple(int(n) for n in nvec)
+        size = as_size((sum(self._nvec),) if shape is None else shape)
+        if not size or size[-1] != sum(self._nvec):
+            raise ValueError(
+                f"The last value of the shape must match sum(nvec) for transform of type {type(self)}. "
+                f"Got sum(nvec)={sum(self._nvec)} and shape={size}."
+            )
+        space = BoxList([CategoricalBox(n) for n in self._nvec])
+        LeafSpec.__init__(self, size, space, device, dtype, "discrete")
+        self.update_mask(mask)
+
+    @property
+    def nvec(self) -> tuple[int, ...]:
+        """How long the rows are."""
+        return self._nvec
+
+    @property
+    def n(self) -> int:
+        """Refuse: each row has its own."""
+        raise AttributeError(f"{type(self).__name__} has one number per row: see nvec")
+
+    def cardinality(self) -> int:
+        """Return how many values there are, hidden ones included."""
+        return math.prod(self.nvec)
+
+    def _split(self, val: torch.Tensor) -> list[torch.Tensor] | None:
+        """Return the rows of a value; None if it has another length."""
+        if val.ndim < 1 or val.shape[-1] != sum(self.nvec):
+            return None
+        return split_last(val, self.nvec)
+
+    def _parts(self) -> list[OneHot]:
+        """Return the spec of each row."""
+        masks = [None] * len(self.nvec) if self.mask is None else split_last(self.mask, self.nvec)
+        return [
+            OneHot(n, (*self.shape[:-1], n), self.device, self.dtype, mask=mask)
+            for n, mask in zip(self.nvec, masks, strict=True)
+        ]
+
+    def enumerate(self, use_mask: bool = False) -> torch.Tensor:
+        """Return all values. Shape `(cardinality, *shape)`.
+
+        Raises:
+            ValueError: `use_mask`, and rows have different masks.
+        """
+        spec: MultiCategorical = self.to_categorical_spec()
+        return spec.to_one_hot(spec.enumerate(use_mask)).to(self.dtype)
+
+    def rand(self, shape: Any = None, *, generator: torch.Generator | None = None) -> torch.Tensor:
+        """Draw a choice for each row: each one allowed is as likely.
+
+        Args:
+            shape: Dims to be put in front.
+            generator: What draws; torch's own otherwise.
+
+        Raises:
+            RuntimeError: All of a row are hidden.
+        """
+        parts: list[torch.Tensor] = [spec.rand(shape, generator=generator) for spec in self._parts()]
+        return torch.cat(parts, -1)
+
+    def within(self, val: torch.Tensor) -> torch.Tensor:
+        """Say of each value whether all its rows are choices that are allowed.
+
+        Returns:
+            bool. The shape of `val` without the last dim.
+        """
+        pairs = zip(self._parts(), split_last(val, self.nvec), strict=True)
+        return torch.stack([spec.within(part) for spec, part in pairs]).all(0)
+
+    def _project(self, val: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:
+        pairs = zip(self._parts(), split_last(val, self.nvec), strict=True)
+        return torch.cat([spec._project(part, generator) for spec, part in pairs], -1)
+
+    def encode(self, val: Any, *, ignore_device: bool = False) -> torch.Tensor:
+        """Return numbers, one for each row, as rows one behind another.
+
+        Args:
+            val: The numbers: along the last dim.
+            ignore_device: Let a tensor lie where it is.
+
+        Returns:
+            A tensor of the spec's dtype.
+
+        Raises:
+            RuntimeError: A number is too large.
+            ValueError: There are too few, or too many.
+        """
+        numbers = torch.as_tensor(val, device=None if ignore_device else self.device)
+        if numbers.ndim < 1 or numbers.shape[-1] != len(self.nvec):
+            raise ValueError(
+                f"MultiOneHot.encode takes {len(self.nvec)} numbers along the last dim, one for each row; "
+                f"got shape {tuple(numbers.shape)}"
+            )
+        rows = []
+        for number, spec in zip(numbers.unbind(-1), self._parts(), strict=True):
+            if ((number < 0) | (number >= spec.n)).any():
+                raise RuntimeError(f"value {number} is greater than the allowed max {spec.n - 1}, or below 0")
+            rows.append(spec.encode(number, ignore_device=ignore_device))
+        made = torch.cat(rows, -1)
+        return made.reshape(self.shape) if made.numel() == safe(self.shape).numel() else made
+
+    def index(self, index: torch.Tensor, tensor_to_index: torch.Tensor) -> torch.Tensor:
+        """Return what each row chooses from its part of a tensor's last dim: one place per row.
+
+        Args:
+            index: A value of this spec.
+            tensor_to_index: A tensor with as many places in its last dim.
+
+        Raises:
+            ValueError: `index` is no tensor, or one of them has another length.
+        """
+        if not isinstance(index, torch.Tensor):
+            raise ValueError(
+                f"Only tensors are allowed for indexing using {type(self).__name__}.index(...): got {index!r}"
+            )
+        rows, parts = self._split(index), self._split(tensor_to_index)
+        if rows is None or parts is None:
+            raise ValueError(f"index takes tensors with {sum(self.nvec)} places in their last dims")
+        found = [spec.index(row, part) for spec, row, part in zip(self._parts(), rows, parts, strict=True)]
+        return torch.cat(found, -1)
+
+    def _remade(
+        self,
+        move: Move | None = None,
+        *,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Any:
+        mask = self.mask
+        return MultiOneHot(
+            self.nvec,
+            move.shape(self.shape) if move else self.shape,
+            device or self.device,
+            dtype or self.dtype,
+            mask=move.values(mask) if move and mask is not None else mask,
+        )
+
+    def to_categorical(self, val: torch.Tensor, safe: bool | None = None) -> torch.Tensor:
+        """Return rows as numbers; with `safe`, an AssertionError if one is not in the spec.
+
+        Returns:
+            int64. The shape of `val`, with one place per row in the last dim.
+        """
+        if safe:
+            self.assert_is_in(val)
+        return torch.stack([part.long().argmax(-1) for part in split_last(val, self.nvec)], -1)
+
+    def to_categorical_spec(self) -> Any:
+        """Return the spec of the same choices as numbers."""
+        shape = (*self.shape[:-1], len(self.nvec))
+        return MultiCategorical(self.nvec, shape, self.device, mask=self.mask)
+
+
+def _with_a_dim(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor; a single number as a row of one."""
+    return tensor.reshape(1) if tensor.ndim == 0 else tensor

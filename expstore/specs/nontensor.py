@@ -1,0 +1,355 @@
+"""Specs of what is no tensor, and of choices among other specs.
+
+Used by whoever describes texts and objects. What an object may be is not said: any is in the spec.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Self
+
+import torch
+from tensordict import (
+    NonTensorData,
+    NonTensorStack,
+    TensorDictBase,
+    is_non_tensor,
+    lazy_stack,
+    set_capture_non_tensor_stack,
+)
+
+from expstore.specs.base import LeafSpec, TensorSpec, described
+from expstore.specs.shapes import Move, as_size, safe
+
+__all__ = ["Choice", "NonTensor"]
+
+
+class NonTensor(LeafSpec):
+    """Say that a field holds objects.
+
+    Threads, processes and crashes: see TensorSpec.
+
+    Args:
+        shape: Of a value.
+        device: Of the TensorDicts that objects lie in; None: none.
+        dtype: None; nothing is made of it.
+        example_data: What `rand`, `zero` and `one` return.
+        batched: One object for each element, not one for all of them.
+        feature_dims: How many dims at the end share one object; all of them by default.
+
+    Raises:
+        ValueError: Both `batched` and `feature_dims`.
+
+    Example:
+        >>> spec = NonTensor(shape=(), example_data="go")
+        >>> spec.rand().data
+        'go'
+    """
+
+    def __init__(
+        self,
+        shape: torch.Size | tuple[int, ...] | list[int] | int = (1,),
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+        example_data: Any = None,
+        batched: bool | None = None,
+        feature_dims: int | None = None,
+    ) -> None:
+        TensorSpec.__init__(self, shape, None, device, dtype, None)
+        if batched is not None and feature_dims is not None:
+            raise ValueError("Cannot specify both batched and feature_dims.")
+        if feature_dims is None:
+            feature_dims = 0 if batched else self.ndim
+        self.example_data = example_data
+        self.batched = bool(batched)
+        self.feature_dims = feature_dims
+
+    def __repr__(self) -> str:
+        return described(self, ("shape", "space", "device", "dtype", "domain", "example_data"))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, NonTensor):
+            return NotImplemented
+        return (
+            self.shape == other.shape
+            and self.device == other.device
+            and self.dtype == other.dtype
+            and self.feature_dims == other.feature_dims
+            and bool(self.example_data == other.example_data)
+        )
+
+    def _remade(
+        self,
+        move: Move | None = None,
+        *,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Any:
+        shape = move.shape(self.shape) if move else self.shape
+        shared = len(shape) if self.feature_dims == self.ndim else min(self.feature_dims, len(shape))
+        return NonTensor(
+            shape, device or self.device, dtype or self.dtype, self.example_data, feature_dims=shared
+        )
+
+    def _filled(self, data: Any, shape: torch.Size) -> Any:
+        """Return an object for all elements of a shape, shared along the last dims."""
+        split = len(shape) - self.feature_dims
+        with set_capture_non_tensor_stack(False):
+            made: Any = NonTensorData(data, batch_size=shape[split:], device=self.device)
+            for n in reversed(shape[:split]):
+                made = lazy_stack([made.copy() for _ in range(n)])
+        return made
+
+    def rand(self, shape: Any = None, *, generator: torch.Generator | None = None) -> Any:
+        """Return the example, which is all that is known; nothing is drawn.
+
+        Args:
+            shape: Dims to be put in front.
+            generator: Not asked.
+        """
+        return self._filled(self.example_data, self._drawn(shape))
+
+    def zero(self, shape: Any = None) -> Any:
+        """Return the example."""
+        return self.rand(shape)
+
+    def one(self, shape: Any = None) -> Any:
+        """Return the example."""
+        return self.rand(shape)
+
+    def is_in(self, val: Any) -> bool:
+        """Say whether a value is no tensor; objects in a TensorDict must have the shape, too."""
+        if not isinstance(val, (torch.Tensor, TensorDictBase)) and not is_non_tensor(val):
+            return True
+        if not is_non_tensor(val) or len(val.shape) < self.ndim:
+            return False
+        last = safe(val.shape)[len(val.shape) - self.ndim :]
+        return all(n in (1, have) for n, have in zip(safe(self.shape), last, strict=True))
+
+    def within(self, val: torch.Tensor) -> torch.Tensor:
+        """Refuse: objects are no tensor."""
+        raise NotImplementedError("a NonTensor spec has no elements to be asked about")
+
+    def _project(self, val: Any, generator: torch.Generator | None = None) -> Any:
+        raise NotImplementedError("Cannot project a NonTensor spec.")
+
+    def encode(self, val: Any, *, ignore_device: bool = False) -> Any:
+        """Return an object as TensorDicts hold it, for all elements.
+
+        Args:
+            val: Any object.
+            ignore_device: Of no effect on objects.
+        """
+        return self._filled(val, safe(self.shape))
+
+    def to_numpy(self, val: Any, safe: bool | None = None) -> Any:
+        """Return what is given; with `safe`, an AssertionError if it is not in the spec."""
+        if safe:
+            self.assert_is_in(val)
+        return val
+
+    def type_check(self, value: Any, key: Any = None) -> None:
+        """Raise a TypeError if the value is a tensor."""
+        if isinstance(value, torch.Tensor):
+            raise TypeError(f"a NonTensor spec is of objects; got a tensor of {value.dtype}")
+
+    def index(self, index: Any, tensor_to_index: Any) -> Any:
+        """Refuse: objects are no indices."""
+        raise NotImplementedError("Cannot use index with a NonTensor spec.")
+
+    def cardinality(self) -> Any:
+        """Refuse: there is no end to objects."""
+        raise NotImplementedError("Cannot enumerate a NonTensor spec.")
+
+    def enumerate(self, use_mask: bool = False) -> Any:
+        """Refuse: there is no end to objects."""
+        raise NotImplementedError("Cannot enumerate a NonTensor spec.")
+
+
+class Choice(TensorSpec):
+    """Say that a value is in one of several specs, or is one of several objects.
+
+    Threads, processes and crashes: see TensorSpec.
+
+    Args:
+        choices: The specs, or NonTensorData or NonTensorStacks: all of one class, shape, dtype and device.
+
+    Raises:
+        TypeError: They are of different classes, or of none of these.
+        ValueError: They differ in shape, dtype or device, or there is none.
+
+    Example:
+        >>> spec = Choice([Bounded(0, 1, shape=()), Bounded(5, 6, shape=())])
+        >>> spec.is_in(torch.tensor(5.5)), spec.is_in(torch.tensor(3.0))
+        (True, False)
+    """
+
+    def __init__(self, choices: list[Any]) -> None:
+        if not isinstance(choices, list):
+            raise TypeError(f"'choices' must be a list, got {type(choices)}")
+        if not choices:
+            raise ValueError("Choice takes at least one spec or object; got an empty list")
+        first = choices[0]
+        if not isinstance(first, (TensorSpec, NonTensorData, NonTensorStack)):
+            raise TypeError(
+                "Each choice must be either a TensorSpec, NonTensorData, or NonTensorStack, but got "
+                f"{type(first)}"
+            )
+        if not all(isinstance(one, type(first)) for one in choices):
+            raise TypeError("All choices must be the same type")
+        for name in ("shape", "dtype", "device"):
+            if any(getattr(one, name) != getattr(first, name) for one in choices):
+                raise ValueError(f"All choices must have the same {name}")
+        super().__init__(first.shape, None, first.device, first.dtype, None)
+        self._choices = tuple(one.clone() for one in choices)
+
+    @property
+    def choices(self) -> tuple[Any, ...]:
+        """The specs or objects."""
+        return self._choices
+
+    @property
+    def num_choices(self) -> int:
+        """How many there are."""
+        return len(self._choices)
+
+    @property
+    def _of_specs(self) -> bool:
+        return isinstance(self._choices[0], TensorSpec)
+
+    def _taken(self, place: int, shape: Any, draw: Callable[[Any], Any]) -> Any:
+        """Return a value of one of the specs, or one of the objects."""
+        one = self._choices[place]
+        if self._of_specs:
+            return draw(one)
+        lead = as_size(() if shape is None else shape)
+        return one.expand(*lead, *one.shape) if lead else one
+
+    def rand(self, shape: Any = None, *, generator: torch.Generator | None = None) -> Any:
+        """Draw a spec, each as likely, and a value of it; or an object.
+
+        Args:
+            shape: Dims to be put in front.
+            generator: What draws; torch's own otherwise.
+        """
+        place = int(torch.randint(self.num_choices, (), generator=generator))
+        return self._taken(place, shape, lambda one: one.rand(shape, generator=generator))
+
+    def zero(self, shape: Any = None) -> Any:
+        """Return zeros, or the first object."""
+        return self._taken(0, shape, lambda one: one.zero(shape))
+
+    def one(self, shape: Any = None) -> Any:
+        """Return ones, or the second object; the first if it is the only one."""
+        return self._taken(min(1, self.num_choices - 1), shape, lambda one: one.one(shape))
+
+    def is_in(self, val: Any) -> bool:
+        """Say whether a value is in one of the specs, or is one of the objects."""
+        if self._of_specs:
+            return any(one.is_in(val) for one in self._choices)
+        return is_non_tensor(val) and any(_same(one, val) for one in self._choices)
+
+    def _project(self, val: Any, generator: torch.Generator | None = None) -> Any:
+        if not self._of_specs or not isinstance(val, torch.Tensor):
+            raise NotImplementedError(
+                "project is not implemented for a Choice of objects: none is near another."
+            )
+        found = [one.project(val, generator=generator) for one in self._choices]
+        return min(found, key=lambda one: float((one.double() - val.double()).abs().sum()))
+
+    def encode(self, val: Any, *, ignore_device: bool = False) -> Any:
+        """Return a value as the first spec makes it that then has it; an object as TensorDicts hold it.
+
+        Args:
+            val: What an environment gives.
+            ignore_device: Let it lie where it is.
+        """
+        if not self._of_specs:
+            return (
+                val if is_non_tensor(val) else NonTensorData(val, batch_size=self.shape, device=self.device)
+            )
+        made = [one.encode(val, ignore_device=ignore_device) for one in self._choices]
+        fitting = [value for one, value in zip(self._choices, made, strict=True) if one.is_in(value)]
+        return (fitting or made)[0]
+
+    def to_numpy(self, val: Any, safe: bool | None = None) -> Any:
+        """Return a value as an environment takes it; with `safe`, an AssertionError if it is none here."""
+        if safe:
+            self.assert_is_in(val)
+        fitting = [one for one in self._choices if self._of_specs and one.is_in(val)]
+        return fitting[0].to_numpy(val) if fitting else val.detach().cpu().numpy() if self._of_specs else val
+
+    def type_check(self, value: Any, key: Any = None) -> None:
+        """Raise a TypeError if a value's dtype is another."""
+        if self._of_specs:
+            self._choices[0].type_check(value, key)
+
+    def index(self, index: Any, tensor_to_index: Any) -> Any:
+        """Refuse: which spec a value is of is not known."""
+        raise NotImplementedError("index is not implemented for Choice: its specs may mean different things.")
+
+    def cardinality(self) -> Any:
+        """Return how many values the specs have together, or how many objects there are."""
+        return sum(one.cardinality() for one in self._choices) if self._of_specs else self.num_choices
+
+    def enumerate(self, use_mask: bool = False) -> list[Any]:
+        """Return the values of all specs, or all objects, in a list."""
+        if not self._of_specs:
+            return list(self._choices)
+        return [value for one in self._choices for value in one.enumerate(use_mask)]
+
+    def _each(self, change: Callable[[Any], Any]) -> Self:
+        return type(self)([change(one) for one in self._choices])
+
+    def to(self, dest: Any) -> Self:
+        """Return the spec for another device or dtype."""
+        return self._each(lambda one: one.to(dest))
+
+    def clone(self) -> Self:
+        """Return a copy."""
+        return self._each(lambda one: one)
+
+    def expand(self, *shape: Any) -> Self:
+        """Return the spec of a larger shape."""
+        return self._each(lambda one: one.expand(*shape))
+
+    def squeeze(self, dim: int | None = None) -> Self:
+        """Return the spec without a dim of size 1; without all of them by default."""
+        return self._each(lambda one: one.squeeze() if dim is None else one.squeeze(dim))
+
+    def unsqueeze(self, dim: int) -> Self:
+        """Return the spec with a dim of size 1 more."""
+        return self._each(lambda one: one.unsqueeze(dim))
+
+    def reshape(self, *shape: Any) -> Self:
+        """Return the spec of another shape with as many elements."""
+        return self._each(lambda one: one.reshape(*shape))
+
+    def flatten(self, start_dim: int, end_dim: int) -> Self:
+        """Return the spec with several dims made one."""
+        return self._each(lambda one: one.flatten(start_dim, end_dim))
+
+    def unflatten(self, dim: int, sizes: Sequence[int]) -> Self:
+        """Return the spec with a dim made several."""
+        return self._each(lambda one: one.unflatten(dim, sizes))
+
+    def unbind(self, dim: int = 0) -> tuple[Self, ...]:
+        """Return a spec for each place of a dim, without it."""
+        rows = zip(*(one.unbind(dim) for one in self._choices), strict=True)
+        return tuple(type(self)(list(row)) for row in rows)
+
+    def __getitem__(self, idx: Any) -> Self:
+        return self._each(lambda one: one[idx])
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Choice):
+            return NotImplemented
+        if self.num_choices != other.num_choices or self._of_specs != other._of_specs:
+            return False
+        pairs = zip(self._choices, other._choices, strict=True)
+        return all(bool(mine == his) if self._of_specs else _same(mine, his) for mine, his in pairs)
+
+
+def _same(mine: Any, other: Any) -> bool:
+    """Say whether two objects, or stacks of them, are equal."""
+    return bool(mine.tolist() == other.tolist()) and mine.shape == other.shape

@@ -1,0 +1,160 @@
+"""Specs of any numbers.
+
+Used by whoever describes what has no bounds. All that they say is shape, dtype and device.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from expstore.specs.base import LeafSpec
+from expstore.specs.bounded import Bounded, saturated
+from expstore.specs.boxes import ContinuousBox
+from expstore.specs.shapes import Move, safe
+
+__all__ = ["Unbounded", "UnboundedContinuous", "UnboundedDiscrete"]
+
+
+class Unbounded(LeafSpec):
+    """Say that each element is any number of a dtype.
+
+    Instances are of one of two classes: UnboundedContinuous, or UnboundedDiscrete where `domain` says so; the
+    dtype decides if `domain` is not given. `space` has the bounds of the dtype, but infinities and NaN are in
+    the spec, too. Equal to a Bounded with those bounds. Threads, processes and crashes: see TensorSpec.
+
+    Args:
+        shape: Of a value.
+        device: Where values lie.
+        dtype: What a value is made of; torch's default dtype otherwise.
+        domain: "continuous" or "discrete".
+
+    Raises:
+        TypeError: An argument that is none.
+
+    Example:
+        >>> spec = Unbounded(shape=(2,))
+        >>> spec.is_in(torch.tensor([0.0, 1e30]))
+        True
+    """
+
+    def __init__(
+        self,
+        shape: torch.Size | tuple[int, ...] | list[int] | int = (1,),
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+        **kwargs: Any,
+    ) -> None:
+        domain = kwargs.pop("domain", None)
+        if kwargs:
+            raise TypeError(f"Got unrecognised kwargs {tuple(kwargs)}.")
+        super().__init__(shape, None, device, dtype)
+        if domain is None:
+            domain = "continuous" if self.dtype.is_floating_point else "discrete"
+        self._domain = domain
+        self.__class__ = UnboundedContinuous if domain == "continuous" else UnboundedDiscrete
+
+    @property
+    def space(self) -> ContinuousBox:
+        """The numbers of the dtype."""
+        low, high = (
+            torch.full(safe(self.shape), bound, dtype=self.dtype, device=self.device)
+            for bound in _ends(self.dtype)
+        )
+        return ContinuousBox(low, high)
+
+    def _remade(
+        self,
+        move: Move | None = None,
+        *,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Any:
+        return Unbounded(
+            move.shape(self.shape) if move else self.shape,
+            device or self.device,
+            dtype or self.dtype,
+            domain=None if dtype else self.domain,
+        )
+
+    def cardinality(self) -> int:
+        """Refuse: there is no end to the values."""
+        raise NotImplementedError("`cardinality` is not implemented for Unbounded specs.")
+
+    def within(self, val: torch.Tensor) -> torch.Tensor:
+        """Say that each element is in the space.
+
+        Returns:
+            bool. The shape of `val`.
+        """
+        return torch.ones_like(val, dtype=torch.bool)
+
+    def _project(self, val: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:
+        if val.is_floating_point() and not self.dtype.is_floating_point:
+            val = val.double().round()
+        val = saturated(val, self.dtype, val.device)
+        return (
+            val if self._fits(val) else val.reshape(*val.shape[: max(val.ndim - self.ndim, 0)], *self.shape)
+        )
+
+    def rand(self, shape: Any = None, *, generator: torch.Generator | None = None) -> torch.Tensor:
+        """Draw normally distributed values; whole numbers from 0 to the largest, each as likely.
+
+        Args:
+            shape: Dims to be put in front.
+            generator: What draws; torch's own otherwise.
+        """
+        size = self._drawn(shape)
+        if self.dtype.is_floating_point:
+            return torch.randn(size, device=self.device, dtype=self.dtype, generator=generator)
+        return torch.empty(size, device=self.device, dtype=self.dtype).random_(generator=generator)
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Bounded):
+            low, high = _ends(self.dtype)
+            return (
+                self.domain == other.domain
+                and self.shape == other.shape
+                and self.dtype == other.dtype
+                and self.device == other.device
+                and bool((other.low == low).all() and (other.high == high).all())
+            )
+        if not isinstance(other, Unbounded):
+            return NotImplemented
+        return self.shape == other.shape and self.dtype == other.dtype and self.device == other.device
+
+
+class UnboundedContinuous(Unbounded):
+    """Say that each element is any number of a dtype. See Unbounded.
+
+    Example:
+        >>> UnboundedContinuous((2,)).domain
+        'continuous'
+    """
+
+
+class UnboundedDiscrete(Unbounded):
+    """Say that each element is any whole number of a dtype. See Unbounded.
+
+    Example:
+        >>> UnboundedDiscrete((2,)).dtype
+        torch.int64
+    """
+
+    def __init__(
+        self,
+        shape: torch.Size | tuple[int, ...] | list[int] | int = (1,),
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = torch.int64,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(shape, device, dtype, **kwargs)
+
+
+def _ends(dtype: torch.dtype) -> tuple[float, float]:
+    """Return the smallest and the largest number of a dtype."""
+    if dtype == torch.bool:
+        return False, True
+    info = torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)
+    return info.min, info.max
