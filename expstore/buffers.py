@@ -110,6 +110,7 @@ class ReplayBuffer(Patching, ShapingHandle, Direct):
         **torchrl: Any,
     ) -> None:
         refuse(type(self).__name__, torchrl)
+        self.shared = False
         if transform is not None and transform_factory is not None:
             raise TypeError("transform and transform_factory are mutually exclusive; give one of them")
         check_drawing(batch_size, prefetch, pin_memory)

@@ -103,6 +103,7 @@ class ReplayBufferEnsemble(MemberPatching, Direct):
     ) -> None:
         refuse(type(self).__name__, _not_of_members(torchrl))
         check_batch_size(batch_size)
+        self.shared = False
         self._route = Route.of(routing_key, routing_dim)
         if rbs:
             if storages is not None or samplers is not None or writers is not None:

@@ -25,6 +25,8 @@ class Direct:
     """
 
     _storage: Storage
+    #: TorchRL's word for a buffer that other processes write to: none is.
+    shared: bool
 
     def close(self) -> None:
         """Write what is pending, and let go of the storage."""
@@ -52,6 +54,24 @@ class Direct:
 
     def client(self) -> Self:
         """Return the buffer; in another process it follows what this one writes."""
+        return self
+
+    def share(self, shared: bool = True) -> Self:
+        """Return the buffer if nothing is to be shared; collectors of several processes ask for more.
+
+        Args:
+            shared: Whether other processes are to write.
+
+        Raises:
+            StateError: They are.
+        """
+        if shared:
+            raise StateError(
+                "other processes cannot write to this buffer: a store has one writer, and a buffer that is "
+                "handed to a collector's worker could only follow it",
+                hint="make the collector without replay_buffer= and extend the buffer by each batch, or take "
+                "Collector(..., replay_buffer=rb), which runs in this process",
+            )
         return self
 
     def synchronize(self) -> None:

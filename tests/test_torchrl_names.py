@@ -41,7 +41,6 @@ BEYOND = {
 WITHOUT = {
     "as_remote": "other processes open the store, or get the buffer pickled",
     "prioritized_sampler": "`sampler` is the only one: writers in other processes need none of their own",
-    "share": "a buffer in another process follows the store there; nothing has to be shared first",
 }
 
 _REST = ("args", "kwargs")
