@@ -35,6 +35,8 @@ _HOME = {
     "ExpStorage": "expstore.interop",
     "ExpStoreError": "expstore.errors",
     "Field": "expstore.schema",
+    "HERReplayBuffer": "expstore.hindsight",
+    "HindsightStrategy": "expstore.hindsight",
     "ImmutableDatasetWriter": "expstore.writers",
     "LazyMemmapStorage": "expstore.storages",
     "LazyStackStorage": "expstore.storages",
@@ -136,6 +138,8 @@ __all__ = [
     "ExpStorage",
     "ExpStoreError",
     "Field",
+    "HERReplayBuffer",
+    "HindsightStrategy",
     "ImmutableDatasetWriter",
     "LazyMemmapStorage",
     "LazyStackStorage",
@@ -234,6 +238,7 @@ if TYPE_CHECKING:
         StateError,
         StorageError,
     )
+    from expstore.hindsight import HERReplayBuffer, HindsightStrategy
     from expstore.interop import ExpStorage
     from expstore.limiter import MinSize, SampleToInsertRatio
     from expstore.patches import ConditionalUpdateResult

@@ -39,7 +39,7 @@ LINES: tuple[tuple[str, str], ...] = (
     ),
     ("5", "handles drawing shaping patches keywords finding streams service parts"),
     ("5a", "buffers client"),
-    ("5b", "tensordictbuffers prioritized schedulers memberpatches ensembles retention checks"),
+    ("5b", "tensordictbuffers prioritized hindsight schedulers memberpatches ensembles retention checks"),
     ("6", "door"),
     ("7", "collectors datasets exchange interop trainers"),
     ("8", "api testing"),
@@ -79,6 +79,7 @@ ALLOWED_SIDEWAYS: tuple[tuple[str, str], ...] = (
     ("drawing", "handles"),
     ("shaping", "drawing"),
     ("prioritized", "tensordictbuffers"),
+    ("hindsight", "tensordictbuffers"),
     ("ensembles", "memberpatches"),
     # the parts of a check
     ("checks.*", "checks.findings"),

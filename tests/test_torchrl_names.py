@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torchrl.data.replay_buffers as theirs
@@ -45,12 +46,14 @@ WITHOUT = {
 
 _REST = ("args", "kwargs")
 
-BUFFERS = (
-    "ReplayBuffer",
-    "PrioritizedReplayBuffer",
-    "TensorDictReplayBuffer",
-    "TensorDictPrioritizedReplayBuffer",
-)
+#: The buffers, and what they cannot do without.
+BUFFERS: dict[str, dict[str, Any]] = {
+    "ReplayBuffer": {},
+    "PrioritizedReplayBuffer": {"alpha": 0.7, "beta": 0.9},
+    "TensorDictReplayBuffer": {},
+    "TensorDictPrioritizedReplayBuffer": {"alpha": 0.7, "beta": 0.9},
+    "HERReplayBuffer": {"reward_fn": len},
+}
 
 
 def table() -> dict[str, tuple[str, str]]:
@@ -164,7 +167,7 @@ ASKED: dict[str, object] = {
 
 @pytest.mark.parametrize("name", BUFFERS)
 def test_what_has_no_meaning_is_refused_but_for_its_default(name: str) -> None:
-    make = partial(getattr(expstore, name), **({"alpha": 0.7, "beta": 0.9} if "Prioritized" in name else {}))
+    make = partial(getattr(expstore, name), **BUFFERS[name])
     for parameter in constructors(getattr(theirs, name)):
         if parameter.name in LESS[name]:
             make(**{parameter.name: parameter.default})
