@@ -16,6 +16,14 @@ ELSEWHERE = {
     "DensifyReward": "torchrl.data",
     "MultiStep": "torchrl.data",
     "RandomCropTensorDict": "torchrl.envs.transforms",
+    **dict.fromkeys(
+        (
+            *("Binary", "BinaryBox", "Bounded", "BoundedContinuous", "BoundedDiscrete", "Box", "BoxList"),
+            *("Categorical", "CategoricalBox", "Choice", "ContinuousBox", "MultiCategorical", "MultiOneHot"),
+            *("NonTensor", "OneHot", "TensorSpec", "Unbounded", "UnboundedContinuous", "UnboundedDiscrete"),
+        ),
+        "torchrl.data.tensor_specs",
+    ),
     "split_trajectories": "torchrl.collectors.utils",
 }
 

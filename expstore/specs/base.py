@@ -85,7 +85,7 @@ class TensorSpec(ABC):
         shape: torch.Size | Sequence[int] | int,
         space: Box | None,
         device: torch.device | str | int | None = None,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | None = torch.float32,
         domain: str | None = "",
     ) -> None:
         if dtype is not None and not isinstance(dtype, torch.dtype):
