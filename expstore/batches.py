@@ -65,6 +65,7 @@ class Batch:
         dims: Sizes of the batch's dims beyond time, where each place along them is a row.
         kind: The tensorclass of the rows, if they are of one.
         prioritized: Priorities that come with the rows count.
+        validated: Their values are held against the specs of the store.
     """
 
     keys: list[Key]
@@ -78,6 +79,7 @@ class Batch:
     dims: tuple[int, ...] = ()
     kind: type | None = None
     prioritized: bool = False
+    validated: bool = False
 
     def signature(self) -> dict[Key, tuple[str, tuple[int, ...]]]:
         """Return key -> (dtype, row shape)."""

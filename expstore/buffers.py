@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
 from tensordict import is_tensor_collection
 
 from expstore.batches import Batch, Intake, StepReader
+from expstore.domains import asks_for_domain, check_domain
 from expstore.draws import Turn
 from expstore.episodeinfo import pack_info
 from expstore.errors import SchemaError, StateError
@@ -145,6 +146,7 @@ class ReplayBuffer(Patching, ShapingHandle, Direct):
         return_ids: bool = False,
         episode_info: Mapping[str, Any] | None = None,
         update_priority: bool | None = None,
+        validate: Literal["schema", "domain"] = "schema",
     ) -> torch.Tensor:
         """Append a batch of rows, all of them or none.
 
@@ -162,21 +164,23 @@ class ReplayBuffer(Patching, ShapingHandle, Direct):
                 they are there with the rows or not at all.
             update_priority: Whether priorities that come with the rows count, in a buffer that knows where
                 they are; None: they do.
+            validate: "domain": look at the values, too, and add nothing if one is not as `specs` say.
 
         Returns:
             Index, or id, of each row; -1 for rows that were not taken in. Shape `(n,)`, int64; of indices
             `(n, ndim)` where `ndim` is larger than 1.
 
         Raises:
-            SchemaError: The batch does not fit the store, or JSON has no form for a fact.
-            StateError: The store is closed or cannot be written.
+            SchemaError: The batch does not fit the store, or its specs, or JSON has no form for a fact.
+            StateError: The store is closed or cannot be written; or it has no specs to validate by.
             StorageError: The disk failed; nothing was added.
         """
-        info = pack_info(episode_info)
+        info, domain = pack_info(episode_info), validate != "schema" and asks_for_domain(validate)
         batch = self._taken(data)
         if batch is None:
             return self._indices(np.zeros(0, np.int64), flat=return_ids)
         batch.prioritized = self._counts_priorities(update_priority)
+        batch.validated = domain
         return self._indices(self._append(batch, source, return_ids, info), flat=return_ids)
 
     def _counts_priorities(self, asked: bool | None) -> bool:
@@ -207,6 +211,8 @@ class ReplayBuffer(Patching, ShapingHandle, Direct):
             self._writer.check()
             if batch.count == 0:
                 return np.zeros(0, np.int64)
+            if batch.validated:
+                check_domain(storage, batch)
             schema, reader = self._prepared(batch)
             columns = batch.columns(schema)
             kept = reader.transitions(columns)
@@ -320,6 +326,7 @@ class ReplayBuffer(Patching, ShapingHandle, Direct):
         *,
         source: str | None = None,
         episode_info: Mapping[str, Any] | None = None,
+        validate: Literal["schema", "domain"] = "schema",
     ) -> Any:
         """Append one row; return its index, or -1 if it is not taken in.
 
@@ -328,12 +335,14 @@ class ReplayBuffer(Patching, ShapingHandle, Direct):
                 one row for each lane, and their indices are returned. Shape `(lanes, ndim)`, int64.
             source: As in `extend`.
             episode_info: As in `extend`.
+            validate: As in `extend`.
         """
-        info = pack_info(episode_info)
+        info, domain = pack_info(episode_info), validate != "schema" and asks_for_domain(validate)
         batch = self._taken(data, single=True)
         if batch is None:
             return self._indices(np.zeros(0, np.int64))
         batch.prioritized = self._counts_priorities(None)
+        batch.validated = domain
         numbers = self._append(batch, source, False, info)
         return int(numbers[0]) if self._storage.ndim == 1 else self._indices(numbers)
 

@@ -317,6 +317,7 @@ def _facts(path: Path) -> dict[str, Any]:
     from expstore.checks import survey
     from expstore.files import Disk
     from expstore.snapshots import store_meant
+    from expstore.spectext import unpack_specs
     from expstore.storages.base import ROW_FIELDS
     from expstore.types import key_name
 
@@ -350,10 +351,13 @@ def _facts(path: Path) -> dict[str, Any]:
         "storage": manifest.storage,
         "uuid": manifest.uuid,
         "meta": manifest.meta,
+        "specs": unpack_specs(manifest.specs) if manifest.specs else None,
     }
 
 
 def _show_facts(facts: dict[str, Any]) -> None:
+    from expstore.spectext import describe
+
     room = "unbounded" if facts["capacity"] is None else f"capacity {facts['capacity']:,}"
     writer = facts["open_in"]
     if writer:
@@ -371,6 +375,8 @@ def _show_facts(facts: dict[str, Any]) -> None:
         "on disk": f"{size_text(facts['disk_bytes'])}, {size_text(facts['free_bytes'])} free",
         "per row": "no fields yet" if facts["row_bytes"] is None else size_text(facts["row_bytes"]),
     }
+    if facts["specs"]:
+        lines["specs"] = describe(facts["specs"])
     if facts["meta"]:
         lines["meta"] = json.dumps(facts["meta"])
     typer.echo(facts["path"])

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from expstore.domains import row_text
 from expstore.errors import StateError
 from expstore.files import ReadingDisk
 from expstore.keywords import check_drawing
@@ -28,6 +29,8 @@ from expstore.writers import Writer
 if TYPE_CHECKING:
     import torch
 
+    from expstore.specs import Composite
+
 __all__ = ["open"]
 
 
@@ -44,6 +47,7 @@ def open(
     consume_after_n_samples: int | None = None,
     seed: int | None = None,
     schema: Schema | None = None,
+    specs: Composite | None = None,
     traj_key: str | tuple[str, ...] | None = None,
     done_keys: Sequence[str | tuple[str, ...]] | None = None,
     reward_key: str | tuple[str, ...] | None = None,
@@ -80,6 +84,8 @@ def open(
         seed: Key of all draws; a new store without one picks one and keeps it. With mode "r" the
             reader's own.
         schema: The fields, if they are to be fixed before the first rows come.
+        specs: What values the fields of a row have; of some of them. Kept with the schema. Rows with other
+            fields, dtypes or shapes are refused; `extend(validate="domain")` asks for values, too.
         traj_key: Field with the collector's trajectory ids; found by TorchRL's names by default.
         done_keys: Fields that end an episode; found by TorchRL's names by default.
         reward_key: Field that is summed up to an episode's return; ("next", "reward") by default.
@@ -109,6 +115,7 @@ def open(
         LockedError: Somebody else has it open for writing.
         StateError: The folder is in the way, or a setting contradicts the store.
         CorruptionError: The store is damaged.
+        SchemaError: The specs are not those of the rows, or text cannot keep them.
 
     Example:
         >>> with expstore.open("runs/demo.exp", capacity=100_000, batch_size=256) as rb:
@@ -121,9 +128,10 @@ def open(
     if writer is not None and mode == "r":
         raise ValueError("writer= says where rows go, and with mode='r' none come; leave it out")
     sampler = consume_after(consume_after_n_samples, sampler, prefetch=prefetch)
+    text = row_text(specs)
     path, mode = _find(Path(path), mode, version)
     settings = Settings(
-        mode=mode, storage=storage, seed=seed, schema=schema, flatten=True, meta=meta,
+        mode=mode, storage=storage, seed=seed, schema=schema, specs=text, flatten=True, meta=meta,
         traj_key=traj_key, done_keys=done_keys, reward_key=reward_key,
         durability=durability, min_free_bytes=min_free_bytes, on_sigterm=on_sigterm,
     )  # fmt: skip
@@ -151,6 +159,8 @@ def _open_storage(path: Path, capacity: int | None, settings: Settings) -> Folde
     try:
         if schema is not None and kept.schema is None:
             kept.prepare(schema, kept.resolve_keys(schema))
+        if settings.specs and not kept.specs:
+            kept.describe_fields(settings.specs)
     except BaseException:
         kept.close()
         raise

@@ -17,6 +17,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
+from expstore.domains import row_text, specs_of
 from expstore.dumping import dump
 from expstore.episodeinfo import merge_info, pack_info
 from expstore.errors import StateError
@@ -33,6 +34,7 @@ from expstore.storages.trajectories import check_episode
 
 if TYPE_CHECKING:
     from expstore.index import Result
+    from expstore.specs import Composite
 
 __all__ = ["StoreHandle"]
 
@@ -366,6 +368,30 @@ class StoreHandle:
     def schema(self) -> Schema | None:
         """The fields; None before the first rows."""
         return self._storage.schema
+
+    @property
+    def specs(self) -> Composite | None:
+        """What values the fields may have, as far as somebody has said; a copy. None: nobody has."""
+        return specs_of(self._storage)
+
+    def set_specs(self, specs: Composite | None) -> None:
+        """Say what values the fields of a row may have; None: nothing is known of them any more.
+
+        Rows that are there are not looked at: only that they have these fields, with these dtypes and shapes.
+        Later rows with others are refused; values are looked at by `extend(validate="domain")`. The specs
+        stay with the store, like the schema.
+
+        Args:
+            specs: Of some or all fields, as nested as these; without batch dims.
+
+        Raises:
+            SchemaError: The rows have other fields, or text cannot keep the specs; nothing was changed.
+            StateError: The store is closed, or open for reading only.
+
+        Example:
+            >>> rb.set_specs(Composite(action=Categorical(2), next=Composite(reward=Unbounded((1,)))))
+        """
+        self._storage.describe_fields(row_text(specs))
 
     @property
     def write_count(self) -> int:

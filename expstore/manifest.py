@@ -48,6 +48,7 @@ class Manifest:
         ndim: How many dims of a batch are rows.
         dims: Sizes of those beyond the first; () until the first rows have come.
         ranking: By what rows are ranked, if only the best stay; None: the newest do.
+        specs: What values the fields have, as `expstore.spectext` keeps it; "": nobody has said.
     """
 
     uuid: str
@@ -67,6 +68,7 @@ class Manifest:
     ndim: int = 1
     dims: tuple[int, ...] = ()
     ranking: Ranking | None = None
+    specs: str = ""
 
     @property
     def slots(self) -> int | None:
@@ -82,6 +84,7 @@ class Manifest:
         data = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         data["schema"] = self.schema.to_json() if self.schema else None
         data["ranking"] = dataclasses.asdict(self.ranking) if self.ranking else None
+        data["specs"] = json.loads(self.specs) if self.specs else None
         data["format"] = FORMAT
         data["crc32c"] = _checksum(data)
         return json.dumps(data, indent=1).encode()
@@ -138,6 +141,8 @@ class Manifest:
         data["dims"] = tuple(map(int, data.get("dims", ())))
         ranked = data.get("ranking")
         data["ranking"] = Ranking(to_key(ranked["key"]), ranked["reduction"]) if ranked else None
+        specs = data.get("specs")
+        data["specs"] = json.dumps(specs, separators=(",", ":")) if specs else ""
         return cls(**data)
 
 

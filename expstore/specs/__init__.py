@@ -8,13 +8,16 @@ from expstore.specs.binary import Binary
 from expstore.specs.bounded import Bounded, BoundedContinuous, BoundedDiscrete
 from expstore.specs.boxes import BinaryBox, Box, BoxList, CategoricalBox, ContinuousBox
 from expstore.specs.categorical import Categorical, OneHot
+from expstore.specs.composite import Composite
 from expstore.specs.multi import MultiCategorical, MultiOneHot
 from expstore.specs.nontensor import Choice, NonTensor
+from expstore.specs.stacked import Stacked, StackedComposite
 from expstore.specs.unbounded import Unbounded, UnboundedContinuous, UnboundedDiscrete
 
 #: Older names of the same classes.
 BinaryDiscreteTensorSpec = Binary
 BoundedTensorSpec = Bounded
+CompositeSpec = Composite
 DiscreteTensorSpec = Categorical
 MultiDiscreteTensorSpec = MultiCategorical
 MultiOneHotDiscreteTensorSpec = MultiOneHot
@@ -35,6 +38,8 @@ __all__ = [
     "Categorical",
     "CategoricalBox",
     "Choice",
+    "Composite",
+    "CompositeSpec",
     "ContinuousBox",
     "DiscreteTensorSpec",
     "MultiCategorical",
@@ -44,6 +49,8 @@ __all__ = [
     "NonTensor",
     "OneHot",
     "OneHotDiscreteTensorSpec",
+    "Stacked",
+    "StackedComposite",
     "TensorSpec",
     "Unbounded",
     "UnboundedContinuous",

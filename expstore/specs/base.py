@@ -565,14 +565,6 @@ def stack_equal(specs: Sequence[TensorSpec], dim: int) -> TensorSpec | None:
     return grown
 
 
-@implements(torch.stack)
-def _stack(specs: Sequence[TensorSpec], dim: int = 0) -> TensorSpec:
-    made = stack_equal(specs, dim)
-    if made is None:
-        raise RuntimeError("Stacking specs cannot occur: they are of one class, but say different things")
-    return made
-
-
 @implements(torch.squeeze)
 def _squeeze(spec: TensorSpec, dim: int | None = None) -> Any:
     return spec.squeeze(dim)
@@ -584,5 +576,5 @@ def _unsqueeze(spec: TensorSpec, dim: int) -> Any:
 
 
 @implements(torch.index_select)
-def _index_select(input: LeafSpec, dim: int, index: torch.Tensor) -> Any:
+def _index_select(input: Any, dim: int, index: torch.Tensor) -> Any:
     return input._picked(dim, index)

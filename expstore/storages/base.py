@@ -26,6 +26,7 @@ from expstore.keys import REWARD, Keys, find_keys
 from expstore.schema import Field, Schema
 from expstore.storages.cataloglike import CatalogLike
 from expstore.storages.changed import Changed
+from expstore.storages.described import Described
 from expstore.storages.grid import Grid, check_ndim, round_up
 from expstore.storages.hold import Hold
 from expstore.storages.indexed import Indexed
@@ -56,7 +57,7 @@ ROW_FIELDS = (
 ROW_BYTES = sum(entry.row_bytes for entry in ROW_FIELDS)
 
 
-class Storage(DrawPosition, Grid, Indexed, Stateful, ABC):
+class Storage(DrawPosition, Described, Grid, Indexed, Stateful, ABC):
     """Keep rows under ever-growing ids, and know which of them can be read.
 
     Readable are the last `capacity` published ids. Threads: one writes at a time (`lock`), any number
@@ -100,9 +101,8 @@ class Storage(DrawPosition, Grid, Indexed, Stateful, ABC):
         self._closed = False
         self._catalog: Callable[[], CatalogLike | None] = lambda: None
         self.priorities_set = False
-        self.max_within = (
-            False  # new rows start at the largest priority of readable rows, not the largest ever
-        )
+        #: New rows start at the largest priority of readable rows, not the largest ever.
+        self.max_within = False
         self._max_id = 0  # of a row that has it; 0: not known
         self._watchers: weakref.WeakSet[Watcher] = weakref.WeakSet()
         #: Moves when rows leave otherwise than by age, or all of them are looked at anew.
@@ -170,9 +170,13 @@ class Storage(DrawPosition, Grid, Indexed, Stateful, ABC):
             schema: The fields.
             keys: Which of them say what a row is.
             dims: Sizes of a batch's dims beyond the first, where these are rows too.
+
+        Raises:
+            SchemaError: The fields are not those of the specs.
         """
         self.check_writable()
         self.check_dims(dims)
+        self.check_described(schema)
         former = self.capacity
         try:
             self.take_grid(self.ndim, dims)

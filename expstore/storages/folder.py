@@ -72,7 +72,7 @@ class FolderStorage(Storage):
         self.spare, self.flatten = manifest.spare, manifest.flatten
         self.capacity = manifest.capacity
         self.take_grid(manifest.ndim, manifest.dims)
-        self.ranking = manifest.ranking
+        self.ranking, self.specs = manifest.ranking, manifest.specs
 
     def load_redo(self, body: bytes, schema: Schema) -> Redo:
         """Read a redo record, from its own file if it was too long for the journal."""

@@ -268,6 +268,13 @@ class FollowerStorage(FolderStorage):
             if self._source.live:
                 self._patiently(self._go_on)
 
+    def stored_specs(self) -> str:
+        """Return what the writer keeps of the fields' values just now."""
+        with self.lock:
+            super().check_writable()  # only asks whether it is closed
+            self.specs = self._patiently(lambda: Manifest.load(self.disk, self.path)).specs
+        return self.specs
+
     def _generation(self) -> int:
         return Manifest.load(self.disk, self.path).generation
 

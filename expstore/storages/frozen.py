@@ -103,6 +103,7 @@ def manifest_of(storage: Storage) -> Manifest:
         ndim=storage.ndim,
         dims=storage.dims,
         ranking=storage.ranking,
+        specs=storage.specs,
     )
 
 

@@ -329,7 +329,12 @@ class JournaledStorage(SyncedStorage, VersionedStorage):
         self.sync()
 
     def _note_ranking(self, ranking: Ranking | None) -> None:
-        manifest = self.manifest.replace(ranking=ranking)
+        self._note_manifest(self.manifest.replace(ranking=ranking))
+
+    def _note_specs(self, specs: str) -> None:
+        self._note_manifest(self.manifest.replace(specs=specs))
+
+    def _note_manifest(self, manifest: Manifest) -> None:
         with self.poisoning():
             manifest.save(self.disk, self.path)
         self.manifest = manifest

@@ -24,6 +24,7 @@ from expstore.files import Disk
 from expstore.journal import ALIGN, Journal, Kind, read_journal
 from expstore.manifest import MANIFEST, Manifest
 from expstore.schema import Schema
+from expstore.spectext import check_specs
 from expstore.storages.base import ROW_FIELDS, Storage
 from expstore.storages.checksums import CHECKSUMS, Checksums, blocks_of
 from expstore.storages.columns import Column, ColumnGroup
@@ -215,6 +216,7 @@ class Arrival:
             dims=own.dims,
             spare=spare,
             schema=schema,
+            specs=_fit_specs(content.manifest.specs, storage.specs, schema),
         )
         last = base["last"]
         self._low: int = content.low if own.capacity is None else max(content.low, last - own.capacity)
@@ -309,6 +311,13 @@ def _fit(offered: Schema | None, own: Schema | None, name: str) -> Schema | None
             hint="load it into a store of its own",
         )
     return offered
+
+
+def _fit_specs(offered: str, own: str, schema: Schema | None) -> str:
+    """Return what a storage knows of its fields' values afterwards: what came with the rows, else its own."""
+    if not offered and own and schema is not None:
+        check_specs(own, schema)
+    return offered or own
 
 
 def _fit_dims(own: Manifest, content: ContentLike) -> Manifest:

@@ -136,7 +136,7 @@ class MemoryStorage(PortableStorage, VersionedStorage):
                 self.schema, self.spare, self.seed = manifest.schema, manifest.spare, manifest.seed
                 self.flatten, self.capacity = manifest.flatten, manifest.capacity
                 self.take_grid(manifest.ndim, manifest.dims)
-                self.ranking = manifest.ranking
+                self.ranking, self.specs = manifest.ranking, manifest.specs
                 if manifest.schema is not None:
                     ends, reward = manifest.done_keys, manifest.reward_key
                     self.keys = find_keys(

@@ -24,6 +24,7 @@ from expstore.lock import WriterLock
 from expstore.manifest import MANIFEST, Manifest
 from expstore.probe import probe
 from expstore.schema import Schema
+from expstore.spectext import check_specs, same_specs
 from expstore.storages.base import REWARD
 from expstore.storages.folder import REPAIR, VERSION, refuse_objects
 from expstore.storages.grid import check_ndim, round_up
@@ -56,6 +57,7 @@ class Settings:
     meta: dict[str, Any] | None = None
     flatten: bool = False
     schema: Schema | None = None
+    specs: str = ""
     ndim: int | None = None
     durability: Durability = "process"
     min_free_bytes: int = 0
@@ -144,6 +146,7 @@ def _plain(capacity: int | None, settings: Settings) -> tuple[int | None, Settin
         settings = dataclasses.replace(settings, ndim=check_ndim(operator.index(settings.ndim)))
     if settings.schema is not None:
         refuse_objects(settings.schema)
+        check_specs(settings.specs, settings.schema)
     if capacity is not None:
         capacity = operator.index(capacity)
     if settings.seed is not None:
@@ -208,6 +211,7 @@ def _new(capacity: int | None, settings: Settings) -> Manifest:
         flatten=settings.flatten,
         ndim=settings.ndim or 1,
         meta=settings.meta or {},
+        specs=settings.specs,
     )
 
 
@@ -234,5 +238,23 @@ def _compare(path: Path, manifest: Manifest, capacity: int | None, settings: Set
                 kind="mismatch",
                 hint=f"leave {name} out to take it as stored, or use another path",
             )
+    _compare_specs(path, manifest, settings)
     if manifest.storage != "zarr":
         raise StorageError(f"{path} has storage {manifest.storage!r}, which this version does not know")
+
+
+def _compare_specs(path: Path, manifest: Manifest, settings: Settings) -> None:
+    """Refuse specs that are not the store's, or, where it has none yet, cannot be those of its rows."""
+    if not settings.specs:
+        return
+    if manifest.specs:
+        if not same_specs(settings.specs, manifest.specs):
+            raise StateError(
+                f"{path} has other specs than those that it is opened with",
+                kind="mismatch",
+                hint="leave specs out to take them as stored; set_specs of the buffer changes them",
+            )
+    elif settings.mode == "r":
+        raise StateError(f"{path} has no specs, and a reader gives it none", hint="leave specs out")
+    elif manifest.schema is not None:
+        check_specs(settings.specs, manifest.schema)

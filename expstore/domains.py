@@ -1,0 +1,142 @@
+"""The specs of a store's fields, and rows held against them.
+
+Used by buffers: `specs`, `set_specs` and `extend(validate="domain")`. It reads no rows, and costs nothing
+where nobody asks for it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from expstore.batches import Batch, StepReader
+from expstore.errors import SchemaError, StateError
+from expstore.schema import Schema
+from expstore.specs import Composite, TensorSpec
+from expstore.specs.base import LeafSpec
+from expstore.specs.text import from_text, to_text
+from expstore.spectext import describe, unpack_specs
+from expstore.storages.base import Storage
+from expstore.types import Array, key_name
+
+__all__ = ["asks_for_domain", "check_domain", "row_text", "specs_of"]
+
+_SHOWN = 200  # characters of a value
+
+
+def row_text(specs: Composite | None) -> str:
+    """Return the text of the specs of one row; "" for None.
+
+    Raises:
+        TypeError: They are no Composite.
+        SchemaError: They are of a batch, or text cannot keep them.
+    """
+    if specs is None:
+        return ""
+    if not isinstance(specs, Composite):
+        raise TypeError(
+            f"specs is a {type(specs).__name__}; give a Composite of the row's fields. Those of TorchRL and "
+            "gymnasium become one by from_torchrl and from_space of expstore.specs"
+        )
+    if specs.shape:
+        raise SchemaError(
+            f"the specs have batch size {list(specs.shape)}, and a row has none",
+            hint=f"give those of one row: specs[{', '.join('0' for _ in specs.shape)}]",
+        )
+    return to_text(specs.clone().to("cpu").clear_device_())
+
+
+def specs_of(storage: Storage) -> Composite | None:
+    """Return the specs of a storage's fields as they are just now, a copy; None: it has none."""
+    text = storage.stored_specs()
+    found: Composite | None = from_text(text) if text else None
+    return found
+
+
+def asks_for_domain(validate: str) -> bool:
+    """Say whether values are to be looked at.
+
+    Raises:
+        ValueError: It is neither "schema" nor "domain".
+    """
+    if validate not in ("schema", "domain"):
+        raise ValueError(
+            f"validate is {validate!r}; 'schema' has fields, dtypes and shapes checked, as always, 'domain' "
+            "values, too"
+        )
+    return validate == "domain"
+
+
+def check_domain(storage: Storage, batch: Batch) -> None:
+    """Raise SchemaError if a row has a value that its field's spec does not allow.
+
+    Rows that are not taken in do not matter. The storage's lock is held; nothing is written.
+
+    Args:
+        storage: Where the rows are to be; it need not have any yet.
+        batch: The rows.
+
+    Raises:
+        SchemaError: The batch does not fit, or a value does not: the message says where.
+        StateError: The storage has no specs.
+    """
+    specs = specs_of(storage)
+    if specs is None:
+        raise StateError(
+            'validate="domain" asks what values are allowed, and nobody has said that of this store',
+            hint="give specs= to expstore.open(), or use set_specs() of the buffer",
+        )
+    schema = storage.schema or Schema.infer(batch.signature(), batch.form)
+    columns = batch.columns(schema)
+    storage.check_described(schema)
+    keys = storage.resolve_keys(schema) if storage.schema is None else storage.keys
+    kept = StepReader(schema, keys).transitions(columns)
+    rows = np.arange(batch.count) if kept is None else np.flatnonzero(kept)
+    for key in specs.keys(include_nested=True, leaves_only=True):
+        place = schema.place((key,) if isinstance(key, str) else key)
+        spec = specs[key]
+        if spec is None or place < 0:
+            continue
+        column = columns[place] if kept is None else columns[place][kept]
+        values = _values(column, schema.fields[place].dtype)
+        bad = _first_bad(spec, values)
+        if bad >= 0:
+            allowed = describe(unpack_specs(to_text(spec)))
+            raise SchemaError(
+                f"row {rows[bad]}: field {key_name(schema.fields[place].key)!r} is "
+                f"{_short(_shown(values, bad))}, which its spec does not allow: {allowed}",
+                hint="no row was written; project() of the spec returns values that it allows",
+            )
+
+
+def _values(column: Array, dtype: str) -> Any:
+    """Return a column as its spec takes it: a tensor, or a list of objects."""
+    if dtype == "object":
+        return column
+    values = torch.from_numpy(column if column.flags.writeable else column.copy())
+    return values.view(torch.bfloat16) if dtype == "bfloat16" else values
+
+
+def _shown(values: Any, row: int) -> Any:
+    value = values[row]
+    return value.tolist() if isinstance(value, torch.Tensor) else value
+
+
+def _first_bad(spec: TensorSpec, values: Any) -> int:
+    """Return the number of the first row that a spec does not allow; -1: it allows all."""
+    if isinstance(values, torch.Tensor) and spec.is_in(values):
+        return -1
+    if not isinstance(values, torch.Tensor) or not isinstance(spec, LeafSpec):
+        return next((number for number, value in enumerate(values) if not spec.is_in(value)), -1)
+    low, high = 0, len(values)  # the first `low` rows are allowed, the first `high` are not
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if spec.is_in(values[low:middle]) else (low, middle)
+    return low
+
+
+def _short(thing: Any) -> str:
+    text = " ".join(str(thing).split())
+    return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."

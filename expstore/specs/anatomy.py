@@ -1,0 +1,110 @@
+"""Specs taken apart, and put together again: class and arguments of each, as a tree.
+
+Used where specs become something else: text, or TorchRL's own specs. A tree is made of plain values, tensors
+and trees; it knows neither.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["Tree", "build", "take_apart"]
+
+#: `kind` is a class's name; the rest are its arguments, by their names.
+Tree = dict[str, Any]
+
+#: Class -> what says what it is, beside shape, device and dtype. The first that a spec is one of counts.
+_ARGUMENTS: dict[str, tuple[str, ...]] = {
+    "Bounded": ("low", "high", "domain"),
+    "Unbounded": ("domain",),
+    "Binary": (),
+    "MultiCategorical": ("nvec", "mask", "remove_singleton"),
+    "MultiOneHot": ("nvec", "mask"),
+    "OneHot": ("n", "mask"),
+    "Categorical": ("n", "mask"),
+    "NonTensor": ("example_data", "feature_dims"),
+}
+_KINDS = {*_ARGUMENTS, "Choice", "Composite", "Stacked", "StackedComposite"}
+
+
+def take_apart(spec: Any) -> Tree:
+    """Return a spec, ours or TorchRL's, as a tree.
+
+    Raises:
+        TypeError: It is no spec, or of a kind that is not known.
+        ValueError: It maps values by a register, which it fills as they come.
+    """
+    names = [kind.__name__ for kind in type(spec).__mro__]
+    if "StackedComposite" in names or "Stacked" in names:
+        kind = "StackedComposite" if "StackedComposite" in names else "Stacked"
+        parts = spec.parts if hasattr(spec, "parts") else spec._specs
+        return {"kind": kind, "dim": spec.dim, "parts": [take_apart(part) for part in parts]}
+    if "Composite" in names:
+        return _take_composite(spec)
+    if "Choice" in names:
+        return {"kind": "Choice", "choices": [_take_choice(choice) for choice in _choices(spec)]}
+    kind = next((name for name in names if name in _ARGUMENTS), "")
+    if not kind:
+        raise TypeError(f"{type(spec).__name__} is no spec that is known here")
+    if getattr(spec, "use_register", False):
+        raise ValueError(
+            f"this {kind} has use_register=True: which number a value has depends on what came before; "
+            "give it the values themselves"
+        )
+    tree: Tree = {"kind": kind, "shape": spec.shape, "device": spec.device, "dtype": spec.dtype}
+    return tree | {name: _argument(spec, name) for name in _ARGUMENTS[kind]}
+
+
+def _take_composite(spec: Any) -> Tree:
+    names = list(spec.names)
+    return {
+        "kind": "Composite",
+        "shape": spec.shape,
+        "device": spec.device,
+        "names": names if any(names) else None,
+        "data_cls": spec.data_cls,
+        "step_mdp_static": spec.step_mdp_static,
+        "specs": {key: None if part is None else take_apart(part) for key, part in spec.items()},
+    }
+
+
+def _choices(spec: Any) -> list[Any]:
+    return list(spec.choices if hasattr(spec, "choices") else spec._choices)
+
+
+def _take_choice(choice: Any) -> Any:
+    """Return a choice: a spec as a tree, data that is no tensor as it is."""
+    return take_apart(choice) if hasattr(choice, "is_in") else choice
+
+
+def _argument(spec: Any, name: str) -> Any:
+    if name in ("low", "high"):
+        return getattr(spec.space, name)
+    if name == "n":
+        return int(spec.space.n)  # where it is not known, `spec.n` is a number for now, or an error
+    return getattr(spec, name)
+
+
+def build(tree: Tree, home: Any) -> Any:
+    """Return the spec that a tree describes.
+
+    Args:
+        tree: As `take_apart` returns it.
+        home: Where the classes are: a module.
+
+    Raises:
+        TypeError: There is no such class.
+    """
+    arguments = dict(tree)
+    name = arguments.pop("kind")
+    kind = getattr(home, name, None) if name in _KINDS else None
+    if kind is None:
+        raise TypeError(f"{home.__name__} has no specs of class {name}")
+    if "parts" in arguments:
+        return kind(*(build(part, home) for part in arguments["parts"]), dim=arguments["dim"])
+    if name == "Composite":
+        parts = arguments.pop("specs").items()
+        return kind({key: None if part is None else build(part, home) for key, part in parts}, **arguments)
+    if name == "Choice":
+        return kind([build(c, home) if isinstance(c, dict) else c for c in arguments["choices"]])
+    return kind(**arguments)

@@ -1,0 +1,172 @@
+"""How composite specs change the shape of their batch: one act, for the shape, the names and every spec.
+
+Base of the composite specs. It knows nothing of keys and values.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Self
+
+import torch
+
+from expstore.specs.base import TensorSpec
+from expstore.specs.shapes import (
+    Move,
+    expanding,
+    flattening,
+    indexing,
+    picking,
+    reshaping,
+    selecting,
+    sizes_of,
+    squeezed,
+    unflattening,
+    unsqueezing,
+)
+
+__all__ = ["BatchDims", "Entries"]
+
+#: What a composite holds: a spec for each name, None where nothing is said.
+Entries = dict[str, TensorSpec | None]
+
+
+class BatchDims(TensorSpec):
+    """Be several specs whose first dims are the same, and change only these.
+
+    Threads, processes and crashes: see TensorSpec.
+
+    Example:
+        >>> spec = Composite(observation=Bounded(-1, 1, shape=(4, 3)), shape=(4,))
+        >>> spec.expand(2, 4).shape, spec.expand(2, 4)["observation"].shape
+        (torch.Size([2, 4]), torch.Size([2, 4, 3]))
+        >>> spec[0]["observation"].shape
+        torch.Size([3])
+    """
+
+    _names: list[str | None] | None
+    #: Whether TorchRL's `step_mdp` takes it over as it is.
+    step_mdp_static: bool = False
+
+    @abstractmethod
+    def entries(self) -> Iterator[tuple[str, TensorSpec | None]]:
+        """Yield the specs right within, with their names."""
+
+    @abstractmethod
+    def _made(self, specs: Entries, shape: Sequence[int], names: Sequence[str | None] | None) -> Self:
+        """Return one of other specs."""
+
+    def _at(self, index: Any) -> Self:
+        """Return the part of the batch that an index stands for."""
+        move, leading = indexing(self.shape, index), _leading(index, len(self.shape))
+        names = None if self._names is None else _names_at(self._names, leading)
+        return self._with(move, lambda spec: spec[leading], names)
+
+    def _picked(self, dim: int, index: torch.Tensor) -> Self:
+        place = dim % len(self.shape)
+        move = picking(self.shape, dim, index)
+        return self._with(move, lambda spec: torch.index_select(spec, place, index), self._names)
+
+    def _with(
+        self,
+        move: Move | None,
+        act: Callable[[Any], Any],
+        names: Sequence[str | None] | None = None,
+    ) -> Self:
+        """Return a composite of what comes of each spec; `move` does the same to the shape."""
+        shape = self.shape if move is None else move.shape(self.shape)
+        return self._made(
+            {key: None if spec is None else act(spec) for key, spec in self.entries()}, shape, names
+        )
+
+    def _rest(self, spec: TensorSpec) -> torch.Size:
+        return spec.shape[len(self.shape) :]
+
+    def expand(self, *shape: Any) -> Self:
+        """Return one of a larger batch: dims in front, and in the place of dims of size 1."""
+        sizes = sizes_of(shape)
+        names = None if self._names is None else [*[None] * (len(sizes) - len(self._names)), *self._names]
+        move = expanding(type(self).__name__, self.shape, sizes)
+        return self._with(move, lambda spec: spec.expand((*sizes, *self._rest(spec))), names)
+
+    def _reshaped(self, move: Move) -> Self:
+        shape = move.shape(self.shape)
+        return self._with(move, lambda spec: spec.reshape((*shape, *self._rest(spec))))
+
+    def reshape(self, *shape: Any) -> Self:
+        """Return one whose batch has another shape."""
+        return self._reshaped(reshaping(self.shape, sizes_of(shape)))
+
+    view = reshape
+
+    def flatten(self, start_dim: int, end_dim: int) -> Self:
+        """Return one in whose batch some dims are one."""
+        return self._reshaped(flattening(start_dim, end_dim))
+
+    def unflatten(self, dim: int, sizes: Sequence[int]) -> Self:
+        """Return one in whose batch a dim is several."""
+        return self._reshaped(unflattening(dim, tuple(sizes)))
+
+    def squeeze(self, dim: int | None = None) -> Self:
+        """Return one without a dim of size 1, or without all of them."""
+        if dim is None:
+            return self.squeeze(self.shape.index(1)).squeeze() if 1 in self.shape else self
+        move = squeezed(self.shape, dim)
+        if move is None:
+            return self
+        place = dim % len(self.shape)
+        names = None if self._names is None else [n for i, n in enumerate(self._names) if i != place]
+        return self._with(move, lambda spec: spec.squeeze(place), names)
+
+    def unsqueeze(self, dim: int) -> Self:
+        """Return one with one more dim, of size 1."""
+        move, place = unsqueezing(self.shape, dim), dim % (len(self.shape) + 1)
+        names = None if self._names is None else [*self._names[:place], None, *self._names[place:]]
+        return self._with(move, lambda spec: spec.unsqueeze(place), names)
+
+    def unbind(self, dim: int = 0) -> tuple[Self, ...]:
+        """Return one for each place along a dim of the batch."""
+        moves = selecting(self.shape, dim)
+        place = dim % len(self.shape)
+        names = None if self._names is None else [n for i, n in enumerate(self._names) if i != place]
+        parts = {key: None if spec is None else spec.unbind(place) for key, spec in self.entries()}
+        return tuple(
+            self._made(
+                {k: None if p is None else p[i] for k, p in parts.items()}, move.shape(self.shape), names
+            )
+            for i, move in enumerate(moves)
+        )
+
+
+def _leading(index: Any, ndim: int) -> tuple[Any, ...]:
+    """Return an index of the first `ndim` dims without `...`, as specs of more dims take it."""
+    parts = index if isinstance(index, tuple) else (index,)
+    if not any(part is Ellipsis for part in parts):
+        return parts
+    place = next(i for i, part in enumerate(parts) if part is Ellipsis)
+    rest = (*parts[:place], *parts[place + 1 :])
+    taken = sum(_dims_of(part) for part in rest)
+    return (*parts[:place], *[slice(None)] * (ndim - taken), *parts[place + 1 :])
+
+
+def _dims_of(part: Any) -> int:
+    if part is None:
+        return 0
+    is_mask = getattr(part, "dtype", None) in (torch.bool, bool)
+    return int(part.ndim) if is_mask else 1
+
+
+def _names_at(names: Sequence[str | None], index: tuple[Any, ...]) -> list[str | None] | None:
+    """Return the names of the dims that an index leaves; None where it gathers, which names nothing."""
+    found: list[str | None] = []
+    place = 0
+    for part in index:
+        if part is None:
+            found.append(None)
+        elif isinstance(part, (int, slice)):
+            found += [names[place]] if isinstance(part, slice) else []
+            place += 1
+        else:
+            return None
+    return [*found, *names[place:]]

@@ -1,0 +1,553 @@
+"""Specs of TensorDicts: a spec for each key, as nested as these are.
+
+What a store keeps of its fields, and what `Composite(...)` makes. It draws and checks nothing itself: the
+specs in it do.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from textwrap import indent
+from typing import Any, Self, cast
+
+import torch
+from tensordict import TensorDict, TensorDictBase, is_tensor_collection
+
+from expstore.specs.base import TensorSpec, as_device
+from expstore.specs.batchdims import BatchDims, Entries
+from expstore.specs.locking import Lockable
+from expstore.specs.shapes import as_size, safe
+from expstore.specs.views import ItemsView, KeysView, NestedKey, ValuesView
+from expstore.types import to_key
+
+__all__ = ["Composite"]
+
+#: Names that are the spec's own.
+_RESERVED = {"shape", "device", "dtype", "space"}
+_MISSING: Any = object()
+
+
+class Composite(Lockable, BatchDims):
+    """Hold a spec for each key of a TensorDict; its shape is the batch size.
+
+    A key without a spec (None) may hold anything. Threads: any number may read one that nobody changes.
+    Processes: it can be pickled.
+
+    Args:
+        args: Key -> spec, as one dict or composite: keys may be nested, and so may dicts.
+        shape: The first dims of all specs in it; `batch_size` is another name for it.
+        device: Where all specs in it are; None: each may be elsewhere.
+        data_cls: What is made of values instead of a TensorDict, by its `from_dict`.
+        step_mdp_static: Whether TorchRL's `step_mdp` takes it over as it is.
+        names: Of the dims; None: they have none.
+        kwargs: Key -> spec.
+
+    Raises:
+        ValueError: A spec's first dims are others.
+        RuntimeError: A spec is on another device.
+
+    Example:
+        >>> spec = Composite(observation=Bounded(-1, 1, shape=(3,)), next=Composite(done=Categorical(2)))
+        >>> list(spec.keys(include_nested=True, leaves_only=True))
+        ['observation', ('next', 'done')]
+        >>> spec.is_in(spec.rand())
+        True
+    """
+
+    def __init__(
+        self,
+        *args: Mapping[Any, Any] | Composite,
+        shape: int | Sequence[int] | None = None,
+        device: torch.device | str | int | None = None,
+        data_cls: Any = None,
+        step_mdp_static: bool = False,
+        names: Sequence[str | None] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        batch_size = kwargs.pop("batch_size", None)
+        if batch_size is not None and shape is not None:
+            raise TypeError("Cannot specify both batch_size and shape.")
+        if len(args) > 1:
+            raise RuntimeError("Got multiple arguments, when at most one is expected for Composite.")
+        given = args[0] if args else {}
+        if not isinstance(given, (Mapping, Composite)):
+            raise RuntimeError(f"Expected a dictionary of specs, but got an argument of type {type(given)}.")
+        self._specs: Entries = {}
+        size = shape if shape is not None else batch_size if batch_size is not None else ()
+        TensorSpec.__init__(self, size, None, device, None, "composite")
+        self._names: list[str | None] | None = None
+        self.data_cls, self.step_mdp_static = data_cls, step_mdp_static
+        for key, spec in (*given.items(), *kwargs.items()):
+            self[key] = spec
+        if names is not None:
+            self.names = list(names)
+
+    # -- what it is --------------------------------------------------------------------------------
+
+    @property
+    def shape(self) -> torch.Size:
+        """The first dims of all specs in it."""
+        return self._shape
+
+    @shape.setter
+    def shape(self, value: Sequence[int]) -> None:
+        self._check_unlocked()
+        size = as_size(value)
+        for key, spec in self.entries():
+            if spec is None or spec.shape[: len(size)] == size:
+                continue
+            if not isinstance(spec, Composite):
+                raise ValueError(
+                    f"The shape of the spec and the Composite mismatch during shape resetting: the "
+                    f"{len(size)} first dimensions should match but got self['{key}'].shape={spec.shape} and "
+                    f"Composite.shape={size}."
+                )
+            spec.shape = size
+        self._shape = size
+
+    batch_size = shape
+
+    @property
+    def device(self) -> torch.device | None:
+        """Where all specs in it are; None: each may be elsewhere."""
+        return self._device
+
+    @device.setter
+    def device(self, device: torch.device | str | int | None) -> None:
+        self._check_unlocked()
+        if device is None:
+            if self._device is not None:
+                raise RuntimeError("To erase the device of a composite spec, call spec.clear_device_().")
+            return
+        moved = self.to(as_device(device))
+        self._specs, self._device = moved._specs, moved._device
+
+    def clear_device_(self) -> Self:
+        """Let each spec be where it is: nothing is asked of the device of a TensorDict any more."""
+        self._device = None
+        for _, spec in self.entries():
+            if isinstance(spec, Composite):
+                spec.clear_device_()
+        return self
+
+    @property
+    def names(self) -> list[str | None]:
+        """The names of the dims; None for one without."""
+        return [None] * len(self.shape) if self._names is None else list(self._names)
+
+    @names.setter
+    def names(self, value: Sequence[str | None] | None) -> None:
+        if value is not None and len(value) != len(self.shape):
+            raise ValueError(f"Expected {len(self.shape)} names, but got {len(value)} names: {value}")
+        self._names = None if value is None else list(value)
+        for _, spec in self.entries():
+            if value is not None and isinstance(spec, Composite) and len(spec.shape) >= len(value):
+                spec.names = [*value, *[None] * (len(spec.shape) - len(value))]
+
+    def refine_names(self, *names: Any) -> Self:
+        """Name dims that have no name yet, and return the spec.
+
+        Args:
+            names: One for each dim; None leaves it as it is, `...` stands for as many None as are missing.
+
+        Raises:
+            RuntimeError: A dim has another name.
+        """
+        wanted = list(names)
+        if Ellipsis in wanted:
+            place = wanted.index(Ellipsis)
+            wanted[place : place + 1] = [None] * (len(self.shape) - len(wanted) + 1)
+        if len(wanted) != len(self.shape) or any(
+            old is not None and new not in (None, old) for old, new in zip(self.names, wanted, strict=True)
+        ):
+            raise RuntimeError(f"refine_names: cannot coerce Composite names {self.names} with {names}.")
+        self.names = [old or new for old, new in zip(self.names, wanted, strict=True)]
+        return self
+
+    # -- what is in it -----------------------------------------------------------------------------
+
+    def entries(self) -> Iterator[tuple[str, TensorSpec | None]]:
+        """Yield key and spec of what is right in it, in the order in which it was set."""
+        yield from tuple(self._specs.items())
+
+    def _branches(self) -> Iterator[Composite]:
+        return (spec for _, spec in self.entries() if isinstance(spec, Composite))
+
+    def keys(
+        self,
+        include_nested: bool = False,
+        leaves_only: bool = False,
+        *,
+        is_leaf: Callable[[type], bool] | None = None,
+        step_mdp_static_only: bool = False,
+    ) -> KeysView:
+        """Return the keys, as TensorDicts do.
+
+        Args:
+            include_nested: Those of composites in it, too, before these themselves.
+            leaves_only: Leave out those of composites.
+            is_leaf: Says of a spec's class whether it is a leaf; None: all but composites are.
+            step_mdp_static_only: Take composites that `step_mdp` leaves as they are for leaves.
+        """
+        return KeysView(self, include_nested, leaves_only, is_leaf, step_mdp_static_only)
+
+    def items(
+        self,
+        include_nested: bool = False,
+        leaves_only: bool = False,
+        *,
+        is_leaf: Callable[[type], bool] | None = None,
+        step_mdp_static_only: bool = False,
+    ) -> ItemsView:
+        """Return keys and specs; see `keys`."""
+        return ItemsView(self, include_nested, leaves_only, is_leaf, step_mdp_static_only)
+
+    def values(
+        self,
+        include_nested: bool = False,
+        leaves_only: bool = False,
+        *,
+        is_leaf: Callable[[type], bool] | None = None,
+        step_mdp_static_only: bool = False,
+    ) -> ValuesView:
+        """Return the specs; see `keys`."""
+        return ValuesView(self, include_nested, leaves_only, is_leaf, step_mdp_static_only)
+
+    def __iter__(self) -> Iterator[str]:
+        return (key for key, _ in self.entries())
+
+    def __len__(self) -> int:
+        return len(self._specs)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.keys(include_nested=True)
+
+    def is_empty(self, recurse: bool = False) -> bool:
+        """Say whether nothing is in it; with `recurse` whether there are no leaves, however deep."""
+        if not recurse:
+            return not self._specs
+        specs = [spec for _, spec in self.entries() if spec is not None]
+        return all(isinstance(spec, Composite) and spec.is_empty(recurse=True) for spec in specs)
+
+    def __getitem__(self, key: Any) -> Any:
+        """Return the spec of a key, or, given an index, the composite of that part of the batch."""
+        if isinstance(key, str) or (isinstance(key, tuple) and key and _is_key(key)):
+            return self._entry(to_key(key))
+        return self._at(key)
+
+    def _entry(self, key: tuple[str, ...]) -> TensorSpec | None:
+        name, *rest = key
+        if name in _RESERVED:
+            raise AttributeError(f"Composite has no key {name}")
+        if name not in self._specs:
+            raise KeyError(f"no spec {name!r}; there are {', '.join(map(repr, self._specs)) or 'none'}")
+        spec = self._specs[name]
+        if rest and not isinstance(spec, Composite):
+            raise KeyError(f"{name!r} is no composite: it has no {rest[0]!r}")
+        return cast("Composite", spec)._entry(tuple(rest)) if rest else spec
+
+    def get(self, item: NestedKey, default: Any = None) -> Any:
+        """Return the spec of a key; `default` where there is none."""
+        try:
+            return self[item]
+        except KeyError:
+            return default
+
+    def set(self, name: NestedKey, spec: TensorSpec | None) -> Self:
+        """Set the spec of a key, and return the composite.
+
+        Composites of fewer dims get those that are missing. What is between is made.
+
+        Raises:
+            RuntimeError: The composite is locked, or the spec is on another device.
+            ValueError: The spec's first dims are others.
+        """
+        first, *rest = to_key(name)
+        if not rest:
+            self._set(first, spec)
+            return self
+        inner = self._specs.get(first)
+        if not isinstance(inner, Composite):
+            inner = Composite(shape=self.shape, device=self._device)
+            self._set(first, inner)
+        inner.set(tuple(rest), spec)
+        return self
+
+    def _set(self, name: str, spec: TensorSpec | None) -> None:
+        self._check_unlocked()
+        if name in _RESERVED:
+            raise AttributeError(f"Composite[{name}] cannot be set")
+        if spec is not None and self._device is not None and spec.device != self._device:
+            if spec.device is not None:
+                raise RuntimeError(
+                    f"Setting a new attribute ({name}) with spec type {type(spec).__name__} on another "
+                    f"device ({spec.device} against {self._device}). All devices of Composite must match."
+                )
+            spec = spec.to(self._device)
+        ndim = len(self.shape)
+        if spec is not None and spec.shape[:ndim] != self.shape:
+            short = len(spec.shape) < ndim and self.shape[: len(spec.shape)] == spec.shape
+            if not (short and (isinstance(spec, Composite) or spec.dtype is None)):
+                raise ValueError(
+                    f"The shapes of the spec {type(spec).__name__} and the {type(self).__name__} mismatch: "
+                    f"the first {ndim} dimensions should match but got spec.shape={spec.shape} and "
+                    f"Composite.shape={self.shape}."
+                )
+            spec = self._lengthened(spec)
+        self._specs[name] = spec
+
+    def _lengthened(self, spec: TensorSpec) -> TensorSpec:
+        """Return a composite, or a spec of no tensors, with all dims of this composite's batch."""
+        if not isinstance(spec, Composite):
+            return spec.expand(self.shape)
+        spec = spec.clone()
+        spec.shape = self.shape
+        return spec
+
+    def __setitem__(self, key: NestedKey, value: Any) -> None:
+        if not _is_key(key):
+            raise TypeError(f"Got key of type {type(key)} when a string was expected.")
+        if isinstance(value, Mapping):
+            value = Composite(value, shape=self.shape, device=self._device)
+        elif value is not None and not isinstance(value, TensorSpec):
+            raise TypeError(
+                f"{key!r} is set to a {type(value).__name__}; give a spec, a dict of specs, or None"
+            )
+        self.set(key, value)
+
+    def __delitem__(self, key: NestedKey) -> None:
+        *path, name = to_key(key)
+        inner = self._entry(tuple(path)) if path else self
+        if not isinstance(inner, Composite) or name not in inner._specs:
+            raise KeyError(f"no spec {key!r}")
+        inner._check_unlocked()
+        del inner._specs[name]
+
+    def pop(self, key: NestedKey, default: Any = _MISSING) -> Any:
+        """Take a spec out and return it; `default` where there is none."""
+        found = self.get(key, _MISSING)
+        if found is not _MISSING:
+            del self[key]
+            return found
+        if default is _MISSING:
+            raise KeyError(f"{key} not found in composite spec.")
+        return default
+
+    def separates(self, *keys: NestedKey, default: Any = None) -> Composite | None:
+        """Take specs out and return a composite of them; None if none of them is there."""
+        taken = {to_key(key): spec for key in keys if (spec := self.pop(key, default)) is not None}
+        return Composite(taken, shape=self.shape, device=self._device) if taken else None
+
+    def update(self, specs: Mapping[Any, Any] | Composite) -> Self:
+        """Set all specs of a dict or a composite, those of composites one by one; return the composite."""
+        for key, spec in specs.items():
+            own = self.get(key)
+            if isinstance(own, Composite) and isinstance(spec, (Mapping, Composite)):
+                own.update(spec)
+                continue
+            if isinstance(spec, TensorSpec) and self._device is not None:
+                spec = spec.to(self._device)
+            self[key] = spec
+        return self
+
+    def empty(self) -> Self:
+        """Return one with nothing in it."""
+        return self._made({}, self.shape, self._names)
+
+    # -- values ------------------------------------------------------------------------------------
+
+    def rand(
+        self, shape: Sequence[int] | int | None = None, *, generator: torch.Generator | None = None
+    ) -> TensorDictBase:
+        """Draw a TensorDict.
+
+        Args:
+            shape: More dims in front.
+            generator: What the draws follow from; None: torch's own.
+        """
+        return self._filled(shape, lambda spec: spec.rand(shape, generator=generator))
+
+    def zero(self, shape: Sequence[int] | int | None = None) -> TensorDictBase:
+        """Return a TensorDict of zeros, with more dims in front."""
+        return self._filled(shape, lambda spec: spec.zero(shape))
+
+    def one(self, shape: Sequence[int] | int | None = None) -> TensorDictBase:
+        """Return a TensorDict of ones, with more dims in front."""
+        return self._filled(shape, lambda spec: spec.one(shape))
+
+    def _filled(self, shape: Sequence[int] | int | None, make: Callable[[TensorSpec], Any]) -> TensorDictBase:
+        lead = as_size(() if shape is None else shape)
+        values = {key: make(spec) for key, spec in self.entries() if spec is not None}
+        names = None if self._names is None else [*[None] * len(lead), *self._names]
+        return self._gather(values, lead + safe(self.shape), names)
+
+    def _gather(
+        self, values: dict[str, Any], size: Sequence[int], names: Sequence[str | None] | None = None
+    ) -> TensorDictBase:
+        if self.data_cls is not None:
+            made: TensorDictBase = self.data_cls.from_dict(values, batch_size=size, device=self._device)
+            return made
+        return TensorDict(values, batch_size=torch.Size(size), device=self._device, names=names)
+
+    def rand_update(self, val: TensorDictBase) -> TensorDictBase:
+        """Put random values into a TensorDict, and return it."""
+        return val.update(self.rand())
+
+    def zeros_update(self, val: TensorDictBase) -> TensorDictBase:
+        """Put zeros into a TensorDict, and return it."""
+        return val.update(self.zero())
+
+    def ones_update(self, val: TensorDictBase) -> TensorDictBase:
+        """Put ones into a TensorDict, and return it."""
+        return val.update(self.one())
+
+    def is_in(self, val: Any) -> bool:
+        """Say whether a TensorDict, or a dict, has a value of each spec; what else it has does not matter."""
+        if self.data_cls is not None and type(val) is not self.data_cls:
+            return False
+        for key, spec in self.entries():
+            if spec is None or (isinstance(spec, Composite) and spec.is_empty()):
+                continue
+            value = val.get(key, None)
+            if value is None or not spec.is_in(value):
+                return False
+        return True
+
+    def project(self, val: Any, *, generator: torch.Generator | None = None) -> Any:
+        """Replace in a TensorDict each value that is none of its spec by one that is; return it.
+
+        Args:
+            val: It: all keys that have a spec.
+            generator: What draws a value where a mask hides the old one.
+        """
+        return self._project(val, generator)
+
+    def _project(self, val: Any, generator: torch.Generator | None = None) -> Any:
+        for key, spec in self.entries():
+            if spec is not None and not spec.is_in(val.get(key)):
+                val.set(key, spec.project(val.get(key), generator=generator))
+        return val
+
+    def encode(self, val: Any, *, ignore_device: bool = False) -> Any:
+        """Return what an environment gave, a dict say, as a TensorDict of tensors.
+
+        Args:
+            val: Key -> value: nothing that the composite does not know.
+            ignore_device: Leave tensors where they are.
+
+        Raises:
+            KeyError: There is no spec for a key.
+            RuntimeError: A value is None, or cannot be one of its spec.
+        """
+        made: dict[str, Any] = {}
+        for key, value in val.items():
+            if value is None:
+                raise RuntimeError("Composite.encode cannot be used with missing values.")
+            if key not in self._specs:
+                raise KeyError(f"The Composite instance with keys {self.keys()} does not have a '{key}' key.")
+            spec = self._specs[key]
+            if spec is None:
+                raise KeyError(f"{key!r} has no spec to encode it by")
+            try:
+                made[key] = spec.encode(value, ignore_device=ignore_device)
+            except RuntimeError as exc:
+                raise RuntimeError(f"Encoding key {key} raised a RuntimeError: {exc}") from exc
+        if self.data_cls is None and is_tensor_collection(val):
+            return val.empty().update(made)
+        return self._gather(made, safe(self.shape))
+
+    def to_numpy(self, val: Any, safe: bool | None = None) -> dict[str, Any]:
+        """Return a TensorDict as a dict of arrays, nested alike.
+
+        Args:
+            val: It.
+            safe: Refuse values that are none of their specs, by an AssertionError; None: as the specs do.
+        """
+        return {key: self[key].to_numpy(value, safe) for key, value in val.items()}
+
+    def type_check(self, value: Any, key: Any = None) -> None:
+        """Raise TypeError if a value has another dtype than its spec; of some keys, if `key` names them."""
+        if isinstance(value, torch.Tensor) and isinstance(key, str):
+            value, key = {key: value}, [key]
+        for name, spec in self.entries():
+            if spec is not None and (key is None or name in key):
+                spec.type_check(value[name], name)
+
+    def index(self, index: Any, tensor_to_index: Any) -> Any:
+        """Raise NotImplementedError: which part of a TensorDict would be the index?"""
+        raise NotImplementedError("`index` is not implemented for Composite specs.")
+
+    def cardinality(self) -> Any:
+        """Return how many TensorDicts there are; 0 of nothing."""
+        counts = [spec.cardinality() for _, spec in self.entries() if spec is not None]
+        return math.prod(counts) if counts else 0
+
+    def enumerate(self, use_mask: bool = False) -> TensorDictBase:
+        """Return all TensorDicts there are, one behind another along a new first dim.
+
+        Every place of the batch holds the same one; the last key changes fastest.
+        """
+        one: Composite = self[(0,) * len(self.shape)] if self.shape else self
+        found = {key: spec.enumerate(use_mask) for key, spec in one.entries() if spec is not None}
+        if not found:
+            return self._gather({}, self.shape)
+        grids = torch.meshgrid(*(torch.arange(len(part)) for part in found.values()), indexing="ij")
+        chosen = zip(found.items(), grids, strict=True)
+        picked = {key: part[grid.reshape(-1)] for (key, part), grid in chosen}
+        count = grids[0].numel()
+        made = self._gather(picked, (count,))
+        return made.reshape(count, *[1] * len(self.shape)).expand(count, *self.shape) if self.shape else made
+
+    # -- other shapes, places, copies --------------------------------------------------------------
+
+    def _made(self, specs: Entries, shape: Sequence[int], names: Sequence[str | None] | None) -> Self:
+        made = type(self)(
+            specs,
+            shape=shape,
+            device=self._device,
+            data_cls=self.data_cls,
+            step_mdp_static=self.step_mdp_static,
+        )
+        made._names = None if names is None or not any(names) else list(names)
+        return made
+
+    def to(self, dest: torch.dtype | torch.device | str | int | None) -> Self:
+        """Return one on another device, or of another dtype; itself if that changes nothing."""
+        if dest is None:
+            return self
+        if isinstance(dest, torch.dtype):
+            return self._with(None, lambda spec: spec.to(dest), self._names)
+        if not isinstance(dest, (str, int, torch.device)):
+            raise ValueError("Only device/dtype casting is allowed with specs of type Composite.")
+        device = as_device(dest)
+        if self._device == device:
+            return self
+        entries = {key: None if spec is None else spec.to(device) for key, spec in self.entries()}
+        made = self.empty()
+        made._device = device
+        made._specs, made._names = entries, self._names
+        return made
+
+    def clone(self) -> Self:
+        """Return a copy, which is not locked."""
+        return self._with(None, lambda spec: spec.clone(), self._names)
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, Composite)
+            and type(self) is type(other)
+            and (self.shape, self._device, self.data_cls) == (other.shape, other._device, other.data_cls)
+            and self._specs == other._specs
+        )
+
+    def __repr__(self) -> str:
+        last = [f"device={self._device}", f"shape={self.shape}", f"data_cls={self.data_cls}"]
+        if not self._specs:
+            return f"{type(self).__name__}({', '.join(last)})"
+        lines = [*(f"{key}: {spec}" for key, spec in self.entries()), *last]
+        return f"{type(self).__name__}(\n" + indent(",\n".join(lines), " " * 4) + ")"
+
+
+def _is_key(key: object) -> bool:
+    return isinstance(key, str) or (isinstance(key, tuple) and all(isinstance(part, str) for part in key))

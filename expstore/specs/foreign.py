@@ -1,0 +1,54 @@
+"""TorchRL's specs as ours, and ours as TorchRL's: the same classes, shapes, bounds, masks and names.
+
+Used where both libraries meet. TorchRL is imported when something is to become one of its specs, only.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from expstore import specs
+from expstore.specs.anatomy import build, take_apart
+from expstore.specs.base import TensorSpec
+
+__all__ = ["from_torchrl", "to_torchrl"]
+
+
+def from_torchrl(spec: Any) -> Any:
+    """Return one of TorchRL's specs as one of ours; tensors are copied.
+
+    Args:
+        spec: Of any kind, a composite too; None stays None.
+
+    Raises:
+        TypeError: It is no spec, or a class that is not known here.
+        ValueError: It has `use_register=True`.
+
+    Example:
+        >>> import torchrl.data
+        >>> from_torchrl(torchrl.data.Composite(action=torchrl.data.OneHot(4)))["action"].n
+        4
+    """
+    return None if spec is None else build(take_apart(spec), specs)
+
+
+def to_torchrl(spec: TensorSpec | None) -> Any:
+    """Return a spec as one of TorchRL's; tensors are copied.
+
+    Raises:
+        ModuleNotFoundError: TorchRL is not installed.
+
+    Example:
+        >>> to_torchrl(Bounded(-1, 1, shape=(3,))).shape
+        torch.Size([3])
+    """
+    if spec is None:
+        return None
+    try:
+        home = importlib.import_module("torchrl.data.tensor_specs")
+    except ModuleNotFoundError as exc:
+        raise ModuleNotFoundError(
+            "TorchRL's specs need TorchRL, which is not installed; pip install torchrl", name=exc.name
+        ) from exc
+    return build(take_apart(spec), home)

@@ -1,0 +1,108 @@
+"""Composite specs can be locked: nothing is set in them or taken out of them then.
+
+Mixed into the composite specs. It knows nothing of what they hold.
+"""
+
+from __future__ import annotations
+
+import weakref
+from abc import abstractmethod
+from collections.abc import Iterator
+from typing import Any, Self
+
+__all__ = ["Lockable"]
+
+
+class Lockable:
+    """Lock a tree of specs as TensorDicts are locked.
+
+    Whoever is locked together with the one above it can only be unlocked from there. Threads: a lock
+    protects from mistakes, not from other threads. Copies made by pickle are locked, too; clones are not.
+
+    Example:
+        >>> spec = Composite(a=Composite(b=Categorical(3))).lock_()
+        >>> spec["a"].is_locked
+        True
+    """
+
+    _is_locked: bool = False
+    #: Those that have locked this one; they may have gone meanwhile.
+    _lockers: tuple[weakref.ref[Lockable], ...] = ()
+
+    @abstractmethod
+    def _branches(self) -> Iterator[Lockable]:
+        """Yield those right below that can be locked."""
+
+    @property
+    def is_locked(self) -> bool:
+        """Whether entries can neither be set nor taken out."""
+        return self._is_locked
+
+    @is_locked.setter
+    def is_locked(self, value: bool) -> None:
+        self.lock_() if value else self.unlock_()
+
+    @property
+    def locked(self) -> bool:
+        """As `is_locked`."""
+        return self._is_locked
+
+    def lock_(self, recurse: bool | None = None) -> Self:
+        """Refuse changes from now on.
+
+        Args:
+            recurse: Lock the composites within, too; None: yes.
+        """
+        if not self._is_locked:
+            self._lock((), recurse is not False)
+        return self
+
+    def _lock(self, lockers: tuple[weakref.ref[Lockable], ...], recurse: bool) -> None:
+        self._is_locked = True
+        self._lockers = (*self._lockers, *(ref for ref in lockers if ref not in self._lockers))
+        if recurse:
+            for branch in self._branches():
+                branch._lock((*lockers, weakref.ref(self)), recurse)
+
+    def unlock_(self, recurse: bool | None = None) -> Self:
+        """Allow changes again.
+
+        Args:
+            recurse: Unlock the composites within, too; None: yes.
+
+        Raises:
+            RuntimeError: It was locked together with one above it, which is locked still; nothing changed.
+        """
+        below: list[Lockable] = list(self._all_below()) if recurse is not False else []
+        tree: list[Lockable] = [self, *below]
+        for one in tree:
+            above = [locker for ref in one._lockers if (locker := ref()) is not None and locker._is_locked]
+            if any(all(locker is not freed for freed in tree) for locker in above):
+                raise RuntimeError(
+                    "Cannot unlock a Composite that is part of a locked graph: unlock the one above it, with "
+                    "which it was locked"
+                )
+        for one in tree:
+            one._is_locked, one._lockers = False, ()
+        return self
+
+    def _all_below(self) -> Iterator[Lockable]:
+        for branch in self._branches():
+            yield branch
+            yield from branch._all_below()
+
+    def _check_unlocked(self) -> None:
+        if self._is_locked:
+            raise RuntimeError("Cannot modify a locked Composite.")
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy takes over: it is locked by nobody but itself."""
+        return {name: value for name, value in self.__dict__.items() if name != "_lockers"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take over what `__getstate__` returned; what is locked, locks what is within."""
+        self.__dict__.update(state)
+        if self._is_locked:
+            for branch in self._branches():
+                if branch._is_locked:
+                    branch._lock((weakref.ref(self),), recurse=False)

@@ -1,0 +1,505 @@
+"""Stacks of unequal specs: of several tasks or agents, say, of which each has a spec of its own.
+
+What `torch.stack` of specs returns; equal ones are one spec of a larger shape. A stack holds the very specs
+that it was made of, and draws and checks nothing itself.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from textwrap import indent
+from typing import Any, Generic, Self, TypeVar
+
+import torch
+from tensordict import LazyStackedTensorDict
+
+from expstore.specs.base import TensorSpec, implements, stack_equal
+from expstore.specs.batchdims import Entries
+from expstore.specs.composite import Composite
+from expstore.specs.shapes import as_size, sizes_of
+from expstore.specs.views import NestedKey
+from expstore.types import to_key
+
+__all__ = ["Stacked", "StackedComposite"]
+
+_Part = TypeVar("_Part", bound=TensorSpec)
+
+
+class _Stack(TensorSpec, Generic[_Part]):
+    """What both kinds of stacks do: each act is the parts' own, beside one another."""
+
+    _parts: list[_Part]
+    dim: int
+
+    @property
+    def parts(self) -> list[_Part]:
+        """The specs, in their order."""
+        return list(self._parts)
+
+    @property
+    def stack_dim(self) -> int:
+        """The dim along which they are stacked."""
+        return self.dim
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of a stack of values; -1 where the parts differ."""
+        sizes = [n[0] if len(set(n)) == 1 else -1 for n in zip(*(p.shape for p in self._parts), strict=True)]
+        sizes.insert(self.dim, len(self._parts))
+        return torch.Size(sizes)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def _each(self, value: Any) -> Iterator[tuple[_Part, Any]]:
+        """Yield every part with its value in a stack of values, of which there may be dims in front."""
+        if isinstance(value, (tuple, list)):
+            values: Sequence[Any] = value
+        else:
+            # A nested tensor knows its first dim only; others are counted from the last.
+            nested = isinstance(value, torch.Tensor) and value.is_nested
+            values = value.unbind(0 if nested else self.dim - self._counted + value.ndim)
+        if len(values) != len(self._parts):
+            raise ValueError(f"a stack of {len(self._parts)} specs has no place for {len(values)} values")
+        return zip(self._parts, values, strict=True)
+
+    @property
+    def _counted(self) -> int:
+        return len(self.shape)
+
+    def _fits_stack(self, value: Any) -> bool:
+        if isinstance(value, (tuple, list)):
+            return len(value) == len(self._parts)
+        nested = isinstance(value, torch.Tensor) and value.is_nested
+        place = 0 if nested else self.dim - self._counted + value.ndim
+        return place >= 0 and bool(value.size(place) == len(self._parts))
+
+    def is_in(self, val: Any) -> bool:
+        """Say whether each value of a stack is in its spec."""
+        return self._fits_stack(val) and all(part.is_in(value) for part, value in self._each(val))
+
+    def type_check(self, value: Any, key: Any = None) -> None:
+        """Raise a TypeError if a value's dtype is another."""
+        for part, own in self._each(value):
+            part.type_check(own, key)
+
+    @abstractmethod
+    def _joined(self, values: Sequence[Any], lead: int) -> Any:
+        """Return values, one of each part, as a stack with so many dims in front."""
+
+    def _project(self, val: Any, generator: torch.Generator | None = None) -> Any:
+        lead = 0 if isinstance(val, (tuple, list)) else max(0, val.ndim - self._counted)
+        projected = [part.project(value, generator=generator) for part, value in self._each(val)]
+        return self._joined(projected, lead)
+
+    def rand(
+        self, shape: Sequence[int] | int | None = None, *, generator: torch.Generator | None = None
+    ) -> Any:
+        """Draw a value of each, and return them stacked; a nested tensor if their shapes differ."""
+        return self._made_of(shape, lambda part: part.rand(shape, generator=generator))
+
+    def zero(self, shape: Sequence[int] | int | None = None) -> Any:
+        """Return zeros of each, stacked."""
+        return self._made_of(shape, lambda part: part.zero(shape))
+
+    def one(self, shape: Sequence[int] | int | None = None) -> Any:
+        """Return ones of each, stacked."""
+        return self._made_of(shape, lambda part: part.one(shape))
+
+    def _made_of(self, shape: Sequence[int] | int | None, make: Callable[[_Part], Any]) -> Any:
+        lead = len(as_size(() if shape is None else shape))
+        return self._joined([make(part) for part in self._parts], lead)
+
+    def encode(self, val: Any, *, ignore_device: bool = False) -> Any:
+        """Return what environments gave, one value for each spec, as a stack."""
+        encoded = [part.encode(value, ignore_device=ignore_device) for part, value in self._each(val)]
+        return self._joined(encoded, 0)
+
+    def enumerate(self, use_mask: bool = False) -> Any:
+        """Return all values of each, stacked; RuntimeError if one has more than another."""
+        return self._joined([part.enumerate(use_mask) for part in self._parts], 1)
+
+    def _refuse(self, name: str) -> NotImplementedError:
+        return NotImplementedError(f"`{name}` is not implemented for {type(self).__name__} specs.")
+
+    def index(self, index: Any, tensor_to_index: Any) -> Any:
+        """Raise NotImplementedError: what each spec would choose from is not said."""
+        raise self._refuse("index")
+
+    def cardinality(self) -> Any:
+        """Raise NotImplementedError: the specs are alternatives to nobody."""
+        raise self._refuse("cardinality")
+
+    def reshape(self, *shape: Any) -> Any:
+        """Raise NotImplementedError: the places along the stack are not alike."""
+        raise self._refuse("reshape")
+
+    view = reshape
+
+    def flatten(self, start_dim: int, end_dim: int) -> Any:
+        """Raise NotImplementedError, as `reshape`."""
+        raise self._refuse("flatten")
+
+    def unflatten(self, dim: int, sizes: Sequence[int]) -> Any:
+        """Raise NotImplementedError, as `reshape`."""
+        raise self._refuse("unflatten")
+
+    def _picked(self, dim: int, index: torch.Tensor) -> Any:
+        return self._indexed((*[slice(None)] * (dim % self.ndim), index))
+
+    def clear_device_(self) -> Self:
+        """Let composites be without a device."""
+        for part in self._parts:
+            part.clear_device_()
+        return self
+
+    def to(self, dest: Any) -> Any:
+        """Return the stack for another device or dtype; itself for None."""
+        return self if dest is None else _stack([part.to(dest) for part in self._parts], self.dim)
+
+    def clone(self) -> Self:
+        """Return a copy."""
+        return self._again([part.clone() for part in self._parts])
+
+    @abstractmethod
+    def _again(self, parts: list[_Part]) -> Self:
+        """Return a stack of other parts along the same dim."""
+
+    def expand(self, *shape: Any) -> Any:
+        """Return the stack with dims in front, and larger where the size is 1."""
+        sizes = sizes_of(shape)
+        lead, own = sizes[: len(sizes) - self.ndim], list(sizes[len(sizes) - self.ndim :])
+        wanted = [new if new != -1 else old for new, old in zip(own, self.shape, strict=True)]
+        if len(sizes) < self.ndim or any(n != o and o != 1 for n, o in zip(wanted, self.shape, strict=True)):
+            raise ValueError(
+                f"The last {self.ndim} of the expanded shape {torch.Size(sizes)} must match the shape of the "
+                f"{type(self).__name__} spec in expand(): {self.shape}."
+            )
+        parts = self._parts * own[self.dim] if len(self._parts) == 1 else self._parts
+        del own[self.dim]
+        grown = [
+            part.expand((*lead, *(s if n == -1 else n for n, s in zip(own, part.shape, strict=False)),
+                         *part.shape[len(own) :]))
+            for part in parts
+        ]  # fmt: skip
+        return _stack(grown, self.dim + len(lead))
+
+    def squeeze(self, dim: int | None = None) -> Any:
+        """Return the stack without a dim of size 1, or without all of them."""
+        if dim is None:
+            return self.squeeze(self.shape.index(1)).squeeze() if 1 in self.shape else self
+        place = self._place(dim)
+        if self.shape[place] != 1:
+            return self
+        if place == self.dim:
+            return self._parts[0]
+        inner, stack = (place, self.dim - 1) if place < self.dim else (place - 1, self.dim)
+        return _stack([part.squeeze(inner) for part in self._parts], stack)
+
+    def unsqueeze(self, dim: int) -> Any:
+        """Return the stack with a dim of size 1 more."""
+        if not -self.ndim - 1 <= dim <= self.ndim:
+            raise ValueError(f"Cannot unsqueeze along dim {dim}.")
+        place = dim % (self.ndim + 1)
+        inner, stack = (place, self.dim + 1) if place <= self.dim else (place - 1, self.dim)
+        return _stack([part.unsqueeze(inner) for part in self._parts], stack)
+
+    def unbind(self, dim: int = 0) -> tuple[Any, ...]:
+        """Return a spec for each place of a dim, without it."""
+        if not -self.ndim <= dim < self.ndim or self.shape[dim] < 0:
+            raise ValueError(f"Provided dim {dim} is not valid for unbinding shape {self.shape}")
+        place = dim % self.ndim
+        if place == self.dim:
+            return tuple(self._parts)
+        inner, stack = (place, self.dim - 1) if place < self.dim else (place - 1, self.dim)
+        rows = zip(*(part.unbind(inner) for part in self._parts), strict=True)
+        return tuple(_stack(list(row), stack) for row in rows)
+
+    def _place(self, dim: int) -> int:
+        if not -self.ndim <= dim < self.ndim:
+            raise RuntimeError(
+                f"squeezing is allowed for dims comprised between 0 and spec.ndim only. Got dim={dim} and "
+                f"shape={self.shape}."
+            )
+        return dim % self.ndim
+
+    def _indexed(self, index: Any) -> Any:
+        """Return the parts that an index chooses: along the dim of the stack, and nowhere else."""
+        parts = list(index) if isinstance(index, tuple) else [index]
+        if any(part is None for part in parts):
+            raise IndexError(f"Cannot index a {type(self).__name__} with None values")
+        if Ellipsis in [part for part in parts if not isinstance(part, torch.Tensor)]:
+            place = next(i for i, part in enumerate(parts) if part is Ellipsis)
+            parts[place : place + 1] = [slice(None)] * (self.ndim - len(parts) + 1)
+        for place, part in enumerate(parts):
+            if place != self.dim and part != slice(None):
+                raise IndexError(
+                    f"Trying to index a {type(self).__name__} along dimension {place} when the stack "
+                    f"dimension is {self.dim}."
+                )
+        chosen = parts[self.dim] if len(parts) > self.dim else slice(None)
+        if isinstance(chosen, (int, slice)):
+            found = self._parts[chosen]
+            return _stack(found, self.dim) if isinstance(found, list) else found
+        numbers = torch.arange(len(self._parts))[torch.as_tensor(chosen)].tolist()
+        return _stack([self._parts[number] for number in numbers], self.dim)
+
+
+class Stacked(_Stack[TensorSpec]):
+    """Hold specs of tensors whose shapes or spaces differ, along one dim of what they speak of.
+
+    Threads, processes and crashes: see TensorSpec. A part that is changed is changed here, too.
+
+    Args:
+        specs: Of one class, dtype, device and number of dims.
+        dim: Along which dim of a stack of values they are.
+
+    Example:
+        >>> spec = torch.stack([Bounded(-1, 1, shape=(2,)), Bounded(0, 5, shape=(2,))])
+        >>> spec.shape, spec.is_in(torch.tensor([[0.0, 0.0], [3.0, 3.0]]))
+        (torch.Size([2, 2]), True)
+    """
+
+    def __init__(self, *specs: TensorSpec, dim: int) -> None:
+        _check_alike(specs)
+        self._parts = list(specs)
+        first = specs[0]
+        self.dim = _stack_place(dim, len(first.shape))
+        TensorSpec.__init__(self, (), None, first.device, first.dtype, first.domain)
+
+    def _again(self, parts: list[TensorSpec]) -> Self:
+        return type(self)(*parts, dim=self.dim)
+
+    def _joined(self, values: Sequence[Any], lead: int) -> Any:
+        if len({value.shape for value in values}) == 1:
+            return torch.stack(list(values), self.dim + lead)
+        if self.dim + lead:
+            raise RuntimeError(
+                "Cannot create a nested tensor with a stack dimension other than 0. "
+                f"Got dim={self.dim + lead}"
+            )
+        return torch.nested.nested_tensor(list(values))
+
+    def to_numpy(self, val: Any, safe: bool | None = None) -> Any:
+        """Return a stack of values as an array; with `safe`, an AssertionError if one is not in its spec."""
+        if safe:
+            self.assert_is_in(val)
+        return val.detach().cpu().numpy()
+
+    def __getitem__(self, idx: Any) -> Any:
+        return self._indexed(idx)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Stacked):
+            return NotImplemented
+        return self.dim == other.dim and self._parts == other._parts
+
+    def __repr__(self) -> str:
+        facts = f"shape={self.shape}, device={self.device}, dtype={self.dtype}, domain={self.domain}"
+        return f"Stacked{type(self._parts[0]).__name__}(\n    {facts})"
+
+
+class StackedComposite(_Stack[Composite], Composite):
+    """Hold composites of one shape that have other keys, or other specs at some keys, along a dim.
+
+    It shows the keys that all of them have; what is set or taken out is so in each. Values are stacks of
+    TensorDicts, lazy where these differ. Threads, processes and crashes: as Composite.
+
+    Args:
+        specs: Of one shape.
+        dim: Along which dim of a batch they are.
+
+    Example:
+        >>> one = Composite(observation=Bounded(-1, 1, shape=(3,)), hint=Categorical(2))
+        >>> two = Composite(observation=Bounded(-1, 1, shape=(4,)))
+        >>> spec = torch.stack([one, two])
+        >>> list(spec.keys()), spec["observation"].shape
+        (['observation'], torch.Size([2, -1]))
+        >>> spec.is_in(spec.rand())
+        True
+    """
+
+    def __init__(self, *specs: Composite, dim: int) -> None:
+        _check_composites(specs)
+        self._parts = list(specs)
+        first = specs[0]
+        self.dim = _stack_place(dim, len(first.shape))
+        devices = {spec.device for spec in specs} - {None}
+        Composite.__init__(self)
+        self._device = devices.pop() if len(devices) == 1 else None
+
+    def _again(self, parts: list[Composite]) -> Self:
+        return type(self)(*parts, dim=self.dim)
+
+    @property
+    def shape(self) -> torch.Size:
+        """The first dims of all specs in it, with that of the stack."""
+        sizes = list(self._parts[0].shape)
+        sizes.insert(self.dim, len(self._parts))
+        return torch.Size(sizes)
+
+    @shape.setter
+    def shape(self, value: Sequence[int]) -> None:
+        raise self._refuse("setting the shape")
+
+    batch_size = shape
+
+    def _joined(self, values: Sequence[Any], lead: int) -> Any:
+        return LazyStackedTensorDict.maybe_dense_stack(list(values), self.dim + lead)
+
+    def entries(self) -> Iterator[tuple[str, TensorSpec | None]]:
+        """Yield what all parts have, in the order of the first one's keys."""
+        common = set.intersection(*(set(part) for part in self._parts))
+        for name in self._parts[0]:
+            found = [part.get(name) for part in self._parts]
+            if name in common and all(spec is not None for spec in found):
+                yield name, _stack(found, self.dim)
+            elif name in common and all(spec is None for spec in found):
+                yield name, None
+
+    def _branches(self) -> Iterator[Composite]:
+        yield from self._parts
+
+    def __getitem__(self, key: Any) -> Any:
+        """Return the stack of the specs of a key, or the parts that an index chooses."""
+        if isinstance(key, str) or (isinstance(key, tuple) and key and all(isinstance(k, str) for k in key)):
+            return self._entry(to_key(key))
+        return self._indexed(key)
+
+    def _entry(self, key: tuple[str, ...]) -> TensorSpec | None:
+        found = [part._entry(key) for part in self._parts]
+        kept = [spec for spec in found if spec is not None]
+        if not kept:
+            return None
+        if len(kept) < len(found):
+            raise KeyError(f"not all parts have a spec {key!r}")
+        made: TensorSpec = _stack(kept, self.dim)
+        return made
+
+    def _set(self, name: str, spec: TensorSpec | None) -> None:
+        self._check_unlocked()
+        own = [None] * len(self._parts) if spec is None else spec.unbind(self.dim)
+        if len(own) != len(self._parts):
+            raise ValueError(f"a stack of {len(self._parts)} specs has no place for {len(own)}")
+        for part, one in zip(self._parts, own, strict=True):
+            part._set(name, one)
+
+    def set(self, name: NestedKey, spec: TensorSpec | None) -> Self:
+        """Set the specs of a key in all parts: each gets its place of a spec with the dim of the stack."""
+        first, *rest = to_key(name)
+        if not rest:
+            self._set(first, spec)
+            return self
+        own = [None] * len(self._parts) if spec is None else spec.unbind(self.dim)
+        for part, one in zip(self._parts, own, strict=True):
+            part.set(name, one)
+        return self
+
+    def __delitem__(self, key: NestedKey) -> None:
+        found = [part for part in self._parts if part.get(key, self) is not self]
+        if not found:
+            raise KeyError(f"Key {key} must be present in at least one of the stacked specs.")
+        for part in found:
+            del part[key]
+
+    def update(self, specs: Mapping[Any, Any] | Composite) -> Self:
+        """Set all specs of a dict or a composite; return the stack."""
+        for key, spec in specs.items():
+            self[key] = spec
+        return self
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self.entries())
+
+    def is_empty(self, recurse: bool = False) -> bool:
+        """Say whether nothing is in any part."""
+        return all(part.is_empty(recurse) for part in self._parts)
+
+    def empty(self) -> Self:
+        """Return one of parts with nothing in them."""
+        return self._again([part.empty() for part in self._parts])
+
+    def _made(self, specs: Entries, shape: Sequence[int], names: Sequence[str | None] | None) -> Self:
+        raise self._refuse("making one of other specs")
+
+    def project(self, val: Any, *, generator: torch.Generator | None = None) -> Any:
+        """Return a stack in which each value that is none of its spec is replaced by one that is."""
+        joined = self._project(val, generator)
+        return joined if isinstance(val, LazyStackedTensorDict) else joined.to_tensordict()
+
+    def to_numpy(self, val: Any, safe: bool | None = None) -> dict[str, Any]:
+        """Return a stack as a dict of arrays, nested alike; of the keys that all parts have."""
+        if safe:
+            self.assert_is_in(val)
+        return {key: self[key].to_numpy(val.get(key)) for key, _ in self.entries()}
+
+    def type_check(self, value: Any, key: Any = None) -> None:
+        """Raise TypeError if a value has another dtype than its spec; of some keys, if `key` names them."""
+        for part, own in self._each(value):
+            part.type_check(own, key)
+
+    @property
+    def _counted(self) -> int:
+        return len(self.shape)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, StackedComposite):
+            return NotImplemented
+        return self.dim == other.dim and self._parts == other._parts
+
+    def __repr__(self) -> str:
+        shown = ",\n".join(f"{key}: {spec!r}" for key, spec in self.entries())
+        common = {key for key, _ in self.entries()}
+        own = []
+        for number, part in enumerate(self._parts):
+            lines = [f"{key}: {spec!r}" for key, spec in part.entries() if key not in common]
+            if lines:
+                own.append(f"{number} ->\n" + indent(",\n".join(lines), " " * 4))
+        facts = [
+            "fields={\n" + indent(shown, " " * 4) + "}",
+            "exclusive_fields={\n" + indent(",\n".join(own), " " * 4) + "}",
+            f"device={self.device}",
+            f"shape={self.shape}",
+            f"stack_dim={self.dim}",
+        ]
+        return "StackedComposite(\n" + indent(",\n".join(facts), " " * 4) + ")"
+
+
+def _stack_place(dim: int, ndim: int) -> int:
+    if not -ndim - 1 <= dim <= ndim:
+        raise ValueError(f"specs of {ndim} dims cannot be stacked along dim {dim}")
+    return dim % (ndim + 1)
+
+
+def _check_alike(specs: Sequence[TensorSpec]) -> None:
+    stack_equal(specs, 0)
+
+
+def _check_composites(specs: Sequence[Any]) -> None:
+    if not specs:
+        raise ValueError("Cannot stack an empty list of specs.")
+    for spec in specs[1:]:
+        if not isinstance(spec, Composite):
+            raise RuntimeError("Stacking specs cannot occur: Found more than one type of spec in the list.")
+        if spec.shape != specs[0].shape:
+            raise RuntimeError(f"Shapes differ, got {spec.shape} and {specs[0].shape}")
+
+
+@implements(torch.stack)
+def _stack(tensors: Sequence[Any], dim: int = 0, *, out: Any = None) -> Any:
+    """Return the spec of stacked values: one spec if all are equal, a stack of them otherwise."""
+    if out is not None:
+        raise NotImplementedError("torch.stack of specs makes a new one: leave out= out")
+    if tensors and isinstance(tensors[0], Composite):
+        _check_composites(tensors)
+        first = tensors[0]
+        place = _stack_place(dim, len(first.shape))
+        if any(spec != first for spec in tensors[1:]):
+            return StackedComposite(*tensors, dim=place)
+        sizes = list(first.shape)
+        sizes.insert(place, len(tensors))
+        return first.clone().unsqueeze(place).expand(sizes)
+    place = _stack_place(dim, len(tensors[0].shape)) if tensors else dim
+    equal = stack_equal(tensors, place)
+    return Stacked(*tensors, dim=place) if equal is None else equal

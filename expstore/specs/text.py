@@ -1,0 +1,159 @@
+"""Specs as JSON text, and back: every bound to the bit, infinities and masks included.
+
+What a store keeps of its fields' specs. Nothing in a text is ever run: it names no class but those here.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from tensordict import NonTensorData, NonTensorStack
+
+from expstore import specs
+from expstore.errors import CorruptionError, SchemaError
+from expstore.specs.anatomy import Tree, build, take_apart
+from expstore.specs.base import TensorSpec
+from expstore.spectext import pack_specs, unpack_specs
+
+__all__ = ["from_text", "to_text"]
+
+_TENSORS = ("low", "high", "mask")
+
+
+def to_text(spec: TensorSpec) -> str:
+    """Return a spec as JSON text.
+
+    A bound that is the same for all elements is one number. Left out: that a composite is locked, the device
+    where it is the CPU or none, a number of choices that was set for now only.
+
+    Args:
+        spec: Of any kind.
+
+    Raises:
+        SchemaError: JSON has no form for it: examples that are no text, numbers, lists or dicts, or a
+            `data_cls`.
+
+    Example:
+        >>> text = to_text(Bounded(-math.inf, 1, shape=(2,)))
+        >>> from_text(text).low
+        tensor([-inf, -inf])
+    """
+    try:
+        return pack_specs(_note(take_apart(spec)))
+    except (TypeError, ValueError) as exc:
+        raise SchemaError(f"text cannot keep this spec: {exc}") from exc
+
+
+def _note(tree: Tree) -> dict[str, Any]:
+    """Return a tree with nothing in it but JSON's own values."""
+    if tree.get("data_cls") is not None:
+        raise ValueError(f"its data_cls is {tree['data_cls'].__name__}, a class; leave it out")
+    noted: dict[str, Any] = {}
+    for name, value in tree.items():
+        if value is None or (name == "device" and value.type == "cpu") or value is False:
+            continue
+        if name in _TENSORS:
+            value = _note_tensor(torch.as_tensor(value))
+        elif name == "nvec":
+            value = torch.as_tensor(value).tolist()
+        elif name in ("dtype", "device"):
+            value = str(value).removeprefix("torch.")
+        elif name == "shape":
+            value = list(value)
+        elif name == "specs":
+            value = {key: None if part is None else _note(part) for key, part in value.items()}
+        elif name == "parts":
+            value = [_note(part) for part in value]
+        elif name == "choices":
+            value = [_note(part) if isinstance(part, dict) else {"data": _plain(part)} for part in value]
+        elif name == "example_data":
+            value = {"data": _plain(value)}
+        noted[name] = value
+    return noted
+
+
+def _note_tensor(tensor: torch.Tensor) -> Any:
+    """Return a tensor as numbers: a single one if all are the same, to the sign of zero."""
+    flat = tensor.detach().cpu().reshape(-1)
+    if not flat.numel():
+        return 0
+    same = bool((flat == flat[0]).all())
+    if same and flat.is_floating_point():
+        same = bool((torch.signbit(flat) == torch.signbit(flat[0])).all())
+    return _finite(flat[0].item() if same else tensor.tolist())
+
+
+def _finite(value: Any) -> Any:
+    """Return numbers with infinities as text."""
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _plain(data: Any) -> Any:
+    """Return data that is no tensor, if JSON can keep it."""
+    if isinstance(data, (NonTensorData, NonTensorStack)):
+        data = data.tolist() if isinstance(data, NonTensorStack) else data.data
+    if _is_plain(data):
+        return data
+    raise TypeError(f"JSON has no form for {data!r}; use text, numbers, lists and dicts")
+
+
+def _is_plain(data: Any) -> bool:
+    if isinstance(data, list):
+        return all(map(_is_plain, data))
+    if isinstance(data, dict):
+        return all(isinstance(key, str) and _is_plain(item) for key, item in data.items())
+    if isinstance(data, float):
+        return math.isfinite(data)
+    return data is None or isinstance(data, (bool, int, str))
+
+
+def from_text(text: str) -> Any:
+    """Return the spec that a text describes.
+
+    Raises:
+        MigrationError: A newer version of the library wrote it.
+        CorruptionError: It is no such text.
+    """
+    node = unpack_specs(text)
+    try:
+        return build(_read(node), specs)
+    except (TypeError, ValueError, KeyError, AttributeError, RuntimeError) as exc:
+        raise CorruptionError(f"the text of the specs cannot be read: {exc!r}") from exc
+
+
+def _read(node: dict[str, Any]) -> Tree:
+    tree: Tree = {}
+    for name, value in node.items():
+        if name == "specs":
+            value = {key: None if part is None else _read(part) for key, part in value.items()}
+        elif name == "parts":
+            value = [_read(part) for part in value]
+        elif name == "choices":
+            value = [NonTensorData(part["data"]) if "data" in part else _read(part) for part in value]
+        elif name == "example_data":
+            value = value["data"]
+        elif name == "dtype":
+            value = getattr(torch, value)
+        elif name in ("low", "high"):
+            value = _read_numbers(value, getattr(torch, node["dtype"]))
+        elif name in ("mask", "nvec"):
+            value = torch.tensor(value)
+        tree[name] = value
+    if "mask" in tree and tree["mask"].ndim == 0:
+        tree["mask"] = tree["mask"].reshape(1)
+    return tree
+
+
+def _read_numbers(value: Any, dtype: torch.dtype) -> Any:
+    """Return bounds: a single one as a tensor without dims, which any shape takes."""
+    return torch.tensor(_numbers(value), dtype=dtype)
+
+
+def _numbers(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_numbers(item) for item in value]
+    return float(value) if isinstance(value, str) else value

@@ -1,0 +1,61 @@
+"""What a storage knows of its fields' values: the text of their specs.
+
+Mixed into `Storage`. It reads no spec: `expstore.spectext` says which fields the text speaks of.
+"""
+
+from __future__ import annotations
+
+import threading
+
+from expstore.schema import Schema
+from expstore.spectext import check_specs
+
+__all__ = ["Described"]
+
+
+class Described:
+    """Keep the specs of the fields.
+
+    Threads, processes and crashes: as the storage; what `describe_fields` has returned from stays.
+
+    Example:
+        >>> storage = MemoryStorage(10)
+        >>> storage.describe_fields(specs.text.to_text(Composite(action=Categorical(2))))
+    """
+
+    lock: threading.RLock
+    schema: Schema | None
+    #: As `expstore.spectext` has them; "": nothing is known.
+    specs: str = ""
+
+    def check_writable(self) -> None:
+        """Raise StateError if nothing can be written."""
+
+    def check_described(self, schema: Schema) -> None:
+        """Raise SchemaError if fields are not those of the specs."""
+        check_specs(self.specs, schema)
+
+    def describe_fields(self, specs: str) -> None:
+        """Keep the specs of the fields in the place of those that there are.
+
+        Args:
+            specs: Their text; "": nothing is known of them any more.
+
+        Raises:
+            SchemaError: The rows have other fields.
+            StateError: Nothing can be written here.
+            StorageError: The disk failed; nothing was changed.
+        """
+        with self.lock:
+            self.check_writable()
+            if self.schema is not None:
+                check_specs(specs, self.schema)
+            self._note_specs(specs)
+            self.specs = specs
+
+    def stored_specs(self) -> str:
+        """Return the text of the specs as it is just now."""
+        return self.specs
+
+    def _note_specs(self, specs: str) -> None:
+        """Bring the text to where the storage's settings are."""

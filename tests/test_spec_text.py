@@ -1,0 +1,208 @@
+"""Specs become text, and TorchRL's specs, and come back as they were: drawn by Hypothesis, to the bit.
+
+Run with the other tests.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+import torchrl.data
+from hypothesis import given
+from hypothesis import strategies as st
+
+import expstore.specs
+from expstore.errors import CorruptionError, MigrationError, SchemaError
+from expstore.specs import Bounded, Categorical, Composite, StackedComposite, TensorSpec
+from expstore.specs.foreign import from_torchrl, to_torchrl
+from expstore.specs.text import from_text, to_text
+from expstore.spectext import describe, leaves_of, same_specs, unpack_specs
+
+FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+shapes = st.lists(st.integers(1, 3), max_size=2).map(tuple)
+
+
+@st.composite
+def bounded(draw: st.DrawFn, shapes: st.SearchStrategy[tuple[int, ...]] = shapes) -> TensorSpec:
+    shape, dtype = draw(shapes), draw(st.sampled_from((*FLOATS, *WHOLE)))
+    count = math.prod(shape)
+    if dtype in WHOLE:
+        info = torch.iinfo(dtype)
+        numbers: st.SearchStrategy[Any] = st.integers(info.min, info.max)
+    else:
+        numbers = st.floats(allow_nan=False, width=16 if dtype == torch.float16 else 64)
+    pairs = draw(st.lists(st.tuples(numbers, numbers), min_size=count, max_size=count))
+    sides = [[pick(pair) for pair in pairs] for pick in (min, max)]
+    low, high = (torch.tensor(side, dtype=dtype).reshape(shape) for side in sides)
+    return Bounded(torch.minimum(low, high), torch.maximum(low, high), shape=shape, dtype=dtype)
+
+
+@st.composite
+def categorical(draw: st.DrawFn, shapes: st.SearchStrategy[tuple[int, ...]] = shapes) -> TensorSpec:
+    shape, n = draw(shapes), draw(st.integers(1, 5))
+    mask = None
+    if draw(st.booleans()):
+        bits = draw(st.lists(st.booleans(), min_size=math.prod(shape) * n, max_size=math.prod(shape) * n))
+        mask = torch.tensor(bits).reshape(*shape, n)
+    return Categorical(n, shape=shape, dtype=draw(st.sampled_from(WHOLE)), mask=mask)
+
+
+leaves = st.one_of(bounded(), categorical(), st.none())
+names = st.sampled_from(["a", "b", "next", "x.y", "0"])
+trees = st.recursive(
+    st.dictionaries(names, leaves, max_size=3).map(Composite),
+    lambda inner: st.dictionaries(names, st.one_of(leaves, inner), max_size=3).map(Composite),
+    max_leaves=6,
+)
+stacks = st.tuples(trees, trees).map(lambda two: StackedComposite(*two, dim=0))
+anything = st.one_of(trees, leaves.filter(lambda spec: spec is not None), stacks)
+
+
+def bits(spec: Any) -> Any:
+    """Return everything that a spec says, bounds as bytes."""
+    if isinstance(spec, StackedComposite):
+        return [spec.dim, *map(bits, spec.parts)]
+    if isinstance(spec, Composite):
+        return {key: bits(part) for key, part in spec.items()}
+    if spec is None:
+        return None
+    facts = [type(spec).__name__, spec.shape, spec.dtype, spec.domain, getattr(spec, "n", None)]
+    sides = [spec.low, spec.high] if isinstance(spec, Bounded) else []
+    facts += [side.tolist() if spec.dtype in WHOLE else side.double().numpy().tobytes() for side in sides]
+    mask = getattr(spec, "mask", None)
+    return [*map(repr, facts), None if mask is None else mask.tolist()]
+
+
+@given(anything)
+def test_text_holds_every_bit(spec: Any) -> None:
+    text = to_text(spec)
+    read = from_text(text)
+    assert bits(read) == bits(spec)
+    assert read == spec
+    assert to_text(read) == text
+    json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+
+
+def test_signs_of_zero_stay() -> None:
+    spec = from_text(to_text(Bounded(torch.tensor([-0.0, 0.0]), 1.0)))
+    assert torch.signbit(spec.low).tolist() == [True, False]
+    assert torch.signbit(from_text(to_text(Bounded(-0.0, 1.0, shape=(2,)))).low).all()
+
+
+def test_bounds_that_are_all_the_same_are_one_number() -> None:
+    text = to_text(Composite(pixels=Bounded(0, 255, shape=(84, 84, 4), dtype=torch.uint8)))
+    assert len(text) < 250
+    assert from_text(text)["pixels"].high.shape == (84, 84, 4)
+
+
+def test_more_of_a_composite_stays() -> None:
+    inner = Composite(shape=(2, 3))
+    spec = Composite(a=inner, shape=(2,), names=["lane"], step_mdp_static=True, device="cpu")
+    read = from_text(to_text(spec))
+    assert read.names == ["lane"]
+    assert read.shape == (2,)
+    assert read["a"].shape == (2, 3)
+    assert read.step_mdp_static
+
+
+def test_what_text_cannot_hold_is_refused() -> None:
+    with pytest.raises(SchemaError, match="data_cls"):
+        to_text(Composite(data_cls=dict))
+    with pytest.raises(SchemaError, match="no spec that is known"):
+        to_text(3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "3",
+        "{}",
+        '{"version": 1, "spec": null}',
+        '{"version": 1, "spec": {"kind": "Composite"}}',
+        '{"version": 1, "spec": {"kind": "open", "path": "/etc"}}',
+        '{"version": 1, "spec": {"kind": "Categorical", "n": 3, "shape": [], "dtype": "load"}}',
+        '{"version": 1, "spec": {"kind": "Categorical", "n": "x", "shape": [], "dtype": "int64"}}',
+        '{"version": 1, "spec": {"kind": "TensorSpec", "shape": []}}',
+    ],
+)
+def test_other_text_is_damage(text: str) -> None:
+    with pytest.raises(CorruptionError):
+        from_text(text)
+
+
+def test_text_of_a_newer_version_says_so() -> None:
+    with pytest.raises(MigrationError, match="newer expstore"):
+        from_text('{"version": 2, "spec": {"kind": "Composite", "specs": {}}}')
+
+
+def test_what_a_text_says_of_fields() -> None:
+    one = Composite(a=Categorical(2, shape=(3,)), b=Categorical(2))
+    stack = torch.stack([one, Composite(a=Categorical(2, shape=(4,)))])
+    text = to_text(Composite({"x": Bounded(0, 1, shape=(2,)), ("n", "y"): None, "s": stack}, shape=()))
+    assert leaves_of(text) == {("x",): ("float32", (2,)), ("s", "a"): ("int64", (2, -1))}
+    assert leaves_of("") == {}
+    both = to_text(Composite(a=Categorical(2), b=Categorical(3)))
+    assert same_specs(both, to_text(Composite(b=Categorical(3), a=Categorical(2))))
+    assert not same_specs(both, to_text(Composite(a=Categorical(2))))
+    assert not same_specs(both, "")
+    assert describe(unpack_specs(both)) == "a Categorical(n=2), b Categorical(n=3)"
+    with pytest.raises(CorruptionError):
+        leaves_of('{"version": 1, "spec": {"specs": {"a": {"kind": "Bounded"}}}}')
+
+
+# -- TorchRL's -------------------------------------------------------------------------------------
+
+
+@given(anything)
+def test_torchrls_specs_are_the_same_ones(spec: Any) -> None:
+    there = to_torchrl(spec)
+    assert type(there).__module__.startswith("torchrl.")
+    assert there.shape == spec.shape
+    assert bits(from_torchrl(there)) == bits(spec)
+    assert from_torchrl(there) == spec
+
+
+@given(trees, st.integers(0, 2**31))
+def test_both_draw_the_same(spec: Composite, seed: int) -> None:
+    there = to_torchrl(spec)
+    for key, leaf in spec.items(True, True):
+        if leaf is None or (getattr(leaf, "mask", None) is not None and not leaf.mask.any(-1).all()):
+            continue
+        torch.manual_seed(seed)
+        value = leaf.rand()
+        assert leaf.is_in(value)
+        assert there[key].is_in(value), (key, value)
+
+
+def test_an_environments_specs() -> None:
+    there = torchrl.data.Composite(
+        observation=torchrl.data.Bounded(-1, 1, shape=(4, 3)), shape=(4,), names=["lane"], device="cpu"
+    )
+    spec = from_torchrl(there)
+    assert spec.names == ["lane"]
+    assert spec.device == torch.device("cpu")
+    assert repr(spec) == repr(there)
+    assert from_torchrl(None) is None
+    assert to_torchrl(None) is None
+    with pytest.raises(TypeError, match="no spec"):
+        from_torchrl(torch.zeros(3))
+    with pytest.raises(ValueError, match="use_register"):
+        from_torchrl(torchrl.data.OneHot(3, use_register=True))
+
+
+def test_nothing_imports_torchrl_before_it_is_asked_for() -> None:
+    code = (
+        "import sys, expstore.specs, expstore.specs.foreign, expstore.specs.text\n"
+        "assert 'torchrl' not in sys.modules, 'imported'"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert expstore.specs.__name__ in sys.modules

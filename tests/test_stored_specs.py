@@ -1,0 +1,381 @@
+"""A store keeps the specs of its fields, and holds rows against them when it is asked to.
+
+Run with the other tests.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+
+import expstore
+from expstore import Bounded, Categorical, Composite, MemoryStorage, SchemaError, StateError
+from expstore.errors import CorruptionError, StorageError
+from expstore.files import Disk
+from expstore.storages.zarr import ZarrStorage
+
+
+def rows(n: int, action: int = 1, reward: float = 0.5) -> TensorDict:
+    return TensorDict(
+        {
+            "observation": torch.zeros(n, 3),
+            "action": torch.full((n,), action),
+            "next": {"reward": torch.full((n, 1), reward), "done": torch.zeros(n, 1, dtype=torch.bool)},
+        },
+        [n],
+    )
+
+
+def specs() -> Composite:
+    return Composite(
+        {
+            "observation": Bounded(-math.inf, math.inf, shape=(3,)),
+            "action": Categorical(3, mask=torch.tensor([True, True, False])),
+            ("next", "reward"): Bounded(0.0, 1.0, shape=(1,)),
+            ("next", "done"): None,
+        }
+    )
+
+
+# -- kept ------------------------------------------------------------------------------------------
+
+
+def test_specs_stay_with_the_store(tmp_path: Path) -> None:
+    path = tmp_path / "a.exp"
+    with expstore.open(path, capacity=100, specs=specs()) as rb:
+        assert rb.specs == specs()
+        assert rb.schema is None
+    with expstore.open(path) as rb:
+        assert rb.specs == specs()
+        rb.extend(rows(5))
+        assert rb.specs == specs()
+        before = rb.schema
+        rb.specs.set("action", None)  # type: ignore[union-attr]
+        assert rb.specs == specs(), "a copy was handed out"
+        with expstore.open(path, mode="r") as follower:
+            assert follower.specs == specs()
+            rb.set_specs(None)
+            assert rb.specs is follower.specs is None
+            rb.set_specs(specs())
+            assert follower.specs == specs()
+    with expstore.open(path, specs=specs().clone()) as rb:
+        assert rb.schema == before
+        copied = pickle.loads(pickle.dumps(rb))
+        assert copied.specs == specs()
+        copied.close()
+
+
+def test_specs_are_readable_in_the_stores_own_file(tmp_path: Path) -> None:
+    with expstore.open(tmp_path / "a.exp", specs=Composite(action=Categorical(3))):
+        pass
+    kept = json.loads((tmp_path / "a.exp" / "expstore.json").read_text())
+    assert kept["specs"]["spec"]["specs"]["action"]["n"] == 3
+
+
+def test_stores_without_specs_have_none(tmp_path: Path) -> None:
+    with expstore.open(tmp_path / "a.exp") as rb:
+        rb.extend(rows(2))
+        assert rb.specs is None
+    file = tmp_path / "a.exp" / "expstore.json"
+    assert json.loads(file.read_text())["specs"] is None
+
+
+def test_versions_and_loads_take_them_along(tmp_path: Path) -> None:
+    with expstore.open(tmp_path / "a.exp", capacity=100, specs=specs()) as rb:
+        rb.extend(rows(5))
+        rb.dumps(tmp_path / "versions")
+        rb.set_specs(None)
+        assert expstore.open(tmp_path / "versions").specs == specs()
+        rb.loads(tmp_path / "versions")
+        assert rb.specs == specs()
+    with expstore.open(tmp_path / "a.exp") as rb:
+        assert rb.specs == specs()
+    ram = expstore.TensorDictReplayBuffer(storage=MemoryStorage(100))
+    ram.loads(tmp_path / "versions")
+    assert ram.specs == specs()
+
+
+def test_what_comes_without_specs_takes_those_that_fit(tmp_path: Path) -> None:
+    with expstore.open(tmp_path / "a.exp", capacity=100) as rb:
+        rb.extend(rows(5))
+        rb.dumps(tmp_path / "versions")
+    with expstore.open(tmp_path / "b.exp", capacity=100, specs=specs()) as rb:
+        rb.loads(tmp_path / "versions")
+        assert rb.specs == specs()
+    with expstore.open(tmp_path / "c.exp", capacity=100, specs=Composite(pixels=Categorical(9))) as rb:
+        with pytest.raises(SchemaError, match="'pixels'"):
+            rb.loads(tmp_path / "versions")
+        assert len(rb) == 0
+        assert rb.specs == Composite(pixels=Categorical(9))
+
+
+def test_rows_in_ram_have_specs_too() -> None:
+    rb = expstore.TensorDictReplayBuffer(storage=MemoryStorage(100), batch_size=4)
+    assert rb.specs is None
+    rb.set_specs(specs())
+    rb.extend(rows(5), validate="domain")
+    other = expstore.TensorDictReplayBuffer(storage=MemoryStorage(100), batch_size=4)
+    other.load_state_dict(rb.state_dict())
+    assert other.specs == pickle.loads(pickle.dumps(rb)).specs == specs()
+    rb.empty()
+    assert rb.specs == specs()
+
+
+def test_a_store_that_was_killed_keeps_what_was_set(tmp_path: Path) -> None:
+    storage = ZarrStorage(tmp_path / "a.exp", 100)
+    rb = expstore.TensorDictReplayBuffer(storage=storage)
+    rb.extend(rows(3))
+    rb.set_specs(specs())
+    storage._lock_file.release()  # as if the process had gone
+    with expstore.open(tmp_path / "a.exp") as rb:
+        assert rb.recovered is not None
+        assert rb.specs == specs()
+
+
+class Failing(Disk):
+    """A disk on which no file can be replaced any more."""
+
+    failing = False
+
+    def write_whole(self, path: Path, data: bytes) -> None:
+        if self.failing:
+            raise StorageError(f"{path} cannot be written")
+        super().write_whole(path, data)
+
+
+def test_nothing_changes_on_a_disk_that_fails(tmp_path: Path) -> None:
+    disk = Failing()
+    storage = ZarrStorage(tmp_path / "a.exp", 100, disk=disk)
+    rb = expstore.TensorDictReplayBuffer(storage=storage)
+    rb.set_specs(specs())
+    disk.failing = True
+    with pytest.raises(StorageError):
+        rb.set_specs(None)
+    assert rb.specs == specs()
+    with contextlib.suppress(StorageError):
+        rb.close()
+    disk.failing = False
+    with expstore.open(tmp_path / "a.exp") as rb:
+        assert rb.specs == specs()
+
+
+# -- refused ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (Composite(pixels=Categorical(3)), "a field 'pixels' .int64..., the rows have none"),
+        (
+            Composite(action=Categorical(3, dtype=torch.int32)),
+            "'action': the specs say int32.., the rows have int64",
+        ),
+        (Composite(next=Composite(reward=Bounded(0, 1, shape=()))), "'next.reward': the specs say float32"),
+        (Composite(observation=Bounded(0, 1, shape=(4,))), r"float32\[4\], the rows have float32\[3\]"),
+        (Composite(observation=Bounded(0, 1, shape=(5, 3)), shape=(5,)), r"batch size \[5\]"),
+        (Composite(data_cls=TensorDict), "data_cls"),
+    ],
+)
+def test_specs_of_other_rows_are_refused(tmp_path: Path, wrong: Composite, message: str) -> None:
+    with expstore.open(tmp_path / "a.exp", capacity=100) as rb:
+        rb.extend(rows(3))
+        with pytest.raises(SchemaError, match=message):
+            rb.set_specs(wrong)
+        assert rb.specs is None
+    with pytest.raises(SchemaError, match=message):
+        expstore.open(tmp_path / "a.exp", specs=wrong)
+    with expstore.open(tmp_path / "a.exp") as rb:
+        assert rb.specs is None
+        assert len(rb) == 3
+
+
+def test_rows_of_other_fields_are_refused_before_anything_is_made(tmp_path: Path) -> None:
+    wrong = rows(3)
+    wrong["action"] = wrong["action"].int()
+    with expstore.open(tmp_path / "a.exp", capacity=100, specs=specs()) as rb:
+        with pytest.raises(SchemaError, match="'action': the specs say int64.*the rows have int32"):
+            rb.extend(wrong)
+        with pytest.raises(SchemaError, match="'observation'"):
+            rb.extend(rows(3).exclude("observation"))
+        assert rb.schema is None
+        assert not (tmp_path / "a.exp" / "columns").exists()
+        rb.extend(rows(3))
+
+
+def test_a_dim_of_any_size_fits(tmp_path: Path) -> None:
+    spec = Composite(observation=Bounded(-1, 1, shape=(-1,)))
+    with expstore.open(tmp_path / "a.exp", specs=spec) as rb:
+        rb.extend(rows(3), validate="domain")
+        assert rb.specs == spec
+
+
+def test_opening_with_other_specs_than_those_kept_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.exp"
+    with expstore.open(path, specs=specs()):
+        pass
+    generation = json.loads((path / "expstore.json").read_text())["generation"]
+    for mode in ("a", "r"):
+        with pytest.raises(StateError, match="has other specs"):
+            expstore.open(path, specs=Composite(action=Categorical(4)), mode=mode)
+    assert json.loads((path / "expstore.json").read_text())["generation"] == generation
+    shuffled = Composite({key: specs()[key] for key in reversed(list(specs().keys()))})
+    expstore.open(path, specs=shuffled).close()
+    expstore.open(path, specs=specs(), mode="r").close()
+    with expstore.open(path, mode="w", specs=Composite(action=Categorical(4))) as rb:
+        assert rb.specs == Composite(action=Categorical(4))
+        rb.set_specs(None)
+        with pytest.raises(StateError, match="a reader gives it none"):
+            expstore.open(path, specs=specs(), mode="r")
+
+
+def test_a_reader_sets_nothing(tmp_path: Path) -> None:
+    with expstore.open(tmp_path / "a.exp", specs=specs()):
+        pass
+    with expstore.open(tmp_path / "a.exp", mode="r") as rb:
+        with pytest.raises(StateError, match="open for reading only"):
+            rb.set_specs(None)
+        assert rb.specs == specs()
+
+
+def test_only_composites_are_specs_of_rows(tmp_path: Path) -> None:
+    for wrong in ({"action": Categorical(3)}, Categorical(3)):
+        with pytest.raises(TypeError, match="give a Composite"):
+            expstore.open(tmp_path / "a.exp", specs=wrong)  # type: ignore[arg-type]
+    assert not (tmp_path / "a.exp").exists()
+
+
+def test_schema_and_specs_must_fit_before_the_folder_is_made(tmp_path: Path) -> None:
+    schema = expstore.Schema([expstore.Field(("action",), "int32", ())])
+    with pytest.raises(SchemaError, match="'action'"):
+        expstore.open(tmp_path / "a.exp", schema=schema, specs=Composite(action=Categorical(3)))
+    assert not (tmp_path / "a.exp").exists()
+
+
+def test_damaged_specs_say_so(tmp_path: Path) -> None:
+    with expstore.open(tmp_path / "a.exp", specs=specs()) as rb:
+        rb.storage.specs = rb.storage.specs.replace("Categorical", "Cauliflower")
+        with pytest.raises(CorruptionError, match="Cauliflower"):
+            assert rb.specs is None
+
+
+# -- values ----------------------------------------------------------------------------------------
+
+
+def bad(rb: Any, batch: TensorDict, message: str) -> None:
+    count, written = len(rb), rb.write_count
+    with pytest.raises(SchemaError, match=message):
+        rb.extend(batch, validate="domain")
+    assert (len(rb), rb.write_count) == (count, written)
+
+
+def test_values_are_looked_at_when_asked_for(tmp_path: Path) -> None:
+    with expstore.open(tmp_path / "a.exp", capacity=2000, specs=specs()) as rb:
+        batch = rows(1000)
+        batch["next", "reward"][731] = 1.5
+        bad(rb, batch, r"row 731: field 'next.reward' is \[1.5\], .* not allow: Bounded\(low=0.0, high=1.0\)")
+        assert rb.schema is None, "the first rows were refused, and fix nothing"
+        batch["next", "reward"][3] = math.nan
+        bad(rb, batch, "row 3: field 'next.reward' is .nan.")
+        rb.extend(rows(4), validate="domain")
+        batch = rows(5)
+        batch["action"][4] = 2
+        bad(rb, batch, "row 4: field 'action' is 2, .*mask")
+        with pytest.raises(SchemaError, match="row 0: field 'action' is 7"):
+            rb.add(rows(1, action=7)[0], validate="domain")
+        assert len(rb) == 4
+        rb.extend(batch)
+        rb.extend(batch, validate="schema")
+        rb.add(rows(1, action=7)[0])
+        assert len(rb) == 15
+
+
+def test_rows_that_are_dropped_may_hold_anything(tmp_path: Path) -> None:
+    batch = rows(4)
+    batch["collector", "traj_ids"] = torch.tensor([0, -1, 0, 0])
+    batch["action"][1] = 99
+    with expstore.open(tmp_path / "a.exp", specs=specs()) as rb:
+        rb.extend(batch, validate="domain")
+        assert len(rb) == 3
+        batch["action"][3] = 99
+        bad(rb, batch, "row 3: field 'action' is 99")
+
+
+def test_many_lanes_and_dtypes(tmp_path: Path) -> None:
+    half = Composite(x=Bounded(-1, 1, shape=(2,), dtype=torch.bfloat16))
+    with expstore.open(tmp_path / "a.exp", specs=half) as rb:
+        batch = TensorDict({"x": torch.zeros(3, 4, 2, dtype=torch.bfloat16)}, [3, 4])
+        rb.extend(batch, validate="domain")
+        batch["x"][1, 2] = 3
+        bad(rb, batch, "row 6: field 'x' is .3.0, 3.0.")
+
+
+def test_rows_of_unlike_agents() -> None:
+    agents = torch.stack([Composite(act=Categorical(2)), Composite(act=Categorical(5))])
+    rb = expstore.TensorDictReplayBuffer(storage=MemoryStorage(10))
+    rb.set_specs(Composite(agents=agents))
+    with pytest.raises(SchemaError, match=r"row 1: field 'agents.act' is \[4, 1\]"):
+        rb.extend(TensorDict({"agents": {"act": torch.tensor([[1, 4], [4, 1]])}}, [2]), validate="domain")
+    rb.extend(TensorDict({"agents": {"act": torch.tensor([[1, 4], [0, 1]])}}, [2]), validate="domain")
+    assert rb.specs == Composite(agents=agents)
+
+
+def test_without_specs_there_is_nothing_to_validate_by() -> None:
+    rb = expstore.TensorDictReplayBuffer(storage=MemoryStorage(10))
+    with pytest.raises(StateError, match="set_specs"):
+        rb.extend(rows(3), validate="domain")
+    assert rb.schema is None
+    with pytest.raises(ValueError, match="validate is 'values'"):
+        rb.extend(rows(3), validate="values")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="validate is 'values'"):
+        rb.add(rows(3)[0], validate="values")  # type: ignore[arg-type]
+
+
+def test_what_transforms_make_is_what_is_validated() -> None:
+    class Halve(torch.nn.Module):
+        def forward(self, td: TensorDict) -> TensorDict:
+            return td
+
+        def inv(self, td: TensorDict) -> TensorDict:
+            return td.set(("next", "reward"), td["next", "reward"] / 2)
+
+    rb = expstore.TensorDictReplayBuffer(storage=MemoryStorage(10), transform=Halve())
+    rb.set_specs(specs())
+    rb.extend(rows(3, reward=1.5), validate="domain")
+    with pytest.raises(SchemaError, match=r"is \[1.25\]"):
+        rb.extend(rows(3, reward=2.5), validate="domain")
+
+
+def test_tensors_and_columns_stay_as_they_were(tmp_path: Path) -> None:
+    batch = rows(3)
+    before = {key: batch[key].numpy().copy() for key in batch.keys(True, True)}
+    with expstore.open(tmp_path / "a.exp", specs=specs()) as rb:
+        rb.extend(batch, validate="domain")
+        assert all(np.array_equal(batch[key], values) for key, values in before.items())
+        assert torch.equal(rb[:]["next", "reward"], batch["next", "reward"])
+
+
+# -- info ------------------------------------------------------------------------------------------
+
+
+def test_info_shows_them(tmp_path: Path) -> None:
+    with expstore.open(tmp_path / "a.exp", specs=specs()):
+        pass
+
+    def info(*options: str) -> str:
+        command = [sys.executable, "-m", "expstore", "info", *options, str(tmp_path / "a.exp")]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+    assert "action Categorical(n=3, mask=[True, True, False])" in info()
+    facts = json.loads(info("--json"))["stores"][0]
+    assert facts["specs"]["specs"]["next"]["specs"]["reward"]["high"] == 1.0
