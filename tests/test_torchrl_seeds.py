@@ -1,4 +1,4 @@
-"""The code blocks of TorchRL's documents about buffers and storages, as they stand there but for the imports.
+"""The code blocks of TorchRL's documents about buffers and their company, as they stand but for the imports.
 
 One test per block, retyped: what is stored is small, data sets and environments are what is installed, and
 names that TorchRL itself has given up since stand for those that took their places.
@@ -15,18 +15,25 @@ from typing import Any
 
 import pytest
 import torch
+import torchrl.data
 from tensordict import TensorDict
 
+import expstore
 from expstore import (
     ImmutableDatasetWriter,
     LazyMemmapStorage,
     LazyTensorStorage,
+    MultiStep,
     PrioritizedSampler,
+    RandomCropTensorDict,
     ReplayBuffer,
     ReplayBufferEnsemble,
+    ReplayBufferTrainer,
     SliceSampler,
+    TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
     TensorStorage,
+    split_trajectories,
 )
 
 with warnings.catch_warnings():
@@ -34,8 +41,12 @@ with warnings.catch_warnings():
     from torchrl import collectors
     from torchrl.envs import CatTensors, Compose, GymEnv, SerialEnv
     from torchrl.envs.utils import RandomPolicy
+    from torchrl.trainers import Trainer
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torchrl")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:torchrl"),
+    pytest.mark.filterwarnings("ignore::FutureWarning:torchrl"),
+]
 
 #: Names of the documents that TorchRL no longer has, or calls otherwise.
 RENAMED = {
@@ -362,3 +373,130 @@ def test_pseudo_code_of_the_tutorial(policy: RandomPolicy) -> None:
             seen += len(sample)
     assert seen == 64
     collector.shutdown()
+
+
+# -- trajectories, n-step rewards, hooks and specs ----------------------------------------------------
+
+
+def test_stored_trajectories_are_sampled_in_part() -> None:
+    # "create a storage of size 1M when storing multidimensional data ... 1M trajectories"
+    rb = TensorDictReplayBuffer(
+        storage=LazyMemmapStorage(20), transform=RandomCropTensorDict(sub_seq_len=16), batch_size=4
+    )
+    steps = torch.arange(50).expand(10, 50) + 100 * torch.arange(10)[:, None]
+    rb.extend(TensorDict({"observation": steps}, [10, 50]))
+    assert len(rb) == 10
+    data = rb.sample()
+    assert data.shape == (4, 16)
+    assert (data["observation"].diff(dim=1) == 1).all()
+    assert torch.equal(data["observation"] // 100, data["index"])
+
+
+def test_what_was_collected_is_split_into_trajectories(policy: RandomPolicy) -> None:
+    collector = SyncDataCollector(make_env(), policy, frames_per_batch=200, total_frames=-1)
+    for rollout_tensordict in closing(collector, 1):
+        trajectories = split_trajectories(rollout_tensordict)
+    names = rollout_tensordict["collector", "traj_ids"]
+    lengths = names.unique_consecutive(return_counts=True)[1]
+    mask = trajectories["collector", "mask"]
+    assert torch.equal(mask.sum(1), lengths)
+    assert torch.equal(trajectories["observation"][mask], rollout_tensordict["observation"])
+    assert not trajectories["observation"][~mask].any()
+
+
+def test_a_collector_sums_rewards_over_steps(policy: RandomPolicy) -> None:
+    collector = SyncDataCollector(
+        make_env(), policy, frames_per_batch=100, total_frames=-1, postproc=MultiStep(gamma=0.9, n_steps=3)
+    )
+    buffer = ReplayBuffer(storage=LazyMemmapStorage(1000))
+    for data in closing(collector, 2):
+        buffer.extend(data)
+    rows = buffer[:]
+    count = rows["steps_to_next_obs"]
+    assert set(count.tolist()) == {1, 2, 3}
+    assert (rows["next", "original_reward"] == 1).all()  # of this environment
+    summed = (1 - 0.9**count) / (1 - 0.9)
+    torch.testing.assert_close(rows["next", "reward"][:, 0], summed)
+    within = [row for row in range(97) if count[row] == 3 and not rows["next", "done"][row + 2]]
+    ahead = rows["observation"][[row + 3 for row in within]]
+    assert within
+    assert torch.equal(rows["next", "observation"][within], ahead)
+    torch.testing.assert_close(rows["gamma"], 0.9**count)
+
+
+@pytest.mark.filterwarnings("ignore:The 'post_loss' hook stage:FutureWarning")
+def test_a_buffer_is_hooked_into_a_trainer(policy: RandomPolicy) -> None:
+    N = 8
+    replay_buffer = TensorDictPrioritizedReplayBuffer(alpha=0.7, beta=0.5, storage=LazyTensorStorage(200))
+    seen = []
+
+    class Loss(torch.nn.Module):
+        """Say how far a guess is off, of each row."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.guess = torch.nn.Linear(4, 1)
+
+        def forward(self, data: TensorDict) -> TensorDict:
+            error = (self.guess(data["observation"]) - data["next", "reward"]).abs()
+            seen.append(data.set("td_error", error.detach()[:, 0]))
+            return TensorDict({"loss": error.mean()}, [])
+
+    loss = Loss()
+    trainer = Trainer(
+        collector=SyncDataCollector(make_env(), policy, frames_per_batch=40, total_frames=80),
+        total_frames=80,
+        frame_skip=1,
+        optim_steps_per_batch=2,
+        loss_module=loss,
+        optimizer=torch.optim.Adam(loss.parameters()),
+        progress_bar=False,
+    )
+    rb_trainer = ReplayBufferTrainer(replay_buffer=replay_buffer, batch_size=N, flatten_tensordicts=True)
+    trainer.register_op("batch_process", rb_trainer.extend)
+    trainer.register_op("process_optim_batch", rb_trainer.sample)
+    trainer.register_op("post_loss", rb_trainer.update_priority)
+    trainer.train()
+    assert len(replay_buffer) == 80
+    assert [data.shape for data in seen] == [(N,)] * 4
+    told = dict(zip(seen[-1]["index"].tolist(), seen[-1]["td_error"].tolist(), strict=True))
+    found = dict(replay_buffer.sql("SELECT _index, _priority FROM transitions").fetchall())
+    assert {index: found[index] for index in told} == pytest.approx(told)
+
+
+def test_the_hook_registers_itself() -> None:
+    registered: dict[str, Any] = {}
+    trainer = SimpleNamespace(
+        register_op=lambda place, hook, **kwargs: registered.setdefault(place, hook),
+        register_module=lambda name, module: registered.setdefault(name, module),
+    )
+    rb_trainer = ReplayBufferTrainer(
+        replay_buffer=TensorDictReplayBuffer(storage=LazyTensorStorage(10)), batch_size=2
+    )
+    rb_trainer.register(trainer)
+    assert registered["replay_buffer"] is rb_trainer
+    assert registered["process_optim_batch"] == rb_trainer.sample
+
+
+#: The specs of the document, with the arguments that it names, and what TorchRL calls them now.
+SPECS: dict[str, tuple[tuple[Any, ...], str]] = {
+    "BinaryDiscreteTensorSpec": ((4,), "Binary"),
+    "BoundedTensorSpec": ((-1.0, 1.0, (3,)), "Bounded"),
+    "DiscreteTensorSpec": ((5,), "Categorical"),
+    "MultiDiscreteTensorSpec": (([2, 3],), "MultiCategorical"),
+    "MultiOneHotDiscreteTensorSpec": (([2, 3],), "MultiOneHot"),
+    "OneHotDiscreteTensorSpec": ((5,), "OneHot"),
+    "UnboundedContinuousTensorSpec": (((3,),), "UnboundedContinuous"),
+    "UnboundedDiscreteTensorSpec": (((3,),), "UnboundedDiscrete"),
+}
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_specs_have_the_names_of_the_document(name: str) -> None:
+    arguments, now = SPECS[name]
+    spec, other = getattr(expstore, name)(*arguments), getattr(torchrl.data, now)(*arguments)
+    assert isinstance(spec, expstore.TensorSpec)
+    assert (spec.shape, spec.dtype, spec.domain) == (other.shape, other.dtype, other.domain)
+    value = other.rand()
+    assert spec.is_in(value)
+    assert other.is_in(spec.rand())
