@@ -137,6 +137,7 @@ ALLOWED_SIDEWAYS: tuple[tuple[str, str], ...] = (
     ("specs.*", "specs.boxes"),
     ("specs.*", "specs.shapes"),
     ("specs.*", "specs.masks"),
+    ("specs.*", "specs.numbers"),
     ("specs.binary", "specs.categorical"),
     ("specs.multi", "specs.categorical"),
     ("specs.unbounded", "specs.bounded"),

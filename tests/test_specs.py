@@ -495,6 +495,7 @@ def test_errors_read_alike(make: Callable[[Any], Any], error: type[Exception], t
         (lambda: expstore.OneHot(3, (2, 3)).flatten(0, 1), ValueError, "must remain unchanged"),
         (lambda: expstore.MultiOneHot((3, 2)).encode([0, 1, 1]), ValueError, "takes 2 numbers"),
         (lambda: expstore.Unbounded(colour="red"), TypeError, "unrecognised kwargs"),
+        (lambda: expstore.Unbounded(dtype=torch.complex64), TypeError, "take two of torch.float32"),
         (lambda: expstore.Choice([]), ValueError, "at least one"),
         (lambda: expstore.MultiCategorical((3,)).set_provisional_n(4), ValueError, "knows how many"),
         (
@@ -553,6 +554,50 @@ def test_bounds_keep_to_smaller_dtypes() -> None:
     assert expstore.Bounded(0, 1, shape=(), dtype=torch.bool).project(torch.tensor(3.0)).item() is True
 
 
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64])
+def test_unsigned_numbers_are_numbers(dtype: torch.dtype) -> None:
+    largest = torch.iinfo(dtype).max
+    spec = expstore.Bounded(3, largest - 1, shape=(2,), dtype=dtype)
+    drawn = spec.rand((1000,), generator=torch.Generator().manual_seed(0))
+    assert spec.is_in(drawn)
+    numbers = drawn.flatten().double()
+    assert numbers.mean().item() == pytest.approx(largest / 2, rel=0.1)
+    assert spec.project(torch.tensor([1e30, -5.0])).tolist() == [largest - 1, 3]
+    assert spec.project(torch.from_numpy(np.array([2, largest], np.uint64)).to(dtype)).tolist() == [
+        3,
+        largest - 1,
+    ]
+    assert spec.within(torch.tensor([2.0, 4.0])).tolist() == [False, True]
+    assert spec.to(torch.int32).high.tolist() == [min(largest - 1, 2**31 - 1)] * 2
+    assert spec.to(torch.int64).to(dtype) == spec or dtype == torch.uint64
+    assert spec == spec.clone() != expstore.Unbounded((2,), dtype=dtype)
+    free = expstore.Unbounded((2,), dtype=dtype)
+    assert free.rand((1000,)).double().amax() > largest / 2
+    choice = expstore.Categorical(3, (2,), dtype=dtype)
+    assert choice.is_in(choice.rand((10,)))
+    assert choice.project(torch.tensor([9, 1]).to(dtype)).tolist() == [2, 1]
+
+
+def test_specs_are_indexed_as_tensors_are() -> None:
+    values = torch.arange(6.0).reshape(2, 3)
+    spec = expstore.Bounded(values, 10)
+    for index in (
+        *(
+            [True, False],
+            np.array([False, True]),
+            values > 3,
+            np.int64(1),
+            True,
+            [[0, 1], [1, 0]],
+            (1, [0, 2]),
+        ),
+        *((slice(None), None, [0]), (..., -1), range(1), (), [], torch.tensor(1), slice(None, None, 2)),
+    ):
+        tensors = values[torch.tensor(index)] if isinstance(index, list) and index else values[index]
+        assert torch.equal(spec[index].low, tensors), index
+        assert spec[index].shape == tensors.shape
+
+
 def test_masks_stay_with_their_elements() -> None:
     mask = torch.tensor([[True, False, False], [False, True, False]])
     spec = expstore.Categorical(3, shape=(2,), mask=mask)
@@ -577,6 +622,19 @@ def test_values_of_another_kind_are_not_in() -> None:
         torch.full((3,), math.nan),
     ):
         assert not spec.is_in(value)
+
+
+@given(recipes, shapes, st.sampled_from((torch.float32, torch.int64, torch.bool)))
+def test_shapes_and_dtypes_count(recipe: Recipe, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    ours, theirs = recipe.both()
+    value = torch.zeros(shape, dtype=dtype)
+    answer = asked(lambda: theirs.is_in(value))
+    fits = not isinstance(answer, type) and bool(answer)
+    if getattr(ours, "mask", None) is None:
+        assert ours.is_in(value) == fits
+    else:
+        # Dtypes count with a mask, too; TorchRL looks at the numbers only.
+        assert ours.is_in(value) <= fits
 
 
 def test_dims_of_unknown_size_stay_so() -> None:

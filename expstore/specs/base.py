@@ -355,6 +355,10 @@ class LeafSpec(TensorSpec):
     ) -> None:
         if dtype is None:
             dtype = torch.get_default_dtype()
+        if isinstance(dtype, torch.dtype) and dtype.is_complex:
+            raise TypeError(
+                f"specs are of numbers in an order; {dtype} has none: take two of {dtype.to_real()}"
+            )
         super().__init__(
             shape, space, torch.get_default_device() if device is None else device, dtype, domain
         )

@@ -8,14 +8,14 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import numpy as np
 import torch
 
 from expstore.specs.base import LeafSpec
 from expstore.specs.boxes import ContinuousBox
+from expstore.specs.numbers import as_ordered, draw_integers, from_ordered, in_order, saturated
 from expstore.specs.shapes import Move, as_size, broadcast, safe
 
-__all__ = ["Bounded", "BoundedContinuous", "BoundedDiscrete", "saturated"]
+__all__ = ["Bounded", "BoundedContinuous", "BoundedDiscrete"]
 
 _SHAPE = (
     "Bounded requires the shape to be explicitly (via the shape argument) or implicitly defined (via either "
@@ -76,7 +76,7 @@ class Bounded(LeafSpec):
         low, high = (saturated(bound, self.dtype, self.device) for bound in (low, high))
         self._shape, size = _shape_of(low, high, shape)
         low, high = (bound.expand(size).contiguous().clone() for bound in (low, high))
-        empty = ~(low <= high)
+        empty = ~(as_ordered(low) <= as_ordered(high))
         if empty.any():
             place = tuple(empty.nonzero()[0].tolist())
             raise ValueError(
@@ -128,7 +128,7 @@ class Bounded(LeafSpec):
         Returns:
             bool. The shape of `val`.
         """
-        low, high = (bound.to(val.device) for bound in self._box)
+        low, val, high = in_order(self.low.to(val.device), val, self.high.to(val.device))
         return (val >= low) & (val <= high)
 
     def _project(self, val: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:
@@ -136,7 +136,8 @@ class Bounded(LeafSpec):
         if val.is_floating_point() and not self.dtype.is_floating_point:
             val = val.double().round()
         val = saturated(val, self.dtype, val.device)
-        return torch.where(val < low, low, torch.where(val > high, high, val))
+        bottom, asked, top = in_order(low, val, high)
+        return torch.where(asked < bottom, low, torch.where(asked > top, high, val))
 
     def rand(self, shape: Any = None, *, generator: torch.Generator | None = None) -> torch.Tensor:
         """Draw a value: each one between the bounds is as likely.
@@ -151,8 +152,8 @@ class Bounded(LeafSpec):
         size = self._drawn(shape)
         if self.dtype.is_floating_point:
             return self._drawn_numbers(size, generator)
-        low, high = (bound.to(torch.int64) for bound in self._box)
-        return _integers(low, high, size, self.dtype, generator).to(self.dtype)
+        low, high = (as_ordered(bound).long() for bound in self._box)
+        return from_ordered(draw_integers(low, high, size, self.dtype, generator), self.dtype)
 
     def _drawn_numbers(self, size: torch.Size, generator: torch.Generator | None) -> torch.Tensor:
         low, high = self._box
@@ -220,22 +221,6 @@ class BoundedDiscrete(Bounded):
         super().__init__(low, high, shape, device, dtype, domain=domain)
 
 
-def saturated(value: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return numbers as a dtype that may be smaller: what is too large becomes the largest."""
-    if not isinstance(value, torch.Tensor):
-        value = torch.as_tensor(np.array(value))
-    if dtype == torch.bool:
-        value = value > 0
-    elif not dtype.is_floating_point and value.dtype != dtype:
-        info = torch.iinfo(dtype)
-        value = value if value.is_floating_point() else value.long()
-        # As floats the largest numbers of 64 bits are those beyond them: these are put in afterwards.
-        above, below = value >= info.max, ~(value > info.min)
-        value = value.masked_fill(above | below, 0).to(dtype)
-        value = value.masked_fill(above, info.max).masked_fill(below, info.min)
-    return torch.as_tensor(value, dtype=dtype, device=device)
-
-
 def _shape_of(low: torch.Tensor, high: torch.Tensor, shape: Any) -> tuple[torch.Size, torch.Size]:
     """Return the shape of a spec, and that of its bounds; a RuntimeError if they do not fit."""
     given = [bound.shape for bound in (high, low) if bound.ndim]
@@ -249,41 +234,3 @@ def _shape_of(low: torch.Tensor, high: torch.Tensor, shape: Any) -> tuple[torch.
     if given and (given[0] != size or broadcast(*given) != size):
         raise RuntimeError(f"{_SHAPE} Got shape={found}, low of {low.shape}, high of {high.shape}.")
     return found, size
-
-
-def _integers(
-    low: torch.Tensor,
-    high: torch.Tensor,
-    size: torch.Size,
-    dtype: torch.dtype,
-    generator: torch.Generator | None,
-) -> torch.Tensor:
-    """Draw whole numbers from low to high, both included. int64."""
-    # What TorchRL draws of the same seed: small numbers come from 32 random bits each.
-    exact = torch.float64 if dtype in (torch.int32, torch.int64) else torch.float32
-    share = torch.rand(size, dtype=exact, device=low.device, generator=generator)
-    span = high - low
-    drawn = torch.minimum(low + (share * (span.to(exact) + 1)).long(), high.expand(size))
-    wide = ((span < 0) | (span > 2**52)).expand(size)
-    if wide.any():
-        # A float has too few bits for these. span < 0: the difference of the bounds itself is too large.
-        low, high, span = (bound.expand(size)[wide] for bound in (low, high, span))
-        drawn[wide] = _wide_integers(low, high, span, generator)
-    return drawn
-
-
-def _wide_integers(
-    low: torch.Tensor, high: torch.Tensor, span: torch.Tensor, generator: torch.Generator | None
-) -> torch.Tensor:
-    """Draw whole numbers of up to 64 bits: random bits, until they lie between the bounds."""
-    bits = torch.where(span < 0, 0, torch.log2(span.double().clamp(min=1)).ceil().long().clamp(max=63))
-    drawn = torch.empty_like(low)
-    left = torch.ones_like(low, dtype=torch.bool)
-    while left.any():
-        raw = torch.empty_like(low).random_(torch.iinfo(torch.int64).min, None, generator=generator)
-        offset = raw & (torch.bitwise_left_shift(torch.ones_like(bits), bits) - 1)
-        tried = torch.where(span < 0, raw, low + offset)
-        fits = torch.where(span < 0, (raw >= low) & (raw <= high), offset <= span)
-        drawn = torch.where(left & fits, tried, drawn)
-        left = left & ~fits
-    return drawn

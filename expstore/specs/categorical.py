@@ -102,14 +102,10 @@ class Categorical(LeafSpec):
         Raises:
             ValueError: `use_mask`, and the elements have different masks.
         """
-        found = torch.arange(self.n, dtype=self._counting, device=self.device).to(self.dtype)
+        found = torch.arange(self.n, device=self.device).to(self.dtype)
         if use_mask and self.mask is not None:
             found = found[list_allowed(self.mask)]
         return found.reshape(-1, *[1] * self.ndim).expand(-1, *safe(self.shape))
-
-    @property
-    def _counting(self) -> torch.dtype:
-        return torch.uint8 if self.dtype == torch.bool else self.dtype
 
     def rand(self, shape: Any = None, *, generator: torch.Generator | None = None) -> torch.Tensor:
         """Draw a choice for each element: each one allowed is as likely.
@@ -128,9 +124,7 @@ class Categorical(LeafSpec):
             )
         size = self._drawn(shape)
         if self.mask is None:
-            return torch.randint(
-                0, self.n, size, device=self.device, dtype=self._counting, generator=generator
-            ).to(self.dtype)
+            return torch.randint(self.n, size, device=self.device, generator=generator).to(self.dtype)
         if self.mask.shape[-1] != self.n:
             raise ValueError(
                 "The last dimension of the mask must match the number of action allowed by the Categorical "
@@ -145,8 +139,8 @@ class Categorical(LeafSpec):
             bool. The shape of `val`.
         """
         fits = val == torch.floor(val) if val.is_floating_point() else torch.ones_like(val, dtype=torch.bool)
-        if val.dtype == torch.bool:
-            val = val.to(torch.uint8)
+        if not val.is_floating_point():
+            val = val.long()
         if self.space.n >= 0:
             fits = fits & (val >= 0) & (val < self.space.n)
         if self.mask is None:

@@ -182,6 +182,7 @@ class MultiCategorical(Categorical):
             bool. The shape of `val`.
         """
         fits = val == torch.floor(val) if val.is_floating_point() else torch.ones_like(val, dtype=torch.bool)
+        val = val if val.is_floating_point() else val.long()
         fits = fits & (val >= 0) & (val < self.nvec.to(val.device))
         allowed = self._choices()
         if allowed is None:

@@ -341,6 +341,9 @@ class Choice(TensorSpec):
     def __getitem__(self, idx: Any) -> Self:
         return self._each(lambda one: one[idx])
 
+    def _picked(self, dim: int, index: torch.Tensor) -> Self:
+        return self._each(lambda one: torch.index_select(one, dim, index))
+
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Choice):
             return NotImplemented

@@ -207,8 +207,11 @@ def indexing(shape: torch.Size, index: Any, *, whole: int = 0) -> Move:
 
 def _part(part: Any) -> Any:
     """Return a part of an index as tensors take it."""
-    if isinstance(part, (range, tuple)):
-        part = list(part)
+    if isinstance(part, (range, tuple, list)):
+        # Not as they are: a list of bools is a mask, which only tensors are for sure.
+        return torch.as_tensor(list(part), dtype=None if len(part) else torch.int64)
+    if isinstance(part, (np.integer, np.bool_)):
+        return part.item()
     return torch.from_numpy(part) if isinstance(part, np.ndarray) else part
 
 

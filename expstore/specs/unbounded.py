@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from expstore.specs.base import LeafSpec
-from expstore.specs.bounded import Bounded, saturated
+from expstore.specs.bounded import Bounded
 from expstore.specs.boxes import ContinuousBox
+from expstore.specs.numbers import UNSIGNED, as_ordered, draw_integers, from_ordered, saturated
 from expstore.specs.shapes import Move, safe
 
 __all__ = ["Unbounded", "UnboundedContinuous", "UnboundedDiscrete"]
@@ -108,6 +109,9 @@ class Unbounded(LeafSpec):
         size = self._drawn(shape)
         if self.dtype.is_floating_point:
             return torch.randn(size, device=self.device, dtype=self.dtype, generator=generator)
+        if self.dtype in UNSIGNED:
+            low, high = (as_ordered(bound) for bound in self.space)
+            return from_ordered(draw_integers(low, high, size, self.dtype, generator), self.dtype)
         return torch.empty(size, device=self.device, dtype=self.dtype).random_(generator=generator)
 
     def __eq__(self, other: object) -> bool:

@@ -1,0 +1,107 @@
+"""Whole numbers of every size: as another dtype, in their order, and drawn between bounds.
+
+Used by the specs of numbers. Nothing here knows of shapes: what is given fits, or broadcasts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+__all__ = ["UNSIGNED", "as_ordered", "draw_integers", "from_ordered", "in_order", "saturated"]
+
+#: Of these torch has little more than the storage: it neither compares nor draws them.
+UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
+_SMALLEST = torch.iinfo(torch.int64).min
+
+
+def as_ordered(tensor: torch.Tensor) -> torch.Tensor:
+    """Return numbers that torch can compare, in the same order: int64 for unsigned ones."""
+    if tensor.dtype == torch.uint64:
+        return tensor.view(torch.int64) ^ _SMALLEST
+    return tensor.long() if tensor.dtype in UNSIGNED else tensor
+
+
+def from_ordered(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return what `as_ordered` has made int64 of, as its dtype."""
+    return (tensor ^ _SMALLEST).view(torch.uint64) if dtype == torch.uint64 else tensor.to(dtype)
+
+
+def in_order(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return tensors of any dtypes such that torch can compare them."""
+    dtypes = {one.dtype for one in tensors}
+    if len(dtypes) > 1 and dtypes.intersection(UNSIGNED):
+        return tuple(one.double() for one in tensors)
+    return tuple(as_ordered(one) for one in tensors)
+
+
+def saturated(value: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return numbers as a dtype that may be smaller: what is too large becomes the largest.
+
+    NaN becomes the smallest whole number.
+    """
+    if not isinstance(value, torch.Tensor):
+        array = np.array(value)
+        # Python's largest numbers come as a type that torch does not know for the same.
+        value = torch.as_tensor(array.view(array.dtype.str))
+    if dtype == torch.bool:
+        value = (value if value.is_floating_point() else value.long()) > 0
+    elif not dtype.is_floating_point and value.dtype != dtype:
+        value = _whole(value, dtype)
+    return torch.as_tensor(value, dtype=dtype, device=device)
+
+
+def _whole(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    info = torch.iinfo(dtype)
+    if not value.is_floating_point():
+        value = value.double() if value.dtype == torch.uint64 else value.long()
+    if value.is_floating_point():
+        # As floats the largest numbers of 64 bits are those beyond them: these are put in afterwards.
+        above, below = value >= info.max, ~(value > info.min)
+    else:
+        above, below = value > min(info.max, -_SMALLEST - 1), value < info.min
+    value = value.masked_fill(above | below, 0).to(dtype)
+    largest, smallest = (
+        torch.full((), end, dtype=dtype, device=value.device) for end in (info.max, info.min)
+    )
+    return torch.where(above, largest, torch.where(below, smallest, value))
+
+
+def draw_integers(
+    low: torch.Tensor,
+    high: torch.Tensor,
+    size: torch.Size,
+    dtype: torch.dtype,
+    generator: torch.Generator | None,
+) -> torch.Tensor:
+    """Draw whole numbers from low to high, both included. int64."""
+    # What TorchRL draws of the same seed: small numbers come from 32 random bits each.
+    exact = torch.float64 if dtype in (torch.int32, torch.int64) else torch.float32
+    share = torch.rand(size, dtype=exact, device=low.device, generator=generator)
+    span = high - low
+    drawn = torch.minimum(low + (share * (span.to(exact) + 1)).long(), high.expand(size))
+    wide = ((span < 0) | (span > 2**52)).expand(size)
+    if wide.any():
+        # A float has too few bits for these. span < 0: the difference of the bounds itself is too large.
+        low, high, span = (bound.expand(size)[wide] for bound in (low, high, span))
+        drawn[wide] = _wide_integers(low, high, span, generator)
+    return drawn
+
+
+def _wide_integers(
+    low: torch.Tensor, high: torch.Tensor, span: torch.Tensor, generator: torch.Generator | None
+) -> torch.Tensor:
+    """Draw whole numbers of up to 64 bits: random bits, until they lie between the bounds."""
+    bits = torch.where(span < 0, 0, torch.log2(span.double().clamp(min=1)).ceil().long().clamp(max=63))
+    drawn = torch.empty_like(low)
+    left = torch.ones_like(low, dtype=torch.bool)
+    while left.any():
+        raw = torch.empty_like(low).random_(torch.iinfo(torch.int64).min, None, generator=generator)
+        offset = raw & (torch.bitwise_left_shift(torch.ones_like(bits), bits) - 1)
+        tried = torch.where(span < 0, raw, low + offset)
+        fits = torch.where(span < 0, (raw >= low) & (raw <= high), offset <= span)
+        drawn = torch.where(left & fits, tried, drawn)
+        left = left & ~fits
+    return drawn
