@@ -16,8 +16,10 @@ ELSEWHERE = {
     "DensifyReward": "torchrl.data",
     "MultiStep": "torchrl.data",
     "RandomCropTensorDict": "torchrl.envs.transforms",
+    "ReplayBufferTrainer": "torchrl.trainers",
     **dict.fromkeys(
         (
+            *("Composite", "Stacked", "StackedComposite"),
             *("Binary", "BinaryBox", "Bounded", "BoundedContinuous", "BoundedDiscrete", "Box", "BoxList"),
             *("Categorical", "CategoricalBox", "Choice", "ContinuousBox", "MultiCategorical", "MultiOneHot"),
             *("NonTensor", "OneHot", "TensorSpec", "Unbounded", "UnboundedContinuous", "UnboundedDiscrete"),
@@ -27,12 +29,20 @@ ELSEWHERE = {
     "split_trajectories": "torchrl.collectors.utils",
 }
 
+#: Modules of TorchRL's of which everything that is offered here is looked for.
+MODULES = ("torchrl.data", "torchrl.data.tensor_specs", "torchrl.envs.transforms", "torchrl.trainers")
+
 #: All names of TorchRL's that are looked for here.
 NAMES = (*theirs.__all__, *ELSEWHERE)
 
 
 def their(name: str) -> Any:
     """Return what has a name in torchrl."""
+    return getattr(module(ELSEWHERE.get(name, theirs.__name__)), name)
+
+
+def module(name: str) -> Any:
+    """Return a module of TorchRL's."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # some of its modules use what other ones call deprecated
-        return getattr(import_module(ELSEWHERE.get(name, theirs.__name__)), name)
+        warnings.simplefilter("ignore")  # some use what other ones call deprecated
+        return import_module(name)
