@@ -142,7 +142,7 @@ class HERReplayBuffer(TensorDictReplayBuffer):
             to_key(self.reward_key),
             self._runs_of(self._storage),
         )
-        view.seen.append((goals, goals.look(view)))
+        view.show_to(goals)
         return view
 
     def _check_fields(self, storage: Storage) -> None:

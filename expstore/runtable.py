@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from expstore.kernels import compiled
 from expstore.types import IntArray
@@ -279,6 +280,42 @@ def _rows(
             row, step, left, low = row + count, step + count, left - count, low + 1
 
 
+@compiled(
+    "void(int64[:, ::1], int64[:, ::1], int64[::1], int64[::1], "
+    "int64[:, ::1], int64[:, ::1], boolean[:, ::1])"
+)
+def _near(
+    runs: IntArray,
+    pool: IntArray,
+    numbers: IntArray,
+    steps: IntArray,
+    offsets: IntArray,
+    ids: IntArray,
+    there: Any,
+) -> None:
+    for i in range(numbers.size):
+        run, own = numbers[i], i % offsets.shape[0]
+        first, last = runs[_FIRST, run], runs[_STOP, run] - 1
+        begin = runs[_START, run]
+        end = begin + runs[_COUNT, run]
+        low, below, above = begin, np.int64(0), np.int64(-1)  # a fragment, and the steps that lie in it
+        for k in range(offsets.shape[1]):
+            step = steps[i] + offsets[own, k]
+            there[i, k] = first <= step <= last
+            step = min(max(step, first), last)
+            if step < below or step > above:
+                low, high = begin + runs[_HEAD, run], end
+                while high - low > 1:
+                    middle = (low + high) // 2
+                    if pool[_STEP, middle] <= step:
+                        low = middle
+                    else:
+                        high = middle
+                below = pool[_STEP, low]
+                above = pool[_STEP, low + 1] - 1 if low + 1 < end else last
+            ids[i, k] = pool[_ID, low] + (step - below) * pool[_STRIDE, low]
+
+
 @compiled("void(int64[:, ::1], int64, int64[::1], int64[::1], int64[::1])")
 def _find(runs: IntArray, count: int, episodes: IntArray, steps: IntArray, found: IntArray) -> None:
     for i in range(episodes.size):
@@ -445,6 +482,22 @@ class RunTable:
         ids = np.empty(int(lengths.sum()), np.int64)
         _rows(self._runs, self._pool, runs, starts, lengths, ids)
         return ids
+
+    def near(self, runs: IntArray, steps: IntArray, offsets: IntArray) -> tuple[IntArray, NDArray[np.bool_]]:
+        """Return the ids of steps so far from others, of a run's first or last step where there is none.
+
+        Args:
+            runs: With readable rows. Shape `(n,)`, int64.
+            steps: Readable ones of these. Shape `(n,)`, int64.
+            offsets: How many steps later. Shape `(n, k)`, or `(1, k)` for all the same; C-contiguous.
+
+        Returns:
+            Ids, and whether there is such a step. Shapes `(n, k)`.
+        """
+        shape = (runs.size, offsets.shape[1])
+        ids, there = np.empty(shape, np.int64), np.empty(shape, np.bool_)
+        _near(self._runs, self._pool, runs, steps, offsets, ids, there)
+        return ids, there
 
     def find(self, episodes: IntArray, steps: IntArray) -> IntArray:
         """Return the runs in which steps of episodes lie; -1 for rows that have left. Shapes `(n,)`."""

@@ -30,6 +30,7 @@ from expstore import (
 from expstore.storages.memory import MemoryStorage
 from expstore.transforms import Compose, StepTransform, StepView
 from expstore.transforms import compose as chains
+from expstore.transforms.steps import Overtaken
 
 X = ("x",)
 
@@ -147,15 +148,30 @@ def test_a_field_that_is_not_there_is_named() -> None:
         StepView(rb.storage, np.array([3])).read(np.array([3]), [("next", "y")])
 
 
-def test_rows_that_have_left_are_lost_not_others_seen() -> None:
+def test_rows_that_have_left_are_looked_for_no_further() -> None:
     rb = ReplayBuffer(storage=MemoryStorage(10))
     rb.extend(rows(1, 30))
-    view = StepView(rb.storage, np.array([3, 30]))
-    found, valid = view.at(view.ids, [0])
-    assert found.tolist() == [[3], [30]]
-    assert not valid.any()
-    assert [part.tolist() for part in view.reach(view.ids)] == [[0, 0], [0, 0]]
+    for look in (lambda view: view.at(view.ids, [0]), lambda view: view.reach(view.ids)):
+        view = StepView(rb.storage, np.array([3, 30]))
+        with pytest.raises(Overtaken):
+            look(view)
+        assert not view.intact
+    view = chains.Compose(Around()).look(rb.storage, np.array([3, 30]))
+    assert view is not None
     assert not view.intact
+
+
+def test_rows_from_some_on() -> None:
+    rb = TensorDictReplayBuffer(storage=MemoryStorage(40))
+    interleaved(rb)
+    steps, ids = held(rb), rb.storage.window.ids()
+    view = StepView(rb.storage, ids)
+    for most in (None, 4):
+        found, lengths = view.ahead(ids, most)
+        (own,), (all_of_them,) = view.read(ids, [X]), view.read(found, [X])
+        for x, values in zip(own.tolist(), np.split(all_of_them, np.cumsum(lengths)[:-1]), strict=True):
+            there = [x // 1000 * 1000 + step for step in sorted(steps[x // 1000]) if step >= x % 1000]
+            assert values.tolist() == there[:most]
 
 
 def test_a_row_given_up_between_parts_an_episode() -> None:

@@ -12,6 +12,7 @@ from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from expstore.errors import StateError
 from expstore.files import load_compiled
@@ -202,6 +203,10 @@ class Runs:
         """Return the ids of steps. Shapes all the same, int64."""
         flat = self.table.rows(runs.reshape(-1), steps.reshape(-1), np.ones(steps.size, np.int64))
         return flat.reshape(steps.shape)
+
+    def near(self, runs: IntArray, steps: IntArray, offsets: IntArray) -> tuple[IntArray, NDArray[np.bool_]]:
+        """Return the ids of steps so far from others; see `RunTable.near`."""
+        return self.table.near(runs, steps, offsets)
 
     def locate(self, ids: IntArray) -> tuple[IntArray, IntArray]:
         """Return run and step of rows; run -1 for those that are not shown. Shapes `(n,)`.

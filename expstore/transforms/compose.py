@@ -123,7 +123,7 @@ class Compose:
             return None
         view = StepView(storage, ids, generator)
         for step in self.steps:
-            view.seen.append((step, step.look(view)))
+            view.show_to(step)
         return view
 
     def apply(self, batch: Any, view: StepView) -> Any:

@@ -9,19 +9,33 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from expstore.errors import SchemaError, StateError
-from expstore.types import Array, IntArray, Key
+from expstore.schema import OBJECT
+from expstore.types import Array, IntArray, Key, key_name, to_key
 
 if TYPE_CHECKING:
     from expstore.storages.base import Storage
     from expstore.storages.runs import Runs
 
-__all__ = ["StepTransform", "StepView"]
+#: Loads numba, when rows are first looked at.
+SUMS = "expstore.transforms.sums"
+
+__all__ = ["SUMS", "Overtaken", "StepTransform", "StepView", "below_next", "keys_of", "refuse_given"]
+
+NestedKey = str | tuple[str, ...]
+
+_DONE: Key = ("next", "done")
+
+
+class Overtaken(Exception):
+    """Rows have left while other steps were looked for: `show_to` takes it in, and they are read again."""
 
 
 class StepView:
@@ -68,6 +82,12 @@ class StepView:
         self._changes = storage.changes
         self._located: tuple[Runs, IntArray, int, tuple[IntArray, IntArray]] | None = None
 
+    def show_to(self, step: StepTransform) -> None:
+        """Have a transform look, and keep what it has seen, unless rows have left meanwhile."""
+        if not self._lost:
+            with suppress(Overtaken):
+                self.seen.append((step, step.look(self)))
+
     def at(self, ids: IntArray, offsets: Any, runs: Runs | None = None) -> tuple[IntArray, NDArray[np.bool_]]:
         """Return the rows so many steps before or after some.
 
@@ -80,19 +100,12 @@ class StepView:
             Ids, of the first or the last step that can be read where there is none so far away; and where
             there is one. Shapes `(n, k)`.
         """
-        offsets = np.asarray(offsets, np.int64)
-        shape = (ids.size, offsets.shape[-1])
+        offsets = np.ascontiguousarray(np.atleast_2d(offsets), np.int64)
         runs = self.storage.runs if runs is None else runs
         with runs.lock:
-            numbers, steps = self._locate(runs, ids)
-            if self._lost:
-                return np.broadcast_to(ids[:, None], shape), np.zeros(shape, np.bool_)
-            wanted = steps[:, None] + offsets
-            found = np.maximum(wanted, runs.first[numbers][:, None])
-            np.minimum(found, runs.stop[numbers][:, None] - 1, out=found)
-            there = runs.ids(np.repeat(numbers, shape[1]).reshape(shape), found)
+            there, valid = runs.near(*self._locate(runs, ids), offsets)
         self._show(there)
-        return there, found == wanted
+        return there, valid
 
     def reach(self, ids: IntArray, runs: Runs | None = None) -> tuple[IntArray, IntArray]:
         """Return how many steps before each row can be read, and how many after it. Shapes `(n,)`.
@@ -104,9 +117,27 @@ class StepView:
         runs = self.storage.runs if runs is None else runs
         with runs.lock:
             numbers, steps = self._locate(runs, ids)
-            if self._lost:
-                return np.zeros_like(ids), np.zeros_like(ids)
             return steps - runs.first[numbers], runs.stop[numbers] - 1 - steps
+
+    def ahead(self, ids: IntArray, most: int | None = None) -> tuple[IntArray, IntArray]:
+        """Return the rows from each one on, to the last step that can be read.
+
+        Args:
+            ids: Of which rows. Shape `(n,)`.
+            most: So many of each at most; None: all.
+
+        Returns:
+            Their ids, one row's behind another's; and how many each has. Shapes `(total,)` and `(n,)`.
+        """
+        runs = self.storage.runs
+        with runs.lock:
+            numbers, steps = self._locate(runs, ids)
+            lengths = runs.stop[numbers] - steps
+            if most is not None:
+                lengths = np.minimum(lengths, most)
+            there = runs.rows(numbers, steps, lengths)
+        self._show(there)
+        return there, lengths
 
     def read(self, ids: IntArray, keys: Sequence[Key]) -> list[Array]:
         """Return fields of rows; bfloat16 as uint16 bits.
@@ -125,6 +156,69 @@ class StepView:
         self._show(flat)
         columns = self.storage.read(flat, [self.storage.place_of(key) for key in keys])
         return [column.reshape(*ids.shape, *column.shape[1:]) for column in columns]
+
+    def tensor(self, ids: IntArray, key: Key) -> torch.Tensor:
+        """Return a field of rows as a tensor, which owns its memory.
+
+        Args:
+            ids: Which rows. Any shape.
+            key: Of the field.
+
+        Returns:
+            Shape `(*ids.shape, *row shape)`.
+
+        Raises:
+            SchemaError: There is no such field, or it is none of tensors.
+        """
+        (column,) = self.read(ids, [key])
+        dtype = self.storage.require_schema()[key].dtype
+        if dtype == OBJECT:
+            raise SchemaError(f"{key_name(key)!r} must be a field of tensors, but it holds objects")
+        values = torch.from_numpy(column)
+        return values.view(torch.bfloat16) if dtype == "bfloat16" else values
+
+    def floats(self, ids: IntArray, key: Key) -> Array:
+        """Return a field of numbers as float64, or as float32 if it has less.
+
+        Args:
+            ids: Which rows. Any shape.
+            key: Of the field.
+
+        Returns:
+            Shape `(*ids.shape, *row shape)`.
+
+        Raises:
+            SchemaError: There is no such field, or it is none of numbers.
+        """
+        (column,) = self.read(ids, [key])
+        dtype = self.storage.require_schema()[key].dtype
+        if dtype == "bfloat16":
+            return (column.astype(np.uint32) << np.uint32(16)).view(np.float32)
+        if dtype in (OBJECT, "complex64"):
+            raise SchemaError(f"{key_name(key)!r} must be a field of numbers, but it has dtype {dtype}")
+        return column if column.dtype == np.float32 else column.astype(np.float64)
+
+    def ends(self, ids: IntArray, key: Key = _DONE) -> NDArray[np.bool_]:
+        """Say which rows end something, as they say themselves: done, terminated, truncated.
+
+        Args:
+            ids: Which rows. Any shape.
+            key: The one field that says so, if it is not ("next", "done").
+
+        Returns:
+            Shape that of `ids`. Where rows do not say it, only the last step that can be read is an end.
+
+        Raises:
+            SchemaError: There is no such field, or it has more than one value per row.
+        """
+        own = self.storage.keys
+        keys = (own.done, own.terminated, own.truncated) if key == _DONE else (key,)
+        flags = np.zeros(ids.shape, np.bool_)
+        for column in self.read(ids, list(dict.fromkeys(key for key in keys if key is not None))):
+            if column.size != flags.size:
+                raise SchemaError(f"{key_name(key)!r} must be one flag per row", hint="give another done_key")
+            flags |= column.reshape(ids.shape).astype(np.bool_, copy=False)
+        return flags
 
     def columns(self, places: Sequence[int] | None = None) -> list[Array]:
         """Return the fields of the batch, in the schema's order, those that have moved from `next_ids`.
@@ -160,14 +254,19 @@ class StepView:
             self._oldest = min(self._oldest or int(ids.flat[0]), int(ids.min()))
 
     def _locate(self, runs: Runs, ids: IntArray) -> tuple[IntArray, IntArray]:
-        """Return run and step of rows; the runs' lock is held."""
+        """Return run and step of rows; the runs' lock is held.
+
+        Raises:
+            Overtaken: Some have left: the batch is to be drawn again.
+        """
         runs.look()
         known = self._located
         if known is None or known[0] is not runs or known[1] is not ids or known[2] != runs.moves:
             known = self._located = runs, ids, runs.moves, runs.locate(np.ascontiguousarray(ids))
         numbers = known[3][0]
         if numbers.size and int(numbers.min()) < 0:
-            self._lost = True  # they have left: the rows are drawn again
+            self._lost = True
+            raise Overtaken
         return known[3]
 
 
@@ -244,3 +343,40 @@ class StepTransform(ABC):
     def __call__(self, batch: Any) -> NoReturn:
         """Do as `forward`."""
         self.forward(batch)
+
+
+def below_next(key: NestedKey) -> Key:
+    """Return a key below "next".
+
+    >>> below_next(("agents", "reward"))
+    ('next', 'agents', 'reward')
+    """
+    return ("next", *to_key(key))
+
+
+def keys_of(
+    in_keys: Sequence[NestedKey] | None, out_keys: Sequence[NestedKey] | None, default: Sequence[NestedKey]
+) -> tuple[list[NestedKey], list[NestedKey]]:
+    """Return what a transform reads and what it writes: by default the same.
+
+    Raises:
+        ValueError: They are not as many.
+    """
+    found = list(default if in_keys is None else in_keys)
+    others = list(found if out_keys is None else out_keys)
+    if len(found) != len(others):
+        raise ValueError(f"in_keys and out_keys must be as many, got {len(found)} and {len(others)}")
+    return found, others
+
+
+def refuse_given(transform: str, reason: str, **given: tuple[Any, Any]) -> None:
+    """Raise ValueError if arguments that mean nothing here are not as by default.
+
+    Args:
+        transform: Whose arguments they are.
+        reason: Why they mean nothing.
+        given: Of each its value, and the default.
+    """
+    for name, (value, default) in given.items():
+        if value != default:
+            raise ValueError(f"{transform}: {name}={value!r} means nothing here: {reason}; leave it out")

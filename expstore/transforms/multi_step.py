@@ -1,0 +1,147 @@
+"""Rewards summed up over several steps, and the next observations after them.
+
+Buffers are given it as a transform. It acts on what is sampled: what is stored stays as it was collected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from expstore.files import load_compiled
+from expstore.schema import Schema
+from expstore.transforms.steps import SUMS, StepTransform, StepView, below_next
+from expstore.types import Array, IntArray, Key
+
+__all__ = ["MultiStepTransform"]
+
+NestedKey = str | tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """How many steps rewards are summed up over, and the sums. Shapes `(n,)`, `(n, *row shape)`."""
+
+    steps: IntArray
+    sums: list[Array]
+
+
+class MultiStepTransform(StepTransform):
+    """Make n-step transitions of sampled rows (Sutton 1988).
+
+    The reward becomes the sum of the next `n_steps` rewards, each discounted by `gamma` once more than the
+    one before; fields below "next" are those of the last of these steps. A sum goes on to a row that says
+    that it is done, or truncated, at the latest to the last step of the episode that is there:
+    `steps_to_next_obs` says how far. Steps follow their episode across batches, interleaved workers and the
+    end of a ring. What is stored stays as it is, and the number of steps can be changed at any time; batches
+    made ahead (`prefetch`) are by the number when they were made.
+
+    Beside these a batch has, as TorchRL's: `steps_to_next_obs` (int64) and `gamma` to the power of it (the
+    discount of what follows), `nonterminal` (bool: it is more than one step), shape `[n]` each, and
+    ("next", "original_reward"), of several reward keys that of the last one.
+
+    As TorchRL's it leaves the `done_keys` as they are in the row itself. With `done_keys=[]` they, too, are
+    those of the last step: what is computed from ("next", "observation") then knows whether that is an end.
+
+    Threads, processes and crashes as `StepTransform`.
+
+    Args:
+        n_steps: How many steps, 1 or more.
+        gamma: The discount.
+        reward_keys: What is summed up, below "next"; `["reward"]` by default.
+        done_key: What ends a sum, below "next"; "done" by default, which means every field that ends episodes
+            of the store.
+        done_keys: What is left as it is, below "next"; done, terminated, truncated by default.
+        mask_key: A field in which rows are False that count as terminal in `nonterminal`; "mask" by default.
+
+    Raises:
+        ValueError: `n_steps` is no positive integer.
+
+    Example:
+        >>> rb.append_transform(MultiStepTransform(n_steps=3, gamma=0.99))
+        >>> rb.sample()["steps_to_next_obs"].max()
+        tensor(3)
+    """
+
+    def __init__(
+        self,
+        n_steps: int,
+        gamma: float,
+        *,
+        reward_keys: Sequence[NestedKey] | None = None,
+        done_key: NestedKey | None = None,
+        done_keys: Sequence[NestedKey] | None = None,
+        mask_key: NestedKey | None = None,
+    ) -> None:
+        self.n_steps = n_steps
+        self.gamma = float(gamma)
+        self.reward_keys = ["reward"] if reward_keys is None else list(reward_keys)
+        self.done_key = "done" if done_key is None else done_key
+        self.done_keys = ["done", "truncated", "terminated"] if done_keys is None else list(done_keys)
+        self.mask_key = "mask" if mask_key is None else mask_key
+        self._moved: tuple[Schema, frozenset[int]] | None = None
+
+    @property
+    def n_steps(self) -> int:
+        """How many steps rewards are summed up over."""
+        return self._n_steps
+
+    @n_steps.setter
+    def n_steps(self, value: int) -> None:
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError("The value of n_steps must be a strictly positive integer.")
+        self._n_steps = value
+
+    def look(self, view: StepView) -> _Seen:
+        """Sum up rewards, and have the fields below "next" taken from the last step.
+
+        Raises:
+            SchemaError: There is no such reward, or end.
+        """
+        sums = load_compiled(SUMS)
+        ids, there = view.at(view.ids, np.arange(self.n_steps))
+        steps = sums.count_steps(there, view.ends(ids, below_next(self.done_key)))
+        rewards = (view.floats(ids, below_next(key)) for key in self.reward_keys)
+        found = [sums.sum_steps(values, steps, self.gamma) for values in rewards]
+        view.next_ids = ids[np.arange(steps.size), steps - 1]
+        view.moved |= self._moved_in(view.storage.require_schema())
+        return _Seen(steps, found)
+
+    def _moved_in(self, schema: Schema) -> frozenset[int]:
+        """Return the positions of the fields that are those of the last step."""
+        known = self._moved
+        if known is None or known[0] is not schema:
+            own = {below_next(key) for key in (*self.reward_keys, *self.done_keys)}
+            moved = (
+                n for n, entry in enumerate(schema.fields) if _is_next(entry.key) and entry.key not in own
+            )
+            known = self._moved = schema, frozenset(moved)
+        return known[1]
+
+    def apply(self, batch: Any, seen: _Seen) -> Any:
+        """Write the sums, and what they are."""
+        steps = torch.from_numpy(seen.steps)
+        batch.set("steps_to_next_obs", steps)
+        for key, sums in zip(self.reward_keys, seen.sums, strict=True):
+            reward = batch.get(below_next(key))
+            batch.set(("next", "original_reward"), reward)
+            dtype = reward.dtype if reward.is_floating_point() else torch.get_default_dtype()
+            batch.set(below_next(key), torch.from_numpy(sums).to(dtype))
+        batch.set("gamma", self.gamma**steps)
+        nonterminal = steps != 1
+        mask = batch.get(self.mask_key, None)
+        if mask is not None:
+            nonterminal &= mask.reshape(nonterminal.shape)
+        batch.set("nonterminal", nonterminal)
+        return batch
+
+    def __repr__(self) -> str:
+        return f"MultiStepTransform(n_steps={self.n_steps}, gamma={self.gamma})"
+
+
+def _is_next(key: Key) -> bool:
+    return key[0] == "next" and len(key) > 1
