@@ -21,6 +21,7 @@ _HOME = {
     "BoundedTensorSpec": "expstore.specs",
     "Box": "expstore.specs",
     "BoxList": "expstore.specs",
+    "CatFrames": "expstore.transforms",
     "Categorical": "expstore.specs",
     "CategoricalBox": "expstore.specs",
     "Choice": "expstore.specs",
@@ -53,6 +54,8 @@ _HOME = {
     "MultiOneHot": "expstore.specs",
     "MultiOneHotDiscreteTensorSpec": "expstore.specs",
     "MultiStep": "expstore.postprocs",
+    "MultiStepTransform": "expstore.transforms",
+    "NextStateReconstructor": "expstore.transforms",
     "NoRowError": "expstore.errors",
     "NonTensor": "expstore.specs",
     "NotFoundError": "expstore.errors",
@@ -71,6 +74,7 @@ _HOME = {
     "ReplayBuffer": "expstore.buffers",
     "ReplayBufferEnsemble": "expstore.ensembles",
     "ReplayBufferTrainer": "expstore.trainers",
+    "Reward2GoTransform": "expstore.transforms",
     "RoundRobinWriter": "expstore.writers",
     "SampleToInsertRatio": "expstore.limiter",
     "SampleUnit": "expstore.sample_units",
@@ -88,6 +92,7 @@ _HOME = {
     "StackedComposite": "expstore.specs",
     "StalenessAwareSampler": "expstore.samplers",
     "StateError": "expstore.errors",
+    "StepTransform": "expstore.transforms",
     "Storage": "expstore.storages",
     "StorageEnsemble": "expstore.storages",
     "StorageError": "expstore.errors",
@@ -129,6 +134,7 @@ __all__ = [
     "BoundedTensorSpec",
     "Box",
     "BoxList",
+    "CatFrames",
     "Categorical",
     "CategoricalBox",
     "Choice",
@@ -160,6 +166,8 @@ __all__ = [
     "MultiOneHot",
     "MultiOneHotDiscreteTensorSpec",
     "MultiStep",
+    "MultiStepTransform",
+    "NextStateReconstructor",
     "NoRowError",
     "NonTensor",
     "NotFoundError",
@@ -178,6 +186,7 @@ __all__ = [
     "ReplayBuffer",
     "ReplayBufferEnsemble",
     "ReplayBufferTrainer",
+    "Reward2GoTransform",
     "RoundRobinWriter",
     "SampleToInsertRatio",
     "SampleUnit",
@@ -195,6 +204,7 @@ __all__ = [
     "StackedComposite",
     "StalenessAwareSampler",
     "StateError",
+    "StepTransform",
     "Storage",
     "StorageEnsemble",
     "StorageError",
@@ -324,7 +334,14 @@ if TYPE_CHECKING:
     from expstore.tensordictbuffers import TensorDictReplayBuffer
     from expstore.trainers import ReplayBufferTrainer
     from expstore.trajectories import DEFAULT_DONE_KEYS, find_start_stop_traj, split_trajectories
-    from expstore.transforms import RandomCropTensorDict
+    from expstore.transforms import (
+        CatFrames,
+        MultiStepTransform,
+        NextStateReconstructor,
+        RandomCropTensorDict,
+        Reward2GoTransform,
+        StepTransform,
+    )
     from expstore.writers import (
         ImmutableDatasetWriter,
         RoundRobinWriter,
@@ -336,7 +353,10 @@ if TYPE_CHECKING:
 
 
 #: Modules whose names are used with theirs before them, as in torchrl.
-_MODULES = ("collectors", "limiter", "samplers", "schedulers", "specs", "storages", "trainers", "writers")
+_MODULES = (
+    "collectors", "limiter", "samplers", "schedulers", "specs", "storages", "trainers", "transforms",
+    "writers",
+)  # fmt: skip
 
 
 def __getattr__(name: str) -> object:

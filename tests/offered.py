@@ -15,8 +15,14 @@ import torchrl.data.replay_buffers as theirs
 ELSEWHERE = {
     "DensifyReward": "torchrl.data",
     "MultiStep": "torchrl.data",
-    "RandomCropTensorDict": "torchrl.envs.transforms",
     "ReplayBufferTrainer": "torchrl.trainers",
+    **dict.fromkeys(
+        (
+            *("CatFrames", "MultiStepTransform", "NextStateReconstructor", "RandomCropTensorDict"),
+            *("Reward2GoTransform",),
+        ),
+        "torchrl.envs.transforms",
+    ),
     **dict.fromkeys(
         (
             *("Composite", "Stacked", "StackedComposite"),
