@@ -108,22 +108,44 @@ class HERReplayBuffer(TensorDictReplayBuffer):
         sampler: Sampler | Callable[[], Sampler] | None = None,
         **keywords: Any,
     ) -> None:
-        if not 0.0 <= her_ratio <= 1.0:
-            raise ValueError(f"her_ratio must be in [0, 1], got {her_ratio}")
         if not callable(reward_fn):
             raise TypeError(f"reward_fn takes rows and returns their rewards; {reward_fn!r} cannot be called")
         self.reward_fn = reward_fn
         self.her_ratio = her_ratio
-        self.strategy = HindsightStrategy(strategy)
+        self.strategy = strategy
         self.goal_key = goal_key
         self.achieved_goal_key = achieved_goal_key
         self.reward_key = reward_key
-        self.end_key = end_key
         end = to_key(end_key)
-        self._ends = (end, (*end[:-1], "terminated"))
+        self._end_key, self._ends = end_key, (end, (*end[:-1], "terminated"))
         self._trajectories = Trajectories(ends=self._ends)
         self._checked: Schema | None = None
         super().__init__(sampler=sampler, **keywords)
+
+    @property
+    def her_ratio(self) -> float:
+        """Which part of a batch gets new goals; of the next one, if it is set."""
+        return self._her_ratio
+
+    @her_ratio.setter
+    def her_ratio(self, ratio: float) -> None:
+        if not 0.0 <= ratio <= 1.0:
+            raise ValueError(f"her_ratio must be in [0, 1], got {ratio}")
+        self._her_ratio = ratio
+
+    @property
+    def strategy(self) -> HindsightStrategy:
+        """Where goals come from; those of the next batch, if it is set."""
+        return self._strategy
+
+    @strategy.setter
+    def strategy(self, strategy: HindsightStrategy | str) -> None:
+        self._strategy = HindsightStrategy(strategy)
+
+    @property
+    def end_key(self) -> str | tuple[str, ...]:
+        """The field that ends episodes."""
+        return self._end_key
 
     def _look(self, ids: IntArray, generator: np.random.Generator) -> StepView | None:
         view = super()._look(ids, generator)
@@ -135,7 +157,7 @@ class HERReplayBuffer(TensorDictReplayBuffer):
         self._check_fields(self._storage)
         goals = _Goals(
             self.reward_fn,
-            HindsightStrategy(self.strategy),
+            self.strategy,
             count,
             to_key(self.goal_key),
             to_key(self.achieved_goal_key),
@@ -257,7 +279,7 @@ class _Goals(StepTransform):
             if goal is not None:
                 goal.copy_(seen)
         stored = rows.get(self.reward)  # the batch's, whatever `reward_fn` makes of the rows
-        reward = torch.as_tensor(self.reward_fn(rows))
+        reward = torch.as_tensor(self.reward_fn(rows)).detach()
         if reward.numel() != stored.numel() or reward.shape[:1] != stored.shape[:1]:
             raise SchemaError(
                 f"reward_fn returned rewards of shape {[*reward.shape]} for {self.count} rows with "

@@ -392,6 +392,9 @@ def test_settings_count_from_the_next_batch_on() -> None:
     assert (rb.sample()["desired_goal"] != UNREACHED).sum() == 1
     rb.her_ratio, rb.strategy = 1.0, HindsightStrategy.EPISODE
     assert len(set(rb.sample(100)["desired_goal"][:, 0].tolist())) == 10
+    with pytest.raises(ValueError, match=r"her_ratio must be in \[0, 1\], got -1"):
+        rb.her_ratio = -1.0
+    assert rb.her_ratio == 1.0
 
 
 # -- what is refused ----------------------------------------------------------------------------------
