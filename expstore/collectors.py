@@ -6,6 +6,7 @@ Never closes the environment or the buffer, and keeps no statistics: ask the sto
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,7 +18,11 @@ import torch
 from numpy.typing import NDArray
 from tensordict import TensorDict
 
+from expstore.domains import fitting
 from expstore.errors import SchemaError, StateError
+from expstore.handles import StoreHandle
+from expstore.specs import Categorical, TensorSpec, Unbounded
+from expstore.specs.spaces import from_space
 from expstore.types import Array, IntArray, Key, key_name
 
 try:
@@ -60,7 +65,8 @@ class Collector:
     Stored per transition: `observation`, `action` and `("next", "observation")`; of shape `(1,)`
     `("next", "reward")` (float32) and `done`, `terminated`, `truncated` (bool, under `next` and,
     always False, at the root); `("collector", "traj_ids")` (int64). Dict and Tuple spaces become
-    nested keys, with "0", "1" and so on for the parts of a Tuple.
+    nested keys, with "0", "1" and so on for the parts of a Tuple. Where nobody has said what values the
+    fields may have, the store keeps the specs of these spaces (`rb.specs`) when its first rows have come.
 
     An error or Ctrl-C in the policy leaves every earlier step intact: `close` stores those, or
     collecting goes on. One inside the environment's step loses that step, and all lanes begin
@@ -126,6 +132,7 @@ class Collector:
         # True while the environment may be elsewhere than at self._observation.
         self._adrift = True
         self._closed = False
+        self._described = False
 
     def collect(self, steps: int) -> int:
         """Store at least `steps` transitions and return how many were stored.
@@ -255,9 +262,36 @@ class Collector:
                     self._block = self._new_block()
                     self._trajectory = trajectory
                     self._next_trajectory = base + block.rows
+            if not self._described:
+                self._describe()
         elif block.full:
             self._block = self._new_block()
         return block.rows
+
+    def _describe(self) -> None:
+        """Have a buffer keep the specs of the environment's fields, unless it has some.
+
+        Only of those that are stored as they are: a transform may make others of them.
+        """
+        self._described, rb = True, self._rb
+        if isinstance(rb, StoreHandle) and rb.schema is not None and rb.specs is None:
+            found = fitting(_specs_of(self._observation_leaves, self._action_leaves), rb.schema)
+            if not found.is_empty():
+                rb.set_specs(found)
+
+
+def _specs_of(observation: list[_Leaf], action: list[_Leaf]) -> dict[Key, TensorSpec]:
+    """Return the specs of the fields that a collector stores."""
+    found: dict[Key, TensorSpec] = {}
+    for leaf in (*action, *observation):
+        with contextlib.suppress(TypeError, ValueError):  # a space of the user's own
+            found[leaf.key] = from_space(leaf.space)
+    found |= {("next", *leaf.key): found[leaf.key] for leaf in observation if leaf.key in found}
+    found["next", "reward"] = Unbounded((1,), dtype=torch.float32)
+    for flag in _FLAGS:
+        found[(flag,)] = found["next", flag] = Categorical(2, shape=(1,), dtype=torch.bool)
+    found["collector", "traj_ids"] = Unbounded((), dtype=torch.int64)
+    return found
 
 
 class _Block:

@@ -6,22 +6,25 @@ where nobody asks for it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
+from tensordict import NonTensorData
 
 from expstore.batches import Batch, StepReader
 from expstore.errors import SchemaError, StateError
 from expstore.schema import Schema
 from expstore.specs import Composite, TensorSpec
 from expstore.specs.base import LeafSpec
+from expstore.specs.shapes import safe
 from expstore.specs.text import from_text, to_text
 from expstore.spectext import describe, unpack_specs
 from expstore.storages.base import Storage
-from expstore.types import Array, key_name
+from expstore.types import Array, Key, key_name
 
-__all__ = ["asks_for_domain", "check_domain", "row_text", "specs_of"]
+__all__ = ["asks_for_domain", "check_domain", "fitting", "row_text", "specs_of"]
 
 _SHOWN = 200  # characters of a value
 
@@ -53,6 +56,13 @@ def specs_of(storage: Storage) -> Composite | None:
     text = storage.stored_specs()
     found: Composite | None = from_text(text) if text else None
     return found
+
+
+def fitting(specs: Mapping[Key, TensorSpec], schema: Schema) -> Composite:
+    """Return the specs of those fields that rows have with this dtype and shape."""
+    kinds = {(field.key, f"torch.{field.dtype}", field.shape) for field in schema.fields}
+    fits = {key: spec for key, spec in specs.items() if (key, str(spec.dtype), tuple(spec.shape)) in kinds}
+    return Composite(fits)
 
 
 def asks_for_domain(validate: str) -> bool:
@@ -126,7 +136,9 @@ def _shown(values: Any, row: int) -> Any:
 
 def _first_bad(spec: TensorSpec, values: Any) -> int:
     """Return the number of the first row that a spec does not allow; -1: it allows all."""
-    if isinstance(values, torch.Tensor) and spec.is_in(values):
+    if isinstance(values, np.ndarray):
+        values = [NonTensorData(value, batch_size=safe(spec.shape)) for value in values]
+    elif spec.is_in(values):
         return -1
     if not isinstance(values, torch.Tensor) or not isinstance(spec, LeafSpec):
         return next((number for number, value in enumerate(values) if not spec.is_in(value)), -1)

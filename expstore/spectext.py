@@ -12,7 +12,7 @@ from itertools import islice
 from typing import Any
 
 from expstore.errors import CorruptionError, MigrationError, SchemaError
-from expstore.schema import Schema
+from expstore.schema import OBJECT, Schema
 from expstore.types import Key, key_name
 
 __all__ = ["VERSION", "check_specs", "describe", "leaves_of", "pack_specs", "same_specs", "unpack_specs"]
@@ -23,7 +23,7 @@ VERSION = 1
 _FEW, _WORDS = 4, 60  # how many specs `describe` names, and in how many characters each
 _LEFT_OUT = {"kind", "shape", "dtype", "device", "domain"}
 
-#: Dtype (None: whichever) and shape of one row's value; -1 is a dim of whichever size.
+#: Dtype (None: of objects) and shape of one row's value; -1 is a dim of whichever size.
 Leaf = tuple[str | None, tuple[int, ...]]
 
 
@@ -137,10 +137,17 @@ def check_specs(text: str, schema: Schema) -> None:
                 hint=f"leave it out; the rows have {schema!r}",
             )
         field = schema[key]
+        if dtype is None:  # of objects, which have no shape of their own
+            if field.dtype != OBJECT:
+                raise SchemaError(
+                    f"field {key_name(key)!r}: the specs say objects, the rows have {field}",
+                    hint="specs describe one row as it is stored",
+                )
+            continue
         fits = len(shape) == len(field.shape) and all(
             asked in (-1, size) for asked, size in zip(shape, field.shape, strict=True)
         )
-        if not fits or dtype not in (None, field.dtype):
+        if not fits or dtype != field.dtype:
             raise SchemaError(
                 f"field {key_name(key)!r}: the specs say {said}, the rows have {field}",
                 hint="specs describe one row as it is stored",

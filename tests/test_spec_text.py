@@ -9,6 +9,7 @@ import json
 import math
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,10 +17,24 @@ import torch
 import torchrl.data
 from hypothesis import given
 from hypothesis import strategies as st
+from tensordict import NonTensorData
 
 import expstore.specs
 from expstore.errors import CorruptionError, MigrationError, SchemaError
-from expstore.specs import Bounded, Categorical, Composite, StackedComposite, TensorSpec
+from expstore.specs import (
+    Binary,
+    Bounded,
+    Categorical,
+    Choice,
+    Composite,
+    MultiCategorical,
+    MultiOneHot,
+    NonTensor,
+    OneHot,
+    StackedComposite,
+    TensorSpec,
+    Unbounded,
+)
 from expstore.specs.foreign import from_torchrl, to_torchrl
 from expstore.specs.text import from_text, to_text
 from expstore.spectext import describe, leaves_of, same_specs, unpack_specs
@@ -55,7 +70,31 @@ def categorical(draw: st.DrawFn, shapes: st.SearchStrategy[tuple[int, ...]] = sh
     return Categorical(n, shape=shape, dtype=draw(st.sampled_from(WHOLE)), mask=mask)
 
 
-leaves = st.one_of(bounded(), categorical(), st.none())
+@st.composite
+def others(draw: st.DrawFn) -> TensorSpec:
+    """Draw a spec of one of the other kinds, with a mask perhaps."""
+    n, lead = draw(st.integers(2, 4)), draw(shapes)
+    made: list[Callable[[], Any]] = [
+        lambda: Unbounded(lead, dtype=draw(st.sampled_from((*FLOATS, *WHOLE)))),
+        lambda: OneHot(n, shape=(*lead, n), mask=masked(draw, n)),
+        lambda: MultiCategorical(
+            [n, 2], shape=(*lead, 2), mask=masked(draw, n + 2), remove_singleton=draw(st.booleans())
+        ),
+        lambda: MultiOneHot([n, 3], shape=(*lead, n + 3), mask=masked(draw, n + 3)),
+        lambda: Binary(shape=(*lead, n), dtype=draw(st.sampled_from([torch.bool, torch.int8]))),
+        lambda: NonTensor(lead, example_data=draw(st.sampled_from([None, "a", 3, [1, {"b": 0.5}]]))),
+        lambda: Choice([Bounded(0, 1, shape=lead), Bounded(5, n + 5, shape=lead)]),
+        lambda: Choice([NonTensorData("a"), NonTensorData(n)]),
+    ]
+    spec: TensorSpec = draw(st.sampled_from(made))()
+    return spec
+
+
+def masked(draw: st.DrawFn, n: int) -> torch.Tensor | None:
+    return draw(st.one_of(st.none(), st.lists(st.booleans(), min_size=n, max_size=n).map(torch.tensor)))
+
+
+leaves = st.one_of(bounded(), categorical(), others(), st.none())
 names = st.sampled_from(["a", "b", "next", "x.y", "0"])
 trees = st.recursive(
     st.dictionaries(names, leaves, max_size=3).map(Composite),
@@ -74,9 +113,15 @@ def bits(spec: Any) -> Any:
         return {key: bits(part) for key, part in spec.items()}
     if spec is None:
         return None
-    facts = [type(spec).__name__, spec.shape, spec.dtype, spec.domain, getattr(spec, "n", None)]
+    facts = [type(spec).__name__, spec.shape, spec.dtype, spec.domain]
+    facts += [spec.space.n] if isinstance(spec, Categorical | OneHot) and hasattr(spec.space, "n") else []
     sides = [spec.low, spec.high] if isinstance(spec, Bounded) else []
     facts += [side.tolist() if spec.dtype in WHOLE else side.double().numpy().tobytes() for side in sides]
+    facts += [torch.as_tensor(spec.nvec).tolist()] if hasattr(spec, "nvec") else []
+    facts += [spec.remove_singleton] if isinstance(spec, MultiCategorical) else []
+    facts += [spec.example_data, spec.feature_dims] if isinstance(spec, NonTensor) else []
+    if isinstance(spec, Choice):
+        facts += [bits(one) if isinstance(one, TensorSpec) else one.data for one in spec.choices]
     mask = getattr(spec, "mask", None)
     return [*map(repr, facts), None if mask is None else mask.tolist()]
 
@@ -113,7 +158,19 @@ def test_more_of_a_composite_stays() -> None:
     assert read.step_mdp_static
 
 
+def test_masks_that_were_set_later_stay() -> None:
+    spec = Binary(shape=(2,))
+    spec.update_mask(torch.tensor([True, False]))
+    assert from_text(to_text(spec)).mask.tolist() == [[True, False], [True, False]]
+    assert to_torchrl(spec).mask.tolist() == [[True, False], [True, False]]
+
+
 def test_what_text_cannot_hold_is_refused() -> None:
+    for data in (object(), math.nan, {1: 2}, [torch.zeros(2)], (1, 2)):
+        with pytest.raises(SchemaError, match="JSON has no form"):
+            to_text(NonTensor(example_data=data))
+        with pytest.raises(SchemaError, match="JSON has no form"):
+            to_text(Choice([NonTensorData(data)]))
     with pytest.raises(SchemaError, match="data_cls"):
         to_text(Composite(data_cls=dict))
     with pytest.raises(SchemaError, match="no spec that is known"):
@@ -175,7 +232,7 @@ def test_torchrls_specs_are_the_same_ones(spec: Any) -> None:
 def test_both_draw_the_same(spec: Composite, seed: int) -> None:
     there = to_torchrl(spec)
     for key, leaf in spec.items(True, True):
-        if leaf is None or (getattr(leaf, "mask", None) is not None and not leaf.mask.any(-1).all()):
+        if leaf is None or leaf.dtype is None or getattr(leaf, "mask", None) is not None:
             continue
         torch.manual_seed(seed)
         value = leaf.rand()

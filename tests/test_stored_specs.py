@@ -17,10 +17,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tensordict import TensorDict
+from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 import expstore
-from expstore import Bounded, Categorical, Composite, MemoryStorage, SchemaError, StateError
+from expstore import (
+    Bounded,
+    Categorical,
+    Choice,
+    Composite,
+    MemoryStorage,
+    NonTensor,
+    SchemaError,
+    StateError,
+)
 from expstore.errors import CorruptionError, StorageError
 from expstore.files import Disk
 from expstore.storages.zarr import ZarrStorage
@@ -379,3 +388,28 @@ def test_info_shows_them(tmp_path: Path) -> None:
     assert "action Categorical(n=3, mask=[True, True, False])" in info()
     facts = json.loads(info("--json"))["stores"][0]
     assert facts["specs"]["specs"]["next"]["specs"]["reward"]["high"] == 1.0
+
+
+def test_objects_and_choices_are_validated_row_by_row() -> None:
+    rb = expstore.TensorDictReplayBuffer(storage=MemoryStorage(10))
+    rb.set_specs(
+        Composite(
+            text=Choice([NonTensorData("a"), NonTensorData("b")]),
+            more=NonTensor((), example_data="x"),
+            level=Choice([Bounded(0, 1, shape=()), Bounded(5, 6, shape=())]),
+        )
+    )
+
+    def batch(texts: list[str], levels: list[float]) -> TensorDict:
+        more = {"text": NonTensorStack(*texts), "more": NonTensorStack(*texts)}
+        return TensorDict({"level": torch.tensor(levels), **more}, [len(texts)])
+
+    rb.extend(batch(["a", "b", "a"], [0.5, 5.5, 0.0]), validate="domain")
+    with pytest.raises(SchemaError, match="row 2: field 'level' is 3.0"):
+        rb.extend(batch(["a", "b", "a"], [0.5, 5.5, 3.0]), validate="domain")
+    with pytest.raises(SchemaError, match="row 1: field 'text' is c"):
+        rb.extend(batch(["a", "c", "a"], [0.5, 5.5, 0.0]), validate="domain")
+    rb.extend(batch(["a", "c", "a"], [0.5, 5.5, 3.0]))
+    with pytest.raises(SchemaError, match="'level': the specs say objects, the rows have float32"):
+        rb.set_specs(Composite(level=NonTensor()))
+    assert len(rb) == 6

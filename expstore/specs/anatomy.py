@@ -17,7 +17,7 @@ Tree = dict[str, Any]
 _ARGUMENTS: dict[str, tuple[str, ...]] = {
     "Bounded": ("low", "high", "domain"),
     "Unbounded": ("domain",),
-    "Binary": (),
+    "Binary": ("mask",),
     "MultiCategorical": ("nvec", "mask", "remove_singleton"),
     "MultiOneHot": ("nvec", "mask"),
     "OneHot": ("n", "mask"),
@@ -42,7 +42,8 @@ def take_apart(spec: Any) -> Tree:
     if "Composite" in names:
         return _take_composite(spec)
     if "Choice" in names:
-        return {"kind": "Choice", "choices": [_take_choice(choice) for choice in _choices(spec)]}
+        tree: Tree = {"kind": "Choice", "shape": spec.shape, "device": spec.device, "dtype": spec.dtype}
+        return tree | {"choices": [_take_choice(choice) for choice in _choices(spec)]}
     kind = next((name for name in names if name in _ARGUMENTS), "")
     if not kind:
         raise TypeError(f"{type(spec).__name__} is no spec that is known here")
@@ -51,7 +52,7 @@ def take_apart(spec: Any) -> Tree:
             f"this {kind} has use_register=True: which number a value has depends on what came before; "
             "give it the values themselves"
         )
-    tree: Tree = {"kind": kind, "shape": spec.shape, "device": spec.device, "dtype": spec.dtype}
+    tree = {"kind": kind, "shape": spec.shape, "device": spec.device, "dtype": spec.dtype}
     return tree | {name: _argument(spec, name) for name in _ARGUMENTS[kind]}
 
 
@@ -107,4 +108,10 @@ def build(tree: Tree, home: Any) -> Any:
         return kind({key: None if part is None else build(part, home) for key, part in parts}, **arguments)
     if name == "Choice":
         return kind([build(c, home) if isinstance(c, dict) else c for c in arguments["choices"]])
+    if name == "Binary":  # a mask can be set, and not given
+        mask = arguments.pop("mask", None)
+        made = kind(**arguments)
+        if mask is not None:
+            made.update_mask(mask)
+        return made
     return kind(**arguments)

@@ -19,6 +19,7 @@ from expstore.spectext import pack_specs, unpack_specs
 
 __all__ = ["from_text", "to_text"]
 
+_DEFAULTS = [("step_mdp_static", False), ("remove_singleton", True)]
 _TENSORS = ("low", "high", "mask")
 
 
@@ -52,7 +53,7 @@ def _note(tree: Tree) -> dict[str, Any]:
         raise ValueError(f"its data_cls is {tree['data_cls'].__name__}, a class; leave it out")
     noted: dict[str, Any] = {}
     for name, value in tree.items():
-        if value is None or (name == "device" and value.type == "cpu") or value is False:
+        if value is None or (name == "device" and value.type == "cpu") or (name, value) in _DEFAULTS:
             continue
         if name in _TENSORS:
             value = _note_tensor(torch.as_tensor(value))
