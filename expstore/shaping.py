@@ -161,6 +161,8 @@ class ShapingHandle(DrawingHandle):
                 batch.set(path, flags)
         if len(self._transform):
             batch = self._transform.finish(batch, numbers)
+            if root and isinstance(batch, TensorDictBase):
+                _put_back(batch, root)
         return self._placed(batch)
 
     def _collated(self, batch: Any) -> Any:
@@ -328,6 +330,14 @@ def along(values: Any, batch: TensorDictBase) -> Any:
     """Return what is said of each row along the dims that rows have themselves."""
     beyond = batch.batch_size[values.ndim :]
     return values.reshape(*values.shape, *(1 for _ in beyond)).expand(*values.shape, *beyond)
+
+
+def _put_back(batch: TensorDictBase, root: dict[str, torch.Tensor]) -> None:
+    """Set what transforms have left out of what is said of each row, if the rows are still these."""
+    for key, values in root.items():
+        if batch.batch_size[:1] == values.shape[:1] and key not in batch.keys():  # noqa: SIM118 - see TensorDict
+            with batch.unlock_():
+                batch.set(key, along(values, batch))
 
 
 def _is_key(index: Any) -> bool:
