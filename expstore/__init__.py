@@ -60,6 +60,7 @@ _HOME = {
     "NonTensor": "expstore.specs",
     "NotFoundError": "expstore.errors",
     "NotReadyError": "expstore.errors",
+    "OfflineToOnlineReplayBuffer": "expstore.offline",
     "OneHot": "expstore.specs",
     "OneHotDiscreteTensorSpec": "expstore.specs",
     "PrioritizedReplayBuffer": "expstore.prioritized",
@@ -118,6 +119,7 @@ _HOME = {
     "find_start_stop_traj": "expstore.trajectories",
     "iter_trajectories": "expstore.query",
     "open": "expstore.door",
+    "prefill_replay_buffer": "expstore.offline",
     "split_trajectories": "expstore.trajectories",
     "traj": "expstore.query",
     "versions": "expstore.snapshots",
@@ -172,6 +174,7 @@ __all__ = [
     "NonTensor",
     "NotFoundError",
     "NotReadyError",
+    "OfflineToOnlineReplayBuffer",
     "OneHot",
     "OneHotDiscreteTensorSpec",
     "PrioritizedReplayBuffer",
@@ -230,6 +233,7 @@ __all__ = [
     "find_start_stop_traj",
     "iter_trajectories",
     "open",
+    "prefill_replay_buffer",
     "split_trajectories",
     "traj",
     "versions",
@@ -259,6 +263,7 @@ if TYPE_CHECKING:
     from expstore.hindsight import HERReplayBuffer, HindsightStrategy
     from expstore.interop import ExpStorage
     from expstore.limiter import MinSize, SampleToInsertRatio
+    from expstore.offline import OfflineToOnlineReplayBuffer, prefill_replay_buffer
     from expstore.patches import ConditionalUpdateResult
     from expstore.postprocs import DensifyReward, MultiStep
     from expstore.prioritized import PrioritizedReplayBuffer, TensorDictPrioritizedReplayBuffer

@@ -40,7 +40,10 @@ LINES: tuple[tuple[str, str], ...] = (
     ),
     ("5", "handles drawing shaping patches keywords finding streams service parts"),
     ("5a", "buffers client"),
-    ("5b", "tensordictbuffers prioritized hindsight schedulers memberpatches ensembles retention checks"),
+    (
+        "5b",
+        "tensordictbuffers prioritized hindsight offline schedulers memberpatches ensembles retention checks",
+    ),
     ("6", "door"),
     ("7", "collectors datasets exchange interop trainers"),
     ("8", "api testing"),
