@@ -416,6 +416,27 @@ def test_copies_are_equal_and_others_are_not(recipe: Recipe) -> None:
         (lambda of: of.Bounded(0, 1, shape=(3,)).unsqueeze(5), ValueError, "Dimension out of range"),
         (lambda of: of.Bounded(0, 1, shape=(3,))[3], IndexError, "out of bounds for"),
         (lambda of: of.Bounded(0, 1, shape=(3,))[0, 0], IndexError, "."),
+        (lambda of: of.Unbounded((3,))[[0, 3]], IndexError, "."),
+        (lambda of: of.Unbounded((3,))[range(10)], IndexError, "."),
+        (lambda of: of.Binary(shape=(3, 4))[np.array([[2, 10]])], IndexError, "."),
+        (lambda of: of.OneHot(4, (3, 4))[torch.tensor([10, 2])], IndexError, "."),
+        (lambda of: of.OneHot(4, (3, 4))[1, ..., 2, ..., 3], IndexError, "."),
+        (
+            lambda of: torch.index_select(of.OneHot(2), -1, torch.tensor([0])),
+            ValueError,
+            "Cannot index_select",
+        ),
+        (
+            lambda of: torch.index_select(of.Binary(2), 0, torch.tensor([0])),
+            ValueError,
+            "Cannot index_select",
+        ),
+        (
+            lambda of: of.MultiOneHot((3, 2)).encode([[0, 1]] * 3),
+            RuntimeError,
+            "is invalid for input of size",
+        ),
+        (lambda of: of.Unbounded((-1, 2)).expand(3, 3, 2), ValueError, "The last 2 of the expanded shape"),
         (lambda of: of.Bounded(0, 1, shape=(3,)).type_check(torch.ones(3).int()), TypeError, "value.dtype="),
         (
             lambda of: of.Bounded(0, 1, shape=()).assert_is_in(torch.tensor(2.0)),
@@ -592,10 +613,14 @@ def test_specs_are_indexed_as_tensors_are() -> None:
             (1, [0, 2]),
         ),
         *((slice(None), None, [0]), (..., -1), range(1), (), [], torch.tensor(1), slice(None, None, 2)),
+        *([[[[0]]]], ([0, 1], [0, 2]), (1, ..., None), slice(5, 9)),
     ):
         tensors = values[torch.tensor(index)] if isinstance(index, list) and index else values[index]
         assert torch.equal(spec[index].low, tensors), index
         assert spec[index].shape == tensors.shape
+    assert spec[::-1].low.tolist() == values.flip(0).tolist()
+    assert spec[:, 10:0:-1].low.tolist() == [[2, 1], [5, 4]]
+    assert expstore.OneHot(0)[None].shape == (1, 0)
 
 
 def test_masks_stay_with_their_elements() -> None:
@@ -647,6 +672,14 @@ def test_dims_of_unknown_size_stay_so() -> None:
     assert spec[..., 1].low.tolist() == [1.0]
     assert spec.reshape(2, -1).shape == (2, -1)
     assert spec.rand((3,)).shape == (3, 1, 2)
+    assert spec.encode(np.ones((7, 2))).shape == (7, 2)
+    assert expstore.Unbounded((-1, -1, 2)).encode(np.ones((7, 3, 2))).shape == (7, 3, 2)
+    rows = expstore.MultiOneHot((2, 3), (-1, 5))
+    assert rows.is_in(rows.encode([[0, 1], [1, 2], [0, 0]]))
+    assert rows.encode([[0, 1], [1, 2], [0, 0]]).shape == (3, 5)
+    several = expstore.MultiCategorical((2, 3), (-1, 2))
+    assert several.is_in(torch.ones(7, 2).long())
+    assert several.expand(4, -1, 2).to_one_hot_spec() == rows.expand(4, -1, 5)
 
 
 def test_the_same_choices_have_two_specs() -> None:
@@ -662,7 +695,9 @@ def test_the_same_choices_have_two_specs() -> None:
             drawn = numbers.rand((5,))
             assert rows.is_in(numbers.to_one_hot(drawn, safe=True))
             assert torch.equal(rows.to_categorical(numbers.to_one_hot(drawn), safe=True), drawn)
-            assert torch.equal(rows.to_one_hot(rows.encode(drawn)), numbers.to_one_hot(drawn))
+            assert torch.equal(
+                rows.to_one_hot(rows.expand(5, *rows.shape).encode(drawn)), numbers.to_one_hot(drawn)
+            )
             assert numbers != rows
 
 

@@ -344,6 +344,8 @@ class LeafSpec(TensorSpec):
 
     #: How many dims at the end are the domain of one value, and cannot be indexed or moved.
     _whole: ClassVar[int] = 0
+    #: Whether the last dim can be taken apart.
+    _last_stays: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -429,7 +431,9 @@ class LeafSpec(TensorSpec):
             val = val.copy()
         found = torch.as_tensor(val, device=None if ignore_device else self.device, dtype=self.dtype)
         try:
-            return found if found.shape == self.shape else found.reshape(self.shape)
+            sizes = zip(self.shape, found.shape, strict=False)
+            same = found.ndim == self.ndim and all(n in (-1, have) for n, have in sizes)
+            return found if same else found.reshape(self.shape)
         except RuntimeError as exc:
             raise RuntimeError(
                 f"Shape mismatch: the value has shape {found.shape} which is incompatible with the spec "
@@ -536,7 +540,11 @@ class LeafSpec(TensorSpec):
 
     def _picked(self, dim: int, index: torch.Tensor) -> Any:
         """Return the spec of some places of a dim."""
-        self._keep_whole(dim, self.ndim)
+        if self._last_stays and dim in (self.ndim - 1, -1):
+            raise ValueError(
+                f"Cannot index_select along the last dimension of {type(self).__name__} spec, "
+                "as it represents the domain."
+            )
         return self._remade(picking(self.shape, dim, index))
 
     def __getitem__(self, idx: Any) -> Any:

@@ -39,6 +39,8 @@ class Binary(Categorical):
         True
     """
 
+    _last_stays = True
+
     def __init__(
         self,
         n: int | None = None,
@@ -79,17 +81,9 @@ class Binary(Categorical):
         Raises:
             ValueError: There is no such dim, its size is unknown, or it is the last.
         """
-        self._keep_last(dim)
-        return super().unbind(dim)
-
-    def _picked(self, dim: int, index: torch.Tensor) -> Any:
-        self._keep_last(dim)
-        return super()._picked(dim, index)
-
-    def _keep_last(self, dim: int) -> None:
-        """Raise a ValueError if a dim is the last."""
         if dim in (self.ndim - 1, -1):
             raise ValueError(f"Final dimension of {type(self)} must remain unchanged. Got dim={dim}.")
+        return super().unbind(dim)
 
     def __getitem__(self, idx: Any) -> Any:
         if not self.ndim:

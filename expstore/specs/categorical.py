@@ -260,6 +260,7 @@ class OneHot(LeafSpec):
     """
 
     _whole = 1
+    _last_stays = True
 
     def __init__(
         self,

@@ -422,7 +422,7 @@ class MultiOneHot(OneHot):
             A tensor of the spec's dtype.
 
         Raises:
-            RuntimeError: A number is too large.
+            RuntimeError: A number is too large, or there are more or fewer rows than in the spec's shape.
             ValueError: There are too few, or too many.
         """
         numbers = torch.as_tensor(val, device=None if ignore_device else self.device)
@@ -436,8 +436,7 @@ class MultiOneHot(OneHot):
             if ((number < 0) | (number >= spec.n)).any():
                 raise RuntimeError(f"value {number} is greater than the allowed max {spec.n - 1}, or below 0")
             rows.append(spec.encode(number, ignore_device=ignore_device))
-        made = torch.cat(rows, -1)
-        return made.reshape(self.shape) if made.numel() == safe(self.shape).numel() else made
+        return torch.cat(rows, -1).reshape(self.shape)
 
     def index(self, index: torch.Tensor, tensor_to_index: torch.Tensor) -> torch.Tensor:
         """Return what each row chooses from its part of a tensor's last dim: one place per row.

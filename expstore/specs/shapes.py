@@ -68,6 +68,7 @@ class Move:
     Args:
         act: What to do with a tensor. It gets a number, too, that stands for sizes of -1.
         sizes: The sizes that `act` names itself.
+        looks: Whether `act` must see where elements lie, to refuse what is not there.
 
     Example:
         >>> from expstore.specs.shapes import Move
@@ -77,17 +78,24 @@ class Move:
 
     act: Callable[[torch.Tensor, int], torch.Tensor]
     sizes: tuple[int, ...] = ()
+    looks: bool = False
 
     def shape(self, shape: torch.Size) -> torch.Size:
         """Return the shape that comes of a shape."""
         if min((*shape, *self.sizes), default=0) >= 0:
-            return self.act(torch.empty(shape, device="meta"), 1).shape
+            return self.act(self._blank(shape), 1).shape
         # A prime that divides none of the sizes: what it divides afterwards is unknown.
         known = [n for n in (*shape, *self.sizes) if n > 0]
         unknown = next(n for n in count(1009, 2) if _is_prime(n) and all(k % n for k in known))
         sizes = [unknown if n < 0 else n for n in shape]
-        acted = self.act(torch.empty(sizes, device="meta"), unknown).shape
+        acted = self.act(self._blank(sizes), unknown).shape
         return torch.Size([-1 if n and n % unknown == 0 else n for n in acted])
+
+    def _blank(self, sizes: Sequence[int]) -> torch.Tensor:
+        """Return a tensor without content; one place in memory stands for all if they are looked at."""
+        if self.looks:
+            return torch.zeros((), dtype=torch.bool, device="cpu").expand(tuple(sizes))
+        return torch.empty(tuple(sizes), device="meta")
 
     def values(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return what comes of a tensor with one value per element."""
@@ -200,9 +208,8 @@ def indexing(shape: torch.Size, index: Any, *, whole: int = 0) -> Move:
     if not any(part is Ellipsis for part in parts):
         parts = (*parts, Ellipsis)
     parts = (*parts, *[slice(None)] * whole)
-    if min(shape, default=0) < 0:
-        parts = _beside_unknown(shape, parts)
-    return Move(lambda tensor, _: tensor[parts])
+    parts = _on_dims(shape, parts)
+    return Move(lambda tensor, _: tensor[_beside(parts, tensor.device)], looks=True)
 
 
 def _part(part: Any) -> Any:
@@ -222,8 +229,8 @@ def _takes(part: Any) -> int:
     return part.ndim if isinstance(part, torch.Tensor) and part.dtype == torch.bool else 1
 
 
-def _beside_unknown(shape: torch.Size, parts: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the parts with those checked that fall on dims of unknown size."""
+def _on_dims(shape: torch.Size, parts: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the parts as each dim takes them: whole where its size is unknown."""
     rest = len(shape) - sum(map(_takes, parts))
     place, found = 0, []
     for part in parts:
@@ -236,5 +243,12 @@ def _beside_unknown(shape: torch.Size, parts: tuple[Any, ...]) -> tuple[Any, ...
                 raise IndexError(
                     f"cannot index dim {dims.start} of shape {shape} with {part}: its size is unknown"
                 )
+        elif isinstance(part, slice) and (part.step or 1) < 0:
+            part = torch.tensor(range(*part.indices(shape[dims.start])), dtype=torch.int64)
         found.append(part)
     return tuple(found)
+
+
+def _beside(parts: tuple[Any, ...], device: torch.device) -> tuple[Any, ...]:
+    """Return the parts with tensors where those are that they choose from."""
+    return tuple(part.to(device) if isinstance(part, torch.Tensor) else part for part in parts)
