@@ -31,6 +31,7 @@ import expstore
 CANNOT = {
     ("SliceSampler", "RobosetExperienceReplay"): "downloads a data set",
     ("SliceSamplerWithoutReplacement", "RobosetExperienceReplay"): "downloads a data set",
+    ("MultiStepTransform", "auto_reset=False"): "the first step of its rollouts has one field more: refused",
     ("TensorDictMaxValueWriter", "GymEnv"): "needs an environment whose library is not installed",
 }
 
