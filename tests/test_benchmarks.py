@@ -113,6 +113,15 @@ def test_slices_are_measured(tmp_path: Path) -> None:
     assert many < 3
 
 
+def test_looking_at_other_steps_is_measured(tmp_path: Path) -> None:
+    found = {row["name"].partition("/")[2]: row["data"] for row in results_of("steps.py", tmp_path)}
+    assert [*found] == [
+        *(f"locomotion-{name}" for name in ("n-step", "frames", "next-state", "to-go")),
+        *(f"pixels-{name}" for name in ("n-step", "frames")),
+    ]
+    assert all(data.keys() == {"with", "without"} for data in found.values())
+
+
 def test_filters_are_measured(tmp_path: Path) -> None:
     found = {row["name"].partition("/")[2]: row["value"] for row in results_of("filters.py", tmp_path)}
     assert set(found) == {

@@ -9,7 +9,9 @@ from __future__ import annotations
 import math
 import os
 import signal
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -487,42 +489,83 @@ def test_fields_that_do_not_fit_are_named() -> None:
 # -- others write meanwhile -------------------------------------------------------------------------------
 
 
+WORKERS, STEPS = 3, 5
+
+
+def numbered(turn: int) -> TensorDict:
+    """Return the rows of one turn: workers take turns, and rows say which step of their worker they are."""
+    first = turn // WORKERS * STEPS
+    step = torch.arange(first, first + STEPS).float().unsqueeze(-1)
+    return TensorDict({"x": step, "next": {"reward": step * 2, "x": step + 1}}, [STEPS])
+
+
+def write(rb: Any, turn: int) -> None:
+    rb.extend(numbered(turn), source=f"worker{turn % WORKERS}")
+
+
+def looking(rb: Any) -> Any:
+    for transform in (MultiStepTransform(3, 1.0), CatFrames(3, -1, ["x", ("next", "x")])):
+        rb.append_transform(transform)
+    return rb
+
+
+def check_numbered(batch: Any) -> float:
+    """Compare rows with what they say of themselves; return the newest step."""
+    step, count = batch["x"][:, -1], batch["steps_to_next_obs"]
+    total = sum((step + k) * 2 * (k < count) for k in range(3))
+    torch.testing.assert_close(batch["next", "reward"][:, 0], total)
+    torch.testing.assert_close(batch["next", "x"][:, -1], step + count)
+    one, two = batch["x"].diff(dim=-1).unbind(-1)  # frames follow one another, or the first repeats
+    assert ((one == 0) | (one == 1) & (two == 1)).all()
+    assert ((two == 0) | (two == 1)).all()
+    return float(step.max())
+
+
 def test_a_follower_beside_a_writer_that_overwrites(tmp_path: Path) -> None:
-    """Rows say what they are: any batch is right in itself, whatever is overwritten meanwhile."""
-    path, workers, steps = tmp_path / "run.exp", 3, 5
-
-    def rows(first: int) -> TensorDict:
-        step = torch.arange(first, first + steps).float().unsqueeze(-1)
-        following = {"reward": step * 2, "x": step + 1}
-        return TensorDict({"x": step, "next": following}, [steps])
-
+    path = tmp_path / "run.exp"
     with expstore.open(path, capacity=60, seed=2) as rb:
         for turn in range(12):
-            rb.extend(rows(turn // workers * steps), source=f"worker{turn % workers}")
+            write(rb, turn)
     if (child := os.fork()) == 0:
         try:
             rb = expstore.open(path)
             for turn in range(12, 100_000):
-                rb.extend(rows(turn // workers * steps), source=f"worker{turn % workers}")
+                write(rb, turn)
         finally:
             os._exit(1)
     try:
-        reader = expstore.open(path, mode="r", batch_size=16)
-        for transform in (MultiStepTransform(3, 1.0), CatFrames(3, -1, ["x", ("next", "x")])):
-            reader.append_transform(transform)
-        newest = 0.0
-        while newest < 400:
-            batch = reader.sample()
-            step = batch["x"][:, -1]
-            newest = max(newest, step.max().item())
-            count = batch["steps_to_next_obs"]
-            total = sum((step + k) * 2 * (k < count) for k in range(3))
-            torch.testing.assert_close(batch["next", "reward"][:, 0], total)
-            torch.testing.assert_close(batch["next", "x"][:, -1], step + count)
-            one, two = batch["x"].diff(dim=-1).unbind(-1)  # frames follow one another, or the first repeats
-            assert ((one == 0) | (one == 1) & (two == 1)).all()
-            assert ((two == 0) | (two == 1)).all()
-        reader.close()
+        with looking(expstore.open(path, mode="r", batch_size=16)) as reader:
+            while check_numbered(reader.sample()) < 400:
+                pass
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_threads_that_sample_while_one_overwrites(prefetch: int) -> None:
+    rb = TensorDictReplayBuffer(storage=MemoryStorage(60, seed=3), batch_size=16, prefetch=prefetch)
+    looking(rb)
+    for turn in range(12):
+        write(rb, turn)
+    done = threading.Event()
+
+    def overwrite() -> None:
+        try:
+            for turn in range(12, 1500):
+                write(rb, turn)
+        finally:
+            done.set()
+
+    def sample(number: int) -> int:
+        count = 0
+        while not done.is_set():
+            check_numbered(rb.sample() if number else rb[::3])
+            count += 1
+        return count
+
+    with ThreadPoolExecutor(4) as pool:
+        writer = pool.submit(overwrite)
+        readers = [pool.submit(sample, number) for number in range(3)]
+        writer.result()
+        assert min(reader.result() for reader in readers) > 0

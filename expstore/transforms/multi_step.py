@@ -83,7 +83,7 @@ class MultiStepTransform(StepTransform):
         self.done_key = "done" if done_key is None else done_key
         self.done_keys = ["done", "truncated", "terminated"] if done_keys is None else list(done_keys)
         self.mask_key = "mask" if mask_key is None else mask_key
-        self._moved: tuple[Schema, frozenset[int]] | None = None
+        self._moved: tuple[Schema, tuple[NestedKey, ...], frozenset[int]] | None = None
 
     @property
     def n_steps(self) -> int:
@@ -113,14 +113,14 @@ class MultiStepTransform(StepTransform):
 
     def _moved_in(self, schema: Schema) -> frozenset[int]:
         """Return the positions of the fields that are those of the last step."""
-        known = self._moved
-        if known is None or known[0] is not schema:
-            own = {below_next(key) for key in (*self.reward_keys, *self.done_keys)}
+        known, asked = self._moved, (*self.reward_keys, *self.done_keys)
+        if known is None or known[0] is not schema or known[1] != asked:
+            own = {below_next(key) for key in asked}
             moved = (
                 n for n, entry in enumerate(schema.fields) if _is_next(entry.key) and entry.key not in own
             )
-            known = self._moved = schema, frozenset(moved)
-        return known[1]
+            known = self._moved = schema, asked, frozenset(moved)
+        return known[2]
 
     def apply(self, batch: Any, seen: _Seen) -> Any:
         """Write the sums, and what they are."""

@@ -101,10 +101,9 @@ class NextStateReconstructor(StepTransform):
 
     def apply(self, batch: Any, seen: _Seen) -> Any:
         """Write them."""
-        without = torch.from_numpy(~seen.valid)
+        without = torch.from_numpy(np.flatnonzero(~seen.valid))
         for key, value in zip(self.out_keys, seen.values, strict=True):
-            value[without] = self.fill_value
-            batch.set(key, value)
+            batch.set(key, value.index_fill_(0, without, self.fill_value))
         return batch
 
     def __repr__(self) -> str:
