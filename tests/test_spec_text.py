@@ -18,7 +18,9 @@ import torchrl.data
 from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import NonTensorData
+from torchrl.envs import GymEnv, SerialEnv, StepCounter, TransformedEnv
 
+import expstore
 import expstore.specs
 from expstore.errors import CorruptionError, MigrationError, SchemaError
 from expstore.specs import (
@@ -35,7 +37,7 @@ from expstore.specs import (
     TensorSpec,
     Unbounded,
 )
-from expstore.specs.foreign import from_torchrl, to_torchrl
+from expstore.specs.foreign import from_env, from_torchrl, to_torchrl
 from expstore.specs.text import from_text, to_text
 from expstore.spectext import describe, leaves_of, same_specs, unpack_specs
 
@@ -254,6 +256,26 @@ def test_an_environments_specs() -> None:
         from_torchrl(torch.zeros(3))
     with pytest.raises(ValueError, match="use_register"):
         from_torchrl(torchrl.data.OneHot(3, use_register=True))
+
+
+def test_rows_of_torchrls_collectors_fit_the_specs_of_their_environment() -> None:
+    def make() -> Any:
+        return TransformedEnv(GymEnv("CartPole-v1"), StepCounter(5))
+
+    for env in (make(), SerialEnv(2, make)):
+        rb = expstore.TensorDictReplayBuffer(storage=expstore.MemoryStorage(200))
+        rb.storage.flatten = True
+        rb.set_specs(from_env(env))
+        env.set_seed(0)
+        rb.extend(env.rollout(20, break_when_any_done=False), validate="domain")
+        assert rb.specs == from_env(env)
+        assert len(rb) == 20 * max(1, env.batch_size.numel())
+        fields = {entry.key for entry in rb.schema.fields}  # type: ignore[union-attr]
+        assert {(key,) if isinstance(key, str) else key for key in rb.specs.keys(True, True)} == fields
+        row = rb[3].exclude("index")
+        row["observation"] = row["observation"] * math.nan
+        with pytest.raises(SchemaError, match="'observation' is .nan"):
+            rb.add(row, validate="domain")
 
 
 def test_nothing_imports_torchrl_before_it_is_asked_for() -> None:

@@ -179,6 +179,10 @@ def test_nothing_changes_on_a_disk_that_fails(tmp_path: Path) -> None:
         assert rb.specs == specs()
 
 
+def generation_of(path: Path) -> int:
+    return int(json.loads((path / "expstore.json").read_text())["generation"])
+
+
 # -- refused ---------------------------------------------------------------------------------------
 
 
@@ -202,8 +206,10 @@ def test_specs_of_other_rows_are_refused(tmp_path: Path, wrong: Composite, messa
         with pytest.raises(SchemaError, match=message):
             rb.set_specs(wrong)
         assert rb.specs is None
+    generation = generation_of(tmp_path / "a.exp")
     with pytest.raises(SchemaError, match=message):
         expstore.open(tmp_path / "a.exp", specs=wrong)
+    assert generation_of(tmp_path / "a.exp") == generation, "it was opened for writing"
     with expstore.open(tmp_path / "a.exp") as rb:
         assert rb.specs is None
         assert len(rb) == 3
@@ -233,11 +239,11 @@ def test_opening_with_other_specs_than_those_kept_is_refused(tmp_path: Path) -> 
     path = tmp_path / "a.exp"
     with expstore.open(path, specs=specs()):
         pass
-    generation = json.loads((path / "expstore.json").read_text())["generation"]
+    generation = generation_of(path)
     for mode in ("a", "r"):
         with pytest.raises(StateError, match="has other specs"):
             expstore.open(path, specs=Composite(action=Categorical(4)), mode=mode)
-    assert json.loads((path / "expstore.json").read_text())["generation"] == generation
+    assert generation_of(path) == generation
     shuffled = Composite({key: specs()[key] for key in reversed(list(specs().keys()))})
     expstore.open(path, specs=shuffled).close()
     expstore.open(path, specs=specs(), mode="r").close()

@@ -12,7 +12,7 @@ from expstore import specs
 from expstore.specs.anatomy import build, take_apart
 from expstore.specs.base import TensorSpec
 
-__all__ = ["from_torchrl", "to_torchrl"]
+__all__ = ["from_env", "from_torchrl", "to_torchrl"]
 
 
 def from_torchrl(spec: Any) -> Any:
@@ -31,6 +31,30 @@ def from_torchrl(spec: Any) -> Any:
         4
     """
     return None if spec is None else build(take_apart(spec), specs)
+
+
+def from_env(env: Any) -> specs.Composite:
+    """Return the specs of the rows that TorchRL's collectors make of one of its environments.
+
+    Observations, states, actions and done flags, and under `next` observations, rewards and done flags; of
+    one environment, where it stands for a batch of them.
+
+    Args:
+        env: A TorchRL environment, with its transforms.
+
+    Example:
+        >>> from torchrl.envs import GymEnv
+        >>> from_env(GymEnv("CartPole-v1"))["next", "observation"].shape
+        torch.Size([4])
+    """
+
+    def part(spec: Any) -> specs.Composite:
+        found: specs.Composite = from_torchrl(spec).clear_device_()
+        return found[(0,) * len(env.batch_size)] if env.batch_size else found
+
+    observed, done = part(env.full_observation_spec), part(env.full_done_spec)
+    row = observed.clone().update(part(env.full_state_spec)).update(part(env.full_action_spec)).update(done)
+    return row.update({"next": observed.update(part(env.full_reward_spec)).update(done)})
 
 
 def to_torchrl(spec: TensorSpec | None) -> Any:
