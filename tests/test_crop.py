@@ -17,6 +17,7 @@ from tensordict import TensorDict
 from expstore import (
     MemoryStorage,
     RandomCropTensorDict,
+    RandomSampler,
     ReplayBuffer,
     ReplayBufferEnsemble,
     SliceSampler,
@@ -150,11 +151,17 @@ def test_copies_go_on_with_the_next_stretches() -> None:
 
 
 def test_stretches_are_not_tied_to_the_rows_drawn() -> None:
-    rb = ReplayBuffer(storage=MemoryStorage(2, seed=3), batch_size=4000, transform=RandomCropTensorDict(1))
-    rb.extend(trajectories(2, 2))
-    drawn = rb.sample()["x"][:, 0]
-    counts = np.array([(drawn == value).sum() for value in (0, 1, 1000, 1001)])
-    assert chi_square(counts, np.full(4, 0.25)) < limit_of(4)
+    # Rows are drawn here by real numbers from 0 to 1, as stretches are.
+    rb = ReplayBuffer(
+        storage=MemoryStorage(10, seed=3),
+        sampler=RandomSampler(weight="1"),
+        batch_size=4000,
+        transform=RandomCropTensorDict(1),
+    )
+    rb.extend(trajectories(10, 10))
+    row, step = (part[:, 0].numpy() for part in (lambda x: (x // 1000, x % 1000))(rb.sample()["x"]))
+    counts = np.bincount(row * 10 + step, minlength=100)
+    assert chi_square(counts, np.full(100, 0.01)) < limit_of(100)
 
 
 def test_slices_are_cropped_where_they_have_a_dim() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import os
 import pickle
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -358,6 +360,34 @@ def test_goals_go_on_after_a_restart(tmp_path: Path, strategy: Any, prefetch: in
     rb.close()
     rb = opened()
     assert goals(rb, 3) == wanted[3:]
+    rb.close()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_goals_go_on_after_a_kill(tmp_path: Path, strategy: Any) -> None:
+    def begin(storage: Any) -> HERReplayBuffer:
+        rb = buffer(storage, strategy=strategy)
+        for episode in range(7):  # the ring has wrapped
+            rb.extend(steps(episode, 10))
+            rb.sample()
+        return rb
+
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            begin(ZarrStorage(tmp_path / "run.exp", 50))
+            os.write(writing, b".")
+            signal.pause()
+        finally:
+            os.kill(os.getpid(), signal.SIGKILL)
+    os.close(writing)
+    assert os.read(reading, 1) == b"."
+    os.close(reading)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    rb = buffer(ZarrStorage(tmp_path / "run.exp", 50), strategy=strategy)
+    assert goals(rb, 10) == goals(begin(MemoryStorage(50, seed=rb.storage.seed)), 10)
     rb.close()
 
 
