@@ -24,6 +24,7 @@ from expstore.storages.follower import FollowerStorage
 from expstore.storages.settings import Durability, Mode, Settings
 from expstore.storages.zarr import ZarrStorage
 from expstore.tensordictbuffers import TensorDictReplayBuffer
+from expstore.transforms import Compose
 from expstore.writers import Writer
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ def open(
     generator: torch.Generator | None = None,
     sample_unit: SampleUnit | None = None,
     rate_limiter: RateLimiter | None = None,
+    transform: Any = None,
 ) -> TensorDictReplayBuffer:
     """Open the store in a folder, or make one.
 
@@ -104,6 +106,7 @@ def open(
         generator: See there.
         sample_unit: See there.
         rate_limiter: See there.
+        transform: See there.
 
     Returns:
         A buffer that is open for writing, or for reading with mode "r". Close it, or use it in a `with`
@@ -125,6 +128,7 @@ def open(
     # All is checked before the folder is touched.
     check_drawing(batch_size, prefetch, pin_memory, limiter=rate_limiter, capacity=capacity)
     check_unit(sample_unit, sampler)
+    transform = Compose.of(transform)
     if writer is not None and mode == "r":
         raise ValueError("writer= says where rows go, and with mode='r' none come; leave it out")
     sampler = consume_after(consume_after_n_samples, sampler, prefetch=prefetch)
@@ -139,6 +143,7 @@ def open(
         _open_storage(path, capacity, settings),
         sampler=sampler, writer=writer, batch_size=batch_size, device=device, prefetch=prefetch,
         pin_memory=pin_memory, generator=generator, sample_unit=sample_unit, rate_limiter=rate_limiter,
+        transform=transform,
     )  # fmt: skip
 
 

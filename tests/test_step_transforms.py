@@ -347,6 +347,16 @@ def test_a_mask_makes_rows_terminal() -> None:
     assert buffer(MultiStepTransform(2, 0.5), rows)[:]["nonterminal"].tolist() == [True, False, True, False]
 
 
+def test_no_rows_are_no_trouble() -> None:
+    rb = buffer(None, counted(4, mask=torch.ones(4, dtype=torch.uint8)))
+    for part in (MultiStepTransform(2, 0.5), Reward2GoTransform(), CatFrames(2, -1, ["x"])):
+        rb.append_transform(part)
+    rb.append_transform(NextStateReconstructor(["x"]))
+    assert rb[:0].batch_size == (0,)
+    assert rb[:0]["x"].shape == (0, 2)
+    assert rb[:]["nonterminal"].tolist() == [True, True, True, False]
+
+
 def test_a_sum_ends_where_another_field_says_so() -> None:
     rows = counted(6)
     rows["next", "goal"] = torch.tensor([0, 1, 0, 0, 0, 0], dtype=torch.uint8)

@@ -248,8 +248,7 @@ def test_several_dims_of_rows_are_looked_around() -> None:
 
 
 def test_trajectories_are_looked_around(tmp_path: Path) -> None:
-    rb = expstore.open(tmp_path / "run.exp", capacity=40, traj_key="episode")
-    rb.append_transform(Around())
+    rb = expstore.open(tmp_path / "run.exp", capacity=40, transform=Around(), traj_key="episode")
     interleaved(rb)
     steps = held(rb)
     for episode in rb.sql("SELECT DISTINCT _episode FROM transitions").fetchall():
@@ -416,8 +415,7 @@ def test_rows_read_by_index_have_no_numbers_to_draw_by() -> None:
 def test_a_follower_looks_around(tmp_path: Path) -> None:
     with expstore.open(tmp_path / "run.exp", capacity=40, traj_key="episode") as writer:
         at = interleaved(writer, 9)
-        reader = expstore.open(tmp_path / "run.exp", mode="r", batch_size=16)
-        reader.append_transform(Around())
+        reader = expstore.open(tmp_path / "run.exp", mode="r", batch_size=16, transform=Around())
         for _ in range(5):
             at = interleaved(writer, 6, at)
             writer.flush()  # what a follower sees of the last few rows comes a moment later
@@ -434,6 +432,12 @@ def test_without_a_buffer_it_is_refused() -> None:
         with pytest.raises(StateError, match="acts inside a buffer only") as caught:
             chain(TensorDict({"x": torch.zeros(2)}, [2]))
         assert "transform=" in str(caught.value)
+
+
+def test_no_store_is_made_where_a_transform_is_none(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="must be either a Transform instance or a callable"):
+        expstore.open(tmp_path / "run.exp", transform=3)
+    assert not (tmp_path / "run.exp").exists()
 
 
 def test_it_is_not_inverted() -> None:

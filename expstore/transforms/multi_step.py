@@ -135,7 +135,7 @@ class MultiStepTransform(StepTransform):
         nonterminal = steps != 1
         mask = batch.get(self.mask_key, None)
         if mask is not None:
-            nonterminal &= mask.reshape(nonterminal.shape)
+            nonterminal &= mask.reshape(nonterminal.shape).bool()
         batch.set("nonterminal", nonterminal)
         return batch
 

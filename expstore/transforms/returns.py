@@ -5,6 +5,7 @@ Buffers are given it as a transform. It acts on what is sampled: what is stored 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -76,7 +77,9 @@ class Reward2GoTransform(StepTransform):
         found = []
         for key in self.in_keys:
             rewards = view.floats(ids, to_key(key))
-            total = sums.sum_from_each(rewards.reshape(ids.size, -1).astype(np.float64), ends, self.gamma)
+            total = sums.sum_from_each(
+                rewards.reshape(ids.size, math.prod(rewards.shape[1:])).astype(np.float64), ends, self.gamma
+            )
             found.append(total[place].reshape(view.ids.size, *rewards.shape[1:]))
         return found
 

@@ -6,6 +6,7 @@ only.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -72,7 +73,7 @@ def sum_steps(values: NDArray[Any], steps: NDArray[np.int64], gamma: float) -> F
     """
     values = np.ascontiguousarray(values)
     totals = np.zeros((values.shape[0], *values.shape[2:]))
-    flat = values.reshape(*values.shape[:2], -1)
+    flat = values.reshape(*values.shape[:2], math.prod(values.shape[2:]))
     _sum_steps(flat, steps, gamma, totals.reshape(flat.shape[0], flat.shape[2]))
     return totals
 
