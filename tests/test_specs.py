@@ -636,6 +636,12 @@ def test_masks_stay_with_their_elements() -> None:
     assert spec.within(torch.tensor([[0, 0], [7, 1]])).tolist() == [[True, False], [False, True]]
 
 
+def test_arrays_may_lie_backwards() -> None:
+    backwards = np.arange(3, dtype=np.float32)[::-1]
+    assert expstore.Unbounded((3,)).encode(backwards).tolist() == [2, 1, 0]
+    assert expstore.Unbounded((3,)).encode([backwards]).tolist() == [2, 1, 0]
+
+
 def test_values_of_another_kind_are_not_in() -> None:
     spec = expstore.Bounded(0, 1, shape=(3,))
     assert spec.is_in(torch.ones(5, 3))
@@ -667,6 +673,8 @@ def test_dims_of_unknown_size_stay_so() -> None:
     assert spec.is_in(torch.ones(7, 2))
     assert not spec.is_in(torch.zeros(7, 2))
     assert spec.expand(4, -1, 2).shape == (4, -1, 2)
+    assert spec.expand(-1, -1, 2).shape == (-1, -1, 2)
+    assert spec.expand(-1, -1, 2).low.shape == (1, 1, 2)
     assert spec.unsqueeze(0).flatten(0, 1).shape == (-1, 2)
     assert spec[3].shape == (2,)
     assert spec[..., 1].low.tolist() == [1.0]
@@ -771,6 +779,7 @@ def test_numbers_without_bounds_are_numbers_with_the_bounds_of_the_dtype() -> No
         assert spec == bounded
         assert bounded == spec
         assert expstore.Bounded(0, 1, shape=(3,), dtype=dtype) != spec
+        assert expstore.Unbounded((2,), dtype=dtype, domain="neither") != bounded
     spec = expstore.Unbounded((2,), dtype=torch.int8)
     assert spec.project(torch.tensor([3.6, 1e9])).tolist() == [4, 127]
     assert expstore.Unbounded((2, 3)).project(torch.zeros(6)).shape == (2, 3)

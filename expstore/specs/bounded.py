@@ -167,6 +167,7 @@ class Bounded(LeafSpec):
             open_low, open_high = torch.isinf(low), torch.isinf(high)
             drawn = torch.where(open_high, torch.where(open_low, normal, above), drawn)
             drawn = torch.where(open_low & ~open_high, below, drawn)
+        # Sums of rounded products may miss a bound by their last bit.
         return torch.clamp(drawn, low, high)
 
     def __eq__(self, other: object) -> bool:

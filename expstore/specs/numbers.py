@@ -62,7 +62,7 @@ def _whole(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         above, below = value >= info.max, ~(value > info.min)
     else:
         above, below = value > min(info.max, -_SMALLEST - 1), value < info.min
-    value = value.masked_fill(above | below, 0).to(dtype)
+    value = value.to(dtype)
     largest, smallest = (
         torch.full((), end, dtype=dtype, device=value.device) for end in (info.max, info.min)
     )

@@ -98,8 +98,8 @@ class Move:
         return torch.empty(tuple(sizes), device="meta")
 
     def values(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return what comes of a tensor with one value per element."""
-        return self.act(tensor, 1).contiguous().clone()
+        """Return what comes of a tensor with one value per element: perhaps a view of it."""
+        return self.act(tensor, 1)
 
     def rows(self, tensor: torch.Tensor, shape: torch.Size) -> torch.Tensor:
         """Return what comes of a tensor with something of any shape for each element of `shape`."""
