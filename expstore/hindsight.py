@@ -61,7 +61,8 @@ class HERReplayBuffer(TensorDictReplayBuffer):
     Goals follow from the store's rows, its seed and the number of the draw, as rows do. Rows become others in
     samples alone: `[]`, `trajectory`, `query` and `sql` show what was stored, and priorities go to the rows
     that were drawn. Transforms act on rows that have their new goals, but for those that look at other
-    steps, which see what is stored.
+    steps, which see what is stored: behind a `MultiStepTransform` rows are n steps long, and their reward is
+    what `reward_fn` says of the whole, no sum.
 
     Threads, processes and crashes as `TensorDictReplayBuffer`; `reward_fn` must bear threads with `prefetch`.
 

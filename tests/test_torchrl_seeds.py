@@ -500,3 +500,14 @@ def test_specs_have_the_names_of_the_document(name: str) -> None:
     value = other.rand()
     assert spec.is_in(value)
     assert other.is_in(spec.rand())
+
+
+def test_specs_are_composed_under_the_name_of_the_document() -> None:
+    spec = expstore.CompositeSpec(
+        {"observation": expstore.UnboundedContinuousTensorSpec((4,))},
+        action=expstore.OneHotDiscreteTensorSpec(2),
+    )
+    row = spec.rand()
+    assert spec.is_in(row)
+    assert set(row.keys()) == {"observation", "action"}
+    assert (row["observation"].shape, row["action"].shape) == ((4,), (2,))
