@@ -31,6 +31,8 @@ class ReplayBufferTrainer:
     Threads: `sample` may run beside `extend`. Processes: one that follows a store may sample, not extend.
     Crashes: what `extend` has stored is there as the storage promises, whether the trainer was saved or not.
     A trainer that is loaded goes on with the batches that would have come when it was saved.
+    (torchrl's unified `Checkpoint` has the buffer make a version of all rows each time, and puts them back;
+    the state of a store on disk, which other ways of saving keep, is a few numbers.)
 
     Args:
         replay_buffer: Where rows are kept; priorities are taken back by a `TensorDictReplayBuffer` only.

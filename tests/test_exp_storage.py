@@ -262,6 +262,20 @@ def test_what_is_written_can_be_asked_for_and_drawn_by_our_own(storage: ExpStora
     assert rb.extend(rows(1, 25)).tolist() == [25], "the cursor is the store's, whoever writes"
 
 
+def test_samplers_of_our_own_are_told_of_new_rows(storage: ExpStorage) -> None:
+    told: list[int] = []
+
+    class Listening(expstore.RandomSampler):
+        def on_write(self, ids: Any) -> None:
+            told.extend(ids.tolist())
+
+    storage.buffer.set_sampler(Listening())
+    rb = theirs.TensorDictReplayBuffer(storage=storage)
+    rb.extend(rows(3))
+    rb.add(rows(1, 3)[0])
+    assert told == [1, 2, 3, 4]
+
+
 def test_another_process_reads(store_path: Path) -> None:
     with ExpStorage(store_path, capacity=CAPACITY).buffer as kept:
         rb = theirs.TensorDictReplayBuffer(storage=ExpStorage(kept), batch_size=8)

@@ -30,7 +30,8 @@ with warnings.catch_warnings():
     from torchrl.collectors import Collector
     from torchrl.envs import GymEnv
     from torchrl.modules import EGreedyModule, QValueModule
-    from torchrl.objectives import DQNLoss
+    from torchrl.objectives import DQNLoss, SoftUpdate
+    from torchrl.trainers.algorithms import DQNTrainer
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning:torchrl"),
@@ -362,6 +363,55 @@ def test_a_trainer_that_is_loaded_goes_on_with_the_next_batches(
         weights = [one.trainer.loss_module.value_network_params.data for one in (run, again)]
         assert (weights[0] == weights[1]).all()
         again.collector.shutdown()
+
+
+@pytest.mark.filterwarnings("ignore:DQNTrainer is an experimental")
+@pytest.mark.parametrize("beside", [False, True])
+def test_torchrls_trainers_take_our_buffers(rb: expstore.TensorDictReplayBuffer, beside: bool) -> None:
+    """With TorchRL's own hook; or while the collector writes by itself, in a thread."""
+    torch.manual_seed(0)
+    environment = GymEnv("CartPole-v1", categorical_action_encoding=True)
+    spec = environment.action_spec
+    network = TensorDictModule(torch.nn.Linear(4, 2), ["observation"], ["action_value"])
+    policy, explore = TensorDictSequential(network, QValueModule(spec=spec)), EGreedyModule(spec)
+    loss = DQNLoss(policy, action_space=spec, delay_value=True)
+    loss.make_value_estimator(gamma=0.99)
+    collector = Collector(
+        environment,
+        TensorDictSequential(policy, explore),
+        frames_per_batch=20,
+        total_frames=-1 if beside else 100,
+        replay_buffer=rb if beside else None,
+        auto_register_policy_transforms=False,
+    )
+    trainer = DQNTrainer(
+        collector=collector,
+        total_frames=1_000_000 if beside else 100,
+        frame_skip=1,
+        optim_steps_per_batch=2,
+        loss_module=loss,
+        optimizer=torch.optim.Adam(loss.parameters()),
+        replay_buffer=rb,
+        target_net_updater=SoftUpdate(loss, eps=0.99),
+        greedy_module=explore,
+        progress_bar=False,
+        enable_logging=False,
+        async_collection=beside,
+    )
+
+    def enough() -> None:
+        if rb.write_count >= 100 and trainer._optim_count >= 10:
+            trainer.request_stop()
+
+    if beside:
+        trainer.register_op("post_steps", enough)
+    trainer.train()
+    if beside:
+        collector.async_shutdown()
+    assert rb.write_count >= 100
+    assert trainer._optim_count >= 10
+    assert rb.sql("SELECT count(*) FROM transitions WHERE _priority <> 1").fetchall()[0][0] > 10
+    assert rb.sql("SELECT sum(length) FROM episodes").fetchall() == [(rb.write_count,)]
 
 
 def test_the_state_of_a_hook_is_that_of_its_buffer() -> None:
