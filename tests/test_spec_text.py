@@ -160,6 +160,43 @@ def test_more_of_a_composite_stays() -> None:
     assert read.step_mdp_static
 
 
+#: As version 1 writes it: this must be read for ever.
+FIRST = """{"version":1,"spec":{"kind":"Composite","shape":[],"specs":{
+"number":{"kind":"Bounded","shape":[2],"dtype":"float32","low":"-inf","high":[0.10000000149011612,"inf"],"domain":"continuous"},
+"pixels":{"kind":"Bounded","shape":[2,2],"dtype":"uint8","low":0,"high":255,"domain":"discrete"},
+"any":{"kind":"Unbounded","shape":[-1],"dtype":"bfloat16","domain":"continuous"},
+"act":{"kind":"Categorical","shape":[],"dtype":"int64","n":3,"mask":[true,true,false]},
+"hot":{"kind":"OneHot","shape":[3],"dtype":"bool","n":3},
+"many":{"kind":"MultiCategorical","shape":[2],"dtype":"int64","nvec":[3,2],"remove_singleton":false},
+"hots":{"kind":"MultiOneHot","shape":[5],"dtype":"bool","nvec":[3,2]},
+"bits":{"kind":"Binary","shape":[4],"dtype":"int8"},
+"text":{"kind":"NonTensor","shape":[],"example_data":{"data":"a"},"feature_dims":0},
+"one":{"kind":"Choice","shape":[],"choices":[{"data":"a"},{"data":3}]},
+"none":null,
+"agents":{"kind":"StackedComposite","dim":0,"parts":[
+{"kind":"Composite","shape":[],"specs":{"x":{"kind":"Categorical","shape":[],"dtype":"int64","n":2}}},
+{"kind":"Composite","shape":[],"specs":{"x":{"kind":"Categorical","shape":[],"dtype":"int64","n":5}}}]}}}}"""
+
+
+def test_texts_of_the_first_version_are_read() -> None:
+    spec = Composite(
+        number=Bounded(-math.inf, torch.tensor([0.1, math.inf])),
+        pixels=Bounded(0, 255, shape=(2, 2), dtype=torch.uint8),
+        any=Unbounded((-1,), dtype=torch.bfloat16),
+        act=Categorical(3, mask=torch.tensor([True, True, False])),
+        hot=OneHot(3),
+        many=MultiCategorical([3, 2], remove_singleton=False),
+        hots=MultiOneHot([3, 2]),
+        bits=Binary(4),
+        text=NonTensor((), example_data="a"),
+        one=Choice([NonTensorData("a"), NonTensorData(3)]),
+        none=None,
+        agents=torch.stack([Composite(x=Categorical(2)), Composite(x=Categorical(5))]),
+    )
+    assert from_text(FIRST) == spec
+    assert to_text(spec) == FIRST.replace("\n", "")
+
+
 def test_masks_that_were_set_later_stay() -> None:
     spec = Binary(shape=(2,))
     spec.update_mask(torch.tensor([True, False]))

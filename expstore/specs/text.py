@@ -1,6 +1,11 @@
 """Specs as JSON text, and back: every bound to the bit, infinities and masks included.
 
 What a store keeps of its fields' specs. Nothing in a text is ever run: it names no class but those here.
+
+A text is `{"version": 1, "spec": node}`: a node has the class's name under `kind`, and arguments: `shape`,
+`dtype`, `low`, `n`, `mask` and so on; numbers nested as the tensor is, or one for all of it; infinities as
+text. A Composite has nodes under `specs`, by name, null where nothing is said; a stack has them under
+`parts`, a Choice under `choices`.
 """
 
 from __future__ import annotations
