@@ -120,6 +120,10 @@ class DrawingHandle(StoreHandle):
     def _ahead(self) -> Prefetcher:
         return Prefetcher(self._prefetch)
 
+    def _changes(self) -> object:
+        """Return what is another value when batches made before are not those of now."""
+        return self._storage.changes
+
     def _forget_ahead(self) -> None:
         if "_ahead" in self.__dict__:
             self._ahead.drop(_Batches(self))
@@ -307,7 +311,7 @@ class _Batches:
     def make(self, turn: Turn, size: int, instead: Selection | None = None) -> Made:
         handle = self._handle
         handle._check_readable()
-        changes = handle._storage.changes
+        changes = handle._changes()
         return Made(*handle._make(turn, size, instead), changes)
 
     def stands(self, made: Made | None) -> bool:
@@ -315,7 +319,7 @@ class _Batches:
         if made is None:
             return handle._draws.in_step
         storage = handle._storage
-        return made.changes == storage.changes and handle._sampler.stands(storage, made.selection)
+        return made.changes == handle._changes() and handle._sampler.stands(storage, made.selection)
 
     def readable(self, made: Made) -> bool:
         ids = made.selection.ids

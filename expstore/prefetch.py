@@ -29,12 +29,12 @@ class Made:
     Args:
         batch: What the user gets.
         selection: The rows.
-        changes: How often rows had been changed in place before they were read.
+        changes: What is another value when the batch is none of now: rows were changed in place, say.
     """
 
     batch: TensorDictBase
     selection: Selection
-    changes: int
+    changes: object
 
 
 class Batches(Protocol):

@@ -131,6 +131,10 @@ class ShapingHandle(DrawingHandle):
 
     # -- out -------------------------------------------------------------------------------------
 
+    def _changes(self) -> object:
+        steps = self._transform.steps
+        return (super()._changes(), [step.settings for step in steps]) if steps else super()._changes()
+
     def _given(
         self,
         columns: Sequence[Array],

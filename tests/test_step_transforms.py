@@ -305,6 +305,16 @@ def test_what_is_stored_stays_and_n_steps_can_change() -> None:
     assert multi.n_steps == 2
 
 
+def test_batches_made_ahead_by_another_number_are_made_anew() -> None:
+    multi = MultiStepTransform(n_steps=2, gamma=0.5)
+    rb = buffer(multi, counted(6), prefetch=3, batch_size=32)
+    assert rb.sample()["steps_to_next_obs"].max() == 2
+    multi.n_steps = 4
+    assert rb.sample()["steps_to_next_obs"].max() == 4
+    multi.gamma = 1.0
+    assert rb.sample()["gamma"].eq(1).all()
+
+
 def test_a_truncation_ends_a_sum_and_the_episode_goes_on() -> None:
     rows = counted(6)
     rows["next", "truncated"] = torch.tensor([0, 0, 1, 0, 0, 0], dtype=torch.bool)[:, None]

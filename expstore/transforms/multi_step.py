@@ -37,8 +37,7 @@ class MultiStepTransform(StepTransform):
     one before; fields below "next" are those of the last of these steps. A sum goes on to a row that says
     that it is done, or truncated, at the latest to the last step of the episode that is there:
     `steps_to_next_obs` says how far. Steps follow their episode across batches, interleaved workers and the
-    end of a ring. What is stored stays as it is, and the number of steps can be changed at any time; batches
-    made ahead (`prefetch`) are by the number when they were made.
+    end of a ring. What is stored stays as it is, and the number of steps can be changed at any time.
 
     Beside these a batch has, as TorchRL's: `steps_to_next_obs` (int64) and `gamma` to the power of it (the
     discount of what follows), `nonterminal` (bool: it is more than one step), shape `[n]` each, and
@@ -95,6 +94,11 @@ class MultiStepTransform(StepTransform):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError("The value of n_steps must be a strictly positive integer.")
         self._n_steps = value
+
+    @property
+    def settings(self) -> object:
+        """The number of steps, and the discount."""
+        return self.n_steps, self.gamma
 
     def look(self, view: StepView) -> _Seen:
         """Sum up rewards, and have the fields below "next" taken from the last step.

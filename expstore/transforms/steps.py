@@ -312,6 +312,11 @@ class StepTransform(ABC):
         >>> rb.append_transform(Remaining())
     """
 
+    @property
+    def settings(self) -> object:
+        """What it goes by, if that can change: batches made ahead (`prefetch`) by others are made anew."""
+        return None
+
     @abstractmethod
     def look(self, view: StepView) -> Any:
         """Return what `apply` needs; called while the rows are read, again where a writer was faster.
