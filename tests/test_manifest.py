@@ -33,6 +33,7 @@ FULL = Manifest(
     ndim=3,
     dims=(2, 5),
     ranking=Ranking(("next", "r"), "max"),
+    specs='{"spec":{"kind":"Composite","specs":{"b":null}},"version":1}',
 )
 BARE = Manifest(uuid="a" * 32, generation=0, storage="zarr", capacity=None, spare=0, seed=0, created=0.0)
 
