@@ -20,7 +20,7 @@ from expstore.samplers.base import Sampler, readable
 from expstore.samplers.keyedruns import Trajectories
 from expstore.tensordictbuffers import TensorDictReplayBuffer
 from expstore.transforms import StepTransform, StepView
-from expstore.types import Array, IntArray, Key, key_name, to_key
+from expstore.types import Array, IntArray, Key, given_key, key_name, to_key
 
 if TYPE_CHECKING:
     from expstore.schema import Schema
@@ -82,6 +82,7 @@ class HERReplayBuffer(TensorDictReplayBuffer):
         keywords: As `TensorDictReplayBuffer`.
 
     Raises:
+        TypeError: `reward_fn` cannot be called, the ratio is no number, or what names a field is no key.
         ValueError: The ratio is out of its bounds, or there is no such strategy.
 
     Example:
@@ -114,6 +115,9 @@ class HERReplayBuffer(TensorDictReplayBuffer):
         self.reward_fn = reward_fn
         self.her_ratio = her_ratio
         self.strategy = strategy
+        named = {"goal_key": goal_key, "achieved_goal_key": achieved_goal_key, "reward_key": reward_key}
+        for argument, key in (named | {"end_key": end_key}).items():
+            given_key(argument, key)
         self.goal_key = goal_key
         self.achieved_goal_key = achieved_goal_key
         self.reward_key = reward_key
@@ -130,7 +134,13 @@ class HERReplayBuffer(TensorDictReplayBuffer):
 
     @her_ratio.setter
     def her_ratio(self, ratio: float) -> None:
-        if not 0.0 <= ratio <= 1.0:
+        try:
+            inside = 0.0 <= ratio <= 1.0
+        except TypeError:
+            raise TypeError(
+                f"her_ratio is which part of a batch gets new goals, from 0 to 1, got {ratio!r}"
+            ) from None
+        if not inside:
             raise ValueError(f"her_ratio must be in [0, 1], got {ratio}")
         self._her_ratio = ratio
 
@@ -280,7 +290,7 @@ class _Goals(StepTransform):
             if goal is not None:
                 goal.copy_(seen)
         stored = rows.get(self.reward)  # the batch's, whatever `reward_fn` makes of the rows
-        reward = torch.as_tensor(self.reward_fn(rows)).detach()
+        reward = self._rewards(rows)
         if reward.numel() != stored.numel() or reward.shape[:1] != stored.shape[:1]:
             raise SchemaError(
                 f"reward_fn returned rewards of shape {[*reward.shape]} for {self.count} rows with "
@@ -289,3 +299,14 @@ class _Goals(StepTransform):
             )
         stored.copy_(reward.reshape(stored.shape))
         return batch
+
+    def _rewards(self, rows: TensorDictBase) -> torch.Tensor:
+        """Return what `reward_fn` gives for some rows."""
+        made = self.reward_fn(rows)
+        try:
+            return torch.as_tensor(made).detach()
+        except (TypeError, ValueError, RuntimeError):
+            raise TypeError(
+                f"reward_fn returned {made!r} for {self.count} rows; return their rewards, a tensor of shape "
+                f"({self.count},) or ({self.count}, 1)"
+            ) from None

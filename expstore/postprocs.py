@@ -38,6 +38,7 @@ class MultiStep(nn.Module):
         n_steps: How many steps at most. At least 1.
 
     Raises:
+        TypeError: `gamma` is no number.
         ValueError: A number is out of its bounds.
 
     Example:
@@ -53,12 +54,21 @@ class MultiStep(nn.Module):
     def __init__(self, gamma: float, n_steps: int) -> None:
         super().__init__()
         if isinstance(n_steps, bool) or not isinstance(n_steps, int) or n_steps <= 0:
-            raise ValueError(f"n_steps must be a non-negative integer. It is {n_steps!r}; 1 changes nothing.")
-        if not 0 < gamma <= 1:
+            raise ValueError(
+                "n_steps must be a non-negative integer. So TorchRL puts it: it must be positive, not "
+                f"{n_steps!r}; 1 changes nothing."
+            )
+        try:
+            inside = 0 < gamma <= 1
+        except TypeError:
+            raise TypeError(f"gamma is a discount, a number above 0 and at most 1, got {gamma!r}") from None
+        if not inside:
             raise ValueError(f"got out-of-bounds gamma decay: gamma={gamma}")
         self.gamma = gamma
         self.n_steps = n_steps
-        self.register_buffer("gammas", torch.tensor([gamma**i for i in range(n_steps + 1)])[None, None])
+        self.register_buffer(
+            "gammas", torch.tensor([float(gamma) ** i for i in range(n_steps + 1)])[None, None]
+        )
         self.done_key = "done"
         self.done_keys = DEFAULT_DONE_KEYS
         self.reward_keys: tuple[Any, ...] = ("reward",)

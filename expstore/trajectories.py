@@ -13,7 +13,7 @@ import torch
 from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 
 from expstore.errors import SchemaError
-from expstore.types import Key, key_name, to_key
+from expstore.types import Key, given_key, key_name, to_key
 
 __all__ = ["DEFAULT_DONE_KEYS", "find_start_stop_traj", "split_trajectories"]
 
@@ -50,6 +50,7 @@ def split_trajectories(
         the mask (one without lanes gets a dim in front).
 
     Raises:
+        TypeError: It is no TensorDict, or what names a field is no key.
         SchemaError: It has no batch dims or no steps, or the field that tells trajectories apart is not
             there or holds more than one value per step.
 
@@ -60,6 +61,16 @@ def split_trajectories(
         tensor([[0, 1, 2],
                 [3, 4, 0]])
     """
+    if not isinstance(rollout_tensordict, TensorDictBase):
+        raise TypeError(
+            "split_trajectories takes steps as a TensorDict, as collectors give them, got "
+            f"{type(rollout_tensordict).__name__}"
+        )
+    for name, key in {"trajectory_key": trajectory_key, "done_key": done_key}.items():
+        if key is not None:
+            given_key(name, key)
+    if prefix is not None and prefix != ():
+        given_key("prefix", prefix)
     if 0 in rollout_tensordict.shape or not rollout_tensordict.ndim:
         raise SchemaError(f"there are no steps to split in a batch of size {[*rollout_tensordict.shape]}")
     lazy = isinstance(rollout_tensordict, LazyStackedTensorDict)  # those take no index of several dims

@@ -22,6 +22,7 @@ __all__ = [
     "Selection",
     "Window",
     "cut_run",
+    "given_key",
     "key_name",
     "merge_runs",
     "to_key",
@@ -37,10 +38,32 @@ Key = tuple[str, ...]
 def to_key(name: str | tuple[str, ...] | list[str]) -> Key:
     """Return a nested key as a tuple.
 
+    Raises:
+        TypeError: It is no key.
+
     >>> to_key("reward"), to_key(("next", "reward"))
     (('reward',), ('next', 'reward'))
     """
-    return (name,) if isinstance(name, str) else tuple(name)
+    if isinstance(name, str):
+        return (name,)
+    if not isinstance(name, tuple | list) or not all(isinstance(part, str) for part in name):
+        raise TypeError(f"a key is a name or a tuple of names, got {name!r}")
+    return tuple(name)
+
+
+def given_key(argument: str, value: Any) -> Key:
+    """Return a key that somebody has given, as a tuple.
+
+    Args:
+        argument: What it is called where it was given.
+        value: What was given.
+
+    Raises:
+        TypeError: It is no key.
+    """
+    if not isinstance(value, str | tuple | list) or not value or not all(isinstance(p, str) for p in value):
+        raise TypeError(f"{argument} is the key of a field, a name or a tuple of names, got {value!r}")
+    return to_key(value)
 
 
 def key_name(key: Key) -> str:

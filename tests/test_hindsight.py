@@ -491,6 +491,27 @@ def test_goals_and_rewards_of_another_shape_are_refused() -> None:
         rb.sample()
 
 
+@pytest.mark.parametrize("key", ["goal_key", "achieved_goal_key", "reward_key", "end_key"])
+@pytest.mark.parametrize("value", [None, 3, ("next", 3), ()])
+def test_what_is_no_key_is_refused(key: str, value: Any) -> None:
+    with pytest.raises(TypeError, match=f"^{key} is the key of a field"):
+        buffer(**{key: value})
+
+
+@pytest.mark.parametrize("ratio", [None, "x"])
+def test_a_ratio_is_a_number(ratio: Any) -> None:
+    with pytest.raises(TypeError, match=f"her_ratio is which part.*{ratio!r}"):
+        buffer(her_ratio=ratio)
+
+
+@pytest.mark.parametrize("made", [None, "x"])
+def test_rewards_are_numbers(made: Any) -> None:
+    rb = buffer(reward_fn=lambda rows: made)
+    rb.extend(steps(0, 5))
+    with pytest.raises(TypeError, match=r"reward_fn returned .* return their rewards, .*shape \(10,\)"):
+        rb.sample()
+
+
 def test_a_state_of_other_settings_is_refused() -> None:
     rb = buffer(strategy="final")
     rb.extend(steps(0, 5))

@@ -133,6 +133,14 @@ def test_numbers_out_of_bounds_are_refused() -> None:
         assert str(ours.value).startswith(str(theirs.value))
 
 
+def test_what_is_no_number_is_told() -> None:
+    for gamma in (None, "x"):
+        with pytest.raises(TypeError, match=f"gamma is a discount.*{gamma!r}"):
+            MultiStep(gamma, 3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="must be positive, not 0"):
+        MultiStep(0.9, 0)
+
+
 def test_batches_that_do_not_fit_are_told() -> None:
     data = rollout([False, True])
     with pytest.raises(SchemaError, match=r"no 'next\.reward'.*'next\.done'"):

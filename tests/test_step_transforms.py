@@ -475,6 +475,15 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "traj": (lambda: NextStateReconstructor(traj_key="run"), r"traj_key='run' means nothing here.*traj_key="),
     "count": (lambda: NextStateReconstructor(step_count_key="n"), "step_count_key='n' means nothing"),
     "strict": (lambda: NextStateReconstructor(strict=False), "strict=False means nothing here"),
+    "no discount": (
+        lambda: MultiStepTransform(2, math.nan),
+        "out-of-bounds gamma.*nan; give one from 0 to 1",
+    ),
+    "below": (lambda: MultiStepTransform(2, -0.1), "out-of-bounds gamma"),
+    "above": (lambda: MultiStepTransform(2, 1.1), "out-of-bounds gamma"),
+    "nan to go": (lambda: Reward2GoTransform(math.nan), "out-of-bounds gamma"),
+    "above to go": (lambda: Reward2GoTransform(torch.tensor(1.5)), "out-of-bounds gamma"),
+    "nothing": (lambda: MultiStepTransform(2, 1.0, reward_keys=[]), "nothing to sum up"),
 }
 
 
@@ -485,7 +494,37 @@ def test_what_means_nothing_is_refused(name: str) -> None:
         make()
 
 
+OTHER_KINDS: dict[str, tuple[Callable[[], Any], str]] = {
+    "dim": (lambda: CatFrames(2, None), "dim is a dim of a row, .*got None"),  # type: ignore[arg-type]
+    "in": (lambda: CatFrames(2, -1, 3), "in_keys are the keys of fields, got 3"),  # type: ignore[arg-type]
+    "out": (lambda: CatFrames(2, -1, ["a"], [3]), "each of out_keys is the key"),  # type: ignore[list-item]
+    "gamma": (lambda: MultiStepTransform(2, "x"), "gamma is a discount, .*'x'"),  # type: ignore[arg-type]
+    "end": (lambda: Reward2GoTransform(done_key=3), "done_key is the key of a"),  # type: ignore[arg-type]
+    "mask": (lambda: MultiStepTransform(2, 1.0, mask_key=3), "mask_key is the"),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("name", OTHER_KINDS)
+def test_arguments_of_another_kind_are_refused(name: str) -> None:
+    make, message = OTHER_KINDS[name]
+    with pytest.raises(TypeError, match=message):
+        make()
+
+
+def test_a_name_alone_is_one_key() -> None:
+    for key in ("obs", ("a", "b")):
+        assert CatFrames(2, -1, key).in_keys == theirs.CatFrames(2, -1, key).in_keys == [key]
+        assert CatFrames(2, -1, ["x"], key).out_keys == [key]
+        assert Reward2GoTransform(in_keys=key).out_keys == theirs.Reward2GoTransform(in_keys=key).out_keys_inv
+    assert CatFrames(2, -1, (("a", "b"), "c")).in_keys == [("a", "b"), "c"]
+    assert MultiStepTransform(2, 1.0, reward_keys="gain").reward_keys == ["gain"]
+    assert NextStateReconstructor("obs").keys == ("obs",)
+    assert buffer(CatFrames(2, -1, "x"), counted(3))[:]["x"].tolist() == [[0, 0], [0, 1], [1, 2]]
+
+
 def test_defaults_may_be_given() -> None:
+    names = {"done_keys": ["done", "truncated"], "mask_key": "mask"}  # rows have no such fields
+    assert len(buffer(MultiStepTransform(2, 1.0, **names), counted(3))[:]) == 3  # type: ignore[arg-type]
     CatFrames(2, -1, done_key="done", reset_key=None, as_inverse=False, future=False)
     NextStateReconstructor(
         ("x",),
@@ -504,11 +543,14 @@ def test_fields_that_do_not_fit_are_named() -> None:
         (MultiStepTransform(2, 1.0, done_key="over"), "no field 'next.over'"),
         (MultiStepTransform(2, 1.0, done_key="team"), "'next.team' must be one flag per row"),
         (Reward2GoTransform(1.0, ["gain"]), "no field 'gain'"),
+        (MultiStepTransform(2, 1.0, done_keys=["nope"]), "no field 'next.nope'"),
         (CatFrames(2, -1), "no field 'pixels'"),
         (NextStateReconstructor(), "no field 'observation'"),
     ):
         with pytest.raises(SchemaError, match=message):
             buffer(transform, rows)[:]
+    with pytest.raises(NotFoundError, match="no mask 'nope'.*leave mask_key out"):
+        buffer(MultiStepTransform(2, 1.0, mask_key="nope"), rows)[:]
     with pytest.raises(ValueError, match="dim=-1 is none of 'words'"):
         buffer(CatFrames(2, -1, ["words"]), rows)[:]
 

@@ -228,3 +228,12 @@ def test_flags_given_stay_as_they_are() -> None:
 def test_names_are_those_of_torchrl() -> None:
     assert DEFAULT_DONE_KEYS == THEIR_DONE_KEYS
     assert expstore.split_trajectories is split_trajectories
+
+
+def test_what_is_no_batch_and_what_is_no_key_are_told() -> None:
+    with pytest.raises(TypeError, match="takes steps as a TensorDict.*NoneType"):
+        split_trajectories(None)  # type: ignore[arg-type]
+    steps = TensorDict({("next", "done"): torch.zeros(3, dtype=torch.bool)}, [3])
+    for name in ("trajectory_key", "done_key", "prefix"):
+        with pytest.raises(TypeError, match=f"{name} is the key of a field"):
+            split_trajectories(steps, **{name: 3})  # type: ignore[arg-type]

@@ -56,7 +56,7 @@ class CatFrames(StepTransform):
     Args:
         N: How many frames.
         dim: Along which dim of a row they are put together; negative.
-        in_keys: The frames; `["pixels"]` by default.
+        in_keys: The frames; `["pixels"]` by default. A name, or a tuple of names, is one key.
         out_keys: Where the stacks go; `in_keys` by default.
         padding: What stands where no frame is: "same": the first one that is there. "constant": a value.
         padding_value: Which.
@@ -67,6 +67,7 @@ class CatFrames(StepTransform):
         mask_key: Where to write which frames were not there. Shape `(n, N)`, bool.
 
     Raises:
+        TypeError: An argument is of another kind.
         ValueError: An argument means nothing here or is out of range; there are not as many `out_keys` as
             `in_keys`.
 
@@ -92,6 +93,8 @@ class CatFrames(StepTransform):
     ) -> None:
         if isinstance(N, bool) or not isinstance(N, int) or N < 1:
             raise ValueError(f"N must be a positive whole number, got {N!r}")
+        if isinstance(dim, bool) or not isinstance(dim, int):
+            raise TypeError(f"dim is a dim of a row, a negative whole number, got {dim!r}")
         if dim >= 0:
             raise ValueError(
                 "dim must be < 0 to accommodate for tensordict of different batch-sizes (since negative dims "

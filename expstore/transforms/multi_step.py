@@ -7,19 +7,33 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+from expstore.errors import NotFoundError
 from expstore.files import load_compiled
 from expstore.schema import Schema
-from expstore.transforms.steps import SUMS, StepTransform, StepView, below_next
-from expstore.types import Array, IntArray, Key
+from expstore.transforms.steps import (
+    SUMS,
+    StepTransform,
+    StepView,
+    below_next,
+    given_discount,
+    given_keys,
+)
+from expstore.types import Array, IntArray, Key, given_key, key_name, to_key
+
+if TYPE_CHECKING:
+    from expstore.storages.base import Storage
 
 __all__ = ["MultiStepTransform"]
 
 NestedKey = str | tuple[str, ...]
+
+#: What is left as it is, where rows have it.
+_DONE_KEYS = ("done", "truncated", "terminated")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +64,7 @@ class MultiStepTransform(StepTransform):
 
     Args:
         n_steps: How many steps, 1 or more.
-        gamma: The discount.
+        gamma: The discount, from 0 to 1.
         reward_keys: What is summed up, below "next"; `["reward"]` by default.
         done_key: What ends a sum, below "next"; "done" by default, which means every field that ends episodes
             of the store.
@@ -58,7 +72,8 @@ class MultiStepTransform(StepTransform):
         mask_key: A field in which rows are False that count as terminal in `nonterminal`; "mask" by default.
 
     Raises:
-        ValueError: `n_steps` is no positive integer.
+        TypeError: `gamma` is no number, or something is no key.
+        ValueError: `n_steps` is no positive integer, `gamma` is out of its bounds, or there are no rewards.
 
     Example:
         >>> rb.append_transform(MultiStepTransform(n_steps=3, gamma=0.99))
@@ -77,11 +92,15 @@ class MultiStepTransform(StepTransform):
         mask_key: NestedKey | None = None,
     ) -> None:
         self.n_steps = n_steps
-        self.gamma = float(gamma)
-        self.reward_keys = ["reward"] if reward_keys is None else list(reward_keys)
+        self.gamma = given_discount("MultiStepTransform", gamma)
+        self.reward_keys = given_keys("reward_keys", ["reward"] if reward_keys is None else reward_keys)
+        if not self.reward_keys:
+            raise ValueError('reward_keys=[] leaves nothing to sum up; leave it out for ["reward"]')
         self.done_key = "done" if done_key is None else done_key
-        self.done_keys = ["done", "truncated", "terminated"] if done_keys is None else list(done_keys)
+        self.done_keys = given_keys("done_keys", list(_DONE_KEYS) if done_keys is None else done_keys)
         self.mask_key = "mask" if mask_key is None else mask_key
+        given_key("done_key", self.done_key)
+        given_key("mask_key", self.mask_key)
         self._moved: tuple[Schema, tuple[NestedKey, ...], frozenset[int]] | None = None
 
     @property
@@ -104,7 +123,7 @@ class MultiStepTransform(StepTransform):
         """Sum up rewards, and have the fields below "next" taken from the last step.
 
         Raises:
-            SchemaError: There is no such reward, or end.
+            SchemaError: There is no such reward, or end, or other field that is to be left as it is.
         """
         sums = load_compiled(SUMS)
         ids, there = view.at(view.ids, np.arange(self.n_steps))
@@ -112,13 +131,17 @@ class MultiStepTransform(StepTransform):
         rewards = (view.floats(ids, below_next(key)) for key in self.reward_keys)
         found = [sums.sum_steps(values, steps, self.gamma) for values in rewards]
         view.next_ids = ids[np.arange(steps.size), steps - 1]
-        view.moved |= self._moved_in(view.storage.require_schema())
+        view.moved |= self._moved_in(view.storage)
         return _Seen(steps, found)
 
-    def _moved_in(self, schema: Schema) -> frozenset[int]:
+    def _moved_in(self, storage: Storage) -> frozenset[int]:
         """Return the positions of the fields that are those of the last step."""
+        schema = storage.require_schema()
         known, asked = self._moved, (*self.reward_keys, *self.done_keys)
         if known is None or known[0] is not schema or known[1] != asked:
+            for key in self.done_keys:
+                if key not in _DONE_KEYS:
+                    storage.place_of(below_next(key))  # raises an error that names it
             own = {below_next(key) for key in asked}
             moved = (
                 n for n, entry in enumerate(schema.fields) if _is_next(entry.key) and entry.key not in own
@@ -127,7 +150,11 @@ class MultiStepTransform(StepTransform):
         return known[2]
 
     def apply(self, batch: Any, seen: _Seen) -> Any:
-        """Write the sums, and what they are."""
+        """Write the sums, and what they are.
+
+        Raises:
+            NotFoundError: A mask is asked for that rows do not have.
+        """
         steps = torch.from_numpy(seen.steps)
         batch.set("steps_to_next_obs", steps)
         for key, sums in zip(self.reward_keys, seen.sums, strict=True):
@@ -138,6 +165,11 @@ class MultiStepTransform(StepTransform):
         batch.set("gamma", self.gamma**steps)
         nonterminal = steps != 1
         mask = batch.get(self.mask_key, None)
+        if mask is None and self.mask_key != "mask":
+            raise NotFoundError(
+                f"there is no mask {key_name(to_key(self.mask_key))!r} in what was read",
+                hint="store it, or leave mask_key out",
+            )
         if mask is not None:
             nonterminal &= mask.reshape(nonterminal.shape).bool()
         batch.set("nonterminal", nonterminal)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from expstore.transforms.steps import StepTransform, StepView, below_next, refuse_given
+from expstore.transforms.steps import StepTransform, StepView, below_next, given_keys, refuse_given
 from expstore.types import to_key
 
 __all__ = ["NextStateReconstructor"]
@@ -43,7 +43,7 @@ class NextStateReconstructor(StepTransform):
     Threads, processes and crashes as `StepTransform`.
 
     Args:
-        keys: Which fields, at the root.
+        keys: Which fields, at the root; a name alone is one.
         traj_key: Means nothing here, where steps follow the store's episodes: refused if given.
         done_key: See there.
         step_count_key: See there.
@@ -77,7 +77,7 @@ class NextStateReconstructor(StepTransform):
             step_count_key=(step_count_key, None),
             strict=(strict, True),
         )
-        self.keys = tuple(keys)
+        self.keys = tuple(given_keys("keys", keys))
         self.fill_value = fill_value
         self.in_keys: list[NestedKey] = []  # it reads the store
         self.out_keys: list[NestedKey] = [below_next(key) for key in self.keys]

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from expstore.files import load_compiled
-from expstore.transforms.steps import SUMS, StepTransform, StepView, below_next, keys_of
-from expstore.types import Array, IntArray, to_key
+from expstore.transforms.steps import SUMS, StepTransform, StepView, below_next, given_discount, keys_of
+from expstore.types import Array, IntArray, given_key, to_key
 
 __all__ = ["Reward2GoTransform"]
 
@@ -35,14 +35,15 @@ class Reward2GoTransform(StepTransform):
     Threads, processes and crashes as `StepTransform`.
 
     Args:
-        gamma: The discount.
-        in_keys: The rewards; `[("next", "reward")]` by default.
+        gamma: The discount, from 0 to 1.
+        in_keys: The rewards; `[("next", "reward")]` by default. A name, or a tuple of names, is one key.
         out_keys: Where the sums go; `in_keys` by default. Shapes and dtypes are the rewards'; of integers
             torch's default dtype.
         done_key: What ends a sum, below "next"; "done" means every field that ends episodes of the store.
 
     Raises:
-        ValueError: There are not as many `out_keys` as `in_keys`.
+        TypeError: `gamma` is no number, or something is no key.
+        ValueError: There are not as many `out_keys` as `in_keys`, or `gamma` is out of its bounds.
 
     Example:
         >>> rb.append_transform(Reward2GoTransform(gamma=0.99, out_keys=["reward_to_go"]))
@@ -57,9 +58,10 @@ class Reward2GoTransform(StepTransform):
     ) -> None:
         if gamma is None:
             raise ValueError("gamma=None is no discount; leave it out for none (1.0)")
-        self.gamma = float(gamma)
+        self.gamma = given_discount("Reward2GoTransform", gamma)
         self.in_keys, self.out_keys = keys_of(in_keys, out_keys, [("next", "reward")])
         self.done_key: NestedKey = "done" if done_key is None else done_key
+        given_key("done_key", self.done_key)
 
     def look(self, view: StepView) -> list[Array]:
         """Sum up the rewards from each row on.

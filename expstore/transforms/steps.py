@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from expstore.errors import SchemaError, StateError
 from expstore.schema import OBJECT
-from expstore.types import Array, IntArray, Key, key_name, to_key
+from expstore.types import Array, IntArray, Key, given_key, key_name, to_key
 
 if TYPE_CHECKING:
     from expstore.storages.base import Storage
@@ -27,7 +27,17 @@ if TYPE_CHECKING:
 #: Loads numba, when rows are first looked at.
 SUMS = "expstore.transforms.sums"
 
-__all__ = ["SUMS", "Overtaken", "StepTransform", "StepView", "below_next", "keys_of", "refuse_given"]
+__all__ = [
+    "SUMS",
+    "Overtaken",
+    "StepTransform",
+    "StepView",
+    "below_next",
+    "given_discount",
+    "given_keys",
+    "keys_of",
+    "refuse_given",
+]
 
 NestedKey = str | tuple[str, ...]
 
@@ -364,14 +374,55 @@ def keys_of(
 ) -> tuple[list[NestedKey], list[NestedKey]]:
     """Return what a transform reads and what it writes: by default the same.
 
+    A name, and a tuple of names, is one key, as everywhere in TorchRL where keys are `in_keys`.
+
     Raises:
+        TypeError: Something is no key.
         ValueError: They are not as many.
     """
-    found = list(default if in_keys is None else in_keys)
-    others = list(found if out_keys is None else out_keys)
+    found = list(default) if in_keys is None else given_keys("in_keys", in_keys, nested=True)
+    others = list(found) if out_keys is None else given_keys("out_keys", out_keys, nested=True)
     if len(found) != len(others):
         raise ValueError(f"in_keys and out_keys must be as many, got {len(found)} and {len(others)}")
     return found, others
+
+
+def given_keys(argument: str, keys: Any, *, nested: bool = False) -> list[NestedKey]:
+    """Return keys that somebody has given, as a list; a name alone is one.
+
+    Args:
+        argument: What they are called where they were given.
+        keys: What was given.
+        nested: A tuple of names is one key, too, and not several.
+
+    Raises:
+        TypeError: Something is no key.
+    """
+    names = isinstance(keys, tuple) and bool(keys) and all(isinstance(part, str) for part in keys)
+    if isinstance(keys, str) or (nested and names):
+        return [keys]
+    if not isinstance(keys, Iterable):
+        raise TypeError(f"{argument} are the keys of fields, got {keys!r}; give a list of names")
+    found = list(keys)
+    for key in found:
+        given_key(f"each of {argument}", key)
+    return found
+
+
+def given_discount(transform: str, gamma: Any) -> float:
+    """Return a discount that somebody has given: from 0 to 1.
+
+    Raises:
+        TypeError: It is no number.
+        ValueError: It is out of its bounds.
+    """
+    try:
+        value = float(gamma)
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(f"{transform}: gamma is a discount, a number from 0 to 1, got {gamma!r}") from None
+    if not 0 <= value <= 1:
+        raise ValueError(f"{transform}: got out-of-bounds gamma decay: gamma={value}; give one from 0 to 1")
+    return value
 
 
 def refuse_given(transform: str, reason: str, **given: tuple[Any, Any]) -> None:
