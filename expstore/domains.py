@@ -19,7 +19,7 @@ from expstore.schema import Schema
 from expstore.specs import Composite, TensorSpec
 from expstore.specs.base import LeafSpec
 from expstore.specs.shapes import safe
-from expstore.specs.text import from_text, to_text
+from expstore.specs.text import read_stored, to_text
 from expstore.spectext import describe, unpack_specs
 from expstore.storages.base import Storage
 from expstore.types import Array, Key, key_name
@@ -40,8 +40,9 @@ def row_text(specs: Composite | None) -> str:
         return ""
     if not isinstance(specs, Composite):
         raise TypeError(
-            f"specs is a {type(specs).__name__}; give a Composite of the row's fields. Those of TorchRL and "
-            "gymnasium become one by from_torchrl and from_space of expstore.specs"
+            f"specs is a {type(specs).__module__}.{type(specs).__name__}; give a Composite of expstore, for "
+            "the row's fields. Those of TorchRL and gymnasium become one by from_torchrl and from_space of "
+            "expstore.specs"
         )
     if specs.shape:
         raise SchemaError(
@@ -54,7 +55,7 @@ def row_text(specs: Composite | None) -> str:
 def specs_of(storage: Storage) -> Composite | None:
     """Return the specs of a storage's fields as they are just now, a copy; None: it has none."""
     text = storage.stored_specs()
-    found: Composite | None = from_text(text) if text else None
+    found: Composite | None = read_stored(text) if text else None
     return found
 
 

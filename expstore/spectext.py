@@ -45,14 +45,15 @@ def unpack_specs(text: str) -> dict[str, Any]:
     """
     try:
         data = json.loads(text)
-        version, node = int(data["version"]), data["spec"]
+        version = int(data["version"])
     except (ValueError, KeyError, TypeError) as exc:
-        raise CorruptionError(f"the text of the specs cannot be read: {exc}") from exc
+        raise CorruptionError(f"the text of the specs cannot be read: {exc!r}") from exc
     if version > VERSION:
         raise MigrationError(
             f"the specs have version {version}, this library knows versions up to {VERSION}",
             hint="install a newer expstore",
         )
+    node = data.get("spec")
     if not isinstance(node, dict):
         raise CorruptionError("the text of the specs cannot be read: it names none")
     return node
@@ -134,7 +135,7 @@ def check_specs(text: str, schema: Schema) -> None:
         if key not in schema:
             raise SchemaError(
                 f"the specs have a field {key_name(key)!r} ({said}), the rows have none",
-                hint=f"leave it out; the rows have {schema!r}",
+                hint=f"give rows this field, or specs without it; the rows have {schema!r}",
             )
         field = schema[key]
         if dtype is None:  # of objects, which have no shape of their own

@@ -620,7 +620,7 @@ def test_specs_are_indexed_as_tensors_are() -> None:
         assert spec[index].shape == tensors.shape
     assert spec[::-1].low.tolist() == values.flip(0).tolist()
     assert spec[:, 10:0:-1].low.tolist() == [[2, 1], [5, 4]]
-    assert expstore.OneHot(0)[None].shape == (1, 0)
+    assert expstore.OneHot(2, (0, 2))[None].shape == (1, 0, 2)
 
 
 def test_masks_stay_with_their_elements() -> None:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from expstore.specs.boxes import Box
+from expstore.specs.numbers import as_tensor
 from expstore.specs.shapes import (
     Move,
     as_size,
@@ -159,12 +160,17 @@ class TensorSpec(ABC):
         """Return a value of the spec near a given one, which stays as it is.
 
         Args:
-            val: Any value of the shape. One in the spec is returned as it is. NaN stays NaN, in no space; as
-                a whole number it is the smallest.
+            val: Any value of the shape, with more dims in front or not: a tensor, an array, numbers. One in
+                the spec is returned as it is. NaN stays NaN, in no space; as a whole number it is the
+                smallest, as a bool what torch makes of it.
             generator: Where a new value has to be drawn, because a mask hides the old one: what draws it.
 
         Returns:
             A value of the spec's dtype.
+
+        Raises:
+            TypeError: It is made of no numbers.
+            RuntimeError: It has another shape.
         """
         return val if self.is_in(val) else self._project(val, generator)
 
@@ -395,10 +401,40 @@ class LeafSpec(TensorSpec):
 
     def _fits(self, val: Any) -> bool:
         """Say whether shape and dtype fit."""
-        if not isinstance(val, torch.Tensor) or val.dtype != self.dtype or val.ndim < self.ndim:
+        return isinstance(val, torch.Tensor) and val.dtype == self.dtype and self._takes(val.shape)
+
+    def _takes(self, shape: torch.Size) -> bool:
+        """Say whether a shape fits."""
+        if len(shape) < self.ndim:
             return False
-        last = val.shape[val.ndim - self.ndim :]
+        last = shape[len(shape) - self.ndim :]
         return all(n in (1, have) for n, have in zip(safe(self.shape), last, strict=True))
+
+    def project(self, val: Any, *, generator: torch.Generator | None = None) -> Any:
+        """Return a value of the spec near a given one, which stays as it is. See TensorSpec."""
+        found = self._shaped(self._as_tensor(val))
+        return found if self.is_in(found) else self._project(found, generator)
+
+    def _as_tensor(self, val: Any) -> torch.Tensor:
+        """Return arrays and numbers as a tensor of their own dtype; a TypeError of anything else."""
+        if isinstance(val, torch.Tensor):
+            return val
+        try:
+            return as_tensor(val).to(self.device)
+        except (TypeError, ValueError, RuntimeError) as exc:
+            raise TypeError(
+                f"{type(self).__name__}.project takes a tensor, an array, or numbers; got a "
+                f"{type(val).__name__}"
+            ) from exc
+
+    def _shaped(self, val: torch.Tensor) -> torch.Tensor:
+        """Return a value, if its shape fits; a RuntimeError otherwise."""
+        if self._takes(val.shape):
+            return val
+        raise RuntimeError(
+            f"{type(self).__name__}.project takes values of shape {tuple(self.shape)}, and dims in front of "
+            f"it; got shape {tuple(val.shape)}"
+        )
 
     def zero(self, shape: Sequence[int] | int | None = None) -> torch.Tensor:
         """Return zeros, even where the space has none; `shape` comes in front."""

@@ -31,7 +31,7 @@ class Binary(Categorical):
 
     Raises:
         TypeError: Neither n nor shape.
-        ValueError: The last dim is another than n.
+        ValueError: The last dim is another than n, or n is negative.
 
     Example:
         >>> spec = Binary(3)
@@ -51,6 +51,8 @@ class Binary(Categorical):
         if shape is None:
             if n is None:
                 raise TypeError("Must provide either n or shape.")
+            if n < 0:
+                raise ValueError(f"Binary: n is the last dim's size, and 0 or more; got {n!r}")
             shape = (n,)
         size = as_size(shape)
         if not size and n:

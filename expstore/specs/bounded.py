@@ -12,7 +12,7 @@ import torch
 
 from expstore.specs.base import LeafSpec
 from expstore.specs.boxes import ContinuousBox
-from expstore.specs.numbers import as_ordered, draw_integers, from_ordered, in_order, saturated
+from expstore.specs.numbers import as_ordered, check_bound, draw_integers, from_ordered, in_order, saturated
 from expstore.specs.shapes import Move, as_size, broadcast, safe
 
 __all__ = ["Bounded", "BoundedContinuous", "BoundedDiscrete"]
@@ -41,7 +41,7 @@ class Bounded(LeafSpec):
 
     Raises:
         RuntimeError: The shapes of bounds and values do not fit, or there is none.
-        ValueError: There is no number between some bounds.
+        ValueError: There is no number between some bounds, or a finite one is no number of the dtype.
         TypeError: An argument that is none.
 
     Example:
@@ -73,6 +73,8 @@ class Bounded(LeafSpec):
         if domain is None:
             domain = "continuous" if self.dtype.is_floating_point else "discrete"
         self._domain = domain
+        for name, bound in (("low", low), ("high", high)):
+            check_bound(bound, name, self.dtype)
         low, high = (saturated(bound, self.dtype, self.device) for bound in (low, high))
         self._shape, size = _shape_of(low, high, shape)
         low, high = (bound.expand(size).contiguous().clone() for bound in (low, high))
@@ -108,7 +110,10 @@ class Bounded(LeafSpec):
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
     ) -> Any:
-        low, high = (move.values(bound) if move else bound for bound in self._box)
+        low, high = (
+            saturated(move.values(bound) if move else bound, dtype or self.dtype, bound.device)
+            for bound in self._box
+        )
         return Bounded(
             low,
             high,

@@ -12,6 +12,7 @@ import torch
 from expstore.specs.base import LeafSpec
 from expstore.specs.boxes import CategoricalBox
 from expstore.specs.masks import as_mask, draw_allowed, list_allowed, same_mask
+from expstore.specs.numbers import as_count, saturated
 from expstore.specs.shapes import Move, as_size, broadcast, safe
 
 __all__ = ["Categorical", "OneHot"]
@@ -31,6 +32,7 @@ class Categorical(LeafSpec):
         mask: Which are allowed.
 
     Raises:
+        ValueError: n is no whole number, or less than 1 and not -1.
         RuntimeError: The mask has another shape.
 
     Example:
@@ -47,7 +49,8 @@ class Categorical(LeafSpec):
         dtype: torch.dtype = torch.long,
         mask: Any = None,
     ) -> None:
-        super().__init__(() if shape is None else shape, CategoricalBox(n), device, dtype, "discrete")
+        space = CategoricalBox(as_count(n, "Categorical: n", unknown=True))
+        super().__init__(() if shape is None else shape, space, device, dtype, "discrete")
         self._provisional_n: int | None = None
         self.update_mask(mask)
 
@@ -76,7 +79,7 @@ class Categorical(LeafSpec):
 
     def set_provisional_n(self, n: int) -> None:
         """Say how many choices there are for now, where it was not known. Changes this spec."""
-        self._provisional_n = int(n)
+        self._provisional_n = as_count(n, "set_provisional_n: n")
 
     def update_mask(self, mask: Any) -> None:
         """Hide some choices from `rand`, `is_in` and `project`. Changes this spec.
@@ -151,7 +154,7 @@ class Categorical(LeafSpec):
         return fits & mask.gather(-1, chosen).squeeze(-1)
 
     def _project(self, val: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:
-        val = val.round() if val.is_floating_point() else val.long()
+        val = saturated(val.double().round() if val.is_floating_point() else val, torch.int64, val.device)
         val = val.clamp(min=0, max=None if self.space.n < 0 else self.space.n - 1)
         fits = self.within(val)
         if self.mask is not None and not fits.all():
@@ -248,7 +251,7 @@ class OneHot(LeafSpec):
         mask: Which choices are allowed.
 
     Raises:
-        ValueError: The last dim is another than n.
+        ValueError: The last dim is another than n, or n is no whole number from 1 on.
         RuntimeError: The mask has another shape.
 
     Example:
@@ -272,7 +275,7 @@ class OneHot(LeafSpec):
         mask: Any = None,
     ) -> None:
         refuse_register(use_register)
-        space = CategoricalBox(n)
+        space = CategoricalBox(as_count(n, "OneHot: n"))
         size = as_size((space.n,) if shape is None else shape)
         if not size or size[-1] != space.n:
             raise ValueError(

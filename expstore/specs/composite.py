@@ -404,7 +404,7 @@ class Composite(Lockable, BatchDims):
 
     def is_in(self, val: Any) -> bool:
         """Say whether a TensorDict, or a dict, has a value of each spec; what else it has does not matter."""
-        if self.data_cls is not None and type(val) is not self.data_cls:
+        if not hasattr(val, "get") or (self.data_cls is not None and type(val) is not self.data_cls):
             return False
         for key, spec in self.entries():
             if spec is None or (isinstance(spec, Composite) and spec.is_empty()):
@@ -420,10 +420,21 @@ class Composite(Lockable, BatchDims):
         Args:
             val: It: all keys that have a spec.
             generator: What draws a value where a mask hides the old one.
+
+        Raises:
+            KeyError: A key is missing; nothing was changed.
+            TypeError: It has no keys.
         """
         return self._project(val, generator)
 
     def _project(self, val: Any, generator: torch.Generator | None = None) -> Any:
+        _check_keyed(val, "project")
+        missing = [key for key, spec in self.entries() if spec is not None and val.get(key, None) is None]
+        if missing:
+            raise KeyError(
+                f"Composite.project takes a value for each key that has a spec; there is none for {missing}: "
+                f"the keys are {list(val.keys())}"
+            )
         for key, spec in self.entries():
             if spec is not None and not spec.is_in(val.get(key)):
                 val.set(key, spec.project(val.get(key), generator=generator))
@@ -438,8 +449,10 @@ class Composite(Lockable, BatchDims):
 
         Raises:
             KeyError: There is no spec for a key.
+            TypeError: It has no keys.
             RuntimeError: A value is None, or cannot be one of its spec.
         """
+        _check_keyed(val, "encode")
         made: dict[str, Any] = {}
         for key, value in val.items():
             if value is None:
@@ -551,3 +564,9 @@ class Composite(Lockable, BatchDims):
 
 def _is_key(key: object) -> bool:
     return isinstance(key, str) or (isinstance(key, tuple) and all(isinstance(part, str) for part in key))
+
+
+def _check_keyed(val: Any, what: str) -> None:
+    """Raise a TypeError if a value has no keys."""
+    if not hasattr(val, "get"):
+        raise TypeError(f"Composite.{what} takes a TensorDict or a dict; got a {type(val).__name__}")

@@ -42,11 +42,19 @@ def from_env(env: Any) -> specs.Composite:
     Args:
         env: A TorchRL environment, with its transforms.
 
+    Raises:
+        TypeError: It is none.
+
     Example:
         >>> from torchrl.envs import GymEnv
         >>> from_env(GymEnv("CartPole-v1"))["next", "observation"].shape
         torch.Size([4])
     """
+    if "EnvBase" not in [kind.__name__ for kind in type(env).__mro__]:
+        raise TypeError(
+            f"from_env takes an environment of TorchRL; got a {type(env).__module__}.{type(env).__name__}. "
+            "For gymnasium's there is from_space(env.observation_space), and its like for actions"
+        )
 
     def part(spec: Any) -> specs.Composite:
         found: specs.Composite = from_torchrl(spec).clear_device_()

@@ -15,6 +15,7 @@ from expstore.specs.base import LeafSpec
 from expstore.specs.boxes import Box, BoxList, CategoricalBox
 from expstore.specs.categorical import Categorical, OneHot, refuse_register
 from expstore.specs.masks import as_mask, draw_allowed, list_allowed, same_mask
+from expstore.specs.numbers import as_count
 from expstore.specs.shapes import Move, as_size, indexing, safe, split_last
 
 __all__ = ["MultiCategorical", "MultiOneHot"]
@@ -35,7 +36,8 @@ class MultiCategorical(Categorical):
         remove_singleton: Let `rand` leave out the dim of a spec of shape `(1,)`.
 
     Raises:
-        ValueError: The last dims of shape and `nvec` differ, or a mask is given and numbers differ elsewhere.
+        ValueError: The last dims of shape and `nvec` differ, or a mask is given and numbers differ elsewhere,
+            or a number is no whole one from 1 on.
         RuntimeError: `nvec` or the mask have another shape.
 
     Example:
@@ -53,7 +55,7 @@ class MultiCategorical(Categorical):
         mask: torch.Tensor | None = None,
         remove_singleton: bool = True,
     ) -> None:
-        counts = _with_a_dim(torch.as_tensor(nvec))
+        counts = _with_a_dim(_as_counts(nvec))
         size = as_size(counts.shape if shape is None else shape)
         if not size or size[-1] != counts.shape[-1]:
             raise ValueError(
@@ -159,11 +161,9 @@ class MultiCategorical(Categorical):
         made = torch.stack(drawn, -1).to(self.dtype)
         return made.squeeze(-1) if self.remove_singleton and self.shape == (1,) else made
 
-    def _fits(self, val: Any) -> bool:
-        """Say whether shape and dtype fit; a spec of shape `(1,)` takes numbers without it, too."""
-        if isinstance(val, torch.Tensor) and val.ndim == 0:
-            val = val.unsqueeze(0)
-        return super()._fits(val)
+    def _takes(self, shape: torch.Size) -> bool:
+        """Say whether a shape fits; a spec of shape `(1,)` takes numbers without it, too."""
+        return super()._takes(shape or torch.Size([1]))
 
     def _choices(self) -> torch.Tensor | None:
         """Return the mask of each element. Shape `(*shape, largest number of choices)`."""
@@ -316,7 +316,7 @@ class MultiOneHot(OneHot):
         mask: Which choices are allowed.
 
     Raises:
-        ValueError: The last dim is another than the sum.
+        ValueError: The last dim is another than the sum, or a length is no whole number from 1 on.
         RuntimeError: The mask has another shape.
 
     Example:
@@ -337,7 +337,7 @@ class MultiOneHot(OneHot):
         mask: torch.Tensor | None = None,
     ) -> None:
         refuse_register(use_register)
-        self._nvec = tuple(int(n) for n in nvec)
+        self._nvec = tuple(as_count(n, "MultiOneHot: nvec") for n in nvec)
         size = as_size((sum(self._nvec),) if shape is None else shape)
         if not size or size[-1] != sum(self._nvec):
             raise ValueError(
@@ -493,3 +493,11 @@ class MultiOneHot(OneHot):
 def _with_a_dim(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor; a single number as a row of one."""
     return tensor.reshape(1) if tensor.ndim == 0 else tensor
+
+
+def _as_counts(nvec: Any) -> torch.Tensor:
+    """Return numbers of choices as whole numbers; a ValueError if one is none from 1 on."""
+    counts = torch.as_tensor(nvec)
+    for n in counts.reshape(-1).tolist():
+        as_count(n, "MultiCategorical: nvec")
+    return counts.long() if counts.is_floating_point() else counts

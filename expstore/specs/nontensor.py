@@ -19,6 +19,7 @@ from tensordict import (
 )
 
 from expstore.specs.base import LeafSpec, TensorSpec, described
+from expstore.specs.numbers import as_tensor
 from expstore.specs.shapes import Move, as_size, safe
 
 __all__ = ["Choice", "NonTensor"]
@@ -250,12 +251,13 @@ class Choice(TensorSpec):
         return is_non_tensor(val) and any(_same(one, val) for one in self._choices)
 
     def _project(self, val: Any, generator: torch.Generator | None = None) -> Any:
-        if not self._of_specs or not isinstance(val, torch.Tensor):
+        if not self._of_specs or isinstance(val, TensorDictBase):
             raise NotImplementedError(
                 "project is not implemented for a Choice of objects: none is near another."
             )
         found = [one.project(val, generator=generator) for one in self._choices]
-        return min(found, key=lambda one: float((one.double() - val.double()).abs().sum()))
+        given = as_tensor(val).double()
+        return min(found, key=lambda one: float((one.double() - given).abs().sum()))
 
     def encode(self, val: Any, *, ignore_device: bool = False) -> Any:
         """Return a value as the first spec makes it that then has it; an object as TensorDicts hold it.

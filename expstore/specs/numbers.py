@@ -5,16 +5,64 @@ Used by the specs of numbers. Nothing here knows of shapes: what is given fits, 
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 import torch
 
-__all__ = ["UNSIGNED", "as_ordered", "draw_integers", "from_ordered", "in_order", "saturated"]
+__all__ = [
+    "UNSIGNED",
+    "as_count",
+    "as_ordered",
+    "as_tensor",
+    "check_bound",
+    "draw_integers",
+    "from_ordered",
+    "in_order",
+    "saturated",
+]
 
 #: Of these torch has little more than the storage: it neither compares nor draws them.
 UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
 _SMALLEST = torch.iinfo(torch.int64).min
+
+
+def as_count(n: Any, what: str, *, unknown: bool = False) -> int:
+    """Return how many choices there are; a ValueError if that is no whole number from 1 on.
+
+    Args:
+        n: The number; of NumPy or torch, too.
+        what: Its name in the message.
+        unknown: Whether -1 stands for a number that is not known yet.
+    """
+    try:
+        found = int(n)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        found = 0
+    if (found < 1 and not (unknown and found == -1)) or found != n:
+        raise ValueError(
+            f"{what} is how many choices there are: a whole number from 1 on"
+            f"{', or -1 where it is not known yet' if unknown else ''}; got {n!r}"
+        )
+    return found
+
+
+def check_bound(bound: Any, name: str, dtype: torch.dtype) -> None:
+    """Raise ValueError if a finite bound is no number of a dtype of whole numbers."""
+    if dtype.is_floating_point or dtype == torch.bool or getattr(bound, "dtype", None) == dtype:
+        return
+    given = as_tensor(bound)
+    info = torch.iinfo(dtype)
+    ends: tuple[float, float] = (info.min, info.max)
+    if given.is_floating_point():  # the largest numbers of 64 bits are rounded there
+        ends = tuple(torch.tensor(ends, dtype=torch.float64).to(given.dtype).tolist())
+    for value in given.reshape(-1).tolist():
+        if math.isfinite(value) and not ends[0] <= value <= ends[1]:
+            raise ValueError(
+                f"Bounded: {name}={value} is no {str(dtype).removeprefix('torch.')}, whose numbers are "
+                f"{info.min} to {info.max}; give another bound, or a wider dtype"
+            )
 
 
 def as_ordered(tensor: torch.Tensor) -> torch.Tensor:
@@ -37,15 +85,21 @@ def in_order(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tuple(as_ordered(one) for one in tensors)
 
 
+def as_tensor(value: Any) -> torch.Tensor:
+    """Return a tensor as it is, arrays and numbers as one of their dtype; a TypeError of anything else."""
+    if isinstance(value, torch.Tensor):
+        return value
+    array = np.array(value)
+    # Python's largest numbers come as a type that torch does not know for the same.
+    return torch.as_tensor(array.view(array.dtype.str))
+
+
 def saturated(value: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return numbers as a dtype that may be smaller: what is too large becomes the largest.
 
     NaN becomes the smallest whole number.
     """
-    if not isinstance(value, torch.Tensor):
-        array = np.array(value)
-        # Python's largest numbers come as a type that torch does not know for the same.
-        value = torch.as_tensor(array.view(array.dtype.str))
+    value = as_tensor(value)
     if dtype == torch.bool:
         value = (value if value.is_floating_point() else value.long()) > 0
     elif not dtype.is_floating_point and value.dtype != dtype:

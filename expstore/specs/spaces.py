@@ -92,6 +92,7 @@ def to_space(spec: TensorSpec | None) -> Any:
     Raises:
         ValueError: gymnasium has no such space: of values that are no tensors, of a mask, of a dim of any
             size, of bfloat16, of a stack, of None.
+        TypeError: It is no spec.
         ModuleNotFoundError: gymnasium is not installed.
 
     Example:
@@ -118,6 +119,11 @@ def _to_space(spec: Any, home: Any) -> Any:
         if parts and list(parts) == [str(place) for place in range(len(parts))]:
             return home.Tuple(tuple(parts.values()))
         return home.Dict(parts)
+    if spec is not None and not isinstance(spec, TensorSpec):
+        raise TypeError(
+            f"to_space takes a spec of expstore; got a {type(spec).__module__}.{type(spec).__name__} "
+            "(TorchRL's become ours by from_torchrl)"
+        )
     if spec is None or spec.dtype is None:
         raise ValueError("gymnasium has no space where no spec is known, or values are no tensors")
     if -1 in spec.shape:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from textwrap import indent
 from typing import Any, Generic, Self, TypeVar
 
+import numpy as np
 import torch
 from tensordict import LazyStackedTensorDict
 
@@ -54,8 +55,19 @@ class _Stack(TensorSpec, Generic[_Part]):
 
     def _each(self, value: Any) -> Iterator[tuple[_Part, Any]]:
         """Yield every part with its value in a stack of values, of which there may be dims in front."""
+        if isinstance(value, np.ndarray):
+            value = torch.as_tensor(value.copy())
         if isinstance(value, (tuple, list)):
             values: Sequence[Any] = value
+        elif not hasattr(value, "unbind"):
+            raise TypeError(
+                f"a stack of specs takes a stack of values, or a list; got a {type(value).__name__}"
+            )
+        elif not self._has_place(value):
+            raise ValueError(
+                f"a stack of specs of shape {tuple(self.shape)} has no place for a value of shape "
+                f"{tuple(value.shape)}"
+            )
         else:
             # A nested tensor knows its first dim only; others are counted from the last.
             nested = isinstance(value, torch.Tensor) and value.is_nested
@@ -71,9 +83,16 @@ class _Stack(TensorSpec, Generic[_Part]):
     def _fits_stack(self, value: Any) -> bool:
         if isinstance(value, (tuple, list)):
             return len(value) == len(self._parts)
+        if not hasattr(value, "unbind") or not self._has_place(value):
+            return False
         nested = isinstance(value, torch.Tensor) and value.is_nested
         place = 0 if nested else self.dim - self._counted + value.ndim
-        return place >= 0 and bool(value.size(place) == len(self._parts))
+        return bool(value.size(place) == len(self._parts))
+
+    def _has_place(self, value: Any) -> bool:
+        """Say whether a value has the dim along which the specs are stacked."""
+        nested = isinstance(value, torch.Tensor) and value.is_nested
+        return nested or self.dim - self._counted + value.ndim >= 0
 
     def is_in(self, val: Any) -> bool:
         """Say whether each value of a stack is in its spec."""
@@ -89,8 +108,8 @@ class _Stack(TensorSpec, Generic[_Part]):
         """Return values, one of each part, as a stack with so many dims in front."""
 
     def _project(self, val: Any, generator: torch.Generator | None = None) -> Any:
-        lead = 0 if isinstance(val, (tuple, list)) else max(0, val.ndim - self._counted)
         projected = [part.project(value, generator=generator) for part, value in self._each(val)]
+        lead = 0 if isinstance(val, (tuple, list)) else max(0, val.ndim - self._counted)
         return self._joined(projected, lead)
 
     def rand(

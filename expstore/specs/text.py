@@ -22,7 +22,7 @@ from expstore.specs.anatomy import Tree, build, take_apart
 from expstore.specs.base import TensorSpec
 from expstore.spectext import pack_specs, unpack_specs
 
-__all__ = ["from_text", "to_text"]
+__all__ = ["from_text", "read_stored", "to_text"]
 
 _DEFAULTS = [("step_mdp_static", False), ("remove_singleton", True)]
 _TENSORS = ("low", "high", "mask")
@@ -120,10 +120,24 @@ def _is_plain(data: Any) -> bool:
 def from_text(text: str) -> Any:
     """Return the spec that a text describes.
 
+    Args:
+        text: What `to_text` has returned.
+
     Raises:
+        TypeError: It is no text at all.
         MigrationError: A newer version of the library wrote it.
         CorruptionError: It is no such text.
     """
+    if not isinstance(text, str):
+        raise TypeError(f"from_text takes what to_text has returned, a str; got a {type(text).__name__}")
+    try:
+        return read_stored(text)
+    except CorruptionError as exc:
+        raise CorruptionError(exc.message, hint="give what to_text has returned, as it was") from exc
+
+
+def read_stored(text: str) -> Any:
+    """Return the spec that a store's text describes; errors as `from_text`, of a store that is damaged."""
     node = unpack_specs(text)
     try:
         return build(_read(node), specs)

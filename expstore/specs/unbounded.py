@@ -5,6 +5,7 @@ Used by whoever describes what has no bounds. All that they say is shape, dtype 
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -92,12 +93,18 @@ class Unbounded(LeafSpec):
         return torch.ones_like(val, dtype=torch.bool)
 
     def _project(self, val: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:
+        if self.dtype == torch.bool:
+            return val.bool()
         if val.is_floating_point() and not self.dtype.is_floating_point:
             val = val.double().round()
-        val = saturated(val, self.dtype, val.device)
-        return (
-            val if self._fits(val) else val.reshape(*val.shape[: max(val.ndim - self.ndim, 0)], *self.shape)
-        )
+        return saturated(val, self.dtype, val.device)
+
+    def _shaped(self, val: torch.Tensor) -> torch.Tensor:
+        """Return a value in the spec's shape, if it has as many elements; a RuntimeError otherwise."""
+        lead = val.shape[: max(val.ndim - self.ndim, 0)]
+        if not self._takes(val.shape) and val.numel() == math.prod((*lead, *safe(self.shape))):
+            return val.reshape(*lead, *safe(self.shape))
+        return super()._shaped(val)
 
     def rand(self, shape: Any = None, *, generator: torch.Generator | None = None) -> torch.Tensor:
         """Draw normally distributed values; whole numbers from 0 to the largest, each as likely.

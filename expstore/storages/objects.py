@@ -9,8 +9,12 @@ from __future__ import annotations
 import operator
 from typing import TYPE_CHECKING
 
+from expstore.errors import SchemaError
+from expstore.forms import DATA
+from expstore.spectext import leaves_of
 from expstore.storages.memory import MemoryStorage
 from expstore.storages.options import find_device, find_seed, refuse
+from expstore.types import key_name
 
 if TYPE_CHECKING:
     import torch
@@ -52,6 +56,17 @@ class ListStorage(MemoryStorage):
         refuse(compilable=compilable)
         super().__init__(None if max_size is None else operator.index(max_size), seed=find_seed(seed))
         self.device = find_device(device)
+
+    def describe_fields(self, specs: str) -> None:
+        """Keep the specs; a SchemaError if they speak of fields: a row is an object, and has none."""
+        fields = [key_name(key) for key in leaves_of(specs) if key != DATA]
+        if fields:
+            raise SchemaError(
+                f"the specs speak of {fields[0]!r}, and rows of a {type(self).__name__} are objects, without "
+                "fields of their own",
+                hint="rows with fields are kept by LazyTensorStorage, MemoryStorage, or expstore.open()",
+            )
+        super().describe_fields(specs)
 
 
 class LazyStackStorage(ListStorage):
