@@ -200,7 +200,11 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--seed", type=int, default=0, help="of networks, environments and draws (%(default)s)")
     add("--envs", type=int, default=8, help="environments side by side (%(default)s)")
     add("--fresh", action="store_true", help="begin anew; the old store is moved aside")
-    return parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
+    for name in ("steps", "envs"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name} must be at least 1, not {getattr(args, name)}")
+    return args
 
 
 def run(args: argparse.Namespace, console: Console) -> None:

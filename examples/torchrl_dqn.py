@@ -2,7 +2,7 @@
 
 Needs torchrl and gymnasium; `python examples/torchrl_dqn.py` takes half a minute on two cores. Loss, target
 network, exploration, collector and Trainer are TorchRL's; the replay buffer and its hook are expstore's. Stop
-it at any moment, even with kill -9, and run it again: it goes on from what is stored.
+it at any moment, with Ctrl-C or kill -9, and run it again: it goes on from what is stored.
 """
 
 from __future__ import annotations
@@ -150,7 +150,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--path", type=Path, default=Path("runs/torchrl.exp"), help="the store (%(default)s)")
     add("--steps", type=int, default=6_000, help="transitions in all (%(default)s)")
     add("--seed", type=int, default=0, help="of networks, environment and draws (%(default)s)")
-    return parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
+    if args.steps < 1:
+        parser.error(f"--steps must be at least 1, not {args.steps}")
+    return args
 
 
 def main(arguments: Any = None) -> int:
@@ -158,6 +161,9 @@ def main(arguments: Any = None) -> int:
     torch.set_num_threads(1)  # so small a network only gets slower with more
     try:
         run(args)
+    except KeyboardInterrupt:
+        print("\nstopped; run it again to go on from here")
+        return 130
     except expstore.ExpStoreError as exc:
         print(exc)
         return 1

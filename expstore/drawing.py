@@ -235,12 +235,13 @@ class DrawingHandle(StoreHandle):
         super().close()
 
     def refresh(self) -> None:
-        """Take in what has been done since.
+        """Have what is derived from rows follow them: `where`, `weight`, and in a follower episodes.
 
         `where` and `weight` of the sampler are evaluated for all rows as they are now: the next batches are
         those of any other process, or run, with the same rows, seed and number of the draw. In a follower
-        this also brings episodes, and, after the writer has stopped, its last rows; new rows show by
-        themselves while it writes. `sql` and `stats` do that, too.
+        this also brings episodes, and, after the writer has stopped, its last rows. While it writes new rows
+        show by themselves, those of small batches (up to 8 rows of 16 KiB together) within 0.1 s: they are
+        not waited for. `sql` and `stats` do that, too.
 
         Raises:
             QueryError: `where` or `weight` cannot be computed, or a weight is not a number from 0 on.

@@ -6,6 +6,8 @@ and never writes to one.
 
 from __future__ import annotations
 
+import math
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,7 @@ from tensordict import TensorDictBase
 from expstore.buffers import ReplayBuffer
 from expstore.draws import Draws
 from expstore.errors import SchemaError
+from expstore.keywords import check_batch_size
 from expstore.storages.base import Storage
 from expstore.storages.tensors import LazyTensorStorage
 from expstore.transforms import Compose
@@ -48,7 +51,8 @@ class OfflineToOnlineReplayBuffer:
 
     Raises:
         ValueError: The fraction is out of its bounds; storage and capacity are both given, or none; the data
-            set is a name; or the transform looks at other steps.
+            set is a name; the batch size is below 1; or the transform looks at other steps.
+        TypeError: The data set is no buffer, or a number is none.
 
     Example:
         >>> offline = ReplayBuffer(storage=LazyTensorStorage(100))
@@ -76,14 +80,15 @@ class OfflineToOnlineReplayBuffer:
             raise ValueError("Provide online_storage OR online_capacity, not both.")
         if online_storage is None and online_capacity is None:
             raise ValueError("Provide one of online_storage or online_capacity.")
-        if not 0.0 < offline_fraction < 1.0:
-            raise ValueError(f"offline_fraction must be in (0, 1), got {offline_fraction}.")
+        offline_fraction = _fraction(offline_fraction)
         _check_dataset(offline_dataset)
         if dataset_kwargs:
             raise ValueError(
                 "dataset_kwargs are only forwarded when offline_dataset is a string, got "
                 f"{[*dataset_kwargs]}. Pass them directly to your dataset constructor instead."
             )
+        _check_buffer(offline_dataset, "sample", "offline_dataset")
+        check_batch_size(batch_size)
         self._transform = Compose.of(transform)
         if self._transform.steps:
             raise ValueError(
@@ -111,12 +116,14 @@ class OfflineToOnlineReplayBuffer:
             A TensorDict. Batch size `[batch_size]`.
 
         Raises:
-            ValueError: No batch size is known.
+            ValueError: No batch size is known, or it is below 1.
+            TypeError: It is no number.
             SchemaError: The rows of both have different fields.
         """
         size = self._batch_size if batch_size is None else batch_size
         if size is None:
             raise ValueError("batch_size must be provided either in __init__ or sample().")
+        check_batch_size(size)
         offline = round(self._fraction * size)
         if offline >= size or not len(self._online):
             batch = self._offline.sample(size)
@@ -140,7 +147,13 @@ class OfflineToOnlineReplayBuffer:
         Args:
             step: Where training is, from 0 on.
             total_steps: From which step on nothing is of the data set. At least 1.
+
+        Raises:
+            ValueError: `total_steps` is too small.
+            TypeError: One of both is no number.
         """
+        _check_number("step", step)
+        _check_number("total_steps", total_steps)
         if total_steps < 1:
             raise ValueError(
                 f"total_steps is the step at which nothing is left, at least 1, not {total_steps}"
@@ -187,6 +200,7 @@ def prefill_replay_buffer(rb: Any, dataset: Any, n_samples: int | None = None, c
 
     Raises:
         ValueError: The data set is a name, its rows have several numbers, or a number is too small.
+        TypeError: One of both is no buffer, or a number is none.
 
     Example:
         >>> dataset = ReplayBuffer(storage=LazyTensorStorage(50))
@@ -196,6 +210,10 @@ def prefill_replay_buffer(rb: Any, dataset: Any, n_samples: int | None = None, c
         20
     """
     _check_dataset(dataset)
+    _check_buffer(dataset, "storage", "dataset")
+    _check_buffer(rb, "sample", "rb")
+    _check_number("chunk_size", chunk_size)
+    _check_number("n_samples", 0 if n_samples is None else n_samples)
     if chunk_size < 1 or (n_samples is not None and n_samples < 0):
         raise ValueError(f"n_samples={n_samples} and chunk_size={chunk_size} are no numbers of rows")
     if getattr(dataset.storage, "ndim", 1) != 1:
@@ -216,6 +234,28 @@ def _check_dataset(dataset: Any) -> None:
             f"data sets are not loaded by name here, got {dataset!r}; give a buffer with its rows, for "
             "instance that of torchrl.data.datasets.load_dataset"
         )
+
+
+def _check_buffer(found: Any, method: str, name: str) -> None:
+    if not hasattr(found, method) or isinstance(found, type | torch.Tensor | TensorDictBase):
+        kind = found.__name__ if isinstance(found, type) else type(found).__name__
+        raise TypeError(
+            f"{name} is to be a buffer, of expstore or torchrl, with its rows; got "
+            f"{'the class ' if isinstance(found, type) else ''}{kind}: put rows that are at hand into one, "
+            "ReplayBuffer(storage=LazyTensorStorage(n)), by extend()"
+        )
+
+
+def _check_number(name: str, found: Any) -> None:
+    if isinstance(found, bool) or not isinstance(found, Real) or math.isnan(found):
+        raise TypeError(f"{name} must be a number, got {found!r}")
+
+
+def _fraction(offline_fraction: float) -> float:
+    _check_number("offline_fraction", offline_fraction)
+    if not 0.0 < offline_fraction < 1.0:
+        raise ValueError(f"offline_fraction must be in (0, 1), got {offline_fraction}.")
+    return float(offline_fraction)
 
 
 def _joined(offline: TensorDictBase, online: TensorDictBase) -> TensorDictBase:

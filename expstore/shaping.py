@@ -291,6 +291,9 @@ class ShapingHandle(DrawingHandle):
             transform: A callable, which acts on samples, or a torchrl Transform.
             invert: It acts on what is written instead.
 
+        Raises:
+            StateError: The buffer is closed.
+
         Example:
             >>> rb.append_transform(lambda batch: batch.exclude("pixels"))
         """
@@ -303,7 +306,13 @@ class ShapingHandle(DrawingHandle):
             index: Which number it is to have.
             transform: As `append_transform`.
             invert: As there.
+
+        Raises:
+            StateError: The buffer is closed.
         """
+        held = self.__dict__.get("_storage")  # what a copy has not opened yet is not opened for this
+        if held is not None and held.closed:
+            raise StateError("the store is closed", hint="open it again with expstore.open()")
         self._transform.insert(index, transform, invert=invert)
         self._forget_ahead()
         return self

@@ -9,11 +9,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
-from tensordict import TensorDictBase, pad
+from tensordict import TensorDictBase, is_tensor_collection, pad
 
 from expstore.buffers import ReplayBuffer
 from expstore.ensembles import ReplayBufferEnsemble
 from expstore.errors import SchemaError, StateError
+from expstore.keywords import check_batch_size
 from expstore.tensordictbuffers import TensorDictReplayBuffer
 
 __all__ = ["ReplayBufferTrainer"]
@@ -48,6 +49,7 @@ class ReplayBufferTrainer:
             `sample` raises StopIteration, which ends a trainer's epoch, and the next one begins anew.
 
     Raises:
+        TypeError: It is no buffer of expstore, or `max_dims` are no sizes.
         ValueError: The sampler goes by priorities, which only a `TensorDictReplayBuffer` can take
             out of batches; or what is asked for means nothing here, and the message says why.
 
@@ -69,11 +71,14 @@ class ReplayBufferTrainer:
         max_dims: Sequence[int] | None = None,
         iterate: bool = False,
     ) -> None:
+        _check_buffer(replay_buffer)
+        check_batch_size(batch_size)
         if memmap:
             raise ValueError(
                 "memmap=True means nothing here: stores on disk keep their rows in mapped files, and batches "
                 "are written to them without a copy in between; leave it out"
             )
+        _check_sizes(max_dims)
         if flatten_tensordicts and max_dims is not None:
             raise ValueError(
                 "max_dims fills trajectories up to one length; with flatten_tensordicts=True every step is a "
@@ -110,8 +115,11 @@ class ReplayBufferTrainer:
             CPU.
 
         Raises:
+            TypeError: It is no TensorDict; nothing was stored.
             SchemaError: The batch does not fit the store, or is larger than `max_dims`; nothing was stored.
         """
+        if not is_tensor_collection(batch):
+            raise TypeError(f"a collector hands over a TensorDict, this is {_kind(batch)}: make one of it")
         batch = batch.cpu()
         rows = batch
         if self.flatten_tensordicts:
@@ -166,10 +174,13 @@ class ReplayBufferTrainer:
             batch: A sample, with the buffer's `priority_key` added.
 
         Raises:
+            TypeError: It is no TensorDict.
             SchemaError: The batch has no priorities.
             PriorityError: A priority is negative, NaN or infinite; none was set.
         """
         if self._takes_priorities():
+            if not is_tensor_collection(batch):
+                raise TypeError(f"priorities are taken out of a sample, this is {_kind(batch)}")
             cast(TensorDictReplayBuffer, self.replay_buffer).update_tensordict_priority(batch)
 
     def _takes_priorities(self) -> bool:
@@ -197,8 +208,11 @@ class ReplayBufferTrainer:
         Raises:
             StateError: It is no state of such a hook, or of another buffer; nothing was changed.
         """
-        if "replay_buffer" not in state_dict:
-            raise StateError(f"that is no state of a {type(self).__name__}: it has no 'replay_buffer'")
+        if not isinstance(state_dict, Mapping) or not isinstance(state_dict.get("replay_buffer"), Mapping):
+            raise StateError(
+                f"that is no state of a {type(self).__name__}: it has no buffer's state, 'replay_buffer'",
+                hint="give what its state_dict() returned",
+            )
         self.replay_buffer.load_state_dict(state_dict["replay_buffer"])
         self._batches = None
 
@@ -208,11 +222,45 @@ class ReplayBufferTrainer:
         Args:
             trainer: Which one.
             name: Under which its checkpoints have the state.
+
+        Raises:
+            TypeError: It is no trainer.
         """
+        if not all(hasattr(trainer, method) for method in ("register_op", "register_module")):
+            raise TypeError(
+                f"hooks are registered with a torchrl Trainer, not with {_kind(trainer)}; a loop of your own "
+                "calls extend, sample and update_priority itself"
+            )
         trainer.register_op("batch_process", self.extend)
         trainer.register_op("process_optim_batch", self.sample)
         trainer.register_op("post_loss", self.update_priority)
         trainer.register_module(name, self)
+
+
+def _check_buffer(found: Any) -> None:
+    if isinstance(found, ReplayBuffer | ReplayBufferEnsemble):
+        return
+    if type(found).__module__.startswith("torchrl."):
+        todo = "torchrl.trainers.ReplayBufferTrainer takes torchrl's own"
+    else:
+        todo = "expstore.open() makes one"
+    raise TypeError(f"replay_buffer is to be a buffer of expstore, got {_kind(found)}; {todo}")
+
+
+def _check_sizes(sizes: Any) -> None:
+    if sizes is not None and not (
+        isinstance(sizes, Sequence) and all(isinstance(size, int) and size >= -1 for size in sizes)
+    ):
+        raise TypeError(f"max_dims is a size for each dim of a batch, -1 where it may be any, not {sizes!r}")
+
+
+def _kind(found: Any) -> str:
+    """Return what to call something that is not what it should be."""
+    if found is None or isinstance(found, str | int | float):
+        return repr(found)
+    kind = found if isinstance(found, type) else type(found)
+    called = kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
+    return f"the class {called}" if isinstance(found, type) else f"a {called}"
 
 
 def _takes_all_dims(buffer: ReplayBuffer | ReplayBufferEnsemble) -> bool:

@@ -663,6 +663,8 @@ def test_a_closed_buffer(make: Make) -> None:
         lambda: rb.sql("SELECT 1"),
         rb.empty,
         rb.flush,
+        lambda: rb.append_transform(lambda batch: batch),
+        lambda: rb.insert_transform(0, lambda batch: batch),
     ):
         with pytest.raises(StateError, match=r"the store is closed; open it again with expstore.open\(\)"):
             act()

@@ -6,6 +6,7 @@ import json
 import os
 import random
 import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -29,13 +30,16 @@ import json, os, shutil, signal, sys
 sys.path.insert(0, os.path.dirname(sys.argv[1]))
 import torchrl_dqn, expstore
 
-def child(number, arguments, after, milliseconds):
+def child(number, arguments, after, milliseconds, ctrl_c=False):
     sample, calls, drawn = expstore.ReplayBufferTrainer.sample, 0, []
 
     def noting(hook, batch=None):
         nonlocal calls
         calls += 1
-        if calls == after:
+        if calls == after and ctrl_c:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            os.kill(os.getpid(), signal.SIGINT)
+        elif calls == after:
             signal.setitimer(signal.ITIMER_PROF, milliseconds / 1000)
         draw = hook.replay_buffer.storage.draw
         found = sample(hook, batch)
@@ -98,7 +102,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     first, second = chance.randrange(5, 100), chance.randrange(180, 300)
     todo = [
         run("one", first), run("one", second), {"copy": True}, run("one"), run("two"), run("one"),
-        run("one", 0, "--seed", "9"),
+        run("one", 0, "--seed", "9"), run("three", first) | {"ctrl_c": True},
     ]  # fmt: skip
     command = [sys.executable, "-c", DRIVER, str(EXAMPLE), json.dumps(todo)]
     environment = {**os.environ, "PYTHONPATH": str(EXAMPLE.parents[1])}
@@ -112,6 +116,29 @@ def test_runs_end_as_they_should(runs: Runs) -> None:
     assert "seed=9" in runs.text(6)
     assert "Traceback" not in "".join(runs.text(n) for n in (0, 1, 3, 4, 5, 6))
     assert f"all {STEPS:,} steps are done" in runs.text(5)
+
+
+def test_ctrl_c_ends_with_a_line(runs: Runs) -> None:
+    assert runs.code(7) == 130
+    assert runs.text(7).splitlines()[-1] == "stopped; run it again to go on from here"
+    assert "Traceback" not in runs.text(7)
+    with expstore.open(runs.folder / "three.exp", mode="r") as rb:
+        assert 0 < rb.write_count < STEPS
+    with expstore.open(runs.folder / "three.exp") as rb:
+        assert rb.recovered is None, "it was closed"
+
+
+@pytest.mark.parametrize("example", [EXAMPLE, EXAMPLE.with_name("cartpole_dqn.py")], ids=["torchrl", "own"])
+@pytest.mark.parametrize("steps", ["-5", "0"])
+def test_no_steps_are_refused(
+    example: Path, steps: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "store.exp"
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(example))["main"](["--path", str(path), "--steps", steps])
+    assert ended.value.code == 2
+    assert f"--steps must be at least 1, not {steps}" in capsys.readouterr().err
+    assert not path.exists()
 
 
 def test_a_run_goes_on_from_what_is_stored(runs: Runs) -> None:

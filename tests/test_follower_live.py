@@ -106,6 +106,42 @@ def test_a_row_that_comes_alone_shows_when_it_is_in_the_columns(
             same_answers(rb, seen)
 
 
+@pytest.mark.parametrize(("count", "width", "later"), [(8, 1, True), (9, 1, False), (2, 2100, False)])
+def test_small_batches_show_when_they_are_in_the_columns(
+    store_path: Path, monkeypatch: pytest.MonkeyPatch, count: int, width: int, later: bool
+) -> None:
+    """A reader that takes in what there is brings them no sooner."""
+    batch = TensorDict({"a": torch.zeros(20, width)}, [20])
+    with expstore.open(store_path, capacity=50) as rb, monkeypatch.context() as patch:
+        put(rb, batch)
+        if later:
+            patch.setattr(ZarrStorage, "drain", lambda self: None)
+        with expstore.open(store_path, mode="r") as seen:
+            rb.extend(batch[:count])
+            seen.refresh()
+            assert len(seen) == (20 if later else 20 + count)
+            patch.undo()
+            drain(rb)
+            assert len(seen) == 20 + count
+
+
+def test_small_batches_show_by_themselves(store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drained, inner = threading.Event(), ZarrStorage.drain
+
+    def noting(storage: ZarrStorage) -> None:
+        inner(storage)
+        if storage.last == 24:
+            drained.set()
+
+    monkeypatch.setattr(ZarrStorage, "drain", noting)
+    with expstore.open(store_path, capacity=50) as rb:
+        rb.extend(rows(20))
+        with expstore.open(store_path, mode="r") as seen:
+            rb.extend(rows(4, 20))
+            assert drained.wait(30), "nobody asked for it"
+            assert seen["a"].tolist() == rb["a"].tolist()
+
+
 def test_rows_that_are_synced_one_by_one_show_as_well(store_path: Path) -> None:
     with expstore.open(store_path, capacity=50, durability="sync") as rb:
         with expstore.open(store_path, mode="r") as seen:

@@ -169,6 +169,34 @@ def test_what_does_not_go_together_is_told() -> None:
         made(transform=Looking())
 
 
+@pytest.mark.parametrize("dataset", [None, 3, TensorDict({"x": torch.zeros(3)}, [3]), [], ReplayBuffer])
+def test_what_is_no_buffer_is_refused(dataset: Any) -> None:
+    with pytest.raises(TypeError, match=r"offline_dataset is to be a buffer.*by extend\(\)"):
+        OfflineToOnlineReplayBuffer(dataset, online_capacity=10)
+    rb = ReplayBuffer(storage=LazyTensorStorage(100))
+    with pytest.raises(TypeError, match="dataset is to be a buffer"):
+        prefill_replay_buffer(rb, dataset)
+    with pytest.raises(TypeError, match="rb is to be a buffer"):
+        prefill_replay_buffer(dataset, rb)
+
+
+def test_what_is_no_number_is_refused() -> None:
+    for fraction in ("x", None, True, float("nan")):
+        with pytest.raises(TypeError, match=f"offline_fraction must be a number, got {fraction!r}"):
+            made(fraction=fraction)  # type: ignore[arg-type]
+    for size, error in ((0, ValueError), (-2, ValueError), ("x", TypeError)):
+        with pytest.raises(error, match="batch_size must be"):
+            made(batch_size=size)
+        with pytest.raises(error, match="batch_size must be"):
+            made().sample(size)
+    for step, total in (("x", 3), (1, None), (float("nan"), 3)):
+        with pytest.raises(TypeError, match="must be a number"):
+            made().anneal(step, total)
+    rb = ReplayBuffer(storage=LazyTensorStorage(100))
+    with pytest.raises(TypeError, match="n_samples must be a number, got 'x'"):
+        prefill_replay_buffer(rb, rb, n_samples="x")  # type: ignore[arg-type]
+
+
 # -- copying ------------------------------------------------------------------------------------------
 
 

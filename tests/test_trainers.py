@@ -270,9 +270,37 @@ def test_batches_that_do_not_fit_are_refused() -> None:
     assert len(hook.replay_buffer) == 0
 
 
-def test_a_state_of_something_else_is_refused() -> None:
+def test_buffers_of_others_are_refused() -> None:
+    with pytest.raises(TypeError, match=r"got a torchrl\..*; torchrl.trainers.ReplayBufferTrainer takes"):
+        ReplayBufferTrainer(their_data.ReplayBuffer(storage=their_data.LazyTensorStorage(10)))  # type: ignore[arg-type]
+    for buffer in (None, "x", expstore.ReplayBuffer):
+        with pytest.raises(
+            TypeError, match=r"is to be a buffer of expstore, got .*; expstore.open\(\) makes"
+        ):
+            ReplayBufferTrainer(buffer)  # type: ignore[arg-type]
+    for options in ({"batch_size": "x"}, {"max_dims": 3}, {"max_dims": ["x"]}):
+        with pytest.raises(TypeError, match=next(iter(options))):
+            both(**options)
+
+
+def test_what_is_no_batch_is_refused() -> None:
+    member = expstore.TensorDictPrioritizedReplayBuffer(
+        alpha=0.6, beta=0.4, storage=expstore.LazyTensorStorage(10)
+    )
+    hook: Any = ReplayBufferTrainer(member)
+    for batch in (None, [1]):
+        with pytest.raises(TypeError, match="a collector hands over a TensorDict, this is"):
+            hook.extend(batch)
+        with pytest.raises(TypeError, match="priorities are taken out of a sample, this is"):
+            hook.update_priority(batch)
+    with pytest.raises(TypeError, match="registered with a torchrl Trainer, not with None"):
+        hook.register(None)
+
+
+@pytest.mark.parametrize("state", [{"buffer": {}}, None, {"replay_buffer": None}])
+def test_a_state_of_something_else_is_refused(state: Any) -> None:
     with pytest.raises(expstore.StateError, match="no state of a ReplayBufferTrainer"):
-        both()[0].load_state_dict({"buffer": {}})
+        both()[0].load_state_dict(state)
 
 
 # -- inside TorchRL's Trainer -------------------------------------------------------------------------------
