@@ -499,6 +499,8 @@ OTHER_KINDS: dict[str, tuple[Callable[[], Any], str]] = {
     "in": (lambda: CatFrames(2, -1, 3), "in_keys are the keys of fields, got 3"),  # type: ignore[arg-type]
     "out": (lambda: CatFrames(2, -1, ["a"], [3]), "each of out_keys is the key"),  # type: ignore[list-item]
     "gamma": (lambda: MultiStepTransform(2, "x"), "gamma is a discount, .*'x'"),  # type: ignore[arg-type]
+    "fill": (lambda: NextStateReconstructor(fill_value="x"), "fill_value is the"),  # type: ignore[arg-type]
+    "padding": (lambda: CatFrames(2, -1, padding_value=None), "padding_value is"),  # type: ignore[arg-type]
     "end": (lambda: Reward2GoTransform(done_key=3), "done_key is the key of a"),  # type: ignore[arg-type]
     "mask": (lambda: MultiStepTransform(2, 1.0, mask_key=3), "mask_key is the"),  # type: ignore[arg-type]
 }
@@ -509,6 +511,40 @@ def test_arguments_of_another_kind_are_refused(name: str) -> None:
     make, message = OTHER_KINDS[name]
     with pytest.raises(TypeError, match=message):
         make()
+
+
+def test_a_number_that_a_field_cannot_hold_is_refused() -> None:
+    n = torch.arange(3)
+    rows = counted(3, n=n[:, None], pixels=n[:, None].to(torch.uint8), half=n[:, None].half())
+    for value, key in (
+        (-1, "pixels"),
+        (256, "pixels"),
+        (0.5, "pixels"),
+        (0.5, "n"),
+        (1e6, "half"),
+        (1j, "x"),
+    ):
+        for transform in (
+            CatFrames(2, -1, [key], padding="constant", padding_value=value),  # type: ignore[arg-type]
+            NextStateReconstructor([key], fill_value=value),  # type: ignore[arg-type]
+        ):
+            with pytest.raises(ValueError, match=f"_value=.* is no value of '{key}', of torch"):
+                buffer(transform, rows)[:]
+    for value, key in ((255, "pixels"), (7.0, "n"), (math.inf, "half"), (torch.tensor(2.0), "x")):
+        made = CatFrames(2, -1, [key], padding="constant", padding_value=value)  # type: ignore[arg-type]
+        assert buffer(made, rows)[:][key][0].tolist() == [value, 0]
+
+
+def test_a_second_sum_is_refused_where_it_is_added() -> None:
+    rb = buffer(MultiStepTransform(2, 1.0), counted(3))
+    for add in (rb.append_transform, lambda again: rb.insert_transform(0, again)):
+        with pytest.raises(
+            ValueError, match=r"two would.*n_steps=.*n_steps=.*one is enough; set its n_steps"
+        ):
+            add(MultiStepTransform(3, 1.0))
+    assert rb[:]["steps_to_next_obs"].tolist() == [2, 2, 1]
+    with pytest.raises(ValueError, match="one is enough"):
+        buffer([MultiStepTransform(2, 1.0), MultiStepTransform(3, 1.0)])
 
 
 def test_a_name_alone_is_one_key() -> None:
@@ -544,6 +580,7 @@ def test_fields_that_do_not_fit_are_named() -> None:
         (MultiStepTransform(2, 1.0, done_key="team"), "'next.team' must be one flag per row"),
         (Reward2GoTransform(1.0, ["gain"]), "no field 'gain'"),
         (MultiStepTransform(2, 1.0, done_keys=["nope"]), "no field 'next.nope'"),
+        (MultiStepTransform(2, 1.0, done_key="reward"), "'next.reward' must be one flag.*dtype float32"),
         (CatFrames(2, -1), "no field 'pixels'"),
         (NextStateReconstructor(), "no field 'observation'"),
     ):

@@ -40,7 +40,7 @@ class Compose:
         transforms: The transforms, in the order in which they act on samples; or one list of them.
 
     Raises:
-        ValueError: Something is neither a transform nor callable.
+        ValueError: Something is neither a transform nor callable, or there are two `MultiStepTransform`s.
 
     Example:
         >>> chain = Compose(lambda batch: batch.set("double", batch["reward"] * 2))
@@ -54,6 +54,12 @@ class Compose:
         self._hold(tuple(part for given in transforms for part in _parts(given)))
 
     def _hold(self, transforms: tuple[Any, ...]) -> None:
+        sums = [part for part in transforms if isinstance(part, StepTransform) and part.moves]
+        if len(sums) > 1:
+            raise ValueError(
+                f"two would overwrite what the other writes, {sums[0]!r} and {sums[1]!r}: one is enough; set "
+                "its n_steps to have another number of steps, and give it all reward_keys at once"
+            )
         self._transforms = transforms
         #: Those that look at other steps, in their order.
         self.steps = tuple(part for part in transforms if isinstance(part, StepTransform))
@@ -66,18 +72,21 @@ class Compose:
 
         Raises:
             RuntimeError: It is neither a transform nor callable.
+            ValueError: There is more than one `MultiStepTransform`.
         """
         if isinstance(transform, Compose):
             return transform
         if transform is None:
             return cls()
+        given = transform if isinstance(transform, list | tuple) else [transform]
         try:
-            return cls(transform)
+            parts = [part for one in given for part in _parts(one)]
         except ValueError:
             raise RuntimeError(
                 "transform must be either a Transform instance or a callable, "
                 f"got {type(transform).__name__}: {transform!r}"
             ) from None
+        return cls(parts)
 
     def forward(self, batch: Any, numbers: np.random.Generator | None = None) -> Any:
         """Transform what was sampled.
@@ -189,7 +198,7 @@ class Compose:
             invert: It acts forward on what is written, and backward on what is sampled.
 
         Raises:
-            ValueError: It is neither a transform nor callable.
+            ValueError: It is neither a transform nor callable, or a second `MultiStepTransform`.
         """
         self.insert(len(self), transform, invert=invert)
 
@@ -202,8 +211,8 @@ class Compose:
             invert: It acts forward on what is written, and backward on what is sampled.
 
         Raises:
-            ValueError: There is no such number; it is neither a transform nor callable; or it looks at other
-                steps, which what is written has none of.
+            ValueError: There is no such number; it is neither a transform nor callable; it looks at other
+                steps, which what is written has none of; or it is a second `MultiStepTransform`.
         """
         size = len(self._transforms)
         if abs(index) > size:

@@ -14,7 +14,14 @@ import torch
 from numpy.typing import NDArray
 
 from expstore.errors import NotFoundError
-from expstore.transforms.steps import StepTransform, StepView, keys_of, refuse_given
+from expstore.transforms.steps import (
+    StepTransform,
+    StepView,
+    check_fill,
+    given_fill,
+    keys_of,
+    refuse_given,
+)
 from expstore.types import Key, key_name, to_key
 
 __all__ = ["CatFrames"]
@@ -108,7 +115,7 @@ class CatFrames(StepTransform):
         refuse_given("CatFrames", "frames follow the episodes of the store", done_key=(done, None))
         self.N, self.dim = N, dim
         self.in_keys, self.out_keys = keys_of(in_keys, out_keys, ["pixels"])
-        self.padding, self.padding_value = padding, padding_value
+        self.padding, self.padding_value = padding, given_fill("padding_value", padding_value)
         self.future, self.mask_key = bool(future), mask_key
 
     def look(self, view: StepView) -> _Seen:
@@ -116,6 +123,7 @@ class CatFrames(StepTransform):
 
         Raises:
             SchemaError: There is no such field, or it has too few dims.
+            ValueError: It cannot hold the padding value.
         """
         seen = _Seen()
         begin = 0 if self.future else 1 - self.N
@@ -131,6 +139,9 @@ class CatFrames(StepTransform):
             if of_next is None:
                 of_next = view.at(view.next_ids, np.arange(begin, begin + self.N + 1))
             seen.stacks.append(self._next(view, key, *of_next))
+        if self.padding == "constant":
+            for name, stack in zip(self.in_keys, seen.stacks, strict=True):
+                check_fill("padding_value", self.padding_value, name, stack.frames.dtype)
         return seen
 
     def _next(self, view: StepView, key: Key, ids: NDArray[np.int64], there: NDArray[np.bool_]) -> _Stack:

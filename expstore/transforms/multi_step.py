@@ -81,6 +81,8 @@ class MultiStepTransform(StepTransform):
         tensor(3)
     """
 
+    moves = True
+
     def __init__(
         self,
         n_steps: int,

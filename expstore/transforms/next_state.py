@@ -6,7 +6,7 @@ sampled and never on what is written.
 
 from __future__ import annotations
 
-import math
+import cmath
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +15,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from expstore.transforms.steps import StepTransform, StepView, below_next, given_keys, refuse_given
+from expstore.transforms.steps import (
+    StepTransform,
+    StepView,
+    below_next,
+    check_fill,
+    given_fill,
+    given_keys,
+    refuse_given,
+)
 from expstore.types import to_key
 
 __all__ = ["NextStateReconstructor"]
@@ -51,6 +59,7 @@ class NextStateReconstructor(StepTransform):
         strict: See there.
 
     Raises:
+        TypeError: Something is no key, or no number.
         ValueError: An argument is given that means nothing here.
 
     Example:
@@ -78,7 +87,7 @@ class NextStateReconstructor(StepTransform):
             strict=(strict, True),
         )
         self.keys = tuple(given_keys("keys", keys))
-        self.fill_value = fill_value
+        self.fill_value = given_fill("fill_value", fill_value)
         self.in_keys: list[NestedKey] = []  # it reads the store
         self.out_keys: list[NestedKey] = [below_next(key) for key in self.keys]
 
@@ -88,15 +97,17 @@ class NextStateReconstructor(StepTransform):
         Raises:
             SchemaError: There is no such field, or it is no tensor.
             TypeError: It has whole numbers, and `fill_value` is NaN.
+            ValueError: It cannot hold `fill_value`.
         """
         ids, valid = view.at(view.next_ids, [1])
         values = [view.tensor(ids[:, 0], to_key(key)) for key in self.keys]
         for key, value in zip(self.keys, values, strict=True):
-            if not (value.is_floating_point() or value.is_complex()) and math.isnan(self.fill_value):
+            if not (value.is_floating_point() or value.is_complex()) and cmath.isnan(self.fill_value):
                 raise TypeError(
                     f"NextStateReconstructor: root key {key!r} has non-floating dtype {value.dtype}; pass an "
                     "explicit integer `fill_value` for this key (NaN cannot be represented)."
                 )
+            check_fill("fill_value", self.fill_value, key, value.dtype)
         return _Seen(values, valid[:, 0])
 
     def apply(self, batch: Any, seen: _Seen) -> Any:

@@ -7,10 +7,11 @@ by episode and step, as the storage knows them; it chooses no rows of a batch, a
 from __future__ import annotations
 
 import json
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import numpy as np
 import torch
@@ -33,7 +34,9 @@ __all__ = [
     "StepTransform",
     "StepView",
     "below_next",
+    "check_fill",
     "given_discount",
+    "given_fill",
     "given_keys",
     "keys_of",
     "refuse_given",
@@ -219,10 +222,16 @@ class StepView:
             Shape that of `ids`. Where rows do not say it, only the last step that can be read is an end.
 
         Raises:
-            SchemaError: There is no such field, or it has more than one value per row.
+            SchemaError: There is no such field, it has more than one value per row, or it is no flag.
         """
         own = self.storage.keys
         keys = (own.done, own.terminated, own.truncated) if key == _DONE else (key,)
+        schema = self.storage.require_schema()
+        if key != _DONE and key in schema and schema[key].dtype not in ("bool", "uint8", "int8"):
+            raise SchemaError(
+                f"{key_name(key)!r} must be one flag per row, but it has dtype {schema[key].dtype}",
+                hint="give another done_key, or store it as bool",
+            )
         flags = np.zeros(ids.shape, np.bool_)
         for column in self.read(ids, list(dict.fromkeys(key for key in keys if key is not None))):
             if column.size != flags.size:
@@ -321,6 +330,9 @@ class StepTransform(ABC):
         ...         return batch.set("remaining", torch.from_numpy(seen))
         >>> rb.append_transform(Remaining())
     """
+
+    #: It sets the view's `next_ids`, as no second one in a buffer may.
+    moves: ClassVar[bool] = False
 
     @property
     def settings(self) -> object:
@@ -423,6 +435,38 @@ def given_discount(transform: str, gamma: Any) -> float:
     if not 0 <= value <= 1:
         raise ValueError(f"{transform}: got out-of-bounds gamma decay: gamma={value}; give one from 0 to 1")
     return value
+
+
+def given_fill(argument: str, value: Any) -> Any:
+    """Return a number that somebody has given to stand where there is nothing.
+
+    Raises:
+        TypeError: It is none.
+    """
+    number = value.item() if isinstance(value, torch.Tensor | np.generic) and value.ndim == 0 else value
+    if not isinstance(number, int | float | complex):
+        raise TypeError(f"{argument} is the number that stands where there is no step, got {value!r}")
+    return number
+
+
+def check_fill(argument: str, value: Any, key: NestedKey, dtype: torch.dtype) -> None:
+    """Raise ValueError if a field cannot hold a number."""
+    if dtype.is_complex:
+        return
+    if dtype.is_floating_point:
+        fits = not isinstance(value, complex) and (
+            not math.isfinite(value) or abs(value) <= torch.finfo(dtype).max
+        )
+    elif dtype == torch.bool:
+        fits = value in (0, 1)
+    else:
+        whole = not isinstance(value, complex) and math.isfinite(value) and value == int(value)
+        fits = whole and torch.iinfo(dtype).min <= value <= torch.iinfo(dtype).max
+    if not fits:
+        raise ValueError(
+            f"{argument}={value!r} is no value of {key_name(to_key(key))!r}, of {dtype}; "
+            "give one that it can hold"
+        )
 
 
 def refuse_given(transform: str, reason: str, **given: tuple[Any, Any]) -> None:
