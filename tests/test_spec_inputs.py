@@ -102,6 +102,7 @@ def test_composites_take_what_has_keys() -> None:
     with pytest.raises(KeyError, match="none for .'b'."):
         spec.project(given)
     assert given["a"] == 5, "nothing was changed"
+    assert spec.project({"a": torch.tensor([5.0]), "b": 7}) == {"a": torch.ones(1), "b": torch.tensor(1)}
     assert not spec.is_in(torch.zeros(1))
     assert not spec.is_in(None)
     for wrong in (None, torch.zeros(1), 3):

@@ -437,7 +437,8 @@ class Composite(Lockable, BatchDims):
             )
         for key, spec in self.entries():
             if spec is not None and not spec.is_in(val.get(key)):
-                val.set(key, spec.project(val.get(key), generator=generator))
+                found = spec.project(val.get(key), generator=generator)
+                val.update({key: found}) if isinstance(val, dict) else val.set(key, found)
         return val
 
     def encode(self, val: Any, *, ignore_device: bool = False) -> Any:
