@@ -79,7 +79,7 @@ class ShownDataset(ds.InMemoryDataset):  # type: ignore[misc]
     def _batches(self, raw: pa.Table, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
         for batch in raw.to_batches(max_chunksize=_BATCH_ROWS):
             arrays = [
-                _widen(column, self._half[name]) if name in self._half else column
+                _widen(column, self._half[name]) if name in self._half else _from_start(column)
                 for name, column in zip(raw.column_names, batch.columns, strict=True)
             ]
             yield pa.record_batch(arrays, schema=schema)
@@ -109,6 +109,13 @@ def _widen(column: pa.Array, dtype: str) -> pa.Array:
     if dtype == "float16":
         return pa.array(bits.view("<f2").astype("<f4"))
     return pa.array((bits.astype("<u4") << np.uint32(16)).view("<f4"))
+
+
+def _from_start(column: pa.Array) -> pa.Array:
+    """See lists as ones that begin with their first: Arrow's filters take wrong ones of nested slices."""
+    if not pa.types.is_fixed_size_list(column.type):
+        return column
+    return pa.FixedSizeListArray.from_arrays(_from_start(column.flatten()), column.type.list_size)
 
 
 def _as_float(kind: pa.DataType) -> pa.DataType:

@@ -455,6 +455,17 @@ def test_half_precision_reads_as_float(index: Index, rng: np.random.Generator, s
     ] == pytest.approx(shown[:100][half[:100] < 0, 1].mean(dtype=np.float64))
 
 
+def test_a_field_of_two_dims_beside_half_precision(index: Index) -> None:
+    """Rows that pass a filter have their own values, also where they are read in several batches."""
+    ids = np.arange(1, 140_001)
+    frames = np.stack([ids, -ids, ids * 2, ids * 3], 1).reshape(-1, 2, 2)
+    seen = relations(ids, h=(ids % 7).astype(np.float16), frame=frames)
+    found = rows(
+        index, "SELECT _id, frame FROM transitions WHERE h = 3 AND _id > 70000 AND _id < 70100", seen
+    )
+    assert found == [(i, frames[i - 1].tolist()) for i in range(70_001, 70_100) if i % 7 == 3]
+
+
 def test_half_precision_keeps_infinities_and_nan(index: Index) -> None:
     values = np.array([np.inf, -np.inf, np.nan, 6e-8, -0.0, 65504], np.float16)
     found = [row[0] for row in rows(index, "SELECT h FROM transitions", relations(np.arange(1, 7), h=values))]
