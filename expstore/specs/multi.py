@@ -141,7 +141,8 @@ class MultiCategorical(Categorical):
         """Draw a choice for each element: each one allowed is as likely.
 
         Args:
-            shape: Dims to be put in front. A spec of shape `(1,)` gives just these, if `remove_singleton`.
+            shape: Dims to be put in front. A spec of shape `(1,)` without a mask gives just these, if
+                `remove_singleton`.
             generator: What draws; torch's own otherwise.
 
         Raises:
@@ -159,7 +160,8 @@ class MultiCategorical(Categorical):
             masks = split_last(self.mask.expand(*size[:-1], -1), row)
             drawn = [draw_allowed(mask, generator) for mask in masks]
         made = torch.stack(drawn, -1).to(self.dtype)
-        return made.squeeze(-1) if self.remove_singleton and self.shape == (1,) else made
+        bare = self.remove_singleton and self.shape == (1,) and self.mask is None
+        return made.squeeze(-1) if bare else made
 
     def _takes(self, shape: torch.Size) -> bool:
         """Say whether a shape fits; a spec of shape `(1,)` takes numbers without it, too."""
@@ -294,11 +296,7 @@ class MultiCategorical(Categorical):
         if not isinstance(other, MultiCategorical):
             return False if isinstance(other, Categorical) else NotImplemented
         return (
-            self.shape == other.shape
-            and self.dtype == other.dtype
-            and self.device == other.device
-            and torch.equal(self.nvec, other.nvec)
-            and same_mask(self.mask, other.mask)
+            self._lies_like(other) and torch.equal(self.nvec, other.nvec) and same_mask(self.mask, other.mask)
         )
 
 
