@@ -15,7 +15,7 @@ import torch
 from tensordict import is_tensor_collection
 
 from expstore.batches import Batch, Intake, StepReader
-from expstore.domains import asks_for_domain, check_domain
+from expstore.domains import NO_DOMAIN, asks_for_domain, check_domain
 from expstore.draws import Turn
 from expstore.episodeinfo import pack_info
 from expstore.errors import SchemaError, StateError
@@ -112,6 +112,7 @@ class ReplayBuffer(Patching, ShapingHandle, Direct):
     ) -> None:
         refuse(type(self).__name__, torchrl)
         self.shared = False
+        self._domain = NO_DOMAIN
         if transform is not None and transform_factory is not None:
             raise TypeError("transform and transform_factory are mutually exclusive; give one of them")
         check_drawing(batch_size, prefetch, pin_memory)
@@ -212,7 +213,7 @@ class ReplayBuffer(Patching, ShapingHandle, Direct):
             if batch.count == 0:
                 return np.zeros(0, np.int64)
             if batch.validated:
-                check_domain(storage, batch)
+                self._domain = check_domain(storage, batch, self._domain)
             schema, reader = self._prepared(batch)
             columns = batch.columns(schema)
             kept = reader.transitions(columns)

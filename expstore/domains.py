@@ -24,9 +24,13 @@ from expstore.spectext import describe, unpack_specs
 from expstore.storages.base import Storage
 from expstore.types import Array, Key, key_name
 
-__all__ = ["asks_for_domain", "check_domain", "fitting", "row_text", "specs_of"]
+__all__ = ["NO_DOMAIN", "Domain", "asks_for_domain", "check_domain", "fitting", "row_text", "specs_of"]
 
 _SHOWN = 200  # characters of a value
+
+#: The text of specs, and what it says: reading it takes as long as checking a row by it.
+Domain = tuple[str, Composite | None]
+NO_DOMAIN: Domain = ("", None)
 
 
 def row_text(specs: Composite | None) -> str:
@@ -80,7 +84,7 @@ def asks_for_domain(validate: str) -> bool:
     return validate == "domain"
 
 
-def check_domain(storage: Storage, batch: Batch) -> None:
+def check_domain(storage: Storage, batch: Batch, known: Domain) -> Domain:
     """Raise SchemaError if a row has a value that its field's spec does not allow.
 
     Rows that are not taken in do not matter. The storage's lock is held; nothing is written.
@@ -88,12 +92,17 @@ def check_domain(storage: Storage, batch: Batch) -> None:
     Args:
         storage: Where the rows are to be; it need not have any yet.
         batch: The rows.
+        known: What the last check has returned.
+
+    Returns:
+        What is known of the specs now.
 
     Raises:
         SchemaError: The batch does not fit, or a value does not: the message says where.
         StateError: The storage has no specs.
     """
-    specs = specs_of(storage)
+    text = storage.stored_specs()
+    specs = known[1] if known[0] == text else specs_of(storage)
     if specs is None:
         raise StateError(
             'validate="domain" asks what values are allowed, and nobody has said that of this store',
@@ -101,7 +110,8 @@ def check_domain(storage: Storage, batch: Batch) -> None:
         )
     schema = storage.schema or Schema.infer(batch.signature(), batch.form)
     columns = batch.columns(schema)
-    storage.check_described(schema)
+    if storage.schema is None:  # else it was held against them when either of both came
+        storage.check_described(schema)
     keys = storage.resolve_keys(schema) if storage.schema is None else storage.keys
     kept = StepReader(schema, keys).transitions(columns)
     rows = np.arange(batch.count) if kept is None else np.flatnonzero(kept)
@@ -120,6 +130,7 @@ def check_domain(storage: Storage, batch: Batch) -> None:
                 f"{_short(_shown(values, bad))}, which its spec does not allow: {allowed}",
                 hint="no row was written; project() of the spec returns values that it allows",
             )
+    return text, specs
 
 
 def _values(column: Array, dtype: str) -> Any:

@@ -260,10 +260,7 @@ class _Goals(StepTransform):
 
     def look(self, view: StepView) -> torch.Tensor:
         """Return what was reached in the rows that give the goals. Shape `(count, *goal)`."""
-        (found,) = view.read(self._rows(view), [self.achieved])
-        made = torch.from_numpy(found)
-        bits = view.storage.require_schema()[self.achieved].dtype == "bfloat16"
-        return made.view(torch.bfloat16) if bits else made
+        return view.tensor(self._rows(view), self.achieved)
 
     def _rows(self, view: StepView) -> IntArray:
         """Return ids of the rows that give the goals. Shape `(count,)`."""

@@ -250,6 +250,18 @@ def _compact(
     counts[_LIVE] = counts[_POOL]
 
 
+@compiled("int64(int64[:, ::1], int64, int64, int64)")
+def _fragment(pool: IntArray, low: int, high: int, step: int) -> int:
+    """Return the last of the fragments from `low` to before `high` that does not begin after a step."""
+    while high - low > 1:
+        middle = (low + high) // 2
+        if pool[_STEP, middle] <= step:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
 @compiled("void(int64[:, ::1], int64[:, ::1], int64[::1], int64[::1], int64[::1], int64[::1])")
 def _rows(
     runs: IntArray, pool: IntArray, numbers: IntArray, starts: IntArray, lengths: IntArray, ids: IntArray
@@ -259,13 +271,7 @@ def _rows(
         run, step = numbers[i], starts[i]
         first = runs[_START, run]
         last = first + runs[_COUNT, run]
-        low, high = first + runs[_HEAD, run], last
-        while high - low > 1:
-            middle = (low + high) // 2
-            if pool[_STEP, middle] <= step:
-                low = middle
-            else:
-                high = middle
+        low = _fragment(pool, first + runs[_HEAD, run], last, step)
         left = lengths[i]
         while left > 0:
             end = pool[_STEP, low + 1] if low + 1 < last else runs[_STOP, run]
@@ -304,13 +310,7 @@ def _near(
             there[i, k] = first <= step <= last
             step = min(max(step, first), last)
             if step < below or step > above:
-                low, high = begin + runs[_HEAD, run], end
-                while high - low > 1:
-                    middle = (low + high) // 2
-                    if pool[_STEP, middle] <= step:
-                        low = middle
-                    else:
-                        high = middle
+                low = _fragment(pool, begin + runs[_HEAD, run], end, step)
                 below = pool[_STEP, low]
                 above = pool[_STEP, low + 1] - 1 if low + 1 < end else last
             ids[i, k] = pool[_ID, low] + (step - below) * pool[_STRIDE, low]

@@ -29,6 +29,7 @@ from expstore import (
     NonTensor,
     SchemaError,
     StateError,
+    domains,
 )
 from expstore.errors import CorruptionError, StorageError
 from expstore.files import Disk
@@ -313,6 +314,30 @@ def test_values_are_looked_at_when_asked_for(tmp_path: Path) -> None:
         rb.extend(batch, validate="schema")
         rb.add(rows(1, action=7)[0])
         assert len(rb) == 15
+
+
+def test_specs_are_read_once_until_they_are_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads = 0
+    real = domains.read_stored
+
+    def read(text: str) -> Any:
+        nonlocal reads
+        reads += 1
+        return real(text)
+
+    monkeypatch.setattr(domains, "read_stored", read)
+    rb = expstore.TensorDictReplayBuffer(storage=MemoryStorage(100, seed=0))
+    rb.set_specs(specs())
+    for _ in range(3):
+        rb.extend(rows(4), validate="domain")
+    assert reads == 1
+    rb.set_specs(Composite(action=Categorical(1)))
+    bad(rb, rows(4), "row 0: field 'action' is 1")
+    assert reads == 2
+    assert len(rb) == 12
+    rb.set_specs(None)
+    with pytest.raises(StateError, match="nobody has said"):
+        rb.extend(rows(4), validate="domain")
 
 
 def test_rows_that_are_dropped_may_hold_anything(tmp_path: Path) -> None:

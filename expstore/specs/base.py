@@ -312,6 +312,10 @@ class TensorSpec(ABC):
     @abstractmethod
     def __eq__(self, other: object) -> bool: ...
 
+    def _lies_like(self, other: TensorSpec) -> bool:
+        """Say whether values have the same shape, dtype and device."""
+        return self.shape == other.shape and self.dtype == other.dtype and self.device == other.device
+
     __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:

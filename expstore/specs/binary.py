@@ -96,9 +96,5 @@ class Binary(Categorical):
         if not isinstance(other, Binary) and type(other) is not Categorical:
             return False if isinstance(other, Categorical) else NotImplemented
         return (
-            other.space == CategoricalBox(2)
-            and self.shape == other.shape
-            and self.dtype == other.dtype
-            and self.device == other.device
-            and same_mask(self.mask, other.mask)
+            other.space == CategoricalBox(2) and self._lies_like(other) and same_mask(self.mask, other.mask)
         )

@@ -178,13 +178,7 @@ class Bounded(LeafSpec):
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Bounded):
             return NotImplemented
-        return (
-            type(self) is type(other)
-            and self.shape == other.shape
-            and self.dtype == other.dtype
-            and self.device == other.device
-            and self._box == other._box
-        )
+        return type(self) is type(other) and self._lies_like(other) and self._box == other._box
 
 
 class BoundedContinuous(Bounded):

@@ -228,10 +228,8 @@ class Categorical(LeafSpec):
             return NotImplemented
         return (
             type(self) is type(other)
-            and self.shape == other.shape
+            and self._lies_like(other)
             and self.space == other.space
-            and self.dtype == other.dtype
-            and self.device == other.device
             and same_mask(self.mask, other.mask)
         )
 
@@ -450,10 +448,8 @@ class OneHot(LeafSpec):
             return NotImplemented
         return (
             type(self) is type(other)
-            and self.shape == other.shape
+            and self._lies_like(other)
             and self.space == other.space
-            and self.dtype == other.dtype
-            and self.device == other.device
             and same_mask(self.mask, other.mask)
         )
 

@@ -72,9 +72,7 @@ class NonTensor(LeafSpec):
         if not isinstance(other, NonTensor):
             return NotImplemented
         return (
-            self.shape == other.shape
-            and self.device == other.device
-            and self.dtype == other.dtype
+            self._lies_like(other)
             and self.feature_dims == other.feature_dims
             and bool(self.example_data == other.example_data)
         )

@@ -126,14 +126,12 @@ class Unbounded(LeafSpec):
             low, high = _ends(self.dtype)
             return (
                 self.domain == other.domain
-                and self.shape == other.shape
-                and self.dtype == other.dtype
-                and self.device == other.device
+                and self._lies_like(other)
                 and bool((other.low == low).all() and (other.high == high).all())
             )
         if not isinstance(other, Unbounded):
             return NotImplemented
-        return self.shape == other.shape and self.dtype == other.dtype and self.device == other.device
+        return self._lies_like(other)
 
 
 class UnboundedContinuous(Unbounded):
