@@ -49,6 +49,7 @@ class Manifest:
         dims: Sizes of those beyond the first; () until the first rows have come.
         ranking: By what rows are ranked, if only the best stay; None: the newest do.
         specs: What values the fields have, as `expstore.spectext` keeps it; "": nobody has said.
+        layout: How columns are made, as `expstore.storages.layout` reads it; {}: flat.
     """
 
     uuid: str
@@ -69,6 +70,7 @@ class Manifest:
     dims: tuple[int, ...] = ()
     ranking: Ranking | None = None
     specs: str = ""
+    layout: dict[str, Any] = field(default_factory=dict)
 
     @property
     def slots(self) -> int | None:

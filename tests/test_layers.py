@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 #: From the ground up. A module imports only from lines before its own.
 LINES: tuple[tuple[str, str], ...] = (
-    ("0", "errors types members files addresses bulk kernels turns aside"),
+    ("0", "errors types members files addresses bulk kernels unpacking turns aside"),
     (
         "1",
         "schema spectext manifest lock probe state journal journaltail pieces episodes episodelog "
@@ -160,7 +160,23 @@ ALLOWED_SIDEWAYS: tuple[tuple[str, str], ...] = (
     ("exchange.*", "exchange.base"),
     ("datasets.*", "datasets.base"),
     # the parts of the storage on disk
+    ("unpacking", "kernels"),
     ("storages.columns", "storages.zarrmeta"),
+    ("storages.columngroup", "storages.*"),
+    ("storages.*", "storages.columngroup"),
+    ("storages.packed", "storages.*"),
+    ("storages.packed*", "storages.chunkfile"),
+    ("storages.packed*", "storages.packing"),
+    ("storages.packed*", "storages.partial"),
+    ("storages.packed*", "storages.columns"),
+    ("storages.packedreader", "storages.packedrows"),
+    ("storages.columnwriter", "storages.packed*"),
+    ("storages.columnwriter", "storages.zarrmeta"),
+    ("storages.zarrmeta", "storages.packing"),
+    ("storages.layout", "storages.packing"),
+    ("storages.settings", "storages.layout"),
+    ("storages.packable", "storages.*"),
+    ("storages.zarr", "storages.packable"),
     ("storages.columnwriter", "storages.columns"),
     ("storages.tail", "storages.columnwriter"),
     ("storages.recovery", "storages.columnwriter"),

@@ -27,7 +27,7 @@ from expstore.files import Disk
 from expstore.journal import Kind, read_journal
 from expstore.keys import find_keys
 from expstore.schema import Field, Schema
-from expstore.storages import base, columns
+from expstore.storages import base, columngroup, columns
 from expstore.storages.base import Storage, spare_slots
 from expstore.storages.memory import MemoryStorage
 from expstore.storages.records import Mark
@@ -832,15 +832,15 @@ def test_rows_can_be_read_while_the_journal_is_read_again(
     storage.prepare(SCHEMA, find_keys(SCHEMA))
     put(storage, 30)
     storage.sync()
-    real = columns.ColumnGroup.open_shards
+    real = columngroup.ColumnGroup.open_shards
 
-    def look(self: columns.ColumnGroup) -> None:
+    def look(self: columngroup.ColumnGroup) -> None:
         assert storage.columns is not self
         assert storage.changes % 2, "rows may be redone under a reader's eyes"
         check(storage, np.arange(1, 31))
         real(self)
 
-    monkeypatch.setattr(columns.ColumnGroup, "open_shards", look)
+    monkeypatch.setattr(columngroup.ColumnGroup, "open_shards", look)
     storage.note_interruption()
     put(storage, 1)
     check(storage, np.arange(1, 32))

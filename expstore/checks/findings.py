@@ -13,7 +13,8 @@ import numpy as np
 
 from expstore.files import Disk
 from expstore.manifest import Manifest
-from expstore.storages.columns import Column, ColumnGroup
+from expstore.storages.columngroup import ColumnGroup
+from expstore.storages.columns import Column
 from expstore.storages.recovery import Past
 from expstore.types import IntArray, Window, cut_run
 

@@ -22,7 +22,8 @@ from expstore.manifest import MANIFEST, Manifest
 from expstore.snapshots import Version
 from expstore.storages.base import ROW_FIELDS
 from expstore.storages.checksums import BLOCK_ROWS, DAMAGED, read_entries, state_of
-from expstore.storages.columns import Column, ColumnGroup
+from expstore.storages.columngroup import ColumnGroup
+from expstore.storages.columns import Column
 from expstore.storages.folder import COLUMNS, JOURNAL, ORIGIN, REDO, REPAIR, VERSION
 from expstore.storages.records import Publish, Redo, fetch_body
 from expstore.storages.recovery import read_past, unsettled_blocks

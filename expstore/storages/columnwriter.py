@@ -17,10 +17,14 @@ import numpy as np
 
 from expstore.files import KEEP_GIL_BYTES, Disk, File, address_of
 from expstore.schema import Field
-from expstore.storages.columns import Column, ColumnGroup
+from expstore.storages.columngroup import ColumnGroup
+from expstore.storages.columns import Column
+from expstore.storages.packed import PackedColumn
+from expstore.storages.packedrows import Filling
+from expstore.storages.zarrmeta import read_packing
 from expstore.types import Array, IntArray
 
-__all__ = ["WritableColumns", "taken"]
+__all__ = ["Unnamed", "WritableColumns", "taken"]
 
 #: Batches up to this many bytes are written by one compiled loop, which keeps the GIL.
 DIRECT_BYTES = 512 * 1024
@@ -30,6 +34,8 @@ WRITERS = 2
 #: The row fields: id, episode, step, time, priority.
 NUMBERS = 5
 _Thing = TypeVar("_Thing")
+#: Shards of packed columns that are finished, and have no names yet.
+Unnamed = list[tuple[PackedColumn, list[Filling]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +57,7 @@ class _Span:
 
     @classmethod
     def around(cls, columns: Sequence[Column], slot: int, blank: list[int], wanted: int) -> _Span:
-        places = [place for place in range(wanted) if place not in blank]
+        places = [place for place in range(wanted) if not (place in blank or columns[place].packed)]
         chosen = [columns[place] for place in places]
         numbers = [slot // column.rows for column in chosen]
         files = [column.files[number] for column, number in zip(chosen, numbers, strict=True)]
@@ -84,6 +90,58 @@ class WritableColumns(ColumnGroup):
         self._threads = ThreadPoolExecutor(WRITERS, thread_name_prefix="expstore-write")
         self._flags = [(p, column) for p, column in enumerate(self.columns) if column.entry.dtype == "bool"]
         self._span: _Span | None = None
+        #: Those that are packed, and their places.
+        self.packed = [
+            (p, column) for p, column in enumerate(self.columns) if isinstance(column, PackedColumn)
+        ]
+
+    def _make(self, folder: Path, entry: Field, slots: int | None) -> Column:
+        packing = read_packing(self._disk, folder, entry)
+        if packing is None:
+            return super()._make(folder, entry, slots)
+        return PackedColumn(self._disk, folder, entry, slots, packing)
+
+    def warm(self) -> None:
+        """Load the compiled loops of packed columns, in the background."""
+        for _, column in self.packed:
+            column.warm()
+
+    # -- packed columns --------------------------------------------------------------------------
+
+    def settle(self, last: int, synced: int) -> None:
+        """Let packed columns go on behind a row; the next sync brings that to the disk.
+
+        Args:
+            last: Id of the last row that counts.
+            synced: The newest one that a mark covers.
+        """
+        for _, column in self.packed:
+            column.settle(self.place_behind(last), self.place_behind(synced))
+
+    @property
+    def packed_files(self) -> set[File]:
+        """The files of packed columns that were written to since the last sync."""
+        return {file for _, column in self.packed for file in column.touched.copy()}
+
+    def take_packed(self) -> tuple[set[File], Unnamed]:
+        """Return what packed columns have written, and the shards that are to be named once it is synced."""
+        finished = [(column, column.note_mark()) for _, column in self.packed]
+        files = {file for _, column in self.packed for file in taken(column.touched)}
+        for _, column in self.packed:
+            self.new_folders |= taken(column.new_folders)
+        return files, finished
+
+    def name(self, finished: Unnamed) -> None:
+        """Give finished shards their names: their bytes are on the disk."""
+        for column, fillings in finished:
+            column.name(fillings)
+
+    def note_marked(self) -> None:
+        """Be told that the mark is on the disk."""
+        for _, column in self.packed:
+            column.note_marked()
+
+    # -- rows ------------------------------------------------------------------------------------
 
     def write(
         self,
@@ -113,7 +171,12 @@ class WritableColumns(ColumnGroup):
         return crc
 
     def write_parts(
-        self, pieces: Sequence[tuple[int, int, int]], parts: Sequence[bytes], priorities: Array | None
+        self,
+        pieces: Sequence[tuple[int, int, int]],
+        parts: Sequence[bytes],
+        priorities: Array | None,
+        *,
+        synced: int | None = None,
     ) -> None:
         """Write a run of rows given as bytes, priorities first.
 
@@ -121,6 +184,7 @@ class WritableColumns(ColumnGroup):
             pieces: Where the run lies: (first slot, offset in the run, rows).
             parts: The bytes of every column but priority.
             priorities: Shape `(n,)`; None leaves them as they are.
+            synced: When a store is opened, the newest id that a mark covers: these rows may be there.
         """
         arrays: list[Array] = []
         count = sum(n for _, _, n in pieces)
@@ -133,7 +197,21 @@ class WritableColumns(ColumnGroup):
                 for file, at, row, rows in self.columns[-1].spans(slot, n):
                     file.write(priorities[offset + row : offset + row + rows].copy(), at)
         numbers = np.frombuffer(b"".join(parts[1 - NUMBERS :]), np.int64).reshape(NUMBERS - 1, count)
-        _finish(self._begin_writing(pieces, arrays, numbers, None))
+        there = synced is not None and self._has_packed(pieces, arrays)
+        if synced is not None and not there:
+            self.settle(int(numbers[0, 0]) - 1, synced)
+        _finish(self._begin_writing(pieces, arrays, numbers, None, but_packed=there))
+
+    def _has_packed(self, pieces: Sequence[tuple[int, int, int]], arrays: Sequence[Array]) -> bool:
+        """Say whether packed columns hold these very rows: then perhaps later ones, too, which stay."""
+        return all(
+            np.array_equal(
+                column.part(slot, n).reshape(-1).view(np.uint8),
+                arrays[place][offset : offset + n].reshape(-1).view(np.uint8),
+            )
+            for place, column in self.packed
+            for slot, offset, n in pieces
+        )
 
     def _begin_writing(
         self,
@@ -141,6 +219,8 @@ class WritableColumns(ColumnGroup):
         columns: Sequence[Array],
         numbers: IntArray,
         priorities: Array | None,
+        *,
+        but_packed: bool = False,
     ) -> list[Future[None]]:
         """Write all columns, or all but priority; return what other threads still write."""
         blank = []
@@ -153,6 +233,10 @@ class WritableColumns(ColumnGroup):
                     blank.append(place)
         arrays = [*columns, *numbers] if priorities is None else [*columns, *numbers, priorities]
         count = numbers.shape[1]
+        for slot, offset, n in pieces if self.packed and not but_packed else ():
+            turn = 0 if self.slots is None else (int(numbers[0, offset]) - 1) // self.slots
+            for place, packed in self.packed:
+                packed.append(turn, slot, columns[place][offset : offset + n])
         if count * self.row_bytes > DIRECT_BYTES:
             return self._write_each(pieces, arrays, blank)
         wanted = len(arrays)
@@ -184,9 +268,9 @@ class WritableColumns(ColumnGroup):
         jobs: list[Future[None]] = []
         try:
             for place, array in enumerate(arrays):
-                if place in blank:
-                    continue
                 column = self.columns[place]
+                if place in blank or column.packed:
+                    continue
                 rows = max(1, WRITE_BYTES // column.row_bytes)
                 for slot, offset, n in pieces:
                     for start in range(0, n, rows):

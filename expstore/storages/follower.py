@@ -25,7 +25,7 @@ from expstore.schema import Schema
 from expstore.state import StateView
 from expstore.storages.base import ROW_FIELDS, Keys, Rows, Storage
 from expstore.storages.chronicle import Chronicle
-from expstore.storages.columns import ColumnGroup
+from expstore.storages.columngroup import ColumnGroup
 from expstore.storages.folder import LOCK, LOG, FolderStorage
 from expstore.storages.loading import refuse_half_loaded
 from expstore.storages.overlay import Overlay
@@ -196,6 +196,7 @@ class FollowerStorage(FolderStorage):
             columns = open_columns(self)
             if columns is not None:
                 columns.look(self._slots_of(view.last))
+                columns.look_to(view.last)
             source, found = _Source(True, view[:2], columns), None
         else:
             found = replay(self, same_boot=fits)
@@ -345,6 +346,7 @@ class FollowerStorage(FolderStorage):
             if columns is not None and last > self._known:
                 before = columns.ready
                 columns.look(self._slots_of(last))
+                columns.look_to(last)
                 if columns.ready != before:
                     self.priorities = _priorities(columns, self._source.overlay, self._slots_of(last))
                 self._known = last

@@ -27,7 +27,8 @@ from expstore.schema import Schema
 from expstore.spectext import check_specs
 from expstore.storages.base import ROW_FIELDS, Storage
 from expstore.storages.checksums import CHECKSUMS, Checksums, blocks_of
-from expstore.storages.columns import Column, ColumnGroup
+from expstore.storages.columngroup import ColumnGroup
+from expstore.storages.columns import Column
 from expstore.storages.columnwriter import WritableColumns
 from expstore.storages.folder import COLUMNS, JOURNAL, LOG
 from expstore.storages.frozen import manifest_of

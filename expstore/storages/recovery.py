@@ -182,11 +182,11 @@ def verify(past: Past, whole: Callable[[Publish], bool]) -> None:
             past.content = (past.base["generation"], record.sequence)
 
 
-def _whole(publish: Publish, columns: WritableColumns | None, storage: JournaledStorage) -> bool:
+def _whole(publish: Publish, columns: WritableColumns | None, storage: JournaledStorage, synced: int) -> bool:
     if columns is None:
         return False
     if publish.payload:
-        _apply(publish, columns, storage)
+        _apply(publish, columns, storage, synced)
         return True
     written = storage.pieces(*publish.written)
     if storage.same_boot:
@@ -198,7 +198,7 @@ def _whole(publish: Publish, columns: WritableColumns | None, storage: Journaled
     return True
 
 
-def _apply(publish: Publish, columns: WritableColumns, storage: JournaledStorage) -> None:
+def _apply(publish: Publish, columns: WritableColumns, storage: JournaledStorage, synced: int) -> None:
     """Write rows to the columns whose bytes the record has."""
     pieces = storage.pieces(publish.first_id, publish.count)
     parts = []
@@ -217,7 +217,7 @@ def _apply(publish: Publish, columns: WritableColumns, storage: JournaledStorage
         for slot, offset, n in pieces
     )
     priorities = None if there else np.full(publish.count, publish.priority, np.float32)
-    columns.write_parts(pieces, parts, priorities)
+    columns.write_parts(pieces, parts, priorities, synced=synced)
 
 
 def take_over(past: Past, storage: JournaledStorage) -> list[LogEntry]:
@@ -227,7 +227,7 @@ def take_over(past: Past, storage: JournaledStorage) -> list[LogEntry]:
         Log entries of what was published after the mark: episodes.log may have lost them.
     """
     columns = storage.columns
-    verify(past, lambda publish: _whole(publish, columns, storage))
+    verify(past, lambda publish: _whole(publish, columns, storage, past.synced))
     low = past.window_low(storage.capacity)
     if columns is not None:
         columns.require(storage.pieces(low + 1, past.last - low))

@@ -16,7 +16,7 @@ from expstore.episodes import EpisodeTable
 from expstore.errors import CorruptionError
 from expstore.journal import no_records, read_journal
 from expstore.storages.base import ROW_FIELDS
-from expstore.storages.columns import ColumnGroup
+from expstore.storages.columngroup import ColumnGroup
 from expstore.storages.folder import COLUMNS, JOURNAL, FolderStorage
 from expstore.storages.overlay import Overlay
 from expstore.storages.records import Publish
@@ -82,6 +82,8 @@ def replay(storage: FolderStorage, *, same_boot: bool) -> Replay:
         columns.look(_slots_of(storage, past.synced))
     verify(past, lambda publish: _whole(publish, found, storage, same_boot))
     schema = storage.manifest.schema
+    if columns is not None:
+        columns.end_at(past.last)
     if schema is not None and columns is not None:
         stamps, place = columns.columns[-2], len(columns.columns) - 2
 

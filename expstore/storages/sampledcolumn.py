@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 
 from expstore.errors import CorruptionError, StorageError
 from expstore.files import Disk, File, address_of
-from expstore.storages.columns import Column, ColumnGroup
+from expstore.storages.columngroup import ColumnGroup
+from expstore.storages.columns import Column
 from expstore.storages.sampled import SAMPLED, Sampled
 from expstore.storages.zarrmeta import make_metadata, read_layout
 from expstore.types import IntArray

@@ -28,6 +28,7 @@ from expstore.spectext import check_specs, same_specs
 from expstore.storages.base import REWARD
 from expstore.storages.folder import REPAIR, VERSION, refuse_objects
 from expstore.storages.grid import check_ndim, round_up
+from expstore.storages.layout import ColumnLayout
 from expstore.storages.loading import finish_load
 from expstore.types import Key, to_key
 
@@ -59,6 +60,7 @@ class Settings:
     schema: Schema | None = None
     specs: str = ""
     ndim: int | None = None
+    layout: ColumnLayout | None = None
     durability: Durability = "process"
     min_free_bytes: int = 0
     on_sigterm: Literal["flush", "ignore"] = "flush"
@@ -212,7 +214,12 @@ def _new(capacity: int | None, settings: Settings) -> Manifest:
         ndim=settings.ndim or 1,
         meta=settings.meta or {},
         specs=settings.specs,
+        layout=_layout(settings) or {},
     )
+
+
+def _layout(settings: Settings) -> dict[str, Any] | None:
+    return None if settings.layout is None else settings.layout.to_json()
 
 
 def _keys(names: Sequence[KeyLike] | None) -> tuple[Key, ...] | None:
@@ -228,6 +235,7 @@ def _compare(path: Path, manifest: Manifest, capacity: int | None, settings: Set
         "reward_key": None if settings.reward_key is None else to_key(settings.reward_key),
         "meta": settings.meta,
         "ndim": settings.ndim,
+        "layout": _layout(settings),
         "schema": settings.schema if manifest.schema is not None else None,
     }
     for name, value in asked.items():

@@ -177,6 +177,7 @@ class SyncedStorage(ShownStorage):
         except BaseException:
             self._put_back(files, folders)
             raise
+        self._name_columns()
         self._sync_journal(segments, [journal.folder] if rotated else [])
         with self.episode_lock:
             self._append(Kind.MARK, mark.pack())
@@ -184,6 +185,7 @@ class SyncedStorage(ShownStorage):
             after = journal.sync_files()
         # All of them: if the mark began a segment, the one before it must not lose its end.
         self._sync_journal(after, [journal.folder] if len(after) > 1 else [])
+        self._note_marked()
         self._synced = mark.last_id
         self._set_back = self._set_back and not mark.set_back
         self._marked = (sequence, mark.draw) if sequence == mark.sequence + 1 else (-1, -1)
@@ -280,6 +282,14 @@ class SyncedStorage(ShownStorage):
     @abstractmethod
     def _put_back(self, files: set[File], folders: set[Path]) -> None:
         """Take back what `_unsynced_columns` returned: it was not synced."""
+
+    @abstractmethod
+    def _name_columns(self) -> None:
+        """Be told that what `_unsynced_columns` returned is on the disk."""
+
+    @abstractmethod
+    def _note_marked(self) -> None:
+        """Be told that the mark of this sync is."""
 
     @abstractmethod
     def _sum_columns(self, sequence: int) -> None:

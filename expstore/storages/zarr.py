@@ -21,9 +21,9 @@ from expstore.storages.base import ROW_FIELDS, Keys, Rows
 from expstore.storages.checksums import BLOCK_ROWS, CHECKSUMS, Checksums, blocks_of
 from expstore.storages.columns import Column
 from expstore.storages.columnwriter import WritableColumns, taken
-from expstore.storages.displacing import DisplacingStorage
 from expstore.storages.folder import COLUMNS
 from expstore.storages.loading import Arrival, ContentLike, build_load, commit_load
+from expstore.storages.packable import PackableStorage
 from expstore.storages.recovery import Past, unsettled_blocks
 from expstore.storages.sampledcolumn import SampledColumn, has_sampled
 from expstore.storages.synced import RIDING_BYTES
@@ -36,7 +36,7 @@ __all__ = ["ZarrStorage"]
 PAGE_ROWS = 1024  # priorities per 4 KiB page
 
 
-class ZarrStorage(DisplacingStorage):
+class ZarrStorage(PackableStorage):
     """Keep rows in a folder, for as long as the experiment lives.
 
     Crashes: what `write` published survives the process at once, and the machine after the next `sync`
@@ -72,6 +72,7 @@ class ZarrStorage(DisplacingStorage):
         self.checksums: Checksums | None = None
         self._changed: set[int] = set()  # blocks that the next sync has summed beside those of newer rows
         self._due: set[int] = set()  # blocks that the sync under way has summed
+        self._begin_packed()
 
     # -- opening ---------------------------------------------------------------------------------
 
@@ -88,6 +89,7 @@ class ZarrStorage(DisplacingStorage):
         group = WritableColumns(self.disk, self.path / COLUMNS, fields, self.slots)
         check_metadata(self.disk, group.folder, fields, [column.rows for column in group.columns])
         group.open_shards()
+        group.warm()
         self.columns = group  # not before: readers must not meet a part that is not mapped
         self.checksums = Checksums(self.disk, self.path / CHECKSUMS, group)
         if has_sampled(self.disk, group.folder):
@@ -150,6 +152,9 @@ class ZarrStorage(DisplacingStorage):
                 self.sampled.rewrite(newer)
         self.flush_priorities()
         files.add(self._sum_unsettled(past))
+        packed, self._unnamed = group.take_packed()
+        files |= packed
+        folders |= self._take_new_folders()
         for column in columns:
             files.update(column.files)
             for number in range(len(column.files)):
@@ -166,7 +171,7 @@ class ZarrStorage(DisplacingStorage):
         if group is None or checksums is None:
             raise StateError("the store has no columns yet", hint="extend() it first")
         # Shards may be lost that the entries speak of.
-        limit = max(checksums.blocks * BLOCK_ROWS, *[column.ready for column in group.columns])
+        limit = max(checksums.blocks * BLOCK_ROWS, *[c.ready for c in group.columns if not c.packed])
         schema = self.require_schema()
         touched = unsettled_blocks(
             past,
@@ -188,7 +193,13 @@ class ZarrStorage(DisplacingStorage):
         return blocks_of(self.pieces(window.low + 1, window.size)) if window.size else set()
 
     def _settle(self, past: Past | None) -> None:
+        group = self.columns
+        if group is not None:
+            group.settle(self.last, self.last if past is None else past.synced)
         super()._settle(past)
+        if group is not None and past is not None and not past.clean:
+            self._name_columns()
+            self._note_marked()
         if self.checksums is not None:  # a store that had none gets them, little by little
             self._changed = self.checksums.missing(self._readable_blocks())
 
@@ -197,8 +208,10 @@ class ZarrStorage(DisplacingStorage):
         fields = (*schema.fields, *ROW_FIELDS)
         slots = self.slots
         attributes = {"expstore": {"capacity": self.capacity, "slots": slots}}
-        WritableColumns.create(self.disk, folder, fields, slots, pool, attributes)
+        packings = [self.layout.packing(entry, slots) for entry in fields]
+        WritableColumns.create(self.disk, folder, fields, slots, pool, attributes, packings)
         columns = WritableColumns(self.disk, folder, fields, slots)
+        columns.warm()
         if self.checksums is not None:
             self.checksums.close()
         self.disk.unlink(self.path / CHECKSUMS)  # of rows that a failed attempt never got
@@ -257,7 +270,7 @@ class ZarrStorage(DisplacingStorage):
             self._payload = b"".join([array.tobytes() for array in arrays])
         elif group is not None:
             runs = self.pieces(rows.first_id + rows.count - count, count)
-            self._settle_rows(lambda: (group.files_of(runs), self._take_new_folders()))
+            self._settle_rows(lambda: (group.files_of(runs) | group.packed_files, self._take_new_folders()))
 
     def _put_in_tail(self, rows: Rows) -> int:
         """Keep few rows back: their publish record will carry their bytes."""
@@ -288,6 +301,8 @@ class ZarrStorage(DisplacingStorage):
                     tail.drop()
         except StorageError as exc:
             self.note_failure(exc)  # a new shard of a store that grows is synced at once
+            if columns.packed:
+                self.note_interruption()  # how far they have come only the files can say
             raise
 
     def _grow_pages(self) -> None:
@@ -311,7 +326,8 @@ class ZarrStorage(DisplacingStorage):
             self._due |= blocks_of(pieces)
         if self._due and self.checksums is not None:
             files.add(self.checksums.file)
-        return files, self._take_new_folders()
+        packed, self._unnamed = self.columns.take_packed()
+        return files | packed, self._take_new_folders()
 
     def _put_back(self, files: set[File], folders: set[Path]) -> None:
         with self.episode_lock:
@@ -319,6 +335,7 @@ class ZarrStorage(DisplacingStorage):
             self._changed |= self._due
             if self.columns is not None:
                 self.columns.new_folders |= folders
+            self._put_back_unnamed()
 
     def _take_new_folders(self) -> set[Path]:
         folders = taken(self.columns.new_folders) if self.columns is not None else set()
@@ -470,6 +487,9 @@ class ZarrStorage(DisplacingStorage):
             if over is not None and place < len(columns) - 1:
                 parts = [over.parts(place, columns[place], slot, n) for slot, _, n in runs]
                 found.append([part[0] if len(part) == 1 else np.concatenate(part) for part in parts])
+                continue
+            if columns[place].packed:
+                found.append([columns[place].part(slot, n) for slot, _, n in runs])
                 continue
             source = self.priorities if place == len(columns) - 1 else columns[place].view
             found.append([source[slot : slot + n] for slot, _, n in runs])

@@ -17,6 +17,7 @@ import numpy as np
 from expstore.errors import CorruptionError
 from expstore.files import Disk
 from expstore.schema import Field
+from expstore.storages.packing import Packing
 
 __all__ = [
     "CHUNK_ROWS",
@@ -25,6 +26,7 @@ __all__ = [
     "grow_shape",
     "make_metadata",
     "read_layout",
+    "read_packing",
     "shard_footer",
     "shard_name",
 ]
@@ -57,6 +59,7 @@ def make_metadata(
     attributes: dict[str, Any],
     *,
     separator: str = SEPARATOR,
+    packings: Sequence[Packing | None] = (),
 ) -> dict[str, bytes]:
     """Return the files of the Zarr v3 group: relative name -> bytes.
 
@@ -65,7 +68,8 @@ def make_metadata(
         rows: Rows per shard of each.
         slots: How many rows the arrays have; None: one shard of them; `grow_shape` adds more.
         attributes: Of the group.
-        separator: What stands between the numbers in a shard's name.
+        separator: What stands between the numbers in a shard's name; "." where an array is packed.
+        packings: How each array is packed; None: it is not.
     """
     import zarr
     from zarr.core.sync import sync
@@ -73,17 +77,18 @@ def make_metadata(
 
     store = MemoryStore()
     group = zarr.create_group(store=store, attributes=attributes)
-    for entry, shard in zip(fields, rows, strict=True):
+    for entry, shard, packing in zip(fields, rows, packings or [None] * len(fields), strict=True):
+        length = shard if packing is None else packing.shard
         group.create_array(
             entry.path,
-            shape=(slots or shard, *entry.shape),
-            chunks=(CHUNK_ROWS, *entry.shape),
-            shards=(shard, *entry.shape),
+            shape=(slots or length, *entry.shape),
+            chunks=(CHUNK_ROWS if packing is None else packing.rows, *entry.shape),
+            shards=(length, *entry.shape),
             dtype=entry.numpy_dtype,
-            compressors=None,
+            compressors=None if packing is None else packing.zarr_codecs,
             filters=None,
-            chunk_key_encoding={"name": "default", "separator": separator},
-            attributes={"expstore": {"dtype": entry.dtype}},
+            chunk_key_encoding={"name": "default", "separator": separator if packing is None else "."},
+            attributes={"expstore": _about(entry, packing)},
         )
 
     async def collect() -> dict[str, bytes]:
@@ -95,6 +100,15 @@ def make_metadata(
         return found
 
     return sync(collect())
+
+
+def _about(entry: Field, packing: Packing | None) -> dict[str, Any]:
+    """Return what an array says of itself beyond what Zarr knows."""
+    if packing is None:
+        return {"dtype": entry.dtype}
+    # Files that other readers do not look for: the shard being filled, and the rows of its last chunk.
+    beside = {"filling": "open.<shard>.<turn>", "rest": "partial"}
+    return {"dtype": entry.dtype, "layout": "packed", "beside": beside}
 
 
 #: What Zarr may leave out where it is empty.
@@ -129,7 +143,10 @@ def check_metadata(disk: Disk, folder: Path, fields: Sequence[Field], rows: Sequ
     """
     for entry, shard in zip(fields, rows, strict=True):
         path = folder.joinpath(*entry.key, "zarr.json")
-        if read_layout(disk, path.parent, entry).rows != shard:
+        if (
+            read_packing(disk, path.parent, entry) is None
+            and read_layout(disk, path.parent, entry).rows != shard
+        ):
             raise CorruptionError(f"{path} does not describe a column in shards of {shard} rows")
     groups = {parent for entry in fields for parent in Path(*entry.key).parents}
     for group in sorted(groups):
@@ -140,6 +157,28 @@ def check_metadata(disk: Disk, folder: Path, fields: Sequence[Field], rows: Sequ
             raise CorruptionError(f"{path} cannot be read: {exc}") from exc
         if not fits:
             raise CorruptionError(f"{path} does not describe a group")
+
+
+def read_packing(disk: Disk, folder: Path, entry: Field) -> Packing | None:
+    """Return how an array is packed; None: it is not.
+
+    Raises:
+        CorruptionError: zarr.json cannot be read, or does not describe a column of this field.
+    """
+    path = folder / "zarr.json"
+    try:
+        data = json.loads(disk.read_whole(path))
+        if data["attributes"].get("expstore", {}).get("layout") != "packed":
+            return None
+        shard, *rest = data["chunk_grid"]["configuration"]["chunk_shape"]
+        inner = data["codecs"][0]["configuration"]
+        packing = Packing.of(inner["codecs"], rows=int(inner["chunk_shape"][0]), shard=int(shard))
+        fits = tuple(rest) == entry.shape and data["data_type"] == entry.numpy_dtype.name
+    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as exc:
+        raise CorruptionError(f"{path} cannot be read: {exc}") from exc
+    if not fits:
+        raise CorruptionError(f"{path} does not describe a column of {entry}")
+    return packing
 
 
 def read_layout(disk: Disk, folder: Path, entry: Field) -> Layout:

@@ -44,8 +44,9 @@ from ledger import SEED, Ledger, Op, Spec
 
 from expstore.episodeinfo import merge_info, pack_info
 from expstore.files import Disk
-from expstore.storages import base, columns, records, zarr
+from expstore.storages import base, columns, packing, records, zarr
 from expstore.storages.journaled import JournaledStorage
+from expstore.storages.layout import ColumnLayout
 from expstore.storages.settings import Settings
 from expstore.storages.tail import TAIL_BYTES
 from expstore.storages.zarr import ZarrStorage
@@ -92,7 +93,8 @@ def open_store(
     spec: Spec, path: Path, disk: Disk | None = None, *, index: bool = True
 ) -> TensorDictReplayBuffer:
     """Open a store as the spec says; without an index unless somebody asks for one."""
-    settings = Settings(flatten=True, seed=SEED, durability=spec.durability)
+    layout = ColumnLayout(fields={"frame": {"layout": "packed", "rows": 4}}) if spec.packed else None
+    settings = Settings(flatten=True, seed=SEED, durability=spec.durability, layout=layout)
     kept = ZarrStorage(
         path, spec.capacity, settings=settings, disk=disk or KillingDisk(), segment_bytes=spec.segment_bytes
     )
@@ -119,6 +121,8 @@ def fit_constants(spec: Spec) -> None:
     if spec.spare is not None:
         base.spare_slots = lambda capacity, row_bytes: spec.spare  # type: ignore[assignment]
     columns.SHARD_ROWS = spec.shard_rows
+    if spec.packed:
+        packing.SHARD_ROWS = packing.ENDLESS_SHARD_ROWS = 16
     records.REDO_BYTES = spec.redo_bytes
     zarr.TAIL_BYTES = TAIL_BYTES if spec.tail else 0
 

@@ -56,6 +56,8 @@ SPECS = {
         Spec("narrow", 300, 100, frame=64),
         Spec("endless", None, None, frame=64, shard_rows=4096),
         Spec("counted", 60, 20, frame=64, segment_bytes=4096, longest=30, consume=2),
+        Spec("packed", 100, 40, frame=64, segment_bytes=4096, longest=120, packed=True),
+        Spec("frames", None, None, frame=64, segment_bytes=4096, longest=60, packed=True),
         Spec("best", 60, 20, frame=64, segment_bytes=4096, longest=90, overlong=False, best=True),
     )
 }

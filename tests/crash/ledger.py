@@ -48,6 +48,7 @@ class Spec:
     tail: bool = True  # whether few small rows ride in the journal
     consume: int | None = None  # how often each row is handed out
     best: bool = False  # whether the best rows stay, not the newest
+    packed: bool = False  # whether frames are packed, in chunks of a few rows and short shards
 
 
 @dataclass(frozen=True)
@@ -471,6 +472,8 @@ def _next(state: Ledger, rng: np.random.Generator, weights: Mapping[str, float])
     kind = rng.choice(list(weights), p=np.array(list(weights.values())) / sum(weights.values()))
     if kind == "extend" or not ids.size or (kind == "loads" and not state.versions):
         return _next_extend(state, rng)
+    if kind == "change" and state.spec.packed:
+        kind = "flush"  # what is packed stays as it is
     if kind == "change":
         some = ids[rng.random(ids.size) < rng.choice([0.01, 0.2])]
         some = some if some.size else ids[-1:]

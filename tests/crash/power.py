@@ -63,6 +63,9 @@ POWER_SPECS = {
         Spec("dumped", 60, 20, frame=64, segment_bytes=4096, longest=20, lean=True, dumped=True),
         Spec("counted", 60, 20, frame=64, segment_bytes=4096, longest=20, lean=True, dumped=True, consume=2),
         Spec("best", 24, 8, frame=64, segment_bytes=4096, longest=20, overlong=False, lean=True, best=True),
+        Spec("packed", 24, 12, frame=64, segment_bytes=4096, longest=30, packed=True),
+        Spec("frames", None, 60, frame=64, segment_bytes=8192, longest=60, lean=True, packed=True),
+        Spec("durable", 40, 16, frame=64, segment_bytes=4096, longest=24, durability="sync", packed=True),
         Spec("endless", None, 120, frame=64, segment_bytes=8192, shard_rows=4096, longest=160, lean=True),
     )
 }
@@ -344,6 +347,11 @@ def _check(states: Sequence[State], folder: Path, *, boot: int, seed: int, sql: 
             if seen not in (None, result.write_count):
                 result = f"a follower had found {seen}, the writer {result.write_count} rows written"
         found.append(result)
+        if not isinstance(result, Ledger):
+            again = Path("/tmp/es/kept")
+            shutil.rmtree(again, ignore_errors=True)
+            write_tree(state.tree, again)
+            print("KEPT", again, state.label, result, flush=True)
         shutil.rmtree(base)
     return found
 

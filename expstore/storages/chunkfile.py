@@ -1,0 +1,144 @@
+"""A file of packed chunks: one behind another while it grows, with an index once it is a Zarr shard.
+
+Used by packed columns. Each chunk comes after 16 bytes that say what it is, so that whoever finds an
+unfinished file knows what is in it; a finished one ends with the index of Zarr's sharding codec, for
+which those bytes are gaps. It never unpacks a chunk.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import NamedTuple
+
+import google_crc32c
+import numpy as np
+from numpy.typing import NDArray
+
+from expstore.errors import CorruptionError
+from expstore.files import File
+
+__all__ = [
+    "HEADER_BYTES",
+    "Chunks",
+    "index_bytes",
+    "no_chunks",
+    "pack_chunk",
+    "pack_index",
+    "read_index",
+    "scan_chunks",
+    "turn_of",
+]
+
+#: u32 length, u32 number in the shard, u32 turn of the ring, u32 crc32c of these and of the chunk.
+_HEADER = struct.Struct("<IIII")
+HEADER_BYTES = _HEADER.size
+#: Where the index has no chunk.
+_MISSING = (1 << 64) - 1
+#: So many bytes are read at a time.
+_STEP = 4 << 20
+
+
+class Chunks(NamedTuple):
+    """Say where the chunks of a file are.
+
+    Args:
+        offsets: Of each; -1: there is none. Shape `(chunks,)`, int64.
+        sizes: Their lengths. Shape `(chunks,)`, int64.
+        end: Where the next one goes.
+    """
+
+    offsets: NDArray[np.int64]
+    sizes: NDArray[np.int64]
+    end: int
+
+
+def pack_chunk(number: int, turn: int, chunk: bytes) -> bytes:
+    """Return a chunk as it stands in the file, behind what says what it is."""
+    head = struct.pack("<III", len(chunk), number, turn)
+    crc: int = google_crc32c.extend(google_crc32c.value(head), chunk)
+    return head + crc.to_bytes(4, "little") + chunk
+
+
+def scan_chunks(file: File, count: int, turn: int, start: Chunks | None = None) -> Chunks:
+    """Find the chunks of an unfinished file, up to the first bytes that are none.
+
+    Of two with one number the later counts.
+
+    Args:
+        file: Which one.
+        count: How many chunks a shard has.
+        turn: Which turn of the ring they are of.
+        start: What an earlier scan has found; it goes on there, and its arrays are filled.
+    """
+    found = start or no_chunks(count)
+    offsets, sizes, end = found
+    data, base = b"", end
+    while True:
+        at = end - base
+        if at + HEADER_BYTES > len(data):
+            data, base, at = file.read(end, _STEP), end, 0
+            if len(data) < HEADER_BYTES:
+                break
+        size, number, told, crc = _HEADER.unpack_from(data, at)
+        if not size or number >= count or told != turn:
+            break
+        if at + HEADER_BYTES + size > len(data):
+            data, base, at = file.read(end, max(_STEP, HEADER_BYTES + size)), end, 0
+            if len(data) < HEADER_BYTES + size:
+                break
+        body = data[at + HEADER_BYTES : at + HEADER_BYTES + size]
+        if google_crc32c.extend(google_crc32c.value(data[at : at + 12]), body) != crc:
+            break
+        offsets[number], sizes[number] = end + HEADER_BYTES, size
+        end += HEADER_BYTES + size
+    return Chunks(offsets, sizes, end)
+
+
+def turn_of(file: File, chunks: Chunks) -> int:
+    """Return of which turn of the ring the chunks of a finished file are; -1: it has none."""
+    there = np.flatnonzero(chunks.offsets >= 0)
+    if not there.size:
+        return -1
+    head = file.read(int(chunks.offsets[there[0]]) - HEADER_BYTES, HEADER_BYTES)
+    turn: int = _HEADER.unpack(head)[2]
+    return turn
+
+
+def no_chunks(count: int) -> Chunks:
+    """Return what is in an empty file."""
+    return Chunks(np.full(count, -1, np.int64), np.zeros(count, np.int64), 0)
+
+
+def index_bytes(count: int) -> int:
+    """Return the length of the index of so many chunks."""
+    return 16 * count + 4
+
+
+def pack_index(chunks: Chunks) -> bytes:
+    """Return the index that makes the file a shard (Zarr v3 sharding codec, at the end, with crc32c)."""
+    index = np.full((chunks.offsets.size, 2), _MISSING, "<u8")
+    there = chunks.offsets >= 0
+    index[there, 0], index[there, 1] = chunks.offsets[there], chunks.sizes[there]
+    data = index.tobytes()
+    crc: int = google_crc32c.value(data)
+    return data + crc.to_bytes(4, "little")
+
+
+def read_index(file: File, count: int) -> Chunks:
+    """Return what the index of a finished file says.
+
+    Raises:
+        CorruptionError: It is damaged.
+    """
+    size = file.size()
+    end = size - index_bytes(count)
+    data = file.read(end, index_bytes(count)) if end >= 0 else b""
+    if end < 0 or google_crc32c.value(data[:-4]) != int.from_bytes(data[-4:], "little"):
+        raise CorruptionError(f"the index of {file.path} is damaged")
+    index = np.frombuffer(data[:-4], "<u8").reshape(count, 2)
+    there = index[:, 0] != _MISSING
+    stops = np.where(there, index[:, 0] + index[:, 1], 0)
+    if (stops > end).any():
+        raise CorruptionError(f"the index of {file.path} names bytes beyond its end")
+    offsets = np.where(there, index[:, 0], _MISSING).view(np.int64)  # all ones are -1
+    return Chunks(offsets, np.where(there, index[:, 1], 0).astype(np.int64), end)

@@ -1,0 +1,200 @@
+"""All columns of a store: made, opened, looked at and read together.
+
+Used by `ZarrStorage`, followers and checks; `columnwriter` adds writing. Which of them are packed says each
+array's own zarr.json.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import google_crc32c
+import numpy as np
+
+from expstore.errors import CorruptionError
+from expstore.files import Disk, File
+from expstore.probe import fills_holes
+from expstore.schema import Field
+from expstore.storages.columns import REWRITE_BYTES, Column, shard_rows
+from expstore.storages.packedreader import PackedReader
+from expstore.storages.packing import Packing
+from expstore.storages.zarrmeta import make_metadata, read_layout, read_packing
+
+__all__ = ["ColumnGroup"]
+
+
+class ColumnGroup:
+    """Keep all columns of a store below one folder.
+
+    Args:
+        disk: Where files are touched.
+        folder: `columns/`.
+        fields: The user's fields, then the row fields, priority last.
+        slots: How many rows a ring has; None: it grows.
+        write: Whether rows are written; see `Column`. Else shards are as long as zarr.json says.
+    """
+
+    def __init__(
+        self, disk: Disk, folder: Path, fields: Sequence[Field], slots: int | None, *, write: bool = True
+    ) -> None:
+        self._disk = disk
+        self.folder = folder
+        self.slots = slots
+        self._fills = fills_holes(disk, folder)
+        make = self._make if write else self._find
+        self.columns: list[Column] = [make(folder.joinpath(*entry.key), entry, slots) for entry in fields]
+        self.new_folders: set[Path] = set()
+        self._ready = 0
+        self.row_bytes = sum(column.row_bytes for column in self.columns)
+
+    def _make(self, folder: Path, entry: Field, slots: int | None) -> Column:
+        return Column(self._disk, folder, entry, slots, fills=self._fills)
+
+    def _find(self, folder: Path, entry: Field, slots: int | None) -> Column:
+        """Return a column for reading; one whose metadata cannot be read is damaged as a whole."""
+        try:
+            packing = read_packing(self._disk, folder, entry)
+            if packing is not None:
+                return PackedReader(self._disk, folder, entry, slots, packing)
+            layout, fault = read_layout(self._disk, folder, entry), None
+        except CorruptionError as exc:
+            layout, fault = None, exc.message
+        column = Column(self._disk, folder, entry, slots, layout=layout, write=False, fills=self._fills)
+        column.fault = fault
+        return column
+
+    @staticmethod
+    def create(
+        disk: Disk,
+        folder: Path,
+        fields: Sequence[Field],
+        slots: int | None,
+        pool: ThreadPoolExecutor | None,
+        attributes: dict[str, Any],
+        packings: Sequence[Packing | None] = (),
+    ) -> None:
+        """Make the Zarr metadata of empty columns aside, sync it, and rename it in."""
+        aside = folder.with_name(folder.name + ".tmp")
+        disk.remove_tree(aside)
+        disk.remove_tree(folder)
+        folders = {aside}
+        files = []
+        rows = [shard_rows(entry.row_bytes, slots) for entry in fields]
+        try:
+            for name, data in make_metadata(fields, rows, slots, attributes, packings=packings).items():
+                path = aside / name
+                disk.make_dir(path.parent)
+                folders.update(p for p in path.parents if p.is_relative_to(aside))
+                file = disk.open(path, create=True)
+                files.append(file)
+                file.write(data, 0)
+            disk.sync_all(files, sorted(folders), pool)
+        finally:
+            for file in files:
+                file.close()
+        disk.rename(aside, folder)
+        disk.sync_dir(folder.parent)
+
+    @property
+    def ready(self) -> int:
+        """How many slots have a place in a shard of every column."""
+        return self._ready
+
+    def open_shards(self) -> None:
+        """Open what is there."""
+        for column in self.columns:
+            column.open_shards()
+        for column in self.columns:
+            column.look_for_true()
+        self._ready = min(column.ready for column in self.columns)
+
+    def look(self, slots: int, *, due: bool = True) -> None:
+        """Open, for reading only, what slots 0 to `slots` - 1 need; note what is damaged."""
+        for column in self.columns:
+            column.look(slots, due=due)
+        self._ready = min(column.ready for column in self.columns)
+
+    def look_to(self, last: int) -> None:
+        """Find the packed rows up to this id, beside a writer that has written them."""
+        for column in self.columns:
+            if isinstance(column, PackedReader):
+                column.look_to(*self.place_behind(last))
+
+    def end_at(self, last: int) -> None:
+        """Let only packed rows up to this id be found; nobody writes any more."""
+        for column in self.columns:
+            if isinstance(column, PackedReader):
+                column.end_at(*self.place_behind(last))
+
+    def place_behind(self, last: int) -> tuple[int, int]:
+        """Return turn of the ring and slot of the row behind this one."""
+        return (0, last) if self.slots is None else divmod(last, self.slots)
+
+    def do_without_threads(self) -> None:
+        """Never copy rows with torch: a forked process lacks the threads that it may wait for."""
+        for column in self.columns:
+            column.wide_row = column.row_bytes + 1
+
+    @property
+    def damaged(self) -> list[str]:
+        """What is wrong with shards that cannot be read."""
+        return sorted({found for column in self.columns for found in column.damaged.values()})
+
+    def require(self, pieces: Iterable[tuple[int, int, int]]) -> None:
+        """Check that these slots have a place; raise CorruptionError if not."""
+        for slot, _, n in pieces:
+            for column in self.columns:
+                column.require(slot + n if n else 0)
+
+    def ensure(self, slots: int) -> None:
+        """Make shards so that slots 0 to `slots` - 1 have a place."""
+        if slots <= self._ready:
+            return
+        for column in self.columns:
+            while column.ready < slots:
+                made = column.add_shard()  # takes a while, in which the set may be emptied
+                self.new_folders.update(made)
+        self._ready = min(column.ready for column in self.columns)
+
+    def checksum(self, pieces: Iterable[tuple[int, int, int]]) -> int:
+        """Return the crc32c that `write` returned for these rows, from what stands on disk."""
+        runs = list(pieces)
+        crc = 0
+        for column in self.columns[:-1]:
+            for slot, _, n in runs:
+                if slot + n > column.ready:
+                    return -1
+                # What is packed is unpacked for it: piece by piece.
+                step = max(1, REWRITE_BYTES // column.row_bytes) if column.packed else n
+                for start in range(slot, slot + n, step):
+                    rows = column.copy(start, min(step, slot + n - start))
+                    crc = google_crc32c.extend(crc, rows.reshape(-1).view(np.uint8))
+        return crc
+
+    def rewrite(self, pieces: Iterable[tuple[int, int, int]]) -> None:
+        """Write rows again as they read, so that a sync brings them to the disk for sure."""
+        for slot, _, n in pieces:
+            for column in self.columns:
+                if column.packed:
+                    continue  # settling does it
+                step = max(1, REWRITE_BYTES // column.row_bytes)
+                for start in range(slot, slot + n, step):
+                    for file, at, row, rows in column.spans(start, min(step, slot + n - start)):
+                        file.write(column.view[start + row : start + row + rows].copy(), at)
+
+    def files_of(self, pieces: Iterable[tuple[int, int, int]]) -> set[File]:
+        """Return the files that hold these slots, as far as they were ever written to."""
+        return {
+            file
+            for slot, _, n in pieces
+            for column in self.columns
+            for file, _, _, _ in column.spans(slot, min(n, column.ready - slot))
+        }
+
+    def close(self) -> None:
+        """Close all files."""
+        for column in self.columns:
+            column.close()

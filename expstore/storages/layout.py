@@ -1,0 +1,83 @@
+"""How the fields of a store lie on disk: flat, or packed.
+
+Settings of a new store; the Zarr storage asks when its first rows come. Afterwards each array's zarr.json
+says how it lies, and this is not asked again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from expstore.errors import SchemaError
+from expstore.schema import Field
+from expstore.storages.packing import CODECS, DEFAULT_CODEC, Packing, packing_for
+from expstore.types import key_name
+
+__all__ = ["LAYOUTS", "WIDE_BYTES", "ColumnLayout"]
+
+LAYOUTS = ("flat", "packed", "auto")
+#: With "auto" rows of at least so many bytes are packed.
+WIDE_BYTES = 1024
+_OPTIONS = {"layout", "codec", "rows"}
+
+
+@dataclass(frozen=True)
+class ColumnLayout:
+    """Say how fields lie on disk.
+
+    Args:
+        layout: "flat": rows one behind another, read by a copy each, changed in place. "packed": chunks of
+            a few rows, compressed, which stay as they are. "auto": packed from 1 KiB per row on.
+        codec: Of packed fields: one of those that every reader of Zarr v3 knows.
+        fields: The same for single fields, by name: their `layout`, `codec`, and `rows` per chunk.
+
+    Raises:
+        SchemaError: There is no such layout, codec or option.
+    """
+
+    layout: Literal["flat", "packed", "auto"] = "flat"
+    codec: str = DEFAULT_CODEC
+    fields: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        options = {"layout": self.layout, "codec": self.codec}
+        for name, asked in (("", options), *self.fields.items()):
+            whose = f"field {name!r}: " if name else ""
+            if unknown := asked.keys() - _OPTIONS:
+                raise SchemaError(f"{whose}no option {min(unknown)!r}", hint="there are layout, codec, rows")
+            if asked.get("layout", "flat") not in LAYOUTS:
+                raise SchemaError(
+                    f"{whose}no layout {asked['layout']!r}", hint="there are " + ", ".join(LAYOUTS)
+                )
+            if asked.get("codec", DEFAULT_CODEC) not in CODECS:
+                raise SchemaError(
+                    f"{whose}no codec {asked['codec']!r}", hint="there are " + ", ".join(CODECS)
+                )
+            rows = asked.get("rows", 1)
+            if isinstance(rows, bool) or not isinstance(rows, int) or rows < 1 or rows & (rows - 1):
+                raise SchemaError(f"{whose}rows per chunk must be a power of two, got {rows!r}")
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what expstore.json keeps: nothing of what is flat anyway."""
+        if self == ColumnLayout():
+            return {}
+        return {
+            "layout": self.layout,
+            "codec": self.codec,
+            "fields": {k: dict(v) for k, v in self.fields.items()},
+        }
+
+    def packing(self, entry: Field, slots: int | None) -> Packing | None:
+        """Return how a field is packed; None: it is flat."""
+        own = self.fields.get(key_name(entry.key), {})
+        layout = own.get("layout", self.layout)
+        if entry.key[0] == "_row" or layout == "flat" or (layout == "auto" and entry.row_bytes < WIDE_BYTES):
+            return None
+        return packing_for(entry, slots, codec=own.get("codec", self.codec), rows=own.get("rows"))
+
+    def chunk_rows(self, fields: tuple[Field, ...]) -> int:
+        """Return of how many rows the number of slots must be a multiple."""
+        packings = [self.packing(entry, None) for entry in fields]
+        return max((packing.rows for packing in packings if packing is not None), default=1)

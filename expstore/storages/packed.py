@@ -1,0 +1,338 @@
+"""A wide field, packed: chunks of a few rows in Zarr shards that are never written to again.
+
+Used by the Zarr storage beside flat columns. Rows come in the order of their slots. A chunk is packed as
+soon as it is full and appended to the shard that is being filled; the rows of the chunk that is not stand
+in the file `partial`, and in memory. It knows slots and turns of the ring, not which rows can be read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from expstore.files import Disk, File
+from expstore.schema import Field
+from expstore.storages.chunkfile import (
+    HEADER_BYTES,
+    no_chunks,
+    pack_chunk,
+    pack_index,
+    read_index,
+    scan_chunks,
+)
+from expstore.storages.packedrows import Filling, Frame, PackedRows, Source
+from expstore.storages.packing import Packing
+from expstore.storages.zarrmeta import grow_shape
+from expstore.types import Array
+
+__all__ = ["PackedColumn"]
+
+
+class PackedColumn(PackedRows):
+    """Keep one wide field of all rows, packed.
+
+    Rows are written in the order of their slots, by one thread. What was written can be found again by
+    whoever opens the files after a kill; after a power cut as much as had been synced.
+
+    Crashes: a chunk's bytes are in the file before its rows leave `partial`, and those on which the last
+    mark depends stay there until another one covers the chunk.
+
+    Args:
+        disk: Where files are touched.
+        folder: The Zarr array's folder.
+        entry: The field.
+        slots: How many rows a ring has, a multiple of the rows of a chunk; None: the column grows.
+        packing: How it is packed.
+    """
+
+    def __init__(self, disk: Disk, folder: Path, entry: Field, slots: int | None, packing: Packing) -> None:
+        super().__init__(disk, folder, entry, slots, packing)
+        self._turn = self._next = 0  # where the next row goes
+        self._filling: Filling | None = None
+        self._finished: list[Filling] = []
+        self._sources: list[Source] = []
+        self._sources_new = False  # whether nothing of them is settled
+        self._scrap: list[Path] = []  # shards of rows that were never published
+        self.touched: set[File] = set()
+        self.new_folders: set[Path] = set()
+
+    # -- writing ---------------------------------------------------------------------------------
+
+    def append(self, turn: int, slot: int, rows: Array) -> None:
+        """Write a run of rows.
+
+        Args:
+            turn: Of the ring; 0 without one.
+            slot: Of the first of them.
+            rows: C-contiguous. Shape `(n, *row shape)`.
+        """
+        if (turn, slot) != (self._turn, self._next):
+            self._move_to(turn, slot)
+        each, done = self.packing.rows, 0
+        while done < len(rows):
+            inside = self._next % each
+            some = min(each - inside, len(rows) - done)
+            part = rows[done : done + some]
+            if some == each:
+                self._add_chunk(part)
+            else:
+                self._add_rows(inside, part)
+            done += some
+            self._next += some
+            if self._next == self._slots:
+                self._turn, self._next = self._turn + 1, 0
+
+    def _move_to(self, turn: int, slot: int) -> None:
+        """Go on elsewhere: rows in between will never be read."""
+        each = self.packing.rows
+        if self._shown.held and (turn, slot // each) != (self._turn, self._next // each):
+            self._next -= self._next % each
+            self._add_chunk(self._shown.rows)
+            self._end_partial()
+        filling = self._filling
+        if filling is not None and (filling.shard, filling.turn) != (slot // self.packing.shard, turn):
+            self._end_shard(filling)
+        self._turn, self._next = turn, slot
+
+    def _add_rows(self, inside: int, rows: Array) -> None:
+        """Add rows to the chunk that is not full."""
+        shown, each = self._shown, self.packing.rows
+        base, count = self._next - inside, inside + len(rows)
+        if not shown.held:
+            if self._partial.begin(self._turn, base // each):
+                self.new_folders.add(self.folder)
+            shown = shown._replace(rows=self._new_rows())
+        shown.rows[inside:count] = rows
+        self._partial.write(inside, rows)
+        self._touch_partial()
+        if count == each:
+            self._next = base  # as for a whole chunk
+            self._add_chunk(shown.rows)
+            self._next = base + inside
+            self._end_partial()
+        else:
+            self._shown = shown._replace(base=base, held=count)
+
+    def _touch_partial(self) -> None:
+        if self._partial.file is not None:
+            self.touched.add(self._partial.file)
+
+    def _end_partial(self) -> None:
+        self._partial.end()
+        # Whoever holds the former ones goes on reading them.
+        self._shown = self._shown._replace(base=0, held=0)
+
+    def _add_chunk(self, rows: Array) -> None:
+        """Pack a full chunk, which begins at the next slot."""
+        shard, number = divmod(self._next // self.packing.rows, self.packing.chunks)
+        filling = self._filling = self._filling or self._begin(shard, self._turn)
+        chunk = self.packing.pack(rows)
+        offset = filling.add(number, pack_chunk(number, self._turn, chunk))
+        self.touched.add(filling.file)
+        shown, place = self._shown, self._next // self.packing.rows
+        shown.sizes[place] = len(chunk) - 4
+        shown.where[place] = filling.addresses.address + offset
+        if number == self.packing.chunks - 1 or self._next + self.packing.rows == self._slots:
+            self._end_shard(filling)
+
+    def _begin(self, shard: int, turn: int) -> Filling:
+        """Begin a shard."""
+        path = self.open_path(shard, turn)
+        file = self._disk.open(path, create=True)
+        try:
+            file.truncate(self._bound)
+            addresses = self._map(file, self._bound)
+            if self._slots is None and shard:
+                grow_shape(self._disk, self.folder, (shard + 1) * self.packing.shard)
+        except BaseException:
+            file.close()
+            raise
+        chunks = no_chunks(self.packing.chunks)
+        self._show(shard, addresses, chunks)
+        self.new_folders.add(self.folder)
+        return Filling(shard, turn, file, addresses, chunks)
+
+    def _end_shard(self, filling: Filling) -> None:
+        self._finish(filling)
+        self._leave_former(filling)
+        self._filling = None
+
+    def _finish(self, filling: Filling) -> None:
+        """Make a shard of what is there; it gets its name with the next sync."""
+        index, end = pack_index(filling.chunks), filling.chunks.end
+        filling.file.write(index, end)
+        filling.file.truncate(end + len(index))
+        self.touched.add(filling.file)
+        self._finished.append(filling)
+
+    # -- sync ------------------------------------------------------------------------------------
+
+    def note_mark(self) -> list[Filling]:
+        """Be told that a mark is on its way; return the shards that it lets have their names."""
+        self._partial.note_mark()
+        finished, self._finished = self._finished, []
+        return finished
+
+    def note_marked(self) -> None:
+        """Be told that the mark is on the disk."""
+        self._partial.note_marked()
+
+    def name(self, finished: Sequence[Filling]) -> None:
+        """Give finished shards their names: their bytes are on the disk."""
+        while self._scrap:
+            self._disk.unlink(self._scrap.pop())
+            self.new_folders.add(self.folder)
+        for filling in finished:
+            self._disk.rename(filling.file.path, self.shard_path(filling.shard))
+            self.new_folders.add(self.folder)
+            filling.file.close()
+
+    def put_back(self, finished: Sequence[Filling]) -> None:
+        """Take back what `note_mark` returned."""
+        self._finished = [*finished, *self._finished]
+
+    # -- opening ---------------------------------------------------------------------------------
+
+    def open_shards(self) -> None:
+        """Find all that is there, the newest rows of each slot; `settle` says afterwards what counts."""
+        named = []
+        for kind, shard, turn in self._names():
+            if kind == "open":
+                self._finished.append(self._open(shard, turn))
+            elif (looked := self._read_shard(shard)) is not None:
+                named.append(looked)
+        again = {(filling.shard, filling.turn) for filling in self._finished}  # see `_fill_again`
+        named = [source for source in named if (source.shard, source.turn) not in again]
+        self._sources, self._sources_new = [*self._areas(), *named], True
+        self._show_all([*self._sources, *self._unnamed])
+
+    @property
+    def _unnamed(self) -> list[Filling]:
+        return [*self._finished, *([] if self._filling is None else [self._filling])]
+
+    def _open(self, shard: int, turn: int) -> Filling:
+        file = self._disk.open(self.open_path(shard, turn))
+        chunks = scan_chunks(file, self.packing.chunks, turn)
+        file.truncate(chunks.end)  # what lies behind was never synced
+        file.truncate(self._bound)
+        return Filling(shard, turn, file, self._map(file, self._bound), chunks)
+
+    def settle(self, place: tuple[int, int], synced: tuple[int, int]) -> None:
+        """Go on behind the last row that counts; the next sync brings that to the disk.
+
+        All bytes on which rows depend are written once more: after a sync that failed the system may call
+        clean what is not on the disk.
+
+        Args:
+            place: Turn and slot of the row that comes next.
+            synced: The same of the first row that the last mark does not cover.
+        """
+        (turn, slot), each = place, self.packing.rows
+        shard, inside = slot // self.packing.shard, slot % each
+        rows = self.part(slot - inside, inside)
+        dead = [s for s in self._sources if s.named and (s.turn, s.shard) >= (turn, shard)]
+        self._scrap += [self.shard_path(source.shard) for source in dead]
+        self._sources = [source for source in self._sources if source.cut(turn, slot // each)]
+        if self._sources_new:
+            self._partial.adopt(synced[0], synced[1] // each, synced[1] % each)
+            self._sources_new = False
+        self._settle_files(turn, shard, slot // each - shard * self.packing.chunks, again=dead)
+        self._show_all([*self._sources, *self._unnamed])
+        self._turn, self._next = turn, slot
+        if inside:
+            self._restore(slot // each, rows)
+
+    def _restore(self, chunk: int, rows: Array) -> None:
+        """Have the rows of the chunk that is not full."""
+        if not self._partial.go_on(self._turn, chunk, rows):
+            if self._partial.begin(self._turn, chunk):
+                self.new_folders.add(self.folder)
+            self._partial.write(0, rows)
+        self._touch_partial()
+        held = self._new_rows()
+        held[: len(rows)] = rows
+        self._shown = self._shown._replace(rows=held, base=chunk * self.packing.rows, held=len(rows))
+
+    def _settle_files(self, turn: int, shard: int, current: int, *, again: Sequence[Source]) -> None:
+        """Find the shard that is filled, finish those before it, and remove those behind it."""
+        found, self._finished, self._filling = self._unnamed, [], None
+        for filling in found:
+            place = (filling.turn, filling.shard)
+            if place > (turn, shard):
+                self._disk.unlink(filling.file.path)
+                filling.file.close()
+                continue
+            if place == (turn, shard):
+                self._forget(filling, current)
+                self._filling = filling
+            else:
+                self._finished.append(filling)
+            filling.file.write(filling.file.read(0, filling.chunks.end), 0)
+            self.touched.add(filling.file)
+        if current and any((source.turn, source.shard) == (turn, shard) for source in again):
+            self._fill_again(shard, turn, current)
+        self._add_full((turn, shard))
+        older, self._finished = self._finished, []
+        for filling in older:
+            self._finish(filling)
+
+    def _add_full(self, current: tuple[int, int]) -> None:
+        """Add chunks that are full by now to the files in which they are missing: raw rows alone had them."""
+        fillings = {(filling.turn, filling.shard): filling for filling in self._unnamed}
+        newest: dict[int, int] = {}
+        shards: list[Filling | Source] = [*self._unnamed]
+        shards += [source for source in self._sources if source.named]
+        for known in shards:
+            newest[known.shard] = max(known.turn, newest.get(known.shard, -1))
+        for source in self._sources:
+            place, frame = (source.turn, source.shard), source.addresses
+            outdone = newest.get(source.shard, -1) >= source.turn and place not in fillings
+            if not isinstance(frame, Frame) or outdone or newest.get(source.shard, -1) > source.turn:
+                continue
+            for number in np.flatnonzero(source.chunks.offsets >= 0).tolist():
+                if place not in fillings:
+                    fillings[place] = self._begin(source.shard, source.turn)
+                    if place == current:
+                        self._filling = fillings[place]
+                    else:
+                        self._finished.append(fillings[place])
+                filling = fillings[place]
+                if filling.chunks.offsets[number] < 0:
+                    filling.add(number, pack_chunk(number, source.turn, frame.data.tobytes()))
+                    self.touched.add(filling.file)
+
+    def _fill_again(self, shard: int, turn: int, first: int) -> None:
+        """Go on in a shard that had got its name already, in a file of its own: versions may share the other.
+
+        It was finished by rows that were never published.
+        """
+        filling = self._filling = self._begin(shard, turn)
+        former = self._disk.open(self.shard_path(shard), write=False)
+        try:
+            chunks = read_index(former, self.packing.chunks)
+            for number in np.flatnonzero(chunks.offsets[:first] >= 0).tolist():
+                start, size = int(chunks.offsets[number]) - HEADER_BYTES, int(chunks.sizes[number])
+                filling.add(number, former.read(start, HEADER_BYTES + size))
+        finally:
+            former.close()
+        self.touched.add(filling.file)
+
+    def _forget(self, filling: Filling, first: int) -> None:
+        """Drop the chunks of a file from one on: what is in them was never published."""
+        chunks = filling.chunks
+        gone = np.flatnonzero(chunks.offsets[first:] >= 0) + first
+        if gone.size:
+            end = int(chunks.offsets[gone].min()) - HEADER_BYTES
+            chunks.offsets[gone] = -1
+            filling.chunks = chunks._replace(end=end)
+            filling.file.truncate(end)
+            filling.file.truncate(self._bound)
+
+    def close(self) -> None:
+        """Close the files; what is mapped goes when nobody reads it any more."""
+        for filling in self._unnamed:
+            filling.file.close()
+        self._finished, self._filling = [], None
+        self._partial.close()

@@ -1,0 +1,393 @@
+"""Rows of a packed field: where their chunks are, and how they are taken out of them.
+
+Base of the column that is written and of the one that is only read. It changes no file.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import threading
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from expstore.addresses import AddressRange
+from expstore.errors import CorruptionError, SchemaError
+from expstore.files import Disk, File, address_of, load_compiled
+from expstore.schema import Field
+from expstore.storages.chunkfile import (
+    HEADER_BYTES,
+    Chunks,
+    index_bytes,
+    no_chunks,
+    read_index,
+    turn_of,
+)
+from expstore.storages.columns import Column
+from expstore.storages.packing import Packing
+from expstore.storages.partial import PartialFile
+from expstore.types import Array, IntArray, key_name
+
+__all__ = ["Filling", "Frame", "PackedRows", "Source"]
+
+#: Loads numba; in the background when a column is opened.
+TAKING = "expstore.unpacking"
+PARTIAL = "partial"
+
+
+class Frame:
+    """A packed chunk in memory.
+
+    Args:
+        data: It.
+    """
+
+    def __init__(self, data: bytes) -> None:
+        self.data = np.frombuffer(data, np.uint8)
+        self.address = int(self.data.ctypes.data)
+
+
+@dataclass
+class Source:
+    """What was found of a shard when the column was opened.
+
+    Args:
+        shard: Its number.
+        turn: Of the ring.
+        addresses: Where it is mapped.
+        chunks: What is in it.
+        named: Whether it has its name.
+    """
+
+    shard: int
+    turn: int
+    addresses: AddressRange | Frame
+    chunks: Chunks
+    named: bool = False
+
+    def cut(self, turn: int, chunk: int) -> bool:
+        """Forget chunks from this one on in this turn, and of later turns; say whether anything is left."""
+        if self.turn >= turn:
+            first = 0 if self.turn > turn else max(0, chunk - self.shard * self.chunks.offsets.size)
+            self.chunks = self.chunks._replace(offsets=self.chunks.offsets.copy())
+            self.chunks.offsets[first:] = -1
+        return bool((self.chunks.offsets >= 0).any())
+
+
+@dataclass
+class Filling:
+    """A shard that is being filled, or that has no name yet.
+
+    Args:
+        shard: Its number.
+        turn: Of the ring.
+        file: Where it lies.
+        addresses: Where it is mapped.
+        chunks: What is in it.
+    """
+
+    shard: int
+    turn: int
+    file: File
+    addresses: AddressRange
+    chunks: Chunks
+
+    def add(self, number: int, chunk: bytes) -> int:
+        """Append a chunk, which begins with what says what it is; return where its frame begins."""
+        offsets, sizes, end = self.chunks
+        self.file.write(chunk, end)
+        offsets[number], sizes[number] = end + HEADER_BYTES, len(chunk) - HEADER_BYTES
+        self.chunks = Chunks(offsets, sizes, end + len(chunk))
+        return end + HEADER_BYTES
+
+
+class Shown(NamedTuple):
+    """Say where rows are to be found; replaced as a whole, but for chunks that take the places of others.
+
+    Args:
+        where: Address of each chunk; 0: there is none. Shape `(chunks,)`, int64.
+        sizes: Length of its frame. Shape `(chunks,)`, int64.
+        maps: What keeps those addresses valid, by shard: the newest last.
+        base: First slot of the chunk that is not full.
+        held: How many of its rows are there.
+        rows: These. Shape `(chunk rows, *row shape)`.
+    """
+
+    where: IntArray
+    sizes: IntArray
+    maps: dict[int, tuple[AddressRange | Frame, ...]]
+    base: int
+    held: int
+    rows: Array
+
+
+class PackedRows(Column):
+    """Take rows out of packed chunks.
+
+    Threads: any number take rows while one adds some.
+
+    Args:
+        disk: Where files are touched.
+        folder: The Zarr array's folder.
+        entry: The field.
+        slots: How many rows a ring has; None: the column grows.
+        packing: How it is packed.
+        write: Whether the files are written to.
+    """
+
+    packed = True
+
+    def __init__(
+        self,
+        disk: Disk,
+        folder: Path,
+        entry: Field,
+        slots: int | None,
+        packing: Packing,
+        *,
+        write: bool = True,
+    ) -> None:
+        self.entry, self.folder, self.packing = entry, folder, packing
+        self.row_bytes = entry.row_bytes
+        self.rows = packing.shard
+        self.separator = "."
+        self.files: list[File] = []
+        self.blank = self.fills = False
+        self.fault: str | None = None
+        self.wide_row = 0
+        self.chunk_bytes = packing.rows * entry.row_bytes
+        #: Shards that cannot be read, and what is wrong with them.
+        self.damaged: dict[int, str] = {}
+        self._disk = disk
+        self._slots = slots
+        shards = 16 if slots is None else -(-slots // packing.shard)
+        where = np.zeros(shards * packing.chunks, np.int64)
+        self._shown = Shown(where, np.zeros_like(where), {}, 0, 0, self._new_rows())
+        self._partial = PartialFile(disk, folder / PARTIAL, packing.rows, entry.row_bytes, write=write)
+        self._take_rows: Any = None
+
+    def _new_rows(self) -> Array:
+        return np.zeros((self.packing.rows, *self.entry.shape), self.entry.numpy_dtype)
+
+    def warm(self) -> None:
+        """Load the compiled loop that takes rows, in the background."""
+        if self._take_rows is None:
+            threading.Thread(target=self._load, name="expstore-warm", daemon=True).start()
+
+    def _load(self) -> None:
+        self._take_rows = load_compiled(TAKING).take_rows
+
+    # -- where chunks are ------------------------------------------------------------------------
+
+    def open_path(self, number: int, turn: int) -> Path:
+        """Return where a shard lies while it is filled, in its turn of the ring."""
+        return self.folder / f"open.{number}.{turn}"
+
+    @property
+    def _bound(self) -> int:
+        """How long a shard file can become."""
+        chunk = HEADER_BYTES + self.packing.most_bytes(self.chunk_bytes)
+        return self.packing.chunks * chunk + index_bytes(self.packing.chunks)
+
+    def _map(self, file: File, size: int) -> AddressRange:
+        addresses = AddressRange(size)
+        addresses.attach(file, at=0, size=size)
+        return addresses
+
+    def _grow(self, shard: int) -> None:
+        """Have a place for the chunks of a shard."""
+        shown, needed = self._shown, (shard + 1) * self.packing.chunks
+        if shown.where.size < needed:
+            where = np.zeros(max(needed, 2 * shown.where.size), np.int64)
+            sizes = np.zeros_like(where)
+            where[: shown.where.size], sizes[: shown.where.size] = shown.where, shown.sizes
+            self._shown = shown._replace(where=where, sizes=sizes)
+
+    def _show(self, shard: int, addresses: AddressRange | Frame, chunks: Chunks) -> None:
+        """Let the chunks of a file be found, in the places of older ones."""
+        self._grow(shard)
+        shown = self._shown
+        held = shown.maps.get(shard, ())
+        self._shown = shown = shown._replace(maps=shown.maps | {shard: (*held, addresses)})
+        there = np.flatnonzero(chunks.offsets >= 0)
+        places = shard * self.packing.chunks + there
+        shown.sizes[places] = chunks.sizes[there] - 4
+        shown.where[places] = addresses.address + chunks.offsets[there]
+
+    def _leave_former(self, source: Source | Filling) -> None:
+        """Forget where the rows of the turn before were, in whose place a whole shard has come."""
+        shown, first = self._shown, source.shard * self.packing.chunks
+        missing = first + np.flatnonzero(source.chunks.offsets < 0)
+        shown.where[missing[missing < shown.where.size]] = 0
+        self._shown = shown._replace(maps=shown.maps | {source.shard: (source.addresses,)})
+
+    def _show_all(self, sources: Iterable[Source | Filling]) -> None:
+        """Let chunks be found, of later turns rather than of earlier, and nothing else."""
+        size = self._shown.where.size
+        self._shown = self._shown._replace(
+            where=np.zeros(size, np.int64), sizes=np.zeros(size, np.int64), maps={}, held=0
+        )
+        # Raw rows come first: they count less than the packed ones of their turn.
+        for source in sorted(sources, key=lambda source: source.turn):
+            self._show(source.shard, source.addresses, source.chunks)
+
+    def _names(self) -> Iterator[tuple[str, int, int]]:
+        """Yield what shards there are: "c" if they have their names, "open"; number; turn, -1 if unknown."""
+        for name in self._disk.names(self.folder):
+            kind, *numbers = name.split(".")
+            if kind in ("c", "open"):
+                yield kind, int(numbers[0]), int(numbers[1]) if kind == "open" else -1
+
+    def _read_shard(self, shard: int) -> Source | None:
+        """Return what is in a shard that has its name; None: there is none, or it is damaged."""
+        path = self.shard_path(shard)
+        if not self._disk.exists(path):
+            return None
+        file = self._disk.open(path, write=False)
+        try:
+            chunks = read_index(file, self.packing.chunks)
+            return Source(shard, turn_of(file, chunks), self._map(file, file.size()), chunks, named=True)
+        except CorruptionError as exc:
+            self.damaged[shard] = exc.message
+            return None
+        finally:
+            file.close()
+
+    def _areas(self) -> list[Source]:
+        """Return chunks of which raw rows are there as packed ones, in memory.
+
+        Of a row that is there twice the newer one counts; it may be torn, and the older one be what a mark
+        covers.
+        """
+        rows: dict[tuple[int, int], Array] = {}
+        for area in self._partial.areas():
+            held = rows.setdefault((area.turn, area.chunk), np.zeros_like(area.rows))
+            held[area.whole] = area.rows[area.whole]
+        found = []
+        for (turn, chunk), data in rows.items():
+            shard, number = divmod(chunk, self.packing.chunks)
+            frame = Frame(self.packing.pack(data))
+            chunks = no_chunks(self.packing.chunks)
+            chunks.offsets[number], chunks.sizes[number] = 0, frame.data.size
+            found.append(Source(shard, turn, frame, chunks))
+        return found
+
+    # -- reading ---------------------------------------------------------------------------------
+
+    def take(self, slots: IntArray) -> Array:
+        """Copy rows out. `slots` has shape `(n,)`, the result `(n, *row shape)`.
+
+        Raises:
+            CorruptionError: They lie in a damaged chunk.
+        """
+        out = np.zeros((slots.size, *self.entry.shape), self.entry.numpy_dtype)
+        shown = self._shown  # before the chunks: a chunk that gets full shows there first
+        chunks, inside = np.divmod(slots, self.packing.rows)
+        wanted = np.arange(slots.size)
+        if shown.held:
+            here = (chunks == shown.base // self.packing.rows) & (inside < shown.held)
+            if here.any():
+                out[here] = shown.rows[inside[here]]
+                wanted = np.flatnonzero(~here)
+        if wanted.size:
+            order = wanted[np.argsort(chunks[wanted], kind="stable")]
+            self._take_packed(chunks[order], inside[order], order, out)
+        return out
+
+    def _take_packed(self, chunks: IntArray, inside: IntArray, goals: IntArray, out: Array) -> None:
+        """Copy rows of chunks, which ascend, to their places in the result."""
+        new = np.ones(chunks.size, bool)
+        np.not_equal(chunks[1:], chunks[:-1], out=new[1:])
+        names, which = chunks[new], np.cumsum(new) - 1
+        former: Any = None
+        while True:
+            shown, where, sizes = self._find(names)
+            there = where != 0
+            if there.all():
+                bad = self._unpack(where, sizes, which, inside, goals, out)
+            else:
+                numbers, rows = np.cumsum(there) - 1, there[which]
+                bad = self._unpack(
+                    where[there], sizes[there], numbers[which[rows]], inside[rows], goals[rows], out
+                )
+                bad = bad if bad < 0 else int(np.flatnonzero(there)[bad])
+            if bad < 0:
+                return
+            if former is not None and (former == where).all():
+                raise CorruptionError(f"chunk {names[bad]} of {self.folder} is damaged")
+            former = where  # another chunk may have taken its place meanwhile: then that one is read
+            del shown
+
+    def _find(self, names: IntArray) -> tuple[Shown, IntArray, IntArray]:
+        """Return where chunks are, and what keeps them there as long as it is held."""
+        if self.damaged:
+            shards = names // self.packing.chunks
+            for number, found in self.damaged.items():
+                if (shards == number).any():
+                    raise CorruptionError(f"rows of {self.folder} cannot be read: {found}")
+        while True:
+            shown = self._shown
+            known = np.minimum(names, shown.where.size - 1)
+            where, sizes = shown.where[known], shown.sizes[known]
+            where[known != names] = 0
+            if shown.maps is self._shown.maps and shown.where is self._shown.where:
+                return shown, where, sizes
+
+    def _unpack(
+        self, where: IntArray, sizes: IntArray, which: IntArray, inside: IntArray, goals: IntArray, out: Array
+    ) -> int:
+        scratch = np.empty(self.chunk_bytes, np.uint8)
+        if self._take_rows is None:
+            return self._unpack_slowly(where, sizes, which, inside, goals, out)
+        places = address_of(out), address_of(scratch)
+        bad: int = self._take_rows(
+            where, sizes, which, inside, goals, self.row_bytes, self.chunk_bytes, *places
+        )
+        return bad
+
+    def _unpack_slowly(
+        self, where: IntArray, sizes: IntArray, which: IntArray, inside: IntArray, goals: IntArray, out: Array
+    ) -> int:
+        """Do the same by numcodecs, frame by frame, until the compiled loop is there."""
+        for number, (address, size) in enumerate(zip(where.tolist(), sizes.tolist(), strict=True)):
+            chunk = ctypes.string_at(address, size + 4)
+            try:
+                data = self.packing.unpack(chunk, self.chunk_bytes)
+            except CorruptionError:
+                return number
+            rows = data.view(self.entry.numpy_dtype).reshape(self.packing.rows, *self.entry.shape)
+            mine = which == number
+            out[goals[mine]] = rows[inside[mine]]
+        return -1
+
+    @property
+    def ready(self) -> int:
+        """How many slots have a place; shards come as rows do."""
+        return sys.maxsize
+
+    def part(self, slot: int, count: int) -> Array:
+        """Copy a run of slots out."""
+        return self.take(np.arange(slot, slot + count))
+
+    read = copy = part
+
+    def spans(self, slot: int, count: int) -> Iterator[tuple[File, int, int, int]]:
+        """Yield nothing: a row has no place of its own in a file."""
+        return iter(())
+
+    def require(self, slots: int) -> None:
+        """Check nothing: rows that are missing do not have the checksum that their record names."""
+
+    def look_for_true(self) -> None:
+        """Do nothing: there are no flags here."""
+
+    def write_rows(self, slots: IntArray, values: Array) -> list[File]:
+        """Raise SchemaError: what is packed stays as it is."""
+        raise SchemaError(
+            f"field {key_name(self.entry.key)!r} is packed: its rows cannot be changed",
+            hint="give the field layout='flat' when the store is made",
+        )
