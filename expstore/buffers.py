@@ -559,6 +559,7 @@ class ReplayBuffer(Patching, ShapingHandle, Direct):
         storage = self._storage
         if storage.schema is None:
             self._writer.check_fields(Schema.infer(batch.signature(), batch.form))
+            self._writer.begin(storage)
         schema = storage.require_schema() if batch.arranged else prepare(storage, batch)
         if self._reader is None:
             if self._limiter is None and storage.limits[1]:

@@ -5,7 +5,7 @@ What most programs call first. It only puts settings together; everything else i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -21,6 +21,7 @@ from expstore.schema import Schema
 from expstore.snapshots import find_version, is_snapshots
 from expstore.storages.folder import FolderStorage
 from expstore.storages.follower import FollowerStorage
+from expstore.storages.layout import ask_layout
 from expstore.storages.settings import Durability, Mode, Settings
 from expstore.storages.zarr import ZarrStorage
 from expstore.tensordictbuffers import TensorDictReplayBuffer
@@ -42,6 +43,8 @@ def open(
     mode: Mode = "a",
     version: int | str | None = None,
     storage: Literal["zarr"] | None = None,
+    layout: Literal["flat", "packed", "auto"] | None = None,
+    fields: Mapping[str, Mapping[str, Any]] | None = None,
     batch_size: int | None = None,
     sampler: Sampler | None = None,
     writer: Writer | None = None,
@@ -77,6 +80,12 @@ def open(
         version: Number or tag of a version that `dumps` or `tag` has made, which is only read. A folder of
             versions is opened without it, too: the newest one.
         storage: How rows are kept; "zarr".
+        layout: How the fields of a new store lie on disk. "flat": rows one behind another, which can be
+            changed in place. "packed": compressed, in chunks of a few rows, which stay as they are. "auto":
+            packed from 1 KiB per row on. "flat" by default.
+        fields: The same for single fields, by name: a dict with `layout`, and of packed ones `codec` ("lz4hc"
+            by default, "lz4", "zstd" or "zlib": every reader of Zarr v3 knows them) and `rows` per chunk, a
+            power of two.
         batch_size: Of `sample` and iteration.
         sampler: What makes up a batch; uniform by default.
         writer: Where rows go; by default the newest take the places of the oldest, or as the store was
@@ -135,8 +144,8 @@ def open(
     text = row_text(specs)
     path, mode = _find(Path(path), mode, version)
     settings = Settings(
-        mode=mode, storage=storage, seed=seed, schema=schema, specs=text, flatten=True, meta=meta,
-        traj_key=traj_key, done_keys=done_keys, reward_key=reward_key,
+        mode=mode, storage=storage, layout=ask_layout(layout, fields), seed=seed, schema=schema,
+        specs=text, flatten=True, meta=meta, traj_key=traj_key, done_keys=done_keys, reward_key=reward_key,
         durability=durability, min_free_bytes=min_free_bytes, on_sigterm=on_sigterm,
     )  # fmt: skip
     return _in_buffer(

@@ -87,6 +87,9 @@ class Writer(ABC):
     def check_fields(self, schema: Schema) -> None:
         """Raise an error if rows with these fields cannot be taken; asked before they are fixed."""
 
+    def begin(self, storage: Storage) -> None:
+        """Be told that the first rows of a storage are about to come, which fix how it keeps them."""
+
     @abstractmethod
     def write(
         self, storage: Storage, columns: Sequence[Array], steps: Steps, *, source: str | None, info: str
@@ -276,6 +279,14 @@ class TensorDictMaxValueWriter(Writer):
                 "the places of a row would be those of others; keep whole trajectories as rows (ndim=1)"
             )
         super().register_storage(storage)
+
+    def begin(self, storage: Storage) -> None:
+        """Have the storage know by what rows are ranked: what is packed could not give way.
+
+        Raises:
+            StateError: It was made with packed fields.
+        """
+        storage.rank_by(self._ranking)
 
     def check_fields(self, schema: Schema) -> None:
         """Refuse rows that cannot be ranked.

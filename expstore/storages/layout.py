@@ -15,7 +15,7 @@ from expstore.schema import Field
 from expstore.storages.packing import CODECS, DEFAULT_CODEC, Packing, packing_for
 from expstore.types import key_name
 
-__all__ = ["LAYOUTS", "WIDE_BYTES", "ColumnLayout"]
+__all__ = ["LAYOUTS", "WIDE_BYTES", "ColumnLayout", "ask_layout"]
 
 LAYOUTS = ("flat", "packed", "auto")
 #: With "auto" rows of at least so many bytes are packed.
@@ -30,20 +30,18 @@ class ColumnLayout:
     Args:
         layout: "flat": rows one behind another, read by a copy each, changed in place. "packed": chunks of
             a few rows, compressed, which stay as they are. "auto": packed from 1 KiB per row on.
-        codec: Of packed fields: one of those that every reader of Zarr v3 knows.
-        fields: The same for single fields, by name: their `layout`, `codec`, and `rows` per chunk.
+        fields: The same for single fields, by name: their `layout`, `codec` (every reader of Zarr v3 knows
+            those that there are) and `rows` per chunk.
 
     Raises:
         SchemaError: There is no such layout, codec or option.
     """
 
     layout: Literal["flat", "packed", "auto"] = "flat"
-    codec: str = DEFAULT_CODEC
     fields: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        options = {"layout": self.layout, "codec": self.codec}
-        for name, asked in (("", options), *self.fields.items()):
+        for name, asked in (("", {"layout": self.layout}), *self.fields.items()):
             whose = f"field {name!r}: " if name else ""
             if unknown := asked.keys() - _OPTIONS:
                 raise SchemaError(f"{whose}no option {min(unknown)!r}", hint="there are layout, codec, rows")
@@ -65,9 +63,13 @@ class ColumnLayout:
             return {}
         return {
             "layout": self.layout,
-            "codec": self.codec,
             "fields": {k: dict(v) for k, v in self.fields.items()},
         }
+
+    @property
+    def asks_packed(self) -> bool:
+        """Whether it asks for packed fields, rather than leave that to their width."""
+        return "packed" in (self.layout, *(asked.get("layout") for asked in self.fields.values()))
 
     def packing(self, entry: Field, slots: int | None) -> Packing | None:
         """Return how a field is packed; None: it is flat."""
@@ -75,9 +77,22 @@ class ColumnLayout:
         layout = own.get("layout", self.layout)
         if entry.key[0] == "_row" or layout == "flat" or (layout == "auto" and entry.row_bytes < WIDE_BYTES):
             return None
-        return packing_for(entry, slots, codec=own.get("codec", self.codec), rows=own.get("rows"))
+        return packing_for(entry, slots, codec=own.get("codec", DEFAULT_CODEC), rows=own.get("rows"))
 
     def chunk_rows(self, fields: tuple[Field, ...]) -> int:
         """Return of how many rows the number of slots must be a multiple."""
         packings = [self.packing(entry, None) for entry in fields]
         return max((packing.rows for packing in packings if packing is not None), default=1)
+
+
+def ask_layout(
+    layout: Literal["flat", "packed", "auto"] | None, fields: Mapping[str, Mapping[str, Any]] | None
+) -> ColumnLayout | None:
+    """Return what was asked for; None: nothing, as stored.
+
+    Raises:
+        SchemaError: There is no such layout, codec or option.
+    """
+    if layout is None and fields is None:
+        return None
+    return ColumnLayout(layout or "flat", fields=fields or {})

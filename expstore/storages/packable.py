@@ -6,12 +6,16 @@ Part of the Zarr storage. It packs nothing itself.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
+from expstore.errors import SchemaError, StateError
 from expstore.schema import Schema
 from expstore.storages.columnwriter import Unnamed
 from expstore.storages.displacing import DisplacingStorage
 from expstore.storages.grid import round_up
 from expstore.storages.layout import ColumnLayout
+from expstore.storages.packed import PackedColumn
+from expstore.types import Array, IntArray, Ranking, key_name
 
 __all__ = ["PackableStorage"]
 
@@ -28,8 +32,28 @@ class PackableStorage(DisplacingStorage):
     @property
     def layout(self) -> ColumnLayout:
         """How the columns of this store are made."""
+        made = ColumnLayout(**self.manifest.layout)
         # The best rows come in the places of others: that needs places.
-        return ColumnLayout() if self.ranking is not None else ColumnLayout(**self.manifest.layout)
+        return made if self.ranking is None else ColumnLayout()
+
+    def _note_ranking(self, ranking: Ranking | None) -> None:
+        if ranking is not None and self.columns is not None and self.columns.packed:
+            raise _in_place(self.columns.packed[0][1], "rows cannot give way to better ones")
+        if ranking is not None and ColumnLayout(**self.manifest.layout).asks_packed:
+            raise StateError(
+                "this store was made with packed fields, whose rows cannot give way to better ones",
+                hint="make a store with layout='flat', or without a writer that keeps the best rows",
+            )
+        super()._note_ranking(ranking)
+
+    def _change(
+        self, ids: IntArray, places: Sequence[int], columns: Sequence[Array], *, replaces: bool
+    ) -> None:
+        group = self.columns
+        for place, column in [] if group is None else group.packed:
+            if place in places:
+                raise _in_place(column, "its rows cannot be changed")
+        super()._change(ids, places, columns, replaces=replaces)
 
     def spare_for(self, schema: Schema, capacity: int | None, lanes: int) -> int:
         """Return the number of spare slots: whole steps, and whole chunks."""
@@ -51,3 +75,10 @@ class PackableStorage(DisplacingStorage):
         for column, fillings in self._unnamed:
             column.put_back(fillings)
         self._unnamed = []
+
+
+def _in_place(column: PackedColumn, what: str) -> SchemaError:
+    return SchemaError(
+        f"field {key_name(column.entry.key)!r} is packed: {what}",
+        hint="make the store with layout='flat', or with fields={name: {'layout': 'flat'}} for this one",
+    )
