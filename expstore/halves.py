@@ -1,4 +1,4 @@
-"""Columns that cannot be shown to DuckDB as they lie: 16-bit floats, objects, and those that are damaged.
+"""Columns that cannot be shown to DuckDB as they lie: 16-bit floats, objects, packed and damaged ones.
 
 Used by `relations` for stores that have such fields. It copies no column whole.
 """
@@ -8,22 +8,32 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.dataset as ds
 
-from expstore.errors import CorruptionError
-from expstore.types import Array
+from expstore.errors import CorruptionError, ExpStoreError, QueryError
+from expstore.types import Array, IntArray
+
+if TYPE_CHECKING:
+    from expstore.relations import Packed
 
 __all__ = ["ShownDataset"]
 
 _BATCH_ROWS = 65_536
+#: Packed rows are unpacked so many bytes at a time, as DuckDB asks for them,
+_BATCH_BYTES = 1 << 20
+#: and at most so many by one query.
+PACKED_BYTES = 1 << 30
+_NUMBER = "__number"
 
 
 class ShownDataset(ds.InMemoryDataset):  # type: ignore[misc]
     """Show 16-bit floats, which DuckDB does not know, as 32-bit ones, objects as text, nothing damaged.
+
+    Packed rows are unpacked while DuckDB reads: those that pass the conditions that it hands on.
 
     Values are converted while DuckDB reads, only in the columns the query needs, batch by batch: memory
     for the copy of a whole column of images may not be there.
@@ -33,6 +43,7 @@ class ShownDataset(ds.InMemoryDataset):  # type: ignore[misc]
         half: Which of them are converted: name -> "float16" or "bfloat16".
         lost: The others: their types, and why they cannot be read.
         texts: Columns of objects, which `raw` lacks: their parts. Shapes `(n,)`.
+        packed: Columns that `raw` lacks, too: how rows of them come out.
         refused: Is given what a query was refused for; DuckDB has errors of its own.
     """
 
@@ -42,19 +53,22 @@ class ShownDataset(ds.InMemoryDataset):  # type: ignore[misc]
         half: Mapping[str, str],
         lost: Mapping[str, tuple[pa.DataType, CorruptionError]],
         texts: Mapping[str, Sequence[Array]],
-        refused: list[CorruptionError],
+        packed: Mapping[str, Packed],
+        refused: list[ExpStoreError],
     ) -> None:
         super().__init__(raw)
         self._raw = raw
         self._half = half
         self._lost = lost
         self._texts = texts
+        self._packed = packed
         self._refused = refused
 
     @property
     def schema(self) -> pa.Schema:
         """Name the columns with the types they are shown with."""
-        shown = [pa.field(f.name, _as_float(f.type)) if f.name in self._half else f for f in self._raw.schema]
+        raw = [*self._raw.schema, *(pa.field(name, one.kind) for name, one in self._packed.items())]
+        shown = [pa.field(f.name, _as_float(f.type)) if f.name in self._half else f for f in raw]
         shown += [pa.field(name, pa.string()) for name in self._texts]
         return pa.schema([*shown, *(pa.field(name, kind) for name, (kind, _) in self._lost.items())])
 
@@ -62,7 +76,8 @@ class ShownDataset(ds.InMemoryDataset):  # type: ignore[misc]
         """Read `columns` of the rows that pass `filter`."""
         names = set(self._raw.column_names if columns is None else columns)
         # The filter may name columns that are not read. A word too many only costs time.
-        names |= set(re.findall(r"\w+", str(filter))) if filter is not None else set()
+        asked = set(re.findall(r"\w+", str(filter))) if filter is not None else set()
+        names |= asked
         for name, (_, fault) in self._lost.items():
             if name in names:
                 self._refused.append(fault)
@@ -72,9 +87,12 @@ class ShownDataset(ds.InMemoryDataset):  # type: ignore[misc]
         for name in [name for name in self._texts if name in names]:
             raw = raw.append_column(name, pa.chunked_array(map(_as_texts, self._texts[name]), pa.string()))
         schema = pa.schema([self.schema.field(name) for name in raw.column_names])
-        return ds.Scanner.from_batches(
-            self._batches(raw, schema), schema=schema, columns=columns, filter=filter, **options
-        )
+        batches = self._batches(raw, schema)
+        if packed := [name for name in self._packed if name in names]:
+            batches = self._unpacked(batches, packed, None if asked & set(packed) else filter)
+            schema = pa.schema([*schema, *(self.schema.field(name) for name in packed)])
+            options = {"batch_readahead": 1, **options}
+        return ds.Scanner.from_batches(batches, schema=schema, columns=columns, filter=filter, **options)
 
     def _batches(self, raw: pa.Table, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
         for batch in raw.to_batches(max_chunksize=_BATCH_ROWS):
@@ -83,6 +101,61 @@ class ShownDataset(ds.InMemoryDataset):  # type: ignore[misc]
                 for name, column in zip(raw.column_names, batch.columns, strict=True)
             ]
             yield pa.record_batch(arrays, schema=schema)
+
+    def _unpacked(
+        self, batches: Iterator[pa.RecordBatch], packed: Sequence[str], filter: Any
+    ) -> Iterator[pa.RecordBatch]:
+        """Add packed columns to the rows that pass `filter`."""
+        row_bytes = {name: _bytes_of(self._packed[name].kind) for name in packed}
+        step = max(1, _BATCH_BYTES // sum(row_bytes.values()))
+        first = done = 0
+        for batch in batches:
+            chosen = np.arange(len(batch)) if filter is None else _passing(batch, filter)
+            for start in range(0, chosen.size, step):
+                part = chosen[start : start + step]
+                done += part.size
+                if done * sum(row_bytes.values()) > PACKED_BYTES:
+                    names = [self._packed[name].name for name in packed]
+                    raise self._refuse(_too_much(names, PACKED_BYTES // sum(row_bytes.values())))
+                arrays = [self._taken(name, first + part) for name in packed]
+                yield _beside(batch.take(pa.array(part)), packed, arrays)
+            first += len(batch)
+
+    def _taken(self, name: str, numbers: IntArray) -> pa.Array:
+        try:
+            rows = self._packed[name].take(numbers).chunk(0)
+        except ExpStoreError as exc:
+            raise self._refuse(exc) from exc
+        return _widen(rows, self._half[name]) if name in self._half else rows
+
+    def _refuse(self, error: ExpStoreError) -> ExpStoreError:
+        self._refused.append(error)
+        return error
+
+
+def _passing(batch: pa.RecordBatch, filter: Any) -> IntArray:
+    """Return the numbers of the rows that pass a filter."""
+    numbers = pa.array(np.arange(len(batch)))
+    table = pa.Table.from_batches([batch]).append_column(_NUMBER, numbers)
+    return np.sort(table.filter(filter).column(_NUMBER).to_numpy())
+
+
+def _beside(batch: pa.RecordBatch, names: Sequence[str], arrays: Sequence[pa.Array]) -> pa.RecordBatch:
+    return pa.record_batch([*batch.columns, *arrays], names=[*batch.schema.names, *names])
+
+
+def _too_much(fields: Sequence[str], rows: int) -> QueryError:
+    return QueryError(
+        f"the query needs more than {rows} rows of {', '.join(fields)}, which are packed: more than "
+        f"{PACKED_BYTES >> 20} MiB would have to be unpacked",
+        hint="ask for fewer rows (WHERE _id ..., LIMIT), or for their _index and read them with rb[index]",
+    )
+
+
+def _bytes_of(kind: pa.DataType) -> int:
+    if pa.types.is_fixed_size_list(kind):
+        return int(kind.list_size) * _bytes_of(kind.value_type)
+    return int(kind.bit_width) // 8
 
 
 def _as_texts(values: Array) -> pa.Array:

@@ -7,7 +7,7 @@ and never touches a file.
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +15,10 @@ import duckdb
 import numpy as np
 import pyarrow as pa
 
-from expstore.errors import CorruptionError, QueryError
+from expstore.errors import CorruptionError, ExpStoreError, QueryError
+from expstore.named import named_members
 from expstore.schema import OBJECT
-from expstore.types import Array, Key, Window
+from expstore.types import Array, IntArray, Key, Window
 
 __all__ = ["ROW_COLUMNS", "Column", "Relations", "call_tops", "select_episodes"]
 
@@ -70,6 +71,8 @@ class Column:
         parts: Views one behind another, each C-contiguous of shape `(n, *shape)`; together all rows,
             in the same order in every column. bfloat16 comes as uint16 bits; objects are shown as text.
         fault: Why it cannot be read; there are no parts then, and queries that need it are refused.
+        take: Of a column that cannot be viewed, which has no parts: copies rows out, by their numbers in
+            that order.
     """
 
     key: Key
@@ -77,6 +80,7 @@ class Column:
     shape: tuple[int, ...]
     parts: Sequence[Array]
     fault: CorruptionError | None = None
+    take: Callable[[IntArray], Array] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,41 +104,43 @@ class Relations:
     tops: Mapping[str, str] | None = None
     rows: Collection[str] | None = None
 
-    def attach(self, cursor: duckdb.DuckDBPyConnection, sql: str) -> list[CorruptionError]:
+    def attach(self, cursor: duckdb.DuckDBPyConnection, sql: str) -> list[ExpStoreError]:
         """Make the views that `sql` needs, for this cursor only; they last until it is closed.
 
         Returns:
-            A list, to which is added what is wrong with a column that a query needs.
+            A list, to which is added what is wrong with a column that a query needs, or with the query.
 
         Raises:
             CorruptionError: No column can be read.
         """
         row, fields, lost = self._split()
+        names = [name for name in ROW_COLUMNS if name in {*row, *lost} or name not in _OPTIONAL]
+        tops = call_tops((column.key for column in fields), names) if self.tops is None else self.tops
         items = [_Item(f"c{place}", column) for place, column in enumerate(fields)]
+        items = _without_unnamed(items, tops, cursor, sql)
         stored = [item for item in items if item.stored]
         lost |= {item.name: (item.arrow_kind(), item.column.fault) for item in stored if item.column.fault}
         texts = {item.name: item.column.parts for item in stored if item.column.dtype == OBJECT}
-        data = {item.name: item.data() for item in stored if item.name not in {*lost, *texts}}
+        packed = {item.name: item.packed() for item in stored if item.column.take is not None}
+        data = {item.name: item.data() for item in stored if item.name not in {*lost, *texts, *packed}}
         if lost and not row and not data:
             raise next(fault for _, fault in lost.values())
         rows = max(map(len, (*row.values(), *data.values())), default=0)
         known = {*row, *lost}
-        names = [name for name in ROW_COLUMNS if name in known or name not in _OPTIONAL]
         missing = {name: pa.nulls(rows, ROW_COLUMNS[name]) for name in names if name not in known}
         index = "_index" if "_index" in known else f"(_id - 1){_modulo(self.capacity)} AS _index"
         raw = pa.table(row | missing | data)
         half = {
             item.name: item.column.dtype
             for item in stored
-            if item.column.dtype in _HALF and item.name in data
+            if item.column.dtype in _HALF and item.name in {*data, *packed}
         }
-        refused: list[CorruptionError] = []
-        if half or lost or texts:
+        refused: list[ExpStoreError] = []
+        if half or lost or texts or packed:
             from expstore.halves import ShownDataset  # loads pyarrow.dataset, and with it pandas: 0.2 s
 
-            raw = ShownDataset(raw, half, lost, texts, refused)
+            raw = ShownDataset(raw, half, lost, texts, packed, refused)
         cursor.register(_TABLE, raw)
-        tops = call_tops((column.key for column in fields), names) if self.tops is None else self.tops
         shown = _select(items, names, index, tops)
         cursor.execute(f"CREATE TEMP VIEW transitions AS SELECT {shown} FROM {_TABLE}")
         # Each view takes half a millisecond. Where the text hides a name, the index's own table answers.
@@ -183,6 +189,18 @@ class _Item:
         parts = [np.ascontiguousarray(part).reshape(-1).view(self.dtype) for part in self.column.parts]
         return _arrow(parts, pa.from_numpy_dtype(self.dtype), self.shape)
 
+    def packed(self) -> Packed:
+        """Return how rows of the column come out, as Arrow."""
+        kind: pa.DataType = pa.from_numpy_dtype(self.dtype)
+        for size in reversed(self.shape):
+            kind = pa.list_(kind, size)
+        return Packed(".".join(self.column.key), kind, self._take)
+
+    def _take(self, numbers: IntArray) -> pa.ChunkedArray:
+        rows = () if self.column.take is None else (self.column.take(numbers),)
+        parts = [np.ascontiguousarray(part).reshape(-1).view(self.dtype) for part in rows]
+        return _arrow(parts, pa.from_numpy_dtype(self.dtype), self.shape)
+
     def arrow_kind(self) -> pa.DataType:
         """Return the type with which the column is shown."""
         kind = pa.float32() if self.column.dtype in _HALF else pa.from_numpy_dtype(self.dtype)
@@ -197,6 +215,34 @@ class _Item:
         if self.column.dtype == "bool":
             return f"{self.name}::{self.kind}" + "".join(f"[{size}]" for size in reversed(self.shape))
         return self.name
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """Say how rows of a column come out that cannot be viewed.
+
+    Args:
+        name: Of the field.
+        kind: The type of what comes out.
+        take: Copies rows out, by their numbers.
+    """
+
+    name: str
+    kind: pa.DataType
+    take: Callable[[IntArray], pa.ChunkedArray]
+
+
+def _without_unnamed(
+    items: Sequence[_Item], tops: Mapping[str, str], cursor: duckdb.DuckDBPyConnection, sql: str
+) -> list[_Item]:
+    """Leave out packed members of structs that a statement does not name."""
+    members = {
+        item.name: (tops[item.column.key[0]], *item.column.key[1:])
+        for item in items
+        if item.column.take is not None and len(item.column.key) > 1
+    }
+    named = named_members(cursor, sql, members.values()) if members else set()
+    return [item for item in items if item.name not in members or members[item.name] in named]
 
 
 def _arrow(parts: Sequence[Array], kind: pa.DataType, shape: tuple[int, ...]) -> pa.ChunkedArray:

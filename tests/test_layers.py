@@ -30,7 +30,7 @@ LINES: tuple[tuple[str, str], ...] = (
         "schema spectext manifest lock probe state journal journaltail pieces episodes episodelog "
         "episodeinfo sources fragments sumtree ranktree runtable limiter touched keys",
     ),
-    ("2", "index delta expressions relations halves result migrate sqlworker"),
+    ("2", "index delta expressions relations halves named result migrate sqlworker"),
     ("2b", "batches forms specs"),
     ("3", "storages snapshots dumping"),
     (
@@ -74,6 +74,7 @@ ALLOWED_SIDEWAYS: tuple[tuple[str, str], ...] = (
     ("index", "migrate"),
     ("index", "relations"),
     ("relations", "halves"),
+    ("relations", "named"),
     ("index", "result"),
     ("expressions", "index"),
     ("expressions", "relations"),
@@ -320,11 +321,14 @@ ALLOWED_SIDEWAYS: tuple[tuple[str, str], ...] = (
 )
 
 #: The same, for what is imported under TYPE_CHECKING only: two files that are one thing in two parts.
-ALLOWED_AS_TYPE: tuple[tuple[str, str], ...] = (("storages.recovery", "storages.journaled"),)
+ALLOWED_AS_TYPE: tuple[tuple[str, str], ...] = (
+    ("storages.recovery", "storages.journaled"),
+    ("halves", "relations"),
+)
 
 #: Libraries that belong to few modules.
 HOME_OF_LIBRARY: dict[str, tuple[str, ...]] = {
-    "duckdb": ("index", "delta", "expressions", "relations", "migrate", "sqlworker"),
+    "duckdb": ("index", "delta", "expressions", "relations", "named", "migrate", "sqlworker"),
     "fastapi": ("api", "api.*"),
     "pyarrow": (
         "index",

@@ -289,10 +289,12 @@ class Catalog:
         if schema is None:
             return Relations(window=window)
         fields = len(schema.fields)
-        shown, faults = _as_readable(storage, range(fields + len(ROW_FIELDS)), window)
+        packed = storage.packed_places
+        places = [place for place in range(fields + len(ROW_FIELDS)) if place not in packed]
+        found = dict(zip(places, zip(*_as_readable(storage, places, window), strict=True), strict=True))
         columns = [
-            Column((f"_{entry.key[1]}",), entry.dtype, (), part, fault)
-            for entry, part, fault in zip(ROW_FIELDS, shown[fields:], faults[fields:], strict=True)
+            Column((f"_{entry.key[1]}",), entry.dtype, (), *found[place])
+            for place, entry in enumerate(ROW_FIELDS, fields)
         ]
         sampled = storage.sampled
         if sampled is not None:
@@ -300,10 +302,17 @@ class Catalog:
             columns.append(Column(("_sampled",), SAMPLED.dtype, (), sampled.views(runs)))
         own = [column.key[0] for column in columns]
         columns += [
-            Column(entry.key, entry.dtype, entry.shape, part, fault)
-            for entry, part, fault in zip(schema.fields, shown[:fields], faults[:fields], strict=True)
+            Column(entry.key, entry.dtype, entry.shape, *found[place])
+            if place in found
+            else Column(entry.key, entry.dtype, entry.shape, (), take=_taking(storage, place, window))
+            for place, entry in enumerate(schema.fields)
         ]
         return Relations(columns, window, storage.capacity, rows=own)
+
+
+def _taking(storage: Storage, place: int, window: Window) -> Callable[[IntArray], Array]:
+    """Return what copies rows of a column out, by their numbers, counted from 0 at the oldest."""
+    return lambda numbers: storage.read(window.nth(numbers), [place])[0]
 
 
 def _readable(storage: Storage, places: Sequence[int], window: Window) -> list[list[Array]]:

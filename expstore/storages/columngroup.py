@@ -129,6 +129,11 @@ class ColumnGroup:
             if isinstance(column, PackedReader):
                 column.end_at(*self.place_behind(last))
 
+    @property
+    def packed_places(self) -> frozenset[int]:
+        """Columns that are packed."""
+        return frozenset(place for place, column in enumerate(self.columns) if column.packed)
+
     def place_behind(self, last: int) -> tuple[int, int]:
         """Return turn of the ring and slot of the row behind this one."""
         return (0, last) if self.slots is None else divmod(last, self.slots)

@@ -1,4 +1,4 @@
-"""What a storage knows of its fields' values: the text of their specs.
+"""What a storage knows of its fields: the text of their values' specs, and which are packed.
 
 Mixed into `Storage`. It reads no spec: `expstore.spectext` says which fields the text speaks of.
 """
@@ -27,6 +27,11 @@ class Described:
     schema: Schema | None
     #: As `expstore.spectext` has them; "": nothing is known.
     specs: str = ""
+
+    @property
+    def packed_places(self) -> frozenset[int]:
+        """Fields of which rows are unpacked where they are read, and have no views that cost nothing."""
+        return frozenset()
 
     def check_writable(self) -> None:
         """Raise StateError if nothing can be written."""

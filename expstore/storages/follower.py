@@ -419,6 +419,12 @@ class FollowerStorage(FolderStorage):
             return [columns[place].take(slots) for place in wanted]
         return [source.overlay.take(place, columns[place], slots) for place in wanted]
 
+    @property
+    def packed_places(self) -> frozenset[int]:
+        """Fields that are packed."""
+        columns = self._source.columns
+        return frozenset() if columns is None else columns.packed_places
+
     def views(self, places: Sequence[int], first_id: int, count: int) -> list[list[Array]]:
         """View columns over a run of ids without copying."""
         source = self._source

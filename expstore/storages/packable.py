@@ -55,6 +55,11 @@ class PackableStorage(DisplacingStorage):
                 raise _in_place(column, "its rows cannot be changed")
         super()._change(ids, places, columns, replaces=replaces)
 
+    @property
+    def packed_places(self) -> frozenset[int]:
+        """Fields that are packed."""
+        return frozenset() if self.columns is None else self.columns.packed_places
+
     def spare_for(self, schema: Schema, capacity: int | None, lanes: int) -> int:
         """Return the number of spare slots: whole steps, and whole chunks."""
         spare = super().spare_for(schema, capacity, lanes)

@@ -1,0 +1,219 @@
+"""SQL over stores with packed fields: what a query does not need is not unpacked, and answers are as flat."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+import expstore
+from expstore import files, halves
+from expstore.errors import CorruptionError, QueryError
+from expstore.named import named_members
+from expstore.storages import packedrows, packing
+from expstore.storages.layout import ColumnLayout
+from expstore.storages.memory import MemoryStorage
+from expstore.storages.settings import Settings
+from expstore.storages.zarr import ZarrStorage
+from expstore.tensordictbuffers import TensorDictReplayBuffer
+
+ROWS = 700
+CAPACITY = 500
+
+
+@pytest.fixture(autouse=True)
+def small_and_quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shards of few rows; nothing here is about what a power cut leaves."""
+    monkeypatch.setattr(packing, "SHARD_ROWS", 64)
+    monkeypatch.setattr(files, "_sync_data", os.fstat)
+    monkeypatch.setattr(os, "fsync", lambda fd: None)
+
+
+@pytest.fixture
+def unpacked(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """Count rows that are taken out of packed columns, by field."""
+    counts: dict[str, int] = {}
+    take = packedrows.PackedRows.take
+
+    def counted(self: packedrows.PackedRows, slots: Any) -> Any:
+        name = ".".join(self.entry.key)
+        counts[name] = counts.get(name, 0) + slots.size
+        return take(self, slots)
+
+    monkeypatch.setattr(packedrows.PackedRows, "take", counted)
+    return counts
+
+
+def batch(first: int, count: int) -> TensorDict:
+    """Rows that follow from their number."""
+    number = torch.arange(first, first + count)
+    image = (number[:, None, None] * 3 + torch.arange(6).reshape(2, 3)).to(torch.uint8)
+    return TensorDict(
+        {
+            "number": number,
+            "image": image,
+            "half": number[:, None].to(torch.float16) * torch.tensor([1.0, 0.5]).to(torch.float16),
+            "next": {
+                "image": image + 1,
+                "reward": number[:, None].float(),
+                "done": (number % 9 == 8)[:, None],
+            },
+        },
+        [count],
+    )
+
+
+def layout() -> ColumnLayout:
+    packed = {"layout": "packed", "rows": 4}
+    return ColumnLayout(fields={"image": packed, "next.image": packed, "half": packed})
+
+
+def fill(rb: TensorDictReplayBuffer) -> TensorDictReplayBuffer:
+    for first in range(0, ROWS, 50):
+        rb.extend(batch(first, 50))
+    return rb
+
+
+def make(path: Path) -> TensorDictReplayBuffer:
+    settings = Settings(flatten=True, seed=0, layout=layout())
+    return fill(TensorDictReplayBuffer(storage=ZarrStorage(path, CAPACITY, settings=settings)))
+
+
+SAME = [
+    "SELECT _id, image, half, next FROM transitions ORDER BY _id",
+    "SELECT * EXCLUDE (_time, _sampled) FROM transitions",
+    "SELECT next.image[1][2], half[2] FROM transitions WHERE number % 7 = 1",
+    "SELECT sum(image[2][3]), sum(half[1]) FROM transitions WHERE next.reward > 300",
+    "SELECT number, image FROM transitions WHERE number > 290 AND _id < 400",
+    "SELECT number FROM transitions WHERE image[1][1] = 7",
+    "SELECT image FROM transitions WHERE _id IN (401, 500, 3, 699)",
+    "SELECT a.number, b.image FROM transitions a JOIN transitions b ON b._id = a._id + 1 ORDER BY 1",
+    "SELECT transitions.next.image FROM transitions WHERE number < 0",
+    "SELECT t.next FROM transitions t WHERE number = 650",
+    "FROM (SELECT next AS n FROM transitions) SELECT n.image ORDER BY n.reward LIMIT 3",
+]
+
+
+@pytest.mark.parametrize("query", SAME)
+def test_answers_are_those_of_a_flat_store(store_path: Path, query: str) -> None:
+    flat = fill(TensorDictReplayBuffer(storage=MemoryStorage(CAPACITY, seed=0)))
+    expected = flat.sql(query.replace(", _sampled", "")).arrow()
+    with make(store_path) as rb:
+        assert {".".join(rb.schema.fields[place].key) for place in rb.storage.packed_places} == {
+            "image",
+            "half",
+            "next.image",
+        }
+        found = rb.sql(query.replace(", _sampled", "")).arrow()
+        assert found.schema == expected.schema
+        assert found.to_pylist() == expected.to_pylist()
+        with expstore.open(store_path, mode="r") as follower:
+            assert follower.sql(query.replace(", _sampled", "")).arrow().to_pylist() == expected.to_pylist()
+
+
+NOTHING = [
+    "SELECT count(*) FROM transitions",
+    "SELECT avg(number), max(_priority) FROM transitions WHERE next.reward > 3",
+    "SELECT t.next.reward FROM transitions t ORDER BY t.next.done",
+    "SELECT sum(next.reward) AS total FROM transitions GROUP BY _episode ORDER BY total",
+    "SELECT * FROM (SELECT next.reward, _id FROM transitions)",
+    "SELECT * FROM episodes",
+    "SELECT image FROM transitions WHERE number > 10000",
+]
+
+
+@pytest.mark.parametrize("query", NOTHING)
+def test_scalars_unpack_nothing(store_path: Path, unpacked: dict[str, int], query: str) -> None:
+    with make(store_path) as rb:
+        unpacked.clear()
+        rb.sql(query)
+        assert sum(unpacked.values()) == 0
+
+
+def test_only_rows_that_pass_are_unpacked(store_path: Path, unpacked: dict[str, int]) -> None:
+    with make(store_path) as rb:
+        unpacked.clear()
+        rb.sql("SELECT image FROM transitions WHERE number BETWEEN 300 AND 309 AND _priority > 0")
+        assert unpacked == {"image": 10}
+        unpacked.clear()
+        rb.sql("SELECT next.image, next.reward FROM transitions WHERE _id IN (400, 500, 3)")
+        assert unpacked == {"next.image": 2}
+
+
+def test_a_limit_ends_the_unpacking(
+    store_path: Path, unpacked: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(halves, "_BATCH_BYTES", 6 * 4)
+    with make(store_path) as rb:
+        unpacked.clear()
+        assert len(rb.sql("SELECT image FROM transitions LIMIT 3").fetchall()) == 3
+        assert unpacked["image"] < CAPACITY / 2
+
+
+def test_too_much_at_once_is_refused(store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(halves, "PACKED_BYTES", 100 * 6)
+    monkeypatch.setattr(halves, "_BATCH_BYTES", 10 * 6)
+    with make(store_path) as rb:
+        with pytest.raises(QueryError, match="more than 100 rows of image, which are packed") as caught:
+            rb.sql("SELECT sum(image[1][1]) FROM transitions")
+        assert "rb[index]" in str(caught.value.hint)
+        assert len(rb.sql("SELECT image FROM transitions WHERE number >= 600").fetchall()) == 100
+        assert rb.sql("SELECT count(*) FROM transitions").fetchall() == [(CAPACITY,)]
+
+
+def test_damage_is_said_where_rows_are_needed(store_path: Path) -> None:
+    with make(store_path) as rb:
+        assert rb.schema is not None
+    shard = next((store_path / "columns/image").glob("c.*"))
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+    with expstore.open(store_path, mode="r") as rb:
+        with pytest.raises(CorruptionError):
+            rb.sql("SELECT image FROM transitions")
+        assert rb.sql("SELECT count(next.image), sum(number) FROM transitions").fetchall()[0][0] == CAPACITY
+
+
+@pytest.mark.parametrize(
+    ("query", "expected"),
+    [
+        ("SELECT next.reward, t.NEXT.pixels FROM transitions t", "next.pixels"),
+        ("SELECT next FROM transitions", "next.pixels next.state"),
+        ("SELECT a.b FROM transitions", "a.b.c"),
+        ("SELECT a.b.c[1], a.b.d, a.x FROM transitions", "a.b.c"),
+        ("SELECT a.b.d FROM transitions", ""),
+        ("SELECT t FROM transitions t", "all"),
+        ("SELECT transitions FROM transitions", "all"),
+        ("SELECT * FROM transitions", "all"),
+        ("FROM transitions", "all"),
+        ("SELECT next.* FROM transitions", "all"),
+        ("SELECT COLUMNS('n.*') FROM transitions", "all"),
+        ("SELECT #3 FROM transitions", "all"),
+        ("SELECT p FROM transitions AS t(q, p)", "all"),
+        ("SELECT 1 FROM transitions NATURAL JOIN episodes", "all"),
+        ("SELECT 1 FROM transitions t JOIN transitions u USING (a)", "a.b.c"),
+        ("WITH t AS (SELECT * FROM transitions) SELECT t.next.reward FROM t", "all"),
+        ("SELECT next.reward FROM (FROM transitions)", "all"),
+        ("SELECT 1 FROM episodes e, LATERAL (SELECT * FROM transitions)", "all"),
+        ("FROM query('SELECT * FROM transitions')", "all"),
+        ("PIVOT transitions ON _episode", "all"),
+        ("SUMMARIZE transitions", "all"),
+        ("SELECT FROM FROM", "all"),
+    ],
+)
+def test_members_that_a_statement_may_need(query: str, expected: str) -> None:
+    import duckdb
+
+    members = {"next.pixels", "next.state", "a.b.c"}
+    found = named_members(duckdb.connect(), query, [tuple(name.split(".")) for name in members])
+    assert {".".join(key) for key in found} == (members if expected == "all" else set(expected.split()))
+
+
+def test_the_oldest_rows_are_those_of_the_window(store_path: Path) -> None:
+    with make(store_path) as rb:
+        found = rb.sql("SELECT number, image[1][1] FROM transitions WHERE _id < 210 ORDER BY _id").fetchall()
+        assert found == [(number, number * 3 % 256) for number in range(200, 209)]
