@@ -95,13 +95,28 @@ def scan_chunks(file: File, count: int, turn: int, start: Chunks | None = None) 
 
 
 def turn_of(file: File, chunks: Chunks) -> int:
-    """Return of which turn of the ring the chunks of a finished file are; -1: it has none."""
-    there = np.flatnonzero(chunks.offsets >= 0)
-    if not there.size:
+    """Return of which turn of the ring the chunks of a finished file are; -1: it has none.
+
+    Raises:
+        CorruptionError: No chunk is whole that could tell.
+    """
+    there = np.flatnonzero(chunks.offsets >= 0).tolist()
+    for number in there:
+        start, size = int(chunks.offsets[number]) - HEADER_BYTES, int(chunks.sizes[number])
+        if start >= 0 and (turn := _turn_in(file.read(start, HEADER_BYTES + size), number, size)) >= 0:
+            return turn
+    if there:
+        raise CorruptionError(f"all chunks of {file.path} are damaged")
+    return -1
+
+
+def _turn_in(data: bytes, number: int, size: int) -> int:
+    """Return the turn that a chunk names, behind what says what it is; -1: it is damaged."""
+    if len(data) < HEADER_BYTES + size:
         return -1
-    head = file.read(int(chunks.offsets[there[0]]) - HEADER_BYTES, HEADER_BYTES)
-    turn: int = _HEADER.unpack(head)[2]
-    return turn
+    told, what, turn, crc = _HEADER.unpack_from(data)
+    whole = google_crc32c.extend(google_crc32c.value(data[:12]), data[HEADER_BYTES:]) == crc
+    return int(turn) if whole and (told, what) == (size, number) else -1
 
 
 def no_chunks(count: int) -> Chunks:

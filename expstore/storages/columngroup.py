@@ -153,6 +153,8 @@ class ColumnGroup:
         for slot, _, n in pieces:
             for column in self.columns:
                 column.require(slot + n if n else 0)
+                if n:
+                    column.require_rows(slot, n)
 
     def ensure(self, slots: int) -> None:
         """Make shards so that slots 0 to `slots` - 1 have a place."""

@@ -42,6 +42,7 @@ class PackedReader(PackedRows):
         super().__init__(disk, folder, entry, slots, packing, write=False)
         self._sources: list[Source] | None = None  # all that was found; None: nobody has looked
         self._open: dict[tuple[int, int], tuple[File, Source]] = {}  # shards without a name: turn, number
+        self._looked = False  # whether what is missing was noted
         self._at = (0, 0)  # turn and number of the shard up to which all was found
 
     def look(self, slots: int, *, due: bool = True) -> None:
@@ -53,7 +54,8 @@ class PackedReader(PackedRows):
         self._let_go((_NEVER, 0))
         found: dict[str, list[Source]] = {"c": [], "open": []}
         for kind, shard, turn in self._names():
-            looked = self._read_open(shard, turn) if kind == "open" else self._read_shard(shard)
+            looked = self._read_open(shard, turn) if kind == "open" else None
+            looked = looked or self._read_shard(shard)  # it may have got its name in between
             if looked is not None:
                 found[kind].append(looked)
         named, unnamed = found["c"], found["open"]
@@ -90,10 +92,24 @@ class PackedReader(PackedRows):
         """Let only rows be found that come before this place; nobody writes any more."""
         each = self.packing.rows
         inside = slot % each
-        rows = self.part(slot - inside, inside)
+        rows, lost = self.part(slot - inside, inside), self._lost_slots(slot - inside, slot)
         kept = [source for source in self._sources or () if source.cut(turn, slot // each)]
         self._show_all(kept)
         self._show_rest(slot - inside, rows)
+        self._note_missing(turn, slot)
+        torn = self._lost_slots(0, self._shown.where.size * each if turn else slot - inside)
+        here = self._shown.where[torn // each] > 0
+        self._lost = np.union1d(torn[here], lost)
+
+    def _note_missing(self, turn: int, slot: int) -> None:
+        """Let full chunks that should be there, and are not, be damaged ones."""
+        chunks = slot // self.packing.rows
+        if turn and self._slots is not None:
+            chunks = self._slots // self.packing.rows
+        if chunks:
+            self._grow((chunks - 1) // self.packing.chunks)
+        where = self._shown.where[:chunks]
+        where[where == 0] = -1
 
     def _show_rest(self, base: int, rows: Array) -> None:
         held = self._new_rows()
@@ -108,6 +124,9 @@ class PackedReader(PackedRows):
         """
         for _ in range(_LOOKS):
             if self._reach(turn, slot):
+                if not self._looked:
+                    self._looked = True
+                    self._note_missing(turn, slot)
                 return
         raise StorageError(f"rows of {self.folder} were not found where they should be", hint="try again")
 

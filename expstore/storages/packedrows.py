@@ -5,6 +5,7 @@ Base of the column that is written and of the one that is only read. It changes 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import sys
 import threading
@@ -162,6 +163,10 @@ class PackedRows(Column):
         self.chunk_bytes = packing.rows * entry.row_bytes
         #: Shards that cannot be read, and what is wrong with them.
         self.damaged: dict[int, str] = {}
+        #: Raw rows as they were found, of chunks of which some are not whole, and which ones.
+        self._torn: list[tuple[Frame, Array]] = []
+        #: Slots of rows that should be there and are not. Only where nobody writes.
+        self._lost = np.empty(0, np.int64)
         self._disk = disk
         self._slots = slots
         shards = 16 if slots is None else -(-slots // packing.shard)
@@ -179,7 +184,8 @@ class PackedRows(Column):
             threading.Thread(target=self._load, name="expstore-warm", daemon=True).start()
 
     def _load(self) -> None:
-        self._take_rows = load_compiled(TAKING).take_rows
+        with contextlib.suppress(ImportError):
+            self._take_rows = load_compiled(TAKING).take_rows
 
     # -- where chunks are ------------------------------------------------------------------------
 
@@ -263,14 +269,19 @@ class PackedRows(Column):
         Of a row that is there twice the newer one counts; it may be torn, and the older one be what a mark
         covers.
         """
-        rows: dict[tuple[int, int], Array] = {}
+        rows: dict[tuple[int, int], tuple[Array, Array]] = {}
         for area in self._partial.areas():
-            held = rows.setdefault((area.turn, area.chunk), np.zeros_like(area.rows))
+            fresh = np.zeros_like(area.rows), np.ones_like(area.whole)
+            held, lost = rows.setdefault((area.turn, area.chunk), fresh)
             held[area.whole] = area.rows[area.whole]
+            lost &= ~area.whole
         found = []
-        for (turn, chunk), data in rows.items():
+        self._torn = []
+        for (turn, chunk), (data, lost) in rows.items():
             shard, number = divmod(chunk, self.packing.chunks)
             frame = Frame(self.packing.pack(data))
+            if lost.any():
+                self._torn.append((frame, lost))
             chunks = no_chunks(self.packing.chunks)
             chunks.offsets[number], chunks.sizes[number] = 0, frame.data.size
             found.append(Source(shard, turn, frame, chunks))
@@ -284,6 +295,8 @@ class PackedRows(Column):
         Raises:
             CorruptionError: They lie in a damaged chunk.
         """
+        if self._lost.size and np.isin(slots, self._lost).any():
+            raise CorruptionError(f"rows of {self._partial.path} are damaged")
         out = np.zeros((slots.size, *self.entry.shape), self.entry.numpy_dtype)
         shown = self._shown  # before the chunks: a chunk that gets full shows there first
         chunks, inside = np.divmod(slots, self.packing.rows)
@@ -306,10 +319,11 @@ class PackedRows(Column):
         former: Any = None
         while True:
             shown, where, sizes = self._find(names)
-            there = where != 0
+            there = where > 0
             if there.all():
                 bad = self._unpack(where, sizes, which, inside, goals, out)
             else:
+                self._explain(names[~there], where[~there])
                 numbers, rows = np.cumsum(there) - 1, there[which]
                 bad = self._unpack(
                     where[there], sizes[there], numbers[which[rows]], inside[rows], goals[rows], out
@@ -324,11 +338,6 @@ class PackedRows(Column):
 
     def _find(self, names: IntArray) -> tuple[Shown, IntArray, IntArray]:
         """Return where chunks are, and what keeps them there as long as it is held."""
-        if self.damaged:
-            shards = names // self.packing.chunks
-            for number, found in self.damaged.items():
-                if (shards == number).any():
-                    raise CorruptionError(f"rows of {self.folder} cannot be read: {found}")
         while True:
             shown = self._shown
             known = np.minimum(names, shown.where.size - 1)
@@ -336,6 +345,35 @@ class PackedRows(Column):
             where[known != names] = 0
             if shown.maps is self._shown.maps and shown.where is self._shown.where:
                 return shown, where, sizes
+
+    def _explain(self, names: IntArray, where: IntArray) -> None:
+        """Raise CorruptionError if chunks that are not there should be; others were never written."""
+        for name, address in zip(names.tolist(), where.tolist(), strict=True):
+            found = self.damaged.get(name // self.packing.chunks)
+            if found is not None:
+                raise CorruptionError(f"rows of {self.folder} cannot be read: {found}")
+            if address < 0:
+                raise CorruptionError(f"chunk {name} of {self.folder} is missing")
+
+    def _lost_slots(self, first: int, stop: int) -> IntArray:
+        """Return which slots of a run hold no row that is whole; ascending."""
+        each, shown = self.packing.rows, self._shown
+        names = np.arange(first // each, -(-stop // each))
+        known = np.minimum(names, shown.where.size - 1)
+        where = np.where(known == names, shown.where[known], 0)
+        lost = np.repeat(where <= 0, each)
+        for frame, gone in self._torn:
+            for place in np.flatnonzero(where == frame.address).tolist():
+                lost[place * each : (place + 1) * each] = gone
+        slots: IntArray = np.flatnonzero(lost) + (first // each) * each
+        held = (slots >= shown.base) & (slots < shown.base + shown.held)
+        return slots[(slots >= first) & (slots < stop) & ~held]
+
+    def require_rows(self, slot: int, count: int) -> None:
+        """Raise CorruptionError if rows that can be read are not there."""
+        lost = self._lost_slots(slot, slot + count)
+        if lost.size:
+            self._explain(lost[:1] // self.packing.rows, np.full(1, -1))
 
     def _unpack(
         self, where: IntArray, sizes: IntArray, which: IntArray, inside: IntArray, goals: IntArray, out: Array
@@ -380,7 +418,7 @@ class PackedRows(Column):
         return iter(())
 
     def require(self, slots: int) -> None:
-        """Check nothing: rows that are missing do not have the checksum that their record names."""
+        """Check nothing: `require_rows` does."""
 
     def look_for_true(self) -> None:
         """Do nothing: there are no flags here."""

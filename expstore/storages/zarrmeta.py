@@ -174,7 +174,7 @@ def read_packing(disk: Disk, folder: Path, entry: Field) -> Packing | None:
         inner = data["codecs"][0]["configuration"]
         packing = Packing.of(inner["codecs"], rows=int(inner["chunk_shape"][0]), shard=int(shard))
         fits = tuple(rest) == entry.shape and data["data_type"] == entry.numpy_dtype.name
-    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as exc:
+    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, ArithmeticError) as exc:
         raise CorruptionError(f"{path} cannot be read: {exc}") from exc
     if not fits:
         raise CorruptionError(f"{path} does not describe a column of {entry}")
