@@ -22,6 +22,7 @@ from expstore.storages.columns import REWRITE_BYTES, Column, shard_rows
 from expstore.storages.packedreader import PackedReader
 from expstore.storages.packing import Packing
 from expstore.storages.zarrmeta import make_metadata, read_layout, read_packing
+from expstore.types import cut_run
 
 __all__ = ["ColumnGroup"]
 
@@ -153,8 +154,15 @@ class ColumnGroup:
         for slot, _, n in pieces:
             for column in self.columns:
                 column.require(slot + n if n else 0)
-                if n:
-                    column.require_rows(slot, n)
+
+    def require_rows(self, first_id: int, count: int) -> None:
+        """Check that rows have a place, and that packed ones are there; raise CorruptionError if not."""
+        pieces = cut_run(first_id, count, self.slots)
+        self.require(pieces)
+        for slot, offset, n in pieces:
+            turn, _ = self.place_behind(first_id + offset - 1)
+            for column in self.columns if n else ():
+                column.require_rows(slot, n, turn)
 
     def ensure(self, slots: int) -> None:
         """Make shards so that slots 0 to `slots` - 1 have a place."""

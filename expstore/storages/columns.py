@@ -235,7 +235,7 @@ class Column:
             path = self.shard_path(len(self.files))
             raise self._unfit(path, self._disk.size(path))
 
-    def require_rows(self, slot: int, count: int) -> None:
+    def require_rows(self, slot: int, count: int, turn: int) -> None:
         """Check nothing: a row is there if its shard is."""
 
     def look_for_true(self) -> None:

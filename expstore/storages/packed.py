@@ -208,6 +208,9 @@ class PackedColumn(PackedRows):
         self._sources, self._sources_new = [*self._areas(), *named], True
         self._show_all([*self._sources, *self._unnamed])
 
+    def _found(self) -> list[Source | Filling]:
+        return [*self._sources, *self._unnamed]
+
     @property
     def _unnamed(self) -> list[Filling]:
         return [*self._finished, *([] if self._filling is None else [self._filling])]

@@ -14,9 +14,9 @@ from expstore.errors import StorageError
 from expstore.files import Disk, File
 from expstore.schema import Field
 from expstore.storages.chunkfile import Chunks, scan_chunks
-from expstore.storages.packedrows import PackedRows, Source
+from expstore.storages.packedrows import Filling, PackedRows, Source
 from expstore.storages.packing import Packing
-from expstore.types import Array
+from expstore.types import Array, IntArray
 
 __all__ = ["PackedReader"]
 
@@ -42,6 +42,7 @@ class PackedReader(PackedRows):
         super().__init__(disk, folder, entry, slots, packing, write=False)
         self._sources: list[Source] | None = None  # all that was found; None: nobody has looked
         self._open: dict[tuple[int, int], tuple[File, Source]] = {}  # shards without a name: turn, number
+        self._none = np.ones(packing.chunks, bool)
         self._looked = False  # whether what is missing was noted
         self._at = (0, 0)  # turn and number of the shard up to which all was found
 
@@ -92,24 +93,32 @@ class PackedReader(PackedRows):
         """Let only rows be found that come before this place; nobody writes any more."""
         each = self.packing.rows
         inside = slot % each
-        rows, lost = self.part(slot - inside, inside), self._lost_slots(slot - inside, slot)
-        kept = [source for source in self._sources or () if source.cut(turn, slot // each)]
-        self._show_all(kept)
+        rows, lost = self.part(slot - inside, inside), self._lost_slots(slot - inside, slot, turn)
+        self._sources = [source for source in self._sources or () if source.cut(turn, slot // each)]
+        self._show_all(self._sources)
         self._show_rest(slot - inside, rows)
-        self._note_missing(turn, slot)
-        torn = self._lost_slots(0, self._shown.where.size * each if turn else slot - inside)
-        here = self._shown.where[torn // each] > 0
-        self._lost = np.union1d(torn[here], lost)
-
-    def _note_missing(self, turn: int, slot: int) -> None:
-        """Let full chunks that should be there, and are not, be damaged ones."""
-        chunks = slot // self.packing.rows
+        parts = [lost, self._lost_slots(0, slot - inside, turn)]
         if turn and self._slots is not None:
-            chunks = self._slots // self.packing.rows
-        if chunks:
-            self._grow((chunks - 1) // self.packing.chunks)
-        where = self._shown.where[:chunks]
-        where[where == 0] = -1
+            parts.append(self._lost_slots(slot - inside + (each if inside else 0), self._slots, turn - 1))
+        self._lost = np.concatenate(parts)
+
+    def _found(self) -> list[Source | Filling]:
+        return [*(self._sources or ())]
+
+    def _miss(self, shard: int, chunks: IntArray) -> None:
+        """Let chunks of a shard that should be there, and are not, be damaged ones."""
+        self._grow(shard)
+        self._shown.where[shard * self.packing.chunks + chunks] = -1
+
+    def _note_missing(self) -> None:
+        """Do so when all was found that is there, but for the shard that is being filled."""
+        (turn, shard), each, chunks = self._at, self.packing.rows, self.packing.chunks
+        lost = self._lost_slots(0, shard * self.packing.shard, turn)
+        if turn and self._slots is not None and (shard + 1) * self.packing.shard < self._slots:
+            later = self._lost_slots((shard + 1) * self.packing.shard, self._slots, turn - 1)
+            lost = np.concatenate([lost, later])
+        for name in np.unique(lost // each).tolist():
+            self._miss(name // chunks, np.array([name % chunks]))
 
     def _show_rest(self, base: int, rows: Array) -> None:
         held = self._new_rows()
@@ -122,11 +131,11 @@ class PackedReader(PackedRows):
         Raises:
             StorageError: They are not there: somebody else has come.
         """
+        if not self._looked:
+            self._looked = True
+            self._note_missing()
         for _ in range(_LOOKS):
             if self._reach(turn, slot):
-                if not self._looked:
-                    self._looked = True
-                    self._note_missing(turn, slot)
                 return
         raise StorageError(f"rows of {self.folder} were not found where they should be", hint="try again")
 
@@ -138,11 +147,15 @@ class PackedReader(PackedRows):
             source = self._look_at_shard(*at)
             if source is not None and at < goal:
                 self._leave_former(source)
+            if at < goal:
+                self._miss(at[1], np.flatnonzero(self._none if source is None else source.chunks.offsets < 0))
             at = (at[0], at[1] + 1) if at[1] + 1 < shards else (at[0] + 1, 0)
         self._at = goal
         self._let_go(goal)
         chunk, inside = divmod(slot, each)
         held = self._open.get(goal)
+        if held is not None:
+            self._miss(goal[1], np.flatnonzero(held[1].chunks.offsets[: chunk % self.packing.chunks] < 0))
         there = held is not None and held[1].chunks.offsets[chunk % self.packing.chunks] >= 0
         if not inside or there:
             self._show_rest(0, self._new_rows()[:0])

@@ -355,23 +355,38 @@ class PackedRows(Column):
             if address < 0:
                 raise CorruptionError(f"chunk {name} of {self.folder} is missing")
 
-    def _lost_slots(self, first: int, stop: int) -> IntArray:
-        """Return which slots of a run hold no row that is whole; ascending."""
-        each, shown = self.packing.rows, self._shown
-        names = np.arange(first // each, -(-stop // each))
-        known = np.minimum(names, shown.where.size - 1)
-        where = np.where(known == names, shown.where[known], 0)
-        lost = np.repeat(where <= 0, each)
-        for frame, gone in self._torn:
-            for place in np.flatnonzero(where == frame.address).tolist():
-                lost[place * each : (place + 1) * each] = gone
-        slots: IntArray = np.flatnonzero(lost) + (first // each) * each
-        held = (slots >= shown.base) & (slots < shown.base + shown.held)
-        return slots[(slots >= first) & (slots < stop) & ~held]
+    def _found(self) -> list[Source | Filling]:
+        """Return all files and raw chunks that were found when the column was opened."""
+        raise NotImplementedError
 
-    def require_rows(self, slot: int, count: int) -> None:
-        """Raise CorruptionError if rows that can be read are not there."""
-        lost = self._lost_slots(slot, slot + count)
+    def _lost_slots(self, first: int, stop: int, turn: int) -> IntArray:
+        """Return which slots of a run hold no whole row of this turn; ascending.
+
+        As long as what was found is all there is: when a store is opened.
+        """
+        each, shown, chunks = self.packing.rows, self._shown, self.packing.chunks
+        low, high = first // each, -(-stop // each)
+        turns = np.full(max(high, shown.where.size), -1)
+        for source in sorted(self._found(), key=lambda source: source.turn):
+            turns[source.shard * chunks + np.flatnonzero(source.chunks.offsets >= 0)] = source.turn
+        missing = low + np.flatnonzero(turns[low:high] != turn)
+        slots = (missing[:, None] * each + np.arange(each)).reshape(-1)
+        for frame, gone in self._torn:
+            place = np.flatnonzero(shown.where == frame.address)
+            slots = np.union1d(slots, (place[:, None] * each + np.flatnonzero(gone)).reshape(-1))
+        held = (slots >= shown.base) & (slots < shown.base + shown.held)
+        lost: IntArray = slots[(slots >= first) & (slots < stop) & ~held]
+        return lost
+
+    def require_rows(self, slot: int, count: int, turn: int) -> None:
+        """Raise CorruptionError if rows that can be read are not there.
+
+        Args:
+            slot: Of the first one.
+            count: How many.
+            turn: Of the ring.
+        """
+        lost = self._lost_slots(slot, slot + count, turn)
         if lost.size:
             self._explain(lost[:1] // self.packing.rows, np.full(1, -1))
 

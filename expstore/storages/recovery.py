@@ -230,7 +230,7 @@ def take_over(past: Past, storage: JournaledStorage) -> list[LogEntry]:
     verify(past, lambda publish: _whole(publish, columns, storage, past.synced))
     low = past.window_low(storage.capacity)
     if columns is not None:
-        columns.require(storage.pieces(low + 1, past.last - low))
+        columns.require_rows(low + 1, past.last - low)
         _redo(past, storage, columns, storage.require_schema())
     storage.write_count, entries = retell(past, storage.episodes, low, partial(_row_columns, storage))
     return entries
