@@ -81,7 +81,7 @@ class PackedColumn(PackedRows):
                 self._add_rows(inside, part)
             done += some
             self._next += some
-            if self._next == self._slots:
+            if self._next == self.slots:
                 self._turn, self._next = self._turn + 1, 0
 
     def _move_to(self, turn: int, slot: int) -> None:
@@ -134,7 +134,7 @@ class PackedColumn(PackedRows):
         shown, place = self._shown, self._next // self.packing.rows
         shown.sizes[place] = len(chunk) - 4
         shown.where[place] = filling.addresses.address + offset
-        if number == self.packing.chunks - 1 or self._next + self.packing.rows == self._slots:
+        if number == self.packing.chunks - 1 or self._next + self.packing.rows == self.slots:
             self._end_shard(filling)
 
     def _begin(self, shard: int, turn: int) -> Filling:
@@ -144,7 +144,7 @@ class PackedColumn(PackedRows):
         try:
             file.truncate(self._bound)
             addresses = self._map(file, self._bound)
-            if self._slots is None and shard:
+            if self.slots is None and shard:
                 grow_shape(self._disk, self.folder, (shard + 1) * self.packing.shard)
         except BaseException:
             file.close()
@@ -198,7 +198,7 @@ class PackedColumn(PackedRows):
     def open_shards(self) -> None:
         """Find all that is there, the newest rows of each slot; `settle` says afterwards what counts."""
         named = []
-        for kind, shard, turn in self._names():
+        for kind, shard, turn in self.shards():
             if kind == "open":
                 self._finished.append(self._open(shard, turn))
             elif (looked := self._read_shard(shard)) is not None:

@@ -54,7 +54,7 @@ class PackedReader(PackedRows):
     def _find_all(self) -> None:
         self._let_go((_NEVER, 0))
         found: dict[str, list[Source]] = {"c": [], "open": []}
-        for kind, shard, turn in self._names():
+        for kind, shard, turn in self.shards():
             looked = self._read_open(shard, turn) if kind == "open" else None
             looked = looked or self._read_shard(shard)  # it may have got its name in between
             if looked is not None:
@@ -98,8 +98,8 @@ class PackedReader(PackedRows):
         self._show_all(self._sources)
         self._show_rest(slot - inside, rows)
         parts = [lost, self._lost_slots(0, slot - inside, turn)]
-        if turn and self._slots is not None:
-            parts.append(self._lost_slots(slot - inside + (each if inside else 0), self._slots, turn - 1))
+        if turn and self.slots is not None:
+            parts.append(self._lost_slots(slot - inside + (each if inside else 0), self.slots, turn - 1))
         self._lost = np.concatenate(parts)
 
     def _found(self) -> list[Source | Filling]:
@@ -114,8 +114,8 @@ class PackedReader(PackedRows):
         """Do so when all was found that is there, but for the shard that is being filled."""
         (turn, shard), each, chunks = self._at, self.packing.rows, self.packing.chunks
         lost = self._lost_slots(0, shard * self.packing.shard, turn)
-        if turn and self._slots is not None and (shard + 1) * self.packing.shard < self._slots:
-            later = self._lost_slots((shard + 1) * self.packing.shard, self._slots, turn - 1)
+        if turn and self.slots is not None and (shard + 1) * self.packing.shard < self.slots:
+            later = self._lost_slots((shard + 1) * self.packing.shard, self.slots, turn - 1)
             lost = np.concatenate([lost, later])
         for name in np.unique(lost // each).tolist():
             self._miss(name // chunks, np.array([name % chunks]))
@@ -141,7 +141,7 @@ class PackedReader(PackedRows):
 
     def _reach(self, turn: int, slot: int) -> bool:
         each, goal = self.packing.rows, (turn, slot // self.packing.shard)
-        shards = _NEVER if self._slots is None else -(-self._slots // self.packing.shard)
+        shards = _NEVER if self.slots is None else -(-self.slots // self.packing.shard)
         at = self._at
         while at <= goal:
             source = self._look_at_shard(*at)

@@ -168,7 +168,7 @@ class PackedRows(Column):
         #: Slots of rows that should be there and are not. Only where nobody writes.
         self._lost = np.empty(0, np.int64)
         self._disk = disk
-        self._slots = slots
+        self.slots = slots
         shards = 16 if slots is None else -(-slots // packing.shard)
         where = np.zeros(shards * packing.chunks, np.int64)
         self._shown = Shown(where, np.zeros_like(where), {}, 0, 0, self._new_rows())
@@ -241,7 +241,7 @@ class PackedRows(Column):
         for source in sorted(sources, key=lambda source: source.turn):
             self._show(source.shard, source.addresses, source.chunks)
 
-    def _names(self) -> Iterator[tuple[str, int, int]]:
+    def shards(self) -> Iterator[tuple[str, int, int]]:
         """Yield what shards there are: "c" if they have their names, "open"; number; turn, -1 if unknown."""
         for name in self._disk.names(self.folder):
             kind, *numbers = name.split(".")
@@ -366,14 +366,22 @@ class PackedRows(Column):
         """
         each, shown, chunks = self.packing.rows, self._shown, self.packing.chunks
         low, high = first // each, -(-stop // each)
-        turns = np.full(max(high, shown.where.size), -1)
-        for source in sorted(self._found(), key=lambda source: source.turn):
-            turns[source.shard * chunks + np.flatnonzero(source.chunks.offsets >= 0)] = source.turn
-        missing = low + np.flatnonzero(turns[low:high] != turn)
-        slots = (missing[:, None] * each + np.arange(each)).reshape(-1)
-        for frame, gone in self._torn:
-            place = np.flatnonzero(shown.where == frame.address)
-            slots = np.union1d(slots, (place[:, None] * each + np.flatnonzero(gone)).reshape(-1))
+        there = np.zeros(max(high, shown.where.size), bool)
+        raw: dict[int, Array] = {}
+        for source in self._found():
+            if source.turn != turn:
+                continue
+            places = source.shard * chunks + np.flatnonzero(source.chunks.offsets >= 0)
+            if isinstance(source.addresses, Frame):
+                gone = [lost for frame, lost in self._torn if frame is source.addresses]
+                raw |= dict.fromkeys(places.tolist(), gone[0] if gone else np.zeros(each, bool))
+            else:
+                there[places] = True
+        missing = low + np.flatnonzero(~there[low:high])
+        parts = [
+            name * each + np.flatnonzero(raw.get(name, np.ones(each, bool))) for name in missing.tolist()
+        ]
+        slots = np.concatenate([np.zeros(0, np.int64), *parts])
         held = (slots >= shown.base) & (slots < shown.base + shown.held)
         lost: IntArray = slots[(slots >= first) & (slots < stop) & ~held]
         return lost
