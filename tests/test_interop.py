@@ -17,7 +17,10 @@ from tensordict import TensorDict
 
 import expstore
 from expstore import files
-from expstore.storages import base, columns
+from expstore.storages import base, columns, packing
+from expstore.storages.layout import ColumnLayout
+from expstore.storages.settings import Settings
+from expstore.storages.zarr import ZarrStorage
 from expstore.tensordictbuffers import TensorDictReplayBuffer
 
 DTYPES = [
@@ -208,3 +211,34 @@ def test_an_analyst_who_holds_the_index_does_not_stop_the_writer(store_path: Pat
     with expstore.open(store_path) as rb:
         assert rb.recovered is None
         assert rb.sql("SELECT count(*), sum(live_rows)::INT FROM episodes").fetchall() == [(6, 43)]
+
+
+@pytest.mark.parametrize("codec", packing.CODECS)
+@pytest.mark.parametrize("capacity", [None, 300])
+def test_zarr_and_tensorstore_read_packed_shards(
+    store_path: Path, monkeypatch: pytest.MonkeyPatch, capacity: int | None, codec: str
+) -> None:
+    """Those that are full, whatever is being filled beside them."""
+    monkeypatch.setattr(packing, "SHARD_ROWS", 64)
+    monkeypatch.setattr(packing, "ENDLESS_SHARD_ROWS", 64)
+    packed = {"layout": "packed", "rows": 8, "codec": codec}
+    names = ("image", "next.observation", "all.bfloat16", "all.bool", "all.complex64")
+    layout = ColumnLayout(fields=dict.fromkeys(names, packed))
+    settings = Settings(flatten=True, seed=0, layout=layout)
+    with TensorDictReplayBuffer(storage=ZarrStorage(store_path, capacity, settings=settings)) as rb:
+        for first in range(0, 1000, 45):
+            rb.extend(rows(first, 45))
+        slots = rb.storage.slots
+        held, ids = facts(rb)
+    places = ids - 1 if slots is None else (ids - 1) % slots
+    for name in names:
+        key = tuple(name.split("."))
+        folder = store_path.joinpath("columns", *key)
+        filling = [int(path.name.split(".")[1]) for path in folder.glob("open.*")]
+        sealed = np.array([place // 64 not in filling for place in places.tolist()])
+        assert sealed.sum() >= len(ids) - 64 * (1 if slots is None else 2)
+        by_zarr = zarr.open_array(folder, mode="r")
+        by_tensorstore = open_with_tensorstore(folder)
+        for found in (by_zarr[:], by_tensorstore.read().result()):
+            assert np.asarray(found).dtype == held[key].dtype
+            np.testing.assert_array_equal(np.asarray(found)[places[sealed]], held[key][sealed], err_msg=name)

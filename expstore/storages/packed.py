@@ -94,7 +94,12 @@ class PackedColumn(PackedRows):
         filling = self._filling
         if filling is not None and (filling.shard, filling.turn) != (slot // self.packing.shard, turn):
             self._end_shard(filling)
-        self._turn, self._next = turn, slot
+        inside = slot % each
+        held = min(self._shown.held, inside)
+        self._turn, self._next = turn, slot - inside + held
+        if held < inside:  # a follower finds a chunk's rows by their being all there
+            self._add_rows(held, self._new_rows()[held:inside])
+            self._next = slot
 
     def _add_rows(self, inside: int, rows: Array) -> None:
         """Add rows to the chunk that is not full."""

@@ -1,0 +1,417 @@
+"""Packed columns by themselves: every life leaves the rows that were published, whatever ends it."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from expstore.errors import CorruptionError, SchemaError
+from expstore.files import Disk, File
+from expstore.schema import Field
+from expstore.storages.chunkfile import (
+    Chunks,
+    no_chunks,
+    pack_chunk,
+    pack_index,
+    read_index,
+    scan_chunks,
+    turn_of,
+)
+from expstore.storages.packed import PackedColumn
+from expstore.storages.packedreader import PackedReader
+from expstore.storages.packing import CODECS, Packing, packing_for
+from expstore.storages.partial import PartialFile
+
+WIDTH = 3
+ENTRY = Field(("a",), "uint8", (WIDTH,))
+_NEVER = 1 << 60
+
+
+class Killed(BaseException):
+    """The process ends here."""
+
+
+class MortalDisk(Disk):
+    """Act, until the act at which it is killed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = _NEVER
+        self.files: list[File] = []
+
+    def gate(self, act: str, path: Path) -> None:
+        self.left -= 1
+        if self.left < 0:
+            raise Killed
+
+    def open(self, path: Path, *, create: bool = False, write: bool = True) -> File:
+        file = super().open(path, create=create, write=write)
+        self.files.append(file)
+        return file
+
+    def end(self) -> None:
+        """Close what a dead process would have open."""
+        for file in self.files:
+            file.close()
+
+
+@dataclass
+class Life:
+    """A column, and what of it was published and synced."""
+
+    folder: Path
+    slots: int | None
+    packing: Packing
+    spare: int
+    last: int = 0
+    synced: int = 0
+    rows: dict[int, Any] = field(default_factory=dict)
+    salt: int = 0
+    reader: PackedReader | None = None
+
+    def __post_init__(self) -> None:
+        (self.folder / "zarr.json").write_text(f'{{"shape": [1, {WIDTH}]}}')
+        self.disk = MortalDisk()
+        self.column = self.make()
+
+    def make(self) -> PackedColumn:
+        return PackedColumn(self.disk, self.folder, ENTRY, self.slots, self.packing)
+
+    def place(self, last: int) -> tuple[int, int]:
+        return (0, last) if self.slots is None else divmod(last, self.slots)
+
+    def extend(self, count: int) -> None:
+        """Write rows and publish them."""
+        count = min(count, self.spare)
+        if self.last + count - self.synced > self.spare:
+            self.sync()
+        self.salt += 1
+        ids = np.arange(self.last + 1, self.last + count + 1)
+        values = (ids[:, None] * [1, 7, 13] + self.salt * np.array([31, 5, 3])).astype(np.uint8)
+        done = 0
+        while done < count:
+            turn, slot = self.place(self.last + done)
+            some = count - done if self.slots is None else min(count - done, self.slots - slot)
+            self.column.append(turn, slot, values[done : done + some])
+            done += some
+        self.rows.update(zip(ids.tolist(), values, strict=True))
+        self.last += count
+
+    def sync(self) -> None:
+        last, finished = self.last, self.column.note_mark()
+        self.column.name(finished)
+        self.disk.gate("mark", self.folder)
+        self.synced = last
+        self.column.note_marked()
+        self.column.touched.clear()
+
+    def jump(self, rows: int) -> None:
+        """Forget all rows, and go on elsewhere."""
+        self.sync()
+        self.rows.clear()
+        self.last = self.synced = self.last + (rows if self.slots is not None else 0)
+        self.reader = None
+        self.extend(1)
+        self.sync()
+
+    def open_again(self) -> None:
+        self.disk.end()
+        self.disk = MortalDisk()
+        self.column = self.make()
+        self.column.open_shards()
+        self.column.settle(self.place(self.last), self.place(self.synced))
+        self.sync()
+
+    def kill(self, acts: int, count: int, *, in_sync: bool, again: int) -> None:
+        """Be killed at an act of writing or of a sync, and perhaps while it is opened again."""
+        self.disk.left = acts
+        try:
+            self.extend(count)
+            if in_sync:
+                self.sync()
+        except Killed:
+            pass
+        self.reader = None
+        try:
+            self.disk.left = _NEVER
+            self.disk.end()
+            self.disk = MortalDisk()
+            self.disk.left = again
+            self.column = self.make()
+            self.column.open_shards()
+            self.column.settle(self.place(self.last), self.place(self.synced))
+            self.sync()
+        except Killed:
+            self.open_again()
+        self.disk.left = _NEVER
+
+    def check(self) -> None:
+        """Read all that can be read, in any order and some twice, here and as a follower."""
+        low = 0 if self.slots is None else max(0, self.last - (self.slots - self.spare))
+        ids = np.array([one for one in range(low + 1, self.last + 1) if one in self.rows], np.int64)
+        ids = np.random.default_rng(self.last).permutation(np.concatenate([ids, ids[:3]]))
+        slots = ids - 1 if self.slots is None else (ids - 1) % self.slots
+        expected = np.array([self.rows[one] for one in ids.tolist()], np.uint8).reshape(-1, WIDTH)
+        np.testing.assert_array_equal(self.column.take(slots), expected)
+        if ids.size:
+            readers = [PackedReader(Disk(), self.folder, ENTRY, self.slots, self.packing)]
+            self.reader = self.reader or PackedReader(Disk(), self.folder, ENTRY, self.slots, self.packing)
+            for reader in [*readers, self.reader]:
+                reader.look(0)
+                reader.look_to(*self.place(self.last))
+                np.testing.assert_array_equal(reader.take(slots), expected)
+            readers[0].close()
+
+
+ACTS = st.one_of(
+    st.tuples(st.just("extend"), st.integers(1, 40)),
+    st.tuples(st.just("extend"), st.integers(1, 3)),
+    st.tuples(st.just("sync")),
+    st.tuples(st.just("open again")),
+    st.tuples(st.just("jump"), st.integers(1, 60)),
+    st.tuples(st.just("kill"), st.integers(0, 40), st.integers(1, 40), st.booleans(), st.integers(0, 30)),
+)
+
+
+@settings(deadline=None)
+@given(
+    each=st.sampled_from([1, 2, 4, 8]),
+    chunks=st.integers(1, 4),
+    ring=st.one_of(st.none(), st.integers(6, 20)),
+    acts=st.lists(ACTS, min_size=1, max_size=25),
+)
+def test_every_life_keeps_what_was_published(
+    each: int, chunks: int, ring: int | None, acts: list[tuple[Any, ...]]
+) -> None:
+    slots = None if ring is None else ring * each
+    with tempfile.TemporaryDirectory() as name:
+        life = Life(
+            Path(name), slots, Packing("lz4hc", each, each * chunks), max(2 * each, (slots or 40) // 3)
+        )
+        for act, *numbers in acts:
+            if act == "extend":
+                life.extend(*numbers)
+            elif act == "sync":
+                life.sync()
+            elif act == "open again":
+                life.reader = None
+                life.open_again()
+            elif act == "jump":
+                life.jump(*numbers)
+            else:
+                acts_left, count, in_sync, again = numbers
+                life.kill(acts_left, count, in_sync=in_sync, again=again)
+            life.check()
+        life.disk.end()
+
+
+@pytest.mark.parametrize("slots", [None, 48])
+def test_killed_at_every_act(tmp_path: Path, slots: int | None) -> None:
+    """One run of writes and syncs over several shards and turns, killed at each of its acts in turn."""
+    killed = acts = 0
+    while killed == acts:
+        folder = tmp_path / str(acts)
+        folder.mkdir()
+        life = Life(folder, slots, Packing("lz4hc", 4, 16), 16)
+        life.disk.left = acts
+        try:
+            for count in (3, 13, 1, 16, 7, 16, 2, 14, 5, 12):
+                life.extend(count)
+                if count % 2:
+                    life.sync()
+        except Killed:
+            killed += 1
+        life.disk.left = _NEVER
+        life.open_again()
+        life.check()
+        life.extend(9)
+        life.check()
+        life.open_again()
+        life.check()
+        life.disk.end()
+        acts += 1
+    assert acts > 60
+
+
+# -- packing -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@given(data=st.data())
+def test_packed_rows_come_out_as_they_were(codec: str, data: Any) -> None:
+    rows, width = data.draw(st.integers(1, 8)), data.draw(st.integers(1, 300))
+    seed, noise = data.draw(st.integers(0, 99)), data.draw(st.sampled_from([1, 4, 256]))
+    values = np.random.default_rng(seed).integers(0, noise, (rows, width)).astype(np.uint8)
+    packing = Packing(codec, rows, rows)
+    chunk = packing.pack(values)
+    assert len(chunk) <= packing.most_bytes(values.nbytes)
+    assert packing.unpack(chunk, values.nbytes).tobytes() == values.tobytes()
+    at, bit = data.draw(st.integers(0, len(chunk) - 1)), data.draw(st.integers(0, 7))
+    damaged = bytearray(chunk)
+    damaged[at] ^= 1 << bit
+    with pytest.raises(CorruptionError):
+        packing.unpack(bytes(damaged), values.nbytes)
+    with pytest.raises(CorruptionError):
+        packing.unpack(chunk, values.nbytes + 1)
+    with pytest.raises(CorruptionError):
+        packing.unpack(chunk[: data.draw(st.integers(0, len(chunk) - 1))], values.nbytes)
+
+
+@given(
+    width=st.integers(1, 1 << 22),
+    slots=st.one_of(st.none(), st.integers(1, 1 << 24)),
+    rows=st.one_of(st.none(), st.sampled_from([1, 2, 16, 64])),
+)
+def test_sizes_fit_one_another(width: int, slots: int | None, rows: int | None) -> None:
+    packing = packing_for(Field(("a",), "uint8", (width,)), slots, rows=rows)
+    assert packing.shard % packing.rows == 0
+    assert packing.rows == (rows or packing.rows)
+    assert rows or packing.rows == 1 or packing.rows * width <= 128 * 1024
+    if slots is not None:
+        assert packing.shard < slots + packing.rows
+
+
+def test_packings_that_cannot_be() -> None:
+    with pytest.raises(SchemaError, match="no codec 'gzip'; there are lz4hc"):
+        Packing("gzip", 4, 16)
+    with pytest.raises(SchemaError, match="a shard of 10 rows cannot have chunks of 4"):
+        Packing("lz4", 4, 10)
+
+
+# -- the file of chunks ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Iterator[File]:
+    opened = Disk().open(tmp_path / "chunks", create=True)
+    yield opened
+    opened.close()
+
+
+def append(file: File, number: int, turn: int, chunk: bytes, chunks: Chunks) -> Chunks:
+    data = pack_chunk(number, turn, chunk)
+    file.write(data, chunks.end)
+    return Chunks(chunks.offsets, chunks.sizes, chunks.end + len(data))
+
+
+@settings(deadline=None)
+@given(data=st.data())
+def test_a_scan_finds_the_chunks_before_the_first_damage(data: Any) -> None:
+    turn = data.draw(st.integers(0, 5))
+    numbers = data.draw(st.lists(st.integers(0, 7), min_size=1, max_size=12))
+    bodies = [bytes([place]) * data.draw(st.integers(1, 40)) for place in range(len(numbers))]
+    with tempfile.TemporaryDirectory() as name:
+        file = Disk().open(Path(name) / "chunks", create=True)
+        ends, chunks = [0], no_chunks(8)
+        for number, body in zip(numbers, bodies, strict=True):
+            chunks = append(file, number, turn, body, chunks)
+            ends.append(chunks.end)
+        file.truncate(chunks.end + 500)  # as far as the file is made before it is full
+        damage = data.draw(st.one_of(st.none(), st.integers(0, chunks.end - 1)))
+        whole = len(numbers)
+        if damage is not None:
+            byte = file.read(damage, 1)[0]
+            file.write(bytes([byte ^ (1 << data.draw(st.integers(0, 7)))]), damage)
+            whole = next(place for place, end in enumerate(ends[1:]) if damage < end)
+        found = scan_chunks(file, 8, turn)
+        assert found.end == ends[whole]
+        for number in range(8):
+            mine = [body for n, body in zip(numbers[:whole], bodies, strict=False) if n == number]
+            assert (found.offsets[number] >= 0) == bool(mine)
+            if mine:  # of two with one number the later counts
+                assert file.read(int(found.offsets[number]), int(found.sizes[number])) == mine[-1]
+        # In two steps as in one; and nothing of another turn.
+        file.truncate(found.end)
+        later = append(file, 3, turn, b"later", found)
+        np.testing.assert_array_equal(scan_chunks(file, 8, turn, found).offsets[3], later.end - 5)
+        assert scan_chunks(file, 8, turn + 1).end == 0
+        file.close()
+
+
+def test_an_index_says_where_chunks_are(file: File) -> None:
+    chunks = no_chunks(4)
+    for number in (2, 0):
+        chunks = append(file, number, 7, b"x" * (5 + number), chunks)
+    found = scan_chunks(file, 4, 7)
+    file.write(pack_index(found), found.end)
+    read = read_index(file, 4)
+    assert read.offsets.tolist() == [16 + 7 + 16, -1, 16, -1]
+    assert read.sizes.tolist() == [5, 0, 7, 0]
+    assert turn_of(file, read) == 7
+    assert turn_of(file, no_chunks(4)) == -1
+    for at in range(found.end, file.size()):
+        byte = file.read(at, 1)
+        file.write(bytes([byte[0] ^ 4]), at)
+        with pytest.raises(CorruptionError, match="index"):
+            read_index(file, 4)
+        file.write(byte, at)
+    with pytest.raises(CorruptionError, match="index"):
+        read_index(file, 400)
+    file.write(pack_index(found._replace(sizes=found.sizes + 1000)), found.end)
+    with pytest.raises(CorruptionError, match="beyond its end"):
+        read_index(file, 4)
+
+
+# -- rows of the chunk that is not full --------------------------------------------------------------
+
+
+def some_rows(salt: int, count: int) -> Any:
+    return (np.arange(count)[:, None] * [3, 5, 7] + salt).astype(np.uint8)
+
+
+def test_areas_on_which_a_mark_depends_are_left_alone(tmp_path: Path) -> None:
+    partial = PartialFile(Disk(), tmp_path / "partial", 8, WIDTH)
+    assert partial.begin(0, 0)
+    partial.write(0, some_rows(1, 4))
+    partial.note_mark()
+    partial.note_marked()  # the first four rows of chunk 0
+    partial.write(4, some_rows(2, 4))
+    partial.end()
+    partial.begin(0, 1)
+    partial.write(0, some_rows(3, 2))
+    partial.note_mark()  # on its way: the first two of chunk 1
+    partial.end()
+    for chunk in range(2, 12):
+        assert not partial.begin(0, chunk)
+        partial.write(0, some_rows(chunk, 3))
+        partial.end()
+        np.testing.assert_array_equal(partial.find(0, 0, 4), some_rows(1, 4))
+        np.testing.assert_array_equal(partial.find(0, 1, 2), some_rows(3, 2))
+        np.testing.assert_array_equal(partial.find(0, chunk, 3), some_rows(chunk, 3))
+        assert partial.find(1, chunk, 3) is None
+        assert partial.find(0, chunk, 4) is None  # not written
+    partial.note_marked()
+    for chunk in range(12, 16):
+        partial.begin(0, chunk)
+    assert partial.find(0, 0, 4) is None
+    np.testing.assert_array_equal(partial.find(0, 1, 2), some_rows(3, 2))
+    partial.close()
+
+
+def test_torn_rows_are_known(tmp_path: Path) -> None:
+    path = tmp_path / "partial"
+    partial = PartialFile(Disk(), path, 8, WIDTH)
+    partial.begin(2, 5)
+    partial.write(0, some_rows(1, 6))
+    partial.close()
+    data = bytearray(path.read_bytes())
+    data[4096 + 2 * WIDTH] ^= 1
+    path.write_bytes(data)
+    partial = PartialFile(Disk(), path, 8, WIDTH)
+    (area,) = partial.areas()
+    assert (area.turn, area.chunk) == (2, 5)
+    assert area.whole[:6].tolist() == [True, True, False, True, True, True]
+    assert partial.find(2, 5, 3) is None
+    np.testing.assert_array_equal(partial.find(2, 5, 2), some_rows(1, 2))
+    assert not partial.go_on(2, 5, some_rows(1, 3))
+    assert not partial.go_on(2, 5, some_rows(2, 2))
+    assert partial.go_on(2, 5, some_rows(1, 2))
+    partial.close()
