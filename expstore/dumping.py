@@ -53,6 +53,7 @@ from expstore.storages.checksums import (
 )
 from expstore.storages.folder import COLUMNS, JOURNAL, LOG, ORIGIN, VERSION
 from expstore.storages.frozen import Frozen, frozen
+from expstore.storages.packedversion import link_packed, packings_of, same_packings
 from expstore.storages.sampledcolumn import has_sampled
 from expstore.storages.zarrmeta import Layout, make_metadata, read_layout, shard_footer, shard_name
 from expstore.types import Array, key_name
@@ -235,6 +236,7 @@ def _find_former(disk: Disk, known: Sequence[Version], state: Frozen) -> _Former
         return None  # it cannot be trusted, or was made before the first rows
     same = manifest.uuid == state.manifest.uuid and manifest.schema == schema
     same = same and (manifest.capacity, manifest.spare) == (state.manifest.capacity, state.manifest.spare)
+    same = same and same_packings(disk, folder / COLUMNS, state)
     return _Former(folder, sums, origin, layout, has_sampled(disk, folder / COLUMNS)) if same else None
 
 
@@ -279,6 +281,8 @@ class _Copy:
             _describe(self.build, state)
             return
         self._make_arrays()
+        former = None if self.former is None else self.former.folder / COLUMNS
+        packed = link_packed(self.disk, state, self.build.folder / COLUMNS, former)
         linked = self._link_unchanged()
         start = state.pieces[0][0]
         first = start // self.rows
@@ -291,6 +295,9 @@ class _Copy:
                 if not linked[place, shard]:
                     self._write_shard(place, shard)
         state.hold.move(0)
+        for column in packed:  # the writer takes nothing away from these
+            for path, size in column.copy():
+                self.build.note(path, size)
         stamp = state.base["content"]
         for entry in self.sums:
             seal_entry(entry, generation=stamp[0], sequence=max(1, stamp[1]))
@@ -316,7 +323,10 @@ class _Copy:
         slots = self.state.manifest.slots
         attributes = {"expstore": {"capacity": self.state.manifest.capacity, "slots": slots}}
         rows = [self.rows] * len(self.fields)
-        made = make_metadata(self.fields, rows, self.length, attributes, separator=SEPARATOR)
+        packings = packings_of(self.state)
+        made = make_metadata(
+            self.fields, rows, self.length, attributes, separator=SEPARATOR, packings=packings
+        )
         for name, data in made.items():
             self.build.put(f"{COLUMNS}/{name}", data)
 
@@ -350,8 +360,10 @@ class _Copy:
         done = np.zeros((len(self.fields), self.shards), bool)
         if former is None:
             _describe(self.build, self.state)
+            done[list(self.state.packed)] = True
             return done
         done[:summed] = same = self._unchanged()
+        done[list(self.state.packed)] = True  # these have shards of their own
         blocks = np.flatnonzero(np.repeat(same, self.rows // BLOCK_ROWS))
         self.sums["sums"][blocks] = former.sums["sums"][blocks]
         end = start_links(self.disk, self._links(former, done, range(summed)), self.build.pool)
@@ -372,7 +384,8 @@ class _Copy:
         groups = []
         for place in places:
             folder = Path(COLUMNS, self.fields[place].path)
-            names = [self._name(place, shard) for shard in np.flatnonzero(done[place]).tolist()]
+            shards = [] if place in self.state.packed else np.flatnonzero(done[place]).tolist()
+            names = [self._name(place, shard) for shard in shards]
             groups.append(
                 Links(former.folder / folder, self.build.folder / folder, names, self._sizes[place])
             )

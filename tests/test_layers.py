@@ -171,6 +171,12 @@ ALLOWED_SIDEWAYS: tuple[tuple[str, str], ...] = (
     ("storages.packed*", "storages.partial"),
     ("storages.packed*", "storages.columns"),
     ("storages.packedreader", "storages.packedrows"),
+    ("storages.packedversion", "storages.packedrows"),
+    ("storages.packedversion", "storages.frozen"),
+    ("storages.packedversion", "storages.zarrmeta"),
+    ("storages.frozen", "storages.packedrows"),
+    ("storages.loading", "storages.layout"),
+    ("storages.loading", "storages.packing"),
     ("storages.columnwriter", "storages.packed*"),
     ("storages.columnwriter", "storages.zarrmeta"),
     ("storages.zarrmeta", "storages.packing"),
@@ -324,6 +330,7 @@ ALLOWED_SIDEWAYS: tuple[tuple[str, str], ...] = (
 ALLOWED_AS_TYPE: tuple[tuple[str, str], ...] = (
     ("storages.recovery", "storages.journaled"),
     ("halves", "relations"),
+    ("storages.stateful", "storages.packedrows"),
 )
 
 #: Libraries that belong to few modules.

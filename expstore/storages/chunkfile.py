@@ -18,6 +18,7 @@ from expstore.errors import CorruptionError
 from expstore.files import File
 
 __all__ = [
+    "ANY_TURN",
     "HEADER_BYTES",
     "Chunks",
     "index_bytes",
@@ -32,6 +33,8 @@ __all__ = [
 #: u32 length, u32 number in the shard, u32 turn of the ring, u32 crc32c of these and of the chunk.
 _HEADER = struct.Struct("<IIII")
 HEADER_BYTES = _HEADER.size
+#: Of chunks of a version that are copies: all that are there count, of whichever turn.
+ANY_TURN = (1 << 32) - 1
 #: Where the index has no chunk.
 _MISSING = (1 << 64) - 1
 #: So many bytes are read at a time.

@@ -73,10 +73,7 @@ def changed_by(storage: Storage, hooks: Sequence[Hook]) -> bool:
 
 
 def _rows(state: Frozen) -> dict[str, Any]:
-    return {
-        key_name(entry.key): _join(entry, parts)
-        for entry, parts in zip(state.fields, state.columns, strict=True)
-    }
+    return {key_name(entry.key): _join(entry, state.parts(place)) for place, entry in enumerate(state.fields)}
 
 
 def _tell(hook: Hook, state: Frozen) -> None:

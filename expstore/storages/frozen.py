@@ -1,13 +1,13 @@
 """A storage as it is at one moment, to be copied while others go on reading and writing.
 
 Used by snapshots. Nothing is copied here but priorities, counts and numbers: rows are views, which a
-`Hold` keeps from being overwritten until whoever copies says that they are done.
+`Hold` keeps from being overwritten until whoever copies says that they are done, or packed chunks.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +20,7 @@ from expstore.schema import Field
 from expstore.storages.base import ROW_FIELDS, Storage
 from expstore.storages.folder import FolderStorage
 from expstore.storages.hold import Hold
+from expstore.storages.packedrows import PackedRows
 from expstore.storages.position import to_json
 from expstore.storages.sampled import SAMPLED
 from expstore.types import Array, Window
@@ -36,7 +37,8 @@ class Frozen:
         base: What a journal's base record keeps.
         window: The rows.
         pieces: Where they lie: (first slot, offset in the run, rows).
-        columns: Per field, and per row field behind them, a view of each piece.
+        columns: Per field, and per row field behind them, a view of each piece; nothing of packed fields.
+        packed: These, by place.
         counted: Whether the last column is how often each row was handed out.
         log: The bytes of episodes.log.
         episodes: How many episodes have rows.
@@ -50,6 +52,7 @@ class Frozen:
     window: Window
     pieces: Sequence[tuple[int, int, int]]
     columns: Sequence[Sequence[Array]]
+    packed: Mapping[int, PackedRows]
     counted: bool
     log: bytes
     episodes: int
@@ -63,6 +66,12 @@ class Frozen:
         if schema is None:
             return ()
         return (*schema.fields, *ROW_FIELDS, SAMPLED) if self.counted else (*schema.fields, *ROW_FIELDS)
+
+    def parts(self, place: int) -> Sequence[Array]:
+        """Return the rows of a column, packed ones unpacked: an array per piece."""
+        if place in self.packed:
+            return [self.packed[place].part(slot, n) for slot, _, n in self.pieces]
+        return self.columns[place]
 
     @property
     def summed(self) -> int:
@@ -131,9 +140,13 @@ def frozen(storage: Storage) -> Iterator[Frozen]:
 def _freeze(storage: Storage) -> Frozen:
     window = storage.window
     columns: list[list[Array]] = []
+    packed: Mapping[int, PackedRows] = {}
     if storage.schema is not None:
         places = range(len(storage.schema.fields) + len(ROW_FIELDS))
-        columns = storage.views(places, window.low + 1, window.size)
+        packed = storage.packed_now()
+        flat = [place for place in places if place not in packed]
+        found = dict(zip(flat, storage.views(flat, window.low + 1, window.size), strict=True))
+        columns = [found.get(place, []) for place in places]
         columns[-1] = [part.copy() for part in columns[-1]]  # priorities may be set while rows are copied
     pieces = storage.pieces(window.low + 1, window.size)
     sampled = storage.sampled
@@ -147,6 +160,7 @@ def _freeze(storage: Storage) -> Frozen:
         window=window,
         pieces=pieces,
         columns=columns,
+        packed=packed,
         counted=sampled is not None,
         log=storage.log_bytes(),
         episodes=np.unique(live[0]).size,

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from expstore.errors import SchemaError
 from expstore.schema import Field
 from expstore.storages.packing import CODECS, DEFAULT_CODEC, Packing, packing_for
-from expstore.types import key_name
+from expstore.types import Ranking, key_name
 
 __all__ = ["LAYOUTS", "WIDE_BYTES", "ColumnLayout", "ask_layout"]
 
@@ -56,6 +56,16 @@ class ColumnLayout:
             rows = asked.get("rows", 1)
             if isinstance(rows, bool) or not isinstance(rows, int) or rows < 1 or rows & (rows - 1):
                 raise SchemaError(f"{whose}rows per chunk must be a power of two, got {rows!r}")
+
+    @classmethod
+    def of(cls, stored: Mapping[str, Any], ranking: Ranking | None) -> ColumnLayout:
+        """Return how the columns of a store are made.
+
+        Args:
+            stored: What expstore.json says.
+            ranking: By what it keeps the best rows: these come in the places of others, which needs places.
+        """
+        return cls() if ranking is not None else cls(**stored)
 
     def to_json(self) -> dict[str, Any]:
         """Return what expstore.json keeps: nothing of what is flat anyway."""

@@ -33,6 +33,8 @@ from expstore.storages.columnwriter import WritableColumns
 from expstore.storages.folder import COLUMNS, JOURNAL, LOG
 from expstore.storages.frozen import manifest_of
 from expstore.storages.grid import round_up
+from expstore.storages.layout import ColumnLayout
+from expstore.storages.packing import Packing
 from expstore.storages.sampledcolumn import SampledColumn, find_sampled
 from expstore.types import Array, cut_run, key_name
 
@@ -176,6 +178,7 @@ def read_content(disk: Disk, folder: Path) -> Content:
         last: int = base["last"]
         used = last if manifest.slots is None else min(last, manifest.slots)
         columns.look(used)
+        columns.end_at(last)
         sampled = find_sampled(disk, folder / COLUMNS, manifest.slots)
         if sampled is not None:
             sampled.look(used)
@@ -216,6 +219,7 @@ class Arrival:
             ndim=own.ndim,
             dims=own.dims,
             spare=spare,
+            layout=own.layout,
             schema=schema,
             specs=_fit_specs(content.manifest.specs, storage.specs, schema),
         )
@@ -385,7 +389,7 @@ def _build_columns(
     manifest = arrival.manifest
     fields, slots = (*schema.fields, *ROW_FIELDS), manifest.slots
     attributes = {"expstore": {"capacity": manifest.capacity, "slots": slots}}
-    ColumnGroup.create(disk, aside / COLUMNS, fields, slots, pool, attributes)
+    ColumnGroup.create(disk, aside / COLUMNS, fields, slots, pool, attributes, _packings(manifest, schema))
     group = WritableColumns(disk, aside / COLUMNS, fields, slots)
     try:
         group.ensure(ready)
@@ -399,11 +403,21 @@ def _build_columns(
             sums.update(blocks, generation=stamp[0], sequence=stamp[1])
         finally:
             sums.close()
+        group.name(group.take_packed()[1])  # all is synced below, before anybody finds these names
         written = [file.path for column in group.columns for file in column.files]
+        written += [path for _, column in group.packed for path in column.paths()]
         written += _build_sampled(disk, aside / COLUMNS, arrival, group.ready, pool)
         return [aside / CHECKSUMS, *written], group.new_folders
     finally:
         group.close()
+
+
+def _packings(manifest: Manifest, schema: Schema) -> list[Packing | None]:
+    """Return how the columns are packed."""
+    layout, slots = ColumnLayout.of(manifest.layout, manifest.ranking), manifest.slots
+    if slots is not None and slots % layout.chunk_rows(schema.fields):
+        layout = ColumnLayout()  # a store that kept the best rows: its slots are not whole chunks
+    return [layout.packing(entry, slots) for entry in (*schema.fields, *ROW_FIELDS)]
 
 
 def _build_sampled(

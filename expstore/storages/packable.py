@@ -15,6 +15,7 @@ from expstore.storages.displacing import DisplacingStorage
 from expstore.storages.grid import round_up
 from expstore.storages.layout import ColumnLayout
 from expstore.storages.packed import PackedColumn
+from expstore.storages.packedrows import PackedRows
 from expstore.types import Array, IntArray, Ranking, key_name
 
 __all__ = ["PackableStorage"]
@@ -32,9 +33,7 @@ class PackableStorage(DisplacingStorage):
     @property
     def layout(self) -> ColumnLayout:
         """How the columns of this store are made."""
-        made = ColumnLayout(**self.manifest.layout)
-        # The best rows come in the places of others: that needs places.
-        return made if self.ranking is None else ColumnLayout()
+        return ColumnLayout.of(self.manifest.layout, self.ranking)
 
     def _note_ranking(self, ranking: Ranking | None) -> None:
         if ranking is not None and self.columns is not None and self.columns.packed:
@@ -66,6 +65,13 @@ class PackableStorage(DisplacingStorage):
         if capacity is None:
             return spare
         return round_up(capacity + spare, math.lcm(lanes, self.layout.chunk_rows(schema.fields))) - capacity
+
+    def packed_now(self) -> dict[int, PackedRows]:
+        """Return the rows of packed fields as they are at this moment, by place."""
+        if self.columns is None:
+            return {}
+        self.drain()
+        return {place: column.as_now() for place, column in self.columns.packed}
 
     def _name_columns(self) -> None:
         finished, self._unnamed = self._unnamed, []

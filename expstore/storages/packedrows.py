@@ -21,6 +21,7 @@ from expstore.errors import CorruptionError, SchemaError
 from expstore.files import Disk, File, address_of, load_compiled
 from expstore.schema import Field
 from expstore.storages.chunkfile import (
+    ANY_TURN,
     HEADER_BYTES,
     Chunks,
     index_bytes,
@@ -72,7 +73,7 @@ class Source:
 
     def cut(self, turn: int, chunk: int) -> bool:
         """Forget chunks from this one on in this turn, and of later turns; say whether anything is left."""
-        if self.turn >= turn:
+        if turn <= self.turn < ANY_TURN:
             first = 0 if self.turn > turn else max(0, chunk - self.shard * self.chunks.offsets.size)
             self.chunks = self.chunks._replace(offsets=self.chunks.offsets.copy())
             self.chunks.offsets[first:] = -1
@@ -241,6 +242,11 @@ class PackedRows(Column):
         for source in sorted(sources, key=lambda source: source.turn):
             self._show(source.shard, source.addresses, source.chunks)
 
+    def paths(self) -> list[Path]:
+        """Return the files in which rows are."""
+        kept = ("c.", "open.", PARTIAL)
+        return [self.folder / name for name in self._disk.names(self.folder) if name.startswith(kept)]
+
     def shards(self) -> Iterator[tuple[str, int, int]]:
         """Yield what shards there are: "c" if they have their names, "open"; number; turn, -1 if unknown."""
         for name in self._disk.names(self.folder):
@@ -286,6 +292,25 @@ class PackedRows(Column):
             chunks.offsets[number], chunks.sizes[number] = 0, frame.data.size
             found.append(Source(shard, turn, frame, chunks))
         return found
+
+    def as_now(self) -> PackedRows:
+        """Return the rows as they are at this moment: whoever writes goes on, and these stay.
+
+        No row may be added meanwhile.
+        """
+        now = PackedRows.__new__(PackedRows)
+        vars(now).update(vars(self))
+        shown = self._shown
+        now.damaged = dict(self.damaged)
+        now._shown = shown._replace(
+            where=shown.where.copy(), sizes=shown.sizes.copy(), rows=shown.rows.copy()
+        )
+        return now
+
+    @property
+    def shown(self) -> Shown:
+        """Where rows are found just now."""
+        return self._shown
 
     # -- reading ---------------------------------------------------------------------------------
 
@@ -369,7 +394,7 @@ class PackedRows(Column):
         there = np.zeros(max(high, shown.where.size), bool)
         raw: dict[int, Array] = {}
         for source in self._found():
-            if source.turn != turn:
+            if source.turn not in (turn, ANY_TURN):
                 continue
             places = source.shard * chunks + np.flatnonzero(source.chunks.offsets >= 0)
             if isinstance(source.addresses, Frame):

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from expstore.errors import StateError
 from expstore.types import Window
+
+if TYPE_CHECKING:
+    from expstore.storages.packedrows import PackedRows
 
 __all__ = ["Hook", "Stateful"]
 
@@ -58,6 +61,10 @@ class Stateful:
     def state_dict(self) -> dict[str, Any]:
         """Return which store this is, and its last row: the rows are in its folder, for `dumps`."""
         return {"uuid": self.uuid, "last": self.window.last}
+
+    def packed_now(self) -> dict[int, PackedRows]:
+        """Return the rows of packed fields as they are at this moment, by place; the lock is held."""
+        return {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Do nothing for a state without rows: these are in the folder.
