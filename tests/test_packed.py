@@ -131,14 +131,16 @@ class Life:
         self.sync()
 
     def kill(self, acts: int, count: int, *, in_sync: bool, again: int) -> None:
-        """Be killed at an act of writing or of a sync, and perhaps while it is opened again."""
+        """Be killed at an act of writing, after a sync by another thread or not, and while it opens again."""
         self.disk.left = acts
         try:
             self.extend(count)
             if in_sync:
                 self.sync()
         except Killed:
-            pass
+            self.disk.left = _NEVER
+            if in_sync:
+                self.sync()
         self.reader = None
         try:
             self.disk.left = _NEVER
@@ -239,6 +241,57 @@ def test_killed_at_every_act(tmp_path: Path, slots: int | None) -> None:
         life.disk.end()
         acts += 1
     assert acts > 60
+
+
+@pytest.mark.parametrize("slots", [None, 48])
+def test_killed_at_every_act_beside_a_sync(tmp_path: Path, slots: int | None) -> None:
+    """Rows that were never published are in shards that have got their names meanwhile."""
+    for again in (_NEVER, 0, 1, 2, 3, 5, 8, 13):
+        for acts in range(0, 40, 1 if again == _NEVER else 3):
+            folder = tmp_path / f"{again}.{acts}"
+            folder.mkdir()
+            life = Life(folder, slots, Packing("lz4hc", 4, 8), 24)
+            for count in (9, 13):
+                life.extend(count)
+            life.kill(acts, 23, in_sync=True, again=again)
+            life.check()
+            life.extend(14)
+            life.check()
+            life.open_again()
+            life.check()
+            life.disk.end()
+
+
+def test_a_chunk_whose_packed_form_was_lost_is_packed_again(tmp_path: Path) -> None:
+    """A power cut may leave the raw rows of a chunk alone, which were written earlier."""
+    life = Life(tmp_path, None, Packing("lz4hc", 4, 16), 16)
+    life.extend(7)
+    life.sync()
+    life.extend(1)
+    life.disk.end()
+    path = tmp_path / "open.0.0"
+    chunks = scan_chunks(Disk().open(path), 4, 0)
+    with path.open("r+b") as file:
+        file.truncate(int(chunks.offsets[1]) - 16)
+    life.open_again()
+    life.check()
+    for count in (2, 9, 11):
+        life.extend(count)
+        life.sync()
+        life.reader = None
+        life.open_again()
+        life.check()
+    life.disk.end()
+
+
+def test_former_turns_of_a_ring_are_not_mapped_any_more(tmp_path: Path) -> None:
+    life = Life(tmp_path, 48, Packing("lz4hc", 4, 16), 16)
+    for _ in range(60):
+        life.extend(12)
+        life.check()
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    assert 0 < sum(str(tmp_path) in line for line in maps) <= 3 * 4  # the writer's and a follower's
+    life.disk.end()
 
 
 # -- packing -----------------------------------------------------------------------------------------

@@ -29,6 +29,9 @@ from expstore.types import Array
 
 __all__ = ["PackedColumn"]
 
+#: A shard that is made once more; it has no other name before it is complete.
+_AGAIN = "again"
+
 
 class PackedColumn(PackedRows):
     """Keep one wide field of all rows, packed.
@@ -242,7 +245,8 @@ class PackedColumn(PackedRows):
         rows = self.part(slot - inside, inside)
         dead = [s for s in self._sources if s.named and (s.turn, s.shard) >= (turn, shard)]
         self._scrap += [self.shard_path(source.shard) for source in dead]
-        self._sources = [source for source in self._sources if source.cut(turn, slot // each)]
+        kept = [source for source in self._sources if not any(source is one for one in dead)]
+        self._sources = [source for source in kept if source.cut(turn, slot // each)]
         if self._sources_new:
             self._partial.adopt(synced[0], synced[1] // each, synced[1] % each)
             self._sources_new = False
@@ -314,18 +318,26 @@ class PackedColumn(PackedRows):
     def _fill_again(self, shard: int, turn: int, first: int) -> None:
         """Go on in a shard that had got its name already, in a file of its own: versions may share the other.
 
-        It was finished by rows that were never published.
+        It was finished by rows that were never published. Where both are there the new one counts: it gets
+        its name when all that it takes over is on the disk.
         """
-        filling = self._filling = self._begin(shard, turn)
-        former = self._disk.open(self.shard_path(shard), write=False)
+        former, path = self._disk.open(self.shard_path(shard), write=False), self.folder / _AGAIN
+        file = self._disk.open(path, create=True)
         try:
-            chunks = read_index(former, self.packing.chunks)
+            file.truncate(0)
+            chunks, end = read_index(former, self.packing.chunks), 0
             for number in np.flatnonzero(chunks.offsets[:first] >= 0).tolist():
                 start, size = int(chunks.offsets[number]) - HEADER_BYTES, int(chunks.sizes[number])
-                filling.add(number, former.read(start, HEADER_BYTES + size))
+                file.write(former.read(start, HEADER_BYTES + size), end)
+                end += HEADER_BYTES + size
+            file.sync()
         finally:
             former.close()
-        self.touched.add(filling.file)
+            file.close()
+        self._disk.rename(path, self.open_path(shard, turn))
+        self.new_folders.add(self.folder)
+        self._filling = self._open(shard, turn)
+        self.touched.add(self._filling.file)
 
     def _forget(self, filling: Filling, first: int) -> None:
         """Drop the chunks of a file from one on: what is in them was never published."""
