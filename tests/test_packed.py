@@ -17,6 +17,7 @@ from expstore.errors import CorruptionError, SchemaError
 from expstore.files import Disk, File
 from expstore.schema import Field
 from expstore.storages.chunkfile import (
+    HEADER_BYTES,
     Chunks,
     no_chunks,
     pack_chunk,
@@ -387,6 +388,18 @@ def test_a_scan_finds_the_chunks_before_the_first_damage(data: Any) -> None:
         np.testing.assert_array_equal(scan_chunks(file, 8, turn, found).offsets[3], later.end - 5)
         assert scan_chunks(file, 8, turn + 1).end == 0
         file.close()
+
+
+def test_chunks_of_one_length_are_told_apart(file: File) -> None:
+    """Each ends with its own checksum: another one in its place is found all the same."""
+    packing = Packing("lz4hc", 4, 16)
+    one, other = (packing.pack(np.full((4, 64), value, np.uint8)) for value in (1, 2))
+    assert len(one) == len(other)
+    chunks = append(file, 0, 0, one, no_chunks(4))
+    file.write(other, HEADER_BYTES)
+    assert scan_chunks(file, 4, 0).end == 0
+    file.write(one, HEADER_BYTES)
+    assert scan_chunks(file, 4, 0).end == chunks.end
 
 
 def test_an_index_says_where_chunks_are(file: File) -> None:

@@ -58,8 +58,17 @@ class Chunks(NamedTuple):
 def pack_chunk(number: int, turn: int, chunk: bytes) -> bytes:
     """Return a chunk as it stands in the file, behind what says what it is."""
     head = struct.pack("<III", len(chunk), number, turn)
-    crc: int = google_crc32c.extend(google_crc32c.value(head), chunk)
-    return head + crc.to_bytes(4, "little") + chunk
+    return head + _sum(head, chunk).to_bytes(4, "little") + chunk
+
+
+def _sum(head: bytes, chunk: bytes) -> int:
+    """Return the crc32c of a head, and of a chunk's end, and of the rest.
+
+    A chunk ends with the crc32c of the rest: summed in their order, all chunks of one length are alike.
+    """
+    ended = google_crc32c.extend(google_crc32c.value(head), chunk[-4:])
+    crc: int = google_crc32c.extend(ended, chunk[:-4])
+    return crc
 
 
 def scan_chunks(file: File, count: int, turn: int, start: Chunks | None = None) -> Chunks:
@@ -90,7 +99,7 @@ def scan_chunks(file: File, count: int, turn: int, start: Chunks | None = None) 
             if len(data) < HEADER_BYTES + size:
                 break
         body = data[at + HEADER_BYTES : at + HEADER_BYTES + size]
-        if google_crc32c.extend(google_crc32c.value(data[at : at + 12]), body) != crc:
+        if _sum(data[at : at + 12], body) != crc:
             break
         offsets[number], sizes[number] = end + HEADER_BYTES, size
         end += HEADER_BYTES + size
@@ -118,7 +127,8 @@ def _turn_in(data: bytes, number: int, size: int) -> int:
     if len(data) < HEADER_BYTES + size:
         return -1
     told, what, turn, crc = _HEADER.unpack_from(data)
-    whole = google_crc32c.extend(google_crc32c.value(data[:12]), data[HEADER_BYTES:]) == crc
+    chunk = data[HEADER_BYTES:]
+    whole = _sum(data[:12], chunk) == crc
     return int(turn) if whole and (told, what) == (size, number) else -1
 
 
