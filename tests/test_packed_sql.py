@@ -115,6 +115,22 @@ def test_answers_are_those_of_a_flat_store(store_path: Path, query: str) -> None
             assert follower.sql(query.replace(", _sampled", "")).arrow().to_pylist() == expected.to_pylist()
 
 
+@pytest.mark.parametrize("query", SAME)
+def test_all_fields_packed_and_read_in_many_batches(
+    store_path: Path, monkeypatch: pytest.MonkeyPatch, query: str
+) -> None:
+    monkeypatch.setattr(halves, "_BATCH_ROWS", 64)
+    monkeypatch.setattr(halves, "_BATCH_BYTES", 200)
+    flat = fill(TensorDictReplayBuffer(storage=MemoryStorage(CAPACITY, seed=0)))
+    settings = Settings(flatten=True, seed=0, layout=ColumnLayout("packed"))
+    with TensorDictReplayBuffer(storage=ZarrStorage(store_path, CAPACITY, settings=settings)) as rb:
+        fill(rb)
+        assert rb.schema is not None
+        assert len(rb.storage.packed_places) == len(rb.schema.fields)
+        query = query.replace(", _sampled", "")
+        assert rb.sql(query).arrow().to_pylist() == flat.sql(query).arrow().to_pylist()
+
+
 NOTHING = [
     "SELECT count(*) FROM transitions",
     "SELECT avg(number), max(_priority) FROM transitions WHERE next.reward > 3",
