@@ -315,6 +315,7 @@ def info(paths: Stores, as_json: Json = False) -> int:
 
 def _facts(path: Path) -> dict[str, Any]:
     from expstore.checks import survey
+    from expstore.checks.sizes import field_sizes
     from expstore.files import Disk
     from expstore.snapshots import store_meant
     from expstore.spectext import unpack_specs
@@ -325,6 +326,7 @@ def _facts(path: Path) -> dict[str, Any]:
     found = survey(path)
     manifest, writer, disk = found.manifest, found.writer, Disk()
     fields = manifest.schema.fields if manifest.schema else ()
+    sizes = field_sizes(disk, path, manifest, found.written)
     return {
         "path": str(path),
         "rows": found.rows,
@@ -342,8 +344,13 @@ def _facts(path: Path) -> dict[str, Any]:
                 "dtype": entry.dtype,
                 "shape": list(entry.shape),
                 "row_bytes": entry.row_bytes,
+                "layout": size.layout,
+                "codec": size.codec,
+                "chunk_rows": size.chunk_rows,
+                "disk_bytes": size.disk_bytes,
+                "compression": size.compression and round(size.compression, 2),
             }
-            for entry in fields
+            for entry, size in zip(fields, sizes, strict=True)
         ],
         "episodes": found.episodes,
         "open_in": writer and {"pid": writer.pid, "host": writer.host, "since": iso_text(writer.since)},
@@ -383,8 +390,19 @@ def _show_facts(facts: dict[str, Any]) -> None:
     for name, line in lines.items():
         typer.echo(f"  {name:<10}  {line}")
     if facts["fields"]:
-        rows = [(f["name"], f["dtype"], f["shape"], f["row_bytes"]) for f in facts["fields"]]
-        print_table(["field", "dtype", "shape", "bytes per row"], rows)
+        rows = [
+            (f["name"], f["dtype"], f["shape"], f["row_bytes"], _lies(f), size_text(f["disk_bytes"]))
+            for f in facts["fields"]
+        ]
+        print_table(["field", "dtype", "shape", "bytes per row", "layout", "on disk"], rows)
+
+
+def _lies(field: dict[str, Any]) -> str:
+    """Say how a field lies on disk."""
+    if field["layout"] != "packed":
+        return field["layout"] or "damaged"
+    ratio = f", 1/{field['compression']:.1f}" if field["compression"] else ""
+    return f"packed, {field['codec']}{ratio}"
 
 
 # -- verify ----------------------------------------------------------------------------------------

@@ -89,6 +89,7 @@ ALLOWED_SIDEWAYS: tuple[tuple[str, str], ...] = (
     ("ensembles", "memberpatches"),
     # the parts of a check
     ("checks.*", "checks.findings"),
+    ("checks.*", "checks.packed"),
     ("checks.rows", "checks.blocks"),
     ("checks.logs", "checks.rows"),
     ("checks.verify", "checks.*"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import random
 import shutil
@@ -17,6 +18,8 @@ from tensordict import TensorDict
 
 import expstore
 from expstore import files
+from expstore.checks import repair, verify
+from expstore.cli import run
 from expstore.errors import CorruptionError
 from expstore.storages import base, packing
 from expstore.storages.layout import ColumnLayout
@@ -144,3 +147,137 @@ def test_damage_anywhere_is_an_error_and_never_other_rows(
 
     monkeypatch.setattr(PackedRows, "__init__", make)
     assert in_child(lambda: faults_of(sound, tmp_path, 60, 1)) == []
+
+
+def lost_ids(store: Path) -> set[int]:
+    """The rows that findings name, by their numbers in the batches."""
+    runs = [run for finding in verify(store) for run in finding.ids]
+    return {row for first, last in runs for row in range(first - 1, last)}
+
+
+def chunk_of(store: Path, row: int) -> tuple[Path, int]:
+    """The named shard in which a row of the turned ring stands, and where its chunk's first byte does."""
+    shard, inside = divmod(row % 128, 16)
+    path = store / f"columns/frame/c.{shard}.0.0"
+    index = np.frombuffer(path.read_bytes()[-4 - 16 * 4 : -4], "<u8").reshape(4, 2)
+    return path, int(index[inside // 4, 0])
+
+
+def test_verify_names_the_rows_of_a_damaged_chunk_and_repair_costs_these_alone(
+    sound: Path, tmp_path: Path
+) -> None:
+    store = Path(shutil.copytree(sound, tmp_path / "broken.exp"))
+    assert verify(store) == []
+    path, start = chunk_of(store, 90)
+    flip(path, start + 30, 3)
+    assert [(f.kind, f.path, f.column) for f in verify(store)] == [
+        ("payload", f"columns/frame/{path.name}", "frame")
+    ]
+    assert lost_ids(store) == {88, 89, 90, 91}
+    before = path.read_bytes()
+    outcome = repair(store)
+    assert outcome.left
+    assert not outcome.lost
+    assert path.read_bytes() == before
+    with pytest.raises(CorruptionError, match="frame"), expstore.open(store, mode="r") as rb:
+        rb[:]
+    assert repair(store, drop_damaged=True).lost_rows == 4
+    assert verify(store) == []
+    with expstore.open(store) as rb:
+        data = rb[:]
+        assert set(data["number"].tolist()) == set(range(50, 150)) - {88, 89, 90, 91}
+        assert torch.equal(data["frame"], wanted(data))
+        rb.extend(batch(150, 70))
+        data = rb[:]
+        assert torch.equal(data["frame"], wanted(data))
+    assert verify(store) == []
+
+
+def test_a_missing_shard_costs_its_rows(sound: Path, tmp_path: Path) -> None:
+    store = Path(shutil.copytree(sound, tmp_path / "broken.exp"))
+    chunk_of(store, 90)[0].unlink()
+    assert [finding.kind for finding in verify(store)] == ["missing"]
+    assert lost_ids(store) == set(range(80, 96))
+    with pytest.raises(CorruptionError, match="missing"):
+        expstore.open(store)
+    assert repair(store, drop_damaged=True).lost_rows == 16
+    assert verify(store) == []
+    with expstore.open(store) as rb:
+        data = rb[:]
+        assert len(data) == 84
+        assert torch.equal(data["frame"], wanted(data))
+
+
+@pytest.mark.parametrize("where", ["index", "header", "zarr.json"])
+def test_what_follows_from_the_rest_is_made_again_at_no_cost(sound: Path, tmp_path: Path, where: str) -> None:
+    store = Path(shutil.copytree(sound, tmp_path / "broken.exp"))
+    path, start = chunk_of(store, 90)
+    if where == "zarr.json":
+        path = path.with_name(where)
+        path.write_bytes(b"{}")
+    else:
+        flip(path, path.stat().st_size - 9 if where == "index" else start - 9, 0)
+    assert len(verify(store)) == 1
+    assert lost_ids(store) == set()
+    outcome = repair(store)
+    assert not outcome.left
+    assert not outcome.lost
+    assert verify(store) == []
+    with expstore.open(store) as rb:
+        data = rb[:]
+        assert len(data) == 100
+        assert torch.equal(data["frame"], wanted(data))
+
+
+def test_rows_of_the_chunk_that_is_not_full_are_found_lost(sound: Path, tmp_path: Path) -> None:
+    store = Path(shutil.copytree(sound, tmp_path / "broken.exp"))
+    (store / "columns/frame/partial").unlink()
+    assert lost_ids(store) == {148, 149}
+    assert repair(store, drop_damaged=True).lost_rows == 2
+    assert verify(store) == []
+    with expstore.open(store) as rb:
+        rb.extend(batch(150, 1))
+        data = rb[:]
+        assert set(data["number"].tolist()) == {*range(51, 148), 150}
+        assert torch.equal(data["frame"], wanted(data))
+
+
+def repairs_of(sound: Path, folder: Path, count: int, seed: int) -> list[str]:
+    """Damage copies and repair them; return what is not as it should be."""
+    found, rng = [], random.Random(seed)
+    for number in range(count):
+        broken = folder / f"broken-{number}.exp"
+        shutil.copytree(sound, broken)
+        done = damage(broken, rng)
+        named = lost_ids(broken)
+        repair(broken, drop_damaged=True)
+        found += [f"{done}: left {finding}" for finding in verify(broken)]
+        with expstore.open(broken, mode="r") as rb:
+            data = rb[:]
+            if set(data["number"].tolist()) != set(range(50, 150)) - named:
+                found.append(f"{done}: other rows are lost than were named")
+            if not torch.equal(data["frame"], wanted(data)):
+                found.append(f"{done}: rows read wrong")
+        shutil.rmtree(broken)
+    return found
+
+
+def test_a_repair_costs_the_rows_that_were_named_and_no_others(sound: Path, tmp_path: Path) -> None:
+    assert in_child(lambda: repairs_of(sound, tmp_path, 25, 3)) == []
+
+
+def test_info_says_how_fields_lie_and_what_room_they_take(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = tmp_path / "still.exp"
+    with buffer(store, None) as rb:
+        rb.extend(TensorDict({"frame": torch.zeros(4096, 8, 256, dtype=torch.uint8)}, [4096]))
+    assert run(["info", str(store), "--json"]) == 0
+    (field,) = json.loads(capsys.readouterr().out)["stores"][0]["fields"]
+    folder = store / "columns/frame"
+    used = sum(path.stat().st_blocks * 512 for path in folder.iterdir())
+    assert (field["layout"], field["codec"], field["chunk_rows"]) == ("packed", "lz4hc", 4)
+    assert used <= field["disk_bytes"] <= used + folder.stat().st_blocks * 512
+    assert field["compression"] == round(4096 * 2048 / field["disk_bytes"], 2)
+    assert run(["info", str(store)]) == 0
+    assert f"packed, lz4hc, 1/{field['compression']:.1f}" in capsys.readouterr().out

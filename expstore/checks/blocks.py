@@ -14,6 +14,7 @@ import google_crc32c
 import numpy as np
 
 from expstore.checks.findings import Finding, Inspection, Progress, runs_of
+from expstore.checks.packed import PackedFiles
 from expstore.errors import CorruptionError, StorageError
 from expstore.files import File
 from expstore.storages.checksums import (
@@ -29,6 +30,7 @@ from expstore.storages.checksums import (
     zeros_sum,
 )
 from expstore.storages.columns import Column
+from expstore.storages.packedreader import PackedReader
 from expstore.storages.zarrmeta import SEPARATOR, make_metadata, parse_metadata, shard_footer
 from expstore.types import Array, key_name
 
@@ -64,12 +66,13 @@ def metadata_of(inspection: Inspection) -> dict[str, bytes]:
     if group is None:
         return {}
     columns = inspection.columns
-    sound = [column.separator for column in columns if column.fault is None]
+    sound = [column.separator for column in columns if column.fault is None and not column.packed]
     separator = max(sound, key=sound.count, default=SEPARATOR)
     shards = [_shard_rows(inspection, column, separator) for column in columns]
+    packings = [column.packing if isinstance(column, PackedReader) else None for column in columns]
     attributes = {"expstore": {"capacity": inspection.manifest.capacity, "slots": inspection.slots}}
     fields = [column.entry for column in columns]
-    return make_metadata(fields, shards, inspection.slots, attributes, separator=separator)
+    return make_metadata(fields, shards, inspection.slots, attributes, separator=separator, packings=packings)
 
 
 def _metadata_trouble(
@@ -140,6 +143,7 @@ def check_blocks(inspection: Inspection, unsettled: set[int], progress: Progress
     jobs = [
         (place, column, number)
         for place, column in enumerate(columns)
+        if not column.packed
         for number in _shard_numbers(inspection, column, stop)
     ]
     total = sum(column.rows * column.row_bytes for _, column, _ in jobs)
@@ -149,11 +153,57 @@ def check_blocks(inspection: Inspection, unsettled: set[int], progress: Progress
         done += column.rows * column.row_bytes
         if progress is not None:
             progress(done, total)
+    for place, files in inspection.packed.items():
+        packed = inspection.columns[place]
+        if isinstance(packed, PackedReader):
+            _check_packed(inspection, packed, files)
     for column in inspection.columns[len(columns) :]:
         # What is counted has no shard before rows are handed out, or synced.
         due = needed if column is not inspection.sampled else needed - unsettled
         for number in _shard_numbers(inspection, column, max(due, default=-1) + 1):
             _check_shard(inspection, -1, column, number, entries, [], unsettled)
+
+
+def _check_packed(inspection: Inspection, column: PackedReader, files: PackedFiles) -> None:
+    """Note what is damaged in the files of a packed column, and which rows that costs."""
+    lost: dict[Path, list[int]] = {}
+    # Of later ones the journal has the rows, or their checksum.
+    for first, count in inspection.settled_runs():
+        for slot, offset, n in inspection.pieces(first, count):
+            turn = 0 if inspection.slots is None else (first + offset - 1) // inspection.slots
+            for at in np.flatnonzero(~files.find(turn, slot, n)).tolist():
+                path = files.file_of(turn, (slot + at) // column.packing.rows)
+                lost.setdefault(path, []).append(first + offset + at)
+    for path in sorted({fault.path for fault in files.faults} | lost.keys()):
+        faults = [fault for fault in files.faults if fault.path == path]
+        costly = {fault.text for fault in faults if fault.kind == "payload"}
+        gone = not inspection.disk.exists(path)
+        for fault in faults:
+            if fault.kind == "footer":
+                _note_packed(inspection, column, path, "footer", fault.text, [])
+        if gone or lost.get(path) or costly:
+            text = "is missing" if gone else "; ".join(sorted(costly)) or "has lost rows"
+            ids = lost.get(path, [])
+            _note_packed(inspection, column, path, "missing" if gone else "payload", text, ids)
+
+
+def _note_packed(
+    inspection: Inspection, column: PackedReader, path: Path, kind: str, text: str, lost: list[int]
+) -> None:
+    name, ids = inspection.relative(path), runs_of(np.sort(np.array(lost, np.int64)))
+    first = lost[0] - 1 if lost else 0
+    numbers = path.name.split(".")[1:2]
+    shard = first % (inspection.slots or first + 1) // column.rows
+    inspection.note(
+        Finding(
+            kind=kind,
+            path=name,
+            message=f"{name}{_of_ids(ids)} {text}",
+            column=key_name(column.entry.key),
+            shard=int(numbers[0]) if numbers else shard,
+            ids=ids,
+        )
+    )
 
 
 def _needed_blocks(inspection: Inspection) -> set[int]:
@@ -287,6 +337,10 @@ def read_column(inspection: Inspection, place: int, first_id: int, count: int) -
     if inspection.group is None:
         return
     column = inspection.group.columns[place]
+    files = inspection.packed.get(place)
+    if files is not None:
+        yield from _read_packed(inspection, files, first_id, count)
+        return
     for slot, offset, n in inspection.pieces(first_id, count):
         done = 0
         while done < n:
@@ -301,3 +355,17 @@ def read_column(inspection: Inspection, place: int, first_id: int, count: int) -
                     file.close()
                 yield first_id + offset + done, np.frombuffer(data, column.entry.numpy_dtype)
             done += rows
+
+
+def _read_packed(
+    inspection: Inspection, files: PackedFiles, first_id: int, count: int
+) -> Iterator[tuple[int, Array]]:
+    """Do so for a packed column, without rows that are lost."""
+    each = files.column.row_bytes
+    for slot, offset, n in inspection.pieces(first_id, count):
+        turn = 0 if inspection.slots is None else (first_id + offset - 1) // inspection.slots
+        step = max(1, _PIECE_BYTES // each)
+        for done in range(0, n, step):
+            rows, whole = files.rows(turn, slot + done, min(step, n - done))
+            if whole.all():
+                yield first_id + offset + done, rows.reshape(-1).view(files.column.entry.numpy_dtype)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from expstore.checks.packed import PackedFiles
 from expstore.files import Disk
 from expstore.manifest import Manifest
 from expstore.storages.columngroup import ColumnGroup
@@ -63,6 +64,7 @@ class Inspection:
         past: What its journal says; None: it has none that can be read.
         window: Its readable rows.
         found: Findings so far.
+        packed: What stands in the files of packed columns, by their places.
         damaged: Blocks whose bytes are not what was written, by column (its place).
     """
 
@@ -74,6 +76,7 @@ class Inspection:
     past: Past | None = None
     window: Window = field(default_factory=lambda: Window(0, 0))
     found: list[Finding] = field(default_factory=list)
+    packed: dict[int, PackedFiles] = field(default_factory=dict)
     damaged: dict[int, set[int]] = field(default_factory=dict)
 
     @property

@@ -17,6 +17,7 @@ import numpy as np
 from expstore.checks.blocks import metadata_of
 from expstore.checks.findings import Finding, Inspection, Progress
 from expstore.checks.logs import restore_log
+from expstore.checks.packed import PackedFiles
 from expstore.checks.verify import inspect
 from expstore.errors import CorruptionError
 from expstore.files import Disk
@@ -129,7 +130,7 @@ def _costs(inspection: Inspection, outcome: Outcome, drop_damaged: bool) -> list
         if in_shard and finding.column not in ("_row.priority", "_row.sampled"):
             if drop_damaged:
                 gaps += finding.ids
-            else:
+            elif finding.slots is not None:  # for what is packed `_rewrite` decides
                 outcome.left.append(finding)
         elif finding.kind in {"missing", "length", "episodes.log"} and not _is_free(finding):
             if not drop_damaged:
@@ -137,6 +138,11 @@ def _costs(inspection: Inspection, outcome: Outcome, drop_damaged: bool) -> list
         elif finding.kind == "episodes":
             outcome.left.append(finding)
     return gaps
+
+
+def _costs_rows(inspection: Inspection, column: str | None) -> bool:
+    """Say whether the damage in a column costs rows."""
+    return any(finding.ids for finding in inspection.found if finding.column == column)
 
 
 def _is_free(finding: Finding) -> bool:
@@ -150,6 +156,10 @@ def _rewrite(
     """Write files again; return the blocks whose sums must be made anew."""
     blocks: set[int] = set()
     wanted: dict[str, bytes] | None = None
+    packed: dict[str | None, PackedFiles] = {
+        key_name(inspection.columns[place].entry.key): files for place, files in inspection.packed.items()
+    }
+    mended: set[str | None] = set()
     for finding in inspection.found:
         file = inspection.path / finding.path
         act: str | None = None
@@ -163,6 +173,14 @@ def _rewrite(
             if not dry_run:
                 disk.make_dir(file.parent)
                 disk.write_whole(file, wanted[finding.path.removeprefix("columns/")])
+        elif finding.column in packed:
+            if drop_damaged or not _costs_rows(inspection, finding.column):
+                act = f"{finding.path} made whole"
+                if not dry_run and finding.column not in mended:
+                    _mend(disk, inspection, packed[finding.column])
+                    mended.add(finding.column)
+            elif finding not in outcome.left:
+                outcome.left.append(finding)
         elif finding.shard is not None and (drop_damaged or finding.kind in {"footer", "unwritten"}):
             if finding.kind in {"footer", "missing", "length"}:
                 act = f"{finding.path} made whole"
@@ -178,6 +196,13 @@ def _rewrite(
         if act is not None and act not in outcome.acts:
             outcome.acts.append(act)
     return blocks
+
+
+def _mend(disk: Disk, inspection: Inspection, files: PackedFiles) -> None:
+    """Make the files of a packed column whole."""
+    past, group = inspection.past, inspection.group
+    if past is not None and group is not None:
+        files.mend(disk, group.place_behind(min(inspection.window.last, past.synced)))
 
 
 def _make_whole(disk: Disk, inspection: Inspection, finding: Finding) -> None:

@@ -13,6 +13,7 @@ import google_crc32c
 
 from expstore.checks.blocks import check_blocks, check_metadata, read_column
 from expstore.checks.findings import Finding, Inspection, Progress
+from expstore.checks.packed import PackedFiles
 from expstore.checks.rows import check_ids, check_index, check_log, check_rows
 from expstore.checks.survey import find_writer
 from expstore.errors import CorruptionError, LockedError, StorageError
@@ -25,6 +26,9 @@ from expstore.storages.checksums import BLOCK_ROWS, DAMAGED, read_entries, state
 from expstore.storages.columngroup import ColumnGroup
 from expstore.storages.columns import Column
 from expstore.storages.folder import COLUMNS, JOURNAL, ORIGIN, REDO, REPAIR, VERSION
+from expstore.storages.layout import ColumnLayout
+from expstore.storages.packedreader import PackedReader
+from expstore.storages.packedrows import PARTIAL
 from expstore.storages.records import Publish, Redo, fetch_body
 from expstore.storages.recovery import read_past, unsettled_blocks
 from expstore.storages.recovery import verify as walk
@@ -78,6 +82,7 @@ def inspect(path: Path, *, disk: Disk | None = None, progress: Progress | None =
     if manifest.schema is not None:
         fields = (*manifest.schema.fields, *ROW_FIELDS)
         inspection.group = ColumnGroup(disk, path / COLUMNS, fields, manifest.slots, write=False)
+        _look_at_packed(inspection)
         inspection.sampled = find_sampled(disk, path / COLUMNS, manifest.slots)
     _check_version(inspection)
     unsettled = _check_journal(inspection)
@@ -92,6 +97,24 @@ def inspect(path: Path, *, disk: Disk | None = None, progress: Progress | None =
     if Manifest.load(disk, path) != manifest:
         raise LockedError(f"{path} was opened while it was checked", hint="check it again")
     return inspection
+
+
+def _look_at_packed(inspection: Inspection) -> None:
+    """Look at the files of packed columns; where zarr.json cannot tell how they are packed, settings can."""
+    group, disk = inspection.group, inspection.disk
+    if group is None:
+        return
+    layout = ColumnLayout(**inspection.manifest.layout)
+    for place, column in enumerate(group.columns):
+        if not column.packed:
+            packing = layout.packing(column.entry, inspection.slots)
+            names = disk.names(column.folder) if packing is not None and disk.exists(column.folder) else []
+            if packing is None or not any(name.startswith(("c.", "open.", PARTIAL)) for name in names):
+                continue
+            column = PackedReader(disk, column.folder, column.entry, inspection.slots, packing)
+            group.columns[place] = column
+        if isinstance(column, PackedReader):
+            inspection.packed[place] = PackedFiles(disk, column)
 
 
 def _refuse_writer(disk: Disk, path: Path) -> None:
@@ -161,7 +184,7 @@ def _walk(inspection: Inspection, records: list[Record]) -> set[int]:
     schema = manifest.schema
     if past.clean or group is None or schema is None:
         return set()
-    limit = max(_reach_of(inspection, column) for column in group.columns)
+    limit = max(_reach_of(inspection, column) for column in group.columns if not column.packed)
     try:
         return unsettled_blocks(
             past,
