@@ -18,7 +18,7 @@ from tensordict import TensorDict
 import expstore
 from expstore import files
 from expstore.buffers import ReplayBuffer
-from expstore.errors import CorruptionError
+from expstore.errors import CorruptionError, StateError
 from expstore.files import Disk
 from expstore.storages import packing
 from expstore.storages.contents import content_of
@@ -27,6 +27,7 @@ from expstore.storages.memory import MemoryStorage
 from expstore.storages.settings import Settings
 from expstore.storages.zarr import ZarrStorage
 from expstore.tensordictbuffers import TensorDictReplayBuffer
+from expstore.writers import TensorDictMaxValueWriter
 
 PACKED = ColumnLayout(fields={"frame": {"layout": "packed", "rows": 4}})
 
@@ -266,6 +267,19 @@ def test_a_state_holds_packed_rows(tmp_path: Path) -> None:
         rb.extend(rows(0, 67))
         state = content_of(rb.storage)
     assert (state["rows"]["frame"] == rows(27, 40)["frame"]).all()
+
+
+def test_the_best_rows_are_not_put_into_packed_fields(tmp_path: Path, place: Path) -> None:
+    writer = TensorDictMaxValueWriter(rank_key="number")
+    storage = ZarrStorage(tmp_path / "best", 20, settings=Settings(flatten=True, seed=0))
+    with TensorDictReplayBuffer(storage=storage, writer=writer, batch_size=8) as rb:
+        rb.extend(rows(0, 30))
+        rb.dumps(place)
+    with make(tmp_path / "store", 40) as rb:
+        rb.extend(rows(500, 3))
+        with pytest.raises(StateError, match="cannot give way to better ones"):
+            rb.loads(place)
+        assert holds(rb, 500, 3)
 
 
 @pytest.mark.parametrize("disk", [Disk, NoLinks])

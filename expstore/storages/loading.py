@@ -199,13 +199,14 @@ class Arrival:
 
     Raises:
         SchemaError: The storage has other fields, or rows of other dims.
-        StateError: It has no room for all of the best rows.
+        StateError: It has no room for all of the best rows, or packed fields, which cannot give way.
     """
 
     def __init__(self, content: ContentLike, storage: Storage) -> None:
         self.content = content
         base, own = content.base, manifest_of(storage)
         schema = _fit(content.manifest.schema, storage.schema, content.name)
+        _fit_layout(own, content)
         own = _fit_dims(own, content)
         lanes = math.prod(own.dims)
         spare = own.spare
@@ -318,6 +319,16 @@ def _fit(offered: Schema | None, own: Schema | None, name: str) -> Schema | None
     return offered
 
 
+def _fit_layout(own: Manifest, content: ContentLike) -> None:
+    """Raise StateError if a storage cannot go on as the content's did."""
+    if content.manifest.ranking is not None and ColumnLayout(**own.layout).asks_packed:
+        raise StateError(
+            f"{content.name} holds the best rows, and this store was made with packed fields, whose rows "
+            "cannot give way to better ones",
+            hint="load it into a store with layout='flat'",
+        )
+
+
 def _fit_specs(offered: str, own: str, schema: Schema | None) -> str:
     """Return what a storage knows of its fields' values afterwards: what came with the rows, else its own."""
     if not offered and own and schema is not None:
@@ -416,7 +427,7 @@ def _packings(manifest: Manifest, schema: Schema) -> list[Packing | None]:
     """Return how the columns are packed."""
     layout, slots = ColumnLayout.of(manifest.layout, manifest.ranking), manifest.slots
     if slots is not None and slots % layout.chunk_rows(schema.fields):
-        layout = ColumnLayout()  # a store that kept the best rows: its slots are not whole chunks
+        layout = ColumnLayout()  # a store that kept the best rows till now: its slots are no whole chunks
     return [layout.packing(entry, slots) for entry in (*schema.fields, *ROW_FIELDS)]
 
 

@@ -65,6 +65,7 @@ POWER_SPECS = {
         Spec("best", 24, 8, frame=64, segment_bytes=4096, longest=20, overlong=False, lean=True, best=True),
         Spec("packed", 24, 12, frame=64, segment_bytes=4096, longest=30, packed=True),
         Spec("frames", None, 60, frame=64, segment_bytes=8192, longest=60, lean=True, packed=True),
+        Spec("kept", 60, 20, frame=64, segment_bytes=4096, longest=30, lean=True, dumped=True, packed=True),
         Spec("durable", 40, 16, frame=64, segment_bytes=4096, longest=24, durability="sync", packed=True),
         Spec("endless", None, 120, frame=64, segment_bytes=8192, shard_rows=4096, longest=160, lean=True),
     )
