@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-import google_crc32c
 import numpy as np
 from numpy.typing import NDArray
 
@@ -24,6 +23,7 @@ from expstore.storages.chunkfile import (
     pack_chunk,
     pack_index,
     read_index,
+    sum_chunk,
 )
 from expstore.storages.packedreader import PackedReader
 from expstore.storages.packedrows import PARTIAL
@@ -285,6 +285,6 @@ def _head(data: bytes) -> tuple[int, int, int] | None:
         return None
     size, number, turn, crc = struct.unpack_from("<IIII", data)
     body = data[HEADER_BYTES : HEADER_BYTES + size]
-    if len(body) != size or google_crc32c.extend(google_crc32c.value(data[:12]), body) != crc:
+    if len(body) != size or sum_chunk(data[:12], body) != crc:
         return None
     return size, number, turn

@@ -27,6 +27,7 @@ __all__ = [
     "pack_index",
     "read_index",
     "scan_chunks",
+    "sum_chunk",
     "turn_of",
 ]
 
@@ -58,10 +59,10 @@ class Chunks(NamedTuple):
 def pack_chunk(number: int, turn: int, chunk: bytes) -> bytes:
     """Return a chunk as it stands in the file, behind what says what it is."""
     head = struct.pack("<III", len(chunk), number, turn)
-    return head + _sum(head, chunk).to_bytes(4, "little") + chunk
+    return head + sum_chunk(head, chunk).to_bytes(4, "little") + chunk
 
 
-def _sum(head: bytes, chunk: bytes) -> int:
+def sum_chunk(head: bytes, chunk: bytes) -> int:
     """Return the crc32c of a head, and of a chunk's end, and of the rest.
 
     A chunk ends with the crc32c of the rest: summed in their order, all chunks of one length are alike.
@@ -99,7 +100,7 @@ def scan_chunks(file: File, count: int, turn: int, start: Chunks | None = None) 
             if len(data) < HEADER_BYTES + size:
                 break
         body = data[at + HEADER_BYTES : at + HEADER_BYTES + size]
-        if _sum(data[at : at + 12], body) != crc:
+        if sum_chunk(data[at : at + 12], body) != crc:
             break
         offsets[number], sizes[number] = end + HEADER_BYTES, size
         end += HEADER_BYTES + size
@@ -128,7 +129,7 @@ def _turn_in(data: bytes, number: int, size: int) -> int:
         return -1
     told, what, turn, crc = _HEADER.unpack_from(data)
     chunk = data[HEADER_BYTES:]
-    whole = _sum(data[:12], chunk) == crc
+    whole = sum_chunk(data[:12], chunk) == crc
     return int(turn) if whole and (told, what) == (size, number) else -1
 
 
