@@ -348,11 +348,6 @@ def _check(states: Sequence[State], folder: Path, *, boot: int, seed: int, sql: 
             if seen not in (None, result.write_count):
                 result = f"a follower had found {seen}, the writer {result.write_count} rows written"
         found.append(result)
-        if not isinstance(result, Ledger):
-            again = Path("/tmp/es/kept")
-            shutil.rmtree(again, ignore_errors=True)
-            write_tree(state.tree, again)
-            print("KEPT", again, state.label, result, flush=True)
         shutil.rmtree(base)
     return found
 

@@ -21,7 +21,19 @@ pytestmark = pytest.mark.timeout(600)  # the first test waits for the whole run
 @pytest.fixture(scope="module")
 def reports(harness: Callable[..., Reports]) -> Reports:
     """What the short run found, by task; what was found with a fault, by fault."""
-    random = ["random", "--kills", "42", "--names", "tiny", "narrow", "ring", "counted", "best"]
+    random = [
+        "random",
+        "--kills",
+        "48",
+        "--names",
+        "tiny",
+        "narrow",
+        "ring",
+        "counted",
+        "best",
+        "packed",
+        "frames",
+    ]
     return harness([["quick", *random], ["power", "teeth"]])
 
 
@@ -47,7 +59,7 @@ def test_kill_at_random(reports: Reports) -> None:
     """Kills by a clock and by the number of acts, several lives per store, with the background thread."""
     report = reports["random"]
     assert not report["failures"], _failures(report)
-    assert report["kills"] == 42
+    assert report["kills"] == 48
     assert report["inside"]["extend"] * 3 >= report["kills"], report["inside"]
 
 
