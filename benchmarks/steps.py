@@ -67,7 +67,8 @@ SMOKE = Effort(
 
 def fill(folder: Path, workload: Workload) -> Any:
     """Return a full ring that has come round once."""
-    rb = expstore.open(folder / f"{workload.name}.exp", capacity=workload.rows, batch_size=BATCH, seed=1)
+    settings: dict[str, Any] = {"capacity": workload.rows, "batch_size": BATCH, "seed": 1, "layout": "flat"}
+    rb = expstore.open(folder / f"{workload.name}.exp", **settings)
     stream = Stream(workload, workload.extend_rows, pool=20)
     for _ in range(workload.rows // workload.extend_rows + 2):
         rb.extend(next(stream))

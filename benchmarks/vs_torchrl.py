@@ -111,7 +111,7 @@ SMOKE = Effort(
 
 
 def open_expstore(folder: Path, capacity: int) -> Any:
-    return expstore.open(folder / "store.exp", capacity=capacity, batch_size=BATCH)
+    return expstore.open(folder / "store.exp", capacity=capacity, batch_size=BATCH, layout="flat")
 
 
 def open_torchrl(folder: Path, capacity: int) -> Any:

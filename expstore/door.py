@@ -21,7 +21,7 @@ from expstore.schema import Schema
 from expstore.snapshots import find_version, is_snapshots
 from expstore.storages.folder import FolderStorage
 from expstore.storages.follower import FollowerStorage
-from expstore.storages.layout import ask_layout
+from expstore.storages.layout import LayoutName, ask_layout
 from expstore.storages.settings import Durability, Mode, Settings
 from expstore.storages.zarr import ZarrStorage
 from expstore.tensordictbuffers import TensorDictReplayBuffer
@@ -43,7 +43,7 @@ def open(
     mode: Mode = "a",
     version: int | str | None = None,
     storage: Literal["zarr"] | None = None,
-    layout: Literal["flat", "packed", "auto"] | None = None,
+    layout: LayoutName | None = None,
     fields: Mapping[str, Mapping[str, Any]] | None = None,
     batch_size: int | None = None,
     sampler: Sampler | None = None,
@@ -80,9 +80,9 @@ def open(
         version: Number or tag of a version that `dumps` or `tag` has made, which is only read. A folder of
             versions is opened without it, too: the newest one.
         storage: How rows are kept; "zarr".
-        layout: How the fields of a new store lie on disk. "flat": rows one behind another, which can be
-            changed in place. "packed": compressed, in chunks of a few rows, which stay as they are. "auto":
-            packed from 1 KiB per row on. "flat" by default.
+        layout: How the fields of a new store lie on disk. "auto", as without it: packed from 1 KiB per row
+            on, unless a writer keeps the best rows. "packed": compressed, in chunks of a few rows, which stay
+            as they are. "flat": rows one behind another, which can be changed in place (`rb[i] =`).
         fields: The same for single fields, by name: a dict with `layout`, and of packed ones `codec` ("lz4hc"
             by default, "lz4", "zstd" or "zlib": every reader of Zarr v3 knows them) and `rows` per chunk, a
             power of two.
@@ -144,9 +144,9 @@ def open(
     text = row_text(specs)
     path, mode = _find(Path(path), mode, version)
     settings = Settings(
-        mode=mode, storage=storage, layout=ask_layout(layout, fields), seed=seed, schema=schema,
-        specs=text, flatten=True, meta=meta, traj_key=traj_key, done_keys=done_keys, reward_key=reward_key,
-        durability=durability, min_free_bytes=min_free_bytes, on_sigterm=on_sigterm,
+        mode=mode, storage=storage, layout=ask_layout(layout, fields), new_layout="auto", seed=seed,
+        schema=schema, specs=text, flatten=True, meta=meta, traj_key=traj_key, done_keys=done_keys,
+        reward_key=reward_key, durability=durability, min_free_bytes=min_free_bytes, on_sigterm=on_sigterm,
     )  # fmt: skip
     return _in_buffer(
         _open_storage(path, capacity, settings),

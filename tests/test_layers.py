@@ -293,6 +293,7 @@ ALLOWED_SIDEWAYS: tuple[tuple[str, str], ...] = (
     ("storages.synced", "storages.records"),
     ("storages.journaled", "storages.records"),
     ("storages.journaled", "storages.recovery"),
+    ("storages.journaled", "storages.layout"),
     ("storages.journaled", "storages.settings"),
     ("storages.shown", "storages.folder"),
     ("storages.zarr", "storages.checksums"),

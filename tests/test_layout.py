@@ -32,12 +32,16 @@ def packed_fields(path: Path) -> set[str]:
 @pytest.mark.parametrize(
     ("asked", "packed"),
     [
-        ({}, set()),
+        ({}, {"frame", "next/frame"}),
         ({"layout": "flat"}, set()),
         ({"layout": "auto"}, {"frame", "next/frame"}),
         ({"layout": "packed"}, {"frame", "next/frame", "action"}),
         ({"layout": "auto", "fields": {"frame": {"layout": "flat"}}}, {"next/frame"}),
-        ({"fields": {"next.frame": {"layout": "packed", "codec": "zstd", "rows": 4}}}, {"next/frame"}),
+        ({"fields": {"frame": {"layout": "flat"}}}, {"next/frame"}),
+        (
+            {"layout": "flat", "fields": {"next.frame": {"layout": "packed", "codec": "zstd", "rows": 4}}},
+            {"next/frame"},
+        ),
     ],
 )
 def test_fields_lie_as_was_asked(tmp_path: Path, asked: dict[str, Any], packed: set[str]) -> None:
@@ -53,11 +57,62 @@ def test_fields_lie_as_was_asked(tmp_path: Path, asked: dict[str, Any], packed: 
 
 
 def test_what_contradicts_the_store_is_refused(tmp_path: Path) -> None:
-    expstore.open(tmp_path / "run.exp", layout="auto").close()
-    expstore.open(tmp_path / "run.exp").close()
-    expstore.open(tmp_path / "run.exp", layout="auto").close()
+    path, fields = tmp_path / "run.exp", {"frame": {"rows": 8}}
+    expstore.open(path, fields=fields).close()
+    for agrees in ({}, {"layout": "auto"}, {"fields": fields}, {"layout": "auto", "fields": fields}):
+        expstore.open(path, **agrees).close()
+    for differs in ({"layout": "packed"}, {"layout": "flat"}, {"fields": {"frame": {"rows": 4}}}):
+        with pytest.raises(StateError, match="layout"):
+            expstore.open(path, **differs)
+
+
+@pytest.mark.parametrize("make", ["ZarrStorage", "LazyMemmapStorage"])
+def test_storages_are_flat_unless_asked(tmp_path: Path, make: str) -> None:
+    """As TorchRL's programs expect, which write to rows in place; also when `open` goes on with them."""
+    path = tmp_path / "run.exp"
+    if make == "ZarrStorage":
+        rb = expstore.TensorDictReplayBuffer(storage=expstore.ZarrStorage(path, 100), batch_size=4)
+    else:
+        storage = expstore.LazyMemmapStorage(100, scratch_dir=path)
+        rb = expstore.TensorDictReplayBuffer(storage=storage, batch_size=4)
+    rb.extend(rows(10))
+    rb[3] = rows(1, 9)[0]
+    assert packed_fields(path) == set()
+    rb.close()
+    with expstore.open(path) as rb:
+        rb.extend(rows(10))
+        rb[4] = rows(1, 8)[0]
+        assert rb[4]["frame"].unique().tolist() == [8]
+        assert rb[3]["frame"].unique().tolist() == [9]
     with pytest.raises(StateError, match="layout"):
-        expstore.open(tmp_path / "run.exp", layout="packed")
+        expstore.open(path, layout="auto")
+
+
+def test_an_empty_store_keeps_the_layout_it_was_made_with(tmp_path: Path) -> None:
+    expstore.ZarrStorage(tmp_path / "run.exp", 100).close()
+    with expstore.open(tmp_path / "run.exp") as rb:
+        rb.extend(rows(10))
+    assert packed_fields(tmp_path / "run.exp") == set()
+
+
+@pytest.mark.parametrize(
+    ("asked", "packed"),
+    [
+        ({"layout": "auto"}, {"frame", "next/frame"}),
+        ({"layout": "packed"}, {"frame", "next/frame", "action"}),
+        ({"fields": {"frame": {"layout": "packed"}}}, {"frame"}),
+    ],
+)
+def test_a_storage_takes_what_open_takes(tmp_path: Path, asked: dict[str, Any], packed: set[str]) -> None:
+    for _ in range(2):
+        storage = expstore.ZarrStorage(tmp_path / "run.exp", 100, **asked)
+        with expstore.TensorDictReplayBuffer(storage=storage, batch_size=4) as rb:
+            rb.extend(rows(10))
+            assert (rb.sample()["frame"] >= 0).all()
+    assert packed_fields(tmp_path / "run.exp") == packed
+    with pytest.raises(SchemaError, match="no layout 'wide'"):
+        expstore.ZarrStorage(tmp_path / "other.exp", layout="wide")  # type: ignore[arg-type]
+    assert not (tmp_path / "other.exp").exists()
 
 
 @pytest.mark.parametrize(
@@ -87,7 +142,7 @@ def test_nothing_asked_is_as_stored() -> None:
 
 def test_packed_rows_stay_as_they_are(tmp_path: Path) -> None:
     """Nothing is written by a change that is refused; fields that are flat can be changed."""
-    with expstore.open(tmp_path / "run.exp", capacity=100, layout="auto", seed=0) as rb:
+    with expstore.open(tmp_path / "run.exp", capacity=100, seed=0) as rb:
         rb.extend(rows(30))
         with pytest.raises(SchemaError, match="'frame' is packed.*layout='flat'"):
             rb[3] = rows(1, 9)[0]
@@ -104,7 +159,7 @@ def test_packed_rows_stay_as_they_are(tmp_path: Path) -> None:
 
 def test_the_best_rows_are_flat(tmp_path: Path) -> None:
     writer = TensorDictMaxValueWriter("action")
-    with expstore.open(tmp_path / "run.exp", capacity=10, layout="auto", writer=writer) as rb:
+    with expstore.open(tmp_path / "run.exp", capacity=10, writer=writer) as rb:
         rb.extend(rows(30))
         assert rb[:]["action"].sort().values.tolist() == list(range(20, 30))
     assert packed_fields(tmp_path / "run.exp") == set()
@@ -117,9 +172,13 @@ def test_the_best_rows_are_not_packed(tmp_path: Path) -> None:
         pytest.raises(StateError, match="made with packed fields"),
     ):
         rb.extend(rows(30))
-    with expstore.open(tmp_path / "other.exp", capacity=10, layout="auto") as rb:
+    with expstore.open(tmp_path / "other.exp", capacity=10) as rb:
         rb.extend(rows(5))
         rb.set_writer(TensorDictMaxValueWriter("action"))
-        with pytest.raises((SchemaError, StateError)):
+        with pytest.raises(StateError, match="in the order they came"):
             rb.extend(rows(30))
         assert len(rb) == 5
+        rb.empty()
+        with pytest.raises(SchemaError, match="'frame' is packed: rows cannot give way.*layout='flat'"):
+            rb.extend(rows(30))
+        assert len(rb) == 0

@@ -37,6 +37,7 @@ from expstore.storages.columnwriter import WritableColumns
 from expstore.storages.folder import JOURNAL, LOG, REDO, STATE
 from expstore.storages.frozen import base_of
 from expstore.storages.keeper import Keeper
+from expstore.storages.layout import LayoutName, ask_layout
 from expstore.storages.leaving import register, unregister
 from expstore.storages.loading import ContentLike, finish_load, read_content
 from expstore.storages.records import Publish, Redo, shelve_body
@@ -63,6 +64,8 @@ class JournaledStorage(SyncedStorage, VersionedStorage):
         capacity: Most readable rows; None: as stored, unbounded for a new store.
         settings: Everything else; see `expstore.open`.
         ndim: How many dims of a batch are rows; None: as stored, 1 for a new store.
+        layout: As of `expstore.open`; None: as stored, "flat" for a new store.
+        fields: As of `expstore.open`.
         disk: Where files are touched.
         segment_bytes: Length of a journal segment; None: 4 MiB, or 64 MiB where records carry their rows.
     """
@@ -76,12 +79,16 @@ class JournaledStorage(SyncedStorage, VersionedStorage):
         *,
         settings: Settings | None = None,
         ndim: int | None = None,
+        layout: LayoutName | None = None,
+        fields: Mapping[str, Mapping[str, Any]] | None = None,
         disk: Disk | None = None,
         segment_bytes: int | None = None,
     ) -> None:
         path, disk, settings = Path(path), disk or Disk(), settings or Settings()
         if ndim is not None:
             settings = dataclasses.replace(settings, ndim=ndim)
+        if layout is not None or fields is not None:
+            settings = dataclasses.replace(settings, layout=ask_layout(layout, fields))
         durable = settings.durability == "sync"
         self._segment_bytes = segment_bytes or (SYNC_SEGMENT_BYTES if durable else SEGMENT_BYTES)
         self._lock_file, manifest = enter(disk, path, capacity, settings)

@@ -15,8 +15,9 @@ from expstore.schema import Field
 from expstore.storages.packing import CODECS, DEFAULT_CODEC, Packing, packing_for
 from expstore.types import Ranking, key_name
 
-__all__ = ["LAYOUTS", "WIDE_BYTES", "ColumnLayout", "ask_layout"]
+__all__ = ["LAYOUTS", "WIDE_BYTES", "ColumnLayout", "LayoutName", "ask_layout"]
 
+LayoutName = Literal["flat", "packed", "auto"]
 LAYOUTS = ("flat", "packed", "auto")
 #: With "auto" rows of at least so many bytes are packed.
 WIDE_BYTES = 1024
@@ -29,7 +30,8 @@ class ColumnLayout:
 
     Args:
         layout: "flat": rows one behind another, read by a copy each, changed in place. "packed": chunks of
-            a few rows, compressed, which stay as they are. "auto": packed from 1 KiB per row on.
+            a few rows, compressed, which stay as they are. "auto": packed from 1 KiB per row on. None: nobody
+            has said; columns are flat then.
         fields: The same for single fields, by name: their `layout`, `codec` (every reader of Zarr v3 knows
             those that there are) and `rows` per chunk.
 
@@ -37,11 +39,12 @@ class ColumnLayout:
         SchemaError: There is no such layout, codec or option.
     """
 
-    layout: Literal["flat", "packed", "auto"] = "flat"
+    layout: LayoutName | None = None
     fields: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name, asked in (("", {"layout": self.layout}), *self.fields.items()):
+        of_all = {} if self.layout is None else {"layout": self.layout}
+        for name, asked in (("", of_all), *self.fields.items()):
             whose = f"field {name!r}: " if name else ""
             if unknown := asked.keys() - _OPTIONS:
                 raise SchemaError(f"{whose}no option {min(unknown)!r}", hint="there are layout, codec, rows")
@@ -69,12 +72,16 @@ class ColumnLayout:
 
     def to_json(self) -> dict[str, Any]:
         """Return what expstore.json keeps: nothing of what is flat anyway."""
-        if self == ColumnLayout():
+        if self.layout in (None, "flat") and not self.fields:
             return {}
         return {
-            "layout": self.layout,
+            "layout": self.layout or "flat",
             "fields": {k: dict(v) for k, v in self.fields.items()},
         }
+
+    def filled(self, other: ColumnLayout) -> ColumnLayout:
+        """Return what this one says, and where it says nothing the other."""
+        return ColumnLayout(self.layout or other.layout, self.fields or other.fields)
 
     @property
     def asks_packed(self) -> bool:
@@ -84,7 +91,7 @@ class ColumnLayout:
     def packing(self, entry: Field, slots: int | None) -> Packing | None:
         """Return how a field is packed; None: it is flat."""
         own = self.fields.get(key_name(entry.key), {})
-        layout = own.get("layout", self.layout)
+        layout = own.get("layout", self.layout or "flat")
         if entry.key[0] == "_row" or layout == "flat" or (layout == "auto" and entry.row_bytes < WIDE_BYTES):
             return None
         return packing_for(entry, slots, codec=own.get("codec", DEFAULT_CODEC), rows=own.get("rows"))
@@ -96,7 +103,7 @@ class ColumnLayout:
 
 
 def ask_layout(
-    layout: Literal["flat", "packed", "auto"] | None, fields: Mapping[str, Mapping[str, Any]] | None
+    layout: LayoutName | None, fields: Mapping[str, Mapping[str, Any]] | None
 ) -> ColumnLayout | None:
     """Return what was asked for; None: nothing, as stored.
 
@@ -105,4 +112,4 @@ def ask_layout(
     """
     if layout is None and fields is None:
         return None
-    return ColumnLayout(layout or "flat", fields=fields or {})
+    return ColumnLayout(layout, fields or {})

@@ -28,7 +28,7 @@ from expstore.spectext import check_specs, same_specs
 from expstore.storages.base import REWARD
 from expstore.storages.folder import REPAIR, VERSION, refuse_objects
 from expstore.storages.grid import check_ndim, round_up
-from expstore.storages.layout import ColumnLayout
+from expstore.storages.layout import ColumnLayout, LayoutName
 from expstore.storages.loading import finish_load
 from expstore.types import Key, to_key
 
@@ -46,7 +46,8 @@ _BEGINNINGS = {"LOCK", "STATE", "journal", "episodes.log", "PROBE.tmp", MANIFEST
 class Settings:
     """Hold what `expstore.open` was asked for; None: as stored, or the default for a new store.
 
-    `mode`, `durability`, `min_free_bytes` and `on_sigterm` are this handle's and are not stored.
+    `mode`, `durability`, `min_free_bytes` and `on_sigterm` are this handle's and are not stored;
+    `new_layout` is what a new store takes where `layout` says nothing.
     """
 
     mode: Mode = "a"
@@ -61,6 +62,7 @@ class Settings:
     specs: str = ""
     ndim: int | None = None
     layout: ColumnLayout | None = None
+    new_layout: LayoutName = "flat"
     durability: Durability = "process"
     min_free_bytes: int = 0
     on_sigterm: Literal["flush", "ignore"] = "flush"
@@ -214,12 +216,15 @@ def _new(capacity: int | None, settings: Settings) -> Manifest:
         ndim=settings.ndim or 1,
         meta=settings.meta or {},
         specs=settings.specs,
-        layout=_layout(settings) or {},
+        layout=(settings.layout or ColumnLayout()).filled(ColumnLayout(settings.new_layout)).to_json(),
     )
 
 
-def _layout(settings: Settings) -> dict[str, Any] | None:
-    return None if settings.layout is None else settings.layout.to_json()
+def _layout(settings: Settings, manifest: Manifest) -> dict[str, Any] | None:
+    """Return how columns would be made if that was done as asked for."""
+    if settings.layout is None:
+        return None
+    return settings.layout.filled(ColumnLayout(**manifest.layout)).to_json()
 
 
 def _keys(names: Sequence[KeyLike] | None) -> tuple[Key, ...] | None:
@@ -235,7 +240,7 @@ def _compare(path: Path, manifest: Manifest, capacity: int | None, settings: Set
         "reward_key": None if settings.reward_key is None else to_key(settings.reward_key),
         "meta": settings.meta,
         "ndim": settings.ndim,
-        "layout": _layout(settings),
+        "layout": _layout(settings, manifest),
         "schema": settings.schema if manifest.schema is not None else None,
     }
     for name, value in asked.items():

@@ -48,6 +48,8 @@ class ZarrStorage(PackableStorage):
         capacity: Most readable rows; None: as stored, unbounded for a new store.
         settings: Everything else; see `expstore.open`.
         ndim: How many dims of a batch are rows, time being the first; None: as stored, 1 for a new store.
+        layout: As of `expstore.open`; None: as stored, "flat" for a new store.
+        fields: As of `expstore.open`.
         disk: Where files are touched.
         segment_bytes: Length of a journal segment; None: 4 MiB, or 64 MiB where records carry their rows.
 
@@ -55,6 +57,7 @@ class ZarrStorage(PackableStorage):
         LockedError: Another buffer has it open.
         StateError: A setting contradicts the store.
         CorruptionError: The store is damaged.
+        SchemaError: There is no such layout, codec or option.
 
     Example:
         >>> rb = TensorDictReplayBuffer(storage=ZarrStorage("run.exp", 100_000), batch_size=256)
