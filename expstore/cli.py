@@ -7,7 +7,6 @@ is loaded by the command that needs it, torch by `collect` alone; `info` never c
 from __future__ import annotations
 
 import contextlib
-import json
 import signal
 import sys
 from collections.abc import Sequence
@@ -21,15 +20,8 @@ import typer
 
 from expstore import __version__, cli_checks, cli_migrate, cli_snapshots
 from expstore.cli_codes import DAMAGED, FAILED, INTERRUPTED, LOCKED, USAGE
-from expstore.cli_print import (
-    iso_text,
-    local_text,
-    print_csv,
-    print_json,
-    print_rows,
-    print_table,
-    size_text,
-)
+from expstore.cli_info import facts_of, show_facts
+from expstore.cli_print import print_csv, print_json, print_rows, print_table
 from expstore.errors import (
     CorruptionError,
     ExpStoreError,
@@ -298,7 +290,7 @@ def info(paths: Stores, as_json: Json = False) -> int:
     worst: _Trouble | None = None
     for path in paths:
         try:
-            found.append(_facts(path))
+            found.append(facts_of(path))
         except ExpStoreError as exc:
             trouble = _Trouble(_exit_code(exc), exc.kind, exc.message, exc.hint)
             found.append({"path": str(path), "error": trouble.body()})
@@ -309,100 +301,8 @@ def info(paths: Stores, as_json: Json = False) -> int:
         if "error" in facts:
             typer.echo(f"error: {_Trouble(0, **facts['error']).line()}", err=True)
         else:
-            _show_facts(facts)
+            show_facts(facts)
     return worst.code if worst else 0
-
-
-def _facts(path: Path) -> dict[str, Any]:
-    from expstore.checks import survey
-    from expstore.checks.sizes import field_sizes
-    from expstore.files import Disk
-    from expstore.snapshots import store_meant
-    from expstore.spectext import unpack_specs
-    from expstore.storages.base import ROW_FIELDS
-    from expstore.types import key_name
-
-    path = store_meant(Disk(), path)
-    found = survey(path)
-    manifest, writer, disk = found.manifest, found.writer, Disk()
-    fields = manifest.schema.fields if manifest.schema else ()
-    sizes = field_sizes(disk, path, manifest, found.written)
-    return {
-        "path": str(path),
-        "rows": found.rows,
-        "capacity": manifest.capacity,
-        "written": found.written,
-        "generation": manifest.generation,
-        "created": iso_text(manifest.created),
-        "last_write": iso_text(found.last_write),
-        "disk_bytes": disk.used(path),
-        "free_bytes": disk.free(path),
-        "row_bytes": sum(entry.row_bytes for entry in (*fields, *ROW_FIELDS)) if fields else None,
-        "fields": [
-            {
-                "name": key_name(entry.key),
-                "dtype": entry.dtype,
-                "shape": list(entry.shape),
-                "row_bytes": entry.row_bytes,
-                "layout": size.layout,
-                "codec": size.codec,
-                "chunk_rows": size.chunk_rows,
-                "disk_bytes": size.disk_bytes,
-                "compression": size.compression and round(size.compression, 2),
-            }
-            for entry, size in zip(fields, sizes, strict=True)
-        ],
-        "episodes": found.episodes,
-        "open_in": writer and {"pid": writer.pid, "host": writer.host, "since": iso_text(writer.since)},
-        "unclean_stop": found.unclean,
-        "storage": manifest.storage,
-        "uuid": manifest.uuid,
-        "meta": manifest.meta,
-        "specs": unpack_specs(manifest.specs) if manifest.specs else None,
-    }
-
-
-def _show_facts(facts: dict[str, Any]) -> None:
-    from expstore.spectext import describe
-
-    room = "unbounded" if facts["capacity"] is None else f"capacity {facts['capacity']:,}"
-    writer = facts["open_in"]
-    if writer:
-        state = f"open in process {writer['pid']} on {writer['host']} since {local_text(writer['since'])}"
-    elif facts["unclean_stop"]:
-        state = "closed by nobody: the last writer was stopped, opening it recovers"
-    else:
-        state = "closed"
-    lines = {
-        "rows": f"{facts['rows']:,} ({room}), {facts['written']:,} written in all",
-        "episodes": ", ".join(f"{count:,} {status}" for status, count in facts["episodes"].items()),
-        "state": state,
-        "created": f"{local_text(facts['created'])}, generation {facts['generation']}",
-        "last write": local_text(facts["last_write"]) if facts["last_write"] else "never",
-        "on disk": f"{size_text(facts['disk_bytes'])}, {size_text(facts['free_bytes'])} free",
-        "per row": "no fields yet" if facts["row_bytes"] is None else size_text(facts["row_bytes"]),
-    }
-    if facts["specs"]:
-        lines["specs"] = describe(facts["specs"])
-    if facts["meta"]:
-        lines["meta"] = json.dumps(facts["meta"])
-    typer.echo(facts["path"])
-    for name, line in lines.items():
-        typer.echo(f"  {name:<10}  {line}")
-    if facts["fields"]:
-        rows = [
-            (f["name"], f["dtype"], f["shape"], f["row_bytes"], _lies(f), size_text(f["disk_bytes"]))
-            for f in facts["fields"]
-        ]
-        print_table(["field", "dtype", "shape", "bytes per row", "layout", "on disk"], rows)
-
-
-def _lies(field: dict[str, Any]) -> str:
-    """Say how a field lies on disk."""
-    if field["layout"] != "packed":
-        return field["layout"] or "damaged"
-    ratio = f", 1/{field['compression']:.1f}" if field["compression"] else ""
-    return f"packed, {field['codec']}{ratio}"
 
 
 # -- verify ----------------------------------------------------------------------------------------

@@ -319,6 +319,7 @@ def test_info_in_json(cli: Cli, store: Path) -> None:
     assert facts["episodes"] == {"open": 1, "terminated": 2, "truncated": 0, "cut": 0}
     first = facts["fields"][0]
     assert first.pop("disk_bytes") > 0
+    assert first.pop("million_rows_bytes") == 20_000_000
     assert first == {
         "name": "observation",
         "dtype": "float32",
@@ -332,6 +333,9 @@ def test_info_in_json(cli: Cli, store: Path) -> None:
     assert facts["row_bytes"] == sum(field["row_bytes"] for field in facts["fields"]) + 36
     assert facts["disk_bytes"] > 25 * facts["row_bytes"]
     assert facts["free_bytes"] > 0
+    assert facts["million_rows_bytes"] <= 1_000_000 * facts["row_bytes"]
+    assert facts["more_rows_fit"] > 1000
+    assert facts["ring_fits"] is True
     assert facts["created"] <= facts["last_write"]
     assert facts["open_in"] is None
     assert facts["unclean_stop"] is False
@@ -345,6 +349,28 @@ def test_info_for_people(cli: Cli, store: Path) -> None:
     assert "1 open, 2 terminated, 0 truncated, 0 cut" in done.out
     assert "closed" in done.out
     assert "next.reward" in done.out
+    assert "free: enough for all of the ring" in done.out
+
+
+def test_info_says_for_how_many_rows_there_is_room(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row of it takes 10 kB and 36 bytes of the store's own."""
+    for name, capacity in (("ring", 1000), ("endless", None)):
+        with expstore.open(tmp_path / name, capacity=capacity, layout="flat") as rb:
+            rb.extend(TensorDict({"noise": torch.rand(100, 2500)}, [100]))
+    monkeypatch.setattr(Disk, "free", lambda disk, path: 1_000_000)
+    ring, endless = cli("info", tmp_path / "ring", tmp_path / "endless", "--json").json["stores"]
+    for facts in (ring, endless):
+        assert facts["more_rows_fit"] == 99
+        assert facts["fields"][0]["million_rows_bytes"] == 10_000_000_000
+        assert facts["million_rows_bytes"] == pytest.approx(10_036_000_000, rel=1e-3)
+    assert (ring["ring_fits"], endless["ring_fits"]) == (False, None)
+    done = cli("info", tmp_path / "ring", tmp_path / "endless")
+    assert "1 MB free: room for 99 more rows, not for all of the ring\n" in done.out
+    assert "1 MB free: room for 99 more rows\n" in done.out
+    monkeypatch.setattr(Disk, "free", lambda disk, path: 90_000_000)  # 4096 spare slots, too
+    assert "90 MB free: enough for all of the ring" in cli("info", tmp_path / "ring").out
 
 
 def test_info_counts_as_the_store_does(cli: Cli, store: Path) -> None:

@@ -47,7 +47,7 @@ LINES: tuple[tuple[str, str], ...] = (
     ("6", "door"),
     ("7", "collectors datasets exchange interop trainers"),
     ("8", "api testing"),
-    ("9", "cli cli_checks cli_codes cli_migrate cli_print cli_query cli_snapshots __main__"),
+    ("9", "cli cli_checks cli_codes cli_info cli_migrate cli_print cli_query cli_snapshots __main__"),
 )
 
 #: (importer, imported) on one line, as patterns. Whatever is not here is a sideways import.
@@ -316,6 +316,8 @@ ALLOWED_SIDEWAYS: tuple[tuple[str, str], ...] = (
     ("api*", "api*"),
     ("testing*", "testing*"),
     ("cli", "cli_checks"),
+    ("cli", "cli_info"),
+    ("cli_info", "cli_print"),
     ("cli", "cli_migrate"),
     ("cli_migrate", "cli_print"),
     ("cli", "cli_codes"),

@@ -271,7 +271,12 @@ def test_info_says_how_fields_lie_and_what_room_they_take(
 ) -> None:
     store = tmp_path / "still.exp"
     with buffer(store, None) as rb:
-        rb.extend(TensorDict({"frame": torch.zeros(4096, 8, 256, dtype=torch.uint8)}, [4096]))
+        assert rb.stats()["packed"] == {}
+        rb.extend(TensorDict({"frame": torch.zeros(3, 8, 256, dtype=torch.uint8)}, [3]))
+        assert rb.stats()["packed"] == {"frame": None}
+        rb.extend(TensorDict({"frame": torch.zeros(4093, 8, 256, dtype=torch.uint8)}, [4093]))
+        ratio = rb.stats()["packed"]["frame"]
+        assert ratio > 20
     assert run(["info", str(store), "--json"]) == 0
     (field,) = json.loads(capsys.readouterr().out)["stores"][0]["fields"]
     folder = store / "columns/frame"
@@ -279,5 +284,7 @@ def test_info_says_how_fields_lie_and_what_room_they_take(
     assert (field["layout"], field["codec"], field["chunk_rows"]) == ("packed", "lz4hc", 4)
     assert used <= field["disk_bytes"] <= used + folder.stat().st_blocks * 512
     assert field["compression"] == round(4096 * 2048 / field["disk_bytes"], 2)
+    packed = sum(path.stat().st_size for path in folder.glob("c.*"))
+    assert field["million_rows_bytes"] == pytest.approx(packed / 4096 * 1e6, rel=0.2)
     assert run(["info", str(store)]) == 0
     assert f"packed, lz4hc, 1/{field['compression']:.1f}" in capsys.readouterr().out

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from expstore.errors import SchemaError, StateError
 from expstore.schema import Schema
@@ -72,6 +73,12 @@ class PackableStorage(DisplacingStorage):
             return {}
         self.drain()
         return {place: column.as_now() for place, column in self.columns.packed}
+
+    def more_stats(self) -> dict[str, Any]:
+        """Return those of every storage on disk, and how much smaller packed fields are than their rows."""
+        group = self.columns
+        found = {} if group is None else {column.entry.key: column.compression for _, column in group.packed}
+        return super().more_stats() | {"packed": {key_name(key): ratio for key, ratio in found.items()}}
 
     def _name_columns(self) -> None:
         finished, self._unnamed = self._unnamed, []

@@ -308,6 +308,13 @@ class PackedRows(Column):
         return now
 
     @property
+    def compression(self) -> float | None:
+        """How many times more the rows of all full chunks would take as they are; None: there are none."""
+        there = self._shown.where > 0
+        used = int(self._shown.sizes[there].sum())
+        return round(int(there.sum()) * self.chunk_bytes / used, 2) if used else None
+
+    @property
     def shown(self) -> Shown:
         """Where rows are found just now."""
         return self._shown
