@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 #: Seconds. Nothing here is about time: on a busy machine it may take long.
@@ -63,10 +64,10 @@ def test_every_row_is_there_and_bars_can_fail(tmp_path: Path) -> None:
     assert not [*(tmp_path / "a").iterdir(), *(tmp_path / "b").iterdir()]
 
 
-def results_of(script: str, folder: Path) -> list[dict[str, Any]]:
+def results_of(script: str, folder: Path, *arguments: str) -> list[dict[str, Any]]:
     """Run a script of benchmarks, tiny; return its results. It must leave nothing behind."""
     figures = folder / "figures.json"
-    command = [sys.executable, str(SCRIPT.with_name(script)), "--smoke", "--json", str(figures)]
+    command = [sys.executable, str(SCRIPT.with_name(script)), "--smoke", "--json", str(figures), *arguments]
     done = subprocess.run(
         [*command, "--folder", str(folder / "a")], text=True, capture_output=True, timeout=LIMIT
     )
@@ -134,3 +135,45 @@ def test_keeping_the_best_rows_is_measured(tmp_path: Path) -> None:
     found = {row["name"].partition("/")[2]: row["data"] for row in results_of("topk.py", tmp_path)}
     assert [*found] == ["few-disk", "all-disk", "few-memory", "all-memory"]
     assert found["all-disk"].keys() == {"expstore", "torchrl"}
+
+
+def make_game(folder: Path, name: str, *, lanes: int = 8, steps: int = 80) -> None:
+    """Write what a game showed where `images.py` looks for it: a dot that moves, two episodes a lane."""
+    each = steps + 2
+    number = np.arange(lanes * each)
+    frames = np.zeros((number.size, 84, 84), np.uint8)
+    frames[number, number % 84, number // each] = 200
+    last = np.isin(number % each, (steps // 2, each - 1))
+    np.savez(
+        folder / f"{name}-{steps}.npz",
+        frames=frames,
+        last=last,
+        action=number % 4,
+        reward=np.ones(number.size, np.float32),
+        terminated=np.roll(last, -1),
+        lane=number // each,
+    )
+
+
+def test_images_are_measured(tmp_path: Path) -> None:
+    games, memory = tmp_path / "games", tmp_path / "memory"
+    games.mkdir()
+    for name in ("Breakout", "Pong", "Seaquest", "MsPacman"):
+        make_game(games, name)
+    given = ("--frames", str(games), "--memory", str(memory), "--only")
+    found = {row["name"]: row for row in results_of("images.py", tmp_path, *given, "Breakout")}
+    kinds = [f"{what}-{lanes}" for what in ("frame", "stack") for lanes in (1, 8)]
+    assert [*found] == [
+        *(
+            f"Breakout/{kind}/{what}"
+            for kind in kinds
+            for what in ("size", "sample", "slices", "slices-cached")
+        ),
+        *(f"Breakout/extend-{rows}/{where}" for rows in (64, 256, 1000) for where in ("tmpfs", "disk")),
+    ]
+    # Two observations and 27 bytes, whole: nothing of TorchRL's is packed.
+    assert 2 * 84 * 84 < found["Breakout/frame-1/size"]["data"]["torchrl"] < 2 * 84 * 84 + 1000
+    assert 0 < found["Breakout/frame-1/size"]["data"]["images"] < 2 * 84 * 84 / 4
+    offered = results_of("images.py", tmp_path, *given, "offered")
+    assert [row["name"] for row in offered] == ["offered/tmpfs", "offered/disk"]
+    assert not [*memory.iterdir()]
