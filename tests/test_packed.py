@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from expstore.errors import CorruptionError, SchemaError
+from expstore.errors import CorruptionError, SchemaError, StateError, StorageError
 from expstore.files import Disk, File
 from expstore.schema import Field
 from expstore.storages.chunkfile import (
@@ -481,3 +482,110 @@ def test_torn_rows_are_known(tmp_path: Path) -> None:
     assert not partial.go_on(2, 5, some_rows(2, 2))
     assert partial.go_on(2, 5, some_rows(1, 2))
     partial.close()
+
+
+# -- after a failure ---------------------------------------------------------------------------------
+
+
+class FailingDisk(Disk):
+    """Fail one act."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = _NEVER
+
+    def gate(self, act: str, path: Path) -> None:
+        self.left -= 1
+        if self.left == 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def numbered(first: int, count: int) -> Any:
+    return np.random.default_rng(1).integers(0, 256, (first + count, WIDTH)).astype(np.uint8)[first:]
+
+
+@pytest.mark.parametrize("slots", [None, 48])
+def test_rows_that_could_not_be_written_come_once_more(tmp_path: Path, slots: int | None) -> None:
+    """Those of them that are there stay as they are, in memory and in the files, wherever it failed."""
+    failed, at = True, 0
+    while failed:
+        at += 1
+        disk, folder = FailingDisk(), tmp_path / str(at)
+        folder.mkdir()
+        (folder / "zarr.json").write_text(f'{{"shape": [1, {WIDTH}]}}')
+        column = PackedColumn(disk, folder, ENTRY, slots, Packing("lz4hc", 4, 8))
+        column.append(0, 0, numbered(0, 3))
+        disk.left = at
+        try:
+            column.append(0, 3, numbered(3, 19))
+            failed = False
+        except StorageError:
+            column.append(0, 3, numbered(3, 19))
+        disk.left = _NEVER
+        column.append(0, 22, numbered(22, 7))
+        np.testing.assert_array_equal(column.part(0, 29), numbered(0, 29))
+        column.close()
+        again = PackedColumn(Disk(), folder, ENTRY, slots, Packing("lz4hc", 4, 8))
+        again.open_shards()
+        np.testing.assert_array_equal(again.part(0, 29), numbered(0, 29))
+        again.close()
+    assert at > 12
+
+
+def test_other_rows_in_the_places_of_some_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "zarr.json").write_text(f'{{"shape": [1, {WIDTH}]}}')
+    column = PackedColumn(Disk(), tmp_path, ENTRY, 48, Packing("lz4hc", 4, 8))
+    column.append(0, 0, numbered(0, 11))
+    with pytest.raises(StateError, match="there already, and are others"):
+        column.append(0, 6, numbered(1, 9))
+    np.testing.assert_array_equal(column.part(0, 11), numbered(0, 11))
+    column.close()
+
+
+@pytest.mark.parametrize("last", [13, 14, 15])
+def test_whoever_reads_a_chunk_that_is_cut_off_keeps_its_rows(tmp_path: Path, last: int) -> None:
+    """An opening drops rows that were never published; others may be reading those before them."""
+    life = Life(tmp_path, 48, Packing("lz4hc", 4, 16), 16)
+    life.extend(last)
+    reader = PackedReader(Disk(), tmp_path, ENTRY, 48, life.packing)
+    former = life.column
+    former.append(0, last, numbered(0, 5))  # never published
+    reader.look(0)
+    reader.look_to(0, last)
+    life.column = life.make()
+    life.column.open_shards()
+    life.column.settle((0, last), (0, 0))
+    expected = np.array([life.rows[one] for one in range(1, last + 1)])
+    for column in (former, reader, life.column):
+        np.testing.assert_array_equal(column.take(np.arange(last)), expected)
+        column.close()
+    life.disk.end()
+
+
+def test_an_opening_changes_nothing_before_it_knows_that_all_is_there(tmp_path: Path) -> None:
+    """What lies behind a damaged chunk is there still for a repair."""
+    life = Life(tmp_path, None, Packing("lz4hc", 4, 16), 16)
+    life.extend(15)
+    life.sync()
+    life.disk.end()
+    path = tmp_path / "open.0.0"
+    data = bytearray(path.read_bytes())
+    data[30] ^= 1
+    path.write_bytes(data)
+    column = life.make()
+    column.open_shards()
+    with pytest.raises(CorruptionError, match="chunk 0 .* is missing"):
+        column.require_rows(0, 15, 0)
+    column.close()
+    assert path.read_bytes() == data
+    life.disk.end()
+
+
+def test_what_a_killed_opening_left_is_cleared_away(tmp_path: Path) -> None:
+    life = Life(tmp_path, None, Packing("lz4hc", 4, 16), 16)
+    life.extend(7)
+    (tmp_path / "again").write_bytes(b"half of a shard")
+    life.open_again()
+    life.check()
+    assert not (tmp_path / "again").exists()
+    life.disk.end()

@@ -14,7 +14,7 @@ from typing import Any
 import google_crc32c
 import numpy as np
 
-from expstore.errors import CorruptionError
+from expstore.errors import StorageError
 from expstore.files import Disk, File
 from expstore.probe import fills_holes
 from expstore.schema import Field
@@ -61,7 +61,7 @@ class ColumnGroup:
             if packing is not None:
                 return PackedReader(self._disk, folder, entry, slots, packing)
             layout, fault = read_layout(self._disk, folder, entry), None
-        except CorruptionError as exc:
+        except StorageError as exc:
             layout, fault = None, exc.message
         column = Column(self._disk, folder, entry, slots, layout=layout, write=False, fills=self._fills)
         column.fault = fault

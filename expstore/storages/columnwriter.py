@@ -197,10 +197,16 @@ class WritableColumns(ColumnGroup):
                 for file, at, row, rows in self.columns[-1].spans(slot, n):
                     file.write(priorities[offset + row : offset + row + rows].copy(), at)
         numbers = np.frombuffer(b"".join(parts[1 - NUMBERS :]), np.int64).reshape(NUMBERS - 1, count)
-        there = synced is not None and self._has_packed(pieces, arrays)
-        if synced is not None and not there:
-            self.settle(int(numbers[0, 0]) - 1, synced)
+        before, there = int(numbers[0, 0]) - 1, False
+        if synced is not None and not self._goes_on_behind(before):
+            there = self._has_packed(pieces, arrays)
+            if not there:
+                self.settle(before, synced)
         _finish(self._begin_writing(pieces, arrays, numbers, None, but_packed=there))
+
+    def _goes_on_behind(self, last: int) -> bool:
+        """Say whether packed columns are settled, and this is the last row that they have."""
+        return all(column.goes_on_at(self.place_behind(last)) for _, column in self.packed)
 
     def _has_packed(self, pieces: Sequence[tuple[int, int, int]], arrays: Sequence[Array]) -> bool:
         """Say whether packed columns hold these very rows: then perhaps later ones, too, which stay."""

@@ -12,10 +12,12 @@ from pathlib import Path
 
 import numpy as np
 
+from expstore.errors import StateError
 from expstore.files import Disk, File
 from expstore.schema import Field
 from expstore.storages.chunkfile import (
     HEADER_BYTES,
+    Chunks,
     no_chunks,
     pack_chunk,
     pack_index,
@@ -71,9 +73,10 @@ class PackedColumn(PackedRows):
             slot: Of the first of them.
             rows: C-contiguous. Shape `(n, *row shape)`.
         """
-        if (turn, slot) != (self._turn, self._next):
+        done = self._written_before(turn, slot, rows)
+        if not done and (turn, slot) != (self._turn, self._next):
             self._move_to(turn, slot)
-        each, done = self.packing.rows, 0
+        each = self.packing.rows
         while done < len(rows):
             inside = self._next % each
             some = min(each - inside, len(rows) - done)
@@ -86,6 +89,18 @@ class PackedColumn(PackedRows):
             self._next += some
             if self._next == self.slots:
                 self._turn, self._next = self._turn + 1, 0
+
+    def _written_before(self, turn: int, slot: int, rows: Array) -> int:
+        """Return how many of these rows are there: they come once more if some could not be written.
+
+        Raises:
+            StateError: Others are there.
+        """
+        behind = self._next - slot + (0 if self.slots is None else (self._turn - turn) * self.slots)
+        count = min(behind, len(rows))
+        if count > 0 and self.part(slot, count).tobytes() != rows[:count].tobytes():
+            raise StateError(f"rows of {self.folder} are there already, and are others")
+        return max(count, 0)
 
     def _move_to(self, turn: int, slot: int) -> None:
         """Go on elsewhere: rows in between will never be read."""
@@ -109,8 +124,9 @@ class PackedColumn(PackedRows):
         shown, each = self._shown, self.packing.rows
         base, count = self._next - inside, inside + len(rows)
         if not shown.held:
-            if self._partial.begin(self._turn, base // each):
+            if self._partial.file is None:
                 self.new_folders.add(self.folder)
+            self._partial.begin(self._turn, base // each)
             shown = shown._replace(rows=self._new_rows())
         shown.rows[inside:count] = rows
         self._partial.write(inside, rows)
@@ -175,6 +191,10 @@ class PackedColumn(PackedRows):
         self.touched.add(filling.file)
         self._finished.append(filling)
 
+    def goes_on_at(self, place: tuple[int, int]) -> bool:
+        """Say whether it is settled, and the next row goes to this turn and slot."""
+        return not self._sources_new and place == (self._turn, self._next)
+
     # -- sync ------------------------------------------------------------------------------------
 
     def note_mark(self) -> list[Filling]:
@@ -205,6 +225,7 @@ class PackedColumn(PackedRows):
 
     def open_shards(self) -> None:
         """Find all that is there, the newest rows of each slot; `settle` says afterwards what counts."""
+        self._disk.unlink(self.folder / _AGAIN)  # of an opening that was killed
         named = []
         for kind, shard, turn in self.shards():
             if kind == "open":
@@ -226,8 +247,8 @@ class PackedColumn(PackedRows):
     def _open(self, shard: int, turn: int) -> Filling:
         file = self._disk.open(self.open_path(shard, turn))
         chunks = scan_chunks(file, self.packing.chunks, turn)
-        file.truncate(chunks.end)  # what lies behind was never synced
-        file.truncate(self._bound)
+        if file.size() < self._bound:
+            file.truncate(self._bound)
         return Filling(shard, turn, file, self._map(file, self._bound), chunks)
 
     def settle(self, place: tuple[int, int], synced: tuple[int, int]) -> None:
@@ -250,42 +271,56 @@ class PackedColumn(PackedRows):
         if self._sources_new:
             self._partial.adopt(synced[0], synced[1] // each, synced[1] % each)
             self._sources_new = False
-        self._settle_files(turn, shard, slot // each - shard * self.packing.chunks, again=dead)
+        if inside:  # before the chunk is cut off that may be all that has them
+            self._keep_rest(turn, slot // each, rows)
+        self._settle_files(place, again=dead)
         self._show_all([*self._sources, *self._unnamed])
         self._turn, self._next = turn, slot
         if inside:
-            self._restore(slot // each, rows)
+            self._show_rest(slot // each, rows)
 
-    def _restore(self, chunk: int, rows: Array) -> None:
-        """Have the rows of the chunk that is not full."""
-        if not self._partial.go_on(self._turn, chunk, rows):
-            if self._partial.begin(self._turn, chunk):
-                self.new_folders.add(self.folder)
+    def _keep_rest(self, turn: int, chunk: int, rows: Array) -> None:
+        """Have the rows of the chunk that is not full in `partial`."""
+        if not self._partial.go_on(turn, chunk, rows):
+            made = self._partial.begin(turn, chunk)
             self._partial.write(0, rows)
+            if self._partial.file is not None:
+                self._partial.file.sync()
+            if made:
+                self._disk.sync_dir(self.folder)
         self._touch_partial()
+
+    def _show_rest(self, chunk: int, rows: Array) -> None:
+        """Let the rows of the chunk that is not full be found."""
         held = self._new_rows()
         held[: len(rows)] = rows
         self._shown = self._shown._replace(rows=held, base=chunk * self.packing.rows, held=len(rows))
 
-    def _settle_files(self, turn: int, shard: int, current: int, *, again: Sequence[Source]) -> None:
+    def _settle_files(self, place: tuple[int, int], *, again: Sequence[Source]) -> None:
         """Find the shard that is filled, finish those before it, and remove those behind it."""
+        (turn, slot), each = place, self.packing.rows
+        goal = turn, slot // self.packing.shard
+        current = slot // each - goal[1] * self.packing.chunks
         found, self._finished, self._filling = self._unnamed, [], None
         for filling in found:
-            place = (filling.turn, filling.shard)
-            if place > (turn, shard):
+            if (filling.turn, filling.shard) > goal:
                 self._disk.unlink(filling.file.path)
                 filling.file.close()
                 continue
-            if place == (turn, shard):
-                self._forget(filling, current)
-                self._filling = filling
-            else:
+            if (filling.turn, filling.shard) < goal:
                 self._finished.append(filling)
-            filling.file.write(filling.file.read(0, filling.chunks.end), 0)
+            else:
+                filling = self._filling = self._forget(filling, current, whole=slot % each == 0)
+            end = filling.chunks.end
+            filling.file.truncate(end)  # what lies behind was never synced
+            filling.file.truncate(self._bound)
+            filling.file.write(filling.file.read(0, end), 0)
             self.touched.add(filling.file)
-        if current and any((source.turn, source.shard) == (turn, shard) for source in again):
-            self._fill_again(shard, turn, current)
-        self._add_full((turn, shard))
+        if current and any((source.turn, source.shard) == goal for source in again):
+            former = self._disk.open(self.shard_path(goal[1]), write=False)
+            self._filling = self._fill_again(former, read_index(former, self.packing.chunks), goal, current)
+            self.touched.add(self._filling.file)
+        self._add_full(goal)
         older, self._finished = self._finished, []
         for filling in older:
             self._finish(filling)
@@ -315,17 +350,16 @@ class PackedColumn(PackedRows):
                     filling.add(number, pack_chunk(number, source.turn, frame.data.tobytes()))
                     self.touched.add(filling.file)
 
-    def _fill_again(self, shard: int, turn: int, first: int) -> None:
-        """Go on in a shard that had got its name already, in a file of its own: versions may share the other.
+    def _fill_again(self, former: File, chunks: Chunks, place: tuple[int, int], first: int) -> Filling:
+        """Go on in a shard, up to a chunk, in a file of its own; the former one stays as it is.
 
-        It was finished by rows that were never published. Where both are there the new one counts: it gets
-        its name when all that it takes over is on the disk.
+        Versions may share a shard that had got its name by rows that were never published. Where both are
+        there the new one counts: it gets its name when all that it takes over is on the disk.
         """
-        former, path = self._disk.open(self.shard_path(shard), write=False), self.folder / _AGAIN
+        path, end = self.folder / _AGAIN, 0
         file = self._disk.open(path, create=True)
         try:
             file.truncate(0)
-            chunks, end = read_index(former, self.packing.chunks), 0
             for number in np.flatnonzero(chunks.offsets[:first] >= 0).tolist():
                 start, size = int(chunks.offsets[number]) - HEADER_BYTES, int(chunks.sizes[number])
                 file.write(former.read(start, HEADER_BYTES + size), end)
@@ -334,21 +368,26 @@ class PackedColumn(PackedRows):
         finally:
             former.close()
             file.close()
+        turn, shard = place
         self._disk.rename(path, self.open_path(shard, turn))
         self.new_folders.add(self.folder)
-        self._filling = self._open(shard, turn)
-        self.touched.add(self._filling.file)
+        return self._open(shard, turn)
 
-    def _forget(self, filling: Filling, first: int) -> None:
-        """Drop the chunks of a file from one on: what is in them was never published."""
-        chunks = filling.chunks
+    def _forget(self, filling: Filling, first: int, *, whole: bool) -> Filling:
+        """Drop the chunks of a file from one on, whose rows were never published; all of them if `whole`.
+
+        The first rows of the first one can be read: whoever does so finds them in the former file.
+        """
+        chunks, place = filling.chunks, (filling.turn, filling.shard)
         gone = np.flatnonzero(chunks.offsets[first:] >= 0) + first
-        if gone.size:
-            end = int(chunks.offsets[gone].min()) - HEADER_BYTES
-            chunks.offsets[gone] = -1
-            filling.chunks = chunks._replace(end=end)
-            filling.file.truncate(end)
-            filling.file.truncate(self._bound)
+        if not gone.size:
+            return filling
+        if not whole and gone[0] == first:
+            return self._fill_again(filling.file, chunks, place, first)
+        end = int(chunks.offsets[gone].min()) - HEADER_BYTES
+        chunks.offsets[gone] = -1
+        filling.chunks = chunks._replace(end=end)
+        return filling
 
     def close(self) -> None:
         """Close the files; what is mapped goes when nobody reads it any more."""

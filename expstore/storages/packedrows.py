@@ -99,12 +99,17 @@ class Filling:
     chunks: Chunks
 
     def add(self, number: int, chunk: bytes) -> int:
-        """Append a chunk, which begins with what says what it is; return where its frame begins."""
+        """Append a chunk, which begins with what says what it is; return where its frame begins.
+
+        One that is there already comes once more after a failure: the file has no room for two.
+        """
         offsets, sizes, end = self.chunks
-        self.file.write(chunk, end)
-        offsets[number], sizes[number] = end + HEADER_BYTES, len(chunk) - HEADER_BYTES
-        self.chunks = Chunks(offsets, sizes, end + len(chunk))
-        return end + HEADER_BYTES
+        there = offsets[number] >= 0 and sizes[number] == len(chunk) - HEADER_BYTES
+        start = int(offsets[number]) if there else end + HEADER_BYTES
+        self.file.write(chunk, start - HEADER_BYTES)
+        offsets[number], sizes[number] = start, len(chunk) - HEADER_BYTES
+        self.chunks = Chunks(offsets, sizes, end if there else end + len(chunk))
+        return start
 
 
 class Shown(NamedTuple):

@@ -5,6 +5,7 @@ Used by `columns`. Only small JSON files are made and read here; rows never pass
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from typing import Any
 import google_crc32c
 import numpy as np
 
-from expstore.errors import CorruptionError
+from expstore.errors import CorruptionError, StorageError
 from expstore.files import Disk
 from expstore.schema import Field
 from expstore.storages.packing import Packing
@@ -152,11 +153,21 @@ def check_metadata(disk: Disk, folder: Path, fields: Sequence[Field], rows: Sequ
     for group in sorted(groups):
         path = folder / group / "zarr.json"
         try:
-            fits = json.loads(disk.read_whole(path))["node_type"] == "group"
-        except (OSError, ValueError, KeyError, TypeError) as exc:
+            fits = _read_json(disk, path)["node_type"] == "group"
+        except (ValueError, KeyError, TypeError) as exc:
             raise CorruptionError(f"{path} cannot be read: {exc}") from exc
         if not fits:
             raise CorruptionError(f"{path} does not describe a group")
+
+
+def _read_json(disk: Disk, path: Path) -> Any:
+    """Return what a file says; raise CorruptionError if it is missing, StorageError if the disk fails."""
+    try:
+        return json.loads(disk.read_whole(path))
+    except StorageError as exc:
+        if exc.errno not in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR):
+            raise
+        raise CorruptionError(f"{path} cannot be read: {exc}") from exc
 
 
 def read_packing(disk: Disk, folder: Path, entry: Field) -> Packing | None:
@@ -167,14 +178,14 @@ def read_packing(disk: Disk, folder: Path, entry: Field) -> Packing | None:
     """
     path = folder / "zarr.json"
     try:
-        data = json.loads(disk.read_whole(path))
+        data = _read_json(disk, path)
         if data["attributes"].get("expstore", {}).get("layout") != "packed":
             return None
         shard, *rest = data["chunk_grid"]["configuration"]["chunk_shape"]
         inner = data["codecs"][0]["configuration"]
         packing = Packing.of(inner["codecs"], rows=int(inner["chunk_shape"][0]), shard=int(shard))
         fits = tuple(rest) == entry.shape and data["data_type"] == entry.numpy_dtype.name
-    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, ArithmeticError) as exc:
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, ArithmeticError) as exc:
         raise CorruptionError(f"{path} cannot be read: {exc}") from exc
     if not fits:
         raise CorruptionError(f"{path} does not describe a column of {entry}")
@@ -194,14 +205,14 @@ def read_layout(disk: Disk, folder: Path, entry: Field) -> Layout:
     """
     path = folder / "zarr.json"
     try:
-        data = json.loads(disk.read_whole(path))
+        data = _read_json(disk, path)
         rows, *rest = data["chunk_grid"]["configuration"]["chunk_shape"]
         keys = data["chunk_key_encoding"]
         layout = Layout(int(rows), int(data["shape"][0]), keys["configuration"]["separator"])
         fits = data["node_type"] == "array" and tuple(rest) == entry.shape and rows % CHUNK_ROWS == 0
         fits = fits and keys["name"] == "default" and layout.separator in ("/", ".")
         fits = fits and data["data_type"] == entry.numpy_dtype.name and data["shape"][1:] == rest
-    except (OSError, ValueError, KeyError, TypeError, IndexError) as exc:
+    except (ValueError, KeyError, TypeError, IndexError) as exc:
         raise CorruptionError(f"{path} cannot be read: {exc}") from exc
     if not fits or rows < 1:
         raise CorruptionError(f"{path} does not describe a column of {entry}")

@@ -51,6 +51,10 @@ BEST = Spec("best", 24, 8, frame=64, lean=True, segment_bytes=4096, best=True)
 BEST_FILED = Spec("best filed", 24, 8, frame=64, lean=True, segment_bytes=4096, best=True, redo_bytes=1)
 COUNTED = Spec("counted", 24, 8, frame=64, lean=True, segment_bytes=4096, consume=2)
 GROWING = Spec("growing", None, None, frame=64, lean=True, shard_rows=4096)
+#: Chunks of 4 rows, shards of 16; 32 slots are two shards.
+PACKED = Spec("packed", 24, 8, frame=64, lean=True, segment_bytes=4096, tail=False, packed=True)
+PACKED_NARROW = Spec("packed narrow", 24, 8, frame=64, lean=True, segment_bytes=1536, packed=True)
+PACKED_GROWING = Spec("packed growing", None, 24, frame=64, lean=True, shard_rows=4096, packed=True)
 
 
 @dataclass(frozen=True)
@@ -129,6 +133,64 @@ PHASES = (
     Phase("best rows", BEST, FEW, [_extend(9), _priority(3, 9, 2.0), _extend(12, "a"), FLUSH], stride=5),
     Phase("best rows in a file", BEST_FILED, FEW, [_extend(30), _extend(12), FLUSH], must="unlink", stride=9),
     Phase("open best rows", BEST, [_extend(30), _priority(1, 9, 2.0), _extend(20)], part="open", stride=3),
+    Phase("first packed rows", PACKED, ops=[_extend(5, "a")], must="write partial", stride=5),
+    Phase(
+        "fill a chunk", PACKED, FEW, [_extend(3), _extend(2), FLUSH, _extend(3, "a")], must="write open.1.0"
+    ),
+    Phase(
+        "fill a shard",
+        PACKED_GROWING,
+        FEW,
+        [_extend(9, "a"), _extend(5), FLUSH, _extend(6)],
+        must="rename c.1.0",
+        stride=3,
+    ),
+    Phase(
+        "turn of the ring",
+        PACKED,
+        [_extend(22), _extend(6, "a"), FLUSH],
+        [_extend(7), FLUSH, _extend(8, "a"), _extend(3), FLUSH],
+        must="create open.0.1",
+        stride=3,
+    ),
+    Phase("long packed extend", PACKED, [_extend(22)], [_extend(13), _extend(41, "a"), _extend(3)], stride=9),
+    Phase("few packed rows", PACKED_NARROW, FEW, [_extend(1), _extend(2), FLUSH, _extend(8, "a")], stride=5),
+    Phase("empty packed", PACKED, [_extend(22)], [EMPTY, _extend(4, "a"), EMPTY, _extend(3)], stride=5),
+    Phase(
+        "close packed",
+        PACKED,
+        [_extend(26), FLUSH],
+        [_extend(7)],
+        part="close",
+        stride=5,
+        must="rename c.1.0",
+    ),
+    Phase("open packed", PACKED, [*FEW, FLUSH, _extend(5), _extend(2)], part="open", must="write partial"),
+    Phase(
+        "open packed in its second turn",
+        PACKED,
+        [_extend(24), FLUSH, _extend(8), FLUSH, _extend(7, "a"), _extend(8)],
+        part="open",
+        must="write open.0.1",
+    ),
+    Phase("open few packed rows", PACKED_NARROW, [*FEW, _extend(3), _extend(1), _extend(8)], part="open"),
+    Phase("open packed that was closed", PACKED, [*FEW, _extend(3)], part="open", closed=True, must="unlink"),
+    Phase(
+        "dumps packed",
+        PACKED,
+        [*FEW, DUMPS, _extend(9)],
+        [*[DUMPS, _extend(5, "a")] * 2],
+        stride=20,
+        must="link c.0.0",
+    ),
+    Phase(
+        "loads packed",
+        PACKED,
+        [*FEW, DUMPS, _extend(9)],
+        [LOADS, _extend(5, "a")],
+        stride=20,
+        must="rename load",
+    ),
     Phase("extend without spare", BARE, [_extend(24)], [_extend(6)], tooth=True),
     Phase("change new rows", LEAN, FEW, [_extend(4), _change(20, 24, 1, 2)], tooth=True),
     Phase("close with an index", LEAN, FEW, [_extend(2)], part="close", index=True),

@@ -135,7 +135,11 @@ def _lives(spec: Spec, path: Path, chance: random.Random, report: Report, lives:
 
 
 #: Phases that `quick` leaves to the long run: they take their time and meet what others meet.
-SLOW = ("commit to the index", "close with an index", "new shard")
+SLOW = (
+    "commit to the index", "close with an index", "new shard",
+    "first packed rows", "long packed extend", "empty packed", "open few packed rows",
+    "open packed that was closed", "loads packed",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

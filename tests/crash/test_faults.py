@@ -29,7 +29,7 @@ from ledger import Ledger, Op, Spec
 from expstore import files
 from expstore.errors import ExpStoreError, LockedError, StateError, StorageError
 from expstore.files import Disk, File, _failed
-from expstore.storages import base, columns, journaled, records
+from expstore.storages import base, columns, journaled, packing, records
 from expstore.storages.zarr import ZarrStorage
 from expstore.tensordictbuffers import TensorDictReplayBuffer
 
@@ -39,6 +39,8 @@ SPECS = (
     Spec("filed", 40, 12, frame=64, segment_bytes=4096, longest=10, lean=True, redo_bytes=1),
     Spec("counted", 40, 12, frame=64, segment_bytes=4096, longest=14, lean=True, consume=2),
     Spec("best", 40, 12, frame=64, segment_bytes=4096, longest=30, lean=True, overlong=False, best=True),
+    Spec("chunks", 40, 12, frame=64, segment_bytes=4096, longest=14, lean=True, packed=True),
+    Spec("growing", None, 24, frame=64, segment_bytes=4096, longest=14, lean=True, packed=True),
 )
 WEIGHTS = {
     "extend": 8,
@@ -164,7 +166,9 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "_sync_data", lambda fd: None)
     monkeypatch.setattr(os, "fsync", lambda fd: None)
     monkeypatch.setattr(journaled, "Keeper", NoKeeper)
-    for module, name in ((base, "spare_slots"), (columns, "SHARD_ROWS"), (records, "REDO_BYTES")):
+    changed = [(base, "spare_slots"), (columns, "SHARD_ROWS"), (records, "REDO_BYTES")]
+    changed += [(packing, "SHARD_ROWS"), (packing, "ENDLESS_SHARD_ROWS")]
+    for module, name in changed:
         monkeypatch.setattr(module, name, getattr(module, name))
 
 
