@@ -5,8 +5,7 @@ Used by `cli`. They only ask and print; what they do is in `checks`.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -14,7 +13,7 @@ from typing import Annotated
 import typer
 
 from expstore.cli_codes import DAMAGED, FAILED
-from expstore.cli_print import print_json
+from expstore.cli_print import print_json, show_progress
 
 __all__ = ["repair", "verify"]
 
@@ -29,7 +28,7 @@ def verify(path: Store, as_json: Json = False) -> int:
     from expstore.snapshots import store_meant
 
     path = store_meant(Disk(), path)
-    with _progress("checking") as progress:
+    with show_progress("checking") as progress:
         found = checks.verify(path, progress=progress)
     fatal = any(finding.fatal for finding in found)
     if as_json:
@@ -52,7 +51,7 @@ def repair(
     """Build anew what is derived; give up what is lost, if that is asked for."""
     from expstore import checks
 
-    with _progress("reading") as progress:
+    with show_progress("reading") as progress:
         done = checks.repair(path, drop_damaged=drop_damaged, dry_run=dry_run, progress=progress)
     if as_json:
         print_json(asdict(done) | {"path": str(path), "dry_run": dry_run})
@@ -72,16 +71,3 @@ def repair(
 
 def _count(found: Sequence[object]) -> str:
     return f"{len(found)} findings" if len(found) > 1 else "1 finding" if found else "nothing found"
-
-
-@contextlib.contextmanager
-def _progress(what: str) -> Iterator[Callable[[int, int], None]]:
-    """Show how far something is, on a terminal."""
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-
-    console = Console(stderr=True)
-    columns = (TextColumn(what), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
-        task = progress.add_task("", total=None)
-        yield lambda done, total: progress.update(task, completed=done, total=total)

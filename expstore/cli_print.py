@@ -1,14 +1,15 @@
-"""What the command line prints: tables, CSV and JSON.
+"""What the command line prints: tables, CSV, JSON and progress.
 
 Used by `cli`. Tables are made for eyes and shorten what is wide; CSV and JSON keep every value.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ __all__ = [
     "print_json",
     "print_rows",
     "print_table",
+    "show_progress",
     "size_text",
 ]
 
@@ -174,3 +176,16 @@ def iso_text(seconds: float | None) -> str | None:
 def local_text(text: str | None) -> str:
     """Return a time that `iso_text` made, for eyes."""
     return f"{datetime.fromisoformat(text).astimezone():%Y-%m-%d %H:%M:%S}" if text else "an unknown time"
+
+
+@contextlib.contextmanager
+def show_progress(what: str) -> Iterator[Callable[[int, int], None]]:
+    """Show how far something is, on a terminal; yield what is to be told bytes done and in all."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    columns = (TextColumn(what), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
+        task = progress.add_task("", total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)

@@ -37,7 +37,7 @@ from expstore.files import Disk
 
 #: Seconds for `info` and `sql` over a million rows: one on a quiet machine; three times that on a busy one.
 BOUND = 3.0
-COMMANDS = ("collect", "dumps", "info", "loads", "migrate", "repair", "sql", "verify", "versions")
+COMMANDS = ("collect", "dumps", "export", "info", "loads", "migrate", "repair", "sql", "verify", "versions")
 
 HOLDER = """
 import sys

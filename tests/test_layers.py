@@ -47,7 +47,10 @@ LINES: tuple[tuple[str, str], ...] = (
     ("6", "door"),
     ("7", "collectors datasets exchange interop trainers"),
     ("8", "api testing"),
-    ("9", "cli cli_checks cli_codes cli_info cli_migrate cli_print cli_query cli_snapshots __main__"),
+    (
+        "9",
+        "cli cli_checks cli_codes cli_export cli_info cli_migrate cli_print cli_query cli_snapshots __main__",
+    ),
 )
 
 #: (importer, imported) on one line, as patterns. Whatever is not here is a sideways import.
@@ -88,6 +91,7 @@ ALLOWED_SIDEWAYS: tuple[tuple[str, str], ...] = (
     ("hindsight", "tensordictbuffers"),
     ("ensembles", "memberpatches"),
     # the parts of a check
+    ("exchange", "exchange.*"),
     ("checks.*", "checks.findings"),
     ("checks.*", "checks.packed"),
     ("checks.rows", "checks.blocks"),
@@ -316,7 +320,9 @@ ALLOWED_SIDEWAYS: tuple[tuple[str, str], ...] = (
     ("api*", "api*"),
     ("testing*", "testing*"),
     ("cli", "cli_checks"),
+    ("cli", "cli_export"),
     ("cli", "cli_info"),
+    ("cli_export", "cli_print"),
     ("cli_info", "cli_print"),
     ("cli", "cli_migrate"),
     ("cli_migrate", "cli_print"),
@@ -356,7 +362,7 @@ HOME_OF_LIBRARY: dict[str, tuple[str, ...]] = {
     "starlette": ("api", "api.*"),
     "torchrl": ("interop", "specs.foreign"),
     "uvicorn": ("api", "api.*"),
-    "zarr": ("storages.zarrmeta",),
+    "zarr": ("exchange.*", "storages.zarrmeta"),
 }
 
 #: Not imported by lines 0-3 while they are imported themselves: these cost seconds.
