@@ -34,6 +34,7 @@ FULL = Manifest(
     dims=(2, 5),
     ranking=Ranking(("next", "r"), "max"),
     specs='{"spec":{"kind":"Composite","specs":{"b":null}},"version":1}',
+    layout={"layout": "packed", "fields": {"a": {"layout": "flat"}}},
 )
 BARE = Manifest(uuid="a" * 32, generation=0, storage="zarr", capacity=None, spare=0, seed=0, created=0.0)
 
