@@ -84,9 +84,9 @@ class MultiCategorical(Categorical):
 
     @property
     def _counts(self) -> list[int] | None:
-        """How many choices the elements of each row have; None where the rows differ."""
-        rows = self.nvec.reshape(-1, self.nvec.shape[-1])
-        return None if (rows != rows[:1]).any() else rows[0].tolist()
+        """How many choices the elements of each row have; None where the rows differ, or there are none."""
+        rows = self.nvec.flatten(0, -2) if self.ndim > 1 else self.nvec[None]
+        return rows[0].tolist() if len(rows) and (rows == rows[:1]).all() else None
 
     def _counts_or_refuse(self, what: str) -> list[int]:
         row = self._counts
