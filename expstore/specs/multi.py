@@ -222,6 +222,8 @@ class MultiCategorical(Categorical):
             n = int(nvec)
             return Categorical(n, **settings, mask=None if allowed is None else allowed[:n])
         made = MultiCategorical(nvec, shape, **settings, remove_singleton=self.remove_singleton)
+        if not made.nvec.numel():
+            return made  # without choices there is nothing to hide
         if allowed is not None:
             row = made._counts_or_refuse("Only homogeneous MultiDiscrete specs can be masked")
             made.update_mask(torch.cat([allowed[..., place, :n] for place, n in enumerate(row)], -1))
