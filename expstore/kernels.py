@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 __all__ = [
     "compiled",
+    "compiled_for_c",
     "find_runs",
     "link_files",
     "spread_runs",
@@ -37,6 +38,18 @@ def compiled(signatures: Any, **options: Any) -> Callable[[Callable[..., Any]], 
             return numba.njit(signatures, cache=True, **options)(function)
         except RuntimeError:  # neither this package's folder nor the user's cache can be written
             return numba.njit(signatures, **options)(function)
+
+    return compile_it
+
+
+def compiled_for_c(signature: str) -> Callable[[Callable[..., Any]], Any]:
+    """Compile a function that C calls, by its `address`; kept as those of `compiled`."""
+
+    def compile_it(function: Callable[..., Any]) -> Any:
+        try:
+            return numba.cfunc(signature, cache=True)(function)
+        except RuntimeError:
+            return numba.cfunc(signature)(function)
 
     return compile_it
 

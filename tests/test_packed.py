@@ -329,7 +329,7 @@ def test_sizes_fit_one_another(width: int, slots: int | None, rows: int | None) 
     packing = packing_for(Field(("a",), "uint8", (width,)), slots, rows=rows)
     assert packing.shard % packing.rows == 0
     assert packing.rows == (rows or packing.rows)
-    assert rows or packing.rows == 1 or packing.rows * width <= 128 * 1024
+    assert rows or packing.rows == 1 or packing.rows * width <= 256 * 1024
     if slots is not None:
         assert packing.shard < slots + packing.rows
 

@@ -18,8 +18,9 @@ from expstore.types import Array
 
 __all__ = ["CODECS", "DEFAULT_CODEC", "Packing", "packing_for"]
 
-#: Unpacking costs a pass over so many bytes, from memory that the processor keeps close.
-CHUNK_BYTES = 128 * 1024
+#: Unpacking costs a pass over so many bytes, from memory that the processor keeps close. More would be two
+#: blocks of blosc's, and save nothing.
+CHUNK_BYTES = 256 * 1024
 CHUNK_ROWS = 64
 SHARD_ROWS = 4096
 SHARD_BYTES = 1 << 30
@@ -142,7 +143,7 @@ def packing_for(
         entry: The field.
         slots: How many rows a ring has; None: the store grows.
         codec: One of `CODECS`.
-        rows: Per chunk; None: as many as make about 128 KiB.
+        rows: Per chunk; None: as many as make about 256 KiB.
     """
     if rows is None:
         rows = 1

@@ -1,0 +1,91 @@
+"""Rows come out of packed chunks as they went in, whichever way the compiled loop takes.
+
+One block of LZ4 is unpacked as far as needed, everything else as a whole; many frames by several threads.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from expstore import unpacking
+from expstore.storages.packing import CODECS, Packing
+from expstore.types import Array, IntArray
+from expstore.unpacking import take_rows
+
+WIDTH = 3000
+
+
+@pytest.fixture(params=[1, 3], ids=["one thread", "three threads"])
+def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    number: int = request.param
+    monkeypatch.setattr(unpacking, "_THREADS", number)
+    monkeypatch.setattr(unpacking, "EACH_BYTES", 1)
+    return number
+
+
+def make_rows(kind: str, count: int) -> Array:
+    """Return rows that are packed well, badly (then blosc keeps them as they are), or not long enough."""
+    rng = np.random.default_rng(1)
+    if kind == "noise":
+        return rng.integers(0, 256, (count, WIDTH), np.uint8)
+    rows = np.zeros((count, WIDTH), np.uint8)
+    rows[np.arange(count)[:, None], rng.integers(0, WIDTH, (count, 40))] = 7
+    return rows
+
+
+class Frames:
+    """Packed chunks, and where they are."""
+
+    def __init__(self, rows: Array, packing: Packing) -> None:
+        self.rows, self.each = rows, packing.rows
+        groups = [rows[start : start + packing.rows] for start in range(0, len(rows), packing.rows)]
+        self.chunks = [np.frombuffer(packing.pack(group), np.uint8).copy() for group in groups]
+
+    def take(self, wanted: IntArray) -> tuple[int, Array]:
+        order = np.argsort(wanted // self.each, kind="stable")
+        names, which = np.unique(wanted[order] // self.each, return_inverse=True)
+        out = np.zeros((wanted.size, WIDTH), np.uint8)
+        scratch = np.empty(self.each * WIDTH, np.uint8)
+        bad = take_rows(
+            np.array([self.chunks[name].ctypes.data for name in names]),
+            np.array([self.chunks[name].size - 4 for name in names]),
+            which.astype(np.int64),
+            wanted[order] % self.each,
+            order,
+            WIDTH,
+            self.each * WIDTH,
+            int(out.ctypes.data),
+            int(scratch.ctypes.data),
+        )
+        return bad, out
+
+
+@pytest.mark.parametrize("kind", ["frames", "noise"])
+@pytest.mark.parametrize("codec", sorted(CODECS))
+@pytest.mark.parametrize("each", [1, 16, 256])  # of one block, the last one of several
+def test_rows_are_those_that_were_packed(threads: int, codec: str, kind: str, each: int) -> None:
+    frames = Frames(make_rows(kind, 1024), Packing(codec, each, 1024))
+    rng = np.random.default_rng(2)
+    for wanted in (np.arange(1024), rng.integers(0, 1024, 500), rng.permutation(1024)[:9], np.array([1023])):
+        bad, rows = frames.take(wanted)
+        assert bad == -1
+        assert (rows == frames.rows[wanted]).all()
+
+
+def test_the_first_damaged_frame_is_named(threads: int) -> None:
+    frames = Frames(make_rows("frames", 1024), Packing("lz4hc", 16, 1024))
+    for number in (60, 7, 31):
+        frames.chunks[number][20] ^= 1
+    bad, _ = frames.take(np.arange(1024))
+    assert bad == 7
+    frames.chunks[7][20] ^= 1
+    assert frames.take(np.arange(7 * 16, 8 * 16))[0] == -1
+    assert frames.take(np.arange(1024))[0] == 31
+
+
+def test_a_frame_of_another_length_is_damaged(threads: int) -> None:
+    packing = Packing("lz4hc", 16, 1024)
+    frames = Frames(make_rows("frames", 64), packing)
+    frames.chunks[2] = np.frombuffer(packing.pack(make_rows("frames", 15)), np.uint8)
+    assert frames.take(np.arange(64))[0] == 2
