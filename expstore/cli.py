@@ -33,6 +33,7 @@ from expstore.errors import (
 if TYPE_CHECKING:
     from expstore.buffers import ReplayBuffer
     from expstore.collectors import AnyVectorEnv
+    from expstore.storages.layout import LayoutName
 
 __all__ = ["main", "run"]
 
@@ -56,6 +57,14 @@ class Policy(StrEnum):
     """How `collect` chooses actions."""
 
     random = "random"
+
+
+class Layout(StrEnum):
+    """How the fields of a store lie on disk."""
+
+    auto = "auto"
+    flat = "flat"
+    packed = "packed"
 
 
 class Autoreset(StrEnum):
@@ -184,6 +193,13 @@ def collect(
     capacity: Annotated[
         int | None, typer.Option(min=1, help="Most rows of a new store; it grows without one.")
     ] = None,
+    layout: Annotated[
+        Layout | None,
+        typer.Option(
+            help="Of a new store: auto, as without it, packs fields of 1 KiB and more per row (images take a "
+            "fiftieth, and cannot be changed in place), packed all, flat none."
+        ),
+    ] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="Of environments and actions.")] = None,
     policy: Annotated[Policy, typer.Option(help="How actions are chosen.")] = Policy.random,
     autoreset: Annotated[
@@ -199,7 +215,8 @@ def collect(
     disk = Disk()
     with _Interrupts() as interrupts, contextlib.closing(_environments(env, envs, autoreset)) as lanes:
         new = not disk.exists(path / MANIFEST)
-        with door.open(path, capacity=capacity, seed=seed if new else None) as rb:
+        asked: LayoutName | None = None if layout is None else layout.value
+        with door.open(path, capacity=capacity, layout=asked, seed=seed if new else None) as rb:
             if rb.recovered:
                 typer.echo(f"note: {rb.recovered}", err=True)
             typer.echo(

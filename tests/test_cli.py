@@ -685,6 +685,19 @@ def test_collect_and_go_on(cli: Cli, tmp_path: Path) -> None:
     assert cli("sql", path, query, "--json").json == [{"distinct": True}]
 
 
+def test_collect_makes_the_layout_that_is_asked_for(cli: Cli, tmp_path: Path) -> None:
+    """Rows of CartPole are narrow: without an option none of their fields is packed."""
+    command = ("--steps", 50, "--envs", 2, "--seed", 0)
+    for name, *asked in (("auto",), ("packed", "--layout", "packed")):
+        assert cli("collect", "CartPole-v1", tmp_path / name, *command, *asked).code == 0
+    auto, packed = cli("info", tmp_path / "auto", tmp_path / "packed", "--json").json["stores"]
+    assert {field["layout"] for field in auto["fields"]} == {"flat"}
+    assert {field["layout"] for field in packed["fields"]} == {"packed"}
+    done = cli("collect", "CartPole-v1", tmp_path / "packed", *command, "--layout", "flat")
+    assert (done.code, "layout" in done.err) == (2, True)
+    assert cli("collect", "CartPole-v1", tmp_path / "packed", *command).code == 0
+
+
 def test_the_seed_decides(cli: Cli, tmp_path: Path) -> None:
     found = []
     for name in ("a", "b"):
