@@ -397,6 +397,11 @@ class Journal:
             if name not in names:
                 self._disk.unlink(self._folder / name)
 
+    def end(self) -> None:
+        """Give back the disk space that was reserved for more records: none come any more."""
+        if self._file is not None:
+            self._file.release(self._at, self._room)
+
     def close(self) -> None:
         """Close the files."""
         for file in self.sync_files():

@@ -92,6 +92,22 @@ def test_a_full_segment_still_has_room_for_marks(tmp_path: Path) -> None:
         assert read(path)[-1][1] is Kind.MARK
 
 
+def test_the_end_gives_back_what_was_reserved(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    path.mkdir()
+    journal = Journal(Disk(), path, uuid="ab", generation=1, sequence=0)
+    journal.start_segment({"opening": True, "last": 0})
+    texts = [b"a" * 100, b"b" * 20_000]
+    write(journal, texts)
+    length, before = os.path.getsize(path / "000001"), os.stat(path / "000001").st_blocks * 512
+    journal.end()
+    assert before >= length
+    assert os.stat(path / "000001").st_blocks * 512 < 64 << 10
+    assert os.path.getsize(path / "000001") == length, "a segment that was cut off would be an error"
+    journal.close()
+    assert bodies(path) == texts
+
+
 def test_cut_leaves_what_is_needed(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     journal = make(path)

@@ -228,6 +228,16 @@ def test_the_disk_is_looked_at_once_per_sync(store_path: Path, make_batch: MakeB
     rb.close()
 
 
+def test_a_closed_store_takes_little_beside_its_rows(store_path: Path, make_batch: MakeBatch) -> None:
+    for first in (0, 10):
+        with expstore.open(store_path, capacity=1000, seed=1) as rb:
+            rb.extend(make_batch(10))
+            assert len(rb) == first + 10
+            assert rb.sql("SELECT count(*) FROM transitions").fetchall() == [(first + 10,)]
+        files = [path.stat() for path in store_path.rglob("*") if path.is_file()]
+        assert sum(found.st_blocks * 512 for found in files) < 1 << 20
+
+
 def test_without_a_limit_nobody_looks(store_path: Path, make_batch: MakeBatch) -> None:
     disk = Small()
     disk.left = 0

@@ -430,8 +430,8 @@ class JournaledStorage(SyncedStorage, VersionedStorage):
                     self.sync()
                     with self.episode_lock:
                         self._append(Kind.CLOSE, b"{}")
-                        segments = self._journal.sync_files()
-                    self._sync_journal(segments, [])
+                        self._journal.end()
+                    self._sync_journal(self._journal.sync_files(), [])
             finally:
                 self._closed = True
                 self._leave_state()
