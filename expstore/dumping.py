@@ -235,7 +235,7 @@ def _find_former(disk: Disk, known: Sequence[Version], state: Frozen) -> _Former
     except (StorageError, NotFoundError, MigrationError):
         return None  # it cannot be trusted, or was made before the first rows
     same = manifest.uuid == state.manifest.uuid and manifest.schema == schema
-    same = same and (manifest.capacity, manifest.spare) == (state.manifest.capacity, state.manifest.spare)
+    same = same and (manifest.capacity, manifest.slots) == (state.manifest.capacity, state.manifest.slots)
     same = same and same_packings(disk, folder / COLUMNS, state)
     return _Former(folder, sums, origin, layout, has_sampled(disk, folder / COLUMNS)) if same else None
 

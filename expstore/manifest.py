@@ -50,6 +50,7 @@ class Manifest:
         ranking: By what rows are ranked, if only the best stay; None: the newest do.
         specs: What values the fields have, as `expstore.spectext` keeps it; "": nobody has said.
         layout: How columns are made, as `expstore.storages.layout` reads it; {}: flat.
+        reach: Slots beyond capacity and spare: rows of packed fields may lie with rows so far before them.
     """
 
     uuid: str
@@ -71,11 +72,12 @@ class Manifest:
     ranking: Ranking | None = None
     specs: str = ""
     layout: dict[str, Any] = field(default_factory=dict)
+    reach: int = 0
 
     @property
     def slots(self) -> int | None:
         """How many rows the columns have room for; None for an unbounded store."""
-        return None if self.capacity is None else self.capacity + self.spare
+        return None if self.capacity is None else self.capacity + self.spare + self.reach
 
     def replace(self, **changes: Any) -> Manifest:
         """Return a copy with some settings changed."""

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from expstore.kernels import compiled, compiled_for_c
 
-__all__ = ["take_rows"]
+__all__ = ["take_distances", "take_rows"]
 
 Ints = NDArray[np.int64]
 
@@ -217,3 +217,36 @@ def take_rows(
     _take_together(task, threads - 1, _help_in_c.address)
     bad = task[_RESULT:_HEAD]
     return int(min(bad[bad >= 0], default=-1))
+
+
+@compiled("int64(int64[::1], int64[::1], int64[::1], int64, int64[::1])", nogil=True)
+def take_distances(sources: Ints, which: Ints, inside: Ints, rows: int, out: Ints) -> int:
+    """Read what the tables before frames say of rows.
+
+    A table is a u32, the crc32c of the rest, which must fit, and a u16 for each row of the chunk.
+
+    Args:
+        sources: Addresses of the frames; 0: there is none, and nothing is read. Shape `(m,)`.
+        which: Before which of them each row's table is, ascending. Shape `(n,)`.
+        inside: Which of its rows. Shape `(n,)`.
+        rows: Of a chunk.
+        out: Gets what they say. Shape `(n,)`.
+
+    Returns:
+        The first frame whose table is damaged; -1: none.
+    """
+    crc, distance = np.empty(1, np.uint32), np.empty(1, np.uint16)
+    held = -1
+    for row in range(which.size):
+        frame = which[row]
+        if sources[frame] <= 0:
+            continue
+        table = sources[frame] - 2 * rows
+        if frame != held:
+            _copy(crc.ctypes.data, table - 4, 4)
+            if _crc32c(np.uint32(0), table, np.uint64(2 * rows)) != crc[0]:
+                return int(frame)
+            held = frame
+        _copy(distance.ctypes.data, table + 2 * inside[row], 2)
+        out[row] = np.int64(distance[0])
+    return -1

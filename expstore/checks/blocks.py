@@ -90,7 +90,10 @@ def _metadata_trouble(
     if column is not None and inspection.slots is None:
         # It grows with the shards; a power cut may have lost some of these.
         length = found.get("shape", [0])[0] if isinstance(found.get("shape"), list) else 0
-        least = max(column.rows, -(-inspection.window.last // column.rows) * column.rows)
+        last = inspection.window.last
+        if isinstance(column, PackedReader):
+            last -= last % column.packing.rows  # others need no shard yet
+        least = max(column.rows, -(-last // column.rows) * column.rows)
         if isinstance(length, int) and length >= least and length % column.rows == 0:
             wanted["shape"][0] = length
     for name in sorted(wanted.keys() | found.keys()):
@@ -167,12 +170,14 @@ def check_blocks(inspection: Inspection, unsettled: set[int], progress: Progress
 def _check_packed(inspection: Inspection, column: PackedReader, files: PackedFiles) -> None:
     """Note what is damaged in the files of a packed column, and which rows that costs."""
     lost: dict[Path, list[int]] = {}
+    files.note_hidden(inspection.settled_runs())
     # Of later ones the journal has the rows, or their checksum.
     for first, count in inspection.settled_runs():
         for slot, offset, n in inspection.pieces(first, count):
             turn = 0 if inspection.slots is None else (first + offset - 1) // inspection.slots
             for at in np.flatnonzero(~files.find(turn, slot, n)).tolist():
-                path = files.file_of(turn, (slot + at) // column.packing.rows)
+                chunk = (slot + at) // column.packing.rows
+                path = files.lender_of(turn, chunk) or files.file_of(turn, chunk)
                 lost.setdefault(path, []).append(first + offset + at)
     for path in sorted({fault.path for fault in files.faults} | lost.keys()):
         faults = [fault for fault in files.faults if fault.path == path]

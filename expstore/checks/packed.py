@@ -6,8 +6,9 @@ pread, so that a file that is cut short meanwhile ends in a finding and not in a
 
 from __future__ import annotations
 
+import itertools
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,7 +29,7 @@ from expstore.storages.chunkfile import (
 from expstore.storages.packedreader import PackedReader
 from expstore.storages.packedrows import PARTIAL
 from expstore.storages.partial import PartialFile
-from expstore.types import Array
+from expstore.types import Array, IntArray
 
 __all__ = ["Fault", "PackedFiles"]
 
@@ -61,12 +62,18 @@ class PackedFiles:
 
     def __init__(self, disk: Disk, column: PackedReader) -> None:
         self.column, self.packing = column, column.packing
+        #: What stands in the files of the column in which some rows lie.
+        self.partner: PackedFiles | None = None
         self.faults: list[Fault] = []
+        #: Whole chunks behind damaged bytes, which nobody else finds: file, shard, turn, number in the shard.
+        self.hidden: list[tuple[Path, int, int, int]] = []
         self._disk = disk
         #: Where whole chunks are, by turn of the ring and number: file, offset and length.
         self._places: dict[tuple[int, int], tuple[Path, int, int]] = {}
+        #: What is known of rows in whole chunks that lie there: how far before their own places.
+        self._lent: dict[tuple[int, int], IntArray] = {}
         self._raw: dict[tuple[int, int], tuple[Array, NDArray[np.bool_]]] = {}
-        self._last: tuple[tuple[int, int], Array] | None = None
+        self._last: tuple[tuple[int, int], Array, NDArray[np.bool_]] | None = None
         for kind, shard, turn in sorted(column.shards()):
             self._look(
                 column.open_path(shard, turn) if kind == "open" else column.shard_path(shard), shard, turn
@@ -88,14 +95,21 @@ class PackedFiles:
         file = self._disk.open(path, write=False)
         try:
             named = self._index_of(file, path, shard) if turn < 0 else None
-            found = self._listed(file, named) if named is not None else self._scan(file, turn)
+            found = self._listed(file, named) if named is not None else self._scan(file, shard, turn)
             known = list(found)
             turns = [told for _, told, _, _ in known if told >= 0]
             usual = max(turns, key=turns.count, default=-1)
             for number, told, offset, size in known:
-                chunk, whole = shard * self.packing.chunks + number, self._unpacks(file.read(offset, size))
-                if whole and usual >= 0:
-                    self._places[usual if told < 0 else told, chunk] = path, offset, size
+                chunk, distances = (
+                    shard * self.packing.chunks + number,
+                    self._unpacks(file.read(offset, size)),
+                )
+                whole, name = distances is not None, (usual if told < 0 else told, chunk)
+                if distances is not None and usual >= 0:
+                    self._places[name] = path, offset, size
+                    self._lent.pop(name, None)
+                    if distances.any():
+                        self._lent[name] = distances
                 if told < 0 or not whole:
                     what = "what stands before" if whole else "the checksum of"
                     text = f"is damaged: {what} its chunk {number} does not fit"
@@ -105,31 +119,37 @@ class PackedFiles:
 
     def _index_of(self, file: File, path: Path, shard: int) -> Chunks | None:
         try:
-            return read_index(file, self.packing.chunks)
+            return read_index(file, self.packing.chunks, table=self.packing.table_bytes)
         except CorruptionError:
             text = "has a damaged index (the bytes after its chunks)"
             self.faults.append(Fault("footer", path, shard, text))
             return None
 
-    @staticmethod
-    def _listed(file: File, chunks: Chunks) -> Iterator[tuple[int, int, int, int]]:
-        """Yield number, turn (-1: it is damaged), offset and length of the chunks that an index names."""
+    def _listed(self, file: File, chunks: Chunks) -> Iterator[tuple[int, int, int, int]]:
+        """Yield number, turn (-1: it is damaged), offset and length of the chunks that an index names.
+
+        Here and below a chunk begins with its table.
+        """
+        table = self.packing.table_bytes
         for number in np.flatnonzero(chunks.offsets >= 0).tolist():
-            offset, size = int(chunks.offsets[number]), int(chunks.sizes[number])
+            offset, size = int(chunks.offsets[number]) - table, int(chunks.sizes[number]) + table
             head = _head(file.read(max(0, offset - HEADER_BYTES), HEADER_BYTES + size))
             fits = head is not None and head[:2] == (size, number)
             yield number, head[2] if fits and head is not None else -1, offset, size
 
-    def _scan(self, file: File, turn: int) -> Iterator[tuple[int, int, int, int]]:
+    def _scan(self, file: File, shard: int, turn: int) -> Iterator[tuple[int, int, int, int]]:
         """Yield the same of the chunks that are whole, in a file without an index, past damaged ones."""
-        at, stop = 0, file.size()
+        at, stop, gap = 0, file.size(), False
         while at + HEADER_BYTES < stop:
             data = file.read(at, HEADER_BYTES + self._most)
             head = _head(data)
             if head is not None and head[1] < self.packing.chunks and turn in (-1, head[2]):
+                if gap:
+                    self.hidden.append((file.path, shard, head[2], head[1]))
                 yield head[1], head[2], at + HEADER_BYTES, head[0]
                 at += HEADER_BYTES + head[0]
                 continue
+            gap = True
             step = next((n for n in range(1, len(data) - HEADER_BYTES) if self._begins(data, n, turn)), 0)
             after = file.next_data(at + len(data)) - HEADER_BYTES - self._most
             at += step or max(1, len(data) - HEADER_BYTES, after - at)
@@ -143,12 +163,38 @@ class PackedFiles:
     def _most(self) -> int:
         return self.packing.most_bytes(self.column.chunk_bytes)
 
-    def _unpacks(self, chunk: bytes) -> bool:
+    def _unpacks(self, chunk: bytes) -> IntArray | None:
+        """Return how far away the rows of a chunk lie, if it is whole; 0: they are in it."""
         try:
-            self.packing.unpack(chunk, self.column.chunk_bytes)
+            return self._unpack(chunk)[1]
         except CorruptionError:
-            return False
-        return True
+            return None
+
+    def _unpack(self, chunk: bytes) -> tuple[Array, IntArray]:
+        """Return the rows that are in a chunk, as bytes, and how far away the others lie.
+
+        Raises:
+            CorruptionError: It is damaged.
+        """
+        each, distances = self.packing.rows, np.zeros(self.packing.rows, np.int64)
+        if self.packing.shares:
+            distances = self.packing.unpack_table(chunk)
+        frame = chunk[self.packing.table_bytes :]
+        if not frame and distances.all():
+            return np.zeros((each, self.column.row_bytes), np.uint8), distances
+        return self.packing.unpack(frame, self.column.chunk_bytes).reshape(each, -1), distances
+
+    def note_hidden(self, runs: Sequence[tuple[int, int]]) -> None:
+        """Take files for damaged in which whole chunks cannot be found that hold some of these rows.
+
+        Args:
+            runs: Rows that must be found: (first id, rows).
+        """
+        each, slots = self.packing.rows, self.column.slots or 0
+        for path, shard, turn, number in self.hidden:
+            low = turn * slots + shard * self.packing.shard + number * each + 1
+            if any(first < low + each and low < first + count for first, count in runs):
+                self.faults.append(Fault("payload", path, shard, f"is damaged before its chunk {number}"))
 
     # -- rows ------------------------------------------------------------------------------------
 
@@ -172,10 +218,41 @@ class PackedFiles:
         each, none = self.packing.rows, (None, np.zeros(self.packing.rows, bool))
         first, last = slot // each, (slot + count - 1) // each
         whole = [
-            np.ones(each, bool) if (turn, chunk) in self._places else self._raw.get((turn, chunk), none)[1]
+            self._finds(turn, chunk)
+            if (turn, chunk) in self._places
+            else self._raw.get((turn, chunk), none)[1]
             for chunk in range(first, last + 1)
         ]
         return np.concatenate(whole)[slot - first * each :][:count] if count else none[1][:0]
+
+    def _finds(self, turn: int, chunk: int) -> NDArray[np.bool_]:
+        """Return which rows of a whole chunk are whole where they lie."""
+        whole = np.ones(self.packing.rows, bool)
+        for part, (there, slot) in self._away(turn, chunk):
+            whole[part] = self.partner is not None and self.partner.find(there, slot, part.stop - part.start)
+        return whole
+
+    def _away(self, turn: int, chunk: int) -> Iterator[tuple[slice, tuple[int, int]]]:
+        """Yield runs of a chunk's rows that lie with the partner, and the first one's turn and slot there."""
+        each, slots = self.packing.rows, self.column.slots
+        distances = self._lent.get((turn, chunk), np.zeros(each, np.int64))
+        first = chunk * each + (0 if slots is None else turn * slots)
+        places = first + np.arange(each) - distances
+        wraps = np.zeros(each, bool) if slots is None else places % slots == 0
+        new = np.flatnonzero((np.diff(distances, prepend=-1) != 0) | wraps)
+        for start, stop in itertools.pairwise([*new.tolist(), each]):
+            if distances[start]:
+                at = int(places[start])
+                yield slice(start, stop), (0, at) if slots is None else divmod(at, slots)
+
+    def lender_of(self, turn: int, chunk: int) -> Path | None:
+        """Return the partner's file that lacks rows of a whole chunk; None: no such rows are lost."""
+        for part, (there, slot) in self._away(turn, chunk) if (turn, chunk) in self._places else ():
+            if self.partner is not None:
+                lost = np.flatnonzero(~self.partner.find(there, slot, part.stop - part.start))
+                if lost.size:
+                    return self.partner.file_of(there, (slot + int(lost[0])) // self.partner.packing.rows)
+        return None
 
     def _chunk(self, turn: int, chunk: int) -> tuple[Array, NDArray[np.bool_]]:
         each, name = self.packing.rows, (turn, chunk)
@@ -184,9 +261,15 @@ class PackedFiles:
             nothing = np.zeros((each, self.column.row_bytes), np.uint8), np.zeros(each, bool)
             return self._raw.get(name, nothing)
         if self._last is None or self._last[0] != name:
-            data = self.packing.unpack(self._read(place), self.column.chunk_bytes)
-            self._last = name, data.reshape(each, -1)
-        return self._last[1], np.ones(each, bool)
+            rows = self._unpack(self._read(place))[0].copy()
+            whole = np.ones(each, bool)
+            for part, (there, slot) in self._away(turn, chunk):
+                if self.partner is None:
+                    whole[part] = False
+                else:
+                    rows[part], whole[part] = self.partner.rows(there, slot, part.stop - part.start)
+            self._last = name, rows, whole
+        return self._last[1:]
 
     def _read(self, place: tuple[Path, int, int]) -> bytes:
         path, offset, size = place
@@ -253,10 +336,14 @@ class PackedFiles:
         for number in sorted(known | lost):
             name = (turn, first + number)
             chunk = self._read(self._places[name]) if number in known else self._filled(name)
-            found.offsets[number], found.sizes[number] = len(data) + HEADER_BYTES, len(chunk)
+            found.offsets[number] = len(data) + self.column.head
+            found.sizes[number] = len(chunk) - self.packing.table_bytes
             data += pack_chunk(number, turn, chunk)
         if not is_open:
-            path, data = self.column.shard_path(shard), data + pack_index(found)
+            path, data = (
+                self.column.shard_path(shard),
+                data + pack_index(found, table=self.packing.table_bytes),
+            )
         disk.write_whole(path, data)
 
     def _filled(self, name: tuple[int, int]) -> bytes:

@@ -105,9 +105,11 @@ def _look_at_packed(inspection: Inspection) -> None:
     if group is None:
         return
     layout = ColumnLayout(**inspection.manifest.layout)
+    fields = tuple(column.entry for column in group.columns)
+    packings = layout.packings(fields, inspection.slots, inspection.manifest.reach)
     for place, column in enumerate(group.columns):
         if not column.packed:
-            packing = layout.packing(column.entry, inspection.slots)
+            packing = packings[place]
             names = disk.names(column.folder) if packing is not None and disk.exists(column.folder) else []
             if packing is None or not any(name.startswith(("c.", "open.", PARTIAL)) for name in names):
                 continue
@@ -115,6 +117,9 @@ def _look_at_packed(inspection: Inspection) -> None:
             group.columns[place] = column
         if isinstance(column, PackedReader):
             inspection.packed[place] = PackedFiles(disk, column)
+    group.link_partners()
+    for place, other in group.pairs.items():
+        inspection.packed[place].partner = inspection.packed[other]
 
 
 def _refuse_writer(disk: Disk, path: Path) -> None:

@@ -81,7 +81,6 @@ class Storage(DrawPosition, Described, Grid, Indexed, Stateful, ABC):
         self.take_grid(check_ndim(ndim), ())
         self.schema: Schema | None = None
         self.keys = Keys()
-        self.spare = 0
         self.seed = 0
         self.flatten = False
         self.ranking: Ranking | None = None  # by what rows are ranked, if only the best stay
@@ -139,22 +138,8 @@ class Storage(DrawPosition, Described, Grid, Indexed, Stateful, ABC):
         """The newest published id."""
         return self._window.last
 
-    @property
-    def slots(self) -> int | None:
-        """How many physical places a ring has."""
-        return None if self.capacity is None else self.capacity + self.spare
-
     def __len__(self) -> int:
         return self._window.rows
-
-    def slot_of(self, ids: IntArray) -> IntArray:
-        """Return the physical places of ids. Shapes `(n,)`."""
-        return ids - 1 if self.slots is None else (ids - 1) % self.slots
-
-    def ids_in(self, places: IntArray, window: Window) -> IntArray:
-        """Return the newest ids up to a window's last that lie in these slots. Shapes `(n,)`."""
-        slots = self.slots
-        return places + 1 if slots is None else window.last - (window.last - 1 - places) % slots
 
     @property
     def changes(self) -> int:
@@ -181,6 +166,7 @@ class Storage(DrawPosition, Described, Grid, Indexed, Stateful, ABC):
         try:
             self.take_grid(self.ndim, dims)
             self.spare = self.spare_for(schema, self.capacity, self.lanes)
+            self.reach = self.reach_for(schema, self.capacity, self.lanes)
             self._create(schema, keys)
         except BaseException:
             self.capacity = former
@@ -193,6 +179,10 @@ class Storage(DrawPosition, Described, Grid, Indexed, Stateful, ABC):
     def spare_for(self, schema: Schema, capacity: int | None, lanes: int) -> int:
         """Return the number of spare slots; whole steps, so that only whole steps are ever overwritten."""
         return round_up(spare_slots(capacity, schema.row_bytes + ROW_BYTES), lanes)
+
+    def reach_for(self, schema: Schema, capacity: int | None, lanes: int) -> int:
+        """Return the number of slots beyond those; whole steps."""
+        return 0
 
     def write(self, rows: Rows) -> None:
         """Make rows readable, all of them or none.
@@ -479,12 +469,12 @@ class Storage(DrawPosition, Described, Grid, Indexed, Stateful, ABC):
 
     def intact(self, ids: IntArray) -> bool:
         """Say whether no slot of these ids has been written to for a later row, or given to other rows."""
-        slots = self.slots
-        if slots is None:
+        depth = self.depth
+        if depth is None:
             return not self.retired or ids.size == 0 or int(ids.min()) > self.retired
-        if self.horizon - slots <= 0:
+        if self.horizon - depth <= 0:
             return True
-        return ids.size == 0 or int(ids.min()) > self.horizon - slots
+        return ids.size == 0 or int(ids.min()) > self.horizon - depth
 
     # -- life ------------------------------------------------------------------------------------
 

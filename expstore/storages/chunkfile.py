@@ -2,7 +2,8 @@
 
 Used by packed columns. Each chunk comes after 16 bytes that say what it is, so that whoever finds an
 unfinished file knows what is in it; a finished one ends with the index of Zarr's sharding codec, for
-which those bytes are gaps. It never unpacks a chunk.
+which those bytes are gaps. Where rows may lie in another column, a table stands before each chunk's frame,
+there may be no frame, and before Zarr's index stands another one, of all chunks. It never unpacks a chunk.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ class Chunks(NamedTuple):
     """Say where the chunks of a file are.
 
     Args:
-        offsets: Of each; -1: there is none. Shape `(chunks,)`, int64.
-        sizes: Their lengths. Shape `(chunks,)`, int64.
+        offsets: Of their frames; -1: there is no such chunk. Shape `(chunks,)`, int64.
+        sizes: The frames' lengths; 0: the table says all. Shape `(chunks,)`, int64.
         end: Where the next one goes.
     """
 
@@ -72,7 +73,7 @@ def sum_chunk(head: bytes, chunk: bytes) -> int:
     return crc
 
 
-def scan_chunks(file: File, count: int, turn: int, start: Chunks | None = None) -> Chunks:
+def scan_chunks(file: File, count: int, turn: int, start: Chunks | None = None, *, table: int = 0) -> Chunks:
     """Find the chunks of an unfinished file, up to the first bytes that are none.
 
     Of two with one number the later counts.
@@ -82,6 +83,7 @@ def scan_chunks(file: File, count: int, turn: int, start: Chunks | None = None) 
         count: How many chunks a shard has.
         turn: Which turn of the ring they are of.
         start: What an earlier scan has found; it goes on there, and its arrays are filled.
+        table: Length of the table before each frame.
     """
     found = start or no_chunks(count)
     offsets, sizes, end = found
@@ -93,7 +95,7 @@ def scan_chunks(file: File, count: int, turn: int, start: Chunks | None = None) 
             if len(data) < HEADER_BYTES:
                 break
         size, number, told, crc = _HEADER.unpack_from(data, at)
-        if not size or number >= count or told != turn:
+        if not size or size < table or number >= count or told != turn:
             break
         if at + HEADER_BYTES + size > len(data):
             data, base, at = file.read(end, max(_STEP, HEADER_BYTES + size)), end, 0
@@ -102,12 +104,12 @@ def scan_chunks(file: File, count: int, turn: int, start: Chunks | None = None) 
         body = data[at + HEADER_BYTES : at + HEADER_BYTES + size]
         if sum_chunk(data[at : at + 12], body) != crc:
             break
-        offsets[number], sizes[number] = end + HEADER_BYTES, size
+        offsets[number], sizes[number] = end + HEADER_BYTES + table, size - table
         end += HEADER_BYTES + size
     return Chunks(offsets, sizes, end)
 
 
-def turn_of(file: File, chunks: Chunks) -> int:
+def turn_of(file: File, chunks: Chunks, *, table: int = 0) -> int:
     """Return of which turn of the ring the chunks of a finished file are; -1: it has none.
 
     Raises:
@@ -115,7 +117,7 @@ def turn_of(file: File, chunks: Chunks) -> int:
     """
     there = np.flatnonzero(chunks.offsets >= 0).tolist()
     for number in there:
-        start, size = int(chunks.offsets[number]) - HEADER_BYTES, int(chunks.sizes[number])
+        start, size = int(chunks.offsets[number]) - HEADER_BYTES - table, int(chunks.sizes[number]) + table
         if start >= 0 and (turn := _turn_in(file.read(start, HEADER_BYTES + size), number, size)) >= 0:
             return turn
     if there:
@@ -138,32 +140,48 @@ def no_chunks(count: int) -> Chunks:
     return Chunks(np.full(count, -1, np.int64), np.zeros(count, np.int64), 0)
 
 
-def index_bytes(count: int) -> int:
-    """Return the length of the index of so many chunks."""
-    return 16 * count + 4
+def index_bytes(count: int, *, table: int = 0) -> int:
+    """Return the length of what stands behind so many chunks."""
+    return (16 * count + 4) * (2 if table else 1)
 
 
-def pack_index(chunks: Chunks) -> bytes:
-    """Return the index that makes the file a shard (Zarr v3 sharding codec, at the end, with crc32c)."""
+def pack_index(chunks: Chunks, *, table: int = 0) -> bytes:
+    """Return the index that makes the file a shard (Zarr v3 sharding codec, at the end, with crc32c).
+
+    Where there are tables another one comes first, which has the chunks without a frame, too.
+    """
+    if table:
+        return _pack_index(chunks, chunks.offsets >= 0) + _pack_index(chunks, chunks.sizes > 0)
+    return _pack_index(chunks, chunks.offsets >= 0)
+
+
+def _pack_index(chunks: Chunks, there: NDArray[np.bool_]) -> bytes:
     index = np.full((chunks.offsets.size, 2), _MISSING, "<u8")
-    there = chunks.offsets >= 0
     index[there, 0], index[there, 1] = chunks.offsets[there], chunks.sizes[there]
     data = index.tobytes()
     crc: int = google_crc32c.value(data)
     return data + crc.to_bytes(4, "little")
 
 
-def read_index(file: File, count: int) -> Chunks:
+def read_index(file: File, count: int, *, table: int = 0) -> Chunks:
     """Return what the index of a finished file says.
 
     Raises:
         CorruptionError: It is damaged.
     """
-    size = file.size()
-    end = size - index_bytes(count)
-    data = file.read(end, index_bytes(count)) if end >= 0 else b""
-    if end < 0 or google_crc32c.value(data[:-4]) != int.from_bytes(data[-4:], "little"):
+    size, length = file.size(), index_bytes(count, table=table)
+    end = size - length
+    data = file.read(end, length) if end >= 0 else b""
+    own = data[: 16 * count + 4]
+    if end < 0 or google_crc32c.value(own[:-4]) != int.from_bytes(own[-4:], "little"):
         raise CorruptionError(f"the index of {file.path} is damaged")
+    chunks = _unpack_index(own, count, end, file)
+    if table and data != pack_index(chunks, table=table):
+        raise CorruptionError(f"the second index of {file.path} is damaged")
+    return chunks
+
+
+def _unpack_index(data: bytes, count: int, end: int, file: File) -> Chunks:
     index = np.frombuffer(data[:-4], "<u8").reshape(count, 2)
     there = index[:, 0] != _MISSING
     stops = np.where(there, index[:, 0] + index[:, 1], 0)

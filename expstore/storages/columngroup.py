@@ -20,9 +20,10 @@ from expstore.probe import fills_holes
 from expstore.schema import Field
 from expstore.storages.columns import REWRITE_BYTES, Column, shard_rows
 from expstore.storages.packedreader import PackedReader
-from expstore.storages.packing import Packing
+from expstore.storages.packedrows import PackedRows
+from expstore.storages.packing import REACH_ROWS, Packing
 from expstore.storages.zarrmeta import make_metadata, read_layout, read_packing
-from expstore.types import cut_run
+from expstore.types import Array, IntArray, cut_run
 
 __all__ = ["ColumnGroup"]
 
@@ -49,7 +50,40 @@ class ColumnGroup:
         self.columns: list[Column] = [make(folder.joinpath(*entry.key), entry, slots) for entry in fields]
         self.new_folders: set[Path] = set()
         self._ready = 0
+        self.link_partners()
         self.row_bytes = sum(column.row_bytes for column in self.columns)
+
+    def link_partners(self) -> None:
+        """Tell columns of which some rows lie with the next ones where these are."""
+        #: Rows of the first one may lie with the second one: their places.
+        self.pairs: dict[int, int] = {}
+        packed = {c.entry.key: (p, c) for p, c in enumerate(self.columns) if isinstance(c, PackedRows)}
+        for key, (place, column) in packed.items():
+            other, partner = packed.get(("next", *key), (-1, None))
+            if partner is None or not column.packing.shares:
+                continue
+            if (partner.entry.dtype, partner.entry.shape) == (column.entry.dtype, column.entry.shape):
+                column.partner, self.pairs[place] = partner, other
+
+    def take(self, slots: IntArray, places: Sequence[int]) -> list[Array]:
+        """Copy rows of columns out; a chunk in which rows of two of them lie is unpacked once.
+
+        Args:
+            slots: Shape `(n,)`.
+            places: Of the columns.
+
+        Returns:
+            One array per column. Shapes `(n, *row shape)`.
+
+        Raises:
+            CorruptionError: They lie in a damaged file.
+        """
+        taken: dict[int, Array] = {}
+        for place, other in self.pairs.items():
+            column = self.columns[place]
+            if isinstance(column, PackedRows) and place in places and other in places:
+                taken[place], taken[other] = column.take_pair(slots)
+        return [taken[p] if p in taken else self.columns[p].take(slots) for p in places]
 
     def _make(self, folder: Path, entry: Field, slots: int | None) -> Column:
         return Column(self._disk, folder, entry, slots, fills=self._fills)
@@ -163,6 +197,30 @@ class ColumnGroup:
             turn, _ = self.place_behind(first_id + offset - 1)
             for column in self.columns if n else ():
                 column.require_rows(slot, n, turn)
+        for place, other in self.pairs.items():
+            older = self._older(place, first_id, count)
+            for slot, offset, n in cut_run(int(older[0]), older.size, self.slots) if older.size else ():
+                turn, _ = self.place_behind(int(older[0]) + offset - 1)
+                self.columns[other].require_rows(slot, n, turn)
+
+    def _older(self, place: int, first_id: int, count: int) -> IntArray:
+        """Return ids of rows before a run, up to which from the first one on rows of it may lie."""
+        column = self.columns[place]
+        if not isinstance(column, PackedRows) or not count:
+            return np.empty(0, np.int64)
+        ids = np.arange(first_id, first_id + min(count, REACH_ROWS[1]))
+        lent = ids - column.distances(ids - 1 if self.slots is None else (ids - 1) % self.slots)
+        oldest = int(lent.min())
+        return np.arange(oldest, max(oldest, int(lent[lent < first_id].max(initial=oldest - 1)) + 1))
+
+    def lacks(self, first_id: int, count: int) -> bool:
+        """Say whether packed rows are not there as they were written; others may be in their places."""
+        return any(
+            isinstance(column, PackedRows)
+            and column.lacks(slot, n, self.place_behind(first_id + offset - 1)[0])
+            for slot, offset, n in cut_run(first_id, count, self.slots)
+            for column in (self.columns if n else ())
+        )
 
     def ensure(self, slots: int) -> None:
         """Make shards so that slots 0 to `slots` - 1 have a place."""

@@ -20,7 +20,9 @@ from expstore.schema import Field
 from expstore.storages.columngroup import ColumnGroup
 from expstore.storages.columns import Column
 from expstore.storages.packed import PackedColumn
-from expstore.storages.packedrows import Filling
+from expstore.storages.packedrows import Filling, PackedRows
+from expstore.storages.packing import reach_for
+from expstore.storages.sharing import NextRows
 from expstore.storages.zarrmeta import read_packing
 from expstore.types import Array, IntArray
 
@@ -83,9 +85,12 @@ class WritableColumns(ColumnGroup):
         folder: `columns/`.
         fields: The user's fields, then the row fields, priority last.
         slots: How many rows a ring has; None: it grows.
+        reach: How many rows before the oldest one that can be read stay as they are, in a ring.
     """
 
-    def __init__(self, disk: Disk, folder: Path, fields: Sequence[Field], slots: int | None) -> None:
+    def __init__(
+        self, disk: Disk, folder: Path, fields: Sequence[Field], slots: int | None, *, reach: int = 0
+    ) -> None:
         super().__init__(disk, folder, fields, slots)
         self._threads = ThreadPoolExecutor(WRITERS, thread_name_prefix="expstore-write")
         self._flags = [(p, column) for p, column in enumerate(self.columns) if column.entry.dtype == "bool"]
@@ -94,6 +99,15 @@ class WritableColumns(ColumnGroup):
         self.packed = [
             (p, column) for p, column in enumerate(self.columns) if isinstance(column, PackedColumn)
         ]
+        # What others lean on comes first.
+        self.packed.sort(key=lambda found: found[0] in self.pairs)
+        self._next_rows: dict[int, NextRows] = {}
+        each = max((column.packing.rows for _, column in self.packed), default=0)
+        for place in self.pairs:
+            entry = self.columns[place].entry
+            near = reach_for(entry) if slots is None else min(reach - each, reach_for(entry))
+            if near > 0:
+                self._next_rows[place] = NextRows(entry.row_bytes, near)
 
     def _make(self, folder: Path, entry: Field, slots: int | None) -> Column:
         packing = read_packing(self._disk, folder, entry)
@@ -115,8 +129,10 @@ class WritableColumns(ColumnGroup):
             last: Id of the last row that counts.
             synced: The newest one that a mark covers.
         """
-        for _, column in self.packed:
+        for _, column in reversed(self.packed):
             column.settle(self.place_behind(last), self.place_behind(synced))
+        for known in self._next_rows.values():
+            known.forget()
 
     @property
     def packed_files(self) -> set[File]:
@@ -140,6 +156,13 @@ class WritableColumns(ColumnGroup):
         """Be told that the mark is on the disk."""
         for _, column in self.packed:
             column.note_marked()
+
+    def packed_now(self) -> dict[int, PackedRows]:
+        """Return packed rows as they are at this moment, by place."""
+        now = {place: column.as_now() for place, column in self.packed}
+        for place, other in self.pairs.items():
+            now[place].partner = now[other]
+        return now
 
     # -- rows ------------------------------------------------------------------------------------
 
@@ -199,7 +222,7 @@ class WritableColumns(ColumnGroup):
         numbers = np.frombuffer(b"".join(parts[1 - NUMBERS :]), np.int64).reshape(NUMBERS - 1, count)
         before, there = int(numbers[0, 0]) - 1, False
         if synced is not None and not self._goes_on_behind(before):
-            there = self._has_packed(pieces, arrays)
+            there = self._has_packed(before + 1, pieces, arrays)
             if not there:
                 self.settle(before, synced)
         _finish(self._begin_writing(pieces, arrays, numbers, None, but_packed=there))
@@ -208,9 +231,11 @@ class WritableColumns(ColumnGroup):
         """Say whether packed columns are settled, and this is the last row that they have."""
         return all(column.goes_on_at(self.place_behind(last)) for _, column in self.packed)
 
-    def _has_packed(self, pieces: Sequence[tuple[int, int, int]], arrays: Sequence[Array]) -> bool:
+    def _has_packed(
+        self, first_id: int, pieces: Sequence[tuple[int, int, int]], arrays: Sequence[Array]
+    ) -> bool:
         """Say whether packed columns hold these very rows: then perhaps later ones, too, which stay."""
-        return all(
+        return not self.lacks(first_id, sum(n for _, _, n in pieces)) and all(
             np.array_equal(
                 column.part(slot, n).reshape(-1).view(np.uint8),
                 arrays[place][offset : offset + n].reshape(-1).view(np.uint8),
@@ -240,9 +265,13 @@ class WritableColumns(ColumnGroup):
         arrays = [*columns, *numbers] if priorities is None else [*columns, *numbers, priorities]
         count = numbers.shape[1]
         for slot, offset, n in pieces if self.packed and not but_packed else ():
-            turn = 0 if self.slots is None else (int(numbers[0, offset]) - 1) // self.slots
+            first = int(numbers[0, offset]) - 1
             for place, packed in self.packed:
-                packed.append(turn, slot, columns[place][offset : offset + n])
+                rows, known = columns[place][offset : offset + n], self._next_rows.get(place)
+                distances = None
+                if known is not None:
+                    distances = known.find(first, rows, columns[self.pairs[place]][offset : offset + n])
+                packed.append(self.place_behind(first)[0], slot, rows, distances)
         if count * self.row_bytes > DIRECT_BYTES:
             return self._write_each(pieces, arrays, blank)
         wanted = len(arrays)

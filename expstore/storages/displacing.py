@@ -16,7 +16,7 @@ from expstore.files import File
 from expstore.journal import Kind
 from expstore.storages import records
 from expstore.storages.checksums import BLOCK_ROWS
-from expstore.storages.columns import Column
+from expstore.storages.columngroup import ColumnGroup
 from expstore.storages.columnwriter import WritableColumns
 from expstore.storages.journaled import JournaledStorage
 from expstore.storages.overlay import Overlay
@@ -210,15 +210,15 @@ class DisplacingStorage(JournaledStorage):
 
     # -- out -------------------------------------------------------------------------------------
 
-    def _taken(self, columns: Sequence[Column], slots: IntArray, wanted: Sequence[int]) -> list[Array]:
+    def _taken(self, group: ColumnGroup, slots: IntArray, wanted: Sequence[int]) -> list[Array]:
         """Copy rows out, those that wait from memory."""
         waiting = (
             self._waiting
         )  # in this order: a row goes from the one to the other, and to the columns then
         settling, half = self._settling, self._half_written
         if half is not None:
-            return [half.take(place, columns[place], slots) for place in wanted]
-        taken = [columns[place].take(slots) for place in wanted]
+            return [half.take(place, group.columns[place], slots) for place in wanted]
+        taken = group.take(slots, wanted)
         for held in (settling, waiting):
             if held is not None:
                 held.lay(slots, wanted, taken)

@@ -69,7 +69,7 @@ class FolderStorage(Storage):
         """Take over what expstore.json says."""
         self.manifest = manifest
         self.uuid, self.seed = manifest.uuid, manifest.seed
-        self.spare, self.flatten = manifest.spare, manifest.flatten
+        self.spare, self.reach, self.flatten = manifest.spare, manifest.reach, manifest.flatten
         self.capacity = manifest.capacity
         self.take_grid(manifest.ndim, manifest.dims)
         self.ranking, self.specs = manifest.ranking, manifest.specs

@@ -373,9 +373,9 @@ class FollowerStorage(FolderStorage):
         source, view = self._source, self._watch.look()
         if not source.holds(view):
             return False
-        if not source.live or view is None or self.slots is None or not ids.size:
+        if not source.live or view is None or self.depth is None or not ids.size:
             return True
-        return int(ids.min()) > view.horizon - self.slots
+        return int(ids.min()) > view.horizon - self.depth
 
     # -- reading ---------------------------------------------------------------------------------
 
@@ -416,7 +416,7 @@ class FollowerStorage(FolderStorage):
         columns = source.columns.columns
         wanted = range(len(columns) - len(ROW_FIELDS)) if places is None else places
         if not source.overlay:
-            return [columns[place].take(slots) for place in wanted]
+            return source.columns.take(slots, wanted)
         return [source.overlay.take(place, columns[place], slots) for place in wanted]
 
     @property

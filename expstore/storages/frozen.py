@@ -105,6 +105,7 @@ def manifest_of(storage: Storage) -> Manifest:
         storage="zarr",
         capacity=storage.capacity,
         spare=storage.spare,
+        reach=storage.reach,
         seed=storage.seed,
         created=time.time(),
         schema=storage.schema,

@@ -58,6 +58,10 @@ class Grid:
     dims: tuple[int, ...] = ()
     #: How many rows a step of time has.
     lanes: int = 1
+    #: How many slots a ring has beyond its capacity, for rows on their way.
+    spare: int = 0
+    #: Slots beyond those: how far rows of packed fields may lie before their own places.
+    reach: int = 0
 
     @property
     def window(self) -> Window:
@@ -73,6 +77,25 @@ class Grid:
     def shape(self) -> tuple[int, ...]:
         """How many rows there are along each dim: steps of time so far, then `dims`."""
         return (-(-self.window.size // self.lanes), *self.dims)
+
+    @property
+    def slots(self) -> int | None:
+        """How many physical places a ring has."""
+        return None if self.capacity is None else self.capacity + self.spare + self.reach
+
+    @property
+    def depth(self) -> int | None:
+        """How many rows up to the write horizon are as they were written; None: all."""
+        return None if self.capacity is None else self.capacity + self.spare
+
+    def slot_of(self, ids: IntArray) -> IntArray:
+        """Return the physical places of ids. Shapes `(n,)`."""
+        return ids - 1 if self.slots is None else (ids - 1) % self.slots
+
+    def ids_in(self, places: IntArray, window: Window) -> IntArray:
+        """Return the newest ids up to a window's last that lie in these slots. Shapes `(n,)`."""
+        slots = self.slots
+        return places + 1 if slots is None else window.last - (window.last - 1 - places) % slots
 
     def take_grid(self, ndim: int, dims: tuple[int, ...]) -> None:
         """Have these dims from now on; the capacity becomes a multiple of a step's rows.

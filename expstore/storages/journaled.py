@@ -234,8 +234,8 @@ class JournaledStorage(SyncedStorage, VersionedStorage):
         self.check_space(count)
         if count > self.spare:
             self.sync()
-            if self.slots is not None:
-                through = min(self.last, self.last + count - self.slots)
+            if self.depth is not None:
+                through = min(self.last, self.last + count - self.depth)
                 if through > self._window.low:
                     self.retire(through)
             return

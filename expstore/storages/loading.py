@@ -209,9 +209,10 @@ class Arrival:
         _fit_layout(own, content)
         own = _fit_dims(own, content)
         lanes = math.prod(own.dims)
-        spare = own.spare
+        spare, reach = own.spare, own.reach
         if storage.schema is None and schema is not None:
             spare = storage.spare_for(schema, own.capacity, lanes)
+            reach = storage.reach_for(schema, own.capacity, lanes)
         self.manifest = content.manifest.replace(
             uuid=own.uuid,
             created=own.created,
@@ -220,6 +221,7 @@ class Arrival:
             ndim=own.ndim,
             dims=own.dims,
             spare=spare,
+            reach=reach,
             layout=own.layout,
             schema=schema,
             specs=_fit_specs(content.manifest.specs, storage.specs, schema),
@@ -237,11 +239,11 @@ class Arrival:
         # Where there never were rows, ids stay as they are: nobody knows them as those of others.
         shift: int = max(former, last) - self._low if former else 0
         if own.capacity is not None:
-            slots = own.capacity + spare
+            slots = own.capacity + spare + reach
             if former:
                 shift = max(shift, former + slots - last)
             step = own.capacity
-            if (content.manifest.capacity, content.manifest.spare) == (own.capacity, spare):
+            if (content.manifest.capacity, content.manifest.slots) == (own.capacity, slots):
                 # Slots are the same as well then, and with them what a sum tree finds for a number.
                 both = math.lcm(step, slots)
                 step = both if both <= _FURTHEST else step
@@ -401,7 +403,7 @@ def _build_columns(
     fields, slots = (*schema.fields, *ROW_FIELDS), manifest.slots
     attributes = {"expstore": {"capacity": manifest.capacity, "slots": slots}}
     ColumnGroup.create(disk, aside / COLUMNS, fields, slots, pool, attributes, _packings(manifest, schema))
-    group = WritableColumns(disk, aside / COLUMNS, fields, slots)
+    group = WritableColumns(disk, aside / COLUMNS, fields, slots, reach=manifest.reach)
     try:
         group.ensure(ready)
         blocks: set[int] = set()
@@ -428,7 +430,7 @@ def _packings(manifest: Manifest, schema: Schema) -> list[Packing | None]:
     layout, slots = ColumnLayout.of(manifest.layout, manifest.ranking), manifest.slots
     if slots is not None and slots % layout.chunk_rows(schema.fields):
         layout = ColumnLayout()  # a store that kept the best rows till now: its slots are no whole chunks
-    return [layout.packing(entry, slots) for entry in (*schema.fields, *ROW_FIELDS)]
+    return layout.packings((*schema.fields, *ROW_FIELDS), slots, manifest.reach)
 
 
 def _build_sampled(

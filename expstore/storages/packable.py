@@ -67,12 +67,18 @@ class PackableStorage(DisplacingStorage):
             return spare
         return round_up(capacity + spare, math.lcm(lanes, self.layout.chunk_rows(schema.fields))) - capacity
 
+    def reach_for(self, schema: Schema, capacity: int | None, lanes: int) -> int:
+        """Return how many rows behind the oldest one stay: as far as rows may lie with the next ones."""
+        reach, each = self.layout.reach(schema.fields), self.layout.chunk_rows(schema.fields)
+        # A chunk more: the newest one may be all that is found of the rows in its place.
+        return round_up(reach + each, math.lcm(lanes, each)) if capacity is not None and reach else 0
+
     def packed_now(self) -> dict[int, PackedRows]:
         """Return the rows of packed fields as they are at this moment, by place."""
         if self.columns is None:
             return {}
         self.drain()
-        return {place: column.as_now() for place, column in self.columns.packed}
+        return self.columns.packed_now()
 
     def more_stats(self) -> dict[str, Any]:
         """Return those of every storage on disk, and how much smaller packed fields are than their rows."""

@@ -16,7 +16,6 @@ from expstore.errors import StateError
 from expstore.files import Disk, File
 from expstore.schema import Field
 from expstore.storages.chunkfile import (
-    HEADER_BYTES,
     Chunks,
     no_chunks,
     pack_chunk,
@@ -27,7 +26,7 @@ from expstore.storages.chunkfile import (
 from expstore.storages.packedrows import Filling, Frame, PackedRows, Source
 from expstore.storages.packing import Packing
 from expstore.storages.zarrmeta import grow_shape
-from expstore.types import Array
+from expstore.types import Array, IntArray
 
 __all__ = ["PackedColumn"]
 
@@ -60,19 +59,25 @@ class PackedColumn(PackedRows):
         self._sources: list[Source] = []
         self._sources_new = False  # whether nothing of them is settled
         self._scrap: list[Path] = []  # shards of rows that were never published
+        #: How far before each row of the chunk that is not full its bytes are the partner's; 0: nowhere.
+        self._away = np.zeros(packing.rows, np.int64)
         self.touched: set[File] = set()
         self.new_folders: set[Path] = set()
 
     # -- writing ---------------------------------------------------------------------------------
 
-    def append(self, turn: int, slot: int, rows: Array) -> None:
+    def append(self, turn: int, slot: int, rows: Array, distances: IntArray | None = None) -> None:
         """Write a run of rows.
 
         Args:
             turn: Of the ring; 0 without one.
             slot: Of the first of them.
             rows: C-contiguous. Shape `(n, *row shape)`.
+            distances: How many rows before each the partner has the same bytes, which stay as long as this
+                row can be read; 0: nowhere. None: all are 0. Shape `(n,)`.
         """
+        if distances is None:
+            distances = np.zeros(len(rows), np.int64)
         done = self._written_before(turn, slot, rows)
         if not done and (turn, slot) != (self._turn, self._next):
             self._move_to(turn, slot)
@@ -81,6 +86,7 @@ class PackedColumn(PackedRows):
             inside = self._next % each
             some = min(each - inside, len(rows) - done)
             part = rows[done : done + some]
+            self._away[inside : inside + some] = distances[done : done + some]
             if some == each:
                 self._add_chunk(part)
             else:
@@ -106,6 +112,7 @@ class PackedColumn(PackedRows):
         """Go on elsewhere: rows in between will never be read."""
         each = self.packing.rows
         if self._shown.held and (turn, slot // each) != (self._turn, self._next // each):
+            self._away[self._next % each :] = 0
             self._next -= self._next % each
             self._add_chunk(self._shown.rows)
             self._end_partial()
@@ -116,6 +123,7 @@ class PackedColumn(PackedRows):
         held = min(self._shown.held, inside)
         self._turn, self._next = turn, slot - inside + held
         if held < inside:  # a follower finds a chunk's rows by their being all there
+            self._away[held:inside] = 0
             self._add_rows(held, self._new_rows()[held:inside])
             self._next = slot
 
@@ -152,11 +160,12 @@ class PackedColumn(PackedRows):
         """Pack a full chunk, which begins at the next slot."""
         shard, number = divmod(self._next // self.packing.rows, self.packing.chunks)
         filling = self._filling = self._filling or self._begin(shard, self._turn)
-        chunk = self.packing.pack(rows)
-        offset = filling.add(number, pack_chunk(number, self._turn, chunk))
+        chunk = self.packing.pack(rows, self._away)
+        offset = filling.add(number, pack_chunk(number, self._turn, chunk), self.head)
         self.touched.add(filling.file)
         shown, place = self._shown, self._next // self.packing.rows
-        shown.sizes[place] = len(chunk) - 4
+        shown.sizes[place] = len(chunk) - self.packing.table_bytes - 4
+        shown.turns[place] = self._turn
         shown.where[place] = filling.addresses.address + offset
         if number == self.packing.chunks - 1 or self._next + self.packing.rows == self.slots:
             self._end_shard(filling)
@@ -174,7 +183,7 @@ class PackedColumn(PackedRows):
             file.close()
             raise
         chunks = no_chunks(self.packing.chunks)
-        self._show(shard, addresses, chunks)
+        self._show(shard, turn, addresses, chunks)
         self.new_folders.add(self.folder)
         return Filling(shard, turn, file, addresses, chunks)
 
@@ -185,7 +194,7 @@ class PackedColumn(PackedRows):
 
     def _finish(self, filling: Filling) -> None:
         """Make a shard of what is there; it gets its name with the next sync."""
-        index, end = pack_index(filling.chunks), filling.chunks.end
+        index, end = pack_index(filling.chunks, table=self.packing.table_bytes), filling.chunks.end
         filling.file.write(index, end)
         filling.file.truncate(end + len(index))
         self.touched.add(filling.file)
@@ -246,7 +255,7 @@ class PackedColumn(PackedRows):
 
     def _open(self, shard: int, turn: int) -> Filling:
         file = self._disk.open(self.open_path(shard, turn))
-        chunks = scan_chunks(file, self.packing.chunks, turn)
+        chunks = scan_chunks(file, self.packing.chunks, turn, table=self.packing.table_bytes)
         if file.size() < self._bound:
             file.truncate(self._bound)
         return Filling(shard, turn, file, self._map(file, self._bound), chunks)
@@ -276,6 +285,7 @@ class PackedColumn(PackedRows):
         self._settle_files(place, again=dead)
         self._show_all([*self._sources, *self._unnamed])
         self._turn, self._next = turn, slot
+        self._away[:inside] = 0  # these stand as they are
         if inside:
             self._show_rest(slot // each, rows)
 
@@ -318,7 +328,7 @@ class PackedColumn(PackedRows):
             self.touched.add(filling.file)
         if current and any((source.turn, source.shard) == goal for source in again):
             former = self._disk.open(self.shard_path(goal[1]), write=False)
-            self._filling = self._fill_again(former, read_index(former, self.packing.chunks), goal, current)
+            self._filling = self._fill_again(former, self._read_index(former), goal, current)
             self.touched.add(self._filling.file)
         self._add_full(goal)
         older, self._finished = self._finished, []
@@ -347,8 +357,11 @@ class PackedColumn(PackedRows):
                         self._finished.append(fillings[place])
                 filling = fillings[place]
                 if filling.chunks.offsets[number] < 0:
-                    filling.add(number, pack_chunk(number, source.turn, frame.data.tobytes()))
+                    filling.add(number, pack_chunk(number, source.turn, frame.data.tobytes()), self.head)
                     self.touched.add(filling.file)
+
+    def _read_index(self, file: File) -> Chunks:
+        return read_index(file, self.packing.chunks, table=self.packing.table_bytes)
 
     def _fill_again(self, former: File, chunks: Chunks, place: tuple[int, int], first: int) -> Filling:
         """Go on in a shard, up to a chunk, in a file of its own; the former one stays as it is.
@@ -361,9 +374,9 @@ class PackedColumn(PackedRows):
         try:
             file.truncate(0)
             for number in np.flatnonzero(chunks.offsets[:first] >= 0).tolist():
-                start, size = int(chunks.offsets[number]) - HEADER_BYTES, int(chunks.sizes[number])
-                file.write(former.read(start, HEADER_BYTES + size), end)
-                end += HEADER_BYTES + size
+                start, size = int(chunks.offsets[number]) - self.head, int(chunks.sizes[number]) + self.head
+                file.write(former.read(start, size), end)
+                end += size
             file.sync()
         finally:
             former.close()
@@ -384,7 +397,7 @@ class PackedColumn(PackedRows):
             return filling
         if not whole and gone[0] == first:
             return self._fill_again(filling.file, chunks, place, first)
-        end = int(chunks.offsets[gone].min()) - HEADER_BYTES
+        end = int(chunks.offsets[gone].min()) - self.head
         chunks.offsets[gone] = -1
         filling.chunks = chunks._replace(end=end)
         return filling

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from expstore.errors import StorageError
+from expstore.errors import CorruptionError, StorageError
 from expstore.files import Disk, File
 from expstore.schema import Field
 from expstore.storages.chunkfile import Chunks, scan_chunks
@@ -79,7 +79,7 @@ class PackedReader(PackedRows):
         if not size:  # a power cut has left its name alone
             file.close()
             return None
-        chunks = scan_chunks(file, self.packing.chunks, turn)
+        chunks = scan_chunks(file, self.packing.chunks, turn, table=self.packing.table_bytes)
         found = Source(shard, turn, self._map(file, size), chunks)
         self._open[turn, shard] = file, found
         return found
@@ -93,7 +93,11 @@ class PackedReader(PackedRows):
         """Let only rows be found that come before this place; nobody writes any more."""
         each = self.packing.rows
         inside = slot % each
-        rows, lost = self.part(slot - inside, inside), self._lost_slots(slot - inside, slot, turn)
+        lost = self._lost_slots(slot - inside, slot, turn)
+        try:
+            rows = self.part(slot - inside, inside)
+        except CorruptionError:
+            rows, lost = self._new_rows()[:inside], np.arange(slot - inside, slot)
         self._sources = [source for source in self._sources or () if source.cut(turn, slot // each)]
         self._show_all(self._sources)
         self._show_rest(slot - inside, rows)
@@ -171,13 +175,14 @@ class PackedReader(PackedRows):
         """Show what is in a shard, as far as it is of this turn; None: nothing is."""
         if (turn, shard) in self._open:
             file, source = self._open[turn, shard]
-            self._show_more(source, scan_chunks(file, self.packing.chunks, turn, source.chunks))
+            table = self.packing.table_bytes
+            self._show_more(source, scan_chunks(file, self.packing.chunks, turn, source.chunks, table=table))
             return source
         # In this order: it may get its name in between.
         found = self._read_open(shard, turn) or self._read_shard(shard)
         if found is None or found.turn != turn:
             return None
-        self._show(found.shard, found.addresses, found.chunks)
+        self._show(found.shard, found.turn, found.addresses, found.chunks)
         return found
 
     def _show_more(self, source: Source, chunks: Chunks) -> None:
@@ -186,6 +191,7 @@ class PackedReader(PackedRows):
         first = source.shard * self.packing.chunks
         there = np.flatnonzero(chunks.offsets >= 0)
         shown.sizes[first + there] = chunks.sizes[there] - 4
+        shown.turns[first + there] = source.turn
         shown.where[first + there] = source.addresses.address + chunks.offsets[there]
         source.chunks = chunks
 

@@ -1,6 +1,7 @@
 """Rows of a packed field: where their chunks are, and how they are taken out of them.
 
-Base of the column that is written and of the one that is only read. It changes no file.
+Base of the column that is written and of the one that is only read. Rows of a field may lie in the column
+of the next ones: then they are taken from there. It changes no file.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -30,6 +31,7 @@ from expstore.storages.chunkfile import (
     turn_of,
 )
 from expstore.storages.columns import Column
+from expstore.storages.packedparts import Frame, Shown
 from expstore.storages.packing import Packing
 from expstore.storages.partial import PartialFile
 from expstore.types import Array, IntArray, key_name
@@ -39,18 +41,7 @@ __all__ = ["Filling", "Frame", "PackedRows", "Source"]
 #: Loads numba; in the background when a column is opened.
 TAKING = "expstore.unpacking"
 PARTIAL = "partial"
-
-
-class Frame:
-    """A packed chunk in memory.
-
-    Args:
-        data: It.
-    """
-
-    def __init__(self, data: bytes) -> None:
-        self.data = np.frombuffer(data, np.uint8)
-        self.address = int(self.data.ctypes.data)
+_NONE = np.empty(0, np.int64)
 
 
 @dataclass
@@ -98,38 +89,23 @@ class Filling:
     addresses: AddressRange
     chunks: Chunks
 
-    def add(self, number: int, chunk: bytes) -> int:
+    def add(self, number: int, chunk: bytes, head: int = HEADER_BYTES) -> int:
         """Append a chunk, which begins with what says what it is; return where its frame begins.
 
         One that is there already comes once more after a failure: the file has no room for two.
+
+        Args:
+            number: Its number in the shard.
+            chunk: It.
+            head: Length of what comes before its frame.
         """
         offsets, sizes, end = self.chunks
-        there = offsets[number] >= 0 and sizes[number] == len(chunk) - HEADER_BYTES
-        start = int(offsets[number]) if there else end + HEADER_BYTES
-        self.file.write(chunk, start - HEADER_BYTES)
-        offsets[number], sizes[number] = start, len(chunk) - HEADER_BYTES
+        there = offsets[number] >= 0 and sizes[number] == len(chunk) - head
+        start = int(offsets[number]) if there else end + head
+        self.file.write(chunk, start - head)
+        offsets[number], sizes[number] = start, len(chunk) - head
         self.chunks = Chunks(offsets, sizes, end if there else end + len(chunk))
         return start
-
-
-class Shown(NamedTuple):
-    """Say where rows are to be found; replaced as a whole, but for chunks that take the places of others.
-
-    Args:
-        where: Address of each chunk; 0: there is none. Shape `(chunks,)`, int64.
-        sizes: Length of its frame. Shape `(chunks,)`, int64.
-        maps: What keeps those addresses valid, by shard: the newest last.
-        base: First slot of the chunk that is not full.
-        held: How many of its rows are there.
-        rows: These. Shape `(chunk rows, *row shape)`.
-    """
-
-    where: IntArray
-    sizes: IntArray
-    maps: dict[int, tuple[AddressRange | Frame, ...]]
-    base: int
-    held: int
-    rows: Array
 
 
 class PackedRows(Column):
@@ -167,6 +143,10 @@ class PackedRows(Column):
         self.fault: str | None = None
         self.wide_row = 0
         self.chunk_bytes = packing.rows * entry.row_bytes
+        #: Length of what comes before a chunk's frame.
+        self.head = HEADER_BYTES + packing.table_bytes
+        #: The column in which some rows lie; None: they lie here.
+        self.partner: PackedRows | None = None
         #: Shards that cannot be read, and what is wrong with them.
         self.damaged: dict[int, str] = {}
         #: Raw rows as they were found, of chunks of which some are not whole, and which ones.
@@ -177,9 +157,10 @@ class PackedRows(Column):
         self.slots = slots
         shards = 16 if slots is None else -(-slots // packing.shard)
         where = np.zeros(shards * packing.chunks, np.int64)
-        self._shown = Shown(where, np.zeros_like(where), {}, 0, 0, self._new_rows())
+        self._shown = Shown(where, np.zeros_like(where), np.zeros_like(where), {}, 0, 0, self._new_rows())
         self._partial = PartialFile(disk, folder / PARTIAL, packing.rows, entry.row_bytes, write=write)
         self._take_rows: Any = None
+        self._take_distances: Any = None
 
     def _new_rows(self) -> Array:
         return np.zeros((self.packing.rows, *self.entry.shape), self.entry.numpy_dtype)
@@ -191,7 +172,8 @@ class PackedRows(Column):
 
     def _load(self) -> None:
         with contextlib.suppress(ImportError):
-            self._take_rows = load_compiled(TAKING).take_rows
+            loops = load_compiled(TAKING)
+            self._take_distances, self._take_rows = loops.take_distances, loops.take_rows
 
     # -- where chunks are ------------------------------------------------------------------------
 
@@ -203,7 +185,7 @@ class PackedRows(Column):
     def _bound(self) -> int:
         """How long a shard file can become."""
         chunk = HEADER_BYTES + self.packing.most_bytes(self.chunk_bytes)
-        return self.packing.chunks * chunk + index_bytes(self.packing.chunks)
+        return self.packing.chunks * chunk + index_bytes(self.packing.chunks, table=self.packing.table_bytes)
 
     def _map(self, file: File, size: int) -> AddressRange:
         addresses = AddressRange(size)
@@ -215,11 +197,11 @@ class PackedRows(Column):
         shown, needed = self._shown, (shard + 1) * self.packing.chunks
         if shown.where.size < needed:
             where = np.zeros(max(needed, 2 * shown.where.size), np.int64)
-            sizes = np.zeros_like(where)
-            where[: shown.where.size], sizes[: shown.where.size] = shown.where, shown.sizes
-            self._shown = shown._replace(where=where, sizes=sizes)
+            sizes, turns, known = np.zeros_like(where), np.zeros_like(where), shown.where.size
+            where[:known], sizes[:known], turns[:known] = shown.where, shown.sizes, shown.turns
+            self._shown = shown._replace(where=where, sizes=sizes, turns=turns)
 
-    def _show(self, shard: int, addresses: AddressRange | Frame, chunks: Chunks) -> None:
+    def _show(self, shard: int, turn: int, addresses: AddressRange | Frame, chunks: Chunks) -> None:
         """Let the chunks of a file be found, in the places of older ones."""
         self._grow(shard)
         shown = self._shown
@@ -228,6 +210,7 @@ class PackedRows(Column):
         there = np.flatnonzero(chunks.offsets >= 0)
         places = shard * self.packing.chunks + there
         shown.sizes[places] = chunks.sizes[there] - 4
+        shown.turns[places] = turn
         shown.where[places] = addresses.address + chunks.offsets[there]
 
     def _leave_former(self, source: Source | Filling) -> None:
@@ -245,7 +228,7 @@ class PackedRows(Column):
         )
         # Raw rows come first: they count less than the packed ones of their turn.
         for source in sorted(sources, key=lambda source: source.turn):
-            self._show(source.shard, source.addresses, source.chunks)
+            self._show(source.shard, source.turn, source.addresses, source.chunks)
 
     def paths(self) -> list[Path]:
         """Return the files in which rows are."""
@@ -266,8 +249,10 @@ class PackedRows(Column):
             return None
         file = self._disk.open(path, write=False)
         try:
-            chunks = read_index(file, self.packing.chunks)
-            return Source(shard, turn_of(file, chunks), self._map(file, file.size()), chunks, named=True)
+            table = self.packing.table_bytes
+            chunks = read_index(file, self.packing.chunks, table=table)
+            turn = turn_of(file, chunks, table=table)
+            return Source(shard, turn, self._map(file, file.size()), chunks, named=True)
         except CorruptionError as exc:
             self.damaged[shard] = exc.message
             return None
@@ -294,7 +279,8 @@ class PackedRows(Column):
             if lost.any():
                 self._torn.append((frame, lost))
             chunks = no_chunks(self.packing.chunks)
-            chunks.offsets[number], chunks.sizes[number] = 0, frame.data.size
+            table = self.packing.table_bytes
+            chunks.offsets[number], chunks.sizes[number] = table, frame.data.size - table
             found.append(Source(shard, turn, frame, chunks))
         return found
 
@@ -316,7 +302,7 @@ class PackedRows(Column):
     def compression(self) -> float | None:
         """How many times more the rows of all full chunks would take as they are; None: there are none."""
         there = self._shown.where > 0
-        used = int(self._shown.sizes[there].sum())
+        used = int(np.maximum(self._shown.sizes[there], 0).sum() + there.sum() * self.packing.table_bytes)
         return round(int(there.sum()) * self.chunk_bytes / used, 2) if used else None
 
     @property
@@ -332,24 +318,87 @@ class PackedRows(Column):
         Raises:
             CorruptionError: They lie in a damaged chunk.
         """
+        out = np.zeros((slots.size, *self.entry.shape), self.entry.numpy_dtype)
+        goals, places = self._take_own(slots, np.arange(slots.size), out)
+        if places.size:
+            self._lender(places)._take_own(places, goals, out)
+        return out
+
+    def take_pair(self, slots: IntArray) -> tuple[Array, Array]:
+        """Copy rows out of this column and of its partner, each chunk of which is unpacked once.
+
+        Args:
+            slots: Shape `(n,)`.
+
+        Returns:
+            Rows of this one and of that one. Shapes `(n, *row shape)`.
+
+        Raises:
+            CorruptionError: They lie in a damaged chunk.
+        """
+        count = slots.size
+        both = np.zeros((2 * count, *self.entry.shape), self.entry.numpy_dtype)
+        goals, places = self._take_own(slots, np.arange(count), both)
+        partner = self._lender(places)
+        partner._take_own(
+            np.concatenate([slots, places]), np.append(np.arange(count, 2 * count), goals), both
+        )
+        return both[:count], both[count:]
+
+    def _lender(self, places: IntArray) -> PackedRows:
+        """Return the column that has rows of this one, in these slots: they must be there."""
+        partner = self.partner
+        if partner is None:
+            raise CorruptionError(f"rows of {self.folder} lie in a column that cannot be read")
+        each, shown = partner.packing.rows, partner.shown  # in this order: see `_take_own`
+        chunks, inside = np.divmod(places, each)
+        there = (chunks == shown.base // each) & (inside < shown.held)
+        _, where, _ = partner._find(chunks)
+        missing = np.flatnonzero(~there & (where <= 0))
+        if missing.size:
+            partner._explain(chunks[missing[:1]], np.full(1, -1))
+        return partner
+
+    def _take_own(self, slots: IntArray, goals: IntArray, out: Array) -> tuple[IntArray, IntArray]:
+        """Copy rows that lie here to their places in the result.
+
+        Args:
+            slots: Shape `(n,)`.
+            goals: Which row of the result each becomes. Shape `(n,)`.
+            out: The result.
+
+        Returns:
+            The same two of rows that lie with the partner: goals, and slots there.
+        """
         if self._lost.size and np.isin(slots, self._lost).any():
             raise CorruptionError(f"rows of {self._partial.path} are damaged")
-        out = np.zeros((slots.size, *self.entry.shape), self.entry.numpy_dtype)
         shown = self._shown  # before the chunks: a chunk that gets full shows there first
         chunks, inside = np.divmod(slots, self.packing.rows)
         wanted = np.arange(slots.size)
         if shown.held:
             here = (chunks == shown.base // self.packing.rows) & (inside < shown.held)
             if here.any():
-                out[here] = shown.rows[inside[here]]
+                out[goals[here]] = shown.rows[inside[here]]
                 wanted = np.flatnonzero(~here)
-        if wanted.size:
-            order = wanted[np.argsort(chunks[wanted], kind="stable")]
-            self._take_packed(chunks[order], inside[order], order, out)
-        return out
+        if not wanted.size:
+            return _NONE, _NONE
+        order = wanted[np.argsort(chunks[wanted], kind="stable")]
+        distances = self._take_packed(chunks[order], inside[order], goals[order], out)
+        if distances is None:
+            return _NONE, _NONE
+        away = order[distances > 0]
+        places = slots[away] - distances[distances > 0]
+        return goals[away], places if self.slots is None else places % self.slots
 
-    def _take_packed(self, chunks: IntArray, inside: IntArray, goals: IntArray, out: Array) -> None:
-        """Copy rows of chunks, which ascend, to their places in the result."""
+    def _take_packed(
+        self, chunks: IntArray, inside: IntArray, goals: IntArray, out: Array
+    ) -> IntArray | None:
+        """Copy rows of chunks, which ascend, to their places in the result.
+
+        Returns:
+            How far before each row the one is that has its bytes at the partner's; 0: they are here. None:
+            all are. Shape `(n,)`.
+        """
         new = np.ones(chunks.size, bool)
         np.not_equal(chunks[1:], chunks[:-1], out=new[1:])
         names, which = chunks[new], np.cumsum(new) - 1
@@ -357,17 +406,21 @@ class PackedRows(Column):
         while True:
             shown, where, sizes = self._find(names)
             there = where > 0
-            if there.all():
-                bad = self._unpack(where, sizes, which, inside, goals, out)
-            else:
+            if not there.all():
                 self._explain(names[~there], where[~there])
-                numbers, rows = np.cumsum(there) - 1, there[which]
-                bad = self._unpack(
-                    where[there], sizes[there], numbers[which[rows]], inside[rows], goals[rows], out
-                )
-                bad = bad if bad < 0 else int(np.flatnonzero(there)[bad])
+            rows = there[which]
+            bad, distances = -1, None
+            if self.packing.shares:
+                bad, distances = self._read_tables(where, which, inside)
+                rows &= distances == 0
+            if bad < 0 and rows.all():
+                bad = self._unpack(where, sizes, which, inside, goals, out)
+            elif bad < 0 and rows.any():
+                frames, own = np.unique(which[rows], return_inverse=True)
+                bad = self._unpack(where[frames], sizes[frames], own, inside[rows], goals[rows], out)
+                bad = bad if bad < 0 else int(frames[bad])
             if bad < 0:
-                return
+                return distances
             if former is not None and (former == where).all():
                 raise CorruptionError(f"chunk {names[bad]} of {self.folder} is damaged")
             former = where  # another chunk may have taken its place meanwhile: then that one is read
@@ -435,6 +488,64 @@ class PackedRows(Column):
         if lost.size:
             self._explain(lost[:1] // self.packing.rows, np.full(1, -1))
 
+    def distances(self, slots: IntArray) -> IntArray:
+        """Return how many rows before each the one is whose bytes at the partner's it has; 0: it has its own.
+
+        Args:
+            slots: Ascending but at the ring's end. Shape `(n,)`.
+
+        Raises:
+            CorruptionError: A table is damaged.
+        """
+        each = self.packing.rows
+        if not self.packing.shares:
+            return np.zeros(slots.size, np.int64)
+        names, which = np.unique(slots // each, return_inverse=True)
+        shown, where, _ = self._find(names)
+        where = np.maximum(where, 0)
+        bad, found = self._read_tables(where, which, slots % each)
+        if bad >= 0:
+            raise CorruptionError(f"chunk {names[bad]} of {self.folder} is damaged")
+        del shown
+        return found
+
+    def lacks(self, slot: int, count: int, turn: int) -> bool:
+        """Say whether some rows of a run are not there as they were written in this turn.
+
+        When a store is opened: other rows may be found in their places, perhaps with the very same bytes.
+
+        Args:
+            slot: Of the first one.
+            count: How many.
+            turn: Of the ring.
+        """
+        each, shown = self.packing.rows, self._shown
+        low, high = slot // each, -(-(slot + count) // each)
+        if high <= shown.where.size:
+            turns, where = shown.turns[low:high], shown.where[low:high]
+            torn = [frame.address + self.packing.table_bytes for frame, _ in self._torn]
+            if (((turns == turn) | (turns == ANY_TURN)) & (where > 0) & ~np.isin(where, torn)).all():
+                return False
+        return bool(self._lost_slots(slot, slot + count, turn).size)
+
+    def _read_tables(self, where: IntArray, which: IntArray, inside: IntArray) -> tuple[int, IntArray]:
+        """Return which table is damaged, -1 for none, and what the tables say of rows."""
+        out = np.zeros(which.size, np.int64)
+        if self._take_distances is not None:
+            bad = self._take_distances(where, which, inside, self.packing.rows, out)
+            return int(bad), out
+        size = self.packing.table_bytes
+        for number, address in enumerate(where.tolist()):
+            mine = which == number
+            if address > 0:
+                try:
+                    out[mine] = self.packing.unpack_table(ctypes.string_at(address - size, size))[
+                        inside[mine]
+                    ]
+                except CorruptionError:
+                    return number, out
+        return -1, out
+
     def _unpack(
         self, where: IntArray, sizes: IntArray, which: IntArray, inside: IntArray, goals: IntArray, out: Array
     ) -> int:
@@ -452,13 +563,17 @@ class PackedRows(Column):
     ) -> int:
         """Do the same by numcodecs, frame by frame, until the compiled loop is there."""
         for number, (address, size) in enumerate(zip(where.tolist(), sizes.tolist(), strict=True)):
+            mine = which == number
+            if not mine.any():
+                continue
+            if size < 0:
+                return number
             chunk = ctypes.string_at(address, size + 4)
             try:
                 data = self.packing.unpack(chunk, self.chunk_bytes)
             except CorruptionError:
                 return number
             rows = data.view(self.entry.numpy_dtype).reshape(self.packing.rows, *self.entry.shape)
-            mine = which == number
             out[goals[mine]] = rows[inside[mine]]
         return -1
 

@@ -18,7 +18,7 @@ from expstore.files import Disk
 from expstore.storages.chunkfile import ANY_TURN, HEADER_BYTES, no_chunks, pack_chunk, pack_index, read_index
 from expstore.storages.frozen import Frozen
 from expstore.storages.packedrows import PackedRows
-from expstore.storages.packing import Packing
+from expstore.storages.packing import REACH_ROWS, Packing
 from expstore.storages.zarrmeta import read_packing
 from expstore.types import IntArray, cut_run
 
@@ -88,10 +88,10 @@ class PackedVersion:
                 continue
             if where.max() < part.address + part.size:
                 at, size = int(where[0]), int(self._sizes[places[0]]) + 4
-                data = ctypes.string_at(at - HEADER_BYTES, HEADER_BYTES + size)
+                data = ctypes.string_at(at - self._rows.head, self._rows.head + size)
                 path = self._rows.shard_path(shard)
                 return self._share(
-                    path, numbers, where - part.address, self._sizes[places] + 4, [_mark(data)]
+                    path, numbers, where - part.address, self._sizes[places] + 4, [self._mark(data)]
                 )
         return False
 
@@ -114,12 +114,12 @@ class PackedVersion:
             return False
         file = self._disk.open(new, write=False)
         try:
-            found = read_index(file, self._rows.packing.chunks)
+            found = read_index(file, self._rows.packing.chunks, table=self._rows.packing.table_bytes)
             same = np.array_equal(found.offsets[numbers], offsets)
             same = same and np.array_equal(found.sizes[numbers], sizes)
             places = zip(offsets.tolist(), sizes.tolist(), marks, strict=False)
             if same and all(
-                file.read(at - HEADER_BYTES, HEADER_BYTES) + file.read(at + size - 4, 4) == mark
+                file.read(at - self._rows.head, self._rows.head) + file.read(at + size - 4, 4) == mark
                 for at, size, mark in places
             ):
                 return True
@@ -145,11 +145,11 @@ class PackedVersion:
         numbers, places = self._numbers(shard)
         rest = self._rest_chunk() if self._rest in places else b""
         chunks = no_chunks(self._rows.packing.chunks)
-        marks = []
+        marks, head, table = [], self._rows.head, self._rows.packing.table_bytes
         for number, place in zip(numbers.tolist(), places.tolist(), strict=True):
             data = pack_chunk(number, ANY_TURN, self._chunk(place, rest))
-            marks.append(_mark(data))
-            chunks.offsets[number], chunks.sizes[number] = chunks.end + HEADER_BYTES, len(data) - HEADER_BYTES
+            marks.append(self._mark(data))
+            chunks.offsets[number], chunks.sizes[number] = chunks.end + head, len(data) - head
             chunks = chunks._replace(end=chunks.end + len(data))
         name = self._rows.shard_path(shard).name
         facts = chunks.offsets[numbers], chunks.sizes[numbers], marks
@@ -160,8 +160,8 @@ class PackedVersion:
         try:
             for number, place, mark in zip(numbers.tolist(), places.tolist(), marks, strict=True):
                 data = mark[:HEADER_BYTES] + self._chunk(place, rest)
-                file.write(data, int(chunks.offsets[number]) - HEADER_BYTES)
-            index = pack_index(chunks)
+                file.write(data, int(chunks.offsets[number]) - head)
+            index = pack_index(chunks, table=table)
             file.write(index, chunks.end)
         finally:
             file.close()
@@ -170,7 +170,16 @@ class PackedVersion:
     def _chunk(self, place: int, rest: bytes) -> bytes:
         if place == self._rest:
             return rest
-        return ctypes.string_at(int(self._where[place]), int(self._sizes[place]) + 4)
+        table = self._rows.packing.table_bytes
+        return ctypes.string_at(int(self._where[place]) - table, table + int(self._sizes[place]) + 4)
+
+    def _mark(self, data: bytes) -> bytes:
+        """Return what tells a chunk in a file from others: what comes before its frame, and its checksum.
+
+        The header's own checksum does not: a crc32c over a frame and its crc32c depends on their length
+        alone.
+        """
+        return data[: self._rows.head] + data[-4:]
 
     def _rest_chunk(self) -> bytes:
         """Pack the chunk that is not full, with rows of the turn before behind if they can be read."""
@@ -182,14 +191,6 @@ class PackedVersion:
             if low < high:
                 rows[low - shown.base : high - shown.base] = self._rows.part(low, high - low)
         return self._rows.packing.pack(rows)
-
-
-def _mark(data: bytes) -> bytes:
-    """Return what tells a chunk in a file from others: its header, and the checksum of its frame.
-
-    The header's own checksum does not: a crc32c over a frame and its crc32c depends on their length alone.
-    """
-    return data[:HEADER_BYTES] + data[-4:]
 
 
 def packings_of(state: Frozen) -> list[Packing | None]:
@@ -220,15 +221,19 @@ def link_packed(disk: Disk, state: Frozen, columns: Path, former: Path | None) -
         columns: The version's folder of columns, with one for each.
         former: That of the version before; None: there is none that fits.
     """
-    slots = state.manifest.slots
-    pieces = [piece for first, n in state.window.runs() for piece in cut_run(first, n, slots)]
+    slots, window = state.manifest.slots, state.window
+    pieces = [piece for first, n in window.runs() for piece in cut_run(first, n, slots)]
+    # Rows of others may lie with those that cannot be read any more, or were given up.
+    before = max(0, window.low - (REACH_ROWS[1] if slots is None else state.manifest.reach))
+    older = cut_run(before + 1, window.last - before, slots)
+    lent = {rows.partner for rows in state.packed.values()}
     found = []
     for place, rows in state.packed.items():
         name = state.fields[place].path
         column = PackedVersion(
             disk,
             rows,
-            pieces,
+            older if rows in lent else pieces,
             folder=columns / name,
             former=None if former is None else former / name,
         )

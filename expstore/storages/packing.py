@@ -14,9 +14,9 @@ import numpy as np
 
 from expstore.errors import CorruptionError, SchemaError
 from expstore.schema import Field
-from expstore.types import Array
+from expstore.types import Array, IntArray
 
-__all__ = ["CODECS", "DEFAULT_CODEC", "Packing", "packing_for"]
+__all__ = ["CODECS", "DEFAULT_CODEC", "Packing", "packing_for", "reach_for"]
 
 #: Unpacking costs a pass over so many bytes, from memory that the processor keeps close. More would be two
 #: blocks of blosc's, and save nothing.
@@ -28,6 +28,9 @@ SHARD_BYTES = 1 << 30
 MANY_SHARDS = 1024
 #: In a store without capacity.
 ENDLESS_SHARD_ROWS = 16384
+#: Rows are looked for among those before them, as many as make so many bytes.
+REACH_BYTES = 4 << 20
+REACH_ROWS = 16, 1024
 
 DEFAULT_CODEC = "lz4hc"
 #: Names of codecs: blosc's compressor and level. All are of Zarr v3's core.
@@ -50,6 +53,10 @@ class Packing:
         codec: One of `CODECS`.
         rows: Per chunk.
         shard: Rows per shard, a multiple of `rows`.
+        shares: Whether rows may lie in the column of the next ones. Then a table stands before each frame:
+            the crc32c (u32) of what follows, and for each row (u16) how many rows before it the same bytes
+            are next ones; 0: they are in the frame, which has zeros for the others. Without any own row
+            there is no frame.
 
     Example:
         >>> packing = Packing("lz4hc", rows=16, shard=4096)
@@ -61,6 +68,7 @@ class Packing:
     codec: str
     rows: int
     shard: int
+    shares: bool = False
 
     def __post_init__(self) -> None:
         if self.codec not in CODECS:
@@ -80,8 +88,46 @@ class Packing:
         compressor, level = CODECS[self.codec]
         return Blosc(compressor, level, Blosc.NOSHUFFLE, 0)
 
-    def pack(self, rows: Array) -> bytes:
-        """Return the packed chunk of `rows` rows. Shape `(rows, *row shape)`, C-contiguous."""
+    @property
+    def table_bytes(self) -> int:
+        """Length of the table before each frame."""
+        return 4 + 2 * self.rows if self.shares else 0
+
+    def pack(self, rows: Array, distances: IntArray | None = None) -> bytes:
+        """Return the packed chunk of `rows` rows, behind its table if it has one.
+
+        Args:
+            rows: C-contiguous. Shape `(rows, *row shape)`.
+            distances: How many rows before each the same bytes are next ones; 0: nowhere. None: all are 0.
+                Shape `(rows,)`.
+        """
+        if not self.shares:
+            return self._pack_frame(rows)
+        table = np.zeros(self.rows, "<u2")
+        if distances is not None:
+            table[:] = distances
+        crc: int = google_crc32c.value(table.tobytes())
+        data = crc.to_bytes(4, "little") + table.tobytes()
+        own = table == 0
+        if not own.any():
+            return data
+        if not own.all():
+            rows = rows.copy()
+            rows[~own] = 0
+        return data + self._pack_frame(rows)
+
+    def unpack_table(self, data: bytes) -> IntArray:
+        """Return the distances of a chunk's rows. Shape `(rows,)`.
+
+        Raises:
+            CorruptionError: The table is damaged.
+        """
+        table = data[4 : self.table_bytes]
+        if len(data) < self.table_bytes or google_crc32c.value(table) != int.from_bytes(data[:4], "little"):
+            raise CorruptionError("the table of a packed chunk is damaged: its checksum does not fit")
+        return np.frombuffer(table, "<u2").astype(np.int64)
+
+    def _pack_frame(self, rows: Array) -> bytes:
         frame: bytes = self._blosc.encode(rows.reshape(-1).view(np.uint8))
         crc: int = google_crc32c.value(frame)
         return frame + crc.to_bytes(4, "little")
@@ -102,20 +148,19 @@ class Packing:
         self._blosc.decode(frame, out)
         return out
 
-    @staticmethod
-    def most_bytes(size: int) -> int:
+    def most_bytes(self, size: int) -> int:
         """Return how long the packed chunk of `size` bytes can become."""
-        return size + 16 + 4
+        return self.table_bytes + size + 16 + 4
 
     @classmethod
-    def of(cls, codecs: Any, *, rows: int, shard: int) -> Packing:
+    def of(cls, codecs: Any, *, rows: int, shard: int, shares: bool = False) -> Packing:
         """Return the packing whose codecs zarr.json names.
 
         Raises:
             ValueError: There is none.
         """
         for name in CODECS:
-            found = cls(name, rows, shard)
+            found = cls(name, rows, shard, shares)
             if found.zarr_codecs[0]["configuration"].items() <= codecs[1]["configuration"].items():
                 return found
         raise ValueError(f"no packing has the codecs {codecs}")
@@ -135,7 +180,12 @@ class Packing:
 
 
 def packing_for(
-    entry: Field, slots: int | None, *, codec: str = DEFAULT_CODEC, rows: int | None = None
+    entry: Field,
+    slots: int | None,
+    *,
+    codec: str = DEFAULT_CODEC,
+    rows: int | None = None,
+    shares: bool = False,
 ) -> Packing:
     """Return how a field is packed best.
 
@@ -144,6 +194,7 @@ def packing_for(
         slots: How many rows a ring has; None: the store grows.
         codec: One of `CODECS`.
         rows: Per chunk; None: as many as make about 256 KiB.
+        shares: As of `Packing`.
     """
     if rows is None:
         rows = 1
@@ -156,4 +207,10 @@ def packing_for(
         shard //= 2
     if slots is not None:
         shard = min(shard, -(-slots // rows) * rows)
-    return Packing(codec, rows, -(-shard // rows) * rows)
+    return Packing(codec, rows, -(-shard // rows) * rows, shares)
+
+
+def reach_for(entry: Field) -> int:
+    """Return among how many rows before it a row is looked for."""
+    least, most = REACH_ROWS
+    return max(least, min(most, REACH_BYTES // entry.row_bytes))

@@ -121,7 +121,7 @@ def _whole(publish: Publish, found: Replay, storage: FolderStorage, same_boot: b
     pieces = storage.pieces(*publish.written)
     columns.look(max(slot + n for slot, _, n in pieces), due=False)
     try:
-        if columns.checksum(pieces) == publish.checksum:
+        if not columns.lacks(*publish.written) and columns.checksum(pieces) == publish.checksum:
             return True
     except CorruptionError:
         if same_boot:  # whoever touches the file will be told

@@ -89,7 +89,7 @@ class ZarrStorage(PackableStorage):
         self.schema, self.keys = schema, self.resolve_keys(schema)
         self._touched = set()
         fields = (*schema.fields, *ROW_FIELDS)
-        group = WritableColumns(self.disk, self.path / COLUMNS, fields, self.slots)
+        group = WritableColumns(self.disk, self.path / COLUMNS, fields, self.slots, reach=self.reach)
         check_metadata(self.disk, group.folder, fields, [column.rows for column in group.columns])
         group.open_shards()
         group.warm()
@@ -211,15 +211,15 @@ class ZarrStorage(PackableStorage):
         fields = (*schema.fields, *ROW_FIELDS)
         slots = self.slots
         attributes = {"expstore": {"capacity": self.capacity, "slots": slots}}
-        packings = [self.layout.packing(entry, slots) for entry in fields]
+        packings = self.layout.packings(fields, slots, self.reach)
         WritableColumns.create(self.disk, folder, fields, slots, pool, attributes, packings)
-        columns = WritableColumns(self.disk, folder, fields, slots)
+        columns = WritableColumns(self.disk, folder, fields, slots, reach=self.reach)
         columns.warm()
         if self.checksums is not None:
             self.checksums.close()
         self.disk.unlink(self.path / CHECKSUMS)  # of rows that a failed attempt never got
         self.checksums = Checksums(self.disk, self.path / CHECKSUMS, columns)
-        numbers = {"capacity": self.capacity, "spare": self.spare, "dims": self.dims}
+        numbers = {"capacity": self.capacity, "spare": self.spare, "reach": self.reach, "dims": self.dims}
         manifest = self.manifest.replace(schema=schema, **numbers)
         manifest.save(self.disk, self.path)
         self.manifest = manifest
@@ -434,14 +434,14 @@ class ZarrStorage(PackableStorage):
     def _take(self, slots: IntArray, places: Sequence[int] | None) -> list[Array]:
         if self.columns is None:
             raise StateError("the store has no rows yet", hint="extend() it first")
-        columns = self.columns.columns
+        group, columns = self.columns, self.columns.columns
         if self._tail.count and self._in_tail(slots).any():
             try:
                 self.drain()
             except StorageError:
                 return self._take_beside(columns, slots, places)
         wanted = range(len(columns) - len(ROW_FIELDS)) if places is None else places
-        return self._taken(columns, slots, wanted)
+        return self._taken(group, slots, wanted)
 
     def _in_tail(self, slots: IntArray) -> NDArray[np.bool_]:
         """Say which slots are of rows that stand in the tail; those that come to it now are of later ones."""

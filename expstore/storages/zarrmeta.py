@@ -109,7 +109,11 @@ def _about(entry: Field, packing: Packing | None) -> dict[str, Any]:
         return {"dtype": entry.dtype}
     # Files that other readers do not look for: the shard being filled, and the rows of its last chunk.
     beside = {"filling": "open.<shard>.<turn>", "rest": "partial"}
-    return {"dtype": entry.dtype, "layout": "packed", "beside": beside}
+    about = {"dtype": entry.dtype, "layout": "packed", "beside": beside}
+    if packing.shares:
+        # Rows that other readers find as zeros: earlier ones of that array have them, see the tables.
+        about["shared"] = {"with": "/".join(("next", *entry.key)), "table_bytes": packing.table_bytes}
+    return about
 
 
 #: What Zarr may leave out where it is empty.
@@ -179,11 +183,13 @@ def read_packing(disk: Disk, folder: Path, entry: Field) -> Packing | None:
     path = folder / "zarr.json"
     try:
         data = _read_json(disk, path)
-        if data["attributes"].get("expstore", {}).get("layout") != "packed":
+        about = data["attributes"].get("expstore", {})
+        if about.get("layout") != "packed":
             return None
         shard, *rest = data["chunk_grid"]["configuration"]["chunk_shape"]
         inner = data["codecs"][0]["configuration"]
-        packing = Packing.of(inner["codecs"], rows=int(inner["chunk_shape"][0]), shard=int(shard))
+        rows = int(inner["chunk_shape"][0])
+        packing = Packing.of(inner["codecs"], rows=rows, shard=int(shard), shares="shared" in about)
         fits = tuple(rest) == entry.shape and data["data_type"] == entry.numpy_dtype.name
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, ArithmeticError) as exc:
         raise CorruptionError(f"{path} cannot be read: {exc}") from exc

@@ -93,7 +93,11 @@ def open_store(
     spec: Spec, path: Path, disk: Disk | None = None, *, index: bool = True
 ) -> TensorDictReplayBuffer:
     """Open a store as the spec says; without an index unless somebody asks for one."""
-    layout = ColumnLayout(fields={"frame": {"layout": "packed", "rows": 4}}) if spec.packed else None
+    packed = {
+        "frame": {"layout": "packed", "rows": 4},
+        "next.frame": {"layout": "packed", "rows": 2},
+    }
+    layout = ColumnLayout(fields=packed) if spec.packed else None
     settings = Settings(flatten=True, seed=SEED, durability=spec.durability, layout=layout)
     kept = ZarrStorage(
         path, spec.capacity, settings=settings, disk=disk or KillingDisk(), segment_bytes=spec.segment_bytes
@@ -123,6 +127,7 @@ def fit_constants(spec: Spec) -> None:
     columns.SHARD_ROWS = spec.shard_rows
     if spec.packed:
         packing.SHARD_ROWS = packing.ENDLESS_SHARD_ROWS = 16
+        packing.REACH_ROWS = 4, 8
     records.REDO_BYTES = spec.redo_bytes
     zarr.TAIL_BYTES = TAIL_BYTES if spec.tail else 0
 
@@ -133,7 +138,8 @@ def new_ledger(spec: Spec) -> Ledger:
         a.nbytes for a in facts.values(spec, np.ones(1, np.int64), np.zeros(1, np.int64)).values()
     )
     spare = base.spare_slots(spec.capacity, row_bytes + base.ROW_BYTES) if spec.spare is None else spec.spare
-    return Ledger(spec, spare=spare)
+    # So far from their own places, and a chunk, rows of packed fields may lie.
+    return Ledger(spec, spare=spare, reach=8 + 4 if spec.packed and spec.capacity is not None else 0)
 
 
 def perform(rb: TensorDictReplayBuffer, state: Ledger, op: Op) -> None:

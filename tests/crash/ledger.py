@@ -48,7 +48,9 @@ class Spec:
     tail: bool = True  # whether few small rows ride in the journal
     consume: int | None = None  # how often each row is handed out
     best: bool = False  # whether the best rows stay, not the newest
-    packed: bool = False  # whether frames are packed, in chunks of a few rows and short shards
+    packed: bool = (
+        False  # whether frames are packed, in chunks of a few rows and short shards; next ones, too
+    )
 
 
 @dataclass(frozen=True)
@@ -87,19 +89,18 @@ def _rewards(ids: Ints, versions: Ints) -> NDArray[np.float32]:
 
 def values(spec: Spec, ids: Ints, versions: Ints) -> dict[tuple[str, ...], np.ndarray]:
     """Return all fields of rows; only versions tell a row from the one that it was before `[]=`."""
-    mixed = _mix(ids, versions)
-    windows = np.lib.stride_tricks.sliding_window_view(_noise, spec.frame)
-    frame = windows[mixed % (1 << 16)]
-    frame[:, :8] = ids.astype("<i8").view(np.uint8).reshape(-1, 8)
-    frame[:, -8:] = versions.astype("<i8").view(np.uint8).reshape(-1, 8)
+    mixed, frame = _mix(ids, versions), _frames(spec, ids, versions)
+    # Most rows come next after the one before them, some after the third one before, and some after none.
+    after = np.where(ids % 16 < 11, 1, np.where(ids % 16 < 14, 3, 1 << 20))
+    following = {("next", "frame"): _frames(spec, ids + after, versions)} if spec.packed else {}
     terminated, truncated = _ends(ids)
     if spec.lean:
-        return {
+        return following | {
             ("observation",): ((mixed[:, None] + np.arange(4) * 7) & 0xFFFFFF).astype(np.float32),
             ("frame",): frame,
-            ("done",): (terminated | truncated)[:, None],
+            ("next", "done") if spec.packed else ("done",): (terminated | truncated)[:, None],
         }
-    return {
+    return following | {
         ("observation",): ((mixed[:, None] + np.arange(4) * 7) & 0xFFFFFF).astype(np.float32),
         ("frame",): frame,
         ("action",): ids * 1_000_003 + versions,
@@ -107,6 +108,14 @@ def values(spec: Spec, ids: Ints, versions: Ints) -> dict[tuple[str, ...], np.nd
         ("next", "terminated"): terminated[:, None],
         ("next", "truncated"): truncated[:, None],
     }
+
+
+def _frames(spec: Spec, ids: Ints, versions: Ints) -> np.ndarray:
+    windows = np.lib.stride_tricks.sliding_window_view(_noise, spec.frame)
+    frame = windows[_mix(ids, versions) % (1 << 16)]
+    frame[:, :8] = ids.astype("<i8").view(np.uint8).reshape(-1, 8)
+    frame[:, -8:] = versions.astype("<i8").view(np.uint8).reshape(-1, 8)
+    return frame
 
 
 def ranks(spec: Spec, origins: Ints, versions: Ints) -> NDArray[np.float32]:
@@ -160,6 +169,7 @@ class Ledger:
 
     spec: Spec
     spare: int = 0
+    reach: int = 0
     last: int = 0
     retired: int = 0
     write_count: int = 0
@@ -203,6 +213,11 @@ class Ledger:
         if self.spec.capacity is not None:
             low = max(low, self.last - self.spec.capacity)
         return low
+
+    @property
+    def slots(self) -> int:
+        """How many rows a ring has."""
+        return (self.spec.capacity or 0) + self.spare + self.reach
 
     @property
     def ids(self) -> Ints:
@@ -403,8 +418,8 @@ class Ledger:
         shift = max(former, kept.last) - low
         if capacity is not None:
             if former:
-                shift = max(shift, former + capacity + self.spare - kept.last)
-            step = math.lcm(capacity, capacity + self.spare)
+                shift = max(shift, former + self.slots - kept.last)
+            step = math.lcm(capacity, self.slots)
             shift = -(-shift // step) * step
         episodes = max(self.next_episode, kept.next_episode) - 1
         ids = kept.ids
@@ -441,8 +456,7 @@ class Ledger:
         generator = Draws(SEED).generator(self.draw)
         if self.spec.consume is not None:
             ids = self.left
-            slots = None if self.spec.capacity is None else self.spec.capacity + self.spare
-            by_slot = ids if slots is None else ids[np.argsort((ids - 1) % slots)]
+            by_slot = ids if self.spec.capacity is None else ids[np.argsort((ids - 1) % self.slots)]
             return by_slot[generator.choice(ids.size, min(size, ids.size), replace=False)]
         drawn: Ints = generator.integers(self.low + 1, self.last + 1, size)
         return drawn

@@ -1,0 +1,317 @@
+"""Stores whose observations lie with next ones: read, emptied, put into versions, damaged and repaired."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from damaged import flip, in_child
+from tensordict import TensorDict
+
+import expstore
+from expstore import files
+from expstore.checks import repair, verify
+from expstore.errors import CorruptionError, SchemaError
+from expstore.storages import base, packing
+from expstore.storages.layout import ColumnLayout
+from expstore.storages.memory import MemoryStorage
+from expstore.storages.settings import Settings
+from expstore.storages.zarr import ZarrStorage
+from expstore.tensordictbuffers import TensorDictReplayBuffer
+
+CAPACITY = 60
+FIELDS = {"frame": {"layout": "packed", "rows": 4}, "next.frame": {"layout": "packed", "rows": 8}}
+
+
+@pytest.fixture(autouse=True)
+def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "_sync_data", os.fstat)
+    monkeypatch.setattr(os, "fsync", lambda fd: None)
+    shorten(monkeypatch)
+
+
+def shorten(patch: pytest.MonkeyPatch) -> None:
+    """Let stores have short shards and a short ring: 60 readable rows of 96."""
+    patch.setattr(packing, "SHARD_ROWS", 32)
+    patch.setattr(packing, "ENDLESS_SHARD_ROWS", 32)
+    patch.setattr(packing, "REACH_ROWS", (4, 8))
+    patch.setattr(base, "spare_slots", lambda capacity, row_bytes: 20)
+
+
+def frames(numbers: Any) -> torch.Tensor:
+    """Rows that follow from a running number; half of each is noise, half is flat."""
+    noise = [np.random.default_rng(int(n)).integers(0, 256, (4, 16), np.uint8) for n in numbers]
+    parts = [np.array(noise).reshape(-1, 4, 16), np.zeros((len(noise), 4, 16), np.uint8)]
+    return torch.from_numpy(np.concatenate(parts, axis=1))
+
+
+def after(numbers: Any) -> Any:
+    """The number of the frame that comes next: of two lanes, now and then of another episode."""
+    numbers = np.asarray(numbers)
+    return np.where(numbers % 17 == 5, 100_000 + numbers, numbers + 2)
+
+
+def batch(first: int, count: int) -> TensorDict:
+    numbers = np.arange(first, first + count)
+    following = {"frame": frames(after(numbers)), "done": torch.zeros(count, 1, dtype=torch.bool)}
+    values = {"frame": frames(numbers), "next": following, "number": torch.from_numpy(numbers)}
+    return TensorDict(values, [count])
+
+
+def buffer(
+    path: Path, capacity: int | None = CAPACITY, layout: ColumnLayout | None = None
+) -> TensorDictReplayBuffer:
+    options = Settings(flatten=True, seed=0, layout=layout or ColumnLayout(fields=FIELDS))
+    return TensorDictReplayBuffer(storage=ZarrStorage(path, capacity, settings=options), batch_size=8)
+
+
+def fill(path: Path, capacity: int | None = CAPACITY, rows: int = 150) -> None:
+    with buffer(path, capacity) as rb:
+        for first in range(0, rows, 10):
+            rb.extend(batch(first, 10))
+            if first % 50 == 0:
+                rb.flush()
+
+
+def right(data: TensorDict) -> bool:
+    """Say whether rows have the frames that they must have, by their numbers."""
+    numbers = data["number"]
+    both = torch.equal(data["frame"], frames(numbers))
+    return both and torch.equal(data["next", "frame"], frames(after(numbers)))
+
+
+def numbers_in(rb: Any) -> list[int]:
+    data = rb[:]
+    assert right(data)
+    ids = rb.storage.window.ids()
+    for place, entry in enumerate(rb.storage.schema.fields):  # each column by itself, too
+        alone = torch.from_numpy(rb.storage.read(ids, [place])[0])
+        both = torch.from_numpy(rb.storage.read(ids)[place])
+        assert torch.equal(alone, both), entry
+    return sorted(data["number"].tolist())
+
+
+def shared(path: Path) -> int:
+    """How many bytes the frames take that are not next ones."""
+    return sum(file.stat().st_size for file in (path / "columns/frame").glob("c.*"))
+
+
+@pytest.mark.parametrize("capacity", [None, CAPACITY])
+def test_both_read_as_they_were_given(tmp_path: Path, capacity: int | None) -> None:
+    path, first = tmp_path / "a.exp", 0
+    for life in range(4):
+        with buffer(path, capacity) as rb:
+            for count in (3, 10, 1, 22, 7):
+                rb.extend(batch(first, count))
+                first += count
+                wanted = list(range(0 if capacity is None else max(0, first - capacity), first))
+                assert numbers_in(rb) == wanted
+                if life % 2:
+                    with expstore.open(path, mode="r") as follower:
+                        assert numbers_in(follower) == wanted
+        with expstore.open(path, mode="r") as follower:
+            assert numbers_in(follower) == wanted
+    assert verify(path) == []
+    assert rb.storage.slots == (None if capacity is None else 60 + 20 + 16)
+
+
+def test_rows_after_an_empty_store_lie_with_rows_before(tmp_path: Path) -> None:
+    path = tmp_path / "a.exp"
+    with buffer(path) as rb:
+        rb.extend(batch(0, 45))
+        rb.empty()
+        rb.extend(batch(45, 33))
+        assert numbers_in(rb) == list(range(45, 78))
+        made = rb.dumps(tmp_path / "backup")
+    assert verify(path) == []
+    for store in (path, made.path):
+        with expstore.open(store, mode="r") as rb:
+            assert numbers_in(rb) == list(range(45, 78))
+    with buffer(path) as rb:
+        assert numbers_in(rb) == list(range(45, 78))
+
+
+def test_a_batch_longer_than_the_spare(tmp_path: Path) -> None:
+    """It gives up rows before it overwrites what others lie with."""
+    with buffer(tmp_path / "a.exp") as rb:
+        first = 0
+        for count in (30, 21, 35, 61, 50, 200, 79, 25):
+            rb.extend(batch(first, count))
+            first += count
+            found = numbers_in(rb)
+            assert found == list(range(first - len(found), first))
+            assert len(found) >= min(first, 50)
+
+
+@pytest.mark.parametrize("capacity", [None, CAPACITY])
+@pytest.mark.parametrize("rows", [9, 64, 71, 150, 333])
+def test_versions_hold_what_rows_lie_with(tmp_path: Path, capacity: int | None, rows: int) -> None:
+    path, place = tmp_path / "a.exp", tmp_path / "backup"
+    wanted = list(range(0 if capacity is None else max(0, rows - capacity), rows))
+    with buffer(path, capacity) as rb:
+        for first in range(0, rows, 11):
+            rb.extend(batch(first, min(11, rows - first)))
+        first_made = rb.dumps(place)
+        rb.extend(batch(rows, 20))
+        made = rb.dumps(place)
+        rb.extend(batch(rows + 20, 120))
+    shutil.rmtree(path)
+    for version, numbers in (
+        (first_made, wanted),
+        (made, [*wanted, *range(rows, rows + 20)][-len(wanted) - 20 :]),
+    ):
+        numbers = numbers if capacity is None else numbers[-capacity:]
+        with expstore.open(place, version=version.number, mode="r") as rb:
+            assert numbers_in(rb) == numbers
+    for number, size in enumerate((None, 60, 25)):
+        with buffer(tmp_path / f"{number}.exp", size) as rb:
+            rb.extend(batch(5000, 30))
+            rb.loads(place)
+            loaded = numbers if size is None else numbers[-size:]
+            assert numbers_in(rb) == loaded
+            rb.extend(batch(rows + 20, 15))
+            assert numbers_in(rb)[-15:] == list(range(rows + 20, rows + 35))
+        assert verify(tmp_path / f"{number}.exp") == []
+    with TensorDictReplayBuffer(storage=MemoryStorage(), batch_size=8) as rb:
+        rb.loads(place)
+        assert numbers_in(rb) == numbers
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("sound") / "sound.exp"
+    with pytest.MonkeyPatch.context() as patch:
+        shorten(patch)
+        fill(path)
+    return path
+
+
+def damage(store: Path, rng: random.Random) -> str:
+    """Damage one file of the two columns; return what was done."""
+    names = [*(store / "columns/frame").iterdir(), *(store / "columns/next/frame").iterdir()]
+    path = rng.choice(sorted(path for path in names if path.is_file()))
+    size, act = path.stat().st_size, rng.random()
+    if act < 0.1:
+        path.unlink()
+        return f"{path} removed"
+    if act < 0.2:
+        os.truncate(path, at := rng.randrange(size))
+        return f"{path} cut to {at}"
+    flip(path, at := rng.randrange(size), bit := rng.randrange(8))
+    return f"bit {bit} of byte {at} of {path}"
+
+
+def faults_of(sound: Path, folder: Path, count: int, seed: int) -> list[str]:
+    """Damage copies and read every row of them, by each way of opening; return what went wrong."""
+    found, refused, rng = [], 0, random.Random(seed)
+    for number in range(count):
+        broken = folder / f"broken-{number}.exp"
+        shutil.copytree(sound, broken)
+        done = damage(broken, rng)
+        for mode in ("r", "a"):
+            try:
+                with expstore.open(broken, mode=mode) as rb:
+                    for place in range(0, len(rb), 10):
+                        try:
+                            if not right(rb[place : place + 10]):
+                                found.append(f"{done}: rows read wrong with mode {mode}")
+                        except CorruptionError:
+                            refused += 1
+            except CorruptionError:
+                refused += 1
+            except Exception as exc:
+                found.append(f"{done}: mode {mode} raises {exc!r}")
+        shutil.rmtree(broken)
+    return found if refused > count // 4 else [*found, f"only {refused} reads were refused"]
+
+
+def test_damage_anywhere_is_an_error_and_never_other_rows(sound: Path, tmp_path: Path) -> None:
+    assert in_child(lambda: faults_of(sound, tmp_path, 50, 1)) == []
+
+
+def lost_ids(store: Path) -> set[int]:
+    """The rows that findings name, by their numbers in the batches."""
+    runs = [run for finding in verify(store) for run in finding.ids]
+    return {row for first, last in runs for row in range(first - 1, last)}
+
+
+def test_verify_names_the_rows_that_lie_with_damaged_ones_and_repair_costs_these(
+    sound: Path, tmp_path: Path
+) -> None:
+    """Next rows 104 to 111 are damaged; 106 to 113 lie with them, but for one after the end of an episode."""
+    store = Path(shutil.copytree(sound, tmp_path / "broken.exp"))
+    assert verify(store) == []
+    path = store / "columns/next/frame/c.0.0.0"
+    index = np.frombuffer(path.read_bytes()[-4 - 16 * 4 : -4], "<u8").reshape(4, 2)
+    flip(path, int(index[1, 0]) + 30, 3)
+    lost = {*range(104, 112), *range(106, 114)}
+    found = verify(store)
+    assert {(finding.kind, finding.path) for finding in found} == {("payload", "columns/next/frame/c.0.0.0")}
+    assert {finding.column for finding in found} == {"frame", "next.frame"}
+    assert lost_ids(store) == {n for n in lost if n < 112 or (n - 2) % 17 != 5}
+    assert repair(store).left
+    named = lost_ids(store)
+    assert repair(store, drop_damaged=True).lost_rows == len(named)
+    assert verify(store) == []
+    with buffer(store) as rb:
+        assert numbers_in(rb) == sorted(set(range(90, 150)) - named)
+        rb.extend(batch(150, 30))
+        assert numbers_in(rb) == sorted(set(range(120, 180)) - named)
+        rb.dumps(tmp_path / "backup")
+    with expstore.open(tmp_path / "backup", mode="r") as rb:
+        assert numbers_in(rb) == sorted(set(range(120, 180)) - named)
+
+
+def repairs_of(sound: Path, folder: Path, count: int, seed: int) -> list[str]:
+    """Damage copies and repair them; return what is not as it should be."""
+    found, rng = [], random.Random(seed)
+    for number in range(count):
+        broken = folder / f"broken-{number}.exp"
+        shutil.copytree(sound, broken)
+        done = damage(broken, rng)
+        named = lost_ids(broken)
+        repair(broken, drop_damaged=True)
+        found += [f"{done}: left {finding}" for finding in verify(broken)]
+        for mode in ("r", "a"):
+            with expstore.open(broken, mode=mode) as rb:
+                data = rb[:]
+                if set(data["number"].tolist()) != set(range(90, 150)) - named:
+                    found.append(f"{done}: other rows are lost than were named")
+                if not right(data):
+                    found.append(f"{done}: rows read wrong with mode {mode}")
+        shutil.rmtree(broken)
+    return found
+
+
+def test_a_repair_costs_the_rows_that_were_named_and_no_others(sound: Path, tmp_path: Path) -> None:
+    assert in_child(lambda: repairs_of(sound, tmp_path, 25, 3)) == []
+
+
+def test_share_next_can_be_left_out(tmp_path: Path) -> None:
+    sizes = []
+    for name, layout in {
+        "shared": ColumnLayout(fields=FIELDS),
+        "whole": ColumnLayout(fields=FIELDS, share_next=False),
+        "field": ColumnLayout(fields=FIELDS | {"frame": FIELDS["frame"] | {"share_next": False}}),
+        "other": ColumnLayout(
+            fields=FIELDS | {"frame": FIELDS["frame"] | {"share_next": True}}, share_next=False
+        ),
+    }.items():
+        with buffer(tmp_path / name, None, layout) as rb:
+            rb.extend(batch(0, 64))
+        with expstore.open(tmp_path / name, batch_size=8) as rb:  # what it was made with counts
+            rb.extend(batch(64, 32))
+            assert numbers_in(rb) == list(range(96))
+        sizes.append(shared(tmp_path / name))
+    assert sizes[1] == sizes[2] > 2 * sizes[0]
+    assert sizes[3] == sizes[0]
+    with pytest.raises(SchemaError, match="True or False"):
+        ColumnLayout(fields={"frame": {"share_next": "yes"}})
+    with pytest.raises(SchemaError, match="flat"):
+        ColumnLayout(fields={"frame": {"layout": "flat", "share_next": True}})
