@@ -1,56 +1,38 @@
 """Compiled loop that takes rows out of blosc frames, many at a time, without the GIL.
 
-Used by packed columns. Loading this module loads numba and makes numcodecs' own blosc known to it, so it is
-imported in the background when rows come; until then numcodecs unpacks frame by frame. It reads addresses
-it is given; threads that help with many frames end before a call returns, and never run Python.
+Used by packed columns; imported in the background when rows come, since that loads numba: until then
+numcodecs unpacks frame by frame. It reads addresses it is given; threads that help with many frames end
+before a call returns, and never run Python.
 """
 
 from __future__ import annotations
 
-import importlib
-import os
 from typing import Any
 
-import llvmlite.binding
 import numba
-import numcodecs.blosc
 import numpy as np
-from llvmlite import ir
-from numba.core import types
-from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from expstore.kernels import compiled, compiled_for_c
+from expstore.native import (
+    CORES,
+    copy_bytes,
+    crc32c,
+    fetch_add,
+    join_thread,
+    start_thread,
+    unpack_blosc,
+    unpack_lz4,
+)
 
 __all__ = ["take_distances", "take_rows"]
 
 Ints = NDArray[np.int64]
 
-# The very libraries that pack: their functions are found by name when the loop is linked.
-llvmlite.binding.load_library_permanently(numcodecs.blosc.__file__)
-llvmlite.binding.load_library_permanently(importlib.import_module("google_crc32c._crc32c").__file__)
-for _name in ("crc32c_extend", "blosc_decompress_ctx", "LZ4_decompress_safe_partial"):
-    if llvmlite.binding.address_of_symbol(_name) is None:  # then numcodecs goes on unpacking
-        raise ImportError(f"google_crc32c or numcodecs does not show {_name}")
-_unpack: Any = types.ExternalFunction(
-    "blosc_decompress_ctx", types.int32(types.intp, types.intp, types.uintp, types.int32)
-)
-_unpack_lz4: Any = types.ExternalFunction(
-    "LZ4_decompress_safe_partial",
-    types.int32(types.intp, types.intp, types.int32, types.int32, types.int32),
-)
-_crc32c: Any = types.ExternalFunction("crc32c_extend", types.uint32(types.uint32, types.intp, types.uintp))
-_copy: Any = types.ExternalFunction("memcpy", types.intp(types.intp, types.intp, types.uintp))
-_start: Any = types.ExternalFunction(
-    "pthread_create", types.int32(types.intp, types.intp, types.intp, types.intp)
-)
-_join: Any = types.ExternalFunction("pthread_join", types.int32(types.intp, types.intp))
-
 #: A thread more for so many bytes that are to be unpacked: it costs 30 us.
 EACH_BYTES = 8 << 20
 MOST_THREADS = 4
-_CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-_THREADS = min(MOST_THREADS, _CORES)
+_THREADS = min(MOST_THREADS, CORES)
 #: Of a blosc frame that is one block of LZ4 (lz4hc writes the same), neither shuffled nor split.
 _LZ4 = 32
 
@@ -64,33 +46,20 @@ def _unpack_some(source: int, size: int, scratch: int, chunk_bytes: int, wanted:
     begins with its length, which is that of its bytes where they are not packed.
     """
     header, block = np.empty(5, np.uint32), np.empty(1, np.uint32)
-    _copy(header.ctypes.data, source, min(size, 20))
+    copy_bytes(header.ctypes.data, source, min(size, 20))
     if header[1] != chunk_bytes or np.int64(header[3]) != size:
         return False
     if (header[0] >> 16) & 255 == _LZ4 and header[0] >> 24 == 1 and header[2] >= chunk_bytes and size >= 24:
         start = np.int64(header[4])
         if start + 4 <= size:
-            _copy(block.ctypes.data, source + start, 4)
+            copy_bytes(block.ctypes.data, source + start, 4)
             length = np.int64(block[0])
             if length < chunk_bytes and start + 4 + length <= size:
-                done = _unpack_lz4(
+                done = unpack_lz4(
                     source + start + 4, scratch, np.int32(length), np.int32(wanted), np.int32(chunk_bytes)
                 )
                 return bool(done >= wanted)
-    return bool(_unpack(source, scratch, chunk_bytes, 1) == chunk_bytes)
-
-
-def _fetch_add(_: Any, address: Any, number: Any) -> Any:
-    """Add to the int64 at an address, at once for all threads; return what it was."""
-
-    def generate(_: Any, builder: Any, __: Any, given: Any) -> Any:
-        pointer = builder.inttoptr(given[0], ir.IntType(64).as_pointer())
-        return builder.atomic_rmw("add", pointer, given[1], "seq_cst")
-
-    return types.int64(types.int64, types.int64), generate
-
-
-_take: Any = intrinsic(_fetch_add)
+    return bool(unpack_blosc(source, scratch, chunk_bytes, 1) == chunk_bytes)
 
 
 @compiled("int64(int64[::1], int64[::1], int64[::1], int64[::1], int64[::1], int64[::1])", nogil=True)
@@ -107,8 +76,8 @@ def _take_some(sources: Ints, sizes: Ints, which: Ints, inside: Ints, goals: Int
         frame = which[row]
         if sizes[frame] < 16:
             return int(frame)
-        _copy(crc.ctypes.data, sources[frame] + sizes[frame], 4)
-        if _crc32c(np.uint32(0), sources[frame], np.uint64(sizes[frame])) != crc[0]:
+        copy_bytes(crc.ctypes.data, sources[frame] + sizes[frame], 4)
+        if crc32c(np.uint32(0), sources[frame], np.uint64(sizes[frame])) != crc[0]:
             return int(frame)
         behind, farthest = row, 0
         while behind < which.size and which[behind] == frame:
@@ -117,7 +86,7 @@ def _take_some(sources: Ints, sizes: Ints, which: Ints, inside: Ints, goals: Int
         if not _unpack_some(sources[frame], sizes[frame], scratch, chunk_bytes, (farthest + 1) * row_bytes):
             return int(frame)
         while row < behind:
-            _copy(out + goals[row] * row_bytes, scratch + inside[row] * row_bytes, row_bytes)
+            copy_bytes(out + goals[row] * row_bytes, scratch + inside[row] * row_bytes, row_bytes)
             row += 1
     return -1
 
@@ -135,13 +104,13 @@ _GRAIN = 8
 def _help(task: Ints) -> None:
     """Take rows as long as there are any that nobody has taken."""
     frames, rows = task[_FRAMES], task[_ROWS]
-    number = _take(task.ctypes.data + 8 * _BEGUN, 1)
+    number = fetch_add(task.ctypes.data + 8 * _BEGUN, 1)
     told = np.empty(6, np.int64)
     told[:4] = task[_ARGUMENTS : _ARGUMENTS + 4]
     told[3] += number * told[1]
     first = _HEAD + 2 * frames
     while True:
-        told[4] = _take(task.ctypes.data + 8 * _TAKEN, _GRAIN)
+        told[4] = fetch_add(task.ctypes.data + 8 * _TAKEN, _GRAIN)
         told[5] = told[4] + _GRAIN
         if told[4] >= rows:
             return
@@ -170,11 +139,11 @@ def _take_together(task: Ints, others: int, helper: int) -> None:
     """Have other threads help, as far as they can be begun, and end with the last of them."""
     threads = np.zeros(others, np.int64)
     begun = 0
-    while begun < others and _start(threads.ctypes.data + 8 * begun, 0, helper, task.ctypes.data) == 0:
+    while begun < others and start_thread(threads.ctypes.data + 8 * begun, 0, helper, task.ctypes.data) == 0:
         begun += 1
     _help(task)
     for i in range(begun):
-        _join(threads[i], 0)
+        join_thread(threads[i], 0)
 
 
 def take_rows(
@@ -243,10 +212,10 @@ def take_distances(sources: Ints, which: Ints, inside: Ints, rows: int, out: Int
             continue
         table = sources[frame] - 2 * rows
         if frame != held:
-            _copy(crc.ctypes.data, table - 4, 4)
-            if _crc32c(np.uint32(0), table, np.uint64(2 * rows)) != crc[0]:
+            copy_bytes(crc.ctypes.data, table - 4, 4)
+            if crc32c(np.uint32(0), table, np.uint64(2 * rows)) != crc[0]:
                 return int(frame)
             held = frame
-        _copy(distance.ctypes.data, table + 2 * inside[row], 2)
+        copy_bytes(distance.ctypes.data, table + 2 * inside[row], 2)
         out[row] = np.int64(distance[0])
     return -1

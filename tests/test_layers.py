@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 #: From the ground up. A module imports only from lines before its own.
 LINES: tuple[tuple[str, str], ...] = (
-    ("0", "errors types members files addresses bulk kernels unpacking turns aside"),
+    ("0", "errors types members files addresses bulk kernels native compressing unpacking turns aside"),
     (
         "1",
         "schema spectext manifest lock probe state journal journaltail pieces episodes episodelog "
@@ -166,7 +166,10 @@ ALLOWED_SIDEWAYS: tuple[tuple[str, str], ...] = (
     ("exchange.*", "exchange.base"),
     ("datasets.*", "datasets.base"),
     # the parts of the storage on disk
+    ("compressing", "kernels"),
+    ("compressing", "native"),
     ("unpacking", "kernels"),
+    ("unpacking", "native"),
     ("storages.columns", "storages.zarrmeta"),
     ("storages.columngroup", "storages.*"),
     ("storages.*", "storages.columngroup"),

@@ -14,9 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from expstore.compressing import pack_chunks
 from expstore.errors import CorruptionError, SchemaError, StateError, StorageError
 from expstore.files import Disk, File
 from expstore.schema import Field
+from expstore.storages import packed
 from expstore.storages.chunkfile import (
     HEADER_BYTES,
     Chunks,
@@ -31,6 +33,7 @@ from expstore.storages.packed import PackedColumn
 from expstore.storages.packedreader import PackedReader
 from expstore.storages.packing import CODECS, Packing, packing_for
 from expstore.storages.partial import PartialFile
+from expstore.types import Array
 
 WIDTH = 3
 ENTRY = Field(("a",), "uint8", (WIDTH,))
@@ -589,3 +592,33 @@ def test_what_a_killed_opening_left_is_cleared_away(tmp_path: Path) -> None:
     life.check()
     assert not (tmp_path / "again").exists()
     life.disk.end()
+
+
+def test_chunks_are_the_same_whoever_packs_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed, "_TOGETHER", 3)
+    packing, rng = Packing("lz4hc", 4, 16), np.random.default_rng(1)
+    runs = [rng.integers(0, 3, (count, WIDTH), np.uint8) for count in (1, 9, 4, 70, 3, 41)]
+    found, calls = [], []
+    for compiled in (False, True):
+        folder = tmp_path / str(compiled)
+        folder.mkdir()
+        (folder / "zarr.json").write_text(f'{{"shape": [1, {WIDTH}]}}')
+        column = PackedColumn(Disk(), folder, ENTRY, None, packing)
+        if compiled:
+
+            def pack(rows: Array, count: int, *codec: Any) -> list[bytes]:
+                calls.append(count)
+                return pack_chunks(rows, count, *codec)
+
+            column._pack_chunks = pack
+        at = 0
+        for rows in runs:
+            column.append(0, at, rows)
+            at += len(rows)
+        assert (column.take(np.arange(at)) == np.concatenate(runs)).all()
+        column.name(column.note_mark())
+        column.close()
+        found.append({path.name: path.read_bytes() for path in folder.iterdir()})
+    assert found[0] == found[1]
+    assert max(calls) == 3
+    assert sum(calls) > 20

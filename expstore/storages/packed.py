@@ -7,13 +7,15 @@ in the file `partial`, and in memory. It knows slots and turns of the ring, not 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from expstore.errors import StateError
-from expstore.files import Disk, File
+from expstore.files import Disk, File, load_compiled
 from expstore.schema import Field
 from expstore.storages.chunkfile import (
     Chunks,
@@ -24,12 +26,15 @@ from expstore.storages.chunkfile import (
     scan_chunks,
 )
 from expstore.storages.packedrows import Filling, Frame, PackedRows, Source
-from expstore.storages.packing import Packing
+from expstore.storages.packing import CODECS, Packing
 from expstore.storages.zarrmeta import grow_shape
 from expstore.types import Array, IntArray
 
 __all__ = ["PackedColumn"]
 
+PACKING = "expstore.compressing"
+#: So many chunks are packed at a time, which then wait in memory.
+_TOGETHER = 64
 #: A shard that is made once more; it has no other name before it is complete.
 _AGAIN = "again"
 
@@ -61,8 +66,14 @@ class PackedColumn(PackedRows):
         self._scrap: list[Path] = []  # shards of rows that were never published
         #: How far before each row of the chunk that is not full its bytes are the partner's; 0: nowhere.
         self._away = np.zeros(packing.rows, np.int64)
+        self._pack_chunks: Any = None
         self.touched: set[File] = set()
         self.new_folders: set[Path] = set()
+
+    def _load(self) -> None:
+        super()._load()
+        with contextlib.suppress(ImportError):
+            self._pack_chunks = load_compiled(PACKING).pack_chunks
 
     # -- writing ---------------------------------------------------------------------------------
 
@@ -82,13 +93,15 @@ class PackedColumn(PackedRows):
         if not done and (turn, slot) != (self._turn, self._next):
             self._move_to(turn, slot)
         each = self.packing.rows
+        packed: list[bytes] = []  # chunks that come next
         while done < len(rows):
             inside = self._next % each
             some = min(each - inside, len(rows) - done)
             part = rows[done : done + some]
             self._away[inside : inside + some] = distances[done : done + some]
             if some == each:
-                self._add_chunk(part)
+                packed = packed or self._pack_some(rows[done:])
+                self._add_chunk(part, packed.pop(0) if packed else b"")
             else:
                 self._add_rows(inside, part)
             done += some
@@ -156,11 +169,20 @@ class PackedColumn(PackedRows):
         # Whoever holds the former ones goes on reading them.
         self._shown = self._shown._replace(base=0, held=0)
 
-    def _add_chunk(self, rows: Array) -> None:
-        """Pack a full chunk, which begins at the next slot."""
+    def _pack_some(self, rows: Array) -> list[bytes]:
+        """Pack the first chunks of some rows on all cores, if that can be done."""
+        some = min(len(rows) // self.packing.rows, _TOGETHER)
+        if self._pack_chunks is None or self.packing.shares:
+            return []
+        codec = CODECS[self.packing.codec]
+        chunks: list[bytes] = self._pack_chunks(rows[: some * self.packing.rows], some, *codec)
+        return chunks
+
+    def _add_chunk(self, rows: Array, chunk: bytes = b"") -> None:
+        """Write a full chunk, which begins at the next slot; pack it if that was not done."""
         shard, number = divmod(self._next // self.packing.rows, self.packing.chunks)
         filling = self._filling = self._filling or self._begin(shard, self._turn)
-        chunk = self.packing.pack(rows, self._away)
+        chunk = chunk or self.packing.pack(rows, self._away)
         offset = filling.add(number, pack_chunk(number, self._turn, chunk), self.head)
         self.touched.add(filling.file)
         shown, place = self._shown, self._next // self.packing.rows
