@@ -70,10 +70,12 @@ def _size_facts(size: FieldSize) -> dict[str, Any]:
     return {
         "layout": size.layout,
         "codec": size.codec,
+        "interop": size.interop,
         "chunk_rows": size.chunk_rows,
         "disk_bytes": size.disk_bytes,
         "million_rows_bytes": _million(size.row_bytes),
         "compression": size.compression and round(size.compression, 2),
+        "shared": size.shared and round(size.shared, 4),
     }
 
 
@@ -142,4 +144,7 @@ def _lies(field: dict[str, Any]) -> str:
     if field["layout"] != "packed":
         return field["layout"] or "damaged"
     ratio = f", 1/{field['compression']:.1f}" if field["compression"] else ""
-    return f"packed, {field['codec']}{ratio}"
+    if field["shared"]:
+        ratio += f", {field['shared']:.0%} shared"
+    readers = f", interop: {field['interop']}" if field["interop"] else ""
+    return f"packed, {field['codec']}{ratio}{readers}"

@@ -327,8 +327,10 @@ def test_info_in_json(cli: Cli, store: Path) -> None:
         "row_bytes": 20,
         "layout": "flat",
         "codec": None,
+        "interop": "",
         "chunk_rows": None,
         "compression": None,
+        "shared": None,
     }
     assert facts["row_bytes"] == sum(field["row_bytes"] for field in facts["fields"]) + 36
     assert facts["disk_bytes"] > 25 * facts["row_bytes"]

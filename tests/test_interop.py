@@ -18,6 +18,7 @@ from tensordict import TensorDict
 import expstore
 from expstore import files
 from expstore.storages import base, columns, packing
+from expstore.storages.codecs import CODECS
 from expstore.storages.layout import ColumnLayout
 from expstore.storages.settings import Settings
 from expstore.storages.zarr import ZarrStorage
@@ -213,7 +214,8 @@ def test_an_analyst_who_holds_the_index_does_not_stop_the_writer(store_path: Pat
         assert rb.sql("SELECT count(*), sum(live_rows)::INT FROM episodes").fetchall() == [(6, 43)]
 
 
-@pytest.mark.parametrize("codec", packing.CODECS)
+@pytest.mark.filterwarnings("ignore:Numcodecs codecs are not")  # so that they say who cannot read it
+@pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("capacity", [None, 300])
 def test_zarr_and_tensorstore_read_packed_shards(
     store_path: Path, monkeypatch: pytest.MonkeyPatch, capacity: int | None, codec: str
@@ -237,8 +239,9 @@ def test_zarr_and_tensorstore_read_packed_shards(
         filling = [int(path.name.split(".")[1]) for path in folder.glob("open.*")]
         sealed = np.array([place // 64 not in filling for place in places.tolist()])
         assert sealed.sum() >= len(ids) - 64 * (1 if slots is None else 2)
-        by_zarr = zarr.open_array(folder, mode="r")
-        by_tensorstore = open_with_tensorstore(folder)
-        for found in (by_zarr[:], by_tensorstore.read().result()):
+        found_by = [zarr.open_array(folder, mode="r")[:]]
+        if not CODECS[codec].interop:
+            found_by.append(open_with_tensorstore(folder).read().result())
+        for found in found_by:
             assert np.asarray(found).dtype == held[key].dtype
             np.testing.assert_array_equal(np.asarray(found)[places[sealed]], held[key][sealed], err_msg=name)

@@ -191,6 +191,8 @@ ALLOWED_SIDEWAYS: tuple[tuple[str, str], ...] = (
     ("storages.columnwriter", "storages.sharing"),
     ("storages.columnwriter", "storages.zarrmeta"),
     ("storages.zarrmeta", "storages.packing"),
+    ("storages.layout", "storages.codecs"),
+    ("storages.packing", "storages.codecs"),
     ("storages.layout", "storages.packing"),
     ("storages.settings", "storages.layout"),
     ("storages.packable", "storages.*"),

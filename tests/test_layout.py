@@ -119,7 +119,7 @@ def test_a_storage_takes_what_open_takes(tmp_path: Path, asked: dict[str, Any], 
     ("asked", "match"),
     [
         ({"layout": "wide"}, "no layout 'wide'"),
-        ({"fields": {"frame": {"layout": "packed", "codec": "lzma"}}}, "field 'frame': no codec 'lzma'"),
+        ({"fields": {"frame": {"layout": "packed", "codec": "lzma"}}}, "no codec 'lzma'.*numcodecs.lzma"),
         ({"fields": {"frame": {"layout": "auto", "chunk": 3}}}, "field 'frame': no option 'chunk'"),
         ({"fields": {"frame": {"rows": 3}}}, "power of two, got 3"),
         ({"fields": {"frame": {"rows": True}}}, "power of two, got True"),
@@ -144,7 +144,7 @@ def test_packed_rows_stay_as_they_are(tmp_path: Path) -> None:
     """Nothing is written by a change that is refused; fields that are flat can be changed."""
     with expstore.open(tmp_path / "run.exp", capacity=100, seed=0) as rb:
         rb.extend(rows(30))
-        with pytest.raises(SchemaError, match="'frame' is packed.*layout='flat'"):
+        with pytest.raises(SchemaError, match=r"'(next\.)?frame' is packed.*layout='flat'"):
             rb[3] = rows(1, 9)[0]
         with pytest.raises(SchemaError, match="is packed"):
             rb.set_at_("frame", torch.zeros(1, 40, 40, dtype=torch.uint8), torch.tensor([3]))
@@ -179,6 +179,6 @@ def test_the_best_rows_are_not_packed(tmp_path: Path) -> None:
             rb.extend(rows(30))
         assert len(rb) == 5
         rb.empty()
-        with pytest.raises(SchemaError, match="'frame' is packed: rows cannot give way.*layout='flat'"):
+        with pytest.raises(SchemaError, match=r"'(next\.)?frame' is packed: rows cannot.*layout='flat'"):
             rb.extend(rows(30))
         assert len(rb) == 0

@@ -284,7 +284,23 @@ def test_info_says_how_fields_lie_and_what_room_they_take(
     assert (field["layout"], field["codec"], field["chunk_rows"]) == ("packed", "lz4hc", 4)
     assert used <= field["disk_bytes"] <= used + folder.stat().st_blocks * 512
     assert field["compression"] == round(4096 * 2048 / field["disk_bytes"], 2)
-    packed = sum(path.stat().st_size for path in folder.glob("c.*"))
+    packed = sum(path.stat().st_blocks * 512 for path in folder.glob("c.*"))
     assert field["million_rows_bytes"] == pytest.approx(packed / 4096 * 1e6, rel=0.2)
     assert run(["info", str(store)]) == 0
     assert f"packed, lz4hc, 1/{field['compression']:.1f}" in capsys.readouterr().out
+
+
+def test_info_says_which_part_is_shared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Rows of one lane, each tenth of which begins an episode."""
+    store = tmp_path / "run.exp"
+    number = torch.arange(4096)
+    before = (number + number // 10)[:, None, None].expand(4096, 40, 40)
+    frames = TensorDict({"pixels": before, "next": {"pixels": before + 1}}, [4096]).to(torch.int16)
+    with expstore.open(store, capacity=8192) as rb:
+        rb.extend(frames)
+    assert run(["info", str(store), "--json"]) == 0
+    pixels, after = json.loads(capsys.readouterr().out)["stores"][0]["fields"]
+    assert pixels["shared"] == pytest.approx(0.9, abs=0.02)
+    assert after["shared"] is None
+    assert run(["info", str(store)]) == 0
+    assert f"{pixels['shared']:.0%} shared" in capsys.readouterr().out

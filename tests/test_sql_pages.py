@@ -78,6 +78,8 @@ def touched(store: Path) -> tuple[int, int]:
 @pytest.mark.parametrize("mode", ["a", "r"])
 def test_scalars_touch_no_image(store: Path, unpacked: list[int], mode: Any) -> None:
     with expstore.open(store, mode=mode) as rb:
+        opening = touched(store)[1]  # the newest images, with which the next ones are compared
+        assert opening < 128
         for query in SCALARS:
             found = rb.sql(query)
             assert len(found) or "> 90" in query
@@ -85,11 +87,11 @@ def test_scalars_touch_no_image(store: Path, unpacked: list[int], mode: Any) -> 
         assert (count, total) == (ROWS, ROWS * 2)
         files, kilobytes = touched(store)
         assert files >= 2 * ROWS // 16384  # they are mapped
-        assert (kilobytes, sum(unpacked)) == (0, 0)
+        assert (kilobytes, sum(unpacked)) == (opening, 0)
         # It would have been seen: a handful of images touches a handful of chunks.
         assert rb.sql("SELECT observation[1][1] FROM transitions WHERE _id IN (1, 150000)").fetchall() == [
             (0,),
             (149_999 % 256,),
         ]
         assert sum(unpacked) >= 2
-        assert 0 < touched(store)[1] < 1024
+        assert opening < touched(store)[1] < 1024

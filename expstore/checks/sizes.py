@@ -1,6 +1,6 @@
 """How the fields of a store lie on disk, how much room they take, and for how many more rows there is some.
 
-Used by `expstore info`. It reads zarr.json files and lengths, no row.
+Used by `expstore info`. It reads zarr.json files and lengths, and no row.
 """
 
 from __future__ import annotations
@@ -8,16 +8,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from expstore.errors import CorruptionError
 from expstore.files import Disk
 from expstore.manifest import Manifest
 from expstore.schema import Field
 from expstore.storages.base import ROW_FIELDS
 from expstore.storages.folder import COLUMNS
+from expstore.storages.packedreader import PackedReader
 from expstore.storages.packedrows import PARTIAL
+from expstore.storages.packing import Packing
 from expstore.storages.zarrmeta import read_packing
 
 __all__ = ["FieldSize", "StoreSize", "store_size"]
+
+_SAMPLE = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,17 +33,22 @@ class FieldSize:
     Args:
         layout: "flat" or "packed"; None: its zarr.json cannot be read.
         codec: Of what is packed, else None.
+        interop: Who can read it with other programs; "": every reader of Zarr v3; None: nobody.
         chunk_rows: How many rows are packed together; None: none are.
         disk_bytes: What its files take.
         compression: How many times more its rows would take as they are; None: it has none, or is flat.
+        shared: Which part of its rows lies with the next ones of earlier rows, 0 to 1, by a sample of 4096;
+            None: none can, or its files are damaged.
         row_bytes: What a row more takes, on average.
     """
 
     layout: str | None
     codec: str | None
+    interop: str | None
     chunk_rows: int | None
     disk_bytes: int
     compression: float | None
+    shared: float | None
     row_bytes: float
 
 
@@ -90,14 +101,33 @@ def _field_size(disk: Disk, path: Path, entry: Field, held: int) -> FieldSize:
     try:
         packing = read_packing(disk, folder, entry)
     except CorruptionError:
-        return FieldSize(None, None, None, used, None, entry.row_bytes)
+        return FieldSize(None, None, None, None, used, None, None, entry.row_bytes)
     if packing is None:
         # Where nothing was written, as for flags that are never set, rows take less.
         row_bytes = min(entry.row_bytes, used / held) if held else entry.row_bytes
-        return FieldSize("flat", None, None, used, None, row_bytes)
+        return FieldSize("flat", None, "", None, used, None, None, row_bytes)
     ratio = held * entry.row_bytes / used if held and used else None
     # The rows of the chunk that is not full do not become more.
     rest = disk.used(folder / PARTIAL) if disk.exists(folder / PARTIAL) else 0
     full = held - held % packing.rows
     row_bytes = max(1, used - rest) / full if full else entry.row_bytes
-    return FieldSize("packed", packing.codec, packing.rows, used, ratio, row_bytes)
+    shared = _shared(disk, folder, entry, packing, full)
+    return FieldSize(
+        "packed", packing.codec, packing.means.interop, packing.rows, used, ratio, shared, row_bytes
+    )
+
+
+def _shared(disk: Disk, folder: Path, entry: Field, packing: Packing, full: int) -> float | None:
+    """Return which part of the rows of full chunks lies with the next ones."""
+    if not packing.shares or not full:
+        return None
+    # Without a limit of slots: nobody goes on with it.
+    column = PackedReader(disk, folder, entry, None, packing)
+    try:
+        column.look(full)
+        slots = np.unique(np.random.default_rng(0).integers(0, full, _SAMPLE))
+        return float((column.distances(slots) > 0).mean())
+    except CorruptionError:
+        return None
+    finally:
+        column.close()

@@ -12,7 +12,8 @@ from typing import Any, Literal
 
 from expstore.errors import SchemaError
 from expstore.schema import Field
-from expstore.storages.packing import CODECS, DEFAULT_CODEC, Packing, packing_for, reach_for
+from expstore.storages.codecs import CODECS, DEFAULT_CODEC
+from expstore.storages.packing import Packing, packing_for, reach_for
 from expstore.types import Key, Ranking, key_name
 
 __all__ = ["LAYOUTS", "WIDE_BYTES", "ColumnLayout", "LayoutName", "ask_layout"]
@@ -32,8 +33,8 @@ class ColumnLayout:
         layout: "flat": rows one behind another, read by a copy each, changed in place. "packed": chunks of
             a few rows, compressed, which stay as they are. "auto": packed from 1 KiB per row on. None: nobody
             has said; columns are flat then.
-        fields: The same for single fields, by name: their `layout`, `codec` (every reader of Zarr v3 knows
-            those that there are), `rows` per chunk and `share_next`.
+        fields: The same for single fields, by name: their `layout`, `codec` (its `interop` says who reads
+            it), `rows` per chunk and `share_next`.
         share_next: Whether rows of a packed field are left out where the field's next rows, those of
             `("next", name)`, have them already.
 

@@ -26,7 +26,7 @@ from expstore.storages.chunkfile import (
     scan_chunks,
 )
 from expstore.storages.packedrows import Filling, Frame, PackedRows, Source
-from expstore.storages.packing import CODECS, Packing
+from expstore.storages.packing import Packing
 from expstore.storages.zarrmeta import grow_shape
 from expstore.types import Array, IntArray
 
@@ -172,10 +172,10 @@ class PackedColumn(PackedRows):
     def _pack_some(self, rows: Array) -> list[bytes]:
         """Pack the first chunks of some rows on all cores, if that can be done."""
         some = min(len(rows) // self.packing.rows, _TOGETHER)
-        if self._pack_chunks is None or self.packing.shares:
+        how = self.packing.means.unshuffled
+        if self._pack_chunks is None or self.packing.shares or how is None:
             return []
-        codec = CODECS[self.packing.codec]
-        chunks: list[bytes] = self._pack_chunks(rows[: some * self.packing.rows], some, *codec)
+        chunks: list[bytes] = self._pack_chunks(rows[: some * self.packing.rows], some, *how)
         return chunks
 
     def _add_chunk(self, rows: Array, chunk: bytes = b"") -> None:

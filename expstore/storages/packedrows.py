@@ -173,7 +173,8 @@ class PackedRows(Column):
     def _load(self) -> None:
         with contextlib.suppress(ImportError):
             loops = load_compiled(TAKING)
-            self._take_distances, self._take_rows = loops.take_distances, loops.take_rows
+            self._take_distances = loops.take_distances
+            self._take_rows = loops.take_rows if self.packing.means.is_blosc else None
 
     # -- where chunks are ------------------------------------------------------------------------
 
@@ -301,9 +302,9 @@ class PackedRows(Column):
     @property
     def compression(self) -> float | None:
         """How many times more the rows of all full chunks would take as they are; None: there are none."""
-        there = self._shown.where > 0
-        used = int(np.maximum(self._shown.sizes[there], 0).sum() + there.sum() * self.packing.table_bytes)
-        return round(int(there.sum()) * self.chunk_bytes / used, 2) if used else None
+        sizes = self._shown.sizes[self._shown.where > 0]
+        used = int(np.maximum(sizes, 0).sum()) + sizes.size * self.packing.table_bytes
+        return round(sizes.size * self.chunk_bytes / used, 2) if used else None
 
     @property
     def shown(self) -> Shown:
@@ -552,16 +553,13 @@ class PackedRows(Column):
         scratch = np.empty(self.chunk_bytes, np.uint8)
         if self._take_rows is None:
             return self._unpack_slowly(where, sizes, which, inside, goals, out)
-        places = address_of(out), address_of(scratch)
-        bad: int = self._take_rows(
-            where, sizes, which, inside, goals, self.row_bytes, self.chunk_bytes, *places
-        )
-        return bad
+        told = where, sizes, which, inside, goals, self.row_bytes, self.chunk_bytes
+        return int(self._take_rows(*told, address_of(out), address_of(scratch)))
 
     def _unpack_slowly(
         self, where: IntArray, sizes: IntArray, which: IntArray, inside: IntArray, goals: IntArray, out: Array
     ) -> int:
-        """Do the same by numcodecs, frame by frame, until the compiled loop is there."""
+        """Do the same by numcodecs, frame by frame: other codecs, and until the compiled loop is there."""
         for number, (address, size) in enumerate(zip(where.tolist(), sizes.tolist(), strict=True)):
             mine = which == number
             if not mine.any():

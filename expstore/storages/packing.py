@@ -6,7 +6,6 @@ Used by packed columns and by what makes their Zarr metadata. It knows numbers a
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import google_crc32c
@@ -14,9 +13,10 @@ import numpy as np
 
 from expstore.errors import CorruptionError, SchemaError
 from expstore.schema import Field
+from expstore.storages.codecs import CODECS, DEFAULT_CODEC, Codec
 from expstore.types import Array, IntArray
 
-__all__ = ["CODECS", "DEFAULT_CODEC", "Packing", "packing_for", "reach_for"]
+__all__ = ["Packing", "packing_for", "reach_for"]
 
 #: Unpacking costs a pass over so many bytes, from memory that the processor keeps close. More would be two
 #: blocks of blosc's, and save nothing.
@@ -32,22 +32,13 @@ ENDLESS_SHARD_ROWS = 16384
 REACH_BYTES = 4 << 20
 REACH_ROWS = 16, 1024
 
-DEFAULT_CODEC = "lz4hc"
-#: Names of codecs: blosc's compressor and level. All are of Zarr v3's core.
-CODECS: dict[str, tuple[str, int]] = {
-    "lz4hc": ("lz4hc", 5),
-    "lz4": ("lz4", 9),
-    "zstd": ("zstd", 3),
-    "zlib": ("zlib", 5),
-}
-
 
 @dataclass(frozen=True)
 class Packing:
     """Say how a field is packed.
 
-    A packed chunk is a blosc frame and the crc32c of it, as Zarr's codecs `bytes`, `blosc` and `crc32c` make
-    one; it is never longer than `most_bytes`.
+    A packed chunk is the codec's frame and the crc32c of it, as Zarr's codecs `bytes`, `blosc` (or another)
+    and `crc32c` make one; it is never longer than `most_bytes`.
 
     Args:
         codec: One of `CODECS`.
@@ -81,12 +72,10 @@ class Packing:
         """How many chunks a shard has."""
         return self.shard // self.rows
 
-    @cached_property
-    def _blosc(self) -> Any:
-        from numcodecs import Blosc
-
-        compressor, level = CODECS[self.codec]
-        return Blosc(compressor, level, Blosc.NOSHUFFLE, 0)
+    @property
+    def means(self) -> Codec:
+        """The codec itself."""
+        return CODECS[self.codec]
 
     @property
     def table_bytes(self) -> int:
@@ -128,7 +117,7 @@ class Packing:
         return np.frombuffer(table, "<u2").astype(np.int64)
 
     def _pack_frame(self, rows: Array) -> bytes:
-        frame: bytes = self._blosc.encode(rows.reshape(-1).view(np.uint8))
+        frame = self.means.pack(rows.reshape(-1).view(np.uint8))
         crc: int = google_crc32c.value(frame)
         return frame + crc.to_bytes(4, "little")
 
@@ -140,17 +129,13 @@ class Packing:
         """
         data = bytes(chunk)
         frame = data[:-4]
-        out = np.empty(size, np.uint8)
-        if len(frame) < 16 or google_crc32c.value(frame) != int.from_bytes(data[-4:], "little"):
+        if len(data) < 5 or google_crc32c.value(frame) != int.from_bytes(data[-4:], "little"):
             raise CorruptionError("a packed chunk is damaged: its checksum does not fit")
-        if int.from_bytes(frame[4:8], "little") != size:
-            raise CorruptionError(f"a packed chunk does not hold {size} bytes")
-        self._blosc.decode(frame, out)
-        return out
+        return self.means.unpack(frame, size)
 
     def most_bytes(self, size: int) -> int:
         """Return how long the packed chunk of `size` bytes can become."""
-        return self.table_bytes + size + 16 + 4
+        return self.table_bytes + self.means.most_bytes(size) + 4
 
     @classmethod
     def of(cls, codecs: Any, *, rows: int, shard: int, shares: bool = False) -> Packing:
@@ -161,22 +146,16 @@ class Packing:
         """
         for name in CODECS:
             found = cls(name, rows, shard, shares)
-            if found.zarr_codecs[0]["configuration"].items() <= codecs[1]["configuration"].items():
+            named = found.means.in_zarr
+            known = named["configuration"].items() <= codecs[1].get("configuration", {}).items()
+            if named["name"] == codecs[1]["name"] and known:
                 return found
         raise ValueError(f"no packing has the codecs {codecs}")
 
     @property
     def zarr_codecs(self) -> list[dict[str, Any]]:
         """The codecs of a chunk behind `bytes`, as zarr.json names them."""
-        compressor, level = CODECS[self.codec]
-        options = {
-            "typesize": 1,
-            "cname": compressor,
-            "clevel": level,
-            "shuffle": "noshuffle",
-            "blocksize": 0,
-        }
-        return [{"name": "blosc", "configuration": options}, {"name": "crc32c"}]
+        return [self.means.in_zarr, {"name": "crc32c"}]
 
 
 def packing_for(

@@ -1,0 +1,88 @@
+"""Codecs by themselves: what is packed comes out, damage and other lengths are said, bounds hold."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tensordict import TensorDict
+
+import expstore
+from expstore.checks import verify
+from expstore.cli import run
+from expstore.errors import CorruptionError
+from expstore.storages.codecs import CODECS, ONLY_ZARR_PYTHON
+
+every_codec = pytest.mark.parametrize("name", CODECS)
+
+
+@every_codec
+@given(data=st.data())
+def test_bytes_come_out_as_they_were(name: str, data: st.DataObject) -> None:
+    codec, seed = CODECS[name], data.draw(st.integers(0, 99))
+    size = data.draw(st.integers(1, 3000))
+    values = np.random.default_rng(seed).integers(0, data.draw(st.sampled_from([1, 2, 256])), size)
+    frame = codec.pack(values.astype(np.uint8))
+    assert len(frame) <= codec.most_bytes(size)
+    assert codec.unpack(frame, size).tolist() == values.tolist()
+    assert frame == codec.pack(values.astype(np.uint8)), "a chunk that is packed again must be the same"
+    for other in (size - 1, size + 1):
+        with pytest.raises(CorruptionError, match=f"{other} bytes"):
+            codec.unpack(frame, other)
+
+
+@every_codec
+def test_what_is_no_frame_is_said(name: str) -> None:
+    with pytest.raises(CorruptionError):
+        CODECS[name].unpack(b"\x00" * 12, 100)
+    with pytest.raises(CorruptionError):
+        CODECS[name].unpack(b"", 100)
+
+
+def test_floats_are_packed_better_shuffled() -> None:
+    steps = np.random.default_rng(0).normal(size=100_000).astype(np.float32) / 100
+    data = np.cumsum(steps, dtype=np.float32).view(np.uint8)
+    for name in ("lz4hc", "zstd"):
+        assert len(CODECS[f"{name}-shuffle"].pack(data)) < len(CODECS[name].pack(data)) < 1.01 * data.size
+
+
+def test_who_can_read_them() -> None:
+    assert {name for name, codec in CODECS.items() if codec.interop} == {"numcodecs.bz2", "numcodecs.lzma"}
+    assert {codec.interop for codec in CODECS.values()} == {"", ONLY_ZARR_PYTHON}
+
+
+@pytest.mark.filterwarnings("ignore:Numcodecs codecs are not")  # so that they say who cannot read it
+@every_codec
+def test_a_store_of_it(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Written, read by another process's eyes, reopened, checked, damaged; and what info says of it."""
+    path, number = tmp_path / "run.exp", torch.arange(100)
+    frame = (number[:, None] / torch.arange(1, 401)).float()
+    fields = {"frame": {"codec": name, "rows": 8}}
+    with expstore.open(path, capacity=200, fields=fields, seed=0) as rb:
+        for first in range(0, 100, 25):
+            some = slice(first, first + 25)
+            rb.extend(TensorDict({"number": number[some], "frame": frame[some]}, [25]))
+        with expstore.open(path, mode="r") as reader:
+            seen = reader[:]
+            assert torch.equal(seen["frame"], frame[seen["number"]])
+    with expstore.open(path) as rb:
+        rb.extend(TensorDict({"number": number[:9], "frame": frame[:9]}, [9]))
+        seen = rb[:]
+        assert torch.equal(seen["frame"], frame[seen["number"]])
+    assert verify(path) == []
+    assert run(["info", str(path), "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)["stores"][0]["fields"]
+    (packed,) = [field for field in facts if field["layout"] == "packed"]
+    assert (packed["name"], packed["codec"], packed["interop"]) == ("frame", name, CODECS[name].interop)
+    assert run(["info", str(path)]) == 0
+    assert ("interop: zarr-python only" in capsys.readouterr().out) == bool(CODECS[name].interop)
+    shard = next((path / "columns/frame").glob("open.*"))
+    data = bytearray(shard.read_bytes())
+    data[40] ^= 4
+    shard.write_bytes(data)
+    assert {finding.kind for finding in verify(path)} == {"payload"}
