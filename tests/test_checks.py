@@ -289,3 +289,30 @@ def test_the_command_beside_a_writer(store: Path, capsys: pytest.CaptureFixture[
     with expstore.open(store):
         assert run(["verify", str(store)]) == 3
     assert "has it open for writing" in capsys.readouterr().err
+
+
+def test_lanes_of_which_the_first_row_is_gone_are_no_trouble(store_path: Path) -> None:
+    """What columns tell may be cut into other fragments than what was told when the rows came."""
+    with expstore.open(store_path, capacity=70, seed=1) as rb:
+        rb.extend(batch(29, 0), source="a")
+        rb.extend(batch(18, 100).reshape(9, 2).rename("time", None), source="lanes")
+        rb.sql("SELECT 1")
+        for first in range(200, 258, 8):
+            rb.extend(batch(8, first), source="a")
+            assert rb.sql("SELECT count(*) FROM transitions").fetchall()
+    assert verify(store_path) == []
+
+
+def test_rows_that_the_journal_alone_has_need_no_shard(store_path: Path) -> None:
+    """A store that was killed before its first few rows were written to the columns is sound."""
+
+    def live() -> list[str]:
+        rb = expstore.open(store_path, seed=1)
+        rb.storage._keeper.stop()
+        rb.extend(batch(4, 0))
+        return [] if not (store_path / "columns/number/c/0").exists() else ["they are there already"]
+
+    assert in_child(live) == []
+    assert verify(store_path) == []
+    with expstore.open(store_path) as rb:
+        assert rb[:]["number"].tolist() == [0, 1, 2, 3]

@@ -20,7 +20,7 @@ import expstore
 from expstore.checks import repair, verify
 from expstore.cli import run
 from expstore.episodelog import LogEntry, fill_up, salvage
-from expstore.errors import CorruptionError, LockedError, NotFoundError
+from expstore.errors import CorruptionError, LockedError, NotFoundError, StateError
 from expstore.files import Disk
 from expstore.fragments import cut_out
 from expstore.samplers import PrioritizedSampler, SamplerWithoutReplacement
@@ -443,3 +443,21 @@ def test_the_command(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(capsys.readouterr().out)["lost"] == [[9097, 12_000]]
     (store / "expstore.json").write_bytes(b"")
     assert run(["repair", str(store)]) == 4
+
+
+def test_a_version_is_not_repaired(store: Path, tmp_path: Path) -> None:
+    """It shares files with its store; nothing of it is changed."""
+    with expstore.open(store) as rb:
+        made = rb.dumps(tmp_path / "versions")
+    path = made.path / "columns/number/c.0"
+    data = bytearray(path.read_bytes())
+    data[BLOCK // 2 * 8] ^= 1
+    path.unlink()
+    path.write_bytes(data)
+    found = verify(made.path)
+    assert found
+    manifest = (made.path / "expstore.json").read_bytes()
+    with pytest.raises(StateError, match="is a version"):
+        repair(made.path, drop_damaged=True)
+    assert (made.path / "expstore.json").read_bytes() == manifest
+    assert verify(made.path) == found

@@ -90,16 +90,21 @@ def _metadata_trouble(
     if column is not None and inspection.slots is None:
         # It grows with the shards; a power cut may have lost some of these.
         length = found.get("shape", [0])[0] if isinstance(found.get("shape"), list) else 0
-        last = inspection.window.last
-        if isinstance(column, PackedReader):
-            last -= last % column.packing.rows  # others need no shard yet
-        least = max(column.rows, -(-last // column.rows) * column.rows)
+        least = max(1, _least_shards(inspection, column)) * column.rows
         if isinstance(length, int) and length >= least and length % column.rows == 0:
             wanted["shape"][0] = length
     for name in sorted(wanted.keys() | found.keys()):
         if wanted.get(name) != found.get(name):
             return f"says {name} {found.get(name)!r}, the schema asks for {wanted.get(name)!r}"
     return None
+
+
+def _least_shards(inspection: Inspection, column: Column) -> int:
+    """Return how many shards a column of a store that grows has at least."""
+    if isinstance(column, PackedReader):  # one begins when its first chunk is full
+        return max((number + 1 for _, number, _ in column.shards()), default=0)
+    synced = 0 if inspection.past is None else inspection.past.synced
+    return -(-min(inspection.window.last, synced) // column.rows)  # of later rows the journal may have all
 
 
 def rows_of_file(size: int, row_bytes: int) -> int:
@@ -212,7 +217,12 @@ def _note_packed(
 
 
 def _needed_blocks(inspection: Inspection) -> set[int]:
-    runs = inspection.window.runs()
+    """Return the blocks of rows that must stand in the columns: of others the journal has the bytes."""
+    past, low, runs = inspection.past, inspection.window.low, inspection.settled_runs()
+    for publish in () if past is None else past.unsynced():
+        first = max(publish.first_id + publish.skipped, low + 1)
+        if not publish.payload and first <= publish.last_id:
+            runs.append((first, publish.last_id + 1 - first))
     return {block for first, n in runs if n for block in blocks_of(inspection.pieces(first, n))}
 
 

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from expstore.errors import CorruptionError
 from expstore.files import Disk, File
 from expstore.storages.chunkfile import (
+    ANY_TURN,
     HEADER_BYTES,
     Chunks,
     no_chunks,
@@ -218,9 +219,9 @@ class PackedFiles:
         each, none = self.packing.rows, (None, np.zeros(self.packing.rows, bool))
         first, last = slot // each, (slot + count - 1) // each
         whole = [
-            self._finds(turn, chunk)
-            if (turn, chunk) in self._places
-            else self._raw.get((turn, chunk), none)[1]
+            self._raw.get((turn, chunk), none)[1]
+            if self._place(turn, chunk) is None
+            else self._finds(turn, chunk)
             for chunk in range(first, last + 1)
         ]
         return np.concatenate(whole)[slot - first * each :][:count] if count else none[1][:0]
@@ -235,7 +236,7 @@ class PackedFiles:
     def _away(self, turn: int, chunk: int) -> Iterator[tuple[slice, tuple[int, int]]]:
         """Yield runs of a chunk's rows that lie with the partner, and the first one's turn and slot there."""
         each, slots = self.packing.rows, self.column.slots
-        distances = self._lent.get((turn, chunk), np.zeros(each, np.int64))
+        distances = self._lent.get(self._name(turn, chunk), np.zeros(each, np.int64))
         first = chunk * each + (0 if slots is None else turn * slots)
         places = first + np.arange(each) - distances
         wraps = np.zeros(each, bool) if slots is None else places % slots == 0
@@ -247,7 +248,7 @@ class PackedFiles:
 
     def lender_of(self, turn: int, chunk: int) -> Path | None:
         """Return the partner's file that lacks rows of a whole chunk; None: no such rows are lost."""
-        for part, (there, slot) in self._away(turn, chunk) if (turn, chunk) in self._places else ():
+        for part, (there, slot) in self._away(turn, chunk) if self._place(turn, chunk) else ():
             if self.partner is not None:
                 lost = np.flatnonzero(~self.partner.find(there, slot, part.stop - part.start))
                 if lost.size:
@@ -256,7 +257,7 @@ class PackedFiles:
 
     def _chunk(self, turn: int, chunk: int) -> tuple[Array, NDArray[np.bool_]]:
         each, name = self.packing.rows, (turn, chunk)
-        place = self._places.get(name)
+        place = self._place(turn, chunk)
         if place is None:
             nothing = np.zeros((each, self.column.row_bytes), np.uint8), np.zeros(each, bool)
             return self._raw.get(name, nothing)
@@ -270,6 +271,15 @@ class PackedFiles:
                     rows[part], whole[part] = self.partner.rows(there, slot, part.stop - part.start)
             self._last = name, rows, whole
         return self._last[1:]
+
+    def _place(self, turn: int, chunk: int) -> tuple[Path, int, int] | None:
+        """Return where a whole chunk is: file, offset and length."""
+        return self._places.get(self._name(turn, chunk))
+
+    def _name(self, turn: int, chunk: int) -> tuple[int, int]:
+        """Return turn and number under which a chunk is known; of a version it may be of any turn."""
+        name = turn, chunk
+        return name if name in self._places else (ANY_TURN, chunk)
 
     def _read(self, place: tuple[Path, int, int]) -> bytes:
         path, offset, size = place

@@ -19,13 +19,13 @@ from expstore.checks.findings import Finding, Inspection, Progress
 from expstore.checks.logs import restore_log
 from expstore.checks.packed import PackedFiles
 from expstore.checks.verify import inspect
-from expstore.errors import CorruptionError
+from expstore.errors import CorruptionError, StateError
 from expstore.files import Disk
 from expstore.journal import cut_off, segment_faults
 from expstore.manifest import MANIFEST
 from expstore.storages.catalog import Catalog
 from expstore.storages.checksums import BLOCK_ROWS
-from expstore.storages.folder import JOURNAL, LOG, REPAIR, STATE
+from expstore.storages.folder import JOURNAL, LOG, REPAIR, STATE, VERSION
 from expstore.storages.zarr import ZarrStorage
 from expstore.storages.zarrmeta import shard_footer
 from expstore.types import Runs, key_name, merge_runs
@@ -81,11 +81,17 @@ def repair(
 
     Raises:
         NotFoundError: There is no store.
+        StateError: It is a version, which nobody changes: it shares files with others and its store.
         LockedError: Somebody has it open for writing.
         CorruptionError: It cannot be opened even after the repair.
         StorageError: The disk failed; run it again.
     """
     disk = disk or Disk()
+    if disk.exists(path / VERSION):
+        raise StateError(
+            f"{path} is a version, which is only read",
+            hint="make a new one of the store, or loads() another; its sound rows can be read",
+        )
     inspection = inspect(path, progress=progress)
     outcome = Outcome()
     half_cut = disk.exists(path / REPAIR)
