@@ -100,7 +100,6 @@ class Life:
     rows: dict[int, Any] = field(default_factory=dict)
     reader: ColumnGroup | None = None
     now: list[tuple[dict[int, PackedRows], Any, Any]] = field(default_factory=list)
-    shared: int = 0
 
     def __post_init__(self) -> None:
         self.slots = None if self.capacity is None else self.capacity + self.spare + self.reach
@@ -212,7 +211,6 @@ class Life:
         same([column.take(slots) for column in self.columns.columns[:2]], values)
         for kept, places, held in self.now:
             same([kept[0].take(places), kept[1].take(places)], held)
-        self.shared += int((self.columns.columns[0].distances(np.sort(slots)) > 0).sum())
         if not slots.size:
             return
         fresh = ColumnGroup(Disk(), self.folder / "columns", FIELDS, self.slots, write=False)
@@ -314,6 +312,13 @@ def life(tmp_path: Path) -> Iterator[Life]:
     made.sync()
     yield made
     made.end()
+
+
+def test_what_was_kept_stays_when_the_ring_turns(life: Life) -> None:
+    life.keep()
+    for _ in range(9):
+        life.extend(16, lanes=2)
+        life.check()
 
 
 def test_rows_are_stored_once(life: Life) -> None:

@@ -131,8 +131,6 @@ class WritableColumns(ColumnGroup):
         """
         for _, column in reversed(self.packed):
             column.settle(self.place_behind(last), self.place_behind(synced))
-        for known in self._next_rows.values():
-            known.forget()
 
     @property
     def packed_files(self) -> set[File]:

@@ -51,10 +51,6 @@ class NextRows:
         self._summed = 0  # place up to which rows are in there
         self._told = -1, np.empty(0, np.int64)  # what was asked last, and found
 
-    def forget(self) -> None:
-        """Know nothing."""
-        self._next = -1
-
     def find(self, place: int, rows: Array, next_rows: Array) -> IntArray:
         """Return how many rows before each of a run a row has the same bytes next; 0: none has.
 
