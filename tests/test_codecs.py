@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -13,10 +14,19 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 import expstore
+from expstore import files
 from expstore.checks import verify
 from expstore.cli import run
 from expstore.errors import CorruptionError
 from expstore.storages.codecs import CODECS, ONLY_ZARR_PYTHON
+
+
+@pytest.fixture(autouse=True)
+def no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing here is about what a power cut leaves."""
+    monkeypatch.setattr(files, "_sync_data", os.fstat)
+    monkeypatch.setattr(os, "fsync", lambda fd: None)
+
 
 every_codec = pytest.mark.parametrize("name", CODECS)
 
@@ -44,6 +54,16 @@ def test_what_is_no_frame_is_said(name: str) -> None:
         CODECS[name].unpack(b"", 100)
 
 
+def test_a_store_of_another_effort_is_read() -> None:
+    """What a later version packs with more or less effort is the same codec."""
+    for name, codec in CODECS.items():
+        stored = json.loads(json.dumps(codec.in_zarr))
+        for option in ("clevel", "level", "preset"):
+            if option in stored["configuration"]:
+                stored["configuration"][option] = 1
+        assert [other for other, one in CODECS.items() if one.reads(stored)] == [name]
+
+
 def test_floats_are_packed_better_shuffled() -> None:
     steps = np.random.default_rng(0).normal(size=100_000).astype(np.float32) / 100
     data = np.cumsum(steps, dtype=np.float32).view(np.uint8)
@@ -57,7 +77,7 @@ def test_who_can_read_them() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Numcodecs codecs are not")  # so that they say who cannot read it
-@every_codec
+@pytest.mark.parametrize("name", ["zstd-shuffle", "gzip", "numcodecs.bz2", "numcodecs.lzma"])
 def test_a_store_of_it(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Written, read by another process's eyes, reopened, checked, damaged; and what info says of it."""
     path, number = tmp_path / "run.exp", torch.arange(100)
@@ -79,8 +99,10 @@ def test_a_store_of_it(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[
     facts = json.loads(capsys.readouterr().out)["stores"][0]["fields"]
     (packed,) = [field for field in facts if field["layout"] == "packed"]
     assert (packed["name"], packed["codec"], packed["interop"]) == ("frame", name, CODECS[name].interop)
-    assert run(["info", str(path)]) == 0
-    assert ("interop: zarr-python only" in capsys.readouterr().out) == bool(CODECS[name].interop)
+    if CODECS[name].interop:
+        assert run(["info", str(path)]) == 0
+        assert f"packed, {name}" in (said := capsys.readouterr().out)
+        assert "interop: zarr-python only" in said
     shard = next((path / "columns/frame").glob("open.*"))
     data = bytearray(shard.read_bytes())
     data[40] ^= 4

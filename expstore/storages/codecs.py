@@ -20,6 +20,8 @@ __all__ = ["CODECS", "DEFAULT_CODEC", "ONLY_ZARR_PYTHON", "Codec"]
 #: What is said of codecs that are not of Zarr's core: TensorStore, for one, does not know them.
 ONLY_ZARR_PYTHON = "zarr-python only"
 _BLOSC_HEADER = 16
+#: Options that say how hard to try, and do not matter to who unpacks.
+_EFFORT = {"clevel", "level", "preset", "blocksize"}
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,12 @@ class Codec:
         """Return how long the frame of `size` bytes can become, where nothing can be packed."""
         return size + _BLOSC_HEADER if self.is_blosc else size + size // 64 + 1024
 
+    def reads(self, named: Mapping[str, Any]) -> bool:
+        """Say whether it unpacks what zarr.json names: with whatever effort that was packed."""
+        found = named.get("configuration", {})
+        wanted = {name: value for name, value in self.options.items() if name not in _EFFORT}
+        return bool(named["name"] == self.name and wanted.items() <= found.items())
+
     @property
     def in_zarr(self) -> dict[str, Any]:
         """What zarr.json says."""
@@ -109,10 +117,10 @@ DEFAULT_CODEC = "lz4hc"
 CODECS: dict[str, Codec] = {
     "lz4hc": _blosc("lz4hc", 5),
     "lz4": _blosc("lz4", 9),
-    "zstd": _blosc("zstd", 3),
+    "zstd": _blosc("zstd", 4),  # from 4 on a chunk is one block
     "zlib": _blosc("zlib", 5),
     "lz4hc-shuffle": _blosc("lz4hc", 5, "shuffle", 4),
-    "zstd-shuffle": _blosc("zstd", 3, "shuffle", 4),
+    "zstd-shuffle": _blosc("zstd", 4, "shuffle", 4),
     "gzip": Codec("gzip", {"level": 5}),
     "numcodecs.bz2": Codec("numcodecs.bz2", {"level": 9}, ONLY_ZARR_PYTHON),
     "numcodecs.lzma": Codec("numcodecs.lzma", {"preset": 6}, ONLY_ZARR_PYTHON),
