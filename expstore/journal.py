@@ -360,6 +360,11 @@ class Journal:
         return self.sequence
 
     @property
+    def length(self) -> int:
+        """How many bytes the records of the newest segment take."""
+        return self._at
+
+    @property
     def rotated(self) -> bool:
         """Whether older segments wait to be cut."""
         return bool(self._older)

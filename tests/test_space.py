@@ -13,12 +13,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from tensordict import TensorDict
 
 import expstore
 from expstore.errors import StorageError
 from expstore.files import Disk
-from expstore.storages import journaled
+from expstore.storages import journaled, synced
 from expstore.storages.settings import Settings
 from expstore.storages.zarr import ZarrStorage
 
@@ -236,6 +237,38 @@ def test_a_closed_store_takes_little_beside_its_rows(store_path: Path, make_batc
             assert rb.sql("SELECT count(*) FROM transitions").fetchall() == [(first + 10,)]
         files = [path.stat() for path in store_path.rglob("*") if path.is_file()]
         assert sum(found.st_blocks * 512 for found in files) < 1 << 20
+
+
+def test_a_closed_store_keeps_no_long_journal(
+    store_path: Path, make_batch: MakeBatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(synced, "KEPT_BYTES", 2000)
+    for first in (0, 60):
+        with expstore.open(store_path, capacity=1000, seed=1) as rb:
+            assert rb.recovered is None
+            assert len(rb) == first
+            for _ in range(60):
+                rb.extend(make_batch(1))
+        kept = [path for path in (store_path / "journal").iterdir() if path.stat().st_blocks]
+        assert sum(path.stat().st_blocks * 512 for path in kept) <= 4096
+        assert len(kept) == 1
+    with expstore.open(store_path, mode="r") as follower:
+        assert len(follower) == 120
+
+
+def test_a_closed_store_keeps_no_raw_rows_that_are_packed(store_path: Path) -> None:
+    rows = torch.arange(100, dtype=torch.uint8)[:, None].expand(100, 10_000).contiguous()
+    with expstore.open(store_path, capacity=1000, layout="packed", seed=1) as rb:
+        for row in rows:
+            rb.extend(TensorDict({"frame": row[None]}, [1]))
+            if len(rb) % 7 == 0:
+                rb.flush()
+    partial = store_path / "columns" / "frame" / "partial"
+    area = 4096 + 16 * 10_000
+    assert partial.stat().st_blocks * 512 < 2 * area < partial.stat().st_size
+    with expstore.open(store_path, seed=1) as rb:
+        assert rb.recovered is None
+        assert torch.equal(rb[:]["frame"], rows)
 
 
 def test_without_a_limit_nobody_looks(store_path: Path, make_batch: MakeBatch) -> None:

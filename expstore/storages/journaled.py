@@ -427,10 +427,10 @@ class JournaledStorage(SyncedStorage, VersionedStorage):
             self._keeper.stop()
             try:
                 if self.can_write:
-                    self.sync()
+                    self._sync_for_good()
                     with self.episode_lock:
                         self._append(Kind.CLOSE, b"{}")
-                        self._journal.end()
+                        self._give_back()
                     self._sync_journal(self._journal.sync_files(), [])
             finally:
                 self._closed = True

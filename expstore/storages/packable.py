@@ -95,6 +95,11 @@ class PackableStorage(DisplacingStorage):
         if self.columns is not None:
             self.columns.note_marked()
 
+    def _give_back(self) -> None:
+        super()._give_back()
+        for _, column in () if self.columns is None else self.columns.packed:
+            column.give_back()
+
     def _put_back_unnamed(self) -> None:
         for column, fillings in self._unnamed:
             column.put_back(fillings)

@@ -248,6 +248,10 @@ class PackedColumn(PackedRows):
             self.new_folders.add(self.folder)
             filling.file.close()
 
+    def give_back(self) -> None:
+        """Give back disk space that only somebody who goes on writing needs."""
+        self._partial.give_back()
+
     def put_back(self, finished: Sequence[Filling]) -> None:
         """Take back what `note_mark` returned."""
         self._finished = [*finished, *self._finished]

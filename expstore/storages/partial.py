@@ -177,6 +177,13 @@ class PartialFile:
         """Be told that the mark is on the disk."""
         self._durable, self._kept = self._pending, []
 
+    def give_back(self) -> None:
+        """Give back the disk space of areas on which nothing depends: nobody writes any more."""
+        held = (self._area, self._durable, self._pending, *self._kept)
+        for number in range(_AREAS):
+            if self.file is not None and number not in held:
+                self.file.release(number * self._stride, (number + 1) * self._stride)
+
     def close(self) -> None:
         """Close the file."""
         if self.file is not None:

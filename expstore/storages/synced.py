@@ -35,6 +35,8 @@ _logger = logging.getLogger("expstore")
 _ENDLESS = sys.maxsize
 #: With durability="sync" the rows of a batch up to this many bytes ride in its publish record.
 RIDING_BYTES = 1 << 20
+#: Longer journals are not left behind by who closes a store.
+KEPT_BYTES = 128 * 1024
 
 
 class SyncedStorage(ShownStorage):
@@ -191,6 +193,18 @@ class SyncedStorage(ShownStorage):
         self._marked = (sequence, mark.draw) if sequence == mark.sequence + 1 else (-1, -1)
         if rotated and (half is None or half_in is segments[-1]):
             self._cut(segments[-1])
+
+    def _sync_for_good(self) -> None:
+        """Sync, and keep no long journal of what is on the disk then: nobody writes any more."""
+        with self.episode_lock:
+            if not self._unsure and self._journal.length > KEPT_BYTES:
+                with contextlib.suppress(StorageError):  # a full disk: then all of it is kept
+                    self._journal.start_segment(self._base(opening=False))
+        self.sync()
+
+    def _give_back(self) -> None:
+        """Give back disk space that only somebody who goes on writing needs."""
+        self._journal.end()
 
     def _cut(self, keep: File) -> None:
         """Remove the journal's segments before `keep`: all they say is on the disk, and in the index."""
