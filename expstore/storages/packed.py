@@ -346,7 +346,7 @@ class PackedColumn(PackedRows):
             if (filling.turn, filling.shard) < goal:
                 self._finished.append(filling)
             else:
-                filling = self._filling = self._forget(filling, current, whole=slot % each == 0)
+                filling = self._filling = self._forget(filling, current)
             end = filling.chunks.end
             filling.file.truncate(end)  # what lies behind was never synced
             filling.file.truncate(self._bound)
@@ -412,21 +412,14 @@ class PackedColumn(PackedRows):
         self.new_folders.add(self.folder)
         return self._open(shard, turn)
 
-    def _forget(self, filling: Filling, first: int, *, whole: bool) -> Filling:
-        """Drop the chunks of a file from one on, whose rows were never published; all of them if `whole`.
+    def _forget(self, filling: Filling, first: int) -> Filling:
+        """Drop the chunks of a file from one on: some of their rows were never published.
 
-        The first rows of the first one can be read: whoever does so finds them in the former file.
+        Whoever reads others of them, or the handle that could not write them all, goes on in the former file.
         """
-        chunks, place = filling.chunks, (filling.turn, filling.shard)
-        gone = np.flatnonzero(chunks.offsets[first:] >= 0) + first
-        if not gone.size:
+        if not (filling.chunks.offsets[first:] >= 0).any():
             return filling
-        if not whole and gone[0] == first:
-            return self._fill_again(filling.file, chunks, place, first)
-        end = int(chunks.offsets[gone].min()) - self.head
-        chunks.offsets[gone] = -1
-        filling.chunks = chunks._replace(end=end)
-        return filling
+        return self._fill_again(filling.file, filling.chunks, (filling.turn, filling.shard), first)
 
     def close(self) -> None:
         """Close the files; what is mapped goes when nobody reads it any more."""

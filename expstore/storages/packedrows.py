@@ -100,11 +100,11 @@ class Filling:
             head: Length of what comes before its frame.
         """
         offsets, sizes, end = self.chunks
-        there = offsets[number] >= 0 and sizes[number] == len(chunk) - head
+        there = offsets[number] >= 0 and offsets[number] + sizes[number] == end
         start = int(offsets[number]) if there else end + head
         self.file.write(chunk, start - head)
         offsets[number], sizes[number] = start, len(chunk) - head
-        self.chunks = Chunks(offsets, sizes, end if there else end + len(chunk))
+        self.chunks = Chunks(offsets, sizes, start - head + len(chunk))
         return start
 
 
