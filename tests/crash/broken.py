@@ -18,7 +18,10 @@ from expstore.episodelog import LogEntry
 from expstore.journal import Kind
 from expstore.storages import loading
 from expstore.storages.base import Rows, Storage
+from expstore.storages.columnwriter import WritableColumns
 from expstore.storages.journaled import JournaledStorage
+from expstore.storages.packed import PackedColumn
+from expstore.storages.partial import PartialFile
 from expstore.storages.sampledcolumn import SampledColumn
 from expstore.storages.zarr import ZarrStorage
 
@@ -151,6 +154,56 @@ def break_changes() -> None:
     JournaledStorage._append = others  # type: ignore[method-assign]
 
 
+def break_packed_syncs() -> None:
+    """A mark is made without a sync of packed columns."""
+    take = WritableColumns.take_packed
+
+    def nothing(self: WritableColumns) -> tuple[set[Any], Any]:
+        return set(), take(self)[1]
+
+    WritableColumns.take_packed = nothing  # type: ignore[method-assign]
+
+
+def break_packed_names() -> None:
+    """A finished shard gets its name before its bytes are on the disk."""
+    note_mark = PackedColumn.note_mark
+
+    def name_at_once(self: Any) -> Any:
+        finished = note_mark(self)
+        for filling in finished:
+            self._disk.rename(filling.file.path, self.shard_path(filling.shard))
+            self._disk.sync_dir(self.folder)
+        return finished
+
+    def close(self: Any, finished: Any) -> None:
+        for filling in finished:
+            filling.file.close()
+
+    PackedColumn.note_mark = name_at_once  # type: ignore[method-assign]
+    PackedColumn.name = close  # type: ignore[method-assign]
+
+
+def break_packed_areas() -> None:
+    """Raw rows are written over that the last mark covers."""
+    PartialFile.note_mark = PartialFile.note_marked = lambda self: None  # type: ignore[method-assign]
+
+
+def break_packed_rows() -> None:
+    """Rows of a chunk that is not full are in memory alone."""
+    PartialFile.write = lambda self, first, rows: None  # type: ignore[method-assign]
+
+
+def break_packed_recovery() -> None:
+    """What opening found in packed columns is not brought to the disk."""
+    settle = PackedColumn.settle
+
+    def settle_only(self: Any, place: Any, synced: Any) -> None:
+        settle(self, place, synced)
+        self.touched.clear()
+
+    PackedColumn.settle = settle_only  # type: ignore[method-assign]
+
+
 #: Fault -> what puts it in.
 BREAKS: dict[str, Callable[[], None]] = {
     "journal first": break_journal_first,
@@ -167,6 +220,11 @@ BREAKS: dict[str, Callable[[], None]] = {
     "counts without sync": break_count_syncs,
     "notes without a record": break_notes,
     "change without a record": break_changes,
+    "packed without sync": break_packed_syncs,
+    "packed shards named before a sync": break_packed_names,
+    "raw rows written over": break_packed_areas,
+    "raw rows in memory": break_packed_rows,
+    "packed recovery without sync": break_packed_recovery,
 }
 
 

@@ -183,6 +183,22 @@ TEETH = {
     "displaced without a record": Tooth(
         "change without a record", lambda at: enumerate_gaps(at, names=["best rows"], stop=True)
     ),
+    "packed without sync": Tooth(
+        "packed without sync", lambda at: power_cuts(120, 1, at, names=["packed", "frames"], stop=True)
+    ),
+    "packed shards named before a sync": Tooth(
+        "packed shards named before a sync", lambda at: power_cuts(240, 1, at, names=["packed"], stop=True)
+    ),
+    "raw rows written over": Tooth(
+        "raw rows written over", lambda at: power_cuts(240, 1, at, names=["packed", "frames"], stop=True)
+    ),
+    "raw rows in memory": Tooth(
+        "raw rows in memory", lambda at: enumerate_gaps(at, names=["fill a chunk"], stop=True)
+    ),
+    "packed recovery without sync": Tooth(
+        "packed recovery without sync",
+        lambda at: power_cuts(240, 1, at, names=["packed", "frames"], stop=True),
+    ),
     "recovery without sync": Tooth("recovery without sync", lambda at: power_cuts(360, 1, at, stop=True)),
 }
 

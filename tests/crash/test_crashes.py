@@ -96,6 +96,7 @@ def test_power_cut_costs_rows(reports: Reports) -> None:
         "counts of older rows",
         "notes without a record",
         "displaced without a record",
+        "raw rows in memory",
     ],
 )
 def test_kills_find(reports: Reports, fault: str) -> None:
@@ -108,7 +109,7 @@ def test_kills_find(reports: Reports, fault: str) -> None:
     counted after: a batch is handed out before its rows are counted on disk. counts of older rows: a row
     begins with the count of the one that had its slot. notes without a record: what is noted about an
     episode is in no record of the journal. displaced without a record: nor is a row that takes the place of
-    another.
+    another. raw rows in memory: rows of a packed chunk that is not full are not in any file.
     """
     assert reports[fault]["failures"]
 
@@ -124,6 +125,10 @@ def test_kills_find(reports: Reports, fault: str) -> None:
         "snapshot without sync",
         "loads without sync",
         "counts without sync",
+        "packed without sync",
+        "packed shards named before a sync",
+        "raw rows written over",
+        "packed recovery without sync",
     ],
 )
 def test_power_cuts_find(reports: Reports, fault: str) -> None:
@@ -131,6 +136,8 @@ def test_power_cuts_find(reports: Reports, fault: str) -> None:
 
     slots reused before the mark: a slot is written to as soon as its row has left the readable set, with a
     capacity below the spare; the rows that were flushed are gone when the newer ones are lost.
+    packed shards named before a sync: they take the places of those of the turn before, whose rows count
+    again. raw rows written over: those of a chunk that is not full, which the last mark covers.
     test_power_cut_model.py breaks many more rules, in a model.
     """
     assert reports[fault]["failures"]
