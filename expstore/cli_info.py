@@ -112,7 +112,8 @@ def show_facts(facts: dict[str, Any]) -> None:
     for name, line in lines.items():
         typer.echo(f"  {name:<10}  {line}")
     if facts["fields"]:
-        head = ["field", "dtype", "shape", "bytes per row", "layout", "on disk", "per million rows"]
+        # The longest comes last: a narrow terminal leaves out what does not fit.
+        head = ["field", "dtype", "shape", "row bytes", "on disk", "per million", "layout"]
         print_table(head, [_line(field) for field in facts["fields"]])
 
 
@@ -136,7 +137,7 @@ def _room(facts: dict[str, Any]) -> str:
 
 def _line(field: dict[str, Any]) -> tuple[Any, ...]:
     sizes = (size_text(field["disk_bytes"]), size_text(field["million_rows_bytes"]))
-    return (field["name"], field["dtype"], field["shape"], field["row_bytes"], _lies(field), *sizes)
+    return (field["name"], field["dtype"], field["shape"], field["row_bytes"], *sizes, _lies(field))
 
 
 def _lies(field: dict[str, Any]) -> str:

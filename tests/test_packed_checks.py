@@ -20,7 +20,7 @@ import expstore
 from expstore import files
 from expstore.checks import repair, verify
 from expstore.cli import run
-from expstore.errors import CorruptionError
+from expstore.errors import CorruptionError, StorageError
 from expstore.storages import base, packing
 from expstore.storages.layout import ColumnLayout
 from expstore.storages.packedrows import PackedRows
@@ -290,7 +290,9 @@ def test_info_says_how_fields_lie_and_what_room_they_take(
     assert f"packed, lz4hc, 1/{field['compression']:.1f}" in capsys.readouterr().out
 
 
-def test_info_says_which_part_is_shared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_info_says_which_part_is_shared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rows of one lane, each tenth of which begins an episode."""
     store = tmp_path / "run.exp"
     number = torch.arange(4096)
@@ -304,3 +306,11 @@ def test_info_says_which_part_is_shared(tmp_path: Path, capsys: pytest.CaptureFi
     assert after["shared"] is None
     assert run(["info", str(store)]) == 0
     assert f"{pixels['shared']:.0%} shared" in capsys.readouterr().out
+    with monkeypatch.context() as patch:
+        patch.setattr(PackedRows, "distances", vanish)  # as beside a writer that renames a shard
+        assert run(["info", str(store), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["stores"][0]["fields"][0]["shared"] is None
+
+
+def vanish(*_: object) -> None:
+    raise StorageError("cannot open c.3.0.0: no such file")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from expstore.errors import CorruptionError
+from expstore.errors import CorruptionError, StorageError
 from expstore.files import Disk
 from expstore.manifest import Manifest
 from expstore.schema import Field
@@ -127,7 +127,7 @@ def _shared(disk: Disk, folder: Path, entry: Field, packing: Packing, full: int)
         column.look(full)
         slots = np.unique(np.random.default_rng(0).integers(0, full, _SAMPLE))
         return float((column.distances(slots) > 0).mean())
-    except CorruptionError:
+    except StorageError:  # damaged, or a writer gives a file its name just now
         return None
     finally:
         column.close()
