@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from expstore import files
 from expstore.errors import CorruptionError
 from expstore.files import Disk, File
 from expstore.schema import Field
@@ -21,13 +23,22 @@ from expstore.storages.chunkfile import pack_index, read_index
 from expstore.storages.columngroup import ColumnGroup
 from expstore.storages.columnwriter import WritableColumns
 from expstore.storages.packedrows import PackedRows
-from expstore.storages.packing import Packing
+from expstore.storages.packing import Packing, reach_for
 from expstore.storages.sharing import NextRows
 from expstore.types import cut_run
 
 WIDTH = 3
 FIELDS = (Field(("a",), "uint8", (WIDTH,)), Field(("next", "a"), "uint8", (WIDTH,)), *ROW_FIELDS)
 _NEVER = 1 << 60
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_syncs() -> Iterator[None]:
+    """Whether bytes reach the disk is for the crash tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(files, "_sync_data", os.fstat)
+        patch.setattr(os, "fsync", lambda fd: None)
+        yield
 
 
 class Killed(BaseException):
@@ -242,7 +253,7 @@ ACTS = st.one_of(
 )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(
     each=st.tuples(st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2, 4, 8])),
     chunks=st.integers(1, 4),
@@ -298,8 +309,8 @@ def test_killed_at_every_act(tmp_path: Path, capacity: int | None) -> None:
         life.open_again()
         life.check()
         life.end()
-        acts += 3
-        killed += 2 if killed else 0
+        acts += 5
+        killed += 4 if killed else 0
     assert acts > 60
 
 
@@ -453,6 +464,14 @@ def test_what_is_found_is_there(reach: int, width: int, letters: int, parts: lis
                 missed += any((rows[row] == one).all() for one in near)
         place += count
     assert missed == 0
+
+
+@pytest.mark.parametrize(
+    ("width", "reach"), [(64, 1024), (7056, 594), (1 << 20, 16), (8 << 20, 4), (1 << 30, 1)]
+)
+def test_wide_rows_are_looked_for_among_few(width: int, reach: int) -> None:
+    """They are kept in memory, and a ring has as many slots more."""
+    assert reach_for(Field(("a",), "uint8", (width,))) == reach
 
 
 def test_the_same_rows_come_once_more_after_a_failure() -> None:

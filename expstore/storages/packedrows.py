@@ -322,7 +322,7 @@ class PackedRows(Column):
         out = np.zeros((slots.size, *self.entry.shape), self.entry.numpy_dtype)
         goals, places = self._take_own(slots, np.arange(slots.size), out)
         if places.size:
-            self._lender(places)._take_own(places, goals, out)
+            self._lender()._take_own(places, goals, out)
         return out
 
     def take_pair(self, slots: IntArray) -> tuple[Array, Array]:
@@ -340,25 +340,17 @@ class PackedRows(Column):
         count = slots.size
         both = np.zeros((2 * count, *self.entry.shape), self.entry.numpy_dtype)
         goals, places = self._take_own(slots, np.arange(count), both)
-        partner = self._lender(places)
+        partner = self._lender()
         partner._take_own(
             np.concatenate([slots, places]), np.append(np.arange(count, 2 * count), goals), both
         )
         return both[:count], both[count:]
 
-    def _lender(self, places: IntArray) -> PackedRows:
-        """Return the column that has rows of this one, in these slots: they must be there."""
-        partner = self.partner
-        if partner is None:
+    def _lender(self) -> PackedRows:
+        """Return the column that has rows of this one."""
+        if self.partner is None:
             raise CorruptionError(f"rows of {self.folder} lie in a column that cannot be read")
-        each, shown = partner.packing.rows, partner.shown  # in this order: see `_take_own`
-        chunks, inside = np.divmod(places, each)
-        there = (chunks == shown.base // each) & (inside < shown.held)
-        _, where, _ = partner._find(chunks)
-        missing = np.flatnonzero(~there & (where <= 0))
-        if missing.size:
-            partner._explain(chunks[missing[:1]], np.full(1, -1))
-        return partner
+        return self.partner
 
     def _take_own(self, slots: IntArray, goals: IntArray, out: Array) -> tuple[IntArray, IntArray]:
         """Copy rows that lie here to their places in the result.

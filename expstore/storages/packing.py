@@ -28,7 +28,8 @@ SHARD_BYTES = 1 << 30
 MANY_SHARDS = 1024
 #: In a store without capacity.
 ENDLESS_SHARD_ROWS = 16384
-#: Rows are looked for among those before them, as many as make so many bytes.
+#: Rows are looked for among those before them: as many as make so many bytes, but no fewer and no more than
+#: these, and of the widest no more than make eight times as many bytes.
 REACH_BYTES = 4 << 20
 REACH_ROWS = 16, 1024
 
@@ -190,4 +191,5 @@ def packing_for(
 def reach_for(entry: Field) -> int:
     """Return among how many rows before it a row is looked for."""
     least, most = REACH_ROWS
-    return max(least, min(most, REACH_BYTES // entry.row_bytes))
+    widest = max(1, 8 * REACH_BYTES // entry.row_bytes)
+    return min(widest, max(least, min(most, REACH_BYTES // entry.row_bytes)))
