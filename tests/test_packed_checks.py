@@ -266,6 +266,14 @@ def test_a_repair_costs_the_rows_that_were_named_and_no_others(sound: Path, tmp_
     assert in_child(lambda: repairs_of(sound, tmp_path, 25, 3)) == []
 
 
+@pytest.mark.torture
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("seed", range(100, 112))
+def test_a_thousand_damages(sound: Path, tmp_path: Path, seed: int) -> None:
+    assert in_child(lambda: faults_of(sound, tmp_path, 100, seed)) == []
+    assert in_child(lambda: repairs_of(sound, tmp_path, 30, seed)) == []
+
+
 def test_info_says_how_fields_lie_and_what_room_they_take(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
