@@ -83,10 +83,10 @@ def open(
         layout: How the fields of a new store lie on disk. "auto", as without it: packed from 1 KiB per row
             on, unless a writer keeps the best rows. "packed": compressed, in chunks of a few rows, which stay
             as they are. "flat": rows one behind another, which can be changed in place (`rb[i] =`).
-        fields: The same for single fields, by name: a dict with `layout`, and of packed ones `rows` per
-            chunk, a power of two, `share_next` (False: rows are stored though they are the next ones of
-            earlier rows), and `codec`: "lz4hc" by default, "lz4", "zstd", "zlib" (all of blosc),
-            "lz4hc-shuffle" and "zstd-shuffle" for floats, "gzip"; and, for zarr-python alone,
+        fields: The same for single fields, by name or key: a dict with `layout`, and of packed ones `rows`
+            per chunk, a power of two (16 MiB at most), `share_next` (False: rows are stored though they are
+            the next ones of earlier rows), and `codec`: "lz4hc" by default, "lz4", "zstd", "zlib" (all of
+            blosc), "lz4hc-shuffle" and "zstd-shuffle" for floats, "gzip"; and, for zarr-python alone,
             "numcodecs.bz2" and "numcodecs.lzma", which are small and slow.
         batch_size: Of `sample` and iteration.
         sampler: What makes up a batch; uniform by default.

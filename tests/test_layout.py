@@ -124,12 +124,99 @@ def test_a_storage_takes_what_open_takes(tmp_path: Path, asked: dict[str, Any], 
         ({"fields": {"frame": {"rows": 3}}}, "power of two, got 3"),
         ({"fields": {"frame": {"rows": True}}}, "power of two, got True"),
         ({"fields": {"frame": {"layout": None}}}, "no layout None"),
+        ({"fields": {"frame": {"rows": "4"}}}, "power of two, got '4'; use a whole number"),
+        ({"fields": {"frame": {"rows": 2**40}}}, "got 1099511627776; use a whole number from 1 to 4096"),
+        ({"fields": {"frame": {"codec": ["lz4"]}}}, r"no codec \['lz4'\]"),
+        ({"fields": {"frame": {1: 2, "chunk": 3}}}, "no option 1"),
+        ({"fields": {"frame": "packed"}}, "field 'frame': options must be a dict, got 'packed'"),
+        ({"fields": ["frame"]}, r"fields= must be a dict, got \['frame'\]"),
+        ({"fields": {3: {"rows": 4}}}, "a key is a name or a tuple of names, got 3"),
+        ({"fields": {("next", 3): {"rows": 4}}}, r"names, got \('next', 3\)"),
+        ({"fields": {("a", "b"): {}, "a.b": {}}}, "field 'a.b': it is in fields= twice"),
+        ({"fields": {"frame": {"layout": "flat", "codec": "zstd"}}}, "codec='zstd' is of packed fields"),
+        ({"fields": {"frame": {"layout": "flat", "rows": 4}}}, "rows=4 is of packed fields"),
+        ({"fields": {"frame": {"layout": "flat", "share_next": True}}}, "share_next=True .* is flat"),
     ],
 )
 def test_what_there_is_not_is_refused(tmp_path: Path, asked: dict[str, Any], match: str) -> None:
     with pytest.raises(SchemaError, match=match):
         expstore.open(tmp_path / "run.exp", **asked)
     assert not (tmp_path / "run.exp").exists()
+
+
+@pytest.mark.parametrize(
+    ("asked", "match"),
+    [
+        (
+            {"fields": {"pixel": {"layout": "flat"}}},
+            "'pixel', .* there are action, frame, next.frame; .*mode='w'",
+        ),
+        ({"fields": {"_row.id": {"layout": "packed"}}}, "'_row.id', which is no field"),
+        ({"fields": {"action": {"codec": "zstd"}}}, "'action': codec='zstd' .* this one is flat"),
+        ({"fields": {"action": {"rows": 8}}}, "'action': rows=8 .* this one is flat"),
+        ({"layout": "flat", "fields": {"frame": {"codec": "zstd"}}}, "'frame': codec='zstd' .* is flat"),
+        ({"fields": {"action": {"share_next": True}}}, "share_next=True .* is flat"),
+        ({"fields": {"next.frame": {"share_next": True}}}, "share_next=True .* has none of its dtype"),
+        (
+            {"fields": {"frame": {"share_next": True}, "next.frame": {"layout": "flat"}}},
+            "'frame': share_next=True .* has none",
+        ),
+        ({"fields": {"frame": {"rows": 128}}}, "128 rows of 1600 bytes are too large; .* here 100"),
+        (
+            {"capacity": None, "fields": {"wide": {"rows": 64}}},
+            "64 rows of 400000 bytes .* 16 MiB .* here 41",
+        ),
+    ],
+)
+def test_what_has_no_meaning_for_the_first_rows_is_refused(
+    tmp_path: Path, asked: dict[str, Any], match: str
+) -> None:
+    """Before anything is made; with mode "w" the same folder takes what has one."""
+    path, first = tmp_path / "run.exp", rows(10)
+    if "wide" in match or "wide" in asked["fields"]:
+        first["wide"] = torch.zeros(10, 100_000)
+    with expstore.open(path, **{"capacity": 100} | asked) as rb:
+        for _ in range(2):
+            with pytest.raises(SchemaError, match=match):
+                rb.extend(first)
+        assert len(rb) == 0
+        assert rb.storage.schema is None
+    assert not (path / "columns").exists()
+    with expstore.open(path, mode="w", capacity=100) as rb:
+        rb.extend(first)
+        assert len(rb) == 10
+
+
+def test_a_version_is_not_loaded_where_names_are_not_its_own(tmp_path: Path) -> None:
+    with expstore.open(tmp_path / "run.exp", capacity=100) as rb:
+        rb.extend(rows(10))
+        rb.dumps(tmp_path / "kept")
+    with expstore.open(tmp_path / "other.exp", capacity=100, fields={"pixel": {"rows": 4}}) as rb:
+        with pytest.raises(SchemaError, match="'pixel', which is no field"):
+            rb.loads(tmp_path / "kept")
+        assert len(rb) == 0
+    assert not (tmp_path / "other.exp/columns").exists()
+
+
+def test_a_field_is_named_as_everywhere(tmp_path: Path) -> None:
+    path = tmp_path / "run.exp"
+    with expstore.open(path, capacity=100, fields={("next", "frame"): {"layout": "flat"}}) as rb:  # type: ignore[dict-item]
+        rb.extend(rows(10))
+    assert packed_fields(path) == {"frame"}
+    expstore.open(path, fields={"next.frame": {"layout": "flat"}}).close()
+
+
+def test_a_contradiction_is_told_in_the_words_of_the_arguments(tmp_path: Path) -> None:
+    flat, packed = tmp_path / "flat.exp", tmp_path / "packed.exp"
+    expstore.open(flat, layout="flat").close()
+    expstore.open(packed, fields={"frame": {"rows": 8}}).close()
+    with pytest.raises(
+        StateError, match="made with layout='flat', opened with layout='packed'; leave layout and"
+    ):
+        expstore.open(flat, layout="packed")
+    stored = "made with layout='auto', fields={'frame': {'rows': 8}}, opened with layout='auto', fields={"
+    with pytest.raises(StateError, match=stored):
+        expstore.open(packed, fields={"frame": {"rows": 4}})
 
 
 def test_nothing_asked_is_as_stored() -> None:
@@ -144,9 +231,9 @@ def test_packed_rows_stay_as_they_are(tmp_path: Path) -> None:
     """Nothing is written by a change that is refused; fields that are flat can be changed."""
     with expstore.open(tmp_path / "run.exp", capacity=100, seed=0) as rb:
         rb.extend(rows(30))
-        with pytest.raises(SchemaError, match=r"'(next\.)?frame' is packed.*layout='flat'"):
+        with pytest.raises(SchemaError, match=r"fields 'frame', 'next.frame' are packed.*layout='flat'"):
             rb[3] = rows(1, 9)[0]
-        with pytest.raises(SchemaError, match="is packed"):
+        with pytest.raises(SchemaError, match="field 'frame' is packed"):
             rb.set_at_("frame", torch.zeros(1, 40, 40, dtype=torch.uint8), torch.tensor([3]))
         rb.set_at_("action", torch.tensor([77]), torch.tensor([3]))
         assert rb[3]["action"] == 77
@@ -179,6 +266,6 @@ def test_the_best_rows_are_not_packed(tmp_path: Path) -> None:
             rb.extend(rows(30))
         assert len(rb) == 5
         rb.empty()
-        with pytest.raises(SchemaError, match=r"'(next\.)?frame' is packed: rows cannot.*layout='flat'"):
+        with pytest.raises(SchemaError, match=r"'next.frame' are packed: rows cannot.*layout='flat'"):
             rb.extend(rows(30))
         assert len(rb) == 0

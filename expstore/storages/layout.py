@@ -13,8 +13,8 @@ from typing import Any, Literal
 from expstore.errors import SchemaError
 from expstore.schema import Field
 from expstore.storages.codecs import CODECS, DEFAULT_CODEC
-from expstore.storages.packing import Packing, packing_for, reach_for
-from expstore.types import Key, Ranking, key_name
+from expstore.storages.packing import MOST_BYTES, MOST_ROWS, Packing, packing_for, reach_for
+from expstore.types import Key, Ranking, key_name, to_key
 
 __all__ = ["LAYOUTS", "WIDE_BYTES", "ColumnLayout", "LayoutName", "ask_layout"]
 
@@ -52,24 +52,28 @@ class ColumnLayout:
             whose = f"field {name!r}: " if name else ""
             if unknown := asked.keys() - _OPTIONS:
                 raise SchemaError(
-                    f"{whose}no option {min(unknown)!r}", hint="there are " + ", ".join(sorted(_OPTIONS))
+                    f"{whose}no option {min(unknown, key=str)!r}",
+                    hint="there are " + ", ".join(sorted(_OPTIONS)),
                 )
             if asked.get("layout", "flat") not in LAYOUTS:
                 raise SchemaError(
                     f"{whose}no layout {asked['layout']!r}", hint="there are " + ", ".join(LAYOUTS)
                 )
-            if asked.get("codec", DEFAULT_CODEC) not in CODECS:
-                raise SchemaError(
-                    f"{whose}no codec {asked['codec']!r}", hint="there are " + ", ".join(CODECS)
-                )
+            codec = asked.get("codec", DEFAULT_CODEC)
+            if not isinstance(codec, str) or codec not in CODECS:
+                raise SchemaError(f"{whose}no codec {codec!r}", hint="there are " + ", ".join(CODECS))
             shared = asked.get("share_next", self.share_next)
             if not isinstance(shared, bool):
                 raise SchemaError(f"{whose}share_next must be True or False, got {shared!r}")
-            if asked.get("layout") == "flat" and asked.get("share_next"):
-                raise SchemaError(f"{whose}share_next is of packed fields, flat ones are stored as they are")
+            if asked.get("layout") == "flat":
+                _refuse_idle(whose, asked, packed=False, shares=False)
             rows = asked.get("rows", 1)
-            if isinstance(rows, bool) or not isinstance(rows, int) or rows < 1 or rows & (rows - 1):
-                raise SchemaError(f"{whose}rows per chunk must be a power of two, got {rows!r}")
+            whole = isinstance(rows, int) and not isinstance(rows, bool)
+            if not whole or not 1 <= rows <= MOST_ROWS or rows & (rows - 1):
+                raise SchemaError(
+                    f"{whose}rows per chunk must be a power of two, got {rows!r}",
+                    hint=f"use a whole number from 1 to {MOST_ROWS}, or leave rows out",
+                )
 
     @classmethod
     def of(cls, stored: Mapping[str, Any], ranking: Ranking | None) -> ColumnLayout:
@@ -96,6 +100,42 @@ class ColumnLayout:
         return ColumnLayout(
             self.layout or other.layout, self.fields or other.fields, self.share_next and other.share_next
         )
+
+    @staticmethod
+    def words(stored: Mapping[str, Any]) -> str:
+        """Return what `to_json` made in the words of the arguments."""
+        said = {"layout": "flat", **stored}
+        return ", ".join(f"{name}={value!r}" for name, value in said.items() if value != {})
+
+    def check(self, fields: tuple[Field, ...], capacity: int | None) -> None:
+        """Check that what is asked of single fields has a meaning for these.
+
+        Args:
+            fields: Those that users have.
+            capacity: Most readable rows; None: the store grows.
+
+        Raises:
+            SchemaError: There is no such field, an option has no effect on it, or its chunks are too large.
+        """
+        known, shared = {key_name(entry.key): entry for entry in fields}, self._shared(fields)
+        for name, asked in self.fields.items():
+            entry = known.get(name)
+            if entry is None:
+                raise SchemaError(
+                    f"fields= speaks of {name!r}, which is no field",
+                    hint=_anew(f"there are {', '.join(sorted(known))}"),
+                )
+            packed = self._packing(entry, None) is not None
+            _refuse_idle(f"field {name!r}: ", asked, packed=packed, shares=entry.key in shared)
+            rows = asked.get("rows", 1)
+            most = max(1, min(MOST_BYTES // max(1, entry.row_bytes), capacity or rows))
+            if rows > most:
+                raise SchemaError(
+                    f"field {name!r}: chunks of {rows} rows of {entry.row_bytes} bytes are too large",
+                    hint=_anew(
+                        f"a chunk has {MOST_BYTES >> 20} MiB and the rows of a ring at most: here {most}"
+                    ),
+                )
 
     @property
     def asks_packed(self) -> bool:
@@ -156,4 +196,43 @@ def ask_layout(
     """
     if layout is None and fields is None:
         return None
-    return ColumnLayout(layout, fields or {})
+    return ColumnLayout(layout, {} if fields is None else _by_name(fields))
+
+
+def _by_name(fields: Any) -> dict[str, dict[str, Any]]:
+    """Return what was asked of single fields by their names; raise SchemaError if it is none of that."""
+    form = "it is a dict like {'pixels': {'layout': 'packed'}}"
+    if not isinstance(fields, Mapping):
+        raise SchemaError(f"fields= must be a dict, got {fields!r}", hint=form)
+    named: dict[str, dict[str, Any]] = {}
+    for key, asked in fields.items():
+        try:
+            name = key_name(to_key(key))
+        except TypeError as exc:
+            raise SchemaError(f"fields=: {exc}", hint=form) from None
+        if not isinstance(asked, Mapping):
+            raise SchemaError(f"field {name!r}: options must be a dict, got {asked!r}", hint=form)
+        if name in named:
+            raise SchemaError(f"field {name!r}: it is in fields= twice", hint="leave one out")
+        named[name] = dict(asked)
+    return named
+
+
+def _refuse_idle(whose: str, asked: Mapping[str, Any], *, packed: bool, shares: bool) -> None:
+    """Raise SchemaError for an option that has no effect."""
+    for option in ("codec", "rows"):
+        if option in asked and not packed:
+            raise SchemaError(
+                f"{whose}{option}={asked[option]!r} is of packed fields, and this one is flat",
+                hint=_anew(f"leave {option} out, or ask for 'layout': 'packed'"),
+            )
+    if asked.get("share_next") and not shares:
+        raise SchemaError(
+            f"{whose}share_next=True is of packed fields with packed next ones; this one "
+            + ("has none of its dtype and shape" if packed else "is flat"),
+            hint=_anew("leave share_next out"),
+        )
+
+
+def _anew(hint: str) -> str:
+    return f"{hint}; a store that was made already is made anew with mode='w', or in another folder"

@@ -38,7 +38,9 @@ class PackableStorage(DisplacingStorage):
 
     def _note_ranking(self, ranking: Ranking | None) -> None:
         if ranking is not None and self.columns is not None and self.columns.packed:
-            raise _in_place(self.columns.packed[0][1], "rows cannot give way to better ones")
+            raise _in_place(
+                [column for _, column in self.columns.packed], "rows cannot give way to better ones"
+            )
         if ranking is not None and ColumnLayout(**self.manifest.layout).asks_packed:
             raise StateError(
                 "this store was made with packed fields, whose rows cannot give way to better ones",
@@ -50,9 +52,9 @@ class PackableStorage(DisplacingStorage):
         self, ids: IntArray, places: Sequence[int], columns: Sequence[Array], *, replaces: bool
     ) -> None:
         group = self.columns
-        for place, column in [] if group is None else group.packed:
-            if place in places:
-                raise _in_place(column, "its rows cannot be changed")
+        packed = [column for place, column in ([] if group is None else group.packed) if place in places]
+        if packed:
+            raise _in_place(packed, "rows cannot be changed")
         super()._change(ids, places, columns, replaces=replaces)
 
     @property
@@ -61,7 +63,12 @@ class PackableStorage(DisplacingStorage):
         return frozenset() if self.columns is None else self.columns.packed_places
 
     def spare_for(self, schema: Schema, capacity: int | None, lanes: int) -> int:
-        """Return the number of spare slots: whole steps, and whole chunks."""
+        """Return the number of spare slots: whole steps, and whole chunks.
+
+        Raises:
+            SchemaError: What was asked of single fields has no meaning for these.
+        """
+        ColumnLayout(**self.manifest.layout).check(schema.fields, capacity)
         spare = super().spare_for(schema, capacity, lanes)
         if capacity is None:
             return spare
@@ -106,8 +113,9 @@ class PackableStorage(DisplacingStorage):
         self._unnamed = []
 
 
-def _in_place(column: PackedColumn, what: str) -> SchemaError:
+def _in_place(columns: Sequence[PackedColumn], what: str) -> SchemaError:
+    names = ", ".join(sorted(repr(key_name(column.entry.key)) for column in columns))
     return SchemaError(
-        f"field {key_name(column.entry.key)!r} is packed: {what}",
-        hint="make the store with layout='flat', or with fields={name: {'layout': 'flat'}} for this one",
+        f"{'fields' if columns[1:] else 'field'} {names} {'are' if columns[1:] else 'is'} packed: {what}",
+        hint="make the store with layout='flat', or with fields={name: {'layout': 'flat'}} for single ones",
     )

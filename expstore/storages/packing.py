@@ -23,6 +23,8 @@ __all__ = ["Packing", "packing_for", "reach_for"]
 CHUNK_BYTES = 256 * 1024
 CHUNK_ROWS = 64
 SHARD_ROWS = 4096
+#: Larger chunks cannot be asked for: one is unpacked for every row that is read.
+MOST_ROWS, MOST_BYTES = 4096, 16 << 20
 SHARD_BYTES = 1 << 30
 #: Longer shards rather than more files than this in a ring.
 MANY_SHARDS = 1024

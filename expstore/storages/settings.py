@@ -246,6 +246,13 @@ def _compare(path: Path, manifest: Manifest, capacity: int | None, settings: Set
     for name, value in asked.items():
         stored = getattr(manifest, name)
         if value is not None and value != stored:
+            if name == "layout":
+                raise StateError(
+                    f"{path} was made with {ColumnLayout.words(stored)}, "
+                    f"opened with {ColumnLayout.words(value)}",
+                    kind="mismatch",
+                    hint="leave layout and fields out to take them as stored, or use another path",
+                )
             raise StateError(
                 f"{path} was made with {name}={stored!r}, opened with {name}={value!r}",
                 kind="mismatch",
