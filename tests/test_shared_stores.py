@@ -345,3 +345,36 @@ def newest(path: Path, mode: Any) -> int:
     with expstore.open(path, mode=mode) as rb:
         assert not rb[:]["frame"].any()
         return rb.storage.last
+
+
+def test_a_version_holds_older_rows_of_a_shard_that_is_being_filled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The oldest row that can be read is the first of its chunk, and lies with one of the chunk before."""
+    monkeypatch.setattr(packing, "SHARD_ROWS", 64)
+    with buffer(tmp_path / "a.exp") as rb:
+        for first in range(0, 100, 10):
+            rb.extend(batch(first, 10))
+        made = rb.dumps(tmp_path / "backup")
+    with expstore.open(made.path, mode="r") as rb:
+        assert numbers_in(rb) == list(range(40, 100))
+
+
+def test_a_long_batch_that_ends_early_leaves_what_older_rows_lie_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, cut = tmp_path / "a.exp", tmp_path / "cut.exp"
+    publish = ZarrStorage._publish
+
+    def leave(storage: ZarrStorage, *args: Any) -> None:
+        shutil.copytree(path, cut)
+        publish(storage, *args)
+
+    with buffer(path) as rb:
+        for first in range(0, 90, 10):
+            rb.extend(batch(first, 10))
+        with monkeypatch.context() as patch:
+            patch.setattr(ZarrStorage, "_publish", leave)
+            rb.extend(batch(90, 48))
+    with expstore.open(cut) as rb:  # rows 91 to 138 were never published, and had 58 older ones given up
+        assert numbers_in(rb) == list(range(58, 90))
