@@ -121,7 +121,9 @@ def _row_text(facts: dict[str, Any]) -> str:
     """Say what a row takes."""
     if facts["row_bytes"] is None:
         return "no fields yet"
-    return f"{size_text(facts['row_bytes'])}; a million take {size_text(facts['million_rows_bytes'])} on disk"
+    takes = f"a million take {size_text(facts['million_rows_bytes'])} on disk"
+    packed = any(field["layout"] == "packed" for field in facts["fields"])
+    return f"{size_text(facts['row_bytes'])}{' unpacked' if packed else ''}; {takes}"
 
 
 def _room(facts: dict[str, Any]) -> str:

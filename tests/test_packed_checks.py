@@ -291,11 +291,31 @@ def test_info_says_how_fields_lie_and_what_room_they_take(
     used = sum(path.stat().st_blocks * 512 for path in folder.iterdir())
     assert (field["layout"], field["codec"], field["chunk_rows"]) == ("packed", "lz4hc", 4)
     assert used <= field["disk_bytes"] <= used + folder.stat().st_blocks * 512
-    assert field["compression"] == round(4096 * 2048 / field["disk_bytes"], 2)
-    packed = sum(path.stat().st_blocks * 512 for path in folder.glob("c.*"))
+    packed = sum(path.stat().st_size for path in folder.glob("c.*"))
+    assert field["compression"] == ratio == pytest.approx(4096 * 2048 / packed, rel=0.2)
     assert field["million_rows_bytes"] == pytest.approx(packed / 4096 * 1e6, rel=0.2)
     assert run(["info", str(store)]) == 0
     assert f"packed, lz4hc, 1/{field['compression']:.1f}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("capacity", [20, 200])
+def test_info_of_a_ring_counts_what_its_chunks_hold(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], capacity: int
+) -> None:
+    """Files of two turns, and of extends that are longer than the ring: noise takes what it is."""
+    store = tmp_path / "ring.exp"
+    torch.manual_seed(0)
+    with buffer(store, capacity) as rb:
+        for _ in range(60):
+            rb.extend(TensorDict({"frame": torch.randint(0, 256, (130, 8, 256), dtype=torch.uint8)}, [130]))
+        ratio = rb.stats()["packed"]["frame"]
+    assert ratio == pytest.approx(1, rel=0.02)
+    assert run(["info", str(store), "--json"]) == 0
+    (field,) = json.loads(capsys.readouterr().out)["stores"][0]["fields"]
+    assert field["compression"] == pytest.approx(ratio, abs=0.01)
+    assert field["million_rows_bytes"] == pytest.approx(2048e6, rel=0.02)
+    assert run(["info", str(store)]) == 0
+    assert "kB unpacked; a million take" in capsys.readouterr().out
 
 
 def test_info_says_which_part_is_shared(

@@ -18,6 +18,7 @@ from expstore.errors import StorageError
 from expstore.files import Disk, File
 from expstore.probe import fills_holes
 from expstore.schema import Field
+from expstore.storages.chunkfile import ANY_TURN
 from expstore.storages.columns import REWRITE_BYTES, Column, shard_rows
 from expstore.storages.packedreader import PackedReader
 from expstore.storages.packedrows import PackedRows
@@ -26,6 +27,10 @@ from expstore.storages.zarrmeta import make_metadata, read_layout, read_packing
 from expstore.types import Array, IntArray, cut_run
 
 __all__ = ["ColumnGroup"]
+
+_ID = ("_row", "id")
+#: Slots that are looked at to learn how many rows a column's chunks hold.
+_SAMPLE = 65_536
 
 
 class ColumnGroup:
@@ -172,6 +177,33 @@ class ColumnGroup:
     def place_behind(self, last: int) -> tuple[int, int]:
         """Return turn of the ring and slot of the row behind this one."""
         return (0, last) if self.slots is None else divmod(last, self.slots)
+
+    def packed_size(self, column: PackedRows) -> tuple[float | None, IntArray]:
+        """Return how a packed column is compressed, by its chunks in the files, whatever turn they are of.
+
+        Returns:
+            How many times more the rows in them would take as they are; None: there are none. And the slots
+            of those rows, or of a sample. A chunk can have gaps, where rows were skipped that nobody would
+            ever have read.
+        """
+        chunks, turns, used = column.packed_chunks()
+        if not chunks.size:
+            return None, np.empty(0, np.int64)
+        each = column.packing.rows
+        picked = np.arange(chunks.size * each)
+        if picked.size > _SAMPLE:
+            picked = np.unique(np.random.default_rng(0).integers(0, picked.size, _SAMPLE))
+        slots = chunks[picked // each] * each + picked % each
+        held = slots
+        if self.slots is not None:
+            (column_of_ids,) = [one for one in self.columns if one.entry.key == _ID]
+            ready = slots < column_of_ids.ready
+            slots, turn = slots[ready], turns[picked // each][ready]
+            ids = column_of_ids.copy(0, int(slots.max(initial=-1)) + 1)[slots] - 1
+            there = (ids >= 0) & (ids % self.slots == slots)
+            held = slots[there & ((ids // self.slots == turn) | (turn == ANY_TURN))]
+        raw = chunks.size * column.chunk_bytes * held.size / picked.size
+        return (round(raw / used, 2) or None), held
 
     def do_without_threads(self) -> None:
         """Never copy rows with torch: a forked process lacks the threads that it may wait for."""

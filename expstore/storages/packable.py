@@ -90,8 +90,10 @@ class PackableStorage(DisplacingStorage):
     def more_stats(self) -> dict[str, Any]:
         """Return those of every storage on disk, and how much smaller packed fields are than their rows."""
         group = self.columns
-        found = {} if group is None else {column.entry.key: column.compression for _, column in group.packed}
-        return super().more_stats() | {"packed": {key_name(key): ratio for key, ratio in found.items()}}
+        packed = (
+            [] if group is None else [(column, group.packed_size(column)[0]) for _, column in group.packed]
+        )
+        return super().more_stats() | {"packed": {key_name(column.entry.key): n for column, n in packed}}
 
     def _name_columns(self) -> None:
         finished, self._unnamed = self._unnamed, []

@@ -299,12 +299,19 @@ class PackedRows(Column):
         )
         return now
 
-    @property
-    def compression(self) -> float | None:
-        """How many times more the rows of all full chunks would take as they are; None: there are none."""
-        sizes = self._shown.sizes[self._shown.where > 0]
-        used = int(np.maximum(sizes, 0).sum()) + sizes.size * self.packing.table_bytes
-        return round(sizes.size * self.chunk_bytes / used, 2) if used else None
+    def packed_chunks(self) -> tuple[IntArray, IntArray, int]:
+        """Return which packed chunks are in the files, of which turn of the ring, and the bytes they take."""
+        shown, table = self._shown, self.packing.table_bytes
+        maps = [held for several in shown.maps.values() for held in several]
+        raw = [frame.address + table for frame in maps if isinstance(frame, Frame)]
+        names = np.flatnonzero((shown.where > 0) & ~np.isin(shown.where, raw))
+        # A chunk's checksum is not part of its frame, and a chunk that has none says -4.
+        used = (
+            int((shown.sizes[names] + 4).sum())
+            + names.size * self.head
+            + index_bytes(names.size, table=table)
+        )
+        return names, shown.turns[names], used
 
     @property
     def shown(self) -> Shown:
