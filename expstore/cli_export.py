@@ -5,6 +5,9 @@ Used by `cli`, which reports what it raises. It never changes a store.
 
 from __future__ import annotations
 
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -36,7 +39,9 @@ def export(
 ) -> int:
     """Write the rows that can be read for programs that do without expstore."""
     if not as_zarr:
-        raise typer.BadParameter("say in which form: --zarr", param_hint="OUT")
+        raise typer.BadParameter(
+            "missing: it says in which form, and is the one there is", param_hint="--zarr"
+        )
     from expstore.exchange import export_zarr
     from expstore.files import Disk
     from expstore.snapshots import find_version, store_meant
@@ -48,7 +53,7 @@ def export(
     try:
         storage.refresh()
         names = None if fields is None else [name.strip() for name in fields.split(",")]
-        with show_progress("exporting") as progress:
+        with show_progress("exporting") as show, _stoppable(show) as progress:
             done = export_zarr(storage, target, fields=names, progress=progress, disk=disk)
     finally:
         storage.close()
@@ -64,3 +69,28 @@ def export(
                 err=True,
             )
     return 0
+
+
+@contextmanager
+def _stoppable(show: Callable[[int, int], None]) -> Iterator[Callable[[int, int], None]]:
+    """Let Ctrl-C end the work between two pieces, and only there: what packs a piece runs in a thread.
+
+    Args:
+        show: Is told bytes done and bytes in all.
+
+    Yields:
+        What does that, and raises KeyboardInterrupt after a Ctrl-C.
+    """
+    seen: list[int] = []
+
+    def progress(done: int, total: int) -> None:
+        show(done, total)
+        if seen:
+            raise KeyboardInterrupt
+
+    former = signal.signal(signal.SIGINT, lambda number, _: seen.append(number))
+    try:
+        yield progress
+    finally:
+        if not seen:  # else the process is about to end, and nothing interrupts that
+            signal.signal(signal.SIGINT, former)

@@ -258,10 +258,53 @@ def test_from_the_command_line(
     code, _, err = outcome(capsys, "export", store, tmp_path / "old.zarr", "--zarr")
     assert (code, "exists already" in err) == (2, True)
     code, _, err = outcome(capsys, "export", store, tmp_path / "x.zarr")
-    assert (code, "--zarr" in err) == (2, True)
+    assert (code, "--zarr: missing" in err, "OUT" in err) == (2, True, False)
     monkeypatch.setattr(zarr_group, "_copy", interrupt)
     assert outcome(capsys, "export", store, tmp_path / "x.zarr", "--zarr")[0] == 130
     assert not [name for name in os.listdir(tmp_path) if name.startswith("x")]
+
+
+def test_a_target_in_a_store_or_nowhere_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = tmp_path / "run.exp"
+    make(store, 60).close()
+    (tmp_path / "link").symlink_to(store / "columns")
+    before = sorted(store.rglob("*"))
+    for target in (store / "x.zarr", store / "columns/x.zarr", tmp_path / "link/x.zarr"):
+        code, _, err = outcome(capsys, "export", store, target, "--zarr")
+        assert (code, f"would lie inside the store {store}" in err) == (2, True)
+    assert sorted(store.rglob("*")) == before
+    code, _, err = outcome(capsys, "export", store, tmp_path / "no/such/x.zarr", "--zarr")
+    assert (code, f"there is no folder {tmp_path / 'no/such'}" in err) == (2, True)
+    assert sorted(os.listdir(tmp_path)) == ["link", "run.exp"]
+
+
+STOPPED = """
+import os, signal, sys
+from expstore import cli
+from expstore.exchange import zarr_group
+from expstore.files import Disk
+
+def interrupted(call):
+    def wrapped(*args):
+        os.kill(os.getpid(), signal.SIGINT)
+        return call(*args)
+    return wrapped
+
+zarr_group._Group._write = interrupted(zarr_group._Group._write)
+Disk.remove_tree = interrupted(Disk.remove_tree)
+zarr_group.PIECE_BYTES = 64 * 4000
+cli.main()
+"""
+
+
+def test_a_second_interrupt_does_not_disturb_the_cleaning_up(tmp_path: Path) -> None:
+    make(tmp_path / "run.exp", 300).close()
+    arguments = ["export", str(tmp_path / "run.exp"), str(tmp_path / "out.zarr"), "--zarr"]
+    done = subprocess.run([sys.executable, "-c", STOPPED, *arguments], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (130, "")
+    assert os.listdir(tmp_path) == ["run.exp"]
 
 
 def interrupt(*_: object) -> int:

@@ -19,6 +19,7 @@ from expstore.bulk import sync_paths
 from expstore.errors import LockedError, NotFoundError, SchemaError, StateError, StorageError
 from expstore.files import Disk
 from expstore.lock import WriterLock
+from expstore.manifest import MANIFEST
 from expstore.schema import Field
 from expstore.storages.access import read_present
 from expstore.storages.base import ROW_FIELDS, Storage
@@ -78,7 +79,8 @@ def export_zarr(
         disk: Where files are touched.
 
     Raises:
-        StateError: The target is there, or the storage has no fields yet.
+        StateError: The target is there, or would lie inside a store; or the storage has no fields yet.
+        NotFoundError: There is no folder for it.
         SchemaError: There is no such field, or fields hold objects.
         LockedError: Somebody else exports to this target just now.
         StorageError: The disk failed or is full; nothing is left of it.
@@ -92,6 +94,12 @@ def export_zarr(
     chosen = _choose(storage, fields)
     if disk.exists(target):
         raise StateError(f"{target} exists already", hint="choose another path")
+    folder = target.resolve().parent
+    if not disk.is_dir(folder):
+        raise NotFoundError(f"there is no folder {folder} in which to make {target.name}", hint="make it")
+    for above in (folder, *folder.parents):
+        if disk.exists(above / MANIFEST):
+            raise StateError(f"{target} would lie inside the store {above}", hint="choose another path")
     with _aside(disk, target) as aside, ThreadPoolExecutor(8, thread_name_prefix="expstore-export") as pool:
         writer = _Group(disk, aside, chosen, storage)
         left_out = _copy(storage, chosen, writer, progress or (lambda done, total: None))
