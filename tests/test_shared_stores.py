@@ -378,3 +378,26 @@ def test_a_long_batch_that_ends_early_leaves_what_older_rows_lie_with(
             rb.extend(batch(90, 48))
     with expstore.open(cut) as rb:  # rows 91 to 138 were never published, and had 58 older ones given up
         assert numbers_in(rb) == list(range(58, 90))
+
+
+@pytest.mark.parametrize("shares", [True, False])
+@pytest.mark.parametrize("over", [0, 1, 4, 7])
+def test_rows_in_flight_hide_none_that_can_be_read(tmp_path: Path, shares: bool, over: int) -> None:
+    """As many as there are spare slots, and the newest chunk of the next turn has begun."""
+    fields = {**FIELDS, "frame": {**FIELDS["frame"], "share_next": shares}}
+    with buffer(tmp_path / "a.exp", layout=ColumnLayout(fields=fields)) as rb:
+        storage, last = rb.storage, 0
+        rb.extend(batch(0, 1))
+        for last in range(1, 2 * storage.slots + over - storage.spare, 1):
+            rb.extend(batch(last, 1))
+        rb.flush()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(storage, "_publish", stop)
+            with pytest.raises(InterruptedError):
+                rb.extend(batch(last + 1, storage.spare))
+        with expstore.open(tmp_path / "a.exp", mode="r") as reader:
+            assert numbers_in(reader) == list(range(last + 1 - CAPACITY, last + 1))
+
+
+def stop(*_: Any, **__: Any) -> None:
+    raise InterruptedError

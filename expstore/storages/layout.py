@@ -180,6 +180,10 @@ class ColumnLayout:
         codec, rows = own.get("codec", DEFAULT_CODEC), own.get("rows")
         return packing_for(entry, slots, codec=codec, rows=rows, shares=shares)
 
+    def packs(self, fields: tuple[Field, ...]) -> bool:
+        """Return whether one of these fields is packed."""
+        return any(self._packing(entry, None) is not None for entry in fields)
+
     def chunk_rows(self, fields: tuple[Field, ...]) -> int:
         """Return of how many rows the number of slots must be a multiple."""
         packings = [self._packing(entry, None) for entry in fields]

@@ -75,10 +75,15 @@ class PackableStorage(DisplacingStorage):
         return round_up(capacity + spare, math.lcm(lanes, self.layout.chunk_rows(schema.fields))) - capacity
 
     def reach_for(self, schema: Schema, capacity: int | None, lanes: int) -> int:
-        """Return how many rows behind the oldest one stay: as far as rows may lie with the next ones."""
-        reach, each = self.layout.reach(schema.fields), self.layout.chunk_rows(schema.fields)
-        # A chunk more: the newest one may be all that is found of the rows in its place.
-        return round_up(reach + each, math.lcm(lanes, each)) if capacity is not None and reach else 0
+        """Return how many rows behind the oldest one stay.
+
+        As far as rows may lie with the next ones, and a chunk: of those in whose places rows come a reader
+        may find the newer ones alone.
+        """
+        each = self.layout.chunk_rows(schema.fields)
+        if capacity is None or not self.layout.packs(schema.fields):
+            return 0
+        return round_up(self.layout.reach(schema.fields) + each, math.lcm(lanes, each))
 
     def packed_now(self) -> dict[int, PackedRows]:
         """Return the rows of packed fields as they are at this moment, by place."""
