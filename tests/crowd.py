@@ -41,7 +41,7 @@ def write(path: Path, seconds: float, made: Any, ready: Any) -> dict[str, float]
     """Extend, add and change for so long; return how often."""
     rng = np.random.default_rng(1)
     extends, changes = 0, 0
-    with expstore.open(path, capacity=CAPACITY, batch_size=8) as rb:
+    with expstore.open(path, capacity=CAPACITY, batch_size=8, layout="flat") as rb:
         rb.extend(rows(1, CAPACITY))
         made.set()
         ready.wait()

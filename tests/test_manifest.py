@@ -21,6 +21,7 @@ FULL = Manifest(
     storage="zarr",
     capacity=1000,
     spare=125,
+    reach=64,
     seed=2**64 - 1,
     created=1.7e9 + 1 / 3,
     schema=Schema([Field(("next", "a"), "bfloat16", (3, 4)), Field(("b",), "bool", ())]),
@@ -59,7 +60,7 @@ def test_no_field_was_forgotten() -> None:
 
 
 def test_slots_and_replace() -> None:
-    assert FULL.slots == 1125
+    assert FULL.slots == 1000 + 125 + 64
     assert BARE.slots is None
     assert FULL.replace(generation=6).generation == 6
     assert FULL.replace(generation=6).seed == FULL.seed
