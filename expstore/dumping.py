@@ -51,7 +51,7 @@ from expstore.storages.checksums import (
     state_of,
     zeros_sum,
 )
-from expstore.storages.folder import COLUMNS, JOURNAL, LOG, ORIGIN, VERSION
+from expstore.storages.folder import COLUMNS, JOURNAL, LOG, ORIGIN, VERSION, FolderStorage
 from expstore.storages.frozen import Frozen, frozen
 from expstore.storages.packedversion import link_packed, packings_of, same_packings
 from expstore.storages.sampledcolumn import has_sampled
@@ -133,6 +133,12 @@ def dump(storage: Storage, path: str | Path, *, keep: int | None = None, tag: st
 
 def _refuse_objects(storage: Storage) -> None:
     schema = storage.schema
+    if schema is not None and schema.variable and not isinstance(storage, FolderStorage):
+        raise SnapshotError(
+            f"field {key_name(schema.variable[0])!r} has rows of no fixed size, which only a store on disk "
+            "has versions of",
+            hint="state_dict() keeps them",
+        )
     if schema is not None and schema.objects:
         field = f"field {key_name(schema.objects[0])!r}"
         raise SnapshotError(

@@ -14,10 +14,17 @@ from typing import Any
 
 import numpy as np
 
+from expstore.arrowtypes import check_text, describe, fit_arrow
 from expstore.errors import CorruptionError, SchemaError
 from expstore.types import Array, Key, key_name, to_key
 
-__all__ = ["DTYPES", "OBJECT", "Field", "Schema", "is_name"]
+__all__ = ["ARROW", "DTYPES", "OBJECT", "Field", "Schema", "arrow_dtype", "is_name"]
+
+#: Dtype of a field without a fixed size: a string, a list, a tensor of any length, a value or None. Which of
+#: these it is says its Arrow type. Its columns are pyarrow Arrays of n rows, not chunked.
+ARROW = "arrow"
+#: Before the text of that type, where the dtypes of a batch's columns are named.
+_ARROW = ARROW + ":"
 
 #: Dtype of a field that holds any Python object: kept in RAM only, as it is, not copied.
 OBJECT = "object"
@@ -51,28 +58,36 @@ class Field:
 
     Args:
         key: Path of the leaf, for instance `("next", "reward")`.
-        dtype: One of `DTYPES`.
-        shape: Shape of one row's value; `()` and `(1,)` are scalars in SQL. Of objects `()`.
+        dtype: One of `DTYPES`, or `ARROW`.
+        shape: Shape of one row's value; `()` and `(1,)` are scalars in SQL. Of objects, and where rows have
+            no fixed size, `()`.
+        arrow: Text of the Arrow type, as `expstore.arrowtypes` has it, of a field without a fixed size.
     """
 
     key: Key
     dtype: str
     shape: tuple[int, ...]
+    arrow: str = ""
 
     @property
     def numpy_dtype(self) -> np.dtype[Any]:
-        """How the values lie in memory and on disk."""
+        """How the values lie in memory and on disk; a field without a fixed size has no such dtype."""
         return DTYPES[self.dtype]
 
     @property
+    def variable(self) -> bool:
+        """Whether rows have no fixed size."""
+        return self.dtype == ARROW
+
+    @property
     def row_items(self) -> int:
-        """How many values a row has."""
-        return int(np.prod(self.shape, dtype=np.int64))
+        """How many values a row has; 0 where rows differ."""
+        return 0 if self.variable else int(np.prod(self.shape, dtype=np.int64))
 
     @property
     def row_bytes(self) -> int:
-        """How many bytes a row takes; of an object its reference."""
-        return self.row_items * self.numpy_dtype.itemsize
+        """How many bytes a row takes; of an object its reference, 0 where rows differ."""
+        return 0 if self.variable else self.row_items * self.numpy_dtype.itemsize
 
     @property
     def path(self) -> str:
@@ -80,7 +95,7 @@ class Field:
         return "/".join(self.key)
 
     def __str__(self) -> str:
-        return f"{self.dtype}{list(self.shape)}"
+        return describe(self.arrow) if self.variable else f"{self.dtype}{list(self.shape)}"
 
 
 class Schema:
@@ -108,11 +123,7 @@ class Schema:
         seen: dict[str, Field] = {}
         for entry in self.fields:
             _check_name(entry.key)
-            if entry.dtype not in DTYPES:
-                raise SchemaError(
-                    f"field {key_name(entry.key)!r} has dtype {entry.dtype}",
-                    hint="supported are " + ", ".join(DTYPES),
-                )
+            _check_dtype(entry)
             if 0 in entry.shape:
                 raise SchemaError(
                     f"field {key_name(entry.key)!r} has no values: {entry}", hint="leave the field out"
@@ -136,8 +147,14 @@ class Schema:
 
     @classmethod
     def infer(cls, columns: Mapping[Key, tuple[str, tuple[int, ...]]], form: str = "") -> Schema:
-        """Make the schema that fits columns given as key -> (dtype, row shape)."""
-        return cls([Field(key, dtype, shape) for key, (dtype, shape) in columns.items()], form)
+        """Make the schema that fits columns given as key -> (dtype, row shape).
+
+        Args:
+            columns: The dtype of a column whose rows have no fixed size is what `arrow_dtype` returns, its
+                row shape `()`.
+            form: As the class has it.
+        """
+        return cls([_named_field(key, dtype, shape) for key, (dtype, shape) in columns.items()], form)
 
     @cached_property
     def keys(self) -> tuple[Key, ...]:
@@ -153,6 +170,11 @@ class Schema:
     def objects(self) -> tuple[Key, ...]:
         """The keys of fields that hold objects."""
         return tuple(entry.key for entry in self.fields if entry.dtype == OBJECT)
+
+    @cached_property
+    def variable(self) -> tuple[Key, ...]:
+        """The keys of fields whose rows have no fixed size."""
+        return tuple(entry.key for entry in self.fields if entry.variable)
 
     @cached_property
     def _by_key(self) -> dict[Key, int]:
@@ -185,11 +207,13 @@ class Schema:
         Args:
             keys: The batch's keys, in any order.
             dtypes: Field dtype of each column (bfloat16 comes as uint16 bits).
-            columns: Arrays of shape `(n, *row shape)`.
+            columns: Arrays of shape `(n, *row shape)`; where rows have no fixed size pyarrow Arrays, or
+                arrays of rows that happen to be of one size.
             partial: Allow fields to be missing; the result then follows `keys`.
 
         Returns:
-            C-contiguous arrays with the schema's dtypes; the given ones where they fit already.
+            C-contiguous arrays with the schema's dtypes; the given ones where they fit already. Of fields
+            without a fixed size pyarrow Arrays of the field's type.
 
         Raises:
             SchemaError: A field is missing or unknown, has another row shape, or a dtype that does
@@ -214,7 +238,11 @@ class Schema:
 
     def to_json(self) -> list[dict[str, Any]] | dict[str, Any]:
         """Return what `expstore.json` keeps: the fields, and the form where rows are no TensorDicts."""
-        fields = [{"key": list(f.key), "dtype": f.dtype, "shape": list(f.shape)} for f in self.fields]
+        fields: list[dict[str, Any]] = [
+            {"key": list(f.key), "dtype": f.dtype, "shape": list(f.shape)}
+            | ({"arrow": f.arrow} if f.variable else {})
+            for f in self.fields
+        ]
         return {"fields": fields, "form": self.form} if self.form else fields
 
     @classmethod
@@ -222,10 +250,49 @@ class Schema:
         """Read what `to_json` returned."""
         try:
             fields, form = (data["fields"], str(data["form"])) if isinstance(data, dict) else (data, "")
-            found = [Field(to_key(f["key"]), str(f["dtype"]), tuple(map(int, f["shape"]))) for f in fields]
+            found = [
+                Field(to_key(f["key"]), str(f["dtype"]), tuple(map(int, f["shape"])), str(f.get("arrow", "")))
+                for f in fields
+            ]
             return cls(found, form)
         except (KeyError, TypeError, ValueError) as exc:
             raise CorruptionError(f"the stored schema cannot be read: {exc}") from exc
+
+
+def arrow_dtype(text: str) -> str:
+    """Return what the dtype of a batch's column is called whose rows have no fixed size.
+
+    Args:
+        text: Of its Arrow type, as `expstore.arrowtypes` has it.
+    """
+    return _ARROW + text
+
+
+def _named_field(key: Key, dtype: str, shape: tuple[int, ...]) -> Field:
+    """Return a field of a dtype as a batch's columns name it."""
+    if dtype.startswith(_ARROW):
+        return Field(key, ARROW, shape, dtype.removeprefix(_ARROW))
+    return Field(key, dtype, shape)
+
+
+def _check_dtype(entry: Field) -> None:
+    name = key_name(entry.key)
+    if entry.variable:
+        check_text(entry.arrow)
+        if entry.shape:
+            raise SchemaError(
+                f"field {name!r} has row shape {list(entry.shape)}, and no fixed size",
+                hint="the Arrow type says how rows look: the shape is ()",
+            )
+    elif entry.arrow:
+        raise SchemaError(
+            f"field {name!r} has dtype {entry.dtype}, and an Arrow type",
+            hint=f"its dtype is {ARROW!r}, or leave the type out",
+        )
+    elif entry.dtype not in DTYPES:
+        raise SchemaError(
+            f"field {name!r} has dtype {entry.dtype}", hint="supported are " + ", ".join((*DTYPES, ARROW))
+        )
 
 
 def is_name(part: object) -> bool:
@@ -254,6 +321,14 @@ def _key_trouble(unknown: Sequence[Key], missing: Sequence[Key]) -> str:
 
 
 def _fit(entry: Field, dtype: str, column: Array) -> Array:
+    if entry.variable:
+        fitted: Any = fit_arrow(entry.key, entry.arrow, column, dtype)
+        return fitted  # type: ignore[no-any-return]
+    if dtype.startswith(_ARROW):
+        raise SchemaError(
+            f"field {key_name(entry.key)!r}: expected {entry}, got {describe(dtype.removeprefix(_ARROW))}",
+            hint="rows of a field of fixed size are all of one shape",
+        )
     if column.shape[1:] != entry.shape:
         raise SchemaError(
             f"field {key_name(entry.key)!r}: expected {entry}, got {dtype}{list(column.shape[1:])}"

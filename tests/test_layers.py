@@ -27,7 +27,7 @@ LINES: tuple[tuple[str, str], ...] = (
     ("0", "errors types members files addresses bulk kernels native compressing unpacking turns aside"),
     (
         "1",
-        "schema spectext manifest lock probe state journal journaltail pieces episodes episodelog "
+        "schema arrowtypes spectext manifest lock probe state journal journaltail pieces episodes episodelog "
         "episodeinfo sources fragments sumtree ranktree runtable limiter touched keys",
     ),
     ("2", "index delta expressions relations halves named result migrate sqlworker"),
@@ -64,6 +64,7 @@ ALLOWED_SIDEWAYS: tuple[tuple[str, str], ...] = (
     ("bulk", "files"),
     ("manifest", "schema"),
     ("spectext", "schema"),
+    ("schema", "arrowtypes"),
     ("episodes", "episodelog"),
     ("episodes", "episodeinfo"),
     ("episodes", "fragments"),
@@ -255,6 +256,8 @@ ALLOWED_SIDEWAYS: tuple[tuple[str, str], ...] = (
     ("storages.contents", "storages.frozen"),
     ("storages.contents", "storages.sampled"),
     ("storages.contents", "storages.stateful"),
+    ("storages.memory", "storages.cells"),
+    ("storages.contents", "storages.cells"),
     ("storages.memory", "storages.portable"),
     ("storages.portable", "storages.contents"),
     ("storages.portable", "storages.loading"),
@@ -362,7 +365,9 @@ HOME_OF_LIBRARY: dict[str, tuple[str, ...]] = {
         "expressions",
         "halves",
         "result",
+        "arrowtypes",
         "storages.arrow",
+        "storages.cells",
         "codec",
         "exchange",
         "exchange.*",

@@ -157,7 +157,7 @@ class Storage(DrawPosition, Described, Grid, Indexed, Stateful, ABC):
             dims: Sizes of a batch's dims beyond the first, where these are rows too.
 
         Raises:
-            SchemaError: The fields are not those of the specs.
+            SchemaError: The fields are not those of the specs, or none that this storage keeps.
         """
         self.check_writable()
         self.check_dims(dims)

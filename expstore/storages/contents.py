@@ -44,8 +44,9 @@ def content_of(storage: Storage, hooks: Sequence[Hook] = ()) -> dict[str, Any]:
         hooks: Each is given the rows and returns what is kept instead.
 
     Returns:
-        `rows`, unless hooks say otherwise: name -> a tensor of all rows, oldest first (objects: a list),
-        row fields under `_row.`; `log`: uint8, what became of episodes; `manifest` and `base`: JSON.
+        `rows`, unless hooks say otherwise: name -> a tensor of all rows, oldest first (objects: a list; of no
+        fixed size: the bytes of an Arrow IPC stream), row fields under `_row.`; `log`: uint8, what became of
+        episodes; `manifest` and `base`: JSON.
 
     Raises:
         StateError: The storage is closed, or open for reading only.
@@ -100,6 +101,10 @@ def _join(entry: Field, parts: Sequence[Array]) -> torch.Tensor | list[Any]:
 
     if entry.dtype == OBJECT:
         return copy.deepcopy([value for part in parts for value in part])
+    if entry.variable:
+        from expstore.storages.cells import to_bytes
+
+        return torch.from_numpy(np.frombuffer(to_bytes(entry, parts), np.uint8).copy())
     rows = np.concatenate(parts) if parts else np.empty((0, *entry.shape), entry.numpy_dtype)
     tensor = torch.from_numpy(rows)
     return tensor.view(torch.bfloat16) if entry.dtype == "bfloat16" else tensor
@@ -147,12 +152,18 @@ class Carried:
         """Copy a run of rows, all columns."""
         start = first_id - self.low - 1
         parts = [column[start : start + count] for column in self.columns[: self._own]]
-        return [copy.deepcopy(part) if part.dtype.hasobject else part.copy() for part in parts]
+        return [_copy(part) for part in parts]
 
     def counts(self, first_id: int, count: int) -> Array:
         """Copy how often a run of rows was handed out. Shape `(count,)`, uint32."""
         start = first_id - self.low - 1
         return self.columns[-1][start : start + count] if self.counted else np.zeros(count, np.uint32)
+
+
+def _copy(part: Any) -> Any:
+    if not isinstance(part, np.ndarray):
+        return part  # Arrow arrays never change
+    return copy.deepcopy(part) if part.dtype.hasobject else part.copy()
 
 
 def read_state(state: Mapping[str, Any], hooks: Sequence[Hook] = ()) -> Carried:
@@ -201,7 +212,7 @@ def _base(text: str) -> dict[str, Any]:
     return dict(base)
 
 
-def _part(entry: Field, rows: Mapping[str, Any]) -> Array:
+def _part(entry: Field, rows: Mapping[str, Any]) -> Any:
     import torch
 
     name = key_name(entry.key)
@@ -215,6 +226,10 @@ def _part(entry: Field, rows: Mapping[str, Any]) -> Array:
     if not isinstance(values, torch.Tensor):
         raise SchemaError(f"the state has no tensor {name!r}")
     values = values.detach().cpu()
+    if entry.variable:
+        from expstore.storages.cells import from_bytes
+
+        return from_bytes(entry, values.numpy().tobytes())
     array: Array = (values.view(torch.uint16) if values.dtype is torch.bfloat16 else values).numpy()
     bits = (values.dtype is torch.bfloat16) == (entry.dtype == "bfloat16")
     if not bits or array.dtype != entry.numpy_dtype or array.shape[1:] != entry.shape:

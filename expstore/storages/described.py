@@ -1,4 +1,4 @@
-"""What a storage knows of its fields: the text of their values' specs, and which are packed.
+"""What a storage knows of its fields: the text of their values' specs, which are packed, which it keeps.
 
 Mixed into `Storage`. It reads no spec: `expstore.spectext` says which fields the text speaks of.
 """
@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import threading
 
+from expstore.errors import SchemaError
 from expstore.schema import Schema
 from expstore.spectext import check_specs
+from expstore.types import key_name
 
 __all__ = ["Described"]
 
@@ -23,7 +25,10 @@ class Described:
         >>> storage.describe_fields(specs.text.to_text(Composite(action=Categorical(2))))
     """
 
+    kind: str
     lock: threading.RLock
+    #: Whether rows may be of no fixed size.
+    keeps_variable = False
     schema: Schema | None
     #: As `expstore.spectext` has them; "": nothing is known.
     specs: str = ""
@@ -37,7 +42,14 @@ class Described:
         """Raise StateError if nothing can be written."""
 
     def check_described(self, schema: Schema) -> None:
-        """Raise SchemaError if fields are not those of the specs."""
+        """Raise SchemaError if fields are not those of the specs, or none that this storage keeps."""
+        if schema.variable and not self.keeps_variable:
+            entry = schema[schema.variable[0]]
+            raise SchemaError(
+                f"field {key_name(entry.key)!r} is {entry}: its rows have no fixed size, which a {self.kind} "
+                "storage cannot keep",
+                hint='make the store with expstore.open(..., storage="arrow")',
+            )
         check_specs(self.specs, schema)
 
     def describe_fields(self, specs: str) -> None:

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from expstore.episodelog import LogEntry
 from expstore.episodes import EpisodeTable
-from expstore.schema import Schema
+from expstore.schema import Field, Schema
 from expstore.storages.base import ROW_FIELDS, Keys, Rows, find_keys
 from expstore.storages.grid import round_up
 from expstore.storages.loading import Arrival, ContentLike, read_content
@@ -23,6 +23,9 @@ from expstore.storages.sampled import Sampled
 from expstore.storages.versioned import VersionedStorage
 from expstore.types import Array, IntArray, Window, cut_run
 
+if TYPE_CHECKING:
+    from expstore.storages.cells import Cells
+
 __all__ = ["MemoryStorage"]
 
 
@@ -30,7 +33,8 @@ class MemoryStorage(PortableStorage, VersionedStorage):
     """Keep rows in RAM.
 
     Threads as `Storage`; a forked child has its own copy; nothing survives the process. Fields of dtype
-    "object" hold any Python object, itself and no copy; a store with such a field cannot be dumped.
+    "object" hold any Python object, itself and no copy; a store with such a field cannot be dumped, nor one
+    with rows of no fixed size.
 
     Args:
         capacity: Most readable rows; None: unbounded.
@@ -42,11 +46,12 @@ class MemoryStorage(PortableStorage, VersionedStorage):
     """
 
     kind = "memory"
+    keeps_variable = True
 
     def __init__(self, capacity: int | None = None, *, seed: int = 0, ndim: int = 1) -> None:
         super().__init__(capacity, ndim=ndim)
         self.seed = seed
-        self._columns: list[Array] = []
+        self._columns: list[Array | Cells] = []
         self._log: list[LogEntry] = []
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -57,7 +62,7 @@ class MemoryStorage(PortableStorage, VersionedStorage):
     def _create(self, schema: Schema, keys: Keys) -> None:
         size = self.slots or 4096
         fields = (*schema.fields, *ROW_FIELDS[:-1])
-        self._columns = [np.zeros((size, *entry.shape), entry.numpy_dtype) for entry in fields]
+        self._columns = [_empty(entry, size) for entry in fields]
 
     def spare_for(self, schema: Schema, capacity: int | None, lanes: int) -> int:
         """Return the number of spare slots: few for objects of any size, which stay until one is needed."""
@@ -70,15 +75,16 @@ class MemoryStorage(PortableStorage, VersionedStorage):
 
     def _put(self, rows: Rows, skipped: int) -> int:
         first, count = rows.first_id + skipped, rows.count - skipped
-        if self.slots is None and first + count - 1 > self._columns[0].shape[0]:
+        if self.slots is None and first + count - 1 > len(self._columns[0]):
             size = 2 * (first + count)
-            self._columns = [
-                np.concatenate([column, np.zeros((size - column.shape[0], *column.shape[1:]), column.dtype)])
-                for column in self._columns
-            ]
+            self._columns = [_grown(column, size) for column in self._columns]
         for column, values in zip(self._columns, (*rows.columns, *rows.assignment.numbers), strict=True):
             for slot, offset, n in self.pieces(first, count):
-                column[slot : slot + n] = values[skipped + offset : skipped + offset + n]
+                part = values[skipped + offset : skipped + offset + n]
+                if isinstance(column, np.ndarray):
+                    column[slot : slot + n] = part
+                else:
+                    column.put(np.arange(slot, slot + n), part)
         return 0
 
     def _publish(self, rows: Rows, skipped: int, checksum: int) -> None:
@@ -114,9 +120,11 @@ class MemoryStorage(PortableStorage, VersionedStorage):
         with self.episode_lock:
             super()._forget(last)
             self.content = (1, self.content[1] + 1)
-        if self.slots is None and self.schema is not None and self.schema.objects:
+        if self.slots is None and self.schema is not None:
             for column in self._columns:
-                if column.dtype.hasobject:
+                if not isinstance(column, np.ndarray):
+                    column.forget(last)
+                elif column.dtype.hasobject:
                     column[:last] = None
 
     def load_version(self, folder: Path) -> None:
@@ -154,7 +162,7 @@ class MemoryStorage(PortableStorage, VersionedStorage):
                 self._window = Window(arrival.low, arrival.last, arrival.manifest.gaps)
                 self.takeovers += 1
 
-    def _arrange(self, arrival: Arrival) -> tuple[list[Array], Array, EpisodeTable]:
+    def _arrange(self, arrival: Arrival) -> tuple[list[Array | Cells], Array, EpisodeTable]:
         """Return the columns, the priorities and the episodes that arrive, as they are kept here."""
         manifest, table = arrival.manifest, EpisodeTable()
         table.load_base(arrival.base(self.content)["episodes"])
@@ -162,12 +170,12 @@ class MemoryStorage(PortableStorage, VersionedStorage):
             return [], np.ones(0, np.float32), table
         size = manifest.slots or max(4096, 2 * arrival.last)
         fields = (*manifest.schema.fields, *ROW_FIELDS)
-        columns: list[Array] = [np.zeros((size, *entry.shape), entry.numpy_dtype) for entry in fields]
-        columns[-1][:] = 1
+        columns = [_empty(entry, size) for entry in fields[:-1]]
+        priorities = np.ones(size, np.float32)
         found: list[list[Array]] = [[], []]
         for first, arrays in arrival.runs():
-            for column, values in zip(columns, arrays, strict=True):
-                column[(np.arange(first, first + len(values)) - 1) % size] = values
+            for column, values in zip((*columns, priorities), arrays, strict=True):
+                _put(column, (np.arange(first, first + len(values)) - 1) % size, values)
             found[0].append(arrays[-4])
             found[1].append(arrays[-3])
         if arrival.count:
@@ -175,7 +183,7 @@ class MemoryStorage(PortableStorage, VersionedStorage):
             live = Window(arrival.low, arrival.last, manifest.gaps).runs()
             runs = [(first, slice(first - arrival.low - 1, first - arrival.low - 1 + n)) for first, n in live]
             table.load_rows([(first, episodes[run], steps[run]) for first, run in runs])
-        return columns[:-1], columns[-1], table
+        return columns, priorities, table
 
     def _arrange_sampled(self, arrival: Arrival) -> Sampled | None:
         """Return how often the rows that arrive were handed out; None where nobody asks."""
@@ -194,18 +202,17 @@ class MemoryStorage(PortableStorage, VersionedStorage):
 
     def _overwrite(self, slots: IntArray, places: Sequence[int], columns: Sequence[Array]) -> None:
         for place, values in zip(places, columns, strict=True):
-            target = self.priorities if place == self.priority_place else self._columns[place]
-            target[slots] = values
+            _put(self.priorities if place == self.priority_place else self._columns[place], slots, values)
 
     def _take(self, slots: IntArray, places: Sequence[int] | None) -> list[Array]:
         wanted = range(len(self.require_schema().fields)) if places is None else places
-        return [self._columns[place].take(slots, axis=0) for place in wanted]
+        return [_taken(self._columns[place], slots) for place in wanted]
 
     def views(self, places: Sequence[int], first_id: int, count: int) -> list[list[Array]]:
         """View columns over a run of ids without copying."""
         columns = [*self._columns, self.priorities]
         runs = self.pieces(first_id, count)
-        return [[columns[place][slot : slot + n] for slot, _, n in runs] for place in places]
+        return [[_part(columns[place], slot, n) for slot, _, n in runs] for place in places]
 
     def sync(self) -> None:
         """Do nothing: there is no disk."""
@@ -213,6 +220,35 @@ class MemoryStorage(PortableStorage, VersionedStorage):
     def close(self) -> None:
         """Let go of the rows."""
         self._closed = True
+
+
+def _empty(entry: Field, size: int) -> Array | Cells:
+    if entry.variable:
+        from expstore.storages.cells import Cells
+
+        return Cells(entry, size)
+    return np.zeros((size, *entry.shape), entry.numpy_dtype)
+
+
+def _grown(column: Array | Cells, size: int) -> Array | Cells:
+    if not isinstance(column, np.ndarray):
+        return column.grown(size)
+    return np.concatenate([column, np.zeros((size - len(column), *column.shape[1:]), column.dtype)])
+
+
+def _put(column: Array | Cells, slots: IntArray, values: Any) -> None:
+    if isinstance(column, np.ndarray):
+        column[slots] = values
+    else:
+        column.put(slots, values)
+
+
+def _taken(column: Array | Cells, slots: IntArray) -> Any:
+    return column.take(slots, axis=0) if isinstance(column, np.ndarray) else column.take(slots)
+
+
+def _part(column: Array | Cells, slot: int, count: int) -> Any:
+    return column[slot : slot + count] if isinstance(column, np.ndarray) else column.part(slot, count)
 
 
 def _copy(
