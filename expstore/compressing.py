@@ -13,13 +13,12 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
+from expstore import native
 from expstore.kernels import compiled, compiled_for_c
-from expstore.native import CORES, copy_bytes, crc32c, fetch_add, join_thread, pack_blosc, start_thread
+from expstore.native import copy_bytes, crc32c, fetch_add, join_helpers, pack_blosc, start_helpers
 
 __all__ = ["pack_chunks"]
 
-MOST_THREADS = 4
-_THREADS = min(MOST_THREADS, CORES)
 #: Length of what a frame may have beyond its rows, and of the crc32c behind it.
 _MORE, _CRC = 16, 4
 #: What threads are told, in one array: how many chunks there are, how many were taken by one, address of the
@@ -59,13 +58,9 @@ def _help_in_c(address: Any) -> int:
 @compiled("void(int64[::1], int64, int64)", nogil=True)
 def _pack_together(task: NDArray[np.int64], others: int, helper: int) -> None:
     """Have other threads help, as far as they can be begun, and end with the last of them."""
-    threads = np.zeros(others, np.int64)
-    begun = 0
-    while begun < others and start_thread(threads.ctypes.data + 8 * begun, 0, helper, task.ctypes.data) == 0:
-        begun += 1
+    threads = start_helpers(others, helper, task.ctypes.data)
     _help(task)
-    for i in range(begun):
-        join_thread(threads[i], 0)
+    join_helpers(threads)
 
 
 def pack_chunks(rows: NDArray[Any], count: int, compressor: str, level: int) -> list[bytes]:
@@ -82,5 +77,5 @@ def pack_chunks(rows: NDArray[Any], count: int, compressor: str, level: int) -> 
     name = np.frombuffer(compressor.encode() + b"\0", np.uint8)
     numbers = [count, 0, rows.ctypes.data, size, level, name.ctypes.data, room.ctypes.data]
     task = np.array(numbers + [0] * count)
-    _pack_together(task, min(_THREADS, count) - 1, _help_in_c.address)
+    _pack_together(task, min(native.THREADS, count) - 1, _help_in_c.address)
     return [room[chunk, :length].tobytes() for chunk, length in enumerate(task[_HEAD:].tolist())]

@@ -12,18 +12,23 @@ from typing import Any
 
 import llvmlite.binding
 import numcodecs.blosc
+import numpy as np
 from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
+from numpy.typing import NDArray
+
+from expstore.kernels import compiled
 
 __all__ = [
-    "CORES",
+    "MOST_THREADS",
+    "THREADS",
     "copy_bytes",
     "crc32c",
     "fetch_add",
-    "join_thread",
+    "join_helpers",
     "pack_blosc",
-    "start_thread",
+    "start_helpers",
     "unpack_blosc",
     "unpack_lz4",
 ]
@@ -40,8 +45,10 @@ for _name in (
     if llvmlite.binding.address_of_symbol(_name) is None:  # then numcodecs goes on alone
         raise ImportError(f"google_crc32c or numcodecs does not show {_name}")
 
-#: How many this process may use.
-CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+_CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+#: So many threads share the work of a call, on machines with as many cores.
+MOST_THREADS = 4
+THREADS = min(MOST_THREADS, _CORES)
 
 _INT, _SIZE, _ADDRESS = types.int32, types.uintp, types.intp
 #: Level, shuffle, bytes per item, length, source, goal, its length, compressor, length of a block, threads.
@@ -60,9 +67,9 @@ crc32c: Any = types.ExternalFunction("crc32c_extend", types.uint32(types.uint32,
 #: Goal, source, length.
 copy_bytes: Any = types.ExternalFunction("memcpy", _ADDRESS(_ADDRESS, _ADDRESS, _SIZE))
 #: Where its name goes, 0, address of a function, what that gets.
-start_thread: Any = types.ExternalFunction("pthread_create", _INT(_ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS))
+_start_thread: Any = types.ExternalFunction("pthread_create", _INT(_ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS))
 #: Its name, 0.
-join_thread: Any = types.ExternalFunction("pthread_join", _INT(_ADDRESS, _ADDRESS))
+_join_thread: Any = types.ExternalFunction("pthread_join", _INT(_ADDRESS, _ADDRESS))
 
 
 def _fetch_add(_: Any, address: Any, number: Any) -> Any:
@@ -76,3 +83,29 @@ def _fetch_add(_: Any, address: Any, number: Any) -> Any:
 
 
 fetch_add: Any = intrinsic(_fetch_add)
+
+
+@compiled("int64[::1](int64, int64, int64)", nogil=True)
+def start_helpers(count: int, function: int, told: int) -> NDArray[np.int64]:
+    """Begin threads, as far as they can be begun; whoever does so must `join_helpers`, in a compiled loop.
+
+    Args:
+        count: How many.
+        function: Address of what each of them runs.
+        told: What that gets.
+
+    Returns:
+        Their names. Shape `(begun,)`.
+    """
+    threads = np.zeros(count, np.int64)
+    begun = 0
+    while begun < count and _start_thread(threads.ctypes.data + 8 * begun, 0, function, told) == 0:
+        begun += 1
+    return threads[:begun]
+
+
+@compiled("void(int64[::1])", nogil=True)
+def join_helpers(threads: NDArray[np.int64]) -> None:
+    """Wait until threads have ended."""
+    for thread in threads:
+        _join_thread(thread, 0)

@@ -13,14 +13,15 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
+from expstore import native
 from expstore.kernels import compiled, compiled_for_c
 from expstore.native import (
-    CORES,
+    MOST_THREADS,
     copy_bytes,
     crc32c,
     fetch_add,
-    join_thread,
-    start_thread,
+    join_helpers,
+    start_helpers,
     unpack_blosc,
     unpack_lz4,
 )
@@ -31,8 +32,6 @@ Ints = NDArray[np.int64]
 
 #: A thread more for so many bytes that are to be unpacked: it costs 30 us.
 EACH_BYTES = 8 << 20
-MOST_THREADS = 4
-_THREADS = min(MOST_THREADS, CORES)
 #: Of a blosc frame that is one block of LZ4 (lz4hc writes the same), neither shuffled nor split.
 _LZ4 = 32
 
@@ -137,13 +136,9 @@ def _help_in_c(address: Any) -> int:
 @compiled("void(int64[::1], int64, int64)", nogil=True)
 def _take_together(task: Ints, others: int, helper: int) -> None:
     """Have other threads help, as far as they can be begun, and end with the last of them."""
-    threads = np.zeros(others, np.int64)
-    begun = 0
-    while begun < others and start_thread(threads.ctypes.data + 8 * begun, 0, helper, task.ctypes.data) == 0:
-        begun += 1
+    threads = start_helpers(others, helper, task.ctypes.data)
     _help(task)
-    for i in range(begun):
-        join_thread(threads[i], 0)
+    join_helpers(threads)
 
 
 def take_rows(
@@ -176,7 +171,7 @@ def take_rows(
     Returns:
         The first frame that is damaged; -1: none.
     """
-    threads = min(_THREADS, sources.size * chunk_bytes // EACH_BYTES)
+    threads = min(native.THREADS, sources.size * chunk_bytes // EACH_BYTES)
     if threads < 2:
         told = np.array([row_bytes, chunk_bytes, out, scratch, 0, which.size])
         return int(_take_some(sources, sizes, which, inside, goals, told))

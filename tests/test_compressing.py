@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from numcodecs import Blosc
 
-from expstore import compressing
+from expstore import native
 from expstore.compressing import pack_chunks
 from expstore.storages.packing import Packing
 
@@ -18,7 +18,7 @@ CASES = [("lz4hc", 5), ("lz4", 9), ("zstd", 3), ("zlib", 5)]
 def test_frames_are_those_of_numcodecs(
     monkeypatch: pytest.MonkeyPatch, threads: int, compressor: str, level: int
 ) -> None:
-    monkeypatch.setattr(compressing, "_THREADS", threads)
+    monkeypatch.setattr(native, "THREADS", threads)
     rng = np.random.default_rng(1)
     blosc = Blosc(compressor, level, Blosc.NOSHUFFLE, 0)
     for count, each, width in ((1, 1, 1), (5, 4, 7000), (7, 3, 200_000), (40, 16, 100)):

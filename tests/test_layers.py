@@ -167,6 +167,7 @@ ALLOWED_SIDEWAYS: tuple[tuple[str, str], ...] = (
     ("exchange.*", "exchange.base"),
     ("datasets.*", "datasets.base"),
     # the parts of the storage on disk
+    ("native", "kernels"),
     ("compressing", "kernels"),
     ("compressing", "native"),
     ("unpacking", "kernels"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from expstore import unpacking
+from expstore import native, unpacking
 from expstore.storages.codecs import CODECS
 from expstore.storages.packing import Packing
 from expstore.types import Array, IntArray
@@ -20,7 +20,7 @@ WIDTH = 3000
 @pytest.fixture(params=[1, 3], ids=["one thread", "three threads"])
 def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     number: int = request.param
-    monkeypatch.setattr(unpacking, "_THREADS", number)
+    monkeypatch.setattr(native, "THREADS", number)
     monkeypatch.setattr(unpacking, "EACH_BYTES", 1)
     return number
 
