@@ -101,11 +101,9 @@ class PackedFiles:
             turns = [told for _, told, _, _ in known if told >= 0]
             usual = max(turns, key=turns.count, default=-1)
             for number, told, offset, size in known:
-                chunk, distances = (
-                    shard * self.packing.chunks + number,
-                    self._unpacks(file.read(offset, size)),
-                )
-                whole, name = distances is not None, (usual if told < 0 else told, chunk)
+                distances = self._unpacks(file.read(offset, size))
+                whole = distances is not None
+                name = usual if told < 0 else told, shard * self.packing.chunks + number
                 if distances is not None and usual >= 0:
                     self._places[name] = path, offset, size
                     self._lent.pop(name, None)
@@ -135,8 +133,10 @@ class PackedFiles:
         for number in np.flatnonzero(chunks.offsets >= 0).tolist():
             offset, size = int(chunks.offsets[number]) - table, int(chunks.sizes[number]) + table
             head = _head(file.read(max(0, offset - HEADER_BYTES), HEADER_BYTES + size))
-            fits = head is not None and head[:2] == (size, number)
-            yield number, head[2] if fits and head is not None else -1, offset, size
+            turn = -1
+            if head is not None and head[:2] == (size, number):
+                turn = head[2]
+            yield number, turn, offset, size
 
     def _scan(self, file: File, shard: int, turn: int) -> Iterator[tuple[int, int, int, int]]:
         """Yield the same of the chunks that are whole, in a file without an index, past damaged ones."""

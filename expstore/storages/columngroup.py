@@ -199,6 +199,7 @@ class ColumnGroup:
             (column_of_ids,) = [one for one in self.columns if one.entry.key == _ID]
             ready = slots < column_of_ids.ready
             slots, turn = slots[ready], turns[picked // each][ready]
+            # Not `take`: rows may be holes. Nothing else is read, but where holes must not be mapped.
             ids = column_of_ids.copy(0, int(slots.max(initial=-1)) + 1)[slots] - 1
             there = (ids >= 0) & (ids % self.slots == slots)
             held = slots[there & ((ids // self.slots == turn) | (turn == ANY_TURN))]
