@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -52,6 +52,17 @@ hypothesis.settings.load_profile(
 def rng() -> np.random.Generator:
     """A seeded generator, the same in every test."""
     return np.random.default_rng(20_260_101)
+
+
+@pytest.fixture(scope="module")
+def no_syncs() -> Iterator[None]:
+    """Nothing waits for the disk: whether bytes reach it is for the crash tests."""
+    from expstore import files
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(files, "_sync_data", os.fstat)  # which a closed descriptor does not pass
+        patch.setattr(os, "fsync", lambda fd: None)
+        yield
 
 
 @pytest.fixture

@@ -1,14 +1,18 @@
 """Stores to be damaged: small ones in three shards, with rows that follow from their number.
 
-Used by the tests of checks, checksums, repair and damaged files. It breaks nothing by itself but single bits.
+Used by the tests of checks, checksums, repair and damaged files; `Broken` damages copies of whatever store it
+is given, and says what reading and repairing them did wrong.
 """
 
 from __future__ import annotations
 
 import os
+import random
+import shutil
 import signal
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -17,6 +21,8 @@ from tensordict import TensorDict
 
 import expstore
 from expstore import files
+from expstore.checks import repair, verify
+from expstore.errors import CorruptionError
 from expstore.storages import columns
 
 __all__ = [
@@ -24,10 +30,13 @@ __all__ = [
     "CAPACITY",
     "ROWS",
     "SLOTS",
+    "Broken",
     "batch",
+    "damage",
     "fill",
     "flip",
     "in_child",
+    "lost_ids",
     "make_sound",
     "without_disk",
 ]
@@ -86,6 +95,92 @@ def flip(path: Path, byte: int, bit: int) -> None:
         old = file.read(1)[0]
         file.seek(byte)
         file.write(bytes([old ^ 1 << bit]))
+
+
+def damage(path: Path, rng: random.Random) -> str:
+    """Damage a file; return what was done."""
+    size, act = path.stat().st_size, rng.random()
+    if act < 0.1:
+        path.unlink()
+        return f"{path} removed"
+    if act < 0.2:
+        os.truncate(path, at := rng.randrange(size))
+        return f"{path} cut to {at}"
+    if act < 0.3:
+        at, noise = rng.randrange(size), rng.randbytes(40)
+        with path.open("r+b") as file:
+            file.seek(at)
+            file.write(noise)
+        return f"noise in {path} at {at}"
+    flip(path, at := rng.randrange(size), bit := rng.randrange(8))
+    return f"bit {bit} of byte {at} of {path}"
+
+
+def lost_ids(store: Path) -> set[int]:
+    """The rows that findings name, by the numbers in their batches, which count from 0."""
+    runs = [run for finding in verify(store) for run in finding.ids]
+    return {row for first, last in runs for row in range(first - 1, last)}
+
+
+@dataclass(frozen=True)
+class Broken:
+    """Copies of a store, each with one damaged file.
+
+    Args:
+        sound: The store.
+        columns: Folders in `columns/`; one of the files in these is damaged.
+        right: Says whether rows are as they were given.
+        numbers: Of all rows that can be read.
+    """
+
+    sound: Path
+    columns: Sequence[str]
+    right: Callable[[TensorDict], bool]
+    numbers: range
+
+    def _damaged(self, folder: Path, count: int, seed: int) -> Iterator[tuple[Path, str]]:
+        rng = random.Random(seed)
+        for number in range(count):
+            copy = folder / f"broken-{number}.exp"
+            shutil.copytree(self.sound, copy)
+            held = [path for name in self.columns for path in (copy / "columns" / name).iterdir()]
+            yield copy, damage(rng.choice(sorted(path for path in held if path.is_file())), rng)
+            shutil.rmtree(copy)
+
+    def faults(self, folder: Path, count: int, seed: int) -> list[str]:
+        """Read every row of so many, by each way of opening; return what went wrong."""
+        found, refused = [], 0
+        for copy, done in self._damaged(folder, count, seed):
+            for mode in ("r", "a"):
+                try:
+                    with expstore.open(copy, mode=mode) as rb:
+                        for place in range(0, len(rb), 10):
+                            try:
+                                if not self.right(rb[place : place + 10]):
+                                    found.append(f"{done}: rows read wrong with mode {mode}")
+                            except CorruptionError:
+                                refused += 1
+                except CorruptionError:
+                    refused += 1
+                except Exception as exc:
+                    found.append(f"{done}: mode {mode} raises {exc!r}")
+        return found if refused > count // 4 else [*found, f"only {refused} reads were refused"]
+
+    def repairs(self, folder: Path, count: int, seed: int) -> list[str]:
+        """Repair so many; return what is not as it should be."""
+        found = []
+        for copy, done in self._damaged(folder, count, seed):
+            named = lost_ids(copy)
+            repair(copy, drop_damaged=True)
+            found += [f"{done}: left {finding}" for finding in verify(copy)]
+            for mode in ("r", "a"):
+                with expstore.open(copy, mode=mode) as rb:
+                    data = rb[:]
+                    if set(data["number"].tolist()) != set(self.numbers) - named:
+                        found.append(f"{done}: other rows are lost than were named")
+                    if not self.right(data):
+                        found.append(f"{done}: rows read wrong with mode {mode}")
+        return found
 
 
 def in_child(work: Callable[[], list[str]]) -> list[str]:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
-import random
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,11 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from damaged import flip, in_child
+from damaged import Broken, flip, in_child, lost_ids
 from tensordict import TensorDict
 
 import expstore
-from expstore import files
 from expstore.checks import repair, verify
 from expstore.cli import run
 from expstore.errors import CorruptionError, StorageError
@@ -28,6 +25,8 @@ from expstore.storages.settings import Settings
 from expstore.storages.zarr import ZarrStorage
 from expstore.tensordictbuffers import TensorDictReplayBuffer
 
+pytestmark = pytest.mark.usefixtures("no_syncs")
+
 #: 16 rows in a shard, 4 in a chunk; 110 slots are readable of 128: the ring has turned once.
 CAPACITY, ROWS = 100, 150
 LAYOUT = ColumnLayout(fields={"frame": {"layout": "packed", "rows": 4}})
@@ -35,8 +34,6 @@ LAYOUT = ColumnLayout(fields={"frame": {"layout": "packed", "rows": 4}})
 
 @pytest.fixture(autouse=True)
 def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "_sync_data", os.fstat)
-    monkeypatch.setattr(os, "fsync", lambda fd: None)
     shorten(monkeypatch)
     monkeypatch.setattr(packing, "ENDLESS_SHARD_ROWS", 16)
 
@@ -74,6 +71,10 @@ def fill(path: Path, capacity: int | None = CAPACITY) -> None:
                 rb.flush()
 
 
+def right(data: TensorDict) -> bool:
+    return torch.equal(data["frame"], wanted(data))
+
+
 def wanted(data: TensorDict) -> torch.Tensor:
     """What the frames of these rows must be, by their numbers."""
     return torch.cat([frames(n, 1) for n in data["number"].tolist()])
@@ -88,54 +89,14 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def damage(store: Path, rng: random.Random) -> str:
-    """Damage one file of the packed column; return what was done."""
-    path = rng.choice(sorted((store / "columns/frame").iterdir()))
-    size, act = path.stat().st_size, rng.random()
-    if act < 0.1:
-        path.unlink()
-        return f"{path.name} removed"
-    if act < 0.2:
-        os.truncate(path, at := rng.randrange(size))
-        return f"{path.name} cut to {at}"
-    if act < 0.3:
-        at, noise = rng.randrange(size), rng.randbytes(40)
-        with path.open("r+b") as file:
-            file.seek(at)
-            file.write(noise)
-        return f"noise in {path.name} at {at}"
-    flip(path, at := rng.randrange(size), bit := rng.randrange(8))
-    return f"bit {bit} of byte {at} of {path.name}"
-
-
-def faults_of(sound: Path, folder: Path, count: int, seed: int) -> list[str]:
-    """Damage copies and read every row of them, by each way of opening; return what went wrong."""
-    found, refused, rng = [], 0, random.Random(seed)
-    for number in range(count):
-        broken = folder / f"broken-{number}.exp"
-        shutil.copytree(sound, broken)
-        done = damage(broken, rng)
-        for mode in ("r", "a"):
-            try:
-                with expstore.open(broken, mode=mode) as rb:
-                    for place in range(0, len(rb), 10):
-                        try:
-                            data = rb[place : place + 10]
-                            if not torch.equal(data["frame"], wanted(data)):
-                                found.append(f"{done}: rows read wrong with mode {mode}")
-                        except CorruptionError:
-                            refused += 1
-            except CorruptionError:
-                refused += 1
-            except Exception as exc:
-                found.append(f"{done}: mode {mode} raises {exc!r}")
-        shutil.rmtree(broken)
-    return found if refused > count // 4 else [*found, f"only {refused} reads were refused"]
+@pytest.fixture
+def broken(sound: Path) -> Broken:
+    return Broken(sound, ["frame"], right, range(50, 150))
 
 
 @pytest.mark.parametrize("loop", ["compiled", "numcodecs"])
 def test_damage_anywhere_is_an_error_and_never_other_rows(
-    sound: Path, tmp_path: Path, loop: str, monkeypatch: pytest.MonkeyPatch
+    broken: Broken, tmp_path: Path, loop: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     take_rows = importlib.import_module("expstore.unpacking").take_rows if loop == "compiled" else None
     monkeypatch.setattr(PackedRows, "warm", lambda column: setattr(column, "_take_rows", take_rows))
@@ -146,13 +107,7 @@ def test_damage_anywhere_is_an_error_and_never_other_rows(
         column._take_rows = take_rows
 
     monkeypatch.setattr(PackedRows, "__init__", make)
-    assert in_child(lambda: faults_of(sound, tmp_path, 60, 1)) == []
-
-
-def lost_ids(store: Path) -> set[int]:
-    """The rows that findings name, by their numbers in the batches."""
-    runs = [run for finding in verify(store) for run in finding.ids]
-    return {row for first, last in runs for row in range(first - 1, last)}
+    assert in_child(lambda: broken.faults(tmp_path, 60, 1)) == []
 
 
 def chunk_of(store: Path, row: int) -> tuple[Path, int]:
@@ -242,36 +197,16 @@ def test_rows_of_the_chunk_that_is_not_full_are_found_lost(sound: Path, tmp_path
         assert torch.equal(data["frame"], wanted(data))
 
 
-def repairs_of(sound: Path, folder: Path, count: int, seed: int) -> list[str]:
-    """Damage copies and repair them; return what is not as it should be."""
-    found, rng = [], random.Random(seed)
-    for number in range(count):
-        broken = folder / f"broken-{number}.exp"
-        shutil.copytree(sound, broken)
-        done = damage(broken, rng)
-        named = lost_ids(broken)
-        repair(broken, drop_damaged=True)
-        found += [f"{done}: left {finding}" for finding in verify(broken)]
-        with expstore.open(broken, mode="r") as rb:
-            data = rb[:]
-            if set(data["number"].tolist()) != set(range(50, 150)) - named:
-                found.append(f"{done}: other rows are lost than were named")
-            if not torch.equal(data["frame"], wanted(data)):
-                found.append(f"{done}: rows read wrong")
-        shutil.rmtree(broken)
-    return found
-
-
-def test_a_repair_costs_the_rows_that_were_named_and_no_others(sound: Path, tmp_path: Path) -> None:
-    assert in_child(lambda: repairs_of(sound, tmp_path, 25, 3)) == []
+def test_a_repair_costs_the_rows_that_were_named_and_no_others(broken: Broken, tmp_path: Path) -> None:
+    assert in_child(lambda: broken.repairs(tmp_path, 25, 3)) == []
 
 
 @pytest.mark.torture
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("seed", range(100, 112))
-def test_a_thousand_damages(sound: Path, tmp_path: Path, seed: int) -> None:
-    assert in_child(lambda: faults_of(sound, tmp_path, 100, seed)) == []
-    assert in_child(lambda: repairs_of(sound, tmp_path, 30, seed)) == []
+def test_a_thousand_damages(broken: Broken, tmp_path: Path, seed: int) -> None:
+    assert in_child(lambda: broken.faults(tmp_path, 100, seed)) == []
+    assert in_child(lambda: broken.repairs(tmp_path, 30, seed)) == []
 
 
 def test_info_says_how_fields_lie_and_what_room_they_take(
