@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -34,15 +33,15 @@ from expstore.tensordictbuffers import TensorDictReplayBuffer
 from expstore.types import Selection
 from expstore.writers import RoundRobinWriter
 
+pytestmark = pytest.mark.usefixtures("no_syncs")
+
 Make = Callable[..., TensorDictReplayBuffer]
 
 
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing here is about what a power cut leaves, or about the index of a closed store."""
+    """Nothing here is about the index of a closed store."""
     monkeypatch.setattr(Catalog, "close", Catalog.drop)
-    monkeypatch.setattr(files, "_sync_data", os.fstat)
-    monkeypatch.setattr(os, "fsync", lambda fd: None)
 
 
 @pytest.fixture(params=["memory", "zarr"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import numpy as np
@@ -14,18 +13,12 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 import expstore
-from expstore import files
 from expstore.checks import verify
 from expstore.cli import run
 from expstore.errors import CorruptionError
 from expstore.storages.codecs import CODECS, ONLY_ZARR_PYTHON
 
-
-@pytest.fixture(autouse=True)
-def no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing here is about what a power cut leaves."""
-    monkeypatch.setattr(files, "_sync_data", os.fstat)
-    monkeypatch.setattr(os, "fsync", lambda fd: None)
+pytestmark = pytest.mark.usefixtures("no_syncs")
 
 
 every_codec = pytest.mark.parametrize("name", CODECS)

@@ -15,19 +15,18 @@ import torch
 from tensordict import TensorDict
 
 import expstore
-from expstore import files
 from expstore.errors import CorruptionError, LockedError, SchemaError, StateError
 from expstore.manifest import MANIFEST
 from expstore.schema import Field, Schema
 from expstore.storages.catalog import Catalog
 
+pytestmark = pytest.mark.usefixtures("no_syncs")
+
 
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing here is about what a power cut leaves, or about the index of a closed store."""
+    """Nothing here is about the index of a closed store."""
     monkeypatch.setattr(Catalog, "close", Catalog.drop)
-    monkeypatch.setattr(files, "_sync_data", os.fstat)
-    monkeypatch.setattr(os, "fsync", lambda fd: None)
 
 
 def rows(count: int, start: int = 0) -> TensorDict:

@@ -17,25 +17,19 @@ import zarr
 from tensordict import TensorDict
 
 import expstore
-from expstore import files
 from expstore.cli import run
 from expstore.errors import LockedError, SchemaError, StateError, StorageError
 from expstore.exchange import export_zarr, zarr_group
 from expstore.files import Disk
 from expstore.lock import WriterLock
 
+pytestmark = pytest.mark.usefixtures("no_syncs")
+
 DTYPES = [
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64),
 ]
 OWN = ("id", "episode", "step", "time", "priority")
-
-
-@pytest.fixture(autouse=True)
-def no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing here is about what a power cut leaves."""
-    monkeypatch.setattr(files, "_sync_data", os.fstat)
-    monkeypatch.setattr(os, "fsync", lambda fd: None)
 
 
 def rows(first: int, count: int) -> TensorDict:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ import zarr
 from tensordict import TensorDict
 
 import expstore
-from expstore import files
 from expstore.storages import base, columns, packing
 from expstore.storages.codecs import CODECS
 from expstore.storages.layout import ColumnLayout
@@ -24,18 +22,13 @@ from expstore.storages.settings import Settings
 from expstore.storages.zarr import ZarrStorage
 from expstore.tensordictbuffers import TensorDictReplayBuffer
 
+pytestmark = pytest.mark.usefixtures("no_syncs")
+
 DTYPES = [
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
     *(torch.uint16, torch.uint32, torch.uint64, torch.float16, torch.bfloat16, torch.float32, torch.float64),
     torch.complex64,
 ]
-
-
-@pytest.fixture(autouse=True)
-def no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing here is about what a power cut leaves."""
-    monkeypatch.setattr(files, "_sync_data", os.fstat)
-    monkeypatch.setattr(os, "fsync", lambda fd: None)
 
 
 def rows(first: int, count: int) -> TensorDict:

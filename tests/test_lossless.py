@@ -24,11 +24,12 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 import expstore
-from expstore import files
 from expstore.checks import verify
 from expstore.schema import DTYPES, OBJECT
 from expstore.storages import base, packing
 from expstore.tensordictbuffers import TensorDictReplayBuffer
+
+pytestmark = pytest.mark.usefixtures("no_syncs")
 
 WIDE = ("observation", "next.observation", "extra")
 _TORCH = {"bool": torch.bool, "bfloat16": torch.bfloat16, "complex64": torch.complex64}
@@ -36,13 +37,11 @@ _TORCH = {"bool": torch.bool, "bfloat16": torch.bfloat16, "complex64": torch.com
 
 @pytest.fixture(autouse=True, scope="module")
 def short_shards() -> Iterator[None]:
-    """Shards of 16 rows and little spare; whether bytes reach the disk is for the crash tests."""
+    """Shards of 16 rows and little spare."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(packing, "SHARD_ROWS", 16)
         patch.setattr(packing, "ENDLESS_SHARD_ROWS", 16)
         patch.setattr(base, "spare_slots", lambda capacity, row_bytes: 12)
-        patch.setattr(files, "_sync_data", os.fstat)
-        patch.setattr(os, "fsync", lambda fd: None)
         yield
 
 

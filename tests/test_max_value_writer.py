@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 import expstore
-from expstore import ListStorage, ReplayBuffer, files
+from expstore import ListStorage, ReplayBuffer
 from expstore.errors import NotFoundError, SchemaError, StateError
 from expstore.ranktree import RankTree
 from expstore.samplers import ConsumingSampler, PrioritizedSampler
@@ -31,15 +31,15 @@ from expstore.tensordictbuffers import TensorDictReplayBuffer
 from expstore.types import Ranking
 from expstore.writers import RoundRobinWriter, TensorDictMaxValueWriter
 
+pytestmark = pytest.mark.usefixtures("no_syncs")
+
 Make = Callable[..., TensorDictReplayBuffer]
 
 
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing here is about what a power cut leaves."""
+    """Nothing here is about the index of a closed store."""
     monkeypatch.setattr(Catalog, "close", Catalog.drop)
-    monkeypatch.setattr(files, "_sync_data", os.fstat)
-    monkeypatch.setattr(os, "fsync", lambda fd: None)
 
 
 @pytest.fixture(params=["memory", "zarr"])

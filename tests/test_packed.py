@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mortal import NEVER, Killed, MortalLife
 
 from expstore.compressing import pack_chunks
 from expstore.errors import CorruptionError, SchemaError, StateError, StorageError
@@ -36,56 +37,24 @@ from expstore.storages.packing import Packing, packing_for
 from expstore.storages.partial import PartialFile
 from expstore.types import Array
 
+pytestmark = pytest.mark.usefixtures("no_syncs")
+
 WIDTH = 3
 ENTRY = Field(("a",), "uint8", (WIDTH,))
-_NEVER = 1 << 60
-
-
-class Killed(BaseException):
-    """The process ends here."""
-
-
-class MortalDisk(Disk):
-    """Act, until the act at which it is killed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.left = _NEVER
-        self.files: list[File] = []
-
-    def gate(self, act: str, path: Path) -> None:
-        self.left -= 1
-        if self.left < 0:
-            raise Killed
-
-    def open(self, path: Path, *, create: bool = False, write: bool = True) -> File:
-        file = super().open(path, create=create, write=write)
-        self.files.append(file)
-        return file
-
-    def end(self) -> None:
-        """Close what a dead process would have open."""
-        for file in self.files:
-            file.close()
 
 
 @dataclass
-class Life:
+class Life(MortalLife):
     """A column, and what of it was published and synced."""
 
     folder: Path
     slots: int | None
     packing: Packing
     spare: int
-    last: int = 0
-    synced: int = 0
-    rows: dict[int, Any] = field(default_factory=dict)
     salt: int = 0
-    reader: PackedReader | None = None
 
     def __post_init__(self) -> None:
         (self.folder / "zarr.json").write_text(f'{{"shape": [1, {WIDTH}]}}')
-        self.disk = MortalDisk()
         self.column = self.make()
 
     def make(self) -> PackedColumn:
@@ -95,7 +64,6 @@ class Life:
         return (0, last) if self.slots is None else divmod(last, self.slots)
 
     def extend(self, count: int) -> None:
-        """Write rows and publish them."""
         count = min(count, self.spare)
         if self.last + count - self.synced > self.spare:
             self.sync()
@@ -119,47 +87,11 @@ class Life:
         self.column.note_marked()
         self.column.touched.clear()
 
-    def jump(self, rows: int) -> None:
-        """Forget all rows, and go on elsewhere."""
-        self.sync()
-        self.rows.clear()
-        self.last = self.synced = self.last + (rows if self.slots is not None else 0)
-        self.reader = None
-        self.extend(1)
-        self.sync()
-
-    def open_again(self) -> None:
-        self.disk.end()
-        self.disk = MortalDisk()
+    def settle(self) -> None:
         self.column = self.make()
         self.column.open_shards()
         self.column.settle(self.place(self.last), self.place(self.synced))
         self.sync()
-
-    def kill(self, acts: int, count: int, *, in_sync: bool, again: int) -> None:
-        """Be killed at an act of writing, after a sync by another thread or not, and while it opens again."""
-        self.disk.left = acts
-        try:
-            self.extend(count)
-            if in_sync:
-                self.sync()
-        except Killed:
-            self.disk.left = _NEVER
-            if in_sync:
-                self.sync()
-        self.reader = None
-        try:
-            self.disk.left = _NEVER
-            self.disk.end()
-            self.disk = MortalDisk()
-            self.disk.left = again
-            self.column = self.make()
-            self.column.open_shards()
-            self.column.settle(self.place(self.last), self.place(self.synced))
-            self.sync()
-        except Killed:
-            self.open_again()
-        self.disk.left = _NEVER
 
     def check(self) -> None:
         """Read all that can be read, in any order and some twice, here and as a follower."""
@@ -218,7 +150,7 @@ def test_every_life_keeps_what_was_published(
                 acts_left, count, in_sync, again = numbers
                 life.kill(acts_left, count, in_sync=in_sync, again=again)
             life.check()
-        life.disk.end()
+        life.end()
 
 
 @pytest.mark.parametrize("slots", [None, 48])
@@ -237,14 +169,14 @@ def test_killed_at_every_act(tmp_path: Path, slots: int | None) -> None:
                     life.sync()
         except Killed:
             killed += 1
-        life.disk.left = _NEVER
+        life.disk.left = NEVER
         life.open_again()
         life.check()
         life.extend(9)
         life.check()
         life.open_again()
         life.check()
-        life.disk.end()
+        life.end()
         acts += 1
     assert acts > 60
 
@@ -252,8 +184,8 @@ def test_killed_at_every_act(tmp_path: Path, slots: int | None) -> None:
 @pytest.mark.parametrize("slots", [None, 48])
 def test_killed_at_every_act_beside_a_sync(tmp_path: Path, slots: int | None) -> None:
     """Rows that were never published are in shards that have got their names meanwhile."""
-    for again in (_NEVER, 0, 1, 2, 3, 5, 8, 13):
-        for acts in range(0, 40, 1 if again == _NEVER else 3):
+    for again in (NEVER, 0, 1, 2, 3, 5, 8, 13):
+        for acts in range(0, 40, 1 if again == NEVER else 3):
             folder = tmp_path / f"{again}.{acts}"
             folder.mkdir()
             life = Life(folder, slots, Packing("lz4hc", 4, 8), 24)
@@ -265,7 +197,7 @@ def test_killed_at_every_act_beside_a_sync(tmp_path: Path, slots: int | None) ->
             life.check()
             life.open_again()
             life.check()
-            life.disk.end()
+            life.end()
 
 
 def test_a_chunk_whose_packed_form_was_lost_is_packed_again(tmp_path: Path) -> None:
@@ -274,7 +206,7 @@ def test_a_chunk_whose_packed_form_was_lost_is_packed_again(tmp_path: Path) -> N
     life.extend(7)
     life.sync()
     life.extend(1)
-    life.disk.end()
+    life.end()
     path = tmp_path / "open.0.0"
     chunks = scan_chunks(Disk().open(path), 4, 0)
     with path.open("r+b") as file:
@@ -287,7 +219,7 @@ def test_a_chunk_whose_packed_form_was_lost_is_packed_again(tmp_path: Path) -> N
         life.reader = None
         life.open_again()
         life.check()
-    life.disk.end()
+    life.end()
 
 
 def test_former_turns_of_a_ring_are_not_mapped_any_more(tmp_path: Path) -> None:
@@ -297,7 +229,7 @@ def test_former_turns_of_a_ring_are_not_mapped_any_more(tmp_path: Path) -> None:
         life.check()
     maps = Path("/proc/self/maps").read_text().splitlines()
     assert 0 < sum(str(tmp_path) in line for line in maps) <= 3 * 4  # the writer's and a follower's
-    life.disk.end()
+    life.end()
 
 
 # -- packing -----------------------------------------------------------------------------------------
@@ -496,7 +428,7 @@ class FailingDisk(Disk):
 
     def __init__(self) -> None:
         super().__init__()
-        self.left = _NEVER
+        self.left = NEVER
 
     def gate(self, act: str, path: Path) -> None:
         self.left -= 1
@@ -525,7 +457,7 @@ def test_rows_that_could_not_be_written_come_once_more(tmp_path: Path, slots: in
             failed = False
         except StorageError:
             column.append(0, 3, numbered(3, 19))
-        disk.left = _NEVER
+        disk.left = NEVER
         column.append(0, 22, numbered(22, 7))
         np.testing.assert_array_equal(column.part(0, 29), numbered(0, 29))
         column.close()
@@ -563,7 +495,7 @@ def test_whoever_reads_a_chunk_that_is_cut_off_keeps_its_rows(tmp_path: Path, la
     for column in (former, reader, life.column):
         np.testing.assert_array_equal(column.take(np.arange(last)), expected)
         column.close()
-    life.disk.end()
+    life.end()
 
 
 def test_an_opening_changes_nothing_before_it_knows_that_all_is_there(tmp_path: Path) -> None:
@@ -571,7 +503,7 @@ def test_an_opening_changes_nothing_before_it_knows_that_all_is_there(tmp_path: 
     life = Life(tmp_path, None, Packing("lz4hc", 4, 16), 16)
     life.extend(15)
     life.sync()
-    life.disk.end()
+    life.end()
     path = tmp_path / "open.0.0"
     data = bytearray(path.read_bytes())
     data[30] ^= 1
@@ -582,7 +514,7 @@ def test_an_opening_changes_nothing_before_it_knows_that_all_is_there(tmp_path: 
         column.require_rows(0, 15, 0)
     column.close()
     assert path.read_bytes() == data
-    life.disk.end()
+    life.end()
 
 
 def test_what_a_killed_opening_left_is_cleared_away(tmp_path: Path) -> None:
@@ -592,7 +524,7 @@ def test_what_a_killed_opening_left_is_cleared_away(tmp_path: Path) -> None:
     life.open_again()
     life.check()
     assert not (tmp_path / "again").exists()
-    life.disk.end()
+    life.end()
 
 
 def test_chunks_are_the_same_whoever_packs_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 import expstore
-from expstore import files
 from expstore.buffers import ReplayBuffer
 from expstore.errors import CorruptionError, StateError
 from expstore.files import Disk
@@ -29,16 +27,16 @@ from expstore.storages.zarr import ZarrStorage
 from expstore.tensordictbuffers import TensorDictReplayBuffer
 from expstore.writers import TensorDictMaxValueWriter
 
+pytestmark = pytest.mark.usefixtures("no_syncs")
+
 PACKED = ColumnLayout(fields={"frame": {"layout": "packed", "rows": 4}})
 
 
 @pytest.fixture(autouse=True)
 def short_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shards of four chunks; whether bytes reach the disk is for the crash tests."""
+    """Shards of four chunks."""
     monkeypatch.setattr(packing, "SHARD_ROWS", 16)
     monkeypatch.setattr(packing, "ENDLESS_SHARD_ROWS", 16)
-    monkeypatch.setattr(files, "_sync_data", os.fstat)
-    monkeypatch.setattr(os, "fsync", lambda fd: None)
 
 
 @pytest.fixture

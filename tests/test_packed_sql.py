@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 from tensordict import TensorDict
 
 import expstore
-from expstore import files, halves
+from expstore import halves
 from expstore.errors import CorruptionError, QueryError
 from expstore.named import named_members
 from expstore.storages import packedrows, packing
@@ -21,16 +20,16 @@ from expstore.storages.settings import Settings
 from expstore.storages.zarr import ZarrStorage
 from expstore.tensordictbuffers import TensorDictReplayBuffer
 
+pytestmark = pytest.mark.usefixtures("no_syncs")
+
 ROWS = 700
 CAPACITY = 500
 
 
 @pytest.fixture(autouse=True)
-def small_and_quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shards of few rows; nothing here is about what a power cut leaves."""
+def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shards of few rows."""
     monkeypatch.setattr(packing, "SHARD_ROWS", 64)
-    monkeypatch.setattr(files, "_sync_data", os.fstat)
-    monkeypatch.setattr(os, "fsync", lambda fd: None)
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import torch
 from tensordict import TensorDict
 
 import expstore
-from expstore import ConditionalUpdateResult, files
+from expstore import ConditionalUpdateResult
 from expstore.errors import NotFoundError, StateError
 from expstore.samplers import PrioritizedSampler
 from expstore.storages.catalog import Catalog
@@ -25,15 +24,15 @@ from expstore.writers import (
     TensorDictRoundRobinWriter,
 )
 
+pytestmark = pytest.mark.usefixtures("no_syncs")
+
 Make = Callable[..., TensorDictReplayBuffer]
 
 
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing here is about what a power cut leaves."""
+    """Nothing here is about the index of a closed store."""
     monkeypatch.setattr(Catalog, "close", Catalog.drop)
-    monkeypatch.setattr(files, "_sync_data", os.fstat)
-    monkeypatch.setattr(os, "fsync", lambda fd: None)
 
 
 @pytest.fixture(params=["memory", "zarr"])

@@ -16,20 +16,14 @@ import torch
 from tensordict import TensorDict
 
 import expstore
-from expstore import files
 from expstore.draws import Draws
 from expstore.storages import columns
 from expstore.storages.memory import MemoryStorage
 from expstore.tensordictbuffers import TensorDictReplayBuffer
 
+pytestmark = pytest.mark.usefixtures("no_syncs")
+
 SEED = 11
-
-
-@pytest.fixture(autouse=True)
-def no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kill loses nothing that was written, synced or not."""
-    monkeypatch.setattr(files, "_sync_data", os.fstat)
-    monkeypatch.setattr(os, "fsync", lambda fd: None)
 
 
 def in_child(work: Callable[[Callable[[Any], None]], None]) -> list[Any]:

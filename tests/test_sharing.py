@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -13,10 +12,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mortal import NEVER, Killed, MortalLife
 
-from expstore import files
 from expstore.errors import CorruptionError
-from expstore.files import Disk, File
+from expstore.files import Disk
 from expstore.schema import Field
 from expstore.storages.base import ROW_FIELDS
 from expstore.storages.chunkfile import pack_index, read_index
@@ -27,41 +26,10 @@ from expstore.storages.packing import Packing, reach_for
 from expstore.storages.sharing import NextRows
 from expstore.types import cut_run
 
+pytestmark = pytest.mark.usefixtures("no_syncs")
+
 WIDTH = 3
 FIELDS = (Field(("a",), "uint8", (WIDTH,)), Field(("next", "a"), "uint8", (WIDTH,)), *ROW_FIELDS)
-_NEVER = 1 << 60
-
-
-@pytest.fixture(autouse=True, scope="module")
-def no_syncs() -> Iterator[None]:
-    """Whether bytes reach the disk is for the crash tests."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(files, "_sync_data", os.fstat)
-        patch.setattr(os, "fsync", lambda fd: None)
-        yield
-
-
-class Killed(BaseException):
-    """The process ends here."""
-
-
-class MortalDisk(Disk):
-    """Act, until the act at which it is killed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.left = _NEVER
-        self.files: list[File] = []
-
-    def gate(self, act: str, path: Path) -> None:
-        self.left -= 1
-        if self.left < 0:
-            raise Killed
-
-    def open(self, path: Path, *, create: bool = False, write: bool = True) -> File:
-        file = super().open(path, create=create, write=write)
-        self.files.append(file)
-        return file
 
 
 class Frames:
@@ -96,7 +64,7 @@ class Frames:
 
 
 @dataclass
-class Life:
+class Life(MortalLife):
     """Two columns, and what of them was published and synced."""
 
     folder: Path
@@ -105,11 +73,6 @@ class Life:
     reach: int
     each: tuple[int, int]
     chunks: int
-    last: int = 0
-    synced: int = 0
-    first: int = 1  # the oldest row since a jump
-    rows: dict[int, Any] = field(default_factory=dict)
-    reader: ColumnGroup | None = None
     now: list[tuple[dict[int, PackedRows], Any, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -120,14 +83,13 @@ class Life:
             *[None] * len(ROW_FIELDS),
         ]
         WritableColumns.create(Disk(), self.folder / "columns", FIELDS, self.slots, None, {}, packings)
-        self.frames, self.disk = Frames(), MortalDisk()
+        self.frames = Frames()
         self.columns = self.make()
 
     def make(self) -> WritableColumns:
         return WritableColumns(self.disk, self.folder / "columns", FIELDS, self.slots, reach=self.reach)
 
     def extend(self, count: int, kind: str = "steps", lanes: int = 1) -> None:
-        """Write rows and publish them."""
         count = min(count, self.spare)
         if self.last + count - self.synced > self.spare:
             self.sync()
@@ -147,24 +109,9 @@ class Life:
         self.synced = last
         self.columns.note_marked()
 
-    def jump(self, rows: int) -> None:
-        """Forget all rows, and go on elsewhere."""
-        self.sync()
-        self.rows.clear()
-        self.last = self.synced = self.last + (rows if self.slots is not None else 0)
-        self.first, self.reader = self.last + 1, None
-        self.extend(1)
-        self.sync()
-
     def end(self) -> None:
         self.columns.close()
-        for file in self.disk.files:
-            file.close()
-
-    def open_again(self) -> None:
-        self.end()
-        self.disk = MortalDisk()
-        self.settle()
+        super().end()
 
     def settle(self) -> None:
         self.columns = self.make()
@@ -175,29 +122,9 @@ class Life:
         self.columns.settle(self.last, self.synced)
         self.sync()
 
-    def kill(self, acts: int, count: int, kind: str, *, in_sync: bool, again: int) -> None:
-        """Be killed at an act of writing, after a sync by another thread or not, and while it opens again."""
-        self.disk.left = acts
-        try:
-            self.extend(count, kind)
-            if in_sync:
-                self.sync()
-        except Killed:
-            self.disk.left = _NEVER
-            if in_sync:
-                self.sync()
-        self.disk.left = _NEVER
+    def kill(self, acts: int, count: int, *how: Any, in_sync: bool, again: int) -> None:
+        super().kill(acts, count, *how, in_sync=in_sync, again=again)
         self.frames.now.clear()
-        self.reader = None
-        try:
-            self.end()
-            self.disk = MortalDisk()
-            self.disk.left = again
-            self.settle()
-        except Killed:
-            self.disk.left = _NEVER
-            self.open_again()
-        self.disk.left = _NEVER
 
     @property
     def low(self) -> int:
@@ -301,7 +228,7 @@ def test_killed_at_every_act(tmp_path: Path, capacity: int | None) -> None:
                     life.sync()
         except Killed:
             killed += 1
-        life.disk.left = _NEVER
+        life.disk.left = NEVER
         life.open_again()
         life.check()
         life.extend(9)

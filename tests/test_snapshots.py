@@ -17,7 +17,7 @@ import zarr
 from tensordict import TensorDict
 
 import expstore
-from expstore import dumping, files
+from expstore import dumping
 from expstore.buffers import ReplayBuffer
 from expstore.checks import survey, verify
 from expstore.errors import (
@@ -39,14 +39,9 @@ from expstore.storages.memory import MemoryStorage
 from expstore.storages.zarr import ZarrStorage
 from expstore.tensordictbuffers import TensorDictReplayBuffer
 
+pytestmark = pytest.mark.usefixtures("no_syncs")
+
 Make = Callable[..., TensorDict]
-
-
-@pytest.fixture(autouse=True)
-def no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether bytes reach the disk is for the crash tests."""
-    monkeypatch.setattr(files, "_sync_data", os.fstat)
-    monkeypatch.setattr(os, "fsync", lambda fd: None)
 
 
 @pytest.fixture

@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from expstore import files
 from expstore.episodes import EpisodeTable, Steps
 from expstore.errors import (
     CorruptionError,
@@ -35,6 +34,8 @@ from expstore.storages.settings import Settings
 from expstore.storages.zarr import ZarrStorage
 from expstore.writers import RoundRobinWriter
 
+pytestmark = pytest.mark.usefixtures("no_syncs")
+
 SCHEMA = Schema(
     [
         Field(("x",), "float32", (3,)),
@@ -43,13 +44,6 @@ SCHEMA = Schema(
         Field(("done",), "bool", (1,)),
     ]
 )
-
-
-@pytest.fixture(autouse=True)
-def no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing here is about what a power cut leaves."""
-    monkeypatch.setattr(files, "_sync_data", os.fstat)  # which a closed descriptor does not pass
-    monkeypatch.setattr(os, "fsync", lambda fd: None)
 
 
 @pytest.fixture(params=["memory", "zarr"])

@@ -1,0 +1,107 @@
+"""Lives of a part of a store, ended at any act on the disk and begun again.
+
+Used by the tests of packed columns. What lives, writes and syncs is theirs; this kills it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from expstore.files import Disk, File
+
+__all__ = ["NEVER", "Killed", "MortalDisk", "MortalLife"]
+
+#: So many acts come to no end.
+NEVER = 1 << 60
+
+
+class Killed(BaseException):
+    """The process ends here."""
+
+
+class MortalDisk(Disk):
+    """Act, until the act at which it is killed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = NEVER
+        self.files: list[File] = []
+
+    def gate(self, act: str, path: Path) -> None:
+        self.left -= 1
+        if self.left < 0:
+            raise Killed
+
+    def open(self, path: Path, *, create: bool = False, write: bool = True) -> File:
+        file = super().open(path, create=create, write=write)
+        self.files.append(file)
+        return file
+
+    def end(self) -> None:
+        """Close what a dead process would have open."""
+        for file in self.files:
+            file.close()
+
+
+@dataclass(kw_only=True)
+class MortalLife:
+    """Know what of some rows was published and synced; subclasses do so, in `slots` of theirs."""
+
+    last: int = 0
+    synced: int = 0
+    first: int = 1  # the oldest row since a jump
+    rows: dict[int, Any] = field(default_factory=dict)
+    reader: Any = None
+    disk: MortalDisk = field(default_factory=MortalDisk)
+
+    def extend(self, count: int, *how: Any) -> None:
+        """Write rows and publish them."""
+        raise NotImplementedError
+
+    def sync(self) -> None:
+        """Make what was published safe from a power cut."""
+        raise NotImplementedError
+
+    def settle(self) -> None:
+        """Open what a former process left."""
+        raise NotImplementedError
+
+    def end(self) -> None:
+        self.disk.end()
+
+    def jump(self, rows: int) -> None:
+        """Forget all rows, and go on elsewhere."""
+        self.sync()
+        self.rows.clear()
+        self.last = self.synced = self.last + (rows if self.slots is not None else 0)
+        self.first, self.reader = self.last + 1, None
+        self.extend(1)
+        self.sync()
+
+    def open_again(self, acts: int = NEVER) -> None:
+        self.end()
+        self.disk = MortalDisk()
+        self.disk.left = acts
+        self.settle()
+
+    def kill(self, acts: int, count: int, *how: Any, in_sync: bool, again: int) -> None:
+        """Be killed at an act of writing, after a sync by another thread or not, and while it opens again."""
+        self.disk.left = acts
+        try:
+            self.extend(count, *how)
+            if in_sync:
+                self.sync()
+        except Killed:
+            self.disk.left = NEVER
+            if in_sync:
+                self.sync()
+        self.disk.left = NEVER
+        self.reader = None
+        try:
+            self.open_again(again)
+        except Killed:
+            self.disk.left = NEVER
+            self.open_again()
+        self.disk.left = NEVER
