@@ -336,5 +336,17 @@ def test_rows_in_flight_hide_none_that_can_be_read(tmp_path: Path, shares: bool,
             assert numbers_in(reader) == list(range(last + 1 - CAPACITY, last + 1))
 
 
+def test_rows_before_the_spare_are_not_taken_for_whole(tmp_path: Path) -> None:
+    """Their own slots are as they were for longer, but not what they may lie with."""
+    with buffer(tmp_path / "a.exp") as rb:
+        for first in range(0, 150, 10):
+            rb.extend(batch(first, 10))
+        with expstore.open(tmp_path / "a.exp", mode="r") as reader:
+            for storage in (rb.storage, reader.storage):
+                assert storage.slots == CAPACITY + 20 + 16
+                assert not storage.intact(np.array([150 - CAPACITY - 20, 150]))
+                assert storage.intact(np.array([150 - CAPACITY - 20 + 1, 150]))
+
+
 def stop(*_: Any, **__: Any) -> None:
     raise InterruptedError

@@ -42,6 +42,11 @@ from checks import (
 from disks import KillingDisk
 from ledger import SEED, Ledger, Op, Spec
 
+# Compiled loops, which take a second to load: the children are to find them there.
+import expstore.compressing
+import expstore.ranktree
+import expstore.sumtree
+import expstore.unpacking  # noqa: F401
 from expstore.episodeinfo import merge_info, pack_info
 from expstore.files import Disk
 from expstore.storages import base, columns, packing, records, zarr
