@@ -22,9 +22,9 @@ __all__ = ["pack_chunks"]
 #: Length of what a frame may have beyond its rows, and of the crc32c behind it.
 _MORE, _CRC = 16, 4
 #: What threads are told, in one array: how many chunks there are, how many were taken by one, address of the
-#: rows, bytes per chunk, level, address of the compressor's name, and of the frames; then a place for the
-#: length of each frame with its crc32c; 0: it could not be made.
-_CHUNKS, _TAKEN, _ROWS, _BYTES, _LEVEL, _NAME, _FRAMES, _HEAD = range(8)
+#: rows, bytes per chunk and per block, level, address of the compressor's name, and of the frames; then a
+#: place for the length of each frame with its crc32c; 0: it could not be made.
+_CHUNKS, _TAKEN, _ROWS, _BYTES, _BLOCK, _LEVEL, _NAME, _FRAMES, _HEAD = range(9)
 
 
 @compiled("void(int64[::1])", nogil=True)
@@ -37,9 +37,9 @@ def _help(task: NDArray[np.int64]) -> None:
         if chunk >= task[_CHUNKS]:
             return
         source, goal = task[_ROWS] + chunk * size, task[_FRAMES] + chunk * (size + _MORE + _CRC)
-        most = np.uint64(size + _MORE)
+        most, block = np.uint64(size + _MORE), np.uint64(task[_BLOCK])
         length = pack_blosc(
-            np.int32(task[_LEVEL]), 0, 1, np.uint64(size), source, goal, most, task[_NAME], 0, 1
+            np.int32(task[_LEVEL]), 0, 1, np.uint64(size), source, goal, most, task[_NAME], block, 1
         )
         if length > 0:
             crc[0] = crc32c(np.uint32(0), goal, np.uint64(length))
@@ -63,7 +63,9 @@ def _pack_together(task: NDArray[np.int64], others: int, helper: int) -> None:
     join_helpers(threads)
 
 
-def pack_chunks(rows: NDArray[Any], count: int, compressor: str, level: int) -> list[bytes]:
+def pack_chunks(
+    rows: NDArray[Any], count: int, compressor: str, level: int, *, block: int = 0
+) -> list[bytes]:
     """Return the frames of chunks, not shuffled, each with its crc32c behind it; b"": it could not be made.
 
     Args:
@@ -71,11 +73,12 @@ def pack_chunks(rows: NDArray[Any], count: int, compressor: str, level: int) -> 
         count: How many chunks they are.
         compressor: Blosc's name of it.
         level: From 1 to 9.
+        block: As of `Codec.pack`.
     """
     size = rows.nbytes // count
     room = np.empty((count, size + _MORE + _CRC), np.uint8)
     name = np.frombuffer(compressor.encode() + b"\0", np.uint8)
-    numbers = [count, 0, rows.ctypes.data, size, level, name.ctypes.data, room.ctypes.data]
+    numbers = [count, 0, rows.ctypes.data, size, block, level, name.ctypes.data, room.ctypes.data]
     task = np.array(numbers + [0] * count)
     _pack_together(task, min(native.THREADS, count) - 1, _help_in_c.address)
     return [room[chunk, :length].tobytes() for chunk, length in enumerate(task[_HEAD:].tolist())]

@@ -32,33 +32,58 @@ Ints = NDArray[np.int64]
 
 #: A thread more for so many bytes that are to be unpacked: it costs 30 us.
 EACH_BYTES = 8 << 20
-#: Of a blosc frame that is one block of LZ4 (lz4hc writes the same), neither shuffled nor split.
+#: Of a blosc frame whose blocks are LZ4 (lz4hc writes the same), neither shuffled nor split.
 _LZ4 = 32
+#: Frames of more blocks are unpacked whole.
+_MOST_BLOCKS = 64
 
 
-@compiled("boolean(int64, int64, int64, int64, int64)", nogil=True)
-def _unpack_some(source: int, size: int, scratch: int, chunk_bytes: int, wanted: int) -> bool:
-    """Unpack a frame whose checksum fits, at least so many of its bytes; say whether that went well.
+@compiled("boolean(int64, int64, int64, int64, int64[::1])", nogil=True)
+def _unpack_some(source: int, size: int, scratch: int, chunk_bytes: int, wanted: Ints) -> bool:
+    """Unpack a frame whose checksum fits, as far as it is wanted; say whether that went well.
 
     Bytes 0 to 15: version, version of the compressor, flags, bytes per item, then u32 length unpacked, length
     of a block, length packed (Blosc chunk format, version 2). Then comes where each block begins; a block
     begins with its length, which is that of its bytes where they are not packed.
+
+    `wanted` has how much of each block is, and room for the most blocks.
     """
-    header, block = np.empty(5, np.uint32), np.empty(1, np.uint32)
-    copy_bytes(header.ctypes.data, source, min(size, 20))
+    header, block = np.empty(4, np.uint32), np.empty(1, np.uint32)
+    copy_bytes(header.ctypes.data, source, 16)
+    each = np.int64(header[2])
+    blocks = -(-chunk_bytes // each) if each > 0 else _MOST_BLOCKS + 1
     if header[1] != chunk_bytes or np.int64(header[3]) != size:
         return False
-    if (header[0] >> 16) & 255 == _LZ4 and header[0] >> 24 == 1 and header[2] >= chunk_bytes and size >= 24:
-        start = np.int64(header[4])
-        if start + 4 <= size:
-            copy_bytes(block.ctypes.data, source + start, 4)
-            length = np.int64(block[0])
-            if length < chunk_bytes and start + 4 + length <= size:
-                done = unpack_lz4(
-                    source + start + 4, scratch, np.int32(length), np.int32(wanted), np.int32(chunk_bytes)
-                )
-                return bool(done >= wanted)
-    return bool(unpack_blosc(source, scratch, chunk_bytes, 1) == chunk_bytes)
+    plain = (header[0] >> 16) & 255 == _LZ4 and header[0] >> 24 == 1
+    if not plain or blocks > _MOST_BLOCKS or size < 16 + 4 * blocks:
+        return bool(unpack_blosc(source, scratch, chunk_bytes, 1) == chunk_bytes)
+    for number in range(blocks):
+        if not wanted[number]:
+            continue
+        copy_bytes(block.ctypes.data, source + 16 + 4 * number, 4)
+        start, whole = np.int64(block[0]), min(each, chunk_bytes - number * each)
+        if start + 4 > size:
+            return False
+        copy_bytes(block.ctypes.data, source + start, 4)
+        length, start = np.int64(block[0]), start + 4
+        if length > whole or start + length > size:
+            return False
+        goal = scratch + number * each
+        if length == whole:
+            copy_bytes(goal, source + start, whole)
+        elif (
+            unpack_lz4(source + start, goal, np.int32(length), np.int32(wanted[number]), np.int32(whole))
+            < wanted[number]
+        ):
+            return False
+    return True
+
+
+@compiled("void(int64[::1], int64, int64, int64)", nogil=True)
+def _want(wanted: Ints, each: int, first: int, stop: int) -> None:
+    """Note that bytes of a chunk are wanted, whose blocks have so many."""
+    for number in range(first // each, min((stop - 1) // each + 1, _MOST_BLOCKS)):
+        wanted[number] = max(wanted[number], min(stop - number * each, each))
 
 
 @compiled("int64(int64[::1], int64[::1], int64[::1], int64[::1], int64[::1], int64[::1])", nogil=True)
@@ -68,7 +93,7 @@ def _take_some(sources: Ints, sizes: Ints, which: Ints, inside: Ints, goals: Int
     `told` holds row_bytes, chunk_bytes, out, scratch, the first row and the one behind the last.
     """
     row_bytes, chunk_bytes, out, scratch, row, stop = told
-    crc = np.empty(1, np.uint32)
+    crc, each, wanted = np.empty(1, np.uint32), np.empty(1, np.uint32), np.empty(_MOST_BLOCKS, np.int64)
     while 0 < row < which.size and which[row] == which[row - 1]:
         row += 1
     while row < min(stop, which.size):
@@ -78,11 +103,14 @@ def _take_some(sources: Ints, sizes: Ints, which: Ints, inside: Ints, goals: Int
         copy_bytes(crc.ctypes.data, sources[frame] + sizes[frame], 4)
         if crc32c(np.uint32(0), sources[frame], np.uint64(sizes[frame])) != crc[0]:
             return int(frame)
-        behind, farthest = row, 0
+        copy_bytes(each.ctypes.data, sources[frame] + 8, 4)
+        wanted[:] = 0
+        behind = row
         while behind < which.size and which[behind] == frame:
-            farthest = max(farthest, inside[behind])
+            first = inside[behind] * row_bytes
+            _want(wanted, max(np.int64(each[0]), 1), first, first + row_bytes)
             behind += 1
-        if not _unpack_some(sources[frame], sizes[frame], scratch, chunk_bytes, (farthest + 1) * row_bytes):
+        if not _unpack_some(sources[frame], sizes[frame], scratch, chunk_bytes, wanted):
             return int(frame)
         while row < behind:
             copy_bytes(out + goals[row] * row_bytes, scratch + inside[row] * row_bytes, row_bytes)

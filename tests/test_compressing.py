@@ -20,14 +20,15 @@ def test_frames_are_those_of_numcodecs(
 ) -> None:
     monkeypatch.setattr(native, "THREADS", threads)
     rng = np.random.default_rng(1)
-    blosc = Blosc(compressor, level, Blosc.NOSHUFFLE, 0)
     for count, each, width in ((1, 1, 1), (5, 4, 7000), (7, 3, 200_000), (40, 16, 100)):
         plain = np.zeros((count, each, width), np.uint8)
         plain[:, :, rng.integers(0, width, 3)] = 9
         noise = rng.integers(0, 256, plain.shape, np.uint8)
         for rows in (plain, noise):
-            chunks = pack_chunks(rows.reshape(-1, width), count, compressor, level)
-            assert [chunk[:-4] for chunk in chunks] == [blosc.encode(part.reshape(-1)) for part in rows]
+            for block in (0, -(-each // 2) * width):
+                blosc = Blosc(compressor, level, Blosc.NOSHUFFLE, block)
+                chunks = pack_chunks(rows.reshape(-1, width), count, compressor, level, block=block)
+                assert [chunk[:-4] for chunk in chunks] == [blosc.encode(part.reshape(-1)) for part in rows]
             packing = Packing("lz4hc", each, each)
             assert all(  # a frame says by what it was packed
                 (packing.unpack(chunk, part.nbytes) == part.reshape(-1)).all()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import tempfile
 from collections.abc import Iterator
@@ -527,6 +528,26 @@ def test_what_a_killed_opening_left_is_cleared_away(tmp_path: Path) -> None:
     life.end()
 
 
+def test_frames_that_are_short_have_one_block(tmp_path: Path) -> None:
+    """Others have two: a row of the second is unpacked without the first."""
+    wide = Field(("wide",), "uint8", (10_000,))
+    (tmp_path / "zarr.json").write_text('{"shape": [1, 10000]}')
+    column = PackedColumn(Disk(), tmp_path, wide, None, Packing("lz4hc", 16, 256))
+    rng, at = np.random.default_rng(1), 0
+    plain, noise = np.zeros((16, 10_000), np.uint8), rng.integers(0, 9, (16, 10_000), np.uint8)
+    for rows in (plain, plain, noise, noise, noise, plain, plain):
+        column.append(0, at, rows)
+        at += 16
+    shown = column.shown
+    lengths = [
+        int.from_bytes(ctypes.string_at(where + 8, 4), "little") for where in shown.where[: at // 16].tolist()
+    ]
+    # Whether a frame is short is known of the one before it.
+    assert lengths == [80_000, 160_000, 160_000, 80_000, 80_000, 80_000, 160_000]
+    assert (column.take(np.arange(32, 48)) == noise).all()
+    column.close()
+
+
 def test_chunks_are_the_same_whoever_packs_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed, "_TOGETHER", 3)
     packing, rng = Packing("lz4hc", 4, 16), np.random.default_rng(1)
@@ -539,9 +560,9 @@ def test_chunks_are_the_same_whoever_packs_them(tmp_path: Path, monkeypatch: pyt
         column = PackedColumn(Disk(), folder, ENTRY, None, packing)
         if compiled:
 
-            def pack(rows: Array, count: int, *codec: Any) -> list[bytes]:
+            def pack(rows: Array, count: int, *codec: Any, block: int) -> list[bytes]:
                 calls.append(count)
-                return pack_chunks(rows, count, *codec)
+                return pack_chunks(rows, count, *codec, block=block)
 
             column._pack_chunks = pack
         at = 0

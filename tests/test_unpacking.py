@@ -1,10 +1,14 @@
 """Rows come out of packed chunks as they went in, whichever way the compiled loop takes.
 
-One block of LZ4 is unpacked as far as needed, everything else as a whole; many frames by several threads.
+Blocks of LZ4 are unpacked where and as far as needed, everything else as a whole; many frames by several
+threads.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import google_crc32c
 import numpy as np
 import pytest
 
@@ -14,7 +18,7 @@ from expstore.storages.packing import Packing
 from expstore.types import Array, IntArray
 from expstore.unpacking import take_rows
 
-WIDTH = 3000
+WIDTH = 10_000  # blosc makes no shorter blocks of LZ4 than 64 KiB
 
 
 @pytest.fixture(params=[1, 3], ids=["one thread", "three threads"])
@@ -42,6 +46,13 @@ class Frames:
         self.rows, self.each = rows, packing.rows
         groups = [rows[start : start + packing.rows] for start in range(0, len(rows), packing.rows)]
         self.chunks = [np.frombuffer(packing.pack(group), np.uint8).copy() for group in groups]
+
+    def repack(self, pack: Callable[[Array], bytes]) -> None:
+        """Make other frames of the rows."""
+        for name in range(len(self.chunks)):
+            frame = pack(self.rows[name * self.each : (name + 1) * self.each].reshape(-1))
+            crc: int = google_crc32c.value(frame)
+            self.chunks[name] = np.frombuffer(frame + crc.to_bytes(4, "little"), np.uint8)
 
     def take(self, wanted: IntArray) -> tuple[int, Array]:
         order = np.argsort(wanted // self.each, kind="stable")
@@ -72,6 +83,39 @@ def test_rows_are_those_that_were_packed(threads: int, codec: str, kind: str, ea
         bad, rows = frames.take(wanted)
         assert bad == -1
         assert (rows == frames.rows[wanted]).all()
+
+
+@pytest.mark.parametrize("block", [7 * WIDTH + 5, 8 * WIDTH, 9 * WIDTH, 15 * WIDTH, 16 * WIDTH])
+def test_rows_of_blocks_of_any_length(threads: int, block: int) -> None:
+    """Rows may lie across blocks, of which some are kept as they are."""
+    rows = make_rows("frames", 256)
+    rows[100:130] = make_rows("noise", 30)
+    frames = Frames(rows, Packing("lz4hc", 16, 256))
+    frames.repack(lambda part: CODECS["lz4hc"].pack(part, block=block))
+    rng = np.random.default_rng(3)
+    for wanted in (np.arange(256), rng.integers(0, 256, 40), np.array([127]), np.array([255, 112])):
+        bad, found = frames.take(wanted)
+        assert bad == -1
+        assert (found == rows[wanted]).all()
+
+
+@pytest.mark.parametrize(
+    "at", [8, 16, 20, 24]
+)  # length of a block, where the first two begin, how long one is
+@pytest.mark.parametrize("value", [0, 1, 2**31 - 1, 2**32 - 1])
+def test_a_frame_that_lies_is_damaged(at: int, value: int) -> None:
+    """Its checksum fits; nothing outside of it is read or written."""
+    frames = Frames(make_rows("frames", 64), Packing("lz4hc", 16, 64))
+
+    def lie(part: Array) -> bytes:
+        frame = bytearray(CODECS["lz4hc"].pack(part, block=8 * WIDTH))
+        frame[at : at + 4] = value.to_bytes(4, "little")
+        return bytes(frame)
+
+    assert frames.take(np.array([15]))[0] == -1
+    frames.repack(lie)
+    bad, rows = frames.take(np.array([15, 3]))
+    assert bad == 0 or (at == 16 and value == 0) or not (rows == frames.rows[[15, 3]]).all()
 
 
 def test_the_first_damaged_frame_is_named(threads: int) -> None:

@@ -54,22 +54,39 @@ class Codec:
         plain = self.is_blosc and self.options["shuffle"] == "noshuffle"
         return (self.options["cname"], self.options["clevel"]) if plain else None
 
+    @property
+    def has_blocks(self) -> bool:
+        """Whether rows of a frame are unpacked without the blocks before theirs."""
+        plain = self.unshuffled
+        return plain is not None and plain[0] in ("lz4", "lz4hc")
+
     @cached_property
     def _numcodec(self) -> Any:
         import numcodecs
 
         if self.is_blosc:
-            shuffle = {"noshuffle": numcodecs.Blosc.NOSHUFFLE, "shuffle": numcodecs.Blosc.SHUFFLE}
-            given = self.options
-            return numcodecs.Blosc(given["cname"], given["clevel"], shuffle[given["shuffle"]], 0)
+            return self._blosc(0)
         return numcodecs.get_codec({"id": self.name.removeprefix("numcodecs."), **self.options})
 
-    def pack(self, data: Array) -> bytes:
-        """Return the frame of bytes. Shape `(n,)`, uint8, C-contiguous."""
-        if self.is_blosc:  # it takes the size of an item from the dtype
-            size = self.options["typesize"]
-            data = data.view(f"u{size}") if data.size % size == 0 else data
-        return bytes(self._numcodec.encode(data))
+    def _blosc(self, block: int) -> Any:
+        import numcodecs
+
+        shuffle = {"noshuffle": numcodecs.Blosc.NOSHUFFLE, "shuffle": numcodecs.Blosc.SHUFFLE}
+        given = self.options
+        return numcodecs.Blosc(given["cname"], given["clevel"], shuffle[given["shuffle"]], block)
+
+    def pack(self, data: Array, *, block: int = 0) -> bytes:
+        """Return the frame of bytes.
+
+        Args:
+            data: Shape `(n,)`, uint8, C-contiguous.
+            block: Length of the blocks that blosc packs each by itself; 0: as it likes best.
+        """
+        if not self.is_blosc:
+            return bytes(self._numcodec.encode(data))
+        size = self.options["typesize"]  # blosc takes it from the dtype
+        data = data.view(f"u{size}") if data.size % size == 0 else data
+        return bytes((self._blosc(block) if block else self._numcodec).encode(data))
 
     def unpack(self, frame: bytes, size: int) -> Array:
         """Return the bytes of a frame whose checksum fits. Shape `(size,)`, uint8.

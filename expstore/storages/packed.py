@@ -66,6 +66,7 @@ class PackedColumn(PackedRows):
         self._scrap: list[Path] = []  # shards of rows that were never published
         #: How far before each row of the chunk that is not full its bytes are the partner's; 0: nowhere.
         self._away = np.zeros(packing.rows, np.int64)
+        self._former = 0  # length of the frame that was made last
         self._pack_chunks: Any = None
         self.touched: set[File] = set()
         self.new_folders: set[Path] = set()
@@ -175,14 +176,16 @@ class PackedColumn(PackedRows):
         how = self.packing.means.unshuffled
         if self._pack_chunks is None or self.packing.shares or how is None:
             return []
-        chunks: list[bytes] = self._pack_chunks(rows[: some * self.packing.rows], some, *how)
+        block = self.packing.block_bytes(self.chunk_bytes, self._former)
+        chunks: list[bytes] = self._pack_chunks(rows[: some * self.packing.rows], some, *how, block=block)
         return chunks
 
     def _add_chunk(self, rows: Array, chunk: bytes = b"") -> None:
         """Write a full chunk, which begins at the next slot; pack it if that was not done."""
         shard, number = divmod(self._next // self.packing.rows, self.packing.chunks)
         filling = self._filling = self._filling or self._begin(shard, self._turn)
-        chunk = chunk or self.packing.pack(rows, self._away)
+        chunk = chunk or self.packing.pack(rows, self._away, former=self._former)
+        self._former = len(chunk) - self.packing.table_bytes or self._former
         offset = filling.add(number, pack_chunk(number, self._turn, chunk), self.head)
         self.touched.add(filling.file)
         shown, place = self._shown, self._next // self.packing.rows

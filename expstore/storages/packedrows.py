@@ -326,7 +326,7 @@ class PackedRows(Column):
         Raises:
             CorruptionError: They lie in a damaged chunk.
         """
-        out = np.zeros((slots.size, *self.entry.shape), self.entry.numpy_dtype)
+        out = np.empty((slots.size, *self.entry.shape), self.entry.numpy_dtype)
         goals, places = self._take_own(slots, np.arange(slots.size), out)
         if places.size:
             self._lender()._take_own(places, goals, out)
@@ -345,7 +345,7 @@ class PackedRows(Column):
             CorruptionError: They lie in a damaged chunk.
         """
         count = slots.size
-        both = np.zeros((2 * count, *self.entry.shape), self.entry.numpy_dtype)
+        both = np.empty((2 * count, *self.entry.shape), self.entry.numpy_dtype)
         goals, places = self._take_own(slots, np.arange(count), both)
         partner = self._lender()
         partner._take_own(
@@ -406,9 +406,10 @@ class PackedRows(Column):
         while True:
             shown, where, sizes = self._find(names)
             there = where > 0
+            rows = there[which]
             if not there.all():
                 self._explain(names[~there], where[~there])
-            rows = there[which]
+                out[goals[~rows]] = 0
             bad, distances = -1, None
             if self.packing.shares:
                 bad, distances = self._read_tables(where, which, inside)

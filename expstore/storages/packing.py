@@ -18,9 +18,13 @@ from expstore.types import Array, IntArray
 
 __all__ = ["Packing", "packing_for", "reach_for"]
 
-#: Unpacking costs a pass over so many bytes, from memory that the processor keeps close. More would be two
-#: blocks of blosc's, and save nothing.
+#: Rows that lie in so many bytes are packed together.
 CHUNK_BYTES = 256 * 1024
+#: A row is unpacked without the rows of the blocks before its own. Two blocks save a fifth of the time, and
+#: take a quarter more space; more save nothing, since most of a block's time goes to its first row.
+BLOCKS = 2
+#: Frames that are shorter by this are unpacked quickly enough: they have one block.
+_SHORT = 64
 CHUNK_ROWS = 64
 SHARD_ROWS = 4096
 #: Larger chunks cannot be asked for: one is unpacked for every row that is read.
@@ -80,21 +84,32 @@ class Packing:
         """The codec itself."""
         return CODECS[self.codec]
 
+    def block_bytes(self, chunk_bytes: int, former: int) -> int:
+        """Return how long the blocks of a frame are; 0: the codec knows best.
+
+        Args:
+            chunk_bytes: Length of what is packed.
+            former: Length of the frame before; 0: there is none.
+        """
+        blocks = 1 if 0 < former * _SHORT <= chunk_bytes else BLOCKS
+        return -(-self.rows // blocks) * (chunk_bytes // self.rows) if self.means.has_blocks else 0
+
     @property
     def table_bytes(self) -> int:
         """Length of the table before each frame."""
         return 4 + 2 * self.rows if self.shares else 0
 
-    def pack(self, rows: Array, distances: IntArray | None = None) -> bytes:
+    def pack(self, rows: Array, distances: IntArray | None = None, *, former: int = 0) -> bytes:
         """Return the packed chunk of `rows` rows, behind its table if it has one.
 
         Args:
             rows: C-contiguous. Shape `(rows, *row shape)`.
             distances: How many rows before each the same bytes are next ones; 0: nowhere. None: all are 0.
                 Shape `(rows,)`.
+            former: As of `block_bytes`.
         """
         if not self.shares:
-            return self._pack_frame(rows)
+            return self._pack_frame(rows, former)
         table = np.zeros(self.rows, "<u2")
         if distances is not None:
             table[:] = distances
@@ -106,7 +121,7 @@ class Packing:
         if not own.all():
             rows = rows.copy()
             rows[~own] = 0
-        return data + self._pack_frame(rows)
+        return data + self._pack_frame(rows, former)
 
     def unpack_table(self, data: bytes) -> IntArray:
         """Return the distances of a chunk's rows. Shape `(rows,)`.
@@ -119,8 +134,9 @@ class Packing:
             raise CorruptionError("the table of a packed chunk is damaged: its checksum does not fit")
         return np.frombuffer(table, "<u2").astype(np.int64)
 
-    def _pack_frame(self, rows: Array) -> bytes:
-        frame = self.means.pack(rows.reshape(-1).view(np.uint8))
+    def _pack_frame(self, rows: Array, former: int) -> bytes:
+        block = self.block_bytes(rows.nbytes, former)
+        frame = self.means.pack(rows.reshape(-1).view(np.uint8), block=block)
         crc: int = google_crc32c.value(frame)
         return frame + crc.to_bytes(4, "little")
 
