@@ -18,7 +18,7 @@ import expstore
 from expstore.checks import repair, verify
 from expstore.cli import run
 from expstore.errors import CorruptionError, StorageError
-from expstore.storages import base, packing
+from expstore.storages import base, packed, packing
 from expstore.storages.layout import ColumnLayout
 from expstore.storages.packedrows import PackedRows
 from expstore.storages.settings import Settings
@@ -201,6 +201,31 @@ def test_a_repair_costs_the_rows_that_were_named_and_no_others(broken: Broken, t
     assert in_child(lambda: broken.repairs(tmp_path, 25, 3)) == []
 
 
+def test_a_kill_before_the_shape_has_grown_is_no_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first chunk of a shard is there, and zarr.json does not know of it; the next opening tells it."""
+    path, cut = tmp_path / "run.exp", tmp_path / "cut.exp"
+    grow_shape = packed.grow_shape
+
+    def leave(*told: Any) -> None:
+        shutil.copytree(path, cut)
+        grow_shape(*told)
+
+    with buffer(path, None) as rb:
+        rb.extend(batch(0, 16))
+        with monkeypatch.context() as patch:
+            patch.setattr(packed, "grow_shape", leave)
+            rb.extend(batch(16, 15))
+    assert verify(cut) == []
+    shape = cut / "columns/frame/zarr.json"
+    assert json.loads(shape.read_bytes())["shape"][0] == 16
+    with buffer(cut, None) as rb:
+        assert json.loads(shape.read_bytes())["shape"][0] == 32
+        assert torch.equal(rb[:]["frame"], wanted(rb[:]))
+    assert verify(cut) == []
+
+
 @pytest.mark.torture
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("seed", range(100, 112))
@@ -226,9 +251,9 @@ def test_info_says_how_fields_lie_and_what_room_they_take(
     used = sum(path.stat().st_blocks * 512 for path in folder.iterdir())
     assert (field["layout"], field["codec"], field["chunk_rows"]) == ("packed", "lz4hc", 4)
     assert used <= field["disk_bytes"] <= used + folder.stat().st_blocks * 512
-    packed = sum(path.stat().st_size for path in folder.glob("c.*"))
-    assert field["compression"] == ratio == pytest.approx(4096 * 2048 / packed, rel=0.2)
-    assert field["million_rows_bytes"] == pytest.approx(packed / 4096 * 1e6, rel=0.2)
+    held = sum(path.stat().st_size for path in folder.glob("c.*"))
+    assert field["compression"] == ratio == pytest.approx(4096 * 2048 / held, rel=0.2)
+    assert field["million_rows_bytes"] == pytest.approx(held / 4096 * 1e6, rel=0.2)
     assert run(["info", str(store)]) == 0
     assert f"packed, lz4hc, 1/{field['compression']:.1f}" in capsys.readouterr().out
 

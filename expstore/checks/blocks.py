@@ -101,10 +101,11 @@ def _metadata_trouble(
 
 def _least_shards(inspection: Inspection, column: Column) -> int:
     """Return how many shards a column of a store that grows has at least."""
-    if isinstance(column, PackedReader):  # one begins when its first chunk is full
-        return max((number + 1 for _, number, _ in column.shards()), default=0)
     synced = 0 if inspection.past is None else inspection.past.synced
-    return -(-min(inspection.window.last, synced) // column.rows)  # of later rows the journal may have all
+    least = -(-min(inspection.window.last, synced) // column.rows)  # of later rows the journal may have all
+    if isinstance(column, PackedReader):  # one begins when its first chunk is full
+        least = min(least, max((number + 1 for _, number, _ in column.shards()), default=0))
+    return least
 
 
 def rows_of_file(size: int, row_bytes: int) -> int:

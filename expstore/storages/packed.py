@@ -274,6 +274,8 @@ class PackedColumn(PackedRows):
         named = [source for source in named if (source.shard, source.turn) not in again]
         self._sources, self._sources_new = [*self._areas(), *named], True
         self._show_all([*self._sources, *self._unnamed])
+        if self.slots is None and (last := max((one.shard for one in self._found()), default=0)):
+            grow_shape(self._disk, self.folder, (last + 1) * self.packing.shard)
 
     def _found(self) -> list[Source | Filling]:
         return [*self._sources, *self._unnamed]
