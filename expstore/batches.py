@@ -13,20 +13,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensordict import (
-    LazyStackedTensorDict,
-    NonTensorData,
-    NonTensorStack,
-    TensorDict,
-    TensorDictBase,
-    is_non_tensor,
-    is_tensorclass,
-)
+from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 
 from expstore.episodes import Steps
 from expstore.errors import SchemaError
 from expstore.keys import Keys
-from expstore.schema import Schema
+from expstore.leaves import leaves_of, to_columns
+from expstore.looserows import UNKNOWN, columns_of, has_lazy, is_loose, leaves_of_rows, single_rows
+from expstore.ragged import to_entry
+from expstore.schema import ARROW, Schema
 from expstore.types import Array, IntArray, Key, key_name
 
 __all__ = [
@@ -37,17 +32,8 @@ __all__ = [
     "check_dims",
     "flatten",
     "note_inner",
-    "to_columns",
     "to_non_tensor",
-    "to_numpy",
-    "to_objects",
 ]
-
-_NAMES = {getattr(torch, name): name for name in (
-    "bool", "uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64",
-    "float16", "bfloat16", "float32", "float64", "complex64",
-)}  # fmt: skip
-
 
 @dataclass(slots=True)
 class Batch:
@@ -56,7 +42,8 @@ class Batch:
     Args:
         keys: The fields' keys.
         dtypes: Their dtypes by name.
-        arrays: Their values; bfloat16 as uint16 bits. Shapes `(n, *row shape)`.
+        arrays: Their values; bfloat16 as uint16 bits. Shapes `(n, *row shape)`. Of rows without a fixed size
+            pyarrow Arrays.
         count: How many rows.
         lanes: Lane of each row; None: one lane.
         lane_count: How many lanes.
@@ -82,9 +69,20 @@ class Batch:
     validated: bool = False
 
     def signature(self) -> dict[Key, tuple[str, tuple[int, ...]]]:
-        """Return key -> (dtype, row shape)."""
+        """Return key -> (dtype, row shape).
+
+        Raises:
+            SchemaError: A column does not say what its type is.
+        """
+        if UNKNOWN in self.dtypes:
+            name = key_name(self.keys[self.dtypes.index(UNKNOWN)])
+            raise SchemaError(
+                f"field {name!r} has nothing but None, or empty lists, in the first batch, which do not say "
+                "what it would hold",
+                hint="give schema= when the store is made, or begin with rows that have a value",
+            )
         return {
-            key: (dtype, array.shape[1:])
+            key: (dtype, array.shape[1:] if isinstance(array, np.ndarray) else ())
             for key, dtype, array in zip(self.keys, self.dtypes, self.arrays, strict=True)
         }
 
@@ -108,70 +106,6 @@ class Batch:
         return replace(self, keys=[], dtypes=[], arrays=[], lanes=lanes, count=int(np.count_nonzero(rows)))
 
 
-def _leaves(
-    data: TensorDictBase, path: Key, skip: frozenset[str], keys: list[Key], leaves: list[Any]
-) -> None:
-    if isinstance(data, LazyStackedTensorDict):
-        _check_alike(data, path)
-    for name, value in data.items():
-        if not path and name in skip:
-            continue
-        if isinstance(value, torch.Tensor) or is_non_tensor(value):
-            keys.append((*path, name))
-            leaves.append(value)
-        elif isinstance(value, TensorDictBase) or is_tensorclass(value):
-            _leaves(value, (*path, name), skip, keys, leaves)
-        else:
-            raise SchemaError(
-                f"field {key_name((*path, name))!r} is a {type(value).__name__}, which no storage keeps",
-                hint="make it a tensor, or NonTensorData",
-            )
-
-
-def _check_alike(data: LazyStackedTensorDict, path: Key) -> None:
-    """Raise SchemaError if rows have different fields: such a stack shows those that all of them have."""
-    names = [set(row.keys()) for row in data.tensordicts]
-    for number, found in enumerate(names):
-        if found != names[0]:
-            name = sorted(map(str, found ^ names[0]))[0]
-            raise SchemaError(
-                f"row {number} of the batch has {'a' if name in found else 'no'} field "
-                f"{key_name((*path, name))!r}, row 0 has {'none' if name in found else 'one'}",
-                hint="rows have the same fields; a LazyStackStorage keeps others",
-            )
-
-
-def to_objects(items: Sequence[Any]) -> Array:
-    """Return things of any kind as an array of objects. Shape `(n,)`."""
-    array = np.empty(len(items), object)
-    for place, item in enumerate(items):  # to assign them at once would take tensors to pieces
-        array[place] = item
-    return array
-
-
-def _non_tensor(data: Any, shape: tuple[int, ...]) -> Array:
-    """Return the objects of a non-tensor entry. Shape that of the batch."""
-    if isinstance(data, NonTensorStack):
-        parts = [_non_tensor(part, shape[1:]) for part in data.unbind(0)]
-        return np.stack(parts) if shape else parts[0]
-    array = np.empty(shape, object)
-    for place in np.ndindex(shape):
-        array[place] = data.data
-    return array
-
-
-def to_numpy(tensor: torch.Tensor) -> Array:
-    """Return a tensor on whichever device as an array; bfloat16 as uint16 bits."""
-    if tensor.requires_grad:
-        tensor = tensor.detach()
-    if not tensor.is_cpu:
-        tensor = tensor.cpu()
-    if tensor.dtype is torch.bfloat16:
-        tensor = tensor.view(torch.uint16)
-    array: Array = tensor.numpy() if tensor.dtype in _NAMES else np.zeros(tensor.shape)
-    return array
-
-
 def flatten(
     data: TensorDictBase,
     *,
@@ -179,6 +113,8 @@ def flatten(
     ndim: int = 1,
     single: bool = False,
     skip: frozenset[str] = frozenset(),
+    variable: bool = False,
+    typed: bool = False,
 ) -> Batch:
     """Return a TensorDict's leaves as columns.
 
@@ -189,6 +125,8 @@ def flatten(
         ndim: Of how many otherwise: time is the first, each place along the others is a lane.
         single: The TensorDict has no time: it is one row, or one for each lane.
         skip: Root keys to leave out.
+        variable: Rows may be of no fixed size.
+        typed: Values of Python become columns of Arrow; otherwise they stay objects.
 
     Raises:
         SchemaError: It is no TensorDict, has too few batch dims, or a leaf is no tensor of a known dtype.
@@ -202,16 +140,43 @@ def flatten(
     dims = len(shape) if all_dims else ndim - single
     keys: list[Key] = []
     leaves: list[Any] = []
-    _leaves(data, (), skip, keys, leaves)
-    arrays, dtypes = to_columns(keys, leaves)
+    if variable and dims and has_lazy(data):
+        _check_rectangular(shape)
+        leaves_of_rows(single_rows(data, dims), (), skip, keys, leaves)
+    else:
+        leaves_of(data, (), skip, keys, leaves)
     count = math.prod(shape[:dims])
-    if dims != 1:
-        arrays = [array.reshape(count, *array.shape[dims:]) for array in arrays]
+    if typed or any(map(is_loose, leaves)):
+        arrays, dtypes = columns_of(keys, leaves, shape[:dims], typed=typed)
+        _check_inner(keys, dtypes, shape[dims:])
+    else:
+        arrays, dtypes = to_columns(keys, leaves)
+        if dims != 1:
+            arrays = [array.reshape(count, *array.shape[dims:]) for array in arrays]
     if all_dims and dims > 1:
         lanes, lane_count = _lanes(data, shape)
         return Batch(keys, dtypes, arrays, count, lanes, lane_count)
     batch = Batch(keys, dtypes, arrays, count, form=note_inner(shape[dims:]))
     return batch.in_lanes(shape[1 - single : dims]) if ndim > 1 else batch
+
+
+def _check_rectangular(shape: tuple[int, ...]) -> None:
+    if -1 in shape:
+        raise SchemaError(
+            f"the parts of the batch have different batch sizes: its shape is {list(shape)}",
+            hint="extend() by each of them, or let fields, not batch dims, differ in length",
+        )
+
+
+def _check_inner(keys: list[Key], dtypes: list[str], inner: tuple[int, ...]) -> None:
+    """Raise SchemaError if rows with batch dims of their own have fields without a fixed size."""
+    found = [key for key, dtype in zip(keys, dtypes, strict=True) if dtype.startswith(ARROW)]
+    if inner and found:
+        raise SchemaError(
+            f"field {key_name(found[0])!r} has rows of no fixed size, and rows have batch dims of their own, "
+            f"{list(inner)}",
+            hint="store steps as rows: flatten the batch",
+        )
 
 
 def note_inner(shape: tuple[int, ...]) -> str:
@@ -229,40 +194,6 @@ def check_dims(shape: tuple[int, ...], ndim: int, *, single: bool) -> None:
         f"the storage has ndim={ndim}: {'add' if single else 'extend'}() takes at least {ndim - single} "
         f"batch dims, got shape {list(shape)}"
     )
-
-
-def to_columns(keys: list[Key], leaves: Sequence[Any]) -> tuple[list[Array], list[str]]:
-    """Return leaves as arrays, and the names of their dtypes.
-
-    Args:
-        keys: What they are called in messages.
-        leaves: Tensors, or non-tensor entries of a TensorDict.
-
-    Raises:
-        SchemaError: A tensor has a dtype that cannot be stored.
-    """
-    try:
-        return [tensor.numpy() for tensor in leaves], [_NAMES[tensor.dtype] for tensor in leaves]
-    except (RuntimeError, TypeError, AttributeError, KeyError):
-        pass  # one needs gradients, lies on a device, is a bfloat16 or no tensor at all
-    tensors = [isinstance(leaf, torch.Tensor) for leaf in leaves]
-    try:
-        dtypes = [
-            _NAMES[leaf.dtype] if tensor else "object" for leaf, tensor in zip(leaves, tensors, strict=True)
-        ]
-    except KeyError:
-        raise _strange_dtype(keys, leaves) from None
-    arrays = [
-        to_numpy(leaf) if tensor else _non_tensor(leaf, tuple(leaf.batch_size))
-        for leaf, tensor in zip(leaves, tensors, strict=True)
-    ]
-    return arrays, dtypes
-
-
-def _strange_dtype(keys: list[Key], leaves: Sequence[Any]) -> SchemaError:
-    found = zip(keys, leaves, strict=True)
-    key, dtype = next((k, t.dtype) for k, t in found if isinstance(t, torch.Tensor) and t.dtype not in _NAMES)
-    return SchemaError(f"field {key_name(key)!r} has dtype {dtype}, which cannot be stored")
 
 
 def _lanes(data: TensorDictBase, shape: tuple[int, ...]) -> tuple[IntArray, int]:
@@ -415,7 +346,7 @@ class Builder:
         tree = _Tree(schema)
         self._parents = tree.parents
         self._leaves = [
-            (group, name, entry.dtype if entry.dtype in ("bfloat16", "object") else "")
+            (group, name, entry.dtype if entry.dtype in ("bfloat16", "object", ARROW) else "", entry.arrow)
             for (group, name), entry in zip(tree.leaves, schema.fields, strict=True)
         ]
 
@@ -433,8 +364,11 @@ class Builder:
             root: More tensors for its root.
         """
         groups: list[dict[str, Any]] = [{} for _ in range(len(self._parents) + 1)]
-        for (group, name, special), column in zip(self._leaves, columns, strict=True):
-            groups[group][name] = _special(special, column, size) if special else torch.from_numpy(column)
+        for (group, name, special, arrow), column in zip(self._leaves, columns, strict=True):
+            if special:
+                groups[group][name] = _special(special, arrow, column, size)
+            else:
+                groups[group][name] = torch.from_numpy(column)
         groups[0].update(root)
         # Backwards: a group comes after its parent. Nothing is left to validate, which would cost more
         # than reading the rows.
@@ -445,10 +379,12 @@ class Builder:
         return batch
 
 
-def _special(dtype: str, column: Any, size: torch.Size) -> Any:
-    """Return what NumPy has no tensors for: bfloat16, and objects, of this batch size."""
+def _special(dtype: str, arrow: str, column: Any, size: torch.Size) -> Any:
+    """Return what NumPy has no tensors for, of this batch size: bfloat16, rows of no fixed size, objects."""
     if dtype == "bfloat16":
         return torch.from_numpy(np.asarray(column)).view(torch.bfloat16)
+    if dtype == ARROW:
+        return to_entry(column, arrow, size)
     return to_non_tensor(column, size)
 
 

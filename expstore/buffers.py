@@ -23,6 +23,7 @@ from expstore.finding import find_trajectories
 from expstore.keywords import called, check_batch_size, check_drawing, check_predictable, made, refuse
 from expstore.limiter import RateLimiter
 from expstore.patches import Patching
+from expstore.picking import pick
 from expstore.sample_units import SampleUnit, check_unit
 from expstore.samplers.adapted import adapt
 from expstore.samplers.base import Sampler
@@ -218,7 +219,7 @@ class ReplayBuffer(Patching, ShapingHandle, Direct):
             columns = batch.columns(schema)
             kept = reader.transitions(columns)
             if kept is not None:
-                batch, columns = batch.keep(kept), [column[kept] for column in columns]
+                batch, columns = batch.keep(kept), [pick(column, kept) for column in columns]
             if batch.count == 0:
                 return np.full(0 if kept is None else kept.size, -1)
             steps = reader.read(columns, batch)
@@ -565,7 +566,7 @@ class ReplayBuffer(Patching, ShapingHandle, Direct):
             if self._limiter is None and storage.limits[1]:
                 storage.note_limits(0, 0)  # what it had counted is not all any more
             self._reader = StepReader(schema, storage.keys)
-            if not schema.form and storage.ndim == 1 and not self.dim_extend:
+            if not schema.form and not schema.variable and storage.ndim == 1 and not self.dim_extend:
                 self._intake = Intake(schema)
         return schema, self._reader
 

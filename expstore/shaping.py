@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Self, TypeVar, cast
 
 import numpy as np
 import torch
-from tensordict import TensorDictBase, is_tensor_collection
+from tensordict import TensorDictBase, is_tensor_collection, lazy_stack
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from expstore.batches import Batch, Intake
@@ -19,6 +19,8 @@ from expstore.drawing import DrawingHandle
 from expstore.errors import NotFoundError, SchemaError, StateError
 from expstore.forms import Form, form_of, stack, take
 from expstore.limiter import RateLimiter
+from expstore.picking import in_shape
+from expstore.ragged import to_values
 from expstore.samplers.base import Sampler
 from expstore.schema import OBJECT
 from expstore.storages.access import find, layout_of, read_rows, replace_rows
@@ -149,13 +151,11 @@ class ShapingHandle(DrawingHandle):
         if form is None:
             form = self._form = form_of(self._storage)
         if view is None:
-            if len(size) != 1:
-                columns = [column.reshape((*size, *column.shape[1:])) for column in columns]
-            batch = form.build(columns, size, root)
+            batch = form.build(columns if len(size) == 1 else in_shape(columns, size), size, root)
         else:
             batch = self._transform.apply(form.build(columns, (view.ids.size,), root), view)
             if len(size) != 1:
-                batch = batch.reshape(size)
+                batch = _in_shape(batch, size)
         if size:
             batch = self._collated(batch)
         if (more or not form.keyed) and isinstance(batch, TensorDictBase):
@@ -221,6 +221,8 @@ class ShapingHandle(DrawingHandle):
             if field.dtype != OBJECT:
                 places = [storage.place_of(key)]
                 _, (column,) = read_rows(storage, lambda: find(storage, slice(None))[0], places)
+                if field.variable:
+                    return self._placed(to_values(column, field.arrow))
                 tensor = torch.from_numpy(column)
                 return self._placed(tensor.view(torch.bfloat16) if field.dtype == "bfloat16" else tensor)
         batch = self[:]
@@ -337,6 +339,18 @@ class ShapingHandle(DrawingHandle):
         self._hold(storage)
         self._collate_fn = collate_fn
         return former
+
+
+def _in_shape(batch: TensorDictBase, size: tuple[int, ...]) -> Any:
+    """Return rows in a shape: nested tensors have none, so that with them it is made row by row."""
+    if not size:
+        return batch[0]
+    if not any(isinstance(leaf, torch.Tensor) and leaf.is_nested for leaf in batch.values(True, True)):
+        return batch.reshape(size)
+    rows = batch.unbind(0)
+    for length in reversed(size[1:]):
+        rows = [lazy_stack(list(rows[at : at + length])) for at in range(0, len(rows), length)]
+    return lazy_stack(list(rows))
 
 
 def along(values: Any, batch: TensorDictBase) -> Any:

@@ -20,6 +20,7 @@ import torch
 from expstore.episodes import Steps
 from expstore.errors import NotFoundError, SchemaError, StateError
 from expstore.members import Members
+from expstore.picking import pick
 from expstore.schema import Schema
 from expstore.storages.access import append_rows
 from expstore.storages.base import Storage
@@ -304,7 +305,7 @@ class TensorDictMaxValueWriter(Writer):
         if key not in schema:
             raise self._no_key(f"the rows have {schema!r}")
         entry = schema[key]
-        if entry.numpy_dtype.kind not in "fiub" or not entry.row_items:
+        if entry.variable or entry.numpy_dtype.kind not in "fiub" or not entry.row_items:
             raise SchemaError(f"rows cannot be ranked by {key_name(key)!r}: {entry.dtype} {entry.shape}")
 
     def write(
@@ -327,10 +328,10 @@ class TensorDictMaxValueWriter(Writer):
         self._known = None  # what fails in between leaves ranks of rows that are not there
         batch = _Batch.place(storage, storage.capacity, known.tree, ranks)
         if batch.appended.size:
-            chosen = [column[batch.appended] for column in columns]
+            chosen = [pick(column, batch.appended) for column in columns]
             append_rows(storage, chosen, Steps(batch.appended.size), source=source, info="")
         if batch.displaced.size:
-            storage.replace(batch.displaced, [column[batch.replacing] for column in columns])
+            storage.replace(batch.displaced, [pick(column, batch.replacing) for column in columns])
         self._known = self._stamp(storage, known.tree)
         return batch.ids
 

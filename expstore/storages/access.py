@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from expstore.errors import NoRowError, SchemaError, StateError
+from expstore.picking import in_shape, pick
 from expstore.schema import Schema
 from expstore.storages.rows import Rows, now_us
 from expstore.types import Array, IntArray
@@ -56,6 +57,8 @@ def layout_of(storage: Storage, dim: int | None = None) -> Layout:
         ndim=storage.ndim,
         dim=storage.ndim - 1 if dim is None else dim,
         objects=storage.object_rows,
+        variable=storage.keeps_variable,
+        typed=storage.keeps_variable and not storage.keeps_objects,
     )
 
 
@@ -210,7 +213,7 @@ def get(storage: Storage, index: Any, dim: int = 0) -> Any:
 
     _, columns = read_rows(storage, locate)
     form = form_of(storage)
-    rows = form.build([column.reshape((*shape, *column.shape[1:])) for column in columns], shape, {})
+    rows = form.build(in_shape(columns, shape), shape, {})
     return rows if storage.device is None or storage.device.type == "cpu" else _moved(rows, storage.device)
 
 
@@ -367,6 +370,7 @@ def replace_rows(storage: Storage, ids: IntArray, batch: Batch) -> None:
     check_form(batch, schema)
     columns = batch.columns(schema)
     if ids.size > 1:
+        count = ids.size
         ids, last = np.unique(ids[::-1], return_index=True)
-        columns = [column[::-1][last] for column in columns]
+        columns = [pick(column, count - 1 - last) for column in columns]
     storage.change(ids, range(len(columns)), columns)

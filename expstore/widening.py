@@ -1,0 +1,66 @@
+"""Whether values of one Arrow type are values of another, too.
+
+Used where columns of fields without a fixed size are held against a schema. It looks at types, never at
+values; pyarrow is imported when it is asked.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+__all__ = ["fits"]
+
+
+def fits(found: pa.DataType, wanted: pa.DataType) -> bool:
+    """Say whether values of one type are values of another, too, as far as types can say.
+
+    Integers are integers of another width, and floats; whether each fits is seen when they are cast. Nothing
+    becomes text, or of text something else. A struct may lack members.
+
+    >>> import pyarrow as pa
+    >>> fits(pa.int64(), pa.float64()), fits(pa.float64(), pa.int64()), fits(pa.int64(), pa.string())
+    (True, False, False)
+    """
+    import pyarrow as pa
+
+    is_a = pa.types
+    if found.equals(wanted) or is_a.is_null(found):
+        return True
+    if _is_list(found) and _is_list(wanted):
+        return fits(found.value_type, wanted.value_type)
+    if is_a.is_struct(found) and is_a.is_struct(wanted):
+        members = {part.name: part.type for part in wanted}
+        return all(part.name in members and fits(part.type, members[part.name]) for part in found)
+    if is_a.is_integer(found):
+        return is_a.is_integer(wanted) or is_a.is_floating(wanted)
+    pairs = (
+        is_a.is_floating,
+        is_a.is_decimal,
+        is_a.is_timestamp,
+        is_a.is_time,
+        is_a.is_duration,
+        is_a.is_date,
+    )
+    return any(one(found) and one(wanted) for one in (*pairs, _is_text, _is_bytes))
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    import pyarrow as pa
+
+    return isinstance(kind, (pa.ListType, pa.LargeListType, pa.FixedSizeListType))
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    import pyarrow as pa
+
+    return pa.types.is_string(kind) or pa.types.is_large_string(kind)
+
+
+def _is_bytes(kind: pa.DataType) -> bool:
+    import pyarrow as pa
+
+    is_a = pa.types
+    return is_a.is_binary(kind) or is_a.is_large_binary(kind) or is_a.is_fixed_size_binary(kind)
