@@ -22,6 +22,7 @@ from expstore.episodelog import LogEntry
 from expstore.episodes import STATUS
 from expstore.errors import ExpStoreError, QueryError
 from expstore.index import CONFIG
+from expstore.picking import no_rows
 from expstore.pieces import OPEN
 from expstore.relations import ROW_COLUMNS, Column, Relations, call_tops
 from expstore.schema import Schema
@@ -90,6 +91,9 @@ _NUMBERS = ("TINYINT", "SMALLINT", "INTEGER", "BIGINT", "HUGEINT", "FLOAT", "DOU
 _MOST = 1e150
 _ROWS = ("_id", "_index", "_episode", "_step", "_time")
 
+#: What a row of a field without a fixed size is taken to have: a thousand tokens.
+_LOOSE_BYTES = 4096
+
 Path = tuple[str, ...]
 
 
@@ -111,8 +115,9 @@ class Needs:
 
     @property
     def row_bytes(self) -> int:
-        """How many bytes of a row are looked at."""
-        return 24 + sum(self.schema.fields[place].row_bytes for place in self.fields)
+        """About how many bytes of a row are looked at."""
+        fields = [self.schema.fields[place] for place in self.fields]
+        return 24 + sum(_LOOSE_BYTES if entry.variable else entry.row_bytes for entry in fields)
 
 
 class Conditions:
@@ -173,7 +178,7 @@ class Conditions:
                 raise _refusal(str(self), f"{path[0]} changes by itself")
         needs = Needs(fields, tuple(sorted(rows)), schema, tops)
         known = [schema.fields[place] for place in fields]
-        empty = [np.empty((0, *entry.shape), entry.numpy_dtype) for entry in known]
+        empty = [no_rows(entry) for entry in known]
         columns = [*empty, *(np.empty(0, np.int64) for _ in rows)]
         facts = pa.table({name: pa.array([], _FACT_KINDS[name]) for name in self.facts})
         with self._over(needs, np.empty(0, np.int64), columns, facts, None) as (cursor, source):
@@ -242,7 +247,7 @@ class Conditions:
             for name, values in zip(needs.rows, columns[len(fields) :], strict=True)
         ]
         shown += [
-            Column(entry.key, entry.dtype, entry.shape, [values])
+            Column(entry.key, entry.dtype, entry.shape, [values], arrow=entry.arrow)
             for entry, values in zip(fields, columns[: len(fields)], strict=True)
         ]
         with self._cursor(needs) as cursor:

@@ -109,7 +109,7 @@ def _among_rows(
 
 
 def _none(schema: Schema) -> list[Array]:
-    return [np.zeros((0, *entry.shape), entry.numpy_dtype) for entry in schema.fields]
+    return [no_rows(entry) for entry in schema.fields]
 
 
 def _runs(storage: Storage, trajectory_key: NestedKey | None) -> list[IntArray]:

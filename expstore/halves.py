@@ -1,4 +1,5 @@
-"""Columns that cannot be shown to DuckDB as they lie: 16-bit floats, objects, packed and damaged ones.
+"""Columns that cannot be shown to DuckDB as they lie: 16-bit floats, objects, damaged and packed ones, and
+those whose rows have no fixed size.
 
 Used by `relations` for stores that have such fields. It copies no column whole.
 """
@@ -27,6 +28,8 @@ _BATCH_ROWS = 65_536
 _BATCH_BYTES = 1 << 20
 #: and at most so many by one query.
 PACKED_BYTES = 1 << 30
+#: Of rows that have no fixed size, so many at first.
+_FIRST_ROWS = 256
 _NUMBER = "__number"
 
 
@@ -106,18 +109,18 @@ class ShownDataset(ds.InMemoryDataset):  # type: ignore[misc]
         self, batches: Iterator[pa.RecordBatch], packed: Sequence[str], filter: Any
     ) -> Iterator[pa.RecordBatch]:
         """Add packed columns to the rows that pass `filter`."""
-        row_bytes = {name: _bytes_of(self._packed[name].kind) for name in packed}
-        step = max(1, _BATCH_BYTES // sum(row_bytes.values()))
-        first = done = 0
+        pace = _Pace([self._packed[name] for name in packed])
+        first = 0
         for batch in batches:
             chosen = np.arange(len(batch)) if filter is None else _passing(batch, filter)
-            for start in range(0, chosen.size, step):
-                part = chosen[start : start + step]
-                done += part.size
-                if done * sum(row_bytes.values()) > PACKED_BYTES:
-                    names = [self._packed[name].name for name in packed]
-                    raise self._refuse(_too_much(names, PACKED_BYTES // sum(row_bytes.values())))
+            while chosen.size:
+                part, chosen = chosen[: pace.rows], chosen[pace.rows :]
+                try:
+                    pace.go_on(part.size)
+                except QueryError as exc:
+                    raise self._refuse(exc) from None
                 arrays = [self._taken(name, first + part) for name in packed]
+                pace.count(part.size, arrays)
                 yield _beside(batch.take(pa.array(part)), packed, arrays)
             first += len(batch)
 
@@ -133,6 +136,38 @@ class ShownDataset(ds.InMemoryDataset):  # type: ignore[misc]
         return error
 
 
+class _Pace:
+    """Say how many rows come out of columns at a time, and when they are too many.
+
+    Args:
+        columns: The columns.
+    """
+
+    def __init__(self, columns: Sequence[Packed]) -> None:
+        self._names = [column.name for column in columns]
+        widths = [_bytes_of(column.kind) for column in columns]
+        self._open = [place for place, width in enumerate(widths) if width is None]
+        self._width = sum(width for width in widths if width is not None)
+        self._done = self._found = 0
+        #: How many rows to take next: where some have no fixed size, as those before were.
+        self.rows = max(1, _BATCH_BYTES // self._width) if not self._open else _FIRST_ROWS
+
+    def go_on(self, rows: int) -> None:
+        """Raise QueryError if so many more rows are too many."""
+        fixed = (self._done + rows) * self._width
+        if fixed + self._found > PACKED_BYTES:
+            fits = self._done if self._open else PACKED_BYTES // self._width
+            raise _too_much(self._names, fits, packed=not self._open)
+
+    def count(self, rows: int, arrays: Sequence[pa.Array]) -> None:
+        """Take note of rows that came out."""
+        self._done += rows
+        if self._open:
+            self._found += sum(arrays[place].nbytes for place in self._open)
+            width = self._width + self._found // self._done
+            self.rows = max(1, min(2 * self.rows, _BATCH_BYTES // max(1, width), _BATCH_ROWS))
+
+
 def _passing(batch: pa.RecordBatch, filter: Any) -> IntArray:
     """Return the numbers of the rows that pass a filter."""
     numbers = pa.array(np.arange(len(batch)))
@@ -144,18 +179,21 @@ def _beside(batch: pa.RecordBatch, names: Sequence[str], arrays: Sequence[pa.Arr
     return pa.record_batch([*batch.columns, *arrays], names=[*batch.schema.names, *names])
 
 
-def _too_much(fields: Sequence[str], rows: int) -> QueryError:
+def _too_much(fields: Sequence[str], rows: int, *, packed: bool) -> QueryError:
+    why, done = ("are packed", "unpacked") if packed else ("lie one by one", "read")
     return QueryError(
-        f"the query needs more than {rows} rows of {', '.join(fields)}, which are packed: more than "
-        f"{PACKED_BYTES >> 20} MiB would have to be unpacked",
+        f"the query needs more than {rows} rows of {', '.join(fields)}, which {why}: more than "
+        f"{PACKED_BYTES >> 20} MiB would have to be {done}",
         hint="ask for fewer rows (WHERE _id ..., LIMIT), or for their _index and read them with rb[index]",
     )
 
 
-def _bytes_of(kind: pa.DataType) -> int:
+def _bytes_of(kind: pa.DataType) -> int | None:
+    """Return how many bytes a row takes; None: rows differ."""
     if pa.types.is_fixed_size_list(kind):
-        return int(kind.list_size) * _bytes_of(kind.value_type)
-    return int(kind.bit_width) // 8
+        inner = _bytes_of(kind.value_type)
+        return None if inner is None else int(kind.list_size) * inner
+    return max(1, int(kind.bit_width) // 8) if pa.types.is_primitive(kind) else None
 
 
 def _as_texts(values: Array) -> pa.Array:

@@ -10,9 +10,11 @@ from typing import Any
 
 import numpy as np
 
+from expstore.arrowtypes import to_type
+from expstore.schema import Field
 from expstore.types import Array
 
-__all__ = ["in_shape", "pick"]
+__all__ = ["in_shape", "no_rows", "pick"]
 
 
 def pick(column: Any, rows: Array) -> Any:
@@ -26,6 +28,15 @@ def pick(column: Any, rows: Array) -> Any:
         return column[rows]
     numbers = np.flatnonzero(rows) if rows.dtype == np.bool_ else rows
     return column.take(numbers)
+
+
+def no_rows(entry: Field) -> Any:
+    """Return the column of a field in a batch of no rows."""
+    if entry.variable:
+        import pyarrow as pa
+
+        return pa.array([], to_type(entry.arrow))
+    return np.empty((0, *entry.shape), entry.numpy_dtype)
 
 
 def in_shape(columns: Sequence[Any], shape: tuple[int, ...]) -> list[Any]:

@@ -18,6 +18,7 @@ import pyarrow as pa
 from expstore.errors import CorruptionError, ExpStoreError, QueryError
 from expstore.named import named_members
 from expstore.schema import OBJECT
+from expstore.shownvalues import Shown
 from expstore.types import Array, IntArray, Key, Window
 
 __all__ = ["ROW_COLUMNS", "Column", "Relations", "call_tops", "select_episodes"]
@@ -73,6 +74,8 @@ class Column:
         fault: Why it cannot be read; there are no parts then, and queries that need it are refused.
         take: Of a column that cannot be viewed, which has no parts: copies rows out, by their numbers in
             that order.
+        arrow: Of rows without a fixed size the text of their type, as `Field` has it; parts are pyarrow
+            Arrays then, and so is what `take` returns.
     """
 
     key: Key
@@ -80,7 +83,8 @@ class Column:
     shape: tuple[int, ...]
     parts: Sequence[Array]
     fault: CorruptionError | None = None
-    take: Callable[[IntArray], Array] | None = None
+    take: Callable[[IntArray], Any] | None = None
+    arrow: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +180,11 @@ class _Item:
     def __init__(self, name: str, column: Column) -> None:
         self.name = name
         self.column = column
+        self.shape: tuple[int, ...] = ()
+        self.stored = True
+        self.loose = Shown(column.arrow) if column.arrow else None
+        if self.loose is not None:
+            return
         shown, self.kind, width = _SHOWN[column.dtype]
         self.dtype = np.dtype(shown)
         self.shape = () if column.shape == (1,) else column.shape
@@ -185,12 +194,16 @@ class _Item:
         self.stored = 0 not in self.shape
 
     def data(self) -> pa.ChunkedArray:
-        """Return the column as Arrow, not copied."""
+        """Return the column as Arrow, not copied where DuckDB knows it as it lies."""
+        if self.loose is not None:
+            return pa.chunked_array(map(self.loose.of, self.column.parts), self.loose.kind)
         parts = [np.ascontiguousarray(part).reshape(-1).view(self.dtype) for part in self.column.parts]
         return _arrow(parts, pa.from_numpy_dtype(self.dtype), self.shape)
 
     def packed(self) -> Packed:
         """Return how rows of the column come out, as Arrow."""
+        if self.loose is not None:
+            return Packed(".".join(self.column.key), self.loose.kind, self._take)
         kind: pa.DataType = pa.from_numpy_dtype(self.dtype)
         for size in reversed(self.shape):
             kind = pa.list_(kind, size)
@@ -198,11 +211,15 @@ class _Item:
 
     def _take(self, numbers: IntArray) -> pa.ChunkedArray:
         rows = () if self.column.take is None else (self.column.take(numbers),)
+        if self.loose is not None:
+            return pa.chunked_array(map(self.loose.of, rows), self.loose.kind)
         parts = [np.ascontiguousarray(part).reshape(-1).view(self.dtype) for part in rows]
         return _arrow(parts, pa.from_numpy_dtype(self.dtype), self.shape)
 
     def arrow_kind(self) -> pa.DataType:
         """Return the type with which the column is shown."""
+        if self.loose is not None:
+            return self.loose.kind
         kind = pa.float32() if self.column.dtype in _HALF else pa.from_numpy_dtype(self.dtype)
         for size in reversed(self.shape):
             kind = pa.list_(kind, size)

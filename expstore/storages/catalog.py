@@ -289,7 +289,7 @@ class Catalog:
         if schema is None:
             return Relations(window=window)
         fields = len(schema.fields)
-        packed = storage.packed_places
+        packed = storage.packed_places | {n for n, entry in enumerate(schema.fields) if entry.variable}
         places = [place for place in range(fields + len(ROW_FIELDS)) if place not in packed]
         found = dict(zip(places, zip(*_as_readable(storage, places, window), strict=True), strict=True))
         columns = [
@@ -304,7 +304,9 @@ class Catalog:
         columns += [
             Column(entry.key, entry.dtype, entry.shape, *found[place])
             if place in found
-            else Column(entry.key, entry.dtype, entry.shape, (), take=_taking(storage, place, window))
+            else Column(
+                entry.key, entry.dtype, entry.shape, (), take=_taking(storage, place, window), arrow=entry.arrow
+            )
             for place, entry in enumerate(schema.fields)
         ]
         return Relations(columns, window, storage.capacity, rows=own)
