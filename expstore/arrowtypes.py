@@ -1,7 +1,7 @@
 """Types of fields without a fixed size, as text: strings, lists, structs, tensors of any length.
 
-Used by schemas, which keep the text, and by whoever needs the Arrow type behind it. It looks at types and
-never at values, but for casting a column; pyarrow is imported when a type is asked for.
+Used by schemas, which keep the text, and by whoever needs the Arrow type behind it. It looks at types,
+never at values; pyarrow is imported when a type is asked for.
 """
 
 from __future__ import annotations
@@ -12,10 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from expstore.errors import SchemaError
-from expstore.types import Array, Key, key_name
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -24,7 +21,6 @@ __all__ = [
     "Ragged",
     "check_text",
     "describe",
-    "fit_arrow",
     "ragged_of",
     "ragged_text",
     "ragged_type",
@@ -148,94 +144,6 @@ def describe(text: str) -> str:
     ('list<int32[2]>', 'int32[?, 3]')
     """
     return _describe(json.loads(text))
-
-
-def fit_arrow(key: Key, text: str, column: Any, dtype: str = "") -> pa.Array:
-    """Return a column as an Arrow array of the type that a field has.
-
-    Args:
-        key: The field's, for messages.
-        text: Of its type.
-        column: A pyarrow.Array; or an array of shape `(n, *row shape)`, whose rows are all of one size.
-        dtype: Of such an array, as of a `Field` of fixed size; "": as NumPy calls it.
-
-    Raises:
-        SchemaError: It is something else, or values would be lost.
-    """
-    import pyarrow as pa
-
-    kind = to_type(text)
-    try:
-        if isinstance(column, np.ndarray):
-            column = _from_numpy(column, ragged_of(text), dtype or str(column.dtype))
-        if isinstance(column, pa.ChunkedArray):
-            column = column.combine_chunks()
-        if isinstance(column, pa.Array):
-            found = ragged_of(text)
-            fitted = column if column.type.equals(kind) else column.cast(kind)
-            if found is not None:
-                _check_ragged(fitted, found)
-            return fitted
-    except (pa.ArrowInvalid, pa.ArrowNotImplementedError, pa.ArrowTypeError, ValueError) as exc:
-        reason = str(exc).splitlines()[0]
-        given = f"{dtype}{list(column.shape[1:])}" if isinstance(column, np.ndarray) else column.type
-        raise SchemaError(
-            f"field {key_name(key)!r}: expected {describe(text)}, got {given}", hint=reason
-        ) from exc
-    raise SchemaError(f"field {key_name(key)!r}: expected {describe(text)}, got a {type(column).__name__}")
-
-
-def _from_numpy(column: Array, found: Ragged | None, dtype: str) -> pa.Array:
-    """Return rows of one shape as rows of any shape."""
-    import pyarrow as pa
-
-    rows, shape = len(column), column.shape[1:]
-    wanted = dtype if found is None else found.dtype
-    if column.dtype.hasobject or (found is None and dtype == "bfloat16"):
-        raise ValueError(f"Arrow has no {dtype}")
-    if dtype != wanted and "bfloat16" in (dtype, wanted):
-        raise ValueError(f"values are {dtype}, not {wanted}")
-    if found is not None and len(shape) != len(found.shape):
-        raise ValueError(f"rows have {len(shape)} dims, not {len(found.shape)}")
-    flat = np.ascontiguousarray(column).reshape(-1)
-    values = pa.array(flat.view(np.float32) if flat.dtype == np.complex64 else flat)
-    if flat.dtype == np.complex64:
-        values = pa.FixedSizeListArray.from_arrays(values, 2)
-    if found is not None and not found.is_list:
-        each = int(np.prod(shape))
-        data = pa.ListArray.from_arrays(pa.array(np.arange(rows + 1) * each, pa.int32()), values)
-        shapes = pa.array(np.tile(np.array(shape, np.int32), rows))
-        return pa.StructArray.from_arrays(
-            [data, pa.FixedSizeListArray.from_arrays(shapes, len(shape))], ["data", "shape"]
-        )
-    for size in reversed(shape[1:]):
-        values = pa.FixedSizeListArray.from_arrays(values, size)
-    if shape:
-        values = pa.ListArray.from_arrays(pa.array(np.arange(rows + 1) * shape[0], pa.int32()), values)
-    return values
-
-
-def _check_ragged(column: pa.Array, found: Ragged) -> None:
-    """Raise ValueError unless rows are tensors: without gaps, of as many values as their shapes say."""
-    import pyarrow as pa
-
-    values = column.flatten() if found.is_list else column.field(0).flatten()
-    while isinstance(values, pa.FixedSizeListArray):
-        values = values.flatten()
-    if values.null_count:
-        raise ValueError("a tensor has no value in some place")
-    if found.is_list or not len(column):
-        return
-    valid = column.drop_null()
-    data, shapes = valid.flatten()
-    if data.null_count or shapes.null_count:
-        raise ValueError("a tensor has no values, or no shape")
-    sizes = shapes.flatten().to_numpy().reshape(len(valid), -1)
-    if (sizes.prod(axis=1) != data.value_lengths().to_numpy()).any():
-        raise ValueError("a tensor has not as many values as its shape says")
-    for place, size in enumerate(found.shape):
-        if size is not None and (sizes[:, place] != size).any():
-            raise ValueError(f"dim {place} of a tensor is not {size}")
 
 
 def _dumps(data: Any) -> str:

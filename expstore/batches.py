@@ -35,6 +35,7 @@ __all__ = [
     "to_non_tensor",
 ]
 
+
 @dataclass(slots=True)
 class Batch:
     """Hold a batch as columns, in the order of the TensorDict.

@@ -17,6 +17,7 @@ from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, is_ten
 from expstore.batches import Builder
 from expstore.errors import NotFoundError, StateError
 from expstore.forms import form_of
+from expstore.picking import no_rows
 from expstore.query import NAMES, Trajectory, check_predicate, split
 from expstore.samplers.keyedruns import Trajectories
 from expstore.schema import Schema

@@ -213,7 +213,9 @@ def _walk(data: Any, path: Key, keys: list[Key], leaves: list[Any], *, typed: bo
         raise SchemaError(
             "expected a TensorDict, a tensor, or a tree (dict or tuple) of tensors, "
             f"got {type(data).__name__}{where}",
-            hint="a column of values is a list" if typed else "objects of other kinds are kept by a ListStorage",
+            hint="a column of values is a list"
+            if typed
+            else "objects of other kinds are kept by a ListStorage",
         )
     keys.append(path or DATA)
     leaves.append(torch.as_tensor(data) if leaf is None else leaf)

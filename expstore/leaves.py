@@ -19,6 +19,7 @@ from expstore.types import Array, Key, key_name
 
 __all__ = ["check_alike", "leaves_of", "to_columns", "to_numpy", "to_objects"]
 
+
 def leaves_of(
     data: TensorDictBase, path: Key, skip: frozenset[str], keys: list[Key], leaves: list[Any]
 ) -> None:
@@ -127,5 +128,3 @@ def _strange_dtype(keys: list[Key], leaves: Sequence[Any]) -> SchemaError:
     found = zip(keys, leaves, strict=True)
     key, dtype = next((k, t.dtype) for k, t in found if isinstance(t, torch.Tensor) and t.dtype not in NAMES)
     return SchemaError(f"field {key_name(key)!r} has dtype {dtype}, which cannot be stored")
-
-

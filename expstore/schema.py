@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from expstore.arrowtypes import check_text, describe, fit_arrow
+from expstore.arrowtypes import check_text, describe
 from expstore.errors import CorruptionError, SchemaError
+from expstore.fitting import fit_arrow
 from expstore.types import Array, Key, key_name, to_key
 
 __all__ = ["ARROW", "DTYPES", "OBJECT", "Field", "Schema", "arrow_dtype", "is_name"]
@@ -325,9 +326,10 @@ def _fit(entry: Field, dtype: str, column: Array) -> Array:
         fitted: Any = fit_arrow(entry.key, entry.arrow, column, dtype)
         return fitted  # type: ignore[no-any-return]
     if dtype.startswith(_ARROW):
+        text = dtype.removeprefix(_ARROW)
         raise SchemaError(
-            f"field {key_name(entry.key)!r}: expected {entry}, got {describe(dtype.removeprefix(_ARROW))}",
-            hint="rows of a field of fixed size are all of one shape",
+            f"field {key_name(entry.key)!r}: expected {entry}, got {describe(text) if text else 'None'}",
+            hint="rows of a field of fixed size are all of one shape; schema= of a new store says otherwise",
         )
     if column.shape[1:] != entry.shape:
         raise SchemaError(

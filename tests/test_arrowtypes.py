@@ -14,13 +14,13 @@ from expstore.arrowtypes import (
     Ragged,
     check_text,
     describe,
-    fit_arrow,
     ragged_of,
     ragged_text,
     to_type,
     type_text,
 )
 from expstore.errors import SchemaError
+from expstore.fitting import fit_arrow
 from expstore.schema import ARROW, Field, Schema, arrow_dtype
 
 TYPES = [

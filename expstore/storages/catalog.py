@@ -305,7 +305,12 @@ class Catalog:
             Column(entry.key, entry.dtype, entry.shape, *found[place])
             if place in found
             else Column(
-                entry.key, entry.dtype, entry.shape, (), take=_taking(storage, place, window), arrow=entry.arrow
+                entry.key,
+                entry.dtype,
+                entry.shape,
+                (),
+                take=_taking(storage, place, window),
+                arrow=entry.arrow,
             )
             for place, entry in enumerate(schema.fields)
         ]

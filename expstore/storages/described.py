@@ -29,6 +29,8 @@ class Described:
     lock: threading.RLock
     #: Whether rows may be of no fixed size.
     keeps_variable = False
+    #: Whether fields may hold any Python object; otherwise values become columns of Arrow.
+    keeps_objects = False
     schema: Schema | None
     #: As `expstore.spectext` has them; "": nothing is known.
     specs: str = ""

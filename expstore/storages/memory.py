@@ -47,6 +47,7 @@ class MemoryStorage(PortableStorage, VersionedStorage):
 
     kind = "memory"
     keeps_variable = True
+    keeps_objects = True
 
     def __init__(self, capacity: int | None = None, *, seed: int = 0, ndim: int = 1) -> None:
         super().__init__(capacity, ndim=ndim)
