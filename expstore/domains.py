@@ -13,16 +13,20 @@ import numpy as np
 import torch
 from tensordict import NonTensorData
 
+from expstore.arrowtypes import ragged_of
 from expstore.batches import Batch, StepReader
 from expstore.errors import SchemaError, StateError
-from expstore.schema import Schema
+from expstore.leaves import to_objects
+from expstore.picking import pick
+from expstore.ragged import to_tensor
+from expstore.schema import Field, Schema
 from expstore.specs import Composite, TensorSpec
 from expstore.specs.base import LeafSpec
 from expstore.specs.shapes import safe
 from expstore.specs.text import read_stored, to_text
 from expstore.spectext import describe, unpack_specs
 from expstore.storages.base import Storage
-from expstore.types import Array, Key, key_name
+from expstore.types import Key, key_name
 
 __all__ = ["NO_DOMAIN", "Domain", "asks_for_domain", "check_domain", "fitting", "row_text", "specs_of"]
 
@@ -120,8 +124,8 @@ def check_domain(storage: Storage, batch: Batch, known: Domain) -> Domain:
         spec = specs[key]
         if spec is None or place < 0:
             continue
-        column = columns[place] if kept is None else columns[place][kept]
-        values = _values(column, schema.fields[place].dtype)
+        column = columns[place] if kept is None else pick(columns[place], kept)
+        values = _values(column, schema.fields[place])
         bad = _first_bad(spec, values)
         if bad >= 0:
             allowed = describe(unpack_specs(to_text(spec)))
@@ -133,10 +137,14 @@ def check_domain(storage: Storage, batch: Batch, known: Domain) -> Domain:
     return text, specs
 
 
-def _values(column: Array, dtype: str) -> Any:
-    """Return a column as its spec takes it: a tensor, or a list of objects."""
+def _values(column: Any, field: Field) -> Any:
+    """Return a column as its spec takes it: a tensor, a list of tensors, or an array of objects."""
+    dtype = field.dtype
     if dtype == "object":
         return column
+    if field.variable:
+        found = ragged_of(field.arrow)
+        return to_objects(column.to_pylist()) if found is None else list(to_tensor(column, found).unbind(0))
     values = torch.from_numpy(column if column.flags.writeable else column.copy())
     return values.view(torch.bfloat16) if dtype == "bfloat16" else values
 
@@ -150,7 +158,7 @@ def _first_bad(spec: TensorSpec, values: Any) -> int:
     """Return the number of the first row that a spec does not allow; -1: it allows all."""
     if isinstance(values, np.ndarray):
         values = [NonTensorData(value, batch_size=safe(spec.shape)) for value in values]
-    elif spec.is_in(values):
+    elif isinstance(values, torch.Tensor) and spec.is_in(values):
         return -1
     if not isinstance(values, torch.Tensor) or not isinstance(spec, LeafSpec):
         return next((number for number, value in enumerate(values) if not spec.is_in(value)), -1)

@@ -100,7 +100,7 @@ def _from_numpy(column: Array, found: Ragged | None, dtype: str) -> pa.Array:
     if not shape:
         import pyarrow as pa
 
-        return pa.array(column)
+        return pa.array(column.copy())  # what the user does to it later is not to reach the store
     return _to_ragged(column, Ragged(dtype, (None, *shape[1:])), dtype)
 
 
@@ -110,7 +110,8 @@ def _to_ragged(column: Array, wanted: Ragged, dtype: str) -> pa.Array:
         raise ValueError("a row is one number, not a tensor with dims")
     found = Ragged(dtype, (None, *shape[1:]))
     shapes = np.tile(np.array(shape, np.int64), (len(column), 1))
-    return convert(join(found, np.ascontiguousarray(column).reshape(-1), shapes), found, wanted)
+    flat = np.array(column, order="C").reshape(-1)  # what the user does to it later is not to reach the store
+    return convert(join(found, flat, shapes), found, wanted)
 
 
 def _check_ragged(column: pa.Array, found: Ragged) -> None:

@@ -23,9 +23,10 @@ from tensordict import (
 from expstore.arrowtypes import Ragged, ragged_text, type_text
 from expstore.arrowvalues import column_of
 from expstore.errors import SchemaError
+from expstore.fitting import fit_arrow
 from expstore.leaves import check_alike, to_columns, to_objects
 from expstore.ragged import from_nested, from_tensors
-from expstore.schema import OBJECT, arrow_dtype
+from expstore.schema import OBJECT, Field, arrow_dtype
 from expstore.types import Key, key_name
 
 __all__ = ["UNKNOWN", "column_of_rows", "columns_of", "has_lazy", "is_loose", "leaves_of_rows", "single_rows"]
@@ -193,3 +194,36 @@ def columns_of(
         arrays.append(array)
         dtypes.append(dtype)
     return arrays, dtypes
+
+
+def fit_values(entry: Field, value: Any, count: int, *, spread: bool) -> Any:
+    """Return values of a field without a fixed size as a column of so many rows.
+
+    Args:
+        entry: The field.
+        value: One per row, in a list or a nested tensor, or along the first dim; or an entry of a TensorDict.
+        count: How many rows.
+        spread: One value may stand for all.
+
+    Raises:
+        SchemaError: They are not as many, or do not fit.
+    """
+    rows = value
+    if is_non_tensor(value):
+        rows = value.tolist() if len(value.batch_size) else [value.data]
+    elif isinstance(value, torch.Tensor) and not value.is_nested:
+        rows = list(value.unbind(0)) if value.ndim else [value]
+    elif isinstance(value, (str, bytes)) or value is None:
+        rows = [value]
+    elif isinstance(value, np.ndarray):
+        rows = list(value)
+    if isinstance(rows, list) and len(rows) == 1 and spread:
+        rows = rows * count
+    found = rows.size(0) if isinstance(rows, torch.Tensor) else len(rows)
+    if found != count:
+        raise SchemaError(
+            f"shape mismatch for {key_name(entry.key)!r}: got {found} values for {count} rows",
+            hint="give a list of one value per row",
+        )
+    column, dtype = column_of_rows(entry.key, rows, typed=True)
+    return fit_arrow(entry.key, entry.arrow, column, dtype)

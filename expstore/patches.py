@@ -20,6 +20,8 @@ from numpy.typing import NDArray
 from tensordict import TensorDictBase
 
 from expstore.errors import NotFoundError, SchemaError, StateError
+from expstore.looserows import fit_values
+from expstore.picking import pick
 from expstore.samplers.base import Sampler
 from expstore.schema import OBJECT, Field
 from expstore.storages.access import find
@@ -199,7 +201,7 @@ class Patching:
                 fields[key] = self._versions(key, version, ids.size)
                 rejected = live & ~self._accepted(key, fields[key], ids, live, require_newer)
                 live &= ~rejected
-            self._apply(ids[live], {key: values[live] for key, values in fields.items()})
+            self._apply(ids[live], {key: pick(values, live) for key, values in fields.items()})
         return ConditionalUpdateResult(
             torch.from_numpy(live), None if rejected is None else torch.from_numpy(rejected)
         )
@@ -257,7 +259,7 @@ class Patching:
         if not (ids.size and fields):
             return
         names, last = np.unique(ids[::-1], return_index=True)
-        columns = [np.ascontiguousarray(values[::-1][last]) for values in fields.values()]
+        columns = [pick(values, ids.size - 1 - last) for values in fields.values()]
         self._storage.change(names, [self._storage.place_of(key) for key in fields], columns)
 
     def _fitted(self, key: Key, value: Any, shape: tuple[int, ...], *, spread: bool = True) -> Array:
@@ -266,6 +268,9 @@ class Patching:
         Shape `(n, *row shape)`.
         """
         entry = self._field_of(key)
+        if entry.variable:
+            loose: Any = fit_values(entry, value, math.prod(shape), spread=spread)
+            return loose  # type: ignore[no-any-return]
         array = _as_field(entry, value)
         wanted = (*shape, *entry.shape)
         if _narrow(array.shape) == _narrow(wanted):

@@ -7,19 +7,29 @@ jagged nested tensor over the memory that was read; it is never copied a second 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pyarrow as pa
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
+from torch.utils.dlpack import from_dlpack
 
 from expstore.arrowtypes import Ragged, ragged_of
 from expstore.errors import SchemaError
 from expstore.raggedcolumns import join, part, shape_of
 from expstore.types import IntArray, Key, key_name
 
-__all__ = ["NAMES", "from_nested", "from_tensors", "stack_values", "to_entry", "to_tensor", "to_values"]
+__all__ = [
+    "NAMES",
+    "from_nested",
+    "from_tensors",
+    "rows_between",
+    "stack_values",
+    "to_entry",
+    "to_tensor",
+    "to_values",
+]
 
 #: Dtypes of tensors by name.
 _DTYPES = {name: getattr(torch, name) for name in (
@@ -132,22 +142,52 @@ def to_tensor(column: pa.Array, found: Ragged) -> torch.Tensor:
         values = values.reshape(-1, *(size or 0 for size in found.shape[1:]))
         nested: torch.Tensor = torch.nested.nested_tensor_from_jagged(values, torch.from_numpy(offsets))
         return nested
-    if not len(column):  # torch's own view of no rows is no memory at all
-        return torch.nested.nested_tensor([], dtype=values.dtype)
     sizes = column.field("shape").flatten().to_numpy().astype(np.int64).reshape(len(column), -1)
+    return _strided(values, sizes, offsets[:-1].copy())
+
+
+def _strided(values: torch.Tensor, sizes: IntArray, starts: IntArray) -> torch.Tensor:
+    """Return tensors of these sizes, each C-contiguous in `values`, as a nested tensor over that memory."""
+    if not len(sizes):  # torch reads beyond a view of no rows
+        return torch.nested.nested_tensor([], dtype=values.dtype)
     strides = np.ones_like(sizes)
     for dim in range(sizes.shape[1] - 2, -1, -1):
         strides[:, dim] = strides[:, dim + 1] * sizes[:, dim + 1]
-    parts = (torch.from_numpy(part) for part in (sizes, strides, offsets[:-1].copy()))
-    view: torch.Tensor = torch._nested_view_from_buffer(values, *parts)  # type: ignore[attr-defined]
+    parts = map(torch.from_numpy, (sizes, strides, starts))
+    view: torch.Tensor = torch._nested_view_from_buffer(values, *parts)
     return view
+
+
+def rows_between(batch: Any, start: int, stop: int) -> Any:
+    """Return rows of a TensorDict that follow one another: `batch[start:stop]`, of nested tensors, too."""
+    nested = [
+        key for key, leaf in batch.items(True, True) if isinstance(leaf, torch.Tensor) and leaf.is_nested
+    ]
+    if not nested:
+        return batch[start:stop]
+    found = batch.exclude(*nested)[start:stop]
+    for key in nested:
+        found.set(key, _between(batch.get(key), start, stop))
+    return found
+
+
+def _between(nested: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    if nested.layout is torch.jagged:
+        offsets: torch.Tensor = cast(Any, nested).offsets()[start : stop + 1]
+        values = nested.values()[int(offsets[0]) : int(offsets[-1])]
+        part: torch.Tensor = torch.nested.nested_tensor_from_jagged(values, offsets - offsets[0])
+        return part
+    rows = nested.unbind(0)[start:stop]
+    sizes = np.array([tuple(row.shape) for row in rows], np.int64)
+    ends = np.cumsum(sizes.prod(1)) if rows else np.zeros(0, np.int64)
+    return _strided(torch.cat([row.reshape(-1) for row in rows]), sizes, ends - sizes.prod(1))
 
 
 def _tensor_of(flat: pa.Array, dtype: str) -> torch.Tensor:
     """Return flat values as a tensor, of the same memory unless they are bits."""
     if dtype == "bool":
         return torch.from_numpy(flat.to_numpy(zero_copy_only=False).copy())
-    tensor = torch.from_dlpack(flat)
+    tensor: torch.Tensor = from_dlpack(flat)
     return tensor if tensor.dtype is _DTYPES[dtype] else tensor.view(_DTYPES[dtype])
 
 

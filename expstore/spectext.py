@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any
 
+from expstore.arrowtypes import ragged_of
 from expstore.errors import CorruptionError, MigrationError, SchemaError
 from expstore.schema import OBJECT, Schema
 from expstore.types import Key, key_name
@@ -138,17 +139,19 @@ def check_specs(text: str, schema: Schema) -> None:
                 hint=f"give rows this field, or specs without it; the rows have {schema!r}",
             )
         field = schema[key]
+        loose = ragged_of(field.arrow) if field.variable else None
         if dtype is None:  # of objects, which have no shape of their own
-            if field.dtype != OBJECT:
+            if field.dtype != OBJECT and (loose is not None or not field.variable):
                 raise SchemaError(
                     f"field {key_name(key)!r}: the specs say objects, the rows have {field}",
                     hint="specs describe one row as it is stored",
                 )
             continue
-        fits = len(shape) == len(field.shape) and all(
-            asked in (-1, size) for asked, size in zip(shape, field.shape, strict=True)
+        own = (field.dtype, field.shape) if loose is None else (loose.dtype, loose.shape)
+        fits = len(shape) == len(own[1]) and all(
+            asked in (-1, size) for asked, size in zip(shape, own[1], strict=True)
         )
-        if not fits or dtype != field.dtype:
+        if not fits or dtype != own[0]:
             raise SchemaError(
                 f"field {key_name(key)!r}: the specs say {said}, the rows have {field}",
                 hint="specs describe one row as it is stored",

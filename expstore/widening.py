@@ -27,7 +27,7 @@ def fits(found: pa.DataType, wanted: pa.DataType) -> bool:
     import pyarrow as pa
 
     is_a = pa.types
-    if found.equals(wanted) or is_a.is_null(found):
+    if found == wanted or is_a.is_null(found):
         return True
     if _is_list(found) and _is_list(wanted):
         return fits(found.value_type, wanted.value_type)
@@ -35,7 +35,7 @@ def fits(found: pa.DataType, wanted: pa.DataType) -> bool:
         members = {part.name: part.type for part in wanted}
         return all(part.name in members and fits(part.type, members[part.name]) for part in found)
     if is_a.is_integer(found):
-        return is_a.is_integer(wanted) or is_a.is_floating(wanted)
+        return bool(is_a.is_integer(wanted) or is_a.is_floating(wanted))
     pairs = (
         is_a.is_floating,
         is_a.is_decimal,
@@ -56,11 +56,11 @@ def _is_list(kind: pa.DataType) -> bool:
 def _is_text(kind: pa.DataType) -> bool:
     import pyarrow as pa
 
-    return pa.types.is_string(kind) or pa.types.is_large_string(kind)
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
 
 
 def _is_bytes(kind: pa.DataType) -> bool:
     import pyarrow as pa
 
     is_a = pa.types
-    return is_a.is_binary(kind) or is_a.is_large_binary(kind) or is_a.is_fixed_size_binary(kind)
+    return bool(is_a.is_binary(kind) or is_a.is_large_binary(kind) or is_a.is_fixed_size_binary(kind))

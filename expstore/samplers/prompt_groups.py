@@ -194,7 +194,7 @@ class PromptGroupSampler(Sampler):
         starts = np.append(np.flatnonzero(np.append(True, np.diff(names[order]) != 0)), names.size)
         rewards = None
         if needs:
-            if columns[1].dtype.kind not in "fiub":
+            if not isinstance(columns[1], np.ndarray) or columns[1].dtype.kind not in "fiub":
                 raise TypeError(
                     f"The {self.strategy!r} strategy requires reward_key={self.reward_key} to hold numbers."
                 )
@@ -232,11 +232,12 @@ def _most_varied(rewards: Array, count: int) -> int:
     return int(np.argmax(np.where(widest, total, -np.inf)))
 
 
-def _numbered(column: Array) -> IntArray:
+def _numbered(column: Any) -> IntArray:
     """Return whole numbers that are equal where values are. Shapes `(n, ...)` in, `(n,)` out."""
-    if column.dtype.kind == "O":
+    if not isinstance(column, np.ndarray) or column.dtype.kind == "O":
+        values = column.tolist() if isinstance(column, np.ndarray) else column.to_pylist()
         known: dict[Any, int] = {}
-        return np.array([known.setdefault(_hashable(value), len(known)) for value in column.tolist()])
+        return np.array([known.setdefault(_hashable(value), len(known)) for value in values])
     flat = column.reshape(len(column), -1)
     _, numbers = np.unique(flat if flat.shape[1] > 1 else flat[:, 0], axis=0, return_inverse=True)
     return numbers.reshape(-1)
@@ -245,7 +246,9 @@ def _numbered(column: Array) -> IntArray:
 def _hashable(value: Any) -> Any:
     if hasattr(value, "tolist"):
         value = value.tolist()
-    return tuple(value) if isinstance(value, list) else value
+    if isinstance(value, dict):
+        return tuple((name, _hashable(part)) for name, part in value.items())
+    return tuple(map(_hashable, value)) if isinstance(value, list) else value
 
 
 def _of_items(items: Array, key: Key) -> Array:

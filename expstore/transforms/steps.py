@@ -18,7 +18,8 @@ import torch
 from numpy.typing import NDArray
 
 from expstore.errors import SchemaError, StateError
-from expstore.schema import OBJECT
+from expstore.picking import in_shape
+from expstore.schema import ARROW, OBJECT
 from expstore.types import Array, IntArray, Key, given_key, key_name, to_key
 
 if TYPE_CHECKING:
@@ -160,7 +161,8 @@ class StepView:
             keys: Of the fields.
 
         Returns:
-            One array per field. Shapes `(*ids.shape, *row shape)`.
+            One array per field. Shapes `(*ids.shape, *row shape)`; of rows without a fixed size pyarrow
+            Arrays, flat.
 
         Raises:
             SchemaError: There is no such field.
@@ -168,7 +170,7 @@ class StepView:
         flat = np.ascontiguousarray(ids).reshape(-1)
         self._show(flat)
         columns = self.storage.read(flat, [self.storage.place_of(key) for key in keys])
-        return [column.reshape(*ids.shape, *column.shape[1:]) for column in columns]
+        return in_shape(columns, ids.shape)
 
     def tensor(self, ids: IntArray, key: Key) -> torch.Tensor:
         """Return a field of rows as a tensor, which owns its memory.
@@ -185,8 +187,8 @@ class StepView:
         """
         (column,) = self.read(ids, [key])
         dtype = self.storage.require_schema()[key].dtype
-        if dtype == OBJECT:
-            raise SchemaError(f"{key_name(key)!r} must be a field of tensors, but it holds objects")
+        if dtype in (OBJECT, ARROW):
+            raise SchemaError(f"{key_name(key)!r} must be a field of tensors of one size, but it is {dtype}")
         values = torch.from_numpy(column)
         return values.view(torch.bfloat16) if dtype == "bfloat16" else values
 
@@ -207,7 +209,7 @@ class StepView:
         dtype = self.storage.require_schema()[key].dtype
         if dtype == "bfloat16":
             return (column.astype(np.uint32) << np.uint32(16)).view(np.float32)
-        if dtype in (OBJECT, "complex64"):
+        if dtype in (OBJECT, ARROW, "complex64"):
             raise SchemaError(f"{key_name(key)!r} must be a field of numbers, but it has dtype {dtype}")
         return column if column.dtype == np.float32 else column.astype(np.float64)
 
