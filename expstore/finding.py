@@ -19,7 +19,7 @@ from expstore.errors import NotFoundError, StateError
 from expstore.forms import form_of
 from expstore.picking import no_rows
 from expstore.query import NAMES, Trajectory, check_predicate, split
-from expstore.ragged import rows_between
+from expstore.raggedrows import take_rows
 from expstore.samplers.keyedruns import Trajectories
 from expstore.schema import Schema
 from expstore.storages.access import read_present
@@ -178,7 +178,7 @@ def _read(storage: Storage, plan: _Plan, runs: Sequence[IntArray]) -> Iterator[t
     at = 0
     for length in lengths:
         if length:
-            yield ids[at : at + length], Trajectory(rows_between(batch, at, at + length))
+            yield ids[at : at + length], Trajectory(take_rows(batch, slice(at, at + length)))
         at += length
 
 

@@ -101,7 +101,8 @@ def take(data: Any, layout: Layout, *, single: bool = False, skip: frozenset[str
             ) from exc
     kind = type(data) if is_tensorclass(data) else None
     if kind is not None:
-        data = data.to_tensordict()
+        lazy = layout.variable and isinstance(data._tensordict, LazyStackedTensorDict)
+        data = lazy_stack([row.to_tensordict() for row in data.unbind(0)]) if lazy else data.to_tensordict()
     if isinstance(data, TensorDictBase):
         if layout.dim and not single:
             check_dims(tuple(data.batch_size), layout.dim + 1, single=False)

@@ -219,6 +219,11 @@ def fit_values(entry: Field, value: Any, count: int, *, spread: bool) -> Any:
         rows = list(value)
     if isinstance(rows, list) and len(rows) == 1 and spread:
         rows = rows * count
+    if not isinstance(rows, (list, torch.Tensor)):
+        raise SchemaError(
+            f"field {key_name(entry.key)!r} takes {entry}, got {type(value).__name__}",
+            hint="give a list of one value per row",
+        )
     found = rows.size(0) if isinstance(rows, torch.Tensor) else len(rows)
     if found != count:
         raise SchemaError(

@@ -11,6 +11,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase, is_tensor_collection
 from torch.utils._pytree import tree_map
 
+from expstore.raggedrows import join_rows, take_rows
 from expstore.routing import check_members
 from expstore.types import Array, IntArray
 
@@ -19,6 +20,8 @@ __all__ = ["columns_of", "cut", "join", "pairs", "told_of"]
 
 def cut(batch: Any, rows: slice) -> Any:
     """Return some rows of a batch."""
+    if isinstance(batch, TensorDictBase) and batch.batch_dims == 1:
+        return take_rows(batch, rows)
     if is_tensor_collection(batch) or isinstance(batch, list):
         return batch[rows]
     return tree_map(lambda leaf: leaf[rows], batch)
@@ -26,6 +29,8 @@ def cut(batch: Any, rows: slice) -> Any:
 
 def join(batches: list[Any]) -> Any:
     """Return the rows of batches, one behind another."""
+    if isinstance(batches[0], TensorDictBase) and batches[0].batch_dims == 1:
+        return join_rows(batches)
     if is_tensor_collection(batches[0]):
         return torch.cat(batches)
     if isinstance(batches[0], list):

@@ -17,7 +17,7 @@ from typing import Any, Self, TypeAlias
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from tensordict import TensorDictBase
+from tensordict import TensorDictBase, is_non_tensor
 
 from expstore.errors import NotFoundError, SchemaError, StateError
 from expstore.looserows import fit_values
@@ -365,12 +365,10 @@ class Patching:
 
 def leaves_of(fields: Patch) -> dict[Key, Any]:
     """Return values by key, nested mappings unfolded."""
-    if isinstance(fields, TensorDictBase):
-        return {to_key(key): value for key, value in fields.items(include_nested=True, leaves_only=True)}
     found: dict[Key, Any] = {}
     for name, value in fields.items():
         key = to_key(name)
-        if isinstance(value, (Mapping, TensorDictBase)):
+        if isinstance(value, (Mapping, TensorDictBase)) and not is_non_tensor(value):
             found |= {(*key, *rest): leaf for rest, leaf in leaves_of(value).items()}
         else:
             found[key] = value

@@ -7,7 +7,7 @@ jagged nested tensor over the memory that was read; it is never copied a second 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -24,8 +24,10 @@ __all__ = [
     "NAMES",
     "from_nested",
     "from_tensors",
-    "rows_between",
+    "is_packed",
+    "jagged",
     "stack_values",
+    "strided",
     "to_entry",
     "to_tensor",
     "to_values",
@@ -72,12 +74,29 @@ def from_nested(key: Key, nested: torch.Tensor) -> tuple[Ragged, pa.Array]:
     Raises:
         SchemaError: It cannot be kept.
     """
-    rows, jagged = nested.detach().unbind(0), nested.layout is torch.jagged
+    jagged = nested.layout is torch.jagged
+    if jagged and is_packed(nested) and nested.size(0):
+        return _from_packed(key, nested)
+    rows = nested.detach().unbind(0)
     if rows:
         return from_tensors(key, rows, jagged=jagged)
     shape = (None, *map(int, nested.shape[2:])) if jagged else (None,)
     empty = torch.zeros(0, dtype=nested.dtype)
     return _column(key, _name_of(key, nested.dtype), shape, [empty], np.zeros((0, len(shape)), np.int64))
+
+
+def is_packed(nested: Any) -> bool:
+    """Say whether a jagged tensor's rows lie one behind another, and differ in their first dim."""
+    return nested.lengths() is None and nested._ragged_idx == 1
+
+
+def _from_packed(key: Key, nested: Any) -> tuple[Ragged, pa.Array]:
+    values, offsets = nested.values().detach(), nested.offsets().cpu().numpy()
+    values = values[int(offsets[0]) : int(offsets[-1])]
+    trailing = tuple(map(int, values.shape[1:]))
+    lengths = np.diff(offsets)
+    shapes = np.stack([lengths, *(np.full(lengths.size, size) for size in trailing)], 1)
+    return _column(key, _name_of(key, nested.dtype), (None, *trailing), [values], shapes)
 
 
 def _name_of(key: Key, dtype: torch.dtype) -> str:
@@ -92,6 +111,7 @@ def _column(
 ) -> tuple[Ragged, pa.Array]:
     if 0 in shape:
         raise SchemaError(f"field {key_name(key)!r} has tensors without values", hint="leave the field out")
+    # A copy: what the user does to it later is not to reach the store.
     flat = torch.cat([row.detach().cpu().reshape(-1) for row in rows])
     found = Ragged(dtype, shape)
     return found, join(found, (flat.view(torch.uint16) if dtype == "bfloat16" else flat).numpy(), shapes)
@@ -133,54 +153,46 @@ def to_tensor(column: pa.Array, found: Ragged) -> torch.Tensor:
         found: What they are.
 
     Returns:
-        Jagged, of shape `(n, *, ...)`, where only the first dim differs; otherwise torch's strided nested
-        tensor, whose `unbind()` and `to_padded_tensor()` are the same.
+        Jagged, of shape `(n, *, ...)`, where only the first dim differs, or there are no rows; otherwise
+        torch's strided nested tensor, whose `unbind()` and `to_padded_tensor()` are the same.
     """
     flat, offsets = part(column, found)
     values = _tensor_of(flat, found.dtype)
     if found.is_list:
         values = values.reshape(-1, *(size or 0 for size in found.shape[1:]))
-        nested: torch.Tensor = torch.nested.nested_tensor_from_jagged(values, torch.from_numpy(offsets))
-        return nested
-    sizes = column.field("shape").flatten().to_numpy().astype(np.int64).reshape(len(column), -1)
-    return _strided(values, sizes, offsets[:-1].copy())
+        return jagged(values, offsets)
+    sizes = column.field("shape").flatten().to_numpy().astype(np.int64).reshape(len(column), len(found.shape))
+    return strided(values, sizes, offsets[:-1].copy())
 
 
-def _strided(values: torch.Tensor, sizes: IntArray, starts: IntArray) -> torch.Tensor:
+def jagged(values: torch.Tensor, offsets: IntArray) -> torch.Tensor:
+    """Return tensors that lie one behind another as a jagged tensor over that memory.
+
+    torch is told the lengths: otherwise `to_padded_tensor` pads to all values together.
+
+    Args:
+        values: All of them. Shape `(items, ...)`.
+        offsets: Where each begins, and where the last ends; int64. Shape `(n + 1,)`.
+    """
+    lengths = np.diff(offsets)
+    known: dict[str, Any] = {}
+    if lengths.size:
+        known = {"min_seqlen": int(lengths.min()), "max_seqlen": int(lengths.max())}
+    starts = torch.from_numpy(offsets).to(values.device)
+    found: torch.Tensor = torch.nested.nested_tensor_from_jagged(values, starts, **known)
+    return found
+
+
+def strided(values: torch.Tensor, sizes: IntArray, starts: IntArray) -> torch.Tensor:
     """Return tensors of these sizes, each C-contiguous in `values`, as a nested tensor over that memory."""
-    if not len(sizes):  # torch reads beyond a view of no rows
-        return torch.nested.nested_tensor([], dtype=values.dtype)
+    if not len(sizes):  # torch reads beyond a view of no rows, and warns of its own way to make one
+        return jagged(values, np.zeros(1, np.int64))
     strides = np.ones_like(sizes)
     for dim in range(sizes.shape[1] - 2, -1, -1):
         strides[:, dim] = strides[:, dim + 1] * sizes[:, dim + 1]
     parts = map(torch.from_numpy, (sizes, strides, starts))
     view: torch.Tensor = torch._nested_view_from_buffer(values, *parts)
     return view
-
-
-def rows_between(batch: Any, start: int, stop: int) -> Any:
-    """Return rows of a TensorDict that follow one another: `batch[start:stop]`, of nested tensors, too."""
-    nested = [
-        key for key, leaf in batch.items(True, True) if isinstance(leaf, torch.Tensor) and leaf.is_nested
-    ]
-    if not nested:
-        return batch[start:stop]
-    found = batch.exclude(*nested)[start:stop]
-    for key in nested:
-        found.set(key, _between(batch.get(key), start, stop))
-    return found
-
-
-def _between(nested: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-    if nested.layout is torch.jagged:
-        offsets: torch.Tensor = cast(Any, nested).offsets()[start : stop + 1]
-        values = nested.values()[int(offsets[0]) : int(offsets[-1])]
-        part: torch.Tensor = torch.nested.nested_tensor_from_jagged(values, offsets - offsets[0])
-        return part
-    rows = nested.unbind(0)[start:stop]
-    sizes = np.array([tuple(row.shape) for row in rows], np.int64)
-    ends = np.cumsum(sizes.prod(1)) if rows else np.zeros(0, np.int64)
-    return _strided(torch.cat([row.reshape(-1) for row in rows]), sizes, ends - sizes.prod(1))
 
 
 def _tensor_of(flat: pa.Array, dtype: str) -> torch.Tensor:

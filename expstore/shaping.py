@@ -5,6 +5,7 @@ Buffers are built on it. It never draws, and never decides where new rows go.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Self, TypeVar, cast
@@ -21,6 +22,7 @@ from expstore.forms import Form, form_of, stack, take
 from expstore.limiter import RateLimiter
 from expstore.picking import in_shape
 from expstore.ragged import to_values
+from expstore.raggedrows import take_rows
 from expstore.samplers.base import Sampler
 from expstore.schema import OBJECT
 from expstore.storages.access import find, layout_of, read_rows, replace_rows
@@ -347,10 +349,10 @@ def _in_shape(batch: TensorDictBase, size: tuple[int, ...]) -> Any:
         return batch[0]
     if not any(isinstance(leaf, torch.Tensor) and leaf.is_nested for leaf in batch.values(True, True)):
         return batch.reshape(size)
-    rows = batch.unbind(0)
-    for length in reversed(size[1:]):
-        rows = [lazy_stack(list(rows[at : at + length])) for at in range(0, len(rows), length)]
-    return lazy_stack(list(rows))
+    parts = [take_rows(batch, slice(at, at + size[-1])) for at in range(0, math.prod(size), size[-1])]
+    for length in reversed(size[1:-1]):
+        parts = [lazy_stack(parts[at : at + length]) for at in range(0, len(parts), length)]
+    return lazy_stack(parts)
 
 
 def along(values: Any, batch: TensorDictBase) -> Any:

@@ -65,7 +65,12 @@ def _map(column: Any, kind: pa.DataType) -> Any:
         parts = [_map(part, of.type) for part, of in zip(column.flatten(), kind, strict=True)]
         return pa.StructArray.from_arrays(parts, [part.name for part in kind], mask=gaps)
     if pa.types.is_list(kind):
-        return pa.ListArray.from_arrays(column.offsets, _map(column.values, kind.value_type), mask=gaps)
+        starts = column.offsets.to_numpy()
+        missing = None if gaps is None else np.append(gaps.to_numpy(zero_copy_only=False), False)
+        offsets = pa.array(
+            starts, mask=missing
+        )  # a mask beside the offsets of a slice is more than Arrow does
+        return pa.ListArray.from_arrays(offsets, _map(column.values, kind.value_type))
     if pa.types.is_fixed_size_list(kind):
         size = kind.list_size
         values = column.values.slice(column.offset * size, len(column) * size)

@@ -32,7 +32,7 @@ LINES: tuple[tuple[str, str], ...] = (
         "episodeinfo sources fragments sumtree ranktree runtable limiter touched keys",
     ),
     ("2", "index delta expressions relations halves shownvalues named result migrate sqlworker"),
-    ("2b", "ragged leaves looserows batches forms specs"),
+    ("2b", "ragged raggedrows leaves looserows batches forms specs"),
     ("3", "storages snapshots dumping"),
     (
         "4",
@@ -95,6 +95,7 @@ ALLOWED_SIDEWAYS: tuple[tuple[str, str], ...] = (
     ("expressions", "relations"),
     ("keys", "schema"),
     ("leaves", "ragged"),
+    ("raggedrows", "ragged"),
     ("looserows", "leaves"),
     ("looserows", "ragged"),
     ("batches", "leaves"),

@@ -1,0 +1,122 @@
+"""Columns held against the types of fields: widened where nothing is lost, otherwise refused by name.
+
+`test_arrowtypes` has more, of types.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from expstore.arrowtypes import Ragged, ragged_text, type_text
+from expstore.errors import SchemaError
+from expstore.fitting import fit_arrow
+from expstore.raggedcolumns import join
+from expstore.schema import arrow_dtype
+
+KEY = ("next", "field")
+
+
+def tensors(dtype: str, shape: tuple[int | None, ...], rows: list[tuple[int, ...]]) -> tuple[Any, str]:
+    """Return tensors of these shapes that count from 0, and the name of their dtype."""
+    shapes = np.array(rows, np.int64)
+    flat = np.arange(shapes.prod(1).sum()).astype("u2" if dtype == "bfloat16" else dtype)
+    return join(Ragged(dtype, shape), flat, shapes), arrow_dtype(ragged_text(dtype, shape))
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted", "values"),
+    [
+        (tensors("int32", (None,), [(2,), (0,)]), ("int64", (None,)), [[0, 1], []]),
+        (tensors("int32", (None,), [(2,), (0,)]), ("float64", (None,)), [[0.0, 1.0], []]),
+        (tensors("bool", (None,), [(2,), (0,)]), ("uint8", (None,)), [[0, 1], []]),
+        (
+            tensors("int8", (None, 2), [(1, 2), (2, 2)]),
+            ("int16", (None, None)),
+            [{"data": [0, 1], "shape": [1, 2]}, {"data": [2, 3, 4, 5], "shape": [2, 2]}],
+        ),
+        (tensors("int8", (None, None), [(1, 2), (2, 2)]), ("int8", (None, 2)), [[[0, 1]], [[2, 3], [4, 5]]]),
+    ],
+)
+def test_tensors_are_widened(given: tuple[Any, str], wanted: tuple[Any, Any], values: list[Any]) -> None:
+    column, dtype = given
+    assert fit_arrow(KEY, ragged_text(*wanted), column, dtype).to_pylist() == values
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        (tensors("int64", (None,), [(2,), (0,)]), ("int32", (None,))),
+        (tensors("float64", (None,), [(2,), (0,)]), ("float32", (None,))),
+        (tensors("uint16", (None,), [(2,), (0,)]), ("bfloat16", (None,))),
+        (tensors("bfloat16", (None,), [(2,), (0,)]), ("float32", (None,))),
+        (tensors("complex64", (None,), [(2,), (0,)]), ("float32", (None, 2))),
+        (tensors("int8", (None, 2), [(1, 2), (2, 2)]), ("int8", (None,))),
+        (tensors("int8", (None, 2), [(1, 2), (2, 2)]), ("int8", (None, 3))),
+        (tensors("int8", (None, None), [(1, 2), (2, 3)]), ("int8", (None, 2))),
+        (tensors("int8", (None, None), [(1, 2), (2, 3)]), ("int8", (1, None))),
+    ],
+)
+def test_tensors_that_may_lose_something_are_refused(given: tuple[Any, str], wanted: tuple[Any, Any]) -> None:
+    column, dtype = given
+    with pytest.raises(SchemaError, match=r"next\.field'?: expected .*got"):
+        fit_arrow(KEY, ragged_text(*wanted), column, dtype)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "complex64"])
+def test_tensors_that_arrow_does_not_know_are_no_lists_of_numbers(dtype: str) -> None:
+    column, name = tensors(dtype, (None,), [(2,), (1,)])
+    with pytest.raises(SchemaError, match=dtype):
+        fit_arrow(KEY, type_text(column.type), column, name)
+
+
+@pytest.mark.parametrize(
+    ("values", "kind", "expected"),
+    [
+        ([1, None], pa.float32(), [1.0, None]),
+        ([1, 2], pa.int8(), [1, 2]),
+        (["a", None], pa.large_string(), ["a", None]),
+        ([{"b": 1}, None], pa.struct([("a", pa.string()), ("b", pa.int64())]), [{"a": None, "b": 1}, None]),
+        ([[], [None]], pa.list_(pa.binary()), [[], [None]]),
+        ([None, None], pa.string(), [None, None]),
+    ],
+)
+def test_values_fit_where_each_does(values: list[Any], kind: pa.DataType, expected: list[Any]) -> None:
+    objects = np.empty(len(values), object)
+    objects[:] = values
+    for column in (pa.array(values), objects):
+        assert fit_arrow(KEY, type_text(kind), column).to_pylist() == expected
+
+
+@pytest.mark.parametrize(
+    ("values", "kind"),
+    [
+        ([300], pa.int8()),
+        ([2**24 + 1], pa.float32()),
+        ([1], pa.string()),
+        (["1"], pa.int64()),
+        (["a"], pa.binary()),
+        ([{"b": 1, "new": 2}], pa.struct([("b", pa.int64())])),
+        ([1.0], pa.int64()),
+        ([True], pa.int64()),
+        ([[1, None]], None),
+    ],
+)
+def test_values_that_do_not_fit_are_refused(values: list[Any], kind: pa.DataType | None) -> None:
+    text = ragged_text("int64", (None,)) if kind is None else type_text(kind)
+    with pytest.raises(SchemaError, match=r"next\.field'?: expected .*got"):
+        fit_arrow(KEY, text, pa.array(values))
+
+
+def test_rows_of_one_shape_are_copied() -> None:
+    rows = np.arange(6, dtype=np.int32).reshape(2, 3)
+    fitted = fit_arrow(KEY, ragged_text("int32", (None,)), rows, "int32")
+    rows += 100
+    assert fitted.to_pylist() == [[0, 1, 2], [3, 4, 5]]
+    numbers = np.arange(2.0)
+    fitted = fit_arrow(KEY, type_text(pa.float64()), numbers, "float64")
+    numbers += 1
+    assert fitted.to_pylist() == [0.0, 1.0]

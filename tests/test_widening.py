@@ -1,0 +1,58 @@
+"""Which values are values of another type, too."""
+
+from __future__ import annotations
+
+import pyarrow as pa
+import pytest
+
+from expstore.widening import fits
+
+STRUCT = pa.struct([("a", pa.int64()), ("b", pa.string())])
+
+
+@pytest.mark.parametrize(
+    ("found", "wanted"),
+    [
+        (pa.null(), STRUCT),
+        (pa.int64(), pa.int32()),
+        (pa.int64(), pa.float32()),
+        (pa.float64(), pa.float32()),
+        (pa.string(), pa.large_string()),
+        (pa.binary(), pa.binary(3)),
+        (pa.list_(pa.null()), pa.list_(pa.int8())),
+        (pa.list_(pa.int64()), pa.large_list(pa.float64())),
+        (pa.list_(pa.int64()), pa.list_(pa.int64(), 2)),
+        (pa.struct([("b", pa.null())]), STRUCT),
+        (pa.struct([("b", pa.string()), ("a", pa.int8())]), STRUCT),
+        (pa.timestamp("us"), pa.timestamp("ns")),
+        (pa.decimal128(3, 1), pa.decimal128(9, 2)),
+    ],
+    ids=str,
+)
+def test_wider_types_take_values(found: pa.DataType, wanted: pa.DataType) -> None:
+    assert fits(found, wanted)
+
+
+@pytest.mark.parametrize(
+    ("found", "wanted"),
+    [
+        (pa.float64(), pa.int64()),
+        (pa.bool_(), pa.int64()),
+        (pa.int64(), pa.bool_()),
+        (pa.int64(), pa.string()),
+        (pa.string(), pa.int64()),
+        (pa.string(), pa.binary()),
+        (pa.binary(), pa.string()),
+        (pa.timestamp("us"), pa.string()),
+        (pa.date32(), pa.timestamp("us")),
+        (pa.list_(pa.string()), pa.string()),
+        (pa.string(), pa.list_(pa.string())),
+        (pa.list_(pa.string()), pa.list_(pa.int64())),
+        (pa.struct([("c", pa.int64())]), STRUCT),
+        (pa.struct([("a", pa.string())]), STRUCT),
+        (STRUCT, pa.string()),
+    ],
+    ids=str,
+)
+def test_others_do_not(found: pa.DataType, wanted: pa.DataType) -> None:
+    assert not fits(found, wanted)
