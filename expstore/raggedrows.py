@@ -129,5 +129,6 @@ def _of_rows(rows: list[torch.Tensor], like: Any) -> torch.Tensor:
         return found
     sizes = np.array([tuple(row.shape) for row in rows], np.int64).reshape(len(rows), like.dim() - 1)
     items = sizes.prod(1)
-    flat = torch.cat([row.reshape(-1) for row in rows]) if rows else like.new_zeros(0)
+    none = torch.zeros(0, dtype=like.dtype, device=like.device)
+    flat = torch.cat([none, *(row.reshape(-1) for row in rows)])
     return strided(flat, sizes, np.cumsum(items) - items)
