@@ -48,7 +48,7 @@ class Batch:
         count: How many rows.
         lanes: Lane of each row; None: one lane.
         lane_count: How many lanes.
-        arranged: The columns are those of the schema, checked; keys and dtypes are left out.
+        arranged: The columns are those of this schema, checked; keys and dtypes are left out. None: not so.
         form: How rows are put together, as `expstore.forms` notes it.
         dims: Sizes of the batch's dims beyond time, where each place along them is a row.
         kind: The tensorclass of the rows, if they are of one.
@@ -62,7 +62,7 @@ class Batch:
     count: int
     lanes: IntArray | None = None
     lane_count: int = 1
-    arranged: bool = False
+    arranged: Schema | None = None
     form: str = ""
     dims: tuple[int, ...] = ()
     kind: type | None = None
@@ -93,7 +93,26 @@ class Batch:
         Raises:
             SchemaError: The batch does not fit.
         """
-        return self.arrays if self.arranged else schema.arrange(self.keys, self.dtypes, self.arrays)
+        known = self.arranged
+        if known is None:
+            return schema.arrange(self.keys, self.dtypes, self.arrays)
+        if known is schema or known.fields == schema.fields:
+            return self.arrays
+        # A field has come or gone since.
+        return schema.arrange(known.keys, [entry.dtype for entry in known.fields], self.arrays)
+
+    def given(self, schema: Schema) -> tuple[list[int], list[Array]]:
+        """Return the positions of the fields that the batch has, and one array for each.
+
+        Raises:
+            SchemaError: The batch does not fit; only late fields may be missing.
+        """
+        if self.arranged is not None or tuple(self.keys) == schema.keys:
+            return list(range(len(schema.fields))), self.columns(schema)
+        keys = schema.given(self.keys)
+        where = [self.keys.index(key) for key in keys]
+        dtypes, arrays = [self.dtypes[at] for at in where], [self.arrays[at] for at in where]
+        return [schema.place(key) for key in keys], schema.arrange(keys, dtypes, arrays, partial=True)
 
     def in_lanes(self, dims: tuple[int, ...]) -> Batch:
         """Return the batch, whose rows are one for each place along `dims`, time after time, as such."""
@@ -223,7 +242,7 @@ class Intake:
         for group, _ in tree.leaves:
             self._sizes[group] += 1
         self._leaves = tree.leaves
-        self._fields = schema.fields
+        self._schema, self._fields = schema, schema.fields
         self._wanted = self._wants(1)
 
     def _wants(self, count: int) -> tuple[int, list[tuple[np.dtype[Any], tuple[int, ...]]]]:
@@ -251,7 +270,7 @@ class Intake:
                     return None
         except (KeyError, AttributeError, RuntimeError, TypeError):
             return None  # another key, a lazy stack, a tensor that needs gradients, a bfloat16
-        return Batch([], [], arrays, count, arranged=True)
+        return Batch([], [], arrays, count, arranged=self._schema)
 
 
 class StepReader:

@@ -21,6 +21,7 @@ from expstore.episodeinfo import pack_info
 from expstore.errors import SchemaError, StateError
 from expstore.finding import find_trajectories
 from expstore.keywords import called, check_batch_size, check_drawing, check_predictable, made, refuse
+from expstore.latefields import LateFields
 from expstore.limiter import RateLimiter
 from expstore.patches import Patching
 from expstore.picking import pick
@@ -33,6 +34,7 @@ from expstore.service import Direct
 from expstore.shaping import ShapingHandle, to_array
 from expstore.storages.access import OVERTAKEN, PATIENCE, prepare
 from expstore.storages.base import Storage
+from expstore.storages.coming import unmoved
 from expstore.storages.memory import MemoryStorage
 from expstore.transforms import StepView
 from expstore.types import Array, IntArray, Key, Selection
@@ -44,7 +46,7 @@ _LIMIT = 1000  # draws after which a follower, which cannot ask, gives up
 _TRANSFORMS = 1 << 40  # stands where a redraw has its number: what transforms draw is of no draw of rows
 
 
-class ReplayBuffer(Patching, ShapingHandle, Direct):
+class ReplayBuffer(Patching, LateFields, Direct):
     """Store transitions and sample batches of them.
 
     Threads: any number may sample while one writes; writers wait for one another. Processes: one
@@ -87,8 +89,9 @@ class ReplayBuffer(Patching, ShapingHandle, Direct):
         torch.Size([2, 3])
     """
 
-    _bound: ClassVar[tuple[str, ...]] = (*ShapingHandle._bound, "_reader", "_iterator")
+    _bound: ClassVar[tuple[str, ...]] = (*ShapingHandle._bound, "_reader", "_read_of", "_iterator")
     _reader: StepReader | None = None
+    _read_of: Schema | None = None  # what it reads rows of
     _iterator: Iterator[Any] | None = None
 
     def __init__(
@@ -259,6 +262,9 @@ class ReplayBuffer(Patching, ShapingHandle, Direct):
         return (batch, self._info(selection, batch)) if return_info else batch
 
     def _make(self, turn: Turn, size: int, instead: Selection | None = None) -> tuple[Any, Selection]:
+        return unmoved(self._storage, lambda: self._made(turn, size, instead))
+
+    def _made(self, turn: Turn, size: int, instead: Selection | None) -> tuple[Any, Selection]:
         selection, columns, view = self._draw(turn, size, instead)
         root = self._root(selection)
         more = self._marked(selection, columns) if selection.marks or selection.info else None
@@ -409,7 +415,12 @@ class ReplayBuffer(Patching, ShapingHandle, Direct):
         Example:
             >>> rb.query((traj.reward.sum() > 100) & (traj.length >= 50))
         """
-        return find_trajectories(self._storage, self._transform, predicate, trajectory_key, self._placed)
+        return unmoved(
+            self._storage,
+            lambda: find_trajectories(
+                self._storage, self._transform, predicate, trajectory_key, self._placed
+            ),
+        )
 
     def update_priority(self, index: Any = None, priority: Any = None, *, id: Any = None) -> int:
         """Set the priorities of rows that are still there.
@@ -514,6 +525,10 @@ class ReplayBuffer(Patching, ShapingHandle, Direct):
         self._writer.register_storage(storage)
         super()._attached(storage)
 
+    def _users_of(self, key: Key) -> list[str]:
+        read = self._unit is not None and key in self._unit.reads
+        return [*super()._users_of(key), *([f"the sample unit ({self._unit!r})"] if read else [])]
+
     def _check_sampler(self, sampler: Sampler) -> None:
         check_unit(self._unit, sampler)
         consume_after(None, sampler, prefetch=self._prefetch)
@@ -561,11 +576,12 @@ class ReplayBuffer(Patching, ShapingHandle, Direct):
         if storage.schema is None:
             self._writer.check_fields(Schema.infer(batch.signature(), batch.form))
             self._writer.begin(storage)
-        schema = storage.require_schema() if batch.arranged else prepare(storage, batch)
-        if self._reader is None:
+        schema = prepare(storage, batch) if batch.arranged is None else storage.require_schema()
+        if self._reader is None or self._read_of is not schema:
             if self._limiter is None and storage.limits[1]:
                 storage.note_limits(0, 0)  # what it had counted is not all any more
-            self._reader = StepReader(schema, storage.keys)
+            self._reader, self._read_of = StepReader(schema, storage.keys), schema
+            self._intake = None
             if not schema.form and not schema.variable and storage.ndim == 1 and not self.dim_extend:
                 self._intake = Intake(schema)
         return schema, self._reader

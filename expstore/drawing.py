@@ -122,7 +122,7 @@ class DrawingHandle(StoreHandle):
 
     def _changes(self) -> object:
         """Return what is another value when batches made before are not those of now."""
-        return self._storage.changes
+        return self._storage.changes, self._storage.reshapes
 
     def _forget_ahead(self) -> None:
         if "_ahead" in self.__dict__:

@@ -16,6 +16,7 @@ from typing import Any
 import duckdb
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute
 from numpy.typing import NDArray
 
 from expstore.episodelog import LogEntry
@@ -28,7 +29,7 @@ from expstore.relations import ROW_COLUMNS, Column, Relations, call_tops
 from expstore.schema import Schema
 from expstore.types import Array, IntArray, key_name
 
-__all__ = ["FACTS", "Conditions", "Needs", "table_of_facts"]
+__all__ = ["FACTS", "Conditions", "Formula", "Needs", "table_of_facts"]
 
 #: What an expression may say of an episode.
 FACTS = (
@@ -185,6 +186,8 @@ class Conditions:
             for option, text in self._texts():
                 found = cursor.sql(f"SELECT ({text}\n) FROM {source}")
                 kind = str(found.types[0])
+                if option not in ("where", "weight"):
+                    continue
                 wanted = "a boolean expression" if option == "where" else "a number"
                 fits = kind == "BOOLEAN" if option == "where" else kind.removeprefix("U").startswith(_NUMBERS)
                 if not fits or kind.endswith("]"):
@@ -287,6 +290,85 @@ class Conditions:
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy needs; it makes its own database."""
         return {**self.__dict__, "_con": None, "_pid": 0, "_parents": []}
+
+
+class Formula(Conditions):
+    """Say what rows have in a field, by one SQL expression over a row and its episode.
+
+    Args:
+        text: The expression.
+
+    Raises:
+        QueryError: It is not one SQL expression over a row and its episode.
+
+    Example:
+        >>> formula = Formula("2 * reward + episode.length")
+    """
+
+    def __init__(self, text: str) -> None:
+        super().__init__(None, text)
+
+    def _texts(self) -> list[tuple[str, str]]:
+        return [("sql", str(self.weight))]
+
+    def values(
+        self, needs: Needs, ids: IntArray, columns: Sequence[Array], facts: Any, capacity: int | None
+    ) -> Array:
+        """Return what each row has.
+
+        Args:
+            needs: What `bind` returned.
+            ids: The rows, ascending. Shape `(n,)`.
+            columns: Their fields and row columns, as needed. Shapes `(n, *row shape)`.
+            facts: An Arrow table of their episodes with `self.facts`; None where there are none.
+            capacity: Of a ring; None: unbounded.
+
+        Returns:
+            Shape `(n,)`, or `(n, ...)` of arrays and lists, which must be of one length.
+
+        Raises:
+            QueryError: DuckDB cannot compute them, or what it finds is no number, or not there.
+        """
+        with self._over(needs, ids, columns, facts, capacity) as (cursor, source):
+            table = cursor.sql(f"SELECT _id, ({self.weight}\n) FROM {source}").to_arrow_table()
+        found = table.column(0).to_numpy()
+        values = _numbers(table.column(1), found, str(self.weight))
+        return values if np.array_equal(found, ids) else values[np.argsort(found, kind="stable")]
+
+
+def _numbers(column: Any, ids: IntArray, text: str) -> Array:
+    """Return a column of numbers, or of arrays of them, as NumPy has it."""
+    kind, shape = column.type, []
+    chunk = column.combine_chunks()
+    if isinstance(chunk, pa.ChunkedArray):
+        chunk = pa.concat_arrays(chunk.chunks) if chunk.num_chunks else pa.array([], kind)
+    count = len(chunk)
+    while pa.types.is_nested(kind):
+        if not (pa.types.is_fixed_size_list(kind) or pa.types.is_list(kind)):
+            raise QueryError(f"{text!r} is of type {kind}, of which there is no field")
+        _check_there(chunk, ids, text)
+        lengths = np.unique(pa.compute.list_value_length(chunk).to_numpy(zero_copy_only=False))
+        if lengths.size > 1:
+            raise QueryError(f"{text!r} has lists of {lengths.size} lengths", hint="rows are of one shape")
+        shape.append(int(lengths[0]) if lengths.size else 0)
+        chunk, kind = chunk.flatten(), kind.value_type
+    _check_there(chunk, ids, text)
+    if pa.types.is_decimal(kind):
+        chunk = chunk.cast(pa.float64())
+    elif not (pa.types.is_boolean(kind) or pa.types.is_integer(kind) or pa.types.is_floating(kind)):
+        raise QueryError(
+            f"{text!r} is of type {kind}, of which there is no field", hint="cast it to a number"
+        )
+    values: Array = chunk.to_numpy(zero_copy_only=False)
+    return values.reshape(count, *shape)
+
+
+def _check_there(chunk: Any, ids: IntArray, text: str) -> None:
+    if chunk.null_count:
+        at = int(np.argmax(chunk.is_null().to_numpy(zero_copy_only=False))) * ids.size // max(1, len(chunk))
+        raise QueryError(
+            f"{text!r} is NULL for the row with id {ids[at]}", hint="write coalesce(..., a value)"
+        )
 
 
 _FACT_KINDS = {

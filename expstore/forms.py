@@ -286,7 +286,7 @@ def check_form(batch: Batch, schema: Schema) -> None:
 
     A batch size within rows may differ where the fields fit, and a tensorclass may stand for its TensorDict.
     """
-    if batch.form == schema.form or batch.arranged:
+    if batch.form == schema.form or batch.arranged is not None:
         return
     if {"tree", "objects"} & {*json.loads(batch.form or "{}"), *json.loads(schema.form or "{}")}:
         raise SchemaError(f"the store keeps {_describe(schema.form)}, the batch is {_describe(batch.form)}")

@@ -215,6 +215,11 @@ class HERReplayBuffer(TensorDictReplayBuffer):
             )
         return self._trajectories.of(storage)
 
+    def _users_of(self, key: Key) -> list[str]:
+        own = {to_key(name) for name in (self.goal_key, self.achieved_goal_key, self.reward_key)}
+        read = key in own or key in self._ends
+        return [*super()._users_of(key), *(["the choice of goals"] if read else [])]
+
     def _settings(self) -> dict[str, Any]:
         names = ("goal_key", "achieved_goal_key", "reward_key", "end_key", "her_ratio")
         return {name: getattr(self, name) for name in names} | {"strategy": str(self.strategy)}

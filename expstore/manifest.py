@@ -21,8 +21,9 @@ from expstore.types import Key, Ranking, Runs, to_key
 
 __all__ = ["FORMAT", "MANIFEST", "Manifest"]
 
-#: The format this library writes; it opens this one and older ones.
-FORMAT = 1
+#: The newest format that this library knows; it opens this one and older ones. 1: the first. 2: fields came
+#: or went after the first rows, which older versions would not notice.
+FORMAT = 2
 MANIFEST = "expstore.json"
 
 
@@ -51,6 +52,7 @@ class Manifest:
         specs: What values the fields have, as `expstore.spectext` keeps it; "": nobody has said.
         layout: How columns are made, as `expstore.storages.layout` reads it; {}: flat.
         reach: Slots beyond capacity and spare: rows of packed fields may lie with rows so far before them.
+        column_set: How often fields came or went after the first rows; in every record that publishes rows.
     """
 
     uuid: str
@@ -73,6 +75,12 @@ class Manifest:
     specs: str = ""
     layout: dict[str, Any] = field(default_factory=dict)
     reach: int = 0
+    column_set: int = 0
+
+    @property
+    def format(self) -> int:
+        """The oldest format that can say all this: what is written."""
+        return FORMAT if self.column_set else 1
 
     @property
     def slots(self) -> int | None:
@@ -89,7 +97,9 @@ class Manifest:
         data["schema"] = self.schema.to_json() if self.schema else None
         data["ranking"] = dataclasses.asdict(self.ranking) if self.ranking else None
         data["specs"] = json.loads(self.specs) if self.specs else None
-        data["format"] = FORMAT
+        data["format"] = self.format
+        if not self.column_set:
+            del data["column_set"]
         data["crc32c"] = _checksum(data)
         return json.dumps(data, indent=1).encode()
 

@@ -271,7 +271,7 @@ class Patching:
         if entry.variable:
             loose: Any = fit_values(entry, value, math.prod(shape), spread=spread)
             return loose  # type: ignore[no-any-return]
-        array = _as_field(entry, value)
+        array = as_field(entry, value)
         wanted = (*shape, *entry.shape)
         if _narrow(array.shape) == _narrow(wanted):
             array = array.reshape(wanted)
@@ -375,7 +375,7 @@ def leaves_of(fields: Patch) -> dict[Key, Any]:
     return found
 
 
-def _as_field(entry: Field, value: Any) -> Array:
+def as_field(entry: Field, value: Any) -> Array:
     """Return values with a field's dtype.
 
     Raises:

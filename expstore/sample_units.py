@@ -43,6 +43,8 @@ class SampleUnit(ABC):
 
     #: What batches carry at their root because of it; `extend` leaves these keys out.
     root_keys: frozenset[str] = frozenset()
+    #: Fields that it reads itself.
+    reads: frozenset[Key] = frozenset()
 
     @abstractmethod
     def expand(self, index: Any, info: dict[Any, Any], storage: Storage) -> tuple[Any, dict[Any, Any]]:
@@ -175,6 +177,7 @@ class Sequence(SampleUnit):
         self.bootstrap = bootstrap
         self.dilation = dilation
         self._trajectories = Trajectories(ends=(self.done_key,))
+        self.reads = self._trajectories.keys
 
     @property
     def rows(self) -> int:

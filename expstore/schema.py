@@ -7,7 +7,7 @@ looks at values and never imports torch.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -105,6 +105,8 @@ class Schema:
     Args:
         fields: At least one; names as the class checks them.
         form: How rows are put together out of them, as `expstore.forms` notes it; "": as TensorDicts.
+        late: Fields that came when there were rows already, and what a row that lacks one of them has there;
+            None: rows must have it. Of the field's row shape, as its bytes lie in a column.
 
     Raises:
         SchemaError: A name cannot be a path, two names clash, a dtype is not supported, or a field has no
@@ -116,9 +118,12 @@ class Schema:
         24
     """
 
-    def __init__(self, fields: Iterable[Field], form: str = "") -> None:
+    def __init__(
+        self, fields: Iterable[Field], form: str = "", late: Mapping[Key, Array | None] | None = None
+    ) -> None:
         self.fields = tuple(fields)
         self.form = form
+        self.late: dict[Key, Array | None] = dict(late or {})
         if not self.fields:
             raise SchemaError("a row needs at least one field, this batch has none")
         seen: dict[str, Field] = {}
@@ -178,6 +183,10 @@ class Schema:
         return tuple(entry.key for entry in self.fields if entry.variable)
 
     @cached_property
+    def _defaults(self) -> dict[Key, Array]:
+        return {key: value for key, value in self.late.items() if value is not None}
+
+    @cached_property
     def _by_key(self) -> dict[Key, int]:
         return {entry.key: place for place, entry in enumerate(self.fields)}
 
@@ -200,6 +209,62 @@ class Schema:
         """Return the position of a field, -1 if there is none."""
         return self._by_key.get(key, -1)
 
+    def same(self, other: Schema | None) -> bool:
+        """Say whether rows of another schema are laid out as those of this one: the order counts, too."""
+        return other is not None and (self.fields, self.form) == (other.fields, other.form)
+
+    def grown(self, entry: Field, default: Array | None) -> Schema:
+        """Return the schema with one more field, behind the others.
+
+        Args:
+            entry: The field.
+            default: What rows have there that come without it; None: they must not. Shape the field's.
+
+        Raises:
+            SchemaError: It cannot be a field beside these.
+        """
+        if default is not None:
+            default = np.array(default, entry.numpy_dtype)
+            if default.shape != entry.shape:
+                raise SchemaError(f"the default of {key_name(entry.key)!r} has shape {list(default.shape)}")
+        return Schema((*self.fields, entry), self.form, {**self.late, entry.key: default})
+
+    def without(self, key: Key) -> Schema:
+        """Return the schema without one of its fields.
+
+        Raises:
+            SchemaError: It is the only one.
+        """
+        rest = [entry for entry in self.fields if entry.key != key]
+        if not rest:
+            raise SchemaError(
+                f"{key_name(key)!r} is the only field, and a row needs one", hint="remove the store instead"
+            )
+        return Schema(rest, self.form, {name: value for name, value in self.late.items() if name != key})
+
+    def given(self, keys: Sequence[Key]) -> tuple[Key, ...]:
+        """Return the fields of these that rows bring which may lack late ones, in the schema's order.
+
+        Raises:
+            SchemaError: Another one is missing, or one is unknown.
+        """
+        self._check_keys(keys, self.late)
+        here = set(keys)
+        return tuple(key for key in self.keys if key in here)
+
+    def _check_keys(self, keys: Sequence[Key], optional: Container[Key]) -> None:
+        """Raise SchemaError if a field is unknown, or missing and not optional."""
+        here = set(keys)
+        unknown = [key for key in keys if key not in self._by_key]
+        missing = [key for key in self.keys if key not in here and key not in optional]
+        if not (unknown or missing):
+            return
+        hint = f"the store has {self!r}"
+        later = [key_name(key) for key in missing if key in self.late]
+        if later:
+            hint += f"; {', '.join(map(repr, later))} was added later, without a default: give it"
+        raise SchemaError(_key_trouble(unknown, missing), hint=hint)
+
     def arrange(
         self, keys: Sequence[Key], dtypes: Sequence[str], columns: Sequence[Array], *, partial: bool = False
     ) -> list[Array]:
@@ -214,7 +279,7 @@ class Schema:
 
         Returns:
             C-contiguous arrays with the schema's dtypes; the given ones where they fit already. Of fields
-            without a fixed size pyarrow Arrays of the field's type.
+            without a fixed size pyarrow Arrays of the field's type. Rows without a late field have its default.
 
         Raises:
             SchemaError: A field is missing or unknown, has another row shape, or a dtype that does
@@ -227,23 +292,31 @@ class Schema:
                 else _fit(entry, dtype, column)
                 for entry, dtype, column in zip(self.fields, dtypes, columns, strict=True)
             ]
-        unknown = [key for key in keys if key not in self._by_key]
-        missing = [] if partial else [key for key in self.keys if key not in set(keys)]
-        if unknown or missing:
-            raise SchemaError(_key_trouble(unknown, missing), hint="the store has " + repr(self))
+        self._check_keys(keys, self._by_key if partial else self._defaults)
         fitted = {
             key: _fit(self[key], dtype, column)
             for key, dtype, column in zip(keys, dtypes, columns, strict=True)
         }
-        return [fitted[key] for key in (keys if partial else self.keys)]
+        if partial:
+            return [fitted[key] for key in keys]
+        count = len(columns[0]) if columns else 0
+        return [fitted[key] if key in fitted else self._by_default(key, count) for key in self.keys]
+
+    def _by_default(self, key: Key, count: int) -> Array:
+        entry = self[key]
+        return np.ascontiguousarray(np.broadcast_to(self._defaults[key], (count, *entry.shape)))
 
     def to_json(self) -> list[dict[str, Any]] | dict[str, Any]:
         """Return what `expstore.json` keeps: the fields, and the form where rows are no TensorDicts."""
-        fields: list[dict[str, Any]] = [
-            {"key": list(f.key), "dtype": f.dtype, "shape": list(f.shape)}
-            | ({"arrow": f.arrow} if f.variable else {})
-            for f in self.fields
-        ]
+        fields = []
+        for f in self.fields:
+            known: dict[str, Any] = {"key": list(f.key), "dtype": f.dtype, "shape": list(f.shape)}
+            if f.variable:
+                known["arrow"] = f.arrow
+            if f.key in self.late:
+                default = self.late[f.key]
+                known["late"] = {"default": None if default is None else _to_hex(f, default)}
+            fields.append(known)
         return {"fields": fields, "form": self.form} if self.form else fields
 
     @classmethod
@@ -255,7 +328,12 @@ class Schema:
                 Field(to_key(f["key"]), str(f["dtype"]), tuple(map(int, f["shape"])), str(f.get("arrow", "")))
                 for f in fields
             ]
-            return cls(found, form)
+            late = {
+                entry.key: _from_hex(entry, f["late"]["default"])
+                for entry, f in zip(found, fields, strict=True)
+                if "late" in f
+            }
+            return cls(found, form, late)
         except (KeyError, TypeError, ValueError) as exc:
             raise CorruptionError(f"the stored schema cannot be read: {exc}") from exc
 
@@ -294,6 +372,23 @@ def _check_dtype(entry: Field) -> None:
         raise SchemaError(
             f"field {name!r} has dtype {entry.dtype}", hint="supported are " + ", ".join((*DTYPES, ARROW))
         )
+
+
+def _to_hex(entry: Field, value: Array) -> str:
+    """Return the bytes of one row's value; of a single one if all are the same."""
+    items = np.ascontiguousarray(value, entry.numpy_dtype).reshape(-1)
+    first = items[:1].tobytes()
+    return (first if items.tobytes() == first * items.size else items.tobytes()).hex()
+
+
+def _from_hex(entry: Field, text: str | None) -> Array | None:
+    """Read what `_to_hex` returned."""
+    if text is None:
+        return None
+    items = np.frombuffer(bytes.fromhex(text), entry.numpy_dtype)
+    if items.size not in (1, entry.row_items):
+        raise ValueError(f"the default of {key_name(entry.key)!r} has {items.size} values")
+    return np.broadcast_to(items[0] if items.size == 1 else items.reshape(entry.shape), entry.shape)
 
 
 def is_name(part: object) -> bool:

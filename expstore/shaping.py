@@ -27,6 +27,7 @@ from expstore.samplers.base import Sampler
 from expstore.schema import OBJECT
 from expstore.storages.access import find, layout_of, read_rows, replace_rows
 from expstore.storages.base import Storage
+from expstore.storages.coming import unmoved
 from expstore.storages.trajectories import rows_of_episode
 from expstore.transforms import Compose, StepView
 from expstore.types import Array, IntArray, Key, Selection, key_name, to_key
@@ -55,7 +56,7 @@ class ShapingHandle(DrawingHandle):
     """
 
     _bound: ClassVar[tuple[str, ...]] = (*DrawingHandle._bound, "_form", "_intake")
-    _form: Form | None = None
+    _form: tuple[int, Form] | None = None  # and when fields were those that it knows
     _intake: Intake | None = None
 
     def __init__(
@@ -149,9 +150,10 @@ class ShapingHandle(DrawingHandle):
         numbers: np.random.Generator | None = None,
     ) -> Any:
         """Return rows as users get them: put together, collated, transformed, in their place."""
-        form = self._form
-        if form is None:
-            form = self._form = form_of(self._storage)
+        reshapes, known = self._storage.reshapes, self._form
+        if known is None or known[0] != reshapes:
+            known = self._form = reshapes, form_of(self._storage)
+        form = known[1]
         if view is None:
             batch = form.build(columns if len(size) == 1 else in_shape(columns, size), size, root)
         else:
@@ -189,9 +191,12 @@ class ShapingHandle(DrawingHandle):
             StateError: The store is closed; or a writer in another process overwrites the rows too fast.
         """
         if _is_key(index):
-            return self._field(to_key(index))
+            return unmoved(self._storage, lambda: self._field(to_key(index)))
         if self._goes_into_rows(index):
             return self[:][index]
+        return unmoved(self._storage, lambda: self._read(index))
+
+    def _read(self, index: Any) -> Any:
         shape: tuple[int, ...] = ()
 
         def locate() -> IntArray:
@@ -245,6 +250,9 @@ class ShapingHandle(DrawingHandle):
             NotFoundError: There never was such an episode, or all its rows have left.
             StateError: The store is closed; or a writer in another process overwrites the rows too fast.
         """
+        return unmoved(self._storage, lambda: self._trajectory(episode_id))
+
+    def _trajectory(self, episode_id: int) -> TensorDictBase:
         storage = self._storage
         ids, columns, view = self._transform.read(storage, lambda: rows_of_episode(storage, episode_id))
         batch = self._given(columns, (ids.size,), self._root(Selection(ids)), view=view)

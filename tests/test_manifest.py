@@ -73,10 +73,10 @@ def test_missing(tmp_path: Path) -> None:
 
 def test_newer_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(manifest, "FORMAT", 2)
-        FULL.save(Disk(), tmp_path)
+        patch.setattr(manifest, "FORMAT", 3)
+        FULL.replace(column_set=1).save(Disk(), tmp_path)
     with pytest.raises(
-        MigrationError, match="has format 2, this library knows formats up to 1.*newer expstore"
+        MigrationError, match="has format 3, this library knows formats up to 2.*newer expstore"
     ):
         Manifest.load(Disk(), tmp_path)
 

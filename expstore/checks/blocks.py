@@ -30,6 +30,7 @@ from expstore.storages.checksums import (
     zeros_sum,
 )
 from expstore.storages.columns import Column
+from expstore.storages.late import sums_path
 from expstore.storages.packedreader import PackedReader
 from expstore.storages.zarrmeta import SEPARATOR, make_metadata, parse_metadata, shard_footer
 from expstore.types import Array, key_name
@@ -228,7 +229,7 @@ def _needed_blocks(inspection: Inspection) -> set[int]:
 
 
 def _entries(inspection: Inspection, columns: int, unsettled: set[int]) -> Array:
-    path = inspection.path / CHECKSUMS
+    path = sums_path(inspection.disk, inspection.path)
     size = inspection.disk.size(path)
     try:
         if size >= 0:

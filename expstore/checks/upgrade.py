@@ -60,7 +60,7 @@ def upgrade(path: Path, *, dry_run: bool = False, disk: Disk | None = None) -> U
         CorruptionError: It is damaged.
     """
     disk = disk or Disk()
-    Manifest.load(disk, path)  # refuses newer formats; of older ones there are none yet
+    manifest = Manifest.load(disk, path)  # refuses newer formats; older ones stay what they are
     steps, index = migrations(), path / _INDEX
     found = steps_in(index, steps) if disk.exists(index) else None
     acts: tuple[str, ...] = ()
@@ -70,7 +70,7 @@ def upgrade(path: Path, *, dry_run: bool = False, disk: Disk | None = None) -> U
         acts = (f"{_INDEX}: built anew with {new}; the old one is kept as {kept.name}",)
         if not dry_run:
             _rebuild(disk, path, kept)
-    return Upgrade(FORMAT, FORMAT, found, len(steps), acts)
+    return Upgrade(manifest.format, FORMAT, found, len(steps), acts)
 
 
 def _rebuild(disk: Disk, path: Path, kept: Path) -> None:

@@ -181,7 +181,12 @@ def _check_journal(inspection: Inspection) -> set[int]:
 def _walk(inspection: Inspection, records: list[Record]) -> set[int]:
     manifest, group = inspection.manifest, inspection.group
     past = inspection.past = read_past(records, manifest.gaps)
-    walk(past, lambda publish: bool(publish.payload) or _stands(inspection, publish))
+    try:
+        walk(past, lambda publish: bool(publish.payload) or _stands(inspection, publish), manifest.column_set)
+    except CorruptionError as exc:
+        inspection.note(Finding(kind="journal", path=JOURNAL, message=exc.message, fatal=True))
+        inspection.past = None
+        return set()
     inspection.window = past.window(manifest.capacity)
     if past.cut:
         text = f"{past.cut} batches after the last sync are not whole: opening the store will drop them"

@@ -15,7 +15,7 @@ import numpy as np
 
 from expstore.errors import NotReadyError
 from expstore.samplers.filter import Filter
-from expstore.types import Array, IntArray, Selection, Window
+from expstore.types import Array, IntArray, Key, Selection, Window
 
 if TYPE_CHECKING:
     from expstore.storages.base import Storage
@@ -78,6 +78,12 @@ class Sampler(metaclass=SamplerKind):
     windowed = False
     #: None: every row may be drawn, and each counts the same.
     filter: Filter | None = None
+
+    @property
+    def reads(self) -> frozenset[Key]:
+        """Fields that it reads itself, beside those of `where` and `weight`."""
+        trajectories = getattr(self, "_trajectories", None)
+        return frozenset() if trajectories is None else trajectories.keys
 
     def __init__(self, *, where: str | None = None, weight: str | None = None) -> None:
         if where is not None or weight is not None:

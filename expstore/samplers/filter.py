@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 from expstore.errors import ExpStoreError, NotReadyError, StateError
 from expstore.fragments import all_ids, clip
 from expstore.storages.catalog import Catalog
-from expstore.types import Array, IntArray, Window
+from expstore.storages.coming import unmoved
+from expstore.types import Array, IntArray, Key, Window
 
 if TYPE_CHECKING:
     from expstore.episodes import EpisodeTable
@@ -135,6 +136,11 @@ class Filter:
         #: Moves when masses do.
         self.version = getattr(self, "version", 0) + 1
         self._moved: deque[tuple[int, IntArray | None]] = deque(maxlen=_KEPT)
+
+    def fields(self, storage: Storage) -> frozenset[Key]:
+        """Return the fields of a storage's rows that the expressions speak of."""
+        needs = self._bound(storage)
+        return frozenset(needs.schema.fields[place].key for place in needs.fields)
 
     # -- what samplers ask -----------------------------------------------------------------------
 
@@ -377,6 +383,9 @@ class Filter:
             yield ids[start : start + rows]
 
     def _ask(self, storage: Storage, ids: IntArray, facts: _Facts) -> Floats:
+        return unmoved(storage, lambda: self._asked(storage, ids, facts))
+
+    def _asked(self, storage: Storage, ids: IntArray, facts: _Facts) -> Floats:
         needs = self._bound(storage)
         places = [*needs.fields, *(len(needs.schema.fields) + _PLACES[name] for name in needs.rows)]
         columns = storage.read(ids, places) if places else []

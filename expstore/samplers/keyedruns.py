@@ -43,6 +43,11 @@ class Trajectories:
         self.name, self.ends = name, ends
         self._known: tuple[weakref.ref[Storage], Schema, Runs] | None = None
 
+    @property
+    def keys(self) -> frozenset[Key]:
+        """The fields that a user has named."""
+        return frozenset(() if self.name is None else (self.name,)) | frozenset(self.ends or ())
+
     def of(self, storage: Storage) -> Runs:
         """Return the runs of a storage, the same object while its fields are the same.
 

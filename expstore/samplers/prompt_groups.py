@@ -121,6 +121,12 @@ class PromptGroupSampler(Sampler):
         rest = batch_size // number
         return (rest, number) if self.num_groups is None else (number, rest)
 
+    @property
+    def reads(self) -> frozenset[Key]:
+        """Fields that it reads itself, beside those of `where` and `weight`."""
+        needs = self.strategy in ("reward", "variance")
+        return frozenset(map(to_key, [self.group_key, *([self.reward_key] if needs else [])]))
+
     def sample(self, storage: Storage, batch_size: int, generator: np.random.Generator) -> Selection:
         """Choose groups, and rows of each.
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from expstore.errors import NotReadyError, SchemaError
 from expstore.samplers.base import Sampler
 from expstore.samplers.rowmasses import RowMasses
-from expstore.types import IntArray, Runs, Selection, Window, key_name, to_key
+from expstore.types import IntArray, Key, Runs, Selection, Window, key_name, to_key
 
 if TYPE_CHECKING:
     from expstore.storages.base import Storage
@@ -226,6 +226,11 @@ class StalenessAwareSampler(Sampler):
         if storage is not None and not storage.closed:
             storage.note_progress((_KIND, self._consumer_version, 0, 0))
 
+    @property
+    def reads(self) -> frozenset[Key]:
+        """Fields that it reads itself, beside those of `where` and `weight`."""
+        return frozenset((self._version_key,))
+
     def attach(self, storage: Storage) -> None:
         """Go on with the version that the storage's last sampler of this kind had, unless one was set."""
         super().attach(storage)
@@ -279,10 +284,10 @@ class StalenessAwareSampler(Sampler):
         A version that was read from a slot while a later row came there stands for a row that is
         overwritten: the buffer finds that out of every row that it has drawn, and draws again.
         """
-        place = self._place(storage)
         for _ in range(_TRIES):
             known = self._known  # before the window, which then is not the older of them
             changes, upheavals, window = storage.changes, storage.upheavals, storage.window
+            place = self._place(storage)  # after `upheavals`, which move when it does
             seen = upheavals, changes, window.gaps
             if seen == known.seen and window == known.window:
                 break

@@ -357,7 +357,7 @@ def replace_rows(storage: Storage, ids: IntArray, batch: Batch) -> None:
     Args:
         storage: Where they are.
         ids: Which rows; of one given twice the last value counts. Shape `(n,)`.
-        batch: One row for each.
+        batch: One row for each. A field that came later and is not in it stays as it is.
 
     Raises:
         SchemaError: They are not as many, or do not fit.
@@ -368,9 +368,9 @@ def replace_rows(storage: Storage, ids: IntArray, batch: Batch) -> None:
 
     schema = storage.require_schema()
     check_form(batch, schema)
-    columns = batch.columns(schema)
+    places, columns = batch.given(schema)
     if ids.size > 1:
         count = ids.size
         ids, last = np.unique(ids[::-1], return_index=True)
         columns = [pick(column, count - 1 - last) for column in columns]
-    storage.change(ids, range(len(columns)), columns)
+    storage.change(ids, places, columns)

@@ -11,6 +11,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -19,6 +20,7 @@ from expstore.episodelog import LogEntry
 from expstore.errors import CorruptionError, ExpStoreError, QueryError, StateError
 from expstore.pieces import OPEN
 from expstore.storages.base import ROW_FIELDS, Storage
+from expstore.storages.coming import unmoved
 from expstore.storages.rows import now_us
 from expstore.storages.sampled import SAMPLED
 from expstore.storages.trajectories import unknown_episode
@@ -93,7 +95,7 @@ class Catalog:
             with storage.lock if alone else contextlib.nullcontext():
                 index = self.catch_up()
                 window, changes = storage.query_window, storage.changes
-                result = index.query(sql, params, self._relations(window))
+                result = unmoved(storage, partial(self._answer, index, sql, params, window))
                 oldest = np.array([window.low + 1])
                 if alone or (storage.intact(oldest) and changes == storage.changes and not changes & 1):
                     return result
@@ -101,6 +103,15 @@ class Catalog:
             "the writer overwrote rows twice while the query read them",
             hint="ask for less at once, or give the store a larger capacity",
         )
+
+    def _answer(
+        self,
+        index: Index,
+        sql: str,
+        params: Sequence[object] | Mapping[str, object] | None,
+        window: Window,
+    ) -> Result:
+        return index.query(sql, params, self._relations(window))
 
     def find_episode(self, number: int) -> LogEntry:
         """Return an episode as it stands, whether its rows can still be read or not; the lock is held.

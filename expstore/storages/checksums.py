@@ -10,7 +10,7 @@ import itertools
 import logging
 import struct
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -243,6 +243,29 @@ class Checksums:
             entry["sums"] = 0
             seal_entry(entry, generation=generation, sequence=0)
         self._write(todo)
+
+    def rearranged(self, places: Sequence[int], new: Column | None = None) -> bytes:
+        """Return a whole file for other columns: sums stay, and so do stamps; nothing is read but `new`.
+
+        Args:
+            places: Which column here each one is there; -1: `new`.
+            new: A column that is not summed yet.
+        """
+        found = np.zeros(self._entries.size, entry_dtype(len(places)))
+        for block, (old, entry) in enumerate(zip(self._entries, found, strict=True)):
+            state = state_of(old)
+            known = new is None or (block + 1) * BLOCK_ROWS <= new.ready
+            if state == NOTHING or (state == SUMMED and not known):
+                continue
+            if state == SUMMED:
+                entry["sums"] = [
+                    _sum_block(new, block) if place < 0 and new is not None else old["sums"][place]
+                    for place in places
+                ]
+            seal_entry(entry, generation=int(old["generation"]), sequence=int(old["sequence"]))
+            if state == DAMAGED:
+                entry["check"] ^= 1  # and stays so: nobody knows what the block held
+        return pack_entries(found)
 
     def _grow(self, blocks: int) -> None:
         if blocks > self._entries.size:

@@ -50,7 +50,8 @@ class ColumnGroup:
         self._disk = disk
         self.folder = folder
         self.slots = slots
-        self._fills = fills_holes(disk, folder)
+        #: Whether reading a hole through a map takes space here.
+        self.fills = fills_holes(disk, folder)
         make = self._make if write else self._find
         self.columns: list[Column] = [make(folder.joinpath(*entry.key), entry, slots) for entry in fields]
         self.new_folders: set[Path] = set()
@@ -91,7 +92,7 @@ class ColumnGroup:
         return [taken[p] if p in taken else self.columns[p].take(slots) for p in places]
 
     def _make(self, folder: Path, entry: Field, slots: int | None) -> Column:
-        return Column(self._disk, folder, entry, slots, fills=self._fills)
+        return Column(self._disk, folder, entry, slots, fills=self.fills)
 
     def _find(self, folder: Path, entry: Field, slots: int | None) -> Column:
         """Return a column for reading; one whose metadata cannot be read is damaged as a whole."""
@@ -102,7 +103,7 @@ class ColumnGroup:
             layout, fault = read_layout(self._disk, folder, entry), None
         except StorageError as exc:
             layout, fault = None, exc.message
-        column = Column(self._disk, folder, entry, slots, layout=layout, write=False, fills=self._fills)
+        column = Column(self._disk, folder, entry, slots, layout=layout, write=False, fills=self.fills)
         column.fault = fault
         return column
 

@@ -6,6 +6,7 @@ several threads. It decides nothing about order: payload and record are the stor
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -93,6 +94,12 @@ class WritableColumns(ColumnGroup):
     ) -> None:
         super().__init__(disk, folder, fields, slots)
         self._threads = ThreadPoolExecutor(WRITERS, thread_name_prefix="expstore-write")
+        self._reach = reach
+        self._next_rows: dict[int, NextRows] = {}
+        self._look_through()
+
+    def _look_through(self) -> None:
+        """Find out which columns are packed, or flags."""
         self._flags = [(p, column) for p, column in enumerate(self.columns) if column.entry.dtype == "bool"]
         self._span: _Span | None = None
         #: Those that are packed, and their places.
@@ -101,13 +108,27 @@ class WritableColumns(ColumnGroup):
         ]
         # What others lean on comes first.
         self.packed.sort(key=lambda found: found[0] in self.pairs)
-        self._next_rows: dict[int, NextRows] = {}
         each = max((column.packing.rows for _, column in self.packed), default=0)
         for place in self.pairs:
             entry = self.columns[place].entry
-            near = reach_for(entry) if slots is None else min(reach - each, reach_for(entry))
+            near = reach_for(entry) if self.slots is None else min(self._reach - each, reach_for(entry))
             if near > 0:
                 self._next_rows[place] = NextRows(entry.row_bytes, near)
+
+    def reshaped(self, columns: Sequence[Column]) -> WritableColumns:
+        """Return a group of other columns, of which some are these; this one is not to be written to then.
+
+        Args:
+            columns: The user's fields, then the row fields, priority last.
+        """
+        twin = copy.copy(self)
+        twin.columns = list(columns)
+        twin.link_partners()
+        twin.row_bytes = sum(column.row_bytes for column in twin.columns)
+        twin._ready = min(column.ready for column in twin.columns)
+        twin._next_rows = {}
+        twin._look_through()
+        return twin
 
     def _make(self, folder: Path, entry: Field, slots: int | None) -> Column:
         packing = read_packing(self._disk, folder, entry)

@@ -37,6 +37,7 @@ from expstore.storages.columnwriter import WritableColumns
 from expstore.storages.folder import JOURNAL, LOG, REDO, STATE
 from expstore.storages.frozen import base_of
 from expstore.storages.keeper import Keeper
+from expstore.storages.late import finish_late
 from expstore.storages.layout import LayoutName, ask_layout
 from expstore.storages.leaving import register, unregister
 from expstore.storages.loading import ContentLike, finish_load, read_content
@@ -186,8 +187,9 @@ class JournaledStorage(SyncedStorage, VersionedStorage):
     def _finish_load(self) -> bool:
         """Move in a version's content that was left half way; say whether there was one."""
         found = finish_load(self.disk, self.path)
-        if found:
+        if finish_late(self.disk, self.path) or found:
             self.take_manifest(Manifest.load(self.disk, self.path))
+        if found:
             self._draw = 0
             self.unwatch_draws()
         return found
@@ -263,6 +265,7 @@ class JournaledStorage(SyncedStorage, VersionedStorage):
             sources=assignment.sources,
             payload=payload,
             info=rows.info,
+            column_set=self.manifest.column_set,
         )
         body = publish.parts()
         with self.episode_lock:

@@ -13,15 +13,24 @@ import numpy as np
 
 from expstore.episodelog import LogEntry
 from expstore.episodes import EpisodeTable
+from expstore.errors import StateError
 from expstore.schema import Field, Schema
 from expstore.storages.base import ROW_FIELDS, Keys, Rows, find_keys
+from expstore.storages.coming import (
+    Coming,
+    Filler,
+    Reshaping,
+    check_coming,
+    check_going,
+    places_without,
+)
 from expstore.storages.grid import round_up
 from expstore.storages.loading import Arrival, ContentLike, read_content
 from expstore.storages.portable import PortableStorage
 from expstore.storages.position import from_json, limits_of
 from expstore.storages.sampled import Sampled
 from expstore.storages.versioned import VersionedStorage
-from expstore.types import Array, IntArray, Window, cut_run
+from expstore.types import Array, IntArray, Key, Window, cut_run
 
 if TYPE_CHECKING:
     from expstore.storages.cells import Cells
@@ -54,6 +63,7 @@ class MemoryStorage(PortableStorage, VersionedStorage):
         self.seed = seed
         self._columns: list[Array | Cells] = []
         self._log: list[LogEntry] = []
+        self._reshaping = Reshaping()
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Let a copy, here or in another process, have the whole content and go on by itself."""
@@ -73,6 +83,48 @@ class MemoryStorage(PortableStorage, VersionedStorage):
 
     def _begin_sampled(self) -> None:
         self.sampled = Sampled(self.slots or max(4096, self.last))
+
+    def add_field(self, coming: Coming) -> None:
+        """Have one more field: all of it, or nothing."""
+        with self._reshaping.act():
+            with self.lock:
+                self.check_writable()
+                check_coming(self, coming.entry)
+                known = self.require_schema()
+                schema = known.grown(coming.entry, coming.default)
+                column = _Column(
+                    self, np.zeros((len(self._columns[0]), *coming.entry.shape), coming.entry.numpy_dtype)
+                )
+            filler = Filler(self, coming, column)
+            filler.run_ahead()
+            with self.lock:
+                self.check_writable()
+                if self.schema is not known:
+                    raise StateError("the storage has other fields by now", hint="add the field again")
+                column.reach(len(self._columns[0]))
+                filler.finish()
+                place = len(known.fields)
+                self._reshape(
+                    schema, coming.specs, [*self._columns[:place], column.rows, *self._columns[place:]]
+                )
+
+    def drop_field(self, key: Key, specs: str) -> None:
+        """Have one field less: all of it goes, or nothing."""
+        with self._reshaping.act(), self.lock:
+            self.check_writable()
+            check_going(self, key)
+            place, schema = self.place_of(key), self.require_schema().without(key)
+            rest = places_without(len(self._columns), place)
+            self._reshape(schema, specs, [self._columns[number] for number in rest])
+
+    def _reshape(self, schema: Schema, specs: str, columns: list[Array | Cells]) -> None:
+        self.reshapes += 1
+        try:
+            # Which fields say what a row is to its episode stays as it is.
+            self._columns, self.schema, self.specs = columns, schema, specs
+            self.upheavals += 1
+        finally:
+            self.reshapes += 1
 
     def _put(self, rows: Rows, skipped: int) -> int:
         first, count = rows.first_id + skipped, rows.count - skipped
@@ -250,6 +302,34 @@ def _taken(column: Array | Cells, slots: IntArray) -> Any:
 
 def _part(column: Array | Cells, slot: int, count: int) -> Any:
     return column[slot : slot + count] if isinstance(column, np.ndarray) else column.part(slot, count)
+
+
+class _Column:
+    """A field that comes: `coming.Place` for it.
+
+    Args:
+        storage: Where it is to be.
+        rows: By slot. Shape `(slots, *row shape)`.
+    """
+
+    def __init__(self, storage: MemoryStorage, rows: Array) -> None:
+        self._storage, self.rows = storage, rows
+
+    def reach(self, slots: int) -> None:
+        """Have room for at least so many rows."""
+        if len(self.rows) < slots:
+            more = np.zeros((slots - len(self.rows), *self.rows.shape[1:]), self.rows.dtype)
+            self.rows = np.concatenate([self.rows, more])
+
+    def lay(self, first_id: int, values: Array) -> None:
+        """Take the values of a run of rows."""
+        for slot, offset, n in self._storage.pieces(first_id, len(values)):
+            self.reach(slot + n)
+            self.rows[slot : slot + n] = values[offset : offset + n]
+
+    def lay_rows(self, ids: IntArray, values: Array) -> None:
+        """Take the values of single rows."""
+        self.rows[self._storage.slot_of(ids)] = values
 
 
 def _copy(

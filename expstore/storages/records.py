@@ -58,6 +58,7 @@ class Publish:
         sources: New sources: (number, name, named).
         payload: The rows' bytes, column by column, where they were not written to the columns first.
         info: What is noted about all its episodes, as JSON text.
+        column_set: Which columns payload and checksum are of: how often fields had come or gone.
     """
 
     first_id: int
@@ -71,6 +72,7 @@ class Publish:
     sources: Sequence[tuple[int, str, bool]]
     payload: bytes = b""
     info: str = ""
+    column_set: int = 0
 
     @property
     def last_id(self) -> int:
@@ -104,7 +106,7 @@ class Publish:
         count, segments = self.count, len(self.segments)
         head = _PUBLISH.pack(
             self.first_id, self.draw, self.time,
-            count, self.skipped, segments, len(names), self.checksum, 0,
+            count, self.skipped, segments, len(names), self.checksum, self.column_set,
             self.priority, _NOTHING, _NOTHING, len(info),
         )  # fmt: skip
         return b"".join((head, pack_segments(self.segments), names, info)), self.payload
@@ -112,7 +114,7 @@ class Publish:
     @classmethod
     def unpack(cls, body: bytes) -> Publish:
         """Read what `pack` returned."""
-        first, draw, time, count, skipped, segments, names, crc, _, priority, _, _, info = (
+        first, draw, time, count, skipped, segments, names, crc, column_set, priority, _, _, info = (
             _PUBLISH.unpack_from(body)
         )
         middle = _PUBLISH.size + SEGMENT_BYTES * segments
@@ -129,6 +131,7 @@ class Publish:
             sources=[(n, name, named) for n, name, named in json.loads(body[middle:end])] if names else [],
             payload=body[end + info :],
             info=body[end : end + info].decode(),
+            column_set=column_set,
         )
 
 

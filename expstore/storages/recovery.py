@@ -148,16 +148,26 @@ def read_past(records: list[Record], gaps: Runs) -> Past:
     return past
 
 
-def verify(past: Past, whole: Callable[[Publish], bool]) -> None:
+def verify(past: Past, whole: Callable[[Publish], bool], column_set: int | None = None) -> None:
     """Walk the records; end at the first one after the mark whose rows are not whole.
 
     Args:
         past: What the journal says; its numbers follow the walk.
         whole: Says whether the rows of a record stand in the columns; asked in order.
+        column_set: Of the columns that there are: before others are, a mark covers what speaks of these.
+            None: nobody looks at columns.
+
+    Raises:
+        CorruptionError: A record after the mark speaks of other columns.
     """
     for place, record in enumerate(past.records):
         if record.kind is Kind.PUBLISH:
             publish = Publish.unpack(record.body)
+            if place >= past.settled and column_set not in (None, publish.column_set):
+                raise CorruptionError(
+                    f"record {record.sequence} of the journal has rows of column set {publish.column_set}, "
+                    f"the store has {column_set}"
+                )
             if place >= past.settled and not whole(publish):
                 past.cut = sum(r.kind is Kind.PUBLISH for r in past.records[place:])
                 past.records = past.records[:place]
@@ -228,7 +238,8 @@ def take_over(past: Past, storage: JournaledStorage) -> list[LogEntry]:
         Log entries of what was published after the mark: episodes.log may have lost them.
     """
     columns = storage.columns
-    verify(past, lambda publish: _whole(publish, columns, storage, past.synced))
+    column_set = storage.manifest.column_set
+    verify(past, lambda publish: _whole(publish, columns, storage, past.synced), column_set)
     low = past.window_low(storage.capacity)
     if columns is not None:
         columns.require_rows(low + 1, past.last - low)

@@ -80,7 +80,8 @@ def replay(storage: FolderStorage, *, same_boot: bool) -> Replay:
     found = Replay(past, columns, Overlay(), EpisodeTable(generation=past.base["generation"]))
     if columns is not None:
         columns.look(_slots_of(storage, past.synced))
-    verify(past, lambda publish: _whole(publish, found, storage, same_boot))
+    column_set = storage.manifest.column_set
+    verify(past, lambda publish: _whole(publish, found, storage, same_boot), column_set)
     schema = storage.manifest.schema
     if columns is not None:
         columns.end_at(past.last)

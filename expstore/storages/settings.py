@@ -28,6 +28,7 @@ from expstore.spectext import check_specs, same_specs
 from expstore.storages.base import REWARD
 from expstore.storages.folder import REPAIR, VERSION, refuse_objects
 from expstore.storages.grid import check_ndim, round_up
+from expstore.storages.late import finish_late
 from expstore.storages.layout import ColumnLayout, LayoutName
 from expstore.storages.loading import finish_load
 from expstore.types import Key, to_key
@@ -100,6 +101,7 @@ def enter(disk: Disk, path: Path, capacity: int | None, settings: Settings) -> t
     lock = WriterLock(disk, path / "LOCK")
     try:
         finish_load(disk, path)
+        finish_late(disk, path)
         disk.make_dir(
             path / "journal"
         )  # not before: what a load has moved away must stay so until it is done

@@ -23,8 +23,8 @@ from expstore.storages.columns import Column
 from expstore.storages.columnwriter import WritableColumns, taken
 from expstore.storages.folder import COLUMNS
 from expstore.storages.loading import Arrival, ContentLike, build_load, commit_load
-from expstore.storages.packable import PackableStorage
 from expstore.storages.recovery import Past, unsettled_blocks
+from expstore.storages.reshapable import ReshapableStorage
 from expstore.storages.sampledcolumn import SampledColumn, has_sampled
 from expstore.storages.synced import RIDING_BYTES
 from expstore.storages.tail import TAIL_BYTES, TAIL_ROWS, Tail
@@ -36,7 +36,7 @@ __all__ = ["ZarrStorage"]
 PAGE_ROWS = 1024  # priorities per 4 KiB page
 
 
-class ZarrStorage(PackableStorage):
+class ZarrStorage(ReshapableStorage):
     """Keep rows in a folder, for as long as the experiment lives.
 
     Crashes: what `write` published survives the process at once, and the machine after the next `sync`
@@ -76,6 +76,7 @@ class ZarrStorage(PackableStorage):
         self._changed: set[int] = set()  # blocks that the next sync has summed beside those of newer rows
         self._due: set[int] = set()  # blocks that the sync under way has summed
         self._begin_packed()
+        self._begin_reshaping()
 
     # -- opening ---------------------------------------------------------------------------------
 
@@ -86,14 +87,14 @@ class ZarrStorage(PackableStorage):
         schema = self.manifest.schema
         if schema is None:
             return
-        self.schema, self.keys = schema, self.resolve_keys(schema)
         self._touched = set()
         fields = (*schema.fields, *ROW_FIELDS)
         group = WritableColumns(self.disk, self.path / COLUMNS, fields, self.slots, reach=self.reach)
         check_metadata(self.disk, group.folder, fields, [column.rows for column in group.columns])
         group.open_shards()
         group.warm()
-        self.columns = group  # not before: readers must not meet a part that is not mapped
+        with self._other_fields(schema):
+            self.columns = group  # not before: readers must not meet a part that is not mapped
         self.checksums = Checksums(self.disk, self.path / CHECKSUMS, group)
         if has_sampled(self.disk, group.folder):
             self.sampled = SampledColumn(self.disk, group.folder, self.slots)
