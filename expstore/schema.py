@@ -279,7 +279,8 @@ class Schema:
 
         Returns:
             C-contiguous arrays with the schema's dtypes; the given ones where they fit already. Of fields
-            without a fixed size pyarrow Arrays of the field's type. Rows without a late field have its default.
+            without a fixed size pyarrow Arrays of the field's type. Rows that lack a late field have its
+            default.
 
         Raises:
             SchemaError: A field is missing or unknown, has another row shape, or a dtype that does

@@ -222,7 +222,7 @@ ALLOWED_SIDEWAYS: tuple[tuple[str, str], ...] = (
     ("storages.settings", "storages.layout"),
     ("storages.packable", "storages.*"),
     # fields that come and go
-    ("storages.base", "storages.coming"),
+    ("storages.described", "storages.coming"),
     ("storages.catalog", "storages.coming"),
     ("storages.memory", "storages.coming"),
     ("storages.late", "storages.checksums"),

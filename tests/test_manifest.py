@@ -36,6 +36,7 @@ FULL = Manifest(
     ranking=Ranking(("next", "r"), "max"),
     specs='{"spec":{"kind":"Composite","specs":{"b":null}},"version":1}',
     layout={"layout": "packed", "fields": {"a": {"layout": "flat"}}},
+    column_set=3,
 )
 BARE = Manifest(uuid="a" * 32, generation=0, storage="zarr", capacity=None, spare=0, seed=0, created=0.0)
 

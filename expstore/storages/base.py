@@ -44,8 +44,6 @@ from expstore.types import Array, IntArray, Key, Ranking, Window, cut_run, key_n
 if TYPE_CHECKING:
     import torch
 
-    from expstore.storages.coming import Coming
-
 __all__ = ["REWARD", "ROW_FIELDS", "Keys", "Rows", "Storage", "find_keys", "now_us", "spare_slots"]
 
 #: Columns that every store has beside the user's; `priority` comes last and is not part of a checksum.
@@ -110,8 +108,6 @@ class Storage(DrawPosition, Described, Grid, Indexed, Stateful, ABC):
         self.upheavals = 0
         #: Moves when ids may stand for other rows than before.
         self.takeovers = 0
-        #: Moves, twice, when fields come or go: their places are others then. Odd meanwhile.
-        self.reshapes = 0
         self.episode_lock = threading.Lock()  # held while episodes and window change
         self.content: tuple[int, int] = (0, 0)  # position of the last record that says something of rows
         self.index_floor: tuple[int, int] = (0, 0)  # an index older than this must be rebuilt
@@ -576,31 +572,6 @@ class Storage(DrawPosition, Described, Grid, Indexed, Stateful, ABC):
         """Return what the relation `meta` shows."""
         dims = {} if self.ndim == 1 else {"dims": list(self.dims)}
         return {"storage": self.kind, "capacity": self.capacity, "seed": self.seed} | dims
-
-    def add_field(self, coming: Coming) -> None:
-        """Have one more field: all of it, or nothing.
-
-        Args:
-            coming: Which one, and the values of the rows that are there.
-
-        Raises:
-            StateError: Nothing can be written here, or this kind of storage cannot.
-        """
-        self.check_writable()
-        raise StateError(f"a {self.kind} storage cannot get other fields", hint="make another store")
-
-    def drop_field(self, key: Key, specs: str) -> None:
-        """Have one field less: all of it goes, or nothing.
-
-        Args:
-            key: Which one.
-            specs: What values fields may have from then on, as `expstore.spectext` has it.
-
-        Raises:
-            StateError: Nothing can be written here, or this kind of storage cannot.
-        """
-        self.check_writable()
-        raise StateError(f"a {self.kind} storage cannot get other fields", hint="make another store")
 
     # -- what a backend supplies -----------------------------------------------------------------
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import threading
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -186,12 +187,20 @@ def unmoved(storage: Storage, act: Callable[[], _Found]) -> _Found:
                 continue
         try:
             found = act()
-        except Exception:
+        except Exception as exc:
             if storage.reshapes == before:
                 raise
+            _forget(exc)
         else:
             if storage.reshapes == before:
                 return found
+
+
+def _forget(exc: BaseException | None) -> None:
+    """Let go of what an error holds: cursors of a query that would keep a file open."""
+    while exc is not None:
+        traceback.clear_frames(exc.__traceback__)
+        exc = exc.__cause__ or exc.__context__
 
 
 def check_coming(storage: Storage, entry: Field) -> None:

@@ -1,4 +1,4 @@
-"""What a storage knows of its fields: the text of their values' specs, which are packed, which it keeps.
+"""What a storage knows of its fields: their values' specs, which are packed, which it keeps, how more come.
 
 Mixed into `Storage`. It reads no spec: `expstore.spectext` says which fields the text speaks of.
 """
@@ -6,11 +6,15 @@ Mixed into `Storage`. It reads no spec: `expstore.spectext` says which fields th
 from __future__ import annotations
 
 import threading
+from typing import TYPE_CHECKING
 
-from expstore.errors import SchemaError
+from expstore.errors import SchemaError, StateError
 from expstore.schema import Schema
 from expstore.spectext import check_specs
-from expstore.types import key_name
+from expstore.types import Key, key_name
+
+if TYPE_CHECKING:
+    from expstore.storages.coming import Coming
 
 __all__ = ["Described"]
 
@@ -32,6 +36,8 @@ class Described:
     #: Whether fields may hold any Python object; otherwise values become columns of Arrow.
     keeps_objects = False
     schema: Schema | None
+    #: Moves, twice, when fields come or go: their places are others then. Odd meanwhile.
+    reshapes: int = 0
     #: As `expstore.spectext` has them; "": nothing is known.
     specs: str = ""
 
@@ -78,3 +84,28 @@ class Described:
 
     def _note_specs(self, specs: str) -> None:
         """Bring the text to where the storage's settings are."""
+
+    def add_field(self, coming: Coming) -> None:
+        """Have one more field: all of it, or nothing.
+
+        Args:
+            coming: Which one, and the values of the rows that are there.
+
+        Raises:
+            StateError: Nothing can be written here, or this kind of storage cannot.
+        """
+        self.check_writable()
+        raise StateError(f"a {self.kind} storage cannot get other fields", hint="make another store")
+
+    def drop_field(self, key: Key, specs: str) -> None:
+        """Have one field less: all of it goes, or nothing.
+
+        Args:
+            key: Which one.
+            specs: What values fields may have from then on, as `expstore.spectext` has it.
+
+        Raises:
+            StateError: Nothing can be written here, or this kind of storage cannot.
+        """
+        self.check_writable()
+        raise StateError(f"a {self.kind} storage cannot get other fields", hint="make another store")

@@ -215,9 +215,17 @@ class FollowerStorage(FolderStorage):
             self.seed = self.own_seed
 
     def _take_over(self, source: _Source, found: Replay | None, last: int) -> None:
-        schema = self.manifest.schema
-        if schema is not None:
-            self.keys, self.schema = self.resolve_keys(schema), schema
+        schema, known = self.manifest.schema, self.schema
+        moves = known is not None and not (schema is not None and schema.same(known))
+        self.reshapes += moves
+        try:
+            if schema is not None and (moves or known is None):
+                self.keys, self.schema = self.resolve_keys(schema), schema
+            self._take_source(source, found, last)
+        finally:
+            self.reshapes += moves
+
+    def _take_source(self, source: _Source, found: Replay | None, last: int) -> None:
         if self._chronicle is not None:
             self._chronicle.close()
             self._chronicle = None

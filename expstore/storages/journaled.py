@@ -341,14 +341,6 @@ class JournaledStorage(SyncedStorage, VersionedStorage):
     def _note_ranking(self, ranking: Ranking | None) -> None:
         self._note_manifest(self.manifest.replace(ranking=ranking))
 
-    def _note_specs(self, specs: str) -> None:
-        self._note_manifest(self.manifest.replace(specs=specs))
-
-    def _note_manifest(self, manifest: Manifest) -> None:
-        with self.poisoning():
-            manifest.save(self.disk, self.path)
-        self.manifest = manifest
-
     # -- facts -----------------------------------------------------------------------------------
 
     def log_entries(self) -> Iterator[LogEntry]:

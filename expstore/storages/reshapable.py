@@ -217,32 +217,24 @@ class _Building:
         self._touched: set[File] = set()
         self.reach()
 
-    def reach(self) -> None:
-        """Have a place for all slots that others have."""
+    def reach(self, slots: int = 0) -> None:
+        """Have a place for so many slots, and for all that others have."""
         group = self._storage.columns
-        while group is not None and self.column.ready < group.ready:
+        while self.column.ready < max(slots, 0 if group is None else group.ready):
             self.folders.update(self.column.add_shard())
             self._touched.add(self.column.files[-1])
 
     def lay(self, first_id: int, values: Array) -> None:
         """Write the values of a run of rows."""
-        column = self.column
+        column, pieces = self.column, cut_run(first_id, len(values), self._storage.slots)
+        self.reach(max((slot + n for slot, _, n in pieces), default=0))
         if not column.fills and not values.reshape(-1).view(np.uint8).any():
-            if column.ready < self._needed(first_id + len(values) - 1):
-                self.reach()
             return  # holes read as zeros, and these were never written to
-        if column.blank:
-            column.blank = False
-        for slot, offset, n in cut_run(first_id, len(values), self._storage.slots):
-            if column.ready < slot + n:
-                self.reach()
+        column.blank = False
+        for slot, offset, n in pieces:
             for file, at, row, some in column.spans(slot, n):
                 file.write(values[offset + row : offset + row + some], at)
                 self._touched.add(file)
-
-    def _needed(self, last: int) -> int:
-        slots = self._storage.slots
-        return last if slots is None else min(last, slots)
 
     def lay_rows(self, ids: IntArray, values: Array) -> None:
         """Write the values of single rows."""

@@ -82,6 +82,14 @@ class SyncedStorage(ShownStorage):
         with self.poisoning():
             super().prepare(schema, keys, dims)
 
+    def _note_specs(self, specs: str) -> None:
+        self._note_manifest(self.manifest.replace(specs=specs))
+
+    def _note_manifest(self, manifest: Manifest) -> None:
+        with self.poisoning():
+            manifest.save(self.disk, self.path)
+        self.manifest = manifest
+
     def _append(self, kind: Kind, *body: bytes) -> int:
         """Append a record, in a new segment if this one is full. The episode lock is held."""
         size = sum(map(len, body))

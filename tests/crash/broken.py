@@ -16,7 +16,7 @@ import numpy as np
 from expstore import dumping
 from expstore.episodelog import LogEntry
 from expstore.journal import Kind
-from expstore.storages import loading
+from expstore.storages import loading, reshapable
 from expstore.storages.base import Rows, Storage
 from expstore.storages.columnwriter import WritableColumns
 from expstore.storages.journaled import JournaledStorage
@@ -204,6 +204,11 @@ def break_packed_recovery() -> None:
     PackedColumn.settle = settle_only  # type: ignore[method-assign]
 
 
+def break_late() -> None:
+    """expstore.json says that there is another field before that is on the disk."""
+    reshapable._Building.sync = lambda self: None  # type: ignore[method-assign]
+
+
 #: Fault -> what puts it in.
 BREAKS: dict[str, Callable[[], None]] = {
     "journal first": break_journal_first,
@@ -225,6 +230,7 @@ BREAKS: dict[str, Callable[[], None]] = {
     "raw rows written over": break_packed_areas,
     "raw rows in memory": break_packed_rows,
     "packed recovery without sync": break_packed_recovery,
+    "late column without sync": break_late,
 }
 
 

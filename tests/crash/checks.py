@@ -64,6 +64,9 @@ def check_rows(rb: TensorDictReplayBuffer, state: Ledger) -> None:
         return
     schema = kept.require_schema()
     wanted = facts.values(state.spec, state.origin[ids], state.version[ids])
+    wanted |= {tuple(name.split(".")): held[ids] for name, (_, held) in state.late.items()}
+    own_keys, known = {f.key for f in schema.fields}, set(wanted)
+    expect(own_keys == known, f"there are other fields: {sorted(own_keys ^ known)}")
     places = range(len(schema.fields) + 5)
     found = [np.concatenate(part) for part in kept.views(places, window.low + 1, window.size)]
     pairs = [(".".join(f.key), found[n], wanted[f.key]) for n, f in enumerate(schema.fields)]
@@ -73,7 +76,6 @@ def check_rows(rb: TensorDictReplayBuffer, state: Ledger) -> None:
         ("_row.episode", found[own + 1], state.episode[ids]),
         ("_row.step", found[own + 2], state.step[ids]),
     ]
-    expect(len(wanted) == len(schema.fields), "fields are missing")
     for name, have, want in pairs:
         if not np.array_equal(have, want):
             bad = ids[(have != want).reshape(ids.size, -1).any(axis=1)]
@@ -256,6 +258,7 @@ def check_sample(rb: TensorDictReplayBuffer, state: Ledger) -> None:
     found = rb.sample()
     expect(np.array_equal(found["id"].numpy(), wanted), f"draw {state.draw} chose other rows")
     rows = facts.values(state.spec, state.origin[wanted], state.version[wanted])
+    rows |= {tuple(name.split(".")): held[wanted] for name, (_, held) in state.late.items()}
     for key, column in rows.items():
         same = (found[key].numpy() == column).reshape(wanted.size, -1).all(axis=1)
         expect(bool(same.all()), f"draw {state.draw}: sampled {key} differs for ids {wanted[~same]}")

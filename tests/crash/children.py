@@ -15,6 +15,7 @@ import pickle
 import select
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections import Counter
@@ -179,6 +180,28 @@ def perform(rb: TensorDictReplayBuffer, state: Ledger, op: Op) -> None:
         rb.empty()
     elif op.kind == "sql":
         check_sql(rb, state)
+    elif op.kind == "add":
+        _add_column(rb, state, op)
+    elif op.kind == "drop":
+        rb.drop_column(tuple(str(op.source).split(".")))
+
+
+def _add_column(rb: TensorDictReplayBuffer, state: Ledger, op: Op) -> None:
+    """Let a field come; rows that come meanwhile are another thread's."""
+    name = tuple(str(op.source).split("."))
+    if op.fill:
+        rb.add_column(name, fill=torch.tensor(op.version))
+        return
+    coming = [Op("extend", count=op.count)] if op.count else []
+
+    def compute(rows: Any) -> torch.Tensor:
+        if coming:
+            thread = threading.Thread(target=perform, args=(rb, state, coming.pop()))
+            thread.start()
+            thread.join()
+        return torch.from_numpy(facts.late_values(rows["id"].numpy(), op.version))
+
+    rb.add_column(name, function=compute, dtype="int64", shape=(), default=op.version)
 
 
 def _annotate(rb: TensorDictReplayBuffer, op: Op) -> None:
@@ -266,7 +289,7 @@ def candidates(state: Ledger, op: Op | None) -> list[Ledger]:
     done = state.copy()
     done.apply(op)
     found.insert(0, done)
-    retired, half = state.copy(), state.half_best(op)
+    retired, half = state.copy(), state.half_best(op) or state.half_add(op)
     if retired.retire_for(op):
         found.append(retired)
     if half is not None:

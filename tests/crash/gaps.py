@@ -85,6 +85,14 @@ def _change(first: int, last: int, version: int, step: int = 1) -> Op:
     return Op("change", ids=np.arange(first, last + 1, step, dtype=np.int64), version=version)
 
 
+def _add(name: str, version: int, count: int = 0, *, fill: bool = False) -> Op:
+    return Op("add", source=name, version=version, count=count, fill=fill)
+
+
+def _drop(name: str) -> Op:
+    return Op("drop", source=name)
+
+
 def _priority(first: int, last: int, value: float) -> Op:
     ids = np.arange(first, last + 1, dtype=np.int64)
     return Op("priority", ids=ids, priorities=np.full(ids.size, value, np.float32))
@@ -190,6 +198,51 @@ PHASES = (
         [LOADS, _extend(5, "a")],
         stride=20,
         must="rename load",
+    ),
+    Phase(
+        "add columns",
+        LEAN,
+        [*FEW, _change(4, 9, 1)],
+        [
+            _add("late", 3, 5),
+            _extend(6, "a"),
+            _add("group.deep.late", 4, fill=True),
+            _extend(3),
+            _change(20, 25, 2),
+        ],
+        stride=4,
+        must="rename late",
+    ),
+    Phase(
+        "drop columns",
+        LEAN,
+        [*FEW, _add("group.late", 3), _add("late", 5), _extend(3)],
+        [_drop("group.late"), _extend(6, "a"), _drop("late"), _extend(2)],
+        stride=4,
+        must="rename old",
+    ),
+    Phase("add a column to packed ones", PACKED, [_extend(22)], [_add("late", 2, 5), _extend(7)], stride=9),
+    Phase(
+        "add a column to what grows", GROWING, [_extend(4000)], [_add("late", 2, 120), _extend(9)], stride=9
+    ),
+    Phase(
+        "add a column to few rows", NARROW, [_extend(3)], [_add("late", 2, 2), _extend(1), FLUSH], stride=9
+    ),
+    Phase(
+        "add a column to counted rows", COUNTED, [_extend(24), SAMPLE], [_add("late", 2, 3), SAMPLE], stride=9
+    ),
+    Phase(
+        "add a column to best rows",
+        BEST,
+        [_extend(30)],
+        [_add("late", 2), _extend(20), _drop("late")],
+        stride=9,
+    ),
+    Phase(
+        "open columns that were added",
+        LEAN,
+        [*FEW, _add("late", 3, 5), _extend(6), _change(20, 25, 2), _drop("late")],
+        part="open",
     ),
     Phase("extend without spare", BARE, [_extend(24)], [_extend(6)], tooth=True),
     Phase("change new rows", LEAN, FEW, [_extend(4), _change(20, 24, 1, 2)], tooth=True),

@@ -59,6 +59,7 @@ SPECS = {
         Spec("packed", 100, 40, frame=64, segment_bytes=4096, longest=120, packed=True),
         Spec("frames", None, None, frame=64, segment_bytes=4096, longest=60, packed=True),
         Spec("best", 60, 20, frame=64, segment_bytes=4096, longest=90, overlong=False, best=True),
+        Spec("late", 60, 20, frame=64, segment_bytes=4096, longest=30, late=True),
     )
 }
 #: What is done in a life, and how often.
@@ -92,6 +93,10 @@ def random_kills(
     return report
 
 
+def _weights(spec: Spec) -> dict[str, float]:
+    return WEIGHTS | ({"sample": 10} if spec.consume else {}) | ({"add": 4} if spec.late else {})
+
+
 def _lives(spec: Spec, path: Path, chance: random.Random, report: Report, lives: int, plain: float) -> None:
     """Live several lives of one store, each begun where the one before was killed."""
     fit_constants(spec)
@@ -101,7 +106,7 @@ def _lives(spec: Spec, path: Path, chance: random.Random, report: Report, lives:
         rng = np.random.default_rng(seed)
         after = state.copy()
         after.reopen()
-        ops = facts.plan(after, rng, 12, weights=WEIGHTS | ({"sample": 10} if spec.consume else {}))
+        ops = facts.plan(after, rng, 12, weights=_weights(spec))
         by_act, at = chance.random() < 0.4, chance.randrange(1, 200)
         torn = chance.choice([None, chance.random()])
         disk: Disk = KillingDisk(at if by_act else 0, torn=torn)
@@ -139,6 +144,7 @@ SLOW = (
     "commit to the index", "close with an index", "new shard",
     "first packed rows", "long packed extend", "empty packed", "open few packed rows",
     "open packed that was closed", "loads packed",
+    "add a column to what grows", "add a column to counted rows", "add a column to few rows",
 )  # fmt: skip
 
 
@@ -198,6 +204,9 @@ TEETH = {
     "packed recovery without sync": Tooth(
         "packed recovery without sync",
         lambda at: power_cuts(240, 1, at, names=["packed", "frames"], stop=True),
+    ),
+    "late column without sync": Tooth(
+        "late column without sync", lambda at: power_cuts(240, 1, at, names=["late", "late wide"], stop=True)
     ),
     "recovery without sync": Tooth("recovery without sync", lambda at: power_cuts(360, 1, at, stop=True)),
 }

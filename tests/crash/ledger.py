@@ -19,7 +19,7 @@ from tensordict import TensorDict
 
 from expstore.draws import Draws
 
-__all__ = ["Ledger", "Op", "Spec", "batch", "extends", "plan", "values"]
+__all__ = ["LATE", "Ledger", "Op", "Spec", "batch", "extends", "late_values", "plan", "values"]
 
 Ints = NDArray[np.int64]
 
@@ -48,6 +48,7 @@ class Spec:
     tail: bool = True  # whether few small rows ride in the journal
     consume: int | None = None  # how often each row is handed out
     best: bool = False  # whether the best rows stay, not the newest
+    late: bool = False  # fields come and go
     packed: bool = (
         False  # whether frames are packed, in chunks of a few rows and short shards; next ones, too
     )
@@ -67,6 +68,7 @@ class Op:
     priorities: NDArray[np.float32] | None = None
     episode: int = 0
     info: Mapping[str, int | None] | None = None
+    fill: bool = False  # a field that comes has one value in all rows
 
 
 # -- rows ------------------------------------------------------------------------------------------------
@@ -138,6 +140,15 @@ def batch(spec: Spec, op: Op, ids: Ints) -> TensorDict:
     return data
 
 
+#: The fields that may come, and go.
+LATE = ("late", "group.late", "group.deep.late")
+
+
+def late_values(ids: Ints, version: int) -> Ints:
+    """Return what rows have in a field that has come."""
+    return _mix(ids, np.full(ids.size, version, np.int64))
+
+
 _ARRAYS = ("version", "origin", "episode", "step")
 #: So many snapshots are kept.
 KEEP = 3
@@ -193,6 +204,8 @@ class Ledger:
     sampled: dict[int, list[int]] = field(default_factory=dict)
     taking: Collection[int] = ()  # rows of a batch under way: counted once more, or not yet
     versions: dict[int, Ledger] = field(default_factory=dict)  # snapshots by number
+    # Fields that have come: what later rows have there, and what each row has.
+    late: dict[str, tuple[int, Ints]] = field(default_factory=dict)
 
     def copy(self) -> Ledger:
         """Return a ledger that goes its own way."""
@@ -203,6 +216,7 @@ class Ledger:
         twin.sampled = {i: held.copy() for i, held in self.sampled.items()}
         twin.max_priorities = self.max_priorities.copy()
         twin.versions = dict(self.versions)
+        twin.late = {name: (default, held.copy()) for name, (default, held) in self.late.items()}
         for name in _ARRAYS:
             setattr(twin, name, getattr(self, name).copy())
         return twin
@@ -239,6 +253,14 @@ class Ledger:
                 new = np.zeros(max(2 * old.size, last + 1), np.int64)
                 new[: old.size] = old
                 setattr(self, name, new)
+        for name, (default, held) in self.late.items():
+            more = np.zeros(max(0, self.version.size - held.size), np.int64)
+            self.late[name] = default, np.append(held, more)
+
+    def _set_late(self, ids: Ints) -> None:
+        """Let new rows have the defaults of fields that have come."""
+        for default, held in self.late.values():
+            held[ids] = default
 
     def apply(self, op: Op) -> None:
         """Take over one call that returned."""
@@ -287,6 +309,7 @@ class Ledger:
         rows = np.concatenate([appended, displacing]) if displace else appended
         ids = given[rows]
         self.origin[ids], self.version[ids] = self.offered + 1 + rows, 0
+        self._set_late(ids)
         self.write_count += rows.size
         for i in ids.tolist():
             self.priorities[i] = [self.max_priority]
@@ -323,6 +346,7 @@ class Ledger:
         self.retire_for(op)
         self._grow(int(ids[-1]))
         self.origin[ids] = ids
+        self._set_late(ids)
         terminated, truncated = _ends(ids)
         rewards = _rewards(ids, np.zeros_like(ids))
         if self.spec.lean:  # "done" alone is an end, and nothing is a reward
@@ -365,6 +389,25 @@ class Ledger:
     def _change(self, op: Op) -> None:
         self.version[op.ids] = op.version
         self.origin[op.ids] = op.ids
+
+    def _add(self, op: Op) -> None:
+        """Have one more field; some rows may come while its values are computed."""
+        if op.count:
+            self._extend(Op("extend", count=op.count))
+        held, ids = np.zeros_like(self.version), self.ids
+        held[ids] = op.version if op.fill else late_values(ids, op.version)
+        self.late[str(op.source)] = op.version, held
+
+    def half_add(self, op: Op) -> Ledger | None:
+        """Return the state in which the rows have come, and the field has not; None: no rows come."""
+        if op.kind != "add" or not op.count:
+            return None
+        half = self.copy()
+        half._extend(Op("extend", count=op.count))
+        return half
+
+    def _drop(self, op: Op) -> None:
+        del self.late[str(op.source)]
 
     def _empty(self, op: Op) -> None:
         if self.ids.size:
@@ -427,6 +470,8 @@ class Ledger:
         kept._grow(kept.last + shift)
         for name in _ARRAYS:
             getattr(kept, name)[ids + shift] = old[name]
+        for _, held in kept.late.values():
+            held[ids + shift] = held[ids]
         kept.episode[ids + shift] += episodes
         kept.priorities = {i + shift: kept.priorities[i] for i in ids.tolist()}
         kept.sampled = {i + shift: kept.sampled[i] for i in ids.tolist()}
@@ -488,6 +533,8 @@ def _next(state: Ledger, rng: np.random.Generator, weights: Mapping[str, float])
         return _next_extend(state, rng)
     if kind == "change" and state.spec.packed:
         kind = "flush"  # what is packed stays as it is
+    if kind in ("add", "drop"):
+        return _next_field(state, rng)
     if kind == "change":
         some = ids[rng.random(ids.size) < rng.choice([0.01, 0.2])]
         some = some if some.size else ids[-1:]
@@ -500,6 +547,16 @@ def _next(state: Ledger, rng: np.random.Generator, weights: Mapping[str, float])
         newest = list(state.open.values()) if rng.random() < 0.5 else []
         return Op("annotate", episode=int(rng.choice(newest or list(state.episodes))), info=_next_info(rng))
     return Op(str(kind), count=SAMPLE)
+
+
+def _next_field(state: Ledger, rng: np.random.Generator) -> Op:
+    """Let a field come, or, where there are many, go."""
+    if len(state.late) and rng.random() < len(state.late) / len(LATE):
+        return Op("drop", source=str(rng.choice(list(state.late))))
+    name = str(rng.choice([name for name in LATE if name not in state.late]))
+    fill, most = bool(rng.random() < 0.3), 0 if state.spec.best else min(8, state.spare or 8)
+    count = 0 if fill or rng.random() < 0.5 else int(rng.integers(0, most + 1))
+    return Op("add", source=name, version=int(rng.integers(0, 1000)), fill=fill, count=count)
 
 
 def _next_info(rng: np.random.Generator) -> dict[str, int | None]:

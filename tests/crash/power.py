@@ -67,6 +67,20 @@ POWER_SPECS = {
         Spec("frames", None, 60, frame=64, segment_bytes=8192, longest=60, lean=True, packed=True),
         Spec("kept", 60, 20, frame=64, segment_bytes=4096, longest=30, lean=True, dumped=True, packed=True),
         Spec("durable", 40, 16, frame=64, segment_bytes=4096, longest=24, durability="sync", packed=True),
+        Spec("late", 24, 12, frame=64, segment_bytes=4096, longest=12, lean=True, late=True),
+        Spec("late wide", None, 60, frame=3000, segment_bytes=4096, longest=30, late=True),
+        Spec(
+            "late best",
+            24,
+            8,
+            frame=64,
+            segment_bytes=4096,
+            lean=True,
+            longest=20,
+            overlong=False,
+            best=True,
+            late=True,
+        ),
         Spec("endless", None, 120, frame=64, segment_bytes=8192, shard_rows=4096, longest=160, lean=True),
     )
 }
@@ -268,7 +282,14 @@ class _History:
             op, before = self._job.ops[self._acked], self._ledgers[self._acked]
             self._acked += 1
             self.newest = self._ledgers[self._acked]
-            lasting = op.kind in ("flush", "change", "empty", "loads") or before.copy().retire_for(op)
+            lasting = op.kind in (
+                "flush",
+                "change",
+                "empty",
+                "loads",
+                "add",
+                "drop",
+            ) or before.copy().retire_for(op)
             if op.kind == "dumps":
                 self.current = max(self.newest.versions)
             if lasting or (op.kind in ("extend", "annotate") and self._job.spec.durability == "sync"):
@@ -285,7 +306,7 @@ class _History:
         states = candidates(self.newest.copy(), self._op)
         for number in range(self._acked - 1, self._floor - 1, -1):
             before = self._ledgers[number]
-            half = before.half_best(self._job.ops[number])
+            half = before.half_best(self._job.ops[number]) or before.half_add(self._job.ops[number])
             states += [before.copy()] if half is None else [half, before.copy()]
         # Priorities and counts have no promise before a flush, and may be ahead of the rows.
         for name in ("priorities", "sampled"):
@@ -435,6 +456,7 @@ def _round(spec: Spec, number: int, seed: int, folder: Path, report: Report, fre
     after.reopen()
     weights = WEIGHTS | ({"sql": 1} if index else {}) | ({"dumps": 3, "loads": 3} if spec.dumped else {})
     weights |= {"sample": 6} if spec.consume else {}
+    weights |= {"add": 3} if spec.late else {}
     job = Job(
         spec,
         [new],

@@ -1,0 +1,584 @@
+"""`add_column` and `drop_column`: values of rows that are there, later rows, and what must not change."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+import expstore
+from expstore import (
+    ListStorage,
+    MemoryStorage,
+    PrioritizedSampler,
+    RandomSampler,
+    ReplayBuffer,
+    SamplerWithoutReplacement,
+    SliceSampler,
+    TensorDictReplayBuffer,
+)
+from expstore.checks import verify
+from expstore.errors import QueryError, SchemaError, StateError
+from expstore.files import Disk
+from expstore.manifest import Manifest
+from expstore.specs import Binary, Composite, Unbounded
+from expstore.storages import ZarrStorage, base
+from expstore.storages.checksums import CHECKSUMS, SUMMED, Checksums, state_of
+from expstore.writers import TensorDictMaxValueWriter
+
+MakeBatch = Callable[..., TensorDict]
+Open = Callable[..., TensorDictReplayBuffer]
+
+
+def rows(start: int, count: int, **more: torch.Tensor) -> TensorDict:
+    """Rows of which all values follow from their numbers."""
+    numbers = torch.arange(start, start + count)
+    batch = TensorDict(
+        {
+            "observation": numbers[:, None].expand(count, 4).float().clone(),
+            "action": numbers.clone(),
+            "next": {
+                "reward": numbers[:, None].float() / 4,
+                "terminated": (numbers % 10 == 9)[:, None],
+            },
+        },
+        [count],
+    )
+    for name, values in more.items():
+        batch[name] = values
+    return batch
+
+
+def in_folder(path: Path, capacity: int | None) -> TensorDictReplayBuffer:
+    return expstore.open(path, capacity=capacity, batch_size=16, seed=3)
+
+
+KINDS = ("ring", "endless", "synced", "memory", "memory endless", "grid")
+
+
+@pytest.fixture(params=KINDS)
+def rb(request: pytest.FixtureRequest, store_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A store that holds rows 300 to 399 or, without bound, 0 to 399; of one with lanes 300 to 399, too."""
+    kind = request.param
+    monkeypatch.setattr(base, "spare_slots", lambda capacity, row_bytes: 40)
+    if kind.startswith("memory"):
+        made = TensorDictReplayBuffer(
+            storage=MemoryStorage(None if "endless" in kind else 100), batch_size=16
+        )
+    elif kind == "grid":
+        made = TensorDictReplayBuffer(storage=ZarrStorage(store_path, 100, ndim=2), batch_size=16)
+    else:
+        durability = "sync" if kind == "synced" else "process"
+        capacity = None if kind == "endless" else 100
+        made = expstore.open(store_path, capacity=capacity, batch_size=16, durability=durability)
+    made.kind = kind
+    for start in range(0, 400, 20):
+        extend(made, rows(start, 20))
+    yield made
+    made.close()
+
+
+def extend(rb: TensorDictReplayBuffer, batch: TensorDict) -> None:
+    rb.extend(batch.reshape(-1, 4) if getattr(rb, "kind", "") == "grid" else batch)
+
+
+def whole(rb: TensorDictReplayBuffer) -> TensorDict:
+    """All rows, oldest first."""
+    batch = rb[:]
+    batch = batch.reshape(-1)
+    return batch[torch.argsort(batch["action"])]
+
+
+def test_one_value_for_all_rows(rb: TensorDictReplayBuffer) -> None:
+    before = whole(rb)
+    rb.add_column("late", fill=2.5)
+    after = whole(rb)
+    assert (after["late"] == 2.5).all()
+    assert after["late"].dtype == torch.float32
+    assert (after.exclude("late") == before).all()
+    extend(rb, rows(400, 20))
+    extend(rb, rows(420, 20, late=torch.arange(20.0)))
+    assert whole(rb)["late"][-40:].tolist() == [2.5] * 20 + list(range(20))
+    assert rb.sample()["late"].shape == (16,)
+    rb.drop_column("late")
+    assert (whole(rb)[:-40].exclude("late") == before[before["action"] >= int(whole(rb)["action"][0])]).all()
+    assert "late" not in rb.sample().keys()  # noqa: SIM118 - no dict
+
+
+def test_a_function_of_rows(rb: TensorDictReplayBuffer) -> None:
+    told: list[tuple[int, int]] = []
+    rb.add_column(
+        ("next", "value"),
+        function=lambda batch: batch["observation"][:, :2] + batch["id"][:, None],
+        progress=lambda done, total: told.append((done, total)),
+    )
+    found = whole(rb)
+    if rb.kind != "grid":  # there ids go along the lanes first
+        assert (found["next", "value"] == 2 * found["observation"][:, :2] + 1).all()
+    assert told[-1] == (len(rb.storage), len(rb.storage))
+    with pytest.raises(SchemaError, match=r"lacks 'next.value'.*added later, without a default"):
+        extend(rb, rows(400, 20))
+    assert len(whole(rb)) == len(found)
+    batch = rows(400, 20)
+    batch["next", "value"] = torch.zeros(20, 2)
+    extend(rb, batch)
+    assert (whole(rb)["next", "value"][-20:] == 0).all()
+
+
+def test_an_expression(rb: TensorDictReplayBuffer) -> None:
+    rb.add_column("late", sql="observation[1] * 2 + episode.length", dtype=torch.float32, default=-1.0)
+    rb.add_column("flag", sql="next.terminated AND _step > 3", default=False)
+    rb.add_column("list", sql="[action, _id]", default=torch.tensor([7, 8]))
+    extend(rb, rows(400, 20))
+    found = whole(rb)
+    old, new = found[:-20], found[-20:]
+    if rb.kind != "grid":
+        assert (old["late"] == 2 * old["observation"][:, 0] + 10).all()
+        assert old["flag"].tolist() == old["next", "terminated"].reshape(-1).tolist()
+    assert (old["list"][:, 0] == old["action"]).all()
+    assert (rb.kind == "grid") == bool((old["list"][:, 1] != old["action"] + 1).any())
+    assert (new["late"] == -1).all()
+    assert (new["list"] == torch.tensor([7, 8])).all()
+    answer = rb.sql("SELECT count(*), sum(late) FROM transitions").fetchall()
+    assert answer == [(len(found), float(found["late"].double().sum()))]
+
+
+def test_rows_that_come_and_change_meanwhile(rb: TensorDictReplayBuffer) -> None:
+    """What comes while values are computed gets them, and what is changed then has those of its new rows."""
+    acts: list[Callable[[], Any]] = [
+        lambda: extend(rb, rows(400, 20)),
+        lambda: rb.set_at_("action", torch.tensor(-5), rb_index(rb, 3)),
+    ]
+
+    def compute(batch: TensorDict) -> torch.Tensor:
+        while acts:
+            thread = threading.Thread(target=acts.pop(0))
+            thread.start()
+            thread.join()
+        return batch["action"] * 3
+
+    rb.add_column("late", function=compute, dtype="int64", shape=())
+    found = whole(rb)
+    assert not acts
+    assert (found["action"] == -5).sum() == 1
+    assert (found["late"] == 3 * found["action"]).all()
+    assert int(found["action"].max()) == 419
+
+
+def rb_index(rb: TensorDictReplayBuffer, number: int) -> Any:
+    return (number, 0) if rb.kind == "grid" else number
+
+
+def test_after_another_opening(store_path: Path) -> None:
+    with in_folder(store_path, 100) as rb:
+        rb.extend(rows(0, 130))
+        rb.add_column(
+            "late",
+            fill=torch.tensor([1, 2], dtype=torch.int16),
+            default=torch.tensor([3, 4], dtype=torch.int16),
+        )
+        rb.add_column(("deep", "er", "late"), function=lambda batch: batch["action"].bool())
+        rb.drop_column("action")
+        rb.extend(
+            rows(130, 10)
+            .exclude("action")
+            .update({"deep": {"er": {"late": torch.ones(10, dtype=torch.bool)}}})
+        )
+        wanted = rb[:]
+        columns = {p.relative_to(store_path).as_posix() for p in (store_path / "columns").rglob("zarr.json")}
+        assert "columns/deep/er/zarr.json" in columns
+        assert "columns/action/zarr.json" not in columns
+    assert verify(store_path) == []
+    with in_folder(store_path, 100) as rb:
+        assert rb.recovered is None
+        assert (rb[:] == wanted).all()
+        assert (rb["late"] == torch.tensor([3, 4])).all(1).sum() == 10
+        assert rb["late"][0].dtype == torch.int16
+        rb.drop_column(("deep", "er", "late"))
+        assert not (store_path / "columns" / "deep").exists()
+        rb.add_column("deep", fill=0)
+    assert verify(store_path) == []
+    assert Manifest.load(Disk(), store_path).column_set == 5
+    assert Manifest.load(Disk(), store_path).format == 2
+
+
+def test_other_columns_are_not_touched(store_path: Path) -> None:
+    """Their files keep name, inode, bytes and times."""
+
+    def files() -> dict[str, tuple[int, int, int, bytes]]:
+        found = {}
+        for path in sorted((store_path / "columns").rglob("*")):
+            if path.is_file() and "late" not in path.parts:
+                status = path.stat()
+                found[str(path)] = status.st_ino, status.st_mtime_ns, status.st_size, path.read_bytes()
+        return found
+
+    with in_folder(store_path, 5000) as rb:
+        rb.extend(rows(0, 6000))
+        rb.flush()
+        before = files()
+        rb.add_column("late", fill=1.0)
+        assert files() == before
+        rb.drop_column("late")
+        assert files() == before
+
+
+def test_sums_of_other_columns_stay(store_path: Path) -> None:
+    """A flipped bit is found afterwards: sums were not taken anew."""
+    with in_folder(store_path, None) as rb:
+        rb.extend(rows(0, 9000))
+        rb.flush()
+        (shard,) = (store_path / "columns" / "action").rglob("c/*")
+        with shard.open("r+b") as file:
+            file.seek(8 * 4321)
+            file.write(b"\x55")
+        rb.add_column("late", fill=1.0)
+        rb.add_column("later", fill=1.0)
+        rb.drop_column("late")
+    found = verify(store_path)
+    assert [finding.kind for finding in found] == ["checksum"] or found, found
+    assert any("action" in finding.message for finding in found)
+    assert not any("later" in finding.message for finding in found)
+
+
+def test_draws_go_on(store_path: Path, tmp_path: Path) -> None:
+    """The next batches are those that would have come, whatever draws them."""
+    samplers: dict[str, Callable[[], Any]] = {
+        "random": RandomSampler,
+        "without": SamplerWithoutReplacement,
+        "prioritized": lambda: PrioritizedSampler(200, 0.7, 0.5),
+        "slices": lambda: SliceSampler(slice_len=4),
+        "where": lambda: RandomSampler(where="next.reward > 5"),
+    }
+    for name, make in samplers.items():
+        ids = []
+        for late in (False, True):
+            path = tmp_path / f"{name}-{late}"
+            with expstore.open(path, capacity=200, batch_size=16, seed=3, sampler=make()) as rb:
+                rb.extend(rows(0, 150))
+                found = [rb.sample()["id"].tolist() for _ in range(3)]
+                if late:
+                    rb.add_column("late", fill=1.0)
+                    rb.add_column("more", sql="action * 2")
+                found += [rb.sample()["id"].tolist() for _ in range(3)]
+                if late:
+                    rb.drop_column("late")
+                    rb.drop_column("action")
+                found += [rb.sample()["id"].tolist() for _ in range(3)]
+                ids.append(found)
+        assert ids[0] == ids[1], name
+
+
+def test_the_best_rows(store_path: Path) -> None:
+    writer = TensorDictMaxValueWriter("observation", "max")
+    with expstore.open(store_path, capacity=50, batch_size=8, writer=writer) as rb:
+        rb.extend(rows(0, 60))
+        rb.add_column("late", function=lambda batch: batch["action"], default=-1)
+        rb.extend(rows(60, 20))
+        found = rb[:]
+        assert sorted(found["action"].tolist()) == list(range(30, 80))
+        assert (found["late"] == torch.where(found["action"] < 60, found["action"], -1)).all()
+        with pytest.raises(StateError, match="rows are ranked by 'observation'"):
+            rb.drop_column("observation")
+    assert verify(store_path) == []
+
+
+def test_changed_in_place(store_path: Path) -> None:
+    with in_folder(store_path, 100) as rb:
+        rb.extend(rows(0, 120))
+        rb.add_column("late", fill=1)
+        rb.set_at_("late", torch.tensor([5, 6]), [0, 1])
+        assert rb["late"][:3].tolist() == [5, 6, 1]
+        rb[0] = rows(900, 1)[0]
+        assert (int(rb[0]["late"]), int(rb[0]["action"])) == (5, 900)  # what it lacks stays
+        rb[1] = rows(901, 1, late=torch.tensor([9]))[0]
+        assert (int(rb[1]["late"]), int(rb[1]["action"])) == (9, 901)
+        with pytest.raises(SchemaError, match="lacks 'action'"):
+            rb[2] = rows(902, 1).exclude("action")[0]
+
+
+def test_batches_that_were_taken_before(store_path: Path) -> None:
+    """A batch that another thread had looked at before the fields changed is arranged anew."""
+    with in_folder(store_path, 100) as rb:
+        rb.extend(rows(0, 20))
+        rb.extend(rows(20, 20))
+        early, late = rb._taken(rows(40, 20)), rb._taken(rows(60, 20))
+        assert early is not None
+        assert early.arranged is not None
+        rb.add_column("late", fill=4)
+        rb._append(early, None, False, "")
+        assert rb["late"][40:60].tolist() == [4] * 20
+        rb.drop_column("action")
+        assert late is not None
+        with pytest.raises(SchemaError, match="unknown 'action'"):
+            rb._append(late, None, False, "")
+        assert len(rb) == 60
+
+
+def test_while_others_sample_and_add(store_path: Path) -> None:
+    """No batch mixes fields up: each value is that of its row, in all threads, all the time."""
+    with expstore.open(store_path, capacity=400, batch_size=32, prefetch=2) as rb:
+        rb.extend(rows(0, 400))
+        stop, wrong = threading.Event(), []
+
+        def look() -> None:
+            try:
+                while not stop.is_set():
+                    for batch in (rb.sample(), rb[:50]):
+                        assert (batch["observation"][:, 0].long() == batch["next", "reward"][:, 0] * 4).all()
+                        if "x" in batch.keys():  # noqa: SIM118
+                            assert (batch["x"] == 2 * batch["observation"][:, 0]).all()
+                    rb.sql("SELECT sum(observation[1]) FROM transitions")
+            except BaseException as exc:
+                wrong.append(exc)
+
+        def write() -> None:
+            try:
+                number = 400
+                while not stop.is_set():
+                    batch = rows(number, 8)
+                    batch["x"] = 2 * batch["observation"][:, 0]
+                    try:
+                        rb.extend(batch)
+                        number += 8
+                    except SchemaError:
+                        rb.extend(batch.exclude("x"))
+                        number += 8
+            except SchemaError as exc:
+                if "lacks 'x'" not in str(exc):
+                    wrong.append(exc)
+                else:
+                    write()
+            except BaseException as exc:
+                wrong.append(exc)
+
+        threads = [threading.Thread(target=act) for act in (look, look, write)]
+        for thread in threads:
+            thread.start()
+        for _ in range(12):
+            rb.add_column("x", function=lambda batch: 2 * batch["observation"][:, 0])
+            rb.drop_column("x")
+            assert not wrong, wrong
+        stop.set()
+        for thread in threads:
+            thread.join()
+        assert not wrong, wrong
+    # Of two threads that ask for SQL in this process one may hold the index open a little longer.
+    assert [finding for finding in verify(store_path) if finding.kind != "index"] == []
+
+
+def test_a_million_rows_take_less_than_a_second(store_path: Path) -> None:
+    batch = TensorDict(
+        {"a": torch.zeros(1_000_000, 16), "done": torch.zeros(1_000_000, 1, dtype=torch.bool)}, [1_000_000]
+    )
+    with expstore.open(store_path, batch_size=16) as rb:
+        rb.extend(batch)
+        rb.flush()
+        started = time.perf_counter()
+        rb.add_column("late", fill=1.5)
+        taken = time.perf_counter() - started
+        assert float(rb.sample()["late"].sum()) == 24
+    assert taken < 1, taken
+
+
+# -- what is refused -----------------------------------------------------------------------------------------
+
+
+def test_what_cannot_be_added(rb: TensorDictReplayBuffer) -> None:
+    before, schema = whole(rb), rb.schema
+    late: list[tuple[type[Exception], str, dict[str, Any]]] = [
+        (SchemaError, "there is a field 'action' already", {"name": "action", "fill": 1}),
+        (SchemaError, "both a field and a group", {"name": ("action", "x"), "fill": 1}),
+        (SchemaError, "one name on some disks", {"name": "Action", "fill": 1}),
+        (SchemaError, "cannot be a path", {"name": "a/b", "fill": 1}),
+        (SchemaError, "has no values", {"name": "x", "fill": torch.zeros(0)}),
+        (SchemaError, "rows of a fixed size", {"name": "x", "fill": None, "dtype": "object"}),
+        (SchemaError, "is none of a field", {"name": "x", "fill": 1, "dtype": "int128"}),
+        (SchemaError, "which may lose values|dtype mismatch", {"name": "x", "fill": 1.5, "dtype": "int8"}),
+        (SchemaError, "is none of", {"name": "x", "fill": torch.ones(3), "shape": (2,)}),
+        (
+            SchemaError,
+            "would say what rows are to their episodes",
+            {"name": ("next", "truncated"), "fill": False},
+        ),
+        (SchemaError, "values of shape", {"name": "x", "function": lambda batch: torch.zeros(3)}),
+        (SchemaError, "returned a list", {"name": "x", "function": lambda batch: [1]}),
+        (SchemaError, "expected", {"name": "x", "function": lambda b: b["observation"], "shape": 2}),
+        (QueryError, "no SQL expression", {"name": "x", "sql": "1 +"}),
+        (QueryError, "there are the fields", {"name": "x", "sql": "nothing + 1"}),
+        (QueryError, "is NULL for the row", {"name": "x", "sql": "CASE WHEN action > 350 THEN 1 END"}),
+        (QueryError, "of which there is no field", {"name": "x", "sql": "'text'"}),
+        (
+            QueryError,
+            "values that int8 does not have",
+            {"name": "x", "sql": "action * 1000", "dtype": "int8"},
+        ),
+        (TypeError, "one of fill=, function= and sql=", {"name": "x"}),
+        (TypeError, "one of fill=, function= and sql=", {"name": "x", "fill": 1, "sql": "1"}),
+    ]
+    for kind, text, asked in late:
+        asked = dict(asked)
+        with pytest.raises(kind, match=text):
+            rb.add_column(asked.pop("name"), **asked)
+    assert rb.schema is schema
+    assert (whole(rb) == before).all()
+    extend(rb, rows(400, 20))
+
+
+def test_a_function_that_fails_leaves_nothing(store_path: Path) -> None:
+    with in_folder(store_path, 100) as rb:
+        rb.extend(rows(0, 90))
+        files = sorted(p.name for p in store_path.iterdir())
+        calls = []
+
+        def fail(batch: TensorDict) -> torch.Tensor:
+            calls.append(1)
+            raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            rb.add_column("late", function=fail, dtype="int64", shape=())
+        assert calls
+        assert sorted(p.name for p in store_path.iterdir()) == files
+        rb.add_column("late", fill=1)
+
+        def nested(batch: TensorDict) -> torch.Tensor:
+            rb.add_column("inside", fill=1)
+            return batch["action"]
+
+        with pytest.raises(StateError, match="just now"):
+            rb.add_column("other", function=nested, dtype="int64", shape=())
+
+
+def test_what_has_to_stay(store_path: Path) -> None:
+    sampler = RandomSampler(where="observation[1] >= 0")
+    with expstore.open(store_path, capacity=100, batch_size=4, sampler=sampler) as rb:
+        rb.extend(rows(0, 50))
+        for name, text in (
+            ("nothing", "no field 'nothing'"),
+            (("next", "terminated"), "what rows are to their episodes"),
+            (("next", "reward"), "what rows are to their episodes"),
+            ("observation", "the sampler's filter"),
+        ):
+            with pytest.raises(SchemaError, match=text):
+                rb.drop_column(name)
+        rb.set_sampler(SliceSampler(slice_len=2, traj_key="action"))
+        with pytest.raises(SchemaError, match="'action' has to stay: the sampler"):
+            rb.drop_column("action")
+        rb.set_sampler(RandomSampler())
+        rb.drop_column("action")
+        rb.drop_column("observation")
+        assert verify_open(rb) == 2
+
+
+def verify_open(rb: TensorDictReplayBuffer) -> int:
+    assert rb.schema is not None
+    return len(rb.schema.fields)
+
+
+def test_the_only_field_stays() -> None:
+    rb = TensorDictReplayBuffer(storage=MemoryStorage(10))
+    rb.extend(TensorDict({"a": torch.zeros(3)}, [3]))
+    with pytest.raises(SchemaError, match="only field"):
+        rb.drop_column("a")
+
+
+def test_rows_that_have_no_fields() -> None:
+    objects = ReplayBuffer(storage=ListStorage(10))
+    objects.extend(["a", "b"])
+    with pytest.raises(StateError, match="ListStorage keeps rows as they are"):
+        objects.add_column("x", fill=1)
+    tensors = ReplayBuffer(storage=MemoryStorage(10))
+    tensors.extend(torch.zeros(4, 2))
+    with pytest.raises(SchemaError, match="rows are no TensorDicts"):
+        tensors.add_column("x", fill=1)
+    empty = TensorDictReplayBuffer(storage=MemoryStorage(10))
+    with pytest.raises(StateError, match="no fields yet"):
+        empty.add_column("x", fill=1)
+
+
+def test_followers_may_not(store_path: Path) -> None:
+    with in_folder(store_path, 100) as rb:
+        rb.extend(rows(0, 50))
+        with expstore.open(store_path, mode="r") as seen:
+            for act in (lambda: seen.add_column("x", fill=1), lambda: seen.drop_column("action")):
+                with pytest.raises(StateError, match="open for reading only"):
+                    act()
+
+
+def test_a_name_that_is_taken_on_the_disk(store_path: Path) -> None:
+    with in_folder(store_path, 100) as rb:
+        rb.extend(rows(0, 50))
+        (store_path / "columns" / "mine").mkdir()
+        with pytest.raises(StateError, match="mine is in the way"):
+            rb.add_column("mine", fill=1)
+        assert (store_path / "columns" / "mine").is_dir()
+        rb.add_column("other", fill=1)
+        rb.extend(rows(50, 10))
+
+
+def test_specs(store_path: Path) -> None:
+    specs = Composite(action=Unbounded((), dtype=torch.int64))
+    with expstore.open(store_path, capacity=100, specs=specs, batch_size=4) as rb:
+        rb.extend(rows(0, 50))
+        with pytest.raises(SchemaError, match="the store has specs, and none for 'late'"):
+            rb.add_column("late", fill=1)
+        with pytest.raises(SchemaError, match="the specs say"):
+            rb.add_column("late", fill=1.0, shape=(), spec=Unbounded((2,)))
+        rb.add_column("late", fill=True, spec=Binary(shape=(), dtype=torch.bool))
+        rb.add_column(("more", "late"), sql="action", spec=Unbounded((1,)))
+        assert rb["more", "late"].shape == (50, 1)
+        assert rb.specs is not None
+        assert set(rb.specs.keys(True, True)) == {"action", "late", ("more", "late")}
+        rb.drop_column("late")
+        rb.drop_column(("more", "late"))
+        assert set(rb.specs.keys(True, True)) == {"action"}
+    with expstore.open(store_path, mode="r") as rb:
+        assert rb.specs is not None
+        assert set(rb.specs.keys(True, True)) == {"action"}
+
+
+@pytest.mark.parametrize(
+    "dtype", ["bool", "uint8", "int16", "uint32", "float16", "bfloat16", "float64", "complex64"]
+)
+def test_dtypes(store_path: Path, dtype: str) -> None:
+    with in_folder(store_path, 100) as rb:
+        rb.extend(rows(0, 50))
+        value = torch.tensor([[1], [0]]).to(getattr(torch, dtype))
+        rb.add_column("late", fill=value)
+        rb.add_column("nothing", fill=torch.zeros_like(value))
+        rb.extend(rows(50, 50))
+        for batch in (rb[:], rb.sample()):
+            assert batch["late"].dtype == value.dtype
+            assert (batch["late"] == value).all()
+            assert (batch["nothing"] == 0).all()
+    with in_folder(store_path, 100) as rb:
+        rb.extend(rows(100, 5))
+        assert (rb["late"] == value).all()
+    assert verify(store_path) == []
+
+
+# -- checksums -----------------------------------------------------------------------------------------------
+
+
+def test_damaged_entries_stay_damaged(store_path: Path) -> None:
+    with in_folder(store_path, None) as rb:
+        rb.extend(rows(0, 9000))
+    with (store_path / CHECKSUMS).open("r+b") as file:
+        file.seek(4096 + 20)
+        file.write(b"\xff\xff")
+    kept = ZarrStorage(store_path)
+    assert kept.columns is not None
+    sums = kept.checksums
+    assert isinstance(sums, Checksums)
+    places = list(range(len(kept.columns.columns) - 1))
+    same = sums.rearranged(places)
+    assert same[:4096] == (store_path / CHECKSUMS).read_bytes()[:4096]
+    states = [state_of(sums.entry(block)) for block in range(3)]
+    assert states.count(SUMMED) >= 2
+    kept.close()
