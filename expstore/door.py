@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from expstore.domains import row_text
 from expstore.errors import StateError
+from expstore.fieldtypes import schema_of
 from expstore.files import ReadingDisk
 from expstore.keywords import check_drawing
 from expstore.limiter import RateLimiter
@@ -50,7 +51,7 @@ def open(
     writer: Writer | None = None,
     consume_after_n_samples: int | None = None,
     seed: int | None = None,
-    schema: Schema | None = None,
+    schema: Schema | Mapping[Any, Any] | None = None,
     specs: Composite | None = None,
     traj_key: str | tuple[str, ...] | None = None,
     done_keys: Sequence[str | tuple[str, ...]] | None = None,
@@ -96,7 +97,10 @@ def open(
             often each was.
         seed: Key of all draws; a new store without one picks one and keeps it. With mode "r" the
             reader's own.
-        schema: The fields, if they are to be fixed before the first rows come.
+        schema: The fields, if they are to be fixed before the first rows come: a `Schema`, or types by key,
+            `{"prompt": str, "tokens": ("int32", (None,)), ("next", "reward"): "float32"}`: a dtype, a dtype
+            and a row shape with None where rows differ, str, bytes or a pyarrow type. Without it the first
+            batch fixes them: tensors of one shape are of a fixed size then.
         specs: What values the fields of a row have; of some of them. Kept with the schema. Rows with other
             fields, dtypes or shapes are refused; `extend(validate="domain")` asks for values, too.
         traj_key: Field with the collector's trajectory ids; found by TorchRL's names by default.
@@ -143,7 +147,7 @@ def open(
     if writer is not None and mode == "r":
         raise ValueError("writer= says where rows go, and with mode='r' none come; leave it out")
     sampler = consume_after(consume_after_n_samples, sampler, prefetch=prefetch)
-    text = row_text(specs)
+    text, schema = row_text(specs), schema_of(schema)
     path, mode = _find(Path(path), mode, version)
     settings = Settings(
         mode=mode, storage=storage, layout=ask_layout(layout, fields), new_layout="auto", seed=seed,

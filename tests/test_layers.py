@@ -27,8 +27,8 @@ LINES: tuple[tuple[str, str], ...] = (
     ("0", "errors types members files addresses bulk kernels native compressing unpacking turns aside"),
     (
         "1",
-        "schema arrowtypes arrowvalues raggedcolumns widening fitting picking spectext manifest lock probe "
-        "state journal journaltail pieces episodes episodelog "
+        "schema arrowtypes arrowvalues raggedcolumns widening fitting picking fieldtypes spectext manifest "
+        "lock probe state journal journaltail pieces episodes episodelog "
         "episodeinfo sources fragments sumtree ranktree runtable limiter touched keys",
     ),
     ("2", "index delta expressions relations halves shownvalues named result migrate sqlworker"),
@@ -75,6 +75,8 @@ ALLOWED_SIDEWAYS: tuple[tuple[str, str], ...] = (
     ("fitting", "widening"),
     ("picking", "arrowtypes"),
     ("picking", "schema"),
+    ("fieldtypes", "arrowtypes"),
+    ("fieldtypes", "schema"),
     ("episodes", "episodelog"),
     ("episodes", "episodeinfo"),
     ("episodes", "fragments"),

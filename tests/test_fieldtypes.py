@@ -1,0 +1,79 @@
+"""Fields named by dtypes, shapes and Arrow types."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from tensordict import TensorDict
+
+import expstore
+from expstore.errors import SchemaError
+from expstore.fieldtypes import schema_of
+from expstore.schema import Field, Schema
+
+
+def test_types_by_key_are_a_schema() -> None:
+    schema = schema_of(
+        {
+            "prompt": str,
+            "blob": bytes,
+            "tokens": ("int32", (None,)),
+            "image": (torch.uint8, (3, None, None)),
+            "state": (torch.float32, [4]),
+            ("next", "reward"): float,
+            "flag": bool,
+            "info": {"n": "int64", "when": pa.timestamp("us"), ("deep", "er"): pa.list_(pa.string())},
+            "half": torch.bfloat16,
+            "count": np.dtype("uint16"),
+        }
+    )
+    assert repr(schema) == (
+        "Schema(prompt: string, blob: binary, tokens: int32[?], image: uint8[3, ?, ?], state: float32[4], "
+        "next.reward: float64[], flag: bool[], info.n: int64[], info.when: timestamp[us], "
+        "info.deep.er: list<string>, half: bfloat16[], count: uint16[])"
+    )
+    assert schema_of(schema) is schema
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("text", "'next.a': 'text' is no type"),
+        (object, "is no type"),
+        ("object", "is no type"),
+        (("int32", (0,)), "no values"),
+        (("int32", (None, "x")), "no type"),
+        (("text", (None,)), "is no type"),
+        (pa.null(), "'next.a'"),
+        (pa.uuid(), "'next.a'.*Arrow type"),
+        (None, "is no type"),
+        (3, "is no type"),
+    ],
+)
+def test_what_is_no_type_is_refused(given: Any, words: str) -> None:
+    with pytest.raises(SchemaError, match=words):
+        schema_of({"b": "int8", "next": {"a": given}})
+
+
+def test_what_is_no_schema_is_refused() -> None:
+    with pytest.raises(TypeError, match="schema= takes"):
+        schema_of([Field(("a",), "int8", ())])  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="key of schema="):
+        schema_of({3: "int8"})
+    with pytest.raises(SchemaError):
+        schema_of({})
+    assert schema_of({"a": "int8"}) == Schema([Field(("a",), "int8", ())])
+
+
+def test_stores_are_made_with_types(store_path: Path) -> None:
+    with expstore.open(store_path, schema={"a": ("float32", (3,)), "next": {"reward": "float32"}}) as rb:
+        assert repr(rb.storage.schema) == "Schema(a: float32[3], next.reward: float32[])"
+        with pytest.raises(SchemaError, match="lacks 'next.reward'"):
+            rb.extend(TensorDict({"a": torch.zeros(2, 3)}, [2]))
+    with expstore.open(store_path, schema={"a": ("float32", (3,)), ("next", "reward"): torch.float32}) as rb:
+        assert len(rb) == 0
