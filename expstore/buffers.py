@@ -159,8 +159,10 @@ class ReplayBuffer(Patching, LateFields, Direct):
 
         Args:
             data: Rows: a TensorDict, a tensor, a tensorclass, or a tree (tuple or dict) of tensors. A list is
-                rows one by one. For stores made by `expstore.open` all batch dims are rows, time is the dim
-                named "time", else the last, and each place along the others is a stream of its own.
+                rows one by one. Rows of no fixed size (of an `ArrowStorage`) may differ in shape, have nested
+                tensors, and values of Python's own. For stores made by `expstore.open` all batch dims are
+                rows, time is the dim named "time", else the last, and each place along the others is a stream
+                of its own.
                 Elsewhere the storage's `ndim` first dims are, of which `dim_extend` is time.
             source: Name of the stream of experience; a named one continues its open episodes after a
                 restart. None: this handle's own.
@@ -253,7 +255,7 @@ class ReplayBuffer(Patching, LateFields, Direct):
 
         Returns:
             A TensorDict that owns its memory, batch size `[batch_size]`, or whatever rows are; fewer rows
-            where the sampler says so.
+            where the sampler says so. Fields without a fixed size are nested tensors and `NonTensorStack`s.
 
         Raises:
             NotReadyError: The store is empty, or no row is left that may still be drawn.

@@ -6,6 +6,7 @@ in this batch, and never looks at a store.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ import pyarrow as pa
 import torch
 from tensordict import (
     LazyStackedTensorDict,
+    NonTensorData,
     NonTensorStack,
     TensorDictBase,
     is_non_tensor,
@@ -75,7 +77,7 @@ def _value_of(key: Key, entry: Any) -> Any:
     if isinstance(entry, torch.Tensor):
         return entry
     if is_non_tensor(entry):
-        return entry.tolist() if isinstance(entry, NonTensorStack) else entry.data
+        return entry.tolist() if isinstance(entry, NonTensorStack) else _data_of(entry)
     raise SchemaError(f"field {key_name(key)!r} is a group of fields in some rows only")
 
 
@@ -89,8 +91,14 @@ def _values_of(entry: Any, shape: Sequence[int]) -> list[Any]:
     if isinstance(entry, NonTensorStack):
         if not shape:
             return [entry.tolist()]
-        return [value for part in entry.unbind(0) for value in _values_of(part, shape[1:])]
-    return [entry.data] * int(np.prod(shape, dtype=np.int64))
+        parts = entry.tensordicts if entry.stack_dim == 0 else entry.unbind(0)
+        return [value for part in parts for value in _values_of(part, shape[1:])]
+    return [_data_of(entry)] * math.prod(shape)
+
+
+def _data_of(entry: Any) -> Any:
+    """Return what NonTensorData holds; to ask it takes twenty times as long."""
+    return entry.__dict__["_non_tensordict"].get("data") if type(entry) is NonTensorData else entry.data
 
 
 def is_loose(leaf: Any) -> bool:

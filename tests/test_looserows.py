@@ -432,3 +432,18 @@ def test_batches_of_any_values_come_back(data: st.DataObject) -> None:
         assert all(alike(row.get(name).data, value) for name, value in values.items())
         assert row["tokens"].numpy().tobytes() == np.array(numbers, np.float64).tobytes()
     assert not isinstance(found, LazyStackedTensorDict)
+
+
+def test_rows_in_two_dims() -> None:
+    rb = TensorDictReplayBuffer(storage=TypedMemory(12, ndim=2), batch_size=4)
+    prompts = [[f"{time} {lane}" for lane in range(3)] for time in range(2)]
+    batch = TensorDict({"prompt": prompts, "n": torch.arange(6).reshape(2, 3)}, [2, 3])
+    rb.extend(batch.transpose(0, 1))  # time is the last dim
+    rb.add(TensorDict({"prompt": ["2 0", None, "2 2"], "n": torch.arange(6, 9)}, [3]))
+    assert [list(row) for row in rb[:].transpose(0, 1)["prompt"]] == [*prompts, ["2 0", None, "2 2"]]
+    sample = rb.sample()
+    texts = [None if n == 7 else f"{n // 3} {n % 3}" for n in sample["n"].tolist()]
+    assert list(sample["prompt"]) == texts
+    rb = typed()
+    with pytest.raises(SchemaError, match="nested tensor, whose first dim are rows"):
+        rb.add(TensorDict({"n": jagged([torch.ones(1)] * 2)}))
