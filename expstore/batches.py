@@ -133,7 +133,6 @@ def flatten(
     ndim: int = 1,
     single: bool = False,
     skip: frozenset[str] = frozenset(),
-    variable: bool = False,
     typed: bool = False,
 ) -> Batch:
     """Return a TensorDict's leaves as columns.
@@ -145,7 +144,6 @@ def flatten(
         ndim: Of how many otherwise: time is the first, each place along the others is a lane.
         single: The TensorDict has no time: it is one row, or one for each lane.
         skip: Root keys to leave out.
-        variable: Rows may be of no fixed size.
         typed: Values of Python become columns of Arrow; otherwise they stay objects.
 
     Raises:
@@ -160,11 +158,14 @@ def flatten(
     dims = len(shape) if all_dims else ndim - single
     keys: list[Key] = []
     leaves: list[Any] = []
-    if variable and dims and has_lazy(data):
-        _check_rectangular(shape)
-        leaves_of_rows(single_rows(data, dims), (), skip, keys, leaves)
-    else:
+    _check_rectangular(shape)
+    try:
         leaves_of(data, (), skip, keys, leaves)
+    except RuntimeError:  # rows of a lazy stack differ in shape
+        if not (dims and has_lazy(data)):
+            raise
+        keys, leaves = [], []
+        leaves_of_rows(single_rows(data, dims), (), skip, keys, leaves)
     count = math.prod(shape[:dims])
     if typed or any(map(is_loose, leaves)):
         arrays, dtypes = columns_of(keys, leaves, shape[:dims], typed=typed)

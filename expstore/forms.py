@@ -54,7 +54,6 @@ class Layout:
         ndim: How many do otherwise, the first of them time.
         dim: Which dim of a batch is time: it is swapped with the first.
         objects: Rows are things of any kind, kept as they are.
-        variable: Rows may be of no fixed size.
         typed: Values of Python become columns of Arrow; otherwise they stay objects. In a tree a list is a
             column then, one value per row.
     """
@@ -63,7 +62,6 @@ class Layout:
     ndim: int = 1
     dim: int = 0
     objects: bool = False
-    variable: bool = False
     typed: bool = False
 
 
@@ -72,8 +70,8 @@ def take(data: Any, layout: Layout, *, single: bool = False, skip: frozenset[str
 
     A list is rows to be stacked; a tuple or a dict is a tree, whose leaves share their first dims.
 
-    Where rows may be of no fixed size (`layout.variable`), what TorchRL has `LazyStackStorage` for becomes a
-    column: a nested tensor, tensors of different shapes in a lazy stack or in a list. Where values have types
+    What TorchRL has `LazyStackStorage` for becomes a column of rows without a fixed size: a nested tensor,
+    tensors of different shapes in a lazy stack, or in a list of rows. Where values have types
     (`layout.typed`), so do NonTensorStack and NonTensorData, which TorchRL's storages keep as objects: texts,
     bytes, numbers, lists; a dict is a struct, None is null. A list in a tree is one value per row then.
 
@@ -97,12 +95,17 @@ def take(data: Any, layout: Layout, *, single: bool = False, skip: frozenset[str
         except (RuntimeError, KeyError, IndexError, ValueError) as exc:
             raise StackError(
                 f"Stacking the elements of the list resulted in an error: {exc}",
-                hint="rows have the same fields and shapes; a LazyStackStorage keeps ragged ones",
+                hint='rows have the same fields and shapes; expstore.open(..., storage="arrow") keeps them, '
+                "so does a LazyStackStorage",
             ) from exc
     kind = type(data) if is_tensorclass(data) else None
     if kind is not None:
-        lazy = layout.variable and isinstance(data._tensordict, LazyStackedTensorDict)
-        data = lazy_stack([row.to_tensordict() for row in data.unbind(0)]) if lazy else data.to_tensordict()
+        try:
+            data = data.to_tensordict()
+        except RuntimeError:  # rows of a lazy stack differ in shape
+            if not isinstance(data._tensordict, LazyStackedTensorDict):
+                raise
+            data = lazy_stack([row.to_tensordict() for row in data.unbind(0)])
     if isinstance(data, TensorDictBase):
         if layout.dim and not single:
             check_dims(tuple(data.batch_size), layout.dim + 1, single=False)
@@ -113,7 +116,6 @@ def take(data: Any, layout: Layout, *, single: bool = False, skip: frozenset[str
             ndim=layout.ndim,
             single=single,
             skip=skip,
-            variable=layout.variable,
             typed=layout.typed,
         )
         return batch if kind is None else replace(batch, kind=kind, form=_note_kind(kind, batch.form))

@@ -389,9 +389,18 @@ def test_storages_of_fixed_size_say_where_others_go(store_path: Any) -> None:
     import expstore
 
     with expstore.open(store_path, capacity=10) as rb:
-        with pytest.raises(SchemaError, match="no fixed size|nested") as found:
-            rb.extend(TensorDict({"a": jagged([torch.ones(1), torch.ones(2)])}, [2]))
-        assert "arrow" in found.value.hint
+        for batch in (
+            TensorDict({"a": jagged([torch.ones(1), torch.ones(2)])}, [2]),
+            lazy_stack([TensorDict({"a": torch.ones(n)}) for n in (1, 2)]),
+            [TensorDict({"a": torch.ones(n)}) for n in (1, 2)],
+            TensorDict({"a": ["x", "y"]}, [2]),
+        ):
+            with pytest.raises(SchemaError, match="no fixed size|objects") as found:
+                rb.extend(batch)
+            assert "arrow" in found.value.hint
+        rb.extend(TensorDict({"a": torch.ones(1, 2)}, [1]))
+        with pytest.raises(SchemaError, match=r"expected float32\[2\], got float32\[\?\]"):
+            rb.extend(lazy_stack([TensorDict({"a": torch.ones(n)}) for n in (1, 2)]))
 
 
 # -- laws ---------------------------------------------------------------------------------------------

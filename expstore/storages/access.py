@@ -57,7 +57,6 @@ def layout_of(storage: Storage, dim: int | None = None) -> Layout:
         ndim=storage.ndim,
         dim=storage.ndim - 1 if dim is None else dim,
         objects=storage.object_rows,
-        variable=storage.keeps_variable,
         typed=storage.keeps_variable and not storage.keeps_objects,
     )
 
