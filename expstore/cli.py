@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 
 import typer
 
-from expstore import __version__, cli_checks, cli_export, cli_migrate, cli_snapshots
+from expstore import __version__, cli_checks, cli_columns, cli_export, cli_migrate, cli_snapshots
 from expstore.cli_codes import DAMAGED, FAILED, INTERRUPTED, LOCKED, USAGE
 from expstore.cli_info import facts_of, show_facts
 from expstore.cli_print import print_csv, print_json, print_rows, print_table
@@ -381,6 +381,13 @@ def sql(
             typer.echo(f"there are more than {most} rows; --limit N shows more, --csv all", err=True)
     return 0
 
+
+# -- fields ----------------------------------------------------------------------------------------
+
+app.command(epilog="Other fields are not touched; after any crash the field is there whole or not at all.")(
+    cli_columns.add_column
+)
+app.command(epilog="Fields by which rows are cut into episodes have to stay.")(cli_columns.drop_column)
 
 # -- versions --------------------------------------------------------------------------------------
 

@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import google_crc32c
@@ -20,11 +19,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from expstore.bulk import Links, read_all, start_links, sync_paths
-from expstore.errors import LockedError, MigrationError, NotFoundError, SnapshotError, StorageError
+from expstore.errors import LockedError, SnapshotError, StorageError
 from expstore.files import Disk
 from expstore.journal import ALIGN, Journal, Kind
 from expstore.lock import WriterLock
-from expstore.manifest import MANIFEST, Manifest
+from expstore.manifest import MANIFEST
 from expstore.snapshots import (
     CURRENT,
     LOCK,
@@ -38,24 +37,21 @@ from expstore.snapshots import (
     remove_scraps,
     version_name,
 )
-from expstore.storages.base import ROW_FIELDS, Storage
+from expstore.storages.base import Storage
 from expstore.storages.checksums import (
     BLOCK_ROWS,
     CHECKSUMS,
-    SUMMED,
     blocks_of,
     entry_dtype,
     pack_entries,
-    read_entries,
     seal_entry,
-    state_of,
     zeros_sum,
 )
 from expstore.storages.folder import COLUMNS, JOURNAL, LOG, ORIGIN, VERSION, FolderStorage
+from expstore.storages.former import Former, find_former
 from expstore.storages.frozen import Frozen, frozen
-from expstore.storages.packedversion import link_packed, packings_of, same_packings
-from expstore.storages.sampledcolumn import has_sampled
-from expstore.storages.zarrmeta import Layout, make_metadata, read_layout, shard_footer, shard_name
+from expstore.storages.packedversion import link_packed, packings_of
+from expstore.storages.zarrmeta import make_metadata, shard_footer, shard_name
 from expstore.types import Array, key_name
 
 __all__ = ["dump"]
@@ -150,7 +146,8 @@ def _refuse_objects(storage: Storage) -> None:
 def _copy(build: _Build, storage: Storage, known: Sequence[Version]) -> Frozen:
     """Copy a storage into a folder; return what it was."""
     with frozen(storage) as state:
-        _Copy(build, state, _find_former(build.disk, known, state)).run()
+        former = find_former(build.disk, known[-1].path, state) if known else None
+        _Copy(build, state, former).run()
     return state
 
 
@@ -216,36 +213,6 @@ class _Build:
         self.new_bytes += size
 
 
-@dataclass(frozen=True, slots=True)
-class _Former:
-    """The version before: its folder, its checksums, the store's when it was made, whether it has counts."""
-
-    folder: Path
-    sums: Array
-    origin: Array
-    layout: Layout
-    counted: bool
-
-
-def _find_former(disk: Disk, known: Sequence[Version], state: Frozen) -> _Former | None:
-    """Return the newest version if its files may be shared; None if everything is to be copied."""
-    schema = state.manifest.schema
-    if not known or schema is None or state.sums is None:
-        return None
-    folder, width = known[-1].path, state.summed
-    try:
-        manifest = Manifest.load(disk, folder)
-        sums = read_entries(disk.read_whole(folder / CHECKSUMS), width, folder / CHECKSUMS)
-        origin = read_entries(disk.read_whole(folder / ORIGIN), width, folder / ORIGIN)
-        layout = read_layout(disk, folder / COLUMNS / ROW_FIELDS[0].path, ROW_FIELDS[0])
-    except (StorageError, NotFoundError, MigrationError):
-        return None  # it cannot be trusted, or was made before the first rows
-    same = manifest.uuid == state.manifest.uuid and manifest.schema == schema
-    same = same and (manifest.capacity, manifest.slots) == (state.manifest.capacity, state.manifest.slots)
-    same = same and same_packings(disk, folder / COLUMNS, state)
-    return _Former(folder, sums, origin, layout, has_sampled(disk, folder / COLUMNS)) if same else None
-
-
 def _shard_rows(columns: int, slots: int) -> int:
     """Return how many rows a shard has in a version with so many columns and slots."""
     rows = SHARD_ROWS
@@ -257,7 +224,7 @@ def _shard_rows(columns: int, slots: int) -> int:
 class _Copy:
     """Copy the rows of a frozen storage, or link what the version before has already."""
 
-    def __init__(self, build: _Build, state: Frozen, former: _Former | None) -> None:
+    def __init__(self, build: _Build, state: Frozen, former: Former | None) -> None:
         self.build, self.state = build, state
         self.disk = build.disk
         self.fields = state.fields
@@ -318,6 +285,7 @@ class _Copy:
             self.build.make_folder(top / entry.path)
         if (
             former is not None
+            and former.shared.all()
             and former.layout.length == self.length
             and former.counted >= self.state.counted
         ):
@@ -343,13 +311,15 @@ class _Copy:
         if former is None or now is None:
             return np.zeros(self.shards, bool)
         both = min(same.size, now.size, former.origin.size)
-        size = now.dtype.itemsize
-        pairs = [sums[:both].view(np.uint8).reshape(both, size) for sums in (now, former.origin)]
-        same[:both] = now[:both]["sequence"] != 0
-        same[:both] &= (pairs[0] == pairs[1]).all(axis=1)
+        at, then = now[:both], former.origin[:both]
+        same[:both] = at["sequence"] != 0
+        for name in ("generation", "sequence"):
+            same[:both] &= at[name] == then[name]
+        same[:both] &= (at["sums"] == then["sums"])[:, former.shared].all(axis=1)
         same[[block for block in range(same.size) if block not in self.blocks]] = True  # no row to be read
-        for block in np.flatnonzero(same):
-            same[block] = block < former.sums.size and state_of(former.sums[block]) == SUMMED
+        known = min(same.size, former.whole.size)
+        same[:known] &= former.whole[:known]
+        same[known:] = False
         by_shard = same.reshape(self.shards, self.rows // BLOCK_ROWS)
         return np.array([blocks.all() for blocks in by_shard], bool)
 
@@ -368,7 +338,8 @@ class _Copy:
             _describe(self.build, self.state)
             done[list(self.state.packed)] = True
             return done
-        done[:summed] = same = self._unchanged()
+        same = self._unchanged()
+        done[:summed] = same & former.shared[:, None]
         done[list(self.state.packed)] = True  # these have shards of their own
         blocks = np.flatnonzero(np.repeat(same, self.rows // BLOCK_ROWS))
         self.sums["sums"][blocks] = former.sums["sums"][blocks]
@@ -385,7 +356,7 @@ class _Copy:
             done[place, [self._number(name) for name in names]] = False
         return done
 
-    def _links(self, former: _Former, done: BoolArray, places: Iterable[int]) -> list[Links]:
+    def _links(self, former: Former, done: BoolArray, places: Iterable[int]) -> list[Links]:
         """Name the shards of some columns that are to be links."""
         groups = []
         for place in places:
@@ -403,7 +374,7 @@ class _Copy:
     def _name(self, place: int, shard: int) -> str:
         return shard_name(shard, len(self.fields[place].shape), SEPARATOR)
 
-    def _same_values(self, former: _Former, place: int) -> BoolArray:
+    def _same_values(self, former: Former, place: int) -> BoolArray:
         """Say in which shards a column without checksums is as in the version before. Shape `(shards,)`."""
         same = np.zeros(self.shards, bool)
         known = min(self.shards, former.sums.size * BLOCK_ROWS // self.rows)

@@ -234,6 +234,7 @@ class StoreHandle:
         Rows, priorities, counts, episodes and seed are then the version's, and the next batches are those
         that would have come; the capacity stays. Ids and episode ids go on above those of both (where there
         never were rows they stay), indices are the same if the capacities are. Versions in the folder stay.
+        Fields that came or went since a version of this very store was made are as they were then.
 
         Args:
             path: What `dumps` was given, or a store that has tagged versions.

@@ -37,7 +37,20 @@ from expstore.files import Disk
 
 #: Seconds for `info` and `sql` over a million rows: one on a quiet machine; three times that on a busy one.
 BOUND = 3.0
-COMMANDS = ("collect", "dumps", "export", "info", "loads", "migrate", "repair", "sql", "verify", "versions")
+COMMANDS = (
+    "add-column",
+    "collect",
+    "drop-column",
+    "dumps",
+    "export",
+    "info",
+    "loads",
+    "migrate",
+    "repair",
+    "sql",
+    "verify",
+    "versions",
+)
 
 HOLDER = """
 import sys

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import pickle
 import threading
 import time
 from collections.abc import Callable
@@ -582,3 +584,145 @@ def test_damaged_entries_stay_damaged(store_path: Path) -> None:
     states = [state_of(sums.entry(block)) for block in range(3)]
     assert states.count(SUMMED) >= 2
     kept.close()
+
+
+# -- versions ------------------------------------------------------------------------------------------------
+
+
+def shards(version: Path) -> dict[str, int]:
+    """Return the inode of every shard of a version, by its name in the columns."""
+    columns = version / "columns"
+    return {p.relative_to(columns).as_posix(): p.stat().st_ino for p in columns.rglob("c.*") if p.is_file()}
+
+
+@pytest.mark.parametrize("layout", ["flat", "auto"])
+def test_versions_share_what_stays(store_path: Path, tmp_path: Path, layout: Any) -> None:
+    place = tmp_path / "versions"
+    with expstore.open(store_path, capacity=20_000, batch_size=8, layout=layout) as rb:
+        wide = torch.arange(9000 * 300).reshape(9000, 300).float()
+        rb.extend(rows(0, 9000, wide=wide))
+        first = rb.dumps(place)
+        rb.add_column("late", fill=1.0)
+        rb.add_column("later", function=lambda batch: batch["action"])
+        second = rb.dumps(place)
+        rb.drop_column("action")
+        third = rb.dumps(place)
+        rb.set_at_("late", torch.tensor(5.0), [8500])
+        fourth = rb.dumps(place)
+        wanted = rb[:]
+    one, two, three, four = (shards(version.path) for version in (first, second, third, fourth))
+    assert {name: two[name] for name in one} == one
+    assert {name for name in two if name not in one} == {"late/c.0", "late/c.1", "later/c.0", "later/c.1"}
+    assert {name: two[name] for name in three} == three
+    assert {name.split("/")[0] for name in two.keys() - three.keys()} == {"action"}
+    changed = {name for name in four if four[name] != three[name]}
+    assert "late/c.1" in changed
+    assert not any(name.endswith(("c.0", "c.0.0")) for name in changed)  # row 8500 lies in the second shards
+    for version in (first, second, third, fourth):
+        assert verify(version.path) == []
+    with expstore.open(place, version=4) as rb:
+        assert (rb[:] == wanted).all()
+    with expstore.open(place, version=1) as rb:
+        assert rb.schema is not None
+        assert [field.key[-1] for field in rb.schema.fields][-1] == "wide"
+
+
+def test_loads_brings_the_fields_back(store_path: Path, tmp_path: Path) -> None:
+    place = tmp_path / "versions"
+    with in_folder(store_path, 200) as rb:
+        rb.extend(rows(0, 150))
+        before = rb[:]
+        rb.dumps(place)
+        rb.add_column("late", fill=7)
+        rb.drop_column("action")
+        after = rb[:]
+        rb.dumps(place)
+        rb.loads(place, 1)
+        assert (rb[:] == before).all()
+        rb.extend(rows(150, 20))
+        assert rb.sample().keys() == before.keys() | {"index", "id"}
+        rb.loads(place, 2)
+        assert (rb[:] == after).all()
+        rb.extend(rows(150, 20).exclude("action"))
+        assert (rb["late"] == 7).all()
+    with in_folder(store_path, 200) as rb:
+        assert (rb["late"] == 7).all()
+        assert len(rb) == 170
+    assert verify(store_path) == []
+    with in_folder(tmp_path / "other", 200) as rb:
+        rb.loads(place, 2)
+        rb.extend(rows(150, 20).exclude("action"))
+        assert (rb["late"] == 7).all()
+        with pytest.raises(SchemaError, match="holds other fields"):
+            rb.loads(place, 1)
+    assert Manifest.load(Disk(), tmp_path / "other").format == 2
+
+
+def test_states_of_rows_in_ram() -> None:
+    rb = TensorDictReplayBuffer(storage=MemoryStorage(100), batch_size=4)
+    rb.extend(rows(0, 50))
+    rb.add_column("late", fill=7)
+    other = TensorDictReplayBuffer(storage=MemoryStorage(100), batch_size=4)
+    other.load_state_dict(rb.state_dict())
+    other.extend(rows(50, 10))
+    assert (other["late"] == 7).all()
+    assert len(other) == 60
+
+
+# -- followers -----------------------------------------------------------------------------------------------
+
+
+def test_followers_see_other_fields(store_path: Path) -> None:
+    with (
+        in_folder(store_path, 200) as rb,
+        expstore.open(store_path, mode="r", batch_size=8, seed=4) as seen,
+        expstore.open(
+            store_path, mode="r", batch_size=8, sampler=RandomSampler(where="observation[1] > 3")
+        ) as picky,
+    ):
+        rb.extend(rows(0, 100))
+        assert len(seen.sample().keys()) == len(picky.sample().keys())
+        rb.add_column("late", function=lambda batch: batch["action"] * 2)
+        for reader in (seen, picky):
+            batch = reader.sample()
+            assert (batch["late"] == 2 * batch["action"]).all()
+            reader.refresh()
+            assert reader.schema == rb.schema
+            assert reader.sql("SELECT sum(late) FROM transitions").fetchall() == [(9900,)]
+        assert (seen["late"] == 2 * seen["action"]).all()
+        rb.drop_column("action")
+        rb.extend(rows(100, 20, late=torch.arange(20)).exclude("action"))
+        for reader in (seen, picky):
+            reader.refresh()
+            batch = reader.sample()
+            assert "action" not in batch.keys()  # noqa: SIM118 - no dict
+            assert batch["late"].shape == (8,)
+            assert len(reader) == 120
+        assert seen.episodes().fetchall() == rb.episodes().fetchall()
+        rb.drop_column("observation")
+        with pytest.raises(QueryError, match="there are the fields"):
+            picky.refresh()
+        assert seen.sample()["late"].shape == (8,)
+    with expstore.open(store_path, mode="r", batch_size=8) as seen:  # nobody writes
+        assert (seen["late"][:100] == 2 * torch.arange(100)).all()
+
+
+def test_forks_and_copies(store_path: Path) -> None:
+    with in_folder(store_path, 200) as rb:
+        rb.extend(rows(0, 100))
+        rb.add_column("early", fill=1)
+        copy = pickle.loads(pickle.dumps(rb))
+        assert copy.sample()["early"].sum() == 16
+        rb.add_column("late", fill=2)
+        assert copy.sample()["late"].sum() == 32
+        reading, writing = os.pipe()
+        pid = os.fork()
+        if not pid:
+            try:
+                os.write(writing, bytes([int(rb.sample()["late"].sum())]))
+                os.read(0, 0)
+            finally:
+                os._exit(0)
+        assert os.read(reading, 1) == bytes([32])
+        os.waitpid(pid, 0)
+        copy.close()

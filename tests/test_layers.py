@@ -50,7 +50,8 @@ LINES: tuple[tuple[str, str], ...] = (
     ("8", "api testing"),
     (
         "9",
-        "cli cli_checks cli_codes cli_export cli_info cli_migrate cli_print cli_query cli_snapshots __main__",
+        "cli cli_checks cli_codes cli_columns cli_export cli_info cli_migrate cli_print cli_query "
+        "cli_snapshots __main__",
     ),
 )
 
@@ -223,6 +224,7 @@ ALLOWED_SIDEWAYS: tuple[tuple[str, str], ...] = (
     ("storages.layout", "storages.packing"),
     ("storages.settings", "storages.layout"),
     ("storages.packable", "storages.*"),
+    ("storages.former", "storages.*"),
     # fields that come and go
     ("storages.described", "storages.coming"),
     ("storages.catalog", "storages.coming"),
@@ -366,6 +368,8 @@ ALLOWED_SIDEWAYS: tuple[tuple[str, str], ...] = (
     ("api*", "api*"),
     ("testing*", "testing*"),
     ("cli", "cli_checks"),
+    ("cli", "cli_columns"),
+    ("cli_columns", "cli_print"),
     ("cli", "cli_export"),
     ("cli", "cli_info"),
     ("cli_export", "cli_print"),

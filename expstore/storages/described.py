@@ -6,6 +6,8 @@ Mixed into `Storage`. It reads no spec: `expstore.spectext` says which fields th
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from expstore.errors import SchemaError, StateError
@@ -45,6 +47,15 @@ class Described:
     def packed_places(self) -> frozenset[int]:
         """Fields of which rows are unpacked where they are read, and have no views that cost nothing."""
         return frozenset()
+
+    @contextmanager
+    def moving_places(self, moves: bool = True) -> Iterator[None]:
+        """Let who reads fields by their places know that these are others afterwards, if they are."""
+        self.reshapes += moves
+        try:
+            yield
+        finally:
+            self.reshapes += moves
 
     def check_writable(self) -> None:
         """Raise StateError if nothing can be written."""

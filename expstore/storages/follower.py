@@ -217,13 +217,10 @@ class FollowerStorage(FolderStorage):
     def _take_over(self, source: _Source, found: Replay | None, last: int) -> None:
         schema, known = self.manifest.schema, self.schema
         moves = known is not None and not (schema is not None and schema.same(known))
-        self.reshapes += moves
-        try:
+        with self.moving_places(moves):
             if schema is not None and (moves or known is None):
                 self.keys, self.schema = self.resolve_keys(schema), schema
             self._take_source(source, found, last)
-        finally:
-            self.reshapes += moves
 
     def _take_source(self, source: _Source, found: Replay | None, last: int) -> None:
         if self._chronicle is not None:

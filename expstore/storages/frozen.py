@@ -114,6 +114,7 @@ def manifest_of(storage: Storage) -> Manifest:
         dims=storage.dims,
         ranking=storage.ranking,
         specs=storage.specs,
+        column_set=storage.reshapes // 2,
     )
 
 

@@ -205,7 +205,8 @@ class Arrival:
     def __init__(self, content: ContentLike, storage: Storage) -> None:
         self.content = content
         base, own = content.base, manifest_of(storage)
-        schema = _fit(content.manifest.schema, storage.schema, content.name)
+        schema = _fit(content.manifest, own, storage.schema, content.name)
+        others = storage.schema is not None and schema is not None and not schema.same(storage.schema)
         _fit_layout(own, content)
         own = _fit_dims(own, content)
         lanes = math.prod(own.dims)
@@ -224,7 +225,8 @@ class Arrival:
             reach=reach,
             layout=own.layout,
             schema=schema,
-            specs=_fit_specs(content.manifest.specs, storage.specs, schema),
+            specs=_fit_specs(content.manifest.specs, storage.specs, schema, storage.schema),
+            column_set=max(own.column_set, content.manifest.column_set) + others,
         )
         last = base["last"]
         self._low: int = content.low if own.capacity is None else max(content.low, last - own.capacity)
@@ -303,10 +305,13 @@ class Arrival:
         return self.content.counts(self._low + 1, self.count) if self.count else np.zeros(0, np.uint32)
 
 
-def _fit(offered: Schema | None, own: Schema | None, name: str) -> Schema | None:
-    """Return the schema that a storage has afterwards."""
+def _fit(there: Manifest, here: Manifest, own: Schema | None, name: str) -> Schema | None:
+    """Return the schema that a storage has afterwards; a version of its own brings its fields, too."""
+    offered = there.schema
     if offered is None or own is None:
         return offered or own
+    if there.uuid == here.uuid and int(here.uuid, 16):
+        return offered
     asked, found = ({entry.key: entry for entry in schema.fields} for schema in (own, offered))
     if asked != found:
         differ = [
@@ -331,8 +336,10 @@ def _fit_layout(own: Manifest, content: ContentLike) -> None:
         )
 
 
-def _fit_specs(offered: str, own: str, schema: Schema | None) -> str:
+def _fit_specs(offered: str, own: str, schema: Schema | None, former: Schema | None) -> str:
     """Return what a storage knows of its fields' values afterwards: what came with the rows, else its own."""
+    if schema is not None and former is not None and schema != former:
+        return offered  # it was of other fields
     if not offered and own and schema is not None:
         check_specs(own, schema)
     return offered or own

@@ -118,13 +118,10 @@ class MemoryStorage(PortableStorage, VersionedStorage):
             self._reshape(schema, specs, [self._columns[number] for number in rest])
 
     def _reshape(self, schema: Schema, specs: str, columns: list[Array | Cells]) -> None:
-        self.reshapes += 1
-        try:
+        with self.moving_places():
             # Which fields say what a row is to its episode stays as it is.
             self._columns, self.schema, self.specs = columns, schema, specs
             self.upheavals += 1
-        finally:
-            self.reshapes += 1
 
     def _put(self, rows: Rows, skipped: int) -> int:
         first, count = rows.first_id + skipped, rows.count - skipped
@@ -192,7 +189,8 @@ class MemoryStorage(PortableStorage, VersionedStorage):
             manifest = arrival.manifest
             columns, priorities, table = self._arrange(arrival)
             sampled = self._arrange_sampled(arrival)
-            with self.changing(), self.sampled_lock, self.episode_lock:
+            moves = self.schema is not None and not self.schema.same(manifest.schema)
+            with self.changing(), self.sampled_lock, self.episode_lock, self.moving_places(moves):
                 self.sampled = sampled
                 self.schema, self.spare, self.seed = manifest.schema, manifest.spare, manifest.seed
                 self.flatten, self.capacity = manifest.flatten, manifest.capacity

@@ -7,7 +7,7 @@ no chunk and changes no file of the store.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +15,7 @@ import numpy as np
 from expstore.addresses import AddressRange
 from expstore.errors import CorruptionError
 from expstore.files import Disk
+from expstore.schema import Field
 from expstore.storages.chunkfile import ANY_TURN, HEADER_BYTES, no_chunks, pack_chunk, pack_index, read_index
 from expstore.storages.frozen import Frozen
 from expstore.storages.packedrows import PackedRows
@@ -199,14 +200,14 @@ def packings_of(state: Frozen) -> list[Packing | None]:
     return [state.packed[place].packing if place in state.packed else None for place in places]
 
 
-def same_packings(disk: Disk, columns: Path, state: Frozen) -> bool:
-    """Say whether the fields below a folder are packed as a storage's are."""
+def same_packings(disk: Disk, columns: Path, state: Frozen, known: Container[Field]) -> bool:
+    """Say whether the fields below a folder that are `known` there are packed as a storage's are."""
     users = zip(state.fields, packings_of(state), strict=True)
     try:
         return all(
             read_packing(disk, columns.joinpath(*entry.key), entry) == packing
             for entry, packing in users
-            if entry.key[0] != "_row"
+            if entry.key[0] != "_row" and entry in known
         )
     except CorruptionError:
         return False

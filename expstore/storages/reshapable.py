@@ -68,15 +68,16 @@ class ReshapableStorage(PackableStorage):
                     building = _Building(self, plan, coming.entry)
             with contextlib.closing(building):
                 filler = Filler(self, coming, building)
-                filler.run_ahead()
                 with self.poisoning():
+                    filler.run_ahead()
                     building.sync()  # most of it: others wait for the rest
                 with self.lock:
                     self.check_writable()
                     if self.require_schema() is not building.schema:
                         raise StateError("the store has other fields by now", hint="add the field again")
-                    building.reach()
-                    filler.finish()
+                    with self.poisoning():
+                        building.reach()
+                        filler.finish()
                     with self._one_act():
                         building.sync()
                         self._add(plan, schema, building, coming.specs)
@@ -176,13 +177,10 @@ class ReshapableStorage(PackableStorage):
     def _other_fields(self, schema: Schema) -> Iterator[None]:
         """Have these fields; let who reads meanwhile know if their places are others than before."""
         moves = self.schema is not None and not schema.same(self.schema)
-        self.reshapes += moves
-        try:
+        with self.moving_places(moves):
             yield
             self.schema, self.keys = schema, self.resolve_keys(schema)
             self.upheavals += moves
-        finally:
-            self.reshapes += moves
 
 
 class _Building:

@@ -193,12 +193,21 @@ def _add_column(rb: TensorDictReplayBuffer, state: Ledger, op: Op) -> None:
         rb.add_column(name, fill=torch.tensor(op.version))
         return
     coming = [Op("extend", count=op.count)] if op.count else []
+    failed: list[BaseException] = []
+
+    def extend() -> None:
+        try:
+            perform(rb, state, coming.pop())
+        except BaseException as exc:
+            failed.append(exc)
 
     def compute(rows: Any) -> torch.Tensor:
         if coming:
-            thread = threading.Thread(target=perform, args=(rb, state, coming.pop()))
+            thread = threading.Thread(target=extend)
             thread.start()
             thread.join()
+            if failed:
+                raise failed[0]
         return torch.from_numpy(facts.late_values(rows["id"].numpy(), op.version))
 
     rb.add_column(name, function=compute, dtype="int64", shape=(), default=op.version)

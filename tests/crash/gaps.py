@@ -239,6 +239,14 @@ PHASES = (
         stride=9,
     ),
     Phase(
+        "loads other fields",
+        LEAN,
+        [*FEW, _add("late", 2), DUMPS, _extend(9), _drop("late"), _add("group.late", 5)],
+        [LOADS, _extend(4, "a"), DUMPS],
+        stride=25,
+        must="rename load",
+    ),
+    Phase(
         "open columns that were added",
         LEAN,
         [*FEW, _add("late", 3, 5), _extend(6), _change(20, 25, 2), _drop("late")],

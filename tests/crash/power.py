@@ -68,6 +68,9 @@ POWER_SPECS = {
         Spec("kept", 60, 20, frame=64, segment_bytes=4096, longest=30, lean=True, dumped=True, packed=True),
         Spec("durable", 40, 16, frame=64, segment_bytes=4096, longest=24, durability="sync", packed=True),
         Spec("late", 24, 12, frame=64, segment_bytes=4096, longest=12, lean=True, late=True),
+        Spec(
+            "late kept", 24, 12, frame=64, segment_bytes=4096, longest=12, lean=True, dumped=True, late=True
+        ),
         Spec("late wide", None, 60, frame=3000, segment_bytes=4096, longest=30, late=True),
         Spec(
             "late best",

@@ -40,6 +40,7 @@ SPECS = (
     Spec("counted", 40, 12, frame=64, segment_bytes=4096, longest=14, lean=True, consume=2),
     Spec("best", 40, 12, frame=64, segment_bytes=4096, longest=30, lean=True, overlong=False, best=True),
     Spec("chunks", 40, 12, frame=64, segment_bytes=4096, longest=14, lean=True, packed=True),
+    Spec("late", 40, 12, frame=64, segment_bytes=4096, longest=12, lean=True, overlong=False, late=True),
     Spec("growing", None, 24, frame=64, segment_bytes=4096, longest=14, lean=True, packed=True),
 )
 WEIGHTS = {
@@ -286,6 +287,7 @@ def plan(spec: Spec, *, sql: bool = False) -> list[Op]:
     state.reopen()
     rng = np.random.default_rng(5)
     weights = WEIGHTS | ({"sql": 2} if sql else {}) | ({"sample": 3} if spec.consume else {})
+    weights |= {"add": 6} if spec.late else {}
     return facts.plan(state, rng, 16, weights=weights)
 
 

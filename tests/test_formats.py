@@ -1,0 +1,100 @@
+"""Stores that former versions of the library have made: opened, read, extended, verified, for ever.
+
+They lie in fixtures/formats; the README there says how one is added when the format moves.
+"""
+
+from __future__ import annotations
+
+import sys
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+
+import expstore
+from expstore.checks import verify
+from expstore.checks.upgrade import upgrade
+from expstore.draws import Draws
+from expstore.files import Disk
+from expstore.manifest import FORMAT, Manifest
+
+FIXTURES = Path(__file__).parent / "fixtures"
+sys.path.insert(0, str(FIXTURES))
+
+from make_format import CAPACITY, ROWS, TAGGED, rows  # noqa: E402
+
+#: File -> format, and whether fields came later.
+STORES = {"1-first": (1, False), "1-packed": (1, False), "2-late": (2, True)}
+LATE = {"late", ("next", "value")}
+
+
+@pytest.fixture(params=STORES)
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, int, bool]:
+    """The folder of a fixture, its format, and whether fields came later."""
+    with tarfile.open(FIXTURES / "formats" / f"{request.param}.tar.xz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    return tmp_path, *STORES[request.param]
+
+
+def check(batch: TensorDict, first: int, last: int, *, late: bool) -> None:
+    """Hold rows, in the order of their ids, against what they were made of."""
+    wide = "pixels" in batch.keys()  # noqa: SIM118 - no dict
+    batch = batch[torch.argsort(batch["action"])]
+    wanted = rows(first, last - first, wide=wide)
+    for key in wanted.keys(include_nested=True, leaves_only=True):
+        assert (batch[key] == wanted[key]).all(), key
+    assert (set(batch.keys(True, True)) - set(wanted.keys(True, True))) == (LATE if late else set())
+    if late:
+        numbers = torch.arange(first, last)
+        assert (batch["late"] == 2.5).all()
+        assert (batch["next", "value"] == torch.where(numbers < TAGGED, 2 * (numbers + 1), -1)).all()
+
+
+def test_there_is_one_of_every_format() -> None:
+    assert {path.name.removesuffix(".tar.xz") for path in (FIXTURES / "formats").iterdir()} == STORES.keys()
+    assert {number for number, _ in STORES.values()} == set(range(1, FORMAT + 1))
+    assert sum(path.stat().st_size for path in (FIXTURES / "formats").iterdir()) < 200_000
+
+
+def test_it_is_read(store: tuple[Path, int, bool]) -> None:
+    folder, number, late = store
+    for name in ("run.exp", "killed.exp"):
+        assert Manifest.load(Disk(), folder / name).format == number
+        with expstore.open(folder / name, mode="r") as rb:
+            check(rb[:], ROWS - CAPACITY, ROWS, late=late)
+    assert verify(folder / "run.exp") == []
+    assert upgrade(folder / "run.exp", dry_run=True).format_found == number
+
+
+def test_it_goes_on(store: tuple[Path, int, bool]) -> None:
+    folder, number, late = store
+    for name in ("run.exp", "killed.exp"):
+        with expstore.open(folder / name, batch_size=8) as rb:
+            check(rb[:], ROWS - CAPACITY, ROWS, late=late)
+            assert (rb.recovered is None) == (name == "run.exp")
+            if name == "run.exp":
+                drawn = Draws(5).generator(1).integers(ROWS - CAPACITY + 1, ROWS + 1, 8)
+                assert np.array_equal(rb.sample()["id"].numpy(), drawn)
+            answer = rb.sql("SELECT count(*), sum(length) FROM episodes").fetchall()
+            assert answer == [(-(-ROWS // 25), ROWS)]
+            wide = "pixels" in rb.sample().keys()  # noqa: SIM118 - no dict
+            rb.extend(rows(ROWS, 60, wide=wide), source="arm")
+            check(rb[:], ROWS + 60 - CAPACITY, ROWS + 60, late=late)
+        assert verify(folder / name) == []
+        assert Manifest.load(Disk(), folder / name).format == number  # nothing that older ones would miss
+
+
+def test_its_version_is_loaded(store: tuple[Path, int, bool]) -> None:
+    folder = store[0]
+    with expstore.open(folder / "run.exp", batch_size=8) as rb:
+        rb.loads(folder / "run.exp", "tagged")
+        check(rb[:], TAGGED - CAPACITY, TAGGED, late=False)
+        rb.add_column("more", sql="action + 1")
+        assert (rb["more"] == rb["action"] + 1).all()
+    assert verify(folder / "run.exp") == []
+    assert Manifest.load(Disk(), folder / "run.exp").format == 2
+    with expstore.open(folder / "run.exp", version="tagged") as rb:
+        check(rb[:], TAGGED - CAPACITY, TAGGED, late=False)
