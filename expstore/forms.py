@@ -95,8 +95,8 @@ def take(data: Any, layout: Layout, *, single: bool = False, skip: frozenset[str
         except (RuntimeError, KeyError, IndexError, ValueError) as exc:
             raise StackError(
                 f"Stacking the elements of the list resulted in an error: {exc}",
-                hint='rows have the same fields and shapes; expstore.open(..., storage="arrow") keeps them, '
-                "so does a LazyStackStorage",
+                hint='rows have the same fields and shapes; a store with storage="arrow", or a '
+                "LazyStackStorage, keeps others",
             ) from exc
     kind = type(data) if is_tensorclass(data) else None
     if kind is not None:

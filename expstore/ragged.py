@@ -65,7 +65,7 @@ def from_tensors(key: Key, rows: Sequence[torch.Tensor], *, jagged: bool = False
         )
     dtype = _name_of(key, rows[0].dtype)
     shapes = np.array([tuple(row.shape) for row in rows], np.int64)
-    return _column(key, dtype, shape_of(shapes, jagged=jagged), rows, shapes)
+    return _column(dtype, shape_of(shapes, jagged=jagged), rows, shapes)
 
 
 def from_nested(key: Key, nested: torch.Tensor) -> tuple[Ragged, pa.Array]:
@@ -80,9 +80,9 @@ def from_nested(key: Key, nested: torch.Tensor) -> tuple[Ragged, pa.Array]:
     rows = nested.detach().unbind(0)
     if rows:
         return from_tensors(key, rows, jagged=jagged)
-    shape = (None, *map(int, nested.shape[2:])) if jagged else (None,)
+    shape = (None, *(int(size) or None for size in nested.shape[2:])) if jagged else (None,)
     empty = torch.zeros(0, dtype=nested.dtype)
-    return _column(key, _name_of(key, nested.dtype), shape, [empty], np.zeros((0, len(shape)), np.int64))
+    return _column(_name_of(key, nested.dtype), shape, [empty], np.zeros((0, len(shape)), np.int64))
 
 
 def is_packed(nested: Any) -> bool:
@@ -96,7 +96,7 @@ def _from_packed(key: Key, nested: Any) -> tuple[Ragged, pa.Array]:
     trailing = tuple(map(int, values.shape[1:]))
     lengths = np.diff(offsets)
     shapes = np.stack([lengths, *(np.full(lengths.size, size) for size in trailing)], 1)
-    return _column(key, _name_of(key, nested.dtype), (None, *trailing), [values], shapes)
+    return _column(_name_of(key, nested.dtype), shape_of(shapes, jagged=True), [values], shapes)
 
 
 def _name_of(key: Key, dtype: torch.dtype) -> str:
@@ -107,10 +107,8 @@ def _name_of(key: Key, dtype: torch.dtype) -> str:
 
 
 def _column(
-    key: Key, dtype: str, shape: tuple[int | None, ...], rows: Sequence[torch.Tensor], shapes: IntArray
+    dtype: str, shape: tuple[int | None, ...], rows: Sequence[torch.Tensor], shapes: IntArray
 ) -> tuple[Ragged, pa.Array]:
-    if 0 in shape:
-        raise SchemaError(f"field {key_name(key)!r} has tensors without values", hint="leave the field out")
     # A copy: what the user does to it later is not to reach the store.
     flat = torch.cat([row.detach().cpu().reshape(-1) for row in rows])
     found = Ragged(dtype, shape)

@@ -21,7 +21,7 @@ __all__ = ["convert", "join", "part", "shape_of"]
 
 
 def shape_of(shapes: IntArray, *, jagged: bool = False) -> tuple[int | None, ...]:
-    """Return what tensors have in common: a size, or None where they differ.
+    """Return what tensors have in common: a size, or None where they differ, or have nothing.
 
     Args:
         shapes: One per row. Shape `(n, dims)`, with at least one row.
@@ -30,9 +30,9 @@ def shape_of(shapes: IntArray, *, jagged: bool = False) -> tuple[int | None, ...
     >>> shape_of(np.array([[2, 3], [5, 3]])), shape_of(np.array([[2, 3], [2, 4]]))
     ((None, 3), (2, None))
     """
-    same = (shapes == shapes[0]).all(0)
+    same = (shapes == shapes[0]).all(0) & (shapes[0] > 0)
     if jagged or same[1:].all():
-        return (None, *map(int, shapes[0, 1:]))
+        same[0] = False
     return tuple(int(size) if alike else None for size, alike in zip(shapes[0], same, strict=True))
 
 
