@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0.dev0"
 
 _HOME = {
+    "ArrowStorage": "expstore.storages",
     "Binary": "expstore.specs",
     "BinaryBox": "expstore.specs",
     "BinaryDiscreteTensorSpec": "expstore.specs",
@@ -127,6 +128,7 @@ _HOME = {
 
 __all__ = [
     "DEFAULT_DONE_KEYS",
+    "ArrowStorage",
     "Binary",
     "BinaryBox",
     "BinaryDiscreteTensorSpec",
@@ -326,6 +328,7 @@ if TYPE_CHECKING:
         UnboundedDiscreteTensorSpec,
     )
     from expstore.storages import (
+        ArrowStorage,
         LazyMemmapStorage,
         LazyStackStorage,
         LazyTensorStorage,

@@ -52,7 +52,8 @@ def facts_of(path: Path) -> dict[str, Any]:
         "row_bytes": sum(entry.row_bytes for entry in (*fields, *ROW_FIELDS)) if fields else None,
         "fields": [
             {"name": key_name(entry.key), "dtype": entry.dtype, "shape": list(entry.shape)}
-            | {"row_bytes": entry.row_bytes}
+            | ({"type": str(entry)} if entry.variable else {})
+            | {"row_bytes": None if entry.variable else entry.row_bytes}
             | _size_facts(one)
             for entry, one in zip(fields, size.fields, strict=True)
         ],
@@ -60,6 +61,7 @@ def facts_of(path: Path) -> dict[str, Any]:
         "open_in": writer and {"pid": writer.pid, "host": writer.host, "since": iso_text(writer.since)},
         "unclean_stop": found.unclean,
         "storage": manifest.storage,
+        "compression": manifest.compression,
         "uuid": manifest.uuid,
         "meta": manifest.meta,
         "specs": unpack_specs(manifest.specs) if manifest.specs else None,
@@ -139,11 +141,15 @@ def _room(facts: dict[str, Any]) -> str:
 
 def _line(field: dict[str, Any]) -> tuple[Any, ...]:
     sizes = (size_text(field["disk_bytes"]), size_text(field["million_rows_bytes"]))
+    if field["row_bytes"] is None:
+        return (field["name"], field["type"], "", "varies", *sizes, _lies(field))
     return (field["name"], field["dtype"], field["shape"], field["row_bytes"], *sizes, _lies(field))
 
 
 def _lies(field: dict[str, Any]) -> str:
     """Say how a field lies on disk."""
+    if field["layout"] == "segments":
+        return "segments" + (f", {field['codec']}" if field["codec"] else "")
     if field["layout"] != "packed":
         return field["layout"] or "damaged"
     ratio = f", 1/{field['compression']:.1f}" if field["compression"] else ""

@@ -111,9 +111,9 @@ def versions(path: Place, as_json: Json = False) -> int:
 
 
 def _open(path: Path, capacity: int | None = None) -> ZarrStorage:
-    from expstore.storages.zarr import ZarrStorage
+    from expstore.storages.opening import open_storage
 
-    kept = ZarrStorage(path, capacity)
+    kept = open_storage(path, capacity)
     if kept.counters.recovered:
         typer.echo(f"note: {kept.counters.recovered}", err=True)
     return kept

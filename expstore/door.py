@@ -23,8 +23,8 @@ from expstore.snapshots import find_version, is_snapshots
 from expstore.storages.folder import FolderStorage
 from expstore.storages.follower import FollowerStorage
 from expstore.storages.layout import LayoutName, ask_layout
+from expstore.storages.opening import open_storage
 from expstore.storages.settings import Durability, Mode, Settings
-from expstore.storages.zarr import ZarrStorage
 from expstore.tensordictbuffers import TensorDictReplayBuffer
 from expstore.transforms import Compose
 from expstore.writers import Writer
@@ -43,7 +43,8 @@ def open(
     capacity: int | None = None,
     mode: Mode = "a",
     version: int | str | None = None,
-    storage: Literal["zarr"] | None = None,
+    storage: Literal["zarr", "arrow"] | None = None,
+    compression: Literal["lz4", "zstd"] | None = None,
     layout: LayoutName | None = None,
     fields: Mapping[str, Mapping[str, Any]] | None = None,
     batch_size: int | None = None,
@@ -80,7 +81,9 @@ def open(
             "r" follows: it reads, beside a writer or without one, and changes nothing.
         version: Number or tag of a version that `dumps` or `tag` has made, which is only read. A folder of
             versions is opened without it, too: the newest one.
-        storage: How rows are kept; "zarr".
+        storage: How rows are kept: "zarr", the default of new stores, or "arrow", for rows with strings,
+            lists, structs, None, or tensors whose shapes differ; see `ArrowStorage`.
+        compression: Of such rows: "lz4" or "zstd".
         layout: How the fields of a new store lie on disk. "auto", as without it: packed from 1 KiB per row
             on, unless a writer keeps the best rows. "packed": compressed, in chunks of a few rows, which stay
             as they are. "flat": rows one behind another, which can be changed in place (`rb[i] =`).
@@ -143,22 +146,21 @@ def open(
     # All is checked before the folder is touched.
     check_drawing(batch_size, prefetch, pin_memory, limiter=rate_limiter, capacity=capacity)
     check_unit(sample_unit, sampler)
-    transform = Compose.of(transform)
     if writer is not None and mode == "r":
         raise ValueError("writer= says where rows go, and with mode='r' none come; leave it out")
     sampler = consume_after(consume_after_n_samples, sampler, prefetch=prefetch)
-    text, schema = row_text(specs), schema_of(schema)
+    text, schema, transform = row_text(specs), schema_of(schema), Compose.of(transform)
     path, mode = _find(Path(path), mode, version)
     settings = Settings(
-        mode=mode, storage=storage, layout=ask_layout(layout, fields), new_layout="auto", seed=seed,
-        schema=schema, specs=text, flatten=True, meta=meta, traj_key=traj_key, done_keys=done_keys,
-        reward_key=reward_key, durability=durability, min_free_bytes=min_free_bytes, on_sigterm=on_sigterm,
+        mode=mode, storage=storage, compression=compression, layout=ask_layout(layout, fields), seed=seed,
+        new_layout="auto", schema=schema, specs=text, flatten=True, meta=meta, traj_key=traj_key,
+        done_keys=done_keys, reward_key=reward_key, durability=durability, min_free_bytes=min_free_bytes,
+        on_sigterm=on_sigterm,
     )  # fmt: skip
     return _in_buffer(
-        _open_storage(path, capacity, settings),
-        sampler=sampler, writer=writer, batch_size=batch_size, device=device, prefetch=prefetch,
-        pin_memory=pin_memory, generator=generator, sample_unit=sample_unit, rate_limiter=rate_limiter,
-        transform=transform,
+        _open_storage(path, capacity, settings), sampler=sampler, writer=writer, batch_size=batch_size,
+        device=device, prefetch=prefetch, pin_memory=pin_memory, generator=generator, sample_unit=sample_unit,
+        rate_limiter=rate_limiter, transform=transform,
     )  # fmt: skip
 
 
@@ -175,7 +177,7 @@ def _find(path: Path, mode: Mode, version: int | str | None) -> tuple[Path, Mode
 def _open_storage(path: Path, capacity: int | None, settings: Settings) -> FolderStorage:
     if settings.mode == "r":
         return FollowerStorage(path, capacity, settings=settings)
-    kept, schema = ZarrStorage(path, capacity, settings=settings), settings.schema
+    kept, schema = open_storage(path, capacity, settings=settings), settings.schema
     try:
         if schema is not None and kept.schema is None:
             kept.prepare(schema, kept.resolve_keys(schema))

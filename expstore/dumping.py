@@ -47,10 +47,12 @@ from expstore.storages.checksums import (
     seal_entry,
     zeros_sum,
 )
+from expstore.storages.columngroup import SEGMENTS
 from expstore.storages.folder import COLUMNS, JOURNAL, LOG, ORIGIN, VERSION, FolderStorage
 from expstore.storages.former import Former, find_former
 from expstore.storages.frozen import Frozen, frozen
 from expstore.storages.packedversion import link_packed, packings_of
+from expstore.storages.segmentversion import link_segments
 from expstore.storages.zarrmeta import make_metadata, shard_footer, shard_name
 from expstore.types import Array, key_name
 
@@ -255,6 +257,10 @@ class _Copy:
             return
         self._make_arrays()
         former = None if self.former is None else self.former.folder / COLUMNS
+        for held in state.segments.values():
+            self.build.make_folder(self.build.folder / SEGMENTS)
+            for path, size in link_segments(self.disk, held, self.build.folder / SEGMENTS):
+                self.build.note(path, size)
         packed = link_packed(self.disk, state, self.build.folder / COLUMNS, former)
         linked = self._link_unchanged()
         start = state.pieces[0][0]
@@ -281,7 +287,9 @@ class _Copy:
     def _make_arrays(self) -> None:
         """Make the folders and zarr.json of all arrays."""
         top, former = self.build.folder / COLUMNS, self.former
-        for entry in self.fields:
+        arrays = [place for place, entry in enumerate(self.fields) if not entry.variable]
+        fields = [self.fields[place] for place in arrays]
+        for entry in fields:
             self.build.make_folder(top / entry.path)
         if (
             former is not None
@@ -289,17 +297,21 @@ class _Copy:
             and former.layout.length == self.length
             and former.counted >= self.state.counted
         ):
-            paths = {Path(entry.path) for entry in self.fields}
+            paths = {Path(entry.path) for entry in fields}
             names = {Path(), *paths, *(parent for path in paths for parent in path.parents)}
             links = [Path(COLUMNS) / name / "zarr.json" for name in sorted(names)]
             if all(self.disk.link(former.folder / link, self.build.folder / link) for link in links):
                 return
         slots = self.state.manifest.slots
         attributes = {"expstore": {"capacity": self.state.manifest.capacity, "slots": slots}}
-        rows = [self.rows] * len(self.fields)
         packings = packings_of(self.state)
         made = make_metadata(
-            self.fields, rows, self.length, attributes, separator=SEPARATOR, packings=packings
+            fields,
+            [self.rows] * len(fields),
+            self.length,
+            attributes,
+            separator=SEPARATOR,
+            packings=[packings[place] for place in arrays],
         )
         for name, data in made.items():
             self.build.put(f"{COLUMNS}/{name}", data)
@@ -336,11 +348,11 @@ class _Copy:
         done = np.zeros((len(self.fields), self.shards), bool)
         if former is None:
             _describe(self.build, self.state)
-            done[list(self.state.packed)] = True
+            done[list(self.state.apart)] = True
             return done
         same = self._unchanged()
         done[:summed] = same & former.shared[:, None]
-        done[list(self.state.packed)] = True  # these have shards of their own
+        done[list(self.state.apart)] = True  # these have files of their own
         blocks = np.flatnonzero(np.repeat(same, self.rows // BLOCK_ROWS))
         self.sums["sums"][blocks] = former.sums["sums"][blocks]
         end = start_links(self.disk, self._links(former, done, range(summed)), self.build.pool)
@@ -361,7 +373,7 @@ class _Copy:
         groups = []
         for place in places:
             folder = Path(COLUMNS, self.fields[place].path)
-            shards = [] if place in self.state.packed else np.flatnonzero(done[place]).tolist()
+            shards = [] if place in self.state.apart else np.flatnonzero(done[place]).tolist()
             names = [self._name(place, shard) for shard in shards]
             groups.append(
                 Links(former.folder / folder, self.build.folder / folder, names, self._sizes[place])

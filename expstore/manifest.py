@@ -22,8 +22,8 @@ from expstore.types import Key, Ranking, Runs, to_key
 __all__ = ["FORMAT", "MANIFEST", "Manifest"]
 
 #: The newest format that this library knows; it opens this one and older ones. 1: the first. 2: fields came
-#: or went after the first rows, which older versions would not notice.
-FORMAT = 2
+#: or went after the first rows, which older versions would not notice. 3: rows without a fixed size.
+FORMAT = 3
 MANIFEST = "expstore.json"
 
 
@@ -34,7 +34,7 @@ class Manifest:
     Args:
         uuid: 32 hex digits, for ever the same.
         generation: How often the store was opened for writing.
-        storage: Kind of storage, "zarr".
+        storage: Kind of storage, "zarr" or "arrow".
         capacity: Most readable rows; None for an unbounded store.
         spare: Slots beyond the capacity; 0 until the first rows have come.
         seed: Key of all draws.
@@ -53,6 +53,7 @@ class Manifest:
         layout: How columns are made, as `expstore.storages.layout` reads it; {}: flat.
         reach: Slots beyond capacity and spare: rows of packed fields may lie with rows so far before them.
         column_set: How often fields came or went after the first rows; in every record that publishes rows.
+        compression: Of rows without a fixed size: "lz4" or "zstd"; None: none.
     """
 
     uuid: str
@@ -76,11 +77,14 @@ class Manifest:
     layout: dict[str, Any] = field(default_factory=dict)
     reach: int = 0
     column_set: int = 0
+    compression: str | None = None
 
     @property
     def format(self) -> int:
         """The oldest format that can say all this: what is written."""
-        return FORMAT if self.column_set else 1
+        if self.storage == "arrow":
+            return FORMAT
+        return 2 if self.column_set else 1
 
     @property
     def slots(self) -> int | None:

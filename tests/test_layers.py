@@ -24,7 +24,11 @@ ROOT = Path(__file__).resolve().parents[1]
 
 #: From the ground up. A module imports only from lines before its own.
 LINES: tuple[tuple[str, str], ...] = (
-    ("0", "errors types members files addresses bulk kernels native compressing unpacking turns aside"),
+    (
+        "0",
+        "errors types members files addresses bulk kernels gathering native compressing unpacking turns "
+        "aside",
+    ),
     (
         "1",
         "schema arrowtypes arrowvalues raggedcolumns widening fitting picking fieldtypes spectext manifest "
@@ -293,6 +297,24 @@ ALLOWED_SIDEWAYS: tuple[tuple[str, str], ...] = (
     ("storages.contents", "storages.frozen"),
     ("storages.contents", "storages.sampled"),
     ("storages.contents", "storages.stateful"),
+    ("gathering", "kernels"),
+    ("gathering", "native"),
+    ("storages.arrow", "storages.*"),
+    ("storages.opening", "storages.*"),
+    ("storages.merging", "storages.messages"),
+    ("storages.merging", "storages.segments"),
+    ("storages.segment*", "storages.gather"),
+    ("storages.segment*", "storages.merging"),
+    ("storages.segment*", "storages.messages"),
+    ("storages.segment*", "storages.segments"),
+    ("storages.segmentcolumn", "storages.columns"),
+    ("storages.columnwriter", "storages.payload"),
+    ("storages.columnwriter", "storages.segmentwriter"),
+    ("storages.recovery", "storages.payload"),
+    ("storages.replay", "storages.payload"),
+    ("storages.zarr", "storages.payload"),
+    ("storages.tail", "storages.payload"),
+    ("storages.packable", "storages.segmentversion"),
     ("storages.memory", "storages.cells"),
     ("storages.contents", "storages.cells"),
     ("storages.memory", "storages.portable"),
@@ -391,6 +413,10 @@ ALLOWED_AS_TYPE: tuple[tuple[str, str], ...] = (
     ("storages.recovery", "storages.journaled"),
     ("halves", "relations"),
     ("storages.stateful", "storages.packedrows"),
+    ("storages.stateful", "storages.segmentversion"),
+    ("storages.frozen", "storages.segmentversion"),
+    ("storages.merging", "storages.segmentwriter"),
+    ("storages.payload", "storages.columngroup"),
 )
 
 #: Libraries that belong to few modules.
@@ -413,8 +439,13 @@ HOME_OF_LIBRARY: dict[str, tuple[str, ...]] = {
         "shownvalues",
         "ragged",
         "looserows",
-        "storages.arrow",
         "storages.cells",
+        "storages.gather",
+        "storages.loading",
+        "storages.messages",
+        "storages.payload",
+        "storages.segment*",
+        "checks.segments",
         "codec",
         "exchange",
         "exchange.*",

@@ -37,6 +37,7 @@ FULL = Manifest(
     specs='{"spec":{"kind":"Composite","specs":{"b":null}},"version":1}',
     layout={"layout": "packed", "fields": {"a": {"layout": "flat"}}},
     column_set=3,
+    compression="zstd",
 )
 BARE = Manifest(uuid="a" * 32, generation=0, storage="zarr", capacity=None, spare=0, seed=0, created=0.0)
 
@@ -74,10 +75,10 @@ def test_missing(tmp_path: Path) -> None:
 
 def test_newer_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(manifest, "FORMAT", 3)
-        FULL.replace(column_set=1).save(Disk(), tmp_path)
+        patch.setattr(manifest, "FORMAT", 4)
+        FULL.replace(storage="arrow").save(Disk(), tmp_path)
     with pytest.raises(
-        MigrationError, match="has format 3, this library knows formats up to 2.*newer expstore"
+        MigrationError, match="has format 4, this library knows formats up to 3.*newer expstore"
     ):
         Manifest.load(Disk(), tmp_path)
 

@@ -18,6 +18,7 @@ from expstore.errors import SchemaError, SnapshotError
 from expstore.keys import find_keys
 from expstore.schema import ARROW, Field, Schema
 from expstore.storages import base
+from expstore.storages.arrow import ArrowStorage
 from expstore.storages.base import Storage
 from expstore.storages.memory import MemoryStorage
 from expstore.storages.zarr import ZarrStorage
@@ -88,13 +89,20 @@ def window_ids(storage: Storage) -> np.ndarray:
     return np.arange(storage.window.low + 1, storage.window.last + 1)
 
 
-@pytest.fixture(params=["memory"])
+@pytest.fixture(params=["memory", "arrow", "lz4", "zstd"])
 def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[..., Storage]]:
     """A factory of storages of every kind."""
     made: list[Storage] = []
 
     def factory(capacity: int | None = None, **options: Any) -> Storage:
-        storage: Storage = MemoryStorage(capacity)
+        storage: Storage
+        if request.param == "memory":
+            storage = MemoryStorage(capacity)
+        else:
+            compression = None if request.param == "arrow" else request.param
+            storage = ArrowStorage(
+                tmp_path / f"{len(made)}.exp", capacity, compression=compression, **options
+            )
         storage.prepare(SCHEMA, find_keys(SCHEMA))
         made.append(storage)
         return storage

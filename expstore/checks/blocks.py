@@ -66,7 +66,7 @@ def metadata_of(inspection: Inspection) -> dict[str, bytes]:
     group = inspection.group
     if group is None:
         return {}
-    columns = inspection.columns
+    columns = [column for column in inspection.columns if not column.entry.variable]
     sound = [column.separator for column in columns if column.fault is None and not column.packed]
     separator = max(sound, key=sound.count, default=SEPARATOR)
     shards = [_shard_rows(inspection, column, separator) for column in columns]

@@ -25,8 +25,9 @@ from expstore.journal import cut_off, segment_faults
 from expstore.manifest import MANIFEST
 from expstore.storages.catalog import Catalog
 from expstore.storages.checksums import BLOCK_ROWS
+from expstore.storages.columngroup import SEGMENTS
 from expstore.storages.folder import JOURNAL, LOG, REPAIR, STATE, VERSION
-from expstore.storages.zarr import ZarrStorage
+from expstore.storages.opening import open_storage
 from expstore.storages.zarrmeta import shard_footer
 from expstore.types import Runs, key_name, merge_runs
 
@@ -136,7 +137,7 @@ def _costs(inspection: Inspection, outcome: Outcome, drop_damaged: bool) -> list
         if in_shard and finding.column not in ("_row.priority", "_row.sampled"):
             if drop_damaged:
                 gaps += finding.ids
-            elif finding.slots is not None:  # for what is packed `_rewrite` decides
+            elif finding.slots is not None:  # for what is packed, or in segments, `_rewrite` decides
                 outcome.left.append(finding)
         elif finding.kind in {"missing", "length", "episodes.log"} and not _is_free(finding):
             if not drop_damaged:
@@ -166,7 +167,9 @@ def _rewrite(
         key_name(inspection.columns[place].entry.key): files for place, files in inspection.packed.items()
     }
     mended: set[str | None] = set()
-    for finding in inspection.found:
+    in_segments = [finding for finding in inspection.found if finding.path.startswith(f"{SEGMENTS}/")]
+    _mend_segments(disk, inspection, outcome, in_segments, drop_damaged=drop_damaged, dry_run=dry_run)
+    for finding in [finding for finding in inspection.found if finding not in in_segments]:
         file = inspection.path / finding.path
         act: str | None = None
         if finding.path == MANIFEST:
@@ -202,6 +205,25 @@ def _rewrite(
         if act is not None and act not in outcome.acts:
             outcome.acts.append(act)
     return blocks
+
+
+def _mend_segments(
+    disk: Disk,
+    inspection: Inspection,
+    outcome: Outcome,
+    found: list[Finding],
+    *,
+    drop_damaged: bool,
+    dry_run: bool,
+) -> None:
+    """Make segments whole if that costs no rows, or they may be given up."""
+    mended = [finding for finding in found if drop_damaged or not finding.ids]
+    outcome.acts += [f"{finding.path} made whole" for finding in mended]
+    outcome.left += [finding for finding in found if finding not in mended]
+    if mended and not dry_run:
+        from expstore.checks.segments import mend_segments
+
+        mend_segments(disk, inspection, outcome.lost)
 
 
 def _mend(disk: Disk, inspection: Inspection, files: PackedFiles) -> None:
@@ -263,7 +285,7 @@ def _open_again(disk: Disk, path: Path, outcome: Outcome, blocks: Iterable[int])
     for name in _INDEX:
         disk.unlink(path / name)
     try:
-        storage = ZarrStorage(path, disk=disk)
+        storage = open_storage(path, disk=disk)
     except CorruptionError:
         if outcome.left:
             return  # as before: what would help was not asked for

@@ -92,13 +92,32 @@ def store_size(disk: Disk, path: Path, manifest: Manifest, held: int) -> StoreSi
     for column in group.columns:
         if not column.packed:
             column.look(held, due=False)
-    sizes = [_field_size(disk, group, column, held) for column in group.columns]
+    used, means = _segment_sizes(disk, group)
+    sizes = [
+        FieldSize("segments", manifest.compression, "", None, used[place], None, None, means[place])
+        if place in used
+        else _field_size(disk, group, column, held)
+        for place, column in enumerate(group.columns)
+    ]
     group.close()
     fields = tuple(sizes[: len(schema.fields)])
     row_bytes = sum(size.row_bytes for size in sizes)
     more = int(free / max(1.0, row_bytes))
     fits = None if slots is None else slots - held <= more
     return StoreSize(disk.used(path), free, fields, row_bytes, more, fits)
+
+
+def _segment_sizes(disk: Disk, group: ColumnGroup) -> tuple[dict[int, int], dict[int, float]]:
+    """Return what fields without a fixed size take, by place: of the files, and a row on average."""
+    segments = group.segments
+    if segments is None:
+        return {}, {}
+    segments.open_all()
+    rows, sizes = segments.field_bytes()
+    all_used = disk.used(segments.folder) if disk.exists(segments.folder) else 0
+    total = max(1, sum(sizes))
+    used = {place: all_used * size // total for place, size in zip(group.segment_places, sizes, strict=True)}
+    return used, {place: size / max(1, rows) for place, size in used.items()}
 
 
 def _field_size(disk: Disk, group: ColumnGroup, column: Column, held: int) -> FieldSize:

@@ -15,8 +15,8 @@ from expstore.files import Disk
 from expstore.manifest import FORMAT, Manifest
 from expstore.migrate import migrations, steps_in
 from expstore.storages.catalog import Catalog
+from expstore.storages.opening import open_storage
 from expstore.storages.settings import Settings
-from expstore.storages.zarr import ZarrStorage
 
 __all__ = ["Upgrade", "upgrade"]
 
@@ -74,7 +74,8 @@ def upgrade(path: Path, *, dry_run: bool = False, disk: Disk | None = None) -> U
 
 
 def _rebuild(disk: Disk, path: Path, kept: Path) -> None:
-    storage = ZarrStorage(path, settings=Settings(on_sigterm="ignore"), disk=disk)  # nobody else writes now
+    # Nobody else writes now.
+    storage = open_storage(path, settings=Settings(on_sigterm="ignore"), disk=disk)
     try:
         index = path / _INDEX
         names = [name for name in disk.names(path) if name.startswith(_INDEX) and ".old-" not in name]

@@ -23,7 +23,7 @@ from expstore.manifest import MANIFEST, Manifest
 from expstore.snapshots import Version
 from expstore.storages.base import ROW_FIELDS
 from expstore.storages.checksums import BLOCK_ROWS, DAMAGED, read_entries, state_of
-from expstore.storages.columngroup import ColumnGroup
+from expstore.storages.columngroup import ColumnGroup, add_batches
 from expstore.storages.columns import Column
 from expstore.storages.folder import COLUMNS, JOURNAL, ORIGIN, REDO, REPAIR, VERSION
 from expstore.storages.layout import ColumnLayout
@@ -82,12 +82,18 @@ def inspect(path: Path, *, disk: Disk | None = None, progress: Progress | None =
     if manifest.schema is not None:
         fields = (*manifest.schema.fields, *ROW_FIELDS)
         inspection.group = ColumnGroup(disk, path / COLUMNS, fields, manifest.slots, write=False)
+        if inspection.group.segments is not None:
+            inspection.group.segments.open_all()
         _look_at_packed(inspection)
         inspection.sampled = find_sampled(disk, path / COLUMNS, manifest.slots)
     _check_version(inspection)
     unsettled = _check_journal(inspection)
     check_metadata(inspection)
     check_blocks(inspection, unsettled, progress)
+    if inspection.group is not None and inspection.group.segments is not None:
+        from expstore.checks.segments import check_segments
+
+        check_segments(inspection)
     if inspection.past is not None and inspection.group is not None:
         check_ids(inspection)
         check_rows(inspection)
@@ -224,6 +230,11 @@ def _stands(inspection: Inspection, publish: Publish) -> bool:
         return False
     first, count, crc = publish.first_id + publish.skipped, publish.count - publish.skipped, 0
     for place in range(len(inspection.group.columns) - 1):
+        if place in inspection.group.segment_places:
+            continue
         for _, rows in read_column(inspection, place, first, count):
             crc = google_crc32c.extend(crc, rows.tobytes())
+    if inspection.group.segments is not None:
+        batches = inspection.group.segments.checksums(first, count)
+        return batches is not None and add_batches(crc, batches) == publish.checksum
     return crc == publish.checksum

@@ -123,6 +123,12 @@ def _choose(storage: Storage, names: Sequence[str] | None) -> dict[int, Field]:
             f"field {key_name(objects[0].key)!r} holds objects, for which Zarr has no form",
             hint="name the other fields",
         )
+    if variable := [entry for place in wanted if (entry := schema.fields[place]).variable]:
+        name = key_name(variable[0].key)
+        raise SchemaError(
+            f"field {name!r} is {variable[0]}: Zarr has no form for rows without a fixed size",
+            hint="name the other fields",
+        )
     every = (*schema.fields, *ROW_FIELDS)
     return {place: every[place] for place in (*wanted, *range(len(schema.fields), len(every)))}
 

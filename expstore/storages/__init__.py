@@ -1,4 +1,4 @@
-"""Where rows are kept: in RAM or in Zarr columns on disk, also under TorchRL's names; others' are only read.
+"""Where rows are kept: in RAM, in Zarr columns and Arrow segments on disk, also under TorchRL's names.
 
 Buffers take one of these; the classes load when first used.
 """
@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from expstore.storages.arrow import ArrowStorage
     from expstore.storages.base import Storage
     from expstore.storages.ensemble import StorageEnsemble
     from expstore.storages.follower import FollowerStorage
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from expstore.storages.zarr import ZarrStorage
 
 __all__ = [
+    "ArrowStorage",
     "FollowerStorage",
     "LazyMemmapStorage",
     "LazyStackStorage",
@@ -32,6 +34,7 @@ __all__ = [
 ]
 
 _HOME = {
+    "ArrowStorage": "arrow",
     "FollowerStorage": "follower",
     "LazyMemmapStorage": "scratch",
     "LazyStackStorage": "objects",

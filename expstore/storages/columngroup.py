@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import google_crc32c
 import numpy as np
@@ -26,7 +26,13 @@ from expstore.storages.packing import REACH_ROWS, Packing
 from expstore.storages.zarrmeta import make_metadata, read_layout, read_packing
 from expstore.types import Array, IntArray, cut_run
 
-__all__ = ["ColumnGroup"]
+if TYPE_CHECKING:
+    from expstore.storages.segments import Segments
+
+__all__ = ["SEGMENTS", "ColumnGroup", "add_batches"]
+
+#: Beside the columns' folder: rows of fields without a fixed size.
+SEGMENTS = "segments"
 
 _ID = ("_row", "id")
 #: Slots that are looked at to learn how many rows a column's chunks hold.
@@ -52,12 +58,23 @@ class ColumnGroup:
         self.slots = slots
         #: Whether reading a hole through a map takes space here.
         self.fills = fills_holes(disk, folder)
+        #: Which fields have no fixed size, and where their rows are.
+        self.segment_places = tuple(place for place, entry in enumerate(fields) if entry.variable)
+        self.segments = self._find_segments([fields[p] for p in self.segment_places], write=write)
         make = self._make if write else self._find
         self.columns: list[Column] = [make(folder.joinpath(*entry.key), entry, slots) for entry in fields]
         self.new_folders: set[Path] = set()
         self._ready = 0
         self.link_partners()
         self.row_bytes = sum(column.row_bytes for column in self.columns)
+
+    def _find_segments(self, fields: Sequence[Field], *, write: bool) -> Segments | None:
+        """Return where the rows of fields without a fixed size are; None: there are no such fields."""
+        if not fields:
+            return None
+        from expstore.storages.segmentreader import SegmentReader
+
+        return SegmentReader(self._disk, self.folder.parent / SEGMENTS, fields, self.slots)
 
     def link_partners(self) -> None:
         """Tell columns of which some rows lie with the next ones where these are."""
@@ -89,13 +106,22 @@ class ColumnGroup:
             column = self.columns[place]
             if isinstance(column, PackedRows) and place in places and other in places:
                 taken[place], taken[other] = column.take_pair(slots)
+        apart = [place for place in places if place in self.segment_places]
+        if self.segments is not None and apart:
+            numbers = [self.segment_places.index(place) for place in apart]
+            found: Any = self.segments.take(self.segments.ids_of(slots), numbers)
+            taken |= dict(zip(apart, found, strict=True))
         return [taken[p] if p in taken else self.columns[p].take(slots) for p in places]
 
     def _make(self, folder: Path, entry: Field, slots: int | None) -> Column:
+        if entry.variable:
+            return self._segment_column(folder, entry)
         return Column(self._disk, folder, entry, slots, fills=self.fills)
 
     def _find(self, folder: Path, entry: Field, slots: int | None) -> Column:
         """Return a column for reading; one whose metadata cannot be read is damaged as a whole."""
+        if entry.variable:
+            return self._segment_column(folder, entry)
         try:
             packing = read_packing(self._disk, folder, entry)
             if packing is not None:
@@ -106,6 +132,12 @@ class ColumnGroup:
         column = Column(self._disk, folder, entry, slots, layout=layout, write=False, fills=self.fills)
         column.fault = fault
         return column
+
+    def _segment_column(self, folder: Path, entry: Field) -> Column:
+        from expstore.storages.segmentcolumn import SegmentColumn
+
+        assert self.segments is not None
+        return SegmentColumn(entry, self.segments, self.segments.fields.index(entry), folder)
 
     @staticmethod
     def create(
@@ -123,6 +155,17 @@ class ColumnGroup:
         disk.remove_tree(folder)
         folders = {aside}
         files = []
+        if any(entry.variable for entry in fields):
+            segments = folder.parent / SEGMENTS
+            disk.remove_tree(segments)
+            disk.make_dir(segments)
+            folders.add(segments)
+        packings = [
+            packing
+            for entry, packing in zip(fields, packings or [None] * len(fields), strict=True)
+            if not entry.variable
+        ]
+        fields = [entry for entry in fields if not entry.variable]
         rows = [shard_rows(entry.row_bytes, slots) for entry in fields]
         try:
             for name, data in make_metadata(fields, rows, slots, attributes, packings=packings).items():
@@ -146,6 +189,8 @@ class ColumnGroup:
 
     def open_shards(self) -> None:
         """Open what is there."""
+        if self.segments is not None:
+            self.segments.open_all()
         for column in self.columns:
             column.open_shards()
         for column in self.columns:
@@ -154,25 +199,31 @@ class ColumnGroup:
 
     def look(self, slots: int, *, due: bool = True) -> None:
         """Open, for reading only, what slots 0 to `slots` - 1 need; note what is damaged."""
+        if self.segments is not None:
+            self.segments.open_all()
         for column in self.columns:
             column.look(slots, due=due)
         self._ready = min(column.ready for column in self.columns)
 
     def look_to(self, last: int) -> None:
-        """Find the packed rows up to this id, beside a writer that has written them."""
+        """Find the rows up to this id that are packed or in segments, beside who has written them."""
+        if self.segments is not None:
+            self.segments.look_to(last)
         for column in self.columns:
             if isinstance(column, PackedReader):
                 column.look_to(*self.place_behind(last))
 
     def end_at(self, last: int) -> None:
-        """Let only packed rows up to this id be found; nobody writes any more."""
+        """Let only packed rows up to this id be found, and those in segments; nobody writes any more."""
+        if self.segments is not None:
+            self.segments.end_at(last)
         for column in self.columns:
             if isinstance(column, PackedReader):
                 column.end_at(*self.place_behind(last))
 
     @property
     def packed_places(self) -> frozenset[int]:
-        """Columns that are packed."""
+        """Columns of which rows have no places of their own: packed ones, and those in segments."""
         return frozenset(place for place, column in enumerate(self.columns) if column.packed)
 
     def place_behind(self, last: int) -> tuple[int, int]:
@@ -224,7 +275,13 @@ class ColumnGroup:
                 column.require(slot + n if n else 0)
 
     def require_rows(self, first_id: int, count: int) -> None:
-        """Check that rows have a place, and that packed ones are there; raise CorruptionError if not."""
+        """Check that rows have a place, and that packed ones and those in segments are there.
+
+        Raises:
+            CorruptionError: They are not.
+        """
+        if self.segments is not None and count:
+            self.segments.require(first_id, count)
         pieces = cut_run(first_id, count, self.slots)
         self.require(pieces)
         for slot, offset, n in pieces:
@@ -248,7 +305,9 @@ class ColumnGroup:
         return np.arange(oldest, max(oldest, int(lent[lent < first_id].max(initial=oldest - 1)) + 1))
 
     def lacks(self, first_id: int, count: int) -> bool:
-        """Say whether packed rows are not there as they were written; others may be in their places."""
+        """Say whether rows that are packed, or in segments, are not there as they were written."""
+        if self.segments is not None and count and not self.segments.is_whole(first_id, count):
+            return True
         return any(
             isinstance(column, PackedRows)
             and column.lacks(slot, n, self.place_behind(first_id + offset - 1)[0])
@@ -266,11 +325,13 @@ class ColumnGroup:
                 self.new_folders.update(made)
         self._ready = min(column.ready for column in self.columns)
 
-    def checksum(self, pieces: Iterable[tuple[int, int, int]]) -> int:
-        """Return the crc32c that `write` returned for these rows, from what stands on disk."""
-        runs = list(pieces)
+    def checksum(self, first_id: int, count: int) -> int:
+        """Return the crc32c that `write` returned for these rows, from what stands on disk; -1: none does."""
+        runs = cut_run(first_id, count, self.slots)
         crc = 0
         for column in self.columns[:-1]:
+            if column.entry.variable:
+                continue
             for slot, _, n in runs:
                 if slot + n > column.ready:
                     return -1
@@ -279,7 +340,10 @@ class ColumnGroup:
                 for start in range(slot, slot + n, step):
                     rows = column.copy(start, min(step, slot + n - start))
                     crc = google_crc32c.extend(crc, rows.reshape(-1).view(np.uint8))
-        return crc
+        if self.segments is None or not count:
+            return crc
+        batches = self.segments.checksums(first_id, count)
+        return -1 if batches is None else add_batches(crc, batches)
 
     def rewrite(self, pieces: Iterable[tuple[int, int, int]]) -> None:
         """Write rows again as they read, so that a sync brings them to the disk for sure."""
@@ -305,3 +369,12 @@ class ColumnGroup:
         """Close all files."""
         for column in self.columns:
             column.close()
+        if self.segments is not None:
+            self.segments.close()
+
+
+def add_batches(crc: int, checksums: Sequence[int]) -> int:
+    """Return the crc32c of rows that go on in batches with these."""
+    for checksum in checksums:
+        crc = google_crc32c.extend(crc, checksum.to_bytes(4, "little"))
+    return crc

@@ -11,21 +11,25 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import google_crc32c
 import numpy as np
 
 from expstore.files import KEEP_GIL_BYTES, Disk, File, address_of
 from expstore.schema import Field
-from expstore.storages.columngroup import ColumnGroup
+from expstore.storages.columngroup import SEGMENTS, ColumnGroup, add_batches
 from expstore.storages.columns import Column
 from expstore.storages.packed import PackedColumn
 from expstore.storages.packedrows import Filling, PackedRows
 from expstore.storages.packing import reach_for
+from expstore.storages.payload import join_segments
 from expstore.storages.sharing import NextRows
 from expstore.storages.zarrmeta import read_packing
 from expstore.types import Array, IntArray
+
+if TYPE_CHECKING:
+    from expstore.storages.segmentwriter import SegmentWriter
 
 __all__ = ["Unnamed", "WritableColumns", "taken"]
 
@@ -87,11 +91,22 @@ class WritableColumns(ColumnGroup):
         fields: The user's fields, then the row fields, priority last.
         slots: How many rows a ring has; None: it grows.
         reach: How many rows before the oldest one that can be read stay as they are, in a ring.
+        compression: Of rows without a fixed size: "lz4" or "zstd"; None: none.
     """
 
+    segments: SegmentWriter | None
+
     def __init__(
-        self, disk: Disk, folder: Path, fields: Sequence[Field], slots: int | None, *, reach: int = 0
+        self,
+        disk: Disk,
+        folder: Path,
+        fields: Sequence[Field],
+        slots: int | None,
+        *,
+        reach: int = 0,
+        compression: str | None = None,
     ) -> None:
+        self._compression = compression
         super().__init__(disk, folder, fields, slots)
         self._threads = ThreadPoolExecutor(WRITERS, thread_name_prefix="expstore-write")
         self._reach = reach
@@ -123,6 +138,7 @@ class WritableColumns(ColumnGroup):
         """
         twin = copy.copy(self)
         twin.columns = list(columns)
+        twin.segment_places = tuple(p for p, column in enumerate(columns) if column.entry.variable)
         twin.link_partners()
         twin.row_bytes = sum(column.row_bytes for column in twin.columns)
         twin._ready = min(column.ready for column in twin.columns)
@@ -130,7 +146,17 @@ class WritableColumns(ColumnGroup):
         twin._look_through()
         return twin
 
+    def _find_segments(self, fields: Sequence[Field], *, write: bool) -> SegmentWriter | None:
+        if not fields:
+            return None
+        from expstore.storages.segmentwriter import SegmentWriter
+
+        folder = self.folder.parent / SEGMENTS
+        return SegmentWriter(self._disk, folder, fields, self.slots, compression=self._compression)
+
     def _make(self, folder: Path, entry: Field, slots: int | None) -> Column:
+        if entry.variable:
+            return super()._make(folder, entry, slots)
         packing = read_packing(self._disk, folder, entry)
         if packing is None:
             return super()._make(folder, entry, slots)
@@ -140,6 +166,8 @@ class WritableColumns(ColumnGroup):
         """Load the compiled loops of packed columns, in the background."""
         for _, column in self.packed:
             column.warm()
+        if self.segments is not None:
+            self.segments.warm()
 
     # -- packed columns --------------------------------------------------------------------------
 
@@ -150,13 +178,19 @@ class WritableColumns(ColumnGroup):
             last: Id of the last row that counts.
             synced: The newest one that a mark covers.
         """
+        self._settle_packed(last, synced)
+        if self.segments is not None:
+            self.segments.settle(last, synced)
+
+    def _settle_packed(self, last: int, synced: int) -> None:
         for _, column in reversed(self.packed):
             column.settle(self.place_behind(last), self.place_behind(synced))
 
     @property
     def packed_files(self) -> set[File]:
-        """The files of packed columns that were written to since the last sync."""
-        return {file for _, column in self.packed for file in column.touched.copy()}
+        """The files of packed columns, and the segments, that were written to since the last sync."""
+        segments = set() if self.segments is None else self.segments.touched.copy()
+        return segments | {file for _, column in self.packed for file in column.touched.copy()}
 
     def take_packed(self) -> tuple[set[File], Unnamed]:
         """Return what packed columns have written, and the shards that are to be named once it is synced."""
@@ -164,6 +198,9 @@ class WritableColumns(ColumnGroup):
         files = {file for _, column in self.packed for file in taken(column.touched)}
         for _, column in self.packed:
             self.new_folders |= taken(column.new_folders)
+        if self.segments is not None:
+            files |= taken(self.segments.touched)
+            self.new_folders |= taken(self.segments.new_folders)
         return files, finished
 
     def name(self, finished: Unnamed) -> None:
@@ -205,12 +242,29 @@ class WritableColumns(ColumnGroup):
         jobs = self._begin_writing(pieces, columns, numbers, priorities)
         try:
             crc: int = 0
-            for column in columns:
-                crc = google_crc32c.extend(crc, column)
+            for place, column in enumerate(columns):
+                if place not in self.segment_places:
+                    crc = google_crc32c.extend(crc, column)
             crc = google_crc32c.extend(crc, numbers)
+            crc = add_batches(crc, self._append(int(numbers[0, 0]), columns))
         finally:
             _finish(jobs)
         return crc
+
+    def _append(self, first_id: int, columns: Sequence[Any]) -> list[int]:
+        """Write what has no fixed size of a run of rows; return the checksums of its batches."""
+        if self.segments is None:
+            return []
+        return self.segments.append(first_id, [columns[place] for place in self.segment_places])
+
+    def bytes_of(self, columns: Sequence[Any], count: int) -> int:
+        """Return how many bytes the rows of a batch take.
+
+        Args:
+            columns: One array per field.
+            count: How many rows.
+        """
+        return count * self.row_bytes + sum(int(columns[place].nbytes) for place in self.segment_places)
 
     def write_parts(
         self,
@@ -224,13 +278,18 @@ class WritableColumns(ColumnGroup):
 
         Args:
             pieces: Where the run lies: (first slot, offset in the run, rows).
-            parts: The bytes of every column but priority.
+            parts: The bytes of every column but priority, as `payload` has them.
             priorities: Shape `(n,)`; None leaves them as they are.
             synced: When a store is opened, the newest id that a mark covers: these rows may be there.
         """
-        arrays: list[Array] = []
+        arrays: list[Any] = []
         count = sum(n for _, _, n in pieces)
+        apart = [] if self.segments is None else join_segments(self, parts[-1])
+        parts = parts[: len(self.columns) - 1]
         for column, part in zip(self.columns[:-NUMBERS], parts[: 1 - NUMBERS], strict=True):
+            if column.entry.variable:
+                arrays.append(apart[self.segment_places.index(len(arrays))])
+                continue
             values = np.frombuffer(part, column.entry.numpy_dtype)
             arrays.append(values.reshape(count, *column.entry.shape))
         for slot, offset, n in pieces:
@@ -243,8 +302,13 @@ class WritableColumns(ColumnGroup):
         if synced is not None and not self._goes_on_behind(before):
             there = self._has_packed(before + 1, pieces, arrays)
             if not there:
-                self.settle(before, synced)
+                self._settle_packed(before, synced)
         _finish(self._begin_writing(pieces, arrays, numbers, None, but_packed=there))
+        if self.segments is None or (synced is not None and self.segments.is_whole(before + 1, count)):
+            return
+        if synced is not None and self.segments.top > before:
+            self.segments.settle(before, synced)
+        self._append(before + 1, arrays)
 
     def _goes_on_behind(self, last: int) -> bool:
         """Say whether packed columns are settled, and this is the last row that they have."""

@@ -62,6 +62,11 @@ class Described:
 
     def check_described(self, schema: Schema) -> None:
         """Raise SchemaError if fields are not those of the specs, or none that this storage keeps."""
+        self.check_kept(schema)
+        check_specs(self.specs, schema)
+
+    def check_kept(self, schema: Schema) -> None:
+        """Raise SchemaError if there are fields that this storage does not keep."""
         if schema.variable and not self.keeps_variable:
             entry = schema[schema.variable[0]]
             raise SchemaError(
@@ -69,7 +74,6 @@ class Described:
                 "storage cannot keep",
                 hint='make the store with expstore.open(..., storage="arrow")',
             )
-        check_specs(self.specs, schema)
 
     def describe_fields(self, specs: str) -> None:
         """Keep the specs of the fields in the place of those that there are.

@@ -211,6 +211,7 @@ class FollowerStorage(FolderStorage):
     def take_manifest(self, manifest: Manifest) -> None:
         """Take over what expstore.json says; the seed stays the reader's own."""
         super().take_manifest(manifest)
+        self.kind = manifest.storage
         if self.own_seed is not None:
             self.seed = self.own_seed
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -25,6 +25,9 @@ from expstore.storages.position import to_json
 from expstore.storages.sampled import SAMPLED
 from expstore.types import Array, Window
 
+if TYPE_CHECKING:
+    from expstore.storages.segmentversion import Held
+
 __all__ = ["Frozen", "base_of", "frozen", "manifest_of"]
 
 
@@ -37,8 +40,10 @@ class Frozen:
         base: What a journal's base record keeps.
         window: The rows.
         pieces: Where they lie: (first slot, offset in the run, rows).
-        columns: Per field, and per row field behind them, a view of each piece; nothing of packed fields.
+        columns: Per field, and per row field behind them, a view of each piece; nothing of those that
+            are `apart`.
         packed: These, by place.
+        segments: Where fields without a fixed size are, and which they are, in a store on disk.
         counted: Whether the last column is how often each row was handed out.
         log: The bytes of episodes.log.
         episodes: How many episodes have rows.
@@ -53,6 +58,7 @@ class Frozen:
     pieces: Sequence[tuple[int, int, int]]
     columns: Sequence[Sequence[Array]]
     packed: Mapping[int, PackedRows]
+    segments: Mapping[tuple[int, ...], Sequence[Held]]
     counted: bool
     log: bytes
     episodes: int
@@ -72,6 +78,11 @@ class Frozen:
         if place in self.packed:
             return [self.packed[place].part(slot, n) for slot, _, n in self.pieces]
         return self.columns[place]
+
+    @property
+    def apart(self) -> set[int]:
+        """Columns that are no flat arrays."""
+        return {*self.packed, *(place for places in self.segments for place in places)}
 
     @property
     def summed(self) -> int:
@@ -143,10 +154,12 @@ def _freeze(storage: Storage) -> Frozen:
     window = storage.window
     columns: list[list[Array]] = []
     packed: Mapping[int, PackedRows] = {}
+    segments: Mapping[tuple[int, ...], Sequence[Held]] = {}
     if storage.schema is not None:
         places = range(len(storage.schema.fields) + len(ROW_FIELDS))
-        packed = storage.packed_now()
-        flat = [place for place in places if place not in packed]
+        packed, segments = storage.packed_now(), storage.segments_now(window.low)
+        apart = {*packed, *(place for held in segments for place in held)}
+        flat = [place for place in places if place not in apart]
         found = dict(zip(flat, storage.views(flat, window.low + 1, window.size), strict=True))
         columns = [found.get(place, []) for place in places]
         columns[-1] = [part.copy() for part in columns[-1]]  # priorities may be set while rows are copied
@@ -163,6 +176,7 @@ def _freeze(storage: Storage) -> Frozen:
         pieces=pieces,
         columns=columns,
         packed=packed,
+        segments=segments,
         counted=sampled is not None,
         log=storage.log_bytes(),
         episodes=np.unique(live[0]).size,

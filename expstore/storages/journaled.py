@@ -92,7 +92,7 @@ class JournaledStorage(SyncedStorage, VersionedStorage):
             settings = dataclasses.replace(settings, layout=ask_layout(layout, fields))
         durable = settings.durability == "sync"
         self._segment_bytes = segment_bytes or (SYNC_SEGMENT_BYTES if durable else SEGMENT_BYTES)
-        self._lock_file, manifest = enter(disk, path, capacity, settings)
+        self._lock_file, manifest = enter(disk, path, capacity, settings, self.kind)
         super().__init__(path, manifest, disk, durable=durable, min_free=settings.min_free_bytes)
         self.index_path = self.path / "index.duckdb"
         self._payload = b""

@@ -51,7 +51,8 @@ class Plan:
     @classmethod
     def of(cls, act: Literal["add", "drop"], key: Key, others: Schema, column_set: int) -> Plan:
         """Return the plan for a field beside these others."""
-        groups = {entry.key[:n] for entry in others.fields for n in range(1, len(entry.key))}
+        arrays = [entry.key for entry in others.fields if not entry.variable]
+        groups = {other[:n] for other in arrays for n in range(1, len(other))}
         depth = next(n for n in range(1, len(key) + 1) if key[:n] not in groups)
         return cls(act, key, "/".join(key[:depth]), column_set)
 

@@ -175,7 +175,12 @@ class ColumnLayout:
     def _packing(self, entry: Field, slots: int | None, *, shares: bool = False) -> Packing | None:
         own = self.fields.get(key_name(entry.key), {})
         layout = own.get("layout", self.layout or "flat")
-        if entry.key[0] == "_row" or layout == "flat" or (layout == "auto" and entry.row_bytes < WIDE_BYTES):
+        if (
+            entry.variable
+            or entry.key[0] == "_row"
+            or layout == "flat"
+            or (layout == "auto" and entry.row_bytes < WIDE_BYTES)
+        ):
             return None
         codec, rows = own.get("codec", DEFAULT_CODEC), own.get("rows")
         return packing_for(entry, slots, codec=codec, rows=rows, shares=shares)

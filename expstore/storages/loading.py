@@ -27,7 +27,7 @@ from expstore.schema import Schema
 from expstore.spectext import check_specs
 from expstore.storages.base import ROW_FIELDS, Storage
 from expstore.storages.checksums import CHECKSUMS, Checksums, blocks_of
-from expstore.storages.columngroup import ColumnGroup
+from expstore.storages.columngroup import SEGMENTS, ColumnGroup
 from expstore.storages.columns import Column
 from expstore.storages.columnwriter import WritableColumns
 from expstore.storages.folder import COLUMNS, JOURNAL, LOG
@@ -51,6 +51,8 @@ __all__ = [
 
 LOAD, ASIDE = "load", "load.tmp"
 _OLD = "old"
+#: What of expstore.json stays as a storage has it.
+_OWN = ("uuid", "created", "capacity", "ndim", "dims", "layout", "storage", "compression")
 #: Ids are not shifted further than this for the sake of slots: there are 2^63 of them.
 _FURTHEST = 1 << 50
 #: So many bytes are copied at a time.
@@ -122,8 +124,11 @@ class Content:
 
     @property
     def row_bytes(self) -> int:
-        """How many bytes a row takes."""
-        return 1 if self.columns is None else self.columns.row_bytes
+        """How many bytes a row takes, about."""
+        if self.columns is None:
+            return 1
+        segments = self.columns.segments
+        return self.columns.row_bytes + (0 if segments is None else segments.mean_bytes)
 
     @property
     def counted(self) -> bool:
@@ -156,7 +161,16 @@ class Content:
 
     def _parts(self, columns: Sequence[Column], first_id: int, count: int) -> list[Array]:
         pieces = cut_run(first_id, count, self.manifest.slots)
-        return [np.concatenate([column.part(slot, n) for slot, _, n in pieces]) for column in columns]
+        return [_join([column.part(slot, n) for slot, _, n in pieces]) for column in columns]
+
+
+def _join(parts: list[Any]) -> Any:
+    """Return the rows of a column that come in parts."""
+    if isinstance(parts[0], np.ndarray):
+        return np.concatenate(parts)
+    import pyarrow as pa
+
+    return pa.concat_arrays(parts)
 
 
 def read_content(disk: Disk, folder: Path) -> Content:
@@ -205,7 +219,7 @@ class Arrival:
     def __init__(self, content: ContentLike, storage: Storage) -> None:
         self.content = content
         base, own = content.base, manifest_of(storage)
-        schema = _fit(content.manifest, own, storage.schema, content.name)
+        schema = _fit(content.manifest, own, storage, content.name)
         others = storage.schema is not None and schema is not None and not schema.same(storage.schema)
         _fit_layout(own, content)
         own = _fit_dims(own, content)
@@ -215,18 +229,13 @@ class Arrival:
             spare = storage.spare_for(schema, own.capacity, lanes)
             reach = storage.reach_for(schema, own.capacity, lanes)
         self.manifest = content.manifest.replace(
-            uuid=own.uuid,
-            created=own.created,
             generation=max(own.generation, content.manifest.generation) + 1,
-            capacity=own.capacity,
-            ndim=own.ndim,
-            dims=own.dims,
             spare=spare,
             reach=reach,
-            layout=own.layout,
             schema=schema,
             specs=_fit_specs(content.manifest.specs, storage.specs, schema, storage.schema),
             column_set=max(own.column_set, content.manifest.column_set) + others,
+            **{name: getattr(own, name) for name in _OWN},
         )
         last = base["last"]
         self._low: int = content.low if own.capacity is None else max(content.low, last - own.capacity)
@@ -305,9 +314,12 @@ class Arrival:
         return self.content.counts(self._low + 1, self.count) if self.count else np.zeros(0, np.uint32)
 
 
-def _fit(there: Manifest, here: Manifest, own: Schema | None, name: str) -> Schema | None:
+def _fit(there: Manifest, here: Manifest, storage: Storage, name: str) -> Schema | None:
     """Return the schema that a storage has afterwards; a version of its own brings its fields, too."""
     offered = there.schema
+    own = storage.schema
+    if offered is not None:
+        storage.check_kept(offered)
     if offered is None or own is None:
         return offered or own
     if there.uuid == here.uuid and int(here.uuid, 16):
@@ -410,7 +422,8 @@ def _build_columns(
     fields, slots = (*schema.fields, *ROW_FIELDS), manifest.slots
     attributes = {"expstore": {"capacity": manifest.capacity, "slots": slots}}
     ColumnGroup.create(disk, aside / COLUMNS, fields, slots, pool, attributes, _packings(manifest, schema))
-    group = WritableColumns(disk, aside / COLUMNS, fields, slots, reach=manifest.reach)
+    reach, compression = manifest.reach, manifest.compression
+    group = WritableColumns(disk, aside / COLUMNS, fields, slots, reach=reach, compression=compression)
     try:
         group.ensure(ready)
         blocks: set[int] = set()
@@ -426,6 +439,9 @@ def _build_columns(
         group.name(group.take_packed()[1])  # all is synced below, before anybody finds these names
         written = [file.path for column in group.columns for file in column.files]
         written += [path for _, column in group.packed for path in column.paths()]
+        if group.segments is not None:
+            group.segments.give_back()
+            written += group.segments.paths()
         written += _build_sampled(disk, aside / COLUMNS, arrival, group.ready, pool)
         return [aside / CHECKSUMS, *written], group.new_folders
     finally:
@@ -505,13 +521,13 @@ def finish_load(disk: Disk, path: Path) -> bool:
         disk.remove_tree(path / ASIDE)
         return False
     disk.make_dir(old)
-    for name in (COLUMNS, JOURNAL):
+    for name in (COLUMNS, SEGMENTS, JOURNAL):
         # A folder cannot be replaced by a rename: the old one makes room first.
         if disk.exists(load / name) and disk.exists(path / name):
             disk.rename(path / name, old / name)
     disk.sync_dir(old)
     disk.sync_dir(path)
-    for name in (COLUMNS, CHECKSUMS, LOG, JOURNAL, MANIFEST):
+    for name in (COLUMNS, SEGMENTS, CHECKSUMS, LOG, JOURNAL, MANIFEST):
         if disk.exists(load / name):
             disk.rename(load / name, path / name)
     disk.sync_dir(path)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from expstore.errors import SchemaError, StateError
 from expstore.schema import Schema
@@ -18,6 +18,9 @@ from expstore.storages.layout import ColumnLayout
 from expstore.storages.packed import PackedColumn
 from expstore.storages.packedrows import PackedRows
 from expstore.types import Array, IntArray, Ranking, key_name
+
+if TYPE_CHECKING:
+    from expstore.storages.segmentversion import Held
 
 __all__ = ["PackableStorage"]
 
@@ -91,6 +94,15 @@ class PackableStorage(DisplacingStorage):
             return {}
         self.drain()
         return self.columns.packed_now()
+
+    def segments_now(self, low: int) -> dict[tuple[int, ...], list[Held]]:
+        """Return the segments that hold rows newer than `low`, and of which fields."""
+        if self.columns is None or self.columns.segments is None:
+            return {}
+        from expstore.storages.segmentversion import segments_now
+
+        self.drain()
+        return {self.columns.segment_places: segments_now(self.columns.segments, low)}
 
     def more_stats(self) -> dict[str, Any]:
         """Return those of every storage on disk, and how much smaller packed fields are than their rows."""

@@ -207,7 +207,7 @@ def same_packings(disk: Disk, columns: Path, state: Frozen, known: Container[Fie
         return all(
             read_packing(disk, columns.joinpath(*entry.key), entry) == packing
             for entry, packing in users
-            if entry.key[0] != "_row" and entry in known
+            if entry.key[0] != "_row" and not entry.variable and entry in known
         )
     except CorruptionError:
         return False

@@ -21,6 +21,7 @@ from expstore.journal import Kind, Record
 from expstore.schema import Schema
 from expstore.storages.base import ROW_FIELDS
 from expstore.storages.checksums import BLOCK_ROWS, blocks_of
+from expstore.storages.payload import split_payload
 from expstore.storages.position import NO_PROGRESS, Randomness, from_json, limits_of
 from expstore.storages.records import Mark, Publish, Redo
 from expstore.types import IntArray, Runs, Window, cut_run
@@ -202,7 +203,7 @@ def _whole(publish: Publish, columns: WritableColumns | None, storage: Journaled
     if storage.same_boot:
         columns.require(written)  # only the machine can lose a shard whose rows were published
     # Other rows may be found in their places that have the very same bytes.
-    if columns.lacks(*publish.written) or columns.checksum(written) != publish.checksum:
+    if columns.lacks(*publish.written) or columns.checksum(*publish.written) != publish.checksum:
         return False
     # The shard of their priorities may be lost, which have no checksum: they come from the record then.
     columns.ensure(max((slot + n for slot, _, n in written), default=0))
@@ -212,12 +213,7 @@ def _whole(publish: Publish, columns: WritableColumns | None, storage: Journaled
 def _apply(publish: Publish, columns: WritableColumns, storage: JournaledStorage, synced: int) -> None:
     """Write rows to the columns whose bytes the record has."""
     pieces = storage.pieces(publish.first_id, publish.count)
-    parts = []
-    at = 0
-    for column in columns.columns[:-1]:
-        size = column.row_bytes * publish.count
-        parts.append(publish.payload[at : at + size])
-        at += size
+    parts = split_payload(columns, publish.payload, publish.count)
     # Priorities are written first, times last: where these are there, so are priorities, perhaps newer ones.
     # Ids alone would not do: a life that a power cut has undone may have given the same ones.
     ids, times = columns.columns[-len(ROW_FIELDS)], columns.columns[-2]

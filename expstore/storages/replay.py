@@ -19,6 +19,7 @@ from expstore.storages.base import ROW_FIELDS
 from expstore.storages.columngroup import ColumnGroup
 from expstore.storages.folder import COLUMNS, JOURNAL, FolderStorage
 from expstore.storages.overlay import Overlay
+from expstore.storages.payload import join_segments, split_payload
 from expstore.storages.records import Publish
 from expstore.storages.recovery import Past, pending_changes, read_past, retell, verify
 from expstore.types import Array, IntArray
@@ -122,7 +123,7 @@ def _whole(publish: Publish, found: Replay, storage: FolderStorage, same_boot: b
     pieces = storage.pieces(*publish.written)
     columns.look(max(slot + n for slot, _, n in pieces), due=False)
     try:
-        if not columns.lacks(*publish.written) and columns.checksum(pieces) == publish.checksum:
+        if not columns.lacks(*publish.written) and columns.checksum(*publish.written) == publish.checksum:
             return True
     except CorruptionError:
         if same_boot:  # whoever touches the file will be told
@@ -135,13 +136,14 @@ def _whole(publish: Publish, found: Replay, storage: FolderStorage, same_boot: b
 def _lay_over(publish: Publish, found: Replay, pieces: list[tuple[int, int, int]]) -> None:
     """Lay the rows that a record has over the columns."""
     assert found.columns is not None
-    slots = _slots_in(pieces)
-    at = 0
-    for place, column in enumerate(found.columns.columns[:-1]):
-        size = column.row_bytes * publish.count
-        rows: Array = np.frombuffer(publish.payload[at : at + size], column.entry.numpy_dtype)
-        found.overlay.put(place, slots, rows.reshape(publish.count, *column.entry.shape))
-        at += size
+    slots, group = _slots_in(pieces), found.columns
+    parts = split_payload(group, publish.payload, publish.count)
+    for place, (column, part) in enumerate(zip(group.columns[:-1], parts, strict=False)):
+        if not column.entry.variable:
+            rows: Array = np.frombuffer(part, column.entry.numpy_dtype)
+            found.overlay.put(place, slots, rows.reshape(publish.count, *column.entry.shape))
+    if group.segments is not None and not group.segments.is_whole(publish.first_id, publish.count):
+        group.segments.lay(publish.first_id, join_segments(group, parts[-1]))
     _lay_priorities(publish, found, pieces)
 
 

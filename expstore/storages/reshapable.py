@@ -108,6 +108,12 @@ class ReshapableStorage(PackableStorage):
         with self._reshaping.act(), self._aside(), self.lock:
             self.check_writable()
             check_going(self, key)
+            if self.require_schema()[key].variable:
+                raise SchemaError(
+                    f"field {key_name(key)!r} has no fixed size: its rows lie with those of other such "
+                    "fields, and stay",
+                    hint="make another store for rows without it",
+                )
             schema = self.require_schema().without(key)
             place = self.place_of(key)
             plan = self._plan("drop", key, schema)

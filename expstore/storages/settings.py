@@ -39,6 +39,9 @@ Mode = Literal["a", "r", "x", "w"]
 Durability = Literal["process", "sync"]
 KeyLike = str | tuple[str, ...]
 
+#: Kinds of storage on disk, and how rows without a fixed size may be compressed.
+STORAGES = ("zarr", "arrow")
+COMPRESSIONS = ("lz4", "zstd")
 #: What a folder may hold in which a store is only being made.
 _BEGINNINGS = {"LOCK", "STATE", "journal", "episodes.log", "PROBE.tmp", MANIFEST + ".tmp"}
 
@@ -53,6 +56,7 @@ class Settings:
 
     mode: Mode = "a"
     storage: str | None = None
+    compression: str | None = None
     seed: int | None = None
     traj_key: KeyLike | None = None
     done_keys: Sequence[KeyLike] | None = None
@@ -69,8 +73,17 @@ class Settings:
     on_sigterm: Literal["flush", "ignore"] = "flush"
 
 
-def enter(disk: Disk, path: Path, capacity: int | None, settings: Settings) -> tuple[WriterLock, Manifest]:
+def enter(
+    disk: Disk, path: Path, capacity: int | None, settings: Settings, kind: str
+) -> tuple[WriterLock, Manifest]:
     """Lock the folder and return its manifest; make both for a new store.
+
+    Args:
+        disk: Where files are touched.
+        path: The folder.
+        capacity: Most readable rows; None: as stored, unbounded for a new store.
+        settings: What was asked for.
+        kind: Of the storage that opens it.
 
     Raises:
         LockedError: Another buffer has the store open.
@@ -84,6 +97,7 @@ def enter(disk: Disk, path: Path, capacity: int | None, settings: Settings) -> t
         raise ValueError(f"on_sigterm {settings.on_sigterm!r} is unknown; use 'flush' or 'ignore'")
     if settings.min_free_bytes < 0:
         raise ValueError(f"min_free_bytes must not be negative, got {settings.min_free_bytes}")
+    settings = dataclasses.replace(settings, storage=settings.storage or kind)
     capacity, settings = _plain(capacity, settings)
     if capacity is not None and capacity < 1:
         raise ValueError(f"capacity must be at least 1, got {capacity}")
@@ -146,8 +160,14 @@ def _refuse_half_repaired(disk: Disk, path: Path) -> None:
 
 def _plain(capacity: int | None, settings: Settings) -> tuple[int | None, Settings]:
     """Check what needs no store; return numbers as Python's own, which JSON can keep."""
-    if settings.storage not in (None, "zarr"):
-        raise ValueError(f"storage {settings.storage!r} is unknown; this version has 'zarr'")
+    if settings.storage not in (None, *STORAGES):
+        raise ValueError(
+            f"storage {settings.storage!r} is unknown; there are {', '.join(map(repr, STORAGES))}"
+        )
+    if settings.compression not in (None, *COMPRESSIONS):
+        raise SchemaError(
+            f"there is no compression {settings.compression!r}", hint="there are " + ", ".join(COMPRESSIONS)
+        )
     if settings.ndim is not None:
         settings = dataclasses.replace(settings, ndim=check_ndim(operator.index(settings.ndim)))
     if settings.schema is not None:
@@ -157,6 +177,11 @@ def _plain(capacity: int | None, settings: Settings) -> tuple[int | None, Settin
         capacity = operator.index(capacity)
     if settings.seed is not None:
         settings = dataclasses.replace(settings, seed=operator.index(settings.seed))
+    if settings.compression is not None and settings.storage == "zarr":
+        raise SchemaError(
+            "compression= is of rows without a fixed size, which a zarr storage does not keep",
+            hint='leave it out, or give storage="arrow"; layout="packed" packs fields of fixed size',
+        )
     return capacity, settings
 
 
@@ -171,7 +196,7 @@ def _look(disk: Disk, path: Path) -> bool:
     if disk.exists(path) and not path.is_dir():
         raise StateError(f"{path} is a file, a store is a folder", hint="choose another path")
     foreign = [name for name in disk.names(path) if name not in _BEGINNINGS]
-    if "columns" in foreign or "checksums" in foreign:
+    if not {"columns", "checksums", "segments"}.isdisjoint(foreign):
         raise CorruptionError(f"{path} has columns but no {MANIFEST}")
     if foreign:
         raise StateError(
@@ -206,7 +231,8 @@ def _new(capacity: int | None, settings: Settings) -> Manifest:
     return Manifest(
         uuid=uuid.uuid4().hex,
         generation=0,
-        storage="zarr",
+        storage=settings.storage or STORAGES[0],
+        compression=settings.compression,
         capacity=capacity,
         spare=0,
         seed=seed,
@@ -235,6 +261,8 @@ def _keys(names: Sequence[KeyLike] | None) -> tuple[Key, ...] | None:
 
 def _compare(path: Path, manifest: Manifest, capacity: int | None, settings: Settings) -> None:
     asked: dict[str, Any] = {
+        "storage": settings.storage,
+        "compression": settings.compression,
         "capacity": None if capacity is None else round_up(capacity, math.prod(manifest.dims)),
         "seed": settings.seed,
         "traj_key": None if settings.traj_key is None else to_key(settings.traj_key),
@@ -245,6 +273,8 @@ def _compare(path: Path, manifest: Manifest, capacity: int | None, settings: Set
         "layout": _layout(settings, manifest),
         "schema": settings.schema if manifest.schema is not None else None,
     }
+    if manifest.storage not in STORAGES:
+        raise StorageError(f"{path} has storage {manifest.storage!r}, which this version does not know")
     for name, value in asked.items():
         stored = getattr(manifest, name)
         if value is not None and value != stored:
@@ -261,8 +291,6 @@ def _compare(path: Path, manifest: Manifest, capacity: int | None, settings: Set
                 hint=f"leave {name} out to take it as stored, or use another path",
             )
     _compare_specs(path, manifest, settings)
-    if manifest.storage != "zarr":
-        raise StorageError(f"{path} has storage {manifest.storage!r}, which this version does not know")
 
 
 def _compare_specs(path: Path, manifest: Manifest, settings: Settings) -> None:

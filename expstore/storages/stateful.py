@@ -14,6 +14,7 @@ from expstore.types import Window
 
 if TYPE_CHECKING:
     from expstore.storages.packedrows import PackedRows
+    from expstore.storages.segmentversion import Held
 
 __all__ = ["Hook", "Stateful"]
 
@@ -64,6 +65,10 @@ class Stateful:
 
     def packed_now(self) -> dict[int, PackedRows]:
         """Return the rows of packed fields as they are at this moment, by place; the lock is held."""
+        return {}
+
+    def segments_now(self, low: int) -> dict[tuple[int, ...], list[Held]]:
+        """Return the segments that hold rows newer than `low`, and of which fields; the lock is held."""
         return {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

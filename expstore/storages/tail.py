@@ -7,11 +7,14 @@ column. Whoever reads columns drains it first; recovery applies what a killed wr
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from expstore.types import Array
+from expstore.storages.payload import mix_rows
+from expstore.types import Array, IntArray
 
 if TYPE_CHECKING:
     from expstore.storages.columns import Column
@@ -44,7 +47,7 @@ class Tail:
         Args:
             first_id: Of the first one.
             count: How many.
-            parts: Their bytes, per column; priority is left out.
+            parts: Their bytes, as `payload` has them: per column; priority is left out.
         """
         with self.lock:
             self._batches.append(parts)
@@ -65,10 +68,54 @@ class Tail:
         """Whether it is time to drain it."""
         return self.count >= _FULL
 
-    def rows(self, place: int, column: Column) -> Array:
-        """Return one column of all rows. Shape `(count, *row shape)`; the lock is held."""
+    def _rows(self, place: int, column: Column) -> Array:
+        """Return one column of fixed size of all rows. Shape `(count, *row shape)`; the lock is held."""
         data = b"".join([parts[place] for parts in self._batches])
         return np.frombuffer(data, column.entry.numpy_dtype).reshape(self.count, *column.entry.shape)
+
+    def holds(self, slots: IntArray, ring: int | None) -> NDArray[np.bool_]:
+        """Say which slots are of rows that stand here; those that come to it now are of later ones.
+
+        Args:
+            slots: Shape `(n,)`.
+            ring: How many slots there are; None: the store grows.
+        """
+        first_id, count = self.span
+        offsets = _offsets(slots, first_id, ring)
+        return (offsets >= 0) & (offsets < count)
+
+    def take(
+        self, group: WritableColumns, slots: IntArray, wanted: Sequence[int], priorities: Array
+    ) -> list[Array]:
+        """Copy rows out where those that stand here cannot be written: they come from memory.
+
+        Args:
+            group: The columns.
+            slots: Which rows. Shape `(n,)`.
+            wanted: Places of the columns.
+            priorities: By slot.
+
+        Returns:
+            One array per column. Shapes `(n, *row shape)`.
+        """
+        with self.lock:
+            here = self.holds(slots, group.slots)
+            offsets = _offsets(slots, self.first_id, group.slots)
+            found: list[Any] = []
+            for place in wanted:
+                column = group.columns[place]
+                if column.entry.variable:
+                    data = b"".join([parts[-1] for parts in self._batches])
+                    found.append(mix_rows(group, place, slots, here, offsets, data))
+                    continue
+                rows = np.empty((slots.size, *column.entry.shape), column.entry.numpy_dtype)
+                rows[~here] = column.take(slots[~here])
+                if place == len(group.columns) - 1:
+                    rows[here] = priorities[slots[here]]
+                elif here.any():
+                    rows[here] = self._rows(place, column)[offsets[here]]
+                found.append(rows)
+            return found
 
     def drop(self) -> None:
         """Forget all rows; the journal has them, or the columns."""
@@ -85,3 +132,12 @@ class Tail:
         """
         parts = [b"".join(batches) for batches in zip(*self._batches, strict=True)]
         columns.write_parts(pieces, parts, priorities)
+
+
+def _offsets(slots: IntArray, first_id: int, ring: int | None) -> IntArray:
+    """Return how far behind a row the slots lie. Shapes `(n,)`."""
+    if ring is None:
+        return slots - (first_id - 1)
+    offsets: IntArray = slots - (first_id - 1) % ring
+    offsets[offsets < 0] += ring
+    return offsets

@@ -9,20 +9,20 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import google_crc32c
 import numpy as np
-from numpy.typing import NDArray
 
 from expstore.errors import StateError, StorageError
 from expstore.files import File
-from expstore.schema import Schema
+from expstore.schema import Field, Schema
 from expstore.storages.base import ROW_FIELDS, Keys, Rows
 from expstore.storages.checksums import BLOCK_ROWS, CHECKSUMS, Checksums, blocks_of
-from expstore.storages.columns import Column
 from expstore.storages.columnwriter import WritableColumns, taken
 from expstore.storages.folder import COLUMNS
 from expstore.storages.loading import Arrival, ContentLike, build_load, commit_load
+from expstore.storages.payload import payload_parts
 from expstore.storages.recovery import Past, unsettled_blocks
 from expstore.storages.reshapable import ReshapableStorage
 from expstore.storages.sampledcolumn import SampledColumn, has_sampled
@@ -89,7 +89,7 @@ class ZarrStorage(ReshapableStorage):
             return
         self._touched = set()
         fields = (*schema.fields, *ROW_FIELDS)
-        group = WritableColumns(self.disk, self.path / COLUMNS, fields, self.slots, reach=self.reach)
+        group = self._make_columns(fields)
         check_metadata(self.disk, group.folder, fields, [column.rows for column in group.columns])
         group.open_shards()
         group.warm()
@@ -100,6 +100,16 @@ class ZarrStorage(ReshapableStorage):
             self.sampled = SampledColumn(self.disk, group.folder, self.slots)
         elif self._counting:
             self._begin_sampled()
+
+    def _make_columns(self, fields: Sequence[Field]) -> WritableColumns:
+        return WritableColumns(
+            self.disk,
+            self.path / COLUMNS,
+            fields,
+            self.slots,
+            reach=self.reach,
+            compression=self.manifest.compression,
+        )
 
     def _begin_sampled(self) -> None:
         group = self.columns
@@ -214,7 +224,7 @@ class ZarrStorage(ReshapableStorage):
         attributes = {"expstore": {"capacity": self.capacity, "slots": slots}}
         packings = self.layout.packings(fields, slots, self.reach)
         WritableColumns.create(self.disk, folder, fields, slots, pool, attributes, packings)
-        columns = WritableColumns(self.disk, folder, fields, slots, reach=self.reach)
+        columns = self._make_columns(fields)
         columns.warm()
         if self.checksums is not None:
             self.checksums.close()
@@ -241,9 +251,9 @@ class ZarrStorage(ReshapableStorage):
         assignment = rows.assignment
         count = rows.count
         self._payload = b""
-        self._kept_back = count <= TAIL_ROWS and count * columns.row_bytes <= TAIL_BYTES
+        self._kept_back = count <= TAIL_ROWS and columns.bytes_of(rows.columns, count) <= TAIL_BYTES
         if self._kept_back:
-            return self._put_in_tail(rows)
+            return self._put_in_tail(columns, rows)
         self.drain()
         arrays, numbers = rows.columns, assignment.numbers
         if skipped:
@@ -256,32 +266,28 @@ class ZarrStorage(ReshapableStorage):
             priorities = np.full(written, self.max_priority, np.float32)
             crc = columns.write(self.pieces(first, written), arrays, numbers, priorities)
         if self.durable:
-            self._make_durable(rows, [*arrays, numbers])
+            self._make_durable(rows, arrays, numbers)
         return crc
 
-    def _make_durable(self, rows: Rows, arrays: Sequence[Array]) -> None:
-        """Let the publish record carry the rows, or sync them if they are many: it is synced after them.
-
-        The last of the arrays holds ids, episodes, steps and times.
-        """
-        count = arrays[-1].shape[1]
+    def _make_durable(self, rows: Rows, arrays: Sequence[Array], numbers: IntArray) -> None:
+        """Let the publish record carry the rows, or sync them if they are many: it is synced after them."""
+        count = numbers.shape[1]
         group = self.columns
         if (
             group is not None
             and count == rows.count <= self.spare
-            and count * group.row_bytes <= RIDING_BYTES
+            and group.bytes_of(arrays, count) <= RIDING_BYTES
         ):
-            self._payload = b"".join([array.tobytes() for array in arrays])
+            self._payload = b"".join(payload_parts(group, arrays, numbers))
         elif group is not None:
             runs = self.pieces(rows.first_id + rows.count - count, count)
             self._settle_rows(lambda: (group.files_of(runs) | group.packed_files, self._take_new_folders()))
 
-    def _put_in_tail(self, rows: Rows) -> int:
+    def _put_in_tail(self, columns: WritableColumns, rows: Rows) -> int:
         """Keep few rows back: their publish record will carry their bytes."""
         if self._tail.full:
             self.drain()
-        parts = [array.tobytes() for array in rows.columns]
-        parts += [values.tobytes() for values in rows.assignment.numbers]
+        parts = payload_parts(columns, rows.columns, rows.assignment.numbers)
         self._payload = b"".join(parts)
         self._fill_priorities(rows.first_id, rows.count)
         self._grow_pages()
@@ -305,7 +311,7 @@ class ZarrStorage(ReshapableStorage):
                     tail.drop()
         except StorageError as exc:
             self.note_failure(exc)  # a new shard of a store that grows is synced at once
-            if columns.packed:
+            if columns.packed or columns.segments is not None:
                 self.note_interruption()  # how far they have come only the files can say
             raise
 
@@ -436,47 +442,13 @@ class ZarrStorage(ReshapableStorage):
         if self.columns is None:
             raise StateError("the store has no rows yet", hint="extend() it first")
         group, columns = self.columns, self.columns.columns
-        if self._tail.count and self._in_tail(slots).any():
+        wanted = range(len(columns) - len(ROW_FIELDS)) if places is None else places
+        if self._tail.count and self._tail.holds(slots, self.slots).any():
             try:
                 self.drain()
             except StorageError:
-                return self._take_beside(columns, slots, places)
-        wanted = range(len(columns) - len(ROW_FIELDS)) if places is None else places
+                return self._tail.take(group, slots, wanted, self.priorities)
         return self._taken(group, slots, wanted)
-
-    def _in_tail(self, slots: IntArray) -> NDArray[np.bool_]:
-        """Say which slots are of rows that stand in the tail; those that come to it now are of later ones."""
-        first_id, count = self._tail.span
-        offsets = self._offsets(slots, first_id)
-        return (offsets >= 0) & (offsets < count)
-
-    def _offsets(self, slots: IntArray, first_id: int) -> IntArray:
-        if self.slots is None:
-            return slots - (first_id - 1)
-        first = (first_id - 1) % self.slots
-        offsets: IntArray = slots - first
-        offsets[offsets < 0] += self.slots
-        return offsets
-
-    def _take_beside(
-        self, columns: Sequence[Column], slots: IntArray, places: Sequence[int] | None
-    ) -> list[Array]:
-        """Copy rows out where some that were kept back cannot be written: these come from memory."""
-        wanted = range(len(columns) - len(ROW_FIELDS)) if places is None else places
-        with self._tail.lock:
-            kept_back = self._in_tail(slots)
-            offsets = self._offsets(slots, self._tail.first_id)
-            found = []
-            for place in wanted:
-                column = columns[place]
-                rows = np.empty((slots.size, *column.entry.shape), column.entry.numpy_dtype)
-                rows[~kept_back] = column.take(slots[~kept_back])
-                if place == len(columns) - 1:
-                    rows[kept_back] = self.priorities[slots[kept_back]]
-                elif kept_back.any():
-                    rows[kept_back] = self._tail.rows(place, column)[offsets[kept_back]]
-                found.append(rows)
-            return found
 
     def views(self, places: Sequence[int], first_id: int, count: int) -> list[list[Array]]:
         """View columns over a run of ids without copying."""
@@ -485,9 +457,13 @@ class ZarrStorage(ReshapableStorage):
         self.drain()
         runs = self.pieces(first_id, count)
         columns = self.columns.columns
-        found: list[list[Array]] = []
-        over = self._over()
+        found: list[list[Any]] = []
+        over, segments = self._over(), self.columns.segments
         for place in places:
+            if segments is not None and place in self.columns.segment_places:
+                number = self.columns.segment_places.index(place)
+                found.append(segments.views(number, first_id, count))
+                continue
             if over is not None and place < len(columns) - 1:
                 parts = [over.parts(place, columns[place], slot, n) for slot, _, n in runs]
                 found.append([part[0] if len(part) == 1 else np.concatenate(part) for part in parts])

@@ -1,0 +1,194 @@
+"""Rows on disk some of whose fields have no fixed size: strings, lists, tensors of any length, structs, None.
+
+The storage behind `expstore.open(storage="arrow")`. Fields of fixed size are the columns of `ZarrStorage`;
+the others lie in segments, which the same journal publishes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from expstore.errors import SchemaError, StorageError
+from expstore.files import Disk, File
+from expstore.schema import Schema
+from expstore.storages.base import Keys
+from expstore.storages.layout import LayoutName
+from expstore.storages.rows import Rows
+from expstore.storages.segmentcolumn import in_place
+from expstore.storages.segmentwriter import SegmentWriter
+from expstore.storages.settings import Settings
+from expstore.storages.zarr import ZarrStorage
+from expstore.types import Array, IntArray, Ranking
+
+__all__ = ["ArrowStorage"]
+
+Compression = Literal["lz4", "zstd"]
+
+_logger = logging.getLogger("expstore")
+#: So many bytes may be unsynced before who extends waits for the disk: rows can be of any length.
+UNSYNCED_BYTES = 256 << 20
+
+
+class ArrowStorage(ZarrStorage):
+    """Keep rows of any length in a folder, for as long as the experiment lives.
+
+    Fields of fixed size are as in a `ZarrStorage`. Rows of the others are appended and never changed; those
+    that leave a ring free their disk space by whole segments, of about 64 MiB. `segments/` holds Arrow IPC
+    streams, which other programs can read at any time.
+
+    Crashes, threads, processes: as `ZarrStorage`.
+
+    Args:
+        path: The store's folder; made if it is missing.
+        capacity: Most readable rows; None: as stored, unbounded for a new store.
+        compression: Of rows without a fixed size: "lz4" or "zstd"; None: as stored, none for a new store.
+        settings: Everything else; see `expstore.open`.
+        ndim: As `ZarrStorage`.
+        layout: As `ZarrStorage`, of the fields of fixed size.
+        fields: As `ZarrStorage`.
+        disk: Where files are touched.
+        segment_bytes: As `ZarrStorage`: of the journal's segments.
+
+    Raises:
+        LockedError: Another buffer has it open.
+        StateError: A setting contradicts the store.
+        CorruptionError: The store is damaged.
+        SchemaError: There is no such compression, layout, codec or option.
+
+    Example:
+        >>> rb = TensorDictReplayBuffer(storage=ArrowStorage("rollouts.exp", 100_000), batch_size=256)
+    """
+
+    kind = "arrow"
+    keeps_variable = True
+
+    def __init__(
+        self,
+        path: str | Path,
+        capacity: int | None = None,
+        *,
+        compression: Compression | None = None,
+        settings: Settings | None = None,
+        ndim: int | None = None,
+        layout: LayoutName | None = None,
+        fields: Mapping[str, Mapping[str, Any]] | None = None,
+        disk: Disk | None = None,
+        segment_bytes: int | None = None,
+    ) -> None:
+        settings = settings or Settings()
+        if compression is not None:
+            settings = dataclasses.replace(settings, compression=compression)
+        super().__init__(
+            path,
+            capacity,
+            settings=dataclasses.replace(settings, storage="arrow"),
+            ndim=ndim,
+            layout=layout,
+            fields=fields,
+            disk=disk,
+            segment_bytes=segment_bytes,
+        )
+
+    @property
+    def _segments(self) -> SegmentWriter | None:
+        return None if self.columns is None else self.columns.segments
+
+    # -- what is refused -------------------------------------------------------------------------
+
+    def check_described(self, schema: Schema) -> None:
+        """Raise SchemaError if fields are not those of the specs, or none that this storage keeps."""
+        super().check_described(schema)
+        if self.ranking is not None and schema.variable:
+            raise _no_ranking(schema)
+
+    def _note_ranking(self, ranking: Ranking | None) -> None:
+        if ranking is not None and self.schema is not None and self.schema.variable:
+            raise _no_ranking(self.schema)
+        super()._note_ranking(ranking)
+
+    def _change(
+        self, ids: IntArray, places: Sequence[int], columns: Sequence[Array], *, replaces: bool
+    ) -> None:
+        fields = self.require_schema().fields
+        apart = [fields[place] for place in places if place < len(fields) and fields[place].variable]
+        if apart:
+            raise in_place(apart, "their rows cannot be changed")
+        super()._change(ids, places, columns, replaces=replaces)
+
+    # -- extend ----------------------------------------------------------------------------------
+
+    def write(self, rows: Rows) -> None:
+        """Make rows readable, all of them or none.
+
+        Raises:
+            StateError: The store is closed, not open for writing, or poisoned.
+            StorageError: The disk failed, or would have less than `min_free_bytes`; nothing is published.
+        """
+        self.check_writable()
+        group = self.columns
+        if group is not None and group.segments is not None:
+            size = sum(int(rows.columns[place].nbytes) for place in group.segment_places)
+            if self._min_free and self.disk.free(self.path) - size < self._min_free:
+                raise self._too_full(rows.count, -(-size // max(1, rows.count)))
+            self._pace(group.segments.unsynced_bytes + size)
+        super().write(rows)
+
+    def _pace(self, size: int) -> None:
+        """Wait for the disk, or hurry whoever syncs, if so many bytes would be unsynced."""
+        if size > UNSYNCED_BYTES:
+            started = time.monotonic()
+            self.sync()
+            self.counters.waits += 1
+            self.counters.wait_seconds += time.monotonic() - started
+        elif 2 * size > UNSYNCED_BYTES:
+            self._keeper.hurry()
+
+    # -- sync ------------------------------------------------------------------------------------
+
+    def _open_columns(self) -> None:
+        super()._open_columns()
+        if self._segments is not None:
+            self._segments.generation = self.manifest.generation + 1
+
+    def _create(self, schema: Schema, keys: Keys) -> None:
+        super()._create(schema, keys)
+        if self._segments is not None:
+            self._segments.generation = self.manifest.generation
+
+    def _unsynced_columns(self) -> tuple[set[File], set[Path]]:
+        if self._segments is not None:
+            gone = self.retired if self.slots is None else max(self.retired, self.last - self.slots)
+            self._segments.begin_mark(self.last, gone)
+        return super()._unsynced_columns()
+
+    def _put_back(self, files: set[File], folders: set[Path]) -> None:
+        super()._put_back(files, folders)
+        if self._segments is not None:
+            self._segments.put_back()
+
+    def _note_marked(self) -> None:
+        super()._note_marked()
+        if self._segments is None:
+            return
+        try:
+            self._segments.note_marked(tidy=not self.hold.first)
+        except StorageError as exc:
+            if exc.lost:
+                raise
+            # Rows are where they were: the next sync tries again.
+            _logger.warning("segments of %s are not merged: %s", self.path, exc)
+
+    def _give_back(self) -> None:
+        super()._give_back()
+        if self._segments is not None:
+            self._segments.give_back()
+
+
+def _no_ranking(schema: Schema) -> SchemaError:
+    fields = [entry for entry in schema.fields if entry.variable]
+    return in_place(fields, "rows cannot give way to better ones")

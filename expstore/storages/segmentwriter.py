@@ -1,0 +1,415 @@
+"""Segments that are written: batches appended, sealed, merged, and removed from the oldest on.
+
+Used by the Arrow storage. Rows come in the order of their ids. It decides nothing about order: what is
+published, marked or given up the storage says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from expstore.addresses import AddressRange
+from expstore.files import Disk, File
+from expstore.schema import Field
+from expstore.storages.merging import MERGED_BYTES, merged, worth_merging
+from expstore.storages.messages import END, encode, read_header
+from expstore.storages.segments import Segment, Segments
+from expstore.types import Array
+
+__all__ = ["SegmentWriter"]
+
+#: A segment gets so long, or as long as one write needs.
+SEGMENT_BYTES = 64 << 20
+#: Or so many batches.
+SEGMENT_BATCHES = 1024
+#: So long is a batch at most, about. One that is compressed is decoded whole, for one row of it.
+BATCH_BYTES = 8 << 20
+PACKED_BYTES = 32 << 10
+#: So many bytes are encoded before they are written.
+TOGETHER_BYTES = 16 << 20
+#: A segment that is made once more; it has no other name before it is complete.
+AGAIN = "again"
+
+
+class SegmentWriter(Segments):
+    """Keep rows without a fixed size.
+
+    Threads: one appends; one other may remove and merge meanwhile; any number take rows. Crashes: a batch
+    that was written can be found again after a kill; after a power cut as much as had been synced.
+
+    Args:
+        disk: Where files are touched.
+        folder: `segments/`.
+        fields: As `Segments`.
+        slots: As `Segments`.
+        compression: "lz4" or "zstd"; None: none.
+        generation: What batches are to say of who wrote them.
+    """
+
+    def __init__(
+        self,
+        disk: Disk,
+        folder: Path,
+        fields: Sequence[Field],
+        slots: int | None,
+        *,
+        compression: str | None = None,
+        generation: int = 0,
+    ) -> None:
+        super().__init__(disk, folder, fields, slots)
+        self.compression, self.generation = compression, generation
+        self._open: Segment | None = None
+        self._torn = False  # whether a write has failed behind the end of the open segment
+        self._finished: list[Segment] = []  # sealed, and not synced yet
+        self._marking: list[Segment] = []  # which the sync under way brings to the disk
+        self._marked = self._gone = 0
+        self.touched: set[File] = set()
+        self.new_folders: set[Path] = set()
+        #: Bytes that were written since the last sync began.
+        self.unsynced_bytes = 0
+
+    # -- opening ---------------------------------------------------------------------------------
+
+    def open_all(self) -> None:
+        """Find all that is there; `settle` says afterwards what counts."""
+        self._disk.unlink(self.folder / AGAIN)  # of an opening or a merge that was killed
+        found: list[Segment] = []
+        top = 0
+        for path in self.paths():
+            file = self._disk.open(path)
+            segment = self.scan(path, file, size=file.size())
+            segment.file = file
+            if segment.last <= top:  # merged into another, or there is not one whole batch
+                file.close()
+                self._disk.unlink(path)
+                self.new_folders.add(self.folder)
+                continue
+            top = segment.last
+            found.append(segment)
+        self.show_all(found)
+
+    def settle(self, last: int, synced: int) -> None:
+        """Go on behind the last row that counts; the next sync brings that to the disk.
+
+        Bytes that no mark covers are written once more: after a sync that failed the system may call clean
+        what is not on the disk.
+
+        Args:
+            last: Id of the last row that counts.
+            synced: The newest one that a mark covers.
+        """
+        with self.changing:
+            self._cut(last)
+            for segment in self.segments:
+                if segment.last > synced and segment.file is not None:
+                    newer = [header.last > synced for header in segment.headers].index(True)
+                    start = segment.offsets[newer] if newer else 0
+                    segment.file.write(segment.read(start, segment.end - start), start)
+                    self.touched.add(segment.file)
+            if last > synced:
+                self.new_folders.add(self.folder)
+            self._go_on()
+            self.top = last
+
+    def _cut(self, last: int) -> None:
+        """Forget rows behind this one."""
+        kept = [segment for segment in self.segments if 0 < segment.first <= last]
+        for segment in self.segments[len(kept) :]:
+            self._remove(segment)
+        if kept and kept[-1].last > last:
+            kept[-1] = self._cut_segment(kept[-1], last)
+            if not kept[-1].headers:
+                self._remove(kept.pop())
+        self._open = None
+        self.top = 0
+        self.show_all(kept)
+
+    def _remove(self, segment: Segment) -> None:
+        if segment.file is not None:
+            self.touched.discard(segment.file)
+            segment.file.close()
+            segment.file = None
+        self._disk.unlink(segment.path)
+        self.new_folders.add(self.folder)
+
+    def _cut_segment(self, segment: Segment, last: int) -> Segment:
+        """Drop the rows of a segment behind this one; versions, and who reads it, keep the former file."""
+        number = next(i for i, header in enumerate(segment.headers) if header.last > last)
+        at, torn = segment.offsets[number], segment.headers[number]
+        messages: list[Array] = []
+        if torn.first <= last:  # of rows that were kept back the journal had some
+            rows = self.take(np.arange(torn.first, last + 1), range(len(self.fields)))
+            messages = self.encode(torn.first, rows)
+        return self._write_again(
+            segment, [np.frombuffer(segment.read(0, at), np.uint8), *messages], ends=False
+        )
+
+    def rewrite(self, path: Path, batches: Sequence[tuple[int, bytes]]) -> None:
+        """Make a segment of these batches, on the disk when this returns; nothing is open meanwhile.
+
+        Args:
+            path: Where it lies, or is to lie.
+            batches: Id of the first row of each, and the message.
+        """
+        parts = [self.schema.serialize().to_pybytes(), *(message for _, message in sorted(batches))]
+        self._put_again(path, [np.frombuffer(part, np.uint8) for part in parts], ends=True)
+
+    def _write_again(self, segment: Segment, parts: Sequence[Array], *, ends: bool) -> Segment:
+        """Put a file of these bytes in the place of a segment, on the disk when this returns."""
+        self._put_again(segment.path, parts, ends=ends)
+        if segment.file is not None:
+            self.touched.discard(segment.file)
+            segment.file.close()
+            segment.file = None
+        file = self._disk.open(segment.path)
+        again = self.scan(segment.path, file, size=file.size())
+        again.file = file
+        return again
+
+    def _put_again(self, place: Path, parts: Sequence[Array], *, ends: bool) -> None:
+        path = self.folder / AGAIN
+        file = self._disk.open(path, create=True)
+        try:
+            file.truncate(0)
+            end = 0
+            for part in parts:
+                file.write(part, end)
+                end += part.nbytes
+            if ends:
+                file.write(END, end)
+            file.sync()
+        finally:
+            file.close()
+        self._disk.rename(path, place)
+        self._disk.sync_dir(self.folder)
+
+    def _go_on(self) -> None:
+        """Append to the last segment if it has no end yet; seal and close the others."""
+        for segment in self.segments[:-1]:
+            if not segment.sealed:
+                self._end(segment)
+            else:
+                self._let_go(segment)
+        if not self.segments:
+            return
+        newest = self.segments[-1]
+        if newest.sealed or newest.end + len(END) >= SEGMENT_BYTES or newest.file is None:
+            if not newest.sealed:
+                self._end(newest)
+            else:
+                self._let_go(newest)
+            return
+        newest.file.truncate(newest.end)  # what lies behind was never published
+        newest.file.truncate(SEGMENT_BYTES)
+        longer = AddressRange(SEGMENT_BYTES)
+        longer.attach(newest.file, at=0, size=SEGMENT_BYTES)
+        newest.addresses = longer
+        self.touched.add(newest.file)
+        self._open = newest
+        self.show_all(self.segments)
+
+    def _let_go(self, segment: Segment) -> None:
+        """Close the file of a segment whose bytes are on the disk, or are to be synced first."""
+        if segment.file is None:
+            return
+        if segment.file in self.touched:
+            self._finished.append(segment)
+        else:
+            segment.file.close()
+            segment.file = None
+
+    # -- writing ---------------------------------------------------------------------------------
+
+    def append(self, first_id: int, columns: Sequence[pa.Array]) -> list[int]:
+        """Write a run of rows; those that are there already, after a failure, are left out.
+
+        Args:
+            first_id: Of the first row.
+            columns: One array per field. Of length n.
+
+        Returns:
+            The checksums of their batches.
+        """
+        done = max(0, self.top + 1 - first_id)
+        if done:
+            columns = [column.slice(done) for column in columns]
+        checksums = []
+        at, count = 0, len(columns[0])
+        rows = self._rows_of_batch(columns, TOGETHER_BYTES)
+        while at < count:
+            some = [column.slice(at, min(rows, count - at)) for column in columns]
+            checksums += self._append(self.encode(first_id + done + at, some))
+            at += rows
+        return checksums
+
+    def _rows_of_batch(self, columns: Sequence[pa.Array], size: int) -> int:
+        """Return how many rows make about so many bytes."""
+        held = sum(column.nbytes for column in columns)
+        return max(1, len(columns[0]) * size // max(1, int(held)))
+
+    def encode(self, first_id: int, columns: Sequence[pa.Array]) -> list[Array]:
+        """Return rows as messages."""
+        rows = self._rows_of_batch(columns, PACKED_BYTES if self.compression else BATCH_BYTES)
+        return [
+            encode(
+                self.schema,
+                [column.slice(at, rows) for column in columns],
+                first=first_id + at,
+                generation=self.generation,
+                compression=self.compression,
+            )
+            for at in range(0, len(columns[0]), rows)
+        ]
+
+    def _append(self, messages: Sequence[Array]) -> list[int]:
+        """Write batches in one go."""
+        headers, offsets, size = [], [], 0
+        for message in messages:
+            header = read_header(_head_of(message))
+            assert header is not None
+            headers.append(header)
+            offsets.append(size)
+            size += message.nbytes
+        segment = self._segment_for(headers[0].first, size)
+        assert segment.file is not None
+        at = segment.end
+        if self._torn:
+            length = segment.file.size()
+            segment.file.truncate(at)
+            segment.file.truncate(length)
+        self._torn = True
+        segment.file.write(messages[0] if len(messages) == 1 else np.concatenate(messages), at)
+        self._torn = False
+        self.touched.add(segment.file)
+        self.unsynced_bytes += size
+        with self.changing:
+            for header, offset in zip(headers, offsets, strict=True):
+                segment.add(header, at + offset)
+            if segment not in self.segments:
+                self.segments.append(segment)
+            self.show(segment, headers, [at + offset for offset in offsets])
+        return [header.crc for header in headers]
+
+    def _segment_for(self, first_id: int, size: int) -> Segment:
+        """Return the open segment, a new one if it has no room for so many bytes."""
+        segment = self._open
+        if segment is not None:
+            room = segment.addresses.size - segment.end - len(END)
+            if size <= room and len(segment.headers) < SEGMENT_BATCHES:
+                return segment
+            if segment.headers:
+                self._end(segment)
+                self._open = None
+        return self._begin(first_id, size)
+
+    def _begin(self, first_id: int, size: int) -> Segment:
+        schema = self.schema.serialize().to_pybytes()
+        bound = max(SEGMENT_BYTES, len(schema) + size + len(END))
+        path = self.path_of(first_id)
+        file = self._disk.open(path, create=True)
+        try:
+            file.truncate(0)
+            file.truncate(bound)
+            file.write(schema, 0)
+            addresses = AddressRange(bound)
+            addresses.attach(file, at=0, size=bound)
+        except BaseException:
+            file.close()
+            raise
+        if self._open is not None and self._open.file is not None:
+            self._open.file.close()  # one without rows, which was too short
+        self.new_folders.add(self.folder)
+        self._torn = False
+        self._open = Segment(path, addresses, end=len(schema), file=file)
+        return self._open
+
+    def _end(self, segment: Segment) -> None:
+        """Seal a segment: nothing is ever written to it again."""
+        if segment.file is not None:
+            segment.file.write(END, segment.end)
+            segment.file.truncate(segment.end + len(END))
+            self.touched.add(segment.file)
+            self._finished.append(segment)
+        segment.sealed = True
+
+    # -- sync ------------------------------------------------------------------------------------
+
+    def begin_mark(self, last: int, gone: int) -> None:
+        """Be told that what was touched is about to be synced, and a mark to follow.
+
+        Args:
+            last: Newest id that the mark is to cover.
+            gone: Rows up to this id nobody needs any more once it does.
+        """
+        self._marking += self._finished
+        self._finished = []
+        self._marked, self._gone = last, gone
+        self.unsynced_bytes = 0
+
+    def put_back(self) -> None:
+        """Be told that nothing of it was synced."""
+        self._finished = [*self._marking, *self._finished]
+        self._marking = []
+
+    def note_marked(self, *, tidy: bool) -> None:
+        """Be told that the mark is on the disk.
+
+        Args:
+            tidy: Whether files may go: nobody copies just now.
+        """
+        for segment in self._marking:
+            if segment.file is not None and segment.file not in self.touched:
+                segment.file.close()
+                segment.file = None
+        self._marking = []
+        if tidy:
+            self._drop(self._gone)
+            self._merge(self._marked)
+
+    def _drop(self, gone: int) -> None:
+        """Remove the segments whose rows are all up to this id."""
+        with self.changing:
+            old = [s for s in self.segments if s.sealed and s.file is None and s.last <= gone]
+            if old:
+                self.replace(0, len(old), [])
+        for segment in old:
+            self._disk.unlink(segment.path)
+
+    def _merge(self, marked: int) -> None:
+        """Make long batches of short ones, and long segments of short ones."""
+        with self.changing:
+            settled = [s for s in self.segments if s.sealed and s.file is None and s.last <= marked]
+        size = PACKED_BYTES // 2 if self.compression else MERGED_BYTES
+        chosen = worth_merging(settled, segment_bytes=SEGMENT_BYTES, batch_bytes=size)
+        if not chosen:
+            return
+        parts = merged(self, chosen, size)
+        again = self._write_again(chosen[0], parts, ends=True)
+        self._let_go(again)
+        with self.changing:
+            first = next(i for i, segment in enumerate(self.segments) if segment is chosen[0])
+            self.replace(first, len(chosen), [again])
+        for segment in chosen[1:]:
+            self._disk.unlink(segment.path)
+
+    def give_back(self) -> None:
+        """Give back disk space that only somebody who goes on writing needs."""
+        segment = self._open
+        if segment is not None and segment.file is not None and segment.headers:
+            segment.file.truncate(segment.end)
+
+    def close(self) -> None:
+        """Close the files; what is mapped goes when nobody reads it any more."""
+        super().close()
+        if self._open is not None and self._open.file is not None:
+            self._open.file.close()
+
+
+def _head_of(message: Array) -> bytes:
+    """Return a message up to its body."""
+    size = 8 + int.from_bytes(message[4:8].tobytes(), "little")
+    return message[:size].tobytes()
