@@ -36,6 +36,7 @@ from expstore.storages.access import OVERTAKEN, PATIENCE, prepare
 from expstore.storages.base import Storage
 from expstore.storages.coming import unmoved
 from expstore.storages.memory import MemoryStorage
+from expstore.torchdatasets import RowKind, RowsDataset, SlicesDataset, make_dataset
 from expstore.transforms import StepView
 from expstore.types import Array, IntArray, Key, Selection
 from expstore.writers import Writer, default_writer
@@ -423,6 +424,37 @@ class ReplayBuffer(Patching, LateFields, Direct):
                 self._storage, self._transform, predicate, trajectory_key, self._placed
             ),
         )
+
+    def to_torch_dataset(
+        self,
+        slice_len: int | None = None,
+        *,
+        stride: int | None = None,
+        strict_length: bool = True,
+        shuffle: bool = True,
+        rows: RowKind = "tensordict",
+    ) -> RowsDataset | SlicesDataset:
+        """Return the buffer as torch's `Dataset`, for a `DataLoader` with any number of workers.
+
+        Workers follow the store: they read beside the writer, take no lock, and see what it goes on writing.
+
+        Args:
+            slice_len: None: row by row, by index; otherwise slices of so many steps of one episode, each
+                once per pass, by one of the workers.
+            stride: From the first step of a slice to that of the next; None: `slice_len`.
+            strict_length: Leave out shorter slices at the end of episodes.
+            shuffle: Slices come in random order, by torch's seed. Rows come as the `DataLoader` asks.
+            rows: What comes: a "tensordict", for which the `DataLoader` needs the data set's `collate` as
+                its `collate_fn`, or a "dict" of tensors, nested, which it collates by itself.
+
+        Raises:
+            ValueError: An argument has no meaning, or none without `slice_len`.
+
+        Example:
+            >>> dataset = rb.to_torch_dataset()
+            >>> loader = DataLoader(dataset, 256, shuffle=True, num_workers=2, collate_fn=dataset.collate)
+        """
+        return make_dataset(self, slice_len, stride, strict_length, shuffle, rows)
 
     def update_priority(self, index: Any = None, priority: Any = None, *, id: Any = None) -> int:
         """Set the priorities of rows that are still there.

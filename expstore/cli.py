@@ -148,6 +148,10 @@ def _trouble(exc: Exception) -> _Trouble | None:
         return _Trouble(
             USAGE, "usage", "collecting needs gymnasium, which is missing", "pip install 'expstore[gym]'"
         )
+    if isinstance(exc, ModuleNotFoundError) and exc.name == "h5py":
+        return _Trouble(
+            USAGE, "usage", "this format needs h5py, which is missing", "pip install 'expstore[h5]'"
+        )
     if isinstance(exc, ValueError):
         return _Trouble(USAGE, "usage", str(exc))
     if isinstance(exc, OSError):
@@ -398,6 +402,5 @@ app.command(epilog="Of a store, those that were made inside it with a tag.")(cli
 
 # -- export ----------------------------------------------------------------------------------------
 
-app.command(epilog="The group is there whole or not at all. Rows that come meanwhile are not in it.")(
-    cli_export.export
-)
+app.command(epilog=cli_export.EXPORT_NOTES)(cli_export.export)
+app.command("import", epilog=cli_export.IMPORT_NOTES)(cli_export.import_)

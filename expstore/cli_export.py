@@ -1,10 +1,11 @@
-"""The command `export`.
+"""The commands `export` and `import`.
 
-Used by `cli`, which reports what it raises. It never changes a store.
+Used by `cli`, which reports what they raise. Neither changes a store that is there.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,8 +15,19 @@ from typing import Annotated
 import typer
 
 from expstore.cli_print import print_json, show_progress, size_text
+from expstore.exchange.base import LOSSES, LOST_BY_ALL
 
-__all__ = ["export"]
+__all__ = ["EXPORT_NOTES", "IMPORT_NOTES", "export", "import_"]
+
+_BESIDE = "; ".join(f"--{name}: {lost}" for name, lost in LOSSES.items() if lost)
+EXPORT_NOTES = (
+    "What is made is there whole or not at all; Ctrl-C leaves nothing. Rows that come meanwhile are not in "
+    f"it. No format carries {LOST_BY_ALL}. Beside that some do not carry: {_BESIDE}."
+)
+IMPORT_NOTES = (
+    "The store is there whole or not at all: Ctrl-C leaves nothing, and the next attempt begins anew. Ids "
+    "begin at 1. Nothing is ever unpickled."
+)
 
 
 def export(
@@ -24,12 +36,24 @@ def export(
         typer.Argument(metavar="STORE", help="A store, also one in use; a version; a folder of versions."),
     ],
     target: Annotated[Path, typer.Argument(metavar="OUT", help="What is made; must not be there yet.")],
+    as_arrow: Annotated[
+        bool, typer.Option("--arrow", help="A folder: rows.arrow and episodes.arrow, of Arrow's IPC.")
+    ] = False,
+    as_parquet: Annotated[
+        bool, typer.Option("--parquet", help="A folder: rows/*.parquet by episodes, and episodes.parquet.")
+    ] = False,
     as_zarr: Annotated[
-        bool,
-        typer.Option("--zarr", help="As a plain Zarr v3 group, an array per field; the one form there is."),
+        bool, typer.Option("--zarr", help="A plain Zarr v3 group, an array per field.")
     ] = False,
     fields: Annotated[
         str | None, typer.Option(metavar="NAMES", help="Only these, as in observation,next.reward.")
+    ] = None,
+    episodes: Annotated[
+        str | None, typer.Option(metavar="RANGE", help="Only these, by id, as in 1-20,35,100-.")
+    ] = None,
+    where: Annotated[
+        str | None,
+        typer.Option(metavar="SQL", help="Only episodes that meet this, as in \"status = 'terminated'\"."),
     ] = None,
     version: Annotated[
         str | None,
@@ -38,36 +62,71 @@ def export(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
     """Write the rows that can be read for programs that do without expstore."""
-    if not as_zarr:
+    asked = {"arrow": as_arrow, "parquet": as_parquet, "zarr": as_zarr}
+    chosen = [name for name, wanted in asked.items() if wanted]
+    if len(chosen) != 1:
         raise typer.BadParameter(
-            "missing: it says in which form, and is the one there is", param_hint="--zarr"
+            f"say in which form: {', '.join(f'--{name}' for name in asked)}; one of them"
         )
-    from expstore.exchange import export_zarr
-    from expstore.files import Disk
-    from expstore.snapshots import find_version, store_meant
-    from expstore.storages.follower import FollowerStorage
+    if episodes is not None and where is not None:
+        raise typer.BadParameter("leave out --where, or this", param_hint="--episodes")
+    from expstore.exchange.formats import exporter
+    from expstore.exchange.rows import parse_episodes
 
-    disk = Disk()
-    path = store_meant(disk, store) if version is None else find_version(disk, store, version)
-    storage = FollowerStorage(path)
-    try:
-        storage.refresh()
-        names = None if fields is None else [name.strip() for name in fields.split(",")]
-        with show_progress("exporting") as show, _stoppable(show) as progress:
-            done = export_zarr(storage, target, fields=names, progress=progress, disk=disk)
-    finally:
-        storage.close()
+    names = None if fields is None else [name.strip() for name in fields.split(",")]
+    which = where if episodes is None else parse_episodes(episodes)
+    with show_progress("exporting") as show, _stoppable(show) as progress:
+        done = exporter(chosen[0])(
+            store, target, fields=names, episodes=which, version=version, progress=progress
+        )
     if as_json:
-        facts = {"rows": done.rows, "left_out": done.left_out, "fields": list(done.fields)}
-        print_json({"path": str(done.path), **facts, "disk_bytes": done.disk_bytes})
-    else:
-        typer.echo(f"{target} holds {done.rows:,} rows, {size_text(done.disk_bytes)}")
-        if done.left_out:
-            typer.echo(
-                f"note: {done.left_out:,} rows are not in it: others took their places meanwhile; a version "
-                "has them all, see expstore dumps",
-                err=True,
-            )
+        print_json(dataclasses.asdict(done) | {"path": str(done.path), "fields": list(done.fields)})
+        return 0
+    typer.echo(
+        f"{target} holds {done.rows:,} rows of {done.episodes:,} episodes, {size_text(done.disk_bytes)}"
+    )
+    typer.echo(f"note: not in it are {done.lost}", err=True)
+    if done.left_out:
+        typer.echo(
+            f"note: {done.left_out:,} rows are not in it: others took their places meanwhile; a version "
+            "has them all, see expstore dumps",
+            err=True,
+        )
+    return 0
+
+
+def import_(
+    source: Annotated[Path, typer.Argument(metavar="SOURCE", help="A file or folder of another format.")],
+    store: Annotated[Path, typer.Argument(metavar="STORE", help="The store; must not be there yet.")],
+    form: Annotated[
+        str | None,
+        typer.Option("--format", metavar="NAME", help="arrow or parquet; without it, as SOURCE looks."),
+    ] = None,
+    capacity: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Most rows, the newest ones; else as an exported store had it, or unbounded."
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> int:
+    """Make a store of rows that other programs have written, or expstore exported."""
+    from expstore.exchange.formats import IMPORTS, format_of, importer
+
+    if form is not None and form not in IMPORTS:
+        raise typer.BadParameter(f"{form!r} is none of {', '.join(IMPORTS)}", param_hint="--format")
+    make = importer(form or format_of(source))
+    with show_progress("importing", unit="rows") as show, _stoppable(show) as progress:
+        done = make(source, store, capacity=capacity, progress=progress)
+    if as_json:
+        facts = dataclasses.asdict(done) | {"path": str(done.path), "fields": list(done.fields)}
+        print_json(facts | {"notes": list(done.notes)})
+        return 0
+    typer.echo(f"{store} holds {done.kept:,} rows of {done.episodes:,} episodes")
+    if done.kept < done.rows:
+        typer.echo(f"note: {done.rows - done.kept:,} older rows did not fit its capacity", err=True)
+    for note in done.notes:
+        typer.echo(f"note: {note}", err=True)
     return 0
 
 
@@ -76,7 +135,7 @@ def _stoppable(show: Callable[[int, int], None]) -> Iterator[Callable[[int, int]
     """Let Ctrl-C end the work between two pieces, and only there: what packs a piece runs in a thread.
 
     Args:
-        show: Is told bytes done and bytes in all.
+        show: Is told how much is done and how much there is.
 
     Yields:
         What does that, and raises KeyboardInterrupt after a Ctrl-C.

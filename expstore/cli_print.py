@@ -11,7 +11,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
@@ -179,13 +179,23 @@ def local_text(text: str | None) -> str:
 
 
 @contextlib.contextmanager
-def show_progress(what: str) -> Iterator[Callable[[int, int], None]]:
-    """Show how far something is, on a terminal; yield what is to be told bytes done and in all."""
+def show_progress(
+    what: str, *, unit: Literal["bytes", "rows"] = "bytes"
+) -> Iterator[Callable[[int, int], None]]:
+    """Show how far something is, on a terminal; yield what is to be told how much is done and there is."""
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
 
     console = Console(stderr=True)
-    columns = (TextColumn(what), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    much = DownloadColumn() if unit == "bytes" else MofNCompleteColumn()
+    columns = (TextColumn(what), BarColumn(), much, TimeRemainingColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
         task = progress.add_task("", total=None)
         yield lambda done, total: progress.update(task, completed=done, total=total)

@@ -43,7 +43,7 @@ LINES: tuple[tuple[str, str], ...] = (
         "domains writers draws prefetch samplers sample_units transforms query routing codec trajectories "
         "postprocs",
     ),
-    ("5", "handles drawing shaping patches latefields keywords finding streams service parts"),
+    ("5", "handles drawing shaping patches latefields keywords finding streams service parts torchdatasets"),
     ("5a", "buffers client"),
     (
         "5b",
@@ -122,7 +122,6 @@ ALLOWED_SIDEWAYS: tuple[tuple[str, str], ...] = (
     ("hindsight", "tensordictbuffers"),
     ("ensembles", "memberpatches"),
     # the parts of a check
-    ("exchange", "exchange.*"),
     ("checks.*", "checks.findings"),
     ("checks.*", "checks.packed"),
     ("checks.rows", "checks.blocks"),
@@ -194,7 +193,8 @@ ALLOWED_SIDEWAYS: tuple[tuple[str, str], ...] = (
     ("specs.foreign", "specs.anatomy"),
     ("specs.spaces", "specs"),
     ("transforms.*", "transforms.steps"),
-    ("exchange.*", "exchange.base"),
+    ("exchange.*", "exchange"),
+    ("exchange.*", "exchange.*"),
     ("datasets.*", "datasets.base"),
     # the parts of the storage on disk
     ("native", "kernels"),

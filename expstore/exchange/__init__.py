@@ -1,8 +1,46 @@
-"""Hand rows to other programs, in forms that they read without expstore.
+"""Hand rows to other programs, in forms that they read without expstore, and make stores of theirs.
 
-Used by the command line and by programs. It never changes a store.
+Used by the command line and by programs. Every name loads what it needs when it is first asked for.
 """
 
-from expstore.exchange.zarr_group import Exported, export_zarr
+from __future__ import annotations
 
-__all__ = ["Exported", "export_zarr"]
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from expstore.exchange.arrow_files import export_arrow
+    from expstore.exchange.base import Exported, Imported
+    from expstore.exchange.parquet import export_parquet
+    from expstore.exchange.tables_in import import_arrow, import_parquet
+    from expstore.exchange.zarr_group import export_zarr
+
+__all__ = [
+    "Exported",
+    "Imported",
+    "export_arrow",
+    "export_parquet",
+    "export_zarr",
+    "import_arrow",
+    "import_parquet",
+]
+
+_HOMES = {
+    "Exported": "base",
+    "Imported": "base",
+    "export_arrow": "arrow_files",
+    "export_parquet": "parquet",
+    "export_zarr": "zarr_group",
+    "import_arrow": "tables_in",
+    "import_parquet": "tables_in",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

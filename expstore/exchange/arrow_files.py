@@ -1,0 +1,100 @@
+"""Rows as an Arrow IPC file, which is read without a copy.
+
+Used by `expstore export` and programs. A folder: `rows.arrow` with the rows in the order of their ids, and
+`episodes.arrow`. It holds one record batch in memory at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pyarrow as pa
+
+from expstore.exchange.base import (
+    DiskFile,
+    Exported,
+    Progress,
+    check_target,
+    lost_by,
+    making,
+    names_of,
+    no_progress,
+    piece_rows,
+    sync_tree,
+)
+from expstore.exchange.rows import Episodes, Exchanged, Rows, opened
+from expstore.exchange.tables import check_names, rows_schema, to_batch
+from expstore.files import Disk
+
+__all__ = ["export_arrow"]
+
+
+def export_arrow(
+    source: Exchanged,
+    target: str | Path,
+    *,
+    fields: Sequence[str] | None = None,
+    episodes: Episodes = None,
+    version: int | str | None = None,
+    progress: Progress = no_progress,
+    disk: Disk | None = None,
+) -> Exported:
+    """Write the rows that can be read now as an Arrow IPC file, with the columns of `export_parquet`.
+
+    It is not compressed: programs that map it have the rows without a copy.
+
+    Args:
+        source: A buffer, or the path of a store, a version or a folder of versions.
+        target: The folder, which must not be there yet.
+        fields: Only these, by name; None: all.
+        episodes: Only of these episodes: ids, or an SQL condition over the relation `episodes`.
+        version: Number or tag of a version, where `source` is a path.
+        progress: Is told bytes done and bytes in all.
+        disk: Where files are touched.
+
+    Raises:
+        ExpStoreError: As `export_parquet`.
+
+    Example:
+        >>> done = export_arrow(rb, "rows.arrow")
+        >>> polars.read_ipc("rows.arrow/rows.arrow", columns=["_step", "next"])
+    """
+    disk, target = disk or Disk(), Path(target)
+    with opened(source, version) as storage:
+        rows = Rows.choose(storage, fields=fields, episodes=episodes)
+        rows.refuse_objects("Arrow's fields of numbers")
+        check_names(rows.user_fields)
+        check_target(disk, target)
+        with making(disk, target) as aside:
+            written = _write_rows(disk, aside / "rows.arrow", rows, progress)
+            with DiskFile(disk, aside / "episodes.arrow", write=True) as file:
+                with pa.ipc.new_file(file, rows.facts.schema) as out:
+                    out.write_table(rows.facts)
+            sync_tree(disk, aside)
+    return Exported(
+        path=target,
+        rows=written,
+        left_out=rows.count - written,
+        fields=names_of([entry.key for entry in rows.user_fields]),
+        disk_bytes=disk.used(target),
+        episodes=rows.episode_ids.size,
+        lost=lost_by("arrow"),
+    )
+
+
+def _write_rows(disk: Disk, path: Path, rows: Rows, progress: Progress) -> int:
+    """Write all rows; return how many there were."""
+    fields = rows.user_fields
+    schema = rows_schema(fields, rows.about())
+    each, total = rows.row_bytes, rows.count
+    done = written = 0
+    with DiskFile(disk, path, write=True) as file, pa.ipc.new_file(file, schema) as out:
+        for wanted in rows.by_id(piece_rows(each)):
+            found, columns = rows.read(wanted)
+            if found.size:
+                out.write_batch(to_batch(schema, fields, columns))
+            written += found.size
+            done += wanted.size
+            progress(done * each, total * each)
+    return written

@@ -1,0 +1,306 @@
+"""What all exports and imports share: where they are made, how files are handed to other libraries.
+
+Used by the modules of the formats. What is made stands aside until it is whole, and goes if it does not
+become so. It knows no format.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+
+from expstore.bulk import sync_paths
+from expstore.errors import LockedError, NotFoundError, StateError, StorageError
+from expstore.files import Disk, File, ReadingDisk
+from expstore.lock import WriterLock
+from expstore.manifest import MANIFEST
+
+__all__ = [
+    "LOSSES",
+    "LOST_BY_ALL",
+    "PIECE_BYTES",
+    "PIECE_ROWS",
+    "DiskFile",
+    "Exported",
+    "Imported",
+    "Progress",
+    "check_target",
+    "lost_by",
+    "making",
+    "names_of",
+    "no_progress",
+    "open_to_read",
+    "piece_rows",
+    "required",
+    "sync_tree",
+]
+
+#: Rows are read and written in pieces of about so many bytes, and at most so many rows.
+PIECE_BYTES = 64 << 20
+PIECE_ROWS = 65_536
+#: Is told how much is done and how much there is.
+Progress = Callable[[int, int], None]
+
+#: What no format carries, and what each of them does not carry beside.
+LOST_BY_ALL = "ids, how often rows were sampled, the number of the next draw, layouts, versions"
+LOSSES = {
+    "arrow": "",
+    "parquet": "",
+    "zarr": "sources, trajectory ids, statuses and infos of episodes, specs",
+    "minari": "priorities, times, sources, trajectory ids, specs of fields other than observation and action",
+    "hdf5": "priorities, times, sources, trajectory ids, infos of episodes, specs; which rows interleave",
+    "npz": "priorities, times, sources, trajectory ids, infos of episodes, specs; which rows interleave",
+}
+
+SCRAP = ".tmp"
+_LOCK = "LOCK"
+_PACKAGES = {"h5py": "h5"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exported:
+    """Say what was exported.
+
+    Args:
+        path: What was made.
+        rows: How many.
+        left_out: How many a writer in another process overwrote before they were read.
+        fields: Names of the store's fields that are in it.
+        disk_bytes: What the files take.
+        episodes: How many have rows in it.
+        lost: What this format does not carry, in words.
+    """
+
+    path: Path
+    rows: int
+    left_out: int
+    fields: tuple[str, ...]
+    disk_bytes: int
+    episodes: int = 0
+    lost: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Imported:
+    """Say what was imported.
+
+    Args:
+        path: The store.
+        rows: How many were read.
+        kept: How many of them can be read in the store: the newest ones, if its capacity is smaller.
+        episodes: How many there are of them.
+        fields: Names of the store's fields.
+        notes: What was taken otherwise than it may seem, in words.
+    """
+
+    path: Path
+    rows: int
+    kept: int
+    episodes: int
+    fields: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+
+
+def lost_by(form: str) -> str:
+    """Return what a format does not carry, in words."""
+    return "; ".join(filter(None, [LOST_BY_ALL, LOSSES[form]]))
+
+
+def no_progress(done: int, total: int) -> None:
+    """Be told how far something is; do nothing."""
+
+
+def piece_rows(row_bytes: int) -> int:
+    """Return how many rows of this size make up a piece."""
+    return max(1, min(PIECE_ROWS, PIECE_BYTES // max(1, row_bytes)))
+
+
+def required(library: str) -> Any:
+    """Import a library that only some formats need.
+
+    Raises:
+        ModuleNotFoundError: It is not installed; the message says how to get it.
+    """
+    try:
+        return importlib.import_module(library)
+    except ModuleNotFoundError as exc:
+        raise ModuleNotFoundError(
+            f"this format needs {library}, which is not installed; "
+            f"pip install 'expstore[{_PACKAGES[library]}]'",
+            name=exc.name,
+        ) from exc
+
+
+def check_target(disk: Disk, target: Path) -> None:
+    """Refuse a path at which nothing can be made.
+
+    Raises:
+        StateError: Something is there, or it would lie inside a store.
+        NotFoundError: There is no folder for it.
+    """
+    if disk.exists(target):
+        raise StateError(f"{target} exists already", hint="choose another path")
+    folder = target.resolve().parent
+    if not disk.is_dir(folder):
+        raise NotFoundError(f"there is no folder {folder} in which to make {target.name}", hint="make it")
+    for above in (folder, *folder.parents):
+        if disk.exists(above / MANIFEST):
+            raise StateError(f"{target} would lie inside the store {above}", hint="choose another path")
+
+
+@contextmanager
+def making(disk: Disk, target: Path, *, single: bool = False) -> Iterator[Path]:
+    """Make a folder beside a target, which becomes that, or goes if there is an error.
+
+    Args:
+        disk: Where files are touched.
+        target: What is to be there, whole or not at all. Nothing is there yet.
+        single: It is to be a file: the one of its name in the folder.
+
+    Yields:
+        The folder. What is in it must be synced by the end.
+
+    Raises:
+        LockedError: Somebody else makes this target just now.
+    """
+    aside = target.with_name(target.name + SCRAP)
+    disk.make_dir(aside)
+    try:
+        lock = WriterLock(disk, aside / _LOCK)
+    except LockedError as exc:
+        raise LockedError(f"somebody else exports to {target} just now", hint="choose another path") from exc
+    try:
+        for name in disk.names(aside):  # of one that was killed
+            if name != _LOCK:
+                _remove(disk, aside / name)
+        yield aside
+        if disk.exists(target):
+            raise StateError(f"{target} was made by somebody else meanwhile", hint="choose another path")
+        if single:
+            disk.rename(aside / target.name, target)
+            disk.remove_tree(aside)
+        else:
+            disk.unlink(aside / _LOCK)
+            disk.rename(aside, target)
+        disk.sync_dir(target.absolute().parent)
+    except BaseException:
+        with contextlib.suppress(StorageError):
+            disk.remove_tree(aside)
+        raise
+    finally:
+        lock.release()
+
+
+def _remove(disk: Disk, path: Path) -> None:
+    disk.remove_tree(path) if disk.is_dir(path) else disk.unlink(path)
+
+
+def sync_tree(disk: Disk, folder: Path) -> None:
+    """Bring all files in a folder to the disk, and the names in it and below."""
+    found = disk.tree(folder)
+    paths = [inside / name for inside, names in found for name in names if name != _LOCK]
+    sync_paths(disk, paths, [inside for inside, _ in found], None)
+
+
+class DiskFile(io.RawIOBase):
+    """Be a file of Python's for libraries that take one, over a `Disk`.
+
+    Threads: one. Crashes: a written one is a scrap until it is synced.
+
+    Args:
+        disk: Where files are touched.
+        path: The file.
+        write: Make it; it is empty then.
+    """
+
+    def __init__(self, disk: Disk, path: Path, *, write: bool = False) -> None:
+        super().__init__()
+        self._file: File = disk.open(path, create=write, write=write)
+        self._writes, self._place = write, 0
+        self.name = str(path)
+        if write:
+            self._file.truncate(0)
+
+    def readable(self) -> bool:
+        """Say that it can be read."""
+        return True
+
+    def writable(self) -> bool:
+        """Say whether it can be written."""
+        return self._writes
+
+    def seekable(self) -> bool:
+        """Say that any place can be gone to."""
+        return True
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        """Go to a place: from the beginning (0), from here (1), from the end (2)."""
+        base = (0, self._place, self._file.size())[whence]
+        self._place = max(0, base + offset)
+        return self._place
+
+    def tell(self) -> int:
+        """Return the place."""
+        return self._place
+
+    def readinto(self, buffer: Any) -> int:
+        """Fill a buffer, as far as there are bytes; return how many."""
+        view = memoryview(buffer).cast("B")
+        data = self._file.read(self._place, len(view))
+        view[: len(data)] = data
+        self._place += len(data)
+        return len(data)
+
+    def write(self, data: Any) -> int:
+        """Write all bytes; return how many."""
+        whole = np.frombuffer(data, np.uint8)
+        if whole.size:
+            self._file.write(whole, self._place)
+        self._place += whole.size
+        return int(whole.size)
+
+    def truncate(self, size: int | None = None) -> int:
+        """Set the length, by default to the place."""
+        size = self._place if size is None else size
+        self._file.truncate(size)
+        return size
+
+    def close(self) -> None:
+        """Close it; a second call does nothing."""
+        if not self.closed:
+            self._file.close()
+        super().close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def open_to_read(path: Path) -> DiskFile:
+    """Open a file that is only read.
+
+    Raises:
+        NotFoundError: There is none.
+    """
+    disk = ReadingDisk()
+    if not disk.exists(path) or disk.is_dir(path):
+        raise NotFoundError(f"there is no file {path}")
+    return DiskFile(disk, path)
+
+
+def names_of(keys: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
+    """Return keys as users read them."""
+    return tuple(".".join(key) for key in keys)

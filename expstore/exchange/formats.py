@@ -1,0 +1,66 @@
+"""The formats by name: what exports to each, what imports from it, and which one a path looks like.
+
+Used by the command line. It loads a format's module when that is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from expstore import exchange
+from expstore.errors import NotFoundError, SchemaError
+from expstore.exchange.base import Exported, Imported, open_to_read
+from expstore.files import ReadingDisk
+
+__all__ = ["EXPORTS", "IMPORTS", "exporter", "format_of", "importer"]
+
+#: What can be written, and what can be read.
+EXPORTS = ("arrow", "parquet", "zarr")
+IMPORTS = ("arrow", "parquet")
+
+_SUFFIXES = {".parquet": "parquet", ".pq": "parquet", ".arrow": "arrow", ".feather": "arrow", ".ipc": "arrow"}
+#: How files begin.
+_HEADS = {b"PAR1": "parquet", b"ARROW1": "arrow"}
+
+
+def exporter(name: str) -> Callable[..., Exported]:
+    """Return what exports to a format."""
+    found: Callable[..., Exported] = getattr(exchange, f"export_{name}")
+    return found
+
+
+def importer(name: str) -> Callable[..., Imported]:
+    """Return what imports from a format."""
+    found: Callable[..., Imported] = getattr(exchange, f"import_{name}")
+    return found
+
+
+def format_of(path: Path) -> str:
+    """Say in which format a file or folder is, by what is in it, or else by its name.
+
+    Raises:
+        NotFoundError: There is nothing.
+        SchemaError: It looks like none of them.
+    """
+    disk = ReadingDisk()
+    if not disk.exists(path):
+        raise NotFoundError(f"there is nothing at {path}")
+    if disk.is_dir(path):
+        names = set(disk.names(path))
+        if "rows.arrow" in names:
+            return "arrow"
+        if "rows" in names or any(name.endswith(".parquet") for name in names):
+            return "parquet"
+    else:
+        with open_to_read(path) as file:
+            head = file.read(8) or b""
+        for begin, name in _HEADS.items():
+            if head.startswith(begin):
+                return name
+        if path.suffix.lower() in _SUFFIXES:
+            return _SUFFIXES[path.suffix.lower()]
+    raise SchemaError(
+        f"{path} looks like none of the formats that can be imported",
+        hint="say which it is: --format " + ", ".join(IMPORTS),
+    )

@@ -1,0 +1,136 @@
+"""Rows as Parquet files, which polars, DuckDB, pandas and many others read unaided.
+
+Used by `expstore export` and programs. A folder: `rows/NNNNN.parquet`, each with the rows of a range of
+episodes in the order of their ids, and `episodes.parquet`. It holds one row group in memory at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from expstore.exchange.base import (
+    DiskFile,
+    Exported,
+    Progress,
+    check_target,
+    lost_by,
+    making,
+    names_of,
+    no_progress,
+    piece_rows,
+    sync_tree,
+)
+from expstore.exchange.rows import Episodes, Exchanged, Rows, opened
+from expstore.exchange.tables import check_names, rows_schema, to_batch
+from expstore.files import Disk
+
+__all__ = ["export_parquet"]
+
+#: A file has about so many bytes of rows, before they are compressed, or so many rows.
+FILE_BYTES = 1 << 30
+FILE_ROWS = 1 << 20
+
+
+def export_parquet(
+    source: Exchanged,
+    target: str | Path,
+    *,
+    fields: Sequence[str] | None = None,
+    episodes: Episodes = None,
+    version: int | str | None = None,
+    progress: Progress = no_progress,
+    disk: Disk | None = None,
+) -> Exported:
+    """Write the rows that can be read now as Parquet.
+
+    Every field is a column, nested ones in structs (`next.reward`); of one value a number, otherwise a list
+    of fixed size, flat. bfloat16 is written as float32, complex64 as pairs of float32, both exactly. `_id`,
+    `_episode`, `_step`, `_time` and `_priority` stand in front. `import_parquet` makes the same fields of it.
+    The folder is there whole or not at all.
+
+    Args:
+        source: A buffer, or the path of a store, a version or a folder of versions.
+        target: The folder, which must not be there yet.
+        fields: Only these, by name; None: all.
+        episodes: Only of these episodes: ids, or an SQL condition over the relation `episodes`.
+        version: Number or tag of a version, where `source` is a path.
+        progress: Is told bytes done and bytes in all.
+        disk: Where files are touched.
+
+    Raises:
+        StateError: The target is there, or would lie inside a store; or the store has no fields yet.
+        NotFoundError: There is no folder for it; or no rows of these episodes are left.
+        SchemaError: There is no such field, or it holds objects, or bears the name of one of the own columns.
+        LockedError: Somebody else exports to this target just now.
+        StorageError: The disk failed or is full; nothing is left of it.
+
+    Example:
+        >>> done = export_parquet(rb, "rows.parquet", episodes="status = 'terminated'")
+        >>> polars.scan_parquet("rows.parquet/rows").select("_step", "action").collect()
+    """
+    disk, target = disk or Disk(), Path(target)
+    with opened(source, version) as storage:
+        rows = Rows.choose(storage, fields=fields, episodes=episodes)
+        rows.refuse_objects("Parquet")
+        check_names(rows.user_fields)
+        check_target(disk, target)
+        with making(disk, target) as aside:
+            disk.make_dir(aside / "rows")
+            written = _write_rows(disk, aside / "rows", rows, progress)
+            with DiskFile(disk, aside / "episodes.parquet", write=True) as file:
+                pq.write_table(rows.facts, file, compression="zstd")
+            sync_tree(disk, aside)
+    return Exported(
+        path=target,
+        rows=written,
+        left_out=rows.count - written,
+        fields=names_of([entry.key for entry in rows.user_fields]),
+        disk_bytes=disk.used(target),
+        episodes=rows.episode_ids.size,
+        lost=lost_by("parquet"),
+    )
+
+
+def _write_rows(disk: Disk, folder: Path, rows: Rows, progress: Progress) -> int:
+    """Write all rows, file by file; return how many there were."""
+    fields = rows.user_fields
+    schema = rows_schema(fields, rows.about())
+    each, total = rows.row_bytes, rows.count
+    done = written = 0
+    ranges = rows.episode_ranges(min(FILE_ROWS, max(1, FILE_BYTES // each)))
+    for number, (first, last) in enumerate(ranges or [(0, 0)]):  # a file without rows still says the fields
+        ids = rows.of_episodes(first, last)
+        with DiskFile(disk, folder / f"{number:05}.parquet", write=True) as file:
+            with pq.ParquetWriter(
+                file, schema, compression="zstd", use_dictionary=_repetitive(schema)
+            ) as out:
+                for start in range(0, ids.size, piece_rows(each)):
+                    wanted = ids[start : start + piece_rows(each)]
+                    found, columns = rows.read(wanted)
+                    if found.size:
+                        out.write_batch(to_batch(schema, fields, columns), row_group_size=found.size)
+                    written += found.size
+                    done += wanted.size
+                    progress(done * each, total * each)
+    return written
+
+
+def _repetitive(schema: Any) -> list[str]:
+    """Return the paths of columns of 8 bits: Parquet keeps each value as 32 bits but for a dictionary.
+
+    Of floats there is none: it takes all values that are no numbers for one.
+    """
+
+    def below(path: str, kind: Any) -> list[str]:
+        if pa.types.is_struct(kind):
+            return [found for part in kind for found in below(f"{path}.{part.name}", part.type)]
+        if pa.types.is_fixed_size_list(kind):
+            return below(f"{path}.list.element", kind.value_type)
+        return [path] if kind in (pa.uint8(), pa.int8()) else []
+
+    return [found for entry in schema for found in below(entry.name, entry.type)]

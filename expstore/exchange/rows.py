@@ -1,0 +1,334 @@
+"""The rows that an export hands over: which ones, in which order, and what is known of their episodes.
+
+Used by the formats. It reads a piece at a time, leaves out what is overwritten meanwhile, and never changes
+a store.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from expstore.errors import NotFoundError, SchemaError, StateError
+from expstore.files import Disk
+from expstore.fragments import all_ids
+from expstore.schema import OBJECT, Field
+from expstore.snapshots import find_version, store_meant
+from expstore.storages.access import read_present
+from expstore.storages.base import ROW_FIELDS, Storage
+from expstore.storages.catalog import Catalog
+from expstore.storages.folder import FolderStorage
+from expstore.storages.follower import FollowerStorage
+from expstore.types import Array, IntArray, Window, key_name
+
+__all__ = ["Episodes", "Exchanged", "Rows", "opened", "parse_episodes"]
+
+#: What `export` takes: a buffer, its storage, or the path of a store.
+Exchanged = Any
+#: Which episodes: ids, or an SQL condition over the relation `episodes`.
+Episodes = Sequence[int] | IntArray | str | None
+
+_RANGE = re.compile(r"(\d{1,18})(-(\d{0,18}))?")
+_BLOCK = 1 << 18
+_FACTS = """
+SELECT e.episode_id, s.name AS source, s.named, e.trajectory_id, e.start_time, e.end_time, e.length,
+    e."return", e.status, e.info::VARCHAR AS info
+FROM episodes AS e LEFT JOIN (SELECT DISTINCT ON (name) name, named FROM sources) AS s ON s.name = e.source
+WHERE e.episode_id IN (SELECT unnest(?::BIGINT[])) ORDER BY e.episode_id
+"""
+
+
+@contextmanager
+def opened(source: Exchanged, version: int | str | None = None) -> Iterator[Storage]:
+    """Yield the storage that holds the rows; one that is opened here is closed at the end.
+
+    Args:
+        source: A buffer, a storage, or the path of a store, a version, a folder of versions.
+        version: Number or tag of a version; None: the store, or the newest one.
+
+    Raises:
+        NotFoundError: There is no store.
+        StateError: It is closed.
+    """
+    if not isinstance(source, str | Path):
+        storage = getattr(source, "storage", source)
+        if not isinstance(storage, Storage):
+            raise TypeError(f"rows are exported from a buffer or a path, not from a {type(source).__name__}")
+        if storage.closed:
+            raise StateError("the store is closed", hint="open it again with expstore.open()")
+        with _asked(storage):
+            yield storage
+        return
+    disk, path = Disk(), Path(source)
+    found = store_meant(disk, path) if version is None else find_version(disk, path, version)
+    storage = FollowerStorage(found)
+    try:
+        with _asked(storage):
+            yield storage
+    finally:
+        storage.close()
+
+
+@contextmanager
+def _asked(storage: Storage) -> Iterator[None]:
+    """Have somebody keep the index of a storage, which holds them weakly, if nobody does."""
+    catalog = storage.catalog
+    if not isinstance(catalog, Catalog):
+        catalog = Catalog(storage)
+        storage.use_catalog(catalog)
+    storage.refresh()
+    yield
+    del catalog
+
+
+def _catalog(storage: Storage) -> Catalog:
+    catalog = storage.catalog
+    if not isinstance(catalog, Catalog):
+        raise StateError("nobody keeps an index of these rows", hint="export the buffer, or its path")
+    return catalog
+
+
+def parse_episodes(text: str) -> str:
+    """Return what asks for the episodes that are meant, as in `1-20,35,100-`: an SQL condition.
+
+    Raises:
+        ValueError: It names none.
+
+    >>> parse_episodes("1-20,35")
+    'episode_id BETWEEN 1 AND 20 OR episode_id BETWEEN 35 AND 35'
+    """
+    found = []
+    for part in text.split(","):
+        match = _RANGE.fullmatch(part.strip())
+        if match is None or (match[3] and int(match[3]) < int(match[1])):
+            raise ValueError(f"{text!r} names no episodes; write ids and ranges of them, as in 1-20,35,100-")
+        first, last = match[1], match[1] if match[2] is None else match[3]
+        found.append(f"episode_id BETWEEN {first} AND {last}" if last else f"episode_id >= {first}")
+    return " OR ".join(found)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Hold which rows are handed over, and read them.
+
+    Threads: one. Processes: a writer in another one may overwrite rows, which are left out then.
+
+    Args:
+        storage: Where they are.
+        window: Those that could be read when this was made.
+        fragments: Where the rows of the chosen episodes lie, as of then. Shape `(5, n)`.
+        whole: All episodes are chosen.
+        fields: What of them is wanted, by place: of the user's fields, then of the store's own.
+    """
+
+    storage: Storage
+    window: Window
+    fragments: IntArray
+    whole: bool
+    fields: Mapping[int, Field]
+
+    @classmethod
+    def choose(
+        cls, storage: Storage, *, fields: Sequence[str] | None = None, episodes: Episodes = None
+    ) -> Rows:
+        """Choose rows.
+
+        Args:
+            storage: Where they are.
+            fields: Only these, by name; None: all.
+            episodes: Of which episodes; None: of all.
+
+        Raises:
+            StateError: The storage has no fields yet.
+            SchemaError: There is no such field.
+            NotFoundError: There is no such episode, or none of its rows is left.
+            QueryError: The condition is none.
+        """
+        chosen = _choose_fields(storage, fields)
+        wanted = None if episodes is None else _find_episodes(storage, episodes)
+        storage.follow()
+        with storage.episode_lock:
+            window = storage.query_window
+            fragments = storage.episodes.fragments.rows.copy()
+        if wanted is not None:
+            fragments = fragments[:, np.isin(fragments[0], wanted)]
+        fragments = _within(fragments, window.low, window.last)
+        if wanted is not None and not fragments.size:
+            raise NotFoundError("no rows of these episodes are left in the store")
+        return cls(storage, window, fragments, wanted is None, chosen)
+
+    @property
+    def places(self) -> list[int]:
+        """Where the fields stand."""
+        return list(self.fields)
+
+    @property
+    def user_fields(self) -> tuple[Field, ...]:
+        """The fields that are not the store's own."""
+        return tuple(entry for entry in self.fields.values() if entry.key[0] != "_row")
+
+    @property
+    def row_bytes(self) -> int:
+        """How many bytes a row has."""
+        return sum(entry.row_bytes for entry in self.fields.values())
+
+    @cached_property
+    def count(self) -> int:
+        """How many rows there are."""
+        return self.window.rows if self.whole else int(self.fragments[2].sum())
+
+    @cached_property
+    def episode_ids(self) -> IntArray:
+        """The episodes that have rows, ascending. Shape `(n,)`."""
+        return np.unique(self.fragments[0])
+
+    def refuse_objects(self, form: str) -> None:
+        """Raise SchemaError if a field holds what a format has no form for."""
+        for entry in self.fields.values():
+            if entry.dtype == OBJECT:
+                raise SchemaError(
+                    f"field {key_name(entry.key)!r} holds objects, for which {form} has no form",
+                    hint="name the other fields",
+                )
+
+    # -- which, in which order --------------------------------------------------------------------
+
+    def by_id(self, size: int) -> Iterator[IntArray]:
+        """Yield the ids of all rows, ascending, at most so many at a time. Shapes `(n,)`."""
+        if self.whole:
+            for start in range(0, self.count, size):
+                yield self.window.nth(np.arange(start, min(start + size, self.count)))
+            return
+        for low in range(self.window.low, self.window.last, _BLOCK):
+            ids = np.sort(all_ids(_within(self.fragments, low, min(low + _BLOCK, self.window.last))))
+            for start in range(0, ids.size, size):
+                yield ids[start : start + size]
+
+    def of_episodes(self, first: int, last: int) -> IntArray:
+        """Return the ids of the rows of some episodes, ascending. Shape `(n,)`."""
+        chosen = (self.fragments[0] >= first) & (self.fragments[0] <= last)
+        ids: IntArray = np.sort(all_ids(self.fragments[:, chosen]))
+        return ids
+
+    def episode_rows(self, episode: int) -> tuple[IntArray, IntArray]:
+        """Return ids and steps of an episode's rows, in the order of the steps. Shapes `(n,)`."""
+        own = self.by_episode[:, slice(*np.searchsorted(self.by_episode[0], [episode, episode + 1]))]
+        number = np.arange(int(own[2].sum())) - np.repeat(np.cumsum(own[2]) - own[2], own[2])
+        return all_ids(own), np.repeat(own[1], own[2]) + number
+
+    @cached_property
+    def by_episode(self) -> IntArray:
+        """The fragments in the order of episodes and steps. Shape `(5, n)`."""
+        ordered: IntArray = self.fragments[:, np.lexsort((self.fragments[1], self.fragments[0]))]
+        return ordered
+
+    def episode_ranges(self, rows: int) -> list[tuple[int, int]]:
+        """Cut the episodes into ranges of about so many rows: first and last episode of each."""
+        fragments = self.by_episode
+        if not fragments.size:
+            return []
+        starts = np.flatnonzero(np.diff(fragments[0], prepend=-1))
+        counts = np.add.reduceat(fragments[2], starts)
+        ranges: list[tuple[int, int]] = []
+        held = 0
+        for episode, count in zip(fragments[0, starts].tolist(), counts.tolist(), strict=True):
+            if ranges and held + count <= rows:
+                ranges[-1] = ranges[-1][0], episode
+                held += count
+            else:
+                ranges.append((episode, episode))
+                held = count
+        return ranges
+
+    def about(self) -> dict[str, Any]:
+        """Return what is kept with the rows, for an import: what JSON can keep."""
+        storage = self.storage
+        manifest = storage.manifest if isinstance(storage, FolderStorage) else None
+        specs = storage.stored_specs()
+        named = len(self.user_fields) == len(storage.require_schema().fields)
+        return {
+            "rows": self.count,
+            "form": storage.require_schema().form if named else "",
+            "capacity": storage.capacity,
+            "meta": storage.meta(),
+            "specs": specs if named else "",
+            "traj_key": manifest.traj_key if manifest else None,
+            "done_keys": manifest.done_keys if manifest else None,
+            "reward_key": manifest.reward_key if manifest else None,
+        }
+
+    # -- reading -----------------------------------------------------------------------------------
+
+    def read(self, ids: IntArray, places: Sequence[int] | None = None) -> tuple[IntArray, list[Array]]:
+        """Copy rows out, those that are still there.
+
+        Returns:
+            Their ids, in the order that was asked for, and one array per field. Shapes `(n,)`,
+            `(n, *row shape)`.
+        """
+        wanted = self.places if places is None else list(places)
+        storage = self.storage
+        # Who writes the rows has newer priorities than the column.
+        here = (
+            []
+            if storage.follows
+            else [n for n, place in enumerate(wanted) if place == storage.priority_place]
+        )
+        stored = [place for n, place in enumerate(wanted) if n not in here]
+        try:
+            found, columns = read_present(storage, ids, stored)
+        except NotFoundError:
+            every = (*storage.require_schema().fields, *ROW_FIELDS)
+            found, columns = ids[:0], [np.zeros((0, *every[p].shape), every[p].numpy_dtype) for p in stored]
+        for n in here:
+            columns.insert(n, storage.priorities[storage.slot_of(found)])
+        return found, columns
+
+    @cached_property
+    def facts(self) -> Any:
+        """What is known of the episodes, by their ids, as an Arrow table.
+
+        Columns: `episode_id, source, named, trajectory_id, start_time, end_time, length, return, status,
+        info`.
+        """
+        return _catalog(self.storage).query(_FACTS, [self.episode_ids]).arrow()
+
+
+def _choose_fields(storage: Storage, names: Sequence[str] | None) -> dict[int, Field]:
+    """Return the fields that are wanted, those of the store's own behind them, by place."""
+    schema = storage.require_schema()
+    known = {key_name(entry.key): place for place, entry in enumerate(schema.fields)}
+    if unknown := [name for name in names or () if name not in known]:
+        raise SchemaError(f"no field {unknown[0]!r}", hint="there are " + ", ".join(known))
+    wanted = [place for name, place in known.items() if names is None or name in names]
+    every = (*schema.fields, *ROW_FIELDS)
+    return {place: every[place] for place in (*wanted, *range(len(schema.fields), len(every)))}
+
+
+def _find_episodes(storage: Storage, episodes: Sequence[int] | IntArray | str) -> IntArray:
+    """Return the ids of episodes, ascending."""
+    if isinstance(episodes, str):
+        found: IntArray = (
+            _catalog(storage).episodes(episodes, None, None, None).arrow()["episode_id"].to_numpy()
+        )
+        return found
+    return np.unique(np.asarray(episodes, np.int64))
+
+
+def _within(fragments: IntArray, low: int, high: int) -> IntArray:
+    """Return what of fragments has ids in (`low`, `high`]; those without any are left out."""
+    first, stride = fragments[3], np.maximum(1, fragments[4])
+    head = np.maximum(0, -(-(low + 1 - first) // stride))
+    stop = np.minimum(fragments[2], (high - first) // stride + 1)
+    kept = fragments.copy()
+    kept[1] += head
+    kept[2] = stop - head
+    kept[3] += head * fragments[4]
+    return kept[:, kept[2] > 0]

@@ -1,0 +1,361 @@
+"""Parquet and Arrow files as a new store.
+
+Used by `expstore import` and programs. Exports come back in the order of their ids, with their episodes;
+files of other programs row after row. It holds some batches in memory at a time, and unpickles nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from expstore.episodeinfo import pack_info
+from expstore.episodes import STATUS
+from expstore.errors import NotFoundError, SchemaError, StorageError
+from expstore.exchange.base import Imported, Progress, no_progress, open_to_read, piece_rows
+from expstore.exchange.filling import Facts, new_store
+from expstore.exchange.tables import Layout, Table, read_layout
+from expstore.files import Disk, ReadingDisk
+from expstore.pieces import OPEN
+from expstore.types import Array, IntArray
+
+__all__ = ["import_arrow", "import_parquet"]
+
+_FACTS = ("episode_id", "source", "named", "trajectory_id", "length", "status", "info")
+
+
+def import_parquet(
+    source: str | Path,
+    target: str | Path,
+    *,
+    capacity: int | None = None,
+    progress: Progress = no_progress,
+    disk: Disk | None = None,
+) -> Imported:
+    """Make a store of Parquet files.
+
+    Of what `export_parquet` has made: fields, episodes with their ids, sources, trajectory ids, statuses and
+    infos, times and priorities come back; ids begin at 1. Where rows of an episode are missing, what follows
+    is an episode of its own, whose steps begin at 0. Of other Parquet files: columns of numbers, and lists of
+    them that have one length, become fields, structs nested ones; episodes follow from flags and trajectory
+    ids, as in `extend`. The store is there whole or not at all.
+
+    Args:
+        source: A folder that `export_parquet` has made, one of Parquet files, or such a file.
+        target: The store's folder, which must not be there yet.
+        capacity: Most readable rows; None: as the exported store had it, otherwise unbounded.
+        progress: Is told rows done and rows in all.
+        disk: Where files are touched.
+
+    Raises:
+        NotFoundError: There is no such file, or no folder for the store.
+        StorageError: A file cannot be read; or the disk failed or is full. Nothing is left.
+        SchemaError: A column cannot be a field, or files have different ones.
+        StateError: The target is there, or would lie inside a store.
+        LockedError: Somebody else makes this store just now.
+
+    Example:
+        >>> import_parquet("rows.parquet", "again.exp").rows
+        1000
+    """
+    source = Path(source)
+    files = _parquet_files(source)
+    with ExitStack() as opened:
+        parts = [_ParquetPart(path, opened) for path in files]
+        facts = _read_facts(source / "episodes.parquet", pq.read_table)
+        return _fill(parts, facts, Path(target), capacity, progress, disk or Disk())
+
+
+def import_arrow(
+    source: str | Path,
+    target: str | Path,
+    *,
+    capacity: int | None = None,
+    progress: Progress = no_progress,
+    disk: Disk | None = None,
+) -> Imported:
+    """Make a store of an Arrow IPC file; otherwise as `import_parquet`.
+
+    Args:
+        source: A folder that `export_arrow` has made, or an Arrow IPC file.
+        target: The store's folder, which must not be there yet.
+        capacity: Most readable rows; None: as the exported store had it, otherwise unbounded.
+        progress: Is told rows done and rows in all.
+        disk: Where files are touched.
+
+    Raises:
+        ExpStoreError: As `import_parquet`.
+
+    Example:
+        >>> import_arrow("rows.arrow", "again.exp").rows
+        1000
+    """
+    source = Path(source)
+    path = source / "rows.arrow" if ReadingDisk().is_dir(source) else source
+    with ExitStack() as opened:
+        part = _ArrowPart(path, opened)
+        facts = _read_facts(source / "episodes.arrow", lambda file: pa.ipc.open_file(file).read_all())
+        return _fill([part], facts, Path(target), capacity, progress, disk or Disk())
+
+
+def _parquet_files(source: Path) -> list[Path]:
+    disk = ReadingDisk()
+    if not disk.is_dir(source):
+        return [source]
+    folder = source / "rows" if disk.is_dir(source / "rows") else source
+    found = [folder / name for name in disk.names(folder) if name.endswith(".parquet")]
+    if not found:
+        raise NotFoundError(f"there are no Parquet files in {folder}")
+    return found
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Make our error of Arrow's."""
+    try:
+        yield
+    except (pa.ArrowException, OSError) as exc:
+        if isinstance(exc, StorageError):
+            raise
+        raise StorageError(f"cannot read {path}: {str(exc).splitlines()[0]}") from exc
+
+
+class _Part:
+    """A file of rows, read batch by batch.
+
+    Args:
+        path: The file.
+        schema: Its schema.
+        rows: How many it has; 0: that is not known.
+    """
+
+    def __init__(self, path: Path, schema: Any, rows: int) -> None:
+        self.path, self.schema, self.rows = path, schema, rows
+
+    def batches(self, rows: int) -> Iterator[Any]:
+        """Yield record batches."""
+        raise NotImplementedError
+
+    def first_id(self) -> int | None:
+        """Return the smallest id, where that is known."""
+        return None
+
+
+class _ParquetPart(_Part):
+    def __init__(self, path: Path, opened: ExitStack) -> None:
+        file = opened.enter_context(open_to_read(path))
+        with _reading(path):
+            self._file = pq.ParquetFile(file)
+            super().__init__(path, self._file.schema_arrow, self._file.metadata.num_rows)
+
+    def batches(self, rows: int) -> Iterator[Any]:
+        with _reading(self.path):
+            yield from self._file.iter_batches(batch_size=rows, use_threads=False)
+
+    def first_id(self) -> int | None:
+        names = [self._file.schema.column(n).path for n in range(len(self._file.schema.names))]
+        if "_id" not in names or not self._file.metadata.num_row_groups:
+            return None
+        found = self._file.metadata.row_group(0).column(names.index("_id")).statistics
+        return int(found.min) if found is not None and found.has_min_max else None
+
+
+class _ArrowPart(_Part):
+    def __init__(self, path: Path, opened: ExitStack) -> None:
+        file = opened.enter_context(open_to_read(path))
+        with _reading(path):
+            self._file = pa.ipc.open_file(file)
+        super().__init__(path, self._file.schema, 0)  # to count them all would have to be read
+
+    def batches(self, rows: int) -> Iterator[Any]:
+        for number in range(self._file.num_record_batches):
+            with _reading(self.path):
+                batch = self._file.get_batch(number)
+            for start in range(0, batch.num_rows, rows):
+                yield batch.slice(start, rows)
+
+
+# -- episodes -------------------------------------------------------------------------------------------
+
+
+class _EpisodeFacts:
+    """Look up what the file of episodes says."""
+
+    def __init__(self, table: Any) -> None:
+        table = table.combine_chunks().sort_by("episode_id")
+        self._ids: IntArray = table["episode_id"].to_numpy()
+        self._length: IntArray = table["length"].to_numpy()
+        self._status = table["status"]
+        self._source = table["source"].combine_chunks().dictionary_encode()
+        self._named = pc.fill_null(table["named"], False)
+        self._trajectory = table["trajectory_id"]
+        self._info = table["info"]
+
+    @property
+    def above(self) -> int:
+        """More than any episode's id."""
+        return int(self._ids[-1]) + 1 if self._ids.size else 1
+
+    def __call__(self, episode: int) -> Facts:
+        at = int(np.searchsorted(self._ids, episode))
+        if at == self._ids.size or self._ids[at] != episode:
+            raise SchemaError(
+                f"there are rows of episode {episode}, of which the file of episodes knows nothing"
+            )
+        status = self._status[at].as_py()
+        info = self._info[at].as_py()
+        if status not in STATUS:
+            raise SchemaError(
+                f"episode {episode} has status {status!r}", hint="there are " + ", ".join(STATUS)
+            )
+        return Facts(
+            length=int(self._length[at]),
+            status=STATUS.index(status) if status != "cut" else OPEN,  # it becomes so where nothing follows
+            source=self._source[at].as_py(),
+            named=self._named[at].as_py(),
+            trajectory=self._trajectory[at].as_py(),
+            info=pack_info(json.loads(info)) if info else "",
+        )
+
+
+def _read_facts(path: Path, read: Callable[[Any], Any]) -> _EpisodeFacts | None:
+    """Return what is known of episodes; None: there is no such file."""
+    if not ReadingDisk().exists(path):
+        return None
+    with open_to_read(path) as file, _reading(path):
+        table = read(file)
+    if missing := [name for name in _FACTS if name not in table.schema.names]:
+        raise SchemaError(
+            f"{path} has no column {missing[0]!r}", hint="it is no file of episodes of an export"
+        )
+    return _EpisodeFacts(table)
+
+
+# -- rows -----------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Stream:
+    """A part that is being read: the rows of its present batch, by id."""
+
+    rest: Iterator[Any]
+    table: Table
+    ids: IntArray
+    columns: list[Array]
+    own: dict[str, Array]
+
+    def take(self, through: int) -> tuple[list[Array], dict[str, Array]]:
+        """Return the rows with ids up to this one, and leave the others."""
+        stop = int(np.searchsorted(self.ids, through, side="right"))
+        columns = [column[:stop] for column in self.columns]
+        own = {name: values[:stop] for name, values in self.own.items()}
+        self._set([column[stop:] for column in self.columns], {n: v[stop:] for n, v in self.own.items()})
+        return columns, own
+
+    def _set(self, columns: list[Array], own: dict[str, Array]) -> None:
+        self.columns, self.own, self.ids = columns, own, own["_id"]
+
+    def load(self) -> bool:
+        """Have rows at hand; say whether there are any."""
+        while not self.ids.size:
+            batch = next(self.rest, None)
+            if batch is None:
+                return False
+            columns, own = self.table.columns(batch), self.table.own(batch)
+            order = np.argsort(own["_id"], kind="stable")
+            self._set([column[order] for column in columns], {n: v[order] for n, v in own.items()})
+        return True
+
+
+def _by_id(
+    parts: Sequence[_Part], layout: Layout, rows: int
+) -> Iterator[tuple[list[Array], dict[str, Array]]]:
+    """Yield the rows of all parts by id. In each they are so; those that overlap are read side by side."""
+    table, nothing = Table(layout), np.zeros(0, np.int64)
+    firsts = [part.first_id() for part in parts]
+    waiting = sorted(
+        zip([-1 if first is None else first for first in firsts], range(len(parts)), strict=True),
+        reverse=True,
+    )
+    active: list[_Stream] = []
+    while waiting or active:
+        while waiting and (not active or waiting[-1][0] <= min(int(s.ids[-1]) for s in active)):
+            part = parts[waiting.pop()[1]]
+            stream = _Stream(part.batches(rows), table, nothing, [], {})
+            if stream.load():
+                active.append(stream)
+        if not active:
+            return
+        through = min(int(stream.ids[-1]) for stream in active)
+        taken = [stream.take(through) for stream in active]
+        active = [stream for stream in active if stream.load()]
+        own = {name: np.concatenate([one[name] for _, one in taken]) for name in taken[0][1]}
+        order = np.argsort(own["_id"], kind="stable")
+        columns = [
+            np.concatenate([found[place] for found, _ in taken])[order] for place in range(len(taken[0][0]))
+        ]
+        yield columns, {name: values[order] for name, values in own.items()}
+
+
+def _in_turn(
+    parts: Sequence[_Part], layout: Layout, rows: int
+) -> Iterator[tuple[list[Array], dict[str, Array]]]:
+    table = Table(layout)
+    for part in parts:
+        for batch in part.batches(rows):
+            yield table.columns(batch), table.own(batch)
+
+
+def _fill(
+    parts: Sequence[_Part],
+    facts: _EpisodeFacts | None,
+    target: Path,
+    capacity: int | None,
+    progress: Progress,
+    disk: Disk,
+) -> Imported:
+    first = next((batch for part in parts for batch in part.batches(1)), None)
+    layout = read_layout(parts[0].schema, first)
+    for part in parts[1:]:
+        if (other := read_layout(part.schema, first).schema) != layout.schema:
+            raise SchemaError(f"{part.path} has {other!r}, and {parts[0].path} {layout.schema!r}")
+    about = layout.about
+    total = sum(part.rows for part in parts) or int(about.get("rows", 0))
+    settings = {name: about.get(name) for name in ("meta", "traj_key", "done_keys", "reward_key")}
+    settings = {name: _tupled(value) for name, value in settings.items() if value is not None}
+    numbered = {"_episode", "_step"} <= set(layout.own)
+    size = max(1, piece_rows(layout.schema.row_bytes) // 4)
+    reading = (_by_id if "_id" in layout.own else _in_turn)(parts, layout, size)
+    with new_store(disk, target, about.get("capacity") if capacity is None else capacity, settings) as filler:
+        specs = about.get("specs") or ""
+        filler.prepare(layout.schema, specs=specs, above=facts.above if facts and numbered else None)
+        done = 0
+        for columns, own in reading:
+            if numbered:
+                filler.put(
+                    columns,
+                    own["_episode"],
+                    own["_step"],
+                    facts=facts,
+                    times=own.get("_time"),
+                    priorities=own.get("_priority"),
+                )
+            else:
+                filler.add(columns)
+            done += len(columns[0])
+            progress(done, max(done, total))
+        return filler.result(target)
+
+
+def _tupled(value: Any) -> Any:
+    """Return JSON's lists as tuples: keys are such."""
+    return tuple(map(_tupled, value)) if isinstance(value, list) else value
