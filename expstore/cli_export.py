@@ -39,6 +39,10 @@ def export(
     as_arrow: Annotated[
         bool, typer.Option("--arrow", help="A folder: rows.arrow and episodes.arrow, of Arrow's IPC.")
     ] = False,
+    as_hdf5: Annotated[
+        bool, typer.Option("--hdf5", help="A file with D4RL's names: observations, actions, rewards, ...")
+    ] = False,
+    as_npz: Annotated[bool, typer.Option("--npz", help="The same in NumPy's form.")] = False,
     as_parquet: Annotated[
         bool, typer.Option("--parquet", help="A folder: rows/*.parquet by episodes, and episodes.parquet.")
     ] = False,
@@ -62,7 +66,7 @@ def export(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
     """Write the rows that can be read for programs that do without expstore."""
-    asked = {"arrow": as_arrow, "parquet": as_parquet, "zarr": as_zarr}
+    asked = {"arrow": as_arrow, "hdf5": as_hdf5, "npz": as_npz, "parquet": as_parquet, "zarr": as_zarr}
     chosen = [name for name, wanted in asked.items() if wanted]
     if len(chosen) != 1:
         raise typer.BadParameter(
@@ -100,7 +104,18 @@ def import_(
     store: Annotated[Path, typer.Argument(metavar="STORE", help="The store; must not be there yet.")],
     form: Annotated[
         str | None,
-        typer.Option("--format", metavar="NAME", help="arrow or parquet; without it, as SOURCE looks."),
+        typer.Option(
+            "--format", metavar="NAME", help="arrow, hdf5, npz or parquet; without it, as SOURCE looks."
+        ),
+    ] = None,
+    names: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--map",
+            metavar="THEIRS=OURS",
+            help="In hdf5 and npz: what is called so there is this field, as in obs_next=next.observation; "
+            "without OURS it is left out. May be repeated.",
+        ),
     ] = None,
     capacity: Annotated[
         int | None,
@@ -111,13 +126,17 @@ def import_(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
     """Make a store of rows that other programs have written, or expstore exported."""
-    from expstore.exchange.formats import IMPORTS, format_of, importer
+    from expstore.exchange.formats import IMPORTS, MAPPED, format_of, importer
 
     if form is not None and form not in IMPORTS:
         raise typer.BadParameter(f"{form!r} is none of {', '.join(IMPORTS)}", param_hint="--format")
-    make = importer(form or format_of(source))
+    form = form or format_of(source)
+    more = {"names": _pairs(names)} if names else {}
+    if more and form not in MAPPED:
+        raise typer.BadParameter(f"names are mapped in {' and '.join(MAPPED)} only", param_hint="--map")
+    make = importer(form)
     with show_progress("importing", unit="rows") as show, _stoppable(show) as progress:
-        done = make(source, store, capacity=capacity, progress=progress)
+        done = make(source, store, capacity=capacity, progress=progress, **more)
     if as_json:
         facts = dataclasses.asdict(done) | {"path": str(done.path), "fields": list(done.fields)}
         print_json(facts | {"notes": list(done.notes)})
@@ -128,6 +147,14 @@ def import_(
     for note in done.notes:
         typer.echo(f"note: {note}", err=True)
     return 0
+
+
+def _pairs(names: list[str]) -> dict[str, str]:
+    """Return what `--map` says, as a mapping."""
+    for name in names:
+        if "=" not in name or name.startswith("="):
+            raise typer.BadParameter(f"{name!r} is not of the form THEIRS=OURS", param_hint="--map")
+    return {theirs: ours for theirs, _, ours in (name.partition("=") for name in names)}
 
 
 @contextmanager

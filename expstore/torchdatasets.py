@@ -131,7 +131,9 @@ class RowsDataset(Dataset[Any]):
         storage = self._rb.storage
         window = storage.window
         if storage.ndim > 1:
-            return tuple(storage.unravel(numbers).T)
+            places, time_dim = storage.unravel(numbers), self._rb.dim_extend
+            places[:, [0, time_dim]] = places[:, [time_dim, 0]]  # `rb[...]` has time where batches have it
+            return tuple(places.T)
         if not (window.gaps or (storage.capacity is None and window.low)):
             return numbers
         if numbers.size and int(numbers.max()) >= window.rows:

@@ -385,6 +385,30 @@ def test_files_of_other_programs_become_stores(tmp_path: Path) -> None:
             assert status == [("terminated", 4)]
 
 
+def test_rows_without_their_file_of_episodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    """Lanes that interleave stay apart, by the columns that say so; ends follow from flags."""
+    monkeypatch.setattr(base, "PIECE_ROWS", 64)
+    out, back = FORMS[form]
+    with expstore.open(tmp_path / "run.exp") as rb:
+        for first in range(0, 80, 8):
+            data = torch.stack([rows(first + 1000 * lane, 8, every=9 + lane) for lane in range(3)])
+            data["collector", "traj_ids"] = data["number"] // torch.tensor([[9], [10], [11]])
+            data["next", "truncated"] = (data["number"] % 5 == 0)[..., None]
+            rb.extend(data)
+        out(rb, tmp_path / "out")
+        (tmp_path / f"out/episodes.{form}").unlink()
+        back(tmp_path / "out", tmp_path / "back.exp")
+        lengths = (
+            "SELECT length, \"return\", replace(status, 'open', 'cut') FROM episodes ORDER BY start_time, 2"
+        )
+        with expstore.open(tmp_path / "back.exp", mode="r") as again:
+            assert held(rb) == held(again)
+            assert rb.sql(FACTS[0]).fetchall() == again.sql(FACTS[0]).fetchall()
+            assert rb.sql(lengths).fetchall() == again.sql(lengths).fetchall()
+
+
 def write(path: Path, **columns: Any) -> Path:
     pq.write_table(pa.table(columns), path)
     return path

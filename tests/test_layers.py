@@ -423,6 +423,7 @@ ALLOWED_AS_TYPE: tuple[tuple[str, str], ...] = (
 HOME_OF_LIBRARY: dict[str, tuple[str, ...]] = {
     "duckdb": ("index", "delta", "expressions", "relations", "named", "migrate", "sqlworker"),
     "fastapi": ("api", "api.*"),
+    "h5py": ("exchange.*",),
     "pyarrow": (
         "index",
         "delta",

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from expstore.exchange.arrow_files import export_arrow
     from expstore.exchange.base import Exported, Imported
+    from expstore.exchange.hdf5 import export_hdf5, import_hdf5
+    from expstore.exchange.npz import export_npz, import_npz
     from expstore.exchange.parquet import export_parquet
     from expstore.exchange.tables_in import import_arrow, import_parquet
     from expstore.exchange.zarr_group import export_zarr
@@ -19,9 +21,13 @@ __all__ = [
     "Exported",
     "Imported",
     "export_arrow",
+    "export_hdf5",
+    "export_npz",
     "export_parquet",
     "export_zarr",
     "import_arrow",
+    "import_hdf5",
+    "import_npz",
     "import_parquet",
 ]
 
@@ -29,9 +35,13 @@ _HOMES = {
     "Exported": "base",
     "Imported": "base",
     "export_arrow": "arrow_files",
+    "export_hdf5": "hdf5",
+    "export_npz": "npz",
     "export_parquet": "parquet",
     "export_zarr": "zarr_group",
     "import_arrow": "tables_in",
+    "import_hdf5": "hdf5",
+    "import_npz": "npz",
     "import_parquet": "tables_in",
 }
 

@@ -56,7 +56,6 @@ LOSSES = {
     "arrow": "",
     "parquet": "",
     "zarr": "sources, trajectory ids, statuses and infos of episodes, specs",
-    "minari": "priorities, times, sources, trajectory ids, specs of fields other than observation and action",
     "hdf5": "priorities, times, sources, trajectory ids, infos of episodes, specs; which rows interleave",
     "npz": "priorities, times, sources, trajectory ids, infos of episodes, specs; which rows interleave",
 }

@@ -131,6 +131,7 @@ class Filler:
         steps: IntArray,
         *,
         facts: Callable[[int], Facts] | None = None,
+        last: Array | None = None,
         times: IntArray | None = None,
         priorities: Array | None = None,
     ) -> None:
@@ -140,7 +141,9 @@ class Filler:
             columns: One per field, in the schema's order. Shapes `(n, *row shape)`.
             episodes: What each row's episode is called there. Shape `(n,)`, int64.
             steps: Its step. Shape `(n,)`, int64.
-            facts: Says what is known of an episode; None: their ends follow from the rows' flags.
+            facts: Says what is known of an episode; None: nothing is.
+            last: Which rows are the last of their episodes: their flags say how these end. None: the facts
+                do. Shape `(n,)`, bool.
             times: When each row came, microseconds since 1970; None: now. Shape `(n,)`.
             priorities: Shape `(n,)`; None: as rows have it that are new.
         """
@@ -153,7 +156,8 @@ class Filler:
             time = now_us() if times is None else int(times[start])
             given = None if priorities is None else priorities[part]
             piece = [np.ascontiguousarray(column[part]) for column in columns]
-            self._put(piece, episodes[part], steps[part], facts, time, given)
+            ends = None if last is None else last[part]
+            self._put(piece, episodes[part], steps[part], facts, ends, time, given)
 
     def _put(
         self,
@@ -161,12 +165,13 @@ class Filler:
         episodes: IntArray,
         steps: IntArray,
         facts: Callable[[int], Facts] | None,
+        ends: Array | None,
         time: int,
         priorities: Array | None,
     ) -> None:
         storage = self._storage
         with storage.turn, storage.lock:
-            assignment, noted = self._assign(columns, episodes, steps, facts)
+            assignment, noted = self._assign(columns, episodes, steps, facts, ends)
             assignment.numbers[3] = time
             rows = Rows(storage.last + 1, episodes.size, columns, assignment, time)
             storage.write(rows)
@@ -183,13 +188,14 @@ class Filler:
         episodes: IntArray,
         steps: IntArray,
         facts: Callable[[int], Facts] | None,
+        ends: Array | None,
     ) -> tuple[Assignment, list[tuple[int, str]]]:
         """Cut a batch into segments; return them, and what is to be noted about episodes that begin."""
         first_id = self._storage.last + 1
         made = Assignment([], np.empty((4, episodes.size), np.int64))
         made.numbers[0] = np.arange(first_id, first_id + episodes.size)
         rewards = self._rewards(columns)
-        read = self._read_steps(columns) if facts is None else None
+        read = None if ends is None else self._read_steps(columns)
         noted: list[tuple[int, str]] = []
         for name, step, count, first, stride in find_fragments(episodes, steps, first_id).T.tolist():
             known = _NOTHING if facts is None else facts(name)
@@ -200,7 +206,7 @@ class Filler:
             start, last = first - first_id, first - first_id + (count - 1) * stride
             rows = slice(start, last + 1, stride)
             status = known.status if step + count == known.length else OPEN
-            if read is not None:
+            if ends is not None and ends[last]:
                 status = _status(read, last)
             made.segments.append(
                 Segment(

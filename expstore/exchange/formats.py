@@ -13,15 +13,27 @@ from expstore.errors import NotFoundError, SchemaError
 from expstore.exchange.base import Exported, Imported, open_to_read
 from expstore.files import ReadingDisk
 
-__all__ = ["EXPORTS", "IMPORTS", "exporter", "format_of", "importer"]
+__all__ = ["EXPORTS", "IMPORTS", "MAPPED", "exporter", "format_of", "importer"]
 
 #: What can be written, and what can be read.
-EXPORTS = ("arrow", "parquet", "zarr")
-IMPORTS = ("arrow", "parquet")
+EXPORTS = ("arrow", "hdf5", "npz", "parquet", "zarr")
+IMPORTS = ("arrow", "hdf5", "npz", "parquet")
+#: Those in which names can be mapped.
+MAPPED = ("hdf5", "npz")
 
-_SUFFIXES = {".parquet": "parquet", ".pq": "parquet", ".arrow": "arrow", ".feather": "arrow", ".ipc": "arrow"}
+_SUFFIXES = {
+    ".parquet": "parquet",
+    ".pq": "parquet",
+    ".arrow": "arrow",
+    ".feather": "arrow",
+    ".ipc": "arrow",
+    ".h5": "hdf5",
+    ".hdf5": "hdf5",
+    ".hdf": "hdf5",
+    ".npz": "npz",
+}
 #: How files begin.
-_HEADS = {b"PAR1": "parquet", b"ARROW1": "arrow"}
+_HEADS = {b"PAR1": "parquet", b"ARROW1": "arrow", b"\x89HDF\r\n\x1a\n": "hdf5", b"PK\x03\x04": "npz"}
 
 
 def exporter(name: str) -> Callable[..., Exported]:

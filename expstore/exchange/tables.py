@@ -296,10 +296,10 @@ class Table:
             raise SchemaError(f"column {key_name(missing[0])!r} is missing in some of the files")
         return [_to_column(entry, found[entry.key], batch.num_rows) for entry in self._layout.schema.fields]
 
-    def own(self, batch: Any) -> dict[str, Array]:
-        """Return those of the store's own columns that are there. Shapes `(n,)`."""
+    def own(self, batch: Any, names: Sequence[str] | None = None) -> dict[str, Array]:
+        """Return those of the store's own columns that are there, or some of them. Shapes `(n,)`."""
         found = {}
-        for name in self._layout.own:
+        for name in self._layout.own if names is None else names:
             column = batch.column(batch.schema.get_field_index(name))
             try:
                 wanted = column.cast(OWN[name])

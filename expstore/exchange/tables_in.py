@@ -141,8 +141,8 @@ class _Part:
     def __init__(self, path: Path, schema: Any, rows: int) -> None:
         self.path, self.schema, self.rows = path, schema, rows
 
-    def batches(self, rows: int) -> Iterator[Any]:
-        """Yield record batches."""
+    def batches(self, rows: int, columns: list[str] | None = None) -> Iterator[Any]:
+        """Yield record batches; of these columns, if any are named and that saves reading the others."""
         raise NotImplementedError
 
     def first_id(self) -> int | None:
@@ -157,9 +157,9 @@ class _ParquetPart(_Part):
             self._file = pq.ParquetFile(file)
             super().__init__(path, self._file.schema_arrow, self._file.metadata.num_rows)
 
-    def batches(self, rows: int) -> Iterator[Any]:
+    def batches(self, rows: int, columns: list[str] | None = None) -> Iterator[Any]:
         with _reading(self.path):
-            yield from self._file.iter_batches(batch_size=rows, use_threads=False)
+            yield from self._file.iter_batches(batch_size=rows, columns=columns, use_threads=False)
 
     def first_id(self) -> int | None:
         names = [self._file.schema.column(n).path for n in range(len(self._file.schema.names))]
@@ -176,7 +176,7 @@ class _ArrowPart(_Part):
             self._file = pa.ipc.open_file(file)
         super().__init__(path, self._file.schema, 0)  # to count them all would have to be read
 
-    def batches(self, rows: int) -> Iterator[Any]:
+    def batches(self, rows: int, columns: list[str] | None = None) -> Iterator[Any]:
         for number in range(self._file.num_record_batches):
             with _reading(self.path):
                 batch = self._file.get_batch(number)
@@ -238,6 +238,34 @@ def _read_facts(path: Path, read: Callable[[Any], Any]) -> _EpisodeFacts | None:
             f"{path} has no column {missing[0]!r}", hint="it is no file of episodes of an export"
         )
     return _EpisodeFacts(table)
+
+
+def _interleaved(episode: int) -> Facts:
+    """Return what keeps an episode apart from others that go on beside it, where nothing is known of it."""
+    return Facts(length=-1, status=OPEN, trajectory=episode)
+
+
+class _Ends:
+    """Know the last steps of episodes, where no file says anything of them."""
+
+    def __init__(self, parts: Sequence[_Part], layout: Layout) -> None:
+        table = Table(layout)
+        found: list[IntArray] = []
+        for part in parts:
+            for batch in part.batches(1 << 16, ["_episode", "_step"]):
+                own = table.own(batch, ("_episode", "_step"))
+                order = np.lexsort((own["_step"], own["_episode"]))
+                episodes, steps = own["_episode"][order], own["_step"][order]
+                stops = np.flatnonzero(np.diff(episodes, append=episodes[-1:] - 1))
+                found.append(np.stack([episodes[stops], steps[stops]]))
+        whole = np.concatenate(found, axis=1) if found else np.zeros((2, 0), np.int64)
+        whole = whole[:, np.lexsort((whole[1], whole[0]))]
+        self._last = whole[:, np.flatnonzero(np.diff(whole[0], append=whole[0, -1:] - 1))]
+
+    def of(self, episodes: IntArray, steps: IntArray) -> Array:
+        """Return which rows are the last of their episodes. Shape `(n,)`."""
+        last: Array = self._last[1, np.searchsorted(self._last[0], episodes)] == steps
+        return last
 
 
 # -- rows -----------------------------------------------------------------------------------------------
@@ -339,13 +367,15 @@ def _fill(
         specs = about.get("specs") or ""
         filler.prepare(layout.schema, specs=specs, above=facts.above if facts and numbered else None)
         done = 0
+        ends = _Ends(parts, layout) if numbered and facts is None else None
         for columns, own in reading:
             if numbered:
                 filler.put(
                     columns,
                     own["_episode"],
                     own["_step"],
-                    facts=facts,
+                    facts=facts or _interleaved,
+                    last=None if ends is None else ends.of(own["_episode"], own["_step"]),
                     times=own.get("_time"),
                     priorities=own.get("_priority"),
                 )

@@ -6,6 +6,7 @@ changes nothing.
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import numpy as np
@@ -71,8 +72,8 @@ class PackedReader(PackedRows):
         path = self.open_path(shard, turn)
         try:
             file = self._disk.open(path, write=False)
-        except StorageError:
-            if self._disk.exists(path):
+        except StorageError as exc:
+            if exc.errno != errno.ENOENT:  # not whether it exists now: it may come just behind the look
                 raise
             return None
         size = file.size()

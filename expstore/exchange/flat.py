@@ -1,0 +1,399 @@
+"""Flat files, a row per transition, episode after episode: what HDF5 and NPZ have in common.
+
+Used by these formats, which know how their files are written and read. It holds a piece of the rows in
+memory at a time.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from expstore.errors import SchemaError
+from expstore.exchange.base import Exported, Imported, Progress, lost_by, names_of, piece_rows
+from expstore.exchange.filling import new_store
+from expstore.exchange.naming import FLAGS, SCALARS, check_keys, check_map, our_key, their_path
+from expstore.exchange.rows import Rows
+from expstore.files import Disk
+from expstore.schema import DTYPES, OBJECT, Field, Schema
+from expstore.types import Array, IntArray, Key, key_name
+
+__all__ = ["ABOUT", "Column", "FlatReader", "FlatWriter", "fill_flat", "plan_columns", "write_flat"]
+
+#: Under this name it is kept what the fields are that were exported.
+ABOUT = "expstore"
+_EPISODE = ("_episode",)
+_FORMAT = 1
+_FIELDS = {str(kind): name for name, kind in DTYPES.items() if name not in (OBJECT, "bfloat16")}
+
+
+@dataclass(frozen=True)
+class Column:
+    """Describe what stands in a file under a name.
+
+    Args:
+        path: Groups, then the name.
+        dtype: Of the values, as NumPy has it.
+        shape: Of a row.
+    """
+
+    path: Key
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+
+    @property
+    def row_bytes(self) -> int:
+        """How many bytes a row takes."""
+        return self.dtype.itemsize * int(np.prod(self.shape, dtype=np.int64))
+
+
+class FlatWriter(Protocol):
+    """Write a file, piece after piece."""
+
+    def add(self, columns: Sequence[Array]) -> None:
+        """Append rows: one array per column. Shapes `(n, *row shape)`."""
+
+    def finish(self, about: str) -> None:
+        """Complete the file; `about` is kept with it."""
+
+
+class FlatReader(Protocol):
+    """Read a file, piece after piece, from the beginning on."""
+
+    columns: list[Column]
+    lengths: list[int]
+    about: str
+    notes: list[str]
+
+    def read(self, wanted: Sequence[Column], count: int) -> list[Array]:
+        """Return the next rows. Shapes `(n, *row shape)`."""
+
+
+# -- writing --------------------------------------------------------------------------------------------
+
+
+def plan_columns(rows: Rows) -> list[Column]:
+    """Return what stands in a file of these rows.
+
+    Raises:
+        SchemaError: Two fields would bear one name.
+    """
+    found = [_column(entry) for entry in rows.user_fields]
+    paths = [column.path for column in found]
+    for name in ("terminals", "timeouts"):
+        if (name,) not in paths:
+            found.append(Column((name,), np.dtype(bool), ()))
+    found.append(Column(_EPISODE, np.dtype("<i8"), ()))
+    seen: set[str] = set()
+    for column in found:
+        name = "/".join(column.path)
+        parents = {"/".join(column.path[:n]) for n in range(1, len(column.path))}
+        if name in seen or parents & {"/".join(p.path) for p in found} or name == ABOUT:
+            raise SchemaError(f"two fields would be called {name!r} there", hint="name the other fields")
+        seen.add(name)
+    return found
+
+
+def _column(entry: Field) -> Column:
+    kind = np.dtype("<f4") if entry.dtype == "bfloat16" else entry.numpy_dtype
+    shape = () if entry.key in SCALARS and entry.shape == (1,) else entry.shape
+    return Column(their_path(entry.key), kind, shape)
+
+
+def write_flat(rows: Rows, columns: Sequence[Column], writer: FlatWriter, progress: Progress) -> int:
+    """Hand all rows to a writer, episode after episode; return how many there were."""
+    fields = rows.user_fields
+    own = len(rows.storage.require_schema().fields)
+    places = [*rows.places[: len(fields)], own + 1]  # and `_row/episode`
+    ends, total, each = _Ends(rows), rows.count, rows.row_bytes
+    done = written = 0
+    for ids in _by_episode(rows, piece_rows(each)):
+        found, values = rows.read(ids, places)
+        if found.size:
+            given = [_values(entry, column) for entry, column in zip(fields, values[:-1], strict=True)]
+            names = values[-1].reshape(-1)
+            for column in columns[len(fields) : -1]:
+                given.append(ends.flags(column.path[0], found, names))
+            shaped = [v.reshape(-1, *c.shape) for v, c in zip([*given, names], columns, strict=True)]
+            writer.add(shaped)
+        written += found.size
+        done += ids.size
+        progress(done * each, total * each)
+    kept = [{"key": list(f.key), "dtype": f.dtype, "shape": list(f.shape)} for f in fields]
+    about = {name: value for name, value in rows.about().items() if name != "specs"}
+    writer.finish(json.dumps({"format": _FORMAT, "fields": kept, **about}))
+    return written
+
+
+def _by_episode(rows: Rows, size: int) -> Iterator[IntArray]:
+    """Yield the ids of all rows in the order of episodes and steps, so many at a time."""
+    held: list[IntArray] = []
+    count = 0
+    for episode in rows.episode_ids.tolist():
+        ids, _ = rows.episode_rows(episode)
+        while count + ids.size >= size:
+            head = size - count
+            yield np.concatenate([*held, ids[:head]])
+            held, count, ids = [], 0, ids[head:]
+        held.append(ids)
+        count += ids.size
+    if count:
+        yield np.concatenate(held)
+
+
+def _values(entry: Field, column: Array) -> Array:
+    if entry.dtype == "bfloat16":
+        return (column.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    return column
+
+
+class _Ends:
+    """Know the last rows of episodes, for stores without such flags."""
+
+    def __init__(self, rows: Rows) -> None:
+        self._rows = rows
+        self._last: dict[int, int] | None = None
+
+    def flags(self, name: str, ids: IntArray, episodes: IntArray) -> Array:
+        """Return which rows are the last of an episode that has ended so, or is not known to go on."""
+        if self._last is None:
+            table = self._rows.facts
+            status = table["status"].to_pylist()
+            fragments = self._rows.by_episode
+            stops = np.flatnonzero(np.diff(fragments[0], append=-1))
+            last = fragments[3, stops] + (fragments[2, stops] - 1) * fragments[4, stops]
+            ended = dict(zip(table["episode_id"].to_pylist(), status, strict=True))
+            self._last = {
+                row: ended[episode] == "terminated"
+                for episode, row in zip(fragments[0, stops].tolist(), last.tolist(), strict=True)
+            }
+        wanted = name == "terminals"
+        return np.array([self._last.get(row) is wanted for row in ids.tolist()], bool)
+
+
+def describe_export(form: str, target: Path, rows: Rows, written: int, disk: Disk) -> Exported:
+    """Say what was exported."""
+    return Exported(
+        path=target,
+        rows=written,
+        left_out=rows.count - written,
+        fields=names_of([entry.key for entry in rows.user_fields]),
+        disk_bytes=disk.used(target),
+        episodes=rows.episode_ids.size,
+        lost=lost_by(form),
+    )
+
+
+# -- reading --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Say which columns become which fields, and where the names of episodes stand."""
+
+    columns: list[Column]
+    fields: list[Field]
+    episode: Column | None
+    rows: int
+    about: Mapping[str, Any]
+    notes: list[str]
+
+
+def fill_flat(
+    reader: FlatReader,
+    target: Path,
+    *,
+    given: Mapping[str, str],
+    capacity: int | None,
+    progress: Progress,
+    disk: Disk,
+) -> Imported:
+    """Make a store of a flat file.
+
+    Raises:
+        SchemaError: Something there cannot be a field.
+    """
+    plan = _plan(reader, given)
+    schema = Schema(plan.fields, plan.about.get("form", ""))
+    names = ("meta", "traj_key", "done_keys", "reward_key")
+    settings = {name: _tupled(plan.about[name]) for name in names if plan.about.get(name) is not None}
+    if capacity is None:
+        capacity = plan.about.get("capacity")
+    wanted = plan.columns if plan.episode is None else [*plan.columns, plan.episode]
+    with new_store(disk, target, capacity, settings) as filler:
+        filler.prepare(schema)
+        cutter = _Cutter(schema)
+        size, done = piece_rows(schema.row_bytes), 0
+        while done < plan.rows:
+            values = reader.read(wanted, min(size, plan.rows - done))
+            count = len(values[0])
+            columns = [
+                _taken(f, v, count) for f, v in zip(plan.fields, values[: len(plan.fields)], strict=True)
+            ]
+            named = None if plan.episode is None else values[-1].reshape(-1).astype(np.int64)
+            done += count
+            columns, episodes, steps, last = cutter.cut(columns, named, more=done < plan.rows)
+            filler.put(columns, episodes, steps, last=last)
+            progress(done, plan.rows)
+        return filler.result(target, plan.notes)
+
+
+def _tupled(value: Any) -> Any:
+    return tuple(map(_tupled, value)) if isinstance(value, list) else value
+
+
+def _plan(reader: FlatReader, given: Mapping[str, str]) -> _Plan:
+    about = _about(reader.about)
+    known = {their_path(tuple(f["key"])): f for f in about.get("fields", ())}
+    check_map(given, [column.path for column in reader.columns])
+    columns, fields = [], []
+    episode = None
+    lengths: dict[str, int] = {}
+    for column, rows in zip(reader.columns, reader.lengths, strict=True):
+        if column.path == _EPISODE and not given:
+            episode = column
+            continue
+        if known and not given and column.path not in known:
+            continue  # ends of episodes that are no field
+        key = our_key(column.path, given)
+        if key is not None:
+            columns.append(column)
+            fields.append(_field(key, column, None if given else known.get(column.path)))
+            lengths["/".join(column.path)] = rows
+    if not fields:
+        raise SchemaError("there is nothing that can be a field")
+    check_keys([entry.key for entry in fields])
+    first, count = next(iter(lengths.items()))
+    for name, rows in lengths.items():
+        if rows != count:
+            raise SchemaError(
+                f"{name!r} has {rows} rows, and {first!r} has {count}",
+                hint=f"what has no row per transition can be left out: --map {name}=",
+            )
+    return _Plan(columns, fields, episode, count, {} if given else about, reader.notes)
+
+
+def _about(text: str) -> dict[str, Any]:
+    if not text:
+        return {}
+    try:
+        found = dict(json.loads(text))
+        if int(found["format"]) > _FORMAT:
+            raise SchemaError(f"the file is in format {found['format']}, this version reads format {_FORMAT}")
+        for entry in found["fields"]:
+            Field(tuple(map(str, entry["key"])), str(entry["dtype"]), tuple(map(int, entry["shape"])))
+    except (ValueError, KeyError, TypeError) as exc:
+        if isinstance(exc, SchemaError):
+            raise
+        raise SchemaError(f"what the file says of its fields cannot be read: {exc}") from exc
+    return found
+
+
+def _field(key: Key, column: Column, known: Mapping[str, Any] | None) -> Field:
+    name = "/".join(column.path)
+    kind = str(column.dtype.newbyteorder("<")) if column.dtype.kind in "biufc" else ""
+    if known is not None:
+        entry = Field(key, str(known["dtype"]), tuple(map(int, known["shape"])))
+        stored = _column(entry)
+        if (stored.dtype, stored.shape) == (column.dtype.newbyteorder("<"), column.shape):
+            return entry
+    shape = column.shape
+    if key in SCALARS:
+        if int(np.prod(shape, dtype=np.int64)) != 1:
+            raise SchemaError(f"{name!r} has {list(shape)} values per row, and is to be {key_name(key)!r}")
+        shape = (1,)
+        kind = "bool" if key in FLAGS and kind else kind
+    if kind not in _FIELDS:
+        raise SchemaError(
+            f"{name!r} holds values of type {column.dtype}, which no field has",
+            hint=f"leave it out: map it to nothing, --map {name}=",
+        )
+    return Field(key, _FIELDS[kind], shape)
+
+
+def _taken(entry: Field, values: Array, count: int) -> Array:
+    """Return values as their field keeps them."""
+    if entry.dtype == "bfloat16":
+        values = (values.view(np.uint32) >> np.uint32(16)).astype(np.uint16)
+    elif entry.dtype == "bool" and values.dtype != np.bool_:
+        values = values.astype(np.float64) > 0.5
+    return np.ascontiguousarray(values, entry.numpy_dtype).reshape(count, *entry.shape)
+
+
+class _Cutter:
+    """Number episodes and steps: a new name, or else an end or a seam, begins another one.
+
+    The last row of a piece is kept back for the next one, which says whether its episode goes on.
+
+    Args:
+        schema: The fields.
+    """
+
+    def __init__(self, schema: Schema) -> None:
+        places = {entry.key: place for place, entry in enumerate(schema.fields)}
+        self._ends = [places[key] for key in FLAGS if key in places]
+        # Where the next observation is not the one of the next row, something is missing in between.
+        self._pairs = [
+            (places[key], places["next", *key])
+            for key in places
+            if key[0] == "observation" and ("next", *key) in places
+        ]
+        self._kept: tuple[list[Array], IntArray | None, int, int] | None = None
+
+    def cut(
+        self, columns: list[Array], named: IntArray | None, *, more: bool
+    ) -> tuple[list[Array], IntArray, IntArray, Array]:
+        """Return the rows that are ready, their episodes and steps, and which are the last of an episode.
+
+        Args:
+            columns: More rows. Shapes `(n, *row shape)`.
+            named: What their episodes are called, where that is known. Shape `(n,)`.
+            more: Others follow.
+        """
+        episode, step = 0, 0
+        if self._kept is not None:
+            rows, names, episode, step = self._kept
+            columns = [np.concatenate(both) for both in zip(rows, columns, strict=True)]
+            named = None if named is None or names is None else np.concatenate([names, named])
+        begins = self._begins(columns, named)
+        episodes = episode + np.cumsum(begins)
+        at = np.arange(begins.size)
+        steps = at - np.maximum.accumulate(np.where(begins, at, 0))
+        steps[episodes == episode] += step
+        last = np.append(begins[1:], True)
+        if not more:
+            return columns, episodes, steps, last
+        self._kept = (
+            [column[-1:].copy() for column in columns],
+            None if named is None else named[-1:],
+            int(episodes[-1]),
+            int(steps[-1]),
+        )
+        return [column[:-1] for column in columns], episodes[:-1], steps[:-1], last[:-1]
+
+    def _begins(self, columns: Sequence[Array], named: IntArray | None) -> Array:
+        """Return which rows begin an episode that is not the one of the row before. Shape `(n,)`."""
+        begins = np.zeros(len(columns[0]), bool)
+        if named is not None:
+            begins[1:] = named[1:] != named[:-1]
+            return begins
+        for place in self._ends:
+            flags = columns[place][:-1]
+            begins[1:] |= flags.any(tuple(range(1, flags.ndim)))
+        for now, following in self._pairs:
+            begins[1:] |= _differ(columns[following][:-1], columns[now][1:])
+        return begins
+
+
+def _differ(first: Array, second: Array) -> Array:
+    """Say which rows are not the same, byte by byte. Shape `(n,)`."""
+    if not len(first):
+        return np.zeros(0, bool)
+    raw = [np.ascontiguousarray(part).reshape(len(part), -1).view(np.uint8) for part in (first, second)]
+    different: Array = (raw[0] != raw[1]).any(1)
+    return different

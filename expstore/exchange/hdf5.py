@@ -1,0 +1,229 @@
+"""Rows as an HDF5 file, a dataset per field, D4RL's names.
+
+Used by `expstore export`, `expstore import` and programs. It needs h5py, the extra `h5`. Rows are written and
+read a piece at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from expstore.errors import StorageError
+from expstore.exchange.base import (
+    DiskFile,
+    Exported,
+    Imported,
+    Progress,
+    check_target,
+    making,
+    no_progress,
+    open_to_read,
+    required,
+    sync_tree,
+)
+from expstore.exchange.flat import ABOUT, Column, describe_export, fill_flat, plan_columns, write_flat
+from expstore.exchange.rows import Episodes, Exchanged, Rows, opened
+from expstore.files import Disk
+from expstore.types import Array
+
+__all__ = ["export_hdf5", "import_hdf5"]
+
+#: Datasets are packed in chunks of about so many bytes.
+CHUNK_BYTES = 256 << 10
+#: A group of facts about the file, not of its rows.
+_METADATA = "metadata"
+
+
+def export_hdf5(
+    source: Exchanged,
+    target: str | Path,
+    *,
+    fields: Sequence[str] | None = None,
+    episodes: Episodes = None,
+    version: int | str | None = None,
+    progress: Progress = no_progress,
+    disk: Disk | None = None,
+) -> Exported:
+    """Write the rows that can be read now as an HDF5 file with D4RL's names; otherwise as `export_npz`.
+
+    Nested names are groups: `observations/pixels`.
+
+    Args:
+        source: A buffer, or the path of a store, a version or a folder of versions.
+        target: The file, which must not be there yet.
+        fields: Only these, by name; None: all.
+        episodes: Only of these episodes: ids, or an SQL condition over the relation `episodes`.
+        version: Number or tag of a version, where `source` is a path.
+        progress: Is told bytes done and bytes in all.
+        disk: Where files are touched.
+
+    Raises:
+        ModuleNotFoundError: h5py is not installed.
+        ExpStoreError: As `export_npz`.
+
+    Example:
+        >>> done = export_hdf5(rb, "rows.hdf5")
+        >>> h5py.File("rows.hdf5")["observations"].shape == (done.rows, 4)
+        True
+    """
+    h5py = required("h5py")
+    disk, target = disk or Disk(), Path(target)
+    with opened(source, version) as storage:
+        rows = Rows.choose(storage, fields=fields, episodes=episodes)
+        rows.refuse_objects("HDF5")
+        columns = plan_columns(rows)
+        check_target(disk, target)
+        with making(disk, target, single=True) as aside:
+            with (
+                DiskFile(disk, aside / target.name, write=True) as raw,
+                h5py.File(raw, "w", libver="v110") as file,
+            ):
+                written = write_flat(rows, columns, _Writer(file, columns), progress)
+            sync_tree(disk, aside)
+    return describe_export("hdf5", target, rows, written, disk)
+
+
+class _Writer:
+    """Write datasets that grow.
+
+    Args:
+        file: Of h5py.
+        columns: What they are.
+    """
+
+    def __init__(self, file: Any, columns: Sequence[Column]) -> None:
+        self._file, self._rows = file, 0
+        self._sets = [
+            file.create_dataset(
+                "/".join(column.path),
+                shape=(0, *column.shape),
+                maxshape=(None, *column.shape),
+                chunks=(max(1, CHUNK_BYTES // max(1, column.row_bytes)), *column.shape),
+                dtype=column.dtype,
+                compression="gzip",
+                compression_opts=1,
+                shuffle=column.dtype.itemsize > 1,
+            )
+            for column in columns
+        ]
+
+    def add(self, columns: Sequence[Array]) -> None:
+        """Append rows."""
+        stop = self._rows + len(columns[0])
+        for into, values in zip(self._sets, columns, strict=True):
+            into.resize(stop, axis=0)
+            into[self._rows : stop] = values
+        self._rows = stop
+
+    def finish(self, about: str) -> None:
+        """Note what the fields are."""
+        self._file.attrs[ABOUT] = about
+
+
+def import_hdf5(
+    source: str | Path,
+    target: str | Path,
+    *,
+    names: Mapping[str, str] | None = None,
+    capacity: int | None = None,
+    progress: Progress = no_progress,
+    disk: Disk | None = None,
+) -> Imported:
+    """Make a store of an HDF5 file with a row per transition, such as D4RL's; otherwise as `import_npz`.
+
+    The group `metadata` and single values are about the file, and left out.
+
+    Args:
+        source: The file.
+        target: The store's folder, which must not be there yet.
+        names: Names, or groups, there to fields here, as in `{"obs_next": "next.observation"}`; to "": left
+            out.
+        capacity: Most readable rows; None: unbounded, or as an exported store had it.
+        progress: Is told rows done and rows in all.
+        disk: Where files are touched.
+
+    Raises:
+        ModuleNotFoundError: h5py is not installed.
+        ExpStoreError: As `import_npz`.
+
+    Example:
+        >>> import_hdf5("hopper_medium-v2.hdf5", "hopper.exp").rows
+        1000000
+    """
+    with reading_hdf5(Path(source)) as file:
+        return fill_flat(
+            _Reader(file, Path(source)),
+            Path(target),
+            given=names or {},
+            capacity=capacity,
+            progress=progress,
+            disk=disk or Disk(),
+        )
+
+
+@contextmanager
+def reading_hdf5(path: Path) -> Iterator[Any]:
+    """Open an HDF5 file for reading, as h5py has it.
+
+    Raises:
+        NotFoundError: There is none.
+        StorageError: It is no HDF5 file, or damaged.
+    """
+    h5py = required("h5py")
+    with open_to_read(path) as raw:
+        try:
+            file = h5py.File(raw, "r")
+        except OSError as exc:
+            raise StorageError(f"cannot read {path} as HDF5: {exc}") from exc
+        with file:
+            yield file
+
+
+class _Reader:
+    """Read the datasets of a file side by side.
+
+    Args:
+        file: Of h5py.
+        path: Where it is.
+    """
+
+    def __init__(self, file: Any, path: Path) -> None:
+        self._file, self._path, self._at = file, path, 0
+        self.about = str(file.attrs.get(ABOUT, ""))
+        self.notes: list[str] = []
+        self.columns: list[Column] = []
+        self.lengths: list[int] = []
+        for name, dataset in _datasets(file):
+            if name.split("/")[0] == _METADATA:
+                if "'metadata' is about the file, and left out" not in self.notes:
+                    self.notes.append("'metadata' is about the file, and left out")
+            elif not dataset.shape:
+                self.notes.append(f"{name!r} is one value for all rows, and left out")
+            else:
+                self.columns.append(Column(tuple(name.split("/")), dataset.dtype, dataset.shape[1:]))
+                self.lengths.append(dataset.shape[0])
+
+    def read(self, wanted: Sequence[Column], count: int) -> list[Array]:
+        """Return the next rows."""
+        part = slice(self._at, self._at + count)
+        self._at += count
+        try:
+            return [np.asarray(self._file["/".join(column.path)][part]) for column in wanted]
+        except OSError as exc:
+            raise StorageError(f"cannot read {self._path}: {exc}") from exc
+
+
+def _datasets(group: Any, above: str = "") -> list[tuple[str, Any]]:
+    """Return all datasets below a group, by name."""
+    found: list[tuple[str, Any]] = []
+    for name, item in group.items():
+        if hasattr(item, "shape"):
+            found.append((above + name, item))
+        elif hasattr(item, "items"):
+            found += _datasets(item, f"{above}{name}/")
+    return found

@@ -1,0 +1,252 @@
+"""Rows as an NPZ file, as NumPy reads it: an array per field, D4RL's names.
+
+Used by `expstore export`, `expstore import` and programs. Arrays are written and read side by side, a piece
+of rows at a time; nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import io
+import zipfile
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from expstore.errors import SchemaError, StorageError
+from expstore.exchange.base import (
+    DiskFile,
+    Exported,
+    Imported,
+    Progress,
+    check_target,
+    making,
+    no_progress,
+    open_to_read,
+    sync_tree,
+)
+from expstore.exchange.flat import ABOUT, Column, describe_export, fill_flat, plan_columns, write_flat
+from expstore.exchange.rows import Episodes, Exchanged, Rows, opened
+from expstore.files import Disk
+from expstore.types import Array, Key
+
+__all__ = ["export_npz", "import_npz"]
+
+#: Bytes that are copied at once.
+_COPIED = 1 << 20
+
+
+def export_npz(
+    source: Exchanged,
+    target: str | Path,
+    *,
+    fields: Sequence[str] | None = None,
+    episodes: Episodes = None,
+    version: int | str | None = None,
+    progress: Progress = no_progress,
+    disk: Disk | None = None,
+) -> Exported:
+    """Write the rows that can be read now as an NPZ file with D4RL's names, episode after episode.
+
+    `observations, actions, rewards, terminals, timeouts, next_observations`; nested names as in
+    `observations/pixels`. Rewards and flags have the shape `(rows,)`. `terminals` and `timeouts` are there
+    though the store has no such fields. bfloat16 is written as float32. `_episode` says which rows belong
+    together. The file is there whole or not at all.
+
+    Args:
+        source: A buffer, or the path of a store, a version or a folder of versions.
+        target: The file, which must not be there yet.
+        fields: Only these, by name; None: all.
+        episodes: Only of these episodes: ids, or an SQL condition over the relation `episodes`.
+        version: Number or tag of a version, where `source` is a path.
+        progress: Is told bytes done and bytes in all.
+        disk: Where files are touched.
+
+    Raises:
+        ExpStoreError: As `export_parquet`; or two fields would bear one name.
+
+    Example:
+        >>> done = export_npz(rb, "rows.npz")
+        >>> numpy.load("rows.npz")["observations"].shape == (done.rows, 4)
+        True
+    """
+    disk, target = disk or Disk(), Path(target)
+    with opened(source, version) as storage:
+        rows = Rows.choose(storage, fields=fields, episodes=episodes)
+        rows.refuse_objects("NPZ")
+        columns = plan_columns(rows)
+        check_target(disk, target)
+        with making(disk, target, single=True) as aside, ExitStack() as stack:
+            writer = _Writer(disk, aside, aside / target.name, columns, stack)
+            written = write_flat(rows, columns, writer, progress)
+            sync_tree(disk, aside)
+    return describe_export("npz", target, rows, written, disk)
+
+
+class _Writer:
+    """Write arrays to a file each, and at the end all of them to one.
+
+    Args:
+        disk: Where files are touched.
+        folder: For the arrays.
+        target: The file.
+        columns: The arrays.
+        stack: Closes files.
+    """
+
+    def __init__(
+        self, disk: Disk, folder: Path, target: Path, columns: Sequence[Column], stack: ExitStack
+    ) -> None:
+        self._disk, self._target, self._columns = disk, target, columns
+        self._rows = 0
+        self._parts = [folder / f"{number}.part" for number in range(len(columns))]
+        self._files = [stack.enter_context(DiskFile(disk, path, write=True)) for path in self._parts]
+
+    def add(self, columns: Sequence[Array]) -> None:
+        """Append rows."""
+        for file, values in zip(self._files, columns, strict=True):
+            file.write(np.ascontiguousarray(values).reshape(-1).view(np.uint8))
+        self._rows += len(columns[0])
+
+    def finish(self, about: str) -> None:
+        """Put the arrays into one file."""
+        for part in self._files:
+            part.close()
+        with (
+            DiskFile(self._disk, self._target, write=True) as whole,
+            zipfile.ZipFile(whole, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as file,
+        ):
+            for column, path in zip(self._columns, self._parts, strict=True):
+                with (
+                    file.open("/".join(column.path) + ".npy", "w", force_zip64=True) as out,
+                    DiskFile(self._disk, path) as part,
+                ):
+                    out.write(_header(column, self._rows))
+                    while data := part.read(_COPIED):
+                        out.write(data)
+                self._disk.unlink(path)
+            with file.open(ABOUT + ".npy", "w") as out:
+                np.lib.format.write_array(out, np.array(about), allow_pickle=False)
+
+
+def _header(column: Column, rows: int) -> bytes:
+    head = io.BytesIO()
+    facts = {"descr": column.dtype.str, "fortran_order": False, "shape": (rows, *column.shape)}
+    np.lib.format.write_array_header_1_0(head, facts)
+    return head.getvalue()
+
+
+def import_npz(
+    source: str | Path,
+    target: str | Path,
+    *,
+    names: Mapping[str, str] | None = None,
+    capacity: int | None = None,
+    progress: Progress = no_progress,
+    disk: Disk | None = None,
+) -> Imported:
+    """Make a store of an NPZ file with a row per transition.
+
+    D4RL's names become fields: `observations` observation, `rewards` next.reward, `terminals`
+    next.terminated, `timeouts` next.truncated, `next_observations` next.observation; others stay. Episodes
+    end where `terminals` or `timeouts` say so, and where the next observation is not that of the next row.
+    The store is there whole or not at all.
+
+    Args:
+        source: The file.
+        target: The store's folder, which must not be there yet.
+        names: Names, or groups, there to fields here, as in `{"obs_next": "next.observation"}`; to "": left
+            out.
+        capacity: Most readable rows; None: unbounded, or as an exported store had it.
+        progress: Is told rows done and rows in all.
+        disk: Where files are touched.
+
+    Raises:
+        NotFoundError: There is no such file, or no folder for the store.
+        StorageError: The file cannot be read; or the disk failed or is full. Nothing is left.
+        SchemaError: Arrays have different lengths, or something there cannot be a field.
+        StateError: The target is there, or would lie inside a store.
+        LockedError: Somebody else makes this store just now.
+
+    Example:
+        >>> import_npz("hopper.npz", "hopper.exp").rows
+        1000
+    """
+    path = Path(source)
+    with ExitStack() as stack:
+        try:
+            reader = _Reader(path, stack)
+            return fill_flat(
+                reader,
+                Path(target),
+                given=names or {},
+                capacity=capacity,
+                progress=progress,
+                disk=disk or Disk(),
+            )
+        except (zipfile.BadZipFile, EOFError, zipfile.LargeZipFile) as exc:
+            raise StorageError(f"cannot read {path}: {exc}") from exc
+
+
+class _Reader:
+    """Read the arrays of a file side by side.
+
+    Args:
+        path: The file.
+        stack: Closes files.
+    """
+
+    def __init__(self, path: Path, stack: ExitStack) -> None:
+        self._path, self._stack = path, stack
+        self._file: zipfile.ZipFile = stack.enter_context(
+            zipfile.ZipFile(stack.enter_context(open_to_read(path)))
+        )
+        self.about = ""
+        self.notes: list[str] = []
+        self.columns: list[Column] = []
+        self.lengths: list[int] = []
+        self._names: dict[Key, str] = {}
+        for name in self._file.namelist():
+            plain = name.removesuffix(".npy")
+            if name == plain:
+                raise SchemaError(f"{path} holds {name!r}, which is no array")
+            shape, kind, part = self._begin(name)
+            if plain == ABOUT and not shape and kind.kind == "U":
+                self.about = str(np.frombuffer(part.read(), kind).reshape(shape)[()])
+            elif not shape:
+                self.notes.append(f"{plain!r} is one value for all rows, and left out")
+            else:
+                key = tuple(plain.replace(".", "/").split("/"))
+                self.columns.append(Column(key, kind, shape[1:]))
+                self.lengths.append(shape[0])
+                self._names[key] = name
+        self._parts: dict[Key, Any] = {}
+
+    def _begin(self, name: str) -> tuple[tuple[int, ...], np.dtype[Any], Any]:
+        """Open an array; return its shape, its dtype, and what reads its values."""
+        part = self._stack.enter_context(self._file.open(name))
+        try:
+            major, _ = np.lib.format.read_magic(part)
+            read = np.lib.format.read_array_header_1_0 if major == 1 else np.lib.format.read_array_header_2_0
+            shape, fortran, kind = read(part)
+        except ValueError as exc:
+            raise StorageError(f"cannot read {name} in {self._path}: {exc}") from exc
+        if fortran and len(shape) > 1:
+            raise SchemaError(
+                f"{name!r} is stored column by column", hint="save it in C order: numpy.ascontiguousarray"
+            )
+        return shape, kind, part
+
+    def read(self, wanted: Sequence[Column], count: int) -> list[Array]:
+        """Return the next rows."""
+        found = []
+        for column in wanted:
+            if column.path not in self._parts:
+                self._parts[column.path] = self._begin(self._names[column.path])[2]
+            data = self._parts[column.path].read(count * column.row_bytes)
+            if len(data) != count * column.row_bytes:
+                raise StorageError(f"cannot read {'/'.join(column.path)} in {self._path}: it ends early")
+            found.append(np.frombuffer(data, column.dtype).reshape(count, *column.shape))
+        return found
