@@ -15,14 +15,17 @@ from typing import Annotated
 import typer
 
 from expstore.cli_print import print_json, show_progress, size_text
-from expstore.exchange.base import LOSSES, LOST_BY_ALL
+from expstore.exchange.losses import LOSSES, LOST_BY_ALL
 
 __all__ = ["EXPORT_NOTES", "IMPORT_NOTES", "export", "import_"]
 
-_BESIDE = "; ".join(f"--{name}: {lost}" for name, lost in LOSSES.items() if lost)
-EXPORT_NOTES = (
-    "What is made is there whole or not at all; Ctrl-C leaves nothing. Rows that come meanwhile are not in "
-    f"it. No format carries {LOST_BY_ALL}. Beside that some do not carry: {_BESIDE}."
+#: One paragraph each.
+EXPORT_NOTES = "\n\n".join(
+    [
+        "What is made is there whole or not at all; Ctrl-C leaves nothing. Later rows are not in it.",
+        f"No format carries {LOST_BY_ALL}. Beside that these do not carry:",
+        *(f"--{name}: {lost}" for name, lost in LOSSES.items() if lost),
+    ]
 )
 IMPORT_NOTES = (
     "The store is there whole or not at all: Ctrl-C leaves nothing, and the next attempt begins anew. Ids "
@@ -30,40 +33,53 @@ IMPORT_NOTES = (
 )
 
 
+Store = Annotated[
+    Path, typer.Argument(metavar="STORE", help="A store, also one in use; a version; a folder of versions.")
+]
+Out = Annotated[Path, typer.Argument(metavar="OUT", help="What is made; must not be there yet.")]
+AsArrow = Annotated[
+    bool, typer.Option("--arrow", help="A folder: rows.arrow, episodes.arrow, of Arrow's IPC.")
+]
+AsHdf5 = Annotated[
+    bool, typer.Option("--hdf5", help="A file with D4RL's names: observations, actions, rewards, ...")
+]
+AsNpz = Annotated[bool, typer.Option("--npz", help="The same in NumPy's form.")]
+AsParquet = Annotated[
+    bool, typer.Option("--parquet", help="A folder: rows/*.parquet by episodes, and episodes.parquet.")
+]
+AsZarr = Annotated[bool, typer.Option("--zarr", help="A plain Zarr v3 group, an array per field.")]
+Fields = Annotated[
+    str | None, typer.Option("--fields", metavar="NAMES", help="Only these, as in observation,next.reward.")
+]
+EpisodeRange = Annotated[
+    str | None, typer.Option("--episodes", metavar="RANGE", help="Only these, by id, as in 1-20,35,100-.")
+]
+Where = Annotated[
+    str | None,
+    typer.Option(
+        "--where", metavar="SQL", help="Only episodes that meet it, as in \"status = 'terminated'\"."
+    ),
+]
+OfVersion = Annotated[
+    str | None,
+    typer.Option("--version", metavar="V", help="Number or tag of a version; else the store, or the newest."),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
 def export(
-    store: Annotated[
-        Path,
-        typer.Argument(metavar="STORE", help="A store, also one in use; a version; a folder of versions."),
-    ],
-    target: Annotated[Path, typer.Argument(metavar="OUT", help="What is made; must not be there yet.")],
-    as_arrow: Annotated[
-        bool, typer.Option("--arrow", help="A folder: rows.arrow and episodes.arrow, of Arrow's IPC.")
-    ] = False,
-    as_hdf5: Annotated[
-        bool, typer.Option("--hdf5", help="A file with D4RL's names: observations, actions, rewards, ...")
-    ] = False,
-    as_npz: Annotated[bool, typer.Option("--npz", help="The same in NumPy's form.")] = False,
-    as_parquet: Annotated[
-        bool, typer.Option("--parquet", help="A folder: rows/*.parquet by episodes, and episodes.parquet.")
-    ] = False,
-    as_zarr: Annotated[
-        bool, typer.Option("--zarr", help="A plain Zarr v3 group, an array per field.")
-    ] = False,
-    fields: Annotated[
-        str | None, typer.Option(metavar="NAMES", help="Only these, as in observation,next.reward.")
-    ] = None,
-    episodes: Annotated[
-        str | None, typer.Option(metavar="RANGE", help="Only these, by id, as in 1-20,35,100-.")
-    ] = None,
-    where: Annotated[
-        str | None,
-        typer.Option(metavar="SQL", help="Only episodes that meet this, as in \"status = 'terminated'\"."),
-    ] = None,
-    version: Annotated[
-        str | None,
-        typer.Option(metavar="V", help="Number or tag of a version; else the store, or the newest."),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    store: Store,
+    target: Out,
+    as_arrow: AsArrow = False,
+    as_hdf5: AsHdf5 = False,
+    as_npz: AsNpz = False,
+    as_parquet: AsParquet = False,
+    as_zarr: AsZarr = False,
+    fields: Fields = None,
+    episodes: EpisodeRange = None,
+    where: Where = None,
+    version: OfVersion = None,
+    as_json: Json = False,
 ) -> int:
     """Write the rows that can be read for programs that do without expstore."""
     asked = {"arrow": as_arrow, "hdf5": as_hdf5, "npz": as_npz, "parquet": as_parquet, "zarr": as_zarr}

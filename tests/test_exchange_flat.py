@@ -9,18 +9,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tensordict import TensorDict
+from tensordict import NonTensorStack, TensorDict
 
 import expstore
-from expstore import files
+from expstore import arrowtypes, exchange, files
 from expstore.cli import run
 from expstore.errors import NotFoundError, SchemaError, StateError, StorageError
 from expstore.exchange import base, export_hdf5, export_npz, import_hdf5, import_npz, naming
 from expstore.exchange.base import required
+from expstore.schema import Field, Schema
 
 h5py = pytest.importorskip("h5py", reason="the extra expstore[h5] is not installed")
 
@@ -356,6 +358,24 @@ def test_two_fields_of_one_name_are_refused(tmp_path: Path, form: str) -> None:
         with pytest.raises(SchemaError, match="two fields would be called 'actions'"):
             FORMS[form][0](rb, tmp_path / f"out.{form}")
     assert os.listdir(tmp_path) == ["run.exp"]
+
+
+@pytest.mark.parametrize("name", ["hdf5", "npz", "zarr"])
+def test_fields_without_a_fixed_size_are_refused_by_name(tmp_path: Path, name: str) -> None:
+    storage = expstore.MemoryStorage(10)
+    schema = Schema(
+        [
+            Field(("action",), "float32", ()),
+            Field(("prompt",), "arrow", (), arrow=arrowtypes.type_text(pa.string())),
+        ]
+    )
+    storage.prepare(schema, storage.resolve_keys(schema))
+    with expstore.TensorDictReplayBuffer(storage=storage) as rb:
+        rb.extend(TensorDict({"action": torch.zeros(2), "prompt": NonTensorStack("a", "bc")}, [2]))
+        with pytest.raises(SchemaError, match="field 'prompt' holds rows without a fixed size"):
+            getattr(exchange, f"export_{name}")(rb, tmp_path / "out")
+        assert getattr(exchange, f"export_{name}")(rb, tmp_path / "out", fields=["action"]).rows == 2
+    assert os.listdir(tmp_path) == ["out"]
 
 
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,8 +25,6 @@ from expstore.lock import WriterLock
 from expstore.manifest import MANIFEST
 
 __all__ = [
-    "LOSSES",
-    "LOST_BY_ALL",
     "PIECE_BYTES",
     "PIECE_ROWS",
     "DiskFile",
@@ -34,7 +32,6 @@ __all__ = [
     "Imported",
     "Progress",
     "check_target",
-    "lost_by",
     "making",
     "names_of",
     "no_progress",
@@ -49,16 +46,6 @@ PIECE_BYTES = 64 << 20
 PIECE_ROWS = 65_536
 #: Is told how much is done and how much there is.
 Progress = Callable[[int, int], None]
-
-#: What no format carries, and what each of them does not carry beside.
-LOST_BY_ALL = "ids, how often rows were sampled, the number of the next draw, layouts, versions"
-LOSSES = {
-    "arrow": "",
-    "parquet": "",
-    "zarr": "sources, trajectory ids, statuses and infos of episodes, specs",
-    "hdf5": "priorities, times, sources, trajectory ids, infos of episodes, specs; which rows interleave",
-    "npz": "priorities, times, sources, trajectory ids, infos of episodes, specs; which rows interleave",
-}
 
 SCRAP = ".tmp"
 _LOCK = "LOCK"
@@ -107,11 +94,6 @@ class Imported:
     episodes: int
     fields: tuple[str, ...]
     notes: tuple[str, ...] = ()
-
-
-def lost_by(form: str) -> str:
-    """Return what a format does not carry, in words."""
-    return "; ".join(filter(None, [LOST_BY_ALL, LOSSES[form]]))
 
 
 def no_progress(done: int, total: int) -> None:

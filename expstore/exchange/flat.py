@@ -15,12 +15,13 @@ from typing import Any, Protocol
 import numpy as np
 
 from expstore.errors import SchemaError
-from expstore.exchange.base import Exported, Imported, Progress, lost_by, names_of, piece_rows
+from expstore.exchange.base import Exported, Imported, Progress, names_of, piece_rows
 from expstore.exchange.filling import new_store
+from expstore.exchange.losses import lost_by
 from expstore.exchange.naming import FLAGS, SCALARS, check_keys, check_map, our_key, their_path
 from expstore.exchange.rows import Rows
 from expstore.files import Disk
-from expstore.schema import DTYPES, OBJECT, Field, Schema
+from expstore.schema import DTYPES, Field, Schema
 from expstore.types import Array, IntArray, Key, key_name
 
 __all__ = ["ABOUT", "Column", "FlatReader", "FlatWriter", "fill_flat", "plan_columns", "write_flat"]
@@ -29,7 +30,7 @@ __all__ = ["ABOUT", "Column", "FlatReader", "FlatWriter", "fill_flat", "plan_col
 ABOUT = "expstore"
 _EPISODE = ("_episode",)
 _FORMAT = 1
-_FIELDS = {str(kind): name for name, kind in DTYPES.items() if name not in (OBJECT, "bfloat16")}
+_FIELDS = {str(kind): name for name, kind in DTYPES.items() if kind.kind in "biufc" and name != "bfloat16"}
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ def _column(entry: Field) -> Column:
 def write_flat(rows: Rows, columns: Sequence[Column], writer: FlatWriter, progress: Progress) -> int:
     """Hand all rows to a writer, episode after episode; return how many there were."""
     fields = rows.user_fields
-    own = len(rows.storage.require_schema().fields)
+    own = len(rows.schema.fields)
     places = [*rows.places[: len(fields)], own + 1]  # and `_row/episode`
     ends, total, each = _Ends(rows), rows.count, rows.row_bytes
     done = written = 0

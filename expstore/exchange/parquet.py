@@ -18,13 +18,13 @@ from expstore.exchange.base import (
     Exported,
     Progress,
     check_target,
-    lost_by,
     making,
     names_of,
     no_progress,
     piece_rows,
     sync_tree,
 )
+from expstore.exchange.losses import lost_by
 from expstore.exchange.rows import Episodes, Exchanged, Rows, opened
 from expstore.exchange.tables import check_names, rows_schema, to_batch
 from expstore.files import Disk

@@ -19,7 +19,7 @@ import numpy as np
 from expstore.errors import NotFoundError, SchemaError, StateError
 from expstore.files import Disk
 from expstore.fragments import all_ids
-from expstore.schema import OBJECT, Field
+from expstore.schema import ARROW, OBJECT, Field, Schema
 from expstore.snapshots import find_version, store_meant
 from expstore.storages.access import read_present
 from expstore.storages.base import ROW_FIELDS, Storage
@@ -126,6 +126,7 @@ class Rows:
         fragments: Where the rows of the chosen episodes lie, as of then. Shape `(5, n)`.
         whole: All episodes are chosen.
         fields: What of them is wanted, by place: of the user's fields, then of the store's own.
+        schema: All fields of the storage.
     """
 
     storage: Storage
@@ -133,6 +134,7 @@ class Rows:
     fragments: IntArray
     whole: bool
     fields: Mapping[int, Field]
+    schema: Schema
 
     @classmethod
     def choose(
@@ -151,7 +153,8 @@ class Rows:
             NotFoundError: There is no such episode, or none of its rows is left.
             QueryError: The condition is none.
         """
-        chosen = _choose_fields(storage, fields)
+        schema = storage.require_schema()
+        chosen = _choose_fields(schema, fields)
         wanted = None if episodes is None else _find_episodes(storage, episodes)
         storage.follow()
         with storage.episode_lock:
@@ -162,7 +165,7 @@ class Rows:
         fragments = _within(fragments, window.low, window.last)
         if wanted is not None and not fragments.size:
             raise NotFoundError("no rows of these episodes are left in the store")
-        return cls(storage, window, fragments, wanted is None, chosen)
+        return cls(storage, window, fragments, wanted is None, chosen, schema)
 
     @property
     def places(self) -> list[int]:
@@ -192,9 +195,10 @@ class Rows:
     def refuse_objects(self, form: str) -> None:
         """Raise SchemaError if a field holds what a format has no form for."""
         for entry in self.fields.values():
-            if entry.dtype == OBJECT:
+            if entry.dtype in (OBJECT, ARROW):
+                holds = "objects" if entry.dtype == OBJECT else f"rows without a fixed size ({entry})"
                 raise SchemaError(
-                    f"field {key_name(entry.key)!r} holds objects, for which {form} has no form",
+                    f"field {key_name(entry.key)!r} holds {holds}, for which {form} has no form",
                     hint="name the other fields",
                 )
 
@@ -252,10 +256,10 @@ class Rows:
         storage = self.storage
         manifest = storage.manifest if isinstance(storage, FolderStorage) else None
         specs = storage.stored_specs()
-        named = len(self.user_fields) == len(storage.require_schema().fields)
+        named = len(self.user_fields) == len(self.schema.fields)
         return {
             "rows": self.count,
-            "form": storage.require_schema().form if named else "",
+            "form": self.schema.form if named else "",
             "capacity": storage.capacity,
             "meta": storage.meta(),
             "specs": specs if named else "",
@@ -275,6 +279,8 @@ class Rows:
         """
         wanted = self.places if places is None else list(places)
         storage = self.storage
+        if storage.schema != self.schema:
+            raise StateError("fields came or went while rows were exported", hint="export them again")
         # Who writes the rows has newer priorities than the column.
         here = (
             []
@@ -285,7 +291,7 @@ class Rows:
         try:
             found, columns = read_present(storage, ids, stored)
         except NotFoundError:
-            every = (*storage.require_schema().fields, *ROW_FIELDS)
+            every = (*self.schema.fields, *ROW_FIELDS)
             found, columns = ids[:0], [np.zeros((0, *every[p].shape), every[p].numpy_dtype) for p in stored]
         for n in here:
             columns.insert(n, storage.priorities[storage.slot_of(found)])
@@ -301,9 +307,8 @@ class Rows:
         return _catalog(self.storage).query(_FACTS, [self.episode_ids]).arrow()
 
 
-def _choose_fields(storage: Storage, names: Sequence[str] | None) -> dict[int, Field]:
+def _choose_fields(schema: Schema, names: Sequence[str] | None) -> dict[int, Field]:
     """Return the fields that are wanted, those of the store's own behind them, by place."""
-    schema = storage.require_schema()
     known = {key_name(entry.key): place for place, entry in enumerate(schema.fields)}
     if unknown := [name for name in names or () if name not in known]:
         raise SchemaError(f"no field {unknown[0]!r}", hint="there are " + ", ".join(known))

@@ -100,11 +100,16 @@ def import_arrow(
         1000
     """
     source = Path(source)
-    path = source / "rows.arrow" if ReadingDisk().is_dir(source) else source
+    path = source / "rows.arrow" if _is_folder(source) else source
     with ExitStack() as opened:
         part = _ArrowPart(path, opened)
         facts = _read_facts(source / "episodes.arrow", lambda file: pa.ipc.open_file(file).read_all())
         return _fill([part], facts, Path(target), capacity, progress, disk or Disk())
+
+
+def _is_folder(path: Path) -> bool:
+    disk = ReadingDisk()
+    return disk.is_dir(path)
 
 
 def _parquet_files(source: Path) -> list[Path]:
@@ -229,7 +234,8 @@ class _EpisodeFacts:
 
 def _read_facts(path: Path, read: Callable[[Any], Any]) -> _EpisodeFacts | None:
     """Return what is known of episodes; None: there is no such file."""
-    if not ReadingDisk().exists(path):
+    disk = ReadingDisk()
+    if not disk.exists(path):
         return None
     with open_to_read(path) as file, _reading(path):
         table = read(file)

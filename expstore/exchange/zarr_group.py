@@ -17,11 +17,11 @@ from expstore.exchange.base import (
     Exported,
     Progress,
     check_target,
-    lost_by,
     making,
     names_of,
     no_progress,
 )
+from expstore.exchange.losses import lost_by
 from expstore.exchange.rows import Episodes, Exchanged, Rows, opened
 from expstore.files import Disk
 from expstore.schema import Field

@@ -1,0 +1,21 @@
+"""What each format does not carry, in words.
+
+Used by the formats, which tell it with every export, and by the command's help. It loads nothing.
+"""
+
+__all__ = ["LOSSES", "LOST_BY_ALL", "lost_by"]
+
+#: What no format carries, and what each of them does not carry beside.
+LOST_BY_ALL = "ids, how often rows were sampled, the number of the next draw, layouts, versions"
+LOSSES = {
+    "arrow": "",
+    "hdf5": "priorities, times, sources, trajectory ids, infos of episodes, specs; which rows interleave",
+    "npz": "priorities, times, sources, trajectory ids, infos of episodes, specs; which rows interleave",
+    "parquet": "",
+    "zarr": "sources, trajectory ids, statuses and infos of episodes, specs",
+}
+
+
+def lost_by(form: str) -> str:
+    """Return what a format does not carry, in words."""
+    return "; ".join(filter(None, [LOST_BY_ALL, LOSSES[form]]))
