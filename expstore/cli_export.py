@@ -10,12 +10,15 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from expstore.cli_print import print_json, show_progress, size_text
 from expstore.exchange.losses import LOSSES, LOST_BY_ALL
+
+if TYPE_CHECKING:
+    from expstore.exchange import Exported
 
 __all__ = ["EXPORT_NOTES", "IMPORT_NOTES", "export", "import_"]
 
@@ -43,7 +46,8 @@ AsArrow = Annotated[
 AsHdf5 = Annotated[
     bool, typer.Option("--hdf5", help="A file with D4RL's names: observations, actions, rewards, ...")
 ]
-AsNpz = Annotated[bool, typer.Option("--npz", help="The same in NumPy's form.")]
+AsMinari = Annotated[bool, typer.Option("--minari", help="A Minari dataset (HDF5), which Minari reads.")]
+AsNpz = Annotated[bool, typer.Option("--npz", help="As --hdf5, in NumPy's form.")]
 AsParquet = Annotated[
     bool, typer.Option("--parquet", help="A folder: rows/*.parquet by episodes, and episodes.parquet.")
 ]
@@ -64,6 +68,10 @@ OfVersion = Annotated[
     str | None,
     typer.Option("--version", metavar="V", help="Number or tag of a version; else the store, or the newest."),
 ]
+DatasetId = Annotated[
+    str | None,
+    typer.Option("--dataset-id", metavar="ID", help="Of a Minari dataset, as in cartpole/random-v0."),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -72,6 +80,7 @@ def export(
     target: Out,
     as_arrow: AsArrow = False,
     as_hdf5: AsHdf5 = False,
+    as_minari: AsMinari = False,
     as_npz: AsNpz = False,
     as_parquet: AsParquet = False,
     as_zarr: AsZarr = False,
@@ -79,10 +88,18 @@ def export(
     episodes: EpisodeRange = None,
     where: Where = None,
     version: OfVersion = None,
+    dataset_id: DatasetId = None,
     as_json: Json = False,
 ) -> int:
     """Write the rows that can be read for programs that do without expstore."""
-    asked = {"arrow": as_arrow, "hdf5": as_hdf5, "npz": as_npz, "parquet": as_parquet, "zarr": as_zarr}
+    asked = {
+        "arrow": as_arrow,
+        "hdf5": as_hdf5,
+        "minari": as_minari,
+        "npz": as_npz,
+        "parquet": as_parquet,
+        "zarr": as_zarr,
+    }
     chosen = [name for name, wanted in asked.items() if wanted]
     if len(chosen) != 1:
         raise typer.BadParameter(
@@ -90,20 +107,29 @@ def export(
         )
     if episodes is not None and where is not None:
         raise typer.BadParameter("leave out --where, or this", param_hint="--episodes")
+    if dataset_id is not None and chosen != ["minari"]:
+        raise typer.BadParameter("is of --minari only", param_hint="--dataset-id")
     from expstore.exchange.formats import exporter
     from expstore.exchange.rows import parse_episodes
 
     names = None if fields is None else [name.strip() for name in fields.split(",")]
     which = where if episodes is None else parse_episodes(episodes)
+    more = {} if dataset_id is None else {"dataset_id": dataset_id}
     with show_progress("exporting") as show, _stoppable(show) as progress:
         done = exporter(chosen[0])(
-            store, target, fields=names, episodes=which, version=version, progress=progress
+            store, target, fields=names, episodes=which, version=version, progress=progress, **more
         )
     if as_json:
         print_json(dataclasses.asdict(done) | {"path": str(done.path), "fields": list(done.fields)})
-        return 0
+    else:
+        _tell(done)
+    return 0
+
+
+def _tell(done: Exported) -> None:
+    """Say what was exported, and what is not in it."""
     typer.echo(
-        f"{target} holds {done.rows:,} rows of {done.episodes:,} episodes, {size_text(done.disk_bytes)}"
+        f"{done.path} holds {done.rows:,} rows of {done.episodes:,} episodes, {size_text(done.disk_bytes)}"
     )
     typer.echo(f"note: not in it are {done.lost}", err=True)
     if done.left_out:
@@ -112,7 +138,6 @@ def export(
             "has them all, see expstore dumps",
             err=True,
         )
-    return 0
 
 
 def import_(
@@ -121,7 +146,7 @@ def import_(
     form: Annotated[
         str | None,
         typer.Option(
-            "--format", metavar="NAME", help="arrow, hdf5, npz or parquet; without it, as SOURCE looks."
+            "--format", metavar="NAME", help="arrow, hdf5, minari, npz, parquet; without it, as SOURCE looks."
         ),
     ] = None,
     names: Annotated[

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from expstore.exchange.arrow_files import export_arrow
     from expstore.exchange.base import Exported, Imported
     from expstore.exchange.hdf5 import export_hdf5, import_hdf5
+    from expstore.exchange.minari import export_minari
+    from expstore.exchange.minari_in import import_minari
     from expstore.exchange.npz import export_npz, import_npz
     from expstore.exchange.parquet import export_parquet
     from expstore.exchange.tables_in import import_arrow, import_parquet
@@ -22,11 +24,13 @@ __all__ = [
     "Imported",
     "export_arrow",
     "export_hdf5",
+    "export_minari",
     "export_npz",
     "export_parquet",
     "export_zarr",
     "import_arrow",
     "import_hdf5",
+    "import_minari",
     "import_npz",
     "import_parquet",
 ]
@@ -36,11 +40,13 @@ _HOMES = {
     "Imported": "base",
     "export_arrow": "arrow_files",
     "export_hdf5": "hdf5",
+    "export_minari": "minari",
     "export_npz": "npz",
     "export_parquet": "parquet",
     "export_zarr": "zarr_group",
     "import_arrow": "tables_in",
     "import_hdf5": "hdf5",
+    "import_minari": "minari_in",
     "import_npz": "npz",
     "import_parquet": "tables_in",
 }

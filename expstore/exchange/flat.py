@@ -24,7 +24,20 @@ from expstore.files import Disk
 from expstore.schema import DTYPES, Field, Schema
 from expstore.types import Array, IntArray, Key, key_name
 
-__all__ = ["ABOUT", "Column", "FlatReader", "FlatWriter", "fill_flat", "plan_columns", "write_flat"]
+__all__ = [
+    "ABOUT",
+    "Column",
+    "FlatReader",
+    "FlatWriter",
+    "describe_export",
+    "fill_flat",
+    "from_stored",
+    "plan_columns",
+    "rows_differ",
+    "to_field",
+    "to_stored",
+    "write_flat",
+]
 
 #: Under this name it is kept what the fields are that were exported.
 ABOUT = "expstore"
@@ -116,7 +129,7 @@ def write_flat(rows: Rows, columns: Sequence[Column], writer: FlatWriter, progre
     for ids in _by_episode(rows, piece_rows(each)):
         found, values = rows.read(ids, places)
         if found.size:
-            given = [_values(entry, column) for entry, column in zip(fields, values[:-1], strict=True)]
+            given = [to_stored(entry, column) for entry, column in zip(fields, values[:-1], strict=True)]
             names = values[-1].reshape(-1)
             for column in columns[len(fields) : -1]:
                 given.append(ends.flags(column.path[0], found, names))
@@ -147,7 +160,8 @@ def _by_episode(rows: Rows, size: int) -> Iterator[IntArray]:
         yield np.concatenate(held)
 
 
-def _values(entry: Field, column: Array) -> Array:
+def to_stored(entry: Field, column: Array) -> Array:
+    """Return values as they are written: NumPy has no bfloat16."""
     if entry.dtype == "bfloat16":
         return (column.astype(np.uint32) << np.uint32(16)).view(np.float32)
     return column
@@ -234,7 +248,7 @@ def fill_flat(
             values = reader.read(wanted, min(size, plan.rows - done))
             count = len(values[0])
             columns = [
-                _taken(f, v, count) for f, v in zip(plan.fields, values[: len(plan.fields)], strict=True)
+                from_stored(f, v, count) for f, v in zip(plan.fields, values[: len(plan.fields)], strict=True)
             ]
             named = None if plan.episode is None else values[-1].reshape(-1).astype(np.int64)
             done += count
@@ -264,7 +278,7 @@ def _plan(reader: FlatReader, given: Mapping[str, str]) -> _Plan:
         key = our_key(column.path, given)
         if key is not None:
             columns.append(column)
-            fields.append(_field(key, column, None if given else known.get(column.path)))
+            fields.append(to_field(key, column, None if given else known.get(column.path)))
             lengths["/".join(column.path)] = rows
     if not fields:
         raise SchemaError("there is nothing that can be a field")
@@ -295,7 +309,17 @@ def _about(text: str) -> dict[str, Any]:
     return found
 
 
-def _field(key: Key, column: Column, known: Mapping[str, Any] | None) -> Field:
+def to_field(key: Key, column: Column, known: Mapping[str, Any] | None) -> Field:
+    """Return the field that a column is.
+
+    Args:
+        key: What it is called here.
+        column: What stands there.
+        known: What the file says of it, if an export made it.
+
+    Raises:
+        SchemaError: It can be none.
+    """
     name = "/".join(column.path)
     kind = str(column.dtype.newbyteorder("<")) if column.dtype.kind in "biufc" else ""
     if known is not None:
@@ -317,7 +341,7 @@ def _field(key: Key, column: Column, known: Mapping[str, Any] | None) -> Field:
     return Field(key, _FIELDS[kind], shape)
 
 
-def _taken(entry: Field, values: Array, count: int) -> Array:
+def from_stored(entry: Field, values: Array, count: int) -> Array:
     """Return values as their field keeps them."""
     if entry.dtype == "bfloat16":
         values = (values.view(np.uint32) >> np.uint32(16)).astype(np.uint16)
@@ -387,11 +411,11 @@ class _Cutter:
             flags = columns[place][:-1]
             begins[1:] |= flags.any(tuple(range(1, flags.ndim)))
         for now, following in self._pairs:
-            begins[1:] |= _differ(columns[following][:-1], columns[now][1:])
+            begins[1:] |= rows_differ(columns[following][:-1], columns[now][1:])
         return begins
 
 
-def _differ(first: Array, second: Array) -> Array:
+def rows_differ(first: Array, second: Array) -> Array:
     """Say which rows are not the same, byte by byte. Shape `(n,)`."""
     if not len(first):
         return np.zeros(0, bool)

@@ -16,8 +16,8 @@ from expstore.files import ReadingDisk
 __all__ = ["EXPORTS", "IMPORTS", "MAPPED", "exporter", "format_of", "importer"]
 
 #: What can be written, and what can be read.
-EXPORTS = ("arrow", "hdf5", "npz", "parquet", "zarr")
-IMPORTS = ("arrow", "hdf5", "npz", "parquet")
+EXPORTS = ("arrow", "hdf5", "minari", "npz", "parquet", "zarr")
+IMPORTS = ("arrow", "hdf5", "minari", "npz", "parquet")
 #: Those in which names can be mapped.
 MAPPED = ("hdf5", "npz")
 
@@ -60,6 +60,8 @@ def format_of(path: Path) -> str:
         raise NotFoundError(f"there is nothing at {path}")
     if disk.is_dir(path):
         names = set(disk.names(path))
+        if "metadata.json" in names or "metadata.json" in disk.names(path / "data"):
+            return "minari"
         if "rows.arrow" in names:
             return "arrow"
         if "rows" in names or any(name.endswith(".parquet") for name in names):

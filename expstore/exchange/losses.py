@@ -10,6 +10,7 @@ LOST_BY_ALL = "ids, how often rows were sampled, the number of the next draw, la
 LOSSES = {
     "arrow": "",
     "hdf5": "priorities, times, sources, trajectory ids, infos of episodes, specs; which rows interleave",
+    "minari": "priorities, times, sources, trajectory ids, specs but for spaces; which rows interleave",
     "npz": "priorities, times, sources, trajectory ids, infos of episodes, specs; which rows interleave",
     "parquet": "",
     "zarr": "sources, trajectory ids, statuses and infos of episodes, specs",

@@ -34,6 +34,8 @@ __all__ = ["export_parquet"]
 #: A file has about so many bytes of rows, before they are compressed, or so many rows.
 FILE_BYTES = 1 << 30
 FILE_ROWS = 1 << 20
+#: While a row group is packed its small numbers take 32 bits each, and more that says how lists are nested.
+_EXPANSION = 4
 
 
 def export_parquet(
@@ -102,6 +104,7 @@ def _write_rows(disk: Disk, folder: Path, rows: Rows, progress: Progress) -> int
     schema = rows_schema(fields, rows.about())
     each, total = rows.row_bytes, rows.count
     done = written = 0
+    size = piece_rows(_EXPANSION * each)
     ranges = rows.episode_ranges(min(FILE_ROWS, max(1, FILE_BYTES // each)))
     for number, (first, last) in enumerate(ranges or [(0, 0)]):  # a file without rows still says the fields
         ids = rows.of_episodes(first, last)
@@ -109,8 +112,8 @@ def _write_rows(disk: Disk, folder: Path, rows: Rows, progress: Progress) -> int
             with pq.ParquetWriter(
                 file, schema, compression="zstd", use_dictionary=_repetitive(schema)
             ) as out:
-                for start in range(0, ids.size, piece_rows(each)):
-                    wanted = ids[start : start + piece_rows(each)]
+                for start in range(0, ids.size, size):
+                    wanted = ids[start : start + size]
                     found, columns = rows.read(wanted)
                     if found.size:
                         out.write_batch(to_batch(schema, fields, columns), row_group_size=found.size)

@@ -1,0 +1,364 @@
+"""Episodes as a Minari dataset in HDF5, which Minari's own reader loads, and such datasets as stores.
+
+Used by `expstore export`, `expstore import` and programs. It needs h5py, the extra `h5`, and not Minari. An
+episode is written and read a piece at a time.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from expstore.errors import SchemaError
+from expstore.exchange.base import (
+    DiskFile,
+    Exported,
+    Progress,
+    check_target,
+    making,
+    names_of,
+    no_progress,
+    piece_rows,
+    required,
+    sync_tree,
+)
+from expstore.exchange.flat import rows_differ, to_stored
+from expstore.exchange.losses import lost_by
+from expstore.exchange.rows import Episodes, Exchanged, Rows, opened
+from expstore.exchange.spacetext import nested_space, space_of
+from expstore.files import Disk
+from expstore.schema import Field
+from expstore.types import Array, IntArray, Key, key_name
+
+__all__ = [
+    "DATA",
+    "INFO_ATTRIBUTE",
+    "MAIN",
+    "METADATA",
+    "STATUS_ATTRIBUTE",
+    "export_minari",
+    "stored_as",
+]
+
+DATA, MAIN, METADATA = "data", "main_data.hdf5", "metadata.json"
+#: What Minari has no place for, and keeps as it is: info of an episode as JSON, and how it ended.
+INFO_ATTRIBUTE, STATUS_ATTRIBUTE = "expstore_info", "expstore_status"
+#: Of those whose reader knows datasets that keep images as they are.
+VERSION = "0.5.4"
+#: Datasets of more bytes are compressed.
+_SMALL = 64 << 10
+_NAME = re.compile(r"[-_\w]*[A-Za-z][-_\w]*-v\d+")
+_ENDS = {("next", "terminated"): "terminations", ("next", "truncated"): "truncations"}
+
+
+def export_minari(
+    source: Exchanged,
+    target: str | Path,
+    *,
+    fields: Sequence[str] | None = None,
+    episodes: Episodes = None,
+    version: int | str | None = None,
+    dataset_id: str | None = None,
+    env_spec: str | None = None,
+    progress: Progress = no_progress,
+    disk: Disk | None = None,
+) -> Exported:
+    """Write the episodes that can be read now as a Minari dataset.
+
+    Observations are one more than actions: each field `observation` needs its `("next", "observation")`,
+    which must be that of the next step. Other fields are infos. Images are kept as they are, not as JPEG.
+    Episodes are numbered from 0; their seed is what is noted of them as `seed`. Spaces follow from
+    `rb.specs`, or else from dtypes. Minari finds the dataset in a folder of the name of its id below
+    `$MINARI_DATASETS_PATH`.
+
+    Args:
+        source: A buffer, or the path of a store, a version or a folder of versions.
+        target: The dataset's folder, which must not be there yet.
+        fields: Only these, by name; None: all.
+        episodes: Only of these episodes: ids, or an SQL condition over the relation `episodes`.
+        version: Number or tag of a version, where `source` is a path.
+        dataset_id: Its id, as in `cartpole/random-v0`; None: the folder's name, with `-v0` if it lacks that.
+        env_spec: The environment, as `gymnasium.envs.registration.EnvSpec.to_json` writes it; None: as in the
+            store's `meta["minari"]["env_spec"]`, if there is any.
+        progress: Is told bytes done and bytes in all.
+        disk: Where files are touched.
+
+    Raises:
+        ModuleNotFoundError: h5py is not installed.
+        SchemaError: There are no observations, actions or rewards, or no next observations, or they are not
+            those of the next steps.
+        ExpStoreError: As `export_parquet`.
+
+    Example:
+        >>> done = export_minari(rb, "datasets/cartpole/random-v0", dataset_id="cartpole/random-v0")
+        >>> minari.load_dataset("cartpole/random-v0").total_episodes == done.episodes
+        True
+    """
+    h5py = required("h5py")
+    disk, target = disk or Disk(), Path(target)
+    with opened(source, version) as storage:
+        rows = Rows.choose(storage, fields=fields, episodes=episodes)
+        rows.refuse_objects("Minari")
+        plan = _Plan.of(rows)
+        check_target(disk, target)
+        with making(disk, target) as aside:
+            disk.make_dir(aside / DATA)
+            with (
+                DiskFile(disk, aside / DATA / MAIN, write=True) as raw,
+                h5py.File(raw, "w", libver="v110") as file,
+            ):
+                writer = _Writer(file, plan, rows, progress)
+                writer.write()
+            size = disk.used(aside / DATA / MAIN)
+            about = _metadata(plan, rows, writer, size, dataset_id or _id_of(target), env_spec)
+            disk.put(aside / DATA / METADATA, json.dumps(about, indent=1).encode())
+            sync_tree(disk, aside)
+    return Exported(
+        path=target,
+        rows=writer.rows,
+        left_out=rows.count - writer.rows,
+        fields=names_of([entry.key for entry in rows.user_fields]),
+        disk_bytes=disk.used(target),
+        episodes=writer.episodes,
+        lost=lost_by("minari"),
+    )
+
+
+def _id_of(target: Path) -> str:
+    name = re.sub(r"[^-_\w]", "-", target.name)
+    return name if _NAME.fullmatch(name) else f"{name}-v0"
+
+
+def _path(group: str, key: Key, keys: Iterable[Key]) -> str:
+    """Return where a field stands; parts of a Tuple, which are called 0, 1, ..., are `_index_0` and so on."""
+    parts, among = [group], [other for other in keys if other[0] == key[0]]
+    for depth in range(1, len(key)):
+        among = [other for other in among if other[:depth] == key[:depth] and len(other) > depth]
+        names = {other[depth] for other in among}
+        numbered = names == {str(number) for number in range(len(names))}
+        parts.append(f"_index_{key[depth]}" if numbered else key[depth])
+    return "/".join(parts)
+
+
+@dataclass(frozen=True)
+class _Leaf:
+    """Say where a field goes.
+
+    Args:
+        place: Its number among those that are read.
+        path: Its dataset in an episode's group.
+        following: Number of the field that has its last value; -1: it has one value per step only.
+    """
+
+    place: int
+    path: str
+    following: int = -1
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Say where all fields go."""
+
+    fields: tuple[Field, ...]
+    leaves: list[_Leaf]
+    ends: list[str]  # that are no fields, and follow from how episodes ended
+
+    @classmethod
+    def of(cls, rows: Rows) -> _Plan:
+        """Plan an export.
+
+        Raises:
+            SchemaError: Minari could not read it.
+        """
+        fields = rows.user_fields
+        places = {entry.key: number for number, entry in enumerate(fields)}
+        for group in ("observation", "action"):
+            if not any(key[0] == group for key in places):
+                raise SchemaError(
+                    f"the rows have no {group!r}, which a Minari dataset needs", hint="export another format"
+                )
+        if ("next", "reward") not in places or fields[places["next", "reward"]].row_items != 1:
+            raise SchemaError("the rows have no 'next.reward' of one value, which a Minari dataset needs")
+        leaves = [leaf for key, place in places.items() if (leaf := _leaf(key, place, places, fields))]
+        ends = [name for key, name in _ENDS.items() if key not in places]
+        return cls(fields, leaves, ends)
+
+
+def _leaf(key: Key, place: int, places: Mapping[Key, int], fields: Sequence[Field]) -> _Leaf | None:
+    """Return where a field goes; None: with that whose last value it has."""
+    following = places.get(("next", *key), -1)
+    same = following >= 0 and _kind(fields[following]) == _kind(fields[place])
+    if key[0] == "observation":
+        if not same:
+            raise SchemaError(
+                f"the rows have no 'next.{key_name(key)}' like {key_name(key)!r}, and Minari keeps the "
+                "observation after the last step, too",
+                hint="export another format, or collect next observations",
+            )
+        return _Leaf(place, _path("observations", key, places), following)
+    if key[0] == "action":
+        return _Leaf(place, _path("actions", key, places))
+    if key == ("next", "reward"):
+        return _Leaf(place, "rewards")
+    if key in _ENDS:
+        return _Leaf(place, _ENDS[key])
+    former = places.get(key[1:], -1) if key[0] == "next" and key[1] in ("observation", "info") else -1
+    if former >= 0 and _kind(fields[former]) == _kind(fields[place]):
+        return None
+    ahead = same and key[0] == "info"
+    path = key if key[0] == "info" and len(key) > 1 else ("info", *key)
+    return _Leaf(place, "/".join(("infos", *path[1:])), following if ahead else -1)
+
+
+def _kind(entry: Field) -> tuple[str, tuple[int, ...]]:
+    return entry.dtype, entry.shape
+
+
+class _Writer:
+    """Write episode after episode.
+
+    Args:
+        file: Of h5py.
+        plan: Where fields go.
+        rows: What is written.
+        progress: Is told bytes done and bytes in all.
+    """
+
+    def __init__(self, file: Any, plan: _Plan, rows: Rows, progress: Progress) -> None:
+        self._file, self._plan, self._rows, self._progress = file, plan, rows, progress
+        self.rows = self.episodes = 0
+        self._done = 0
+
+    def write(self) -> None:
+        """Write all of them."""
+        table = self._rows.facts
+        facts = dict(
+            zip(table["episode_id"].to_pylist(), table.select(["status", "info"]).to_pylist(), strict=True)
+        )
+        for episode in self._rows.episode_ids.tolist():
+            ids, steps = self._rows.episode_rows(episode)
+            # Where steps are missing in between another one begins.
+            cuts = np.flatnonzero(np.diff(steps) != 1) + 1
+            for part in np.split(ids, cuts):
+                ended = facts[episode]["status"] if part[-1] == ids[-1] else "cut"
+                self._write_episode(part, ended, facts[episode]["info"])
+
+    def _write_episode(self, ids: IntArray, ended: str, info: str | None) -> None:
+        group = self._file.create_group(f"episode_{self.episodes}")
+        plan, count = self._plan, ids.size
+        sets = [self._dataset(group, leaf, count) for leaf in plan.leaves]
+        places = self._rows.places[: len(plan.fields)]
+        size, last = piece_rows(self._rows.row_bytes), None
+        for start in range(0, count, size):
+            wanted = ids[start : start + size]
+            found, columns = self._rows.read(wanted, places)
+            self._done += wanted.size
+            if found.size != wanted.size:  # overwritten meanwhile: what is left is no episode
+                del self._file[group.name]
+                return
+            columns = [to_stored(entry, column) for entry, column in zip(plan.fields, columns, strict=True)]
+            for leaf, into in zip(plan.leaves, sets, strict=True):
+                values = columns[leaf.place]
+                into[start : start + len(values)] = values.reshape(len(values), *into.shape[1:])
+                if leaf.following >= 0:
+                    self._check(leaf, columns, last, wanted)
+                    into[start + len(values)] = columns[leaf.following][-1].reshape(into.shape[1:])
+            last = [column[-1:] for column in columns]
+            self._progress(self._done * self._rows.row_bytes, self._rows.count * self._rows.row_bytes)
+        for name in plan.ends:
+            flags = np.zeros(count, bool)
+            flags[-1] = (ended == "terminated") is (name == "terminations")
+            group.create_dataset(name, data=flags)
+        group.attrs.update(_attributes(self.episodes, count, ended, info))
+        self.rows += count
+        self.episodes += 1
+
+    def _dataset(self, group: Any, leaf: _Leaf, count: int) -> Any:
+        entry = self._plan.fields[leaf.place]
+        kind, shape = stored_as(entry, leaf.path)
+        count += leaf.following >= 0
+        small = count * entry.row_bytes <= _SMALL
+        packing = {} if small else {"compression": "gzip", "compression_opts": 1, "shuffle": True}
+        return group.create_dataset(leaf.path, shape=(count, *shape), dtype=kind, **packing)
+
+    def _check(self, leaf: _Leaf, columns: list[Array], last: list[Array] | None, ids: IntArray) -> None:
+        """Refuse next observations that are not those of the next step: there is one place for both."""
+        now, following = columns[leaf.place], columns[leaf.following]
+        before, at = following[:-1], now[1:]
+        if last is not None:
+            before, at = np.concatenate([last[leaf.following], before]), now
+        different = rows_differ(before, at)
+        if different.any():
+            where = int(ids[np.flatnonzero(different)[0] + (last is None)])
+            name = key_name(self._plan.fields[leaf.place].key)
+            raise SchemaError(
+                f"the {name} of row {where} is not the next one of the step before, and Minari keeps one",
+                hint="export another format",
+            )
+
+
+def stored_as(entry: Field, path: str) -> tuple[np.dtype[Any], tuple[int, ...]]:
+    """Return as what a field is written."""
+    kind = np.dtype("<f4") if entry.dtype == "bfloat16" else entry.numpy_dtype
+    if path == "rewards":
+        return np.dtype("<f8"), ()
+    if path in _ENDS.values():
+        return np.dtype(bool), ()
+    return kind, entry.shape
+
+
+def _attributes(number: int, steps: int, ended: str, info: str | None) -> dict[str, Any]:
+    """Return what is said of an episode."""
+    found: dict[str, Any] = {"id": number, "total_steps": steps, STATUS_ATTRIBUTE: ended}
+    if info:
+        seed = json.loads(info).get("seed")
+        if isinstance(seed, int) and not isinstance(seed, bool) and 0 <= seed < 2**64:
+            found["seed"] = np.uint64(seed)
+        found[INFO_ATTRIBUTE] = info
+    return found
+
+
+def _metadata(
+    plan: _Plan, rows: Rows, writer: _Writer, size: int, dataset_id: str, env_spec: str | None
+) -> dict[str, Any]:
+    """Return what metadata.json says."""
+    kept = rows.storage.meta().get("minari")
+    kept = kept if isinstance(kept, dict) else {}
+    about: dict[str, Any] = {
+        name: kept[name]
+        for name in (
+            "author",
+            "author_email",
+            "algorithm_name",
+            "code_permalink",
+            "description",
+            "requirements",
+        )
+        if name in kept
+    }
+    if (env_spec := env_spec or kept.get("env_spec")) is not None:
+        about["env_spec"] = env_spec
+    for group in ("observation", "action"):
+        leaves = {
+            entry.key[1:]: space_of(rows.storage, entry) for entry in plan.fields if entry.key[0] == group
+        }
+        space = kept.get(f"{group}_space") or json.dumps(nested_space(leaves))
+        about[f"{group}_space"] = space
+    fields = [{"key": list(f.key), "dtype": f.dtype, "shape": list(f.shape)} for f in plan.fields]
+    paths = {leaf.path: leaf.place for leaf in plan.leaves}
+    return about | {
+        "total_episodes": writer.episodes,
+        "total_steps": writer.rows,
+        "data_format": "hdf5",
+        "jpeg_encoding": False,
+        "dataset_id": dataset_id,
+        "minari_version": VERSION,
+        "dataset_size": round(size / 1e6, 1),
+        "expstore": {"format": 1, "fields": fields, "paths": paths, "capacity": rows.storage.capacity},
+    }
