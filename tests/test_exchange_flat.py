@@ -20,8 +20,10 @@ import expstore
 from expstore import arrowtypes, exchange, files
 from expstore.cli import run
 from expstore.errors import NotFoundError, SchemaError, StateError, StorageError
-from expstore.exchange import base, export_hdf5, export_npz, import_hdf5, import_npz, naming
+from expstore.exchange import base, export_hdf5, export_npz, import_hdf5, import_npz, naming, zarr_group
+from expstore.exchange import rows as chosen_rows
 from expstore.exchange.base import required
+from expstore.exchange.formats import EXPORTS
 from expstore.schema import Field, Schema
 
 h5py = pytest.importorskip("h5py", reason="the extra expstore[h5] is not installed")
@@ -360,7 +362,33 @@ def test_two_fields_of_one_name_are_refused(tmp_path: Path, form: str) -> None:
     assert os.listdir(tmp_path) == ["run.exp"]
 
 
-@pytest.mark.parametrize("name", ["hdf5", "npz", "zarr"])
+@pytest.mark.parametrize("name", EXPORTS)
+def test_no_export_holds_more_than_a_piece(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    asked = []
+
+    def counted(storage: Any, ids: Any, places: Any) -> Any:
+        asked.append(ids.size)
+        return read(storage, ids, places)
+
+    read = chosen_rows.read_present
+    monkeypatch.setattr(chosen_rows, "read_present", counted)
+    for module in (base, zarr_group):
+        monkeypatch.setattr(module, "PIECE_ROWS", 16)
+    told: list[int] = []
+    with expstore.open(tmp_path / "run.exp") as rb:
+        rb.extend(rows(0, 200, every=50))
+        fields = ["observation.pixels", "next.observation.pixels", "action", "next.reward"]
+        export = getattr(exchange, f"export_{name}")
+        done = export(rb, tmp_path / "out", fields=fields, progress=lambda done, total: told.append(done))
+    assert max(asked) <= 16
+    assert sum(asked) == done.rows == 200
+    assert told == sorted(told)
+    assert len(told) > 10
+
+
+@pytest.mark.parametrize("name", ["arrow", "hdf5", "npz", "parquet", "zarr"])
 def test_fields_without_a_fixed_size_are_refused_by_name(tmp_path: Path, name: str) -> None:
     storage = expstore.MemoryStorage(10)
     schema = Schema(
@@ -372,7 +400,7 @@ def test_fields_without_a_fixed_size_are_refused_by_name(tmp_path: Path, name: s
     storage.prepare(schema, storage.resolve_keys(schema))
     with expstore.TensorDictReplayBuffer(storage=storage) as rb:
         rb.extend(TensorDict({"action": torch.zeros(2), "prompt": NonTensorStack("a", "bc")}, [2]))
-        with pytest.raises(SchemaError, match="field 'prompt' holds rows without a fixed size"):
+        with pytest.raises(SchemaError, match="field 'prompt' is string: exports to"):
             getattr(exchange, f"export_{name}")(rb, tmp_path / "out")
         assert getattr(exchange, f"export_{name}")(rb, tmp_path / "out", fields=["action"]).rows == 2
     assert os.listdir(tmp_path) == ["out"]

@@ -409,6 +409,21 @@ def test_rows_without_their_file_of_episodes(
             assert rb.sql(lengths).fetchall() == again.sql(lengths).fetchall()
 
 
+def test_rows_that_others_took_out_leave_no_episode_that_seems_whole(tmp_path: Path) -> None:
+    with make(tmp_path / "run.exp", 18) as rb:
+        export_parquet(rb, tmp_path / "out", fields=["number", "next.reward"])
+    path = tmp_path / "out/rows/00000.parquet"
+    pl.read_parquet(path).filter(pl.col("_step") != 4).write_parquet(path)
+    assert import_parquet(tmp_path / "out", tmp_path / "back.exp").episodes == 4
+    with expstore.open(tmp_path / "back.exp", mode="r") as rb:
+        found = rb.sql(
+            "SELECT _episode, min(number), count(*), max(_step) FROM transitions GROUP BY 1 ORDER BY 2"
+        )
+        assert found.fetchall() == [(1, 0, 4, 3), (3, 5, 4, 3), (2, 9, 4, 3), (4, 14, 4, 3)]
+        found = rb.sql("SELECT episode_id, status FROM episodes ORDER BY 1").fetchall()
+        assert found == [(1, "cut"), (2, "cut"), (3, "terminated"), (4, "terminated")]
+
+
 def write(path: Path, **columns: Any) -> Path:
     pq.write_table(pa.table(columns), path)
     return path

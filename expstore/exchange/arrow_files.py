@@ -63,7 +63,7 @@ def export_arrow(
     disk, target = disk or Disk(), Path(target)
     with opened(source, version) as storage:
         rows = Rows.choose(storage, fields=fields, episodes=episodes)
-        rows.refuse_objects("Arrow's fields of numbers")
+        rows.refuse_objects("Arrow")
         check_names(rows.user_fields)
         check_target(disk, target)
         with making(disk, target) as aside:

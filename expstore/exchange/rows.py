@@ -19,7 +19,7 @@ import numpy as np
 from expstore.errors import NotFoundError, SchemaError, StateError
 from expstore.files import Disk
 from expstore.fragments import all_ids
-from expstore.schema import ARROW, OBJECT, Field, Schema
+from expstore.schema import OBJECT, Field, Schema
 from expstore.snapshots import find_version, store_meant
 from expstore.storages.access import read_present
 from expstore.storages.base import ROW_FIELDS, Storage
@@ -195,10 +195,14 @@ class Rows:
     def refuse_objects(self, form: str) -> None:
         """Raise SchemaError if a field holds what a format has no form for."""
         for entry in self.fields.values():
-            if entry.dtype in (OBJECT, ARROW):
-                holds = "objects" if entry.dtype == OBJECT else f"rows without a fixed size ({entry})"
+            if entry.dtype == OBJECT:
                 raise SchemaError(
-                    f"field {key_name(entry.key)!r} holds {holds}, for which {form} has no form",
+                    f"field {key_name(entry.key)!r} holds objects, for which {form} has no form",
+                    hint="name the other fields",
+                )
+            if entry.variable:
+                raise SchemaError(
+                    f"field {key_name(entry.key)!r} is {entry}: exports to {form} take rows of a fixed size",
                     hint="name the other fields",
                 )
 
