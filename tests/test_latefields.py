@@ -26,11 +26,11 @@ from expstore import (
     TensorDictReplayBuffer,
 )
 from expstore.checks import verify
-from expstore.errors import QueryError, SchemaError, StateError
+from expstore.errors import CorruptionError, QueryError, SchemaError, StateError
 from expstore.files import Disk
 from expstore.manifest import Manifest
 from expstore.specs import Binary, Composite, Unbounded
-from expstore.storages import ZarrStorage, base
+from expstore.storages import ZarrStorage, base, reshapable
 from expstore.storages.checksums import CHECKSUMS, SUMMED, Checksums, state_of
 from expstore.writers import TensorDictMaxValueWriter
 
@@ -726,3 +726,50 @@ def test_forks_and_copies(store_path: Path) -> None:
         assert os.read(reading, 1) == bytes([32])
         os.waitpid(pid, 0)
         copy.close()
+
+
+# -- a kill in the middle ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("act", ["add", "drop"])
+@pytest.mark.parametrize("moment", ["begin_late", "commit_late", "finish_late"])
+def test_killed_before_a_part_of_the_act(store_path: Path, act: str, moment: str) -> None:
+    """What is left is checked and read as it stands; the next opening ends the act or takes it back."""
+    with in_folder(store_path, 5000) as rb:
+        rb.extend(rows(0, 4500))
+        rb.add_column("early", fill=1)
+    pid = os.fork()
+    if not pid:
+        setattr(reshapable, moment, lambda *given, **more: os._exit(0))
+        rb = in_folder(store_path, 5000)
+        rb.extend(rows(4500, 20))
+        if act == "add":
+            rb.add_column("late", fill=2.5)
+        else:
+            rb.drop_column("early")
+        os._exit(1)
+    assert os.waitpid(pid, 0)[1] == 0
+    done = moment == "finish_late"
+    fields = {"add": {"early", "late"} if done else {"early"}, "drop": set() if done else {"early"}}[act]
+    assert (store_path / "late").exists() == (moment != "begin_late")
+    assert verify(store_path) == []
+    for mode in ("r", "a", "r"):
+        with expstore.open(store_path, mode=mode, batch_size=8) as rb:  # type: ignore[arg-type]
+            assert rb.schema is not None
+            assert {field.key[0] for field in rb.schema.fields} - {"observation", "action", "next"} == fields
+            assert len(rb) == 4520
+            assert rb["action"].tolist() == list(range(4520))
+            assert all((rb[name] == {"early": 1, "late": 2.5}[name]).all() for name in fields)
+    assert verify(store_path) == []
+    left = {path.name for path in (store_path / "columns").iterdir()} - {"_row", "zarr.json"}
+    assert left == fields | {"observation", "action", "next"}
+    assert not [path.name for path in store_path.iterdir() if path.name.startswith("late")]
+
+
+def test_a_damaged_plan_is_damage(store_path: Path) -> None:
+    with in_folder(store_path, 100) as rb:
+        rb.extend(rows(0, 20))
+    (store_path / "late").mkdir()
+    (store_path / "late" / "plan").write_bytes(b'{"plan": {"act": "drop"}, "crc32c": 1}')
+    with pytest.raises(CorruptionError, match="plan is damaged"):
+        in_folder(store_path, 100)
