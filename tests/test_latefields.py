@@ -155,7 +155,7 @@ def test_rows_that_come_and_change_meanwhile(rb: TensorDictReplayBuffer) -> None
     """What comes while values are computed gets them, and what is changed then has those of its new rows."""
     acts: list[Callable[[], Any]] = [
         lambda: extend(rb, rows(400, 20)),
-        lambda: rb.set_at_("action", torch.tensor(-5), rb_index(rb, 3)),
+        lambda: rb.set_at_("action", torch.tensor(-5), (2, 0) if rb.kind == "grid" else 50),
     ]
 
     def compute(batch: TensorDict) -> torch.Tensor:
@@ -171,10 +171,6 @@ def test_rows_that_come_and_change_meanwhile(rb: TensorDictReplayBuffer) -> None
     assert (found["action"] == -5).sum() == 1
     assert (found["late"] == 3 * found["action"]).all()
     assert int(found["action"].max()) == 419
-
-
-def rb_index(rb: TensorDictReplayBuffer, number: int) -> Any:
-    return (number, 0) if rb.kind == "grid" else number
 
 
 def test_after_another_opening(store_path: Path) -> None:
@@ -321,6 +317,53 @@ def test_batches_that_were_taken_before(store_path: Path) -> None:
         with pytest.raises(SchemaError, match="unknown 'action'"):
             rb._append(late, None, False, "")
         assert len(rb) == 60
+
+
+@pytest.mark.parametrize("memory", [False, True])
+def test_places_that_move_under_a_reader(
+    store_path: Path, monkeypatch: pytest.MonkeyPatch, memory: bool
+) -> None:
+    """Whoever has found out where fields are, or has read them, before one goes, does so again."""
+    kept: Any = MemoryStorage(100) if memory else ZarrStorage(store_path, 100)
+    with TensorDictReplayBuffer(storage=kept, batch_size=16) as rb:
+        rb.extend(rows(0, 60))
+        acts: list[Callable[[], None]] = []
+
+        def before(name: str) -> None:
+            """Let a field come or go before the next call of a method, once."""
+            method = getattr(kept, name)
+
+            def call(*given: Any) -> Any:
+                if acts:
+                    acts.pop()()
+                return method(*given)
+
+            monkeypatch.setattr(kept, name, call)
+
+        def whole_rows(batch: TensorDict) -> bool:
+            return bool((batch["late"] == 3 * batch["action"]).all())
+
+        looks: list[Callable[[], bool]] = [
+            lambda: rb["late"].tolist() == list(range(0, 180, 3)),
+            lambda: whole_rows(rb[:]),
+            lambda: whole_rows(rb.sample()),
+            lambda: rb.sql("SELECT sum(late), max(_id) FROM transitions").fetchall() == [(5310, 60)],
+        ]
+        for name in ("read", "intact", "views"):
+            before(name)
+            for look in looks:
+                rb.add_column("front", fill=1)
+                rb.add_column("late", function=lambda batch: 3 * batch["action"])
+                for act in (
+                    lambda: rb.drop_column("front"),  # and what lies behind it has another place
+                    lambda: rb.add_column("front", fill=1),  # likewise ids, episodes, steps
+                ):
+                    acts.append(act)
+                    assert look()
+                    while acts:
+                        acts.pop()()
+                rb.drop_column("late")
+                rb.drop_column("front")
 
 
 def test_while_others_sample_and_add(store_path: Path) -> None:

@@ -210,7 +210,7 @@ PHASES = (
             _extend(3),
             _change(20, 25, 2),
         ],
-        stride=4,
+        stride=9,
         must="rename late",
     ),
     Phase(
@@ -218,7 +218,7 @@ PHASES = (
         LEAN,
         [*FEW, _add("group.late", 3), _add("late", 5), _extend(3)],
         [_drop("group.late"), _extend(6, "a"), _drop("late"), _extend(2)],
-        stride=4,
+        stride=7,
         must="rename old",
     ),
     Phase("add a column to packed ones", PACKED, [_extend(22)], [_add("late", 2, 5), _extend(7)], stride=9),
