@@ -15,6 +15,7 @@ from test_variable_fields import SCHEMA, check, columns_of, put, window_ids
 
 import expstore
 from expstore import files
+from expstore.checks import repair, verify
 from expstore.errors import CorruptionError, SchemaError, StateError, StorageError
 from expstore.keys import find_keys
 from expstore.storages import base, merging, segmentwriter
@@ -80,7 +81,7 @@ acts = st.one_of(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     plan=st.lists(acts, min_size=1, max_size=20),
     capacity=st.sampled_from([None, 7, 40]),
@@ -511,4 +512,53 @@ def test_a_lost_segment_is_damage(tmp_path: Path, tiny: None) -> None:
     path.write_bytes(held)
     storage = new(tmp_path / "a.exp")
     check(storage, window_ids(storage))
+    storage.close()
+
+
+# ---------------------------------------------------------------------------------------------------
+# Checks.
+
+
+def flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 0x10
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("where", ["body", "header", "missing", "first"])
+def test_damage_is_found_and_repaired_at_the_cost_of_its_rows(
+    tmp_path: Path, tiny: None, compression: Any, where: str
+) -> None:
+    storage = new(tmp_path / "a.exp", compression=compression)
+    for _ in range(6):
+        put(storage, 30)
+    found = storage._segments
+    assert found is not None
+    chosen = found.segments[0 if where == "first" else 1]
+    number = len(chosen.headers) // 2
+    header, at = chosen.headers[number], chosen.offsets[number]
+    storage.close()
+    assert verify(tmp_path / "a.exp") == []
+    if where == "missing":
+        chosen.path.unlink()
+        lost = {id for one in chosen.headers for id in range(one.first, one.last + 1)}
+    else:
+        flip(chosen.path, at + (20 if where == "header" else header.size - 8))
+        lost = set(range(header.first, header.last + 1))
+    findings = verify(tmp_path / "a.exp")
+    ids = {id for finding in findings for a, b in finding.ids for id in range(a, b + 1)}
+    assert ids == lost
+    assert {finding.path for finding in findings} == {f"segments/{chosen.path.name}"}
+    left = repair(tmp_path / "a.exp")
+    assert left.left == findings
+    outcome = repair(tmp_path / "a.exp", drop_damaged=True)
+    assert outcome.lost_rows == len(lost)
+    assert not outcome.left
+    assert verify(tmp_path / "a.exp") == []
+    storage = new(tmp_path / "a.exp")
+    ids_left = np.array(sorted(set(range(1, 181)) - lost))
+    np.testing.assert_array_equal(storage.window.ids(), ids_left)
+    check(storage, ids_left)
+    put(storage, 20)
+    check(storage, storage.window.ids())
     storage.close()

@@ -13,6 +13,7 @@ import pyarrow as pa
 
 from expstore.checks.findings import Finding, Inspection, runs_of
 from expstore.files import Disk
+from expstore.storages.messages import read_header
 from expstore.storages.segments import Segment, Segments
 from expstore.storages.segmentwriter import SegmentWriter
 from expstore.types import IntArray, Runs, merge_runs
@@ -42,8 +43,10 @@ def check_segments(inspection: Inspection) -> None:
 
 def _path_of(segments: Segments, first_id: int) -> Path:
     """Return the segment in which a row should be."""
-    before = [path for path in segments.paths() if path.name <= segments.path_of(first_id).name]
-    return before[-1] if before else segments.path_of(first_id)
+    own = segments.path_of(first_id)
+    before = [path for path in segments.paths() if path.name <= own.name]
+    ended = [one.path for one in segments.segments if one.sealed and one.last < first_id]
+    return own if not before or before[-1] in ended else before[-1]
 
 
 def _note(inspection: Inspection, path: Path, ids: IntArray) -> None:
@@ -101,7 +104,8 @@ def _within(runs: Runs, first: int, last: int) -> Runs:
 def _nothing(writer: SegmentWriter, first: int, last: int) -> list[tuple[int, bytes]]:
     """Return rows of nothing as messages, each with its first id."""
     columns = [pa.nulls(last + 1 - first, kind) for kind in writer.kinds]
-    return [(first, message.tobytes()) for message in writer.encode(first, columns)]
+    messages = [message.tobytes() for message in writer.encode(first, columns)]
+    return [(header.first, message) for message in messages if (header := read_header(message)) is not None]
 
 
 def _parts(

@@ -17,12 +17,14 @@ from expstore import dumping
 from expstore.episodelog import LogEntry
 from expstore.journal import Kind
 from expstore.storages import loading, reshapable
+from expstore.storages.arrow import ArrowStorage
 from expstore.storages.base import Rows, Storage
 from expstore.storages.columnwriter import WritableColumns
 from expstore.storages.journaled import JournaledStorage
 from expstore.storages.packed import PackedColumn
 from expstore.storages.partial import PartialFile
 from expstore.storages.sampledcolumn import SampledColumn
+from expstore.storages.segmentwriter import SegmentWriter
 from expstore.storages.zarr import ZarrStorage
 
 __all__ = ["BREAKS", "break_protocol"]
@@ -204,6 +206,45 @@ def break_packed_recovery() -> None:
     PackedColumn.settle = settle_only  # type: ignore[method-assign]
 
 
+def break_segment_syncs() -> None:
+    """A mark is made without a sync of segments."""
+    take = WritableColumns.take_packed
+
+    def nothing(self: WritableColumns) -> tuple[set[Any], Any]:
+        if self.segments is not None:
+            self.segments.touched.clear()
+        return take(self)
+
+    WritableColumns.take_packed = nothing  # type: ignore[method-assign]
+
+
+def break_segment_cuts() -> None:
+    """What was never published stays in the segments when a store is opened."""
+
+    def keep(self: Any, last: int) -> None:
+        self._open = None
+        self.show_all(self.segments)
+
+    SegmentWriter._cut = keep  # type: ignore[method-assign]
+
+
+def break_segments_first() -> None:
+    """The record is appended, and a sync covers it, before rows without a fixed size are written."""
+
+    def write(self: Any, rows: Rows) -> None:
+        self.check_writable()
+        self._make_room(rows.count)
+        skipped = 0 if self.capacity is None else max(0, rows.count - self.capacity)
+        group, first = self.columns, rows.first_id + skipped
+        for slot, _, n in self.pieces(first, rows.count - skipped):
+            group.ensure(slot + n)
+        self._publish(rows, skipped, 0)
+        self.sync()
+        self._put(rows, skipped)
+
+    ArrowStorage.write = write  # type: ignore[method-assign]
+
+
 def break_late() -> None:
     """expstore.json says that there is another field before that is on the disk."""
     reshapable._Building.sync = lambda self: None  # type: ignore[method-assign]
@@ -230,6 +271,9 @@ BREAKS: dict[str, Callable[[], None]] = {
     "raw rows written over": break_packed_areas,
     "raw rows in memory": break_packed_rows,
     "packed recovery without sync": break_packed_recovery,
+    "segments without sync": break_segment_syncs,
+    "segments not cut": break_segment_cuts,
+    "segments last": break_segments_first,
     "late column without sync": break_late,
 }
 

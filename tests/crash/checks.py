@@ -21,6 +21,7 @@ import expstore
 from expstore.errors import NotReadyError
 from expstore.files import Disk
 from expstore.snapshots import list_versions
+from expstore.storages.base import ROW_FIELDS
 from expstore.storages.checksums import BLOCK_ROWS, GIVEN_UP, NOTHING, SUMMED, blocks_of, state_of
 from expstore.storages.sampledcolumn import find_sampled
 from expstore.tensordictbuffers import TensorDictReplayBuffer
@@ -65,11 +66,21 @@ def check_rows(rb: TensorDictReplayBuffer, state: Ledger) -> None:
     schema = kept.require_schema()
     wanted = facts.values(state.spec, state.origin[ids], state.version[ids])
     wanted |= {tuple(name.split(".")): held[ids] for name, (_, held) in state.late.items()}
-    own_keys, known = {f.key for f in schema.fields}, set(wanted)
+    ragged = facts.ragged_values(state.origin[ids]) if state.spec.ragged else {}
+    own_keys, known = {f.key for f in schema.fields}, {*wanted, *((name,) for name in ragged)}
     expect(own_keys == known, f"there are other fields: {sorted(own_keys ^ known)}")
     places = range(len(schema.fields) + 5)
-    found = [np.concatenate(part) for part in kept.views(places, window.low + 1, window.size)]
-    pairs = [(".".join(f.key), found[n], wanted[f.key]) for n, f in enumerate(schema.fields)]
+    views = kept.views(places, window.low + 1, window.size)
+    found = [
+        part if f.variable else np.concatenate(part)
+        for f, part in zip((*schema.fields, *ROW_FIELDS), views, strict=True)
+    ]
+    flat = [(n, f) for n, f in enumerate(schema.fields) if not f.variable]
+    pairs = [(".".join(f.key), found[n], wanted[f.key]) for n, f in flat]
+    for name, values in ragged.items():
+        have = [row for part in found[schema.place((name,))] for row in part.to_pylist()]
+        wrong = [i for i, a, b in zip(ids.tolist(), have, values, strict=True) if a != b]
+        expect(not wrong, f"{name} differs in {len(wrong)} rows: ids {wrong[:4]} of {ids[0]}..{ids[-1]}")
     own = len(schema.fields)
     pairs += [
         ("_row.id", found[own], ids),
@@ -262,3 +273,8 @@ def check_sample(rb: TensorDictReplayBuffer, state: Ledger) -> None:
     for key, column in rows.items():
         same = (found[key].numpy() == column).reshape(wanted.size, -1).all(axis=1)
         expect(bool(same.all()), f"draw {state.draw}: sampled {key} differs for ids {wanted[~same]}")
+    if state.spec.ragged:
+        ragged = facts.ragged_values(state.origin[wanted])
+        tokens = [row.tolist() for row in found["tokens"].unbind()]
+        expect(tokens == ragged["tokens"], f"draw {state.draw}: sampled tokens differ")
+        expect(list(found["text"]) == ragged["text"], f"draw {state.draw}: sampled texts differ")

@@ -45,12 +45,14 @@ from ledger import SEED, Ledger, Op, Spec
 
 # Compiled loops, which take a second to load: the children are to find them there.
 import expstore.compressing
+import expstore.gathering
 import expstore.ranktree
 import expstore.sumtree
 import expstore.unpacking  # noqa: F401
 from expstore.episodeinfo import merge_info, pack_info
 from expstore.files import Disk
-from expstore.storages import base, columns, packing, records, zarr
+from expstore.storages import base, columns, merging, packing, records, segmentwriter, zarr
+from expstore.storages.arrow import ArrowStorage
 from expstore.storages.journaled import JournaledStorage
 from expstore.storages.layout import ColumnLayout
 from expstore.storages.settings import Settings
@@ -83,6 +85,10 @@ __all__ = [
 ]
 
 
+# What torch loads with the first one, which takes a second: the children are to find it there.
+torch.nested.nested_tensor([torch.zeros(1)], layout=torch.jagged).unbind()
+
+
 class _NoIndex:
     """Stand in for the index, which is derived and slow to make."""
 
@@ -105,8 +111,11 @@ def open_store(
     }
     layout = ColumnLayout(fields=packed) if spec.packed else None
     settings = Settings(flatten=True, seed=SEED, durability=spec.durability, layout=layout)
-    kept = ZarrStorage(
-        path, spec.capacity, settings=settings, disk=disk or KillingDisk(), segment_bytes=spec.segment_bytes
+    how = {"settings": settings, "disk": disk or KillingDisk(), "segment_bytes": spec.segment_bytes}
+    kept = (
+        ArrowStorage(path, spec.capacity, compression=spec.compression, **how)
+        if spec.ragged
+        else ZarrStorage(path, spec.capacity, **how)
     )
     writer = TensorDictMaxValueWriter("observation", "max") if spec.best else None
     rb = TensorDictReplayBuffer(
@@ -134,6 +143,11 @@ def fit_constants(spec: Spec) -> None:
     if spec.packed:
         packing.SHARD_ROWS = packing.ENDLESS_SHARD_ROWS = 16
         packing.REACH_ROWS = 4, 8
+    if spec.ragged:
+        segmentwriter.SEGMENT_BYTES, segmentwriter.SEGMENT_BATCHES = 6000, 12
+        segmentwriter.BATCH_BYTES, segmentwriter.PACKED_BYTES = 1500, 500
+        segmentwriter.TOGETHER_BYTES, segmentwriter.MERGED_BYTES = 3000, 1500
+        merging.MANY = 4
     records.REDO_BYTES = spec.redo_bytes
     zarr.TAIL_BYTES = TAIL_BYTES if spec.tail else 0
 

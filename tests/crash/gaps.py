@@ -54,6 +54,7 @@ GROWING = Spec("growing", None, None, frame=64, lean=True, shard_rows=4096)
 #: Chunks of 4 rows, shards of 16; 32 slots are two shards.
 PACKED = Spec("packed", 24, 8, frame=64, lean=True, segment_bytes=4096, tail=False, packed=True)
 PACKED_NARROW = Spec("packed narrow", 24, 8, frame=64, lean=True, segment_bytes=1536, packed=True)
+RAGGED = Spec("ragged", 24, 8, frame=64, lean=True, segment_bytes=4096, tail=False, ragged=True)
 PACKED_GROWING = Spec("packed growing", None, 24, frame=64, lean=True, shard_rows=4096, packed=True)
 
 
@@ -199,6 +200,7 @@ PHASES = (
         stride=20,
         must="rename load",
     ),
+    Phase("rows in segments", RAGGED, FEW, [_extend(6, "a"), _extend(8), FLUSH], tooth=True),
     Phase(
         "add columns",
         LEAN,

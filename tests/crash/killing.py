@@ -59,6 +59,8 @@ SPECS = {
         Spec("packed", 100, 40, frame=64, segment_bytes=4096, longest=120, packed=True),
         Spec("frames", None, None, frame=64, segment_bytes=4096, longest=60, packed=True),
         Spec("best", 60, 20, frame=64, segment_bytes=4096, longest=90, overlong=False, best=True),
+        Spec("ragged", 60, 20, frame=64, segment_bytes=4096, longest=60, ragged=True),
+        Spec("texts", None, None, frame=64, segment_bytes=4096, longest=60, ragged=True, compression="zstd"),
         Spec("late", 60, 20, frame=64, segment_bytes=4096, longest=30, late=True),
     )
 }
@@ -208,6 +210,15 @@ TEETH = {
     ),
     "late column without sync": Tooth(
         "late column without sync", lambda at: power_cuts(240, 1, at, names=["late", "late wide"], stop=True)
+    ),
+    "segments without sync": Tooth(
+        "segments without sync", lambda at: power_cuts(120, 1, at, names=["ragged", "texts"], stop=True)
+    ),
+    "segments not cut": Tooth(
+        "segments not cut", lambda at: power_cuts(240, 1, at, names=["ragged", "texts"], stop=True)
+    ),
+    "segments last": Tooth(
+        "segments last", lambda at: enumerate_gaps(at, names=["rows in segments"], stop=True)
     ),
     "recovery without sync": Tooth("recovery without sync", lambda at: power_cuts(360, 1, at, stop=True)),
 }

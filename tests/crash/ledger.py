@@ -10,16 +10,27 @@ import copy
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from tensordict import TensorDict
+from tensordict import NonTensorStack, TensorDict
 
 from expstore.draws import Draws
 
-__all__ = ["LATE", "Ledger", "Op", "Spec", "batch", "extends", "late_values", "plan", "values"]
+__all__ = [
+    "LATE",
+    "Ledger",
+    "Op",
+    "Spec",
+    "batch",
+    "extends",
+    "late_values",
+    "plan",
+    "ragged_values",
+    "values",
+]
 
 Ints = NDArray[np.int64]
 
@@ -49,6 +60,8 @@ class Spec:
     consume: int | None = None  # how often each row is handed out
     best: bool = False  # whether the best rows stay, not the newest
     late: bool = False  # fields come and go
+    ragged: bool = False  # whether there are fields without a fixed size, in short segments
+    compression: Literal["lz4", "zstd"] | None = None  # of these
     packed: bool = (
         False  # whether frames are packed, in chunks of a few rows and short shards; next ones, too
     )
@@ -126,6 +139,16 @@ def ranks(spec: Spec, origins: Ints, versions: Ints) -> NDArray[np.float32]:
     return found
 
 
+def ragged_values(ids: Ints) -> dict[str, list[Any]]:
+    """Return the fields without a fixed size of rows: token ids, and texts or None."""
+    sizes = (_mix(ids, ids) % 40).tolist()
+    pairs = list(zip(ids.tolist(), sizes, strict=True))
+    return {
+        "tokens": [list(range(i * 100, i * 100 + n)) for i, n in pairs],
+        "text": [None if n % 7 == 3 else f"é{i}" * (n % 9) for i, n in pairs],
+    }
+
+
 def batch(spec: Spec, op: Op, ids: Ints) -> TensorDict:
     """Return the TensorDict that an extend or a `[]=` is given."""
     versions = np.full(ids.size, op.version, np.int64)
@@ -137,6 +160,11 @@ def batch(spec: Spec, op: Op, ids: Ints) -> TensorDict:
     data = TensorDict({}, batch_size=shape, names=names)
     for key, column in values(spec, ids, versions).items():
         data[key] = torch.from_numpy(column).reshape(*shape, *column.shape[1:])
+    if spec.ragged:
+        found = ragged_values(ids)
+        rows = [torch.tensor(tokens, dtype=torch.int32) for tokens in found["tokens"]]
+        data["tokens"] = torch.nested.nested_tensor(rows, layout=torch.jagged)
+        data["text"] = NonTensorStack(*found["text"])
     return data
 
 
@@ -531,8 +559,8 @@ def _next(state: Ledger, rng: np.random.Generator, weights: Mapping[str, float])
     kind = rng.choice(list(weights), p=np.array(list(weights.values())) / sum(weights.values()))
     if kind == "extend" or not ids.size or (kind == "loads" and not state.versions):
         return _next_extend(state, rng)
-    if kind == "change" and state.spec.packed:
-        kind = "flush"  # what is packed stays as it is
+    if kind == "change" and (state.spec.packed or state.spec.ragged):
+        kind = "flush"  # what is packed, or in segments, stays as it is
     if kind in ("add", "drop"):
         return _next_field(state, rng)
     if kind == "change":
@@ -573,7 +601,7 @@ def _next_extend(state: Ledger, rng: np.random.Generator) -> Op:
     if spec.overlong and spec.capacity is not None and rng.random() < 0.12:
         count = spec.capacity + state.spare + int(rng.integers(1, 60))  # longer than the whole ring
     source = rng.choice(["", "a", "b"])
-    if spec.best:
+    if spec.best or spec.ragged:
         return Op("extend", count=count, source=str(source) or None)
     lanes = int(rng.choice([1, 1, 1, 3])) if count >= 3 else 1
     return Op(
