@@ -450,6 +450,7 @@ HOME_OF_LIBRARY: dict[str, tuple[str, ...]] = {
         "codec",
         "exchange",
         "exchange.*",
+        "testing.anylength",
     ),
     "starlette": ("api", "api.*"),
     "torchrl": ("interop", "specs.foreign"),

@@ -1,0 +1,146 @@
+"""Every row knows its episode and step, whatever streams it lies between; slices never cross.
+
+Part of the suite.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+
+from expstore.errors import NotFoundError, QueryError, SchemaError
+from expstore.samplers.slices import SliceSampler
+from expstore.testing.declared import Declared
+from expstore.testing.expect import expect, raises, same
+from expstore.testing.life import Life
+from expstore.testing.model import Cell
+from expstore.testing.rows import hold
+
+__all__ = ["EpisodeSuite"]
+
+#: Two trajectories that take turns, and one after them.
+_TURNS = [Cell(1), Cell(2), Cell(1), Cell(2, "t"), Cell(1), Cell(1, "T"), Cell(3), Cell(3)]
+
+
+class EpisodeSuite(Declared):
+    """Hold a storage to the episodes of its rows."""
+
+    def test_streams_and_trajectories(self, tmp_path: Path) -> None:
+        """Sources go on across batches, trajectories within them, and each ends by itself."""
+        with self.life(tmp_path) as life:
+            for _ in range(2):
+                _busy(life)
+                life.look(episodes=True)
+            for run in life.model.runs():
+                found = life.rb.trajectory(run[0].episode)
+                rows = [row for part in life.model.runs() for row in part if row.episode == run[0].episode]
+                hold(found, rows, f"trajectory {run[0].episode}")
+            with raises(NotFoundError, what="a trajectory that never was"):
+                life.rb.trajectory(1000)
+            with raises(NotFoundError, what="a trajectory whose rows have left"):
+                life.rb.trajectory(1)
+
+    def test_episodes_without_trajectory_ids(self, tmp_path: Path) -> None:
+        """A stream's episode ends with its flags."""
+        with self.life(tmp_path, trajectories=False) as life:
+            for source in ("a", "b", None, "a"):
+                life.extend([Cell(), Cell(), Cell(0, "t"), Cell(), Cell(0, "T"), Cell()], source)
+                life.add(Cell(0, "T"), source)
+                life.look(episodes=True)
+
+    def test_lanes_are_streams(self, tmp_path: Path) -> None:
+        """Each place along the other dim has episodes of its own."""
+        with self.life(tmp_path, 24, lanes=2, trajectories=False) as life:
+            for marks in ("..t.", "..", "T..t..", "." * 20):
+                cells = [Cell(0, mark.strip(".")) for mark in marks]
+                life.extend(cells, "w" if len(marks) == 6 else None)
+                life.look(episodes=True)
+
+    def test_slices_never_cross(self, tmp_path: Path) -> None:
+        """Slices are steps of one episode that follow one another; all that there are come."""
+        length = 3
+        with self.life(tmp_path, sampler=lambda: SliceSampler(slice_len=length), batch_size=30) as life:
+            for turn in range(3):
+                _busy(life)
+                if turn == 1:
+                    life.lap(4)
+                    _busy(life)
+                there = {
+                    tuple(row.id for row in run[start : start + length])
+                    for run in life.model.runs()
+                    for start in range(len(run) - length + 1)
+                }
+                found: set[tuple[int, ...]] = set()
+                for _ in range(25):
+                    _, info = life.rb.sample(return_info=True)
+                    found |= {tuple(ids) for ids in info["id"].view(-1, length).tolist()}
+                same(sorted(found), sorted(there), "the slices that come")
+
+    def test_facts_about_episodes(self, tmp_path: Path) -> None:
+        """They come with the rows or later, and can be asked for when the rows have left."""
+        with self.life(tmp_path) as life:
+            life.rb.extend(life.batch(life.model.extend(_TURNS[:4], "a")), source="a", episode_info={"n": 1})
+            same(life.rb.annotate(1, n=2, who="x"), {"n": 2, "who": "x"}, "what is noted about an episode")
+            life.extend(30)
+            life.rb.annotate(1, who=None, late=True)
+            asked = "SELECT episode_id, info->>'n', info->>'late' FROM episodes ORDER BY 1"
+            found = life.rb.sql(asked).fetchall()
+            same(found, [(1, "2", "true"), (2, "1", None), (3, None, None)], "facts about episodes")
+            with raises(NotFoundError, what="a fact about no episode"):
+                life.rb.annotate(99, n=1)
+            with raises(SchemaError, what="a fact that JSON has no form for"):
+                life.rb.annotate(1, n=object())
+            life.look()
+
+    def test_sql(self, tmp_path: Path) -> None:
+        """Fields, episodes and priorities can be asked for; what is no query changes nothing."""
+        with self.life(tmp_path) as life:
+            _busy(life)
+            rows = life.model.live
+            life.set_priorities({rows[3].id: 0.5})
+            asked = "SELECT _id, next.reward, value, next.terminated FROM transitions WHERE number >= $low"
+            low = rows[5].serial
+            found = life.rb.sql(f"{asked} ORDER BY _id", {"low": low}).fetchall()
+            expected = [
+                (row.id, row.serial % 17 / 4, row.serial * 125.0, row.cell.mark == "t") for row in rows[5:]
+            ]
+            same(found, expected, "rows that SQL gives")
+            found = life.rb.sql("SELECT * FROM priorities ORDER BY 1").fetchall()
+            expected_priorities = [(id, value) for id, value in life.model.priorities.items()]
+            same([tuple(row[:2]) for row in found], expected_priorities, "the relation priorities")
+            lengths = Counter(row.episode for row in rows)
+            found = life.rb.sql("SELECT _episode, count(*) FROM transitions GROUP BY 1 ORDER BY 1").fetchall()
+            same(found, sorted(lengths.items()), "rows of each episode")
+            for wrong in ("DELETE FROM transitions", "SELECT nothing FROM transitions", "SELEC 1"):
+                with raises(QueryError, what=f"the query {wrong!r}"):
+                    life.rb.sql(wrong)
+            life.look(episodes=True)
+
+    def test_trajectories_by_condition(self, tmp_path: Path) -> None:
+        """`query` gives those that meet it, with their rows in order."""
+        with self.life(tmp_path) as life:
+            _busy(life)
+            found = life.rb.query(lambda trajectory: len(trajectory) >= 3)
+            runs: dict[int, list[int]] = {}
+            for run in life.model.runs():
+                runs.setdefault(run[0].episode, []).extend(row.serial for row in run)
+            expected = [serials for serials in runs.values() if len(serials) >= 3]
+            same([one["number"].tolist() for one in found], expected, "trajectories of three steps or more")
+            expect(np.concatenate(expected).size > 3, "the model has none")
+
+
+def _busy(life: Life) -> None:
+    """Let three streams write, whose trajectories begin, take turns and end."""
+    first = life.model.serial * 4 + 1  # numbers that no trajectory had before
+
+    def named(cells: list[Cell]) -> list[Cell]:
+        return [Cell(first + cell.trajectory, cell.mark) for cell in cells]
+
+    life.extend(named(_TURNS), "a")
+    life.extend(named([Cell(7), Cell(7), Cell(8, "t")]), "b")
+    life.add(Cell(first + 9))
+    life.extend(named([Cell(3), Cell(4), Cell(3, "t")]), "a")
+    life.extend(named([Cell(7), Cell(9), Cell(7)]), "b")
+    life.extend(named([Cell(9)] * 4 + [Cell(9, "T")]))

@@ -1,0 +1,265 @@
+"""A buffer over a storage, and the model that is told of everything that is done to it.
+
+Used by the suite: acts go to both, and `look` holds one against the other. It keeps no files of its own.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol, Self
+
+import numpy as np
+import torch
+
+from expstore.errors import NoRowError
+from expstore.storages.base import Storage
+from expstore.tensordictbuffers import TensorDictReplayBuffer
+from expstore.testing.expect import expect, raises, same
+from expstore.testing.model import Cell, Model, Row
+from expstore.testing.rows import hold, make_batch, patch_of
+
+__all__ = ["Life", "Maker"]
+
+_SQL_ROWS = "SELECT _id, number, _episode, _step FROM transitions ORDER BY _id"
+_SQL_EPISODES = (
+    "SELECT episode_id, CASE WHEN source NOT LIKE '@%' THEN source END, length, status, live_rows "
+    "FROM episodes ORDER BY episode_id"  # a handle's own stream has a number for a name
+)
+
+
+class Maker(Protocol):
+    """What makes storages: a suite."""
+
+    def make(self, path: Path, capacity: int | None, *, ndim: int, seed: int) -> Storage:
+        """Make a storage, or open the one that is there."""
+
+
+class Life:
+    """Act on a buffer and on a model of it.
+
+    Args:
+        maker: Makes the storage.
+        path: An empty folder of its own.
+        capacity: Most readable rows.
+        lanes: How many rows make a step of time; from 2 on the storage has two dims.
+        trajectories: Whether rows say which trajectory they are of.
+        seed: Key of all draws.
+        buffer: Keywords of the buffer; a sampler or writer as a function that makes it.
+
+    Example:
+        >>> with Life(suite, tmp_path, 20) as life:
+        ...     life.extend(7)
+        ...     life.look()
+    """
+
+    def __init__(
+        self,
+        maker: Maker,
+        path: Path,
+        capacity: int | None = 20,
+        *,
+        lanes: int = 1,
+        trajectories: bool = True,
+        seed: int = 5,
+        **buffer: Any,
+    ) -> None:
+        self.maker, self.path, self.seed = maker, path, seed
+        self.model = Model(capacity, lanes, trajectories)
+        self.keywords = {"batch_size": 6} | buffer
+        self.rb = self.begin()
+
+    def begin(self) -> TensorDictReplayBuffer:
+        """Return a buffer over the storage in the folder."""
+        ndim = 1 if self.model.lanes == 1 else 2
+        storage = self.maker.make(self.path, self.model.capacity, ndim=ndim, seed=self.seed)
+        return TensorDictReplayBuffer(storage=storage, **self.keywords)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.storage.close()  # the buffer would bring the index up to date first, for nobody
+
+    @property
+    def storage(self) -> Storage:
+        """Where the rows are."""
+        return self.rb.storage
+
+    @property
+    def ids(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """The ids that can be read, the oldest first. Shape `(n,)`."""
+        return np.fromiter(self.model.rows, np.int64, len(self.model.rows))
+
+    # -- acts ------------------------------------------------------------------------------------
+
+    def extend(self, cells: int | Sequence[Cell], source: str | None = None) -> list[Row]:
+        """Write rows; what the buffer says of their ids must be right.
+
+        Args:
+            cells: Of each row; or how many steps there are, which go on in one trajectory.
+            source: Name of the stream.
+        """
+        model = self.model
+        cells = [Cell()] * cells * model.lanes if isinstance(cells, int) else cells
+        rows = model.extend(cells, source)
+        ids = self.rb.extend(self.batch(rows), source=source, return_ids=True)
+        same(sorted(ids.tolist()), [row.id for row in rows], "what extend returns")
+        return rows
+
+    def batch(self, rows: Sequence[Row]) -> Any:
+        """Return rows as a batch for this buffer."""
+        return make_batch(rows, lanes=self.model.lanes, trajectories=self.model.trajectories)
+
+    def add(self, cell: Cell | None = None, source: str | None = None) -> None:
+        """Write a single row."""
+        (row,) = self.model.extend([Cell() if cell is None else cell], source)
+        index = self.rb.add(self.batch([row])[0], source=source)
+        same(index, self.model.index_of(row.id), "the index that add returns")
+
+    def lap(self, short_of: int = 0) -> None:
+        """Write on to the end of the ring's slots, or some rows short of it; nothing where there is none."""
+        storage, lanes = self.storage, self.model.lanes
+        if storage.slots is not None and self.model.rows:
+            left = -self.model.last % storage.slots - short_of
+            if left >= lanes:
+                self.extend(left // lanes)
+
+    def patch(self, ids: Sequence[int]) -> None:
+        """Change fields of rows; of those that have left nothing may change."""
+        model = self.model
+        rows = model.change([id for id in ids if id in model.rows])
+        gone = [id for id in ids if id not in model.rows]
+        fields = patch_of(rows)
+        more = {name: torch.cat([values, values[:1].repeat(len(gone), *[1] * (values.ndim - 1))])
+                for name, values in fields.items()} if rows else {}  # fmt: skip
+        if more:
+            named = torch.tensor([row.id for row in rows] + gone)
+            done = self.rb.update_if_present(id=named, patch=more)
+            same(done.updated.tolist(), [True] * len(rows) + [False] * len(gone), "which rows were changed")
+
+    def set_priorities(self, values: dict[int, float]) -> None:
+        """Set priorities by id; those of rows that have left reach nothing."""
+        given = torch.tensor(list(values.values()), dtype=torch.float32)
+        expected = self.model.set_priorities(dict(zip(values, given.tolist(), strict=True)))
+        same(self.rb.update_priority(id=torch.tensor(list(values)), priority=given), expected, "how many")
+
+    def empty(self) -> None:
+        """Forget all rows."""
+        self.rb.empty()
+        self.model.empty()
+
+    def reopen(self) -> None:
+        """Close the storage and open it again."""
+        self.rb.close()
+        self.rb = self.begin()
+        self.model.reopen()
+
+    def kill(self, act: Callable[[], object]) -> None:
+        """Let a child process open the storage, act and be killed; open what it leaves.
+
+        What the model is told by `act` is lost with the child: tell it before, or after.
+        """
+        self.rb.close()
+        child = multiprocessing.get_context("fork").Process(target=self._live_and_die, args=(act,))
+        child.start()
+        child.join()
+        expect(child.exitcode == -signal.SIGKILL, "the child failed before it was killed")
+        self.rb = self.begin()
+
+    def _live_and_die(self, act: Callable[[], object]) -> None:
+        self.rb = self.begin()
+        act()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def write_and_be_killed(self, batches: Sequence[Sequence[Cell]], source: str | None = None) -> None:
+        """Have another process write these batches and be killed: all of them must be there."""
+        self.model.reopen()
+        made = [self.batch(self.model.extend(cells, source)) for cells in batches]
+
+        def write() -> None:
+            for batch in made:
+                self.rb.extend(batch, source=source)
+
+        self.kill(write)
+        self.model.reopen()
+
+    # -- looks -----------------------------------------------------------------------------------
+
+    def look(self, rb: TensorDictReplayBuffer | None = None, *, episodes: bool = False) -> None:
+        """Hold everything that can be read against the model.
+
+        Args:
+            rb: Through which buffer; None: the writer's.
+            episodes: Whether to ask SQL for rows and episodes, too.
+        """
+        model, looking = self.model, self.rb if rb is None else rb
+        storage = looking.storage
+        rows, ids = model.live, self.ids
+        same(len(looking), len(rows), "len")
+        same(storage.window.ids(), ids, "the ids that can be read")
+        same(storage.last, model.last, "the newest id")
+        same(looking.write_count, model.written, "write_count")
+        if rows:
+            self.look_at_rows(looking)
+            self.look_at_columns(storage)
+            self.look_at_draw(looking)
+        if episodes and storage.schema is not None:
+            self.look_at_sql(looking)
+
+    def look_at_rows(self, rb: TensorDictReplayBuffer) -> None:
+        """Read all rows by index, and single ones."""
+        model, ordered = self.model, self.model.by_index
+        found = rb[:] if model.lanes == 1 else rb[:].transpose(0, 1)  # time comes last where it has come so
+        hold(found, ordered, "[:]", trajectories=model.trajectories)
+        if model.lanes == 1:
+            for place in {0, len(ordered) // 2, len(ordered) - 1}:
+                index = model.index_of(ordered[place].id)
+                one = rb[index]
+                hold(one.unsqueeze(0), [ordered[place]], f"[{index}]", trajectories=model.trajectories)
+
+    def look_at_columns(self, storage: Storage) -> None:
+        """Read by id, and look at the columns that every row has beside the user's."""
+        rows, ids, model = self.model.live, self.ids, self.model
+        (number,) = storage.read(ids[::-1].copy(), [storage.place_of(("number",))])
+        same(number, np.array([row.serial for row in rows[::-1]], np.int64), "rows by id")
+        expect(storage.intact(ids), "rows that can be read are not intact")
+        same(storage.index_of(ids), np.array([model.index_of(row.id) for row in rows], np.int64), "index_of")
+        same(storage.ids_at(storage.index_of(ids)), ids, "ids_at")
+        if model.capacity is None or len(rows) < model.capacity:
+            with raises(NoRowError, what="the index of the row that is to come"):
+                storage.ids_at(np.array([model.index_of(model.last + 1)]))
+        fields = len(storage.require_schema().fields)
+        places = [fields, fields + 1, fields + 2, storage.priority_place]
+        views = [np.concatenate(parts) for parts in storage.views(places, int(ids[0]), ids.size)]
+        same(views[0], ids, "_row.id")
+        same(views[1], np.array([row.episode for row in rows], np.int64), "_row.episode")
+        same(views[2], np.array([row.step for row in rows], np.int64), "_row.step")
+        priorities = np.array([model.priorities[row.id] for row in rows], np.float32)
+        same(views[3], priorities, "priorities")
+
+    def look_at_draw(self, rb: TensorDictReplayBuffer) -> None:
+        """Draw a batch: each of its rows is one that can be read, whole."""
+        batch, info = rb.sample(return_info=True)
+        drawn = info["id"].tolist()
+        expect(set(drawn) <= self.model.rows.keys(), f"rows were drawn that have left: {drawn}")
+        rows = [self.model.rows[id] for id in drawn]
+        hold(batch, rows, "a draw", trajectories=self.model.trajectories)
+
+    def look_at_sql(self, rb: TensorDictReplayBuffer) -> None:
+        """Ask SQL for rows and episodes."""
+        model = self.model
+        same(
+            rb.sql(_SQL_ROWS).fetchall(),
+            [(row.id, row.serial, row.episode, row.step) for row in model.live],
+            "the relation transitions",
+        )
+        live = [row.episode for row in model.live]
+        expected = [
+            (told.number, told.source, told.length, told.status, live.count(told.number))
+            for told in model.episodes.values()
+        ]
+        same(rb.sql(_SQL_EPISODES).fetchall(), expected, "the relation episodes")

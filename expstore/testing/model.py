@@ -1,0 +1,187 @@
+"""What a store should hold, told row by row in plain Python.
+
+Used by the suite to judge storages. It asks the library nothing: each row is told its id, episode and step
+before it is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+__all__ = ["OPEN", "TERMINATED", "TRUNCATED", "Cell", "Episode", "Model", "Row"]
+
+OPEN, TERMINATED, TRUNCATED, CUT = "open", "terminated", "truncated", "cut"
+_STATUS = {"": OPEN, "t": TERMINATED, "T": TRUNCATED}
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """Say what a collector knows of a row.
+
+    Args:
+        trajectory: The collector's number, which it does not give again once the trajectory has ended.
+        mark: "t": terminated, "T": truncated, "": neither.
+    """
+
+    trajectory: int = 0
+    mark: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Know a row that was written.
+
+    Args:
+        id: Its own, never given again.
+        serial: How many rows came before it; all its values follow from this and the version.
+        version: How often it was changed.
+        episode: Number of its episode.
+        step: Its place there.
+        cell: What its collector knew.
+    """
+
+    id: int
+    serial: int
+    episode: int
+    step: int
+    cell: Cell
+    version: int = 0
+
+
+@dataclass(slots=True)
+class Episode:
+    """Know an episode.
+
+    Args:
+        number: As the store counts them.
+        source: Name of its stream, as the store calls that of a lane; None: the handle's own.
+        length: How many rows it has had.
+        status: "open", "terminated", "truncated" or "cut".
+    """
+
+    number: int
+    source: str | None
+    length: int = 0
+    status: str = OPEN
+
+
+@dataclass
+class Model:
+    """Know the rows that can be read, their priorities, and all episodes that ever were.
+
+    Args:
+        capacity: Most readable rows; None: unbounded.
+        lanes: How many rows make a step of time.
+        trajectories: Whether rows say which trajectory they are of.
+    """
+
+    capacity: int | None = None
+    lanes: int = 1
+    trajectories: bool = True
+    rows: dict[int, Row] = field(default_factory=dict)  # by id, the oldest first
+    priorities: dict[int, float] = field(default_factory=dict)
+    episodes: dict[int, Episode] = field(default_factory=dict)
+    last: int = 0
+    serial: int = 0
+    written: int = 0
+    largest: float = 1.0
+    handle: int = 0
+    _going: dict[tuple[str | int, int, int], Episode] = field(default_factory=dict)
+
+    # -- what happens ----------------------------------------------------------------------------
+
+    def extend(self, cells: Sequence[Cell], source: str | None = None) -> list[Row]:
+        """Take rows in, in the order of their ids: a cell per lane, then the next step.
+
+        Args:
+            cells: Of whole steps.
+            source: Name of the stream; None: the handle's own.
+        """
+        placed: dict[int, tuple[int, int]] = {}
+        for lane in range(self.lanes):  # episodes are numbered lane by lane
+            for place in range(lane, len(cells), self.lanes):
+                placed[place] = self._step(cells[place], lane, source)
+        new = [
+            Row(self.last + 1 + place, self.serial + place, *placed[place], cell)
+            for place, cell in enumerate(cells)
+        ]
+        self.last, self.serial = self.last + len(new), self.serial + len(new)
+        self.written += len(new)
+        kept = new if self.capacity is None else new[-self.capacity :]
+        self.rows |= {row.id: row for row in kept}
+        self.priorities |= dict.fromkeys((row.id for row in kept), self.largest)
+        if self.capacity is not None:
+            self._retire(self.last - self.capacity)
+        return new
+
+    def _step(self, cell: Cell, lane: int, source: str | None) -> tuple[int, int]:
+        stream = self.handle if source is None else source, lane, cell.trajectory * self.trajectories
+        episode = self._going.get(stream)
+        if episode is None:
+            name = f"{source}//{lane}" if source and lane else source
+            episode = self._going[stream] = Episode(len(self.episodes) + 1, name)
+            self.episodes[episode.number] = episode
+        step, episode.length = episode.length, episode.length + 1
+        episode.status = _STATUS[cell.mark]
+        if cell.mark:
+            del self._going[stream]
+        return episode.number, step
+
+    def _retire(self, through: int) -> None:
+        for id in [id for id in self.rows if id <= through]:
+            del self.rows[id], self.priorities[id]
+
+    def empty(self) -> None:
+        """Forget all rows; ids go on at the next multiple of the capacity."""
+        if self.rows and self.capacity is not None:
+            self.last = -(-self.last // self.capacity) * self.capacity
+        self.rows.clear()
+        self.priorities.clear()
+
+    def change(self, ids: Iterable[int]) -> list[Row]:
+        """Change rows: each has its next version."""
+        changed = [replace(self.rows[id], version=self.rows[id].version + 1) for id in ids]
+        self.rows |= {row.id: row for row in changed}
+        return changed
+
+    def set_priorities(self, values: dict[int, float]) -> int:
+        """Set priorities of the rows that are there; return how many were set."""
+        here = {id: value for id, value in values.items() if id in self.rows}
+        self.priorities |= here
+        self.largest = max(self.largest, *here.values()) if here else self.largest
+        return len(here)
+
+    def reopen(self) -> None:
+        """Begin with a new handle: what had no name ends there."""
+        for stream, episode in list(self._going.items()):
+            if isinstance(stream[0], int):
+                episode.status = CUT
+                del self._going[stream]
+        self.handle += 1
+
+    # -- what can be seen ------------------------------------------------------------------------
+
+    @property
+    def live(self) -> list[Row]:
+        """The rows that can be read, the oldest first."""
+        return list(self.rows.values())
+
+    @property
+    def by_index(self) -> list[Row]:
+        """The same in the order of their indices."""
+        return sorted(self.rows.values(), key=lambda row: self.index_of(row.id))
+
+    def index_of(self, id: int) -> int:
+        """Return the index of an id."""
+        return id - 1 if self.capacity is None else (id - 1) % self.capacity
+
+    def runs(self) -> list[list[Row]]:
+        """Return the stretches of consecutive steps of one episode among the readable rows."""
+        found: list[list[Row]] = []
+        for row in sorted(self.rows.values(), key=lambda row: (row.episode, row.step)):
+            if found and (found[-1][-1].episode, found[-1][-1].step + 1) == (row.episode, row.step):
+                found[-1].append(row)
+            else:
+                found.append([row])
+        return found

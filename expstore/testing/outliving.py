@@ -1,0 +1,248 @@
+"""What outlives a handle, a process and a kill; what others see meanwhile; versions and copies.
+
+Part of the suite.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import torch
+
+from expstore.errors import LockedError, NotFoundError, SnapshotError, StateError
+from expstore.samplers.prioritized import PrioritizedSampler
+from expstore.samplers.without_replacement import SamplerWithoutReplacement
+from expstore.storages.base import Storage
+from expstore.tensordictbuffers import TensorDictReplayBuffer
+from expstore.testing.declared import Declared
+from expstore.testing.expect import expect, raises, same
+from expstore.testing.life import Life
+from expstore.testing.model import Cell
+from expstore.testing.rows import hold, make_batch
+
+__all__ = ["OutlivingSuite"]
+
+
+class OutlivingSuite(Declared):
+    """Hold a storage to what it keeps."""
+
+    def test_opened_again(self, tmp_path: Path) -> None:
+        """All is as it was, in every phase of a ring; or, of rows in RAM, all is gone."""
+        if not self.persistent:
+            with self.life(tmp_path) as life:
+                life.extend(7)
+                life.rb.close()
+                life.rb = life.begin()
+                same((len(life.rb), life.storage.last), (0, 0), "rows of a storage that keeps none")
+            return
+        for capacity in (20, None):
+            with self.life(tmp_path, capacity) as life:
+                life.reopen()
+                for count in (3, 5, 30):
+                    life.extend(count, "a" if count < 30 else None)
+                    life.set_priorities({life.model.last: 0.5 + count})
+                    life.reopen()
+                    life.look()
+                life.lap(3)
+                life.extend(9)
+                life.reopen()
+                life.look(episodes=True)
+                life.empty()
+                life.reopen()
+                life.look()
+                life.add()
+                self._sound(life)
+                life.look(episodes=True)
+
+    def test_killed(self, tmp_path: Path) -> None:
+        """Whatever `extend` returned is there when a process is killed, in every phase of a ring."""
+        with self.life(tmp_path) as life:
+            if not self.persistent:
+                return  # `test_opened_again` has shown that nothing is kept
+            plans = ([3], [1, 14, 1], [9, 30, 2])
+            for plan in plans:
+                life.write_and_be_killed([[Cell(0)] * count for count in plan], "a")
+                life.look()
+            life.lap(5)
+            life.write_and_be_killed([[Cell(1), Cell(1, "t"), Cell(2)], [Cell(2)] * 6])
+            life.look(episodes=True)
+            ids = life.ids.tolist()
+            life.set_priorities({ids[0]: 3.0, ids[5]: 0.25})
+            if self.patches:
+                life.patch(ids[3:9])
+            life.write_and_be_killed([[Cell(3)]])
+            life.look(episodes=True)
+            self._sound(life)
+
+    def test_changes_outlive_a_kill(self, tmp_path: Path) -> None:
+        """A patch that returned is there, and that all rows were forgotten; priorities are after a flush."""
+        with self.life(tmp_path) as life:
+            if not self.persistent:
+                return
+            life.extend(25)
+            if self.patches:
+                life.model.reopen()
+                life.kill(lambda: life.patch(life.ids.tolist()[4:15:3]))
+                life.model.change(life.ids.tolist()[4:15:3])
+                life.model.reopen()
+                life.look()
+            given = {id: 0.25 * id for id in life.ids.tolist()[2:7]}
+
+            def prioritise() -> None:
+                life.set_priorities(given)
+                life.rb.flush()
+
+            life.model.reopen()
+            life.kill(prioritise)
+            life.model.set_priorities(given)
+            life.model.reopen()
+            life.look()
+            life.model.reopen()
+            life.kill(lambda: life.rb.empty())
+            life.model.empty()
+            life.model.reopen()
+            life.look(episodes=True)
+
+    def test_draws_go_on(self, tmp_path: Path) -> None:
+        """After opening again, and after a kill, come the batches that would have come."""
+        for sampler in (None, lambda: PrioritizedSampler(None, 0.8, 0.5), SamplerWithoutReplacement):
+            with self.life(tmp_path, sampler=sampler) as life, self.life(tmp_path, sampler=sampler) as whole:
+                for one in (life, whole):
+                    one.extend(28)
+                    one.set_priorities({10: 4.0, 20: 0.5})
+                    same(one.rb.sample(7).batch_size[0], 7, "the size of a batch")
+                expected = [whole.rb.sample(4)["number"].tolist() for _ in range(4)]
+                if not self.persistent:
+                    same([life.rb.sample(4)["number"].tolist() for _ in range(4)], expected, "batches")
+                    continue
+                life.reopen()
+                same(life.rb.sample(4)["number"].tolist(), expected[0], "the batch after opening again")
+                life.rb.flush()
+                life.kill(lambda: [life.rb.sample(4) for _ in range(2)])
+                same(life.rb.sample(4)["number"].tolist(), expected[3], "the batch after a kill")
+
+    def test_one_writer(self, tmp_path: Path) -> None:
+        """While a persistent storage is open nobody else opens it; others are each their own."""
+        with self.life(tmp_path) as life:
+            life.extend(5)
+            if self.persistent:
+                with raises(LockedError, what="a second writer"):
+                    life.begin()
+            else:
+                with life.begin() as other:
+                    same(len(other), 0, "rows of another storage in RAM")
+            life.extend(1)
+            life.look()
+
+    def test_followers(self, tmp_path: Path) -> None:
+        """They see what was published, whole, and go on when nobody writes; or copies are on their own."""
+        with self.life(tmp_path) as life:
+            life.extend(6)
+            if not self.follows:
+                self._copies(life)
+                return
+            storage = self.follow(life.storage)
+            with TensorDictReplayBuffer(storage=storage, batch_size=6) as reader:
+                for count in (9, 1, 40):
+                    life.extend(count, "a")
+                    life.set_priorities({life.model.last: float(count)})
+                    if self.patches:
+                        life.patch([life.model.last, life.model.last - 1])
+                    _settled(life, reader)
+                life.lap(2)
+                life.extend(12)
+                _settled(life, reader)
+                life.empty()
+                life.extend(4)
+                _settled(life, reader)
+                batch = make_batch(life.model.live)
+                for act in (lambda: reader.extend(batch), reader.empty, lambda: storage.clear()):
+                    with raises(StateError, what="a change by a follower"):
+                        act()
+                life.rb.close()
+                life.model.reopen()
+                reader.refresh()
+                life.look_at_rows(reader)
+                life.rb = life.begin()
+
+    def _copies(self, life: Life) -> None:
+        with copy.deepcopy(life.rb) as other:
+            rows = life.model.live
+            hold(other[:], rows, "a copy's rows")
+            life.extend(9)
+            hold(other[:], rows, "a copy's rows, when others have come to the original")
+            other.extend(make_batch(rows))
+            other.empty()
+            life.look()
+
+    def test_versions(self, tmp_path: Path) -> None:
+        """A version is what the storage was; `loads` puts it in the place of what there is."""
+        with self.life(tmp_path) as life:
+            folder = life.path.with_name("versions")
+            life.extend(5)
+            if not self.versions:
+                with raises(SnapshotError, StateError, what="a version"):
+                    life.rb.dumps(folder)
+                with raises(SnapshotError, StateError, NotFoundError, what="loads of a version"):
+                    life.rb.loads(folder)
+                life.look()
+                return
+            kept, shown = [], []
+            for count in (3, 30, 4100):
+                life.extend(count)
+                life.set_priorities({life.model.last: 2.0 + count})
+                if self.patches:
+                    life.patch([life.model.last - 1])
+                same(life.rb.dumps(folder).rows, len(life.model.rows), "rows of a version")
+                kept.append(life.model.by_index)
+                shown.append(life.rb.sample(9)["number"].tolist())
+            life.extend(11)
+            life.look()
+            for number in (2, 1, 3):
+                life.rb.loads(folder, number)
+                rows = kept[number - 1]
+                found = life.rb[:]
+                hold(found[found["number"].argsort()], sorted(rows, key=lambda row: row.serial), "loads")
+                same(life.rb.sample(9)["number"].tolist(), shown[number - 1], "the batch after loads")
+            with raises(SnapshotError, what="a version that there is not"):
+                life.rb.loads(folder, 17)
+            with self.life(tmp_path) as other:
+                other.rb.loads(folder, 1)
+                rows = sorted(kept[0], key=lambda row: row.serial)
+                hold(other.rb[:], rows, "loads into a new storage")
+                same(other.rb.sample(9)["number"].tolist(), shown[0], "the batch after loads elsewhere")
+
+    def test_counts_of_hand_outs(self, tmp_path: Path) -> None:
+        """They are kept with the rows, where rows are kept."""
+        with self.life(tmp_path, consume_after_n_samples=2, batch_size=5) as life:
+            life.extend(15)
+            before = life.rb.sample(return_info=True)[1]["id"].tolist()
+            if self.persistent:
+                life.rb.flush()
+                life.write_and_be_killed([[Cell()] * 4])
+            else:
+                life.extend(4)
+            after: list[int] = []
+            while life.rb.can_sample():
+                after += life.rb.sample(return_info=True)[1]["id"].tolist()
+            same(sorted(before + after), sorted(2 * list(life.model.rows)), "how often rows were handed out")
+
+    def _sound(self, life: Life) -> None:
+        """Close a storage, hold its files against one another, open it again."""
+        storage: Storage = life.storage
+        life.rb.close()
+        same(list(self.verify(storage)), [], "what verify finds")
+        life.rb = life.begin()
+        life.model.reopen()
+
+
+def _settled(life: Life, reader: TensorDictReplayBuffer) -> None:
+    """Look as a follower once it sees the newest row; rows that are not there yet are not waited for."""
+    storage = reader.storage
+    life.rb.flush()
+    reader.refresh()
+    expect(storage.last == life.model.last, f"a follower sees {storage.last} of {life.model.last} rows")
+    life.look(reader, episodes=True)
+    drawn = reader.sample(return_info=True)[1]["id"]
+    expect(bool(torch.isin(drawn, torch.from_numpy(life.ids)).all()), "a follower drew rows that have left")

@@ -1,0 +1,208 @@
+"""Rows come back as they were written, in every phase of a ring, without bound, in one dim and in two.
+
+Part of the suite.
+"""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+
+from expstore.buffers import ReplayBuffer
+from expstore.errors import NoRowError
+from expstore.samplers.without_replacement import SamplerWithoutReplacement
+from expstore.schema import DTYPES, OBJECT
+from expstore.testing.declared import Declared
+from expstore.testing.expect import expect, raises, same
+from expstore.testing.life import Life
+from expstore.testing.rows import hold
+
+__all__ = ["RingSuite"]
+
+_ROUNDS = 150
+
+
+class RingSuite(Declared):
+    """Hold a storage to its rows."""
+
+    def test_a_ring_fills_and_wraps(self, tmp_path: Path) -> None:
+        """Batches of any length up to the ring's."""
+        for capacity in (1, 7, 20):
+            with self.life(tmp_path, capacity) as life:
+                life.look()
+                for count in (1, 2, 3, 1, capacity, 1, capacity - 1, 5, 2):
+                    life.extend(count) if count else life.add()
+                    life.look()
+                life.look(episodes=True)
+
+    def test_the_end_of_the_slots(self, tmp_path: Path) -> None:
+        """Rows lie on both sides of it, and the oldest are overwritten from there on."""
+        with self.life(tmp_path) as life:
+            life.extend(3)
+            for short in (0, 1, 7):
+                for counts in ((1, 1, 20), (19, 2), (30,)):
+                    life.lap(short)
+                    life.look()
+                    for count in counts:
+                        life.extend(count)
+                        life.look()
+            life.look(episodes=True)
+
+    def test_extends_longer_than_the_spare_slots_and_the_ring(self, tmp_path: Path) -> None:
+        """The newest rows stay, and the next extend finds its place."""
+        with self.life(tmp_path) as life:
+            life.extend(5)
+            spare, slots = life.storage.spare, life.storage.slots or 0
+            for count in (spare - 1, spare, spare + 1, slots - 1, slots, slots + 1, 2 * slots + 3):
+                life.extend(count)
+                life.look()
+                life.extend(2)
+                life.look()
+            life.look()
+
+    def test_without_bound(self, tmp_path: Path) -> None:
+        """All rows stay, and grow out of any room that was there at first."""
+        with self.life(tmp_path, None) as life:
+            for count in (3, 1, 5000, 2, 9000):
+                life.extend(count)
+                life.look()
+            life.add()
+            life.look(episodes=True)
+            same(life.storage.slots, None, "the slots of a storage without bound")
+
+    def test_single_rows(self, tmp_path: Path) -> None:
+        """Rows that come one by one are read at once, and with those that came in batches."""
+        with self.life(tmp_path, 7) as life:
+            for _ in range(17):
+                life.add()
+                life.look()
+            life.extend(4)
+            life.add()
+            life.look()
+
+    def test_time_and_lanes(self, tmp_path: Path) -> None:
+        """With two dims every cell is a row, and only whole steps leave."""
+        with self.life(tmp_path, 24, lanes=3) as life:
+            for steps in (1, 2, 5, 3, 8, 9, 1):
+                life.extend(steps)
+                life.look()
+            life.lap(3)
+            life.extend(3)
+            life.look(episodes=True)
+            same(tuple(life.rb[:].shape), (3, 8), "the shape of all rows")
+
+    def test_indices(self, tmp_path: Path) -> None:
+        """Numbers, slices, arrays and masks mean the same rows as in a tensor of all of them."""
+        with self.life(tmp_path) as life:
+            life.extend(33)
+            rows, rb = life.model.by_index, life.rb
+            mask = torch.arange(20) % 3 == 0
+            for index in (slice(2, 9, 3), slice(None, None, 7), [3, 3, 0], torch.tensor([19, 0]), mask):
+                chosen = np.arange(20)[index.numpy() if isinstance(index, torch.Tensor) else index]
+                hold(rb[index], [rows[n] for n in chosen.tolist()], f"[{index}]")
+            hold(rb[-1].unsqueeze(0), [rows[-1]], "[-1]")
+            for wrong in (20, -21, [0, 1000]):
+                with raises(NoRowError, what=f"the index {wrong} of 20 rows"):
+                    rb[wrong]
+            with raises(NoRowError, what="a mask that is too long"):
+                rb[torch.ones(21, dtype=torch.bool)]
+            life.look()
+
+    def test_iteration(self, tmp_path: Path) -> None:
+        """A pass without replacement has every row once; a storage's own has all in order."""
+        for counts in ((9,), (33,)):
+            with self.life(tmp_path, sampler=SamplerWithoutReplacement) as life:
+                for count in counts:
+                    life.extend(count)
+                found = torch.cat([batch["number"] for batch in life.rb]).tolist()
+                expected = [row.serial for row in life.model.live]
+                same(sorted(found), expected, "the rows of a pass")
+                each = [int(row["number"]) for row in life.storage]
+                same(each, [row.serial for row in life.model.by_index], "rows one after the other")
+
+    def test_every_dtype(self, tmp_path: Path) -> None:
+        """Any bits come back: infinities, several NaNs, negative zeros."""
+        rng = np.random.default_rng(7)
+        bits = {
+            name: rng.integers(0, 2 if name == "bool" else 256, (41, 3, dtype.itemsize), np.uint8)
+            for name, dtype in DTYPES.items()
+            if name != OBJECT
+        }
+        storage = self.make(tmp_path / "bits", 20, ndim=1, seed=1)
+        with ReplayBuffer(storage=storage, batch_size=4) as rb:
+            for start, count in ((0, 1), (1, 7), (8, 13), (21, 20)):
+                batch = TensorDict({}, [count])
+                for name, column in bits.items():
+                    batch[name] = _tensor(name, column[start : start + count])
+                rb.extend(batch)
+                ids = storage.window.ids()
+                for name, column in bits.items():
+                    (found,) = storage.read(ids, [storage.place_of((name,))])
+                    expected = np.ascontiguousarray(column[ids - 1]).view(DTYPES[name]).reshape(-1, 3)
+                    same(found, expected, f"rows of {name}")
+                    expect(rb[:][name].dtype == batch[name].dtype, f"{name} came back as another dtype")
+
+    def test_forgotten_rows(self, tmp_path: Path) -> None:
+        """`empty` leaves no row; ids go on, indices begin at 0 again."""
+        for capacity in (20, None):
+            with self.life(tmp_path, capacity) as life:
+                life.empty()
+                life.look()
+                for before, after in ((7, 3), (30, 30), (1, 25)):
+                    life.extend(before)
+                    life.empty()
+                    life.look()
+                    life.empty()
+                    life.extend(after)
+                    life.look()
+                life.look(episodes=True)
+
+    def test_rows_are_never_torn(self, tmp_path: Path) -> None:
+        """While the ring turns other threads draw, and get whole rows."""
+        with self.life(tmp_path) as life:
+            life.extend(20)
+            stop, problems, drawn = threading.Event(), list[BaseException](), [0, 0]
+
+            def draw(number: int) -> None:
+                try:
+                    while not stop.is_set():
+                        _whole(life)
+                        drawn[number] += 1
+                except BaseException as exc:
+                    problems.append(exc)
+                    stop.set()
+
+            readers = [threading.Thread(target=draw, args=(number,)) for number in range(2)]
+            for reader in readers:
+                reader.start()
+            rounds = 0
+            while not stop.is_set() and (rounds < _ROUNDS or min(drawn) < 30):
+                rounds += 1
+                life.extend(1 + rounds * 37 % 900)
+            stop.set()
+            for reader in readers:
+                reader.join()
+            if problems:
+                raise problems[0]
+            life.look()
+
+
+def _whole(life: Life) -> None:
+    """Draw a batch, whose rows must be of one piece: everything follows from their numbers."""
+    batch = life.rb.sample(16)
+    number = batch["number"]
+    same(batch["value"], number.double() * 125, "a field of rows that were drawn")
+    same(batch["observation"][:, 1], number.float() + 1 / 8, "another field of them")
+    pixels = (number[:, None] * 31_000 + torch.arange(batch["pixels"].shape[1])) % 251
+    same(batch["pixels"], pixels.to(torch.uint8), "a wide field of them")
+
+
+def _tensor(name: str, column: np.ndarray[tuple[int, ...], np.dtype[np.uint8]]) -> torch.Tensor:
+    values = np.ascontiguousarray(column).view(DTYPES[name]).reshape(-1, 3)
+    if name == "bfloat16":
+        return torch.from_numpy(values.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(values)

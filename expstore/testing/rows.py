@@ -1,0 +1,83 @@
+"""Batches made of a model's rows, and batches held against them.
+
+Used by the suite. Every value of a row follows from its serial number and its version, so that whatever is
+read can be judged to the bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+
+from expstore.testing.expect import same
+from expstore.testing.model import Row
+from expstore.types import Array
+
+__all__ = ["CHANGEABLE", "columns_of", "hold", "make_batch", "patch_of"]
+
+#: What a patch changes.
+CHANGEABLE = ("value", "pixels")
+_WIDTH = 48
+
+
+def columns_of(rows: Sequence[Row], *, trajectories: bool = True) -> dict[tuple[str, ...], Array]:
+    """Return the fields of rows. Shapes `(n, *row shape)`."""
+    serial = np.array([row.serial for row in rows], np.int64)
+    mixed = serial * 1000 + np.array([row.version for row in rows], np.int64)
+    marks = [row.cell.mark for row in rows]
+    fields: dict[tuple[str, ...], Array] = {
+        ("number",): serial,
+        ("value",): mixed.astype(np.float64) / 8,
+        ("pixels",): ((mixed[:, None] * 31 + np.arange(_WIDTH)) % 251).astype(np.uint8),
+        ("observation",): (serial[:, None] + np.arange(3) / 8).astype(np.float32),
+        ("next", "observation"): (serial[:, None] + 1 + np.arange(3) / 8).astype(np.float32),
+        ("next", "reward"): (serial[:, None] % 17 / 4).astype(np.float32),
+        ("next", "terminated"): np.array([mark == "t" for mark in marks], bool).reshape(-1, 1),
+        ("next", "truncated"): np.array([mark == "T" for mark in marks], bool).reshape(-1, 1),
+    }
+    if trajectories:
+        fields["collector", "traj_ids"] = np.array([row.cell.trajectory for row in rows], np.int64)
+    return fields
+
+
+def make_batch(rows: Sequence[Row], *, lanes: int = 1, trajectories: bool = True) -> TensorDict:
+    """Return rows as a batch: `[T]`, or with several lanes `[B, T]`.
+
+    Args:
+        rows: In the order of their ids.
+        lanes: How many rows make a step of time.
+        trajectories: Whether they say which trajectory they are of.
+    """
+    shape = [len(rows)] if lanes == 1 else [lanes, len(rows) // lanes]
+    batch = TensorDict({}, shape)
+    for key, column in columns_of(rows, trajectories=trajectories).items():
+        values = torch.from_numpy(np.ascontiguousarray(column))
+        if lanes > 1:
+            values = values.reshape(shape[1], lanes, *values.shape[1:]).swapaxes(0, 1).contiguous()
+        batch[key] = values
+    return batch
+
+
+def patch_of(rows: Sequence[Row]) -> dict[str, torch.Tensor]:
+    """Return what of rows can be changed. Shapes `(n, *row shape)`."""
+    columns = columns_of(rows)
+    return {name: torch.from_numpy(columns[name,]) for name in CHANGEABLE}
+
+
+def hold(batch: Any, rows: Sequence[Row], what: str, *, trajectories: bool = True) -> None:
+    """Raise AssertionError unless a batch holds just these rows, in this order, to the bit.
+
+    Args:
+        batch: As it was read; dims beyond the first are those of rows.
+        rows: What it should hold.
+        what: How it was read.
+        trajectories: As `make_batch`.
+    """
+    flat = batch.reshape(-1)
+    same(flat["number"].tolist(), [row.serial for row in rows], f"{what}: which rows")
+    for key, column in columns_of(rows, trajectories=trajectories).items():
+        same(flat[key].contiguous(), torch.from_numpy(np.ascontiguousarray(column)), f"{what}: {key}")

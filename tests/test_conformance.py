@@ -1,0 +1,53 @@
+"""Every storage of the library passes the suite that ships with it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from expstore import ArrowStorage, MemoryStorage, Storage, ZarrStorage
+from expstore.storages.layout import ColumnLayout
+from expstore.storages.settings import Settings
+from expstore.testing import StorageSuite
+
+pytestmark = pytest.mark.usefixtures("no_syncs")
+
+
+class TestMemory(StorageSuite):
+    variable = variable_patches = True
+
+    def make(self, path: Path, capacity: int | None, *, ndim: int, seed: int) -> Storage:
+        return MemoryStorage(capacity, ndim=ndim, seed=seed)
+
+
+class TestZarrFlat(StorageSuite):
+    persistent = follows = True
+
+    def make(self, path: Path, capacity: int | None, *, ndim: int, seed: int) -> Storage:
+        return ZarrStorage(path, capacity, layout="flat", ndim=ndim, settings=Settings(seed=seed))
+
+
+class Packed(StorageSuite):
+    persistent = follows = True
+    patches = ranks = False
+    share_next = False
+
+    def make(self, path: Path, capacity: int | None, *, ndim: int, seed: int) -> Storage:
+        layout = ColumnLayout("packed", share_next=self.share_next)
+        return ZarrStorage(path, capacity, ndim=ndim, settings=Settings(seed=seed, layout=layout))
+
+
+class TestZarrPacked(Packed):
+    pass
+
+
+class TestZarrShared(Packed):
+    share_next = True
+
+
+class TestArrow(StorageSuite):
+    persistent = follows = variable = True
+
+    def make(self, path: Path, capacity: int | None, *, ndim: int, seed: int) -> Storage:
+        return ArrowStorage(path, capacity, ndim=ndim, settings=Settings(seed=seed))
