@@ -17,7 +17,6 @@ from expstore.episodes import EpisodeTable, Steps
 from expstore.errors import (
     CorruptionError,
     NotFoundError,
-    PriorityError,
     SchemaError,
     StateError,
     StorageError,
@@ -136,20 +135,6 @@ def test_ids_slots_and_indices(make: Callable[..., Storage], monkeypatch: pytest
         with pytest.raises(NotFoundError, match=f"no row with index {wrong}: the store holds 10 rows"):
             storage.ids_at(np.array([0, wrong]))
     check(storage, ids)
-
-
-def test_an_unbounded_storage_counts_on(make: Callable[..., Storage]) -> None:
-    storage = make(None)
-    put(storage, 5000)
-    put(storage, 3)
-    assert len(storage) == 5003
-    assert storage.slots is None
-    ids = np.array([1, 4999, 5003])
-    np.testing.assert_array_equal(storage.index_of(ids), ids - 1)
-    np.testing.assert_array_equal(storage.ids_at(ids - 1), ids)
-    with pytest.raises(NotFoundError):
-        storage.ids_at(np.array([5003]))
-    check(storage, window_ids(storage))
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -281,34 +266,6 @@ def test_a_long_extend_gives_up_only_what_it_must(
 # Priorities, changes, clearing.
 
 
-def test_priorities_that_are_none_change_nothing(make: Callable[..., Storage]) -> None:
-    storage = make(20)
-    put(storage, 10)
-    storage.set_priorities(np.array([3]), np.array([2.5]))
-    before = storage.priorities.copy()
-    for bad in (-1.0, float("nan"), float("inf"), -float("inf"), 1e39):
-        with pytest.raises(PriorityError, match="priority number 1 of 3 is .*finite values >= 0"):
-            storage.set_priorities(np.array([1, 2, 3]), np.array([5.0, bad, 6.0]))
-    np.testing.assert_array_equal(storage.priorities, before)
-    assert storage.max_priority == 2.5
-    assert storage.set_priorities(np.array([0, -1, 11, 99]), np.ones(4)) == 0
-    assert storage.set_priorities(np.array([4, 4, 4]), np.array([1.0, 2.0, 0.0])) == 3
-    assert storage.priorities[3] == 0.0
-
-
-def test_new_rows_get_the_largest_priority_so_far(make: Callable[..., Storage]) -> None:
-    storage = make(None)
-    put(storage, 3)
-    storage.set_priorities(np.array([2]), np.array([7.5]))
-    storage.set_priorities(np.array([2]), np.array([0.5]))
-    put(storage, 2)
-    put(storage, 5000)
-    place = len(SCHEMA.fields) + 4
-    assert storage.priority_place == place
-    found = np.concatenate(storage.views([place], 1, 5005)[0])
-    np.testing.assert_array_equal(found, np.array([1, 0.5, 1] + [7.5] * 5002, np.float32))
-
-
 def test_only_rows_that_are_there_can_be_changed(make: Callable[..., Storage]) -> None:
     storage = make(4)
     put(storage, 6)
@@ -359,61 +316,6 @@ def test_rows_changed_while_they_are_read_are_read_again(
     for often in (1, 3):
         version = 0
         check(storage, ids, often)
-
-
-def test_clear_begins_at_index_0_and_ids_go_on(make: Callable[..., Storage]) -> None:
-    storage = make(20)
-    storage.clear()
-    assert storage.last == 0
-    put(storage, 27)
-    storage.clear()
-    storage.clear()
-    assert (len(storage), storage.last) == (0, 40)
-    assert storage.index_of(put(storage, 3)).tolist() == [0, 1, 2]
-    check(storage, np.array([41, 42, 43]))
-    with pytest.raises(NotFoundError):
-        storage.ids_at(np.array([3]))
-    assert storage.write_count == 30
-
-
-def test_a_closed_storage(make: Callable[..., Storage]) -> None:
-    storage = make(20)
-    put(storage, 3)
-    storage.close()
-    storage.close()
-    for act in (
-        lambda: put(storage, 1),
-        storage.clear,
-        lambda: storage.change(np.array([1]), range(4), values_of(np.array([1]))),
-        lambda: storage.set_priorities(np.array([1]), np.ones(1)),
-    ):
-        with pytest.raises(StateError, match="the store is closed; open it again"):
-            act()
-    assert storage.closed
-    assert not storage.can_write
-
-
-def test_before_the_first_rows(make: Callable[..., Storage]) -> None:
-    storage = make(20, schema=None)
-    assert len(storage) == 0
-    assert storage.window.size == 0
-    for act in (
-        storage.require_schema,
-        lambda: storage.place_of(("x",)),
-        lambda: storage.read(np.array([1])),
-    ):
-        with pytest.raises(StateError, match=r"no (fields|rows) yet; extend\(\) it first"):
-            act()
-    storage.clear()
-    storage.sync()
-    assert storage.set_priorities(np.array([1]), np.ones(1)) == 0
-
-
-def test_place_of(make: Callable[..., Storage]) -> None:
-    storage = make(20)
-    assert storage.place_of(("wide",)) == 2
-    with pytest.raises(SchemaError, match="no field 'n'; the store has .*next.n: int64"):
-        storage.place_of(("n",))
 
 
 # ---------------------------------------------------------------------------------------------------
