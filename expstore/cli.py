@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 
 import typer
 
-from expstore import __version__, cli_checks, cli_columns, cli_export, cli_migrate, cli_snapshots
+from expstore import __version__, cli_checks, cli_columns, cli_export, cli_migrate, cli_retain, cli_snapshots
 from expstore.cli_codes import DAMAGED, FAILED, INTERRUPTED, LOCKED, USAGE
 from expstore.cli_info import facts_of, show_facts
 from expstore.cli_print import print_csv, print_json, print_rows, print_table
@@ -337,6 +337,14 @@ app.command(
     epilog="Without --drop-damaged nothing is lost. Killed in the middle it can be run again. "
     "Exit codes: 0 all is repaired, 1 something is left, 3 somebody writes there, 4 no row can be read."
 )(cli_checks.repair)
+
+
+# -- retain ----------------------------------------------------------------------------------------
+
+app.command(
+    epilog="Without options the policy that the store has is applied. What has left is gone for good; facts "
+    "of episodes stay."
+)(cli_retain.retain)
 
 
 # -- sql -------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import duckdb
 import numpy as np
@@ -50,6 +50,7 @@ class Delta:
             `stride`; one row per new or longer fragment.
         live: `episode_id` and `live_rows`, int64: episodes whose number of readable rows may have
             changed.
+        anew: Episodes of which `fragments` has all there are, int64: rows of theirs have left, whichever.
         complete: This is everything, and replaces what the index holds.
     """
 
@@ -61,6 +62,7 @@ class Delta:
     episodes: Mapping[str, Array]
     fragments: Mapping[str, Array]
     live: Mapping[str, Array]
+    anew: Array = field(default_factory=lambda: np.empty(0, np.int64))
     complete: bool = False
 
 
@@ -77,6 +79,7 @@ def apply(con: duckdb.DuckDBPyConnection, delta: Delta, *, empty: bool = False) 
     con.register("new_episodes", _episode_table(delta, live))
     con.register("new_fragments", _fragment_table(delta))
     con.register("new_live", rest)
+    con.register("cut", pa.table({"episode_id": _column(delta.anew, pa.int64())}))
     generation, sequence = delta.position
     with transaction(con):
         for statement in _INSERT if empty else (*_FORGET, *_INSERT):
@@ -88,7 +91,7 @@ def apply(con: duckdb.DuckDBPyConnection, delta: Delta, *, empty: bool = False) 
             "INSERT INTO commits VALUES (?, ?, ?, ?, make_timestamp(?))",
             [generation, sequence, delta.low_id, delta.last_id, delta.time],
         )
-    for name in ("new_sources", "new_episodes", "new_fragments", "new_live"):
+    for name in ("new_sources", "new_episodes", "new_fragments", "new_live", "cut"):
         con.unregister(name)
 
 
@@ -99,6 +102,7 @@ _FORGET = (
     # One that was found again after a restart may begin later: its first rows have left.
     "DELETE FROM fragment_rows AS f USING new_fragments AS n "
     "WHERE f.episode_id = n.episode_id AND f.first_id <= n.last_id AND f.last_id >= n.first_id",
+    "DELETE FROM fragment_rows USING cut WHERE fragment_rows.episode_id = cut.episode_id",
     "UPDATE episode_rows SET live_rows = n.live_rows FROM new_live AS n "
     "WHERE episode_rows.episode_id = n.episode_id",
 )

@@ -15,6 +15,7 @@ from expstore.fieldtypes import schema_of
 from expstore.files import ReadingDisk
 from expstore.keywords import check_drawing
 from expstore.limiter import RateLimiter
+from expstore.retain import Retain
 from expstore.sample_units import SampleUnit, check_unit
 from expstore.samplers.base import Sampler
 from expstore.samplers.consuming import consume_after
@@ -60,6 +61,7 @@ def open(
     meta: dict[str, Any] | None = None,
     durability: Durability = "process",
     min_free_bytes: int = 0,
+    retain: Retain | Mapping[str, Any] | None = None,
     on_sigterm: Literal["flush", "ignore"] = "flush",
     device: torch.device | str | None = None,
     prefetch: int = 0,
@@ -116,6 +118,9 @@ def open(
             `empty` survive it either way; priorities, draws and counts need a `flush` either way.
         min_free_bytes: An extend that would leave the disk with less is refused before it writes anything.
             Rows that take the place of older ones need no space. Looked at about once a second.
+        retain: Which rows of a store without capacity stay, by bytes, age or an SQL condition: a `Retain`, or
+            a dict of its parts. Kept in the store, and applied every few seconds; whole episodes leave, once
+            they have ended. Another one takes the place of that before; `Retain()` keeps all rows.
         on_sigterm: "flush": where the program has no handler of its own for SIGTERM, its stores are flushed
             before it dies of it. "ignore": leave signals alone.
         device: Where batches are handed out.
@@ -146,8 +151,7 @@ def open(
     # All is checked before the folder is touched.
     check_drawing(batch_size, prefetch, pin_memory, limiter=rate_limiter, capacity=capacity)
     check_unit(sample_unit, sampler)
-    if writer is not None and mode == "r":
-        raise ValueError("writer= says where rows go, and with mode='r' none come; leave it out")
+    _check_reading(mode, writer, retain)
     sampler = consume_after(consume_after_n_samples, sampler, prefetch=prefetch)
     text, schema, transform = row_text(specs), schema_of(schema), Compose.of(transform)
     path, mode = _find(Path(path), mode, version)
@@ -155,13 +159,21 @@ def open(
         mode=mode, storage=storage, compression=compression, layout=ask_layout(layout, fields), seed=seed,
         new_layout="auto", schema=schema, specs=text, flatten=True, meta=meta, traj_key=traj_key,
         done_keys=done_keys, reward_key=reward_key, durability=durability, min_free_bytes=min_free_bytes,
-        on_sigterm=on_sigterm,
+        on_sigterm=on_sigterm, retain=None if retain is None else Retain.of(retain),
     )  # fmt: skip
     return _in_buffer(
         _open_storage(path, capacity, settings), sampler=sampler, writer=writer, batch_size=batch_size,
         device=device, prefetch=prefetch, pin_memory=pin_memory, generator=generator, sample_unit=sample_unit,
         rate_limiter=rate_limiter, transform=transform,
     )  # fmt: skip
+
+
+def _check_reading(mode: Mode, writer: Writer | None, retain: Any) -> None:
+    """Raise ValueError for what a reader has no use of."""
+    if retain is not None and mode == "r":
+        raise ValueError("retain= says which rows are to leave, and with mode='r' none do; leave it out")
+    if writer is not None and mode == "r":
+        raise ValueError("writer= says where rows go, and with mode='r' none come; leave it out")
 
 
 def _find(path: Path, mode: Mode, version: int | str | None) -> tuple[Path, Mode]:

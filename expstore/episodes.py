@@ -7,7 +7,7 @@ interleaved workers, lanes and restarts come out right. It keeps no rows and tou
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -17,10 +17,11 @@ import numpy as np
 from expstore.episodeinfo import merge_info
 from expstore.episodelog import LogEntry
 from expstore.fragments import Fragments, clip, cut_out, find_fragments, last_ids
+from expstore.gaps import Gaps
 from expstore.pieces import CUT, OPEN, TERMINATED, TRUNCATED, Piece, Steps, cut_batch, cut_lane
 from expstore.sources import lane_names, modern_name, modern_names
 from expstore.touched import Touched
-from expstore.types import IntArray, Runs
+from expstore.types import IntArray
 
 __all__ = ["STATUS", "Assignment", "Episode", "EpisodeTable", "Segment", "Steps"]
 
@@ -152,6 +153,7 @@ class EpisodeTable:
         self._open: dict[tuple[int, int | None], Episode] = {}
         self._changed: dict[int, Episode] = {}
         self._faded: set[int] = set()
+        self._cut: set[int] = set()  # whose fragments the index is to have anew
         self._sources: list[LogEntry] = []
         self.touched = Touched()
         self.kernels: ModuleType | None = None  # compiled loops, once there are some
@@ -391,16 +393,17 @@ class EpisodeTable:
             episode = Episode(**values)
             self._open[episode.source, episode.trajectory] = episode
 
-    def load_rows(self, runs: Sequence[tuple[int, IntArray, IntArray]]) -> None:
+    def load_rows(self, ids: IntArray, episodes: IntArray, steps: IntArray) -> None:
         """Find the fragments of rows that stand in the columns.
 
         Args:
-            runs: Runs of rows, oldest first: id of the first one, episode id and step per row.
+            ids: Of the rows, ascending. Shape `(n,)`, as the others.
+            episodes: Episode id per row.
+            steps: Step per row.
         """
-        if not runs:
+        if not ids.size:
             return
-        found = [find_fragments(episodes, steps, first_id) for first_id, episodes, steps in runs]
-        fragments = found[0] if len(found) == 1 else np.concatenate(found, axis=1)
+        fragments = find_fragments(episodes, steps, ids)
         self.fragments.fill(fragments)
         self._find_open(fragments)
         # Their first rows have left, of which the index may not have heard.
@@ -417,10 +420,16 @@ class EpisodeTable:
             if end == episode.last_id:
                 episode.fragment = self.fragments.number_of(place)
 
-    def give_up(self, gaps: Runs) -> None:
+    def give_up(self, gaps: Gaps) -> None:
         """Forget the fragments of rows with ids in the gaps."""
-        if gaps:
-            self.fragments.fill(cut_out(self.fragments.rows, gaps))
+        fragments = self.fragments.rows
+        touched = gaps.meets(fragments[3], last_ids(fragments))
+        if touched.any():
+            self._faded.update(episodes := np.unique(fragments[0, touched]).tolist())
+            self._cut.update(episodes)
+            left = cut_out(fragments, gaps)
+            self.fragments.fill(left)
+            self._find_open(left)
 
     # -- for the index ---------------------------------------------------------------------------
 
@@ -436,6 +445,11 @@ class EpisodeTable:
         return list(self._sources), episodes, np.fromiter(touched, np.int64)
 
     @property
+    def cut(self) -> IntArray:
+        """Episodes that rows of have been given up, since `settle`. Shape `(n,)`."""
+        return np.fromiter(self._cut, np.int64, len(self._cut))
+
+    @property
     def waiting(self) -> int:
         """How many changed episodes the index lacks."""
         return len(self._changed)
@@ -445,6 +459,7 @@ class EpisodeTable:
         self._sources.clear()
         self._changed.clear()
         self._faded.clear()
+        self._cut.clear()
 
     def live_rows(self, episodes: IntArray, low: int) -> IntArray:
         """Count the readable rows of episodes. Shapes `(n,)` in and out."""

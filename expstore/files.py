@@ -234,6 +234,15 @@ class File:
             punch = 3  # FALLOC_FL_PUNCH_HOLE and FALLOC_FL_KEEP_SIZE
             _libc.fallocate(self.fd, punch, ctypes.c_longlong(start), ctypes.c_longlong(stop - start))
 
+    def punch(self, start: int, stop: int) -> None:
+        """Give back disk blocks whose bytes nobody needs any more, where the system can; they are zeros then.
+
+        Args:
+            start: The first of these bytes; a multiple of 4096.
+            stop: The first one behind; the same.
+        """
+        self.disk._do("punch", self.path, lambda: self.release(start, stop))
+
     def map_writable(self, size: int) -> mmap.mmap:
         """Map the first `size` bytes for reading and writing, shared with other processes."""
         return self._map(size, mmap.PROT_READ | mmap.PROT_WRITE)

@@ -8,7 +8,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from expstore.types import IntArray, Runs
+from expstore.gaps import Gaps
+from expstore.types import IntArray
 
 __all__ = ["Fragments", "all_ids", "clip", "cut_out", "cut_uneven", "find_fragments", "last_ids"]
 
@@ -166,31 +167,32 @@ def clip(fragments: IntArray, low: int) -> IntArray:
     return kept[:, kept[2] > 0]
 
 
-def cut_out(fragments: IntArray, gaps: Runs) -> IntArray:
+def cut_out(fragments: IntArray, gaps: Gaps) -> IntArray:
     """Leave out the rows with ids in the gaps, which cuts fragments in two; the result is by first id."""
-    for start, stop in gaps:
-        stride = np.maximum(1, fragments[4])
-        before = np.clip(-(-(start - fragments[3]) // stride), 0, fragments[2])
-        until = np.clip((stop - fragments[3]) // stride + 1, 0, fragments[2])
-        heads, tails = fragments.copy(), fragments.copy()
-        heads[2] = before
-        tails[1] += until
-        tails[2] -= until
-        tails[3] += until * stride
-        whole = before == until  # no row of it lies in the gap
-        parts = [fragments[:, whole], heads[:, ~whole], tails[:, ~whole]]
-        fragments = np.concatenate(parts, axis=1)
+    touched = gaps.meets(fragments[3], last_ids(fragments))
+    if touched.any():
+        cut = fragments[:, touched]
+        ids, owner = all_ids(cut), np.repeat(np.arange(cut.shape[1]), cut[2])
+        number = np.arange(ids.size) - np.repeat(np.cumsum(cut[2]) - cut[2], cut[2])
+        alive = ~gaps.holds(ids)
+        ids, owner, number = ids[alive], owner[alive], number[alive]
+        begins = np.ones(ids.size, bool)
+        begins[1:] = (owner[1:] != owner[:-1]) | (number[1:] != number[:-1] + 1)
+        first = np.flatnonzero(begins)
+        of, counts = owner[first], np.diff(np.append(first, ids.size))
+        parts = np.stack([cut[0, of], cut[1, of] + number[first], counts, ids[first], cut[4, of]])
+        fragments = np.concatenate([fragments[:, ~touched], parts], axis=1)
     fragments = fragments[:, fragments[2] > 0]
     return fragments[:, np.argsort(fragments[3], kind="stable")]
 
 
-def find_fragments(episodes: IntArray, steps: IntArray, first_id: int) -> IntArray:
+def find_fragments(episodes: IntArray, steps: IntArray, ids: IntArray) -> IntArray:
     """Find the runs of rows that follow one another in the store.
 
     Args:
         episodes: Episode id per row. Shape `(n,)`.
         steps: Step per row. Shape `(n,)`.
-        first_id: Id of the first row.
+        ids: Of the rows, ascending. Shape `(n,)`.
 
     Returns:
         The columns of `Fragments`, by first id. Shape `(5, fragments)`.
@@ -198,9 +200,8 @@ def find_fragments(episodes: IntArray, steps: IntArray, first_id: int) -> IntArr
     n = episodes.size
     if n == 0:
         return np.zeros((5, 0), np.int64)
-    ids = np.arange(first_id, first_id + n, dtype=np.int64)
     cut = np.ones(n, bool)
-    cut[1:] = (episodes[1:] != episodes[:-1]) | (steps[1:] != steps[:-1] + 1)
+    cut[1:] = (episodes[1:] != episodes[:-1]) | (steps[1:] != steps[:-1] + 1) | (ids[1:] != ids[:-1] + 1)
     if np.count_nonzero(cut) > n // 4:  # interleaved lanes: look along each episode instead
         order = np.lexsort((steps, episodes))
         episodes, steps, ids = episodes[order], steps[order], ids[order]

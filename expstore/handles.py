@@ -21,12 +21,15 @@ from expstore.domains import row_text, specs_of
 from expstore.dumping import dump
 from expstore.episodeinfo import merge_info, pack_info
 from expstore.errors import StateError
+from expstore.retain import Retain
+from expstore.retention import Retention, retention_of
 from expstore.schema import Schema
 from expstore.snapshots import OWN_FOLDER, Version, find_version
 from expstore.storages.base import Storage
 from expstore.storages.catalog import Catalog
 from expstore.storages.folder import FolderStorage
 from expstore.storages.follower import Origin
+from expstore.storages.retaining import GivenUp, RetainingStorage
 from expstore.storages.stateful import Hook
 from expstore.storages.stats import describe
 from expstore.storages.synced import SyncedStorage
@@ -58,6 +61,7 @@ class StoreHandle:
         storage.use_catalog(self._catalog)
         storage.add_holder(self)
         _handles.add(self)
+        self._retain_on()
 
     def _renewed(self, storage: Storage) -> None:
         """Be told by a storage that it has another content: what was made for the former one is forgotten."""
@@ -70,17 +74,20 @@ class StoreHandle:
     def _hold(self, storage: Storage) -> None:
         """Hold another storage from now on; after an error the one before."""
         former = self._storage, self._origin
+        self._let_retention_go()
         self.__dict__.pop("_catalog", None)
         self._storage, self._origin = storage, Origin.of(storage)
         try:
             storage.use_catalog(self._catalog)
             storage.add_holder(self)
             self._attached(storage)
+            self._retain_on()
         except BaseException:
             self.__dict__.pop("_catalog", None)
             self._storage, self._origin = former
             self._storage.use_catalog(self._catalog)
             self._attached(self._storage)
+            self._retain_on()
             raise
 
     # -- what a fork and a copy in another process make anew, when first needed ------------------
@@ -105,6 +112,21 @@ class StoreHandle:
         known = self._storage.catalog  # one tells the storage what the index has: a second one would lack it
         return known if isinstance(known, Catalog) else Catalog(self._storage)
 
+    @cached_property
+    def _retention(self) -> Retention:
+        return retention_of(self._storage, self._catalog)
+
+    def _retain_on(self) -> None:
+        """Apply the store's policy in the background, if it has one."""
+        storage = self._storage
+        if isinstance(storage, RetainingStorage) and storage.manifest.retain and storage.can_write:
+            self._retention.start()
+
+    def _let_retention_go(self) -> None:
+        retention = self.__dict__.pop("_retention", None)
+        if retention is not None:
+            retention.stop()
+
     def _unbind(self) -> None:
         for name in self._bound:
             self.__dict__.pop(name, None)
@@ -123,7 +145,11 @@ class StoreHandle:
         if self._origin is not None and (storage is None or not storage.closed):
             self._origin = self._origin.in_fork()
             # Kept, not used: to free DuckDB's memory here could reach the parent's file.
-            self._parents = held.pop("_storage", None), held.pop("_catalog", None)
+            self._parents = (
+                held.pop("_storage", None),
+                held.pop("_catalog", None),
+                held.pop("_retention", None),
+            )
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy needs: to follow the store, or, of rows in RAM, to have them as well.
@@ -136,7 +162,7 @@ class StoreHandle:
             raise StateError("the store is closed", hint="open it again with expstore.open()")
         if isinstance(kept, SyncedStorage) and kept.can_write:
             kept.drain()  # the copy is to see all that was written
-        own = {"_storage", "_catalog", "_parents", "_parents_sampler", *self._bound}
+        own = {"_storage", "_catalog", "_retention", "_parents", "_parents_sampler", *self._bound}
         state = {name: value for name, value in self.__dict__.items() if name not in own}
         if self._origin is None:
             return state | {"_storage": kept}
@@ -267,6 +293,7 @@ class StoreHandle:
         if "_storage" not in self.__dict__:
             self._origin = None  # a follower that never looked
             return
+        self._let_retention_go()
         if self._storage.closed:
             return
         try:
@@ -358,6 +385,58 @@ class StoreHandle:
             if text != entry.text:
                 storage.annotate(dataclasses.replace(entry, text=text))
         return dict(json.loads(text)) if text else {}
+
+    def retain(self, policy: Retain | Mapping[str, Any] | None) -> None:
+        """Say which rows are to stay from now on; None: all that are there.
+
+        The policy is kept in the store, and applied every few seconds while it is open for writing.
+
+        Args:
+            policy: A `Retain`, or a dict of its parts.
+
+        Raises:
+            ValueError: It is no policy.
+            QueryError: The rows have not what its condition speaks of; nothing was changed.
+            StateError: The store is a ring or in RAM, closed, or open for reading only.
+
+        Example:
+            >>> rb.retain({"bytes": "10GB", "where": "episode.return > 0"})
+        """
+        wanted, retention = Retain() if policy is None else Retain.of(policy), self._retention
+        retention.check(wanted)
+        storage = self._storage
+        assert isinstance(storage, RetainingStorage)
+        storage.note_policy(wanted.to_json())
+        self._retain_on()
+
+    @property
+    def retained(self) -> Retain | None:
+        """Which rows are to stay; None: all of them."""
+        storage = self._storage
+        kept = storage.manifest.retain if isinstance(storage, FolderStorage) else {}
+        return Retain(**kept) if kept else None
+
+    def apply_retention(self, *, dry_run: bool = False) -> GivenUp:
+        """Give up now the rows that the store's policy does not keep.
+
+        Whole episodes leave; their facts stay in the relation `episodes`, ids never come again. Rows are
+        gone for good when this returns, and after a crash before that perhaps, or none of them.
+
+        Args:
+            dry_run: Only say what would leave.
+
+        Returns:
+            How many episodes and rows have left, and how much less space the columns take.
+
+        Raises:
+            QueryError: The condition cannot be computed.
+            StateError: The store has no policy, is closed, or open for reading only.
+            StorageError: The disk failed.
+        """
+        policy, retention = self.retained, self._retention
+        if policy is None:
+            raise StateError("the store has no policy", hint="retain() one first")
+        return retention.apply(policy, dry_run=dry_run)
 
     def stats(self) -> dict[str, Any]:
         """Return facts about the store that JSON can keep."""

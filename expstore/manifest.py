@@ -6,25 +6,32 @@ changes with every row is kept here.
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import json
+import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import google_crc32c
+import numpy as np
 
 from expstore.errors import CorruptionError, MigrationError, NotFoundError
 from expstore.files import Disk
+from expstore.gaps import NO_GAPS, Gaps
 from expstore.schema import Schema
-from expstore.types import Key, Ranking, Runs, to_key
+from expstore.types import Key, Ranking, to_key
 
 __all__ = ["FORMAT", "MANIFEST", "Manifest"]
 
 #: The newest format that this library knows; it opens this one and older ones. 1: the first. 2: fields came
-#: or went after the first rows, which older versions would not notice. 3: rows without a fixed size.
-FORMAT = 3
+#: or went after the first rows, which older versions would not notice. 3: rows without a fixed size. 4: rows
+#: leave by a policy.
+FORMAT = 4
 MANIFEST = "expstore.json"
+#: So many gaps are written as pairs that somebody can read.
+_LISTED = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +52,7 @@ class Manifest:
         reward_key: Field that is summed up to an episode's return.
         flatten: Whether a batch's dims are all rows (else only the first one is).
         meta: The user's own facts.
-        gaps: Rows that a repair gave up: first and last id of each run, ascending.
+        gaps: Rows that a repair or retention gave up, between others.
         ndim: How many dims of a batch are rows.
         dims: Sizes of those beyond the first; () until the first rows have come.
         ranking: By what rows are ranked, if only the best stay; None: the newest do.
@@ -54,6 +61,7 @@ class Manifest:
         reach: Slots beyond capacity and spare: rows of packed fields may lie with rows so far before them.
         column_set: How often fields came or went after the first rows; in every record that publishes rows.
         compression: Of rows without a fixed size: "lz4" or "zstd"; None: none.
+        retain: Which rows stay, as `expstore.retain` keeps it; {}: all of them.
     """
 
     uuid: str
@@ -69,7 +77,7 @@ class Manifest:
     reward_key: Key = ("next", "reward")
     flatten: bool = True
     meta: dict[str, Any] = field(default_factory=dict)
-    gaps: Runs = ()
+    gaps: Gaps = NO_GAPS
     ndim: int = 1
     dims: tuple[int, ...] = ()
     ranking: Ranking | None = None
@@ -78,12 +86,15 @@ class Manifest:
     reach: int = 0
     column_set: int = 0
     compression: str | None = None
+    retain: dict[str, Any] = field(default_factory=dict)
 
     @property
     def format(self) -> int:
         """The oldest format that can say all this: what is written."""
+        if self.retain or len(self.gaps) > _LISTED:
+            return 4
         if self.storage == "arrow":
-            return FORMAT
+            return 3
         return 2 if self.column_set else 1
 
     @property
@@ -102,8 +113,10 @@ class Manifest:
         data["ranking"] = dataclasses.asdict(self.ranking) if self.ranking else None
         data["specs"] = json.loads(self.specs) if self.specs else None
         data["format"] = self.format
-        if not self.column_set:
-            del data["column_set"]
+        data["gaps"] = _pack_gaps(self.gaps)
+        for name in ("column_set", "retain"):
+            if not data[name]:
+                del data[name]
         data["crc32c"] = _checksum(data)
         return json.dumps(data, indent=1).encode()
 
@@ -155,13 +168,28 @@ class Manifest:
         data["traj_key"] = to_key(data["traj_key"]) if data["traj_key"] else None
         data["done_keys"] = tuple(map(to_key, data["done_keys"])) if data["done_keys"] else None
         data["reward_key"] = to_key(data["reward_key"])
-        data["gaps"] = tuple((first, last) for first, last in data.get("gaps", ()))
+        data["gaps"] = _unpack_gaps(data.get("gaps", []))
         data["dims"] = tuple(map(int, data.get("dims", ())))
         ranked = data.get("ranking")
         data["ranking"] = Ranking(to_key(ranked["key"]), ranked["reduction"]) if ranked else None
         specs = data.get("specs")
         data["specs"] = json.dumps(specs, separators=(",", ":")) if specs else ""
         return cls(**data)
+
+
+def _pack_gaps(gaps: Gaps) -> Any:
+    """Return runs as JSON keeps them: pairs, or, of many, the text of their compressed distances."""
+    if len(gaps) <= _LISTED:
+        return list(gaps)
+    bounds = np.stack([gaps.first, gaps.last], axis=1).reshape(-1)
+    return base64.b64encode(zlib.compress(np.diff(bounds, prepend=0).astype("<i8").tobytes(), 1)).decode()
+
+
+def _unpack_gaps(kept: Any) -> Gaps:
+    if not isinstance(kept, str):
+        return Gaps.of((first, last) for first, last in kept)
+    bounds = np.cumsum(np.frombuffer(zlib.decompress(base64.b64decode(kept)), "<i8")).reshape(-1, 2)
+    return Gaps(np.ascontiguousarray(bounds[:, 0]), np.ascontiguousarray(bounds[:, 1]))
 
 
 def _checksum(data: dict[str, Any]) -> str:

@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from expstore.gaps import NO_GAPS, Gaps
+
 __all__ = [
     "Array",
     "IntArray",
@@ -132,13 +134,13 @@ class Window:
     Args:
         low: The newest id that can no longer be read; 0 at first.
         last: The newest id that is published; 0 in an empty store.
-        gaps: Rows between that were given up, because their bytes were damaged; those up to `low` may be
-            among them.
+        gaps: Rows between that were given up, by a repair or by retention; those up to `low` may be among
+            them.
     """
 
     low: int
     last: int
-    gaps: Runs = ()
+    gaps: Gaps = NO_GAPS
 
     @property
     def size(self) -> int:
@@ -148,39 +150,34 @@ class Window:
     @property
     def rows(self) -> int:
         """How many rows can be read."""
-        return self.size if not self.gaps else sum(count for _, count in self.runs())
+        return (
+            self.size if not self.gaps else self.size - self.gaps.upto(self.last) + self.gaps.upto(self.low)
+        )
 
     def runs(self) -> list[tuple[int, int]]:
         """Return the readable ids as runs: (first id, rows); of an empty window one without rows."""
-        found: list[tuple[int, int]] = []
-        first = self.low + 1
-        for start, stop in self.gaps:
-            if stop >= first and start <= self.last:
-                if start > first:
-                    found.append((first, start - first))
-                first = stop + 1
-        if first <= self.last or not found:
-            found.append((first, max(0, self.last + 1 - first)))
-        return found
+        if not self.gaps:
+            return [(self.low + 1, max(0, self.size))]
+        first, last = self.gaps.others(self.low, self.last)
+        if not first.size:
+            return [(self.last + 1, 0)]
+        return list(zip(first.tolist(), (last + 1 - first).tolist(), strict=True))
 
     def ids(self) -> IntArray:
         """Return the readable ids, ascending. Shape `(rows,)`."""
-        return np.concatenate([np.arange(first, first + count) for first, count in self.runs()])
+        ids = np.arange(self.low + 1, self.last + 1)
+        return ids[~self.gaps.holds(ids)] if self.gaps else ids
 
     def holds(self, ids: IntArray) -> NDArray[np.bool_]:
         """Say which ids can be read. Shapes `(n,)`."""
         found: NDArray[np.bool_] = (ids > self.low) & (ids <= self.last)
-        for start, stop in self.gaps:
-            found &= (ids < start) | (ids > stop)
+        if self.gaps:
+            found &= ~self.gaps.holds(ids)
         return found
 
     def nth(self, numbers: IntArray) -> IntArray:
         """Return the readable ids with these numbers, counted from 0 at the oldest. Shapes `(n,)`."""
-        runs = np.array(self.runs())
-        ends = np.cumsum(runs[:, 1])
-        at = np.searchsorted(ends, numbers, side="right")
-        found: IntArray = runs[at, 0] + numbers - (ends[at] - runs[at, 1])
-        return found
+        return self.gaps.nth(numbers + (self.low - self.gaps.upto(self.low)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,9 +23,9 @@ from tensordict import TensorDict
 import expstore
 from expstore import MemoryStorage, TensorDictReplayBuffer, files
 from expstore.files import Disk
+from expstore.gaps import Gaps
 from expstore.manifest import Manifest
 from expstore.storages import base
-from expstore.types import merge_runs
 
 SPARE = 12
 
@@ -176,7 +176,7 @@ class World:
         lost = ids[first : first + count].tolist()
         self.rb.close()
         manifest = Manifest.load(Disk(), self.path)
-        gaps = merge_runs([*manifest.gaps, *((id, id) for id in lost)])
+        gaps = manifest.gaps.joined(Gaps.of((id, id) for id in lost))
         manifest.replace(gaps=gaps).save(Disk(), self.path)
         self.model.give_up(first, len(lost))
         self.model.reopen()

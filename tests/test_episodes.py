@@ -258,7 +258,7 @@ class World:
         ids = range(self.low + 1, last + 1)
         rows = np.array([self.columns[id] for id in ids], np.int64).reshape(-1, 2)
         if len(rows):
-            self.table.load_rows([(self.low + 1, rows[:, 0], rows[:, 1])])
+            self.table.load_rows(np.arange(self.low + 1, self.low + 1 + len(rows)), rows[:, 0], rows[:, 1])
         for body, sources, first, time in self.records:
             self.table.commit(unpack_segments(body), sources, first_id=first, time=time, sequence=time)
         assert self.table.next_episode == old.next_episode
@@ -470,7 +470,7 @@ def test_going_on_after_truncation_is_noted() -> None:
 def test_rows_found_again_are_in_order_and_tell_what_lost_its_first_rows() -> None:
     table = EpisodeTable()
     episodes, steps = np.array([2, 1, 2, 1, 2, 3]), np.array([0, 7, 1, 8, 2, 0])
-    table.load_rows([(11, episodes, steps)])
+    table.load_rows(np.arange(11, 11 + episodes.size), episodes, steps)
     found = [[2, 0, 3, 11, 2], [1, 7, 2, 12, 2], [3, 0, 1, 16, 1]]
     assert table.fragments.rows.T.tolist() == found
     assert table.changes(10)[2].tolist() == [1]

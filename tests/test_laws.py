@@ -28,6 +28,7 @@ from expstore import (
     TensorDictReplayBuffer,
 )
 from expstore.draws import Draws
+from expstore.gaps import Gaps
 from expstore.samplers import Sampler
 from expstore.samplers.without_replacement import permute
 
@@ -83,7 +84,7 @@ def with_gaps(sampler: Sampler) -> TensorDictReplayBuffer:
     rb = TensorDictReplayBuffer(storage=MemoryStorage(24, seed=1), sampler=sampler)
     storage: Any = rb.storage
     rb.extend(rows(30))
-    storage._window = replace(storage.window, gaps=((3, 8), (11, 11), (20, 24)))
+    storage._window = replace(storage.window, gaps=Gaps.of([(3, 8), (11, 11), (20, 24)]))
     return rb
 
 

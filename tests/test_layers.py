@@ -26,13 +26,13 @@ ROOT = Path(__file__).resolve().parents[1]
 LINES: tuple[tuple[str, str], ...] = (
     (
         "0",
-        "errors types members files addresses bulk kernels gathering native compressing unpacking turns "
+        "errors gaps types members files addresses bulk kernels gathering native compressing unpacking turns "
         "aside",
     ),
     (
         "1",
         "schema arrowtypes arrowvalues raggedcolumns widening fitting picking fieldtypes spectext manifest "
-        "lock probe state journal journaltail pieces episodes episodelog "
+        "lock probe retain state journal journaltail pieces episodes episodelog "
         "episodeinfo sources fragments sumtree ranktree runtable limiter touched keys",
     ),
     ("2", "index delta expressions relations halves shownvalues named result migrate sqlworker"),
@@ -43,18 +43,22 @@ LINES: tuple[tuple[str, str], ...] = (
         "domains writers draws prefetch samplers sample_units transforms query routing codec trajectories "
         "postprocs",
     ),
-    ("5", "handles drawing shaping patches latefields keywords finding streams service parts torchdatasets"),
+    (
+        "5",
+        "retention handles drawing shaping patches latefields keywords finding streams service parts "
+        "torchdatasets",
+    ),
     ("5a", "buffers client"),
     (
         "5b",
-        "tensordictbuffers prioritized hindsight offline schedulers memberpatches ensembles retention checks",
+        "tensordictbuffers prioritized hindsight offline schedulers memberpatches ensembles checks",
     ),
     ("6", "door"),
     ("7", "collectors datasets exchange interop trainers"),
     ("8", "api testing"),
     (
         "9",
-        "cli cli_checks cli_codes cli_columns cli_export cli_info cli_migrate cli_print cli_query "
+        "cli cli_checks cli_codes cli_columns cli_export cli_info cli_migrate cli_print cli_query cli_retain "
         "cli_snapshots __main__",
     ),
 )
@@ -62,6 +66,7 @@ LINES: tuple[tuple[str, str], ...] = (
 #: (importer, imported) on one line, as patterns. Whatever is not here is a sideways import.
 ALLOWED_SIDEWAYS: tuple[tuple[str, str], ...] = (
     ("types", "errors"),
+    ("types", "gaps"),
     ("files", "errors"),
     ("files", "kernels"),
     ("addresses", "errors"),
@@ -115,6 +120,7 @@ ALLOWED_SIDEWAYS: tuple[tuple[str, str], ...] = (
     ("prefetch", "draws"),
     ("postprocs", "trajectories"),
     ("drawing", "handles"),
+    ("handles", "retention"),
     ("shaping", "drawing"),
     ("latefields", "patches"),
     ("latefields", "shaping"),
@@ -226,6 +232,18 @@ ALLOWED_SIDEWAYS: tuple[tuple[str, str], ...] = (
     ("storages.layout", "storages.codecs"),
     ("storages.packing", "storages.codecs"),
     ("storages.layout", "storages.packing"),
+    ("storages.retaining", "storages.checksums"),
+    ("storages.retaining", "storages.columngroup"),
+    ("storages.retaining", "storages.columns"),
+    ("storages.retaining", "storages.folder"),
+    ("storages.retaining", "storages.packed"),
+    ("storages.retaining", "storages.packing"),
+    ("storages.retaining", "storages.reshapable"),
+    ("storages.retaining", "storages.sampledcolumn"),
+    ("storages.thinning", "storages.chunkfile"),
+    ("storages.thinning", "storages.packedrows"),
+    ("storages.packed", "storages.thinning"),
+    ("storages.zarr", "storages.retaining"),
     ("storages.settings", "storages.layout"),
     ("storages.packable", "storages.*"),
     ("storages.former", "storages.*"),
@@ -404,6 +422,8 @@ ALLOWED_SIDEWAYS: tuple[tuple[str, str], ...] = (
     ("cli_checks", "cli_print"),
     ("cli", "cli_query"),
     ("cli", "cli_snapshots"),
+    ("cli", "cli_retain"),
+    ("cli_retain", "cli_print"),
     ("cli_snapshots", "cli_print"),
     ("__main__", "cli"),
 )

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from expstore import manifest
 from expstore.errors import CorruptionError, MigrationError, NotFoundError
 from expstore.files import Disk
+from expstore.gaps import Gaps
 from expstore.manifest import MANIFEST, Manifest
 from expstore.schema import Field, Schema
 from expstore.types import Ranking
@@ -30,7 +30,7 @@ FULL = Manifest(
     reward_key=("r",),
     flatten=False,
     meta={"env": "Größe", "n": [1, 2.5, None]},
-    gaps=((3, 5), (9, 9)),
+    gaps=Gaps.of([(3, 5), (9, 9)]),
     ndim=3,
     dims=(2, 5),
     ranking=Ranking(("next", "r"), "max"),
@@ -38,6 +38,7 @@ FULL = Manifest(
     layout={"layout": "packed", "fields": {"a": {"layout": "flat"}}},
     column_set=3,
     compression="zstd",
+    retain={"bytes": 10},
 )
 BARE = Manifest(uuid="a" * 32, generation=0, storage="zarr", capacity=None, spare=0, seed=0, created=0.0)
 
@@ -75,10 +76,10 @@ def test_missing(tmp_path: Path) -> None:
 
 def test_newer_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(manifest, "FORMAT", 4)
-        FULL.replace(storage="arrow").save(Disk(), tmp_path)
+        patch.setattr(Manifest, "format", 5)
+        FULL.save(Disk(), tmp_path)
     with pytest.raises(
-        MigrationError, match="has format 4, this library knows formats up to 3.*newer expstore"
+        MigrationError, match="has format 5, this library knows formats up to 4.*newer expstore"
     ):
         Manifest.load(Disk(), tmp_path)
 

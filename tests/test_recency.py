@@ -14,6 +14,7 @@ from tensordict import TensorDict
 import expstore
 from expstore import MemoryStorage, RecencySampler, TensorDictReplayBuffer
 from expstore.draws import Draws
+from expstore.gaps import Gaps
 from expstore.schedulers import StepScheduler
 from expstore.types import Runs, Window
 
@@ -23,7 +24,7 @@ class Readable(MemoryStorage):
 
     def __init__(self, low: int, last: int, gaps: Runs = ()) -> None:
         super().__init__()
-        self._window = Window(low, last, gaps)
+        self._window = Window(low, last, Gaps.of(gaps))
 
 
 def ages(storage: Readable, size: int = 100_000, **keywords: Any) -> np.ndarray:

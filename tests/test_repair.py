@@ -23,10 +23,11 @@ from expstore.episodelog import LogEntry, fill_up, salvage
 from expstore.errors import CorruptionError, LockedError, NotFoundError, StateError
 from expstore.files import Disk
 from expstore.fragments import cut_out
+from expstore.gaps import Gaps
 from expstore.samplers import PrioritizedSampler, SamplerWithoutReplacement
 from expstore.storages.memory import MemoryStorage
 from expstore.tensordictbuffers import TensorDictReplayBuffer
-from expstore.types import Window, merge_runs
+from expstore.types import Window
 
 ALL = range(ROWS - CAPACITY + 1, ROWS + 1)
 
@@ -394,7 +395,7 @@ def test_gaps_are_cut_out_row_by_row(
     runs: list[tuple[int, int, int]], gaps: list[tuple[int, int]], low: int
 ) -> None:
     """Fragments, windows and draws, against sets of single rows."""
-    given_up = merge_runs((first, first + n) for first, n in gaps)
+    given_up = Gaps.of((first, first + n) for first, n in gaps)
     dead = {i for first, last in given_up for i in range(first, last + 1)}
     fragments = np.array([(e, 5, n, first, stride) for e, (first, n, stride) in enumerate(runs)], np.int64)
     fragments = fragments.reshape(-1, 5).T

@@ -24,6 +24,7 @@ from expstore import (
     TensorDictReplayBuffer,
 )
 from expstore.draws import Draws
+from expstore.gaps import Gaps
 
 #: Rows per batch, about.
 BATCH = 1 << 16
@@ -110,8 +111,8 @@ def with_gaps(sampler: Any) -> Kept:
         ids = kept.rb.storage.window.ids()[first : first + count]
         gap = int(ids[0]), int(ids[-1])
         storage: Any = kept.rb.storage
-        storage._window = replace(storage.window, gaps=tuple(sorted((gap, *storage.window.gaps))))
-        storage.episodes.give_up((gap,))
+        storage._window = replace(storage.window, gaps=storage.window.gaps.joined(Gaps.of([gap])))
+        storage.episodes.give_up(Gaps.of([gap]))
         storage.upheavals += 1
         kept.model.give_up(first, count)
     return kept

@@ -21,6 +21,7 @@ from expstore.checks.packed import PackedFiles
 from expstore.checks.verify import inspect
 from expstore.errors import CorruptionError, StateError
 from expstore.files import Disk
+from expstore.gaps import Gaps
 from expstore.journal import cut_off, segment_faults
 from expstore.manifest import MANIFEST
 from expstore.storages.catalog import Catalog
@@ -110,7 +111,7 @@ def repair(
     if outcome.lost and not dry_run:
         for name in _INDEX:  # it knows the rows
             disk.unlink(path / name)
-        gaps = merge_runs([*inspection.manifest.gaps, *outcome.lost])
+        gaps = inspection.manifest.gaps.joined(Gaps.of(outcome.lost))
         inspection.manifest = inspection.manifest.replace(gaps=gaps)
         # From here on they are gone: only now may their files be made whole.
         inspection.manifest.save(disk, path)

@@ -157,7 +157,7 @@ def read_fragments(inspection: Inspection) -> IntArray | None:
             columns.append(np.concatenate([np.empty(0, np.int64), *parts]))
             if columns[-1].size != count:
                 return None
-        fragments.append(find_fragments(columns[0], columns[1], first))
+        fragments.append(find_fragments(columns[0], columns[1], np.arange(first, first + count)))
     return np.concatenate(fragments, axis=1)
 
 

@@ -197,7 +197,7 @@ class Filler:
         rewards = self._rewards(columns)
         read = None if ends is None else self._read_steps(columns)
         noted: list[tuple[int, str]] = []
-        for name, step, count, first, stride in find_fragments(episodes, steps, first_id).T.tolist():
+        for name, step, count, first, stride in find_fragments(episodes, steps, made.numbers[0]).T.tolist():
             known = _NOTHING if facts is None else facts(name)
             source = self._source(known, made.sources)
             going, begins = self._find(name, step, (source, known.trajectory))

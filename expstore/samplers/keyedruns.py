@@ -210,7 +210,7 @@ class KeyedRuns(Runs):
         self._next.update(zip(named[new].tolist(), following, strict=True))
         placed = np.empty_like(steps)
         placed[order] = steps
-        for fragment in find_fragments(names, placed, first_id).T.tolist():
+        for fragment in find_fragments(names, placed, np.arange(first_id, first_id + names.size)).T.tolist():
             number = self._newest.get(fragment[0], -1)
             goes_on = number >= 0 and self._fragments.step_after(number) == fragment[1]
             self._newest[fragment[0]] = self._fragments.add(number if goes_on else -1, tuple(fragment))

@@ -17,9 +17,10 @@ import torch
 from numpy.typing import NDArray
 
 from expstore.errors import NotReadyError, SchemaError
+from expstore.gaps import Gaps
 from expstore.samplers.base import Sampler
 from expstore.samplers.rowmasses import RowMasses
-from expstore.types import IntArray, Key, Runs, Selection, Window, key_name, to_key
+from expstore.types import IntArray, Key, Selection, Window, key_name, to_key
 
 if TYPE_CHECKING:
     from expstore.storages.base import Storage
@@ -80,7 +81,7 @@ class _Known:
 
     versions: _Versions = field(default_factory=_Versions.none)
     window: Window = field(default_factory=lambda: Window(0, 0))
-    seen: tuple[int, int, Runs] | None = None
+    seen: tuple[int, int, Gaps] | None = None
 
 
 @dataclass(frozen=True, slots=True)

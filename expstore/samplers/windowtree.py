@@ -96,7 +96,7 @@ class WindowTree:
             return tree
         # The shape decides how sums are rounded: it must follow from the rows alone, not from the past.
         size = storage.slots or 1 << max(12, (window.last - 1).bit_length())
-        followed = shown.low <= window.low <= shown.last <= window.last
+        followed = shown.low <= window.low <= shown.last <= window.last and shown.gaps == window.gaps
         if tree is None or upheavals != self.upheavals or not followed:
             tree = load_compiled(TREES).SumTree(size)
             places = storage.slot_of(window.ids())

@@ -314,6 +314,9 @@ def _indices(storage: Storage, size: int, places: IntArray) -> IntArray:
 
 def _beside_gaps(storage: Storage, window: Window, places: IntArray) -> IntArray:
     """Return the indices of rows number `places`, in the order of their indices, where some were given up."""
+    if storage.capacity is None:
+        indices: IntArray = window.nth(places) - 1
+        return indices
     runs = [
         (index, count)
         for first, n in window.runs()
@@ -323,7 +326,7 @@ def _beside_gaps(storage: Storage, window: Window, places: IntArray) -> IntArray
     first, count = np.array(sorted(runs)).T
     ends = np.cumsum(count)
     at = np.minimum(np.searchsorted(ends, places, side="right"), ends.size - 1)
-    indices: IntArray = first[at] + places - (ends[at] - count[at])
+    indices = first[at] + places - (ends[at] - count[at])
     return indices
 
 

@@ -471,7 +471,9 @@ class Storage(DrawPosition, Described, Grid, Indexed, Stateful, ABC):
         """Say whether no slot of these ids has been written to for a later row, or given to other rows."""
         depth = self.depth
         if depth is None:
-            return not self.retired or ids.size == 0 or int(ids.min()) > self.retired
+            gaps = self._window.gaps  # rows that leave there have their space given back
+            kept = not self.retired or ids.size == 0 or int(ids.min()) > self.retired
+            return kept and not (gaps and gaps.holds(ids).any())
         if self.horizon - depth <= 0:
             return True
         return ids.size == 0 or int(ids.min()) > self.horizon - depth

@@ -52,6 +52,7 @@ class Catalog:
         self._lock = threading.RLock()
         self._index: Index | None = None
         self._whole = False  # the next commit must hold everything
+        self._takeovers = storage.takeovers
         self._pid = os.getpid()
 
     def query(self, sql: str, params: Sequence[object] | Mapping[str, object] | None) -> Result:
@@ -97,7 +98,8 @@ class Catalog:
                 window, changes = storage.query_window, storage.changes
                 result = unmoved(storage, partial(self._answer, index, sql, params, window))
                 oldest = np.array([window.low + 1])
-                if alone or (storage.intact(oldest) and changes == storage.changes and not changes & 1):
+                moved = changes != storage.changes or changes & 1 or window.gaps != storage.query_window.gaps
+                if alone or (storage.intact(oldest) and not moved):
                     return result
         raise StateError(
             "the writer overwrote rows twice while the query read them",
@@ -158,9 +160,12 @@ class Catalog:
             storage = self._storage
             with storage.episode_lock:
                 content = storage.content
-                if index.position == content and not self._whole:
+                # What was taken over anew may lack rows of which no record speaks.
+                anew = storage.takeovers != self._takeovers and index.position > (0, 0)
+                self._takeovers = storage.takeovers
+                if index.position == content and not (self._whole or anew):
                     return index
-                whole = self._lost(index, content)
+                whole = anew or self._lost(index, content)
                 low = storage.query_window.low
                 delta = self._delta(content, whole)
                 storage.episodes.evict(low)
@@ -277,7 +282,7 @@ class Catalog:
             sources, episodes, touched = table.changes(window.low)
             changed = np.array([entry.episode for entry in episodes], np.int64)
             chosen = table.fragments.rows
-            chosen = chosen[:, np.isin(chosen[0], changed)]
+            chosen = chosen[:, np.isin(chosen[0], np.append(changed, table.cut))]
         return Delta(
             position=content,
             last_id=window.last,
@@ -289,6 +294,7 @@ class Catalog:
                 zip(("episode_id", "first_step", "length", "first_id", "stride"), chosen.copy(), strict=True)
             ),
             live={"episode_id": touched, "live_rows": table.live_rows(touched, window.low)},
+            anew=table.cut,
             complete=whole,
         )
 

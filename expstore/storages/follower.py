@@ -379,8 +379,10 @@ class FollowerStorage(FolderStorage):
         source, view = self._source, self._watch.look()
         if not source.holds(view):
             return False
-        if not source.live or view is None or self.depth is None or not ids.size:
+        if not source.live or view is None or not ids.size:
             return True
+        if self.depth is None:
+            return int(ids.min()) > view.retired
         return int(ids.min()) > view.horizon - self.depth
 
     # -- reading ---------------------------------------------------------------------------------

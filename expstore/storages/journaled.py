@@ -31,6 +31,7 @@ from expstore.journal import (
     settle_journal,
 )
 from expstore.manifest import Manifest
+from expstore.retain import Retain
 from expstore.state import PAGE, StatePage
 from expstore.storages.base import Rows
 from expstore.storages.columnwriter import WritableColumns
@@ -67,6 +68,7 @@ class JournaledStorage(SyncedStorage, VersionedStorage):
         ndim: How many dims of a batch are rows; None: as stored, 1 for a new store.
         layout: As of `expstore.open`; None: as stored, "flat" for a new store.
         fields: As of `expstore.open`.
+        retain: As of `expstore.open`.
         disk: Where files are touched.
         segment_bytes: Length of a journal segment; None: 4 MiB, or 64 MiB where records carry their rows.
     """
@@ -82,10 +84,11 @@ class JournaledStorage(SyncedStorage, VersionedStorage):
         ndim: int | None = None,
         layout: LayoutName | None = None,
         fields: Mapping[str, Mapping[str, Any]] | None = None,
+        retain: Retain | Mapping[str, Any] | None = None,
         disk: Disk | None = None,
         segment_bytes: int | None = None,
     ) -> None:
-        path, disk, settings = Path(path), disk or Disk(), settings or Settings()
+        path, disk, settings = Path(path), disk or Disk(), (settings or Settings()).with_retain(retain)
         if ndim is not None:
             settings = dataclasses.replace(settings, ndim=ndim)
         if layout is not None or fields is not None:

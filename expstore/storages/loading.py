@@ -260,8 +260,7 @@ class Arrival:
                 step = both if both <= _FURTHEST else step
             shift = round_up(shift, step)
         self._ids = shift
-        gaps = [(first + shift, last + shift) for first, last in content.manifest.gaps]
-        self.manifest = self.manifest.replace(gaps=tuple(gaps))
+        self.manifest = self.manifest.replace(gaps=content.manifest.gaps.shifted(shift))
         self._episodes = max(storage.episodes.next_episode, base["episodes"]["next_episode"]) - 1
 
     @property

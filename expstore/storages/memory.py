@@ -231,9 +231,9 @@ class MemoryStorage(PortableStorage, VersionedStorage):
             found[1].append(arrays[-3])
         if arrival.count:
             episodes, steps = (np.concatenate(parts) for parts in found)
-            live = Window(arrival.low, arrival.last, manifest.gaps).runs()
-            runs = [(first, slice(first - arrival.low - 1, first - arrival.low - 1 + n)) for first, n in live]
-            table.load_rows([(first, episodes[run], steps[run]) for first, run in runs])
+            ids = Window(arrival.low, arrival.last, manifest.gaps).ids()
+            at = ids - arrival.low - 1
+            table.load_rows(ids, episodes[at], steps[at])
         return columns, priorities, table
 
     def _arrange_sampled(self, arrival: Arrival) -> Sampled | None:

@@ -25,8 +25,9 @@ from expstore.storages.chunkfile import (
     read_index,
     scan_chunks,
 )
-from expstore.storages.packedrows import Filling, Frame, PackedRows, Source
+from expstore.storages.packedrows import Filling, Frame, Source
 from expstore.storages.packing import Packing
+from expstore.storages.thinning import AGAIN, ThinningRows
 from expstore.storages.zarrmeta import grow_shape
 from expstore.types import Array, IntArray
 
@@ -35,11 +36,9 @@ __all__ = ["PackedColumn"]
 PACKING = "expstore.compressing"
 #: So many chunks are packed at a time, which then wait in memory.
 _TOGETHER = 64
-#: A shard that is made once more; it has no other name before it is complete.
-_AGAIN = "again"
 
 
-class PackedColumn(PackedRows):
+class PackedColumn(ThinningRows):
     """Keep one wide field of all rows, packed.
 
     Rows are written in the order of their slots, by one thread. What was written can be found again by
@@ -263,7 +262,7 @@ class PackedColumn(PackedRows):
 
     def open_shards(self) -> None:
         """Find all that is there, the newest rows of each slot; `settle` says afterwards what counts."""
-        self._disk.unlink(self.folder / _AGAIN)  # of an opening that was killed
+        self._disk.unlink(self.folder / AGAIN)  # of an opening that was killed
         named = []
         for kind, shard, turn in self.shards():
             if kind == "open":
@@ -400,7 +399,7 @@ class PackedColumn(PackedRows):
         Versions may share a shard that had got its name by rows that were never published. Where both are
         there the new one counts: it gets its name when all that it takes over is on the disk.
         """
-        path, end = self.folder / _AGAIN, 0
+        path, end = self.folder / AGAIN, 0
         file = self._disk.open(path, create=True)
         try:
             file.truncate(0)

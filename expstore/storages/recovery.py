@@ -17,6 +17,7 @@ import numpy as np
 from expstore.episodelog import LogEntry, unpack_entry
 from expstore.episodes import EpisodeTable
 from expstore.errors import CorruptionError
+from expstore.gaps import NO_GAPS, Gaps
 from expstore.journal import Kind, Record
 from expstore.schema import Schema
 from expstore.storages.base import ROW_FIELDS
@@ -24,7 +25,7 @@ from expstore.storages.checksums import BLOCK_ROWS, blocks_of
 from expstore.storages.payload import split_payload
 from expstore.storages.position import NO_PROGRESS, Randomness, from_json, limits_of
 from expstore.storages.records import Mark, Publish, Redo
-from expstore.types import IntArray, Runs, Window, cut_run
+from expstore.types import IntArray, Window, cut_run
 
 if TYPE_CHECKING:
     from expstore.storages.columnwriter import WritableColumns
@@ -89,15 +90,14 @@ class Past:
     randomness: Randomness | None = None
     limits: tuple[int, int] = (0, 0)
     cut: int = 0
-    gaps: Runs = ()
+    gaps: Gaps = NO_GAPS
     publishes: list[Publish] = field(default_factory=list)
 
     def window(self, capacity: int | None) -> Window:
         """Return the rows that can be read."""
         low = self.window_low(capacity)
         # Ids beyond the last one will be given again, to rows that can be read.
-        gaps = [(first, min(last, self.last)) for first, last in self.gaps if first <= self.last]
-        return Window(low, self.last, tuple(gap for gap in gaps if gap[1] > low))
+        return Window(low, self.last, self.gaps.between(low, self.last))
 
     def unsynced(self) -> Iterator[Publish]:
         """Yield the records of rows that no mark covers.
@@ -112,7 +112,7 @@ class Past:
         return self.retired if capacity is None else max(self.retired, self.last - capacity)
 
 
-def read_past(records: list[Record], gaps: Runs) -> Past:
+def read_past(records: list[Record], gaps: Gaps) -> Past:
     """Read the records up to the last durable mark; `verify` judges those after it.
 
     Args:
@@ -185,7 +185,10 @@ def verify(past: Past, whole: Callable[[Publish], bool], column_set: int | None 
         elif record.kind is Kind.REDO:
             past.max_priority = max(past.max_priority, Redo.replaced(record.body)[1])
         elif record.kind is Kind.RETIRE:
-            past.retired = max(past.retired, record.json()["through"])
+            said = record.json()
+            past.retired = max(past.retired, said["through"])
+            if "blocks" in said:  # rows between others have left, of which no delta speaks
+                past.index_floor = (past.base["generation"], record.sequence)
         elif record.kind is Kind.DELETE:
             past.retired = past.last = record.json()["last"]
         past.sequence = record.sequence
@@ -238,7 +241,8 @@ def take_over(past: Past, storage: JournaledStorage) -> list[LogEntry]:
     verify(past, lambda publish: _whole(publish, columns, storage, past.synced), column_set)
     low = past.window_low(storage.capacity)
     if columns is not None:
-        columns.require_rows(low + 1, past.last - low)
+        for first, count in Window(low, past.last, past.gaps).runs():
+            columns.require_rows(first, count)
         _redo(past, storage, columns, storage.require_schema())
     storage.write_count, entries = retell(past, storage.episodes, low, partial(_row_columns, storage))
     return entries
@@ -261,12 +265,14 @@ def retell(
     """
     table.load_base(past.base["episodes"])
     base_last = past.base["last"]
-    runs = []
-    for first, count in Window(low, base_last, past.gaps).runs() if base_last > low else ():
-        found = rows(first, count)
-        if found is not None:  # the oldest of them may be overwritten by now
-            runs.append((first + count - found[0].size, *found))
-    table.load_rows(runs)
+    found = rows(low + 1, base_last - low) if base_last > low else None
+    if found is not None:
+        ids = np.arange(base_last + 1 - found[0].size, base_last + 1)  # the oldest may be overwritten by now
+        kept = ~past.gaps.holds(ids)
+        if kept.all():
+            table.load_rows(ids, *found)
+        else:
+            table.load_rows(ids[kept], found[0][kept], found[1][kept])
     entries: list[LogEntry] = []
     write_count = int(past.base["write_count"])
     for place, record in enumerate(past.records):
@@ -385,6 +391,9 @@ def unsettled_blocks(
         if record.kind is Kind.REDO:
             ids = load(record.body).ids
             touched.update(((ids - 1 if slots is None else (ids - 1) % slots) // BLOCK_ROWS).tolist())
+        elif record.kind is Kind.RETIRE:
+            for start, stop in record.json().get("blocks", ()):
+                touched.update(range(start, min(stop, limit // BLOCK_ROWS)))
     return touched
 
 
@@ -405,7 +414,8 @@ def _row_columns(storage: JournaledStorage, first_id: int, count: int) -> tuple[
     places = [len(schema.fields) + 1, len(schema.fields) + 2]
     parts = storage.views(places, first_id, count)
     episodes, steps = (np.concatenate(part) for part in parts)
-    if episodes.size and episodes.min() < 1:
+    ids = np.arange(first_id, first_id + count)
+    if ((episodes < 1) & ~storage.manifest.gaps.holds(ids)).any():
         raise CorruptionError(f"{storage.path}/columns/_row/episode has rows without an episode")
     return episodes, steps
 

@@ -13,7 +13,7 @@ import operator
 import os
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -23,6 +23,7 @@ from expstore.files import Disk
 from expstore.lock import WriterLock
 from expstore.manifest import MANIFEST, Manifest
 from expstore.probe import probe
+from expstore.retain import Retain
 from expstore.schema import Schema
 from expstore.spectext import check_specs, same_specs
 from expstore.storages.base import REWARD
@@ -71,6 +72,11 @@ class Settings:
     durability: Durability = "process"
     min_free_bytes: int = 0
     on_sigterm: Literal["flush", "ignore"] = "flush"
+    retain: Retain | None = None
+
+    def with_retain(self, retain: Retain | Mapping[str, Any] | None) -> Settings:
+        """Return the same with this policy, if one is given."""
+        return self if retain is None else dataclasses.replace(self, retain=Retain.of(retain))
 
 
 def enter(
@@ -125,6 +131,7 @@ def enter(
             manifest = Manifest.load(disk, path)
             _compare(path, manifest, capacity, settings)
             _refuse_half_repaired(disk, path)
+            manifest = _with_policy(disk, path, manifest, settings.retain)
             probe(disk, path, new=False)
         else:
             probe(disk, path, new=True)
@@ -135,6 +142,21 @@ def enter(
         lock.release()
         raise
     return lock, manifest
+
+
+def _with_policy(disk: Disk, path: Path, manifest: Manifest, retain: Retain | None) -> Manifest:
+    """Return the manifest with another policy, if one is given; it is on the disk then."""
+    if retain is None or retain.to_json() == manifest.retain:
+        return manifest
+    if retain and manifest.capacity is not None:
+        raise StateError(
+            f"{path} keeps its last {manifest.capacity} rows, and no policy says otherwise",
+            kind="mismatch",
+            hint="leave retain out",
+        )
+    manifest = manifest.replace(retain=retain.to_json())
+    manifest.save(disk, path)
+    return manifest
 
 
 def look_up(disk: Disk, path: Path, capacity: int | None, settings: Settings) -> Manifest:
@@ -175,6 +197,8 @@ def _plain(capacity: int | None, settings: Settings) -> tuple[int | None, Settin
         check_specs(settings.specs, settings.schema)
     if capacity is not None:
         capacity = operator.index(capacity)
+        if settings.retain:
+            raise ValueError(f"with capacity={capacity} the last rows stay; leave it out, or retain")
     if settings.seed is not None:
         settings = dataclasses.replace(settings, seed=operator.index(settings.seed))
     if settings.compression is not None and settings.storage == "zarr":
@@ -244,6 +268,7 @@ def _new(capacity: int | None, settings: Settings) -> Manifest:
         ndim=settings.ndim or 1,
         meta=settings.meta or {},
         specs=settings.specs,
+        retain=settings.retain.to_json() if settings.retain else {},
         layout=(settings.layout or ColumnLayout()).filled(ColumnLayout(settings.new_layout)).to_json(),
     )
 

@@ -24,7 +24,7 @@ from expstore.storages.folder import COLUMNS
 from expstore.storages.loading import Arrival, ContentLike, build_load, commit_load
 from expstore.storages.payload import payload_parts
 from expstore.storages.recovery import Past, unsettled_blocks
-from expstore.storages.reshapable import ReshapableStorage
+from expstore.storages.retaining import RetainingStorage
 from expstore.storages.sampledcolumn import SampledColumn, has_sampled
 from expstore.storages.synced import RIDING_BYTES
 from expstore.storages.tail import TAIL_BYTES, TAIL_ROWS, Tail
@@ -36,7 +36,7 @@ __all__ = ["ZarrStorage"]
 PAGE_ROWS = 1024  # priorities per 4 KiB page
 
 
-class ZarrStorage(ReshapableStorage):
+class ZarrStorage(RetainingStorage):
     """Keep rows in a folder, for as long as the experiment lives.
 
     Crashes: what `write` published survives the process at once, and the machine after the next `sync`
@@ -50,6 +50,7 @@ class ZarrStorage(ReshapableStorage):
         ndim: How many dims of a batch are rows, time being the first; None: as stored, 1 for a new store.
         layout: As of `expstore.open`; None: as stored, "flat" for a new store.
         fields: As of `expstore.open`.
+        retain: As of `expstore.open`.
         disk: Where files are touched.
         segment_bytes: Length of a journal segment; None: 4 MiB, or 64 MiB where records carry their rows.
 
@@ -77,6 +78,7 @@ class ZarrStorage(ReshapableStorage):
         self._due: set[int] = set()  # blocks that the sync under way has summed
         self._begin_packed()
         self._begin_reshaping()
+        self._begin_retaining()
 
     # -- opening ---------------------------------------------------------------------------------
 
@@ -357,7 +359,9 @@ class ZarrStorage(ReshapableStorage):
         Rows in flight may be in it, whose bytes change yet: publishing them has their blocks summed again.
         """
         if self.checksums is not None:
-            self.checksums.update(self._due, generation=self.manifest.generation, sequence=sequence)
+            generation, empty = self.manifest.generation, self._take_emptied()
+            self.checksums.give_up(empty, generation=generation)
+            self.checksums.update(self._due - empty, generation=generation, sequence=sequence)
 
     def block_sums(self) -> Array | None:
         """Return an entry of checksums per block; zeros where the block has changed since the last sync."""

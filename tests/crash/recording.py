@@ -24,7 +24,7 @@ __all__ = ["Event", "RecordingDisk"]
 #: The acts that are recorded; another one would be a hole in what the power cuts prove.
 _KNOWN = {
     "write", "sync", "truncate", "allocate", "create", "rename", "link", "unlink", "mkdir", "rmtree",
-    "sync_dir",
+    "sync_dir", "punch",
 }  # fmt: skip
 
 
@@ -66,6 +66,11 @@ class _RecordedFile(File):
         with self.disk.turn:
             super().allocate(size)
             self._note("truncate", self.size())
+
+    def punch(self, start: int, stop: int) -> None:
+        with self.disk.turn:
+            super().punch(start, stop)
+            self._note("write", start, bytes(stop - start))
 
     def sync(self) -> None:
         with self.disk.turn:

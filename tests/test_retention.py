@@ -1,0 +1,443 @@
+"""Rows that leave a store that grows: which ones, what stays, and the space that they give back."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensordict import NonTensorStack, TensorDict
+
+import expstore
+from expstore import Retain, StateError, retention
+from expstore.checks import verify
+from expstore.cli import run
+from expstore.files import Disk, File
+from expstore.gaps import Gaps
+from expstore.manifest import Manifest
+from expstore.samplers import (
+    PrioritizedSampler,
+    RandomSampler,
+    RecencySampler,
+    SamplerWithoutReplacement,
+    SliceSampler,
+)
+from expstore.storages import ZarrStorage
+
+Rows = 600  # of an episode
+
+
+def episode(number: int, rows: int = Rows, *, ends: bool = True, wide: int = 64) -> TensorDict:
+    """Rows that all hold the number of their episode, and their step."""
+    done = torch.zeros(rows, 1, dtype=torch.bool)
+    done[-1] = ends
+    frames = torch.full((rows, wide), number % 251, dtype=torch.uint8)
+    frames[:, 0] = torch.arange(rows) % 251
+    return TensorDict(
+        {
+            "frame": frames,
+            "number": torch.full((rows,), number),
+            "step": torch.arange(rows),
+            "next": {"reward": torch.full((rows, 1), float(number)), "done": done, "terminated": done},
+        },
+        [rows],
+    )
+
+
+def filled(path: Path, episodes: int, **more: Any) -> expstore.TensorDictReplayBuffer:
+    rb = expstore.open(path, seed=1, batch_size=64, **more)
+    for number in range(1, episodes + 1):
+        rb.extend(episode(number))
+    return rb
+
+
+def numbers(rb: Any) -> list[int]:
+    return [n for (n,) in rb.sql("SELECT DISTINCT number FROM transitions ORDER BY number").fetchall()]
+
+
+def check_whole(rb: Any, kept: set[int], written: int, rows: int = Rows) -> None:
+    """Hold a store, however it is asked, against the episodes that it must have, whole."""
+    assert numbers(rb) == sorted(kept)
+    assert len(rb) == rows * len(kept)
+    live = dict(rb.sql("SELECT episode_id, live_rows FROM episodes").fetchall())
+    assert live == {number: rows * (number in kept) for number in range(1, written + 1)}
+    found = rb.sql("SELECT episode_id, first_id, length FROM fragments ORDER BY first_id").fetchall()
+    assert found == [(number, 1 + rows * (number - 1), rows) for number in sorted(kept)]
+    if kept:
+        ids = rb.sql("SELECT _id FROM transitions ORDER BY _id").fetchall()
+        values = rb[:]
+        assert [id for (id,) in ids] == [
+            id for n in sorted(kept) for id in range(1 + rows * (n - 1), 1 + rows * n)
+        ]
+        assert values["number"].unique().tolist() == sorted(kept)
+        assert torch.equal(values["frame"][:, 0].long(), values["step"] % 251)
+        assert torch.equal(values["frame"][:, 1].long(), values["number"] % 251)
+        batch = rb.sample(256)
+        assert set(batch["number"].tolist()) <= kept
+        assert torch.equal(batch["frame"][:, 1].long(), batch["number"] % 251)
+
+
+LAYOUTS = {
+    "flat": {"layout": "flat"},
+    "packed": {"layout": "flat", "fields": {"frame": {"layout": "packed"}}},
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_episodes_leave_and_all_else_stays(store_path: Path, layout: str) -> None:
+    rb = filled(store_path, 40, **LAYOUTS[layout])
+    rb.flush()
+    before = rb.storage.columns_bytes()
+    with expstore.open(store_path, mode="r", batch_size=64) as reader:
+        rb.retain({"where": "number % 4 = 0"})
+        assert rb.apply_retention(dry_run=True)[:2] == (30, 30 * Rows)
+        gone = rb.apply_retention()
+        kept = set(range(4, 41, 4))
+        assert gone[:2] == (30, 30 * Rows)
+        assert rb.storage.columns_bytes() < before + (1 << 20)
+        if layout == "flat":
+            assert gone.bytes > before // 2
+        for one in (rb, reader):
+            check_whole(one, kept, 40)
+        assert rb.apply_retention() == (0, 0, 0)
+        rb.extend(episode(44))
+        for one in (rb, reader):
+            assert numbers(one) == sorted(kept | {44})
+    rb.retain({"where": "number = 44"})
+    rb.apply_retention()
+    assert rb.storage.window == type(rb.storage.window)(40 * Rows, 41 * Rows)
+    assert rb.write_count == 41 * Rows
+    rb.close()
+    assert verify(store_path) == []
+    with expstore.open(store_path, batch_size=64) as rb:
+        assert numbers(rb) == [44]
+        assert rb.retained == Retain(where="number = 44")
+        assert rb.sql('SELECT count(*), max("return") FROM episodes').fetchall() == [(41, 44.0 * Rows)]
+
+
+def test_space_of_packed_rows_is_given_back(store_path: Path) -> None:
+    """Shards without a row go; in others the chunks that are read stay, for zarr-python, too."""
+    fields = {"frame": {"layout": "packed", "rows": 64}}
+    rb = expstore.open(store_path, seed=1, batch_size=8, fields=fields)
+    chance = torch.Generator().manual_seed(0)
+    for number in range(1, 31):
+        rows = episode(number, 1000, wide=512)
+        rows["frame"][:, 2:] = torch.randint(0, 256, (1000, 510), generator=chance, dtype=torch.uint8)
+        rb.extend(rows)
+    rb.flush()
+    folder, before = store_path / "columns/frame", rb.storage.disk.used(store_path / "columns/frame")
+    shards = {path.name for path in folder.glob("c.*")}
+    rb.retain({"where": "number > 20 OR number % 5 = 0"})
+    rb.apply_retention()
+    rb.flush()
+    assert rb.storage.disk.used(folder) < 0.6 * before
+    check_whole(rb, {5, 10, 15, 20, *range(21, 31)}, 30, 1000)
+    zarr = pytest.importorskip("zarr")
+    stored = zarr.open_group(store_path / "columns", mode="r")["frame"][:12_000, 1]
+    of = np.repeat(np.arange(1, 13), 1000)
+    assert (stored[of % 5 == 0] == of[of % 5 == 0]).all()
+    assert (stored[64:3900] == 0).all()
+    rb.retain({"where": "number > 20"})
+    rb.apply_retention()
+    rb.flush()
+    assert {path.name for path in folder.glob("c.*")} < shards
+    check_whole(rb, set(range(21, 31)), 30, 1000)
+    rb.close()
+    assert verify(store_path) == []
+    with expstore.open(store_path, batch_size=8) as rb:
+        check_whole(rb, set(range(21, 31)), 30, 1000)
+
+
+def test_a_version_keeps_what_leaves_the_store(store_path: Path, tmp_path: Path) -> None:
+    rb = filled(store_path, 20, **LAYOUTS["packed"])
+    rb.dumps(tmp_path / "versions")
+    rb.retain({"where": "number % 10 = 0"})
+    rb.apply_retention()
+    second = rb.dumps(tmp_path / "versions")
+    check_whole(rb, {10, 20}, 20)
+    rb.loads(tmp_path / "versions", 1)
+    assert numbers(rb) == list(range(1, 21))
+    rb.close()
+    assert verify(second.path) == []
+    with expstore.open(tmp_path / "versions", version=1) as old:
+        check_whole(old, set(range(1, 21)), 20)
+    with expstore.open(tmp_path / "versions", version=2) as new:
+        check_whole(new, {10, 20}, 20)
+
+
+def test_rows_of_any_length_leave_too(store_path: Path) -> None:
+    """Segments go when all of their rows and of those before have left."""
+    rb = expstore.open(store_path, storage="arrow", seed=1, batch_size=16)
+    for number in range(1, 9):
+        rows = episode(number)
+        rows["text"] = NonTensorStack(*[f"{number} " * (step % 7 + 1) for step in range(Rows)])
+        rb.extend(rows)
+        rb.flush()
+    rb.retain({"where": "number IN (2, 5, 7)"})
+    rb.apply_retention()
+    counts = "SELECT number, count(*) FROM transitions WHERE text LIKE number || ' %' GROUP BY 1 ORDER BY 1"
+    assert rb.sql(counts).fetchall() == [(2, Rows), (5, Rows), (7, Rows)]
+    rb.retain({"where": "number = 7"})
+    rb.apply_retention()
+    rb.close()
+    assert verify(store_path) == []
+    with expstore.open(store_path, batch_size=16) as rb:
+        assert rb.sql(counts).fetchall() == [(7, Rows)]
+        assert set(rb.sample(64)["number"].tolist()) == {7}
+
+
+def test_by_bytes_the_oldest_leave(store_path: Path) -> None:
+    rb = filled(store_path, 20, layout="flat")
+    each = rb.storage.bytes_per_row()
+    rb.extend(episode(21, ends=False))
+    rb.retain({"bytes": int(6 * Rows * each)})
+    rb.apply_retention()
+    assert numbers(rb) == [16, 17, 18, 19, 20, 21]
+    rb.retain({"bytes": 1})
+    rb.apply_retention()
+    assert numbers(rb) == [21]  # open: it stays
+    rb.close()
+
+
+def test_by_age(store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rb = filled(store_path, 6)
+    ((ends,),) = rb.sql("SELECT epoch_us(end_time) FROM episodes WHERE episode_id = 4").fetchall()
+    rb.retain({"age": "1h"})
+    monkeypatch.setattr(time, "time", lambda: ends / 1e6 + 3600)
+    rb.apply_retention()
+    assert numbers(rb) == [4, 5, 6]
+    rb.retain(None)
+    assert rb.retained is None
+    with pytest.raises(StateError, match="no policy"):
+        rb.apply_retention()
+    rb.close()
+
+
+def test_conditions_know_the_episode(store_path: Path) -> None:
+    rb = filled(store_path, 6)
+    rb.annotate(2, keep=True)
+    rb.retain({"where": 'episode.info.keep::BOOLEAN OR episode."return" > 3000'})
+    rb.apply_retention()
+    assert numbers(rb) == [2, 6]
+    with pytest.raises(expstore.QueryError):
+        rb.retain({"where": "nonsense > 1"})
+    assert rb.retained == Retain(where='episode.info.keep::BOOLEAN OR episode."return" > 3000')
+    rb.close()
+
+
+SAMPLERS: dict[str, Callable[[], Any]] = {
+    "random": RandomSampler,
+    "where": lambda: RandomSampler(where="step >= 0"),
+    "prioritized": PrioritizedSampler,
+    "recency": lambda: RecencySampler(half_life=5000),
+    "each once": SamplerWithoutReplacement,
+    "slices": lambda: SliceSampler(slice_len=8),
+}
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_samplers_never_draw_what_has_left(store_path: Path, name: str) -> None:
+    rb = filled(store_path, 12, sampler=SAMPLERS[name]())
+    rb.sample(64)
+    rb.retain({"where": "number % 3 = 0"})
+    rb.apply_retention()
+    seen: set[int] = set()
+    for _ in range(40):
+        batch = rb.sample(64)
+        seen |= set(batch["number"].tolist())
+        assert torch.equal(batch["frame"][:, 1].long(), batch["number"] % 251)
+    assert seen == ({3, 6, 9, 12} if name != "recency" else seen & {3, 6, 9, 12})
+    rb.close()
+
+
+def test_priorities_and_ids_stay(store_path: Path) -> None:
+    rb = filled(store_path, 4, sampler=PrioritizedSampler(alpha=1.0, eps=0.0))
+    ids = torch.arange(1, 4 * Rows + 1)
+    rb.update_priority(ids - 1, ids.float())
+    rb.retain({"where": "number IN (2, 4)"})
+    rb.apply_retention()
+    rb.close()
+    with expstore.open(store_path, sampler=PrioritizedSampler(alpha=1.0, eps=0.0)) as rb:
+        assert rb.sql("SELECT count(*) FROM transitions WHERE _priority <> _id").fetchall() == [(0,)]
+        assert rb.extend(episode(5), return_ids=True)[0] == 4 * Rows + 1
+
+
+def test_it_is_applied_in_the_background(store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retention, "ROUND_SECONDS", 0.01)
+    rb = expstore.open(store_path, retain={"where": "number > 2"})
+    for number in (1, 2, 3):
+        rb.extend(episode(number))
+    give_up = time.monotonic() + 30
+    while len(rb) > Rows and time.monotonic() < give_up:
+        time.sleep(0.01)
+    assert numbers(rb) == [3]
+    thread = rb._retention._thread
+    rb.close()
+    assert not thread.is_alive()
+
+
+def test_trouble_in_the_background_is_told_once(store_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rb = expstore.open(store_path, retain={"where": "missing > 2"})
+    rb.extend(episode(1))
+    with caplog.at_level(logging.WARNING, "expstore"):
+        rb._retention.go_round()
+        rb._retention.go_round()
+    assert [record.message for record in caplog.records if "missing" in record.message] != []
+    assert len([record for record in caplog.records if "given up" in record.message]) == 1
+    rb.close()
+
+
+def test_a_policy_is_kept_and_replaced(store_path: Path) -> None:
+    expstore.open(store_path, retain=Retain(age="7d", bytes="10 GB")).close()
+    with expstore.open(store_path) as rb:
+        assert rb.retained == Retain(bytes=10**10, age=604_800)
+    with expstore.open(store_path, retain={"bytes": "1MiB"}) as rb:
+        assert rb.retained == Retain(bytes=1 << 20)
+    assert Manifest.load(Disk(), store_path).format == 4
+    with expstore.open(store_path, retain=Retain()) as rb:
+        assert rb.retained is None
+    assert Manifest.load(Disk(), store_path).format == 1
+    storage = ZarrStorage(store_path.with_name("b.exp"), retain={"age": 5})
+    assert storage.manifest.retain == {"age": 5.0}
+    storage.close()
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"bytes": "10 parsecs"}, "bytes is a number from 1 on"),
+        ({"bytes": 0}, "bytes is a number from 1 on"),
+        ({"age": -1}, "age is a number of seconds"),
+        ({"age": float("nan")}, "age is a number of seconds"),
+        ({"where": " "}, "where is an SQL expression"),
+        ({"size": 3}, "a dict with bytes, age or where"),
+        ("10GB", "a dict with bytes, age or where"),
+    ],
+)
+def test_what_is_no_policy(store_path: Path, given: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        expstore.open(store_path, retain=given)
+    assert not store_path.exists()
+
+
+def test_where_no_policy_can_be(store_path: Path) -> None:
+    with pytest.raises(ValueError, match="with capacity=10"):
+        expstore.open(store_path, capacity=10, retain={"age": 1})
+    with expstore.open(store_path, capacity=10) as rb:
+        with pytest.raises(StateError, match="keeps its last 10 rows"):
+            rb.retain({"age": 1})
+        with pytest.raises(StateError, match="is a ring"):
+            rb.storage.give_up(np.array([1]))
+    with pytest.raises(StateError, match="keeps its last 10 rows"):
+        expstore.open(store_path, retain={"age": 1})
+    with pytest.raises(ValueError, match="mode='r'"):
+        expstore.open(store_path, mode="r", retain={"age": 1})
+    with expstore.open(store_path, mode="r") as rb, pytest.raises(StateError, match="only the writer"):
+        rb.retain({"age": 1})
+
+
+def test_where_no_holes_can_be_made_rows_leave_all_the_same(
+    store_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(File, "punch", lambda self, start, stop: None)
+    rb = filled(store_path, 8, layout="flat")
+    rb.retain({"where": "number % 2 = 0"})
+    rb.apply_retention()
+    check_whole(rb, {2, 4, 6, 8}, 8)
+    rb.close()
+    assert verify(store_path) == []
+
+
+def test_the_command(store_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    filled(store_path, 10, layout="flat").close()
+    assert run(["retain", str(store_path)]) == 2
+    assert "--where" in capsys.readouterr().err
+    assert run(["retain", str(store_path), "--where", "number > 4", "--dry-run", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["episodes"], told["rows"], told["rows_left"]) == (4, 4 * Rows, 10 * Rows)
+    assert run(["retain", str(store_path), "--where", "number > 4"]) == 0
+    assert "4 episodes with 2,400 rows have left" in capsys.readouterr().out
+    assert run(["retain", str(store_path), "--bytes", "x"]) == 2
+    with expstore.open(store_path) as rb:
+        check_whole(rb, set(range(5, 11)), 10)
+        assert rb.retained is None
+
+
+# -- many ------------------------------------------------------------------------------------------
+
+
+def test_many_gaps_cost_little(tmp_path: Path) -> None:
+    """200,000 runs stand in a small file, and are found by binary search."""
+    first = np.arange(200_000, dtype=np.int64) * 7 + 3
+    manifest = Manifest(
+        uuid="a" * 32, generation=0, storage="zarr", capacity=None, spare=0, seed=0, created=0.0,
+        gaps=Gaps(first, first + 2),
+    )  # fmt: skip
+    manifest.save(Disk(), tmp_path)
+    assert (tmp_path / "expstore.json").stat().st_size < 200_000
+    assert Manifest.load(Disk(), tmp_path) == manifest
+
+
+# -- laws ------------------------------------------------------------------------------------------
+
+
+@settings(deadline=None, max_examples=5)
+@given(
+    acts=st.lists(
+        st.one_of(
+            st.tuples(st.just("extend"), st.integers(1, 900), st.just(0)),
+            st.tuples(st.just("keep"), st.integers(2, 4), st.integers(0, 3)),
+            st.tuples(st.just("bytes"), st.integers(200, 4000), st.just(0)),
+            st.tuples(st.just("reopen"), st.booleans(), st.just(0)),
+        ),
+        min_size=4,
+        max_size=8,
+    ),
+    layout=st.sampled_from(sorted(LAYOUTS)),
+)
+def test_never_a_row_that_the_policy_keeps(
+    tmp_path_factory: pytest.TempPathFactory, acts: list[Any], layout: str
+) -> None:
+    path = tmp_path_factory.mktemp("keep") / "a.exp"
+    rb = expstore.open(path, seed=1, batch_size=8, **LAYOUTS[layout])
+    model: dict[int, int] = {}  # episode -> rows, of those that are kept
+    number = 1
+    try:
+        rb.extend(episode(1))
+        model[1] = Rows
+        for act, one, other in acts:
+            if act == "extend":
+                number += 1
+                rb.extend(episode(number, one))
+                model[number] = one
+            elif act == "keep":
+                rb.retain({"where": f"number % {one} <> {other}"})
+                rb.apply_retention()
+                model = {n: rows for n, rows in model.items() if n % one != other}
+            elif act == "bytes":
+                rb.retain({"bytes": int(one * rb.storage.bytes_per_row()) + 1})
+                rb.apply_retention()
+                for oldest in sorted(model):
+                    if sum(model.values()) <= one:
+                        break
+                    del model[oldest]
+            else:
+                rb.retain(None)
+                rb.close()
+                rb = expstore.open(path, batch_size=8)
+            counts = rb.sql("SELECT number, count(*) FROM transitions GROUP BY number ORDER BY number")
+            assert counts.fetchall() == sorted(model.items())
+        if model:
+            values = rb[:]
+            assert torch.equal(values["frame"][:, 1].long(), values["number"] % 251)
+    finally:
+        rb.close()
+    assert verify(path) == []
