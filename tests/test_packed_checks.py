@@ -213,15 +213,15 @@ def test_a_kill_before_the_shape_has_grown_is_no_damage(
         grow_shape(*told)
 
     with buffer(path, None) as rb:
-        rb.extend(batch(0, 16))
+        rb.extend(batch(0, 32))
         with monkeypatch.context() as patch:
             patch.setattr(packed, "grow_shape", leave)
-            rb.extend(batch(16, 15))
+            rb.extend(batch(32, 15))
     assert verify(cut) == []
     shape = cut / "columns/frame/zarr.json"
-    assert json.loads(shape.read_bytes())["shape"][0] == 16
+    assert json.loads(shape.read_bytes())["shape"][0] == 32
     with buffer(cut, None) as rb:
-        assert json.loads(shape.read_bytes())["shape"][0] == 32
+        assert json.loads(shape.read_bytes())["shape"][0] == 48
         assert torch.equal(rb[:]["frame"], wanted(rb[:]))
     assert verify(cut) == []
 
