@@ -62,6 +62,7 @@ from expstore.tensordictbuffers import TensorDictReplayBuffer
 from expstore.writers import TensorDictMaxValueWriter
 
 __all__ = [
+    "CONSTANTS",
     "Look",
     "Report",
     "Wrong",
@@ -133,6 +134,18 @@ def open_store(
 def place_of(path: Path) -> Path:
     """Return where the snapshots of a store are."""
     return path.with_name("snapshots")
+
+
+#: What `fit_constants` sets.
+CONSTANTS = (
+    (base, "spare_slots"),
+    (columns, "SHARD_ROWS"),
+    (packing, "SHARD_ROWS"),
+    (packing, "ENDLESS_SHARD_ROWS"),
+    (packing, "REACH_ROWS"),
+    (records, "REDO_BYTES"),
+    (zarr, "TAIL_BYTES"),
+)
 
 
 def fit_constants(spec: Spec) -> None:

@@ -22,14 +22,14 @@ import numpy as np
 import pytest
 import torch
 from checks import Wrong, check_episodes, check_rows, check_sampled, check_sql, expect
-from children import candidates, fit_constants, matching, new_ledger, open_store, perform
+from children import CONSTANTS, candidates, fit_constants, matching, new_ledger, open_store, perform
 from gaps import NoKeeper
 from ledger import Ledger, Op, Spec
 
 from expstore import files
 from expstore.errors import ExpStoreError, LockedError, StateError, StorageError
 from expstore.files import Disk, File, _failed
-from expstore.storages import base, columns, journaled, packing, records
+from expstore.storages import journaled
 from expstore.storages.zarr import ZarrStorage
 from expstore.tensordictbuffers import TensorDictReplayBuffer
 
@@ -167,9 +167,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "_sync_data", lambda fd: None)
     monkeypatch.setattr(os, "fsync", lambda fd: None)
     monkeypatch.setattr(journaled, "Keeper", NoKeeper)
-    changed = [(base, "spare_slots"), (columns, "SHARD_ROWS"), (records, "REDO_BYTES")]
-    changed += [(packing, "SHARD_ROWS"), (packing, "ENDLESS_SHARD_ROWS")]
-    for module, name in changed:
+    for module, name in CONSTANTS:
         monkeypatch.setattr(module, name, getattr(module, name))
 
 
