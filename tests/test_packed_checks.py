@@ -107,7 +107,7 @@ def test_damage_anywhere_is_an_error_and_never_other_rows(
         column._take_rows = take_rows
 
     monkeypatch.setattr(PackedRows, "__init__", make)
-    assert in_child(lambda: broken.faults(tmp_path, 60, 1)) == []
+    assert in_child(lambda: broken.faults(tmp_path, 40, 1)) == []
 
 
 def chunk_of(store: Path, row: int) -> tuple[Path, int]:
@@ -198,7 +198,7 @@ def test_rows_of_the_chunk_that_is_not_full_are_found_lost(sound: Path, tmp_path
 
 
 def test_a_repair_costs_the_rows_that_were_named_and_no_others(broken: Broken, tmp_path: Path) -> None:
-    assert in_child(lambda: broken.repairs(tmp_path, 25, 3)) == []
+    assert in_child(lambda: broken.repairs(tmp_path, 12, 3)) == []
 
 
 def test_a_kill_before_the_shape_has_grown_is_no_damage(
