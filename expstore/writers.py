@@ -21,6 +21,7 @@ from expstore.episodes import Steps
 from expstore.errors import NotFoundError, SchemaError, StateError
 from expstore.members import Members
 from expstore.picking import pick
+from expstore.ranking import rank_rows, reduce_values
 from expstore.schema import Schema
 from expstore.storages.access import append_rows
 from expstore.storages.base import Storage
@@ -361,10 +362,9 @@ class TensorDictMaxValueWriter(Writer):
     def _rank(self, schema: Schema, column: Array) -> Array:
         """Return a number per row, -inf for NaN. Shapes `(n, *row shape)` and `(n,)`."""
         if column.dtype == object:
-            return np.array([self._reduced(self._values_of(row)[None])[0] for row in column], np.float64)
-        if schema[self._ranking.key].dtype == "bfloat16":
-            column = (column.astype(np.uint32) << np.uint32(16)).view(np.float32)
-        return self._reduced(column.reshape(column.shape[0], -1).astype(np.float64))
+            reduction = self._ranking.reduction
+            return np.array([reduce_values(self._values_of(row)[None], reduction)[0] for row in column])
+        return rank_rows(schema[self._ranking.key], column, self._ranking.reduction)
 
     def _values_of(self, row: Any) -> Array:
         """Return the values by which a row that is an object is ranked. Shape `(values,)`."""
@@ -387,18 +387,6 @@ class TensorDictMaxValueWriter(Writer):
 
     def _no_key(self, hint: str) -> NotFoundError:
         return NotFoundError(f"Rank key {key_name(self._ranking.key)!r} not found in data.", hint=hint)
-
-    def _reduced(self, values: Array) -> Array:
-        """Return a number per row, -inf for NaN. Shapes `(n, values)` and `(n,)`, float64."""
-        if values.shape[1] == 1:
-            ranks = values[:, 0]
-        elif self._ranking.reduction == "median":
-            ranks = np.sort(values, axis=1)[:, (values.shape[1] - 1) // 2]
-            ranks[np.isnan(values).any(axis=1)] = np.nan
-        else:
-            ranks = getattr(values, self._ranking.reduction)(axis=1)
-        ranks[np.isnan(ranks)] = -np.inf
-        return np.ascontiguousarray(ranks)
 
     def _catch_up(self, storage: Storage, capacity: int) -> _Known:
         """Return the ranks of all readable rows, by index."""
