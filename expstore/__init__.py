@@ -120,8 +120,10 @@ _HOME = {
     "filter_trajectories": "expstore.query",
     "find_start_stop_traj": "expstore.trajectories",
     "iter_trajectories": "expstore.query",
+    "merge": "expstore.merging",
     "open": "expstore.door",
     "prefill_replay_buffer": "expstore.offline",
+    "resize": "expstore.resizing",
     "split_trajectories": "expstore.trajectories",
     "traj": "expstore.query",
     "versions": "expstore.snapshots",
@@ -236,8 +238,10 @@ __all__ = [
     "filter_trajectories",
     "find_start_stop_traj",
     "iter_trajectories",
+    "merge",
     "open",
     "prefill_replay_buffer",
+    "resize",
     "split_trajectories",
     "traj",
     "versions",
@@ -267,6 +271,7 @@ if TYPE_CHECKING:
     from expstore.hindsight import HERReplayBuffer, HindsightStrategy
     from expstore.interop import ExpStorage
     from expstore.limiter import MinSize, SampleToInsertRatio
+    from expstore.merging import merge
     from expstore.offline import OfflineToOnlineReplayBuffer, prefill_replay_buffer
     from expstore.patches import ConditionalUpdateResult
     from expstore.postprocs import DensifyReward, MultiStep
@@ -278,6 +283,7 @@ if TYPE_CHECKING:
         iter_trajectories,
         traj,
     )
+    from expstore.resizing import resize
     from expstore.sample_units import SampleUnit, Sequence, Transition
     from expstore.samplers import (
         ConsumingSampler,

@@ -18,7 +18,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 
 import typer
 
-from expstore import __version__, cli_checks, cli_columns, cli_export, cli_migrate, cli_retain, cli_snapshots
+from expstore import (
+    __version__,
+    cli_checks,
+    cli_columns,
+    cli_export,
+    cli_migrate,
+    cli_reshape,
+    cli_retain,
+    cli_snapshots,
+)
 from expstore.cli_codes import DAMAGED, FAILED, INTERRUPTED, LOCKED, USAGE
 from expstore.cli_info import facts_of, show_facts
 from expstore.cli_print import print_csv, print_json, print_rows, print_table
@@ -407,6 +416,17 @@ app.command(epilog="Opening a store does this by itself, without keeping the old
 app.command(epilog="What has not changed since the version before is shared with it.")(cli_snapshots.dumps)
 app.command(epilog="After any crash the store holds its former rows or the version's.")(cli_snapshots.loads)
 app.command(epilog="Of a store, those that were made inside it with a tag.")(cli_snapshots.versions)
+
+# -- resize, merge ---------------------------------------------------------------------------------
+
+app.command(
+    epilog="Rows keep their ids. After any crash the store has its former capacity or the new one; Ctrl-C "
+    "leaves the former one."
+)(cli_reshape.resize)
+app.command(
+    epilog="Fields must be the same. Sources keep their names, each behind its store's. The new store is "
+    "there whole or not at all."
+)(cli_reshape.merge)
 
 # -- export ----------------------------------------------------------------------------------------
 

@@ -6,15 +6,13 @@ Used by `cli`, which reports what they raise. Neither changes a store that is th
 from __future__ import annotations
 
 import dataclasses
-import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from expstore.cli_print import print_json, show_progress, size_text
+from expstore.cli_stop import stoppable
 from expstore.exchange.losses import LOSSES, LOST_BY_ALL
 
 if TYPE_CHECKING:
@@ -115,7 +113,7 @@ def export(
     names = None if fields is None else [name.strip() for name in fields.split(",")]
     which = where if episodes is None else parse_episodes(episodes)
     more = {} if dataset_id is None else {"dataset_id": dataset_id}
-    with show_progress("exporting") as show, _stoppable(show) as progress:
+    with show_progress("exporting") as show, stoppable(show) as progress:
         done = exporter(chosen[0])(
             store, target, fields=names, episodes=which, version=version, progress=progress, **more
         )
@@ -176,7 +174,7 @@ def import_(
     if more and form not in MAPPED:
         raise typer.BadParameter(f"names are mapped in {' and '.join(MAPPED)} only", param_hint="--map")
     make = importer(form)
-    with show_progress("importing", unit="rows") as show, _stoppable(show) as progress:
+    with show_progress("importing", unit="rows") as show, stoppable(show) as progress:
         done = make(source, store, capacity=capacity, progress=progress, **more)
     if as_json:
         facts = dataclasses.asdict(done) | {"path": str(done.path), "fields": list(done.fields)}
@@ -196,28 +194,3 @@ def _pairs(names: list[str]) -> dict[str, str]:
         if "=" not in name or name.startswith("="):
             raise typer.BadParameter(f"{name!r} is not of the form THEIRS=OURS", param_hint="--map")
     return {theirs: ours for theirs, _, ours in (name.partition("=") for name in names)}
-
-
-@contextmanager
-def _stoppable(show: Callable[[int, int], None]) -> Iterator[Callable[[int, int], None]]:
-    """Let Ctrl-C end the work between two pieces, and only there: what packs a piece runs in a thread.
-
-    Args:
-        show: Is told how much is done and how much there is.
-
-    Yields:
-        What does that, and raises KeyboardInterrupt after a Ctrl-C.
-    """
-    seen: list[int] = []
-
-    def progress(done: int, total: int) -> None:
-        show(done, total)
-        if seen:
-            raise KeyboardInterrupt
-
-    former = signal.signal(signal.SIGINT, lambda number, _: seen.append(number))
-    try:
-        yield progress
-    finally:
-        if not seen:  # else the process is about to end, and nothing interrupts that
-            signal.signal(signal.SIGINT, former)

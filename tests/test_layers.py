@@ -33,7 +33,7 @@ LINES: tuple[tuple[str, str], ...] = (
         "1",
         "schema arrowtypes arrowvalues raggedcolumns widening fitting picking fieldtypes spectext manifest "
         "lock probe retain state journal journaltail pieces episodes episodelog "
-        "episodeinfo sources fragments sumtree ranktree runtable limiter touched keys",
+        "episodeinfo sources fragments sumtree ranking ranktree runtable limiter touched keys",
     ),
     ("2", "index delta expressions relations halves shownvalues named result migrate sqlworker"),
     ("2b", "ragged raggedrows leaves looserows batches forms specs"),
@@ -54,12 +54,12 @@ LINES: tuple[tuple[str, str], ...] = (
         "tensordictbuffers prioritized hindsight offline schedulers memberpatches ensembles checks",
     ),
     ("6", "door"),
-    ("7", "collectors datasets exchange interop trainers"),
+    ("7", "collectors datasets exchange interop merging resizing trainers"),
     ("8", "api testing"),
     (
         "9",
-        "cli cli_checks cli_codes cli_columns cli_export cli_info cli_migrate cli_print cli_query cli_retain "
-        "cli_snapshots __main__",
+        "cli cli_checks cli_codes cli_columns cli_export cli_info cli_migrate cli_print cli_query "
+        "cli_reshape cli_retain cli_snapshots cli_stop __main__",
     ),
 )
 
@@ -74,6 +74,7 @@ ALLOWED_SIDEWAYS: tuple[tuple[str, str], ...] = (
     ("bulk", "errors"),
     ("bulk", "files"),
     ("manifest", "schema"),
+    ("ranking", "schema"),
     ("spectext", "schema"),
     ("schema", "arrowtypes"),
     ("schema", "fitting"),
@@ -247,6 +248,8 @@ ALLOWED_SIDEWAYS: tuple[tuple[str, str], ...] = (
     ("storages.settings", "storages.layout"),
     ("storages.packable", "storages.*"),
     ("storages.former", "storages.*"),
+    ("storages.resizing", "storages.*"),
+    ("storages.zarr", "storages.resizing"),
     # fields that come and go
     ("storages.described", "storages.coming"),
     ("storages.catalog", "storages.coming"),
@@ -425,6 +428,10 @@ ALLOWED_SIDEWAYS: tuple[tuple[str, str], ...] = (
     ("cli", "cli_retain"),
     ("cli_retain", "cli_print"),
     ("cli_snapshots", "cli_print"),
+    ("cli", "cli_reshape"),
+    ("cli_reshape", "cli_print"),
+    ("cli_reshape", "cli_stop"),
+    ("cli_export", "cli_stop"),
     ("__main__", "cli"),
 )
 

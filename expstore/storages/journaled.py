@@ -476,8 +476,11 @@ class JournaledStorage(SyncedStorage, VersionedStorage):
 
         Crashes: the store has its former content until the new one is complete, and that one then.
         """
-        self.check_writable()
-        self._take_content(read_content(self.disk, folder))
+        self.load_content(read_content(self.disk, folder))
+
+    def load_content(self, content: ContentLike) -> None:
+        """Put a content from elsewhere in the place of what there is, as `load_version` does."""
+        self._take_content(content)
 
     # -- what the columns supply -----------------------------------------------------------------
 

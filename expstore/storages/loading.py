@@ -7,6 +7,7 @@ what is in there to its place. It never changes a version.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
@@ -39,12 +40,14 @@ from expstore.storages.sampledcolumn import SampledColumn, find_sampled
 from expstore.types import Array, cut_run, key_name
 
 __all__ = [
+    "STEP_BYTES",
     "Arrival",
     "Content",
     "ContentLike",
     "build_load",
     "commit_load",
     "finish_load",
+    "join_parts",
     "read_content",
     "refuse_half_loaded",
 ]
@@ -56,7 +59,7 @@ _OWN = ("uuid", "created", "capacity", "ndim", "dims", "layout", "storage", "com
 #: Ids are not shifted further than this for the sake of slots: there are 2^63 of them.
 _FURTHEST = 1 << 50
 #: So many bytes are copied at a time.
-_STEP_BYTES = 8 << 20
+STEP_BYTES = 8 << 20
 
 
 class ContentLike(Protocol):
@@ -161,10 +164,10 @@ class Content:
 
     def _parts(self, columns: Sequence[Column], first_id: int, count: int) -> list[Array]:
         pieces = cut_run(first_id, count, self.manifest.slots)
-        return [_join([column.part(slot, n) for slot, _, n in pieces]) for column in columns]
+        return [join_parts([column.part(slot, n) for slot, _, n in pieces]) for column in columns]
 
 
-def _join(parts: list[Any]) -> Any:
+def join_parts(parts: Sequence[Any]) -> Any:
     """Return the rows of a column that come in parts."""
     if isinstance(parts[0], np.ndarray):
         return np.concatenate(parts)
@@ -296,7 +299,7 @@ class Arrival:
         """Yield all rows, oldest first: (first id, one array per field and row field)."""
         if self.manifest.schema is None:
             return
-        step = max(1, _STEP_BYTES // self.content.row_bytes)
+        step = max(1, STEP_BYTES // self.content.row_bytes)
         for start in range(0, self.count, step):
             arrays = self.content.rows(self._low + 1 + start, min(step, self.count - start))
             arrays[-5] += self._ids
@@ -389,8 +392,18 @@ def build_load(storage: Storage, path: Path, arrival: Arrival, *, sequence: int,
         sequence: Of the last record in its journal.
         ready: How many slots its columns have a place for: as many must be there for whoever reads.
     """
-    disk, aside, manifest = storage.disk, path / ASIDE, arrival.manifest
+    disk, aside = storage.disk, path / ASIDE
     disk.remove_tree(aside)
+    try:
+        _build(disk, aside, arrival, sequence=sequence, ready=ready)
+    except BaseException:
+        with contextlib.suppress(StorageError):  # else the next opening removes it
+            disk.remove_tree(aside)
+        raise
+
+
+def _build(disk: Disk, aside: Path, arrival: Arrival, *, sequence: int, ready: int) -> None:
+    manifest = arrival.manifest
     disk.make_dir(aside)
     written, folders = [aside / MANIFEST, aside / LOG], {aside, aside / JOURNAL}
     stamp = (manifest.generation, sequence + 1)
@@ -503,7 +516,7 @@ def refuse_half_loaded(disk: Disk, path: Path) -> None:
     """Raise StorageError if a load was left while the parts of a store were moved to their places."""
     if disk.exists(path / LOAD):
         raise StorageError(
-            f"{path} was left in the middle of loads()",
+            f"{path} was left in the middle of loads() or a change of its capacity",
             kind="half_loaded",
             hint="open it for writing once, which brings that to its end",
         )

@@ -7,7 +7,7 @@ The storage behind `expstore.open`. The files' layout is in `columns`, the order
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from expstore.storages.folder import COLUMNS
 from expstore.storages.loading import Arrival, ContentLike, build_load, commit_load
 from expstore.storages.payload import payload_parts
 from expstore.storages.recovery import Past, unsettled_blocks
+from expstore.storages.resizing import Progress, resized
 from expstore.storages.retaining import RetainingStorage
 from expstore.storages.sampledcolumn import SampledColumn, has_sampled
 from expstore.storages.synced import RIDING_BYTES
@@ -420,13 +421,37 @@ class ZarrStorage(RetainingStorage):
 
         Crashes: the store has its former content until the new one is complete, and that one then.
         """
+        self._take_arrival(lambda: Arrival(content, self), in_use=True)
+
+    def resize(self, capacity: int | None, progress: Progress | None = None) -> None:
+        """Have another capacity; rows that do not fit are given up, the oldest first, or the worst.
+
+        Nobody may draw from it meanwhile, or hold numbers of rows afterwards: rows keep their ids, and get
+        other indices. Crashes: as of a load.
+
+        Args:
+            capacity: Most readable rows; None: it grows without bound.
+            progress: Is told bytes done and bytes in all.
+
+        Raises:
+            SchemaError: Fields were to be packed in chunks that do not fit.
+        """
+        self._take_arrival(lambda: resized(self, capacity, progress), in_use=False)
+
+    def _take_arrival(self, find: Callable[[], Arrival], *, in_use: bool) -> None:
+        """Put what `find` returns in the place of what there is.
+
+        Args:
+            find: It is called when all rows are in the columns.
+            in_use: Whether others may read by former slots, for which there must be a place then.
+        """
         with self.lock:
             self.check_writable()
             self._wait_for_copy(None)
             self.settle_changes()
             self.flush_priorities()
-            arrival = Arrival(content, self)
-            ready = 0 if self.columns is None else self.columns.ready
+            arrival = find()
+            ready = 0 if self.columns is None or not in_use else self.columns.ready
             build_load(self, self.path, arrival, sequence=self._journal.sequence, ready=ready)
             recovered = self.counters.recovered
             with self._sync_lock, self.sampled_lock:
