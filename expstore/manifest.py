@@ -92,7 +92,7 @@ class Manifest:
     def format(self) -> int:
         """The oldest format that can say all this: what is written."""
         if self.retain or len(self.gaps) > _LISTED:
-            return 4
+            return FORMAT
         if self.storage == "arrow":
             return 3
         return 2 if self.column_set else 1
