@@ -10,6 +10,7 @@ import argparse
 import logging
 import shutil
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -134,6 +135,13 @@ def _draw(rb: Any, _: None) -> object:
     return rb.sample()
 
 
+def _warmed() -> None:
+    """Wait for what a process does once, beside the first rows: it loads compiled loops."""
+    for thread in threading.enumerate():
+        if thread.name == "expstore-warm":
+            thread.join()
+
+
 class Images:
     """Measure what is wanted; each method yields rows of the table.
 
@@ -252,7 +260,7 @@ class Images:
             rb = self._store(where, self.effort.beside, stack)
             rb.extend(batches[0])
             rb.sample()
-            time.sleep(min(1.0, self.effort.seconds))  # for what it does once
+            _warmed()
             started = clock()
             while clock() - started < self.effort.seconds / 4:
                 rb.extend(batches[written // each % len(batches)])
@@ -271,7 +279,7 @@ class Images:
         with ExitStack() as stack:
             rb = self._store(where, self.effort.beside, stack)
             rb.extend(batches[0])
-            time.sleep(min(1.0, self.effort.seconds))
+            _warmed()
             started = clock()
             for number in range(calls):
                 due = started + number * each / OFFERED

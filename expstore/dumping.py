@@ -52,7 +52,6 @@ from expstore.storages.folder import COLUMNS, JOURNAL, LOG, ORIGIN, VERSION, Fol
 from expstore.storages.former import Former, find_former
 from expstore.storages.frozen import Frozen, frozen
 from expstore.storages.packedversion import link_packed, packings_of
-from expstore.storages.segmentversion import link_segments
 from expstore.storages.zarrmeta import make_metadata, shard_footer, shard_name
 from expstore.types import Array, key_name
 
@@ -258,6 +257,8 @@ class _Copy:
         self._make_arrays()
         former = None if self.former is None else self.former.folder / COLUMNS
         for held in state.segments.values():
+            from expstore.storages.segmentversion import link_segments  # and pyarrow
+
             self.build.make_folder(self.build.folder / SEGMENTS)
             for path, size in link_segments(self.disk, held, self.build.folder / SEGMENTS):
                 self.build.note(path, size)
