@@ -150,10 +150,10 @@ def _lies(field: dict[str, Any]) -> str:
     """Say how a field lies on disk."""
     if field["layout"] == "segments":
         return "segments" + (f", {field['codec']}" if field["codec"] else "")
-    if field["layout"] != "packed":
-        return field["layout"] or "damaged"
     ratio = f", 1/{field['compression']:.1f}" if field["compression"] else ""
     if field["shared"]:
         ratio += f", {field['shared']:.0%} shared"
+    if field["layout"] != "packed":
+        return f"{field['layout']}{ratio}" if field["layout"] else "damaged"
     readers = f", interop: {field['interop']}" if field["interop"] else ""
     return f"packed, {field['codec']}{ratio}{readers}"

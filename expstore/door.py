@@ -6,6 +6,7 @@ What most programs call first. It only puts settings together; everything else i
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -23,7 +24,7 @@ from expstore.schema import Schema
 from expstore.snapshots import find_version, is_snapshots
 from expstore.storages.folder import FolderStorage
 from expstore.storages.follower import FollowerStorage
-from expstore.storages.layout import LayoutName, ask_layout
+from expstore.storages.layout import ColumnLayout, LayoutName, ask_layout
 from expstore.storages.opening import open_storage
 from expstore.storages.settings import Durability, Mode, Settings
 from expstore.tensordictbuffers import TensorDictReplayBuffer
@@ -37,6 +38,9 @@ if TYPE_CHECKING:
 
 __all__ = ["open"]
 
+#: What a new store is unless somebody says otherwise.
+_NEW = Settings(flatten=True, new_layout=ColumnLayout("auto", share_next=True))
+
 
 def open(
     path: str | Path,
@@ -48,6 +52,7 @@ def open(
     compression: Literal["lz4", "zstd"] | None = None,
     layout: LayoutName | None = None,
     fields: Mapping[str, Mapping[str, Any]] | None = None,
+    share_next: bool | None = None,
     batch_size: int | None = None,
     sampler: Sampler | None = None,
     writer: Writer | None = None,
@@ -90,10 +95,13 @@ def open(
             on, unless a writer keeps the best rows. "packed": compressed, in chunks of a few rows, which stay
             as they are. "flat": rows one behind another, which can be changed in place (`rb[i] =`).
         fields: The same for single fields, by name or key: a dict with `layout`, and of packed ones `rows`
-            per chunk, a power of two (16 MiB at most), `share_next` (False: rows are stored though they are
-            the next ones of earlier rows), and `codec`: "lz4hc" by default, "lz4", "zstd", "zlib" (all of
-            blosc), "lz4hc-shuffle" and "zstd-shuffle" for floats, "gzip"; and, for zarr-python alone,
-            "numcodecs.bz2" and "numcodecs.lzma", which are small and slow.
+            per chunk, a power of two (16 MiB at most), and `codec`: "lz4hc" by default, "lz4", "zstd", "zlib"
+            (all of blosc), "lz4hc-shuffle" and "zstd-shuffle" for floats, "gzip"; and, for zarr-python alone,
+            "numcodecs.bz2" and "numcodecs.lzma", which are small and slow; and `share_next`.
+        share_next: Whether rows of a new store's fields are stored once, where they are the next ones,
+            `("next", name)`, of earlier rows; found by their bytes. As without it, True: of packed fields,
+            and of flat ones of at least 1 KiB per row, not where a writer keeps the best rows. False: all
+            rows are stored whole.
         batch_size: Of `sample` and iteration.
         sampler: What makes up a batch; uniform by default.
         writer: Where rows go; by default the newest take the places of the oldest, or as the store was
@@ -155,11 +163,11 @@ def open(
     sampler = consume_after(consume_after_n_samples, sampler, prefetch=prefetch)
     text, schema, transform = row_text(specs), schema_of(schema), Compose.of(transform)
     path, mode = _find(Path(path), mode, version)
-    settings = Settings(
-        mode=mode, storage=storage, compression=compression, layout=ask_layout(layout, fields), seed=seed,
-        new_layout="auto", schema=schema, specs=text, flatten=True, meta=meta, traj_key=traj_key,
-        done_keys=done_keys, reward_key=reward_key, durability=durability, min_free_bytes=min_free_bytes,
-        on_sigterm=on_sigterm, retain=None if retain is None else Retain.of(retain),
+    settings = replace(
+        _NEW, mode=mode, storage=storage, layout=ask_layout(layout, fields, share_next), seed=seed,
+        compression=compression, schema=schema, specs=text, meta=meta, traj_key=traj_key, done_keys=done_keys,
+        reward_key=reward_key, durability=durability, min_free_bytes=min_free_bytes, on_sigterm=on_sigterm,
+        retain=None if retain is None else Retain.of(retain),
     )  # fmt: skip
     return _in_buffer(
         _open_storage(path, capacity, settings), sampler=sampler, writer=writer, batch_size=batch_size,

@@ -11,7 +11,6 @@ import ctypes
 import errno
 import fcntl
 import hashlib
-import importlib
 import mmap
 import os
 import shutil
@@ -29,6 +28,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from expstore.compiled import load_compiled
 from expstore.errors import StorageError
 
 __all__ = ["Disk", "File", "ReadingDisk", "address_of", "link_error", "link_if", "load_compiled"]
@@ -51,19 +51,6 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _pwrite = ctypes.PyDLL(None, use_errno=True).pwrite
 _pwrite.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_longlong]
 _pwrite.restype = ctypes.c_ssize_t
-
-
-# A child that is forked while the compiler runs would find it half way, and crash when it compiles itself.
-_compiling = threading.Lock()
-os.register_at_fork(
-    before=_compiling.acquire, after_in_parent=_compiling.release, after_in_child=_compiling.release
-)
-
-
-def load_compiled(name: str) -> ModuleType:
-    """Import a module of compiled loops; one thread at a time, since numba does not stand two."""
-    with _compiling:
-        return importlib.import_module(name)
 
 
 def _sync_data(fd: int) -> None:

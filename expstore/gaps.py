@@ -80,6 +80,11 @@ class Gaps:
         """Return the same runs, each so many ids longer at both ends."""
         return Gaps.merged(self.first - ids, self.last + ids)
 
+    def shortened(self, ids: int) -> Gaps:
+        """Return the same runs, each so many ids shorter at its end; those that were no longer are gone."""
+        kept = self.last - ids >= self.first
+        return Gaps(self.first[kept], self.last[kept] - ids)
+
     def between(self, low: int, last: int) -> Gaps:
         """Return the runs that have ids above `low`, as they are, cut off behind `last`."""
         kept = (self.last > low) & (self.first <= last)

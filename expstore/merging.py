@@ -29,7 +29,7 @@ from expstore.spectext import same_specs
 from expstore.storages.access import read_present
 from expstore.storages.base import ROW_FIELDS
 from expstore.storages.follower import FollowerStorage
-from expstore.storages.layout import LayoutName, ask_layout
+from expstore.storages.layout import ColumnLayout, LayoutName, ask_layout
 from expstore.storages.loading import join_parts
 from expstore.storages.opening import open_storage
 from expstore.storages.position import NO_PROGRESS
@@ -141,7 +141,8 @@ def merge(
             kinds = {run.storage.manifest.storage for run in runs}
             settings = Settings(
                 mode="x", storage="arrow" if "arrow" in kinds else None,
-                layout=ask_layout(layout, fields), new_layout="auto", on_sigterm="ignore",
+                layout=ask_layout(layout, fields), new_layout=ColumnLayout("auto", share_next=True),
+                on_sigterm="ignore",
                 flatten=first.flatten, ndim=first.ndim, traj_key=first.traj_key, done_keys=first.done_keys,
                 reward_key=first.reward_key, meta={"merged": [run.facts() for run in runs]},
             )  # fmt: skip

@@ -312,15 +312,16 @@ class Directory:
 class Disk:
     """All files of one store, and the machine that may stop."""
 
-    def __init__(self, rng: random.Random, capacity: int, spare: int) -> None:
+    def __init__(self, rng: random.Random, capacity: int, spare: int, reach: int = 0) -> None:
         self.rng = rng
         self.capacity = capacity
         self.spare = spare
-        self.slots = capacity + spare
+        self.slots = capacity + spare + reach
         self.segment_cells = rng.choice((9, 14, 24, 60))
         self.id = Column(self.slots, per_page=8, width=1)
         self.a = Column(self.slots, per_page=4, width=1)
         self.b = Column(self.slots, per_page=3, width=2)
+        self.away = Column(self.slots, per_page=5, width=1)  # how far before a row its a is the b of one
         self.log = PagedFile(64, per_page=2)
         self.journal = Directory()
         self.generation = 0
@@ -329,7 +330,7 @@ class Disk:
 
     def files(self) -> list[PagedFile]:
         """What a sync covers beside the journal, in any order, as the threads have it."""
-        files = [self.id.file, self.a.file, self.b.file, self.log]
+        files = [self.id.file, self.a.file, self.b.file, self.away.file, self.log]
         self.rng.shuffle(files)
         return files
 
@@ -339,32 +340,54 @@ class Disk:
             raise Poisoned
         file.sync()
 
-    def put(self, rows: dict[int, tuple[int, int]]) -> Steps:
-        """Write whole rows, one column after another in any order."""
-        order = [0, 1, 2]
+    def put(self, rows: dict[int, tuple[int, int]], away: dict[int, int] | None = None) -> Steps:
+        """Write whole rows, one column after another in any order; `away`: where the a of some lie."""
+        order = [0, 1, 2, 3]
         self.rng.shuffle(order)
         for column in order:
             for i, (a, b) in rows.items():
-                slot = (i - 1) % self.slots
+                slot, distance = (i - 1) % self.slots, (away or {}).get(i, 0)
                 if column == 0:
                     self.id.put(slot, i)
-                elif column == 1:
+                elif column == 1 and not distance:
                     self.a.put(slot, a)
-                else:
+                elif column == 1 and self.rng.random() < 0.5:
+                    self.a.put(slot, 0)  # space is given back
+                elif column == 2:
                     self.b.put(slot, b)
+                elif column == 3:
+                    self.away.put(slot, distance)
             yield
+
+    def read(self, i: int) -> tuple[int | None, int | None]:
+        """The columns a and b of a row, from where they lie."""
+        slot = (i - 1) % self.slots
+        distance = self.away.get(slot)
+        if distance is None:
+            return None, self.b.get(slot)
+        a = self.b.get((slot - distance) % self.slots) if distance else self.a.get(slot)
+        return a, self.b.get(slot)
 
     def holds(self, i: int, row: tuple[int, int]) -> bool:
         """Whether the slot of an id holds these bytes: the payload's checksum fits."""
-        slot = (i - 1) % self.slots
-        return self.id.get(slot) == i and (self.a.get(slot), self.b.get(slot)) == row
+        return self.id.get((i - 1) % self.slots) == i and self.read(i) == row
 
-    def change(self, i: int, change: tuple[int | None, int | None]) -> None:
-        """Change some columns of a row in place."""
+    def rewrite(self, i: int) -> None:
+        """Write the slot of a row again as it is: pages may count as clean that are not on the disk."""
+        slot = (i - 1) % self.slots
+        for column in (self.id, self.a, self.b, self.away):
+            first = slot * column.width
+            column.file.write(first, column.file.cells[first : first + column.width])
+
+    def change(self, i: int, change: tuple[int | None, int | None]) -> Steps:
+        """Change some columns of a row in place; its a lies in its own slot then."""
         slot = (i - 1) % self.slots
         if change[0] is not None:
             self.a.put(slot, change[0])
+            yield
+            self.away.put(slot, 0)
         if change[1] is not None:
+            yield
             self.b.put(slot, change[1])
 
     def commit_index(self, sequence: int, content: Snapshot) -> None:

@@ -3,7 +3,7 @@
 test_power_cut_model.py runs it over many seeds, with the rules as they are and with each of them broken.
 It never imports expstore and never touches a file: it says what the protocol must do, not what the code does.
 
-What is left out: shared next steps, late columns, moves, top-k, checksums of blocks, priorities, salts (a
+What is left out: late columns, moves, top-k, checksums of blocks, priorities, salts (a
 file here never holds an older file's bytes) and the write horizon (STATE does not survive a power cut).
 """
 
@@ -46,9 +46,11 @@ class Simulation:
         self.rules = rules
         capacity = rules.capacity or self.rng.choice((3, 4, 6, 9))
         spare = 0 if rules.no_spare else rules.spare or self.rng.choice((1, 2, 3, 5, 8))
-        self.disk = Disk(self.rng, capacity, spare)
+        reach = 0 if rules.no_reach else self.rng.choice((0, 1, 3))
+        self.disk = Disk(self.rng, capacity, spare, reach)
         self.ledger = Ledger()
-        self.writer = Writer(self.disk, self.ledger, rules)
+        self.reach = 3 if rules.no_reach else reach
+        self.writer = Writer(self.disk, self.ledger, rules, self.reach)
         self.power_cuts = self.lossy_cuts = self.kills = 0
         self.weights = self.rng.choice(MIXES)
         self.sync_start = self.rng.choice((0.02, 0.1, 0.3))  # chances, after each step of a call
@@ -82,7 +84,7 @@ class Simulation:
             self.story.append("fsync failed")
             self.kills += 1
         while True:
-            self.writer = Writer(self.disk, self.ledger, self.rules)
+            self.writer = Writer(self.disk, self.ledger, self.rules, self.reach)
             steps = self.rng.randint(1, 16) if self.rng.random() < 0.5 else 10_000
             try:
                 if self._drive(self.writer.open(), steps, background=False) > 0:
@@ -159,7 +161,7 @@ class Simulation:
             slot = (i - 1) % disk.slots
             if disk.id.get(slot) != i:
                 return f"torn: id {i} is readable, its slot holds {disk.id.get(slot)}"
-            found[i] = (disk.a.get(slot), disk.b.get(slot))
+            found[i] = disk.read(i)
         if found != then.rows:
             return f"torn: rows {found}, promised {then.rows}"
         entries = tuple(cell[1] for cell in disk.log.cells if cell is not None)

@@ -50,6 +50,10 @@ class Rules:
     # redo
     redo_without_sync: bool = False  # rows are changed whose publish record no mark covers
     redo_without_fsync: bool = False  # columns are changed before the redo record is durable
+    # rows whose a is the b of an earlier one, and lies there
+    no_reach: bool = False  # the slot of that one may be reused while the row can be read
+    no_copies: bool = False  # b is changed under the rows that lie with it
+    copies_beside: bool = False  # they get their copies, of which the record knows nothing
     # long extends
     long_without_retire: bool = False
     retire_without_fsync: bool = False
@@ -115,13 +119,17 @@ def replay(disk: Disk, record: Record, facts: Facts, rules: Rules) -> bool:
         verify = not record.payload and not rules.no_verify
         if verify and not all(disk.holds(i, row) for i, row in record.rows.items()):
             return False
-        if record.payload or not (rules.recover_without_rewrite or rules.no_verify):
+        if record.payload:
             for _ in disk.put(record.rows):
                 pass
+        elif not (rules.recover_without_rewrite or rules.no_verify):
+            for i in record.rows:
+                disk.rewrite(i)
     elif isinstance(record, Redo):
         for i, change in record.rows.items():
             if i > facts.last - disk.slots:  # else the slot belongs to another id now
-                disk.change(i, change)
+                for _ in disk.change(i, change):
+                    pass
     return True
 
 

@@ -43,8 +43,9 @@ class Note(NamedTuple):
 class Writer:
     """One process that has the store open for writing. All it knows beside the disk goes when it stops."""
 
-    def __init__(self, disk: Disk, ledger: Ledger, rules: Rules) -> None:
+    def __init__(self, disk: Disk, ledger: Ledger, rules: Rules, reach: int) -> None:
         self.disk, self.ledger, self.rules, self.rng = disk, ledger, rules, disk.rng
+        self.reach = reach  # so many rows before it a row's a is looked for
         self.durability_sync = self.rng.random() < 0.2
         self.facts = self._published = Facts()
         self.sequence = 0
@@ -226,7 +227,7 @@ class Writer:
         window = range(self.facts.last - disk.capacity + 1, self.facts.last + 1)
         gone = set(window[: count - disk.spare])
         kept = {i: row for i, row in now.rows.items() if i not in gone}
-        upto = self.facts.last + count - disk.slots
+        upto = self.facts.last + count - disk.capacity - disk.spare
         if not self.rules.retire_beyond_last:
             upto = min(upto, self.facts.last)  # ids that were not given yet may be given again
         self._append(Retire(upto), Snapshot(kept, now.entries))
@@ -253,13 +254,13 @@ class Writer:
             yield from self._make_room(count)
         first, last = self.facts.last + 1, self.facts.last + count
         written = range(last - min(count, disk.capacity) + 1, last + 1)
-        rows = {i: (ledger.token(), ledger.token()) for i in written}
+        rows, away = self._next_rows(written)
         entry = ledger.token() if ends_episode else None
         payload = payload and self.durability_sync and not long
         # Few rows wait in memory until their record is there; more are in the columns before it.
         record_first = (payload and self.rng.random() < 0.5) or rules.journal_first
         if not record_first:
-            yield from disk.put(rows)
+            yield from disk.put(rows, away)
             if self.durability_sync and not payload and not rules.sync_mode_record_before_rows:
                 for file in disk.files():
                     disk.fsync(file)
@@ -278,7 +279,7 @@ class Writer:
             self._settle_record()
             yield
         if record_first:
-            yield from disk.put(rows)
+            yield from disk.put(rows, away)
         if not rules.log_by_sequence:
             yield from self._write_log(entry, 0)
         self._end_bytes()
@@ -289,6 +290,30 @@ class Writer:
             ledger.durable = max(ledger.durable, published)
         if retired:
             ledger.given_up.append((retired, published))
+
+    def _next_rows(self, ids: range) -> tuple[dict[int, tuple[int, int]], dict[int, int]]:
+        """New rows, and how far before some of them the row is whose b is their a."""
+        rows: dict[int, tuple[int, int]] = {}
+        away: dict[int, int] = {}
+        known = self.ledger.now().rows
+        for i in ids:
+            near = [p for p in range(i - self.reach, i) if p in rows or p in known]
+            if near and self.rng.random() < 0.6:
+                lender = self.rng.choice(near)
+                away[i] = i - lender
+                rows[i] = ((rows.get(lender) or known[lender])[1], self.ledger.token())
+            else:
+                rows[i] = (self.ledger.token(), self.ledger.token())
+        return rows, away
+
+    def _lying_with(self, ids: list[int]) -> dict[int, int]:
+        """The rows whose a is the b of some rows and lies there, with what they have."""
+        disk, found = self.disk, dict[int, int]()
+        for i, (a, _) in self.ledger.now().rows.items():
+            distance = disk.away.get((i - 1) % disk.slots)
+            if distance and i - distance in ids:
+                found[i] = a
+        return found
 
     def redo(self, ids: list[int], *, change_a: bool, change_b: bool) -> Steps:
         """Change rows in place: all of the change or nothing survives."""
@@ -305,6 +330,14 @@ class Writer:
         for i, (a, b) in changes.items():
             old_a, old_b = rows[i]
             rows[i] = (old_a if a is None else a, old_b if b is None else b)
+        if change_b and not rules.no_copies:
+            copies = self._lying_with(ids)
+            if rules.copies_beside:
+                for i, a in copies.items():
+                    yield from disk.change(i, (a, None))
+            else:
+                given = {i: changes.get(i, (None, None)) for i in (*copies, *changes)}
+                changes = {i: (copies.get(i) if a is None else a, b) for i, (a, b) in given.items()}
         self._begin_bytes()
         self._append(Redo(changes), Snapshot(rows, now.entries))
         sequence = self.sequence
@@ -313,8 +346,10 @@ class Writer:
             self._sync_journal()
             self.ledger.durable = max(self.ledger.durable, 0 if rules.redo_without_sync else sequence)
             yield
+        for i in changes:  # copies are there before what they copy goes
+            yield from disk.change(i, (changes[i][0], None))
         for i in changes:
-            disk.change(i, changes[i])
+            yield from disk.change(i, (None, changes[i][1]))
             yield
         if rules.redo_without_fsync:
             self._sync_journal()

@@ -26,8 +26,8 @@ ROOT = Path(__file__).resolve().parents[1]
 LINES: tuple[tuple[str, str], ...] = (
     (
         "0",
-        "errors gaps types members files addresses bulk kernels gathering native compressing unpacking turns "
-        "aside",
+        "errors gaps types members compiled files addresses bulk kernels gathering native compressing "
+        "unpacking turns aside",
     ),
     (
         "1",
@@ -67,6 +67,7 @@ LINES: tuple[tuple[str, str], ...] = (
 ALLOWED_SIDEWAYS: tuple[tuple[str, str], ...] = (
     ("types", "errors"),
     ("types", "gaps"),
+    ("files", "compiled"),
     ("files", "errors"),
     ("files", "kernels"),
     ("addresses", "errors"),
@@ -131,6 +132,7 @@ ALLOWED_SIDEWAYS: tuple[tuple[str, str], ...] = (
     # the parts of a check
     ("checks.*", "checks.findings"),
     ("checks.*", "checks.packed"),
+    ("checks.blocks", "checks.shared"),
     ("checks.rows", "checks.blocks"),
     ("checks.logs", "checks.rows"),
     ("checks.verify", "checks.*"),
@@ -226,6 +228,16 @@ ALLOWED_SIDEWAYS: tuple[tuple[str, str], ...] = (
     ("storages.loading", "storages.layout"),
     ("storages.loading", "storages.packing"),
     ("storages.columnwriter", "storages.packed*"),
+    ("storages.columnwriter", "storages.sharedcolumn"),
+    ("storages.checksums", "storages.sharedcolumn"),
+    ("storages.sharedcolumn", "storages.columns"),
+    ("storages.sharedcolumn", "storages.zarrmeta"),
+    ("storages.sharedversion", "storages.sharedcolumn"),
+    ("storages.frozen", "storages.sharedversion"),
+    ("storages.frozen", "storages.zarrmeta"),
+    ("storages.late", "storages.zarrmeta"),
+    ("storages.lending", "storages.*"),
+    ("storages.reshapable", "storages.lending"),
     ("storages.columnwriter", "storages.packing"),
     ("storages.columnwriter", "storages.sharing"),
     ("storages.columnwriter", "storages.zarrmeta"),
@@ -444,6 +456,7 @@ ALLOWED_AS_TYPE: tuple[tuple[str, str], ...] = (
     ("storages.frozen", "storages.segmentversion"),
     ("storages.merging", "storages.segmentwriter"),
     ("storages.payload", "storages.columngroup"),
+    ("storages.stateful", "storages.sharedcolumn"),
 )
 
 #: Libraries that belong to few modules.

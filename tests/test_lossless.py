@@ -26,7 +26,7 @@ from tensordict import TensorDict
 import expstore
 from expstore.checks import verify
 from expstore.schema import DTYPES, OBJECT
-from expstore.storages import base, packing
+from expstore.storages import base, layout, packing, sharedcolumn
 from expstore.tensordictbuffers import TensorDictReplayBuffer
 
 pytestmark = pytest.mark.usefixtures("no_syncs")
@@ -37,11 +37,14 @@ _TORCH = {"bool": torch.bool, "bfloat16": torch.bfloat16, "complex64": torch.com
 
 @pytest.fixture(autouse=True, scope="module")
 def short_shards() -> Iterator[None]:
-    """Shards of 16 rows and little spare."""
+    """Shards of 16 rows and little spare; narrow flat rows are shared, their space is given back at once."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(packing, "SHARD_ROWS", 16)
         patch.setattr(packing, "ENDLESS_SHARD_ROWS", 16)
         patch.setattr(base, "spare_slots", lambda capacity, row_bytes: 12)
+        patch.setattr(layout, "LENT_BYTES", 1)
+        patch.setattr(sharedcolumn, "PAGE", 1)
+        patch.setattr(sharedcolumn, "GIVE_BACK_BYTES", 8)
         yield
 
 
@@ -160,6 +163,26 @@ class World:
         self.rb.extend(data, source="lanes")
         self.took(grid.reshape(-1).tolist())
 
+    def change(self, count: int, names: list[str]) -> None:
+        """Give rows other values in some flat fields; they are known by new numbers from now on."""
+        names = [name for name in names if self.layout[name]["layout"] == "flat"]
+        if not self.live or not names:
+            return
+        places = np.unique(self.rng.integers(0, len(self.live), count))
+        for place in places.tolist():
+            row, number = dict(zip(WIDE, self.rows[self.live[place]], strict=True)), self.written
+            row |= {name: self.noise(self.kinds[name]) for name in names}
+            self.written, self.live[place], self.rows[number] = number + 1, number, tuple(row.values())
+        data = self.batch([self.live[place] for place in places.tolist()], (places.size,))
+        kept = self.rb.storage
+        keys = [("number",), *(tuple(name.split(".")) for name in names)]
+        fields = [kept.require_schema().fields[kept.place_of(key)] for key in keys]
+        columns = [
+            np.frombuffer(b"".join(rows_of(data[key])), entry.numpy_dtype).reshape(-1, *entry.shape)
+            for key, entry in zip(keys, fields, strict=True)
+        ]
+        kept.change(kept.window.ids()[places], [kept.place_of(key) for key in keys], columns)
+
     def empty(self) -> None:
         self.rb.empty()
         self.live = []
@@ -251,6 +274,9 @@ def calls() -> st.SearchStrategy[tuple[Any, ...]]:
         st.tuples(st.just("extend"), st.integers(1, 9), source),
         st.tuples(st.just("extend"), st.integers(1, 60), source),
         st.tuples(st.just("add"), source),
+        st.tuples(
+            st.just("change"), st.integers(1, 6), st.lists(st.sampled_from(WIDE), min_size=1, unique=True)
+        ),
         st.tuples(st.just("lanes"), st.integers(2, 3), st.integers(1, 9), st.booleans()),
         st.tuples(st.just("kill"), st.lists(st.integers(1, 20), min_size=1, max_size=4), st.booleans()),
         st.sampled_from([("flush",), ("look",), ("reopen",), ("empty",), ("dumps",), ("loads",)]),
@@ -267,7 +293,10 @@ def live_and_look(data: Any, folder: Path) -> None:
     dtypes = [name for name in DTYPES if name != OBJECT]
     pair, each = data.draw(kinds(dtypes)), data.draw(st.sampled_from([1, 2, 4, 8]))
     packed = {"layout": "packed", "rows": each, "codec": data.draw(st.sampled_from(["lz4hc", "zstd"]))}
-    flat = data.draw(st.sampled_from([(), (), ("extra",), ("observation",), ("next.observation",)]))
+    both = ("observation", "next.observation")
+    flat = data.draw(
+        st.sampled_from([(), (), ("extra",), ("observation",), ("next.observation",), both, both, WIDE, WIDE])
+    )
     world = World(
         folder,
         data.draw(st.sampled_from([None, 20, 33, 70])),

@@ -102,7 +102,7 @@ def test_answers_are_those_of_a_flat_store(store_path: Path, query: str) -> None
     flat = fill(TensorDictReplayBuffer(storage=MemoryStorage(CAPACITY, seed=0)))
     expected = flat.sql(query.replace(", _sampled", "")).arrow()
     with make(store_path) as rb:
-        assert {".".join(rb.schema.fields[place].key) for place in rb.storage.packed_places} == {
+        assert {".".join(rb.schema.fields[place].key) for place in rb.storage.unviewed_places} == {
             "image",
             "half",
             "next.image",
@@ -125,7 +125,7 @@ def test_all_fields_packed_and_read_in_many_batches(
     with TensorDictReplayBuffer(storage=ZarrStorage(store_path, CAPACITY, settings=settings)) as rb:
         fill(rb)
         assert rb.schema is not None
-        assert len(rb.storage.packed_places) == len(rb.schema.fields)
+        assert len(rb.storage.unviewed_places) == len(rb.schema.fields)
         query = query.replace(", _sampled", "")
         assert rb.sql(query).arrow().to_pylist() == flat.sql(query).arrow().to_pylist()
 

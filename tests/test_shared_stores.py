@@ -251,8 +251,6 @@ def test_share_next_can_be_left_out(tmp_path: Path) -> None:
     assert sizes[3] == sizes[0]
     with pytest.raises(SchemaError, match="True or False"):
         ColumnLayout(fields={"frame": {"share_next": "yes"}})
-    with pytest.raises(SchemaError, match="flat"):
-        ColumnLayout(fields={"frame": {"layout": "flat", "share_next": True}})
 
 
 def test_frames_that_never_change_cost_no_store_in_a_power_cut(tmp_path: Path) -> None:

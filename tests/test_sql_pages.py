@@ -42,7 +42,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with expstore.open(path, seed=0) as rb:
         for first in range(0, ROWS, STEP):
             rb.extend(rows(first, STEP))
-        assert len(rb.storage.packed_places) == 2
+        assert len(rb.storage.unviewed_places) == 2
     return path
 
 

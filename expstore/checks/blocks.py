@@ -15,6 +15,7 @@ import numpy as np
 
 from expstore.checks.findings import Finding, Inspection, Progress, runs_of
 from expstore.checks.packed import PackedFiles
+from expstore.checks.shared import check_shared, own_ids, read_shared, read_slots, sum_shared
 from expstore.errors import CorruptionError, StorageError
 from expstore.files import File
 from expstore.storages.checksums import (
@@ -32,6 +33,7 @@ from expstore.storages.checksums import (
 from expstore.storages.columns import Column
 from expstore.storages.late import sums_path
 from expstore.storages.packedreader import PackedReader
+from expstore.storages.sharedcolumn import SharedColumn
 from expstore.storages.zarrmeta import SEPARATOR, make_metadata, parse_metadata, shard_footer
 from expstore.types import Array, key_name
 
@@ -73,7 +75,9 @@ def metadata_of(inspection: Inspection) -> dict[str, bytes]:
     packings = [column.packing if isinstance(column, PackedReader) else None for column in columns]
     attributes = {"expstore": {"capacity": inspection.manifest.capacity, "slots": inspection.slots}}
     fields = [column.entry for column in columns]
-    return make_metadata(fields, shards, inspection.slots, attributes, separator=separator, packings=packings)
+    lent = {column.entry.key for column in group.shared.values()}
+    how: dict[str, Any] = {"separator": separator, "packings": packings, "lent": lent}
+    return make_metadata(fields, shards, inspection.slots, attributes, **how)
 
 
 def _metadata_trouble(
@@ -138,7 +142,7 @@ def check_blocks(inspection: Inspection, unsettled: set[int], progress: Progress
     group = inspection.group
     if group is None:
         return
-    columns = group.columns[:-1]
+    columns = group.summed
     entries = _entries(inspection, len(columns), unsettled)
     states = [state_of(entry) for entry in entries]
     for block, state in enumerate(states):
@@ -167,6 +171,7 @@ def check_blocks(inspection: Inspection, unsettled: set[int], progress: Progress
         packed = inspection.columns[place]
         if isinstance(packed, PackedReader):
             _check_packed(inspection, packed, files)
+    check_shared(inspection)
     for column in inspection.columns[len(columns) :]:
         # What is counted has no shard before rows are handed out, or synced.
         due = needed if column is not inspection.sampled else needed - unsettled
@@ -301,9 +306,15 @@ def _check_shard(
                 continue
             start = (block - blocks[0]) * BLOCK_ROWS * column.row_bytes
             stop = start + BLOCK_ROWS * column.row_bytes
-            if state == SUMMED and _sum(file, start, stop) != int(entries[block]["sums"][place]):
+            if isinstance(column, SharedColumn):
+                found = sum_shared(inspection.disk, column, block)
+                if found is None:
+                    continue  # nobody can say which rows lie here: that has a finding of its own
+            else:
+                found = _sum(file, start, stop)
+            if state == SUMMED and found != int(entries[block]["sums"][place]):
                 kind, text = "payload", "does not have its checksum"
-            elif state == NOTHING and len(states) and _sum(file, start, stop) != zeros_sum(stop - start):
+            elif state == NOTHING and len(states) and found != zeros_sum(stop - start):
                 kind, text = "unwritten", "holds something, though nothing was written there"
             else:
                 continue
@@ -317,7 +328,10 @@ def _note_shard(
     inspection: Inspection, column: Column, number: int, kind: str, text: str, first: int, count: int
 ) -> None:
     path = inspection.relative(column.shard_path(number))
-    ids = runs_of(inspection.ids_in(first, count))
+    named = inspection.ids_in(first, count)
+    if isinstance(column, SharedColumn):  # others lie elsewhere
+        named = own_ids(inspection, column, named)
+    ids = runs_of(named)
     where = f", slots {first} to {first + count - 1}{_of_ids(ids)}"
     inspection.note(
         Finding(
@@ -361,16 +375,15 @@ def read_column(inspection: Inspection, place: int, first_id: int, count: int) -
     for slot, offset, n in inspection.pieces(first_id, count):
         done = 0
         while done < n:
-            number, row = divmod(slot + done, column.rows)
-            rows = min(n - done, column.rows - row, _PIECE_BYTES // column.row_bytes)
-            path = column.shard_path(number)
-            if inspection.disk.size(path) == column.file_bytes:
-                file = inspection.disk.open(path, write=False)
-                try:
-                    data = file.read(row * column.row_bytes, rows * column.row_bytes)
-                finally:
-                    file.close()
-                yield first_id + offset + done, np.frombuffer(data, column.entry.numpy_dtype)
+            row = (slot + done) % column.rows
+            rows = min(n - done, column.rows - row, max(1, _PIECE_BYTES // column.row_bytes))
+            values = (
+                read_shared(inspection.disk, column, slot + done, rows)
+                if isinstance(column, SharedColumn)
+                else read_slots(inspection.disk, column, slot + done, rows)
+            )
+            if values is not None:
+                yield first_id + offset + done, values.reshape(-1)
             done += rows
 
 

@@ -86,8 +86,9 @@ class Inspection:
 
     @property
     def columns(self) -> list[Column]:
-        """All columns, whether they have checksums or not."""
-        columns = [] if self.group is None else self.group.columns
+        """Whatever lies in an array: what has checksums, then what has none."""
+        group = self.group
+        columns = [] if group is None else [*group.summed, group.columns[-1]]
         return columns if self.sampled is None else [*columns, self.sampled]
 
     def settled_runs(self) -> list[tuple[int, int]]:

@@ -19,6 +19,7 @@ from expstore.storages.columngroup import ColumnGroup
 from expstore.storages.columns import Column
 from expstore.storages.folder import COLUMNS
 from expstore.storages.packedreader import PackedReader
+from expstore.storages.sharedcolumn import SharedColumn
 
 __all__ = ["FieldSize", "StoreSize", "store_size"]
 
@@ -37,8 +38,8 @@ class FieldSize:
         disk_bytes: What its files take.
         compression: How many times more the rows in its chunks would take as they are; None: it has none, or
             is flat.
-        shared: Which part of its rows lies with the next ones of earlier rows, 0 to 1, by a sample of 4096;
-            None: none can, or its files are damaged.
+        shared: Which part of its rows lies with the next ones of earlier rows, 0 to 1, by a sample of 4096 of
+            packed ones; None: none can, or its files are damaged.
         row_bytes: What a row more takes, on average.
     """
 
@@ -89,7 +90,7 @@ def store_size(disk: Disk, path: Path, manifest: Manifest, held: int) -> StoreSi
         return StoreSize(disk.used(path), free, (), None, None, None)
     group = ColumnGroup(disk, path / COLUMNS, (*schema.fields, *ROW_FIELDS), slots, write=False)
     # Somebody may be making the first shards just now.
-    for column in group.columns:
+    for column in group.arrays:
         if not column.packed:
             column.look(held, due=False)
     used, means = _segment_sizes(disk, group)
@@ -127,8 +128,13 @@ def _field_size(disk: Disk, group: ColumnGroup, column: Column, held: int) -> Fi
         return FieldSize(None, None, None, None, used, None, None, entry.row_bytes)
     if not isinstance(column, PackedReader):
         # Where nothing was written, as for flags that are never set, rows take less.
-        row_bytes = min(entry.row_bytes, used / held) if held else entry.row_bytes
-        return FieldSize("flat", None, "", None, used, None, None, row_bytes)
+        row_bytes, shared = min(entry.row_bytes, used / held) if held else entry.row_bytes, None
+        if isinstance(column, SharedColumn):
+            row_bytes += column.distances.row_bytes
+            count = min(held, column.distances.ready)
+            with contextlib.suppress(StorageError):
+                shared = float((column.distances.copy(0, count) > 0).mean()) if count else None
+        return FieldSize("flat", None, "", None, used, None, shared, row_bytes)
     packing = column.packing
     ratio, shared = None, None
     with contextlib.suppress(StorageError):  # damaged, or a writer gives a file its name just now

@@ -125,7 +125,8 @@ def _look_at_packed(inspection: Inspection) -> None:
             inspection.packed[place] = PackedFiles(disk, column)
     group.link_partners()
     for place, other in group.pairs.items():
-        inspection.packed[place].partner = inspection.packed[other]
+        if place in inspection.packed:
+            inspection.packed[place].partner = inspection.packed[other]
 
 
 def _refuse_writer(disk: Disk, path: Path) -> None:
@@ -156,7 +157,7 @@ def _check_version(inspection: Inspection) -> None:
     if group is None or not disk.exists(path / ORIGIN):
         return  # of a store in memory, or without rows
     try:
-        entries = read_entries(disk.read_whole(path / ORIGIN), len(group.columns) - 1, path / ORIGIN)
+        entries = read_entries(disk.read_whole(path / ORIGIN), len(group.summed), path / ORIGIN)
         damaged = [number for number, entry in enumerate(entries) if state_of(entry) == DAMAGED]
     except CorruptionError:
         damaged = [0]

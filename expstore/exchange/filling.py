@@ -27,6 +27,7 @@ from expstore.schema import Schema
 from expstore.sources import lane_names
 from expstore.storages.access import append_rows
 from expstore.storages.catalog import Catalog
+from expstore.storages.layout import ColumnLayout
 from expstore.storages.rows import Rows, now_us
 from expstore.storages.settings import Settings
 from expstore.storages.zarr import ZarrStorage
@@ -324,7 +325,8 @@ def new_store(
     check_target(disk, target)
     aside = target.with_name(target.name + SCRAP)
     _clear(disk, aside, target)
-    more = Settings(mode="x", flatten=True, new_layout="auto", on_sigterm="ignore", **dict(settings or {}))
+    how = ColumnLayout("auto", share_next=True)
+    more = Settings(mode="x", flatten=True, new_layout=how, on_sigterm="ignore", **dict(settings or {}))
     storage = None
     try:
         storage = ZarrStorage(aside, capacity, settings=more, disk=disk)

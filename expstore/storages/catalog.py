@@ -306,8 +306,8 @@ class Catalog:
         if schema is None:
             return Relations(window=window)
         fields = len(schema.fields)
-        packed = storage.packed_places | {n for n, entry in enumerate(schema.fields) if entry.variable}
-        places = [place for place in range(fields + len(ROW_FIELDS)) if place not in packed]
+        unviewed = storage.unviewed_places | {n for n, entry in enumerate(schema.fields) if entry.variable}
+        places = [place for place in range(fields + len(ROW_FIELDS)) if place not in unviewed]
         found = dict(zip(places, zip(*_as_readable(storage, places, window), strict=True), strict=True))
         columns = [
             Column((f"_{entry.key[1]}",), entry.dtype, (), *found[place])

@@ -23,6 +23,7 @@ from expstore.errors import CorruptionError
 from expstore.files import Disk, File
 from expstore.storages.columngroup import ColumnGroup
 from expstore.storages.columns import CHUNK_ROWS, Column
+from expstore.storages.sharedcolumn import SharedColumn
 from expstore.types import Array, IntArray
 
 __all__ = [
@@ -154,7 +155,7 @@ class Checksums:
     """
 
     def __init__(self, disk: Disk, path: Path, group: ColumnGroup) -> None:
-        self._columns = group.columns[:-1]
+        self._columns = group.summed
         width = len(self._columns)
         new = not disk.exists(path)
         self.file: File = disk.open(path, create=True)
@@ -292,6 +293,8 @@ def _sum_block(column: Column, block: int) -> int:
     if column.blank:
         return zeros_sum(size)  # a hole: reading it would fill memory with zeros
     start, count = block * BLOCK_ROWS, BLOCK_ROWS
+    if isinstance(column, SharedColumn):
+        return _sum_shared(column, start, size)
     rows: NDArray[np.uint8] = column.copy(start, count).reshape(-1).view(np.uint8)
     if size <= _PIECE_BYTES:
         crc: int = google_crc32c.value(rows)
@@ -299,5 +302,16 @@ def _sum_block(column: Column, block: int) -> int:
     crc = 0
     for start in range(0, size, _PIECE_BYTES):
         crc = google_crc32c.extend(crc, rows[start : start + _PIECE_BYTES])
+        time.sleep(0)
+    return crc
+
+
+def _sum_shared(column: SharedColumn, start: int, size: int) -> int:
+    """Return the crc32c of a block in which rows that lie elsewhere count as zeros."""
+    if column.distances.copy(start, BLOCK_ROWS).all():
+        return zeros_sum(size)
+    crc = 0
+    for part in column.parts_to_sum(start, BLOCK_ROWS):
+        crc = google_crc32c.extend(crc, part)
         time.sleep(0)
     return crc

@@ -67,6 +67,8 @@ class Column:
 
     #: Whether rows lie in packed chunks.
     packed = False
+    #: Whether all rows lie in `view`.
+    viewed = True
 
     def __init__(
         self,

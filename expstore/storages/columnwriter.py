@@ -7,7 +7,7 @@ several threads. It decides nothing about order: payload and record are the stor
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,7 +64,7 @@ class _Span:
 
     @classmethod
     def around(cls, columns: Sequence[Column], slot: int, blank: list[int], wanted: int) -> _Span:
-        places = [place for place in range(wanted) if not (place in blank or columns[place].packed)]
+        places = [place for place in range(wanted) if place not in blank and columns[place].viewed]
         chosen = [columns[place] for place in places]
         numbers = [slot // column.rows for column in chosen]
         files = [column.files[number] for column, number in zip(chosen, numbers, strict=True)]
@@ -141,7 +141,7 @@ class WritableColumns(ColumnGroup):
         twin.segment_places = tuple(p for p, column in enumerate(columns) if column.entry.variable)
         twin.link_partners()
         twin.row_bytes = sum(column.row_bytes for column in twin.columns)
-        twin._ready = min(column.ready for column in twin.columns)
+        twin._ready = min(column.ready for column in twin.arrays)
         twin._next_rows = {}
         twin._look_through()
         return twin
@@ -217,8 +217,42 @@ class WritableColumns(ColumnGroup):
         """Return packed rows as they are at this moment, by place."""
         now = {place: column.as_now() for place, column in self.packed}
         for place, other in self.pairs.items():
-            now[place].partner = now[other]
+            if place in now:
+                now[place].partner = now[other]
         return now
+
+    # -- flat columns of which rows may lie elsewhere ----------------------------------------------
+
+    def forget_next(self, places: Collection[int]) -> None:
+        """Let no later row lie with rows of these columns that are there: they are about to be changed."""
+        for place, other in self.pairs.items():
+            if other in places and place in self._next_rows:
+                self._next_rows[place].forget()
+
+    def _write_shared(
+        self, place: int, pieces: Sequence[tuple[int, int, int]], columns: Sequence[Array], numbers: IntArray
+    ) -> list[Future[None]]:
+        """Write what of a column does not lie with the next ones; return what other threads still write."""
+        column, known = self.shared[place], self._next_rows.get(place)
+        jobs: list[Future[None]] = []
+
+        def write(file: File, rows: Array, at: int) -> None:
+            each = max(1, WRITE_BYTES // column.row_bytes)
+            for start in range(0, len(rows), each):
+                part = rows[start : start + each]
+                self._write_some(file, part, at + start * column.row_bytes, jobs)
+
+        try:
+            for slot, offset, n in pieces:
+                first, rows = int(numbers[0, offset]) - 1, columns[place][offset : offset + n]
+                distances = np.zeros(n, np.int64)
+                if known is not None:
+                    distances = known.find(first, rows, columns[self.pairs[place]][offset : offset + n])
+                column.append(slot, rows, distances, write, again=self.place_behind(first)[0] > 0)
+        except BaseException:
+            _finish(jobs)
+            raise
+        return jobs
 
     # -- rows ------------------------------------------------------------------------------------
 
@@ -355,6 +389,23 @@ class WritableColumns(ColumnGroup):
                 if known is not None:
                     distances = known.find(first, rows, columns[self.pairs[place]][offset : offset + n])
                 packed.append(self.place_behind(first)[0], slot, rows, distances)
+        jobs: list[Future[None]] = []
+        try:
+            for place in self.shared:
+                jobs += self._write_shared(place, pieces, columns, numbers)
+            return jobs + self._write_viewed(pieces, arrays, blank, count)
+        except BaseException:
+            _finish(jobs)
+            raise
+
+    def _write_viewed(
+        self,
+        pieces: Sequence[tuple[int, int, int]],
+        arrays: Sequence[Array],
+        blank: list[int],
+        count: int,
+    ) -> list[Future[None]]:
+        """Write the columns of which all rows lie in their own slots."""
         if count * self.row_bytes > DIRECT_BYTES:
             return self._write_each(pieces, arrays, blank)
         wanted = len(arrays)
@@ -387,7 +438,7 @@ class WritableColumns(ColumnGroup):
         try:
             for place, array in enumerate(arrays):
                 column = self.columns[place]
-                if place in blank or column.packed:
+                if place in blank or not column.viewed:
                     continue
                 rows = max(1, WRITE_BYTES // column.row_bytes)
                 for slot, offset, n in pieces:

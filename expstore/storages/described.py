@@ -44,8 +44,8 @@ class Described:
     specs: str = ""
 
     @property
-    def packed_places(self) -> frozenset[int]:
-        """Fields of which rows are unpacked where they are read, and have no views that cost nothing."""
+    def unviewed_places(self) -> frozenset[int]:
+        """Fields of which rows are unpacked or put together where they are read: no views cost nothing."""
         return frozenset()
 
     @contextmanager

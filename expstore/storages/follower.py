@@ -428,10 +428,10 @@ class FollowerStorage(FolderStorage):
         return [source.overlay.take(place, columns[place], slots) for place in wanted]
 
     @property
-    def packed_places(self) -> frozenset[int]:
-        """Fields that are packed."""
+    def unviewed_places(self) -> frozenset[int]:
+        """Fields of which not all rows can be viewed."""
         columns = self._source.columns
-        return frozenset() if columns is None else columns.packed_places
+        return frozenset() if columns is None else columns.unviewed_places
 
     def views(self, places: Sequence[int], first_id: int, count: int) -> list[list[Array]]:
         """View columns over a run of ids without copying."""

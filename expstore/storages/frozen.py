@@ -23,6 +23,8 @@ from expstore.storages.hold import Hold
 from expstore.storages.packedrows import PackedRows
 from expstore.storages.position import to_json
 from expstore.storages.sampled import SAMPLED
+from expstore.storages.sharedversion import SharedNow
+from expstore.storages.zarrmeta import distance_field
 from expstore.types import Array, Window
 
 if TYPE_CHECKING:
@@ -40,10 +42,11 @@ class Frozen:
         base: What a journal's base record keeps.
         window: The rows.
         pieces: Where they lie: (first slot, offset in the run, rows).
-        columns: Per field, and per row field behind them, a view of each piece; nothing of those that
-            are `apart`.
+        columns: Per column, in the order of `fields`, a view of each piece; nothing of those that are
+            `apart`.
         packed: These, by place.
         segments: Where fields without a fixed size are, and which they are, in a store on disk.
+        shared: Flat ones of which rows may lie with the next ones, by place.
         counted: Whether the last column is how often each row was handed out.
         log: The bytes of episodes.log.
         episodes: How many episodes have rows.
@@ -59,6 +62,7 @@ class Frozen:
     columns: Sequence[Sequence[Array]]
     packed: Mapping[int, PackedRows]
     segments: Mapping[tuple[int, ...], Sequence[Held]]
+    shared: Mapping[int, SharedNow]
     counted: bool
     log: bytes
     episodes: int
@@ -67,14 +71,23 @@ class Frozen:
 
     @property
     def fields(self) -> tuple[Field, ...]:
-        """The columns' fields; none before the first rows."""
+        """The columns' fields, first those that have checksums; none before the first rows."""
         schema = self.manifest.schema
         if schema is None:
             return ()
-        return (*schema.fields, *ROW_FIELDS, SAMPLED) if self.counted else (*schema.fields, *ROW_FIELDS)
+        distances = [distance_field(rows.entry.key) for rows in self.shared.values()]
+        return (
+            *schema.fields,
+            *ROW_FIELDS[:-1],
+            *distances,
+            ROW_FIELDS[-1],
+            *([SAMPLED] if self.counted else []),
+        )
 
     def parts(self, place: int) -> Sequence[Array]:
         """Return the rows of a column, packed ones unpacked: an array per piece."""
+        if place in self.shared:
+            return self.shared[place].parts()
         if place in self.packed:
             return [self.packed[place].part(slot, n) for slot, _, n in self.pieces]
         return self.columns[place]
@@ -159,7 +172,7 @@ def _freeze(storage: Storage) -> Frozen:
         places = range(len(storage.schema.fields) + len(ROW_FIELDS))
         packed, segments = storage.packed_now(), storage.segments_now(window.low)
         apart = {*packed, *(place for held in segments for place in held)}
-        flat = [place for place in places if place not in apart]
+        flat = [place for place in places if place not in {*apart, *storage.shared_columns}]
         found = dict(zip(flat, storage.views(flat, window.low + 1, window.size), strict=True))
         columns = [found.get(place, []) for place in places]
         columns[-1] = [part.copy() for part in columns[-1]]  # priorities may be set while rows are copied
@@ -168,6 +181,13 @@ def _freeze(storage: Storage) -> Frozen:
     if sampled is not None:
         with storage.sampled_lock:
             columns.append([part.copy() for part in sampled.views(pieces)])
+    shared = {
+        place: SharedNow.of(column, pieces, window)
+        for place, column in (storage.shared_columns if storage.schema is not None else {}).items()
+    }
+    if storage.schema is not None:
+        behind = len(storage.schema.fields) + len(ROW_FIELDS) - 1
+        columns[behind:behind] = [list(rows.distances) for rows in shared.values()]
     live = clip(storage.episodes.fragments.rows, window.low)
     return Frozen(
         manifest=manifest_of(storage),
@@ -177,6 +197,7 @@ def _freeze(storage: Storage) -> Frozen:
         columns=columns,
         packed=packed,
         segments=segments,
+        shared=shared,
         counted=sampled is not None,
         log=storage.log_bytes(),
         episodes=np.unique(live[0]).size,

@@ -69,6 +69,7 @@ class JournaledStorage(SyncedStorage, VersionedStorage):
         layout: As of `expstore.open`; None: as stored, "flat" for a new store.
         fields: As of `expstore.open`.
         retain: As of `expstore.open`.
+        share_next: As of `expstore.open`; None: as stored, of packed fields alone for a new store.
         disk: Where files are touched.
         segment_bytes: Length of a journal segment; None: 4 MiB, or 64 MiB where records carry their rows.
     """
@@ -85,14 +86,13 @@ class JournaledStorage(SyncedStorage, VersionedStorage):
         layout: LayoutName | None = None,
         fields: Mapping[str, Mapping[str, Any]] | None = None,
         retain: Retain | Mapping[str, Any] | None = None,
+        share_next: bool | None = None,
         disk: Disk | None = None,
         segment_bytes: int | None = None,
     ) -> None:
         path, disk, settings = Path(path), disk or Disk(), (settings or Settings()).with_retain(retain)
-        if ndim is not None:
-            settings = dataclasses.replace(settings, ndim=ndim)
-        if layout is not None or fields is not None:
-            settings = dataclasses.replace(settings, layout=ask_layout(layout, fields))
+        asked: dict[str, Any] = {"ndim": ndim, "layout": ask_layout(layout, fields, share_next)}
+        settings = dataclasses.replace(settings, **{name: v for name, v in asked.items() if v is not None})
         durable = settings.durability == "sync"
         self._segment_bytes = segment_bytes or (SYNC_SEGMENT_BYTES if durable else SEGMENT_BYTES)
         self._lock_file, manifest = enter(disk, path, capacity, settings, self.kind)

@@ -23,6 +23,7 @@ from expstore.manifest import MANIFEST, Manifest
 from expstore.schema import Schema
 from expstore.storages.checksums import CHECKSUMS
 from expstore.storages.folder import COLUMNS
+from expstore.storages.zarrmeta import distance_field
 from expstore.types import Key, key_name
 
 __all__ = ["ASIDE", "COLUMN", "LATE", "Plan", "begin_late", "commit_late", "finish_late", "sums_path"]
@@ -145,6 +146,11 @@ def finish_late(disk: Disk, path: Path) -> bool:
     if committed == (plan.act == "drop") and disk.exists(place):
         disk.rename(place, late / _OLD)
         disk.sync_dir(place.parent)
+    if committed and plan.act == "drop":  # what said where its rows lay
+        distances = path.joinpath(COLUMNS, *distance_field(plan.key).key)
+        if disk.exists(distances):
+            disk.remove_tree(distances)
+            disk.sync_dir(distances.parent)
     disk.sync_dir(path)
     disk.sync_dir(late)
     disk.rename(late, path / ASIDE)

@@ -16,12 +16,14 @@ from expstore.storages.codecs import CODECS, DEFAULT_CODEC
 from expstore.storages.packing import MOST_BYTES, MOST_ROWS, Packing, packing_for, reach_for
 from expstore.types import Key, Ranking, key_name, to_key
 
-__all__ = ["LAYOUTS", "WIDE_BYTES", "ColumnLayout", "LayoutName", "ask_layout"]
+__all__ = ["LAYOUTS", "LENT_BYTES", "WIDE_BYTES", "ColumnLayout", "LayoutName", "ask_layout"]
 
 LayoutName = Literal["flat", "packed", "auto"]
 LAYOUTS = ("flat", "packed", "auto")
 #: With "auto" rows of at least so many bytes are packed.
 WIDE_BYTES = 1024
+#: Rows of flat fields that the next ones have already are left out from so many bytes on.
+LENT_BYTES = 1024
 _OPTIONS = {"layout", "codec", "rows", "share_next"}
 
 
@@ -35,8 +37,9 @@ class ColumnLayout:
             has said; columns are flat then.
         fields: The same for single fields, by name: their `layout`, `codec` (its `interop` says who reads
             it), `rows` per chunk and `share_next`.
-        share_next: Whether rows of a packed field are left out where the field's next rows, those of
-            `("next", name)`, have them already.
+        share_next: Whether rows of a field are left out where the field's next rows, those of
+            `("next", name)`, have them already: of packed fields, and of flat ones of at least 1 KiB per
+            row. None: nobody has said; packed ones are then.
 
     Raises:
         SchemaError: There is no such layout, codec or option.
@@ -44,7 +47,7 @@ class ColumnLayout:
 
     layout: LayoutName | None = None
     fields: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    share_next: bool = True
+    share_next: bool | None = None
 
     def __post_init__(self) -> None:
         of_all = {} if self.layout is None else {"layout": self.layout}
@@ -63,10 +66,10 @@ class ColumnLayout:
             if not isinstance(codec, str) or codec not in CODECS:
                 raise SchemaError(f"{whose}no codec {codec!r}", hint="there are " + ", ".join(CODECS))
             shared = asked.get("share_next", self.share_next)
-            if not isinstance(shared, bool):
+            if not isinstance(shared, bool | None):
                 raise SchemaError(f"{whose}share_next must be True or False, got {shared!r}")
             if asked.get("layout") == "flat":
-                _refuse_idle(whose, asked, packed=False, shares=False)
+                _refuse_idle(whose, asked, packed=False, fault=None)
             rows = asked.get("rows", 1)
             whole = isinstance(rows, int) and not isinstance(rows, bool)
             if not whole or not 1 <= rows <= MOST_ROWS or rows & (rows - 1):
@@ -87,25 +90,31 @@ class ColumnLayout:
 
     def to_json(self) -> dict[str, Any]:
         """Return what expstore.json keeps: nothing of what is flat anyway."""
-        if self.layout in (None, "flat") and not self.fields:
+        if self.layout in (None, "flat") and not self.fields and self.share_next is None:
             return {}
         kept: dict[str, Any] = {
             "layout": self.layout or "flat",
             "fields": {k: dict(v) for k, v in self.fields.items()},
         }
-        return kept if self.share_next else {**kept, "share_next": False}
+        return kept if self.share_next is None else {**kept, "share_next": self.share_next}
 
     def filled(self, other: ColumnLayout) -> ColumnLayout:
         """Return what this one says, and where it says nothing the other."""
         return ColumnLayout(
-            self.layout or other.layout, self.fields or other.fields, self.share_next and other.share_next
+            self.layout or other.layout,
+            self.fields or other.fields,
+            other.share_next if self.share_next is None else self.share_next,
         )
 
     @staticmethod
-    def words(stored: Mapping[str, Any]) -> str:
-        """Return what `to_json` made in the words of the arguments."""
+    def words(stored: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+        """Return what `to_json` made in the words of the arguments, where the other one is not alike."""
         said = {"layout": "flat", **stored}
-        return ", ".join(f"{name}={value!r}" for name, value in said.items() if value != {})
+        return ", ".join(
+            f"{name}={value!r}"
+            for name, value in said.items()
+            if value != {} and (name == "layout" or value != other.get(name))
+        )
 
     def check(self, fields: tuple[Field, ...], capacity: int | None) -> None:
         """Check that what is asked of single fields has a meaning for these.
@@ -117,7 +126,7 @@ class ColumnLayout:
         Raises:
             SchemaError: There is no such field, an option has no effect on it, or its chunks are too large.
         """
-        known, shared = {key_name(entry.key): entry for entry in fields}, self._shared(fields)
+        known = {key_name(entry.key): entry for entry in fields}
         for name, asked in self.fields.items():
             entry = known.get(name)
             if entry is None:
@@ -126,7 +135,7 @@ class ColumnLayout:
                     hint=_anew(f"there are {', '.join(sorted(known))}"),
                 )
             packed = self._packing(entry, None) is not None
-            _refuse_idle(f"field {name!r}: ", asked, packed=packed, shares=entry.key in shared)
+            _refuse_idle(f"field {name!r}: ", asked, packed=packed, fault=self._fault(entry, fields))
             rows = asked.get("rows", 1)
             most = max(1, min(MOST_BYTES // max(1, entry.row_bytes), capacity or rows))
             if rows > most:
@@ -142,6 +151,13 @@ class ColumnLayout:
         """Whether it asks for packed fields, rather than leave that to their width."""
         return "packed" in (self.layout, *(asked.get("layout") for asked in self.fields.values()))
 
+    @property
+    def asks_lent(self) -> bool:
+        """Whether it asks for flat fields of which rows are left out, by name."""
+        return any(
+            asked.get("layout") == "flat" and asked.get("share_next") for asked in self.fields.values()
+        )
+
     def packings(self, fields: tuple[Field, ...], slots: int | None, reach: int) -> list[Packing | None]:
         """Return how fields are packed; None: one is flat.
 
@@ -153,24 +169,60 @@ class ColumnLayout:
         shared = self._shared(fields) if slots is None or reach else frozenset()
         return [self._packing(entry, slots, shares=entry.key in shared) for entry in fields]
 
-    def reach(self, fields: tuple[Field, ...]) -> int:
-        """Return how many rows behind the oldest one must stay for rows that lie with the next ones."""
-        shared = self._shared(fields)
-        return max((reach_for(entry) for entry in fields if entry.key in shared), default=0)
+    def lent(self, fields: tuple[Field, ...], slots: int | None, reach: int) -> frozenset[Key]:
+        """Return the flat fields of which rows may lie with the next ones; as `packings`."""
+        shared = self._shared(fields) if slots is None or reach else frozenset()
+        return frozenset(e.key for e in fields if e.key in shared and self._packing(e, None) is None)
+
+    def reach(self, fields: tuple[Field, ...], capacity: int | None = None) -> int:
+        """Return how many rows behind the oldest one must stay for rows that lie with the next ones.
+
+        Args:
+            fields: All of a store.
+            capacity: Most readable rows. Of flat fields, whose slots take space even so, no more than a
+                quarter of them stay, or 16.
+        """
+        shared, most = self._shared(fields), max(16, (capacity or 0) // 4)
+        return max(
+            (
+                reach_for(entry) if self._packing(entry, None) else min(most, reach_for(entry))
+                for entry in fields
+                if entry.key in shared
+            ),
+            default=0,
+        )
 
     def _shared(self, fields: tuple[Field, ...]) -> frozenset[Key]:
         """Return the fields of which rows may lie with the next ones."""
-        kinds = {
-            entry.key: (entry.dtype, entry.shape)
-            for entry in fields
-            if self._packing(entry, None) is not None
-        }
-        return frozenset(
-            key
-            for key, kind in kinds.items()
-            if kinds.get(("next", *key)) == kind
-            and self.fields.get(key_name(key), {}).get("share_next", self.share_next)
-        )
+        found = set()
+        for entry in fields:
+            usual = self._packing(entry, None) is not None
+            asked = self.fields.get(key_name(entry.key), {}).get("share_next", self.share_next)
+            if (usual if asked is None else asked) and self._fault(entry, fields) is None:
+                found.add(entry.key)
+        return frozenset(found)
+
+    def _fault(self, entry: Field, fields: tuple[Field, ...]) -> str | None:
+        """Return why no rows of a field can lie with the next ones; None: some can."""
+        if entry.variable:
+            return "its rows have no fixed size, and it is neither packed nor flat"
+        packed = self._packing(entry, None) is not None
+        for other in fields:
+            if other.key == ("next", *entry.key) and (self._packing(other, None) is not None) is packed:
+                if (other.dtype, other.shape) != (entry.dtype, entry.shape):
+                    continue
+                if packed:
+                    return None
+                if entry.key[0] == "next":
+                    return "it is a next one itself"
+                if entry.row_bytes < LENT_BYTES:
+                    return (
+                        f"it is flat, and of rows of {entry.row_bytes} bytes that saves little and slows "
+                        f"reading: they need {LENT_BYTES}"
+                    )
+                return None
+        kind = "packed" if packed else "flat"
+        return f"it is {kind}, and among {kind} next ones has none of its dtype and shape"
 
     def _packing(self, entry: Field, slots: int | None, *, shares: bool = False) -> Packing | None:
         own = self.fields.get(key_name(entry.key), {})
@@ -196,16 +248,18 @@ class ColumnLayout:
 
 
 def ask_layout(
-    layout: LayoutName | None, fields: Mapping[str, Mapping[str, Any]] | None
+    layout: LayoutName | None,
+    fields: Mapping[str, Mapping[str, Any]] | None,
+    share_next: bool | None = None,
 ) -> ColumnLayout | None:
     """Return what was asked for; None: nothing, as stored.
 
     Raises:
         SchemaError: There is no such layout, codec or option.
     """
-    if layout is None and fields is None:
+    if layout is None and fields is None and share_next is None:
         return None
-    return ColumnLayout(layout, {} if fields is None else _by_name(fields))
+    return ColumnLayout(layout, {} if fields is None else _by_name(fields), share_next)
 
 
 def _by_name(fields: Any) -> dict[str, dict[str, Any]]:
@@ -227,19 +281,17 @@ def _by_name(fields: Any) -> dict[str, dict[str, Any]]:
     return named
 
 
-def _refuse_idle(whose: str, asked: Mapping[str, Any], *, packed: bool, shares: bool) -> None:
-    """Raise SchemaError for an option that has no effect."""
+def _refuse_idle(whose: str, asked: Mapping[str, Any], *, packed: bool, fault: str | None) -> None:
+    """Raise SchemaError for an option that has no effect; `fault` is why rows cannot be shared."""
     for option in ("codec", "rows"):
         if option in asked and not packed:
             raise SchemaError(
                 f"{whose}{option}={asked[option]!r} is of packed fields, and this one is flat",
                 hint=_anew(f"leave {option} out, or ask for 'layout': 'packed'"),
             )
-    if asked.get("share_next") and not shares:
+    if asked.get("share_next") and fault is not None:
         raise SchemaError(
-            f"{whose}share_next=True is of packed fields with packed next ones; this one "
-            + ("has none of its dtype and shape" if packed else "is flat"),
-            hint=_anew("leave share_next out"),
+            f"{whose}share_next=True has no meaning: {fault}", hint=_anew("leave share_next out")
         )
 
 

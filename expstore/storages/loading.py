@@ -37,7 +37,7 @@ from expstore.storages.grid import round_up
 from expstore.storages.layout import ColumnLayout
 from expstore.storages.packing import Packing
 from expstore.storages.sampledcolumn import SampledColumn, find_sampled
-from expstore.types import Array, cut_run, key_name
+from expstore.types import Array, Key, cut_run, key_name
 
 __all__ = [
     "STEP_BYTES",
@@ -433,7 +433,8 @@ def _build_columns(
     manifest = arrival.manifest
     fields, slots = (*schema.fields, *ROW_FIELDS), manifest.slots
     attributes = {"expstore": {"capacity": manifest.capacity, "slots": slots}}
-    ColumnGroup.create(disk, aside / COLUMNS, fields, slots, pool, attributes, _packings(manifest, schema))
+    how = _packings(manifest, schema)
+    ColumnGroup.create(disk, aside / COLUMNS, fields, slots, pool, attributes, *how)
     reach, compression = manifest.reach, manifest.compression
     group = WritableColumns(disk, aside / COLUMNS, fields, slots, reach=reach, compression=compression)
     try:
@@ -449,7 +450,7 @@ def _build_columns(
         finally:
             sums.close()
         group.name(group.take_packed()[1])  # all is synced below, before anybody finds these names
-        written = [file.path for column in group.columns for file in column.files]
+        written = [file.path for column in group.arrays for file in column.files]
         written += [path for _, column in group.packed for path in column.paths()]
         if group.segments is not None:
             group.segments.give_back()
@@ -460,12 +461,13 @@ def _build_columns(
         group.close()
 
 
-def _packings(manifest: Manifest, schema: Schema) -> list[Packing | None]:
-    """Return how the columns are packed."""
+def _packings(manifest: Manifest, schema: Schema) -> tuple[list[Packing | None], frozenset[Key]]:
+    """Return how the columns are packed, and of which flat ones rows may lie elsewhere."""
     layout, slots = ColumnLayout.of(manifest.layout, manifest.ranking), manifest.slots
     if slots is not None and slots % layout.chunk_rows(schema.fields):
         layout = ColumnLayout()  # a store that kept the best rows till now: its slots are no whole chunks
-    return layout.packings((*schema.fields, *ROW_FIELDS), slots, manifest.reach)
+    fields = (*schema.fields, *ROW_FIELDS)
+    return layout.packings(fields, slots, manifest.reach), layout.lent(fields, slots, manifest.reach)
 
 
 def _build_sampled(

@@ -61,9 +61,9 @@ class PackableStorage(DisplacingStorage):
         super()._change(ids, places, columns, replaces=replaces)
 
     @property
-    def packed_places(self) -> frozenset[int]:
-        """Fields that are packed."""
-        return frozenset() if self.columns is None else self.columns.packed_places
+    def unviewed_places(self) -> frozenset[int]:
+        """Fields of which not all rows can be viewed."""
+        return frozenset() if self.columns is None else self.columns.unviewed_places
 
     def spare_for(self, schema: Schema, capacity: int | None, lanes: int) -> int:
         """Return the number of spare slots: whole steps, and whole chunks.
@@ -83,10 +83,11 @@ class PackableStorage(DisplacingStorage):
         As far as rows may lie with the next ones, and a chunk: of those in whose places rows come a reader
         may find the newer ones alone.
         """
-        each = self.layout.chunk_rows(schema.fields)
-        if capacity is None or not self.layout.packs(schema.fields):
+        layout, reach = self.layout, self.layout.reach(schema.fields, capacity)
+        each = layout.chunk_rows(schema.fields)
+        if capacity is None or not (reach or layout.packs(schema.fields)):
             return 0
-        return round_up(self.layout.reach(schema.fields) + each, math.lcm(lanes, each))
+        return round_up(reach + each, math.lcm(lanes, each))
 
     def packed_now(self) -> dict[int, PackedRows]:
         """Return the rows of packed fields as they are at this moment, by place."""

@@ -123,6 +123,7 @@ class PackedRows(Column):
     """
 
     packed = True
+    viewed = False
 
     def __init__(
         self,

@@ -27,14 +27,14 @@ from expstore.storages.coming import (
 )
 from expstore.storages.folder import COLUMNS, refuse_objects
 from expstore.storages.late import ASIDE, COLUMN, Plan, begin_late, commit_late, finish_late
-from expstore.storages.packable import PackableStorage
+from expstore.storages.lending import LendingStorage
 from expstore.storages.zarrmeta import make_metadata
 from expstore.types import Array, IntArray, Key, cut_run, key_name
 
 __all__ = ["ReshapableStorage"]
 
 
-class ReshapableStorage(PackableStorage):
+class ReshapableStorage(LendingStorage):
     """Let fields come and go.
 
     Threads: one field comes or goes at a time; others write and read meanwhile, and wait for the end of it.
@@ -88,7 +88,7 @@ class ReshapableStorage(PackableStorage):
         assert sums is not None
         place = len(schema.fields) - 1
         columns = [*group.columns[:place], column, *group.columns[place:]]
-        packed = sums.rearranged([*range(place), -1, *range(place, len(group.columns) - 1)], column)
+        packed = sums.rearranged([*range(place), -1, *range(place, len(group.summed))], column)
         begin_late(self.disk, self.path, plan, packed, built=building.about, folders=sorted(building.folders))
         building.take_place()
         self._commit(plan, schema, specs, columns)
@@ -129,10 +129,14 @@ class ReshapableStorage(PackableStorage):
                     )
             with self._one_act():
                 gone, rest = group.columns[place], places_without(len(group.columns), place)
-                begin_late(self.disk, self.path, plan, sums.rearranged(rest[:-1]))
+                gone_too = group.shared[place].distances if place in group.shared else None
+                summed = [n for n, c in enumerate(group.summed) if c is not gone and c is not gone_too]
+                begin_late(self.disk, self.path, plan, sums.rearranged(summed))
                 self._commit(plan, schema, specs, [group.columns[number] for number in rest])
-                self._touched -= set(gone.files)
-                gone.close()
+                for column in (gone, gone_too):
+                    if column is not None:
+                        self._touched -= set(column.files)
+                        column.close()
 
     def _plan(self, act: str, key: Key, others: Schema) -> Plan:
         return Plan.of("add" if act == "add" else "drop", key, others, self.manifest.column_set + 1)

@@ -35,6 +35,7 @@ class SegmentColumn(Column):
     """
 
     packed = True
+    viewed = False
 
     def __init__(self, entry: Field, segments: Segments, number: int, folder: Path) -> None:
         self.entry, self.segments, self.number, self.folder = entry, segments, number, folder

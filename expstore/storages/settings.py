@@ -14,7 +14,7 @@ import os
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,7 +30,7 @@ from expstore.storages.base import REWARD
 from expstore.storages.folder import REPAIR, VERSION, refuse_objects
 from expstore.storages.grid import check_ndim, round_up
 from expstore.storages.late import finish_late
-from expstore.storages.layout import ColumnLayout, LayoutName
+from expstore.storages.layout import ColumnLayout
 from expstore.storages.loading import finish_load
 from expstore.types import Key, to_key
 
@@ -68,7 +68,7 @@ class Settings:
     specs: str = ""
     ndim: int | None = None
     layout: ColumnLayout | None = None
-    new_layout: LayoutName = "flat"
+    new_layout: ColumnLayout = field(default_factory=ColumnLayout)
     durability: Durability = "process"
     min_free_bytes: int = 0
     on_sigterm: Literal["flush", "ignore"] = "flush"
@@ -269,7 +269,7 @@ def _new(capacity: int | None, settings: Settings) -> Manifest:
         meta=settings.meta or {},
         specs=settings.specs,
         retain=settings.retain.to_json() if settings.retain else {},
-        layout=(settings.layout or ColumnLayout()).filled(ColumnLayout(settings.new_layout)).to_json(),
+        layout=(settings.layout or ColumnLayout()).filled(settings.new_layout).to_json(),
     )
 
 
@@ -305,10 +305,11 @@ def _compare(path: Path, manifest: Manifest, capacity: int | None, settings: Set
         if value is not None and value != stored:
             if name == "layout":
                 raise StateError(
-                    f"{path} was made with {ColumnLayout.words(stored)}, "
-                    f"opened with {ColumnLayout.words(value)}",
+                    f"{path} was made with {ColumnLayout.words(stored, value)}, "
+                    f"opened with {ColumnLayout.words(value, stored)}",
                     kind="mismatch",
-                    hint="leave layout and fields out to take them as stored, or use another path",
+                    hint="leave layout, fields and share_next out to take them as stored, "
+                    "or use another path",
                 )
             raise StateError(
                 f"{path} was made with {name}={stored!r}, opened with {name}={value!r}",

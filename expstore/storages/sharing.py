@@ -1,6 +1,6 @@
 """Which rows need not be stored again: their bytes are the next ones of an earlier row.
 
-Used where packed columns are written. It compares bytes, and never takes for granted how rows follow one
+Used where columns are written. It compares bytes, and never takes for granted how rows follow one
 another: lanes, workers and batches may be interleaved in any way.
 """
 
@@ -73,6 +73,11 @@ class NextRows:
             self._next += part.stop - start
         self._told = place, found
         return found
+
+    def forget(self) -> None:
+        """Know nothing any more: what was told may have changed."""
+        self._begin(-1)
+        self._told = -1, np.empty(0, np.int64)
 
     def _told_before(self, place: int, rows: Bytes, next_rows: Bytes, found: IntArray) -> int:
         """Fill in what was found the last time, if the same rows come once more; return for how many."""

@@ -15,6 +15,7 @@ from expstore.types import Window
 if TYPE_CHECKING:
     from expstore.storages.packedrows import PackedRows
     from expstore.storages.segmentversion import Held
+    from expstore.storages.sharedcolumn import SharedColumn
 
 __all__ = ["Hook", "Stateful"]
 
@@ -69,6 +70,11 @@ class Stateful:
 
     def segments_now(self, low: int) -> dict[tuple[int, ...], list[Held]]:
         """Return the segments that hold rows newer than `low`, and of which fields; the lock is held."""
+        return {}
+
+    @property
+    def shared_columns(self) -> Mapping[int, SharedColumn]:
+        """Flat fields of which rows may lie with the next ones, by place."""
         return {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

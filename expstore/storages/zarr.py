@@ -52,6 +52,7 @@ class ZarrStorage(RetainingStorage):
         layout: As of `expstore.open`; None: as stored, "flat" for a new store.
         fields: As of `expstore.open`.
         retain: As of `expstore.open`.
+        share_next: As of `expstore.open`; None: as stored, of packed fields alone for a new store.
         disk: Where files are touched.
         segment_bytes: Length of a journal segment; None: 4 MiB, or 64 MiB where records carry their rows.
 
@@ -93,7 +94,8 @@ class ZarrStorage(RetainingStorage):
         self._touched = set()
         fields = (*schema.fields, *ROW_FIELDS)
         group = self._make_columns(fields)
-        check_metadata(self.disk, group.folder, fields, [column.rows for column in group.columns])
+        arrays = group.arrays
+        check_metadata(self.disk, group.folder, [c.entry for c in arrays], [c.rows for c in arrays])
         group.open_shards()
         group.warm()
         with self._other_fields(schema):
@@ -159,7 +161,7 @@ class ZarrStorage(RetainingStorage):
         if group is None or past.clean:
             return files, folders
         before = max(past.synced, self._window.low)
-        columns = list(group.columns)
+        columns = list(group.arrays)
         if self.sampled is not None:
             columns.append(self.sampled.column)
         if self.last > before:
@@ -188,7 +190,7 @@ class ZarrStorage(RetainingStorage):
         if group is None or checksums is None:
             raise StateError("the store has no columns yet", hint="extend() it first")
         # Shards may be lost that the entries speak of.
-        limit = max(checksums.blocks * BLOCK_ROWS, *[c.ready for c in group.columns if not c.packed])
+        limit = max(checksums.blocks * BLOCK_ROWS, *[c.ready for c in group.arrays if not c.packed])
         schema = self.require_schema()
         touched = unsettled_blocks(
             past,
@@ -226,7 +228,8 @@ class ZarrStorage(RetainingStorage):
         slots = self.slots
         attributes = {"expstore": {"capacity": self.capacity, "slots": slots}}
         packings = self.layout.packings(fields, slots, self.reach)
-        WritableColumns.create(self.disk, folder, fields, slots, pool, attributes, packings)
+        lent = self.layout.lent(fields, slots, self.reach)
+        WritableColumns.create(self.disk, folder, fields, slots, pool, attributes, packings, lent)
         columns = self._make_columns(fields)
         columns.warm()
         if self.checksums is not None:
@@ -497,7 +500,7 @@ class ZarrStorage(RetainingStorage):
                 parts = [over.parts(place, columns[place], slot, n) for slot, _, n in runs]
                 found.append([part[0] if len(part) == 1 else np.concatenate(part) for part in parts])
                 continue
-            if columns[place].packed:
+            if not columns[place].viewed:
                 found.append([columns[place].part(slot, n) for slot, _, n in runs])
                 continue
             source = self.priorities if place == len(columns) - 1 else columns[place].view

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import errno
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,15 +19,18 @@ from expstore.errors import CorruptionError, StorageError
 from expstore.files import Disk
 from expstore.schema import Field
 from expstore.storages.packing import Packing
+from expstore.types import Key
 
 __all__ = [
     "CHUNK_ROWS",
     "SEPARATOR",
     "Layout",
+    "distance_field",
     "grow_shape",
     "make_metadata",
     "read_layout",
     "read_packing",
+    "read_sharing",
     "shard_footer",
     "shard_name",
 ]
@@ -61,6 +64,7 @@ def make_metadata(
     *,
     separator: str = SEPARATOR,
     packings: Sequence[Packing | None] = (),
+    lent: Collection[Key] = (),
 ) -> dict[str, bytes]:
     """Return the files of the Zarr v3 group: relative name -> bytes.
 
@@ -71,6 +75,7 @@ def make_metadata(
         attributes: Of the group.
         separator: What stands between the numbers in a shard's name; "." where an array is packed.
         packings: How each array is packed; None: it is not.
+        lent: The flat ones of which rows may lie with the next ones.
     """
     import zarr
     from zarr.core.sync import sync
@@ -89,7 +94,7 @@ def make_metadata(
             compressors=None if packing is None else packing.zarr_codecs,
             filters=None,
             chunk_key_encoding={"name": "default", "separator": separator if packing is None else "."},
-            attributes={"expstore": _about(entry, packing)},
+            attributes={"expstore": _about(entry, packing, lent=entry.key in lent)},
         )
 
     async def collect() -> dict[str, bytes]:
@@ -103,8 +108,18 @@ def make_metadata(
     return sync(collect())
 
 
-def _about(entry: Field, packing: Packing | None) -> dict[str, Any]:
+def distance_field(key: Key) -> Field:
+    """Return the column that says how many rows before each of a flat field the next ones have it."""
+    return Field(("_row", "distance", *key), "uint16", ())
+
+
+def _about(entry: Field, packing: Packing | None, *, lent: bool) -> dict[str, Any]:
     """Return what an array says of itself beyond what Zarr knows."""
+    partner = "/".join(("next", *entry.key))
+    if packing is None and lent:
+        # Rows that other readers find as zeros, or as anything: earlier ones of that array have them.
+        shared = {"with": partner, "distances": distance_field(entry.key).path}
+        return {"dtype": entry.dtype, "shared": shared}
     if packing is None:
         return {"dtype": entry.dtype}
     # Files that other readers do not look for: the shard being filled, and the rows of its last chunk.
@@ -112,7 +127,7 @@ def _about(entry: Field, packing: Packing | None) -> dict[str, Any]:
     about = {"dtype": entry.dtype, "layout": "packed", "beside": beside}
     if packing.shares:
         # Rows that other readers find as zeros: earlier ones of that array have them, see the tables.
-        about["shared"] = {"with": "/".join(("next", *entry.key)), "table_bytes": packing.table_bytes}
+        about["shared"] = {"with": partner, "table_bytes": packing.table_bytes}
     return about
 
 
@@ -198,6 +213,20 @@ def read_packing(disk: Disk, folder: Path, entry: Field) -> Packing | None:
     if not fits:
         raise CorruptionError(f"{path} does not describe a column of {entry}")
     return packing
+
+
+def read_sharing(disk: Disk, folder: Path) -> bool:
+    """Say whether rows of an array may lie with the next ones, and how far away each does in a column.
+
+    Raises:
+        CorruptionError: zarr.json cannot be read.
+    """
+    path = folder / "zarr.json"
+    try:
+        about = _read_json(disk, path)["attributes"].get("expstore", {})
+        return about.get("layout") != "packed" and "shared" in about
+    except (ValueError, KeyError, TypeError, AttributeError) as exc:
+        raise CorruptionError(f"{path} cannot be read: {exc}") from exc
 
 
 def read_layout(disk: Disk, folder: Path, entry: Field) -> Layout:

@@ -16,11 +16,13 @@ import numpy as np
 from expstore import dumping
 from expstore.episodelog import LogEntry
 from expstore.journal import Kind
-from expstore.storages import loading, reshapable
+from expstore.storages import columnwriter, loading, reshapable, sharing
 from expstore.storages.arrow import ArrowStorage
 from expstore.storages.base import Rows, Storage
 from expstore.storages.columnwriter import WritableColumns
 from expstore.storages.journaled import JournaledStorage
+from expstore.storages.lending import LendingStorage
+from expstore.storages.packable import PackableStorage
 from expstore.storages.packed import PackedColumn
 from expstore.storages.partial import PartialFile
 from expstore.storages.sampledcolumn import SampledColumn
@@ -250,6 +252,46 @@ def break_late() -> None:
     reshapable._Building.sync = lambda self: None  # type: ignore[method-assign]
 
 
+def break_copies() -> None:
+    """Next rows are changed, and those that lie with them are left to it."""
+    LendingStorage._with_copies = lambda self, group, ids, places, columns: (ids, places, columns)  # type: ignore[method-assign]
+
+
+def break_copy_record() -> None:
+    """The copies are made, and the record has the change alone."""
+    copies = LendingStorage._with_copies
+
+    def apart(self: Any, group: Any, ids: Any, places: Any, columns: Any) -> Any:
+        every, wanted, values = copies(self, group, ids, places, columns)
+        for place, rows in zip(wanted, values, strict=True):
+            if place in group.shared and every is not ids:
+                group.columns[place].write_rows(self.slot_of(every), rows)
+        return ids, places, columns
+
+    LendingStorage._with_copies = apart  # type: ignore[method-assign]
+
+
+def break_reach() -> None:
+    """Rows lie with others that are overwritten before them."""
+
+    def reach(self: Any, schema: Any, capacity: int | None, lanes: int) -> int:
+        return 0 if capacity is None else lanes
+
+    PackableStorage.reach_for = reach  # type: ignore[method-assign]
+    columnwriter.NextRows = lambda row_bytes, reach: sharing.NextRows(row_bytes, 24)  # type: ignore[assignment,misc]
+
+
+def break_lenders() -> None:
+    """A mark is made without a sync of the rows with which others lie."""
+    unsynced = ZarrStorage._unsynced_columns
+
+    def others(self: Any) -> tuple[set[Any], set[Path]]:
+        files, folders = unsynced(self)
+        return {file for file in files if "/next/frame/" not in str(file.path)}, folders
+
+    ZarrStorage._unsynced_columns = others  # type: ignore[method-assign]
+
+
 #: Fault -> what puts it in.
 BREAKS: dict[str, Callable[[], None]] = {
     "journal first": break_journal_first,
@@ -274,6 +316,10 @@ BREAKS: dict[str, Callable[[], None]] = {
     "segments without sync": break_segment_syncs,
     "segments not cut": break_segment_cuts,
     "segments last": break_segments_first,
+    "no copies for lent rows": break_copies,
+    "copies in no record": break_copy_record,
+    "rows too far away": break_reach,
+    "lenders without sync": break_lenders,
     "late column without sync": break_late,
 }
 

@@ -51,7 +51,8 @@ import expstore.sumtree
 import expstore.unpacking  # noqa: F401
 from expstore.episodeinfo import merge_info, pack_info
 from expstore.files import Disk
-from expstore.storages import base, columns, merging, packing, records, segmentwriter, zarr
+from expstore.storages import base, columns, merging, packing, records, segmentwriter, sharedcolumn, zarr
+from expstore.storages import layout as layouts
 from expstore.storages.arrow import ArrowStorage
 from expstore.storages.journaled import JournaledStorage
 from expstore.storages.layout import ColumnLayout
@@ -110,7 +111,7 @@ def open_store(
         "frame": {"layout": "packed", "rows": 4},
         "next.frame": {"layout": "packed", "rows": 2},
     }
-    layout = ColumnLayout(fields=packed) if spec.packed else None
+    layout = ColumnLayout(fields=packed) if spec.packed else ColumnLayout(share_next=spec.lent or None)
     settings = Settings(flatten=True, seed=SEED, durability=spec.durability, layout=layout)
     how = {"settings": settings, "disk": disk or KillingDisk(), "segment_bytes": spec.segment_bytes}
     kept = (
@@ -161,6 +162,9 @@ def fit_constants(spec: Spec) -> None:
         segmentwriter.BATCH_BYTES, segmentwriter.PACKED_BYTES = 1500, 500
         segmentwriter.TOGETHER_BYTES, segmentwriter.MERGED_BYTES = 3000, 1500
         merging.MANY = 4
+    if spec.lent:
+        packing.REACH_ROWS = 4, 8
+        layouts.LENT_BYTES, sharedcolumn.PAGE, sharedcolumn.GIVE_BACK_BYTES = 1, 8, 128
     records.REDO_BYTES = spec.redo_bytes
     zarr.TAIL_BYTES = TAIL_BYTES if spec.tail else 0
 
@@ -171,8 +175,9 @@ def new_ledger(spec: Spec) -> Ledger:
         a.nbytes for a in facts.values(spec, np.ones(1, np.int64), np.zeros(1, np.int64)).values()
     )
     spare = base.spare_slots(spec.capacity, row_bytes + base.ROW_BYTES) if spec.spare is None else spec.spare
-    # So far from their own places, and a chunk, rows of packed fields may lie.
-    return Ledger(spec, spare=spare, reach=8 + 4 if spec.packed and spec.capacity is not None else 0)
+    # So far from their own places, and a chunk, rows may lie.
+    reach = {"packed": 8 + 4, "lent": 8 + 1}["packed" if spec.packed else "lent"] if spec.follows else 0
+    return Ledger(spec, spare=spare, reach=0 if spec.capacity is None else reach)
 
 
 def perform(rb: TensorDictReplayBuffer, state: Ledger, op: Op) -> None:

@@ -62,9 +62,15 @@ class Spec:
     late: bool = False  # fields come and go
     ragged: bool = False  # whether there are fields without a fixed size, in short segments
     compression: Literal["lz4", "zstd"] | None = None  # of these
+    lent: bool = False  # whether frames are flat, and lie with next ones where these have them already
     packed: bool = (
         False  # whether frames are packed, in chunks of a few rows and short shards; next ones, too
     )
+
+    @property
+    def follows(self) -> bool:
+        """Whether there are next frames."""
+        return self.packed or self.lent
 
 
 @dataclass(frozen=True)
@@ -107,13 +113,13 @@ def values(spec: Spec, ids: Ints, versions: Ints) -> dict[tuple[str, ...], np.nd
     mixed, frame = _mix(ids, versions), _frames(spec, ids, versions)
     # Most rows come next after the one before them, some after the third one before, and some after none.
     after = np.where(ids % 16 < 11, 1, np.where(ids % 16 < 14, 3, 1 << 20))
-    following = {("next", "frame"): _frames(spec, ids + after, versions)} if spec.packed else {}
+    following = {("next", "frame"): _frames(spec, ids + after, versions)} if spec.follows else {}
     terminated, truncated = _ends(ids)
     if spec.lean:
         return following | {
             ("observation",): ((mixed[:, None] + np.arange(4) * 7) & 0xFFFFFF).astype(np.float32),
             ("frame",): frame,
-            ("next", "done") if spec.packed else ("done",): (terminated | truncated)[:, None],
+            ("next", "done") if spec.follows else ("done",): (terminated | truncated)[:, None],
         }
     return following | {
         ("observation",): ((mixed[:, None] + np.arange(4) * 7) & 0xFFFFFF).astype(np.float32),

@@ -136,10 +136,12 @@ class Platter:
 
     def replay(self, event: Event) -> None:
         """Take over one act."""
-        if event.act in ("write", "truncate", "sync"):
+        if event.act in ("write", "truncate", "sync", "punch"):
             inode = self._inodes[event.inode]
             if event.act == "write":
                 inode.write(event.data, event.at)
+            elif event.act == "punch":
+                inode.write(bytes(event.data), event.at)  # lost or torn as zeros that were written
             elif event.act == "truncate":
                 inode.truncate(event.at)
             else:

@@ -71,6 +71,10 @@ POWER_SPECS = {
         Spec("texts", None, 60, frame=64, segment_bytes=8192, longest=60, ragged=True, compression="lz4"),
         Spec("told", 40, 16, frame=64, segment_bytes=4096, longest=24, durability="sync", ragged=True),
         Spec("tales", 60, 20, frame=64, segment_bytes=4096, longest=30, dumped=True, ragged=True, lean=True),
+        Spec("lent", 24, 12, frame=64, segment_bytes=4096, longest=14, lean=True, lent=True),
+        Spec("lent wide", 40, 16, frame=3000, segment_bytes=4096, longest=24, lent=True),
+        Spec("lent kept", 60, 20, frame=64, segment_bytes=4096, longest=30, dumped=True, lent=True),
+        Spec("lent synced", 40, 16, frame=64, segment_bytes=4096, longest=24, durability="sync", lent=True),
         Spec("late", 24, 12, frame=64, segment_bytes=4096, longest=12, lean=True, late=True),
         Spec(
             "late kept", 24, 12, frame=64, segment_bytes=4096, longest=12, lean=True, dumped=True, late=True

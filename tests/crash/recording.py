@@ -36,8 +36,8 @@ class Event:
         act: What was done.
         path: To which name.
         inode: To which file.
-        at: Offset of a write, or the new length.
-        data: What was written, the name that it had before, or the word.
+        at: Offset of a write or of bytes that are given back, or the new length.
+        data: What was written, how many bytes are given back, the name that it had before, or the word.
     """
 
     act: str
@@ -62,15 +62,15 @@ class _RecordedFile(File):
             super().truncate(size)
             self._note("truncate", size)
 
+    def punch(self, start: int, stop: int) -> None:
+        with self.disk.turn:
+            super().punch(start, stop)
+            self.disk.events.append(Event("punch", self.path, os.fstat(self.fd).st_ino, start, stop - start))
+
     def allocate(self, size: int) -> None:
         with self.disk.turn:
             super().allocate(size)
             self._note("truncate", self.size())
-
-    def punch(self, start: int, stop: int) -> None:
-        with self.disk.turn:
-            super().punch(start, stop)
-            self._note("write", start, bytes(stop - start))
 
     def sync(self) -> None:
         with self.disk.turn:

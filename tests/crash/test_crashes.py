@@ -101,6 +101,8 @@ def test_power_cut_costs_rows(reports: Reports) -> None:
         "displaced without a record",
         "raw rows in memory",
         "segments last",
+        "no copies for lent rows",
+        "rows too far away",
     ],
 )
 def test_kills_find(reports: Reports, fault: str) -> None:
@@ -114,7 +116,9 @@ def test_kills_find(reports: Reports, fault: str) -> None:
     begins with the count of the one that had its slot. notes without a record: what is noted about an
     episode is in no record of the journal. displaced without a record: nor is a row that takes the place of
     another. raw rows in memory: rows of a packed chunk that is not full are not in any file. segments last:
-    rows without a fixed size are written after the record that publishes them, which a mark covers.
+    rows without a fixed size are written after the record that publishes them, which a mark covers. no copies
+    for lent rows: next rows are changed, and those that lie with them read the new ones. rows too far away:
+    the ring is too short for what rows lie with.
     """
     assert reports[fault]["failures"]
 
@@ -137,6 +141,8 @@ def test_kills_find(reports: Reports, fault: str) -> None:
         "late column without sync",
         "segments without sync",
         "segments not cut",
+        "copies in no record",
+        "lenders without sync",
     ],
 )
 def test_power_cuts_find(reports: Reports, fault: str) -> None:
@@ -146,8 +152,9 @@ def test_power_cuts_find(reports: Reports, fault: str) -> None:
     capacity below the spare; the rows that were flushed are gone when the newer ones are lost.
     packed shards named before a sync: they take the places of those of the turn before, whose rows count
     again. raw rows written over: those of a chunk that is not full, which the last mark covers. late column
-    without sync: expstore.json has another field before its column is on the disk. segments not
-    cut: batches stay that no record publishes, and those of later rows come behind them.
+    without sync: expstore.json has another field before its column is on the disk. segments not cut: batches
+    stay that no record publishes, and those of later rows come behind them. copies in no record: those that a
+    change of next rows makes are in the columns alone.
     test_power_cut_model.py breaks many more rules, in a model.
     """
     assert reports[fault]["failures"]
