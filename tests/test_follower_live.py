@@ -772,3 +772,25 @@ def test_a_data_loader_with_workers_while_the_writer_extends(
     still = batches()
     assert len({tuple(ids) for ids in still}) == 30, "workers repeat one another"
     assert still == batches(), "the loader's seed decides"
+
+
+@pytest.mark.parametrize("more", [1, 2, 5])
+def test_packed_rows_after_an_empty_store(store_path: Path, more: int) -> None:
+    """The ids that `empty` skips are in no chunk: a follower does not look for them."""
+
+    def frames(first: int, count: int) -> TensorDict:
+        numbers = torch.arange(first, first + count)
+        return TensorDict({"frame": numbers[:, None].expand(-1, 64).to(torch.uint8)}, [count])
+
+    packed = {"frame": {"layout": "packed", "rows": 2}}
+    with expstore.open(store_path, capacity=33, fields=packed) as rb:
+        rb.extend(frames(0, 20))
+        with expstore.open(store_path, mode="r") as seen:
+            assert len(seen) == 20
+            rb.add(frames(20, 1)[0])
+            rb.empty()  # the next id is 34, the second one of its chunk
+            assert len(seen) == 0
+            rb.extend(frames(30, more))
+            drain(rb)
+            assert len(seen) == more
+            assert seen[:]["frame"][:, 0].tolist() == list(range(30, 30 + more))

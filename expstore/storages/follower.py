@@ -196,7 +196,8 @@ class FollowerStorage(FolderStorage):
             columns = open_columns(self)
             if columns is not None:
                 columns.look(self._slots_of(view.last))
-                columns.look_to(view.last)
+                if view.last > view.retired:  # else there is none, and ids before were never written
+                    columns.look_to(view.last)
             source, found = _Source(True, view[:2], columns), None
         else:
             found = replay(self, same_boot=fits)
@@ -291,7 +292,8 @@ class FollowerStorage(FolderStorage):
         view = self._watch.look()
         if view is None or self._source.columns is None:
             return
-        self._look_further(view.last)
+        if view.last > view.retired:
+            self._look_further(view.last)
         with self.episode_lock:
             told = self._chronicle
             if told is None or not told.go_on(view.last):
@@ -338,7 +340,7 @@ class FollowerStorage(FolderStorage):
         return self._window_of(view, min(view.last, told.last))
 
     def _window_of(self, view: StateView, last: int) -> Window:
-        if last > self._known:
+        if last > max(self._known, view.retired):  # ids that were never written are not looked for
             self._look_further(last)
         low = view.retired
         if self.capacity is not None:
