@@ -336,7 +336,7 @@ def test_some_acts_of_every_kind(tmp_path: Path) -> None:
 
 def test_an_index_that_cannot_be_written_stops_nothing(tmp_path: Path) -> None:
     """With SQL between the calls; DuckDB's own writes are not met by the faults, the file's name is."""
-    _, seen = enumerate_faults(SPECS[0], FAULTS["EIO"], tmp_path, stride=97, sql=True)
+    _, seen = enumerate_faults(SPECS[0], FAULTS["EIO"], tmp_path, stride=41, sql=True)
     assert seen["went on"]
 
 
