@@ -167,8 +167,7 @@ def open(
         _NEW, mode=mode, storage=storage, layout=ask_layout(layout, fields, share_next), seed=seed,
         compression=compression, schema=schema, specs=text, meta=meta, traj_key=traj_key, done_keys=done_keys,
         reward_key=reward_key, durability=durability, min_free_bytes=min_free_bytes, on_sigterm=on_sigterm,
-        retain=None if retain is None else Retain.of(retain),
-    )  # fmt: skip
+    ).with_retain(retain)  # fmt: skip
     return _in_buffer(
         _open_storage(path, capacity, settings), sampler=sampler, writer=writer, batch_size=batch_size,
         device=device, prefetch=prefetch, pin_memory=pin_memory, generator=generator, sample_unit=sample_unit,

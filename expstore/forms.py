@@ -147,14 +147,15 @@ def _take_tree(data: Any, layout: Layout, single: bool) -> Batch:
     tree = _walk(data, (), keys, leaves, typed=layout.typed, single=single)
     dims = layout.ndim - single
     loose = list(map(is_loose, leaves))
-    plain = [leaf for leaf, is_one in zip(leaves, loose, strict=True) if not is_one]
-    for leaf in plain:
-        check_dims(tuple(leaf.shape), layout.ndim, single=single)
+    for leaf, is_one in zip(leaves, loose, strict=True):
+        if not is_one:
+            check_dims(tuple(leaf.shape), layout.ndim, single=single)
     if layout.dim and not single:
         leaves = [
             leaf if is_one else leaf.transpose(layout.dim, 0)
             for leaf, is_one in zip(leaves, loose, strict=True)
         ]
+    plain = [leaf for leaf, is_one in zip(leaves, loose, strict=True) if not is_one]
     shape = tuple(plain[0].shape[:dims]) if plain else _shape_of(leaves, dims)
     for key, leaf, is_one in zip(keys, leaves, loose, strict=True):
         if is_one:

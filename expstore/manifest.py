@@ -21,7 +21,7 @@ from expstore.errors import CorruptionError, MigrationError, NotFoundError
 from expstore.files import Disk
 from expstore.gaps import NO_GAPS, Gaps
 from expstore.schema import Schema
-from expstore.types import Key, Ranking, to_key
+from expstore.types import Key, Ranking, key_name, to_key
 
 __all__ = ["FORMAT", "MANIFEST", "Manifest"]
 
@@ -91,11 +91,23 @@ class Manifest:
     @property
     def format(self) -> int:
         """The oldest format that can say all this: what is written."""
-        if self.retain or len(self.gaps) > _LISTED:
+        if self.retain or len(self.gaps) > _LISTED or self._lends:
             return FORMAT
         if self.storage == "arrow":
             return 3
         return 2 if self.column_set else 1
+
+    @property
+    def _lends(self) -> bool:
+        """Whether rows of a flat field may lie with its next ones: older libraries read nothing there."""
+        fields = () if self.schema is None else self.schema.fields
+        kinds = {entry.key: (entry.dtype, entry.shape) for entry in fields}
+        for key, kind in kinds.items():
+            asked = {**self.layout, **self.layout.get("fields", {}).get(key_name(key), {})}
+            shares = asked.get("layout") == "flat" and asked.get("share_next")
+            if shares and kinds.get(("next", *key)) == kind:
+                return True
+        return False
 
     @property
     def slots(self) -> int | None:

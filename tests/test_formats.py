@@ -26,14 +26,20 @@ sys.path.insert(0, str(FIXTURES))
 
 from make_format import CAPACITY, ROWS, TAGGED, rows  # noqa: E402
 
-#: File -> format, and whether fields came later.
-STORES = {"1-first": (1, False), "1-packed": (1, False), "2-late": (2, True)}
+#: File -> format, whether fields came later, and how many rows it keeps.
+STORES = {
+    "1-first": (1, False, CAPACITY),
+    "1-packed": (1, False, CAPACITY),
+    "2-late": (2, True, CAPACITY),
+    "3-arrow": (3, False, CAPACITY),
+    "4-retain": (4, False, ROWS + 60),
+}
 LATE = {"late", ("next", "value")}
 
 
 @pytest.fixture(params=STORES)
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, int, bool]:
-    """The folder of a fixture, its format, and whether fields came later."""
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, int, bool, int]:
+    """The folder of a fixture, its format, whether fields came later, and how many rows it keeps."""
     with tarfile.open(FIXTURES / "formats" / f"{request.param}.tar.xz") as archive:
         archive.extractall(tmp_path, filter="data")
     return tmp_path, *STORES[request.param]
@@ -43,7 +49,9 @@ def check(batch: TensorDict, first: int, last: int, *, late: bool) -> None:
     """Hold rows, in the order of their ids, against what they were made of."""
     wide = "pixels" in batch.keys()  # noqa: SIM118 - no dict
     batch = batch[torch.argsort(batch["action"])]
-    wanted = rows(first, last - first, wide=wide)
+    wanted = rows(first, last - first, wide=wide, texts="text" in batch.keys())  # noqa: SIM118
+    if "text" in wanted.keys():  # noqa: SIM118
+        assert list(batch["text"]) == list(wanted["text"])
     for key in wanted.keys(include_nested=True, leaves_only=True):
         assert (batch[key] == wanted[key]).all(), key
     assert (set(batch.keys(True, True)) - set(wanted.keys(True, True))) == (LATE if late else set())
@@ -55,46 +63,46 @@ def check(batch: TensorDict, first: int, last: int, *, late: bool) -> None:
 
 def test_there_is_one_of_every_format() -> None:
     assert {path.name.removesuffix(".tar.xz") for path in (FIXTURES / "formats").iterdir()} == STORES.keys()
-    assert {number for number, _ in STORES.values()} == set(range(1, FORMAT + 1))
+    assert {number for number, *_ in STORES.values()} == set(range(1, FORMAT + 1))
     assert sum(path.stat().st_size for path in (FIXTURES / "formats").iterdir()) < 200_000
 
 
-def test_it_is_read(store: tuple[Path, int, bool]) -> None:
-    folder, number, late = store
+def test_it_is_read(store: tuple[Path, int, bool, int]) -> None:
+    folder, number, late, kept = store
     for name in ("run.exp", "killed.exp"):
         assert Manifest.load(Disk(), folder / name).format == number
         with expstore.open(folder / name, mode="r") as rb:
-            check(rb[:], ROWS - CAPACITY, ROWS, late=late)
+            check(rb[:], max(0, ROWS - kept), ROWS, late=late)
     assert verify(folder / "run.exp") == []
     assert upgrade(folder / "run.exp", dry_run=True).format_found == number
 
 
-def test_it_goes_on(store: tuple[Path, int, bool]) -> None:
-    folder, number, late = store
+def test_it_goes_on(store: tuple[Path, int, bool, int]) -> None:
+    folder, number, late, kept = store
     for name in ("run.exp", "killed.exp"):
         with expstore.open(folder / name, batch_size=8) as rb:
-            check(rb[:], ROWS - CAPACITY, ROWS, late=late)
+            check(rb[:], max(0, ROWS - kept), ROWS, late=late)
             assert (rb.recovered is None) == (name == "run.exp")
             if name == "run.exp":
-                drawn = Draws(5).generator(1).integers(ROWS - CAPACITY + 1, ROWS + 1, 8)
+                drawn = Draws(5).generator(1).integers(max(0, ROWS - kept) + 1, ROWS + 1, 8)
                 assert np.array_equal(rb.sample()["id"].numpy(), drawn)
             answer = rb.sql("SELECT count(*), sum(length) FROM episodes").fetchall()
             assert answer == [(-(-ROWS // 25), ROWS)]
-            wide = "pixels" in rb.sample().keys()  # noqa: SIM118 - no dict
-            rb.extend(rows(ROWS, 60, wide=wide), source="arm")
-            check(rb[:], ROWS + 60 - CAPACITY, ROWS + 60, late=late)
+            had = rb.sample().keys()
+            rb.extend(rows(ROWS, 60, wide="pixels" in had, texts="text" in had), source="arm")
+            check(rb[:], ROWS + 60 - kept, ROWS + 60, late=late)
         assert verify(folder / name) == []
         assert Manifest.load(Disk(), folder / name).format == number  # nothing that older ones would miss
 
 
-def test_its_version_is_loaded(store: tuple[Path, int, bool]) -> None:
-    folder = store[0]
+def test_its_version_is_loaded(store: tuple[Path, int, bool, int]) -> None:
+    folder, number, _, kept = store
     with expstore.open(folder / "run.exp", batch_size=8) as rb:
         rb.loads(folder / "run.exp", "tagged")
-        check(rb[:], TAGGED - CAPACITY, TAGGED, late=False)
+        check(rb[:], max(0, TAGGED - kept), TAGGED, late=False)
         rb.add_column("more", sql="action + 1")
         assert (rb["more"] == rb["action"] + 1).all()
     assert verify(folder / "run.exp") == []
-    assert Manifest.load(Disk(), folder / "run.exp").format == 2
+    assert Manifest.load(Disk(), folder / "run.exp").format == max(2, number)
     with expstore.open(folder / "run.exp", version="tagged") as rb:
-        check(rb[:], TAGGED - CAPACITY, TAGGED, late=False)
+        check(rb[:], max(0, TAGGED - kept), TAGGED, late=False)

@@ -146,6 +146,16 @@ CONSTANTS = (
     (packing, "REACH_ROWS"),
     (records, "REDO_BYTES"),
     (zarr, "TAIL_BYTES"),
+    (layouts, "LENT_BYTES"),
+    (sharedcolumn, "PAGE"),
+    (sharedcolumn, "GIVE_BACK_BYTES"),
+    (segmentwriter, "SEGMENT_BYTES"),
+    (segmentwriter, "SEGMENT_BATCHES"),
+    (segmentwriter, "BATCH_BYTES"),
+    (segmentwriter, "PACKED_BYTES"),
+    (segmentwriter, "TOGETHER_BYTES"),
+    (segmentwriter, "MERGED_BYTES"),
+    (merging, "MANY"),
 )
 
 
