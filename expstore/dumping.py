@@ -256,9 +256,9 @@ class _Copy:
             return
         self._make_arrays()
         former = None if self.former is None else self.former.folder / COLUMNS
+        if state.segments:
+            from expstore.storages.segmentversion import link_segments  # loads pyarrow
         for held in state.segments.values():
-            from expstore.storages.segmentversion import link_segments  # and pyarrow
-
             self.build.make_folder(self.build.folder / SEGMENTS)
             for path, size in link_segments(self.disk, held, self.build.folder / SEGMENTS):
                 self.build.note(path, size)

@@ -17,13 +17,13 @@ from typing import Any
 import google_crc32c
 import numpy as np
 
-from expstore.errors import CorruptionError, MigrationError, NotFoundError
+from expstore.errors import CorruptionError, MigrationError, NotFoundError, StateError
 from expstore.files import Disk
 from expstore.gaps import NO_GAPS, Gaps
 from expstore.schema import Schema
 from expstore.types import Key, Ranking, key_name, to_key
 
-__all__ = ["FORMAT", "MANIFEST", "Manifest"]
+__all__ = ["FORMAT", "MANIFEST", "Manifest", "check_target"]
 
 #: The newest format that this library knows; it opens this one and older ones. 1: the first. 2: fields came
 #: or went after the first rows, which older versions would not notice. 3: rows without a fixed size. 4: rows
@@ -207,3 +207,20 @@ def _unpack_gaps(kept: Any) -> Gaps:
 def _checksum(data: dict[str, Any]) -> str:
     text = json.dumps(data, sort_keys=True, separators=(",", ":"))
     return f"{google_crc32c.value(text.encode()):08x}"
+
+
+def check_target(disk: Disk, target: Path) -> None:
+    """Refuse a path at which nothing can be made.
+
+    Raises:
+        StateError: Something is there, or it would lie inside a store.
+        NotFoundError: There is no folder for it.
+    """
+    if disk.exists(target):
+        raise StateError(f"{target} exists already", hint="choose another path")
+    folder = target.resolve().parent
+    if not disk.is_dir(folder):
+        raise NotFoundError(f"there is no folder {folder} in which to make {target.name}", hint="make it")
+    for above in (folder, *folder.parents):
+        if disk.exists(above / MANIFEST):
+            raise StateError(f"{target} would lie inside the store {above}", hint="choose another path")

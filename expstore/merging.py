@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 
 from expstore.episodelog import LogEntry
-from expstore.errors import LockedError, NotFoundError, SchemaError, StateError, StorageError
+from expstore.errors import LockedError, SchemaError, StateError, StorageError
 from expstore.files import Disk
 from expstore.lock import WriterLock
-from expstore.manifest import MANIFEST, Manifest
+from expstore.manifest import Manifest, check_target
 from expstore.pieces import CUT
 from expstore.schema import Schema
 from expstore.snapshots import store_meant
@@ -128,7 +128,7 @@ def merge(
         raise ValueError(f"capacity must be at least 1, got {capacity}")
     found = [store_meant(disk, Path(path)) for path in paths]
     _check_paths(found)
-    _check_target(disk, target)
+    check_target(disk, target)
     with ExitStack() as stack:
         runs: list[_Run] = []
         for path, name in zip(found, _names(found), strict=True):
@@ -176,17 +176,6 @@ def _check_paths(paths: Sequence[Path]) -> None:
         if path.resolve() in seen:
             raise ValueError(f"{path} comes twice")
         seen.add(path.resolve())
-
-
-def _check_target(disk: Disk, target: Path) -> None:
-    if disk.exists(target):
-        raise StateError(f"{target} exists already", hint="choose another path")
-    folder = target.resolve().parent
-    if not disk.is_dir(folder):
-        raise NotFoundError(f"there is no folder {folder} in which to make {target.name}", hint="make it")
-    for above in (folder, *folder.parents):
-        if disk.exists(above / MANIFEST):
-            raise StateError(f"{target} would lie inside the store {above}", hint="choose another path")
 
 
 def _names(paths: Sequence[Path]) -> list[str]:
@@ -442,7 +431,7 @@ def _aside(disk: Disk, target: Path) -> Iterator[Path]:
     try:
         disk.remove_tree(aside / _STORE)  # of one that was killed
         yield aside / _STORE
-        _check_target(disk, target)
+        check_target(disk, target)
         disk.rename(aside / _STORE, target)
         disk.sync_dir(target.absolute().parent)
     finally:

@@ -22,7 +22,6 @@ from expstore.bulk import sync_paths
 from expstore.errors import LockedError, NotFoundError, StateError, StorageError
 from expstore.files import Disk, File, ReadingDisk
 from expstore.lock import WriterLock
-from expstore.manifest import MANIFEST
 
 __all__ = [
     "PIECE_BYTES",
@@ -31,7 +30,6 @@ __all__ = [
     "Exported",
     "Imported",
     "Progress",
-    "check_target",
     "making",
     "names_of",
     "no_progress",
@@ -119,23 +117,6 @@ def required(library: str) -> Any:
             f"pip install 'expstore[{_PACKAGES[library]}]'",
             name=exc.name,
         ) from exc
-
-
-def check_target(disk: Disk, target: Path) -> None:
-    """Refuse a path at which nothing can be made.
-
-    Raises:
-        StateError: Something is there, or it would lie inside a store.
-        NotFoundError: There is no folder for it.
-    """
-    if disk.exists(target):
-        raise StateError(f"{target} exists already", hint="choose another path")
-    folder = target.resolve().parent
-    if not disk.is_dir(folder):
-        raise NotFoundError(f"there is no folder {folder} in which to make {target.name}", hint="make it")
-    for above in (folder, *folder.parents):
-        if disk.exists(above / MANIFEST):
-            raise StateError(f"{target} would lie inside the store {above}", hint="choose another path")
 
 
 @contextmanager

@@ -18,10 +18,11 @@ import numpy as np
 
 from expstore.episodes import HAS_TRAJECTORY, NEW, Assignment, Segment
 from expstore.errors import ExpStoreError, LockedError
-from expstore.exchange.base import SCRAP, Imported, check_target, names_of
+from expstore.exchange.base import SCRAP, Imported, names_of
 from expstore.files import Disk
 from expstore.fragments import find_fragments
 from expstore.lock import WriterLock
+from expstore.manifest import check_target
 from expstore.pieces import OPEN, TERMINATED, TRUNCATED
 from expstore.schema import Schema
 from expstore.sources import lane_names

@@ -20,7 +20,6 @@ from expstore.exchange.base import (
     DiskFile,
     Exported,
     Progress,
-    check_target,
     making,
     names_of,
     no_progress,
@@ -33,6 +32,7 @@ from expstore.exchange.losses import lost_by
 from expstore.exchange.rows import Episodes, Exchanged, Rows, opened
 from expstore.exchange.spacetext import nested_space, space_of
 from expstore.files import Disk
+from expstore.manifest import check_target
 from expstore.schema import Field
 from expstore.types import Array, IntArray, Key, key_name
 

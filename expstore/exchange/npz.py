@@ -21,7 +21,6 @@ from expstore.exchange.base import (
     Exported,
     Imported,
     Progress,
-    check_target,
     making,
     no_progress,
     open_to_read,
@@ -30,6 +29,7 @@ from expstore.exchange.base import (
 from expstore.exchange.flat import ABOUT, Column, describe_export, fill_flat, plan_columns, write_flat
 from expstore.exchange.rows import Episodes, Exchanged, Rows, opened
 from expstore.files import Disk
+from expstore.manifest import check_target
 from expstore.types import Array, Key
 
 __all__ = ["export_npz", "import_npz"]

@@ -17,7 +17,6 @@ from expstore.exchange.base import (
     DiskFile,
     Exported,
     Progress,
-    check_target,
     making,
     names_of,
     no_progress,
@@ -28,6 +27,7 @@ from expstore.exchange.losses import lost_by
 from expstore.exchange.rows import Episodes, Exchanged, Rows, opened
 from expstore.exchange.tables import check_names, rows_schema, to_batch
 from expstore.files import Disk
+from expstore.manifest import check_target
 
 __all__ = ["export_parquet"]
 

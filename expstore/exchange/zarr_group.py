@@ -16,7 +16,6 @@ from expstore.bulk import sync_paths
 from expstore.exchange.base import (
     Exported,
     Progress,
-    check_target,
     making,
     names_of,
     no_progress,
@@ -24,6 +23,7 @@ from expstore.exchange.base import (
 from expstore.exchange.losses import lost_by
 from expstore.exchange.rows import Episodes, Exchanged, Rows, opened
 from expstore.files import Disk
+from expstore.manifest import check_target
 from expstore.schema import Field
 from expstore.types import Array
 
