@@ -899,3 +899,45 @@ def test_a_schema_may_be_given_before_rows_come(tmp_path: Path) -> None:
     assert (again.seed, again.meta(), len(again)) == (3, {"a": 1}, 0)
     put(again, 3)
     again.close()
+
+
+class SlowIndex:
+    """A catalog whose index takes as long to catch up as the test likes."""
+
+    def __init__(self) -> None:
+        self.asked, self.go_on = threading.Event(), threading.Event()
+
+    def catch_up(self) -> None:
+        self.asked.set()
+        assert self.go_on.wait(30)
+
+    def warm(self) -> None: ...
+
+    def busy(self) -> bool:
+        return False
+
+    def close(self) -> None: ...
+
+
+def test_extends_do_not_wait_for_the_index(tmp_path: Path) -> None:
+    storage = ZarrStorage(tmp_path / "a.exp", 1000)
+    storage.prepare(SCHEMA, find_keys(SCHEMA))
+    index = SlowIndex()
+    storage.use_catalog(index)  # type: ignore[arg-type]
+    put(storage, 10)
+    journal = storage._journal
+    with storage.episode_lock:
+        journal.start_segment(storage._base(opening=False))
+    cutting = threading.Thread(target=storage.sync)
+    cutting.start()
+    assert index.asked.wait(30)
+    # Far more rows than there are spare slots: these extends wait for syncs.
+    writing = threading.Thread(target=lambda: [put(storage, 100) for _ in range(30)], daemon=True)
+    writing.start()
+    writing.join(30)
+    assert not writing.is_alive(), "an extend waits for the index"
+    assert len(journal.sync_files()) > 1
+    index.go_on.set()
+    cutting.join(30)
+    assert len(journal.sync_files()) == 1
+    storage.close()

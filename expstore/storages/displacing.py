@@ -176,10 +176,10 @@ class DisplacingStorage(JournaledStorage):
         if self._waiting is not None or self._settling is not None:
             self.sync()
 
-    def _sync_now(self) -> None:
+    def _sync_now(self) -> File | None:
         if self._waiting is not None or self._settling is not None:
             self._settle_waiting()
-        super()._sync_now()
+        return super()._sync_now()
 
     def _settle_waiting(self) -> None:
         """Bring the journal to the disk, then the rows that wait to the columns; the sync's lock is held."""

@@ -64,6 +64,7 @@ class SyncedStorage(ShownStorage):
         self._min_free = min_free
         self._room_id = 0 if min_free else _ENDLESS  # up to this id there was space when last looked
         self._sync_lock = threading.Lock()
+        self._cutting = threading.Lock()
         self._journal_lock = threading.Lock()
         self._failure: ExpStoreError | None = None
         self._half: int | None = None  # the last record before a change whose bytes are not all written
@@ -143,20 +144,22 @@ class SyncedStorage(ShownStorage):
                 return
             started = time.monotonic()
             with self.poisoning():
-                self._sync_now()
+                keep = self._sync_now()
             counters = self.counters
             counters.syncs += 1
             counters.synced_at = time.monotonic()
             counters.sync_seconds = counters.synced_at - started
             self._measure()
+        if keep is not None and enough is None:  # who only waits for room leaves it to the keeper
+            self._cut(keep)
 
-    def _sync_now(self) -> None:
-        """Run the sync of PROTOCOL: columns, journal, mark, journal."""
+    def _sync_now(self) -> File | None:
+        """Run the sync of PROTOCOL: columns, journal, mark, journal; return where to cut the journal."""
         self.flush_priorities()
         randomness = self.note_randomness()
         with self.episode_lock:
             if self._unsure:
-                return  # the journal may hold rows of which memory does not know
+                return None  # the journal may hold rows of which memory does not know
             self.drain()
             self._log.flush()
             journal = self._journal
@@ -180,7 +183,7 @@ class SyncedStorage(ShownStorage):
             segments = journal.sync_files()
             rotated = journal.rotated
         if not (files or folders or rotated) and self._marked == (mark.sequence, mark.draw):
-            return
+            return None
         try:
             self._sum_columns(mark.sequence)
             self.disk.sync_all(files, folders, self._pool)
@@ -199,8 +202,7 @@ class SyncedStorage(ShownStorage):
         self._synced = mark.last_id
         self._set_back = self._set_back and not mark.set_back
         self._marked = (sequence, mark.draw) if sequence == mark.sequence + 1 else (-1, -1)
-        if rotated and (half is None or half_in is segments[-1]):
-            self._cut(segments[-1])
+        return segments[-1] if rotated and (half is None or half_in is segments[-1]) else None
 
     def _sync_for_good(self) -> None:
         """Sync, and keep no long journal of what is on the disk then: nobody writes any more."""
@@ -215,15 +217,27 @@ class SyncedStorage(ShownStorage):
         self._journal.end()
 
     def _cut(self, keep: File) -> None:
-        """Remove the journal's segments before `keep`: all they say is on the disk, and in the index."""
+        """Remove the journal's segments before `keep`: all they say is on the disk, and in the index.
+
+        The index is brought up to date without a lock, so that nobody who waits for a sync waits for it, too.
+        """
+        if not self._cutting.acquire(blocking=False):
+            return  # another thread is at it
+        try:
+            self._cut_now(keep)
+        finally:
+            self._cutting.release()
+
+    def _cut_now(self, keep: File) -> None:
         try:
             if (catalog := self.catalog) is not None:
                 catalog.catch_up()
         except ExpStoreError as exc:
             # The index is derived: one that has missed segments is built anew when it is next asked.
             _logger.warning("the index is behind: %s", exc)
-        with self.episode_lock:
-            self._journal.cut(keep)
+        with self._sync_lock, self.poisoning(), self.episode_lock:
+            if not self._closed and keep in self._journal.sync_files()[1:]:
+                self._journal.cut(keep)
 
     # -- space -----------------------------------------------------------------------------------
 

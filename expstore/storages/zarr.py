@@ -249,7 +249,8 @@ class ZarrStorage(RetainingStorage):
     # -- extend ----------------------------------------------------------------------------------
 
     def _put(self, rows: Rows, skipped: int) -> int:
-        self.disk.warm()
+        if self.disk.warm() and (catalog := self.catalog) is not None:
+            catalog.warm()
         self.episodes.kernels = self.disk.kernels
         columns = self.columns
         if columns is None:
