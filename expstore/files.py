@@ -478,6 +478,10 @@ class Disk:
         """Say whether there is something of this name."""
         return bool(self._look(path, path.exists))
 
+    def is_link(self, path: Path) -> bool:
+        """Say whether this is a symbolic link."""
+        return bool(self._look(path, path.is_symlink))
+
     def is_dir(self, path: Path) -> bool:
         """Say whether this is a folder."""
         return bool(self._look(path, path.is_dir))

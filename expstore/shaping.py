@@ -252,6 +252,38 @@ class ShapingHandle(DrawingHandle):
         """
         return unmoved(self._storage, lambda: self._trajectory(episode_id))
 
+    def by_id(self, ids: Any) -> TensorDictBase:
+        """Read rows by id, in the order in which they are asked for.
+
+        Args:
+            ids: Which ones. Shape `(n,)`, int64.
+
+        Returns:
+            A TensorDict with what samples carry (`index`, `id`), batch size `[n]`.
+
+        Raises:
+            NotFoundError: One of them has left, or never was; the message names it.
+            StateError: As `trajectory`.
+        """
+        wanted = to_array(ids).reshape(-1).astype(np.int64, copy=False)
+        return unmoved(self._storage, lambda: self._by_id(wanted))
+
+    def _by_id(self, wanted: IntArray) -> TensorDictBase:
+        storage = self._storage
+
+        def locate() -> IntArray:
+            held = storage.window.holds(wanted)
+            if not held.all():
+                first, last = storage.window.low + 1, storage.window.last
+                raise NotFoundError(
+                    f"there is no row with id {wanted[~held][0]}: the oldest is {first}, the newest {last}"
+                )
+            return wanted
+
+        ids, columns, view = self._transform.read(storage, locate)
+        batch = self._given(columns, (ids.size,), self._root(Selection(ids)), view=view)
+        return cast(TensorDictBase, batch)
+
     def _trajectory(self, episode_id: int) -> TensorDictBase:
         storage = self._storage
         ids, columns, view = self._transform.read(storage, lambda: rows_of_episode(storage, episode_id))

@@ -40,8 +40,8 @@ LINES: tuple[tuple[str, str], ...] = (
     ("3", "storages snapshots dumping"),
     (
         "4",
-        "domains writers draws prefetch samplers sample_units transforms query routing codec trajectories "
-        "postprocs",
+        "domains writers draws prefetch samplers sample_units transforms query routing framing codec "
+        "trajectories postprocs",
     ),
     (
         "5",
@@ -488,6 +488,7 @@ HOME_OF_LIBRARY: dict[str, tuple[str, ...]] = {
         "storages.segment*",
         "checks.segments",
         "codec",
+        "framing",
         "exchange",
         "exchange.*",
         "testing.anylength",

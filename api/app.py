@@ -1,0 +1,53 @@
+"""The application: settings in, an ASGI application out.
+
+Used by `expstore serve`, and by whoever mounts it into an application of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import anyio.to_thread
+from fastapi import FastAPI
+
+import expstore
+from expstore.api import failures, health, reading, writing
+from expstore.api.settings import Settings
+from expstore.api.stores import Stores
+
+__all__ = ["create_app"]
+
+
+def create_app(settings: Settings) -> FastAPI:
+    """Return an application that serves stores.
+
+    Stores are opened when they are first asked for, and closed when the application ends. What an answer to a
+    write has acknowledged is in the store, whatever becomes of the server.
+
+    Args:
+        settings: What is served, and within which limits.
+
+    Example:
+        >>> app = create_app(Settings(path=Path("runs")))
+    """
+    stores = Stores(settings)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        yield
+        await anyio.to_thread.run_sync(stores.close)
+
+    app = FastAPI(
+        title="expstore",
+        version=expstore.__version__,
+        description="Experience for reinforcement learning: write rows, sample batches, ask in SQL.",
+        lifespan=lifespan,
+    )
+    app.state.settings, app.state.stores = settings, stores
+    failures.install(app)
+    app.include_router(health.router)
+    app.include_router(reading.router, prefix="/v1")
+    if not settings.read_only:
+        app.include_router(writing.router, prefix="/v1")
+    return app

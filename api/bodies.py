@@ -1,0 +1,178 @@
+"""Bodies in and out: Arrow streams or JSON, within limits.
+
+Used by the routes. It never looks into a store.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import AsyncIterator
+from typing import Any
+
+from fastapi import Request
+from fastapi.responses import JSONResponse, Response
+from starlette.requests import ClientDisconnect
+
+from expstore.api.failures import Refusal
+from expstore.api.settings import Settings
+from expstore.codec import plain_values
+
+__all__ = [
+    "ARROW",
+    "JSON",
+    "accepted",
+    "arrow_answer",
+    "compression_of",
+    "content_type",
+    "json_answer",
+    "load_json",
+    "read_body",
+    "to_json",
+]
+
+ARROW = "application/vnd.apache.arrow.stream"
+JSON = "application/json"
+_COMPRESSIONS = ("lz4", "zstd")
+
+
+def content_type(request: Request, allowed: tuple[str, ...] = (ARROW, JSON)) -> str:
+    """Return what a body is.
+
+    Raises:
+        Refusal: 415: it is none of the allowed, or compressed.
+    """
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding != "identity":
+        raise Refusal(415, f"the body is encoded as {encoding!r}", hint="send it as it is")
+    found = request.headers.get("content-type", "").split(";")[0].strip().lower()
+    if found not in allowed:
+        raise Refusal(415, f"the body is {found or 'of no type'}", hint=f"send {' or '.join(allowed)}")
+    return found
+
+
+def _wanted(request: Request) -> list[tuple[float, str, dict[str, str]]]:
+    """Return what the client accepts, the most wanted first: quality, type, parameters."""
+    found = []
+    for part in request.headers.get("accept", "*/*").split(","):
+        kind, *rest = (piece.strip() for piece in part.split(";"))
+        params = dict(piece.lower().split("=", 1) for piece in rest if "=" in piece)
+        try:
+            quality = float(params.pop("q", "1"))
+        except ValueError:
+            quality = 0.0
+        found.append((quality, kind.lower(), params))
+    return sorted(found, key=lambda item: -item[0])
+
+
+def accepted(request: Request, offered: tuple[str, ...] = (ARROW, JSON)) -> str:
+    """Return which of the offered types the client wants most; the first if it does not say.
+
+    Raises:
+        Refusal: 406: none of them.
+    """
+    for quality, kind, _ in _wanted(request):
+        if quality > 0:
+            for offer in offered:
+                if kind in (offer, "*/*", offer.split("/")[0] + "/*"):
+                    return offer
+    raise Refusal(406, f"the answer is none of {request.headers.get('accept')!r}", kind="accept",
+                  hint=f"accept {' or '.join(offered)}")  # fmt: skip
+
+
+def compression_of(request: Request) -> str | None:
+    """Return how buffers of an Arrow answer are to be packed: `Accept: ...arrow.stream;compression=zstd`.
+
+    Raises:
+        Refusal: 406: no such compression.
+    """
+    for _, kind, params in _wanted(request):
+        if kind == ARROW and "compression" in params:
+            name = params["compression"].strip('"')
+            if name == "none":
+                return None
+            if name not in _COMPRESSIONS:
+                raise Refusal(406, f"there is no compression {name!r}", kind="accept",
+                              hint=f"take {' or '.join(_COMPRESSIONS)}")  # fmt: skip
+            return name
+    return None
+
+
+async def read_body(request: Request, settings: Settings) -> bytearray:
+    """Return the whole body, which may be written to.
+
+    Raises:
+        Refusal: 413: it is longer than allowed; 408: it does not come; 400: it ends early.
+    """
+    limit, length = settings.max_body, request.headers.get("content-length")
+    if length is not None and int(length) > limit:
+        raise _too_large(limit)
+    body = bytearray()
+    deadline = asyncio.get_running_loop().time() + settings.body_seconds
+    parts = request.stream()
+    try:
+        while (part := await _next_part(parts, deadline, settings.body_seconds / 10)) is not None:
+            body += part
+            if len(body) > limit:
+                raise _too_large(limit)
+    except ClientDisconnect:
+        raise Refusal(400, "the body ended early") from None
+    if length is not None and int(length) != len(body):
+        raise Refusal(400, f"the body has {len(body)} of {length} bytes")
+    return body
+
+
+async def _next_part(parts: AsyncIterator[bytes], deadline: float, seconds: float) -> bytes | None:
+    left = min(seconds, deadline - asyncio.get_running_loop().time())
+    try:
+        async with asyncio.timeout(max(left, 0)):
+            return await anext(parts, None)
+    except TimeoutError:
+        raise Refusal(408, "the body does not come", headers={"Connection": "close"}) from None
+
+
+def _too_large(limit: int) -> Refusal:
+    return Refusal(
+        413, f"the body has more than {limit:,} bytes", hint="send less at once",
+        headers={"Connection": "close"},
+    )  # fmt: skip
+
+
+def load_json(body: bytes | bytearray) -> Any:
+    """Return what JSON says.
+
+    Raises:
+        Refusal: 400: it is none.
+    """
+    try:
+        return json.loads(body) if body else {}
+    except (ValueError, RecursionError) as exc:
+        raise Refusal(400, f"the body is no JSON: {str(exc)[:200]}") from None
+
+
+def to_json(batch: Any) -> dict[str, Any]:
+    """Return a record batch as JSON has it: a list per column; what is no number in JSON is null."""
+    return {name: _finite(values) for name, values in plain_values(batch).items()}
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    if isinstance(value, dict):
+        return {name: _finite(item) for name, item in value.items()}
+    if isinstance(value, bytes):
+        return value.hex()
+    return value if isinstance(value, (int, str, bool, type(None))) else str(value)
+
+
+def arrow_answer(data: Any) -> Response:
+    """Return an Arrow stream as an answer."""
+    return Response(memoryview(data).tobytes() if not isinstance(data, bytes) else data, media_type=ARROW)
+
+
+def json_answer(data: Any, status: int = 200) -> Response:
+    """Return facts as an answer."""
+    return JSONResponse(data, status)

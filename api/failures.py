@@ -1,0 +1,142 @@
+"""Errors as answers: one form, and a status for every class of the tree.
+
+Used by the application. What went wrong inside stays in the log, under the request's id.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response
+from starlette.exceptions import HTTPException
+
+from expstore import errors
+
+__all__ = ["KINDS", "STATUS", "Refusal", "install", "status_of"]
+
+_log = logging.getLogger("expstore.api")
+
+#: The status of each class; subclasses not named here have their parent's.
+STATUS: Mapping[type[errors.ExpStoreError], int] = {
+    errors.ExpStoreError: 500,
+    errors.SchemaError: 422,
+    errors.PriorityError: 422,
+    errors.QueryError: 422,
+    errors.NotFoundError: 404,
+    errors.NotReadyError: 409,
+    errors.StateError: 409,
+    errors.LockedError: 423,
+    errors.StorageError: 500,
+    errors.CorruptionError: 500,
+    errors.MigrationError: 409,
+    errors.SnapshotError: 409,
+}
+#: Of some kinds of errors another one.
+KINDS: Mapping[str, int] = {
+    "too_large": 413,
+    "disk_full": 507,
+    "timeout": 504,
+    "busy": 503,
+}
+#: Statuses after which the same request may be sent again, and after how many seconds.
+_AGAIN = {409: 1, 429: 1, 503: 1}
+_WORDS = {
+    400: "bad_request",
+    401: "unauthorized",
+    403: "forbidden",
+    404: "not_found",
+    405: "method",
+    408: "timeout",
+    413: "too_large",
+    415: "media_type",
+    422: "request",
+    429: "too_many",
+    503: "busy",
+}
+
+
+class Refusal(errors.ExpStoreError):
+    """Answer with a status that no error of the library has.
+
+    Args:
+        status: The status.
+        message: What was asked and what was found.
+        kind: Stable word for programs.
+        hint: What to do about it.
+        headers: More headers of the answer.
+    """
+
+    default_kind = "request"
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str | None = None,
+        hint: str = "",
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message, kind=kind or _WORDS.get(status), hint=hint)
+        self.status = status
+        self.headers = dict(headers or {})
+
+
+def status_of(exc: errors.ExpStoreError) -> int:
+    """Return the status of an error."""
+    if isinstance(exc, Refusal):
+        return exc.status
+    known = KINDS.get(exc.kind)
+    return known or next(STATUS[kind] for kind in type(exc).__mro__ if kind in STATUS)
+
+
+def answer(status: int, kind: str, message: str, hint: str = "", headers: Any = None) -> Response:
+    """Return an error in the one form that all of them have."""
+    more = dict(headers or {})
+    if status in _AGAIN and kind in ("not_ready", "busy", "too_many"):
+        more.setdefault("Retry-After", str(_AGAIN[status]))
+    body = {"error": {"kind": kind, "message": message, "hint": hint}}
+    return JSONResponse(body, status, more)
+
+
+def _of_tree(request: Request, exc: Exception) -> Response:
+    assert isinstance(exc, errors.ExpStoreError)
+    status = status_of(exc)
+    headers = exc.headers if isinstance(exc, Refusal) else None
+    if status == 500:
+        _log.error("request %s: %s", request.scope.get("request_id", "-"), exc)
+        message = "the store cannot be read or written; the server's log says more"
+        return answer(status, exc.kind, message)
+    return answer(status, exc.kind, exc.message, exc.hint, headers)
+
+
+def _of_framework(request: Request, exc: Exception) -> Response:
+    assert isinstance(exc, HTTPException)
+    kind = _WORDS.get(exc.status_code, HTTPStatus(exc.status_code).phrase.lower().replace(" ", "_"))
+    return answer(exc.status_code, kind, str(exc.detail), headers=exc.headers)
+
+
+def _of_request(request: Request, exc: Exception) -> Response:
+    assert isinstance(exc, RequestValidationError)
+    first = exc.errors()[0]
+    where = ".".join(str(part) for part in first.get("loc", ())[1:])
+    text = str(first.get("msg", "it cannot be read"))
+    return answer(422, "request", f"{where}: {text}" if where else text, "see /docs")
+
+
+def _of_others(request: Request, exc: Exception) -> Response:
+    # Starlette raises it again behind this answer, and the server logs the traceback.
+    return answer(500, "internal", "the server failed; its log says more")
+
+
+def install(app: FastAPI) -> None:
+    """Have an application answer with errors of the one form."""
+    app.add_exception_handler(errors.ExpStoreError, _of_tree)
+    app.add_exception_handler(HTTPException, _of_framework)
+    app.add_exception_handler(RequestValidationError, _of_request)
+    app.add_exception_handler(Exception, _of_others)

@@ -1,0 +1,158 @@
+"""Rows as requests bring them and answers take them away: Arrow streams or JSON, TensorDicts inside.
+
+Used by the routes, in threads of their own. A body is looked at whole before anything is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from fastapi.responses import Response
+from tensordict import TensorDictBase
+
+from expstore.api.bodies import ARROW, arrow_answer, json_answer, load_json, to_json
+from expstore.api.failures import Refusal
+from expstore.api.stores import Served
+from expstore.codec import Codec, Coded, columns_of, join_columns, meaning_of
+from expstore.errors import SchemaError
+from expstore.framing import read_batches, write_stream
+from expstore.schema import Field
+from expstore.types import key_name
+
+__all__ = ["answer_rows", "checked_ids", "encode_rows", "taken_rows"]
+
+
+def taken_rows(served: Served, kind: str, body: bytearray, *, rows: int) -> TensorDictBase:
+    """Return the rows of a body.
+
+    Args:
+        served: The store they are for.
+        kind: The body's type.
+        body: The body.
+        rows: At most so many.
+
+    Raises:
+        SchemaError: They are not rows of this store.
+        Refusal: 400: it cannot be read at all.
+    """
+    if kind == ARROW:
+        return _from_arrow(served, body, rows)
+    return _from_json(served.codec, load_json(body), rows)
+
+
+def _from_arrow(served: Served, body: bytearray, rows: int) -> TensorDictBase:
+    schema = served.rb.schema
+    coded = Coded(schema) if schema is not None else None
+
+    def check(arrow_schema: Any) -> None:
+        nonlocal coded
+        if coded is not None:
+            _check_fields(served.codec, arrow_schema)
+        told = meaning_of(arrow_schema)
+        coded = Coded(coded.schema if coded else told.schema, told.batch_size, told.names)
+
+    _, batches = read_batches(body, check, rows=rows)
+    assert coded is not None
+    codec = served.codec if coded.schema is schema else Codec(coded.schema)
+    if not batches:
+        raise SchemaError("the body has no rows", kind="empty", hint="send at least one batch")
+    parts = [codec.decode(batch, body) for batch in batches]
+    columns = parts[0] if len(parts) == 1 else [join_columns(column) for column in zip(*parts, strict=True)]
+    return codec.build(columns, coded.batch_size, coded.names)
+
+
+def _check_fields(codec: Codec, arrow_schema: Any) -> None:
+    """Look whether a body has the fields of the store; late ones may be missing."""
+    codec.check(arrow_schema)
+
+
+def _from_json(codec: Codec, data: Any, rows: int) -> TensorDictBase:
+    if not isinstance(data, Mapping) or not data:
+        raise SchemaError("the body is no object of columns", hint=f"send lists of {', '.join(codec.names)}")
+    unknown, missing = set(data) - set(codec.names), set(codec.names) - set(data)
+    if unknown or missing:
+        trouble = (
+            f"misses {min(missing)!r}" if missing else f"has {min(unknown)!r}, which is none of the fields"
+        )
+        raise SchemaError(f"the body {trouble}", hint=f"send {', '.join(codec.names)}")
+    columns = [
+        _column_of(entry, data[name]) for name, entry in zip(codec.names, codec.schema.fields, strict=True)
+    ]
+    counts = {len(column) for column in columns}
+    if len(counts) != 1:
+        raise SchemaError(f"the columns have {', '.join(map(str, sorted(counts)))} rows")
+    if max(counts) > rows:
+        raise SchemaError(f"the body has more than {rows:,} rows", kind="too_large")
+    return codec.build(columns)
+
+
+def _column_of(entry: Field, values: Any) -> Any:
+    """Return a column that JSON has; no value is changed by it.
+
+    Raises:
+        SchemaError: They are not values of the field.
+    """
+    name = key_name(entry.key)
+    if not isinstance(values, list):
+        raise SchemaError(f"column {name!r} is no list", hint="send one value per row")
+    if entry.variable:
+        raise SchemaError(f"field {name!r} has no fixed size", hint="send an Arrow stream")
+    if entry.dtype in ("bfloat16", "complex64"):
+        raise SchemaError(f"field {name!r} is {entry}, which JSON has not", hint="send an Arrow stream")
+    try:
+        found = np.array(values)
+    except ValueError:
+        raise SchemaError(
+            f"column {name!r} has rows of different shapes", hint=f"the field is {entry}"
+        ) from None
+    wanted = entry.numpy_dtype
+    if found.size == 0:
+        found = found.astype(wanted)
+    if found.dtype.kind not in "biuf" or (found.dtype.kind == "b") != (wanted.kind == "b"):
+        raise SchemaError(f"column {name!r} holds no {entry.dtype}", hint=f"the field is {entry}")
+    if found.dtype.kind == "f" and wanted.kind in "iu":
+        raise SchemaError(f"column {name!r} holds fractions", hint=f"the field is {entry}")
+    with np.errstate(over="ignore", invalid="ignore"):
+        column = found.astype(wanted)
+    # A float may be rounded, as it is everywhere; out of range is another value.
+    same = np.isfinite(column) == np.isfinite(found) if wanted.kind == "f" else column == found
+    if not np.all(same):
+        raise SchemaError(f"column {name!r} has values that {entry.dtype} has not")
+    if entry.shape == (1,) and column.ndim == 1:
+        column = column[:, None]
+    if column.shape[1:] != entry.shape:
+        raise SchemaError(
+            f"column {name!r} has rows of shape {list(column.shape[1:])}", hint=f"the field is {entry}"
+        )
+    return column
+
+
+def encode_rows(data: TensorDictBase, **about: Any) -> Any:
+    """Return rows as a record batch, with what they are in its schema's metadata."""
+    schema, columns = columns_of(data)
+    codec = Codec(schema)
+    names = data.names if data.ndim and data._has_names() else ()
+    return codec.encode(columns, codec.arrow_schema(data.batch_size, names, **about))
+
+
+def answer_rows(data: TensorDictBase, kind: str, compression: str | None = None, **about: Any) -> Response:
+    """Return rows as an answer of the type that the client wants."""
+    batch = encode_rows(data, **about)
+    if kind == ARROW:
+        return arrow_answer(write_stream(batch, compression=compression))
+    return json_answer({"rows": to_json(batch), **about})
+
+
+def checked_ids(ids: Any) -> torch.Tensor:
+    """Return ids as a request has them. Shape `(n,)`, int64.
+
+    Raises:
+        Refusal: 422: they are none.
+    """
+    values = np.asarray(ids)
+    if values.ndim != 1 or (values.size and values.dtype.kind not in "iu"):
+        raise Refusal(422, "ids are a list of whole numbers")
+    return torch.from_numpy(values.astype(np.int64))

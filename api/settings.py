@@ -1,0 +1,54 @@
+"""What a server is told when it is made: frozen, and read from nowhere but its arguments.
+
+Used by everything in the package. It does nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+__all__ = ["Settings"]
+
+MiB = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Say what is served, to whom, and within which limits.
+
+    Args:
+        path: A store, or a folder of stores; a store's name is its folder's, without `.exp`.
+        read_only: Stores are followed, and nothing is written.
+        token: Who bears it may read and write; None: anybody may, which only a loopback address allows.
+        read_token: Who bears it may read.
+        hosts: Names by which the server may be called, beside those of the loopback.
+        sql: Whether SQL may be asked.
+        max_body: Bytes of a request's body.
+        max_rows: Rows of a request, and of an answer that is no stream.
+        body_seconds: How long a body may take to come, and each part of it a tenth of that.
+        head_seconds: How long the head of a request may take to come.
+        concurrency: How many requests are worked on at once, for each store; as many may wait.
+        rate: Requests per second of one client, on average; None: any number.
+        sql_seconds: How long a statement may run.
+        sql_rows: Rows of its answer.
+        wait_seconds: The longest that `sample` waits for rows.
+        shutdown_seconds: How long requests may take to end after the server was told to.
+    """
+
+    path: Path
+    read_only: bool = False
+    token: bytes | None = field(default=None, repr=False)
+    read_token: bytes | None = field(default=None, repr=False)
+    hosts: tuple[str, ...] = ()
+    sql: bool = True
+    max_body: int = 256 * MiB
+    max_rows: int = 1_000_000
+    body_seconds: float = 60.0
+    head_seconds: float = 10.0
+    concurrency: int = 64
+    rate: float | None = None
+    sql_seconds: float = 3.0
+    sql_rows: int = 10_000
+    wait_seconds: float = 60.0
+    shutdown_seconds: float = 5.0

@@ -1,0 +1,198 @@
+"""The stores that a server has: found by name below one folder, opened once, closed with it.
+
+Used by the routes, through `served`. Names never lead out of the folder; files are touched by the library
+alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import anyio.to_thread
+from anyio import CapacityLimiter
+
+import expstore
+from expstore.api.failures import Refusal
+from expstore.api.settings import Settings
+from expstore.codec import Codec
+from expstore.errors import ExpStoreError, NotFoundError, StateError
+from expstore.files import ReadingDisk
+from expstore.manifest import MANIFEST
+from expstore.tensordictbuffers import TensorDictReplayBuffer
+
+__all__ = ["Served", "Stores"]
+
+_log = logging.getLogger("expstore.api")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+_SUFFIX = ".exp"
+_Answer = TypeVar("_Answer")
+
+
+class Served:
+    """One open store, and how many requests are at it.
+
+    Threads: routes run what they do in threads of their own, by `run`.
+
+    Args:
+        name: Its name.
+        rb: The buffer.
+        settings: The server's.
+    """
+
+    def __init__(self, name: str, rb: TensorDictReplayBuffer, settings: Settings) -> None:
+        self.name, self.rb = name, rb
+        self._settings = settings
+        self._turns = CapacityLimiter(settings.concurrency)
+        self._codec: Codec | None = None
+
+    async def run(self, act: Callable[[], _Answer]) -> _Answer:
+        """Run what takes a while in a thread; who comes when too many wait already is refused.
+
+        Raises:
+            Refusal: 503.
+        """
+        if self._turns.statistics().tasks_waiting >= self._settings.concurrency:
+            raise Refusal(503, f"too many requests wait for store {self.name!r}", hint="ask again later")
+        return await anyio.to_thread.run_sync(act, limiter=self._turns)
+
+    @property
+    def generation(self) -> int:
+        """How often the store has been opened for writing: ids are one row's for ever within one."""
+        storage = self.rb.storage
+        assert hasattr(storage, "manifest")
+        return int(storage.manifest.generation)
+
+    @property
+    def codec(self) -> Codec:
+        """How its rows are sent.
+
+        Raises:
+            StateError: No rows have come yet, so there are no fields.
+        """
+        schema = self.rb.schema
+        if schema is None:
+            raise StateError(f"store {self.name!r} has no fields yet", hint="extend it first")
+        known = self._codec
+        if known is None or known.schema is not schema:
+            known = self._codec = Codec(schema)
+        return known
+
+
+class Stores:
+    """Open stores when they are first asked for.
+
+    Threads: any number may ask.
+
+    Args:
+        settings: The server's.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._lock = threading.Lock()
+        self._open: dict[str, Served] = {}
+        self._closed = False
+        self._disk = ReadingDisk()
+        self.single = self._is_store(settings.path) or settings.path.suffix == _SUFFIX
+
+    @property
+    def root(self) -> Path:
+        """The folder in which stores lie."""
+        path = self._settings.path
+        return path.parent if self.single else path
+
+    def names(self) -> list[str]:
+        """Return the names of all stores that are there."""
+        if self.single:
+            return [_name_of(self._settings.path)]
+        found = [self.root / name for name in self._disk.names(self.root)]
+        return sorted(_name_of(path) for path in found if self._is_store(path))
+
+    def known(self, name: str) -> Served | None:
+        """Return a store that is open; None: it has to be opened first, or there is none."""
+        return self._open.get(name)
+
+    def served(self, name: str) -> Served:
+        """Return a store, opened.
+
+        Raises:
+            NotFoundError: There is none of this name.
+            LockedError: Another process writes to it.
+        """
+        with self._lock:
+            if name not in self._open:
+                path = self._path(name)
+                self._open[name] = self._opened(name, path)
+            return self._open[name]
+
+    def create(self, name: str, options: dict[str, Any]) -> Served:
+        """Make a store, and open it.
+
+        Raises:
+            StateError: There is one of this name, or none can be made here.
+            Refusal: 400: that is no name.
+        """
+        if self.single:
+            raise StateError("this server has one store", hint="serve a folder to make more")
+        if not _NAME.fullmatch(name) or ".." in name or name.endswith(_SUFFIX):
+            raise Refusal(400, f"{name[:120]!r} is no name of a store", kind="name",
+                          hint="letters, digits, '.', '_' and '-', at most 100")  # fmt: skip
+        with self._lock:
+            if name in self._open or self._found(name) is not None:
+                raise StateError(f"there is a store {name!r}", kind="exists", hint="take another name")
+            path = self.root / f"{name}{_SUFFIX}"
+            self._open[name] = self._opened(name, path, mode="x", **options)
+            return self._open[name]
+
+    def open_now(self) -> list[Served]:
+        """Return the stores that are open."""
+        return list(self._open.values())
+
+    def close(self) -> None:
+        """Flush and close all of them; a failure of one is logged, and keeps no other from it."""
+        with self._lock:
+            self._closed = True
+            for served in self._open.values():
+                try:
+                    served.rb.close()
+                except ExpStoreError as exc:
+                    _log.error("store %s: %s", served.name, exc)
+
+    def _opened(self, name: str, path: Path, **options: Any) -> Served:
+        if self._closed:
+            raise Refusal(503, "the server is being shut down")
+        options.setdefault("mode", "r" if self._settings.read_only else "a")
+        return Served(name, expstore.open(path, **options), self._settings)
+
+    def _path(self, name: str) -> Path:
+        if self.single:
+            if name != _name_of(self._settings.path):
+                raise _unknown(name)
+            return self._settings.path
+        path = self._found(name) if _NAME.fullmatch(name) and ".." not in name else None
+        if path is None:
+            raise _unknown(name)
+        return path
+
+    def _found(self, name: str) -> Path | None:
+        for path in (self.root / f"{name}{_SUFFIX}", self.root / name):
+            if self._is_store(path):
+                return path
+        return None
+
+    def _is_store(self, path: Path) -> bool:
+        """Say whether a store lies there, and not behind a link, which could lead anywhere."""
+        return not self._disk.is_link(path) and self._disk.exists(path / MANIFEST)
+
+
+def _name_of(path: Path) -> str:
+    return path.name.removesuffix(_SUFFIX)
+
+
+def _unknown(name: str) -> NotFoundError:
+    return NotFoundError(f"there is no store {name[:120]!r}", hint="GET /v1/stores lists them")

@@ -1,0 +1,143 @@
+"""Routes that change stores: make one, add rows, set priorities, flush.
+
+Used by the application unless it only reads.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import anyio.to_thread
+import torch
+from fastapi import APIRouter, Query, Request
+from pydantic import BaseModel, Field
+
+from expstore.api.access import ARROW_BODY, Known, Limits, Store, problems
+from expstore.api.bodies import content_type, read_body
+from expstore.api.failures import Refusal
+from expstore.api.rows import checked_ids, taken_rows
+from expstore.api.stores import Served
+
+router = APIRouter(tags=["writing"])
+
+
+class Written(BaseModel):
+    """What became of rows: ids are one row's for ever within a generation of the store."""
+
+    first_id: int | None = Field(description="Of the first row that was taken in; null: none was.")
+    count: int = Field(description="How many were; those after the first have the ids that follow.")
+    generation: int
+
+
+class NewStore(BaseModel):
+    """What a new store is to be."""
+
+    model_config = {"extra": "forbid"}
+
+    capacity: int | None = Field(None, ge=1, le=1 << 40, description="Most readable rows; null: no bound.")
+    fields: dict[str, Any] | None = Field(
+        None,
+        description="Types by key: a dtype, or a dtype and a row shape, null where rows differ. Without it "
+        "the first batch fixes them.",
+        examples=[{"observation": ["float32", [4]], "action": "int64", "next.reward": ["float32", [1]]}],
+    )
+    storage: str | None = Field(None, pattern="^(zarr|arrow)$")
+    seed: int | None = Field(None, ge=0, lt=1 << 63)
+    meta: dict[str, Any] | None = None
+
+
+class Created(BaseModel):
+    """A store that was made."""
+
+    name: str
+
+
+@router.put("/stores/{name}", status_code=201, responses=problems())
+async def create(stores: Known, name: str, asked: NewStore) -> Created:
+    """Make a store."""
+    options: dict[str, Any] = {
+        key: value
+        for key in ("capacity", "storage", "seed", "meta")
+        if (value := getattr(asked, key)) is not None
+    }
+    if asked.fields is not None:
+        options["schema"] = {
+            tuple(key.split(".")): _type_of(key, value) for key, value in asked.fields.items()
+        }
+    await anyio.to_thread.run_sync(lambda: stores.create(name, options))
+    return Created(name=name)
+
+
+def _type_of(key: str, value: Any) -> Any:
+    if isinstance(value, str):
+        return {"string": str, "binary": bytes}.get(value, value)
+    shaped = isinstance(value, list) and len(value) == 2 and isinstance(value[0], str)
+    if not shaped or not isinstance(value[1], list):
+        raise Refusal(
+            422, f"field {key!r}: give a dtype, or a dtype and a row shape, such as ['float32', [4]]"
+        )
+    return value[0], tuple(value[1])
+
+
+@router.post("/stores/{name}/extend", responses=problems(408, 413, 415, 507), openapi_extra=ARROW_BODY)
+async def extend(
+    request: Request,
+    store: Store,
+    limits: Limits,
+    source: Annotated[str | None, Query(max_length=200, description="Name of the stream.")] = None,
+) -> Written:
+    """Append rows, all of them or none: an Arrow stream, or JSON with a list per column."""
+    kind = content_type(request)
+    body = await read_body(request, limits)
+    return await store.run(lambda: _extended(store, kind, body, source, limits.max_rows))
+
+
+@router.post("/stores/{name}/add", responses=problems(408, 413, 415, 507), openapi_extra=ARROW_BODY)
+async def add(
+    request: Request,
+    store: Store,
+    limits: Limits,
+    source: Annotated[str | None, Query(max_length=200, description="Name of the stream.")] = None,
+) -> Written:
+    """Append one row: an Arrow stream, or JSON with a list of one value per column."""
+    kind = content_type(request)
+    body = await read_body(request, limits)
+    return await store.run(lambda: _extended(store, kind, body, source, 1))
+
+
+def _extended(store: Served, kind: str, body: bytearray, source: str | None, rows: int) -> Written:
+    data = taken_rows(store, kind, body, rows=rows)
+    ids = store.rb.extend(data, source=source, return_ids=True)
+    kept = ids[ids > 0]
+    first = int(kept.min()) if kept.numel() else None
+    return Written(first_id=first, count=kept.numel(), generation=store.generation)
+
+
+class Priorities(BaseModel):
+    """Priorities of rows, by id."""
+
+    model_config = {"extra": "forbid"}
+
+    ids: list[int] = Field(max_length=1_000_000)
+    priorities: list[float] = Field(max_length=1_000_000)
+
+
+class Updated(BaseModel):
+    """How many rows were still there."""
+
+    updated: int
+
+
+@router.post("/stores/{name}/priorities", responses=problems(408, 413, 415))
+async def priorities(store: Store, asked: Priorities) -> Updated:
+    """Set priorities of rows that are still there."""
+    ids = checked_ids(asked.ids)
+    values = torch.tensor(asked.priorities, dtype=torch.float64)
+    return Updated(updated=await store.run(lambda: store.rb.update_priority(id=ids, priority=values)))
+
+
+@router.post("/stores/{name}/flush", responses=problems(507))
+async def flush(store: Store) -> dict[str, str]:
+    """Bring everything to the disk: what is acknowledged now survives a power cut."""
+    await store.run(store.rb.flush)
+    return {"status": "ok"}

@@ -1,0 +1,344 @@
+"""Rows as Arrow record batches and back: what the HTTP layer and its client send one another.
+
+A field is one column, named by its key's parts with dots between. A row of one value is a plain number; other
+shapes are Arrow's `fixed_shape_tensor`, the one extension type; complex64 has a last dim of two float32,
+bfloat16 is widened to float32. Rows without a fixed size have the type of their segments. What Arrow's types
+do not say stands in the schema's metadata under `expstore`, as JSON: key, dtype and shape of each field, and
+the batch size; whoever does not know it reads the rows all the same. It touches no files and no sockets.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from tensordict import TensorDict, TensorDictBase
+
+from expstore import forms
+from expstore.arrowtypes import to_type, type_text
+from expstore.batches import Builder
+from expstore.errors import CorruptionError, SchemaError
+from expstore.schema import ARROW, DTYPES, OBJECT, Field, Schema
+from expstore.types import Array, Key, key_name
+
+__all__ = ["Codec", "Coded", "columns_of", "join_columns", "meaning_of", "plain_values"]
+
+_ABOUT = b"expstore"
+_FORMAT = 1
+#: Arrow's type of one value of a dtype.
+_ARROW: dict[str, Any] = {
+    name: pa.from_numpy_dtype(dtype) for name, dtype in DTYPES.items() if dtype.kind in "biuf"
+} | {"bfloat16": pa.float32(), "complex64": pa.float32()}
+_NAMES = {kind: name for name, kind in _ARROW.items() if name not in ("bfloat16", "complex64")}
+_LAYOUT = forms.Layout(typed=True)
+
+
+@dataclass(frozen=True)
+class Coded:
+    """Say what the columns of a record batch are.
+
+    Args:
+        schema: The fields.
+        batch_size: Of the batch; () where nothing says so: as many rows as there are.
+        names: Of its dims.
+        about: More facts that came with it.
+    """
+
+    schema: Schema
+    batch_size: tuple[int, ...] = ()
+    names: tuple[str | None, ...] = ()
+    about: Mapping[str, Any] | None = None
+
+
+def columns_of(data: TensorDictBase) -> tuple[Schema, list[Any]]:
+    """Return the fields of a batch, and their values, all batch dims in one.
+
+    Args:
+        data: Rows; on any device.
+
+    Returns:
+        The fields, and a column each. Shapes `(n, *row shape)`; of rows without a fixed size pyarrow Arrays.
+
+    Raises:
+        SchemaError: An entry cannot be sent.
+    """
+    flat = data if data.ndim == 1 else data.reshape(-1)
+    batch = forms.take(flat, _LAYOUT)
+    schema = Schema.infer(batch.signature())
+    if schema.objects:
+        raise SchemaError(
+            f"field {key_name(schema.objects[0])!r} holds objects, which are not sent",
+            hint="send tensors, text, bytes, numbers, lists and dicts of them",
+        )
+    return schema, batch.columns(schema)
+
+
+class Codec:
+    """Turn rows of one schema into record batches and back.
+
+    Threads may share one.
+
+    Args:
+        schema: The fields.
+
+    Raises:
+        SchemaError: Two fields would be columns of the same name.
+    """
+
+    def __init__(self, schema: Schema) -> None:
+        self.schema = schema
+        names = [key_name(entry.key) for entry in schema.fields]
+        twice = {name for name in names if names.count(name) > 1}
+        if twice:
+            raise SchemaError(
+                f"two fields would be columns called {min(twice)!r}", hint="name one of them otherwise"
+            )
+        self.names = names
+        self._types = [_type_of(entry) for entry in schema.fields]
+        self._builder = Builder(schema)
+
+    def arrow_schema(
+        self, batch_size: Sequence[int] = (), names: Sequence[str | None] = (), **about: Any
+    ) -> Any:
+        """Return the schema of record batches.
+
+        Args:
+            batch_size: Of the batch, if it is not just rows.
+            names: Of its dims.
+            about: More facts; what JSON can keep.
+        """
+        facts = {"format": _FORMAT, "fields": self.schema.to_json(), **about}
+        if len(batch_size) > 1 or any(names):
+            facts |= {"batch_size": list(batch_size), "names": list(names)}
+        fields = [
+            pa.field(name, kind, nullable=entry.variable)
+            for name, kind, entry in zip(self.names, self._types, self.schema.fields, strict=True)
+        ]
+        return pa.schema(fields, metadata={_ABOUT: json.dumps(facts).encode()})
+
+    @cached_property
+    def plain_schema(self) -> Any:
+        """The schema of record batches that are just rows."""
+        return self.arrow_schema()
+
+    def encode(self, columns: Sequence[Any], arrow_schema: Any = None) -> Any:
+        """Return rows as a record batch, which may share their memory.
+
+        Args:
+            columns: In the schema's order. Shapes `(n, *row shape)`.
+            arrow_schema: As `arrow_schema` has made it; None: just rows.
+        """
+        arrays = [
+            _to_arrow(entry, kind, column)
+            for entry, kind, column in zip(self.schema.fields, self._types, columns, strict=True)
+        ]
+        return pa.RecordBatch.from_arrays(arrays, schema=arrow_schema or self.plain_schema)
+
+    def decode(self, batch: Any, memory: Any = None) -> list[Any]:
+        """Return the columns of a record batch, in the schema's order.
+
+        Args:
+            batch: With the columns of `check`.
+            memory: The writable memory that holds the batch: what is returned are views of it. None: copies.
+
+        Returns:
+            Shapes `(n, *row shape)`; pyarrow Arrays of rows without a fixed size.
+
+        Raises:
+            SchemaError: A value is missing, or no bfloat16.
+        """
+        base = None if memory is None else np.frombuffer(memory, np.uint8)
+        found = batch.schema.names
+        return [
+            _from_arrow(entry, batch.column(found.index(name)), base)
+            for name, entry in zip(self.names, self.schema.fields, strict=True)
+        ]
+
+    def check(self, arrow_schema: Any) -> None:
+        """Look whether record batches of this schema have the fields, each of its type.
+
+        Raises:
+            SchemaError: They have not; the message names one.
+        """
+        found = list(arrow_schema.names)
+        if sorted(found) != sorted(self.names):
+            missing, surplus = set(self.names) - set(found), set(found) - set(self.names)
+            trouble = [f"misses {min(missing)!r}"] if missing else []
+            trouble += [f"has {min(surplus)!r}, which is none"] if surplus else []
+            trouble = trouble or ["has a column twice"]
+            raise SchemaError(
+                f"the body {' and '.join(trouble)} of the fields", hint=f"send {', '.join(self.names)}"
+            )
+        for name, kind, entry in zip(self.names, self._types, self.schema.fields, strict=True):
+            got = arrow_schema.field(name).type
+            if _plain(got, entry) != _plain(kind, entry):
+                raise SchemaError(f"column {name!r} is {got}", hint=f"the field is {entry}: send {kind}")
+
+    def build(
+        self, columns: Sequence[Any], batch_size: Sequence[int] = (), names: Sequence[str | None] = ()
+    ) -> TensorDict:
+        """Return columns as a TensorDict that shares their memory.
+
+        Args:
+            columns: In the schema's order. Shapes `(n, *row shape)`.
+            batch_size: Of the result; (): `(n,)`.
+            names: Of its dims.
+
+        Raises:
+            SchemaError: There are not as many rows as the batch size says.
+        """
+        count = len(columns[0])
+        size = torch.Size(batch_size or (count,))
+        if size.numel() != count:
+            raise SchemaError(f"the batch size is {list(size)}, and there are {count} rows")
+        if len(size) > 1:
+            columns = [
+                column.reshape(*size, *entry.shape) if isinstance(column, np.ndarray) else column
+                for column, entry in zip(columns, self.schema.fields, strict=True)
+            ]
+        built = self._builder.build(columns, size, {})
+        if any(names):
+            built.names = list(names)
+        return built
+
+
+def join_columns(parts: Sequence[Any]) -> Any:
+    """Return columns one behind another as one."""
+    return np.concatenate(parts) if isinstance(parts[0], np.ndarray) else pa.concat_arrays(parts)
+
+
+def plain_values(batch: Any) -> dict[str, list[Any]]:
+    """Return a record batch as lists of Python's values, by the names of its columns."""
+    found = {}
+    for name, column in zip(batch.schema.names, batch.columns, strict=True):
+        tensors = isinstance(column, pa.FixedShapeTensorArray)
+        found[name] = column.to_numpy_ndarray().tolist() if tensors else column.to_pylist()
+    return found
+
+
+def meaning_of(arrow_schema: Any) -> Coded:
+    """Return what the columns of a record batch are: by its metadata, or else by names and types.
+
+    Raises:
+        SchemaError: A column is of a type that no field has, or the metadata does not fit the columns.
+    """
+    text = (arrow_schema.metadata or {}).get(_ABOUT)
+    if text is None:
+        return Coded(Schema([_field_of(entry.name, entry.type) for entry in arrow_schema]))
+    try:
+        facts = json.loads(text)
+        if int(facts["format"]) > _FORMAT:
+            raise SchemaError(
+                f"the rows are in format {facts['format']}, this version reads format {_FORMAT}",
+                hint="take a newer expstore at this end",
+            )
+        schema = Schema.from_json(facts["fields"])
+        size = tuple(int(part) for part in facts.get("batch_size", ()))
+        names = tuple(None if name is None else str(name) for name in facts.get("names", ()))
+        if any(part < 0 for part in size) or len(names) not in (0, len(size)):
+            raise ValueError(f"a batch of size {size} with dims {names}")
+    except (ValueError, KeyError, TypeError, CorruptionError) as exc:
+        if isinstance(exc, SchemaError):
+            raise
+        raise SchemaError(f"what the metadata says of the columns cannot be read: {exc}") from exc
+    Codec(schema).check(arrow_schema)
+    return Coded(schema, size, names, facts)
+
+
+def _type_of(entry: Field) -> Any:
+    """Return the Arrow type of a field's column."""
+    if entry.dtype == OBJECT:
+        raise SchemaError(f"field {key_name(entry.key)!r} holds objects, which are not sent")
+    if entry.variable:
+        return to_type(entry.arrow)
+    kind = _ARROW[entry.dtype]
+    shape = (*entry.shape, 2) if entry.dtype == "complex64" else entry.shape
+    return kind if shape in ((), (1,)) else pa.fixed_shape_tensor(kind, shape)
+
+
+def _field_of(name: str, kind: Any) -> Field:
+    """Return the field that a column of somebody else's is."""
+    key: Key = tuple(name.split("."))
+    shape: tuple[int, ...] = ()
+    plain = kind
+    if isinstance(plain, pa.FixedShapeTensorType):
+        plain, shape = plain.value_type, tuple(plain.shape)
+    while pa.types.is_fixed_size_list(plain):
+        plain, shape = plain.value_type, (*shape, plain.list_size)
+    if plain in _NAMES:
+        return Field(key, _NAMES[plain], shape)
+    if isinstance(plain, pa.BaseExtensionType) or shape:
+        raise SchemaError(f"column {name!r} is of type {kind}, which no field has")
+    return Field(key, ARROW, (), type_text(kind))
+
+
+def _plain(kind: Any, entry: Field) -> Any:
+    """Return a type as far as it matters: (value type, values per row), or of others the type."""
+    count = 1
+    if entry.variable:
+        return kind
+    if isinstance(kind, pa.FixedShapeTensorType):
+        kind = kind.storage_type
+    while pa.types.is_fixed_size_list(kind):
+        count, kind = count * kind.list_size, kind.value_type
+    return kind, count
+
+
+def _to_arrow(entry: Field, kind: Any, column: Any) -> Any:
+    if entry.variable:
+        return column if column.type == kind else column.cast(kind)
+    flat = np.ascontiguousarray(column).reshape(-1)
+    if entry.dtype == "bfloat16":
+        flat = (flat.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    elif entry.dtype == "complex64":
+        flat = flat.view(np.float32)
+    values = pa.array(flat)
+    if not isinstance(kind, pa.FixedShapeTensorType):
+        return values
+    storage = pa.FixedSizeListArray.from_arrays(values, kind.storage_type.list_size)
+    return pa.ExtensionArray.from_storage(kind, storage)
+
+
+def _from_arrow(entry: Field, array: Any, base: Array | None) -> Any:
+    if entry.variable:
+        return array.combine_chunks() if isinstance(array, pa.ChunkedArray) else array
+    count = len(array)
+    while True:
+        if array.null_count:
+            raise SchemaError(f"column {key_name(entry.key)!r} has rows without a value")
+        if isinstance(array, pa.ExtensionArray):
+            array = array.storage
+        elif pa.types.is_fixed_size_list(array.type):
+            array = array.flatten()
+        else:
+            break
+    values = _values(array, base)
+    if entry.dtype == "bfloat16":
+        bits = values.view(np.uint32)
+        if (bits & np.uint32(0xFFFF)).any():
+            raise SchemaError(
+                f"column {key_name(entry.key)!r} has values that bfloat16 has not", hint="round them first"
+            )
+        values = (bits >> np.uint32(16)).astype(np.uint16)
+    elif entry.dtype == "complex64":
+        values = values.view(np.complex64)
+    return values.reshape(count, *entry.shape)
+
+
+def _values(array: Any, base: Array | None) -> Array:
+    """Return plain values as an array that can be written to."""
+    if pa.types.is_boolean(array.type):  # one bit each in Arrow
+        spread: Array = array.to_numpy(zero_copy_only=False)
+        return spread
+    values: Array = array.to_numpy()
+    if base is None or not values.size:
+        return values.copy()
+    offset = values.ctypes.data - base.ctypes.data
+    inside: Array = base[offset : offset + values.nbytes].view(values.dtype)
+    return inside

@@ -1,0 +1,144 @@
+"""Arrow IPC streams, message by message: what comes from strangers is checked before it is read.
+
+Used by the codec's callers at both ends of a connection. It knows frames, not fields.
+
+Arrow's own reader takes a stream that was cut between two messages for a whole one, unpacks what is packed
+inside, and trusts lengths; so the end mark, the kinds of messages and each batch's buffers are looked at here
+(https://arrow.apache.org/docs/format/Columnar.html: "Encapsulated message format", "IPC Streaming Format").
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import pyarrow as pa
+
+from expstore.errors import SchemaError
+
+__all__ = ["END", "HEAD_BYTES", "body_size", "read_batches", "write_stream"]
+
+#: What ends a stream.
+END = b"\xff\xff\xff\xff\x00\x00\x00\x00"
+#: What comes before a message: the mark, and the length of its metadata.
+HEAD_BYTES = 8
+#: Most metadata of a schema, and of a batch: deeply nested ones would overflow the stack of Arrow's reader.
+_SCHEMA_BYTES = 64 * 1024
+_BATCH_BYTES = 1024 * 1024
+
+
+def _bad(reason: str, hint: str = "") -> SchemaError:
+    return SchemaError(
+        f"the body is no Arrow IPC stream that can be taken: {reason}", kind="arrow", hint=hint
+    )
+
+
+def write_stream(batch: Any, *, compression: str | None = None) -> Any:
+    """Return a record batch as a whole stream: schema, batch, end mark. A pyarrow Buffer."""
+    sink = pa.BufferOutputStream()
+    options = pa.ipc.IpcWriteOptions(compression=compression)
+    with pa.ipc.new_stream(sink, batch.schema, options=options) as writer:
+        writer.write_batch(batch)
+    return sink.getvalue()
+
+
+def read_batches(body: Any, check: Callable[[Any], None], *, rows: int) -> tuple[Any, list[Any]]:
+    """Return the schema and the record batches of a stranger's stream.
+
+    Args:
+        body: The bytes; batches are views of them.
+        check: Is given the schema before any batch is looked at, and raises if it will not do.
+        rows: At most so many.
+
+    Raises:
+        SchemaError: It is no such stream, ends early, goes on after its end, holds other messages than
+            batches, packed buffers, or lengths that do not fit one another.
+    """
+    view = memoryview(body)
+    source = pa.BufferReader(pa.py_buffer(body))
+    schema, batches, count = None, [], 0
+    while True:
+        at = source.tell()
+        size = _metadata_size(view, at)
+        if size == 0:
+            if len(view) != at + HEAD_BYTES:
+                raise _bad(f"{len(view) - at - HEAD_BYTES} bytes follow its end mark")
+            break
+        if size > (_SCHEMA_BYTES if schema is None else _BATCH_BYTES):
+            raise _bad(f"a message has {size} bytes of metadata")
+        try:
+            message = pa.ipc.read_message(source)
+            if schema is None:
+                schema = pa.ipc.read_schema(message)
+                check(schema)
+                continue
+            _check_message(message)
+            batch = pa.ipc.read_record_batch(message, schema)
+            batch.validate(full=True)
+        except (pa.ArrowException, EOFError, OSError, ValueError) as exc:
+            if isinstance(exc, SchemaError):
+                raise
+            raise _bad(str(exc).splitlines()[0][:200] if str(exc) else type(exc).__name__) from exc
+        count += batch.num_rows
+        if count > rows:
+            raise SchemaError(
+                f"the body has more than {rows:,} rows", kind="too_large", hint="send them in several calls"
+            )
+        batches.append(batch)
+    if schema is None:
+        raise _bad("it has no schema")
+    return schema, batches
+
+
+def _metadata_size(view: memoryview, at: int) -> int:
+    """Return how many bytes of metadata the message at `at` has; 0: the stream ends there."""
+    if len(view) < at + HEAD_BYTES:
+        raise _bad("it has no end mark, so rows may be missing", "close the writer before you send")
+    mark, size = struct.unpack_from("<Ii", view, at)
+    if mark != 0xFFFFFFFF or size < 0:
+        raise _bad("a message does not begin as one")
+    return int(size)
+
+
+def _check_message(message: Any) -> None:
+    """Raise SchemaError unless a message is a batch whose buffers lie there as they are."""
+    if message.type != "record batch":
+        raise _bad(f"it holds a message of type {message.type!r}", "send plain columns, no dictionaries")
+    if _is_packed(memoryview(message.metadata)):
+        raise _bad("its buffers are compressed", "send it without compression")
+
+
+def _is_packed(metadata: memoryview) -> bool:
+    """Say whether a batch names a compression: field 3 of RecordBatch, which is field 2 of Message.
+
+    Arrow has verified the flatbuffer when it read the message.
+    """
+
+    def table_field(table: int, number: int) -> int:
+        (back,) = struct.unpack_from("<i", metadata, table)
+        vtable = table - back
+        (size,) = struct.unpack_from("<H", metadata, vtable)
+        slot = 4 + 2 * number
+        return int(struct.unpack_from("<H", metadata, vtable + slot)[0]) if slot < size else 0
+
+    try:
+        (root,) = struct.unpack_from("<I", metadata, 0)
+        header = root + table_field(root, 2)
+        (step,) = struct.unpack_from("<I", metadata, header)
+        return table_field(header + step, 3) != 0
+    except struct.error as exc:
+        raise _bad("a message's metadata cannot be read") from exc
+
+
+def body_size(metadata: Any) -> int:
+    """Return how many bytes follow a message's metadata: its body (field 3 of Message).
+
+    Args:
+        metadata: As it stands in a stream of somebody trusted.
+    """
+    (root,) = struct.unpack_from("<I", metadata, 0)
+    (back,) = struct.unpack_from("<i", metadata, root)
+    (size,) = struct.unpack_from("<H", metadata, root - back)
+    offset = struct.unpack_from("<H", metadata, root - back + 10)[0] if size > 10 else 0
+    return int(struct.unpack_from("<q", metadata, root + offset)[0]) if offset else 0
