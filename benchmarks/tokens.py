@@ -171,7 +171,7 @@ def results(folder: Path, effort: Effort, out: Callable[[str], object]) -> Itera
         out("Lance is left out: pip install pylance")
     else:
         theirs = measure(Lance(folder / "rows.lance", lance), effort)
-    for kind in (None, "lz4", "zstd"):
+    for kind in (None, "narrow", "lz4", "zstd"):
         ours = measure(Ours(folder / f"{kind}.exp", kind), effort)
         name = "" if kind is None else f"/{kind}"
         beside = theirs if kind is None else None

@@ -49,7 +49,7 @@ def open(
     mode: Mode = "a",
     version: int | str | None = None,
     storage: Literal["zarr", "arrow"] | None = None,
-    compression: Literal["lz4", "zstd"] | None = None,
+    compression: Literal["narrow", "lz4", "zstd"] | None = None,
     layout: LayoutName | None = None,
     fields: Mapping[str, Mapping[str, Any]] | None = None,
     share_next: bool | None = None,
@@ -90,7 +90,9 @@ def open(
             versions is opened without it, too: the newest one.
         storage: How rows are kept: "zarr", the default of new stores, or "arrow", for rows with strings,
             lists, structs, None, or tensors whose shapes differ; see `ArrowStorage`.
-        compression: Of such rows: "lz4" or "zstd".
+        compression: Of such rows. "narrow": integers lie in as few bytes as the values of a segment need,
+            which costs nothing when rows are read. "lz4" and "zstd" pack what is narrow: less space, for
+            texts, too, and slower samples.
         layout: How the fields of a new store lie on disk. "auto", as without it: packed from 1 KiB per row
             on, unless a writer keeps the best rows. "packed": compressed, in chunks of a few rows, which stay
             as they are. "flat": rows one behind another, which can be changed in place (`rb[i] =`).

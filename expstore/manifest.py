@@ -27,8 +27,8 @@ __all__ = ["FORMAT", "MANIFEST", "Manifest", "check_target"]
 
 #: The newest format that this library knows; it opens this one and older ones. 1: the first. 2: fields came
 #: or went after the first rows, which older versions would not notice. 3: rows without a fixed size. 4: rows
-#: leave by a policy.
-FORMAT = 4
+#: leave by a policy. 5: integers of rows without a fixed size lie in fewer bytes.
+FORMAT = 5
 MANIFEST = "expstore.json"
 #: So many gaps are written as pairs that somebody can read.
 _LISTED = 64
@@ -60,7 +60,8 @@ class Manifest:
         layout: How columns are made, as `expstore.storages.layout` reads it; {}: flat.
         reach: Slots beyond capacity and spare: rows of packed fields may lie with rows so far before them.
         column_set: How often fields came or went after the first rows; in every record that publishes rows.
-        compression: Of rows without a fixed size: "lz4" or "zstd"; None: none.
+        compression: Of rows without a fixed size: "narrow", "lz4" or "zstd"; None: none.
+        narrow: Whether their integers lie in as few bytes as they need; in all new stores with a compression.
         retain: Which rows stay, as `expstore.retain` keeps it; {}: all of them.
     """
 
@@ -86,13 +87,16 @@ class Manifest:
     reach: int = 0
     column_set: int = 0
     compression: str | None = None
+    narrow: bool = False
     retain: dict[str, Any] = field(default_factory=dict)
 
     @property
     def format(self) -> int:
         """The oldest format that can say all this: what is written."""
-        if self.retain or len(self.gaps) > _LISTED or self._lends:
+        if self.narrow:
             return FORMAT
+        if self.retain or len(self.gaps) > _LISTED or self._lends:
+            return 4
         if self.storage == "arrow":
             return 3
         return 2 if self.column_set else 1
@@ -126,7 +130,7 @@ class Manifest:
         data["specs"] = json.loads(self.specs) if self.specs else None
         data["format"] = self.format
         data["gaps"] = _pack_gaps(self.gaps)
-        for name in ("column_set", "retain"):
+        for name in ("column_set", "narrow", "retain"):
             if not data[name]:
                 del data[name]
         data["crc32c"] = _checksum(data)

@@ -15,9 +15,13 @@ from test_variable_fields import SCHEMA, check, columns_of, put, window_ids
 
 import expstore
 from expstore import files
+from expstore.arrowtypes import ragged_text
 from expstore.checks import repair, verify
+from expstore.episodes import Steps
 from expstore.errors import CorruptionError, SchemaError, StateError, StorageError
 from expstore.keys import find_keys
+from expstore.manifest import FORMAT
+from expstore.schema import ARROW, Field, Schema
 from expstore.storages import base, merging, segmentwriter
 from expstore.storages.arrow import ArrowStorage
 from expstore.storages.follower import FollowerStorage
@@ -25,6 +29,7 @@ from expstore.storages.memory import MemoryStorage
 from expstore.storages.settings import Settings
 from expstore.storages.zarr import ZarrStorage
 from expstore.types import Ranking
+from expstore.writers import RoundRobinWriter
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +39,7 @@ def no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda fd: None)
 
 
-@pytest.fixture(params=[None, "lz4", "zstd"])
+@pytest.fixture(params=[None, "narrow", "lz4", "zstd"])
 def compression(request: pytest.FixtureRequest) -> Any:
     return request.param
 
@@ -85,7 +90,7 @@ acts = st.one_of(
 @given(
     plan=st.lists(acts, min_size=1, max_size=20),
     capacity=st.sampled_from([None, 7, 40]),
-    compression=st.sampled_from([None, "lz4", "zstd"]),
+    compression=st.sampled_from([None, "narrow", "lz4", "zstd"]),
     seed=st.integers(0, 2**31),
 )
 def test_rows_against_a_model(
@@ -561,4 +566,154 @@ def test_damage_is_found_and_repaired_at_the_cost_of_its_rows(
     check(storage, ids_left)
     put(storage, 20)
     check(storage, storage.window.ids())
+    storage.close()
+
+
+# ---------------------------------------------------------------------------------------------------
+# Integers in as few bytes as they need.
+
+TOKENS = Schema([Field(("tokens",), ARROW, (), ragged_text("int32", (None,)))])
+
+
+def put_tokens(storage: ArrowStorage, rows: list[list[int]]) -> None:
+    with storage.lock:
+        columns = [pa.array(rows, pa.list_(pa.int32()))]
+        RoundRobinWriter().write(storage, columns, Steps(len(rows)), source=None, info="")
+
+
+def widths_in(path: Path) -> list[str]:
+    """Return the types of the values in each segment, as any other program reads them."""
+    found = []
+    for segment in segments(path):
+        with pa.ipc.open_stream(segment) as reader:
+            found.append(str(reader.schema.field("tokens").type.value_type))
+    return found
+
+
+@pytest.mark.parametrize("packing", ["narrow", "lz4", "zstd"])
+def test_a_segment_begins_where_values_need_more_bytes(tmp_path: Path, packing: Any) -> None:
+    storage = ArrowStorage(tmp_path / "a.exp", compression=packing, settings=Settings(min_free_bytes=0))
+    storage.prepare(TOKENS, find_keys(TOKENS))
+    storage._keeper.stop()
+    rows: list[list[int]] = []
+    for values in ([7, 255], [256, 3], [1, 2], [-1, 70_000], [5, -6], [2**31 - 1], [9]):
+        rows += [values] * 40
+        put_tokens(storage, rows[-40:])
+    assert widths_in(storage.path) == ["uint8", "uint16", "int32"]
+    assert storage.manifest.format == FORMAT
+    follower = FollowerStorage(storage.path)
+    mixed = np.array([1, 100, 280, 41, 161, 2, 240])
+    for reader in (storage, follower):
+        (found,) = reader.read(mixed)
+        assert found.type == pa.list_(pa.int32())
+        assert found.to_pylist() == [rows[i - 1] for i in mixed.tolist()]
+    storage.close()
+    follower.close()
+    assert verify(storage.path) == []
+    storage = ArrowStorage(storage.path)
+    put_tokens(storage, [[1 << 20]] * 40)
+    assert widths_in(storage.path) == ["uint8", "uint16", "int32"]  # what was not full goes on
+    (found,) = storage.read(mixed)
+    assert found.to_pylist() == [rows[i - 1] for i in mixed.tolist()]
+    storage.close()
+
+
+def test_one_wide_value_does_not_make_all_later_segments_wide(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(segmentwriter, "SEGMENT_BYTES", 4000)
+    storage = ArrowStorage(tmp_path / "a.exp", compression="narrow")
+    storage.prepare(TOKENS, find_keys(TOKENS))
+    for number in range(12):
+        put_tokens(storage, [[-1 << 20 if number == 4 else 300] * 15] * 40)
+    found = widths_in(storage.path)
+    assert found.count("int32") <= 3
+    assert {*found[:2], *found[-3:]} == {"uint16"}
+    storage.close()
+
+
+def test_segments_of_several_widths_are_merged(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(segmentwriter, "SEGMENT_BYTES", 3000)
+    storage = ArrowStorage(tmp_path / "a.exp", compression="narrow")
+    storage.prepare(TOKENS, find_keys(TOKENS))
+    storage._keeper.stop()
+    rows = [[number % 200 if number < 160 else number * (-1) ** number * 1000] * 9 for number in range(600)]
+    for start in range(0, 600, 40):
+        put_tokens(storage, rows[start : start + 40])
+    before = widths_in(storage.path)
+    assert {"uint8", "int32"} <= set(before)
+    monkeypatch.setattr(segmentwriter, "SEGMENT_BYTES", 64 << 20)
+    for _ in range(4):
+        storage.sync()
+        put_tokens(storage, [[1]] * 40)
+        rows += [[1]] * 40
+    assert len(widths_in(storage.path)) < len(before)
+    (found,) = storage.read(np.arange(1, 601))
+    assert found.to_pylist() == rows[:600]
+    storage.close()
+    assert verify(storage.path) == []
+    storage = ArrowStorage(storage.path)
+    (found,) = storage.read(np.arange(1, 601))
+    assert found.to_pylist() == rows[:600]
+    storage.close()
+
+
+def test_sql_sees_widened_values(tmp_path: Path) -> None:
+    with expstore.open(tmp_path / "a.exp", storage="arrow", compression="narrow", schema=TOKENS) as rb:
+        for values in ([200, 100], [-5, 1 << 30]):
+            put_tokens(rb._storage, [values] * 40)  # type: ignore[arg-type]
+        query = (
+            "SELECT any_value(typeof(tokens)), max(list_max(tokens)), min(list_min(tokens)) FROM transitions"
+        )
+        assert rb.sql(query).fetchall() == [("INTEGER[]", 1 << 30, -5)]
+        assert rb.sql("SELECT sum(list_sum(tokens)) FROM transitions WHERE _index < 40").fetchall() == [
+            (12_000,)
+        ]
+
+
+def test_a_damaged_schema_of_a_segment_is_damage(tmp_path: Path) -> None:
+    storage = ArrowStorage(tmp_path / "a.exp", compression="narrow")
+    storage.prepare(TOKENS, find_keys(TOKENS))
+    put_tokens(storage, [[300, 40_000]] * 40)
+    storage.close()
+    (path,) = segments(storage.path)
+    data = path.read_bytes()
+    with pa.ipc.open_stream(path) as reader:
+        plain = reader.schema
+    # Its types are others now, which could be read as well.
+    shorter = plain.set(0, plain.field("tokens").with_type(pa.list_(pa.uint8()))).serialize().to_pybytes()
+    head = plain.serialize().to_pybytes()
+    assert data.startswith(head)
+    assert len(shorter) == len(head)
+    path.write_bytes(shorter + data[len(head) :])
+    findings = verify(storage.path)
+    assert [finding.ids for finding in findings] == [((1, 40),)]
+    with pytest.raises(CorruptionError):
+        ArrowStorage(storage.path)
+    path.write_bytes(data)
+    assert verify(storage.path) == []
+
+
+def test_a_write_that_failed_leaves_no_schema_of_other_widths(tmp_path: Path, monkeypatch: Any) -> None:
+    storage = ArrowStorage(tmp_path / "a.exp", compression="narrow")
+    storage.prepare(TOKENS, find_keys(TOKENS))
+    real, writes = storage.disk.gate, []
+
+    def full(act: str, path: Path) -> None:
+        if path.parent.name == "segments" and act == "write":
+            writes.append(path)
+            if len(writes) > 1:
+                raise StorageError("no space", kind="disk_full")
+        real(act, path)
+
+    monkeypatch.setattr(storage.disk, "gate", full)
+    with pytest.raises(StorageError, match="no space"):
+        put_tokens(storage, [[7]] * 40)
+    monkeypatch.setattr(storage.disk, "gate", real)
+    put_tokens(storage, [[300]] * 40)
+    assert widths_in(storage.path) == ["uint16"]
+    (found,) = storage.read(np.arange(1, 41))
+    assert found.to_pylist() == [[300]] * 40
+    storage.close()
+    storage = ArrowStorage(storage.path)
+    (found,) = storage.read(np.arange(1, 41))
+    assert found.to_pylist() == [[300]] * 40
     storage.close()

@@ -32,7 +32,9 @@ STORES = {
     "1-packed": (1, False, CAPACITY),
     "2-late": (2, True, CAPACITY),
     "3-arrow": (3, False, CAPACITY),
+    "3-zstd": (3, False, CAPACITY),
     "4-retain": (4, False, ROWS + 60),
+    "5-narrow": (5, False, CAPACITY),
 }
 LATE = {"late", ("next", "value")}
 
@@ -49,9 +51,10 @@ def check(batch: TensorDict, first: int, last: int, *, late: bool) -> None:
     """Hold rows, in the order of their ids, against what they were made of."""
     wide = "pixels" in batch.keys()  # noqa: SIM118 - no dict
     batch = batch[torch.argsort(batch["action"])]
-    wanted = rows(first, last - first, wide=wide, texts="text" in batch.keys())  # noqa: SIM118
-    if "text" in wanted.keys():  # noqa: SIM118
-        assert list(batch["text"]) == list(wanted["text"])
+    has = {"texts": "text" in batch.keys(), "tokens": "tokens" in batch.keys()}  # noqa: SIM118
+    wanted = rows(first, last - first, wide=wide, **has)
+    for name in {"text", "tokens"} & set(wanted.keys()):
+        assert list(batch[name]) == list(wanted[name])
     for key in wanted.keys(include_nested=True, leaves_only=True):
         assert (batch[key] == wanted[key]).all(), key
     assert (set(batch.keys(True, True)) - set(wanted.keys(True, True))) == (LATE if late else set())
@@ -89,7 +92,8 @@ def test_it_goes_on(store: tuple[Path, int, bool, int]) -> None:
             answer = rb.sql("SELECT count(*), sum(length) FROM episodes").fetchall()
             assert answer == [(-(-ROWS // 25), ROWS)]
             had = rb.sample().keys()
-            rb.extend(rows(ROWS, 60, wide="pixels" in had, texts="text" in had), source="arm")
+            has = {"wide": "pixels" in had, "texts": "text" in had, "tokens": "tokens" in had}
+            rb.extend(rows(ROWS, 60, **has), source="arm")
             check(rb[:], ROWS + 60 - kept, ROWS + 60, late=late)
         assert verify(folder / name) == []
         assert Manifest.load(Disk(), folder / name).format == number  # nothing that older ones would miss

@@ -38,6 +38,7 @@ FULL = Manifest(
     layout={"layout": "packed", "fields": {"a": {"layout": "flat"}}},
     column_set=3,
     compression="zstd",
+    narrow=True,
     retain={"bytes": 10},
 )
 BARE = Manifest(uuid="a" * 32, generation=0, storage="zarr", capacity=None, spare=0, seed=0, created=0.0)
@@ -76,10 +77,10 @@ def test_missing(tmp_path: Path) -> None:
 
 def test_newer_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(Manifest, "format", 5)
+        patch.setattr(Manifest, "format", 6)
         FULL.save(Disk(), tmp_path)
     with pytest.raises(
-        MigrationError, match="has format 5, this library knows formats up to 4.*newer expstore"
+        MigrationError, match="has format 6, this library knows formats up to 5.*newer expstore"
     ):
         Manifest.load(Disk(), tmp_path)
 

@@ -89,7 +89,7 @@ def window_ids(storage: Storage) -> np.ndarray:
     return np.arange(storage.window.low + 1, storage.window.last + 1)
 
 
-@pytest.fixture(params=["memory", "arrow", "lz4", "zstd"])
+@pytest.fixture(params=["memory", "arrow", "narrow", "lz4", "zstd"])
 def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[..., Storage]]:
     """A factory of storages of every kind."""
     made: list[Storage] = []

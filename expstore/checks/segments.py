@@ -16,6 +16,7 @@ from expstore.files import Disk
 from expstore.storages.messages import read_header
 from expstore.storages.segments import Segment, Segments
 from expstore.storages.segmentwriter import SegmentWriter
+from expstore.storages.widths import Widths
 from expstore.types import IntArray, Runs, merge_runs
 
 __all__ = ["check_segments", "mend_segments"]
@@ -90,10 +91,11 @@ def mend_segments(disk: Disk, inspection: Inspection, lost: Runs) -> None:
         end = starts[number + 1] if number + 1 < len(starts) else 1 << 62
         mine = _within(lost, segment.first, end - 1)
         if mine or len(sound) < len(segment.headers):
-            writer.rewrite(segment.path, _parts(writer, segment, sound, mine))
+            parts = _parts(writer, segment, sound, mine)
+            writer.rewrite(segment.path, parts, segment.widths)
     for first, last in _within(lost, 1, (starts[0] if starts else 1 << 62) - 1):
-        nothing = _nothing(writer, first, last)
-        writer.rewrite(writer.path_of(first), nothing)
+        nothing = _nothing(writer, first, last, writer.own)
+        writer.rewrite(writer.path_of(first), nothing, writer.own)
 
 
 def _within(runs: Runs, first: int, last: int) -> Runs:
@@ -101,10 +103,10 @@ def _within(runs: Runs, first: int, last: int) -> Runs:
     return merge_runs([(max(a, first), min(b, last)) for a, b in runs if a <= last and b >= first])
 
 
-def _nothing(writer: SegmentWriter, first: int, last: int) -> list[tuple[int, bytes]]:
+def _nothing(writer: SegmentWriter, first: int, last: int, widths: Widths) -> list[tuple[int, bytes]]:
     """Return rows of nothing as messages, each with its first id."""
     columns = [pa.nulls(last + 1 - first, kind) for kind in writer.kinds]
-    messages = [message.tobytes() for message in writer.encode(first, columns)]
+    messages = [message.tobytes() for message in writer.encode(first, columns, widths)]
     return [(header.first, message) for message in messages if (header := read_header(message)) is not None]
 
 
@@ -119,7 +121,7 @@ def _parts(
     whole = {(segment.headers[place].first, segment.headers[place].last) for place in sound}
     for first, last in lost:
         for start, stop in _without(first, last, whole):
-            parts += _nothing(writer, start, stop)
+            parts += _nothing(writer, start, stop, segment.widths)
     return parts
 
 

@@ -27,7 +27,7 @@ from expstore.types import Array, IntArray, Ranking
 
 __all__ = ["ArrowStorage"]
 
-Compression = Literal["lz4", "zstd"]
+Compression = Literal["narrow", "lz4", "zstd"]
 
 _logger = logging.getLogger("expstore")
 #: So many bytes may be unsynced before who extends waits for the disk: rows can be of any length.
@@ -46,7 +46,8 @@ class ArrowStorage(ZarrStorage):
     Args:
         path: The store's folder; made if it is missing.
         capacity: Most readable rows; None: as stored, unbounded for a new store.
-        compression: Of rows without a fixed size: "lz4" or "zstd"; None: as stored, none for a new store.
+        compression: Of rows without a fixed size: "narrow", "lz4" or "zstd", as `expstore.open`; None: as
+            stored, none for a new store.
         settings: Everything else; see `expstore.open`.
         ndim: As `ZarrStorage`.
         layout: As `ZarrStorage`, of the fields of fixed size.

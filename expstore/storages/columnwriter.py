@@ -91,7 +91,8 @@ class WritableColumns(ColumnGroup):
         fields: The user's fields, then the row fields, priority last.
         slots: How many rows a ring has; None: it grows.
         reach: How many rows before the oldest one that can be read stay as they are, in a ring.
-        compression: Of rows without a fixed size: "lz4" or "zstd"; None: none.
+        compression: Of rows without a fixed size: "narrow", "lz4" or "zstd"; None: none.
+        narrow: Whether their integers lie in as few bytes as they need.
     """
 
     segments: SegmentWriter | None
@@ -105,8 +106,9 @@ class WritableColumns(ColumnGroup):
         *,
         reach: int = 0,
         compression: str | None = None,
+        narrow: bool = False,
     ) -> None:
-        self._compression = compression
+        self._compression, self._narrow = compression, narrow
         super().__init__(disk, folder, fields, slots)
         self._threads = ThreadPoolExecutor(WRITERS, thread_name_prefix="expstore-write")
         self._reach = reach
@@ -152,7 +154,14 @@ class WritableColumns(ColumnGroup):
         from expstore.storages.segmentwriter import SegmentWriter
 
         folder = self.folder.parent / SEGMENTS
-        return SegmentWriter(self._disk, folder, fields, self.slots, compression=self._compression)
+        return SegmentWriter(
+            self._disk,
+            folder,
+            fields,
+            self.slots,
+            compression=self._compression,
+            narrow=self._narrow,
+        )
 
     def _make(self, folder: Path, entry: Field, slots: int | None) -> Column:
         if entry.variable:

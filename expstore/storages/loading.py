@@ -55,7 +55,7 @@ __all__ = [
 LOAD, ASIDE = "load", "load.tmp"
 _OLD = "old"
 #: What of expstore.json stays as a storage has it.
-_OWN = ("uuid", "created", "capacity", "ndim", "dims", "layout", "storage", "compression")
+_OWN = ("uuid", "created", "capacity", "ndim", "dims", "layout", "storage", "compression", "narrow")
 #: Ids are not shifted further than this for the sake of slots: there are 2^63 of them.
 _FURTHEST = 1 << 50
 #: So many bytes are copied at a time.
@@ -435,8 +435,15 @@ def _build_columns(
     attributes = {"expstore": {"capacity": manifest.capacity, "slots": slots}}
     how = _packings(manifest, schema)
     ColumnGroup.create(disk, aside / COLUMNS, fields, slots, pool, attributes, *how)
-    reach, compression = manifest.reach, manifest.compression
-    group = WritableColumns(disk, aside / COLUMNS, fields, slots, reach=reach, compression=compression)
+    group = WritableColumns(
+        disk,
+        aside / COLUMNS,
+        fields,
+        slots,
+        reach=manifest.reach,
+        compression=manifest.compression,
+        narrow=manifest.narrow,
+    )
     try:
         group.ensure(ready)
         blocks: set[int] = set()

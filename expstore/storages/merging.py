@@ -82,13 +82,14 @@ def _groups(segments: Sequence[Segment], batch_bytes: int) -> list[list[tuple[Se
 
 def merged(store: SegmentWriter, segments: Sequence[Segment], batch_bytes: int) -> list[Array]:
     """Return the bytes of a segment that holds the rows of these; its end is left out."""
-    parts = [np.frombuffer(store.schema.serialize().to_pybytes(), np.uint8)]
+    widths = store.widths_of(segments)
+    parts = [np.frombuffer(widths.head, np.uint8)]
     for group in _groups(segments, batch_bytes):
-        if len(group) == 1:
-            segment, header, at = group[0]
+        segment, header, at = group[0]
+        if len(group) == 1 and segment.widths == widths:
             parts.append(np.frombuffer(segment.read(at, header.size), np.uint8))
         else:
             first, last = group[0][1].first, group[-1][1].last
             rows = store.take(np.arange(first, last + 1), range(len(store.fields)))
-            parts += store.encode(first, rows)
+            parts += store.encode(first, rows, widths)
     return parts

@@ -25,6 +25,7 @@ from expstore.files import Disk, File, load_compiled
 from expstore.schema import Field
 from expstore.storages.gather import Gather, Plan
 from expstore.storages.messages import END, Header, crc_of, read_header
+from expstore.storages.widths import Widths, own_widths, read_widths
 from expstore.types import Array, IntArray, key_name
 
 __all__ = ["Segment", "Segments"]
@@ -45,6 +46,7 @@ class Segment:
     Args:
         path: The file.
         addresses: Where it is mapped, or an array in memory that takes its place.
+        widths: Of which types values are in it.
         headers: Of its batches, in the order of their ids.
         offsets: Where each begins in the file.
         end: Where the last one ends.
@@ -54,6 +56,7 @@ class Segment:
 
     path: Path
     addresses: AddressRange | Array
+    widths: Widths
     headers: list[Header] = field(default_factory=list)
     offsets: list[int] = field(default_factory=list)
     end: int = 0
@@ -113,6 +116,7 @@ class _Shown(NamedTuple):
         where: Address of each buffer; 0: it is empty. Shape `(m, buffers)`.
         bytes: Its length. Shape `(m, buffers)`.
         lengths: How many values each node has. Shape `(m, nodes)`.
+        ways: Which of the known widths it has. Shape `(m,)`.
         maps: What keeps them there as long as it is held.
     """
 
@@ -126,6 +130,7 @@ class _Shown(NamedTuple):
     where: IntArray
     bytes: IntArray
     lengths: IntArray
+    ways: IntArray
     maps: tuple[Any, ...]
 
 
@@ -147,7 +152,11 @@ class Segments:
         self.schema = pa.schema(
             [(key_name(entry.key), kind) for entry, kind in zip(fields, self.kinds, strict=True)]
         )
-        self.plan = Plan(self.kinds)
+        self.own = own_widths(self.schema)
+        self.plan = self.own.plan
+        #: All that segments have had; more come behind these.
+        self._widths = [self.own]
+        self._codes = self.own.codes[None]
         self.segments: list[Segment] = []
         #: Id of the last row that is here, or would be: other ids lie between after an `empty`.
         self.top = 0
@@ -206,13 +215,14 @@ class Segments:
             addresses = AddressRange(max(1, size))
             if size:
                 addresses.attach(file, at=0, size=size)
-            segment = Segment(path, addresses, end=self._begins(file))
+            end, widths = self._begins(file)
+            segment = Segment(path, addresses, widths, end=end)
         at = segment.end
         while not segment.sealed and at < size:
-            header = self._header(file, at, size)
+            header = self._header(file, at, size, segment.widths.plan)
             if header is None:
                 segment.sealed = file.read(at, len(END)) == END and at + len(END) == file.size()
-                at = size if segment.sealed else self._next_message(file, at, size)
+                at = size if segment.sealed else self._next_message(file, at, size, segment.widths.plan)
                 continue
             if segment.headers and header.first <= segment.last:
                 break  # left there by a life before
@@ -220,7 +230,7 @@ class Segments:
             at = segment.end
         return segment
 
-    def _next_message(self, file: File, at: int, size: int) -> int:
+    def _next_message(self, file: File, at: int, size: int, plan: Plan) -> int:
         """Return where another message may begin behind a damaged one; the end if there is none to be found.
 
         In a segment that has its end all bytes up to there are batches; in others zeros follow the last one.
@@ -232,25 +242,22 @@ class Segments:
             data = file.read(at, _SEARCH_BYTES)
             words = np.frombuffer(data[: len(data) // 8 * 8], "<u4")[::2]
             for place in np.flatnonzero(words == 0xFFFFFFFF).tolist():
-                if self._header(file, at + 8 * place, size) is not None:
+                if self._header(file, at + 8 * place, size, plan) is not None:
                     return at + 8 * place
             at += _SEARCH_BYTES
         return size
 
-    def _begins(self, file: File) -> int:
-        """Return where the batches of a file begin: behind its schema."""
-        own = int(self.schema.serialize().size)
-        head = file.read(0, own)
-        if head[:4] == END[:4] and len(head) == own:
-            found = 8 + int.from_bytes(head[4:8], "little")
-            try:
-                if found == own and pa.ipc.read_schema(pa.py_buffer(head)).equals(self.schema):
-                    return own
-            except (pa.ArrowInvalid, OSError):
-                pass
-        return 1 << 62  # nothing can be read
+    def _begins(self, file: File) -> tuple[int, Widths]:
+        """Return where the batches of a file begin, behind its schema, and their widths."""
+        head = file.read(0, max(_HEADER_BYTES, len(self.own.head)))
+        size = 8 + int.from_bytes(head[4:8], "little")
+        if head[:4] == END[:4] and size <= file.size():
+            widths = read_widths(head[:size] if size <= len(head) else file.read(0, size), self.own)
+            if widths is not None:
+                return size, widths
+        return 1 << 62, self.own  # nothing can be read
 
-    def _header(self, file: File, at: int, size: int) -> Header | None:
+    def _header(self, file: File, at: int, size: int, plan: Plan) -> Header | None:
         """Return what a batch says that begins there and ends in the file; None: there is none."""
         data = file.read(at, _HEADER_BYTES)
         wanted = 8 + int.from_bytes(data[4:8], "little")
@@ -261,9 +268,9 @@ class Segments:
             return None
         body = header.size - header.body
         if header.compressed:
-            fits = len(header.lengths) == self.plan.nodes and len(header.buffers) == self.plan.buffers
+            fits = len(header.lengths) == plan.nodes and len(header.buffers) == plan.buffers
         else:
-            fits = self.plan.fits(header.rows, header.lengths, header.buffers, body)
+            fits = plan.fits(header.rows, header.lengths, header.buffers, body)
         return header if fits else None
 
     # -- what is shown ---------------------------------------------------------------------------
@@ -273,7 +280,16 @@ class Segments:
         wide = [np.zeros((size, self.plan.buffers), np.int64) for _ in range(2)]
         flags = [np.zeros(size, bool) for _ in range(2)]
         lengths = np.zeros((size, self.plan.nodes), np.int64)
-        return _Shown._make([0, *ints, *flags, *wide, lengths, ()])
+        return _Shown._make([0, *ints, *flags, *wide, lengths, np.zeros(size, np.int64), ()])
+
+    def _way(self, widths: Widths) -> int:
+        """Return the number of widths, which are known from now on."""
+        for number, known in enumerate(self._widths):
+            if known is widths or known == widths:
+                return number
+        self._codes = np.concatenate([self._codes, widths.codes[None]])
+        self._widths.append(widths)
+        return len(self._widths) - 1
 
     def show_all(self, segments: Sequence[Segment]) -> None:
         """Let the batches of these segments be found, and no others."""
@@ -281,8 +297,7 @@ class Segments:
         shown = self._room(max(16, 2 * sum(len(segment.headers) for segment in segments)))
         shown = shown._replace(maps=tuple(segment.addresses for segment in segments))
         for segment in segments:
-            for header, at in zip(segment.headers, segment.offsets, strict=True):
-                shown = self._put(shown, header, segment.address + at)
+            shown = self._put(shown, segment, segment.headers, segment.offsets)
         self._shown = shown
         self.top = max(self.top, *(segment.last for segment in segments), 0)
 
@@ -299,8 +314,7 @@ class Segments:
         high = low + sum(len(segment.headers) for segment in kept[first : first + count])
         middle = self._room(max(1, sum(len(segment.headers) for segment in by)))
         for segment in by:
-            for header, at in zip(segment.headers, segment.offsets, strict=True):
-                middle = self._put(middle, header, segment.address + at)
+            middle = self._put(middle, segment, segment.headers, segment.offsets)
         parts = [
             np.concatenate([old[:low], new[: middle.held], old[high : shown.held]])
             for old, new in zip(shown[1:-1], middle[1:-1], strict=True)
@@ -319,22 +333,24 @@ class Segments:
             shown = longer._replace(held=shown.held, maps=shown.maps)
         if not any(segment.addresses is known for known in shown.maps):
             shown = shown._replace(maps=(*shown.maps, segment.addresses))
-        for header, at in zip(headers, offsets, strict=True):
-            shown = self._put(shown, header, segment.address + at)
-        self._shown = shown
+        self._shown = self._put(shown, segment, headers, offsets)
         self.top = max(self.top, segment.last)
 
-    def _put(self, shown: _Shown, header: Header, address: int) -> _Shown:
-        at = shown.held
-        shown.firsts[at], shown.lasts[at] = header.first, header.last
-        shown.at[at], shown.sizes[at] = address, header.size
-        shown.compressed[at], shown.checked[at] = header.compressed, False
-        if not header.compressed:
-            starts, sizes = header.buffers[:, 0], header.buffers[:, 1]
-            shown.where[at] = np.where(sizes > 0, address + header.body + starts, 0)
-            shown.bytes[at] = sizes
-        shown.lengths[at] = header.lengths
-        return shown._replace(held=at + 1)
+    def _put(
+        self, shown: _Shown, segment: Segment, headers: Sequence[Header], offsets: Sequence[int]
+    ) -> _Shown:
+        way, held = self._way(segment.widths), shown.held
+        for at, header, offset in zip(itertools.count(held), headers, offsets, strict=False):
+            address = segment.address + offset
+            shown.firsts[at], shown.lasts[at] = header.first, header.last
+            shown.at[at], shown.sizes[at] = address, header.size
+            shown.compressed[at], shown.checked[at] = header.compressed, False
+            if not header.compressed:
+                starts, sizes = header.buffers[:, 0], header.buffers[:, 1]
+                shown.where[at] = np.where(sizes > 0, address + header.body + starts, 0)
+                shown.bytes[at] = sizes
+            shown.lengths[at], shown.ways[at] = header.lengths, way
+        return shown._replace(held=held + len(headers))
 
     def lay(self, first_id: int, columns: Sequence[pa.Array]) -> None:
         """Let rows be found that are in memory alone, behind all others."""
@@ -396,7 +412,7 @@ class Segments:
         try:
             if loops is None or shown.compressed[batches].any():
                 return self._take_decoded(shown, loops, batches, inside, numbers)
-            gather = Gather(loops, shown.where, shown.bytes, shown.lengths)
+            gather = Gather(loops, shown.where, shown.bytes, shown.lengths, shown.ways, self._codes)
             return [gather.take(self.plan.columns[number], batches, inside, ones) for number in numbers]
         except CorruptionError as exc:
             raise CorruptionError(f"rows of {self.folder} cannot be read: {exc.message}") from exc
@@ -411,8 +427,10 @@ class Segments:
             starts = np.cumsum([0, *(batch.num_rows for batch in decoded)])
             rows = pa.array(starts[which] + inside)
             return [
-                pa.chunked_array([batch.column(place) for batch in decoded]).take(rows).combine_chunks()
-                for place in range(len(numbers))
+                pa.chunked_array([self._own(batch.column(place), number) for batch in decoded])
+                .take(rows)
+                .combine_chunks()
+                for place, number in enumerate(numbers)
             ]
         found = []
         ones = np.ones(batches.size, np.int64)
@@ -422,9 +440,15 @@ class Segments:
             buffers = [batch.column(place).buffers() for batch in decoded]
             where = np.array([[0 if b is None or not b.size else b.address for b in row] for row in buffers])
             sizes = np.array([[0 if b is None else b.size for b in row] for row in buffers])
-            gather = Gather(loops, where, sizes, shown.lengths[names, first:last])
+            lengths, codes = shown.lengths[names, first:last], self._codes[:, first:last]
+            gather = Gather(loops, where, sizes, lengths, shown.ways[names], codes)
             found.append(gather.take(plan.columns[0], which, inside, ones))
         return found
+
+    def _own(self, column: pa.Array, number: int) -> pa.Array:
+        """Return a column of a batch as one of the type that its field has."""
+        kind = self.kinds[number]
+        return column if column.type == kind else column.cast(kind)
 
     def _nodes_of(self, number: int) -> tuple[int, int]:
         """Return which nodes of a batch are a field's: the first, and the one behind the last."""
@@ -443,10 +467,11 @@ class Segments:
                 raise CorruptionError(f"the batch of rows {first} to {last} does not have its checksum")
             shown.checked[name] = True
         buffer = pa.foreign_buffer(address, size, base=shown.maps)
-        return pa.ipc.read_record_batch(buffer, self.schema).select(list(numbers))
+        schema = self._widths[shown.ways[name]].schema
+        return pa.ipc.read_record_batch(buffer, schema).select(list(numbers))
 
     def views(self, number: int, first_id: int, count: int) -> list[pa.Array]:
-        """Return a run of rows without copying, as they lie: an array per batch.
+        """Return a run of rows, an array per batch; what has its own width is not copied.
 
         Args:
             number: Of the field.
@@ -464,7 +489,7 @@ class Segments:
             batch = self._decode(shown, name, [number])
             start = at - int(shown.firsts[name])
             some = min(int(shown.lasts[name]) + 1, first_id + count) - at
-            found.append(batch.column(0).slice(start, some))
+            found.append(self._own(batch.column(0).slice(start, some), number))
             at += some
         if at < first_id + count:
             raise CorruptionError(f"row {at} is missing in {self.folder}")

@@ -18,6 +18,7 @@ from expstore.schema import Field
 from expstore.storages.merging import MERGED_BYTES, merged, worth_merging
 from expstore.storages.messages import END, encode, read_header
 from expstore.storages.segments import Segment, Segments
+from expstore.storages.widths import Bounds, Widths, bounds_of, together, widths_for
 from expstore.types import Array
 
 __all__ = ["SegmentWriter"]
@@ -46,7 +47,8 @@ class SegmentWriter(Segments):
         folder: `segments/`.
         fields: As `Segments`.
         slots: As `Segments`.
-        compression: "lz4" or "zstd"; None: none.
+        compression: "narrow", "lz4" or "zstd"; None: none.
+        narrow: Whether integers lie in as few bytes as the values of a segment need.
         generation: What batches are to say of who wrote them.
     """
 
@@ -58,10 +60,13 @@ class SegmentWriter(Segments):
         slots: int | None,
         *,
         compression: str | None = None,
+        narrow: bool = False,
         generation: int = 0,
     ) -> None:
         super().__init__(disk, folder, fields, slots)
-        self.compression, self.generation = compression, generation
+        self.compression = None if compression == "narrow" else compression
+        self.narrow, self.generation = narrow, generation
+        self._needed: Bounds | None = None  # what the rows of the newest segment are
         self._open: Segment | None = None
         self._torn = False  # whether a write has failed behind the end of the open segment
         self._finished: list[Segment] = []  # sealed, and not synced yet
@@ -143,19 +148,20 @@ class SegmentWriter(Segments):
         messages: list[Array] = []
         if torn.first <= last:  # of rows that were kept back the journal had some
             rows = self.take(np.arange(torn.first, last + 1), range(len(self.fields)))
-            messages = self.encode(torn.first, rows)
+            messages = self.encode(torn.first, rows, segment.widths)
         return self._write_again(
             segment, [np.frombuffer(segment.read(0, at), np.uint8), *messages], ends=False
         )
 
-    def rewrite(self, path: Path, batches: Sequence[tuple[int, bytes]]) -> None:
+    def rewrite(self, path: Path, batches: Sequence[tuple[int, bytes]], widths: Widths) -> None:
         """Make a segment of these batches, on the disk when this returns; nothing is open meanwhile.
 
         Args:
             path: Where it lies, or is to lie.
             batches: Id of the first row of each, and the message.
+            widths: Theirs.
         """
-        parts = [self.schema.serialize().to_pybytes(), *(message for _, message in sorted(batches))]
+        parts = [widths.head, *(message for _, message in sorted(batches))]
         self._put_again(path, [np.frombuffer(part, np.uint8) for part in parts], ends=True)
 
     def _write_again(self, segment: Segment, parts: Sequence[Array], *, ends: bool) -> Segment:
@@ -208,6 +214,7 @@ class SegmentWriter(Segments):
         longer = AddressRange(SEGMENT_BYTES)
         longer.attach(newest.file, at=0, size=SEGMENT_BYTES)
         newest.addresses = longer
+        self._needed = newest.widths.limits
         self.touched.add(newest.file)
         self._open = newest
         self.show_all(self.segments)
@@ -242,7 +249,7 @@ class SegmentWriter(Segments):
         rows = self._rows_of_batch(columns, TOGETHER_BYTES)
         while at < count:
             some = [column.slice(at, min(rows, count - at)) for column in columns]
-            checksums += self._append(self.encode(first_id + done + at, some))
+            checksums += self._append(first_id + done + at, some)
             at += rows
         return checksums
 
@@ -251,12 +258,13 @@ class SegmentWriter(Segments):
         held = sum(column.nbytes for column in columns)
         return max(1, len(columns[0]) * size // max(1, int(held)))
 
-    def encode(self, first_id: int, columns: Sequence[pa.Array]) -> list[Array]:
-        """Return rows as messages."""
+    def encode(self, first_id: int, columns: Sequence[pa.Array], widths: Widths) -> list[Array]:
+        """Return rows, whose values fit in these widths, as messages."""
+        columns = widths.narrow(columns)
         rows = self._rows_of_batch(columns, PACKED_BYTES if self.compression else BATCH_BYTES)
         return [
             encode(
-                self.schema,
+                widths.schema,
                 [column.slice(at, rows) for column in columns],
                 first=first_id + at,
                 generation=self.generation,
@@ -265,8 +273,34 @@ class SegmentWriter(Segments):
             for at in range(0, len(columns[0]), rows)
         ]
 
-    def _append(self, messages: Sequence[Array]) -> list[int]:
-        """Write batches in one go."""
+    def widths_of(self, segments: Sequence[Segment]) -> Widths:
+        """Return widths that hold the rows of some segments."""
+        first, *others = (segment.widths for segment in segments)
+        if all(one == first for one in others):
+            return first
+        bounds = first.limits
+        for one in others:
+            bounds = together(bounds, one.limits)
+        return widths_for(self.own, bounds)
+
+    def _append(self, first_id: int, columns: Sequence[pa.Array]) -> list[int]:
+        """Write rows in one go, as batches of one segment."""
+        needed = bounds_of(columns) if self.narrow else self.own.limits
+        both = needed if self._needed is None else together(self._needed, needed)
+        segment, messages = self._open, list[Array]()
+        if segment is not None and segment.widths.holds(needed):
+            messages = self.encode(first_id, columns, segment.widths)
+        if segment is None or not messages or not _has_room(segment, messages):
+            widths = widths_for(self.own, both)
+            if segment is None or not messages or widths != segment.widths:
+                messages = self.encode(first_id, columns, widths)
+            segment = self._begin(first_id, sum(message.nbytes for message in messages), widths)
+            both = needed
+        checksums = self._write_batches(segment, messages)
+        self._needed = both
+        return checksums
+
+    def _write_batches(self, segment: Segment, messages: Sequence[Array]) -> list[int]:
         headers, offsets, size = [], [], 0
         for message in messages:
             header = read_header(_head_of(message))
@@ -274,7 +308,6 @@ class SegmentWriter(Segments):
             headers.append(header)
             offsets.append(size)
             size += message.nbytes
-        segment = self._segment_for(headers[0].first, size)
         assert segment.file is not None
         at = segment.end
         if self._torn:
@@ -294,37 +327,31 @@ class SegmentWriter(Segments):
             self.show(segment, headers, [at + offset for offset in offsets])
         return [header.crc for header in headers]
 
-    def _segment_for(self, first_id: int, size: int) -> Segment:
-        """Return the open segment, a new one if it has no room for so many bytes."""
-        segment = self._open
-        if segment is not None:
-            room = segment.addresses.size - segment.end - len(END)
-            if size <= room and len(segment.headers) < SEGMENT_BATCHES:
-                return segment
-            if segment.headers:
-                self._end(segment)
-                self._open = None
-        return self._begin(first_id, size)
-
-    def _begin(self, first_id: int, size: int) -> Segment:
-        schema = self.schema.serialize().to_pybytes()
-        bound = max(SEGMENT_BYTES, len(schema) + size + len(END))
+    def _begin(self, first_id: int, size: int, widths: Widths) -> Segment:
+        """Open a new segment for so many bytes, and end the one before."""
+        if self._open is not None and self._open.headers:
+            self._end(self._open)
+            self._open = None
+        head = widths.head
+        bound = max(SEGMENT_BYTES, len(head) + size + len(END))
         path = self.path_of(first_id)
+        if self._open is not None:  # one without rows, which was too short; others may have read its schema
+            self._disk.unlink(path)
         file = self._disk.open(path, create=True)
         try:
             file.truncate(0)
             file.truncate(bound)
-            file.write(schema, 0)
+            file.write(head, 0)
             addresses = AddressRange(bound)
             addresses.attach(file, at=0, size=bound)
         except BaseException:
             file.close()
             raise
         if self._open is not None and self._open.file is not None:
-            self._open.file.close()  # one without rows, which was too short
+            self._open.file.close()
         self.new_folders.add(self.folder)
         self._torn = False
-        self._open = Segment(path, addresses, end=len(schema), file=file)
+        self._open = Segment(path, addresses, widths, end=len(head), file=file)
         return self._open
 
     def _end(self, segment: Segment) -> None:
@@ -407,6 +434,12 @@ class SegmentWriter(Segments):
         super().close()
         if self._open is not None and self._open.file is not None:
             self._open.file.close()
+
+
+def _has_room(segment: Segment, messages: Sequence[Array]) -> bool:
+    """Say whether batches have room in a segment."""
+    room = segment.addresses.size - segment.end - len(END)
+    return sum(message.nbytes for message in messages) <= room and len(segment.headers) < SEGMENT_BATCHES
 
 
 def _head_of(message: Array) -> bytes:

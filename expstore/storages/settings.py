@@ -42,7 +42,7 @@ KeyLike = str | tuple[str, ...]
 
 #: Kinds of storage on disk, and how rows without a fixed size may be compressed.
 STORAGES = ("zarr", "arrow")
-COMPRESSIONS = ("lz4", "zstd")
+COMPRESSIONS = ("narrow", "lz4", "zstd")
 #: What a folder may hold in which a store is only being made.
 _BEGINNINGS = {"LOCK", "STATE", "journal", "episodes.log", "PROBE.tmp", MANIFEST + ".tmp"}
 
@@ -257,6 +257,7 @@ def _new(capacity: int | None, settings: Settings) -> Manifest:
         generation=0,
         storage=settings.storage or STORAGES[0],
         compression=settings.compression,
+        narrow=settings.compression is not None,
         capacity=capacity,
         spare=0,
         seed=seed,

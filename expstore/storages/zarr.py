@@ -114,6 +114,7 @@ class ZarrStorage(RetainingStorage):
             self.slots,
             reach=self.reach,
             compression=self.manifest.compression,
+            narrow=self.manifest.narrow,
         )
 
     def _begin_sampled(self) -> None:

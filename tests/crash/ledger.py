@@ -61,7 +61,7 @@ class Spec:
     best: bool = False  # whether the best rows stay, not the newest
     late: bool = False  # fields come and go
     ragged: bool = False  # whether there are fields without a fixed size, in short segments
-    compression: Literal["lz4", "zstd"] | None = None  # of these
+    compression: Literal["narrow", "lz4", "zstd"] | None = None  # of these
     lent: bool = False  # whether frames are flat, and lie with next ones where these have them already
     packed: bool = (
         False  # whether frames are packed, in chunks of a few rows and short shards; next ones, too
@@ -149,8 +149,9 @@ def ragged_values(ids: Ints) -> dict[str, list[Any]]:
     """Return the fields without a fixed size of rows: token ids, and texts or None."""
     sizes = (_mix(ids, ids) % 40).tolist()
     pairs = list(zip(ids.tolist(), sizes, strict=True))
+    starts = [i * (-5000 if i % 31 == 4 else 100) for i in ids.tolist()]  # those of some rows need more bytes
     return {
-        "tokens": [list(range(i * 100, i * 100 + n)) for i, n in pairs],
+        "tokens": [list(range(start, start + n)) for start, n in zip(starts, sizes, strict=True)],
         "text": [None if n % 7 == 3 else f"é{i}" * (n % 9) for i, n in pairs],
     }
 

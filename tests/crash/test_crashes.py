@@ -35,6 +35,7 @@ def reports(harness: Callable[..., Reports]) -> Reports:
         "frames",
         "ragged",
         "texts",
+        "tokens",
     ]
     return harness([["quick", *random], ["power", "teeth"]])
 
