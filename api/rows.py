@@ -16,13 +16,13 @@ from tensordict import TensorDictBase
 from expstore.api.bodies import ARROW, arrow_answer, json_answer, load_json, to_json
 from expstore.api.failures import Refusal
 from expstore.api.stores import Served
-from expstore.codec import Codec, Coded, columns_of, join_columns, meaning_of
+from expstore.codec import Codec, Coded, encode_rows, join_columns, meaning_of
 from expstore.errors import SchemaError
 from expstore.framing import read_batches, write_stream
 from expstore.schema import Field
 from expstore.types import key_name
 
-__all__ = ["answer_rows", "checked_ids", "encode_rows", "taken_rows"]
+__all__ = ["answer_rows", "checked_ids", "taken_rows"]
 
 
 def taken_rows(served: Served, kind: str, body: bytearray, *, rows: int) -> TensorDictBase:
@@ -128,14 +128,6 @@ def _column_of(entry: Field, values: Any) -> Any:
             f"column {name!r} has rows of shape {list(column.shape[1:])}", hint=f"the field is {entry}"
         )
     return column
-
-
-def encode_rows(data: TensorDictBase, **about: Any) -> Any:
-    """Return rows as a record batch, with what they are in its schema's metadata."""
-    schema, columns = columns_of(data)
-    codec = Codec(schema)
-    names = data.names if data.ndim and data._has_names() else ()
-    return codec.encode(columns, codec.arrow_schema(data.batch_size, names, **about))
 
 
 def answer_rows(data: TensorDictBase, kind: str, compression: str | None = None, **about: Any) -> Response:

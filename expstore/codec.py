@@ -27,7 +27,7 @@ from expstore.errors import CorruptionError, SchemaError
 from expstore.schema import ARROW, DTYPES, OBJECT, Field, Schema
 from expstore.types import Array, Key, key_name
 
-__all__ = ["Codec", "Coded", "columns_of", "join_columns", "meaning_of", "plain_values"]
+__all__ = ["Codec", "Coded", "columns_of", "encode_rows", "join_columns", "meaning_of", "plain_values"]
 
 _ABOUT = b"expstore"
 _FORMAT = 1
@@ -206,6 +206,22 @@ class Codec:
         if any(names):
             built.names = list(names)
         return built
+
+
+def encode_rows(data: TensorDictBase, **about: Any) -> Any:
+    """Return rows as a record batch, with what they are in its schema's metadata.
+
+    Args:
+        data: Rows, with any number of batch dims; on any device.
+        about: More facts; what JSON can keep.
+
+    Raises:
+        SchemaError: An entry cannot be sent.
+    """
+    schema, columns = columns_of(data)
+    codec = Codec(schema)
+    names = data.names if data.ndim and data._has_names() else ()
+    return codec.encode(columns, codec.arrow_schema(data.batch_size, names, **about))
 
 
 def join_columns(parts: Sequence[Any]) -> Any:

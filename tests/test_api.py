@@ -15,8 +15,7 @@ from tensordict import TensorDict
 
 import expstore
 from expstore.api import Settings
-from expstore.api.rows import encode_rows
-from expstore.codec import Codec, meaning_of
+from expstore.codec import Codec, encode_rows, meaning_of
 from expstore.framing import write_stream
 
 ARROW = {"Content-Type": "application/vnd.apache.arrow.stream"}
