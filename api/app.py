@@ -12,7 +12,7 @@ import anyio.to_thread
 from fastapi import FastAPI
 
 import expstore
-from expstore.api import failures, health, reading, writing
+from expstore.api import failures, health, reading, sampling, writing
 from expstore.api.settings import Settings
 from expstore.api.stores import Stores
 
@@ -48,6 +48,7 @@ def create_app(settings: Settings) -> FastAPI:
     failures.install(app)
     app.include_router(health.router)
     app.include_router(reading.router, prefix="/v1")
+    app.include_router(sampling.router, prefix="/v1")
     if not settings.read_only:
         app.include_router(writing.router, prefix="/v1")
     return app

@@ -16,7 +16,7 @@ from tensordict import TensorDictBase
 from expstore.api.bodies import ARROW, arrow_answer, json_answer, load_json, to_json
 from expstore.api.failures import Refusal
 from expstore.api.stores import Served
-from expstore.codec import Codec, Coded, encode_rows, join_columns, meaning_of
+from expstore.codec import Codec, Coded, Encoder, join_columns, meaning_of
 from expstore.errors import SchemaError
 from expstore.framing import read_batches, write_stream
 from expstore.schema import Field
@@ -130,12 +130,14 @@ def _column_of(entry: Field, values: Any) -> Any:
     return column
 
 
-def answer_rows(data: TensorDictBase, kind: str, compression: str | None = None, **about: Any) -> Response:
+def answer_rows(
+    data: TensorDictBase, kind: str, compression: str | None = None, encoder: Encoder | None = None
+) -> Response:
     """Return rows as an answer of the type that the client wants."""
-    batch = encode_rows(data, **about)
+    batch = (encoder or Encoder()).encode(data)
     if kind == ARROW:
         return arrow_answer(write_stream(batch, compression=compression))
-    return json_answer({"rows": to_json(batch), **about})
+    return json_answer({"rows": to_json(batch)})
 
 
 def checked_ids(ids: Any) -> torch.Tensor:

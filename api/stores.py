@@ -13,14 +13,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+import anyio
 import anyio.to_thread
 from anyio import CapacityLimiter
 
 import expstore
 from expstore.api.failures import Refusal
+from expstore.api.samplers import Drawers
 from expstore.api.settings import Settings
-from expstore.codec import Codec
-from expstore.errors import ExpStoreError, NotFoundError, StateError
+from expstore.codec import Codec, Encoder
+from expstore.errors import ExpStoreError, NotFoundError, NotReadyError, StateError
 from expstore.files import ReadingDisk
 from expstore.manifest import MANIFEST
 from expstore.tensordictbuffers import TensorDictReplayBuffer
@@ -31,6 +33,8 @@ _log = logging.getLogger("expstore.api")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _SUFFIX = ".exp"
 _Answer = TypeVar("_Answer")
+#: Seconds between two looks of a request that waits for rows.
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.005, 0.1
 
 
 class Served:
@@ -40,12 +44,16 @@ class Served:
 
     Args:
         name: Its name.
+        path: Where it lies.
         rb: The buffer.
         settings: The server's.
     """
 
-    def __init__(self, name: str, rb: TensorDictReplayBuffer, settings: Settings) -> None:
+    def __init__(self, name: str, path: Path, rb: TensorDictReplayBuffer, settings: Settings) -> None:
         self.name, self.rb = name, rb
+        self.drawers = Drawers(path, rb)
+        self.encoder = Encoder()
+        self.streams = CapacityLimiter(settings.concurrency)
         self._settings = settings
         self._turns = CapacityLimiter(settings.concurrency)
         self._codec: Codec | None = None
@@ -59,6 +67,29 @@ class Served:
         if self._turns.statistics().tasks_waiting >= self._settings.concurrency:
             raise Refusal(503, f"too many requests wait for store {self.name!r}", hint="ask again later")
         return await anyio.to_thread.run_sync(act, limiter=self._turns)
+
+    async def run_patiently(self, act: Callable[[], _Answer], seconds: float) -> _Answer:
+        """Run what may find too few rows, again and again until there are enough or the time is over.
+
+        Raises:
+            NotReadyError: There still are too few.
+            Refusal: 503.
+        """
+        until, pause = anyio.current_time() + seconds, _FIRST_PAUSE
+        while True:
+            try:
+                return await self.run(act)
+            except NotReadyError:
+                left = until - anyio.current_time()
+                if left <= 0:
+                    raise
+                await anyio.sleep(min(pause, left))
+                pause = min(2 * pause, _LONGEST_PAUSE)
+
+    def close(self) -> None:
+        """Close the store, and what draws from it."""
+        self.drawers.close()
+        self.rb.close()
 
     @property
     def generation(self) -> int:
@@ -159,7 +190,7 @@ class Stores:
             self._closed = True
             for served in self._open.values():
                 try:
-                    served.rb.close()
+                    served.close()
                 except ExpStoreError as exc:
                     _log.error("store %s: %s", served.name, exc)
 
@@ -167,7 +198,7 @@ class Stores:
         if self._closed:
             raise Refusal(503, "the server is being shut down")
         options.setdefault("mode", "r" if self._settings.read_only else "a")
-        return Served(name, expstore.open(path, **options), self._settings)
+        return Served(name, path, expstore.open(path, **options), self._settings)
 
     def _path(self, name: str) -> Path:
         if self.single:

@@ -108,6 +108,7 @@ async def add(
 def _extended(store: Served, kind: str, body: bytearray, source: str | None, rows: int) -> Written:
     data = taken_rows(store, kind, body, rows=rows)
     ids = store.rb.extend(data, source=source, return_ids=True)
+    store.drawers.written()
     kept = ids[ids > 0]
     first = int(kept.min()) if kept.numel() else None
     return Written(first_id=first, count=kept.numel(), generation=store.generation)

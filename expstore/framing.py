@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from expstore.errors import SchemaError
 
-__all__ = ["END", "HEAD_BYTES", "body_size", "read_batches", "write_stream"]
+__all__ = ["END", "HEAD_BYTES", "StreamWriter", "body_size", "read_batches", "write_stream"]
 
 #: What ends a stream.
 END = b"\xff\xff\xff\xff\x00\x00\x00\x00"
@@ -41,6 +41,54 @@ def write_stream(batch: Any, *, compression: str | None = None) -> Any:
     with pa.ipc.new_stream(sink, batch.schema, options=options) as writer:
         writer.write_batch(batch)
     return sink.getvalue()
+
+
+class StreamWriter:
+    """Write record batches of one schema as a stream, and take its bytes away part by part.
+
+    Args:
+        compression: Of their buffers: "lz4", "zstd" or None.
+    """
+
+    def __init__(self, compression: str | None = None) -> None:
+        self._options = pa.ipc.IpcWriteOptions(compression=compression)
+        self._schema: Any = None
+        self._parts: list[Any] = []
+        self.pending = 0
+
+    def write(self, batch: Any) -> None:
+        """Add a record batch.
+
+        Raises:
+            SchemaError: It is of another schema than the first.
+        """
+        if self._schema is None:
+            self._schema = batch.schema
+            self._add(batch.schema.serialize())
+        elif batch.schema is not self._schema and not batch.schema.equals(self._schema):
+            raise SchemaError("the fields have changed since the stream began", kind="changed",
+                              hint="ask for another stream")  # fmt: skip
+        self._add(batch.serialize() if self._options.compression is None else self._packed(batch))
+
+    def _packed(self, batch: Any) -> Any:
+        whole = write_stream(batch, compression=self._options.compression)
+        head = len(batch.schema.serialize())
+        return whole.slice(head, len(whole) - head - len(END))
+
+    def end(self) -> None:
+        """Add the end mark."""
+        self._add(END)
+
+    def _add(self, part: Any) -> None:
+        self._parts.append(part)
+        self.pending += len(part)
+
+    def take(self) -> bytes:
+        """Return the bytes that were added since they were last taken."""
+        joined = b"".join(memoryview(part) for part in self._parts)
+        self._parts.clear()
+        self.pending = 0
+        return joined
 
 
 def read_batches(body: Any, check: Callable[[Any], None], *, rows: int) -> tuple[Any, list[Any]]:

@@ -51,7 +51,7 @@ LINES: tuple[tuple[str, str], ...] = (
     ("5a", "buffers client"),
     (
         "5b",
-        "tensordictbuffers prioritized hindsight offline schedulers memberpatches ensembles checks",
+        "tensordictbuffers prioritized seeded hindsight offline schedulers memberpatches ensembles checks",
     ),
     ("6", "door"),
     ("7", "collectors datasets exchange interop merging resizing trainers"),
@@ -127,6 +127,7 @@ ALLOWED_SIDEWAYS: tuple[tuple[str, str], ...] = (
     ("latefields", "patches"),
     ("latefields", "shaping"),
     ("prioritized", "tensordictbuffers"),
+    ("seeded", "tensordictbuffers"),
     ("hindsight", "tensordictbuffers"),
     ("ensembles", "memberpatches"),
     # the parts of a check

@@ -1,0 +1,326 @@
+"""Samplers as requests describe them: a kind and its parameters, checked before one is made.
+
+Used by the sampling routes, which keep what was made. A sampler that keeps something from draw to draw has a
+name, and is shared by all who use it.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from pathlib import Path
+from threading import Lock
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field
+
+import expstore
+from expstore import samplers
+from expstore.api.conditions import check_condition
+from expstore.api.failures import Refusal
+from expstore.errors import NotFoundError, StateError
+from expstore.samplers.base import Sampler
+from expstore.seeded import SeededReplayBuffer
+from expstore.storages.synced import SyncedStorage
+from expstore.tensordictbuffers import TensorDictReplayBuffer
+
+__all__ = ["AnySpec", "Drawers", "Spec"]
+
+Rows = Annotated[int, Field(ge=1, le=1_000_000)]
+_FORBID = ConfigDict(extra="forbid")
+
+
+class Uniform(BaseModel):
+    """Every row has the same chance."""
+
+    model_config = _FORBID
+    kind: Literal["uniform"] = "uniform"
+
+    def make(self, where: str | None) -> Sampler:
+        """Return the sampler."""
+        return samplers.RandomSampler(where=where)
+
+
+class Prioritized(BaseModel):
+    """Chances follow priorities (Schaul et al. 2016)."""
+
+    model_config = _FORBID
+    kind: Literal["prioritized"]
+    alpha: float = Field(0.6, ge=0, le=10)
+    beta: float = Field(0.4, ge=0, le=10)
+    eps: float = Field(1e-8, ge=0, le=1)
+
+    def make(self, where: str | None) -> Sampler:
+        """Return the sampler."""
+        return samplers.PrioritizedSampler(alpha=self.alpha, beta=self.beta, eps=self.eps, where=where)
+
+
+class Slices(BaseModel):
+    """Stretches of steps of one episode each."""
+
+    model_config = _FORBID
+    kind: Literal["slices"]
+    slice_len: Rows | None = None
+    num_slices: Rows | None = None
+    strict_length: bool = True
+    by: Literal["trajectory", "start"] = "trajectory"
+
+    def make(self, where: str | None) -> Sampler:
+        """Return the sampler."""
+        return samplers.SliceSampler(
+            **_sizes(self), strict_length=self.strict_length, by=self.by, where=where
+        )
+
+
+class PrioritizedSlices(BaseModel):
+    """Such stretches, whose first steps' chances follow priorities."""
+
+    model_config = _FORBID
+    kind: Literal["prioritized_slices"]
+    slice_len: Rows | None = None
+    num_slices: Rows | None = None
+    strict_length: bool = True
+    alpha: float = Field(0.6, ge=0, le=10)
+    beta: float = Field(0.4, ge=0, le=10)
+    eps: float = Field(1e-8, ge=0, le=1)
+
+    def make(self, where: str | None) -> Sampler:
+        """Return the sampler."""
+        return samplers.PrioritizedSliceSampler(
+            alpha=self.alpha, beta=self.beta, eps=self.eps, strict_length=self.strict_length, where=where,
+            **_sizes(self),
+        )  # fmt: skip
+
+
+class Recent(BaseModel):
+    """Newer rows have better chances."""
+
+    model_config = _FORBID
+    kind: Literal["recency"]
+    half_life: float | None = Field(None, gt=0, le=1e15)
+    newest: int | None = Field(None, ge=1, le=1 << 62)
+
+    def make(self, where: str | None) -> Sampler:
+        """Return the sampler."""
+        return samplers.RecencySampler(half_life=self.half_life, newest=self.newest, where=where)
+
+
+class WithoutReplacement(BaseModel):
+    """Every row once per pass."""
+
+    model_config = _FORBID
+    kind: Literal["without_replacement"]
+    shuffle: bool = True
+    drop_last: bool = False
+
+    def make(self, where: str | None) -> Sampler:
+        """Return the sampler."""
+        return samplers.SamplerWithoutReplacement(self.drop_last, self.shuffle, where=where)
+
+
+class SlicesWithoutReplacement(BaseModel):
+    """A stretch of every trajectory per pass."""
+
+    model_config = _FORBID
+    kind: Literal["slices_without_replacement"]
+    slice_len: Rows | None = None
+    num_slices: Rows | None = None
+    strict_length: bool = True
+    shuffle: bool = True
+    drop_last: bool = False
+
+    def make(self, where: str | None) -> Sampler:
+        """Return the sampler."""
+        return samplers.SliceSamplerWithoutReplacement(
+            shuffle=self.shuffle, drop_last=self.drop_last, strict_length=self.strict_length, where=where,
+            **_sizes(self),
+        )  # fmt: skip
+
+
+class StreamingSlices(BaseModel):
+    """New stretches first, each once."""
+
+    model_config = _FORBID
+    kind: Literal["streaming_slices"]
+    slice_len: Rows
+    strict_length: bool = True
+
+    def make(self, where: str | None) -> Sampler:
+        """Return the sampler."""
+        if where is not None:
+            raise Refusal(422, "new stretches come as they are: leave where out")
+        return samplers.StreamingSliceSampler(slice_len=self.slice_len, strict_length=self.strict_length)
+
+
+class Consuming(BaseModel):
+    """Every row so many times, over all clients; the store counts."""
+
+    model_config = _FORBID
+    kind: Literal["consuming"]
+    max_sample_count: int = Field(1, ge=1, le=1 << 31)
+
+    def make(self, where: str | None) -> Sampler:
+        """Return the sampler."""
+        return samplers.ConsumingSampler(self.max_sample_count, where=where)
+
+
+def _sizes(spec: Any) -> dict[str, Any]:
+    if (spec.slice_len is None) == (spec.num_slices is None):
+        raise Refusal(422, f"sampler {spec.kind!r} takes one of slice_len and num_slices")
+    return {"slice_len": spec.slice_len, "num_slices": spec.num_slices}
+
+
+#: A sampler that keeps nothing from draw to draw.
+Spec = Annotated[Uniform | Prioritized | Slices | PrioritizedSlices | Recent, Field(discriminator="kind")]
+#: Any sampler.
+AnySpec = Annotated[
+    Uniform | Prioritized | Slices | PrioritizedSlices | Recent
+    | WithoutReplacement | SlicesWithoutReplacement | StreamingSlices | Consuming,
+    Field(discriminator="kind"),
+]  # fmt: skip
+_KEPT = 32
+_NO_IDS = np.zeros(0, np.int64)
+
+
+class Drawers:
+    """Keep what draws from one store, as requests ask for it.
+
+    Threads: any number may ask. Crashes: names are the server's, and go with it.
+
+    Args:
+        path: Where the store lies.
+        rb: It, opened.
+    """
+
+    def __init__(self, path: Path, rb: TensorDictReplayBuffer) -> None:
+        self._path, self._rb = path, rb
+        self._lock = Lock()
+        self._kept: OrderedDict[tuple[str, str | None, int | None], TensorDictReplayBuffer] = OrderedDict()
+        self._named: dict[str, tuple[Any, TensorDictReplayBuffer]] = {}
+
+    def draw(
+        self, spec: Any, where: str | None, seed: int | None, number: int | None, batch_size: int
+    ) -> Any:
+        """Return a batch.
+
+        Args:
+            spec: Of a sampler, or its name; None: uniform.
+            where: Which rows are drawn.
+            seed: Of draws apart from the store's.
+            number: Which of these; None: the next one of this seed and sampler.
+            batch_size: How many rows.
+
+        Raises:
+            NotFoundError: There is no sampler of this name.
+            NotReadyError: There are no rows that may be drawn.
+        """
+        if isinstance(spec, str):
+            if where is not None or seed is not None or number is not None:
+                raise Refusal(422, "a sampler with a name has its condition and its seed already")
+            buffer, storage = self.named(spec), self._rb.storage
+            if isinstance(storage, SyncedStorage) and buffer.storage is not storage:
+                storage.drain()  # else small batches would show a moment later
+            return buffer.sample(batch_size)
+        if spec is None and where is None and seed is None:
+            return self._rb.sample(batch_size)
+        buffer = self._buffer(Uniform() if spec is None else spec, where, seed)
+        if isinstance(buffer, SeededReplayBuffer):
+            return buffer.draw(number, batch_size)
+        return buffer.sample(batch_size)
+
+    def _buffer(self, spec: Any, where: str | None, seed: int | None) -> TensorDictReplayBuffer:
+        key = spec.model_dump_json(), where, seed
+        with self._lock:
+            known = self._kept.get(key)
+            if known is None:
+                sampler = spec.make(None if where is None else check_condition(where))
+                storage = self._rb.storage
+                known = (
+                    TensorDictReplayBuffer(storage=storage, sampler=sampler, with_ids=True)
+                    if seed is None
+                    else SeededReplayBuffer(storage, sampler, seed=seed)
+                )
+                self._kept[key] = known
+                if len(self._kept) > _KEPT:
+                    _, oldest = self._kept.popitem(last=False)
+                    oldest.sampler.detach()
+            self._kept.move_to_end(key)
+            return known
+
+    # -- with names ------------------------------------------------------------------------------
+
+    def name(self, name: str, spec: Any, where: str | None, seed: int | None) -> None:
+        """Make a sampler that all who know its name share.
+
+        Raises:
+            StateError: There is another one of this name, or it cannot be had here.
+        """
+        wanted = spec.model_dump_json(), where, seed
+        with self._lock:
+            known = self._named.get(name)
+            if known is not None:
+                if known[0] != wanted:
+                    raise StateError(
+                        f"there is another sampler {name!r}", kind="exists", hint="DELETE it first"
+                    )
+                return
+            if len(self._named) >= _KEPT:
+                raise StateError(f"there are {_KEPT} samplers with names", hint="DELETE one first")
+            sampler = spec.make(None if where is None else check_condition(where))
+            self._named[name] = wanted, self._made(spec, sampler, seed)
+
+    def _made(self, spec: Any, sampler: Sampler, seed: int | None) -> TensorDictReplayBuffer:
+        storage = self._rb.storage
+        if isinstance(spec, Consuming):
+            if storage.follows:
+                raise StateError(
+                    "a server that only reads does not count rows", hint="ask the one that writes"
+                )
+            if seed is not None:
+                raise Refusal(422, "what is consumed follows from the store's own draws: leave seed out")
+            return TensorDictReplayBuffer(storage=storage, sampler=sampler, with_ids=True)
+        # Passes are this sampler's own: it follows the store as another process would.
+        return expstore.open(self._path, mode="r", sampler=sampler, seed=seed)
+
+    def named(self, name: str) -> TensorDictReplayBuffer:
+        """Return what a named sampler draws by.
+
+        Raises:
+            NotFoundError: There is none of this name.
+        """
+        known = self._named.get(name)
+        if known is None:
+            raise NotFoundError(
+                f"there is no sampler {name[:120]!r}",
+                hint=f"there are {', '.join(sorted(self._named)) or 'none'}",
+            )
+        return known[1]
+
+    def forget(self, name: str) -> None:
+        """Let go of a named sampler.
+
+        Raises:
+            NotFoundError: There is none of this name.
+        """
+        buffer = self.named(name)
+        with self._lock:
+            self._named.pop(name, None)
+        if buffer.storage is self._rb.storage:
+            buffer.sampler.detach()
+        else:
+            buffer.close()
+
+    def describe(self) -> dict[str, str]:
+        """Return the named samplers: what each is, as JSON."""
+        return {name: wanted[0] for name, (wanted, _) in sorted(self._named.items())}
+
+    def written(self) -> None:
+        """Be told that rows were written."""
+        for _, buffer in list(self._named.values()):
+            if buffer.storage is self._rb.storage:
+                buffer.sampler.on_write(_NO_IDS)
+
+    def close(self) -> None:
+        """Close what follows the store."""
+        for name in list(self._named):
+            self.forget(name)
