@@ -12,7 +12,7 @@ import json
 import os
 import re
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,8 @@ CONFIG: dict[str, str | bool | int | float | list[str]] = {
     "allow_community_extensions": "false",
     "temp_directory": "",
 }
+#: What takes rows from a relation, as an Arrow table.
+Read = Callable[[duckdb.DuckDBPyRelation], Any]
 _LOG_SUFFIXES = (".wal", ".wal.checkpoint", ".wal.recovery")
 _RELATIONS = "commits, episodes, fragments, meta, priorities, sources, transitions"
 
@@ -69,8 +71,16 @@ class Index:
         notice: One line that says why the file found at opening is not used, or None.
     """
 
-    def __init__(self, path: Path | None, *, disk: Disk, store_uuid: str) -> None:
+    def __init__(
+        self,
+        path: Path | None,
+        *,
+        disk: Disk,
+        store_uuid: str,
+        config: Mapping[str, str] | None = None,
+    ) -> None:
         self.path = path
+        self._config = {**CONFIG, **(config or {})}
         self.position: Position = (0, 0)
         self.notice: str | None = None
         self._disk = disk
@@ -87,7 +97,14 @@ class Index:
         self._aside = Aside()
 
     @classmethod
-    def open(cls, path: Path | None, *, disk: Disk, store_uuid: str) -> Index:
+    def open(
+        cls,
+        path: Path | None,
+        *,
+        disk: Disk,
+        store_uuid: str,
+        config: Mapping[str, str] | None = None,
+    ) -> Index:
         """Open the index of a store.
 
         A missing file is made by the first commit. One that is damaged or belongs to another store is
@@ -97,13 +114,14 @@ class Index:
             path: The file; None keeps the index in memory.
             disk: What acts on files.
             store_uuid: The store's own, to know its index by.
+            config: Settings of DuckDB beside those of every index.
 
         Raises:
             LockedError: Another program has the file open.
             MigrationError: It was made by a newer version of expstore or DuckDB.
             StorageError: It cannot be opened for a reason outside it (permissions, too many open files).
         """
-        index = cls(path, disk=disk, store_uuid=store_uuid)
+        index = cls(path, disk=disk, store_uuid=store_uuid, config=config)
         if path is not None and disk.exists(path):
             try:
                 index._open_file(path)
@@ -134,14 +152,19 @@ class Index:
             self.position = delta.position
 
     def query(
-        self, sql: str, params: Sequence[object] | Mapping[str, object] | None, relations: Relations
+        self,
+        sql: str,
+        params: Sequence[object] | Mapping[str, object] | None,
+        relations: Relations,
+        read: Read | None = None,
     ) -> Result:
-        """Run one SELECT and return all its rows.
+        """Run one SELECT and return its rows.
 
         Args:
             sql: The statement.
             params: Values for `?` or `$1` (a sequence) or `$name` (a mapping).
             relations: The columns of the readable rows.
+            read: Takes rows from DuckDB's relation, as an Arrow table; None: all of them.
 
         Raises:
             QueryError: It is not one SELECT that only reads, or DuckDB refuses it.
@@ -152,7 +175,7 @@ class Index:
         self._check_open()
         values = _plain(params)
         with self._cursor("query") as cursor:
-            return self._aside.run(lambda: _answer(cursor, sql, values, relations), cursor.interrupt)
+            return self._aside.run(lambda: _answer(cursor, sql, values, relations, read), cursor.interrupt)
 
     def find_episode(self, number: int) -> LogEntry | None:
         """Return an episode as it stood at the last commit; None: there was none of this id.
@@ -296,7 +319,7 @@ class Index:
     def _open_file(self, path: Path) -> None:
         con = None
         try:
-            con = duckdb.connect(str(path), config=CONFIG)
+            con = duckdb.connect(str(path), config=self._config)
             found = con.execute("SELECT uuid FROM store").fetchall()
             if found != [(self._uuid,)]:
                 raise CorruptionError(f"it belongs to store {found}, not {self._uuid}")
@@ -312,7 +335,7 @@ class Index:
 
     def _make(self, path: Path | None) -> duckdb.DuckDBPyConnection:
         """Make a database with all tables and no rows."""
-        con = duckdb.connect(":memory:" if path is None else str(path), config=CONFIG)
+        con = duckdb.connect(":memory:" if path is None else str(path), config=self._config)
         try:
             migrate(con)
             con.execute("INSERT INTO store VALUES (?)", [self._uuid])
@@ -467,13 +490,16 @@ def _plain_value(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else value
 
 
-def _answer(cursor: duckdb.DuckDBPyConnection, sql: str, values: Any, relations: Relations) -> Result:
+def _answer(
+    cursor: duckdb.DuckDBPyConnection, sql: str, values: Any, relations: Relations, read: Read | None
+) -> Result:
     statement = _one_select(cursor, sql)
     refused = relations.attach(cursor, sql)
     # The kind of a statement does not tell all: a SELECT may hold an INSERT.
     cursor.execute("BEGIN TRANSACTION READ ONLY")
     try:
-        return Result(cursor.sql(statement, params=values).to_arrow_table())
+        relation = cursor.sql(statement, params=values)
+        return Result(relation.to_arrow_table() if read is None else read(relation))
     except Exception:
         if refused:  # in words of its own DuckDB says that reading a column has failed
             raise refused[0] from None

@@ -27,7 +27,7 @@ LINES: tuple[tuple[str, str], ...] = (
     (
         "0",
         "errors gaps types members compiled files addresses bulk kernels gathering native compressing "
-        "unpacking turns aside",
+        "unpacking turns aside confine pipes",
     ),
     (
         "1",
@@ -35,9 +35,10 @@ LINES: tuple[tuple[str, str], ...] = (
         "lock probe retain state journal journaltail pieces episodes episodelog "
         "episodeinfo sources fragments sumtree ranking ranktree runtable limiter touched keys",
     ),
-    ("2", "index delta expressions relations halves shownvalues named result migrate sqlworker"),
+    ("2", "index delta expressions relations halves shownvalues named result migrate"),
     ("2b", "ragged raggedrows leaves looserows batches forms specs"),
     ("3", "storages snapshots dumping"),
+    ("3b", "sqlworker sqlchild"),
     (
         "4",
         "domains writers draws prefetch samplers sample_units transforms query routing framing codec "
@@ -464,7 +465,7 @@ ALLOWED_AS_TYPE: tuple[tuple[str, str], ...] = (
 
 #: Libraries that belong to few modules.
 HOME_OF_LIBRARY: dict[str, tuple[str, ...]] = {
-    "duckdb": ("index", "delta", "expressions", "relations", "named", "migrate", "sqlworker"),
+    "duckdb": ("index", "delta", "expressions", "relations", "named", "migrate"),
     "fastapi": ("api", "api.*"),
     "h5py": ("exchange.*",),
     "pyarrow": (
@@ -493,6 +494,7 @@ HOME_OF_LIBRARY: dict[str, tuple[str, ...]] = {
         "checks.segments",
         "codec",
         "framing",
+        "sqlchild",
         "exchange",
         "exchange.*",
         "testing.anylength",
@@ -505,7 +507,7 @@ HOME_OF_LIBRARY: dict[str, tuple[str, ...]] = {
 
 #: Not imported by lines 0-3 while they are imported themselves: these cost seconds.
 SLOW_LIBRARIES = {"torch", "tensordict", "torchrl", "gymnasium"}
-FAST_LINES = {"0", "1", "2", "3"}
+FAST_LINES = {"0", "1", "2", "3", "3b"}
 
 #: What the package's own __init__ offers to the modules below it.
 ROOT_NAMES = {"__version__"}
@@ -548,6 +550,7 @@ DISK_NAMES = {"disk", "_disk", "file", "_file", "expstore", "door"}
 #: module -> the acts it may do itself, as the messages below print them.
 FILE_EXCEPTIONS: dict[str, set[str]] = {
     "storages.settings": {".is_dir()"},  # a look before the first lock; nothing is opened
+    "confine": {".open()"},  # names folders to the kernel, and reads nothing
 }
 
 MAX_FILE_LINES = 400

@@ -46,10 +46,15 @@ class Catalog:
     """Bring the index up to date and ask it.
 
     Threads may query at once; one brings the index up to date at a time.
+
+    Args:
+        storage: Whose rows and episodes it knows.
+        config: Settings of DuckDB beside those of every index.
     """
 
-    def __init__(self, storage: Storage) -> None:
+    def __init__(self, storage: Storage, *, config: Mapping[str, str] | None = None) -> None:
         self._storage = storage
+        self._config = config
         self._lock = threading.RLock()
         self._index: Index | None = None
         self._whole = False  # the next commit must hold everything
@@ -62,14 +67,24 @@ class Catalog:
             target=import_module, args=("expstore.index",), name="expstore-warm", daemon=True
         ).start()
 
-    def query(self, sql: str, params: Sequence[object] | Mapping[str, object] | None) -> Result:
+    def query(
+        self,
+        sql: str,
+        params: Sequence[object] | Mapping[str, object] | None,
+        read: Callable[[Any], Any] | None = None,
+    ) -> Result:
         """Run one SELECT over the rows that are readable when it begins.
+
+        Args:
+            sql: The statement.
+            params: Values for its parameters.
+            read: As of `Index.query`; called again where rows were overwritten under the query.
 
         Raises:
             QueryError: It is not one SELECT, or DuckDB refuses it.
             StateError: The store is closed.
         """
-        return self._patiently(lambda: self._ask(sql, params))
+        return self._patiently(lambda: self._ask(sql, params, read))
 
     def episodes(
         self,
@@ -94,7 +109,12 @@ class Catalog:
                 raise
             raise QueryError(exc.message, hint=f"the columns are {_EPISODE_COLUMNS}") from exc
 
-    def _ask(self, sql: str, params: Sequence[object] | Mapping[str, object] | None) -> Result:
+    def _ask(
+        self,
+        sql: str,
+        params: Sequence[object] | Mapping[str, object] | None,
+        read: Callable[[Any], Any] | None,
+    ) -> Result:
         storage = self._storage
         for held in (False, True):
             # Rows that were overwritten under the query make it run again, then with the writer waiting;
@@ -103,7 +123,7 @@ class Catalog:
             with storage.lock if alone else contextlib.nullcontext():
                 index = self.catch_up()
                 window, changes = storage.query_window, storage.changes
-                result = unmoved(storage, partial(self._answer, index, sql, params, window))
+                result = unmoved(storage, partial(self._answer, index, sql, params, window, read))
                 oldest = np.array([window.low + 1])
                 moved = changes != storage.changes or changes & 1 or window.gaps != storage.query_window.gaps
                 if alone or (storage.intact(oldest) and not moved):
@@ -119,8 +139,9 @@ class Catalog:
         sql: str,
         params: Sequence[object] | Mapping[str, object] | None,
         window: Window,
+        read: Callable[[Any], Any] | None,
     ) -> Result:
-        return index.query(sql, params, self._relations(window))
+        return index.query(sql, params, self._relations(window), read)
 
     def find_episode(self, number: int) -> LogEntry:
         """Return an episode as it stands, whether its rows can still be read or not; the lock is held.
@@ -269,7 +290,9 @@ class Catalog:
             raise StateError(
                 "the index belongs to the process that opened the store, and this is a fork of it"
             )
-        index = Index.open(storage.index_path, disk=storage.disk, store_uuid=storage.uuid)
+        index = Index.open(
+            storage.index_path, disk=storage.disk, store_uuid=storage.uuid, config=self._config
+        )
         if index.notice:
             _log.warning("%s", index.notice)
         self._index = index

@@ -1,0 +1,132 @@
+"""What this process may still do, given up for good: memory, files, network, threads, outliving its parent.
+
+Used by the child that runs SQL of strangers. What the system does not know is said, not pretended; it opens
+nothing but the folders that are named, to name them to the kernel.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import signal
+import struct
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+__all__ = ["bound", "bound_data", "die_with_parent", "restrict"]
+
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS = 1, 4, 38
+# The numbers are those of every architecture: docs.kernel.org/userspace-api/landlock.html, and landlock.h.
+_CREATE, _ADD_RULE, _RESTRICT = 444, 445, 446
+_VERSION, _PATH_BENEATH = 1, 1
+#: How many acts on files each version of Landlock knows; later ones know as many as the last.
+_ACTS = (13, 14, 15, 15, 16)
+_READ_FILE, _READ_DIR = 1 << 2, 1 << 3
+#: Binding and connecting TCP sockets; signals, and sockets of names without a file, beyond this process.
+_NETWORK, _SCOPES = 0b11, 0b11
+_CAPABILITY_VERSION, _CAP_DAC_READ_SEARCH = 0x20080522, 1 << 2
+_O_PATH, _O_CLOEXEC = 0o10000000, 0o2000000
+
+
+def die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when the thread that started it ends; Linux only.
+
+    Args:
+        parent: Its process. Where it is gone already, so is this one.
+    """
+    if sys.platform == "linux":
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        raise SystemExit(1)
+
+
+def restrict(readable: Iterable[Path]) -> str:
+    """Let this thread, and those that it starts, read below some folders and otherwise touch no file.
+
+    Nor can they run a program, gain rights, use the super-user's, or (where Landlock knows of it) reach the
+    network or other processes. Call it before there are other threads: they would stay free.
+
+    Returns:
+        What is in force: "landlock N", N the version, or "no landlock: why".
+    """
+    if sys.platform != "linux":
+        return "no landlock: it is Linux's"
+    _prctl(_PR_SET_DUMPABLE, 0)
+    _prctl(_PR_SET_NO_NEW_PRIVS, 1)
+    libc = ctypes.CDLL(None, use_errno=True)
+    _lose_capabilities(libc)
+    version = libc.syscall(_CREATE, None, ctypes.c_size_t(0), ctypes.c_uint32(_VERSION))
+    if version < 1:
+        return f"no landlock: {os.strerror(ctypes.get_errno())}"
+    acts = (1 << _ACTS[min(version, len(_ACTS)) - 1]) - 1
+    sizes = 8 if version < 4 else 16 if version < 6 else 24
+    wanted = struct.pack("=QQQ", acts, _NETWORK, _SCOPES)[:sizes]
+    rules = libc.syscall(_CREATE, wanted, ctypes.c_size_t(sizes), ctypes.c_uint32(0))
+    if rules < 0:
+        return f"no landlock: {os.strerror(ctypes.get_errno())}"
+    try:
+        for path in readable:
+            _allow(libc, rules, path)
+        if libc.syscall(_RESTRICT, ctypes.c_int(rules), ctypes.c_uint32(0)):
+            return f"no landlock: {os.strerror(ctypes.get_errno())}"
+    finally:
+        libc.close(rules)
+    return f"landlock {version}"
+
+
+def _lose_capabilities(libc: ctypes.CDLL) -> None:
+    """Keep of the super-user's powers that of reading whatever file: that of looking into processes goes."""
+    head = ctypes.create_string_buffer(struct.pack("=Ii", _CAPABILITY_VERSION, 0))
+    # Effective, permitted, inheritable: twice, the lower 32 first.
+    sets = ctypes.create_string_buffer(24)
+    if libc.capget(head, sets):
+        raise OSError(ctypes.get_errno(), "capget")
+    permitted = struct.unpack("=6I", sets.raw)[1] & _CAP_DAC_READ_SEARCH
+    if libc.capset(head, struct.pack("=6I", permitted, permitted, 0, 0, 0, 0)):
+        raise OSError(ctypes.get_errno(), "capset")
+
+
+def _allow(libc: ctypes.CDLL, rules: int, path: Path) -> None:
+    """Add a folder to what may be read; one that is missing, or a file, needs no rule."""
+    folder = libc.open(os.fsencode(path / "."), _O_PATH | _O_CLOEXEC)
+    if folder < 0:
+        return
+    try:
+        rule = struct.pack("=Qi", _READ_FILE | _READ_DIR, folder)
+        libc.syscall(_ADD_RULE, ctypes.c_int(rules), ctypes.c_int(_PATH_BENEATH), rule, ctypes.c_uint32(0))
+    finally:
+        libc.close(folder)
+
+
+def bound(*, files: int) -> None:
+    """Bound what this process takes for good: so many open files, no thread or child more, nothing written.
+
+    The kernel lets the super-user start threads all the same.
+    """
+    for what, most in (
+        (resource.RLIMIT_FSIZE, 0),
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_NPROC, 0),
+        (resource.RLIMIT_NOFILE, files),
+    ):
+        hard = resource.getrlimit(what)[1]
+        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+        resource.setrlimit(what, (most, most))
+
+
+def bound_data(most: int | None) -> None:
+    """Bound the memory that is this process's alone, in bytes; None: not at all.
+
+    Maps of files do not count, so that stores of any size can be read.
+    """
+    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+    soft = hard if most is None else most if hard == resource.RLIM_INFINITY else min(most, hard)
+    resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+
+def _prctl(option: int, value: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, ctypes.c_ulong(value), ctypes.c_ulong(0), ctypes.c_ulong(0), ctypes.c_ulong(0)):
+        raise OSError(ctypes.get_errno(), f"prctl {option}")

@@ -1,0 +1,91 @@
+"""Messages between a process and its child: a few words as JSON, and bytes behind them.
+
+Used by `sqlworker` and `sqlchild`. It reads no more than it was told to expect, and believes no length that
+is larger.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+import time
+from typing import Any
+
+__all__ = ["PipeError", "receive", "send"]
+
+_HEAD = struct.Struct("<II")
+#: Words longer than this are none of ours.
+_WORDS = 1 << 20
+
+
+class PipeError(Exception):
+    """The other side is gone, or talks nonsense."""
+
+
+def send(pipe: socket.socket, words: dict[str, Any], body: Any = b"") -> None:
+    """Send a message; the socket's own timeout holds.
+
+    Raises:
+        PipeError: Nobody is there.
+        TimeoutError: The other side does not read.
+        ValueError: JSON has no form for the words, or they are too long.
+    """
+    text = json.dumps(words).encode()
+    if len(text) > _WORDS:
+        raise ValueError(f"a message of {len(text)} bytes is longer than {_WORDS}")
+    size = len(memoryview(body).cast("B"))
+    try:
+        pipe.sendall(_HEAD.pack(len(text), size) + text)
+        if size:
+            pipe.sendall(body)
+    except TimeoutError:
+        raise
+    except OSError as exc:
+        raise PipeError(str(exc)) from exc
+
+
+def receive(
+    pipe: socket.socket, *, most: int, deadline: float | None = None
+) -> tuple[dict[str, Any], bytearray]:
+    """Return the next message.
+
+    Args:
+        pipe: The socket.
+        most: The largest body, in bytes.
+        deadline: When it must have come, by `time.monotonic`; None: never.
+
+    Raises:
+        PipeError: The other side is gone, or says what none of ours would.
+        TimeoutError: It has not come.
+    """
+    text, size = _HEAD.unpack(_read(pipe, _HEAD.size, deadline))
+    if text > _WORDS or size > most:
+        raise PipeError(f"a message of {text} and {size} bytes is too long")
+    try:
+        words = json.loads(_read(pipe, text, deadline))
+    except ValueError as exc:
+        raise PipeError(f"a message is not JSON: {exc}") from exc
+    if not isinstance(words, dict):
+        raise PipeError("a message names nothing")
+    return words, _read(pipe, size, deadline)
+
+
+def _read(pipe: socket.socket, size: int, deadline: float | None) -> bytearray:
+    data = bytearray(size)
+    view, done = memoryview(data), 0
+    while done < size:
+        left = None if deadline is None else deadline - time.monotonic()
+        if left is not None and left <= 0:
+            raise TimeoutError
+        pipe.settimeout(left)
+        try:
+            came = pipe.recv_into(view[done:])
+        except TimeoutError:
+            raise
+        except OSError as exc:
+            raise PipeError(str(exc)) from exc
+        if not came:
+            raise PipeError("the other side has ended")
+        done += came
+    return data
