@@ -254,7 +254,7 @@ class Conditions:
             for entry, values in zip(fields, columns[: len(fields)], strict=True)
         ]
         with self._cursor(needs) as cursor:
-            Relations(shown, None, capacity, needs.tops, ("_id", *needs.rows)).attach(cursor, "")
+            Relations(shown, None, capacity, needs.tops, ("_id", *needs.rows)).attach(cursor, "transitions")
             if self.facts:
                 cursor.register("__facts", facts)
                 yield cursor, _with_episodes(self.facts)
