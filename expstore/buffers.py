@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -20,6 +21,7 @@ from expstore.draws import Turn
 from expstore.episodeinfo import pack_info
 from expstore.errors import SchemaError, StateError
 from expstore.finding import find_trajectories
+from expstore.keyed import find_write, is_known, known_numbers, make_key, numbers_in_part, spread
 from expstore.keywords import called, check_batch_size, check_drawing, check_predictable, made, refuse
 from expstore.latefields import LateFields
 from expstore.limiter import RateLimiter
@@ -39,6 +41,7 @@ from expstore.storages.memory import MemoryStorage
 from expstore.torchdatasets import RowKind, RowsDataset, SlicesDataset, make_dataset
 from expstore.transforms import StepView
 from expstore.types import Array, IntArray, Key, Selection
+from expstore.writekeys import WriteKey
 from expstore.writers import Writer, default_writer
 
 __all__ = ["ReplayBuffer"]
@@ -153,10 +156,17 @@ class ReplayBuffer(Patching, LateFields, Direct):
         episode_info: Mapping[str, Any] | None = None,
         update_priority: bool | None = None,
         validate: Literal["schema", "domain"] = "schema",
+        idempotency_key: str | bytes | None = None,
+        digest: bytes | None = None,
     ) -> torch.Tensor:
         """Append a batch of rows, all of them or none.
 
         Rows with trajectory id -1 or `("collector", "mask")` False are dropped.
+
+        With an idempotency key a call that is made again writes nothing and returns what the first one did,
+        also after a restart, and when its rows have left: of a store on disk a key survives what its rows
+        survive. The last 100,000 keys are known, for 24 hours. Two calls at once with the same key: one
+        writes, the other one waits for it.
 
         Args:
             data: Rows: a TensorDict, a tensor, a tensorclass, or a tree (tuple or dict) of tensors. A list is
@@ -173,6 +183,9 @@ class ReplayBuffer(Patching, LateFields, Direct):
             update_priority: Whether priorities that come with the rows count, in a buffer that knows where
                 they are; None: they do.
             validate: "domain": look at the values, too, and add nothing if one is not as `specs` say.
+            idempotency_key: What names this write, whoever makes it, and no other one.
+            digest: 16 bytes that follow from what is written: a hash of a request's body, say. The same key
+                with another digest is refused. None: the same key is taken to mean the same rows.
 
         Returns:
             Index, or id, of each row; -1 for rows that were not taken in. Shape `(n,)`, int64; of indices
@@ -180,16 +193,22 @@ class ReplayBuffer(Patching, LateFields, Direct):
 
         Raises:
             SchemaError: The batch does not fit the store, or its specs, or JSON has no form for a fact.
-            StateError: The store is closed or cannot be written; or it has no specs to validate by.
+            StateError: The store is closed or cannot be written; or it has no specs to validate by; or the
+                key is that of another write (kind "key_reused"); or the writer lets rows take the places of
+                others, and keeps no keys (kind "no_keys").
             StorageError: The disk failed; nothing was added.
         """
         info, domain = pack_info(episode_info), validate != "schema" and asks_for_domain(validate)
+        key = make_key(self._writer, idempotency_key, digest)
+        known = known_numbers(self._storage, key, return_ids)
+        if known is not None:
+            return self._indices(known, flat=return_ids)
         batch = self._taken(data)
         if batch is None:
             return self._indices(np.zeros(0, np.int64), flat=return_ids)
         batch.prioritized = self._counts_priorities(update_priority)
         batch.validated = domain
-        return self._indices(self._append(batch, source, return_ids, info), flat=return_ids)
+        return self._indices(self._append(batch, source, return_ids, info, key), flat=return_ids)
 
     def _counts_priorities(self, asked: bool | None) -> bool:
         if asked is not None:
@@ -205,25 +224,33 @@ class ReplayBuffer(Patching, LateFields, Direct):
             numbers if flat or self._storage.ndim == 1 else self._storage.unravel(numbers)
         )
 
-    def _append(self, batch: Batch, source: str | None, return_ids: bool, info: str) -> IntArray:
+    def _append(
+        self, batch: Batch, source: str | None, return_ids: bool, info: str, key: WriteKey | None
+    ) -> IntArray:
         if self._limiter is None:
-            return self._take_in(batch, source, return_ids, info)
+            return self._take_in(batch, source, return_ids, info, key)
         self._storage.check_writable()
-        with self._limiter.inserting(batch.count):
-            return self._take_in(batch, source, return_ids, info)
+        with self._limiter.inserting(batch.count, needless=partial(is_known, self._storage, key)):
+            return self._take_in(batch, source, return_ids, info, key)
 
-    def _take_in(self, batch: Batch, source: str | None, return_ids: bool, info: str) -> IntArray:
+    def _take_in(
+        self, batch: Batch, source: str | None, return_ids: bool, info: str, key: WriteKey | None
+    ) -> IntArray:
         storage = self._storage
         with storage.turn, storage.lock:
             storage.check_writable()
             self._writer.check()
-            if batch.count == 0:
-                return np.zeros(0, np.int64)
+            known = known_numbers(storage, key, return_ids)
+            if known is not None or batch.count == 0:
+                return np.zeros(0, np.int64) if known is None else known
             if batch.validated:
                 self._domain = check_domain(storage, batch, self._domain)
             schema, reader = self._prepared(batch)
             columns = batch.columns(schema)
             kept = reader.transitions(columns)
+            if (written := find_write(storage, key)) is not None:
+                return numbers_in_part(storage, written, kept, return_ids)
+            more: dict[str, Any] = {} if key is None else {"key": replace(key, dropped=kept is not None)}
             if kept is not None:
                 batch, columns = batch.keep(kept), [pick(column, kept) for column in columns]
             if batch.count == 0:
@@ -231,13 +258,13 @@ class ReplayBuffer(Patching, LateFields, Direct):
             steps = reader.read(columns, batch)
             priorities = self._given_priorities(schema, columns) if batch.prioritized else None
             last = storage.last
-            ids = self._writer.write(storage, columns, steps, source=source, info=info)
+            ids = self._writer.write(storage, columns, steps, source=source, info=info, **more)
             run = storage.last - last == ids.size  # all were appended: their ids follow one another
             if priorities is not None:
                 storage.set_priorities(ids, priorities)
             self._sampler.on_write(ids if run else ids[ids != -1])
         numbers = ids if return_ids else storage.numbers_of(ids, run=run)
-        return numbers if kept is None else _spread(numbers, kept)
+        return numbers if kept is None else spread(numbers, kept)
 
     def _given_priorities(self, schema: Schema, columns: Sequence[Array]) -> Array | None:
         """Return the priorities that come with new rows. Shape `(n,)`."""
@@ -338,6 +365,8 @@ class ReplayBuffer(Patching, LateFields, Direct):
         source: str | None = None,
         episode_info: Mapping[str, Any] | None = None,
         validate: Literal["schema", "domain"] = "schema",
+        idempotency_key: str | bytes | None = None,
+        digest: bytes | None = None,
     ) -> Any:
         """Append one row; return its index, or -1 if it is not taken in.
 
@@ -347,14 +376,19 @@ class ReplayBuffer(Patching, LateFields, Direct):
             source: As in `extend`.
             episode_info: As in `extend`.
             validate: As in `extend`.
+            idempotency_key: As in `extend`.
+            digest: As in `extend`.
         """
         info, domain = pack_info(episode_info), validate != "schema" and asks_for_domain(validate)
-        batch = self._taken(data, single=True)
-        if batch is None:
-            return self._indices(np.zeros(0, np.int64))
-        batch.prioritized = self._counts_priorities(None)
-        batch.validated = domain
-        numbers = self._append(batch, source, False, info)
+        key = make_key(self._writer, idempotency_key, digest)
+        numbers = known_numbers(self._storage, key, return_ids=False)
+        if numbers is None:
+            batch = self._taken(data, single=True)
+            if batch is None:
+                return self._indices(np.zeros(0, np.int64))
+            batch.prioritized = self._counts_priorities(None)
+            batch.validated = domain
+            numbers = self._append(batch, source, False, info, key)
         return int(numbers[0]) if self._storage.ndim == 1 else self._indices(numbers)
 
     def __len__(self) -> int:
@@ -629,9 +663,3 @@ class ReplayBuffer(Patching, LateFields, Direct):
 
     def _default_writer(self, storage: Storage) -> Writer:
         return default_writer(storage)
-
-
-def _spread(numbers: IntArray, kept: Array) -> IntArray:
-    spread = np.full(kept.size, -1, np.int64)
-    spread[kept] = numbers
-    return spread

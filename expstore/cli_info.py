@@ -24,6 +24,7 @@ def facts_of(path: Path) -> dict[str, Any]:
     from expstore.checks import survey
     from expstore.checks.sizes import store_size
     from expstore.files import Disk
+    from expstore.keyfile import count_keys
     from expstore.snapshots import store_meant
     from expstore.spectext import unpack_specs
     from expstore.storages.base import ROW_FIELDS
@@ -62,6 +63,7 @@ def facts_of(path: Path) -> dict[str, Any]:
         "unclean_stop": found.unclean,
         "storage": manifest.storage,
         "compression": manifest.compression,
+        "write_keys": count_keys(disk, path) if manifest.keyed else 0,
         "uuid": manifest.uuid,
         "meta": manifest.meta,
         "specs": unpack_specs(manifest.specs) if manifest.specs else None,
@@ -106,6 +108,8 @@ def show_facts(facts: dict[str, Any]) -> None:
         "on disk": f"{size_text(facts['disk_bytes'])}, {_room(facts)}",
         "per row": _row_text(facts),
     }
+    if facts["write_keys"]:
+        lines["keys"] = f"{facts['write_keys']:,} idempotency keys of writes at the last sync"
     if facts["specs"]:
         lines["specs"] = describe(facts["specs"])
     if facts["meta"]:

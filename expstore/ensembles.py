@@ -20,6 +20,7 @@ from expstore.buffers import ReplayBuffer
 from expstore.draws import Draws
 from expstore.errors import StateError
 from expstore.forms import stack
+from expstore.keyed import make_key
 from expstore.keywords import check_batch_size, refuse
 from expstore.memberpatches import MemberPatching
 from expstore.members import find_members
@@ -251,12 +252,22 @@ class ReplayBufferEnsemble(MemberPatching, Direct):
 
     # -- writing ---------------------------------------------------------------------------------
 
-    def extend(self, data: TensorDictBase, *, update_priority: bool | None = None) -> TensorDict:
+    def extend(
+        self,
+        data: TensorDictBase,
+        *,
+        update_priority: bool | None = None,
+        idempotency_key: str | bytes | None = None,
+        digest: bytes | None = None,
+    ) -> TensorDict:
         """Write each row to the member that the routing key, or dim, says; to each member all rows or none.
 
         Args:
             data: Rows, in any number of batch dims.
             update_priority: As the members' `extend`.
+            idempotency_key: As the members' `extend`: each keeps it with its rows, so that a call that came
+                half way can be made again.
+            digest: Likewise.
 
         Returns:
             `buffer_ids` and `index` of each row, in the order of `data.reshape(-1)`; -1 for one that its
@@ -272,18 +283,23 @@ class ReplayBufferEnsemble(MemberPatching, Direct):
         data = self._transform.inverse(data)
         if data is None:
             data = TensorDict({}, [0])
-            return self._metadata(data, np.zeros(0, np.int64), None)
+            return self._metadata(data, np.zeros(0, np.int64), None, {})
         rows, members = self._route.of_rows(data, len(self._rbs))
-        return self._metadata(rows, members, update_priority)
+        key: dict[str, Any] = {"idempotency_key": idempotency_key, "digest": digest}
+        for member in np.unique(members).tolist():
+            make_key(self._rbs[member].writer, idempotency_key, digest)  # before one of them writes
+        return self._metadata(rows, members, update_priority, key)
 
-    def _metadata(self, rows: TensorDictBase, members: IntArray, priorities: bool | None) -> TensorDict:
+    def _metadata(
+        self, rows: TensorDictBase, members: IntArray, priorities: bool | None, key: dict[str, Any]
+    ) -> TensorDict:
         tracked = bool(members.size) and all(rb.writer.tracks_generations for rb in self._rbs)
         index, generation = np.full((2, members.size), -1)
         for member, rb in enumerate(self._rbs):
             places = np.flatnonzero(members == member)
             if places.size:
                 part = rows[torch.from_numpy(places)]
-                ids = rb.extend(part, return_ids=True, update_priority=priorities).numpy()
+                ids = rb.extend(part, return_ids=True, update_priority=priorities, **key).numpy()
                 taken = ids > 0
                 index[places[taken]] = rb.storage.index_of(ids[taken])
                 if tracked:

@@ -155,8 +155,12 @@ class RateLimiter:
             self._changed.notify_all()
 
     @contextmanager
-    def inserting(self, rows: int) -> Iterator[None]:
+    def inserting(self, rows: int, *, needless: Callable[[], bool] = lambda: False) -> Iterator[None]:
         """Wait until so many rows may be inserted, which the block does; the storage counts them itself.
+
+        Args:
+            rows: How many.
+            needless: Says that they will not be, after all: then nothing is waited for.
 
         Raises:
             NotReadyError: They may not, and the time is over (kind "rate_limited").
@@ -164,10 +168,10 @@ class RateLimiter:
             StateError: The store is closed.
         """
         with self._changed:
-            if len(self._open_storage()) >= self.min_size_to_sample:
+            if len(self._open_storage()) >= self.min_size_to_sample and not needless():
                 self._check_rows(rows * self.samples_per_insert, f"an insert of {rows} rows")
             self._newest = rows, self._newest[1]
-            self._wait(rows, self._may_insert, self._refuse_insert)
+            self._wait(rows, lambda *args: needless() or self._may_insert(*args), self._refuse_insert)
             self._inserting += rows
         try:
             yield

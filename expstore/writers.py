@@ -29,6 +29,7 @@ from expstore.types import Array, IntArray, Ranking, key_name, to_key
 
 if TYPE_CHECKING:
     from expstore.ranktree import RankTree
+    from expstore.writekeys import WriteKey
 
 __all__ = [
     "ImmutableDatasetWriter",
@@ -52,6 +53,8 @@ class Writer(ABC):
 
     #: Whether samples say how many rows each place had before: `index_generation`.
     tracks_generations = False
+    #: Whether a batch is written as a whole, under one record, which can keep an idempotency key.
+    keeps_keys = False
     _storage: weakref.ref[Storage] | None = None
 
     def register_storage(self, storage: Storage) -> None:
@@ -94,7 +97,14 @@ class Writer(ABC):
 
     @abstractmethod
     def write(
-        self, storage: Storage, columns: Sequence[Array], steps: Steps, *, source: str | None, info: str
+        self,
+        storage: Storage,
+        columns: Sequence[Array],
+        steps: Steps,
+        *,
+        source: str | None,
+        info: str,
+        key: WriteKey | None = None,
     ) -> IntArray:
         """Give every row of a batch its id, episode and step, and write it: all rows or none.
 
@@ -104,6 +114,7 @@ class Writer(ABC):
             steps: What the rows are in the eyes of their collector.
             source: Name of the stream, or None for the handle's own.
             info: What is noted about all their episodes, as JSON text.
+            key: The idempotency key of the batch; only writers that keep keys are given one.
 
         Returns:
             Id of each row; -1 for rows that were not taken in. Shape `(n,)`, int64.
@@ -149,12 +160,21 @@ class RoundRobinWriter(Writer):
         >>> rb = ReplayBuffer(storage=MemoryStorage(100), writer=RoundRobinWriter(), batch_size=8)
     """
 
+    keeps_keys = True
+
     def __init__(self, compilable: bool = False, *, track_generations: bool = False) -> None:
         _refuse_compilable(compilable)
         self.tracks_generations = track_generations
 
     def write(
-        self, storage: Storage, columns: Sequence[Array], steps: Steps, *, source: str | None, info: str
+        self,
+        storage: Storage,
+        columns: Sequence[Array],
+        steps: Steps,
+        *,
+        source: str | None,
+        info: str,
+        key: WriteKey | None = None,
     ) -> IntArray:
         """Give every row of a batch the next ids.
 
@@ -163,7 +183,7 @@ class RoundRobinWriter(Writer):
         """
         if storage.ranking is not None:
             _end_ranking(storage, storage.ranking)
-        return append_rows(storage, columns, steps, source=source, info=info)
+        return append_rows(storage, columns, steps, source=source, info=info, key=key)
 
 
 class TensorDictRoundRobinWriter(RoundRobinWriter):
@@ -201,7 +221,14 @@ class ImmutableDatasetWriter(Writer):
         )
 
     def write(
-        self, storage: Storage, columns: Sequence[Array], steps: Steps, *, source: str | None, info: str
+        self,
+        storage: Storage,
+        columns: Sequence[Array],
+        steps: Steps,
+        *,
+        source: str | None,
+        info: str,
+        key: WriteKey | None = None,
     ) -> IntArray:
         """Refuse a batch.
 
@@ -310,7 +337,14 @@ class TensorDictMaxValueWriter(Writer):
             raise SchemaError(f"rows cannot be ranked by {key_name(key)!r}: {entry.dtype} {entry.shape}")
 
     def write(
-        self, storage: Storage, columns: Sequence[Array], steps: Steps, *, source: str | None, info: str
+        self,
+        storage: Storage,
+        columns: Sequence[Array],
+        steps: Steps,
+        *,
+        source: str | None,
+        info: str,
+        key: WriteKey | None = None,
     ) -> IntArray:
         """Append rows while there is room, then let better ones take the places of the worst.
 

@@ -681,6 +681,7 @@ def test_stats_and_repr(make: Make) -> None:
         "size": 20,
         "capacity": 20,
         "write_count": 30,
+        "write_keys": 0,
         "last_id": 30,
         "draws": 1,
         "extends": 1,

@@ -35,6 +35,7 @@ STORES = {
     "3-zstd": (3, False, CAPACITY),
     "4-retain": (4, False, ROWS + 60),
     "5-narrow": (5, False, CAPACITY),
+    "6-keyed": (6, False, CAPACITY),
 }
 LATE = {"late", ("next", "value")}
 
@@ -110,3 +111,19 @@ def test_its_version_is_loaded(store: tuple[Path, int, bool, int]) -> None:
     assert Manifest.load(Disk(), folder / "run.exp").format == max(2, number)
     with expstore.open(folder / "run.exp", version="tagged") as rb:
         check(rb[:], max(0, TAGGED - kept), TAGGED, late=False)
+
+
+def test_idempotency_keys_are_known(tmp_path: Path) -> None:
+    with tarfile.open(FIXTURES / "formats" / "6-keyed.tar.xz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    for name in ("run.exp", "killed.exp"):
+        with expstore.open(tmp_path / name) as rb:
+            for start in range(TAGGED, ROWS - 5, 25):
+                digest = bytes([start % 256] * 16)
+                again = rb.extend(
+                    rows(0, 25), return_ids=True, idempotency_key=f"write {start}", digest=digest
+                )
+                assert again.tolist() == list(range(start + 1, start + 26))
+            for number in range(ROWS - 5, ROWS):
+                assert rb.add(rows(0, 1)[0], idempotency_key=f"write {number}") == number % CAPACITY
+            assert rb.write_count == ROWS

@@ -33,7 +33,8 @@ LINES: tuple[tuple[str, str], ...] = (
         "1",
         "schema arrowtypes arrowvalues raggedcolumns widening fitting picking fieldtypes spectext manifest "
         "lock probe retain state journal journaltail pieces episodes episodelog "
-        "episodeinfo sources fragments sumtree ranking ranktree runtable limiter touched keys",
+        "episodeinfo sources fragments sumtree ranking ranktree runtable limiter touched keys "
+        "writekeys keyfile",
     ),
     ("2", "index delta expressions relations halves shownvalues named result migrate"),
     ("2b", "ragged raggedrows leaves looserows batches forms specs"),
@@ -46,7 +47,7 @@ LINES: tuple[tuple[str, str], ...] = (
     ),
     (
         "5",
-        "retention handles drawing shaping patches latefields keywords finding streams service parts "
+        "retention handles drawing shaping patches latefields keyed keywords finding streams service parts "
         "torchdatasets",
     ),
     ("5a", "buffers client"),
@@ -109,6 +110,7 @@ ALLOWED_SIDEWAYS: tuple[tuple[str, str], ...] = (
     ("expressions", "index"),
     ("expressions", "relations"),
     ("keys", "schema"),
+    ("keyfile", "writekeys"),
     ("leaves", "ragged"),
     ("raggedrows", "ragged"),
     ("looserows", "leaves"),
@@ -273,6 +275,9 @@ ALLOWED_SIDEWAYS: tuple[tuple[str, str], ...] = (
     ("storages.reshapable", "storages.*"),
     ("storages.zarr", "storages.reshapable"),
     ("storages.journaled", "storages.late"),
+    ("storages.journaled", "storages.keykeeping"),
+    ("storages.keykeeping", "storages.recovery"),
+    ("storages.keykeeping", "storages.synced"),
     ("storages.settings", "storages.late"),
     ("storages.columnwriter", "storages.columns"),
     ("storages.tail", "storages.columnwriter"),
@@ -324,6 +329,8 @@ ALLOWED_SIDEWAYS: tuple[tuple[str, str], ...] = (
     ("storages.settings", "storages.grid"),
     ("storages.base", "storages.cataloglike"),
     ("storages.base", "storages.hold"),
+    ("storages.base", "storages.keyed"),
+    ("storages.keyed", "storages.rows"),
     ("storages.base", "storages.rows"),
     ("storages.base", "storages.runs"),
     ("storages.base", "storages.sampled"),

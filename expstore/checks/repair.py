@@ -23,6 +23,7 @@ from expstore.errors import CorruptionError, StateError
 from expstore.files import Disk
 from expstore.gaps import Gaps
 from expstore.journal import cut_off, segment_faults
+from expstore.keyfile import KEYS
 from expstore.manifest import MANIFEST
 from expstore.storages.catalog import Catalog
 from expstore.storages.checksums import BLOCK_ROWS
@@ -203,6 +204,8 @@ def _rewrite(
             act = f"{LOG} restored: {restored.summary}"
             if not dry_run:
                 disk.write_whole(file, restored.data)
+        elif finding.path == KEYS:
+            act = f"{KEYS} made anew"  # by the opening below
         if act is not None and act not in outcome.acts:
             outcome.acts.append(act)
     return blocks

@@ -16,6 +16,7 @@ from expstore.checks.findings import Finding, Inspection, Progress
 from expstore.checks.packed import PackedFiles
 from expstore.checks.rows import check_ids, check_index, check_log, check_rows
 from expstore.checks.survey import find_writer
+from expstore.checks.writekeys import check_keys
 from expstore.errors import CorruptionError, LockedError, StorageError
 from expstore.files import Disk, ReadingDisk
 from expstore.journal import Record, no_records, read_journal, segment_faults
@@ -41,10 +42,10 @@ def verify(path: Path, *, disk: Disk | None = None, progress: Progress | None = 
     """Check a closed store, or one that was left without a close.
 
     Checked are expstore.json, the journal, every block of 4096 rows of every column but `_row/priority` and
-    `_row/sampled`, shard lengths and indexes, zarr.json, ids, episodes and steps, episodes.log, and the
-    index. Not checked are priorities and how often rows were handed out (both are changed all the time, and
-    whatever they are may be so), STATE and LOCK. What an unclean stop leaves and the next opening clears
-    away is not found, but batches that it will drop are.
+    `_row/sampled`, shard lengths and indexes, zarr.json, ids, episodes and steps, episodes.log, keys,
+    and the index. Not checked are priorities and how often rows were handed out (both are changed all the
+    time, and whatever they are may be so), STATE and LOCK. What an unclean stop leaves and the next opening
+    clears away is not found, but batches that it will drop are.
 
     Args:
         path: The store's folder.
@@ -98,6 +99,7 @@ def inspect(path: Path, *, disk: Disk | None = None, progress: Progress | None =
         check_ids(inspection)
         check_rows(inspection)
         check_log(inspection)
+        check_keys(inspection)
         check_index(inspection)
     _refuse_writer(disk, path)
     if Manifest.load(disk, path) != manifest:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from expstore.episodes import Steps
     from expstore.forms import Layout
     from expstore.storages.base import Storage
+    from expstore.writekeys import WriteKey
 
 __all__ = [
     "OVERTAKEN",
@@ -321,13 +322,19 @@ def _append(storage: Storage, batch: Batch) -> None:
 
 
 def append_rows(
-    storage: Storage, columns: Sequence[Array], steps: Steps, *, source: str | None = None, info: str = ""
+    storage: Storage,
+    columns: Sequence[Array],
+    steps: Steps,
+    *,
+    source: str | None = None,
+    info: str = "",
+    key: WriteKey | None = None,
 ) -> IntArray:
     """Give rows the next ids and write them; the storage's lock is held. Returns the ids, of shape `(n,)`."""
     first, time = storage.last + 1, now_us()
     low = storage.window.low
     assignment = storage.episodes.assign(steps, source=source, low=low, first_id=first, time=time)
-    rows = Rows(first, steps.count, columns, assignment, time, info)
+    rows = Rows(first, steps.count, columns, assignment, time, info, key)
     storage.write(rows)
     return rows.ids
 

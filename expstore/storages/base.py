@@ -30,6 +30,7 @@ from expstore.storages.described import Described
 from expstore.storages.grid import Grid, check_ndim, round_up
 from expstore.storages.hold import Hold
 from expstore.storages.indexed import Indexed
+from expstore.storages.keyed import Keyed
 from expstore.storages.position import DrawPosition
 from expstore.storages.priorities import Watcher, check_priorities
 from expstore.storages.rows import Rows, now_us
@@ -40,6 +41,7 @@ from expstore.storages.stateful import Stateful
 from expstore.storages.stats import Counters
 from expstore.turns import FairLock
 from expstore.types import Array, IntArray, Key, Ranking, Window, cut_run, key_name
+from expstore.writekeys import WriteKeys
 
 if TYPE_CHECKING:
     import torch
@@ -57,7 +59,7 @@ ROW_FIELDS = (
 ROW_BYTES = sum(entry.row_bytes for entry in ROW_FIELDS)
 
 
-class Storage(DrawPosition, Described, Grid, Indexed, Stateful, ABC):
+class Storage(DrawPosition, Described, Grid, Indexed, Keyed, Stateful, ABC):
     """Keep rows under ever-growing ids, and know which of them can be read.
 
     Readable are the last `capacity` published ids. Threads: one writes at a time (`lock`), any number
@@ -115,6 +117,7 @@ class Storage(DrawPosition, Described, Grid, Indexed, Stateful, ABC):
         self.uuid = "0" * 32
         self.disk = Disk()
         self.hold = Hold()
+        self.write_keys = WriteKeys()
         #: How often each row was handed out; None: nobody has asked for it yet.
         self.sampled: Sampled | None = None
         #: Held while rows are drawn by the counts, and while they change.
@@ -198,6 +201,7 @@ class Storage(DrawPosition, Described, Grid, Indexed, Stateful, ABC):
         if self.hold.first and self.slots is not None:
             self._wait_for_copy(last - self.slots)
         self._make_room(rows.count)
+        self._expect_key(rows)
         if self.max_within and self.capacity is not None:
             self._lower_max(min(last - self.capacity, self.last - 1))
         skipped = 0 if self.capacity is None else max(0, rows.count - self.capacity)

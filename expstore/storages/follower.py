@@ -516,6 +516,7 @@ class FollowerStorage(FolderStorage):
             "live": self._source.live,
             "damaged": [] if self._source.columns is None else self._source.columns.damaged,
             "recovered": self.counters.recovered,
+            "write_keys": None,  # only a writer asks for them
         }
 
     def close(self) -> None:

@@ -190,7 +190,7 @@ def _freeze(storage: Storage) -> Frozen:
         columns[behind:behind] = [list(rows.distances) for rows in shared.values()]
     live = clip(storage.episodes.fragments.rows, window.low)
     return Frozen(
-        manifest=manifest_of(storage),
+        manifest=manifest_of(storage).replace(keyed=False),  # whoever writes to a copy is somebody else
         base=base_of(storage),
         window=window,
         pieces=pieces,

@@ -38,6 +38,7 @@ from expstore.storages.columnwriter import WritableColumns
 from expstore.storages.folder import JOURNAL, LOG, REDO, STATE
 from expstore.storages.frozen import base_of
 from expstore.storages.keeper import Keeper
+from expstore.storages.keykeeping import KeyKeepingStorage
 from expstore.storages.late import finish_late
 from expstore.storages.layout import LayoutName, ask_layout
 from expstore.storages.leaving import register, unregister
@@ -45,7 +46,6 @@ from expstore.storages.loading import ContentLike, finish_load, read_content
 from expstore.storages.records import Publish, Redo, shelve_body
 from expstore.storages.recovery import Past, describe_past, read_past, take_over
 from expstore.storages.settings import Settings, enter
-from expstore.storages.synced import SyncedStorage
 from expstore.storages.versioned import VersionedStorage
 from expstore.types import Array, IntArray, Ranking
 
@@ -54,7 +54,7 @@ __all__ = ["JournaledStorage"]
 _logger = logging.getLogger("expstore")
 
 
-class JournaledStorage(SyncedStorage, VersionedStorage):
+class JournaledStorage(KeyKeepingStorage, VersionedStorage):
     """Publish rows in a journal.
 
     Crashes: what `write` published survives the process at once, and the machine after the next `sync`.
@@ -140,6 +140,7 @@ class JournaledStorage(SyncedStorage, VersionedStorage):
             self._adopt(past)
             cut = self.episodes.cut_unnamed(past.sequence) if first else []
             self._log.append(cut)
+        self._open_keys(past)
         sequence = past.sequence if past else 0
         self.manifest = manifest.replace(generation=manifest.generation + 1, gaps=self._window.gaps)
         if cut:
@@ -218,19 +219,15 @@ class JournaledStorage(SyncedStorage, VersionedStorage):
 
     def _settle(self, past: Past | None) -> None:
         """Bring what recovery accepted to the disk, before a new base says that it is there."""
-        self._log.flush()
-        if past is None or (past.clean and not self._log.dirty):
+        self._flush_logs()
+        if past is None or (past.clean and not self._log.dirty and not self.write_keys.unsynced):
             return
-        files, folders = self._settle_columns(past)
-        self.disk.sync_all({self._log.file, *files}, sorted({self.path, *folders}), self._pool)
+        self._settle_files(*self._settle_columns(past))
 
     def _base(self, *, opening: bool) -> dict[str, object]:
         """Return what a base record keeps."""
-        return base_of(self) | {
-            "opening": opening,
-            "generation": self.manifest.generation,
-            "log_length": self._log.length,
-        }
+        own = {"opening": opening, "generation": self.manifest.generation, "log_length": self._log.length}
+        return base_of(self) | own | self._base_of_keys()
 
     # -- extend ----------------------------------------------------------------------------------
 
@@ -269,6 +266,7 @@ class JournaledStorage(SyncedStorage, VersionedStorage):
             payload=payload,
             info=rows.info,
             column_set=self.manifest.column_set,
+            key=rows.key,
         )
         body = publish.parts()
         with self.episode_lock:
@@ -286,6 +284,7 @@ class JournaledStorage(SyncedStorage, VersionedStorage):
                 )
                 self._log.append(entries)
                 self._advance(publish.last_id, count=rows.count)
+                self._note_key(rows)
                 self.content = (self.manifest.generation, sequence)
             except BaseException:
                 self.note_interruption()  # before the lock goes: no mark may cover what memory lacks
@@ -506,7 +505,7 @@ class JournaledStorage(SyncedStorage, VersionedStorage):
 
 
 #: What a storage has open, under these names.
-_PARTS = ("_journal", "_log", "columns", "checksums", "sampled", "_state")
+_PARTS = ("_journal", "_log", "write_keys", "columns", "checksums", "sampled", "_state")
 
 
 def _close(held: Mapping[str, Any], *, but: Mapping[str, Any]) -> None:

@@ -150,6 +150,7 @@ class MemoryStorage(PortableStorage, VersionedStorage):
                 info=rows.info,
             )
             self._advance(rows.first_id + rows.count - 1, count=rows.count)
+            self._note_key(rows)
             self.content = (1, self.content[1] + 1)
 
     def _annotate(self, entry: LogEntry) -> None:

@@ -22,6 +22,7 @@ from expstore.schema import Schema
 from expstore.storages.base import ROW_FIELDS
 from expstore.storages.position import Randomness, from_bytes, to_bytes
 from expstore.types import Array, IntArray
+from expstore.writekeys import NO_KEY, WriteKey
 
 __all__ = ["Mark", "Publish", "Redo", "fetch_body", "shelve_body"]
 
@@ -34,7 +35,7 @@ REDO_BYTES = 64 << 20
 #: Then 12 digits and a crc32c; of rows that take the places of others also how many, and their priority.
 _SHELVED, _SHELVED_BYTES = b"file", 20
 _REPLACED = struct.Struct("<If")
-_NOTHING = bytes(16)
+_DROPPED = 1 << 31
 _MARK = struct.Struct("<QQQQQfI4Q")
 _SET_BACK, _LIMITED = 1, 2
 _LIMITS = struct.Struct("<QQ")
@@ -59,6 +60,7 @@ class Publish:
         payload: The rows' bytes, column by column, where they were not written to the columns first.
         info: What is noted about all its episodes, as JSON text.
         column_set: Which columns payload and checksum are of: how often fields had come or gone.
+        key: The idempotency key under which they were written; None: there is none.
     """
 
     first_id: int
@@ -73,6 +75,7 @@ class Publish:
     payload: bytes = b""
     info: str = ""
     column_set: int = 0
+    key: WriteKey | None = None
 
     @property
     def last_id(self) -> int:
@@ -103,18 +106,21 @@ class Publish:
         """Return the body in two parts, the payload by itself: it may be long."""
         names = json.dumps(self.sources).encode() if self.sources else b""
         info = self.info.encode()
-        count, segments = self.count, len(self.segments)
+        count, segments, key, skipped = self.count, len(self.segments), self.key, self.skipped
+        name, digest = (NO_KEY, NO_KEY) if key is None else (key.name, key.digest)
+        if key is not None and key.dropped:
+            skipped |= _DROPPED
         head = _PUBLISH.pack(
             self.first_id, self.draw, self.time,
-            count, self.skipped, segments, len(names), self.checksum, self.column_set,
-            self.priority, _NOTHING, _NOTHING, len(info),
+            count, skipped, segments, len(names), self.checksum, self.column_set,
+            self.priority, name, digest, len(info),
         )  # fmt: skip
         return b"".join((head, pack_segments(self.segments), names, info)), self.payload
 
     @classmethod
     def unpack(cls, body: bytes) -> Publish:
         """Read what `pack` returned."""
-        first, draw, time, count, skipped, segments, names, crc, column_set, priority, _, _, info = (
+        first, draw, time, count, skipped, segments, names, crc, column_set, priority, name, digest, info = (
             _PUBLISH.unpack_from(body)
         )
         middle = _PUBLISH.size + SEGMENT_BYTES * segments
@@ -122,7 +128,7 @@ class Publish:
         return cls(
             first_id=first,
             count=count,
-            skipped=skipped,
+            skipped=skipped & ~_DROPPED,
             draw=draw,
             time=time,
             checksum=crc,
@@ -132,6 +138,7 @@ class Publish:
             payload=body[end + info :],
             info=body[end : end + info].decode(),
             column_set=column_set,
+            key=None if name == NO_KEY else WriteKey(name, digest, bool(skipped & _DROPPED)),
         )
 
 

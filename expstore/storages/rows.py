@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from expstore.episodes import Assignment
 from expstore.types import Array, IntArray
+from expstore.writekeys import WriteKey
 
 __all__ = ["Rows", "now_us"]
 
@@ -26,6 +27,7 @@ class Rows:
         assignment: Ids, episodes and steps.
         time: Microseconds since 1970.
         info: What is noted about all their episodes, as JSON text.
+        key: The idempotency key under which they are written; None: there is none.
     """
 
     first_id: int
@@ -34,6 +36,7 @@ class Rows:
     assignment: Assignment
     time: int
     info: str = ""
+    key: WriteKey | None = None
 
     @property
     def ids(self) -> IntArray:

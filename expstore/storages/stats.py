@@ -45,4 +45,5 @@ def describe(storage: Storage) -> dict[str, Any]:
         "waits": counters.waits,
         "wait_seconds": round(counters.wait_seconds, 3),
         "syncs": counters.syncs,
+        "write_keys": len(storage.write_keys),
     }

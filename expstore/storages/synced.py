@@ -21,6 +21,7 @@ from expstore.episodelog import EpisodeLog
 from expstore.errors import ExpStoreError, StateError, StorageError
 from expstore.files import Disk, File
 from expstore.journal import Journal, Kind
+from expstore.keyfile import KeyFile
 from expstore.manifest import Manifest
 from expstore.schema import Schema
 from expstore.storages.base import ROW_BYTES, Keys
@@ -55,6 +56,7 @@ class SyncedStorage(ShownStorage):
 
     _journal: Journal
     _log: EpisodeLog
+    write_keys: KeyFile
     _keeper: Keeper
     _pool: ThreadPoolExecutor
 
@@ -161,7 +163,7 @@ class SyncedStorage(ShownStorage):
             if self._unsure:
                 return None  # the journal may hold rows of which memory does not know
             self.drain()
-            self._log.flush()
+            self._flush_logs()
             journal = self._journal
             half, half_in = self._half, self._half_in
             mark = Mark(
@@ -177,9 +179,7 @@ class SyncedStorage(ShownStorage):
                 max_priority=self.max_priority,
             )
             files, folders = self._unsynced_columns()
-            if self._log.dirty:
-                files.add(self._log.file)
-                self._log.dirty = False
+            files |= self._unsynced_logs()
             segments = journal.sync_files()
             rotated = journal.rotated
         if not (files or folders or rotated) and self._marked == (mark.sequence, mark.draw):
@@ -199,10 +199,24 @@ class SyncedStorage(ShownStorage):
         # All of them: if the mark began a segment, the one before it must not lose its end.
         self._sync_journal(after, [journal.folder] if len(after) > 1 else [])
         self._note_marked()
+        self.write_keys.settle()
         self._synced = mark.last_id
         self._set_back = self._set_back and not mark.set_back
         self._marked = (sequence, mark.draw) if sequence == mark.sequence + 1 else (-1, -1)
         return segments[-1] if rotated and (half is None or half_in is segments[-1]) else None
+
+    def _flush_logs(self) -> None:
+        """Write what waits for episodes.log, and new idempotency keys."""
+        self._log.flush()
+        self.write_keys.flush()
+
+    def _unsynced_logs(self) -> set[File]:
+        """Return, once, which of both files has bytes that no mark covers."""
+        files = self.write_keys.unsynced
+        if self._log.dirty:
+            files.add(self._log.file)
+            self._log.dirty = False
+        return files
 
     def _sync_for_good(self) -> None:
         """Sync, and keep no long journal of what is on the disk then: nobody writes any more."""

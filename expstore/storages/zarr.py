@@ -455,6 +455,8 @@ class ZarrStorage(RetainingStorage):
             self._wait_for_copy(None)
             self.settle_changes()
             self.flush_priorities()
+            if self.write_keys.waiting:
+                self.sync()  # the journal that has them goes
             arrival = find()
             ready = 0 if self.columns is None or not in_use else self.columns.ready
             build_load(self, self.path, arrival, sequence=self._journal.sequence, ready=ready)
