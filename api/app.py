@@ -12,7 +12,7 @@ import anyio.to_thread
 from fastapi import FastAPI
 
 import expstore
-from expstore.api import failures, health, reading, sampling, writing
+from expstore.api import asking, failures, health, reading, sampling, versions, writing
 from expstore.api.settings import Settings
 from expstore.api.stores import Stores
 
@@ -49,6 +49,9 @@ def create_app(settings: Settings) -> FastAPI:
     app.include_router(health.router)
     app.include_router(reading.router, prefix="/v1")
     app.include_router(sampling.router, prefix="/v1")
+    app.include_router(asking.router, prefix="/v1")
+    app.include_router(versions.router, prefix="/v1")
     if not settings.read_only:
         app.include_router(writing.router, prefix="/v1")
+        app.include_router(versions.changing, prefix="/v1")
     return app

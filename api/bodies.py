@@ -17,7 +17,7 @@ from starlette.requests import ClientDisconnect
 
 from expstore.api.failures import Refusal
 from expstore.api.settings import Settings
-from expstore.codec import plain_values
+from expstore.codec import plain_columns
 
 __all__ = [
     "ARROW",
@@ -151,9 +151,9 @@ def load_json(body: bytes | bytearray) -> Any:
         raise Refusal(400, f"the body is no JSON: {str(exc)[:200]}") from None
 
 
-def to_json(batch: Any) -> dict[str, Any]:
-    """Return a record batch as JSON has it: a list per column; what is no number in JSON is null."""
-    return {name: _finite(values) for name, values in plain_values(batch).items()}
+def to_json(batch: Any) -> list[list[Any]]:
+    """Return the columns of a record batch as JSON has them; what is no number there is null."""
+    return [_finite(values) for values in plain_columns(batch)]
 
 
 def _finite(value: Any) -> Any:

@@ -42,6 +42,7 @@ KINDS: Mapping[str, int] = {
     "disk_full": 507,
     "timeout": 504,
     "busy": 503,
+    "rate_limited": 429,
 }
 #: Statuses after which the same request may be sent again, and after how many seconds.
 _AGAIN = {409: 1, 429: 1, 503: 1}
@@ -98,7 +99,7 @@ def status_of(exc: errors.ExpStoreError) -> int:
 def answer(status: int, kind: str, message: str, hint: str = "", headers: Any = None) -> Response:
     """Return an error in the one form that all of them have."""
     more = dict(headers or {})
-    if status in _AGAIN and kind in ("not_ready", "busy", "too_many"):
+    if status in _AGAIN and kind in ("not_ready", "busy", "rate_limited", "too_many"):
         more.setdefault("Retry-After", str(_AGAIN[status]))
     body = {"error": {"kind": kind, "message": message, "hint": hint}}
     return JSONResponse(body, status, more)

@@ -137,7 +137,7 @@ def answer_rows(
     batch = (encoder or Encoder()).encode(data)
     if kind == ARROW:
         return arrow_answer(write_stream(batch, compression=compression))
-    return json_answer({"rows": to_json(batch)})
+    return json_answer({"rows": dict(zip(batch.schema.names, to_json(batch), strict=True))})
 
 
 def checked_ids(ids: Any) -> torch.Tensor:

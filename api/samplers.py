@@ -19,6 +19,7 @@ from expstore import samplers
 from expstore.api.conditions import check_condition
 from expstore.api.failures import Refusal
 from expstore.errors import NotFoundError, StateError
+from expstore.limiter import RateLimiter
 from expstore.samplers.base import Sampler
 from expstore.seeded import SeededReplayBuffer
 from expstore.storages.synced import SyncedStorage
@@ -190,10 +191,11 @@ class Drawers:
     Args:
         path: Where the store lies.
         rb: It, opened.
+        limiter: How fast rows come and go, which `rb` knows, too; None: as fast as they can.
     """
 
-    def __init__(self, path: Path, rb: TensorDictReplayBuffer) -> None:
-        self._path, self._rb = path, rb
+    def __init__(self, path: Path, rb: TensorDictReplayBuffer, limiter: RateLimiter | None) -> None:
+        self._path, self._rb, self._limiter = path, rb, limiter
         self._lock = Lock()
         self._kept: OrderedDict[tuple[str, str | None, int | None], TensorDictReplayBuffer] = OrderedDict()
         self._named: dict[str, tuple[Any, TensorDictReplayBuffer]] = {}
@@ -212,8 +214,20 @@ class Drawers:
 
         Raises:
             NotFoundError: There is no sampler of this name.
-            NotReadyError: There are no rows that may be drawn.
+            NotReadyError: There are no rows that may be drawn; or others have to write or sample first.
         """
+        if spec is None and where is None and seed is None:
+            return self._rb.sample(batch_size)
+        if self._limiter is None:
+            return self._drawn(spec, where, seed, number, batch_size)
+        with self._limiter.sampling(batch_size) as count:
+            batch = self._drawn(spec, where, seed, number, batch_size)
+            count(batch.numel())
+        return batch
+
+    def _drawn(
+        self, spec: Any, where: str | None, seed: int | None, number: int | None, batch_size: int
+    ) -> Any:
         if isinstance(spec, str):
             if where is not None or seed is not None or number is not None:
                 raise Refusal(422, "a sampler with a name has its condition and its seed already")
@@ -221,8 +235,6 @@ class Drawers:
             if isinstance(storage, SyncedStorage) and buffer.storage is not storage:
                 storage.drain()  # else small batches would show a moment later
             return buffer.sample(batch_size)
-        if spec is None and where is None and seed is None:
-            return self._rb.sample(batch_size)
         buffer = self._buffer(Uniform() if spec is None else spec, where, seed)
         if isinstance(buffer, SeededReplayBuffer):
             return buffer.draw(number, batch_size)

@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from expstore.limiter import MinSize, RateLimiter, SampleToInsertRatio
+
 __all__ = ["Settings"]
 
 MiB = 1 << 20
@@ -32,7 +34,11 @@ class Settings:
         rate: Requests per second of one client, on average; None: any number.
         sql_seconds: How long a statement may run.
         sql_rows: Rows of its answer.
-        wait_seconds: The longest that `sample` waits for rows.
+        min_size: So many rows must be there before any is sampled.
+        samples_per_insert: How often each row is to be sampled, all clients together; None: as often as they
+            like. Who is too fast, sampling or extending, waits as long as its request says.
+        error_buffer: By how many samples that may be missed, either way.
+        wait_seconds: The longest that a request waits for rows, or for others to sample.
         shutdown_seconds: How long requests may take to end after the server was told to.
     """
 
@@ -50,5 +56,23 @@ class Settings:
     rate: float | None = None
     sql_seconds: float = 3.0
     sql_rows: int = 10_000
+    min_size: int = 1
+    samples_per_insert: float | None = None
+    error_buffer: float | None = None
     wait_seconds: float = 60.0
     shutdown_seconds: float = 5.0
+
+    def limiter(self) -> RateLimiter | None:
+        """Return what limits one store; None: nothing does.
+
+        Raises:
+            ValueError: The numbers could keep both sides waiting for ever.
+        """
+        if self.read_only or (self.min_size == 1 and self.samples_per_insert is None):
+            return None
+        if self.samples_per_insert is None:
+            return MinSize(self.min_size, timeout=0)
+        if self.error_buffer is None:
+            raise ValueError("samples_per_insert takes an error_buffer: by how many samples it may be missed")
+        ratio, least, buffer = self.samples_per_insert, self.min_size, self.error_buffer
+        return SampleToInsertRatio(ratio, least, buffer, timeout=0)

@@ -24,7 +24,10 @@ from expstore.api.settings import Settings
 from expstore.codec import Codec, Encoder
 from expstore.errors import ExpStoreError, NotFoundError, NotReadyError, StateError
 from expstore.files import ReadingDisk
+from expstore.limiter import RateLimiter
 from expstore.manifest import MANIFEST
+from expstore.sqlworker import SqlLimits, SqlWorker
+from expstore.storages.synced import SyncedStorage
 from expstore.tensordictbuffers import TensorDictReplayBuffer
 
 __all__ = ["Served", "Stores"]
@@ -47,11 +50,21 @@ class Served:
         path: Where it lies.
         rb: The buffer.
         settings: The server's.
+        limiter: How fast rows come and go; None: as fast as they can.
     """
 
-    def __init__(self, name: str, path: Path, rb: TensorDictReplayBuffer, settings: Settings) -> None:
-        self.name, self.rb = name, rb
-        self.drawers = Drawers(path, rb)
+    def __init__(
+        self,
+        name: str,
+        path: Path,
+        rb: TensorDictReplayBuffer,
+        settings: Settings,
+        limiter: RateLimiter | None,
+    ) -> None:
+        self.name, self.path, self.rb = name, path, rb
+        self._sql: SqlWorker | None = None
+        self._sql_lock = threading.Lock()
+        self.drawers = Drawers(path, rb, limiter)
         self.encoder = Encoder()
         self.streams = CapacityLimiter(settings.concurrency)
         self._settings = settings
@@ -86,8 +99,21 @@ class Served:
                 await anyio.sleep(min(pause, left))
                 pause = min(2 * pause, _LONGEST_PAUSE)
 
+    @property
+    def sql(self) -> SqlWorker:
+        """What answers SQL; its processes are started when it is first asked for."""
+        with self._sql_lock:
+            if self._sql is None:
+                storage, settings = self.rb.storage, self._settings
+                limits = SqlLimits(seconds=settings.sql_seconds, rows=settings.sql_rows)
+                drain = storage.drain if isinstance(storage, SyncedStorage) else None
+                self._sql = SqlWorker(self.path, limits=limits, drain=drain)
+            return self._sql
+
     def close(self) -> None:
         """Close the store, and what draws from it."""
+        if self._sql is not None:
+            self._sql.close()
         self.drawers.close()
         self.rb.close()
 
@@ -198,7 +224,10 @@ class Stores:
         if self._closed:
             raise Refusal(503, "the server is being shut down")
         options.setdefault("mode", "r" if self._settings.read_only else "a")
-        return Served(name, path, expstore.open(path, **options), self._settings)
+        limiter = self._settings.limiter()
+        return Served(
+            name, path, expstore.open(path, rate_limiter=limiter, **options), self._settings, limiter
+        )
 
     def _path(self, name: str) -> Path:
         if self.single:

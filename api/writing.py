@@ -85,11 +85,13 @@ async def extend(
     store: Store,
     limits: Limits,
     source: Annotated[str | None, Query(max_length=200, description="Name of the stream.")] = None,
+    wait: Annotated[float, Query(ge=0, description="Seconds to wait for others to sample.")] = 0.0,
 ) -> Written:
     """Append rows, all of them or none: an Arrow stream, or JSON with a list per column."""
     kind = content_type(request)
     body = await read_body(request, limits)
-    return await store.run(lambda: _extended(store, kind, body, source, limits.max_rows))
+    seconds = min(wait, limits.wait_seconds)
+    return await store.run_patiently(lambda: _extended(store, kind, body, source, limits.max_rows), seconds)
 
 
 @router.post("/stores/{name}/add", responses=problems(408, 413, 415, 507), openapi_extra=ARROW_BODY)
@@ -98,11 +100,13 @@ async def add(
     store: Store,
     limits: Limits,
     source: Annotated[str | None, Query(max_length=200, description="Name of the stream.")] = None,
+    wait: Annotated[float, Query(ge=0, description="Seconds to wait for others to sample.")] = 0.0,
 ) -> Written:
     """Append one row: an Arrow stream, or JSON with a list of one value per column."""
     kind = content_type(request)
     body = await read_body(request, limits)
-    return await store.run(lambda: _extended(store, kind, body, source, 1))
+    seconds = min(wait, limits.wait_seconds)
+    return await store.run_patiently(lambda: _extended(store, kind, body, source, 1), seconds)
 
 
 def _extended(store: Served, kind: str, body: bytearray, source: str | None, rows: int) -> Written:

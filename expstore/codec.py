@@ -36,7 +36,7 @@ __all__ = [
     "encode_rows",
     "join_columns",
     "meaning_of",
-    "plain_values",
+    "plain_columns",
 ]
 
 _ABOUT = b"expstore"
@@ -278,13 +278,14 @@ def join_columns(parts: Sequence[Any]) -> Any:
     return np.concatenate(parts) if isinstance(parts[0], np.ndarray) else pa.concat_arrays(parts)
 
 
-def plain_values(batch: Any) -> dict[str, list[Any]]:
-    """Return a record batch as lists of Python's values, by the names of its columns."""
-    found = {}
-    for name, column in zip(batch.schema.names, batch.columns, strict=True):
-        tensors = isinstance(column, pa.FixedShapeTensorArray)
-        found[name] = column.to_numpy_ndarray().tolist() if tensors else column.to_pylist()
-    return found
+def plain_columns(batch: Any) -> list[list[Any]]:
+    """Return the columns of a record batch as lists of Python's values."""
+    return [
+        column.to_numpy_ndarray().tolist()
+        if isinstance(column, pa.FixedShapeTensorArray)
+        else column.to_pylist()
+        for column in batch.columns
+    ]
 
 
 def meaning_of(arrow_schema: Any) -> Coded:

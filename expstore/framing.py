@@ -17,7 +17,16 @@ import pyarrow as pa
 
 from expstore.errors import SchemaError
 
-__all__ = ["END", "HEAD_BYTES", "StreamWriter", "body_size", "read_batches", "write_stream"]
+__all__ = [
+    "END",
+    "HEAD_BYTES",
+    "StreamWriter",
+    "batches_of",
+    "body_size",
+    "read_batches",
+    "table_stream",
+    "write_stream",
+]
 
 #: What ends a stream.
 END = b"\xff\xff\xff\xff\x00\x00\x00\x00"
@@ -89,6 +98,20 @@ class StreamWriter:
         self._parts.clear()
         self.pending = 0
         return joined
+
+
+def table_stream(table: Any) -> Any:
+    """Return a table as a whole stream. A pyarrow Buffer."""
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    return sink.getvalue()
+
+
+def batches_of(data: Any) -> tuple[list[str], list[Any]]:
+    """Return the names of the columns, and the record batches, of a stream of somebody trusted."""
+    with pa.ipc.open_stream(data) as reader:
+        return list(reader.schema.names), list(reader)
 
 
 def read_batches(body: Any, check: Callable[[Any], None], *, rows: int) -> tuple[Any, list[Any]]:

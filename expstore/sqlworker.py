@@ -147,12 +147,19 @@ class SqlWorker:
             self._end()
             raise
 
-    def query(self, sql: str, params: Sequence[object] | Mapping[str, object] | None = None) -> Answer:
+    def query(
+        self,
+        sql: str,
+        params: Sequence[object] | Mapping[str, object] | None = None,
+        *,
+        rows: int | None = None,
+    ) -> Answer:
         """Run one SELECT.
 
         Args:
             sql: The statement.
             params: Values for `?` or `$1` (a sequence) or `$name` (a mapping); what JSON can carry.
+            rows: Of the answer, if fewer are wanted than `limits.rows`.
 
         Raises:
             QueryError: It is not one SELECT that only reads, or DuckDB refuses it (kind "query"); it is too
@@ -163,6 +170,8 @@ class SqlWorker:
             StorageError: The store cannot be read.
         """
         request = self._request(sql, params)
+        if rows is not None:
+            request["rows"] = min(rows, self.limits.rows)
         self._pool.check_open()
         if self._drain is not None:
             self._drain()
