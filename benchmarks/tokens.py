@@ -2,11 +2,13 @@
 
 Run as `python benchmarks/tokens.py`; exits 1 below a bar. Lengths are 10 to 2000, tokens int32, Zipf over
 32,000 words. Beside it stands Lance (`pip install pylance`), which is left out where it is not installed.
-Times are of the process's CPUs: a busy machine does not change them much; the wall clock stands beside.
+All take turns, with the same rows. Times are of the process's CPUs: a busy machine does not change them much;
+the wall clock stands beside. What one side does in the background may fall into another's turn.
 """
 
 from __future__ import annotations
 
+import itertools
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +26,7 @@ sys.path.insert(0, str(ROOT))  # some distributions install a `benchmarks` of th
 from benchmarks.report import Bar, Report, Result, options  # noqa: E402
 from benchmarks.vs_torchrl import scratch  # noqa: E402
 from expstore.arrowtypes import ragged_text  # noqa: E402
+from expstore.compiled import load_compiled  # noqa: E402
 from expstore.episodes import Steps  # noqa: E402
 from expstore.keys import find_keys  # noqa: E402
 from expstore.schema import ARROW, Field, Schema  # noqa: E402
@@ -33,13 +36,21 @@ from expstore.writers import RoundRobinWriter  # noqa: E402
 WORDS, SHORTEST, LONGEST = 32_000, 10, 2000
 BATCH, EXTEND = 256, 1000
 SCHEMA = Schema([Field(("tokens",), ARROW, (), ragged_text("int32", (None,))), Field(("id",), "int64", ())])
+KINDS = (None, "narrow", "lz4", "zstd")
+#: Held without compression and by the one that keeps rows apart; others are for space alone.
 BARS = {
-    "extend": Bar(50, "k rows/s", at_least=True),
-    "sample": Bar(5, " ms"),
-    "size": Bar(1.1, "x"),
-    "size/zstd": Bar(0.6, "x"),
-    "reopen": Bar(1, " s"),
+    name + ("" if kind is None else f"/{kind}"): bar
+    for kind in KINDS
+    for name, bar in {
+        "extend": Bar(50, "k rows/s", at_least=True),
+        "sample": Bar(5, " ms"),
+        "size": Bar(1.1 if kind is None else 0.6, "x"),
+        "reopen": Bar(1, " s"),
+    }.items()
+    if name == "size" or kind in (None, "narrow")
 }
+#: So many extends, or draws, follow one another before it is another side's turn.
+TURN = 10
 
 
 @dataclass(frozen=True)
@@ -100,8 +111,8 @@ class Ours:
             columns: list[Any] = [tokens, np.arange(first, first + len(tokens))]
             RoundRobinWriter().write(self.kept, columns, Steps(len(tokens)), source=None, info="")
 
-    def take(self, numbers: np.ndarray) -> None:
-        self.kept.read(numbers + 1)
+    def take(self, numbers: np.ndarray) -> pa.Array:
+        return self.kept.read(numbers + 1)[0]
 
     def close(self) -> None:
         self.kept.close()
@@ -127,8 +138,8 @@ class Lance:
         mode = "append" if self.path.exists() else "create"
         self.data = self._lance.write_dataset(table, str(self.path), mode=mode)
 
-    def take(self, numbers: np.ndarray) -> None:
-        self.data.take(np.sort(numbers).tolist())
+    def take(self, numbers: np.ndarray) -> pa.Array:
+        return self.data.take(np.sort(numbers).tolist()).column("tokens").combine_chunks()
 
     def close(self) -> None:
         del self.data
@@ -138,61 +149,82 @@ class Lance:
         return sum(path.stat().st_size for path in self.path.rglob("*") if path.is_file())
 
 
-def measure(side: Any, effort: Effort) -> dict[str, Any]:
-    """Write rows, draw some, close, open again."""
-    side.open()
-    payload, wrote = 0, Took(0, 0)
-    for tokens in rows_of_tokens(effort.rows, 0):
-        spent = took(lambda tokens=tokens: side.extend(tokens))
-        wrote = Took(wrote.cpu + spent.cpu, wrote.wall + spent.wall)
-        payload += tokens.nbytes
+@dataclass
+class Measured:
+    """Hold what was measured of a side: seconds that it took, and what the rows take on the disk."""
+
+    wrote: Took
+    drew: list[Took]
+    opened: Took
+    size: float = 0.0
+
+    @property
+    def draw(self) -> Took:
+        """The median draw."""
+        cpu, wall = zip(*((one.cpu, one.wall) for one in self.drew), strict=True)
+        return Took(float(np.median(cpu)), float(np.median(wall)))
+
+
+def measure(sides: dict[str, Any], effort: Effort) -> tuple[dict[str, Measured], int]:
+    """Write the same rows, draw some, close, open again, all in turn; return their bytes, too."""
+    found = {name: Measured(Took(0, 0), [], Took(0, 0)) for name in sides}
+    for side in sides.values():
+        side.open()
+    payload = 0
+    rows = rows_of_tokens(effort.rows, 0)
+    while some := list(itertools.islice(rows, TURN)):
+        payload += sum(tokens.nbytes for tokens in some)
+        for name, side in sides.items():
+            spent = took(lambda side=side, some=some: [side.extend(tokens) for tokens in some])
+            wrote = found[name].wrote
+            found[name].wrote = Took(wrote.cpu + spent.cpu, wrote.wall + spent.wall)
     rng = np.random.default_rng(1)
-    side.take(rng.integers(0, effort.rows, BATCH))
-    time.sleep(1)  # compiled loops load in the background
-    draws = [took(lambda: side.take(rng.integers(0, effort.rows, BATCH))) for _ in range(effort.draws)]
-    side.close()
-    opened = took(side.open)
-    side.close()
-    return {
-        "wrote": wrote,
-        "drew": Took(float(np.median([d.cpu for d in draws])), float(np.median([d.wall for d in draws]))),
-        "opened": opened,
-        "size": side.size / payload,
-        "payload": payload,
-    }
+    numbers = np.sort(rng.integers(0, effort.rows, BATCH))
+    first = [side.take(numbers) for side in sides.values()]
+    if not all(rows.equals(first[0]) for rows in first):
+        raise SystemExit("sides do not keep the same rows")
+    for name in ("expstore.gathering", "expstore.arrowbuffers"):  # as the background does just now
+        load_compiled(name)
+    time.sleep(1)
+    for done in range(0, effort.draws, TURN):
+        drawn = rng.integers(0, effort.rows, (min(TURN, effort.draws - done), BATCH))
+        for name, side in sides.items():
+            found[name].drew += [took(lambda side=side, one=one: side.take(one)) for one in drawn]
+    for name, side in sides.items():
+        side.close()
+        found[name].opened = took(side.open)
+        side.close()
+        found[name].size = side.size / payload
+    return found, payload
 
 
 def results(folder: Path, effort: Effort, out: Callable[[str], object]) -> Iterator[Result]:
     """Measure all sides."""
-    theirs: dict[str, Any] | None = None
+    sides: dict[str, Any] = {str(kind): Ours(folder / f"{kind}.exp", kind) for kind in KINDS}
     try:
         import lance
     except ImportError:
         out("Lance is left out: pip install pylance")
     else:
-        theirs = measure(Lance(folder / "rows.lance", lance), effort)
-    for kind in (None, "narrow", "lz4", "zstd"):
-        ours = measure(Ours(folder / f"{kind}.exp", kind), effort)
-        name = "" if kind is None else f"/{kind}"
-        beside = theirs if kind is None else None
-        rate = effort.rows / ours["wrote"].cpu / 1000
-        yield _result(f"extend{name}", rate, "wrote", ours, beside, f"{rate:.0f} k rows/s CPU")
-        drew = ours["drew"].cpu * 1000
-        yield _result(f"sample{name}", drew, "drew", ours, beside, f"{drew:.2f} ms CPU")
-        yield _result(f"reopen{name}", ours["opened"].wall, "opened", ours, beside, "")
-        found = "–" if beside is None else f"{beside['size']:.3f}"
-        yield Result(
-            f"size{name}", ours["size"], f"{ours['size']:.3f}", found, note=f"{ours['payload']:,} bytes"
-        )
+        sides["lance"] = Lance(folder / "rows.lance", lance)
+    found, payload = measure(sides, effort)
+    theirs = found.get("lance")
+    for kind in KINDS:
+        ours, name = found[str(kind)], "" if kind is None else f"/{kind}"
+        rate = effort.rows / ours.wrote.cpu / 1000
+        yield _result(f"extend{name}", rate, ours.wrote, theirs and theirs.wrote, f"{rate:.0f} k rows/s CPU")
+        drew = ours.draw.cpu * 1000
+        yield _result(f"sample{name}", drew, ours.draw, theirs and theirs.draw, f"{drew:.2f} ms CPU")
+        yield _result(f"reopen{name}", ours.opened.wall, ours.opened, theirs and theirs.opened, "")
+        beside = "–" if theirs is None else f"{theirs.size:.3f}"
+        yield Result(f"size{name}", ours.size, f"{ours.size:.3f}", beside, note=f"{payload:,} bytes")
 
 
-def _result(
-    name: str, value: float, what: str, ours: dict[str, Any], theirs: dict[str, Any] | None, text: str
-) -> Result:
+def _result(name: str, value: float, ours: Took, theirs: Took | None, text: str) -> Result:
     if theirs is None:
-        return Result(name, value, str(ours[what]), note=text)
-    ratio = f"{theirs[what].cpu / max(1e-9, ours[what].cpu):.1f}x"
-    return Result(name, value, str(ours[what]), str(theirs[what]), ratio, note=text)
+        return Result(name, value, str(ours), note=text)
+    ratio = f"{theirs.cpu / max(1e-9, ours.cpu):.1f}x"
+    return Result(name, value, str(ours), str(theirs), ratio, note=text)
 
 
 def main(argv: Sequence[str] | None = None, out: Callable[[str], object] = print) -> int:
@@ -200,7 +232,7 @@ def main(argv: Sequence[str] | None = None, out: Callable[[str], object] = print
     parser = options(__doc__, quick="a tenth of the rows", folder=ROOT / "benchmarks" / "out")
     wanted = parser.parse_args(argv)
     effort = SMOKE if wanted.smoke else QUICK if wanted.quick else Effort()
-    with scratch(wanted.folder, effort.rows * 4 * LONGEST * 3) as folder:
+    with scratch(wanted.folder, effort.rows * 4 * LONGEST * 4) as folder:
         report = Report({} if wanted.smoke else BARS, out, other="Lance")
         for result in results(folder, effort, out):
             report.add(result)

@@ -20,7 +20,6 @@ from expstore.checks import repair, verify
 from expstore.episodes import Steps
 from expstore.errors import CorruptionError, SchemaError, StateError, StorageError
 from expstore.keys import find_keys
-from expstore.manifest import FORMAT
 from expstore.schema import ARROW, Field, Schema
 from expstore.storages import base, merging, segmentwriter
 from expstore.storages.arrow import ArrowStorage
@@ -600,7 +599,7 @@ def test_a_segment_begins_where_values_need_more_bytes(tmp_path: Path, packing: 
         rows += [values] * 40
         put_tokens(storage, rows[-40:])
     assert widths_in(storage.path) == ["uint8", "uint16", "int32"]
-    assert storage.manifest.format == FORMAT
+    assert storage.manifest.format == 5
     follower = FollowerStorage(storage.path)
     mixed = np.array([1, 100, 280, 41, 161, 2, 240])
     for reader in (storage, follower):
@@ -630,29 +629,27 @@ def test_one_wide_value_does_not_make_all_later_segments_wide(tmp_path: Path, mo
     storage.close()
 
 
-def test_segments_of_several_widths_are_merged(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(segmentwriter, "SEGMENT_BYTES", 3000)
+@pytest.mark.parametrize("merged_bytes", [300, 1 << 20], ids=["batches stay", "batches are joined"])
+def test_segments_of_several_widths_are_merged(tmp_path: Path, monkeypatch: Any, merged_bytes: int) -> None:
+    monkeypatch.setattr(segmentwriter, "SEGMENT_BATCHES", 1)
+    monkeypatch.setattr(segmentwriter, "MERGED_BYTES", merged_bytes)
     storage = ArrowStorage(tmp_path / "a.exp", compression="narrow")
     storage.prepare(TOKENS, find_keys(TOKENS))
     storage._keeper.stop()
-    rows = [[number % 200 if number < 160 else number * (-1) ** number * 1000] * 9 for number in range(600)]
-    for start in range(0, 600, 40):
+    rows = [[number % 200 if number < 160 else number * (-1) ** number * 1000] * 9 for number in range(360)]
+    for start in range(0, 360, 40):
         put_tokens(storage, rows[start : start + 40])
-    before = widths_in(storage.path)
-    assert {"uint8", "int32"} <= set(before)
-    monkeypatch.setattr(segmentwriter, "SEGMENT_BYTES", 64 << 20)
-    for _ in range(4):
+    assert widths_in(storage.path) == ["uint8"] * 4 + ["int32"] * 5
+    for _ in range(2):
         storage.sync()
-        put_tokens(storage, [[1]] * 40)
-        rows += [[1]] * 40
-    assert len(widths_in(storage.path)) < len(before)
-    (found,) = storage.read(np.arange(1, 601))
-    assert found.to_pylist() == rows[:600]
-    storage.close()
-    assert verify(storage.path) == []
-    storage = ArrowStorage(storage.path)
-    (found,) = storage.read(np.arange(1, 601))
-    assert found.to_pylist() == rows[:600]
+    assert widths_in(storage.path) == ["int32"] * 2
+    for _ in range(2):
+        (found,) = storage.read(np.arange(1, 361))
+        assert found.to_pylist() == rows
+        assert sum(map(rows_in, segments(storage.path))) == 360
+        storage.close()
+        assert verify(storage.path) == []
+        storage = ArrowStorage(storage.path)
     storage.close()
 
 
@@ -716,4 +713,53 @@ def test_a_write_that_failed_leaves_no_schema_of_other_widths(tmp_path: Path, mo
     storage = ArrowStorage(storage.path)
     (found,) = storage.read(np.arange(1, 41))
     assert found.to_pylist() == [[300]] * 40
+    storage.close()
+
+
+# ---------------------------------------------------------------------------------------------------
+# Compressed batches, unpacked by compiled loops.
+
+
+@pytest.mark.parametrize("packing", ["lz4", "zstd"])
+def test_compressed_rows_are_unpacked_without_pyarrow(tmp_path: Path, monkeypatch: Any, packing: Any) -> None:
+    storage = new(tmp_path / "a.exp", 400, compression=packing)
+    ids = put(storage, 300)
+    long = [[7 * number % 90_000 for number in range(size)] for size in (70_000, 1, 90_000, 0)]
+    columns = columns_of(np.arange(301, 305))
+    columns[2] = pa.array(long, pa.list_(pa.int32()))
+    with storage.lock:
+        RoundRobinWriter().write(storage, columns, Steps(4), source=None, info="")
+    found = storage._segments
+    assert found is not None
+    found._load()
+    monkeypatch.setattr(found, "_decode", lambda *given: pytest.fail("pyarrow was asked"))
+    rng = np.random.default_rng(0)
+    for count in (1, 7, 300):
+        check(storage, rng.choice(ids, count))
+    assert storage.read(np.array([304, 301, 5, 303, 302]), [2])[0].to_pylist() == [
+        long[3],
+        long[0],
+        columns_of(np.array([5]))[2][0].as_py(),
+        long[2],
+        long[1],
+    ]
+    storage.close()
+
+
+@pytest.mark.parametrize("packing", ["lz4", "zstd"])
+def test_a_damaged_compressed_batch_is_not_unpacked(tmp_path: Path, packing: Any) -> None:
+    storage = new(tmp_path / "a.exp", compression=packing)
+    put(storage, 300)
+    found = storage._segments
+    assert found is not None
+    chosen = found.segments[0]
+    assert len(chosen.headers) > 2
+    header, at = chosen.headers[1], chosen.offsets[1]
+    flip(chosen.path, at + header.size - 20)  # what is mapped changes with it
+    found._load()
+    check(storage, np.array([1, header.last + 1]))
+    with pytest.raises(
+        CorruptionError, match=f"rows {header.first} to {header.last} does not have its checksum"
+    ):
+        storage.read(np.array([1, header.first]), [2])
     storage.close()

@@ -5,6 +5,7 @@ Run with the other tests; sizes are tiny and the figures mean nothing here.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -129,6 +130,18 @@ def test_filters_are_measured(tmp_path: Path) -> None:
         f"{what}-{name}" for what in ("first", "new", "sample") for name in ("row", "episode")
     }
     assert min(found.values()) > 0
+
+
+def test_rows_of_tokens_are_measured(tmp_path: Path) -> None:
+    found = {row["name"]: row for row in results_of("tokens.py", tmp_path)}
+    kinds = ("", "/narrow", "/lz4", "/zstd")
+    assert [*found] == [f"{what}{kind}" for kind in kinds for what in ("extend", "sample", "reopen", "size")]
+    sizes = [found[f"size{kind}"]["value"] for kind in kinds]
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[0] < 1.1
+    assert sizes[1] < 0.6
+    beside = {row["theirs"] != "–" for row in found.values()}
+    assert beside == {importlib.util.find_spec("lance") is not None}
 
 
 def test_keeping_the_best_rows_is_measured(tmp_path: Path) -> None:

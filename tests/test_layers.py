@@ -27,7 +27,7 @@ LINES: tuple[tuple[str, str], ...] = (
     (
         "0",
         "errors gaps types members compiled files addresses bulk kernels gathering native compressing "
-        "unpacking turns aside confine pipes",
+        "unpacking arrowbuffers turns aside confine pipes",
     ),
     (
         "1",
@@ -215,6 +215,8 @@ ALLOWED_SIDEWAYS: tuple[tuple[str, str], ...] = (
     ("compressing", "native"),
     ("unpacking", "kernels"),
     ("unpacking", "native"),
+    ("arrowbuffers", "kernels"),
+    ("arrowbuffers", "native"),
     ("storages.columns", "storages.zarrmeta"),
     ("storages.columngroup", "storages.*"),
     ("storages.*", "storages.columngroup"),

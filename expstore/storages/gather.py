@@ -5,7 +5,7 @@ Used by segments. It knows addresses and types, and nothing of ids or files.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from expstore.errors import CorruptionError, SchemaError
 from expstore.files import address_of
 from expstore.types import Array, IntArray
 
-__all__ = ["Gather", "Plan"]
+__all__ = ["Gather", "Plan", "unpack"]
 
 #: What 32-bit offsets can say.
 _MOST_VALUES = (1 << 31) - 1
@@ -116,6 +116,47 @@ def _node_fits(node: _Node, lengths: IntArray, sizes: IntArray) -> bool:
             _node_fits(part, lengths, sizes) for part in node.inner
         )
     return values >= (count * node.width if node.width else (count + 7) // 8)
+
+
+def unpack(
+    loops: Any, columns: Sequence[_Node], where: IntArray, sizes: IntArray, compressed: Array
+) -> tuple[IntArray, IntArray, Array]:
+    """Unpack the buffers of some columns; return where all buffers are then, how long, and what holds them.
+
+    Args:
+        loops: The module of compiled loops that do so.
+        columns: Of a plan.
+        where: Address of each buffer of each batch; 0: it is empty. Shape `(batches, buffers)`.
+        sizes: Its length. Shape `(batches, buffers)`.
+        compressed: Whether the batch's buffers are. Shape `(batches,)`.
+
+    Raises:
+        CorruptionError: A buffer is damaged.
+    """
+    wanted = np.zeros(where.shape, bool)
+    asked = np.array([buffer for column in columns for buffer in _buffers_of(column)], np.int64)
+    wanted[np.ix_(np.flatnonzero(compressed), asked)] = True
+    wanted &= sizes > 0
+    sources, held = where[wanted], sizes[wanted]
+    lengths = np.empty_like(held)
+    loops.find_lengths(sources, held, lengths)
+    if (lengths < 0).any():
+        raise CorruptionError("buffers of a batch are damaged")
+    room_for = (lengths + 7) // 8 * 8  # each begins at a multiple of 8
+    room = np.empty(int(room_for.sum()), np.uint8)
+    goals = address_of(room) + np.cumsum(room_for) - room_for
+    if loops.unpack_buffers(sources, held, goals, lengths) >= 0:
+        raise CorruptionError("buffers of a batch are damaged")
+    where, sizes = where.copy(), sizes.copy()
+    where[wanted], sizes[wanted] = np.where(lengths > 0, goals, 0), lengths
+    return where, sizes, room
+
+
+def _buffers_of(node: _Node) -> Iterator[int]:
+    own = 3 if node.text else 1 if isinstance(node.kind, (pa.StructType, pa.FixedSizeListType)) else 2
+    yield from range(node.buffer, node.buffer + own)
+    for part in node.inner:
+        yield from _buffers_of(part)
 
 
 @dataclass(slots=True)

@@ -23,7 +23,7 @@ from expstore.arrowtypes import to_type
 from expstore.errors import CorruptionError
 from expstore.files import Disk, File, load_compiled
 from expstore.schema import Field
-from expstore.storages.gather import Gather, Plan
+from expstore.storages.gather import Gather, Plan, unpack
 from expstore.storages.messages import END, Header, crc_of, read_header
 from expstore.storages.widths import Widths, own_widths, read_widths
 from expstore.types import Array, IntArray, key_name
@@ -33,6 +33,8 @@ __all__ = ["Segment", "Segments"]
 SUFFIX = ".arrows"
 #: Loads numba; in the background when segments are opened.
 GATHERING = "expstore.gathering"
+#: The same, for compressed batches.
+UNPACKING = "expstore.arrowbuffers"
 #: So many bytes are read at a time where a header is looked for.
 _HEADER_BYTES = 2048
 #: Where the next one is looked for behind a damaged one.
@@ -107,13 +109,15 @@ class _Shown(NamedTuple):
 
     Args:
         held: How many batches there are.
-        firsts: Id of the first row of each. Shape `(m,)`, as the next five; m is `held` at least.
+        firsts: Id of the first row of each. Shape `(m,)`, as the next seven; m is `held` at least.
         lasts: Id of the last one.
         at: Address of its message.
         sizes: Length of that.
+        crcs: Its crc32c.
+        crc_at: Where that stands in it.
         compressed: Whether its buffers are compressed.
         checked: Whether its checksum was found to fit.
-        where: Address of each buffer; 0: it is empty. Shape `(m, buffers)`.
+        where: Address of each buffer, packed or not; 0: it is empty. Shape `(m, buffers)`.
         bytes: Its length. Shape `(m, buffers)`.
         lengths: How many values each node has. Shape `(m, nodes)`.
         ways: Which of the known widths it has. Shape `(m,)`.
@@ -125,6 +129,8 @@ class _Shown(NamedTuple):
     lasts: IntArray
     at: IntArray
     sizes: IntArray
+    crcs: IntArray
+    crc_at: IntArray
     compressed: Array
     checked: Array
     where: IntArray
@@ -163,6 +169,7 @@ class Segments:
         #: Held while segments come or go.
         self.changing = threading.RLock()
         self._loops: Any = None
+        self._unpacking: Any = None
         self._shown = self._room(16)
 
     def warm(self) -> None:
@@ -173,6 +180,7 @@ class Segments:
     def _load(self) -> None:
         with contextlib.suppress(ImportError):
             self._loops = load_compiled(GATHERING)
+            self._unpacking = load_compiled(UNPACKING)
 
     # -- what is there ---------------------------------------------------------------------------
 
@@ -276,7 +284,7 @@ class Segments:
     # -- what is shown ---------------------------------------------------------------------------
 
     def _room(self, size: int) -> _Shown:
-        ints = [np.zeros(size, np.int64) for _ in range(4)]
+        ints = [np.zeros(size, np.int64) for _ in range(6)]
         wide = [np.zeros((size, self.plan.buffers), np.int64) for _ in range(2)]
         flags = [np.zeros(size, bool) for _ in range(2)]
         lengths = np.zeros((size, self.plan.nodes), np.int64)
@@ -345,10 +353,10 @@ class Segments:
             shown.firsts[at], shown.lasts[at] = header.first, header.last
             shown.at[at], shown.sizes[at] = address, header.size
             shown.compressed[at], shown.checked[at] = header.compressed, False
-            if not header.compressed:
-                starts, sizes = header.buffers[:, 0], header.buffers[:, 1]
-                shown.where[at] = np.where(sizes > 0, address + header.body + starts, 0)
-                shown.bytes[at] = sizes
+            shown.crcs[at], shown.crc_at[at] = header.crc, header.crc_at
+            starts, sizes = header.buffers[:, 0], header.buffers[:, 1]
+            shown.where[at] = np.where(sizes > 0, address + header.body + starts, 0)
+            shown.bytes[at] = sizes
             shown.lengths[at], shown.ways[at] = header.lengths, way
         return shown._replace(held=held + len(headers))
 
@@ -407,54 +415,58 @@ class Segments:
     ) -> list[pa.Array]:
         if not batches.size:
             return [pa.nulls(0, self.kinds[number]) for number in numbers]
-        loops = self._loops
-        ones = np.ones(batches.size, np.int64)
+        loops, packed = self._loops, bool(shown.compressed[batches].any())
         try:
-            if loops is None or shown.compressed[batches].any():
-                return self._take_decoded(shown, loops, batches, inside, numbers)
-            gather = Gather(loops, shown.where, shown.bytes, shown.lengths, shown.ways, self._codes)
-            return [gather.take(self.plan.columns[number], batches, inside, ones) for number in numbers]
+            if loops is None or (packed and self._unpacking is None):
+                return self._take_decoded(shown, batches, inside, numbers)
+            where, sizes, lengths, ways = shown.where, shown.bytes, shown.lengths, shown.ways
+            room: Array | None = None
+            if packed:
+                names, batches = np.unique(batches, return_inverse=True)
+                where, sizes, room = self._unpack(shown, names, numbers)
+                lengths, ways = lengths[names], ways[names]
+            gather = Gather(loops, where, sizes, lengths, ways, self._codes)
+            ones = np.ones(batches.size, np.int64)
+            found = [gather.take(self.plan.columns[number], batches, inside, ones) for number in numbers]
+            del room  # until now its addresses were read
+            return found
         except CorruptionError as exc:
             raise CorruptionError(f"rows of {self.folder} cannot be read: {exc.message}") from exc
 
+    def _unpack(
+        self, shown: _Shown, names: IntArray, numbers: Sequence[int]
+    ) -> tuple[IntArray, IntArray, Array]:
+        """Unpack the buffers of some fields; return where all are, how long, and what holds them."""
+        loops = self._unpacking
+        packed = names[shown.compressed[names]]
+        bad = loops.find_damaged(
+            shown.at[packed], shown.sizes[packed], shown.crc_at[packed], shown.crcs[packed]
+        )
+        if bad >= 0:
+            raise self._damaged(shown, int(packed[bad]))
+        columns = [self.plan.columns[number] for number in numbers]
+        compressed = shown.compressed[names]
+        return unpack(loops, columns, shown.where[names], shown.bytes[names], compressed)
+
     def _take_decoded(
-        self, shown: _Shown, loops: Any, batches: IntArray, inside: IntArray, numbers: Sequence[int]
+        self, shown: _Shown, batches: IntArray, inside: IntArray, numbers: Sequence[int]
     ) -> list[pa.Array]:
-        """Do the same where batches are compressed, or the loops are not there yet."""
+        """Do the same where the loops are not there yet."""
         names, which = np.unique(batches, return_inverse=True)
         decoded = [self._decode(shown, int(name), numbers) for name in names]
-        if loops is None:
-            starts = np.cumsum([0, *(batch.num_rows for batch in decoded)])
-            rows = pa.array(starts[which] + inside)
-            return [
-                pa.chunked_array([self._own(batch.column(place), number) for batch in decoded])
-                .take(rows)
-                .combine_chunks()
-                for place, number in enumerate(numbers)
-            ]
-        found = []
-        ones = np.ones(batches.size, np.int64)
-        for place, number in enumerate(numbers):
-            plan = Plan([self.kinds[number]])
-            first, last = self._nodes_of(number)
-            buffers = [batch.column(place).buffers() for batch in decoded]
-            where = np.array([[0 if b is None or not b.size else b.address for b in row] for row in buffers])
-            sizes = np.array([[0 if b is None else b.size for b in row] for row in buffers])
-            lengths, codes = shown.lengths[names, first:last], self._codes[:, first:last]
-            gather = Gather(loops, where, sizes, lengths, shown.ways[names], codes)
-            found.append(gather.take(plan.columns[0], which, inside, ones))
-        return found
+        starts = np.cumsum([0, *(batch.num_rows for batch in decoded)])
+        rows = pa.array(starts[which] + inside)
+        return [
+            pa.chunked_array([self._own(batch.column(place), number) for batch in decoded])
+            .take(rows)
+            .combine_chunks()
+            for place, number in enumerate(numbers)
+        ]
 
     def _own(self, column: pa.Array, number: int) -> pa.Array:
         """Return a column of a batch as one of the type that its field has."""
         kind = self.kinds[number]
         return column if column.type == kind else column.cast(kind)
-
-    def _nodes_of(self, number: int) -> tuple[int, int]:
-        """Return which nodes of a batch are a field's: the first, and the one behind the last."""
-        columns = self.plan.columns
-        last = columns[number + 1].node if number + 1 < len(columns) else self.plan.nodes
-        return columns[number].node, last
 
     def _decode(self, shown: _Shown, name: int, numbers: Sequence[int]) -> pa.RecordBatch:
         """Return some columns of a batch, of which it keeps the memory."""
@@ -463,12 +475,15 @@ class Segments:
             data = ctypes.string_at(address, size)
             header = read_header(data)
             if header is None or crc_of(data, header) != header.crc:
-                first, last = shown.firsts[name], shown.lasts[name]
-                raise CorruptionError(f"the batch of rows {first} to {last} does not have its checksum")
+                raise self._damaged(shown, name)
             shown.checked[name] = True
         buffer = pa.foreign_buffer(address, size, base=shown.maps)
         schema = self._widths[shown.ways[name]].schema
         return pa.ipc.read_record_batch(buffer, schema).select(list(numbers))
+
+    def _damaged(self, shown: _Shown, name: int) -> CorruptionError:
+        first, last = shown.firsts[name], shown.lasts[name]
+        return CorruptionError(f"the batch of rows {first} to {last} does not have its checksum")
 
     def views(self, number: int, first_id: int, count: int) -> list[pa.Array]:
         """Return a run of rows, an array per batch; what has its own width is not copied.

@@ -29,7 +29,7 @@ SEGMENT_BYTES = 64 << 20
 SEGMENT_BATCHES = 1024
 #: So long is a batch at most, about. One that is compressed is decoded whole, for one row of it.
 BATCH_BYTES = 8 << 20
-PACKED_BYTES = 32 << 10
+PACKED_BYTES = 16 << 10
 #: So many bytes are encoded before they are written.
 TOGETHER_BYTES = 16 << 20
 #: A segment that is made once more; it has no other name before it is complete.
