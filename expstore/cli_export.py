@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -16,7 +16,9 @@ from expstore.cli_stop import stoppable
 from expstore.exchange.losses import LOSSES, LOST_BY_ALL
 
 if TYPE_CHECKING:
-    from expstore.exchange import Exported
+    from collections.abc import Sequence
+
+    from expstore.exchange import Exported, Imported
 
 __all__ = ["EXPORT_NOTES", "IMPORT_NOTES", "export", "import_"]
 
@@ -69,6 +71,15 @@ OfVersion = Annotated[
 DatasetId = Annotated[
     str | None,
     typer.Option("--dataset-id", metavar="ID", help="Of a Minari dataset, as in cartpole/random-v0."),
+]
+AsStorage = Annotated[
+    str | None,
+    typer.Option(
+        "--storage",
+        metavar="KIND",
+        help="Of parquet and arrow: arrow keeps rows of any length, zarr does not; without it, as the "
+        "columns need it.",
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -162,17 +173,20 @@ def import_(
             min=1, help="Most rows, the newest ones; else as an exported store had it, or unbounded."
         ),
     ] = None,
+    storage: AsStorage = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
     """Make a store of rows that other programs have written, or expstore exported."""
-    from expstore.exchange.formats import IMPORTS, MAPPED, format_of, importer
+    from expstore.exchange.formats import IMPORTS, MAPPED, TABLES, format_of, importer
 
     if form is not None and form not in IMPORTS:
         raise typer.BadParameter(f"{form!r} is none of {', '.join(IMPORTS)}", param_hint="--format")
     form = form or format_of(source)
-    more = {"names": _pairs(names)} if names else {}
+    more: dict[str, Any] = {"names": _pairs(names)} if names else {}
     if more and form not in MAPPED:
         raise typer.BadParameter(f"names are mapped in {' and '.join(MAPPED)} only", param_hint="--map")
+    if storage is not None:
+        more["storage"] = _kind(storage, form, TABLES)
     make = importer(form)
     with show_progress("importing", unit="rows") as show, stoppable(show) as progress:
         done = make(source, store, capacity=capacity, progress=progress, **more)
@@ -180,12 +194,26 @@ def import_(
         facts = dataclasses.asdict(done) | {"path": str(done.path), "fields": list(done.fields)}
         print_json(facts | {"notes": list(done.notes)})
         return 0
-    typer.echo(f"{store} holds {done.kept:,} rows of {done.episodes:,} episodes")
+    _tell_imported(done)
+    return 0
+
+
+def _tell_imported(done: Imported) -> None:
+    """Say what was imported, and what otherwise than it may seem."""
+    typer.echo(f"{done.path} holds {done.kept:,} rows of {done.episodes:,} episodes")
     if done.kept < done.rows:
         typer.echo(f"note: {done.rows - done.kept:,} older rows did not fit its capacity", err=True)
     for note in done.notes:
         typer.echo(f"note: {note}", err=True)
-    return 0
+
+
+def _kind(storage: str, form: str, forms: Sequence[str]) -> str:
+    """Return what `--storage` says, if it can be said of this format."""
+    if storage not in ("arrow", "zarr"):
+        raise typer.BadParameter(f"{storage!r} is none of arrow, zarr", param_hint="--storage")
+    if form not in forms:
+        raise typer.BadParameter(f"is of {' and '.join(forms)} only", param_hint="--storage")
+    return storage
 
 
 def _pairs(names: list[str]) -> dict[str, str]:

@@ -442,12 +442,12 @@ BAD: dict[str, tuple[Callable[[Path], Path], type[Exception], str]] = {
         "cannot read",
     ),
     "folder": (lambda f: [(f / "x").mkdir(), f / "x"][1], NotFoundError, "no Parquet files"),
-    "text": (lambda f: write(f / "x.parquet", a=["x", "y"]), SchemaError, "'a' is of type string"),
+    "text": (lambda f: write(f / "x.parquet", a=["x", "y"]), SchemaError, "'a' is string: a zarr"),
     "null": (lambda f: write(f / "x.parquet", a=[1, None]), SchemaError, "'a' has rows without a value"),
     "lengths": (
         lambda f: write(f / "x.parquet", a=[[1], [1, 2]]),
         SchemaError,
-        "'a' has lists of 2 items, and of 1",
+        "'a' has lists of any length",
     ),
     "no columns": (
         lambda f: write(f / "x.parquet", _id=[1, 2]),
@@ -469,7 +469,7 @@ def test_bad_files_are_refused_and_leave_nothing(tmp_path: Path, case: str) -> N
     (tmp_path / "in").mkdir()
     source = prepare(tmp_path / "in")
     with pytest.raises(kind, match=words):
-        import_parquet(source, tmp_path / "back.exp")
+        import_parquet(source, tmp_path / "back.exp", storage="zarr")
     assert os.listdir(tmp_path) == ["in"]
 
 

@@ -22,6 +22,7 @@ from expstore.exchange.base import (
     sync_tree,
 )
 from expstore.exchange.losses import lost_by
+from expstore.exchange.pacing import mean_bytes, read_pieces
 from expstore.exchange.rows import Episodes, Exchanged, Rows, opened
 from expstore.exchange.tables import check_names, rows_schema, to_batch
 from expstore.files import Disk
@@ -63,7 +64,7 @@ def export_arrow(
     disk, target = disk or Disk(), Path(target)
     with opened(source, version) as storage:
         rows = Rows.choose(storage, fields=fields, episodes=episodes)
-        rows.refuse_objects("Arrow")
+        rows.refuse_objects("Arrow", any_length=True)
         check_names(rows.user_fields)
         check_target(disk, target)
         with making(disk, target) as aside:
@@ -87,14 +88,13 @@ def _write_rows(disk: Disk, path: Path, rows: Rows, progress: Progress) -> int:
     """Write all rows; return how many there were."""
     fields = rows.user_fields
     schema = rows_schema(fields, rows.about())
-    each, total = rows.row_bytes, rows.count
+    each, total = mean_bytes(rows), rows.count
     done = written = 0
     with DiskFile(disk, path, write=True) as file, pa.ipc.new_file(file, schema) as out:
-        for wanted in rows.by_id(piece_rows(each)):
-            found, columns = rows.read(wanted)
-            if found.size:
-                out.write_batch(to_batch(schema, fields, columns))
-            written += found.size
-            done += wanted.size
+        for piece in read_pieces(rows, rows.by_id(piece_rows(rows.row_bytes))):
+            if piece.ids.size:
+                out.write_batch(to_batch(schema, fields, piece.columns))
+            written += piece.ids.size
+            done += piece.asked
             progress(done * each, total * each)
     return written

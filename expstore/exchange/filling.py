@@ -23,12 +23,14 @@ from expstore.files import Disk
 from expstore.fragments import find_fragments
 from expstore.lock import WriterLock
 from expstore.manifest import check_target
+from expstore.picking import pick
 from expstore.pieces import OPEN, TERMINATED, TRUNCATED
 from expstore.schema import Schema
 from expstore.sources import lane_names
 from expstore.storages.access import append_rows
 from expstore.storages.catalog import Catalog
 from expstore.storages.layout import ColumnLayout
+from expstore.storages.opening import open_storage
 from expstore.storages.rows import Rows, now_us
 from expstore.storages.settings import Settings
 from expstore.storages.zarr import ZarrStorage
@@ -110,17 +112,17 @@ class Filler:
         """The fields."""
         return self._storage.require_schema()
 
-    def add(self, columns: Sequence[Array]) -> None:
+    def add(self, columns: Sequence[Any]) -> None:
         """Append rows whose episodes follow from their flags, as `extend` has it.
 
         Args:
-            columns: One per field, in the schema's order. Shapes `(n, *row shape)`.
+            columns: One per field, in the schema's order; Arrow's where rows have no fixed size. Shapes
+                `(n, *row shape)`.
         """
-        # Compiled loops take arrays that can be written to only.
-        columns = [column if column.flags.writeable else column.copy() for column in columns]
+        columns = [_writable(column) for column in columns]
         kept = self._steps_reader().transitions(columns)
         if kept is not None:
-            columns = [column[kept] for column in columns]
+            columns = [pick(column, kept) for column in columns]
         if len(columns[0]):
             with self._storage.turn, self._storage.lock:
                 append_rows(self._storage, columns, self._read_steps(columns))
@@ -128,7 +130,7 @@ class Filler:
 
     def put(
         self,
-        columns: Sequence[Array],
+        columns: Sequence[Any],
         episodes: IntArray,
         steps: IntArray,
         *,
@@ -140,7 +142,7 @@ class Filler:
         """Append rows of which it is known to which steps of which episodes they belong.
 
         Args:
-            columns: One per field, in the schema's order. Shapes `(n, *row shape)`.
+            columns: As `add`.
             episodes: What each row's episode is called there. Shape `(n,)`, int64.
             steps: Its step. Shape `(n,)`, int64.
             facts: Says what is known of an episode; None: nothing is.
@@ -157,7 +159,7 @@ class Filler:
             part = slice(start, stop)
             time = now_us() if times is None else int(times[start])
             given = None if priorities is None else priorities[part]
-            piece = [np.ascontiguousarray(column[part]) for column in columns]
+            piece = [_part(column, part) for column in columns]
             ends = None if last is None else last[part]
             self._put(piece, episodes[part], steps[part], facts, ends, time, given)
 
@@ -299,6 +301,18 @@ class Filler:
         return self._steps_reader().read(columns, Batch([], [], list(columns), len(columns[0])))
 
 
+def _writable(column: Any) -> Any:
+    """Return a column that can be written to: compiled loops take no other arrays."""
+    fits = not isinstance(column, np.ndarray) or column.flags.writeable
+    return column if fits else column.copy()
+
+
+def _part(column: Any, rows: slice) -> Any:
+    """Return some rows of a column that follow one another."""
+    found = column[rows]
+    return np.ascontiguousarray(found) if isinstance(found, np.ndarray) else found
+
+
 def _status(read: Any, row: int) -> int:
     """Return how a row leaves its episode, by its flags."""
     if read.terminated is not None and read.terminated[row]:
@@ -308,7 +322,12 @@ def _status(read: Any, row: int) -> int:
 
 @contextmanager
 def new_store(
-    disk: Disk, target: Path, capacity: int | None, settings: Mapping[str, Any] | None = None
+    disk: Disk,
+    target: Path,
+    capacity: int | None,
+    settings: Mapping[str, Any] | None = None,
+    *,
+    storage: str = "zarr",
 ) -> Iterator[Filler]:
     """Make a store aside, to be filled; at the end it is closed, and gets its name.
 
@@ -317,6 +336,7 @@ def new_store(
         target: The store's folder, which must not be there yet.
         capacity: Most readable rows; None: unbounded.
         settings: More of them, as `Settings` has it.
+        storage: "zarr", or "arrow", which keeps rows without a fixed size, too.
 
     Raises:
         StateError: The target is there, or would lie inside a store.
@@ -327,23 +347,25 @@ def new_store(
     aside = target.with_name(target.name + SCRAP)
     _clear(disk, aside, target)
     how = ColumnLayout("auto", share_next=True)
-    more = Settings(mode="x", flatten=True, new_layout=how, on_sigterm="ignore", **dict(settings or {}))
-    storage = None
+    more = Settings(
+        mode="x", storage=storage, flatten=True, new_layout=how, on_sigterm="ignore", **dict(settings or {})
+    )
+    made = None
     try:
-        storage = ZarrStorage(aside, capacity, settings=more, disk=disk)
-        catalog = Catalog(storage)
-        storage.use_catalog(catalog)
-        yield Filler(storage, catalog)
+        made = open_storage(aside, capacity, settings=more, disk=disk)
+        catalog = Catalog(made)
+        made.use_catalog(catalog)
+        yield Filler(made, catalog)
         catalog.close()
-        storage.close()
+        made.close()
         _end_open_episodes(disk, aside)
         check_target(disk, target)
         disk.rename(aside, target)
         disk.sync_dir(target.absolute().parent)
     except BaseException:
         with contextlib.suppress(ExpStoreError):
-            if storage is not None:
-                storage.close()
+            if made is not None:
+                made.close()
         with contextlib.suppress(ExpStoreError):
             disk.remove_tree(aside)
         raise
@@ -366,7 +388,7 @@ def _clear(disk: Disk, aside: Path, target: Path) -> None:
 
 def _end_open_episodes(disk: Disk, path: Path) -> None:
     """Have episodes cut that nobody can go on with, as every opening does."""
-    storage = ZarrStorage(path, settings=Settings(on_sigterm="ignore"), disk=disk)
+    storage = open_storage(path, settings=Settings(on_sigterm="ignore"), disk=disk)
     catalog = Catalog(storage)
     storage.use_catalog(catalog)
     catalog.close()

@@ -13,13 +13,15 @@ from expstore.errors import NotFoundError, SchemaError
 from expstore.exchange.base import Exported, Imported, open_to_read
 from expstore.files import ReadingDisk
 
-__all__ = ["EXPORTS", "IMPORTS", "MAPPED", "exporter", "format_of", "importer"]
+__all__ = ["EXPORTS", "IMPORTS", "MAPPED", "TABLES", "exporter", "format_of", "importer"]
 
 #: What can be written, and what can be read.
 EXPORTS = ("arrow", "hdf5", "minari", "npz", "parquet", "zarr")
 IMPORTS = ("arrow", "hdf5", "minari", "npz", "parquet")
 #: Those in which names can be mapped.
 MAPPED = ("hdf5", "npz")
+#: Those that carry rows without a fixed size.
+TABLES = ("arrow", "parquet")
 
 _SUFFIXES = {
     ".parquet": "parquet",

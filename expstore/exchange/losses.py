@@ -9,11 +9,15 @@ __all__ = ["LOSSES", "LOST_BY_ALL", "lost_by"]
 LOST_BY_ALL = "ids, how often rows were sampled, the number of the next draw, layouts, versions"
 LOSSES = {
     "arrow": "",
-    "hdf5": "priorities, times, sources, trajectory ids, infos of episodes, specs; which rows interleave",
-    "minari": "priorities, times, sources, trajectory ids, specs but for spaces; which rows interleave",
-    "npz": "priorities, times, sources, trajectory ids, infos of episodes, specs; which rows interleave",
+    "hdf5": "priorities, times, sources, trajectory ids, infos of episodes, specs; which rows interleave; "
+    "fields without a fixed size, which are refused",
+    "minari": "priorities, times, sources, trajectory ids, specs but for spaces; which rows interleave; "
+    "fields without a fixed size, which are refused",
+    "npz": "priorities, times, sources, trajectory ids, infos of episodes, specs; which rows interleave; "
+    "fields without a fixed size, which are refused",
     "parquet": "",
-    "zarr": "sources, trajectory ids, statuses and infos of episodes, specs",
+    "zarr": "sources, trajectory ids, statuses and infos of episodes, specs; fields without a fixed size, "
+    "which are refused",
 }
 
 

@@ -13,7 +13,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from expstore.errors import SchemaError
 from expstore.exchange.base import (
+    PIECE_BYTES,
     DiskFile,
     Exported,
     Progress,
@@ -24,10 +26,13 @@ from expstore.exchange.base import (
     sync_tree,
 )
 from expstore.exchange.losses import lost_by
+from expstore.exchange.pacing import mean_bytes, read_pieces
 from expstore.exchange.rows import Episodes, Exchanged, Rows, opened
-from expstore.exchange.tables import check_names, rows_schema, to_batch
+from expstore.exchange.tables import arrow_type, check_names, rows_schema, to_batch
 from expstore.files import Disk
 from expstore.manifest import check_target
+from expstore.schema import Field
+from expstore.types import key_name
 
 __all__ = ["export_parquet"]
 
@@ -51,7 +56,9 @@ def export_parquet(
     """Write the rows that can be read now as Parquet.
 
     Every field is a column, nested ones in structs (`next.reward`); of one value a number, otherwise a list
-    of fixed size, flat. bfloat16 is written as float32, complex64 as pairs of float32, both exactly. `_id`,
+    of fixed size, flat; texts, lists, structs and tensors of any length are what they are, the latter with
+    `data` and `shape` if more than the first dim differs. bfloat16 is written as float32, complex64 as pairs
+    of float32, both exactly. `_id`,
     `_episode`, `_step`, `_time` and `_priority` stand in front. `import_parquet` makes the same fields of it.
     The folder is there whole or not at all.
 
@@ -78,7 +85,7 @@ def export_parquet(
     disk, target = disk or Disk(), Path(target)
     with opened(source, version) as storage:
         rows = Rows.choose(storage, fields=fields, episodes=episodes)
-        rows.refuse_objects("Parquet")
+        rows.refuse_objects("Parquet", any_length=True)
         check_names(rows.user_fields)
         check_target(disk, target)
         with making(disk, target) as aside:
@@ -102,9 +109,10 @@ def _write_rows(disk: Disk, folder: Path, rows: Rows, progress: Progress) -> int
     """Write all rows, file by file; return how many there were."""
     fields = rows.user_fields
     schema = rows_schema(fields, rows.about())
-    each, total = rows.row_bytes, rows.count
+    _check_types(fields)
+    each, total = mean_bytes(rows), rows.count
     done = written = 0
-    size = piece_rows(_EXPANSION * each)
+    size = piece_rows(_EXPANSION * rows.row_bytes)
     ranges = rows.episode_ranges(min(FILE_ROWS, max(1, FILE_BYTES // each)))
     for number, (first, last) in enumerate(ranges or [(0, 0)]):  # a file without rows still says the fields
         ids = rows.of_episodes(first, last)
@@ -112,28 +120,48 @@ def _write_rows(disk: Disk, folder: Path, rows: Rows, progress: Progress) -> int
             with pq.ParquetWriter(
                 file, schema, compression="zstd", use_dictionary=_repetitive(schema)
             ) as out:
-                for start in range(0, ids.size, size):
-                    wanted = ids[start : start + size]
-                    found, columns = rows.read(wanted)
-                    if found.size:
-                        out.write_batch(to_batch(schema, fields, columns), row_group_size=found.size)
-                    written += found.size
-                    done += wanted.size
+                wanted = (ids[start : start + size] for start in range(0, ids.size, size))
+                for piece in read_pieces(rows, wanted, PIECE_BYTES // _EXPANSION):
+                    if piece.ids.size:
+                        out.write_batch(
+                            to_batch(schema, fields, piece.columns), row_group_size=piece.ids.size
+                        )
+                    written += piece.ids.size
+                    done += piece.asked
                     progress(done * each, total * each)
     return written
 
 
+def _check_types(fields: Sequence[Field]) -> None:
+    """Raise SchemaError if Parquet has no form for a field: Arrow has more types."""
+    for entry in fields:
+        if entry.variable:
+            try:
+                schema = pa.schema([pa.field("it", arrow_type(entry))])
+                pq.ParquetWriter(pa.BufferOutputStream(), schema).close()
+            except (pa.ArrowException, OSError) as exc:
+                raise SchemaError(
+                    f"field {key_name(entry.key)!r} is {entry}, for which Parquet has no form: {exc}",
+                    hint="name the other fields, or export to Arrow",
+                ) from exc
+
+
 def _repetitive(schema: Any) -> list[str]:
-    """Return the paths of columns of 8 bits: Parquet keeps each value as 32 bits but for a dictionary.
+    """Return the paths of columns of texts, and of 8 bits, which Parquet keeps as 32 but for a dictionary.
 
     Of floats there is none: it takes all values that are no numbers for one.
     """
+    is_a = pa.types
 
     def below(path: str, kind: Any) -> list[str]:
         if pa.types.is_struct(kind):
             return [found for part in kind for found in below(f"{path}.{part.name}", part.type)]
-        if pa.types.is_fixed_size_list(kind):
+        if is_a.is_map(kind):
+            inside = f"{path}.key_value."
+            return [*below(inside + "key", kind.key_type), *below(inside + "value", kind.item_type)]
+        if is_a.is_fixed_size_list(kind) or is_a.is_list(kind) or is_a.is_large_list(kind):
             return below(f"{path}.list.element", kind.value_type)
-        return [path] if kind in (pa.uint8(), pa.int8()) else []
+        texts = is_a.is_string(kind) or is_a.is_large_string(kind)
+        return [path] if texts or kind in (pa.uint8(), pa.int8()) else []
 
     return [found for entry in schema for found in below(entry.name, entry.type)]

@@ -19,6 +19,7 @@ import numpy as np
 from expstore.errors import NotFoundError, SchemaError, StateError
 from expstore.files import Disk
 from expstore.fragments import all_ids
+from expstore.picking import no_rows
 from expstore.schema import OBJECT, Field, Schema
 from expstore.snapshots import find_version, store_meant
 from expstore.storages.access import read_present
@@ -26,7 +27,7 @@ from expstore.storages.base import ROW_FIELDS, Storage
 from expstore.storages.catalog import Catalog
 from expstore.storages.folder import FolderStorage
 from expstore.storages.follower import FollowerStorage
-from expstore.types import Array, IntArray, Window, key_name
+from expstore.types import IntArray, Window, key_name
 
 __all__ = ["Episodes", "Exchanged", "Rows", "opened", "parse_episodes"]
 
@@ -192,18 +193,23 @@ class Rows:
         """The episodes that have rows, ascending. Shape `(n,)`."""
         return np.unique(self.fragments[0])
 
-    def refuse_objects(self, form: str) -> None:
-        """Raise SchemaError if a field holds what a format has no form for."""
+    def refuse_objects(self, form: str, *, any_length: bool = False) -> None:
+        """Raise SchemaError if a field holds what a format has no form for.
+
+        Args:
+            form: The format.
+            any_length: It takes rows without a fixed size.
+        """
         for entry in self.fields.values():
             if entry.dtype == OBJECT:
                 raise SchemaError(
                     f"field {key_name(entry.key)!r} holds objects, for which {form} has no form",
                     hint="name the other fields",
                 )
-            if entry.variable:
+            if entry.variable and not any_length:
                 raise SchemaError(
                     f"field {key_name(entry.key)!r} is {entry}: exports to {form} take rows of a fixed size",
-                    hint="name the other fields",
+                    hint="name the other fields; Parquet and Arrow take all",
                 )
 
     # -- which, in which order --------------------------------------------------------------------
@@ -274,12 +280,12 @@ class Rows:
 
     # -- reading -----------------------------------------------------------------------------------
 
-    def read(self, ids: IntArray, places: Sequence[int] | None = None) -> tuple[IntArray, list[Array]]:
+    def read(self, ids: IntArray, places: Sequence[int] | None = None) -> tuple[IntArray, list[Any]]:
         """Copy rows out, those that are still there.
 
         Returns:
-            Their ids, in the order that was asked for, and one array per field. Shapes `(n,)`,
-            `(n, *row shape)`.
+            Their ids, in the order that was asked for, and one array per field, Arrow's where rows have no
+            fixed size. Shapes `(n,)`, `(n, *row shape)`.
         """
         wanted = self.places if places is None else list(places)
         storage = self.storage
@@ -296,7 +302,7 @@ class Rows:
             found, columns = read_present(storage, ids, stored)
         except NotFoundError:
             every = (*self.schema.fields, *ROW_FIELDS)
-            found, columns = ids[:0], [np.zeros((0, *every[p].shape), every[p].numpy_dtype) for p in stored]
+            found, columns = ids[:0], [no_rows(every[place]) for place in stored]
         for n in here:
             columns.insert(n, storage.priorities[storage.slot_of(found)])
         return found, columns

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -20,16 +20,23 @@ import pyarrow.parquet as pq
 
 from expstore.episodeinfo import pack_info
 from expstore.episodes import STATUS
-from expstore.errors import NotFoundError, SchemaError, StorageError
+from expstore.errors import NotFoundError, SchemaError
 from expstore.exchange.base import Imported, Progress, no_progress, open_to_read, piece_rows
 from expstore.exchange.filling import Facts, new_store
-from expstore.exchange.tables import Layout, Table, read_layout
+from expstore.exchange.layout import Layout, Table, needs_survey, read_layout
+from expstore.exchange.survey import Survey
+from expstore.exchange.table_files import ArrowPart, ParquetPart, Part, reading_arrow
 from expstore.files import Disk, ReadingDisk
+from expstore.picking import pick
 from expstore.pieces import OPEN
+from expstore.storages.loading import join_parts
 from expstore.types import Array, IntArray
 
 __all__ = ["import_arrow", "import_parquet"]
 
+#: At most so many rows are read at a time of which nobody knows how long they are.
+LOOSE_ROWS = 1024
+Kind = Literal["zarr", "arrow"]
 _FACTS = ("episode_id", "source", "named", "trajectory_id", "length", "status", "info")
 
 
@@ -38,6 +45,7 @@ def import_parquet(
     target: str | Path,
     *,
     capacity: int | None = None,
+    storage: Kind | None = None,
     progress: Progress = no_progress,
     disk: Disk | None = None,
 ) -> Imported:
@@ -46,20 +54,23 @@ def import_parquet(
     Of what `export_parquet` has made: fields, episodes with their ids, sources, trajectory ids, statuses and
     infos, times and priorities come back; ids begin at 1. Where rows of an episode are missing, what follows
     is an episode of its own, whose steps begin at 0. Of other Parquet files: columns of numbers, and lists of
-    them that have one length, become fields, structs nested ones; episodes follow from flags and trajectory
-    ids, as in `extend`. The store is there whole or not at all.
+    them that have one length, become fields of fixed size, structs nested ones; other lists of numbers fields
+    of tensors of any length; texts, all other lists, and columns in which values are missing fields of such
+    values, with None. Episodes follow from flags and trajectory ids, as in `extend`. The store is there whole
+    or not at all.
 
     Args:
         source: A folder that `export_parquet` has made, one of Parquet files, or such a file.
         target: The store's folder, which must not be there yet.
         capacity: Most readable rows; None: as the exported store had it, otherwise unbounded.
+        storage: "arrow", which keeps rows of any length, or "zarr"; None: as the columns need it.
         progress: Is told rows done and rows in all.
         disk: Where files are touched.
 
     Raises:
         NotFoundError: There is no such file, or no folder for the store.
         StorageError: A file cannot be read; or the disk failed or is full. Nothing is left.
-        SchemaError: A column cannot be a field, or files have different ones.
+        SchemaError: A column cannot be a field, not of this storage, or files have different ones.
         StateError: The target is there, or would lie inside a store.
         LockedError: Somebody else makes this store just now.
 
@@ -70,9 +81,9 @@ def import_parquet(
     source = Path(source)
     files = _parquet_files(source)
     with ExitStack() as opened:
-        parts = [_ParquetPart(path, opened) for path in files]
+        parts = [ParquetPart(path, opened) for path in files]
         facts = _read_facts(source / "episodes.parquet", pq.read_table)
-        return _fill(parts, facts, Path(target), capacity, progress, disk or Disk())
+        return _fill(parts, facts, Path(target), capacity, storage, progress, disk or Disk())
 
 
 def import_arrow(
@@ -80,6 +91,7 @@ def import_arrow(
     target: str | Path,
     *,
     capacity: int | None = None,
+    storage: Kind | None = None,
     progress: Progress = no_progress,
     disk: Disk | None = None,
 ) -> Imported:
@@ -89,6 +101,7 @@ def import_arrow(
         source: A folder that `export_arrow` has made, or an Arrow IPC file.
         target: The store's folder, which must not be there yet.
         capacity: Most readable rows; None: as the exported store had it, otherwise unbounded.
+        storage: "arrow", which keeps rows of any length, or "zarr"; None: as the columns need it.
         progress: Is told rows done and rows in all.
         disk: Where files are touched.
 
@@ -102,9 +115,9 @@ def import_arrow(
     source = Path(source)
     path = source / "rows.arrow" if _is_folder(source) else source
     with ExitStack() as opened:
-        part = _ArrowPart(path, opened)
+        part = ArrowPart(path, opened)
         facts = _read_facts(source / "episodes.arrow", lambda file: pa.ipc.open_file(file).read_all())
-        return _fill([part], facts, Path(target), capacity, progress, disk or Disk())
+        return _fill([part], facts, Path(target), capacity, storage, progress, disk or Disk())
 
 
 def _is_folder(path: Path) -> bool:
@@ -121,72 +134,6 @@ def _parquet_files(source: Path) -> list[Path]:
     if not found:
         raise NotFoundError(f"there are no Parquet files in {folder}")
     return found
-
-
-@contextmanager
-def _reading(path: Path) -> Iterator[None]:
-    """Make our error of Arrow's."""
-    try:
-        yield
-    except (pa.ArrowException, OSError) as exc:
-        if isinstance(exc, StorageError):
-            raise
-        raise StorageError(f"cannot read {path}: {str(exc).splitlines()[0]}") from exc
-
-
-class _Part:
-    """A file of rows, read batch by batch.
-
-    Args:
-        path: The file.
-        schema: Its schema.
-        rows: How many it has; 0: that is not known.
-    """
-
-    def __init__(self, path: Path, schema: Any, rows: int) -> None:
-        self.path, self.schema, self.rows = path, schema, rows
-
-    def batches(self, rows: int, columns: list[str] | None = None) -> Iterator[Any]:
-        """Yield record batches; of these columns, if any are named and that saves reading the others."""
-        raise NotImplementedError
-
-    def first_id(self) -> int | None:
-        """Return the smallest id, where that is known."""
-        return None
-
-
-class _ParquetPart(_Part):
-    def __init__(self, path: Path, opened: ExitStack) -> None:
-        file = opened.enter_context(open_to_read(path))
-        with _reading(path):
-            self._file = pq.ParquetFile(file)
-            super().__init__(path, self._file.schema_arrow, self._file.metadata.num_rows)
-
-    def batches(self, rows: int, columns: list[str] | None = None) -> Iterator[Any]:
-        with _reading(self.path):
-            yield from self._file.iter_batches(batch_size=rows, columns=columns, use_threads=False)
-
-    def first_id(self) -> int | None:
-        names = [self._file.schema.column(n).path for n in range(len(self._file.schema.names))]
-        if "_id" not in names or not self._file.metadata.num_row_groups:
-            return None
-        found = self._file.metadata.row_group(0).column(names.index("_id")).statistics
-        return int(found.min) if found is not None and found.has_min_max else None
-
-
-class _ArrowPart(_Part):
-    def __init__(self, path: Path, opened: ExitStack) -> None:
-        file = opened.enter_context(open_to_read(path))
-        with _reading(path):
-            self._file = pa.ipc.open_file(file)
-        super().__init__(path, self._file.schema, 0)  # to count them all would have to be read
-
-    def batches(self, rows: int, columns: list[str] | None = None) -> Iterator[Any]:
-        for number in range(self._file.num_record_batches):
-            with _reading(self.path):
-                batch = self._file.get_batch(number)
-            for start in range(0, batch.num_rows, rows):
-                yield batch.slice(start, rows)
 
 
 # -- episodes -------------------------------------------------------------------------------------------
@@ -237,7 +184,7 @@ def _read_facts(path: Path, read: Callable[[Any], Any]) -> _EpisodeFacts | None:
     disk = ReadingDisk()
     if not disk.exists(path):
         return None
-    with open_to_read(path) as file, _reading(path):
+    with open_to_read(path) as file, reading_arrow(path):
         table = read(file)
     if missing := [name for name in _FACTS if name not in table.schema.names]:
         raise SchemaError(
@@ -254,7 +201,7 @@ def _interleaved(episode: int) -> Facts:
 class _Ends:
     """Know the last steps of episodes, where no file says anything of them."""
 
-    def __init__(self, parts: Sequence[_Part], layout: Layout) -> None:
+    def __init__(self, parts: Sequence[Part], layout: Layout) -> None:
         table = Table(layout)
         found: list[IntArray] = []
         for part in parts:
@@ -284,10 +231,10 @@ class _Stream:
     rest: Iterator[Any]
     table: Table
     ids: IntArray
-    columns: list[Array]
+    columns: list[Any]
     own: dict[str, Array]
 
-    def take(self, through: int) -> tuple[list[Array], dict[str, Array]]:
+    def take(self, through: int) -> tuple[list[Any], dict[str, Array]]:
         """Return the rows with ids up to this one, and leave the others."""
         stop = int(np.searchsorted(self.ids, through, side="right"))
         columns = [column[:stop] for column in self.columns]
@@ -295,7 +242,7 @@ class _Stream:
         self._set([column[stop:] for column in self.columns], {n: v[stop:] for n, v in self.own.items()})
         return columns, own
 
-    def _set(self, columns: list[Array], own: dict[str, Array]) -> None:
+    def _set(self, columns: list[Any], own: dict[str, Array]) -> None:
         self.columns, self.own, self.ids = columns, own, own["_id"]
 
     def load(self) -> bool:
@@ -304,15 +251,11 @@ class _Stream:
             batch = next(self.rest, None)
             if batch is None:
                 return False
-            columns, own = self.table.columns(batch), self.table.own(batch)
-            order = np.argsort(own["_id"], kind="stable")
-            self._set([column[order] for column in columns], {n: v[order] for n, v in own.items()})
+            self._set(*_sorted(self.table.columns(batch), self.table.own(batch)))
         return True
 
 
-def _by_id(
-    parts: Sequence[_Part], layout: Layout, rows: int
-) -> Iterator[tuple[list[Array], dict[str, Array]]]:
+def _by_id(parts: Sequence[Part], layout: Layout, rows: int) -> Iterator[tuple[list[Any], dict[str, Array]]]:
     """Yield the rows of all parts by id. In each they are so; those that overlap are read side by side."""
     table, nothing = Table(layout), np.zeros(0, np.int64)
     firsts = [part.first_id() for part in parts]
@@ -333,16 +276,21 @@ def _by_id(
         taken = [stream.take(through) for stream in active]
         active = [stream for stream in active if stream.load()]
         own = {name: np.concatenate([one[name] for _, one in taken]) for name in taken[0][1]}
-        order = np.argsort(own["_id"], kind="stable")
-        columns = [
-            np.concatenate([found[place] for found, _ in taken])[order] for place in range(len(taken[0][0]))
-        ]
-        yield columns, {name: values[order] for name, values in own.items()}
+        columns = [join_parts([found[place] for found, _ in taken]) for place in range(len(taken[0][0]))]
+        yield _sorted(columns, own)
+
+
+def _sorted(columns: list[Any], own: dict[str, Array]) -> tuple[list[Any], dict[str, Array]]:
+    """Return rows in the order of their ids."""
+    if (np.diff(own["_id"]) > 0).all():
+        return columns, own
+    order = np.argsort(own["_id"], kind="stable")
+    return [pick(column, order) for column in columns], {n: values[order] for n, values in own.items()}
 
 
 def _in_turn(
-    parts: Sequence[_Part], layout: Layout, rows: int
-) -> Iterator[tuple[list[Array], dict[str, Array]]]:
+    parts: Sequence[Part], layout: Layout, rows: int
+) -> Iterator[tuple[list[Any], dict[str, Array]]]:
     table = Table(layout)
     for part in parts:
         for batch in part.batches(rows):
@@ -350,26 +298,30 @@ def _in_turn(
 
 
 def _fill(
-    parts: Sequence[_Part],
+    parts: Sequence[Part],
     facts: _EpisodeFacts | None,
     target: Path,
     capacity: int | None,
+    storage: Kind | None,
     progress: Progress,
     disk: Disk,
 ) -> Imported:
-    first = next((batch for part in parts for batch in part.batches(1)), None)
-    layout = read_layout(parts[0].schema, first)
-    for part in parts[1:]:
-        if (other := read_layout(part.schema, first).schema) != layout.schema:
-            raise SchemaError(f"{part.path} has {other!r}, and {parts[0].path} {layout.schema!r}")
+    if storage not in (None, "zarr", "arrow"):
+        raise ValueError(f"storage {storage!r} is unknown; there are 'zarr', 'arrow'")
+    layout = _find_layout(parts)
+    if storage == "zarr":
+        layout.check_fixed()
+    elif layout.schema.variable:
+        storage = "arrow"
     about = layout.about
     total = sum(part.rows for part in parts) or int(about.get("rows", 0))
     settings = {name: about.get(name) for name in ("meta", "traj_key", "done_keys", "reward_key")}
     settings = {name: _tupled(value) for name, value in settings.items() if value is not None}
     numbered = {"_episode", "_step"} <= set(layout.own)
-    size = max(1, piece_rows(layout.schema.row_bytes) // 4)
+    size = _rows_at_once(parts, layout.schema.row_bytes, loose=bool(layout.schema.variable))
     reading = (_by_id if "_id" in layout.own else _in_turn)(parts, layout, size)
-    with new_store(disk, target, about.get("capacity") if capacity is None else capacity, settings) as filler:
+    room = about.get("capacity") if capacity is None else capacity
+    with new_store(disk, target, room, settings, storage=storage or "zarr") as filler:
         specs = about.get("specs") or ""
         filler.prepare(layout.schema, specs=specs, above=facts.above if facts and numbered else None)
         done = 0
@@ -389,7 +341,31 @@ def _fill(
                 filler.add(columns)
             done += len(columns[0])
             progress(done, max(done, total))
-        return filler.result(target)
+        return filler.result(target, layout.notes)
+
+
+def _find_layout(parts: Sequence[Part]) -> Layout:
+    """Return how rows lie in all parts.
+
+    Raises:
+        SchemaError: A column cannot be a field, or parts have different ones.
+    """
+    survey = Survey()
+    for part in parts:
+        if names := [name for name in needs_survey(part.schema) if not part.is_full(name)]:
+            for batch in part.batches(_rows_at_once(parts, 0, loose=True), names):
+                survey.look(batch.select(names))
+    layout = read_layout(parts[0].schema, survey)
+    for part in parts[1:]:
+        if (other := read_layout(part.schema, survey).schema) != layout.schema:
+            raise SchemaError(f"{part.path} has {other!r}, and {parts[0].path} {layout.schema!r}")
+    return layout
+
+
+def _rows_at_once(parts: Sequence[Part], row_bytes: int, *, loose: bool) -> int:
+    """Return how many rows are read at a time."""
+    size = max(1, piece_rows(max(row_bytes, *(part.row_bytes() for part in parts), 0)) // 4)
+    return min(size, LOOSE_ROWS) if loose else size
 
 
 def _tupled(value: Any) -> Any:

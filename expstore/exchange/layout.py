@@ -1,0 +1,306 @@
+"""How rows lie in Arrow tables, of exports and of others, and the columns of their batches.
+
+Used by imports of Parquet and Arrow files. What stands in the metadata says it, or else the types, and what
+the rows have in common. It touches no files.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from expstore.arrowtypes import ragged_text
+from expstore.errors import SchemaError
+from expstore.exchange.loose import from_file, suits, text_of
+from expstore.exchange.survey import Seen, Survey
+from expstore.exchange.tables import ABOUT, FORMAT, OWN, VALUES, arrow_type, row_values
+from expstore.schema import ARROW, Field, Schema
+from expstore.types import Array, Key, key_name
+
+__all__ = ["Layout", "Table", "needs_survey", "read_layout"]
+
+_NAMES = {kind: name for name, kind in VALUES.items() if name not in ("bfloat16", "complex64")}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Say how rows lie in an Arrow schema.
+
+    Args:
+        schema: The fields.
+        own: Which of the store's own columns are there.
+        about: What stands in the metadata; {}: nothing of ours.
+        reasons: Why columns that seem to be of a fixed size are not, by field, in words.
+    """
+
+    schema: Schema
+    own: tuple[str, ...]
+    about: Mapping[str, Any]
+    reasons: Mapping[Key, str]
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What is taken otherwise than it may seem, in words."""
+        return tuple(f"{key_name(key)!r} {why}" for key, why in self.reasons.items())
+
+    def check_fixed(self) -> None:
+        """Raise SchemaError if a field has rows of no fixed size."""
+        for key in self.schema.variable:
+            why = self.reasons.get(key, f"is {self.schema[key]}")
+            raise SchemaError(
+                f"column {key_name(key)!r} {why}: a zarr storage keeps rows of a fixed size",
+                hint='import with storage="arrow" (--storage arrow), or leave that out',
+            )
+
+
+def needs_survey(schema: Any) -> list[str]:
+    """Return the columns of an Arrow schema of which types do not say whether rows have a fixed size."""
+    known = _known(_about(schema))
+
+    def unsure(key: Key, kind: Any, nullable: bool) -> bool:
+        if key in known and (known[key]["dtype"] == ARROW or _is_as_said(key, kind, known[key])):
+            return False
+        if pa.types.is_struct(kind):
+            return nullable or any(unsure((*key, part.name), part.type, part.nullable) for part in kind)
+        return nullable or _has_lists(kind)
+
+    return [
+        part.name
+        for part in schema
+        if part.name not in OWN and unsure((part.name,), part.type, part.nullable)
+    ]
+
+
+def _has_lists(kind: Any) -> bool:
+    while _is_list(kind := _plain(kind)):
+        if not pa.types.is_fixed_size_list(kind):
+            return True
+        kind = kind.value_type
+    return False
+
+
+def read_layout(schema: Any, survey: Survey | None = None) -> Layout:
+    """Find out which fields are in an Arrow schema.
+
+    Args:
+        schema: The schema.
+        survey: Has looked at the columns that `needs_survey` names, in all rows; None: there are none.
+
+    Raises:
+        SchemaError: There are none, or a column is of a type that no field has.
+    """
+    about, survey = _about(schema), survey or Survey()
+    known = _known(about)
+    fields: list[Field] = []
+    reasons: dict[Key, str] = {}
+    for key, kind, _ in _leaves(schema, None, _whole(schema, known, survey)):
+        if key[0] in OWN and len(key) == 1:
+            continue
+        entry, why = _field(key, kind, known.get(key), survey.of(key))
+        fields.append(entry)
+        if why:
+            reasons[key] = why
+    if not fields:
+        raise SchemaError("there are no columns that can be fields", hint="numbers, texts, lists of them can")
+    own = tuple(name for name in OWN if name in schema.names)
+    form = about.get("form", "") if len(known) == len(fields) else ""
+    return Layout(Schema(fields, form), own, about, reasons)
+
+
+def _known(about: Mapping[str, Any]) -> dict[Key, Mapping[str, Any]]:
+    """Return what the metadata say of fields."""
+    return {tuple(f["key"]): f for f in about.get("fields", ())}
+
+
+def _whole(schema: Any, known: Mapping[Key, Mapping[str, Any]], survey: Survey) -> set[Key]:
+    """Return the structs that are fields, not groups of fields: exports say so, or rows lack them."""
+    found: set[Key] = set()
+
+    def look(key: Key, kind: Any) -> None:
+        if pa.types.is_struct(kind):
+            if known.get(key, {}).get("dtype") == ARROW or survey.of(key).lacks:
+                found.add(key)
+            for part in kind:
+                look((*key, part.name), part.type)
+
+    for part in schema:
+        look((part.name,), part.type)
+    return found
+
+
+def _about(schema: Any) -> dict[str, Any]:
+    text = (schema.metadata or {}).get(ABOUT)
+    if text is None:
+        return {}
+    try:
+        found = dict(json.loads(text))
+        newer = int(found["format"]) > FORMAT
+        for entry in () if newer else found["fields"]:
+            Schema([_as_said(tuple(map(str, entry["key"])), entry)])
+    except (ValueError, KeyError, TypeError) as exc:
+        raise SchemaError(f"what the metadata says of the fields cannot be read: {exc}") from exc
+    if newer:
+        raise SchemaError(
+            f"the rows are in format {found['format']}, this version reads format {FORMAT}",
+            hint="import them with a newer expstore",
+        )
+    return found
+
+
+def _leaves(schema: Any, batch: Any, whole: Container[Key]) -> Iterator[tuple[Key, Any, Any]]:
+    """Yield key, type and rows of every column that is no struct, or one of those that are fields."""
+
+    def below(key: Key, kind: Any, column: Any) -> Iterator[tuple[Key, Any, Any]]:
+        if pa.types.is_struct(kind) and key not in whole:
+            if column is not None and column.null_count:
+                raise _missing(key)
+            for part in kind:
+                inside = None if column is None else column.field(part.name)
+                yield from below((*key, part.name), part.type, inside)
+        else:
+            yield key, kind, column
+
+    for place, entry in enumerate(schema):
+        yield from below((entry.name,), entry.type, None if batch is None else batch.column(place))
+
+
+def _is_list(kind: Any) -> bool:
+    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
+
+
+def _as_said(key: Key, known: Mapping[str, Any]) -> Field:
+    """Return the field that the metadata speak of."""
+    shape = tuple(map(int, known["shape"]))
+    return Field(key, str(known["dtype"]), shape, str(known.get("arrow", "")))
+
+
+def _is_as_said(key: Key, kind: Any, known: Mapping[str, Any]) -> bool:
+    entry = _as_said(key, known)
+    if entry.variable:
+        return suits(entry, kind)
+    return entry.dtype in VALUES and bool(_plain(kind) == arrow_type(entry))
+
+
+def _field(key: Key, kind: Any, known: Mapping[str, Any] | None, seen: Seen) -> tuple[Field, str]:
+    """Return the field that a column is, by what the metadata say of it or else by its type and its rows.
+
+    Returns:
+        The field; and why it is of no fixed size, where its type would let one expect that.
+    """
+    if known is not None and _is_as_said(key, kind, known):
+        return _as_said(key, known), ""
+    shape: list[int | None] = []
+    inner = _plain(kind)
+    while _is_list(inner):
+        fixed = pa.types.is_fixed_size_list(inner)
+        shape.append(inner.list_size if fixed else seen.size(len(shape)))
+        inner = _plain(inner.value_type)
+    if inner in _NAMES and not seen.lacks:
+        if None not in shape:
+            return Field(key, _NAMES[inner], tuple(size for size in shape if size is not None)), ""
+        if shape[0] is None and None not in shape[1:]:
+            return Field(key, ARROW, (), ragged_text(_NAMES[inner], tuple(shape))), "has lists of any length"
+    if seen.lacks and (inner in _NAMES or pa.types.is_struct(kind)):
+        return Field(key, ARROW, (), text_of(key, kind)), "has rows without a value"
+    return Field(key, ARROW, (), text_of(key, kind)), ""
+
+
+def _plain(kind: Any) -> Any:
+    """Return the type below names: of extensions what they are made of, of dictionaries their values."""
+    if isinstance(kind, pa.BaseExtensionType):
+        shape = getattr(kind, "shape", None)
+        plain = kind.storage_type
+        if shape is not None and len(shape) > 1:  # a fixed_shape_tensor: nested lists say the same
+            plain = kind.value_type
+            for size in reversed(shape):
+                plain = pa.list_(plain, size)
+        return plain
+    if pa.types.is_dictionary(kind):
+        return kind.value_type
+    if pa.types.is_fixed_size_list(kind):  # others call the items otherwise
+        return pa.list_(kind.value_type, kind.list_size)
+    return kind
+
+
+class Table:
+    """Take record batches apart into columns, which are copies or views of them.
+
+    Args:
+        layout: How rows lie in them.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+
+    def columns(self, batch: Any) -> list[Any]:
+        """Return one array per field, Arrow's where rows have no fixed size. Shapes `(n, *row shape)`.
+
+        Raises:
+            SchemaError: A value is missing, or rows are not what the layout says.
+        """
+        whole = set(self._layout.schema.variable)
+        found = {key: column for key, _, column in _leaves(batch.schema, batch, whole)}
+        missing = [entry.key for entry in self._layout.schema.fields if entry.key not in found]
+        if missing:
+            raise SchemaError(f"column {key_name(missing[0])!r} is missing in some of the files")
+        return [_to_column(entry, found[entry.key], batch.num_rows) for entry in self._layout.schema.fields]
+
+    def own(self, batch: Any, names: Sequence[str] | None = None) -> dict[str, Array]:
+        """Return those of the store's own columns that are there, or some of them. Shapes `(n,)`."""
+        found = {}
+        for name in self._layout.own if names is None else names:
+            column = batch.column(batch.schema.get_field_index(name))
+            try:
+                wanted = column.cast(OWN[name])
+                wanted = wanted.cast(pa.int64()) if name == "_time" else wanted
+            except pa.ArrowException as exc:
+                raise SchemaError(f"column {name!r} is of type {column.type}, not {OWN[name]}") from exc
+            found[name] = _to_numpy((name,), wanted)
+        return found
+
+
+def _to_column(entry: Field, array: Any, rows: int) -> Any:
+    if entry.variable:
+        return from_file(entry, array)
+    while True:
+        if isinstance(array, pa.ExtensionArray):
+            array = array.storage
+        elif pa.types.is_dictionary(array.type):
+            array = array.dictionary_decode()
+        elif _is_list(array.type):
+            if array.null_count:
+                raise _missing(entry.key)
+            array = array.flatten()
+        else:
+            break
+    values = _to_numpy(entry.key, array)
+    wanted = VALUES[entry.dtype].to_pandas_dtype()
+    if values.dtype != wanted:
+        raise SchemaError(
+            f"column {key_name(entry.key)!r} is {values.dtype} in some rows, and {entry} in others"
+        )
+    if values.size != rows * row_values(entry):
+        raise SchemaError(f"column {key_name(entry.key)!r} has rows that are not {entry}")
+    if entry.dtype == "bfloat16":
+        values = (values.view(np.uint32) >> np.uint32(16)).astype(np.uint16)
+    elif entry.dtype == "complex64":
+        values = values.view(np.complex64)
+    return np.ascontiguousarray(values, entry.numpy_dtype).reshape(rows, *entry.shape)
+
+
+def _to_numpy(key: Key, array: Any) -> Array:
+    if array.null_count:
+        raise _missing(key)
+    values: Array = array.to_numpy(zero_copy_only=False)
+    return values
+
+
+def _missing(key: Key) -> SchemaError:
+    return SchemaError(
+        f"column {key_name(key)!r} has rows without a value", hint="fill them in, or leave it out"
+    )

@@ -1,0 +1,129 @@
+"""Rows read in pieces of a bounded size, also where nobody knows beforehand how long rows are.
+
+Used by the Parquet and Arrow formats. Of rows without a fixed size it reads some, looks how long they are,
+and goes on with as many as fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from expstore.errors import SchemaError
+from expstore.exchange.base import PIECE_BYTES
+from expstore.exchange.rows import Rows
+from expstore.storages.loading import join_parts
+from expstore.types import IntArray
+
+__all__ = ["Piece", "mean_bytes", "read_pieces"]
+
+#: So many rows without a fixed size are read first, and at a time at most: all of them may be longer than
+#: those before. 256 rows of some bytes take 0.6 ms.
+FIRST_ROWS = 16
+MOST_ROWS = 256
+#: So many rows are looked at, so many at a time, to tell how long they are on the average.
+_SAMPLED, _TOGETHER = 64, 8
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Hold rows.
+
+    Args:
+        asked: How many were asked for; some may have left the store meanwhile.
+        ids: Of those that are here. Shape `(n,)`.
+        columns: One per field. Shapes `(n, *row shape)`; Arrow's where rows have no fixed size.
+    """
+
+    asked: int
+    ids: IntArray
+    columns: list[Any]
+
+
+def mean_bytes(rows: Rows) -> int:
+    """Return about how many bytes a row has."""
+    fields = list(rows.fields.items())
+    loose = [place for place, entry in fields if entry.variable]
+    if not loose or not rows.count:
+        return rows.row_bytes
+    ends = np.cumsum(rows.fragments[2])
+    number = np.unique(np.linspace(0, ends[-1] - 1, _SAMPLED).astype(np.int64))
+    place = np.searchsorted(ends, number, side="right")
+    ids = (
+        rows.fragments[3, place]
+        + (number - ends[place] + rows.fragments[2, place]) * rows.fragments[4, place]
+    )
+    found = size = 0
+    for start in range(0, ids.size, _TOGETHER):
+        here, columns = rows.read(ids[start : start + _TOGETHER], loose)
+        found += here.size
+        size += sum(column.nbytes for column in columns)
+    return rows.row_bytes + -(-size // max(1, found))
+
+
+def read_pieces(rows: Rows, wanted: Iterable[IntArray], most: int = PIECE_BYTES) -> Iterator[Piece]:
+    """Read rows, in the order that is asked for.
+
+    Args:
+        rows: Which can be read.
+        wanted: Ids, as many at a time as fit by the fields of fixed size. Shapes `(n,)`.
+        most: A piece has about so many bytes at most, unless a row alone has more.
+    """
+    pace = _Pace(rows, most) if any(entry.variable for entry in rows.fields.values()) else None
+    for ids in wanted:
+        if pace is None:
+            yield Piece(ids.size, *rows.read(ids))
+        else:
+            yield from pace.read(ids)
+
+
+class _Pace:
+    """Know how many rows to read next, by those that were read last."""
+
+    def __init__(self, rows: Rows, most: int) -> None:
+        self._rows, self._most = rows, most
+        self._next, self._each = FIRST_ROWS, 1
+
+    def read(self, ids: IntArray) -> Iterator[Piece]:
+        """Yield rows in pieces that fit."""
+        held: list[Piece] = []
+        size = at = 0
+        while at < ids.size:
+            piece = self._some(ids[at : at + self._next])
+            at += piece.asked
+            held.append(piece)
+            size += sum(column.nbytes for column in piece.columns)
+            if 2 * size >= self._most:
+                yield _joined(held)
+                held, size = [], 0
+        if held:
+            yield _joined(held)
+
+    def _some(self, ids: IntArray) -> Piece:
+        """Read rows, or the first of them if all together are more than Arrow has a form for."""
+        while True:
+            try:
+                piece = Piece(ids.size, *self._rows.read(ids))
+                break
+            except SchemaError:
+                if ids.size == 1:
+                    raise
+                ids = ids[: ids.size // 2]
+        each = sum(column.nbytes for column in piece.columns) // max(1, piece.ids.size)
+        self._each = max(1, each, self._each // 2)  # where there was a long one more may follow
+        self._next = max(1, min(self._most // (4 * self._each), 2 * ids.size, MOST_ROWS))
+        return piece
+
+
+def _joined(pieces: list[Piece]) -> Piece:
+    if len(pieces) == 1:
+        return pieces[0]
+    columns = zip(*(piece.columns for piece in pieces), strict=True)
+    return Piece(
+        sum(piece.asked for piece in pieces),
+        np.concatenate([piece.ids for piece in pieces]),
+        [join_parts(parts) for parts in columns],
+    )

@@ -1,0 +1,77 @@
+"""What all rows of a table of others have in common: how long lists are, whether a value is missing.
+
+Used by imports of Parquet and Arrow files, whose types do not say it. It looks at batches, one by one, and
+keeps two numbers per level of a list.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from expstore.exchange.loose import plain_array
+from expstore.types import Key
+
+__all__ = ["Seen", "Survey"]
+
+
+@dataclass(slots=True)
+class Seen:
+    """Say what was found in a column.
+
+    Args:
+        lacks: A value, a list or an item is missing somewhere.
+        lengths: The shortest and the longest list of each level, outermost first.
+    """
+
+    lacks: bool = False
+    lengths: list[tuple[int, int]] = field(default_factory=list)
+
+    def size(self, depth: int) -> int | None:
+        """Return how long all lists of a level are; None: they differ, are empty, or there are none."""
+        if depth >= len(self.lengths):
+            return None
+        shortest, longest = self.lengths[depth]
+        return shortest if shortest == longest > 0 else None
+
+
+class Survey:
+    """Look at columns, batch after batch; of those that were never looked at nothing is missing."""
+
+    def __init__(self) -> None:
+        self._seen: dict[Key, Seen] = {}
+
+    def look(self, batch: Any) -> None:
+        """Look at a record batch."""
+        for name, column in zip(batch.schema.names, batch.columns, strict=True):
+            self._look((name,), column)
+
+    def of(self, key: Key) -> Seen:
+        """Return what was found in a column, or a member of one."""
+        return self._seen.get(key, Seen())
+
+    def _look(self, key: Key, array: Any) -> None:
+        array = plain_array(array)
+        seen = self._seen.setdefault(key, Seen())
+        seen.lacks |= bool(array.null_count)
+        if pa.types.is_struct(array.type):
+            for number, part in enumerate(array.type):
+                self._look((*key, part.name), array.field(number))
+            return
+        depth = 0
+        while hasattr(array.type, "list_size") or pa.types.is_list(array.type) or _is_large(array.type):
+            found = pc.min_max(array.value_lengths()).as_py()
+            if found["min"] is not None:
+                if depth == len(seen.lengths):
+                    seen.lengths.append((found["min"], found["max"]))
+                shortest, longest = seen.lengths[depth]
+                seen.lengths[depth] = min(shortest, found["min"]), max(longest, found["max"])
+            array, depth = array.flatten(), depth + 1
+            seen.lacks |= bool(array.null_count)
+
+
+def _is_large(kind: Any) -> bool:
+    return bool(pa.types.is_large_list(kind))

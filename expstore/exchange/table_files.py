@@ -1,0 +1,130 @@
+"""Parquet and Arrow files of rows, read batch by batch.
+
+Used by imports, which put the rows together. It knows files and what they say of themselves, and no fields.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from expstore.errors import StorageError
+from expstore.exchange.base import open_to_read
+
+__all__ = ["ArrowPart", "ParquetPart", "Part", "reading_arrow"]
+
+
+@contextmanager
+def reading_arrow(path: Path) -> Iterator[None]:
+    """Make our error of Arrow's."""
+    try:
+        yield
+    except (pa.ArrowException, OSError) as exc:
+        if isinstance(exc, StorageError):
+            raise
+        raise StorageError(f"cannot read {path}: {str(exc).splitlines()[0]}") from exc
+
+
+class Part:
+    """A file of rows, read batch by batch.
+
+    Threads, processes: one.
+
+    Args:
+        path: The file.
+        schema: Its schema.
+        rows: How many it has; 0: that is not known.
+    """
+
+    def __init__(self, path: Path, schema: Any, rows: int) -> None:
+        self.path, self.schema, self.rows = path, schema, rows
+
+    def batches(self, rows: int, columns: list[str] | None = None) -> Iterator[Any]:
+        """Yield record batches; of these columns, if any are named and that saves reading the others."""
+        raise NotImplementedError
+
+    def first_id(self) -> int | None:
+        """Return the smallest id, where that is known."""
+        return None
+
+    def row_bytes(self) -> int:
+        """Return about how many bytes a row has, where that is known; 0: it is not."""
+        return 0
+
+    def is_full(self, name: str) -> bool:
+        """Say whether it is known that a column has no lists, and a value in each row."""
+        return False
+
+
+class ParquetPart(Part):
+    """A Parquet file.
+
+    Args:
+        path: The file.
+        opened: Closes it.
+    """
+
+    def __init__(self, path: Path, opened: ExitStack) -> None:
+        file = opened.enter_context(open_to_read(path))
+        with reading_arrow(path):
+            self._file = pq.ParquetFile(file)
+            super().__init__(path, self._file.schema_arrow, self._file.metadata.num_rows)
+
+    def batches(self, rows: int, columns: list[str] | None = None) -> Iterator[Any]:
+        """Yield record batches, as `Part`."""
+        with reading_arrow(self.path):
+            yield from self._file.iter_batches(batch_size=rows, columns=columns, use_threads=False)
+
+    def first_id(self) -> int | None:
+        """Return the smallest id, if the statistics of its first row group say it."""
+        names = [self._file.schema.column(n).path for n in range(len(self._file.schema.names))]
+        if "_id" not in names or not self._file.metadata.num_row_groups:
+            return None
+        found = self._file.metadata.row_group(0).column(names.index("_id")).statistics
+        return int(found.min) if found is not None and found.has_min_max else None
+
+    def row_bytes(self) -> int:
+        """Return about how many bytes a row has, before it is compressed."""
+        groups = self._groups()
+        return max((-(-group.total_byte_size // max(1, group.num_rows)) for group in groups), default=0)
+
+    def is_full(self, name: str) -> bool:
+        """Say whether the statistics know of a value in each row of a column that has no lists."""
+        leaves = [self._file.schema.column(n) for n in range(len(self._file.schema.names))]
+        wanted = [n for n, leaf in enumerate(leaves) if leaf.path == name or leaf.path.startswith(name + ".")]
+        if any(leaves[n].max_repetition_level for n in wanted):
+            return False
+        told = [group.column(n).statistics for group in self._groups() for n in wanted]
+        return all(found is not None and found.has_null_count and not found.null_count for found in told)
+
+    def _groups(self) -> list[Any]:
+        facts = self._file.metadata
+        return [facts.row_group(number) for number in range(facts.num_row_groups)]
+
+
+class ArrowPart(Part):
+    """A file of Arrow's IPC.
+
+    Args:
+        path: The file.
+        opened: Closes it.
+    """
+
+    def __init__(self, path: Path, opened: ExitStack) -> None:
+        file = opened.enter_context(open_to_read(path))
+        with reading_arrow(path):
+            self._file = pa.ipc.open_file(file)
+        super().__init__(path, self._file.schema, 0)  # to count them all would have to be read
+
+    def batches(self, rows: int, columns: list[str] | None = None) -> Iterator[Any]:
+        """Yield record batches, as `Part`."""
+        for number in range(self._file.num_record_batches):
+            with reading_arrow(self.path):
+                batch = self._file.get_batch(number)
+            for start in range(0, batch.num_rows, rows):
+                yield batch.slice(start, rows)
