@@ -6,11 +6,10 @@ until it is whole.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import operator
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,9 +17,9 @@ from typing import Any
 import numpy as np
 
 from expstore.episodelog import LogEntry
-from expstore.errors import LockedError, SchemaError, StateError, StorageError
+from expstore.errors import LockedError, SchemaError, StateError
 from expstore.files import Disk
-from expstore.lock import WriterLock
+from expstore.making import making
 from expstore.manifest import Manifest, check_target
 from expstore.pieces import CUT
 from expstore.schema import Schema
@@ -38,10 +37,6 @@ from expstore.storages.settings import Settings
 from expstore.types import Array, IntArray, key_name
 
 __all__ = ["Merged", "MergedRun", "merge"]
-
-#: What stands aside is called like what it becomes, and this.
-SCRAP = ".tmp"
-_LOCK, _STORE = "LOCK", "store"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,7 +131,7 @@ def merge(
             stack.callback(storage.close)
             runs.append(_Run.of(storage, name, runs))
         _check_alike(runs)
-        with _aside(disk, target) as aside:
+        with making(disk, target, single=True, doing="makes") as folder:
             first = runs[0].storage.manifest
             kinds = {run.storage.manifest.storage for run in runs}
             settings = Settings(
@@ -145,7 +140,7 @@ def merge(
                 flatten=first.flatten, ndim=first.ndim, traj_key=first.traj_key, done_keys=first.done_keys,
                 reward_key=first.reward_key, meta={"merged": [run.facts() for run in runs]},
             )  # fmt: skip
-            made = open_storage(aside, capacity, settings=settings, disk=disk)
+            made = open_storage(folder / target.name, capacity, settings=settings, disk=disk)
             try:
                 content = _Joined(runs, made.manifest, progress or (lambda done, total: None))
                 made.load_content(content)
@@ -414,27 +409,3 @@ class _Joined:
     def counts(self, first_id: int, count: int) -> Array:
         """Say that no row was handed out yet. Shape `(count,)`, uint32."""
         return np.zeros(count, np.uint32)
-
-
-# -- the new store ---------------------------------------------------------------------------------
-
-
-@contextmanager
-def _aside(disk: Disk, target: Path) -> Iterator[Path]:
-    """Yield where to make the new store: at the end it gets its name, or goes if there was an error."""
-    aside = target.with_name(target.name + SCRAP)
-    disk.make_dir(aside)
-    try:
-        lock = WriterLock(disk, aside / _LOCK)
-    except LockedError as exc:
-        raise LockedError(f"somebody else makes {target} just now", hint="choose another path") from exc
-    try:
-        disk.remove_tree(aside / _STORE)  # of one that was killed
-        yield aside / _STORE
-        check_target(disk, target)
-        disk.rename(aside / _STORE, target)
-        disk.sync_dir(target.absolute().parent)
-    finally:
-        with contextlib.suppress(StorageError):
-            disk.remove_tree(aside)
-        lock.release()

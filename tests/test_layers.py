@@ -38,7 +38,7 @@ LINES: tuple[tuple[str, str], ...] = (
     ),
     ("2", "index delta expressions relations halves shownvalues named result migrate"),
     ("2b", "ragged raggedrows leaves looserows batches forms specs"),
-    ("3", "storages snapshots dumping"),
+    ("3", "storages snapshots dumping making"),
     ("3b", "sqlworker sqlchild"),
     (
         "4",

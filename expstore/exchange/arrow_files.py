@@ -15,18 +15,14 @@ from expstore.exchange.base import (
     DiskFile,
     Exported,
     Progress,
-    making,
-    names_of,
     no_progress,
     piece_rows,
-    sync_tree,
 )
-from expstore.exchange.losses import lost_by
-from expstore.exchange.pacing import mean_bytes, read_pieces
-from expstore.exchange.rows import Episodes, Exchanged, Rows, opened
+from expstore.exchange.exporting import Tally, exporting
+from expstore.exchange.pacing import read_pieces
+from expstore.exchange.rows import Episodes, Exchanged, Rows
 from expstore.exchange.tables import check_names, rows_schema, to_batch
 from expstore.files import Disk
-from expstore.manifest import check_target
 
 __all__ = ["export_arrow"]
 
@@ -61,40 +57,27 @@ def export_arrow(
         >>> done = export_arrow(rb, "rows.arrow")
         >>> polars.read_ipc("rows.arrow/rows.arrow", columns=["_step", "next"])
     """
-    disk, target = disk or Disk(), Path(target)
-    with opened(source, version) as storage:
-        rows = Rows.choose(storage, fields=fields, episodes=episodes)
-        rows.refuse_objects("Arrow", any_length=True)
-        check_names(rows.user_fields)
-        check_target(disk, target)
-        with making(disk, target) as aside:
-            written = _write_rows(disk, aside / "rows.arrow", rows, progress)
-            with DiskFile(disk, aside / "episodes.arrow", write=True) as file:
-                with pa.ipc.new_file(file, rows.facts.schema) as out:
-                    out.write_table(rows.facts)
-            sync_tree(disk, aside)
-    return Exported(
-        path=target,
-        rows=written,
-        left_out=rows.count - written,
-        fields=names_of([entry.key for entry in rows.user_fields]),
-        disk_bytes=disk.used(target),
-        episodes=rows.episode_ids.size,
-        lost=lost_by("arrow"),
-    )
+    with exporting(
+        "arrow", source, target, fields=fields, episodes=episodes, version=version, disk=disk, any_length=True
+    ) as export:
+        check_names(export.rows.user_fields)
+        with export.making() as aside:
+            written = _write_rows(export.disk, aside / "rows.arrow", export.rows, progress)
+            facts = export.rows.facts
+            with DiskFile(export.disk, aside / "episodes.arrow", write=True) as file:
+                with pa.ipc.new_file(file, facts.schema) as out:
+                    out.write_table(facts)
+    return export.done(written)
 
 
 def _write_rows(disk: Disk, path: Path, rows: Rows, progress: Progress) -> int:
     """Write all rows; return how many there were."""
     fields = rows.user_fields
     schema = rows_schema(fields, rows.about())
-    each, total = mean_bytes(rows), rows.count
-    done = written = 0
+    tally = Tally(rows, progress)
     with DiskFile(disk, path, write=True) as file, pa.ipc.new_file(file, schema) as out:
         for piece in read_pieces(rows, rows.by_id(piece_rows(rows.row_bytes))):
             if piece.ids.size:
                 out.write_batch(to_batch(schema, fields, piece.columns))
-            written += piece.ids.size
-            done += piece.asked
-            progress(done * each, total * each)
-    return written
+            tally.add(piece)
+    return tally.written

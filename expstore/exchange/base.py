@@ -1,16 +1,13 @@
-"""What all exports and imports share: where they are made, how files are handed to other libraries.
+"""What all exports and imports share: what they say, how files are handed to other libraries.
 
-Used by the modules of the formats. What is made stands aside until it is whole, and goes if it does not
-become so. It knows no format.
+Used by the modules of the formats. It knows no format.
 """
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import io
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -19,9 +16,9 @@ from typing import Any, Self
 import numpy as np
 
 from expstore.bulk import sync_paths
-from expstore.errors import LockedError, NotFoundError, StateError, StorageError
+from expstore.errors import NotFoundError
 from expstore.files import Disk, File, ReadingDisk
-from expstore.lock import WriterLock
+from expstore.making import LOCK
 
 __all__ = [
     "PIECE_BYTES",
@@ -30,7 +27,6 @@ __all__ = [
     "Exported",
     "Imported",
     "Progress",
-    "making",
     "names_of",
     "no_progress",
     "open_to_read",
@@ -45,8 +41,6 @@ PIECE_ROWS = 65_536
 #: Is told how much is done and how much there is.
 Progress = Callable[[int, int], None]
 
-SCRAP = ".tmp"
-_LOCK = "LOCK"
 _PACKAGES = {"h5py": "h5"}
 
 
@@ -119,57 +113,10 @@ def required(library: str) -> Any:
         ) from exc
 
 
-@contextmanager
-def making(disk: Disk, target: Path, *, single: bool = False) -> Iterator[Path]:
-    """Make a folder beside a target, which becomes that, or goes if there is an error.
-
-    Args:
-        disk: Where files are touched.
-        target: What is to be there, whole or not at all. Nothing is there yet.
-        single: It is to be a file: the one of its name in the folder.
-
-    Yields:
-        The folder. What is in it must be synced by the end.
-
-    Raises:
-        LockedError: Somebody else makes this target just now.
-    """
-    aside = target.with_name(target.name + SCRAP)
-    disk.make_dir(aside)
-    try:
-        lock = WriterLock(disk, aside / _LOCK)
-    except LockedError as exc:
-        raise LockedError(f"somebody else exports to {target} just now", hint="choose another path") from exc
-    try:
-        for name in disk.names(aside):  # of one that was killed
-            if name != _LOCK:
-                _remove(disk, aside / name)
-        yield aside
-        if disk.exists(target):
-            raise StateError(f"{target} was made by somebody else meanwhile", hint="choose another path")
-        if single:
-            disk.rename(aside / target.name, target)
-            disk.remove_tree(aside)
-        else:
-            disk.unlink(aside / _LOCK)
-            disk.rename(aside, target)
-        disk.sync_dir(target.absolute().parent)
-    except BaseException:
-        with contextlib.suppress(StorageError):
-            disk.remove_tree(aside)
-        raise
-    finally:
-        lock.release()
-
-
-def _remove(disk: Disk, path: Path) -> None:
-    disk.remove_tree(path) if disk.is_dir(path) else disk.unlink(path)
-
-
 def sync_tree(disk: Disk, folder: Path) -> None:
     """Bring all files in a folder to the disk, and the names in it and below."""
     found = disk.tree(folder)
-    paths = [inside / name for inside, names in found for name in names if name != _LOCK]
+    paths = [inside / name for inside, names in found for name in names if name != LOCK]
     sync_paths(disk, paths, [inside for inside, _ in found], None)
 
 

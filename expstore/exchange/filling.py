@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,12 @@ from typing import Any
 import numpy as np
 
 from expstore.episodes import HAS_TRAJECTORY, NEW, Assignment, Segment
-from expstore.errors import ExpStoreError, LockedError
-from expstore.exchange.base import SCRAP, Imported, names_of
+from expstore.errors import ExpStoreError
+from expstore.exchange.base import Imported, names_of
+from expstore.exchange.bfloat import widened
 from expstore.files import Disk
 from expstore.fragments import find_fragments
-from expstore.lock import WriterLock
+from expstore.making import making
 from expstore.manifest import check_target
 from expstore.picking import pick
 from expstore.pieces import OPEN, TERMINATED, TRUNCATED
@@ -36,9 +37,7 @@ from expstore.storages.settings import Settings
 from expstore.storages.zarr import ZarrStorage
 from expstore.types import Array, IntArray
 
-__all__ = ["Facts", "Filler", "new_store"]
-
-_LOCK = "LOCK"
+__all__ = ["Facts", "Filler", "new_store", "settings_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,7 +255,7 @@ class Filler:
         place = self.schema.place(key)
         values = columns[place].reshape(-1)
         if self.schema.fields[place].dtype == "bfloat16":
-            values = (values.astype(np.uint32) << np.uint32(16)).view(np.float32)
+            values = widened(values)
         return values if values.dtype.kind in "fiub" else None
 
     def result(self, path: Path, notes: Sequence[str] = ()) -> Imported:
@@ -344,46 +343,36 @@ def new_store(
         LockedError: Somebody else makes it just now.
     """
     check_target(disk, target)
-    aside = target.with_name(target.name + SCRAP)
-    _clear(disk, aside, target)
     how = ColumnLayout("auto", share_next=True)
     more = Settings(
         mode="x", storage=storage, flatten=True, new_layout=how, on_sigterm="ignore", **dict(settings or {})
     )
-    made = None
-    try:
-        made = open_storage(aside, capacity, settings=more, disk=disk)
+    with making(disk, target, single=True, doing="imports to") as folder, ExitStack() as opened:
+        made = open_storage(folder / target.name, capacity, settings=more, disk=disk)
+        opened.callback(_close_quietly, made)
         catalog = Catalog(made)
         made.use_catalog(catalog)
         yield Filler(made, catalog)
         catalog.close()
         made.close()
-        _end_open_episodes(disk, aside)
-        check_target(disk, target)
-        disk.rename(aside, target)
-        disk.sync_dir(target.absolute().parent)
-    except BaseException:
-        with contextlib.suppress(ExpStoreError):
-            if made is not None:
-                made.close()
-        with contextlib.suppress(ExpStoreError):
-            disk.remove_tree(aside)
-        raise
+        _end_open_episodes(disk, folder / target.name)
 
 
-def _clear(disk: Disk, aside: Path, target: Path) -> None:
-    """Remove what an import has left that was killed."""
-    disk.make_dir(aside)
-    try:
-        lock = WriterLock(disk, aside / _LOCK)
-    except LockedError as exc:
-        raise LockedError(f"somebody else imports to {target} just now", hint="choose another path") from exc
-    try:
-        for name in disk.names(aside):
-            if name != _LOCK:
-                disk.remove_tree(aside / name) if disk.is_dir(aside / name) else disk.unlink(aside / name)
-    finally:
-        lock.release()
+def _close_quietly(storage: ZarrStorage) -> None:
+    """Close a storage that goes; one that is closed stays so."""
+    with contextlib.suppress(ExpStoreError):
+        storage.close()
+
+
+def settings_of(about: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a new store that an export has noted."""
+    names = ("meta", "traj_key", "done_keys", "reward_key")
+    return {name: _tupled(about[name]) for name in names if about.get(name) is not None}
+
+
+def _tupled(value: Any) -> Any:
+    """Return JSON's lists as tuples: keys are such."""
+    return tuple(map(_tupled, value)) if isinstance(value, list) else value
 
 
 def _end_open_episodes(disk: Disk, path: Path) -> None:

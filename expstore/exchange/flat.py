@@ -15,10 +15,12 @@ from typing import Any, Protocol
 import numpy as np
 
 from expstore.errors import SchemaError
-from expstore.exchange.base import Exported, Imported, Progress, names_of, piece_rows
-from expstore.exchange.filling import new_store
-from expstore.exchange.losses import lost_by
+from expstore.exchange.base import Imported, Progress, piece_rows
+from expstore.exchange.bfloat import narrowed, widened
+from expstore.exchange.exporting import Tally
+from expstore.exchange.filling import new_store, settings_of
 from expstore.exchange.naming import FLAGS, SCALARS, check_keys, check_map, our_key, their_path
+from expstore.exchange.pacing import Piece
 from expstore.exchange.rows import Rows
 from expstore.files import Disk
 from expstore.schema import DTYPES, Field, Schema
@@ -29,7 +31,6 @@ __all__ = [
     "Column",
     "FlatReader",
     "FlatWriter",
-    "describe_export",
     "fill_flat",
     "from_stored",
     "plan_columns",
@@ -124,9 +125,8 @@ def write_flat(rows: Rows, columns: Sequence[Column], writer: FlatWriter, progre
     fields = rows.user_fields
     own = len(rows.schema.fields)
     places = [*rows.places[: len(fields)], own + 1]  # and `_row/episode`
-    ends, total, each = _Ends(rows), rows.count, rows.row_bytes
-    done = written = 0
-    for ids in _by_episode(rows, piece_rows(each)):
+    ends, tally = _Ends(rows), Tally(rows, progress)
+    for ids in _by_episode(rows, piece_rows(rows.row_bytes)):
         found, values = rows.read(ids, places)
         if found.size:
             given = [to_stored(entry, column) for entry, column in zip(fields, values[:-1], strict=True)]
@@ -135,13 +135,11 @@ def write_flat(rows: Rows, columns: Sequence[Column], writer: FlatWriter, progre
                 given.append(ends.flags(column.path[0], found, names))
             shaped = [v.reshape(-1, *c.shape) for v, c in zip([*given, names], columns, strict=True)]
             writer.add(shaped)
-        written += found.size
-        done += ids.size
-        progress(done * each, total * each)
+        tally.add(Piece(ids.size, found, values))
     kept = [{"key": list(f.key), "dtype": f.dtype, "shape": list(f.shape)} for f in fields]
     about = {name: value for name, value in rows.about().items() if name != "specs"}
     writer.finish(json.dumps({"format": _FORMAT, "fields": kept, **about}))
-    return written
+    return tally.written
 
 
 def _by_episode(rows: Rows, size: int) -> Iterator[IntArray]:
@@ -163,7 +161,7 @@ def _by_episode(rows: Rows, size: int) -> Iterator[IntArray]:
 def to_stored(entry: Field, column: Array) -> Array:
     """Return values as they are written: NumPy has no bfloat16."""
     if entry.dtype == "bfloat16":
-        return (column.astype(np.uint32) << np.uint32(16)).view(np.float32)
+        return widened(column)
     return column
 
 
@@ -189,19 +187,6 @@ class _Ends:
             }
         wanted = name == "terminals"
         return np.array([self._last.get(row) is wanted for row in ids.tolist()], bool)
-
-
-def describe_export(form: str, target: Path, rows: Rows, written: int, disk: Disk) -> Exported:
-    """Say what was exported."""
-    return Exported(
-        path=target,
-        rows=written,
-        left_out=rows.count - written,
-        fields=names_of([entry.key for entry in rows.user_fields]),
-        disk_bytes=disk.used(target),
-        episodes=rows.episode_ids.size,
-        lost=lost_by(form),
-    )
 
 
 # -- reading --------------------------------------------------------------------------------------------
@@ -235,12 +220,10 @@ def fill_flat(
     """
     plan = _plan(reader, given)
     schema = Schema(plan.fields, plan.about.get("form", ""))
-    names = ("meta", "traj_key", "done_keys", "reward_key")
-    settings = {name: _tupled(plan.about[name]) for name in names if plan.about.get(name) is not None}
     if capacity is None:
         capacity = plan.about.get("capacity")
     wanted = plan.columns if plan.episode is None else [*plan.columns, plan.episode]
-    with new_store(disk, target, capacity, settings) as filler:
+    with new_store(disk, target, capacity, settings_of(plan.about)) as filler:
         filler.prepare(schema)
         cutter = _Cutter(schema)
         size, done = piece_rows(schema.row_bytes), 0
@@ -256,10 +239,6 @@ def fill_flat(
             filler.put(columns, episodes, steps, last=last)
             progress(done, plan.rows)
         return filler.result(target, plan.notes)
-
-
-def _tupled(value: Any) -> Any:
-    return tuple(map(_tupled, value)) if isinstance(value, list) else value
 
 
 def _plan(reader: FlatReader, given: Mapping[str, str]) -> _Plan:
@@ -344,7 +323,7 @@ def to_field(key: Key, column: Column, known: Mapping[str, Any] | None) -> Field
 def from_stored(entry: Field, values: Array, count: int) -> Array:
     """Return values as their field keeps them."""
     if entry.dtype == "bfloat16":
-        values = (values.view(np.uint32) >> np.uint32(16)).astype(np.uint16)
+        values = narrowed(values)
     elif entry.dtype == "bool" and values.dtype != np.bool_:
         values = values.astype(np.float64) > 0.5
     return np.ascontiguousarray(values, entry.numpy_dtype).reshape(count, *entry.shape)

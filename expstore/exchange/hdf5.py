@@ -19,16 +19,14 @@ from expstore.exchange.base import (
     Exported,
     Imported,
     Progress,
-    making,
     no_progress,
     open_to_read,
     required,
-    sync_tree,
 )
-from expstore.exchange.flat import ABOUT, Column, describe_export, fill_flat, plan_columns, write_flat
-from expstore.exchange.rows import Episodes, Exchanged, Rows, opened
+from expstore.exchange.exporting import exporting
+from expstore.exchange.flat import ABOUT, Column, fill_flat, plan_columns, write_flat
+from expstore.exchange.rows import Episodes, Exchanged
 from expstore.files import Disk
-from expstore.manifest import check_target
 from expstore.types import Array
 
 __all__ = ["export_hdf5", "import_hdf5"]
@@ -72,20 +70,17 @@ def export_hdf5(
         True
     """
     h5py = required("h5py")
-    disk, target = disk or Disk(), Path(target)
-    with opened(source, version) as storage:
-        rows = Rows.choose(storage, fields=fields, episodes=episodes)
-        rows.refuse_objects("HDF5")
-        columns = plan_columns(rows)
-        check_target(disk, target)
-        with making(disk, target, single=True) as aside:
-            with (
-                DiskFile(disk, aside / target.name, write=True) as raw,
-                h5py.File(raw, "w", libver="v110") as file,
-            ):
-                written = write_flat(rows, columns, _Writer(file, columns), progress)
-            sync_tree(disk, aside)
-    return describe_export("hdf5", target, rows, written, disk)
+    with exporting(
+        "hdf5", source, target, fields=fields, episodes=episodes, version=version, disk=disk
+    ) as export:
+        columns = plan_columns(export.rows)
+        with (
+            export.making(single=True) as aside,
+            DiskFile(export.disk, aside / export.target.name, write=True) as raw,
+            h5py.File(raw, "w", libver="v110") as file,
+        ):
+            written = write_flat(export.rows, columns, _Writer(file, columns), progress)
+    return export.done(written)
 
 
 class _Writer:

@@ -16,6 +16,7 @@ import pyarrow as pa
 
 from expstore.arrowtypes import ragged_text
 from expstore.errors import SchemaError
+from expstore.exchange.bfloat import narrowed
 from expstore.exchange.loose import from_file, suits, text_of
 from expstore.exchange.survey import Seen, Survey
 from expstore.exchange.tables import ABOUT, FORMAT, OWN, VALUES, arrow_type, row_values
@@ -287,7 +288,7 @@ def _to_column(entry: Field, array: Any, rows: int) -> Any:
     if values.size != rows * row_values(entry):
         raise SchemaError(f"column {key_name(entry.key)!r} has rows that are not {entry}")
     if entry.dtype == "bfloat16":
-        values = (values.view(np.uint32) >> np.uint32(16)).astype(np.uint16)
+        values = narrowed(values)
     elif entry.dtype == "complex64":
         values = values.view(np.complex64)
     return np.ascontiguousarray(values, entry.numpy_dtype).reshape(rows, *entry.shape)

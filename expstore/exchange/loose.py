@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 
 from expstore.arrowtypes import Ragged, ragged_of, ragged_type, to_type, type_text
 from expstore.errors import SchemaError
+from expstore.exchange.bfloat import narrowed, widened
 from expstore.fitting import fit_arrow
 from expstore.schema import Field
 from expstore.types import Key, key_name
@@ -130,10 +130,10 @@ def _with_values(array: Any, kind: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def _widened(bits: Any) -> Any:
-    return pa.array((bits.to_numpy().astype(np.uint32) << np.uint32(16)).view(np.float32))
+    return pa.array(widened(bits.to_numpy()))
 
 
 def _narrowed(values: Any) -> Any:
     if values.null_count:
         raise ValueError("a tensor has no value in some place")
-    return pa.array((values.to_numpy().view(np.uint32) >> np.uint32(16)).astype(np.uint16))
+    return pa.array(narrowed(values.to_numpy()))

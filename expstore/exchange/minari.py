@@ -20,19 +20,15 @@ from expstore.exchange.base import (
     DiskFile,
     Exported,
     Progress,
-    making,
-    names_of,
     no_progress,
     piece_rows,
     required,
-    sync_tree,
 )
+from expstore.exchange.exporting import exporting
 from expstore.exchange.flat import rows_differ, to_stored
-from expstore.exchange.losses import lost_by
-from expstore.exchange.rows import Episodes, Exchanged, Rows, opened
+from expstore.exchange.rows import Episodes, Exchanged, Rows
 from expstore.exchange.spacetext import nested_space, space_of
 from expstore.files import Disk
-from expstore.manifest import check_target
 from expstore.schema import Field
 from expstore.types import Array, IntArray, Key, key_name
 
@@ -101,13 +97,12 @@ def export_minari(
         True
     """
     h5py = required("h5py")
-    disk, target = disk or Disk(), Path(target)
-    with opened(source, version) as storage:
-        rows = Rows.choose(storage, fields=fields, episodes=episodes)
-        rows.refuse_objects("Minari")
+    with exporting(
+        "minari", source, target, fields=fields, episodes=episodes, version=version, disk=disk
+    ) as export:
+        rows, disk = export.rows, export.disk
         plan = _Plan.of(rows)
-        check_target(disk, target)
-        with making(disk, target) as aside:
+        with export.making() as aside:
             disk.make_dir(aside / DATA)
             with (
                 DiskFile(disk, aside / DATA / MAIN, write=True) as raw,
@@ -116,18 +111,9 @@ def export_minari(
                 writer = _Writer(file, plan, rows, progress)
                 writer.write()
             size = disk.used(aside / DATA / MAIN)
-            about = _metadata(plan, rows, writer, size, dataset_id or _id_of(target), env_spec)
+            about = _metadata(plan, rows, writer, size, dataset_id or _id_of(export.target), env_spec)
             disk.put(aside / DATA / METADATA, json.dumps(about, indent=1).encode())
-            sync_tree(disk, aside)
-    return Exported(
-        path=target,
-        rows=writer.rows,
-        left_out=rows.count - writer.rows,
-        fields=names_of([entry.key for entry in rows.user_fields]),
-        disk_bytes=disk.used(target),
-        episodes=writer.episodes,
-        lost=lost_by("minari"),
-    )
+    return export.done(writer.rows, episodes=writer.episodes)
 
 
 def _id_of(target: Path) -> str:

@@ -21,15 +21,13 @@ from expstore.exchange.base import (
     Exported,
     Imported,
     Progress,
-    making,
     no_progress,
     open_to_read,
-    sync_tree,
 )
-from expstore.exchange.flat import ABOUT, Column, describe_export, fill_flat, plan_columns, write_flat
-from expstore.exchange.rows import Episodes, Exchanged, Rows, opened
+from expstore.exchange.exporting import exporting
+from expstore.exchange.flat import ABOUT, Column, fill_flat, plan_columns, write_flat
+from expstore.exchange.rows import Episodes, Exchanged
 from expstore.files import Disk
-from expstore.manifest import check_target
 from expstore.types import Array, Key
 
 __all__ = ["export_npz", "import_npz"]
@@ -72,17 +70,14 @@ def export_npz(
         >>> numpy.load("rows.npz")["observations"].shape == (done.rows, 4)
         True
     """
-    disk, target = disk or Disk(), Path(target)
-    with opened(source, version) as storage:
-        rows = Rows.choose(storage, fields=fields, episodes=episodes)
-        rows.refuse_objects("NPZ")
-        columns = plan_columns(rows)
-        check_target(disk, target)
-        with making(disk, target, single=True) as aside, ExitStack() as stack:
-            writer = _Writer(disk, aside, aside / target.name, columns, stack)
-            written = write_flat(rows, columns, writer, progress)
-            sync_tree(disk, aside)
-    return describe_export("npz", target, rows, written, disk)
+    with exporting(
+        "npz", source, target, fields=fields, episodes=episodes, version=version, disk=disk
+    ) as export:
+        columns = plan_columns(export.rows)
+        with export.making(single=True) as aside, ExitStack() as stack:
+            writer = _Writer(export.disk, aside, aside / export.target.name, columns, stack)
+            written = write_flat(export.rows, columns, writer, progress)
+    return export.done(written)
 
 
 class _Writer:

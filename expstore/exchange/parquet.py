@@ -19,18 +19,14 @@ from expstore.exchange.base import (
     DiskFile,
     Exported,
     Progress,
-    making,
-    names_of,
     no_progress,
     piece_rows,
-    sync_tree,
 )
-from expstore.exchange.losses import lost_by
-from expstore.exchange.pacing import mean_bytes, read_pieces
-from expstore.exchange.rows import Episodes, Exchanged, Rows, opened
+from expstore.exchange.exporting import Tally, exporting
+from expstore.exchange.pacing import read_pieces
+from expstore.exchange.rows import Episodes, Exchanged, Rows
 from expstore.exchange.tables import arrow_type, check_names, rows_schema, to_batch
 from expstore.files import Disk
-from expstore.manifest import check_target
 from expstore.schema import Field
 from expstore.types import key_name
 
@@ -82,38 +78,33 @@ def export_parquet(
         >>> done = export_parquet(rb, "rows.parquet", episodes="status = 'terminated'")
         >>> polars.scan_parquet("rows.parquet/rows").select("_step", "action").collect()
     """
-    disk, target = disk or Disk(), Path(target)
-    with opened(source, version) as storage:
-        rows = Rows.choose(storage, fields=fields, episodes=episodes)
-        rows.refuse_objects("Parquet", any_length=True)
-        check_names(rows.user_fields)
-        check_target(disk, target)
-        with making(disk, target) as aside:
-            disk.make_dir(aside / "rows")
-            written = _write_rows(disk, aside / "rows", rows, progress)
-            with DiskFile(disk, aside / "episodes.parquet", write=True) as file:
-                pq.write_table(rows.facts, file, compression="zstd")
-            sync_tree(disk, aside)
-    return Exported(
-        path=target,
-        rows=written,
-        left_out=rows.count - written,
-        fields=names_of([entry.key for entry in rows.user_fields]),
-        disk_bytes=disk.used(target),
-        episodes=rows.episode_ids.size,
-        lost=lost_by("parquet"),
-    )
+    with exporting(
+        "parquet",
+        source,
+        target,
+        fields=fields,
+        episodes=episodes,
+        version=version,
+        disk=disk,
+        any_length=True,
+    ) as export:
+        check_names(export.rows.user_fields)
+        _check_types(export.rows.user_fields)
+        with export.making() as aside:
+            export.disk.make_dir(aside / "rows")
+            written = _write_rows(export.disk, aside / "rows", export.rows, progress)
+            with DiskFile(export.disk, aside / "episodes.parquet", write=True) as file:
+                pq.write_table(export.rows.facts, file, compression="zstd")
+    return export.done(written)
 
 
 def _write_rows(disk: Disk, folder: Path, rows: Rows, progress: Progress) -> int:
     """Write all rows, file by file; return how many there were."""
     fields = rows.user_fields
     schema = rows_schema(fields, rows.about())
-    _check_types(fields)
-    each, total = mean_bytes(rows), rows.count
-    done = written = 0
+    tally = Tally(rows, progress)
     size = piece_rows(_EXPANSION * rows.row_bytes)
-    ranges = rows.episode_ranges(min(FILE_ROWS, max(1, FILE_BYTES // each)))
+    ranges = rows.episode_ranges(min(FILE_ROWS, max(1, FILE_BYTES // tally.row_bytes)))
     for number, (first, last) in enumerate(ranges or [(0, 0)]):  # a file without rows still says the fields
         ids = rows.of_episodes(first, last)
         with DiskFile(disk, folder / f"{number:05}.parquet", write=True) as file:
@@ -126,10 +117,8 @@ def _write_rows(disk: Disk, folder: Path, rows: Rows, progress: Progress) -> int
                         out.write_batch(
                             to_batch(schema, fields, piece.columns), row_group_size=piece.ids.size
                         )
-                    written += piece.ids.size
-                    done += piece.asked
-                    progress(done * each, total * each)
-    return written
+                    tally.add(piece)
+    return tally.written
 
 
 def _check_types(fields: Sequence[Field]) -> None:

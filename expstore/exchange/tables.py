@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 
 from expstore.errors import SchemaError
+from expstore.exchange.bfloat import widened
 from expstore.exchange.loose import file_type, to_file
 from expstore.schema import DTYPES, Field
 from expstore.types import Array, Key, key_name
@@ -123,7 +124,7 @@ def _to_array(entry: Field, column: Any) -> Any:
         return to_file(entry, column)
     flat = np.ascontiguousarray(column).reshape(-1)
     if entry.dtype == "bfloat16":
-        flat = (flat.astype(np.uint32) << np.uint32(16)).view(np.float32)
+        flat = widened(flat)
     elif entry.dtype == "complex64":
         flat = flat.view(np.float32)
     values = pa.array(flat)

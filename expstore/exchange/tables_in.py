@@ -22,7 +22,7 @@ from expstore.episodeinfo import pack_info
 from expstore.episodes import STATUS
 from expstore.errors import NotFoundError, SchemaError
 from expstore.exchange.base import Imported, Progress, no_progress, open_to_read, piece_rows
-from expstore.exchange.filling import Facts, new_store
+from expstore.exchange.filling import Facts, new_store, settings_of
 from expstore.exchange.layout import Layout, Table, needs_survey, read_layout
 from expstore.exchange.survey import Survey
 from expstore.exchange.table_files import ArrowPart, ParquetPart, Part, reading_arrow
@@ -315,13 +315,11 @@ def _fill(
         storage = "arrow"
     about = layout.about
     total = sum(part.rows for part in parts) or int(about.get("rows", 0))
-    settings = {name: about.get(name) for name in ("meta", "traj_key", "done_keys", "reward_key")}
-    settings = {name: _tupled(value) for name, value in settings.items() if value is not None}
     numbered = {"_episode", "_step"} <= set(layout.own)
     size = _rows_at_once(parts, layout.schema.row_bytes, loose=bool(layout.schema.variable))
     reading = (_by_id if "_id" in layout.own else _in_turn)(parts, layout, size)
     room = about.get("capacity") if capacity is None else capacity
-    with new_store(disk, target, room, settings, storage=storage or "zarr") as filler:
+    with new_store(disk, target, room, settings_of(about), storage=storage or "zarr") as filler:
         specs = about.get("specs") or ""
         filler.prepare(layout.schema, specs=specs, above=facts.above if facts and numbered else None)
         done = 0
@@ -366,8 +364,3 @@ def _rows_at_once(parts: Sequence[Part], row_bytes: int, *, loose: bool) -> int:
     """Return how many rows are read at a time."""
     size = max(1, piece_rows(max(row_bytes, *(part.row_bytes() for part in parts), 0)) // 4)
     return min(size, LOOSE_ROWS) if loose else size
-
-
-def _tupled(value: Any) -> Any:
-    """Return JSON's lists as tuples: keys are such."""
-    return tuple(map(_tupled, value)) if isinstance(value, list) else value

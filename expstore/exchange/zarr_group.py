@@ -16,14 +16,12 @@ from expstore.bulk import sync_paths
 from expstore.exchange.base import (
     Exported,
     Progress,
-    making,
-    names_of,
     no_progress,
 )
-from expstore.exchange.losses import lost_by
-from expstore.exchange.rows import Episodes, Exchanged, Rows, opened
+from expstore.exchange.exporting import Tally, exporting
+from expstore.exchange.pacing import read_pieces
+from expstore.exchange.rows import Episodes, Exchanged, Rows
 from expstore.files import Disk
-from expstore.manifest import check_target
 from expstore.schema import Field
 from expstore.types import Array
 
@@ -75,39 +73,27 @@ def export_zarr(
         >>> zarr.open_group("plain.zarr", mode="r")["next/reward"].shape == (done.rows, 1)
         True
     """
-    disk, target = disk or Disk(), Path(target)
-    with opened(source, version) as storage:
-        rows = Rows.choose(storage, fields=fields, episodes=episodes)
-        rows.refuse_objects("Zarr")
-        check_target(disk, target)
+    with exporting(
+        "zarr", source, target, fields=fields, episodes=episodes, version=version, disk=disk
+    ) as export:
         with (
-            making(disk, target) as aside,
+            export.making(sync=False) as aside,
             ThreadPoolExecutor(8, thread_name_prefix="expstore-export") as pool,
         ):
-            writer = _Group(disk, aside, rows)
-            _copy(rows, writer, progress)
+            writer = _Group(export.disk, aside, export.rows)
+            _copy(export.rows, writer, progress)
             writer.finish()
-            sync_paths(disk, writer.written, sorted(writer.folders), pool)
-    return Exported(
-        path=target,
-        rows=writer.rows,
-        left_out=rows.count - writer.rows,
-        fields=names_of([entry.key for entry in rows.user_fields]),
-        disk_bytes=disk.used(target),
-        episodes=rows.episode_ids.size,
-        lost=lost_by("zarr"),
-    )
+            sync_paths(export.disk, writer.written, sorted(writer.folders), pool)
+    return export.done(writer.rows)
 
 
 def _copy(rows: Rows, writer: _Group, progress: Progress) -> None:
     """Hand all rows that can be read now to the writer."""
-    total, each, done = rows.count, rows.row_bytes, 0
-    for ids in rows.by_id(writer.piece):
-        found, columns = rows.read(ids)
-        for start in range(0, found.size, writer.piece):
-            writer.add([column[start : start + writer.piece] for column in columns])
-        done += ids.size
-        progress(done * each, total * each)
+    tally = Tally(rows, progress)
+    for piece in read_pieces(rows, rows.by_id(writer.piece)):
+        for start in range(0, piece.ids.size, writer.piece):
+            writer.add([column[start : start + writer.piece] for column in piece.columns])
+        tally.add(piece)
 
 
 class _Group:
