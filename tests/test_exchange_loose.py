@@ -39,6 +39,7 @@ from expstore.exchange import (
     pacing,
     parquet,
 )
+from expstore.exchange.loose import file_type, from_file, to_file
 from expstore.exchange.rows import Rows
 from expstore.keys import find_keys
 from expstore.raggedcolumns import join
@@ -189,6 +190,23 @@ def test_whatever_rows_come_back(
         assert bits(found[key]) == bits(expected), key
     again.close()
     assert run(["verify", str(folder / "back.exp")]) == 0
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", ["bfloat16", "complex64", "int16"])
+def test_tensors_are_read_as_numbers_and_come_back(dtype: str, shape: tuple[int | None, ...]) -> None:
+    """Also from a part of a batch, and where there is no tensor."""
+    column = tensors(np.random.default_rng(3), Ragged(dtype, shape), 40)
+    assert column.null_count
+    entry = Field(("t",), ARROW, (), ragged_text(dtype, shape))
+    there = to_file(entry, column)
+    assert there.type == file_type(entry)
+    there.validate(full=True)
+    for part in (slice(0, 40), slice(7, 31), slice(9, 9)):
+        assert bits(from_file(entry, there[part])) == bits(column[part])
+    if dtype == "bfloat16":
+        with pytest.raises(SchemaError, match="'t' is string, which is not bfloat16"):
+            from_file(entry, pa.array(["x"]))
 
 
 def test_others_read_it_unaided(tmp_path: Path) -> None:

@@ -1,0 +1,27 @@
+"""Rows by index: which rows a change means, and which of several values for one row counts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+import expstore
+
+pytestmark = pytest.mark.usefixtures("no_syncs")  # nothing here is about what a power cut leaves
+
+
+@pytest.mark.parametrize("kind", ["memory", "zarr"])
+def test_of_a_row_given_twice_the_last_value_counts(tmp_path: Path, kind: str) -> None:
+    """Whatever the order in which rows are named, each gets its own value."""
+    storage = expstore.MemoryStorage(20) if kind == "memory" else expstore.ZarrStorage(tmp_path / "a.exp", 20)
+    with expstore.TensorDictReplayBuffer(storage=storage) as rb:
+        rb.extend(TensorDict({"x": torch.arange(10), "y": torch.arange(10)[:, None] * 0.5}, [10]))
+        index = torch.tensor([7, 2, 7, 9, 2, 7, 0])
+        values = torch.arange(100, 107)
+        rb[index] = TensorDict({"x": values, "y": values[:, None] + 0.25}, [7])
+        expected = [106, 1, 104, 3, 4, 5, 6, 105, 8, 103]
+        assert rb[:]["x"].tolist() == expected
+        assert rb[:]["y"].flatten().tolist() == [n + 0.25 if n >= 100 else n * 0.5 for n in expected]

@@ -1,0 +1,83 @@
+"""What stands aside until it is whole: it is there then, and nothing of it after an error."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from expstore.errors import LockedError, StateError
+from expstore.files import Disk
+from expstore.lock import WriterLock
+from expstore.making import making
+
+pytestmark = pytest.mark.usefixtures("no_syncs")  # nothing here is about what a power cut leaves
+
+
+def fill(aside: Path, target: Path, *, single: bool) -> None:
+    (aside / (target.name if single else "part")).write_text("whole")
+
+
+@pytest.mark.parametrize("single", [False, True])
+def test_what_is_whole_gets_its_name(tmp_path: Path, single: bool) -> None:
+    target = tmp_path / "out"
+    with making(Disk(), target, single=single) as aside:
+        assert os.listdir(tmp_path) == ["out.tmp"]
+        fill(aside, target, single=single)
+    assert os.listdir(tmp_path) == ["out"]
+    assert (target if single else target / "part").read_text() == "whole"
+    assert single or os.listdir(target) == ["part"]
+
+
+def make(target: Path, *, single: bool, meanwhile: Callable[[], None]) -> None:
+    """Make something, while something else happens."""
+    with making(Disk(), target, single=single) as aside:
+        fill(aside, target, single=single)
+        meanwhile()
+
+
+@pytest.mark.parametrize("single", [False, True])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
+def test_an_error_leaves_nothing(tmp_path: Path, error: type[BaseException], single: bool) -> None:
+    def fail() -> None:
+        raise error
+
+    with pytest.raises(error):
+        make(tmp_path / "out", single=single, meanwhile=fail)
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("single", [False, True])
+def test_what_somebody_else_made_meanwhile_stays(tmp_path: Path, single: bool) -> None:
+    target = tmp_path / "out"
+
+    def interfere() -> None:
+        target.write_text("theirs")
+
+    with pytest.raises(StateError, match="out was made by somebody else meanwhile"):
+        make(target, single=single, meanwhile=interfere)
+    assert os.listdir(tmp_path) == ["out"]
+    assert target.read_text() == "theirs"
+
+
+def test_what_was_left_by_a_kill_goes_first(tmp_path: Path) -> None:
+    (tmp_path / "out.tmp/rows").mkdir(parents=True)
+    (tmp_path / "out.tmp/rows/x").write_text("half")
+    (tmp_path / "out.tmp/y").write_text("half")
+    with making(Disk(), tmp_path / "out") as aside:
+        assert os.listdir(aside) == ["LOCK"]
+        fill(aside, tmp_path / "out", single=False)
+    assert os.listdir(tmp_path / "out") == ["part"]
+
+
+def test_two_do_not_make_the_same(tmp_path: Path) -> None:
+    (tmp_path / "out.tmp").mkdir()
+    (tmp_path / "out.tmp/theirs").write_text("being made")
+    lock = WriterLock(Disk(), tmp_path / "out.tmp/LOCK")
+    with pytest.raises(LockedError, match="somebody else merges into .*out just now"):
+        with making(Disk(), tmp_path / "out", doing="merges into"):
+            pass
+    assert (tmp_path / "out.tmp/theirs").read_text() == "being made"
+    lock.release()
