@@ -278,7 +278,7 @@ def test_the_deadline_kills_and_says_so(store: Path) -> None:
         before = worker.stats()
         began = time.monotonic()
         with pytest.raises(QueryError, match=r"more than 0\.5 s") as caught:
-            worker.query(SLOW[1])
+            worker.query(SLOW[3])
         assert caught.value.kind == "timeout"
         assert 0.5 <= time.monotonic() - began < LATE_SECONDS
         after = worker.stats()
@@ -289,7 +289,7 @@ def test_the_deadline_kills_and_says_so(store: Path) -> None:
 def test_a_death_is_contained(strict: SqlWorker) -> None:
     before = strict.stats()["died"]
     with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(strict.query, SLOW[1])
+        asked = pool.submit(strict.query, SLOW[3])
         wait_until(lambda: strict._pool._seats.busy)
         for child in list(strict._pool._seats.busy):
             os.kill(child.process.pid, signal.SIGKILL)
@@ -515,7 +515,7 @@ time.sleep(1000)
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM])
 def test_children_end_with_their_parent(store: Path, end: signal.Signals) -> None:
     with subprocess.Popen(
-        [sys.executable, "-c", LONELY, str(store), SLOW[1]], stdout=subprocess.PIPE
+        [sys.executable, "-c", LONELY, str(store), SLOW[3]], stdout=subprocess.PIPE
     ) as parent:
         try:
             assert parent.stdout is not None
@@ -567,7 +567,7 @@ def test_one_that_is_forgotten_closes(store: Path) -> None:
 def test_closing_ends_a_query(store: Path) -> None:
     worker = SqlWorker(store, limits=SqlLimits(seconds=100))
     with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(worker.query, SLOW[1])
+        asked = pool.submit(worker.query, SLOW[3])
         wait_until(lambda: worker._pool._seats.busy)
         worker.close()
         with pytest.raises(StateError, match="closed"):
@@ -590,7 +590,7 @@ def test_many_threads(store: Path) -> None:
 def test_who_waits_too_long_is_told(store: Path) -> None:
     limits = SqlLimits(seconds=100, at_once=1, wait=0.05)
     with SqlWorker(store, limits=limits) as worker, ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(worker.query, SLOW[1])
+        asked = pool.submit(worker.query, SLOW[3])
         wait_until(lambda: worker._pool._seats.busy)
         with pytest.raises(NotReadyError, match="try again") as caught:
             worker.query("SELECT 1")
