@@ -13,7 +13,7 @@ from typing import Any
 import google_crc32c
 import numpy as np
 
-from expstore import dumping
+from expstore import dumping, keyfile
 from expstore.episodelog import LogEntry
 from expstore.journal import Kind
 from expstore.storages import columnwriter, loading, reshapable, sharing
@@ -21,10 +21,12 @@ from expstore.storages.arrow import ArrowStorage
 from expstore.storages.base import Rows, Storage
 from expstore.storages.columnwriter import WritableColumns
 from expstore.storages.journaled import JournaledStorage
+from expstore.storages.keykeeping import KeyKeepingStorage
 from expstore.storages.lending import LendingStorage
 from expstore.storages.packable import PackableStorage
 from expstore.storages.packed import PackedColumn
 from expstore.storages.partial import PartialFile
+from expstore.storages.records import Publish
 from expstore.storages.sampledcolumn import SampledColumn
 from expstore.storages.segmentwriter import SegmentWriter
 from expstore.storages.zarr import ZarrStorage
@@ -292,6 +294,43 @@ def break_lenders() -> None:
     ZarrStorage._unsynced_columns = others  # type: ignore[method-assign]
 
 
+def break_key_records() -> None:
+    """A publish record does not say under which key its rows were written."""
+    parts = Publish.parts
+
+    def keyless(self: Publish) -> tuple[bytes, bytes]:
+        self.key = None
+        return parts(self)
+
+    Publish.parts = keyless  # type: ignore[method-assign]
+
+
+def break_key_order() -> None:
+    """A key is in the file, and believed, before there is a record of its rows."""
+    expect = KeyKeepingStorage._expect_key
+
+    def note(self: Any, rows: Rows) -> None:
+        expect(self, rows)
+        if rows.key is not None:
+            self.write_keys.note(rows.key, rows.first_id, rows.count, rows.time)
+            self.write_keys.flush()
+
+    KeyKeepingStorage._expect_key = note  # type: ignore[method-assign]
+    KeyKeepingStorage._note_key = lambda self, rows: None  # type: ignore[method-assign]
+    break_key_cuts()
+
+
+def break_key_cuts() -> None:
+    """Keys stay whose rows a power cut took."""
+    read = keyfile.read_keys
+    keyfile.read_keys = lambda data, **how: read(data, **how | {"covered": 1 << 62})
+
+
+def break_key_syncs() -> None:
+    """A mark is made without a sync of the file of keys."""
+    keyfile.KeyFile.unsynced = property(lambda self: set())  # type: ignore[assignment, method-assign]
+
+
 #: Fault -> what puts it in.
 BREAKS: dict[str, Callable[[], None]] = {
     "journal first": break_journal_first,
@@ -321,6 +360,10 @@ BREAKS: dict[str, Callable[[], None]] = {
     "rows too far away": break_reach,
     "lenders without sync": break_lenders,
     "late column without sync": break_late,
+    "keys in no record": break_key_records,
+    "keys before rows": break_key_order,
+    "keys not cut": break_key_cuts,
+    "keys without sync": break_key_syncs,
 }
 
 

@@ -6,6 +6,7 @@ sample counts.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 from collections.abc import Collection, Mapping
@@ -15,21 +16,25 @@ from typing import Any
 import google_crc32c
 import ledger as facts
 import numpy as np
-from ledger import Ledger
+from ledger import Ledger, Op
 
 import expstore
+from expstore import writekeys
 from expstore.errors import NotReadyError
 from expstore.files import Disk
 from expstore.snapshots import list_versions
 from expstore.storages.base import ROW_FIELDS
 from expstore.storages.checksums import BLOCK_ROWS, GIVEN_UP, NOTHING, SUMMED, blocks_of, state_of
+from expstore.storages.rows import now_us
 from expstore.storages.sampledcolumn import find_sampled
 from expstore.tensordictbuffers import TensorDictReplayBuffer
+from expstore.writekeys import WriteKey
 
 __all__ = [
     "Wrong",
     "check_episodes",
     "check_info",
+    "check_keys",
     "check_rows",
     "check_sample",
     "check_sampled",
@@ -37,6 +42,7 @@ __all__ = [
     "check_sums",
     "check_versions",
     "expect",
+    "key_of",
 ]
 
 
@@ -48,6 +54,26 @@ def expect(holds: bool, text: str) -> None:
     """Raise Wrong with a text unless it holds."""
     if not holds:
         raise Wrong(text)
+
+
+def key_of(key: str) -> dict[str, Any]:
+    """Return what an extend under a key is given, beside its rows."""
+    return {"idempotency_key": key, "digest": hashlib.blake2b(key.encode(), digest_size=16).digest()}
+
+
+def check_keys(rb: Any, state: Ledger) -> None:
+    """Hold the idempotency keys that are known against those of the newest writes; try these again."""
+    row = facts.batch(state.spec, Op("extend"), np.ones(1, np.int64))
+    kept, newest = rb.storage, list(state.keys.items())[-writekeys.KEPT_KEYS :]
+    for key, (first, count) in newest:
+        given = rb.extend(row, return_ids=True, **key_of(key)).tolist()
+        wanted = list(range(first, first + count))
+        expect(given == wanted, f"a write that is made again gave ids {given}, expected {wanted}")
+    known = {key for key, _ in newest}
+    for key in [*state.keys, *state.lost]:
+        found = kept.write_keys.find(WriteKey.of(*key_of(key).values()), now_us())
+        expect((found is not None) == (key in known), f"a key that must not be known has {found}")
+    expect(len(kept.write_keys) == len(known), f"{len(kept.write_keys)} keys, expected {len(known)}")
 
 
 def check_rows(rb: TensorDictReplayBuffer, state: Ledger) -> None:

@@ -32,6 +32,7 @@ from checks import (
     Wrong,
     check_episodes,
     check_info,
+    check_keys,
     check_rows,
     check_sample,
     check_sampled,
@@ -39,6 +40,7 @@ from checks import (
     check_sums,
     check_versions,
     expect,
+    key_of,
 )
 from disks import KillingDisk
 from ledger import SEED, Ledger, Op, Spec
@@ -49,6 +51,7 @@ import expstore.gathering
 import expstore.ranktree
 import expstore.sumtree
 import expstore.unpacking  # noqa: F401
+from expstore import writekeys
 from expstore.episodeinfo import merge_info, pack_info
 from expstore.files import Disk
 from expstore.storages import base, columns, merging, packing, records, segmentwriter, sharedcolumn, zarr
@@ -156,6 +159,8 @@ CONSTANTS = (
     (segmentwriter, "TOGETHER_BYTES"),
     (segmentwriter, "MERGED_BYTES"),
     (merging, "MANY"),
+    (writekeys, "KEPT_KEYS"),
+    (writekeys, "SLOTS"),
 )
 
 
@@ -172,6 +177,8 @@ def fit_constants(spec: Spec) -> None:
         segmentwriter.BATCH_BYTES, segmentwriter.PACKED_BYTES = 1500, 500
         segmentwriter.TOGETHER_BYTES, segmentwriter.MERGED_BYTES = 3000, 1500
         merging.MANY = 4
+    if spec.keyed:
+        writekeys.KEPT_KEYS, writekeys.SLOTS = 7, 12
     if spec.lent:
         packing.REACH_ROWS = 4, 8
         layouts.LENT_BYTES, sharedcolumn.PAGE, sharedcolumn.GIVE_BACK_BYTES = 1, 8, 128
@@ -198,7 +205,8 @@ def perform(rb: TensorDictReplayBuffer, state: Ledger, op: Op) -> None:
         if spec.best:
             ids, origins = state.place_best(op)[0], state.offered + 1 + np.arange(op.count)
         data = facts.batch(spec, op, origins)
-        given = rb.extend(data, source=op.source, return_ids=True, episode_info=op.info)
+        key = {} if op.key is None else key_of(op.key)
+        given = rb.extend(data, source=op.source, return_ids=True, episode_info=op.info, **key)
         expect(np.array_equal(given.numpy(), ids), f"extend gave ids {given[:3]}.., expected {ids[:3]}..")
     elif op.kind == "annotate":
         _annotate(rb, op)
@@ -419,6 +427,7 @@ def _check_and_go_on(look: Look) -> Ledger:
     state.versions = check_versions(place_of(look.path), look.need, look.known, current=look.current)
     check_episodes(rb, state)
     check_info(rb, state)
+    check_keys(rb, state)
     if look.sql:
         check_sql(rb, state)
     if state.ids.size:
@@ -427,6 +436,7 @@ def _check_and_go_on(look: Look) -> Ledger:
     for op in look.ops:
         perform(rb, state, op)
         state.apply(op)
+    check_keys(rb, state)
     check_rows(rb, state)
     check_sampled(rb, state)
     if look.leave == "kill":
@@ -441,6 +451,7 @@ def _check_and_go_on(look: Look) -> Ledger:
     check_sampled(rb, state)
     check_episodes(rb, state)
     check_info(rb, state)
+    check_keys(rb, state)
     if look.leave == "close":
         (rb if index else rb.storage).close()
     return state
@@ -470,6 +481,8 @@ def matching(rb: TensorDictReplayBuffer, states: list[Ledger], *, cut: bool = Fa
             break
     else:
         raise Wrong(" | ".join(reasons))
+    never = set().union(*[{*other.keys, *other.lost} for other in states])
+    state.lost = frozenset(never - state.keys.keys())
     largest = rb.storage.max_priority
     expect(
         float(np.float32(largest)) in [float(np.float32(p)) for p in state.max_priorities],

@@ -55,6 +55,7 @@ GROWING = Spec("growing", None, None, frame=64, lean=True, shard_rows=4096)
 PACKED = Spec("packed", 24, 8, frame=64, lean=True, segment_bytes=4096, tail=False, packed=True)
 PACKED_NARROW = Spec("packed narrow", 24, 8, frame=64, lean=True, segment_bytes=1536, packed=True)
 RAGGED = Spec("ragged", 24, 8, frame=64, lean=True, segment_bytes=4096, tail=False, ragged=True)
+KEYED = Spec("keyed", 24, 8, frame=64, lean=True, segment_bytes=1536, keyed=True)
 LENT = Spec("lent", 24, 8, frame=64, lean=True, segment_bytes=4096, tail=False, lent=True)
 LENT_NARROW = Spec("lent narrow", 24, 8, frame=64, lean=True, segment_bytes=1536, lent=True)
 PACKED_GROWING = Spec("packed growing", None, 24, frame=64, lean=True, shard_rows=4096, packed=True)
@@ -76,8 +77,13 @@ class Phase:
     stride: int = 2  # the short run meets every so-many-th act only, beside those that change names
 
 
-def _extend(count: int, source: str | None = None, lanes: int = 1) -> Op:
-    return Op("extend", count=count, source=source, lanes=lanes)
+def _extend(count: int, source: str | None = None, lanes: int = 1, key: str | None = None) -> Op:
+    return Op("extend", count=count, source=source, lanes=lanes, key=key)
+
+
+def _keyed(first: int, *counts: int) -> list[Op]:
+    """Return extends, each under a key of its own."""
+    return [_extend(count, "a", key=str(first + n)) for n, count in enumerate(counts)]
 
 
 def _note(episode: int, value: int) -> Op:
@@ -291,6 +297,24 @@ PHASES = (
         [LOADS, _extend(5, "a")],
         stride=20,
         must="rename load",
+    ),
+    Phase(
+        "first keys",
+        KEYED,
+        FEW,
+        [*_keyed(0, 6, 1), FLUSH, *_keyed(2, 8, 2), _extend(1), *_keyed(4, 3)],
+        must="rename keys",
+    ),
+    Phase(
+        "ring of keys", KEYED, _keyed(0, *[2] * 11), [*_keyed(11, 1, 1, 3), FLUSH, *_keyed(14, 9)], stride=3
+    ),
+    Phase("open keys", KEYED, [*_keyed(0, 6, 2), FLUSH, *_keyed(2, 1, 7, 2)], part="open", must="write keys"),
+    Phase(
+        "loads beside keys",
+        KEYED,
+        [*_keyed(0, 6), DUMPS, *_keyed(1, 7, 2)],
+        [LOADS, *_keyed(3, 4)],
+        stride=20,
     ),
     Phase("extend without spare", BARE, [_extend(24)], [_extend(6)], tooth=True),
     Phase("change new rows", LEAN, FEW, [_extend(4), _change(20, 24, 1, 2)], tooth=True),

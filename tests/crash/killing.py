@@ -58,6 +58,7 @@ SPECS = {
         Spec("counted", 60, 20, frame=64, segment_bytes=4096, longest=30, consume=2),
         Spec("packed", 100, 40, frame=64, segment_bytes=4096, longest=120, packed=True),
         Spec("frames", None, None, frame=64, segment_bytes=4096, longest=60, packed=True),
+        Spec("keyed", 60, 20, frame=64, segment_bytes=4096, longest=30, keyed=True),
         Spec("lent", 100, 40, frame=64, segment_bytes=4096, longest=120, lent=True),
         Spec("best", 60, 20, frame=64, segment_bytes=4096, longest=90, overlong=False, best=True),
         Spec("ragged", 60, 20, frame=64, segment_bytes=4096, longest=60, ragged=True),
@@ -162,6 +163,16 @@ class Tooth:
 
 
 TEETH = {
+    "keys in no record": Tooth(
+        "keys in no record", lambda at: enumerate_gaps(at, names=["first keys"], stop=True)
+    ),
+    "keys before rows": Tooth(
+        "keys before rows", lambda at: enumerate_gaps(at, names=["first keys"], stop=True)
+    ),
+    "keys not cut": Tooth("keys not cut", lambda at: power_cuts(240, 1, at, names=["keyed"], stop=True)),
+    "keys without sync": Tooth(
+        "keys without sync", lambda at: power_cuts(240, 1, at, names=["keyed"], stop=True)
+    ),
     "journal first": Tooth("journal first", lambda at: enumerate_gaps(at, names=["extend"], stop=True)),
     "no spare": Tooth("no waiting", lambda at: enumerate_gaps(at, names=["extend without spare"], stop=True)),
     "redo without sync": Tooth(

@@ -62,6 +62,7 @@ class Spec:
     late: bool = False  # fields come and go
     ragged: bool = False  # whether there are fields without a fixed size, in short segments
     compression: Literal["narrow", "lz4", "zstd"] | None = None  # of these
+    keyed: bool = False  # whether rows are written under idempotency keys, of which few are known
     lent: bool = False  # whether frames are flat, and lie with next ones where these have them already
     packed: bool = (
         False  # whether frames are packed, in chunks of a few rows and short shards; next ones, too
@@ -88,6 +89,7 @@ class Op:
     episode: int = 0
     info: Mapping[str, int | None] | None = None
     fill: bool = False  # a field that comes has one value in all rows
+    key: str | None = None  # under which an extend is made
 
 
 # -- rows ------------------------------------------------------------------------------------------------
@@ -241,6 +243,8 @@ class Ledger:
     versions: dict[int, Ledger] = field(default_factory=dict)  # snapshots by number
     # Fields that have come: what later rows have there, and what each row has.
     late: dict[str, tuple[int, Ints]] = field(default_factory=dict)
+    keys: dict[str, tuple[int, int]] = field(default_factory=dict)  # key -> first id, rows; in their order
+    lost: frozenset[str] = frozenset()  # keys of writes that were never made, or that a power cut took
 
     def copy(self) -> Ledger:
         """Return a ledger that goes its own way."""
@@ -250,7 +254,7 @@ class Ledger:
         twin.priorities = {i: held.copy() for i, held in self.priorities.items()}
         twin.sampled = {i: held.copy() for i, held in self.sampled.items()}
         twin.max_priorities = self.max_priorities.copy()
-        twin.versions = dict(self.versions)
+        twin.versions, twin.keys = dict(self.versions), dict(self.keys)
         twin.late = {name: (default, held.copy()) for name, (default, held) in self.late.items()}
         for name in _ARRAYS:
             setattr(twin, name, getattr(self, name).copy())
@@ -378,6 +382,8 @@ class Ledger:
             self._best(op)
             return
         ids = np.arange(self.last + 1, self.last + op.count + 1, dtype=np.int64)
+        if op.key is not None:
+            self.keys[op.key] = self.last + 1, op.count
         self.retire_for(op)
         self._grow(int(ids[-1]))
         self.origin[ids] = ids
@@ -519,6 +525,7 @@ class Ledger:
         kept.next_episode += episodes
         kept.noted_draw = kept.draw
         kept.handle, kept.offered = self.handle, self.offered
+        kept.keys, kept.lost = self.keys, self.lost
         kept.versions = self.versions
         kept.reopen()
         vars(self).update(vars(kept))
@@ -608,8 +615,9 @@ def _next_extend(state: Ledger, rng: np.random.Generator) -> Op:
     if spec.overlong and spec.capacity is not None and rng.random() < 0.12:
         count = spec.capacity + state.spare + int(rng.integers(1, 60))  # longer than the whole ring
     source = rng.choice(["", "a", "b"])
+    key = str(rng.integers(1 << 60)) if spec.keyed else None
     if spec.best or spec.ragged:
-        return Op("extend", count=count, source=str(source) or None)
+        return Op("extend", count=count, source=str(source) or None, key=key)
     lanes = int(rng.choice([1, 1, 1, 3])) if count >= 3 else 1
     return Op(
         "extend",
@@ -618,6 +626,7 @@ def _next_extend(state: Ledger, rng: np.random.Generator) -> Op:
         time_first=bool(rng.random() < 0.5),
         source=str(source) or None,
         info=_next_info(rng) if rng.random() < 0.2 else None,
+        key=key,
     )
 
 

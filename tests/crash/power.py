@@ -82,6 +82,8 @@ POWER_SPECS = {
             lean=True,
             compression="narrow",
         ),
+        Spec("keyed", 24, 12, frame=64, segment_bytes=4096, longest=14, lean=True, keyed=True),
+        Spec("keyed kept", 60, 20, frame=64, segment_bytes=4096, longest=20, dumped=True, keyed=True),
         Spec("lent", 24, 12, frame=64, segment_bytes=4096, longest=14, lean=True, lent=True),
         Spec("lent wide", 40, 16, frame=3000, segment_bytes=4096, longest=24, lent=True),
         Spec("lent kept", 60, 20, frame=64, segment_bytes=4096, longest=30, dumped=True, lent=True),

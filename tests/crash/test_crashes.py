@@ -36,6 +36,7 @@ def reports(harness: Callable[..., Reports]) -> Reports:
         "ragged",
         "texts",
         "tokens",
+        "keyed",
     ]
     return harness([["quick", *random], ["power", "teeth"]])
 
@@ -104,6 +105,8 @@ def test_power_cut_costs_rows(reports: Reports) -> None:
         "segments last",
         "no copies for lent rows",
         "rows too far away",
+        "keys in no record",
+        "keys before rows",
     ],
 )
 def test_kills_find(reports: Reports, fault: str) -> None:
@@ -119,7 +122,8 @@ def test_kills_find(reports: Reports, fault: str) -> None:
     another. raw rows in memory: rows of a packed chunk that is not full are not in any file. segments last:
     rows without a fixed size are written after the record that publishes them, which a mark covers. no copies
     for lent rows: next rows are changed, and those that lie with them read the new ones. rows too far away:
-    the ring is too short for what rows lie with.
+    the ring is too short for what rows lie with. keys in no record: a write is made
+    again when it is tried again. keys before rows: one that was not made is answered as if it had been.
     """
     assert reports[fault]["failures"]
 
@@ -144,6 +148,8 @@ def test_kills_find(reports: Reports, fault: str) -> None:
         "segments not cut",
         "copies in no record",
         "lenders without sync",
+        "keys not cut",
+        "keys without sync",
     ],
 )
 def test_power_cuts_find(reports: Reports, fault: str) -> None:
@@ -155,7 +161,8 @@ def test_power_cuts_find(reports: Reports, fault: str) -> None:
     again. raw rows written over: those of a chunk that is not full, which the last mark covers. late column
     without sync: expstore.json has another field before its column is on the disk. segments not cut: batches
     stay that no record publishes, and those of later rows come behind them. copies in no record: those that a
-    change of next rows makes are in the columns alone.
+    change of next rows makes are in the columns alone. keys not cut: those of rows that are lost stay, and
+    answer with the ids of other rows. keys without sync: those of rows that are not lost are gone.
     test_power_cut_model.py breaks many more rules, in a model.
     """
     assert reports[fault]["failures"]
