@@ -360,9 +360,10 @@ app.command(
 
 
 @app.command(
-    epilog="The relations are transitions, episodes, fragments, sources, priorities, commits and meta; "
-    "nested fields are written as in next.reward. Of several stores each answers for itself, so an "
-    "aggregate is one row per store; a column store in front says whose."
+    epilog="The relations are transitions, episodes, fragments, sources, priorities, commits and meta, and "
+    "where there is an archive history: transitions and all rows that have left. Nested fields are written "
+    "as in next.reward. Of several stores each answers for itself, so an aggregate is one row per store; a "
+    "column store in front says whose."
 )
 def sql(
     paths: Stores,

@@ -67,6 +67,7 @@ def open(
     durability: Durability = "process",
     min_free_bytes: int = 0,
     retain: Retain | Mapping[str, Any] | None = None,
+    archive: str | Path | Literal[False] | None = None,
     on_sigterm: Literal["flush", "ignore"] = "flush",
     device: torch.device | str | None = None,
     prefetch: int = 0,
@@ -131,6 +132,10 @@ def open(
         retain: Which rows of a store without capacity stay, by bytes, age or an SQL condition: a `Retain`, or
             a dict of its parts. Kept in the store, and applied every few seconds; whole episodes leave, once
             they have ended. Another one takes the place of that before; `Retain()` keeps all rows.
+        archive: Path of a store to which rows go that leave a store with a capacity, each once, before their
+            place is given away; it grows without bound. `history` in SQL is the rows of both. Kept in the
+            store: another path says where the archive has been moved to, False that rows are gone from now
+            on. What `empty`, `loads` and a writer of the best rows take away does not go there.
         on_sigterm: "flush": where the program has no handler of its own for SIGTERM, its stores are flushed
             before it dies of it. "ignore": leave signals alone.
         device: Where batches are handed out.
@@ -161,7 +166,7 @@ def open(
     # All is checked before the folder is touched.
     check_drawing(batch_size, prefetch, pin_memory, limiter=rate_limiter, capacity=capacity)
     check_unit(sample_unit, sampler)
-    _check_reading(mode, writer, retain)
+    _check_reading(mode, writer, retain, archive)
     sampler = consume_after(consume_after_n_samples, sampler, prefetch=prefetch)
     text, schema, transform = row_text(specs), schema_of(schema), Compose.of(transform)
     path, mode = _find(Path(path), mode, version)
@@ -169,16 +174,17 @@ def open(
         _NEW, mode=mode, storage=storage, layout=ask_layout(layout, fields, share_next), seed=seed,
         compression=compression, schema=schema, specs=text, meta=meta, traj_key=traj_key, done_keys=done_keys,
         reward_key=reward_key, durability=durability, min_free_bytes=min_free_bytes, on_sigterm=on_sigterm,
-    ).with_retain(retain)  # fmt: skip
+    ).with_leaving(retain, archive)  # fmt: skip
     return _in_buffer(
         _open_storage(path, capacity, settings), sampler=sampler, writer=writer, batch_size=batch_size,
         device=device, prefetch=prefetch, pin_memory=pin_memory, generator=generator, sample_unit=sample_unit,
-        rate_limiter=rate_limiter, transform=transform,
-    )  # fmt: skip
+        rate_limiter=rate_limiter, transform=transform)  # fmt: skip
 
 
-def _check_reading(mode: Mode, writer: Writer | None, retain: Any) -> None:
+def _check_reading(mode: Mode, writer: Writer | None, retain: Any, archive: Any) -> None:
     """Raise ValueError for what a reader has no use of."""
+    if archive is not None and mode == "r":
+        raise ValueError("archive= says where rows go that leave, and with mode='r' none do; leave it out")
     if retain is not None and mode == "r":
         raise ValueError("retain= says which rows are to leave, and with mode='r' none do; leave it out")
     if writer is not None and mode == "r":

@@ -451,7 +451,7 @@ class _Copy:
 def _describe(build: _Build, state: Frozen) -> None:
     """Write what a closed store has beside its columns."""
     manifest, disk = state.manifest, build.disk
-    build.put(MANIFEST, manifest.pack())
+    build.put(MANIFEST, manifest.replace(archive="").pack())  # rows leave the store, not its versions
     build.put(LOG, state.log)
     folder = build.folder / JOURNAL
     build.make_folder(folder)

@@ -23,12 +23,23 @@ from expstore.sources import lane_names, modern_name, modern_names
 from expstore.touched import Touched
 from expstore.types import IntArray
 
-__all__ = ["STATUS", "Assignment", "Episode", "EpisodeTable", "Segment", "Steps"]
+__all__ = [
+    "HAS_TRAJECTORY",
+    "LAST",
+    "NEW",
+    "STATUS",
+    "Assignment",
+    "Episode",
+    "EpisodeTable",
+    "Segment",
+    "Steps",
+]
 
 #: Status number -> word in SQL.
 STATUS = ("open", "terminated", "truncated", "cut")
 
-NEW, HAS_TRAJECTORY = 1, 2
+#: LAST: no row of the episode comes any more, whatever its status says.
+NEW, HAS_TRAJECTORY, LAST = 1, 2, 4
 
 
 class Segment(NamedTuple):
@@ -309,7 +320,8 @@ class EpisodeTable:
             if episode is not None and episode.status == OPEN:
                 episode.status = CUT  # begun anew without an end: a reset by hand
                 entries.append(self._note(episode, sequence))
-            episode = Episode(segment.episode, segment.source, key[1], start=time)
+            # Of an archive the first rows may never have come: steps count what there was.
+            episode = Episode(segment.episode, segment.source, key[1], start=time, length=segment.step)
             self._open[key] = episode
             self.next_episode = max(self.next_episode, segment.episode + 1)
         episode.text = merge_info(episode.text, info)
@@ -326,7 +338,8 @@ class EpisodeTable:
         self._touch(episode)
         if segment.status != OPEN or goes_on:
             entries.append(episode.entry(sequence, self.generation))
-        if segment.status == TERMINATED or (segment.status == TRUNCATED and key[1] is None):
+        over = segment.status == TERMINATED or segment.flags & LAST
+        if over or (segment.status == TRUNCATED and key[1] is None):
             del self._open[key]
 
     def _touch(self, episode: Episode) -> None:

@@ -313,7 +313,8 @@ class StoreHandle:
     def sql(self, query: str, params: Sequence[object] | Mapping[str, object] | None = None) -> Result:
         """Run one read-only SELECT over transitions, episodes, fragments, sources, priorities, commits.
 
-        You read your own writes. Nested keys are written as in `next.reward`.
+        You read your own writes. Nested keys are written as in `next.reward`. A store with an archive has
+        `history`, too: `transitions` and all rows that have left them, with a column `_archived`.
 
         Args:
             query: The statement.

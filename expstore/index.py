@@ -56,7 +56,9 @@ CONFIG: dict[str, str | bool | int | float | list[str]] = {
 #: What takes rows from a relation, as an Arrow table.
 Read = Callable[[duckdb.DuckDBPyRelation], Any]
 _LOG_SUFFIXES = (".wal", ".wal.checkpoint", ".wal.recovery")
-_RELATIONS = "commits, episodes, fragments, meta, priorities, sources, transitions"
+_RELATIONS = (
+    "commits, episodes, fragments, meta, priorities, sources, transitions, and with an archive history"
+)
 
 
 class Index:

@@ -28,8 +28,8 @@ __all__ = ["FORMAT", "MANIFEST", "Manifest", "check_target"]
 #: The newest format that this library knows; it opens this one and older ones. 1: the first. 2: fields came
 #: or went after the first rows, which older versions would not notice. 3: rows without a fixed size. 4: rows
 #: leave by a policy. 5: integers of rows without a fixed size lie in fewer bytes. 6: idempotency keys in a
-#: file that older versions would not keep up to date.
-FORMAT = 6
+#: file that older versions would not keep up to date. 7: rows that leave go to an archive.
+FORMAT = 7
 MANIFEST = "expstore.json"
 #: So many gaps are written as pairs that somebody can read.
 _LISTED = 64
@@ -65,6 +65,7 @@ class Manifest:
         narrow: Whether their integers lie in as few bytes as they need; in all new stores with a compression.
         retain: Which rows stay, as `expstore.retain` keeps it; {}: all of them.
         keyed: Whether rows were written under idempotency keys.
+        archive: Where rows go that leave a ring, as seen from the store's folder; "": nowhere.
     """
 
     uuid: str
@@ -92,12 +93,15 @@ class Manifest:
     narrow: bool = False
     retain: dict[str, Any] = field(default_factory=dict)
     keyed: bool = False
+    archive: str = ""
 
     @property
     def format(self) -> int:
         """The oldest format that can say all this: what is written."""
-        if self.keyed:
+        if self.archive:
             return FORMAT
+        if self.keyed:
+            return 6
         if self.narrow:
             return 5
         if self.retain or len(self.gaps) > _LISTED or self._lends:
@@ -135,7 +139,7 @@ class Manifest:
         data["specs"] = json.loads(self.specs) if self.specs else None
         data["format"] = self.format
         data["gaps"] = _pack_gaps(self.gaps)
-        for name in ("column_set", "narrow", "retain", "keyed"):
+        for name in ("column_set", "narrow", "retain", "keyed", "archive"):
             if not data[name]:
                 del data[name]
         data["crc32c"] = _checksum(data)

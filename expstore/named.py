@@ -7,6 +7,7 @@ it says that all are named.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -16,7 +17,9 @@ from expstore.types import Key
 
 __all__ = ["named_members"]
 
-_TABLE = "transitions"
+#: The relations that have rows, and what in a text may be one of them.
+_TABLES = ("transitions", "history")
+_NAMED = re.compile(r"transitions|\bhistory\b")
 #: What has no columns but those that it names itself.
 _OWN = {"SUBQUERY", "EMPTY", "EMPTY_FROM", "EXPRESSION_LIST"}
 #: What a statement may read from without naming columns in another way than is looked for here.
@@ -24,7 +27,7 @@ _PLAIN = _OWN | {"BASE_TABLE", "JOIN", "TABLE_FUNCTION"}
 
 
 def named_members(cursor: duckdb.DuckDBPyConnection, sql: str, members: Iterable[Key]) -> set[Key]:
-    """Return those members of columns of `transitions` that a statement may need.
+    """Return those members of columns of `transitions`, or `history`, that a statement may need.
 
     Args:
         cursor: Reads the statement's text.
@@ -46,7 +49,7 @@ def named_members(cursor: duckdb.DuckDBPyConnection, sql: str, members: Iterable
         if tree.get("error", True) or _is_wide(tree, tops, shown=True):
             return wanted
         tables = [one for one in _dicts(tree) if one.get("alias") and "class" not in one]
-        aliases = {_TABLE, *(str(one["alias"]).lower() for one in tables)}
+        aliases = {*_TABLES, *(str(one["alias"]).lower() for one in tables)}
         names = [[str(part).lower() for part in ref] for ref in _references(tree)]
     except (duckdb.Error, ValueError, KeyError, TypeError, AttributeError):
         return wanted
@@ -72,12 +75,12 @@ def _is_wide(tree: Any, tops: set[str], *, shown: bool) -> bool:
     Args:
         tree: Part of a statement.
         tops: Of which columns this is asked.
-        shown: Whether a star in it may stand for columns of `transitions`.
+        shown: Whether a star in it may stand for columns of rows.
     """
     if isinstance(tree, list):
         return any(_is_wide(one, tops, shown=shown) for one in tree)
     if not isinstance(tree, dict):
-        return isinstance(tree, str) and tree.lower() != _TABLE and _TABLE in tree.lower()
+        return isinstance(tree, str) and tree.lower() not in _TABLES and bool(_NAMED.search(tree.lower()))
     if "from_table" in tree:
         shown = _reads_rows(tree["from_table"])
     if tree.get("class") == "POSITIONAL_REFERENCE":
@@ -100,7 +103,7 @@ def _leaves_out(star: dict[str, Any], tops: set[str]) -> bool:
 
 def _reads_rows(source: Any) -> bool:
     """Say whether a FROM clause itself, not a SELECT in it, has the rows."""
-    return any(str(one.get("table_name", _TABLE)).lower() == _TABLE for one in _tables(source))
+    return any(str(one.get("table_name", _TABLES[0])).lower() in _TABLES for one in _tables(source))
 
 
 def _tables(source: Any) -> Iterator[dict[str, Any]]:

@@ -10,7 +10,7 @@ import operator
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import duckdb
 import numpy as np
@@ -21,6 +21,9 @@ from expstore.named import named_members
 from expstore.schema import OBJECT
 from expstore.shownvalues import Shown
 from expstore.types import Array, IntArray, Key, Window
+
+if TYPE_CHECKING:
+    from expstore.history import History
 
 __all__ = ["ROW_COLUMNS", "Column", "Relations", "call_tops", "select_episodes"]
 
@@ -106,6 +109,7 @@ class Relations:
             those in `columns`.
         rows: Which row columns `columns` begins with, where fields of such names may follow that are none;
             None: those that are there.
+        history: The same rows and those of an archive; None: nobody asks for them.
     """
 
     columns: Sequence[Column] = ()
@@ -113,6 +117,7 @@ class Relations:
     capacity: int | None = None
     tops: Mapping[str, str] | None = None
     rows: Collection[str] | None = None
+    history: History | None = None
 
     def attach(self, cursor: duckdb.DuckDBPyConnection, sql: str) -> list[ExpStoreError]:
         """Make the views that `sql` needs, for this cursor only; they last until it is closed.
@@ -126,8 +131,32 @@ class Relations:
         text = sql.lower()
         if self.window is not None and "fragments" in text:
             cursor.execute(_FRAGMENTS.format(low=int(self.window.low), high=int(self.window.last)))
-        if not _MAY_READ_ROWS.search(text):
-            return []
+        refused: list[ExpStoreError] = []
+        if _MAY_READ_ROWS.search(text):
+            shown = self.show(cursor, sql, _TABLE, refused)
+            cursor.execute(f"CREATE TEMP VIEW transitions AS {shown}")
+            if self.columns and "priorities" in text:
+                cursor.execute(
+                    f"CREATE TEMP VIEW priorities AS SELECT _id AS id, _priority AS priority FROM {_TABLE}"
+                )
+        if self.history is not None:
+            self.history.attach(cursor, sql, refused)
+        return refused
+
+    def show(
+        self, cursor: duckdb.DuckDBPyConnection, sql: str, table: str, refused: list[ExpStoreError]
+    ) -> str:
+        """Register the columns that `sql` needs, for this cursor only; return the SELECT that shows them.
+
+        Args:
+            cursor: Of the query.
+            sql: The statement.
+            table: The name of the Arrow table below.
+            refused: To which is added, when columns are read, what is wrong with one.
+
+        Raises:
+            CorruptionError: No column can be read.
+        """
         row, fields, lost = self._split()
         names = [name for name in ROW_COLUMNS if name in {*row, *lost} or name not in _OPTIONAL]
         tops = call_tops((column.key for column in fields), names) if self.tops is None else self.tops
@@ -150,19 +179,12 @@ class Relations:
             for item in stored
             if item.column.dtype in _HALF and item.name in {*data, *packed}
         }
-        refused: list[ExpStoreError] = []
         if half or lost or texts or packed:
             from expstore.halves import ShownDataset  # loads pyarrow.dataset, and with it pandas: 0.2 s
 
             raw = ShownDataset(raw, half, lost, texts, packed, refused)
-        cursor.register(_TABLE, raw)
-        shown = _select(items, names, index, tops)
-        cursor.execute(f"CREATE TEMP VIEW transitions AS SELECT {shown} FROM {_TABLE}")
-        if self.columns and "priorities" in text:
-            cursor.execute(
-                f"CREATE TEMP VIEW priorities AS SELECT _id AS id, _priority AS priority FROM {_TABLE}"
-            )
-        return refused
+        cursor.register(table, raw)
+        return f"SELECT {_select(items, names, index, tops)} FROM {table}"
 
     def _split(self) -> tuple[dict[str, pa.ChunkedArray], list[Column], dict[str, _Lost]]:
         """Take the row columns apart from fields, of which one may have such a name too; and damaged ones."""

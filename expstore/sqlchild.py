@@ -6,6 +6,7 @@ reads a first statement; it writes nothing, and loads no torch.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import resource
 import signal
@@ -23,7 +24,9 @@ import pyarrow as pa
 from expstore.confine import bound, bound_data, die_with_parent, restrict
 from expstore.errors import CorruptionError, ExpStoreError, QueryError
 from expstore.files import Disk, File
+from expstore.manifest import Manifest
 from expstore.pipes import PipeError, receive, send
+from expstore.storages.archive import archive_path
 from expstore.storages.catalog import Catalog
 from expstore.storages.folder import LOG
 from expstore.storages.follower import FollowerStorage, Origin
@@ -67,12 +70,20 @@ def main(told: Mapping[str, Any]) -> None:
     alone = len(Disk().names(Path("/proc/self/task"))) <= 1
     path, own = Path(told["path"]), Path(__file__).parent
     libraries = [Path(sysconfig.get_path(name)) for name in ("stdlib", "platlib", "purelib")]
-    places = [path, *_SYSTEM, *libraries, own, own / "migrations"]
+    places = [path, *_beside(path), *_SYSTEM, *libraries, own, own / "migrations"]
     confined = restrict(places) if alone else "no landlock: a library has started threads"
     # Not in the main thread: there the index would make a second one do the work, and wait for it.
     thread = threading.Thread(target=_serve, args=(path, told["memory"], confined))
     thread.start()
     thread.join()
+
+
+def _beside(path: Path) -> list[Path]:
+    """Return where rows of the store are that have left it."""
+    with contextlib.suppress(ExpStoreError):  # who follows the store says what is wrong with it
+        noted = Manifest.load(Disk(), path).archive
+        return [archive_path(path, noted)] if noted else []
+    return []
 
 
 def _serve(path: Path, memory: int, confined: str) -> None:

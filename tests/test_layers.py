@@ -36,7 +36,7 @@ LINES: tuple[tuple[str, str], ...] = (
         "episodeinfo sources fragments sumtree ranking ranktree runtable limiter touched keys "
         "writekeys keyfile",
     ),
-    ("2", "index delta expressions relations halves shownvalues named result migrate"),
+    ("2", "index delta expressions relations history halves shownvalues named result migrate"),
     ("2b", "ragged raggedrows leaves looserows batches forms specs"),
     ("3", "storages snapshots dumping making"),
     ("3b", "sqlworker sqlchild"),
@@ -104,6 +104,8 @@ ALLOWED_SIDEWAYS: tuple[tuple[str, str], ...] = (
     ("index", "migrate"),
     ("index", "relations"),
     ("relations", "halves"),
+    ("relations", "history"),
+    ("history", "relations"),
     ("relations", "named"),
     ("relations", "shownvalues"),
     ("index", "result"),
@@ -262,7 +264,18 @@ ALLOWED_SIDEWAYS: tuple[tuple[str, str], ...] = (
     ("storages.thinning", "storages.chunkfile"),
     ("storages.thinning", "storages.packedrows"),
     ("storages.packed", "storages.thinning"),
-    ("storages.zarr", "storages.retaining"),
+    ("storages.archiving", "storages.archive"),
+    ("storages.archiving", "storages.coming"),
+    ("storages.archiving", "storages.loading"),
+    ("storages.archiving", "storages.retaining"),
+    ("storages.archive", "storages"),
+    ("storages.archive", "storages.*"),
+    ("storages.follower", "storages.archive"),
+    ("storages.shownrows", "storages.archive"),
+    ("storages.shownrows", "storages.sampled"),
+    ("storages.catalog", "storages.archive"),
+    ("storages.catalog", "storages.shownrows"),
+    ("storages.zarr", "storages.archiving"),
     ("storages.settings", "storages.layout"),
     ("storages.packable", "storages.*"),
     ("storages.former", "storages.*"),
@@ -474,7 +487,7 @@ ALLOWED_AS_TYPE: tuple[tuple[str, str], ...] = (
 
 #: Libraries that belong to few modules.
 HOME_OF_LIBRARY: dict[str, tuple[str, ...]] = {
-    "duckdb": ("index", "delta", "expressions", "relations", "named", "migrate"),
+    "duckdb": ("index", "delta", "expressions", "relations", "history", "named", "migrate"),
     "fastapi": ("api", "api.*"),
     "h5py": ("exchange.*",),
     "pyarrow": (

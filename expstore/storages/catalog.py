@@ -11,6 +11,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -20,15 +21,16 @@ import numpy as np
 from expstore.episodelog import LogEntry
 from expstore.errors import CorruptionError, ExpStoreError, QueryError, StateError
 from expstore.pieces import OPEN
-from expstore.storages.base import ROW_FIELDS, Storage
+from expstore.storages.archive import Beside, with_left
+from expstore.storages.base import Storage
 from expstore.storages.coming import unmoved
 from expstore.storages.rows import now_us
-from expstore.storages.sampled import SAMPLED
+from expstore.storages.shownrows import history_of, readable, relations_of
 from expstore.storages.trajectories import unknown_episode
 from expstore.types import Array, IntArray, Window
 
 if TYPE_CHECKING:
-    from expstore.index import Delta, Index, Relations, Result
+    from expstore.index import Delta, Index, Result
 
 __all__ = ["Catalog"]
 
@@ -121,10 +123,13 @@ class Catalog:
             # a writer in another process does not wait.
             alone = held and not storage.follows
             with storage.lock if alone else contextlib.nullcontext():
+                archive = storage.archived() if "history" in sql.lower() else None
+                beside = None if archive is None else Beside(archive)  # before rows are looked for that left
                 index = self.catch_up()
                 window, changes = storage.query_window, storage.changes
-                result = unmoved(storage, partial(self._answer, index, sql, params, window, read))
-                oldest = np.array([window.low + 1])
+                result = unmoved(storage, partial(self._answer, index, sql, params, window, beside, read))
+                low = window.low if beside is None else with_left(storage, window, beside.through).low
+                oldest = np.array([low + 1])
                 moved = changes != storage.changes or changes & 1 or window.gaps != storage.query_window.gaps
                 if alone or (storage.intact(oldest) and not moved):
                     return result
@@ -139,9 +144,13 @@ class Catalog:
         sql: str,
         params: Sequence[object] | Mapping[str, object] | None,
         window: Window,
+        beside: Beside | None,
         read: Callable[[Any], Any] | None,
     ) -> Result:
-        return index.query(sql, params, self._relations(window), read)
+        relations = relations_of(self._storage, window)
+        if beside is not None:
+            relations = replace(relations, history=history_of(self._storage, window, beside))
+        return index.query(sql, params, relations, read)
 
     def find_episode(self, number: int) -> LogEntry:
         """Return an episode as it stands, whether its rows can still be read or not; the lock is held.
@@ -263,7 +272,7 @@ class Catalog:
                 index = self.catch_up()
                 if storage.priorities_set and storage.schema is not None:
                     window = storage.window
-                    parts = _readable(storage, [storage.priority_place], window)[0]
+                    parts = readable(storage, [storage.priority_place], window)[0]
                     values = np.concatenate(parts) if parts else np.ones(0, np.float32)
                     index.write_priorities(window.ids(), values)
                 index.write_meta(storage.facts())
@@ -327,70 +336,6 @@ class Catalog:
             anew=table.cut,
             complete=whole,
         )
-
-    def _relations(self, window: Window) -> Relations:
-        from expstore.index import Column, Relations
-
-        storage = self._storage
-        schema = storage.schema
-        if schema is None:
-            return Relations(window=window)
-        fields = len(schema.fields)
-        unviewed = storage.unviewed_places | {n for n, entry in enumerate(schema.fields) if entry.variable}
-        places = [place for place in range(fields + len(ROW_FIELDS)) if place not in unviewed]
-        found = dict(zip(places, zip(*_as_readable(storage, places, window), strict=True), strict=True))
-        columns = [
-            Column((f"_{entry.key[1]}",), entry.dtype, (), *found[place])
-            for place, entry in enumerate(ROW_FIELDS, fields)
-        ]
-        sampled = storage.sampled
-        if sampled is not None:
-            runs = [piece for first, count in window.runs() for piece in storage.pieces(first, count)]
-            columns.append(Column(("_sampled",), SAMPLED.dtype, (), sampled.views(runs)))
-        own = [column.key[0] for column in columns]
-        columns += [
-            Column(entry.key, entry.dtype, entry.shape, *found[place])
-            if place in found
-            else Column(
-                entry.key,
-                entry.dtype,
-                entry.shape,
-                (),
-                take=_taking(storage, place, window),
-                arrow=entry.arrow,
-            )
-            for place, entry in enumerate(schema.fields)
-        ]
-        return Relations(columns, window, storage.capacity, rows=own)
-
-
-def _taking(storage: Storage, place: int, window: Window) -> Callable[[IntArray], Array]:
-    """Return what copies rows of a column out, by their numbers, counted from 0 at the oldest."""
-    return lambda numbers: storage.read(window.nth(numbers), [place])[0]
-
-
-def _readable(storage: Storage, places: Sequence[int], window: Window) -> list[list[Array]]:
-    """View columns over all readable rows without copying: arrays one behind another per field."""
-    parts = [storage.views(places, first, count) for first, count in window.runs()]
-    return [[array for part in parts for array in part[number]] for number in range(len(places))]
-
-
-def _as_readable(
-    storage: Storage, places: Sequence[int], window: Window
-) -> tuple[list[list[Array]], list[CorruptionError | None]]:
-    """Do as `_readable`, with nothing for columns that are damaged, and what is wrong with each."""
-    with contextlib.suppress(CorruptionError):
-        return _readable(storage, places, window), [None] * len(places)
-    found: list[list[Array]] = []
-    faults: list[CorruptionError | None] = []
-    for place in places:
-        try:
-            found += _readable(storage, [place], window)
-            faults.append(None)
-        except CorruptionError as exc:
-            found.append([])
-            faults.append(exc)
-    return found, faults
 
 
 def _latest(entries: Iterator[LogEntry]) -> tuple[list[LogEntry], list[LogEntry]]:

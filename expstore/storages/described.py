@@ -16,6 +16,7 @@ from expstore.spectext import check_specs
 from expstore.types import Key, key_name
 
 if TYPE_CHECKING:
+    from expstore.storages.base import Storage
     from expstore.storages.coming import Coming
 
 __all__ = ["Described"]
@@ -38,6 +39,7 @@ class Described:
     #: Whether fields may hold any Python object; otherwise values become columns of Arrow.
     keeps_objects = False
     schema: Schema | None
+    retired: int
     #: Moves, twice, when fields come or go: their places are others then. Odd meanwhile.
     reshapes: int = 0
     #: As `expstore.spectext` has them; "": nothing is known.
@@ -47,6 +49,15 @@ class Described:
     def unviewed_places(self) -> frozenset[int]:
         """Fields of which rows are unpacked or put together where they are read: no views cost nothing."""
         return frozenset()
+
+    @property
+    def given_up(self) -> int:
+        """The newest id that was given up for other reasons than age."""
+        return self.retired
+
+    def archived(self) -> Storage | None:
+        """Return where rows are that have left; None: nowhere."""
+        return None
 
     @contextmanager
     def moving_places(self, moves: bool = True) -> Iterator[None]:

@@ -23,6 +23,7 @@ from expstore.lock import Owner, read_owner
 from expstore.manifest import Manifest
 from expstore.schema import Schema
 from expstore.state import StateView
+from expstore.storages.archive import archive_path
 from expstore.storages.base import ROW_FIELDS, Keys, Rows, Storage
 from expstore.storages.chronicle import Chronicle
 from expstore.storages.columngroup import ColumnGroup
@@ -156,6 +157,7 @@ class FollowerStorage(FolderStorage):
         self._turns = 0
         self._known = 0
         self._unseen = False
+        self._archived: FollowerStorage | None = None
         super().__init__(path, look_up(disk, path, capacity, settings), disk)
         self._watch = Watch(disk, path)
         self._look_again()
@@ -360,6 +362,24 @@ class FollowerStorage(FolderStorage):
                 self._known = last
 
     @property
+    def given_up(self) -> int:
+        """The newest id that was given up for other reasons than age."""
+        view = self._watch.look() if self._source.live else None
+        return self.retired if view is None else view.retired
+
+    def archived(self) -> FollowerStorage | None:
+        """Return where rows are that have left the store; None: nowhere.
+
+        Raises:
+            NotFoundError: The archive has been moved.
+        """
+        with self.lock:
+            if self._archived is None and self.manifest.archive:
+                path = archive_path(self.path, self.manifest.archive)
+                self._archived = FollowerStorage(path, origin=dataclasses.replace(self._origin, path=path))
+            return self._archived
+
+    @property
     def last(self) -> int:
         """The newest id that can be read."""
         return self.window.last
@@ -523,6 +543,8 @@ class FollowerStorage(FolderStorage):
         """Let go; a second call does nothing."""
         with self.lock:
             self._closed = True
+            if self._archived is not None:
+                self._archived.close()
             self._source, self.episodes = _Source(), EpisodeTable()
             self._watch.close()
             if self._chronicle is not None:

@@ -90,7 +90,7 @@ class JournaledStorage(KeyKeepingStorage, VersionedStorage):
         disk: Disk | None = None,
         segment_bytes: int | None = None,
     ) -> None:
-        path, disk, settings = Path(path), disk or Disk(), (settings or Settings()).with_retain(retain)
+        path, disk, settings = Path(path), disk or Disk(), (settings or Settings()).with_leaving(retain)
         asked: dict[str, Any] = {"ndim": ndim, "layout": ask_layout(layout, fields, share_next)}
         settings = dataclasses.replace(settings, **{name: v for name, v in asked.items() if v is not None})
         durable = settings.durability == "sync"
@@ -98,6 +98,7 @@ class JournaledStorage(KeyKeepingStorage, VersionedStorage):
         self._lock_file, manifest = enter(disk, path, capacity, settings, self.kind)
         super().__init__(path, manifest, disk, durable=durable, min_free=settings.min_free_bytes)
         self.index_path = self.path / "index.duckdb"
+        self.asked_archive, self.archive_segment_bytes = settings.archive, segment_bytes
         self._payload = b""
         self._kept_back = False  # whether the columns lack the rows that are being published
         self._begin()

@@ -30,6 +30,8 @@ class _Kept(Protocol):
 
     def beat(self) -> None: ...
 
+    def archive_left(self) -> None: ...
+
 
 class Keeper:
     """Sync a storage a while after it was written to."""
@@ -74,7 +76,7 @@ class Keeper:
                 self._act(_tend)
             self._hurry.clear()
             if not self._stopped:
-                self._act(lambda kept: kept.sync())
+                self._act(_settle)
 
     def _act(self, act: Callable[[_Kept], None]) -> None:
         storage = self._storage()
@@ -84,6 +86,11 @@ class Keeper:
         # A failure is noted by the storage, which raises at the next write.
         with contextlib.suppress(ExpStoreError):
             act(storage)
+
+
+def _settle(storage: _Kept) -> None:
+    storage.sync()
+    storage.archive_left()
 
 
 def _tend(storage: _Kept) -> None:

@@ -56,8 +56,9 @@ LOAD, ASIDE = "load", "load.tmp"
 _OLD = "old"
 #: What of expstore.json stays as a storage has it.
 _OWN = (
-    "uuid", "created", "capacity", "ndim", "dims", "layout", "storage", "compression", "narrow", "keyed"
-)  # fmt: skip
+    *("uuid", "created", "capacity", "ndim", "dims", "layout", "storage", "compression", "narrow", "keyed"),
+    "archive",
+)
 #: Ids are not shifted further than this for the sake of slots: there are 2^63 of them.
 _FURTHEST = 1 << 50
 #: So many bytes are copied at a time.

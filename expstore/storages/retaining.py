@@ -125,10 +125,17 @@ class RetainingStorage(ReshapableStorage):
             going = self.rows_of(episodes)
             if not going:
                 return GivenUp()
+            before, rows = self.columns_bytes(), len(self)
+            self.give_up_rows(going)
+            gone = int(np.unique(episodes).size)
+            return GivenUp(gone, rows - len(self), max(0, before - self.columns_bytes()))
+
+    def give_up_rows(self, going: Gaps) -> None:
+        """Give up rows of a store that grows, for good; see `give_up`."""
+        with self.lock:
+            self.check_writable()
             if self.last > self._synced:
                 self.sync()  # else a power cut could have these ids given again
-            before = self.columns_bytes()
-            rows = len(self)
             dead, pages = self._part_with(going)
             try:
                 files = self._empty(dead, pages)
@@ -137,8 +144,6 @@ class RetainingStorage(ReshapableStorage):
             with self.episode_lock:
                 self._touched |= files
             self._keeper.note()
-            gone = int(np.unique(episodes).size)
-            return GivenUp(gone, rows - len(self), max(0, before - self.columns_bytes()))
 
     def _part_with(self, going: Gaps) -> tuple[Gaps, Gaps]:
         """Have it on the disk that rows are gone, then in memory.

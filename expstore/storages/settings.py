@@ -51,8 +51,9 @@ _BEGINNINGS = {"LOCK", "STATE", "journal", "episodes.log", "PROBE.tmp", MANIFEST
 class Settings:
     """Hold what `expstore.open` was asked for; None: as stored, or the default for a new store.
 
-    `mode`, `durability`, `min_free_bytes` and `on_sigterm` are this handle's and are not stored;
-    `new_layout` is what a new store takes where `layout` says nothing.
+    `mode`, `durability`, `min_free_bytes` and `on_sigterm` are this handle's and are not stored; `archive`
+    the storage puts into expstore.json, once there is one; `new_layout` is what a new store takes where
+    `layout` says nothing.
     """
 
     mode: Mode = "a"
@@ -73,10 +74,16 @@ class Settings:
     min_free_bytes: int = 0
     on_sigterm: Literal["flush", "ignore"] = "flush"
     retain: Retain | None = None
+    archive: str | Path | Literal[False] | None = None
 
-    def with_retain(self, retain: Retain | Mapping[str, Any] | None) -> Settings:
-        """Return the same with this policy, if one is given."""
-        return self if retain is None else dataclasses.replace(self, retain=Retain.of(retain))
+    def with_leaving(
+        self,
+        retain: Retain | Mapping[str, Any] | None,
+        archive: str | Path | Literal[False] | None = None,
+    ) -> Settings:
+        """Return the same with this policy, and where rows go that leave, as far as these are given."""
+        policy = self.retain if retain is None else Retain.of(retain)
+        return dataclasses.replace(self, retain=policy, archive=self.archive if archive is None else archive)
 
 
 def enter(
@@ -103,8 +110,7 @@ def enter(
         raise ValueError(f"on_sigterm {settings.on_sigterm!r} is unknown; use 'flush' or 'ignore'")
     if settings.min_free_bytes < 0:
         raise ValueError(f"min_free_bytes must not be negative, got {settings.min_free_bytes}")
-    settings = dataclasses.replace(settings, storage=settings.storage or kind)
-    capacity, settings = _plain(capacity, settings)
+    capacity, settings = _plain(capacity, dataclasses.replace(settings, storage=settings.storage or kind))
     if capacity is not None and capacity < 1:
         raise ValueError(f"capacity must be at least 1, got {capacity}")
     _check_meta(settings.meta)
@@ -115,16 +121,17 @@ def enter(
     exists = _look(disk, path)
     if exists and settings.mode == "x":
         raise _exists(path)
-    if exists and settings.mode == "w":
+    new = not exists or settings.mode == "w"
+    _check_archive(disk, path, capacity, settings.archive or None, new=new)
+    if exists and new:
         _move_aside(disk, path)
     disk.make_dir(path)
     lock = WriterLock(disk, path / "LOCK")
     try:
         finish_load(disk, path)
         finish_late(disk, path)
-        disk.make_dir(
-            path / "journal"
-        )  # not before: what a load has moved away must stay so until it is done
+        # Not before: what a load has moved away must stay so until it is done.
+        disk.make_dir(path / "journal")
         if disk.exists(path / MANIFEST):
             if settings.mode == "x":
                 raise _exists(path)  # made by another process just now
@@ -142,6 +149,27 @@ def enter(
         lock.release()
         raise
     return lock, manifest
+
+
+def _check_archive(
+    disk: Disk, path: Path, capacity: int | None, archive: str | Path | None, *, new: bool
+) -> None:
+    """Refuse an archive that this store cannot have."""
+    if not archive:
+        return
+    place, own = Path(archive).resolve(), path.resolve()
+    if place == own or own in place.parents or place in own.parents:
+        raise StateError(
+            f"{place} and {own} lie in one another", hint="give archive= a path beside the store"
+        )
+    if new and capacity is None:
+        raise ValueError("archive= takes rows that leave: give a capacity, or leave archive out")
+    if new and disk.exists(place / MANIFEST):
+        raise StateError(
+            f"{place} is a store, and no archive of a new one",
+            kind="mismatch",
+            hint="give archive= a path at which there is nothing yet",
+        )
 
 
 def _with_policy(disk: Disk, path: Path, manifest: Manifest, retain: Retain | None) -> Manifest:
@@ -199,6 +227,9 @@ def _plain(capacity: int | None, settings: Settings) -> tuple[int | None, Settin
         capacity = operator.index(capacity)
         if settings.retain:
             raise ValueError(f"with capacity={capacity} the last rows stay; leave it out, or retain")
+    given: object = settings.archive
+    if not (given is None or given is False or isinstance(given, Path) or (isinstance(given, str) and given)):
+        raise ValueError(f"archive is the path of a store, or False, got {given!r}")
     if settings.seed is not None:
         settings = dataclasses.replace(settings, seed=operator.index(settings.seed))
     if settings.compression is not None and settings.storage == "zarr":

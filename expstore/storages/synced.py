@@ -16,6 +16,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from expstore.episodelog import EpisodeLog
 from expstore.errors import ExpStoreError, StateError, StorageError
@@ -93,6 +94,10 @@ class SyncedStorage(ShownStorage):
             manifest.save(self.disk, self.path)
         self.manifest = manifest
 
+    def note_meta(self, meta: dict[str, Any]) -> None:
+        """Keep other facts of the user's own; the lock is held."""
+        self._note_manifest(self.manifest.replace(meta=meta))
+
     def _append(self, kind: Kind, *body: bytes) -> int:
         """Append a record, in a new segment if this one is full. The episode lock is held."""
         size = sum(map(len, body))
@@ -101,6 +106,9 @@ class SyncedStorage(ShownStorage):
                 self._journal.start_segment(self._base(opening=False), room=size)
             self._keeper.hurry()
         return self._journal.append(kind, *body)
+
+    def archive_left(self) -> None:
+        """Bring rows that have left to the archive, if there is one."""
 
     # -- one act at a time -----------------------------------------------------------------------
 

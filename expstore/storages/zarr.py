@@ -17,6 +17,7 @@ import numpy as np
 from expstore.errors import StateError, StorageError
 from expstore.files import File
 from expstore.schema import Field, Schema
+from expstore.storages.archiving import ArchivingStorage
 from expstore.storages.base import ROW_FIELDS, Keys, Rows
 from expstore.storages.checksums import BLOCK_ROWS, CHECKSUMS, Checksums, blocks_of
 from expstore.storages.columnwriter import WritableColumns, taken
@@ -25,7 +26,6 @@ from expstore.storages.loading import Arrival, ContentLike, build_load, commit_l
 from expstore.storages.payload import payload_parts
 from expstore.storages.recovery import Past, unsettled_blocks
 from expstore.storages.resizing import Progress, resized
-from expstore.storages.retaining import RetainingStorage
 from expstore.storages.sampledcolumn import SampledColumn, has_sampled
 from expstore.storages.synced import RIDING_BYTES
 from expstore.storages.tail import TAIL_BYTES, TAIL_ROWS, Tail
@@ -37,7 +37,7 @@ __all__ = ["ZarrStorage"]
 PAGE_ROWS = 1024  # priorities per 4 KiB page
 
 
-class ZarrStorage(RetainingStorage):
+class ZarrStorage(ArchivingStorage):
     """Keep rows in a folder, for as long as the experiment lives.
 
     Crashes: what `write` published survives the process at once, and the machine after the next `sync`
@@ -441,14 +441,15 @@ class ZarrStorage(RetainingStorage):
         Raises:
             SchemaError: Fields were to be packed in chunks that do not fit.
         """
-        self._take_arrival(lambda: resized(self, capacity, progress), in_use=False)
+        self._take_arrival(lambda: resized(self, capacity, progress), in_use=False, keeps=capacity)
 
-    def _take_arrival(self, find: Callable[[], Arrival], *, in_use: bool) -> None:
+    def _take_arrival(self, find: Callable[[], Arrival], *, in_use: bool, keeps: int | None = None) -> None:
         """Put what `find` returns in the place of what there is.
 
         Args:
             find: It is called when all rows are in the columns.
             in_use: Whether others may read by former slots, for which there must be a place then.
+            keeps: Otherwise: how many of the rows stay at most; None: all.
         """
         with self.lock:
             self.check_writable()
@@ -457,6 +458,7 @@ class ZarrStorage(RetainingStorage):
             self.flush_priorities()
             if self.write_keys.waiting:
                 self.sync()  # the journal that has them goes
+            self.archive_all_but(self.capacity if in_use else keeps)
             arrival = find()
             ready = 0 if self.columns is None or not in_use else self.columns.ready
             build_load(self, self.path, arrival, sequence=self._journal.sequence, ready=ready)

@@ -17,6 +17,8 @@ from expstore import dumping, keyfile
 from expstore.episodelog import LogEntry
 from expstore.journal import Kind
 from expstore.storages import columnwriter, loading, reshapable, sharing
+from expstore.storages.archive import Archive
+from expstore.storages.archiving import ArchivingStorage
 from expstore.storages.arrow import ArrowStorage
 from expstore.storages.base import Rows, Storage
 from expstore.storages.columnwriter import WritableColumns
@@ -331,6 +333,27 @@ def break_key_syncs() -> None:
     keyfile.KeyFile.unsynced = property(lambda self: set())  # type: ignore[assignment, method-assign]
 
 
+def break_archive_order() -> None:
+    """Rows go to the archive when others may have their slots."""
+    write = ArchivingStorage.write
+
+    def late(self: Any, rows: Rows) -> None:
+        write(self, rows)
+        self.archive_left()
+
+    ArchivingStorage._archive_for = lambda self, archive, through: None  # type: ignore[method-assign]
+    ArchivingStorage.write = late  # type: ignore[method-assign]
+
+
+def break_archive_syncs() -> None:
+    """Slots are given to others before the archive has their rows on its disk."""
+
+    def settle(self: Any) -> None:
+        self.settled = self.through
+
+    Archive.settle = settle  # type: ignore[method-assign]
+
+
 #: Fault -> what puts it in.
 BREAKS: dict[str, Callable[[], None]] = {
     "journal first": break_journal_first,
@@ -364,6 +387,8 @@ BREAKS: dict[str, Callable[[], None]] = {
     "keys before rows": break_key_order,
     "keys not cut": break_key_cuts,
     "keys without sync": break_key_syncs,
+    "archived after": break_archive_order,
+    "archive without sync": break_archive_syncs,
 }
 
 

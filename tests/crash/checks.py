@@ -23,7 +23,8 @@ from expstore import writekeys
 from expstore.errors import NotReadyError
 from expstore.files import Disk
 from expstore.snapshots import list_versions
-from expstore.storages.base import ROW_FIELDS
+from expstore.storages.archive import ARCHIVED_ID, Beside, with_left
+from expstore.storages.base import ROW_FIELDS, Storage
 from expstore.storages.checksums import BLOCK_ROWS, GIVEN_UP, NOTHING, SUMMED, blocks_of, state_of
 from expstore.storages.rows import now_us
 from expstore.storages.sampledcolumn import find_sampled
@@ -32,6 +33,7 @@ from expstore.writekeys import WriteKey
 
 __all__ = [
     "Wrong",
+    "check_archive",
     "check_episodes",
     "check_info",
     "check_keys",
@@ -125,6 +127,47 @@ def check_rows(rb: TensorDictReplayBuffer, state: Ledger) -> None:
         held = [float(np.float32(v)) for v in state.priorities[i]]
         expect(value in held, f"priority of {i} is {value}, expected one of {held}")
         state.priorities[i] = [value]
+
+
+def check_archive(rb: TensorDictReplayBuffer, state: Ledger) -> None:
+    """Hold what has left the ring against the ledger: in the archive, or still in the ring, and once."""
+    if not state.spec.archived:
+        return
+    kept, spec, ids = rb.storage, state.spec, state.ever
+    beside = Beside(kept.archived())
+    archive, window = beside.archive, with_left(kept, kept.window, beside.through)
+    split = np.searchsorted(ids, beside.through, side="right")
+    own = window.ids()
+    expect(np.array_equal(own, ids[split:]), f"{own.size} rows in the ring, expected {ids.size - split}")
+    _check_some(kept, own, own, state)
+    if archive.schema is None:
+        expect(not split, f"the archive is empty, expected {split} rows")
+        return
+    there = beside.window.ids()
+    (found,) = archive.read(there, [archive.place_of(ARCHIVED_ID)])
+    if kept.follows:  # the next writer gives up what came too early
+        there, found = there[found <= kept.last], found[found <= kept.last]
+    expect(np.array_equal(found, ids[:split]), f"{found.size} rows in the archive, expected {split}: {spec}")
+    _check_some(archive, there, found, state)
+
+
+def _check_some(kept: Storage, ids: np.ndarray, named: np.ndarray, state: Ledger) -> None:
+    """Hold rows of a store against those of a ledger with the ids `named`."""
+    if not ids.size:
+        return
+    schema = kept.require_schema()
+    own = len(schema.fields)
+    wanted = facts.values(state.spec, state.origin[named], state.version[named])
+    places = [schema.place(key) for key in wanted]
+    values = kept.read(ids, [*places, own + 1, own + 2])
+    pairs = [
+        *wanted.items(),
+        (("_row", "episode"), state.episode[named]),
+        (("_row", "step"), state.step[named]),
+    ]
+    for (name, want), have in zip(pairs, values, strict=True):
+        bad = named[(have != want).reshape(ids.size, -1).any(axis=1)]
+        expect(not bad.size, f"{name} differs in {bad.size} rows that have left: {bad[:4]}")
 
 
 def check_sampled(rb: TensorDictReplayBuffer, state: Ledger, *, cut: bool = False) -> None:

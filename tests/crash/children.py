@@ -30,6 +30,7 @@ import torch
 import zarr as zarr_python  # noqa: F401  # the children are to find it there
 from checks import (
     Wrong,
+    check_archive,
     check_episodes,
     check_info,
     check_keys,
@@ -70,6 +71,7 @@ __all__ = [
     "Look",
     "Report",
     "Wrong",
+    "archive_of",
     "ask_child",
     "candidates",
     "check",
@@ -116,6 +118,8 @@ def open_store(
     }
     layout = ColumnLayout(fields=packed) if spec.packed else ColumnLayout(share_next=spec.lent or None)
     settings = Settings(flatten=True, seed=SEED, durability=spec.durability, layout=layout)
+    if spec.archived:
+        settings = dataclasses.replace(settings, archive=archive_of(path))
     how = {"settings": settings, "disk": disk or KillingDisk(), "segment_bytes": spec.segment_bytes}
     kept = (
         ArrowStorage(path, spec.capacity, compression=spec.compression, **how)
@@ -138,6 +142,11 @@ def open_store(
 def place_of(path: Path) -> Path:
     """Return where the snapshots of a store are."""
     return path.with_name("snapshots")
+
+
+def archive_of(path: Path) -> Path:
+    """Return where the archive of a store is."""
+    return path.with_name(f"{path.stem}-archive.exp")
 
 
 #: What `fit_constants` sets.
@@ -226,6 +235,7 @@ def perform(rb: TensorDictReplayBuffer, state: Ledger, op: Op) -> None:
         rb.loads(place_of(rb.storage.path))
     elif op.kind == "tick":
         rb.storage.flush_priorities()
+        rb.storage.archive_left()
     elif op.kind == "empty":
         rb.empty()
     elif op.kind == "sql":
@@ -424,6 +434,7 @@ def _check_and_go_on(look: Look) -> Ledger:
     state = matching(rb, look.states, cut=look.cut)
     state.found = state.write_count
     check_sums(rb)
+    check_archive(rb, state)
     state.versions = check_versions(place_of(look.path), look.need, look.known, current=look.current)
     check_episodes(rb, state)
     check_info(rb, state)
@@ -438,6 +449,7 @@ def _check_and_go_on(look: Look) -> Ledger:
         state.apply(op)
     check_keys(rb, state)
     check_rows(rb, state)
+    check_archive(rb, state)
     check_sampled(rb, state)
     if look.leave == "kill":
         return state
@@ -448,6 +460,7 @@ def _check_and_go_on(look: Look) -> Ledger:
     expect(rb.recovered is None, f"after a close: {rb.recovered!r}")
     check_sums(rb)
     check_rows(rb, state)
+    check_archive(rb, state)
     check_sampled(rb, state)
     check_episodes(rb, state)
     check_info(rb, state)

@@ -58,6 +58,7 @@ RAGGED = Spec("ragged", 24, 8, frame=64, lean=True, segment_bytes=4096, tail=Fal
 KEYED = Spec("keyed", 24, 8, frame=64, lean=True, segment_bytes=1536, keyed=True)
 LENT = Spec("lent", 24, 8, frame=64, lean=True, segment_bytes=4096, tail=False, lent=True)
 LENT_NARROW = Spec("lent narrow", 24, 8, frame=64, lean=True, segment_bytes=1536, lent=True)
+ARCHIVED = Spec("archived", 24, 8, frame=64, lean=True, segment_bytes=4096, archived=True)
 PACKED_GROWING = Spec("packed growing", None, 24, frame=64, lean=True, shard_rows=4096, packed=True)
 
 
@@ -315,6 +316,31 @@ PHASES = (
         [*_keyed(0, 6), DUMPS, *_keyed(1, 7, 2)],
         [LOADS, *_keyed(3, 4)],
         stride=20,
+    ),
+    Phase("new store with an archive", ARCHIVED, part="open", must="rename expstore.json", stride=5),
+    Phase(
+        "archive",
+        ARCHIVED,
+        [_extend(26)],
+        [_extend(7), _extend(8), FLUSH, Op("tick"), _change(30, 36, 1, 3), _extend(8), _extend(3, "a")],
+        stride=4,
+    ),
+    Phase(
+        "long extend with an archive",
+        ARCHIVED,
+        [_extend(24, "a")],
+        [_extend(13), _extend(41, "a"), _extend(3)],
+        stride=9,
+    ),
+    Phase(
+        "empty with an archive", ARCHIVED, [_extend(30)], [EMPTY, _extend(26), EMPTY, _extend(3)], stride=9
+    ),
+    Phase("close with an archive", ARCHIVED, [_extend(24), _extend(8), FLUSH], part="close", stride=5),
+    Phase(
+        "open an archive",
+        ARCHIVED,
+        [_extend(24), _extend(8), _extend(8), Op("tick"), _extend(4)],
+        part="open",
     ),
     Phase("extend without spare", BARE, [_extend(24)], [_extend(6)], tooth=True),
     Phase("change new rows", LEAN, FEW, [_extend(4), _change(20, 24, 1, 2)], tooth=True),

@@ -64,6 +64,7 @@ class Spec:
     compression: Literal["narrow", "lz4", "zstd"] | None = None  # of these
     keyed: bool = False  # whether rows are written under idempotency keys, of which few are known
     lent: bool = False  # whether frames are flat, and lie with next ones where these have them already
+    archived: bool = False  # whether what leaves the ring goes to an archive
     packed: bool = (
         False  # whether frames are packed, in chunks of a few rows and short shards; next ones, too
     )
@@ -186,7 +187,7 @@ def late_values(ids: Ints, version: int) -> Ints:
     return _mix(ids, np.full(ids.size, version, np.int64))
 
 
-_ARRAYS = ("version", "origin", "episode", "step")
+_ARRAYS = ("version", "origin", "episode", "step", "deleted")
 #: So many snapshots are kept.
 KEEP = 3
 
@@ -234,6 +235,7 @@ class Ledger:
     origin: Ints = field(default_factory=lambda: np.zeros(1, np.int64))  # the id that a row was made for
     episode: Ints = field(default_factory=lambda: np.zeros(1, np.int64))
     step: Ints = field(default_factory=lambda: np.zeros(1, np.int64))
+    deleted: Ints = field(default_factory=lambda: np.ones(1, np.int64))  # 1: never came, or was deleted
     # What a row's priority may be after a kill: what it was when last brought to disk, or any later one.
     priorities: dict[int, list[float]] = field(default_factory=dict)
     max_priorities: list[float] = field(default_factory=lambda: [1.0])
@@ -277,6 +279,11 @@ class Ledger:
         return np.arange(self.low + 1, self.last + 1, dtype=np.int64)
 
     @property
+    def ever(self) -> Ints:
+        """The rows that must be there where none is lost that leaves."""
+        return np.flatnonzero(self.deleted[: self.last + 1] == 0)
+
+    @property
     def left(self) -> Ints:
         """The rows that can still be drawn."""
         limit = self.spec.consume
@@ -289,7 +296,7 @@ class Ledger:
         for name in _ARRAYS:
             old = getattr(self, name)
             if old.size <= last:
-                new = np.zeros(max(2 * old.size, last + 1), np.int64)
+                new = np.full(max(2 * old.size, last + 1), name == "deleted", np.int64)
                 new[: old.size] = old
                 setattr(self, name, new)
         for name, (default, held) in self.late.items():
@@ -386,7 +393,7 @@ class Ledger:
             self.keys[op.key] = self.last + 1, op.count
         self.retire_for(op)
         self._grow(int(ids[-1]))
-        self.origin[ids] = ids
+        self.origin[ids], self.deleted[ids] = ids, 0
         self._set_late(ids)
         terminated, truncated = _ends(ids)
         rewards = _rewards(ids, np.zeros_like(ids))
@@ -453,6 +460,7 @@ class Ledger:
     def _empty(self, op: Op) -> None:
         if self.ids.size:
             capacity = self.spec.capacity
+            self.deleted[self.ids] = 1
             self.last = self.last if capacity is None else -(-self.last // capacity) * capacity
             self.retired = self.last
 

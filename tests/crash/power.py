@@ -23,11 +23,12 @@ from typing import Any
 
 import ledger as facts
 import numpy as np
-from checks import check_info, check_rows, check_versions
+from checks import check_archive, check_info, check_rows, check_versions
 from children import (
     Look,
     Report,
     Wrong,
+    archive_of,
     ask_child,
     candidates,
     fit_constants,
@@ -88,6 +89,8 @@ POWER_SPECS = {
         Spec("lent wide", 40, 16, frame=3000, segment_bytes=4096, longest=24, lent=True),
         Spec("lent kept", 60, 20, frame=64, segment_bytes=4096, longest=30, dumped=True, lent=True),
         Spec("lent synced", 40, 16, frame=64, segment_bytes=4096, longest=24, durability="sync", lent=True),
+        Spec("archived", 24, 12, frame=64, segment_bytes=4096, longest=14, lean=True, archived=True),
+        Spec("archived long", 24, 40, frame=64, segment_bytes=4096, longest=60, lean=True, archived=True),
         Spec("late", 24, 12, frame=64, segment_bytes=4096, longest=12, lean=True, late=True),
         Spec(
             "late kept", 24, 12, frame=64, segment_bytes=4096, longest=12, lean=True, dumped=True, late=True
@@ -186,7 +189,8 @@ def _record(job: Job, base: Path) -> Taken:
     write_tree(job.tree, base)
     if not job.free:
         journaled.Keeper = NoKeeper  # type: ignore[assignment,misc]
-    disk = RecordingDisk(base / "run.exp", in_turn=not job.free)
+    stores = [base / "run.exp", *([archive_of(base / "run.exp")] if job.spec.archived else [])]
+    disk = RecordingDisk(*stores, in_turn=not job.free)
     taken = Taken(base, disk.events, None)
     try:
         _live(job, disk, taken)
@@ -241,8 +245,9 @@ def _turns(kept: Any, share: float) -> Callable[[], None]:
         if chance.random() < share and threading.current_thread() is threading.main_thread():
             # Nobody else runs: whoever holds a lock is this thread, and the other one would wait for it.
             held = kept._sync_lock.locked() or kept._priority_lock.locked() or kept.episode_lock.locked()
+            held |= kept.archive is not None and kept.archive.turn.locked()
             if not held and not kept.sampled_lock._is_owned():
-                thread = threading.Thread(target=kept.sync)
+                thread = threading.Thread(target=lambda: (kept.sync(), kept.archive_left()))
                 thread.start()
                 thread.join()
 
@@ -407,6 +412,7 @@ def _follow(look: Look) -> int | str | None:
             for state in look.states:
                 try:
                     check_rows(rb, state.copy())
+                    check_archive(rb, state)
                     check_info(rb, state)
                 except Wrong as exc:
                     reasons.append(str(exc))

@@ -86,15 +86,15 @@ class RecordingDisk(Disk):
     """Note every act below a folder.
 
     Args:
-        store: The folder of the store.
+        stores: The folders of the stores.
         in_turn: Sync files one after another in the order of their names, so that runs are alike.
     """
 
-    def __init__(self, store: Path, *, in_turn: bool = True) -> None:
+    def __init__(self, *stores: Path, in_turn: bool = True) -> None:
         super().__init__()
         self.events: list[Event] = []
         self.turn = threading.RLock()
-        self._store = store
+        self._stores = stores
         self._in_turn = in_turn
         self._seen: dict[Path, _Seen] = {}
         self._lasting = False
@@ -183,9 +183,8 @@ class RecordingDisk(Disk):
 
     def _look_around(self) -> None:
         """Note what files written by others have become since."""
-        names = sorted(self._store.glob("index.*"))
-        if (self._store / "STATE").exists():
-            names.append(self._store / "STATE")
+        names = [path for store in self._stores for path in sorted(store.glob("index.*"))]
+        names += [path for store in self._stores if (path := store / "STATE").exists()]
         for path in sorted(set(self._seen) - set(names)):
             del self._seen[path]
             self.events.append(Event("unlink", path))

@@ -1,0 +1,123 @@
+"""The columns of a storage as SQL sees them: views where rows lie one behind another, else what copies them.
+
+Used by the catalog for a query. It decides neither which rows are shown nor under which names.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from expstore.errors import CorruptionError
+from expstore.storages.archive import ARCHIVED_ID, Beside, with_left
+from expstore.storages.base import ROW_FIELDS, Storage
+from expstore.storages.sampled import SAMPLED
+from expstore.types import Array, IntArray, Window
+
+if TYPE_CHECKING:
+    from expstore.history import History
+    from expstore.index import Relations
+
+__all__ = ["history_of", "readable", "relations_of"]
+
+#: Row columns that a row of an archive has from its ring; its id it has in a field.
+_KEPT = (("_episode",), ("_step",), ("_time",))
+
+
+def relations_of(storage: Storage, window: Window) -> Relations:
+    """Return the rows of a window with all their columns."""
+    from expstore.index import Column, Relations
+
+    schema = storage.schema
+    if schema is None:
+        return Relations(window=window)
+    fields = len(schema.fields)
+    unviewed = storage.unviewed_places | {n for n, entry in enumerate(schema.fields) if entry.variable}
+    places = [place for place in range(fields + len(ROW_FIELDS)) if place not in unviewed]
+    found = dict(zip(places, zip(*_as_readable(storage, places, window), strict=True), strict=True))
+    columns = [
+        Column((f"_{entry.key[1]}",), entry.dtype, (), *found[place])
+        for place, entry in enumerate(ROW_FIELDS, fields)
+    ]
+    sampled = storage.sampled
+    if sampled is not None:
+        runs = [piece for first, count in window.runs() for piece in storage.pieces(first, count)]
+        columns.append(Column(("_sampled",), SAMPLED.dtype, (), sampled.views(runs)))
+    own = [column.key[0] for column in columns]
+    columns += [
+        Column(entry.key, entry.dtype, entry.shape, *found[place])
+        if place in found
+        else Column(
+            entry.key,
+            entry.dtype,
+            entry.shape,
+            (),
+            take=_taking(storage, place, window),
+            arrow=entry.arrow,
+        )
+        for place, entry in enumerate(schema.fields)
+    ]
+    return Relations(columns, window, storage.capacity, rows=own)
+
+
+def history_of(storage: Storage, window: Window, beside: Beside) -> History:
+    """Return the rows of a ring and of its archive; none is on both sides.
+
+    Args:
+        storage: The ring.
+        window: Its rows.
+        beside: The archive, as it was before that.
+    """
+    from expstore.history import SHOWN, History
+    from expstore.index import Relations
+    from expstore.relations import call_tops
+
+    schema = storage.schema
+    if schema is None:
+        return History(Relations(), Relations(), window.low, window.last)
+    tops = call_tops(schema.keys, SHOWN)
+    held = replace(relations_of(storage, with_left(storage, window, beside.through)), tops=tops)
+    there = relations_of(beside.archive, beside.window).columns
+    ids = [replace(column, key=("_id",)) for column in there if column.key == ARCHIVED_ID]
+    rows = [*ids, *(column for column in there[: len(ROW_FIELDS)] if column.key in _KEPT)]
+    # Behind the row columns of the archive, of which a field may have the name of one.
+    others = [column for column in there[len(there) - len(schema.fields) - 1 :] if column.key != ARCHIVED_ID]
+    if not there:  # nothing has come yet
+        rows = [replace(column, parts=()) for column in held.columns if column.key in (("_id",), *_KEPT)]
+        others = [
+            replace(column, parts=(), take=None, fault=None)
+            for column in held.columns[len(held.columns) - len(schema.fields) :]
+        ]
+    names = [column.key[0] for column in rows]
+    return History(held, Relations([*rows, *others], tops=tops, rows=names), window.low, window.last)
+
+
+def _taking(storage: Storage, place: int, window: Window) -> Callable[[IntArray], Array]:
+    """Return what copies rows of a column out, by their numbers, counted from 0 at the oldest."""
+    return lambda numbers: storage.read(window.nth(numbers), [place])[0]
+
+
+def readable(storage: Storage, places: Sequence[int], window: Window) -> list[list[Array]]:
+    """View columns over all readable rows without copying: arrays one behind another per field."""
+    parts = [storage.views(places, first, count) for first, count in window.runs()]
+    return [[array for part in parts for array in part[number]] for number in range(len(places))]
+
+
+def _as_readable(
+    storage: Storage, places: Sequence[int], window: Window
+) -> tuple[list[list[Array]], list[CorruptionError | None]]:
+    """Do as `readable`, with nothing for columns that are damaged, and what is wrong with each."""
+    with contextlib.suppress(CorruptionError):
+        return readable(storage, places, window), [None] * len(places)
+    found: list[list[Array]] = []
+    faults: list[CorruptionError | None] = []
+    for place in places:
+        try:
+            found += readable(storage, [place], window)
+            faults.append(None)
+        except CorruptionError as exc:
+            found.append([])
+            faults.append(exc)
+    return found, faults
