@@ -81,12 +81,16 @@ _MEANINGS = {
     504: "It took too long.",
     507: "The disk is full.",
 }
-_COMMON = (400, 401, 403, 404, 409, 422, 423, 429, 500, 503)
+_COMMON = (400, 401, 403, 404, 408, 409, 413, 422, 423, 429, 500, 503)
 
 
-def problems(*more: int) -> dict[int | str, dict[str, Any]]:
-    """Return what the OpenAPI document says of a route's errors."""
+def problems(*more: int, only: bool = False) -> dict[int | str, dict[str, Any]]:
+    """Return what the OpenAPI document says of a route's errors.
+
+    Args:
+        more: Statuses beside those of every route that has to do with a store.
+        only: Leave those out.
+    """
     content = {"application/json": {"schema": _ERROR}}
-    return {
-        status: {"description": _MEANINGS[status], "content": content} for status in sorted({*_COMMON, *more})
-    }
+    statuses = {*more} if only else {*_COMMON, *more}
+    return {status: {"description": _MEANINGS[status], "content": content} for status in sorted(statuses)}

@@ -13,8 +13,13 @@ from fastapi import FastAPI
 
 import expstore
 from expstore.api import asking, failures, health, reading, sampling, versions, writing
+from expstore.api.guard import Guard
+from expstore.api.incoming import Incoming
+from expstore.api.metrics import Metrics
+from expstore.api.routes import RouteTable
 from expstore.api.settings import Settings
 from expstore.api.stores import Stores
+from expstore.api.watching import Watch
 
 __all__ = ["create_app"]
 
@@ -44,8 +49,13 @@ def create_app(settings: Settings) -> FastAPI:
         description="Experience for reinforcement learning: write rows, sample batches, ask in SQL.",
         lifespan=lifespan,
     )
-    app.state.settings, app.state.stores = settings, stores
+    metrics = Metrics()
+    app.state.settings, app.state.stores, app.state.metrics = settings, stores, metrics
     failures.install(app)
+    # The last is the outermost.
+    app.add_middleware(Incoming, settings=settings)
+    app.add_middleware(Guard, settings=settings)
+    app.add_middleware(Watch, routes=RouteTable(app.openapi), metrics=metrics)
     app.include_router(health.router)
     app.include_router(reading.router, prefix="/v1")
     app.include_router(sampling.router, prefix="/v1")

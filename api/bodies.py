@@ -1,27 +1,24 @@
-"""Bodies in and out: Arrow streams or JSON, within limits.
+"""Bodies in and out: Arrow streams or JSON.
 
 Used by the routes. It never looks into a store.
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
-from collections.abc import AsyncIterator
 from typing import Any
 
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
-from starlette.requests import ClientDisconnect
 
 from expstore.api.failures import Refusal
-from expstore.api.settings import Settings
 from expstore.codec import plain_columns
 
 __all__ = [
     "ARROW",
     "JSON",
+    "ROWS",
     "accepted",
     "arrow_answer",
     "compression_of",
@@ -34,6 +31,8 @@ __all__ = [
 
 ARROW = "application/vnd.apache.arrow.stream"
 JSON = "application/json"
+#: The header that says how many rows an answer brings.
+ROWS = "X-Rows"
 _COMPRESSIONS = ("lz4", "zstd")
 
 
@@ -99,44 +98,12 @@ def compression_of(request: Request) -> str | None:
     return None
 
 
-async def read_body(request: Request, settings: Settings) -> bytearray:
-    """Return the whole body, which may be written to.
-
-    Raises:
-        Refusal: 413: it is longer than allowed; 408: it does not come; 400: it ends early.
-    """
-    limit, length = settings.max_body, request.headers.get("content-length")
-    if length is not None and int(length) > limit:
-        raise _too_large(limit)
+async def read_body(request: Request) -> bytearray:
+    """Return the whole body, which may be written to; `incoming` has its limits."""
     body = bytearray()
-    deadline = asyncio.get_running_loop().time() + settings.body_seconds
-    parts = request.stream()
-    try:
-        while (part := await _next_part(parts, deadline, settings.body_seconds / 10)) is not None:
-            body += part
-            if len(body) > limit:
-                raise _too_large(limit)
-    except ClientDisconnect:
-        raise Refusal(400, "the body ended early") from None
-    if length is not None and int(length) != len(body):
-        raise Refusal(400, f"the body has {len(body)} of {length} bytes")
+    async for part in request.stream():
+        body += part
     return body
-
-
-async def _next_part(parts: AsyncIterator[bytes], deadline: float, seconds: float) -> bytes | None:
-    left = min(seconds, deadline - asyncio.get_running_loop().time())
-    try:
-        async with asyncio.timeout(max(left, 0)):
-            return await anext(parts, None)
-    except TimeoutError:
-        raise Refusal(408, "the body does not come", headers={"Connection": "close"}) from None
-
-
-def _too_large(limit: int) -> Refusal:
-    return Refusal(
-        413, f"the body has more than {limit:,} bytes", hint="send less at once",
-        headers={"Connection": "close"},
-    )  # fmt: skip
 
 
 def load_json(body: bytes | bytearray) -> Any:

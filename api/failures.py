@@ -17,7 +17,7 @@ from starlette.exceptions import HTTPException
 
 from expstore import errors
 
-__all__ = ["KINDS", "STATUS", "Refusal", "install", "status_of"]
+__all__ = ["KINDS", "STATUS", "Refusal", "answer", "body_of", "install", "refuse", "status_of"]
 
 _log = logging.getLogger("expstore.api")
 
@@ -97,12 +97,21 @@ def status_of(exc: errors.ExpStoreError) -> int:
 
 
 def answer(status: int, kind: str, message: str, hint: str = "", headers: Any = None) -> Response:
-    """Return an error in the one form that all of them have."""
+    """Return an error as an answer."""
     more = dict(headers or {})
     if status in _AGAIN and kind in ("not_ready", "busy", "rate_limited", "too_many"):
         more.setdefault("Retry-After", str(_AGAIN[status]))
-    body = {"error": {"kind": kind, "message": message, "hint": hint}}
-    return JSONResponse(body, status, more)
+    return JSONResponse(body_of(kind, message, hint), status, more)
+
+
+def body_of(kind: str, message: str, hint: str) -> dict[str, dict[str, str]]:
+    """Return the one form that all errors have."""
+    return {"error": {"kind": kind, "message": message, "hint": hint}}
+
+
+def refuse(refusal: Refusal) -> Response:
+    """Return a refusal as an answer."""
+    return answer(refusal.status, refusal.kind, refusal.message, refusal.hint, refusal.headers)
 
 
 def _of_tree(request: Request, exc: Exception) -> Response:

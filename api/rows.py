@@ -13,7 +13,7 @@ import torch
 from fastapi.responses import Response
 from tensordict import TensorDictBase
 
-from expstore.api.bodies import ARROW, arrow_answer, json_answer, load_json, to_json
+from expstore.api.bodies import ARROW, ROWS, arrow_answer, json_answer, load_json, to_json
 from expstore.api.failures import Refusal
 from expstore.api.stores import Served
 from expstore.codec import Codec, Coded, Encoder, join_columns, meaning_of
@@ -136,8 +136,11 @@ def answer_rows(
     """Return rows as an answer of the type that the client wants."""
     batch = (encoder or Encoder()).encode(data)
     if kind == ARROW:
-        return arrow_answer(write_stream(batch, compression=compression))
-    return json_answer({"rows": dict(zip(batch.schema.names, to_json(batch), strict=True))})
+        response = arrow_answer(write_stream(batch, compression=compression))
+    else:
+        response = json_answer({"rows": dict(zip(batch.schema.names, to_json(batch), strict=True))})
+    response.headers[ROWS] = str(batch.num_rows)
+    return response
 
 
 def checked_ids(ids: Any) -> torch.Tensor:

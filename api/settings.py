@@ -1,6 +1,6 @@
 """What a server is told when it is made: frozen, and read from nowhere but its arguments.
 
-Used by everything in the package. It does nothing.
+Used by everything in the package.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from expstore.errors import StateError
 from expstore.limiter import MinSize, RateLimiter, SampleToInsertRatio
 
 __all__ = ["Settings"]
@@ -30,6 +31,9 @@ class Settings:
         max_rows: Rows of a request, and of an answer that is no stream.
         body_seconds: How long a body may take to come, and each part of it a tenth of that.
         head_seconds: How long the head of a request may take to come.
+        idle_seconds: How long a connection may lie between two requests.
+        answer_seconds: How long a client may take nothing of its answer.
+        connections: Most connections; when one more comes, the one goes that has been idle for longest.
         concurrency: How many requests are worked on at once, for each store; as many may wait.
         rate: Requests per second of one client, on average; None: any number.
         sql_seconds: How long a statement may run.
@@ -52,6 +56,9 @@ class Settings:
     max_rows: int = 1_000_000
     body_seconds: float = 60.0
     head_seconds: float = 10.0
+    idle_seconds: float = 60.0
+    answer_seconds: float = 30.0
+    connections: int = 1000
     concurrency: int = 64
     rate: float | None = None
     sql_seconds: float = 3.0
@@ -61,6 +68,22 @@ class Settings:
     error_buffer: float | None = None
     wait_seconds: float = 60.0
     shutdown_seconds: float = 5.0
+
+    def __post_init__(self) -> None:
+        """Look whether the tokens protect what they seem to.
+
+        Raises:
+            StateError: They do not.
+        """
+        if b"" in (self.token, self.read_token):
+            raise StateError("a token is empty", kind="token", hint="leave it out, or give one")
+        if self.read_token is not None and self.read_token == self.token:
+            raise StateError("both tokens are the same", kind="token", hint="make another one for readers")
+        if self.read_token is not None and self.token is None and not self.read_only:
+            raise StateError(
+                "there is a token for readers, and none for writers",
+                kind="token", hint="give one to writers, too, or serve with read_only",
+            )  # fmt: skip
 
     def limiter(self) -> RateLimiter | None:
         """Return what limits one store; None: nothing does.

@@ -89,9 +89,13 @@ async def extend(
 ) -> Written:
     """Append rows, all of them or none: an Arrow stream, or JSON with a list per column."""
     kind = content_type(request)
-    body = await read_body(request, limits)
+    body = await read_body(request)
     seconds = min(wait, limits.wait_seconds)
-    return await store.run_patiently(lambda: _extended(store, kind, body, source, limits.max_rows), seconds)
+    written = await store.run_patiently(
+        lambda: _extended(store, kind, body, source, limits.max_rows), seconds
+    )
+    request.scope["expstore.rows_in"] = written.count
+    return written
 
 
 @router.post("/stores/{name}/add", responses=problems(408, 413, 415, 507), openapi_extra=ARROW_BODY)
@@ -104,9 +108,11 @@ async def add(
 ) -> Written:
     """Append one row: an Arrow stream, or JSON with a list of one value per column."""
     kind = content_type(request)
-    body = await read_body(request, limits)
+    body = await read_body(request)
     seconds = min(wait, limits.wait_seconds)
-    return await store.run_patiently(lambda: _extended(store, kind, body, source, 1), seconds)
+    written = await store.run_patiently(lambda: _extended(store, kind, body, source, 1), seconds)
+    request.scope["expstore.rows_in"] = written.count
+    return written
 
 
 def _extended(store: Served, kind: str, body: bytearray, source: str | None, rows: int) -> Written:

@@ -26,6 +26,7 @@ from expstore import (
     cli_migrate,
     cli_reshape,
     cli_retain,
+    cli_serve,
     cli_snapshots,
 )
 from expstore.cli_codes import DAMAGED, FAILED, INTERRUPTED, LOCKED, USAGE
@@ -433,3 +434,7 @@ app.command(
 
 app.command(epilog=cli_export.EXPORT_NOTES)(cli_export.export)
 app.command("import", epilog=cli_export.IMPORT_NOTES)(cli_export.import_)
+
+# -- serve -----------------------------------------------------------------------------------------
+
+app.command(epilog=cli_serve.SERVE_NOTES)(cli_serve.serve)

@@ -486,6 +486,10 @@ class Disk:
         """Say whether this is a folder."""
         return bool(self._look(path, path.is_dir))
 
+    def is_shared(self, path: Path) -> bool:
+        """Say whether users other than its owner may read a file."""
+        return bool(self._look(path, lambda: path.stat().st_mode & 0o044))
+
     def size(self, path: Path) -> int:
         """Return the length of a file in bytes, -1 if it is missing."""
         try:

@@ -8,6 +8,7 @@ from typing import Self
 import uvicorn
 
 from expstore.api import Settings, create_app
+from expstore.api.server import configure
 
 
 class Serving:
@@ -19,7 +20,8 @@ class Serving:
 
     def __init__(self, settings: Settings) -> None:
         self.app = create_app(settings)
-        config = uvicorn.Config(self.app, host="127.0.0.1", port=0, log_level="warning", lifespan="on")
+        config = configure(self.app, settings)
+        config.port = 0
         self._server = uvicorn.Server(config)
         self._started = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)

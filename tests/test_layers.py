@@ -61,7 +61,7 @@ LINES: tuple[tuple[str, str], ...] = (
     (
         "9",
         "cli cli_checks cli_codes cli_columns cli_export cli_info cli_migrate cli_print cli_query "
-        "cli_reshape cli_retain cli_snapshots cli_stop __main__",
+        "cli_reshape cli_retain cli_serve cli_snapshots cli_stop __main__",
     ),
 )
 
@@ -465,6 +465,7 @@ ALLOWED_SIDEWAYS: tuple[tuple[str, str], ...] = (
     ("cli", "cli_snapshots"),
     ("cli", "cli_retain"),
     ("cli_retain", "cli_print"),
+    ("cli", "cli_serve"),
     ("cli_snapshots", "cli_print"),
     ("cli", "cli_reshape"),
     ("cli_reshape", "cli_print"),

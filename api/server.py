@@ -1,0 +1,167 @@
+"""A server: an application behind uvicorn, from the first socket to the last flush.
+
+Used by `expstore serve`. It reads no command line and prints nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import resource
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import FrameType
+
+import uvicorn
+from fastapi import FastAPI
+
+from expstore.api.app import create_app
+from expstore.api.connections import connections_of
+from expstore.api.guard import is_loopback
+from expstore.api.settings import Settings
+from expstore.errors import NotFoundError, StateError
+from expstore.files import ReadingDisk
+
+__all__ = ["Listening", "configure", "serve"]
+
+
+@dataclass(frozen=True, slots=True)
+class Listening:
+    """Where a server listens, and what for."""
+
+    url: str
+    stores: list[str]
+
+
+def serve(
+    settings: Settings,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8420,
+    ready: Callable[[Listening], None] = lambda listening: None,
+    stopping: Callable[[], None] = lambda: None,
+) -> None:
+    """Serve stores until a signal comes.
+
+    SIGTERM or SIGINT ends the work: no more requests are taken, those that are being answered have
+    `settings.shutdown_seconds`, then stores are flushed and closed. A second signal ends the process at once,
+    which loses nothing that was acknowledged. Run it in the main thread, which alone is told of signals.
+
+    Args:
+        settings: What is served.
+        host: A name or an address of this machine.
+        port: 0: a free one.
+        ready: Called when requests are taken.
+        stopping: Called when the work is being ended.
+
+    Raises:
+        StateError: Others could reach the address, and there is no token; or it cannot be had.
+        NotFoundError: There is no store, and no folder of stores.
+        LockedError: Another process writes to the one store that is to be served.
+    """
+    if not ReadingDisk().is_dir(settings.path):
+        raise NotFoundError(f"{settings.path} is no store, and no folder of stores", hint="make it first")
+    family, address = _resolved(host, port)
+    _check_token(settings, address)
+    _allow_many_files()
+    app = create_app(settings)
+    with contextlib.closing(_bound(family, address, port)) as listener:
+        where = f"[{host}]" if ":" in host else host
+        listening = Listening(f"http://{where}:{listener.getsockname()[1]}", app.state.stores.names())
+        server = _Server(configure(app, settings), app, lambda: ready(listening), stopping)
+        server.run(sockets=[listener])
+
+
+def configure(app: FastAPI, settings: Settings) -> uvicorn.Config:
+    """Return how uvicorn is to run an application."""
+    return uvicorn.Config(
+        app,
+        http=connections_of(settings),
+        ws="none",
+        loop="asyncio",
+        lifespan="on",
+        log_config=None,
+        log_level="error",  # what clients do wrong is in their answers
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_keep_alive=math.ceil(settings.idle_seconds),
+        timeout_graceful_shutdown=math.ceil(settings.shutdown_seconds),
+    )
+
+
+class _Server(uvicorn.Server):
+    """A server that a second signal ends at once, and that the first one does not fail."""
+
+    def __init__(
+        self, config: uvicorn.Config, app: FastAPI, ready: Callable[[], None], stopping: Callable[[], None]
+    ) -> None:
+        super().__init__(config)
+        self._app, self._ready, self._stopping = app, ready, stopping
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        stores = self._app.state.stores
+        if stores.single:
+            stores.served(stores.names()[0])
+        await super().startup(sockets)
+        self._ready()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._stopping()
+        await super().shutdown(sockets)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self.should_exit:
+            signal.signal(sig, signal.SIG_DFL)
+            signal.raise_signal(sig)
+        self.should_exit = True
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Handle signals meanwhile; uvicorn's own would raise the first one again at the end."""
+        signals = (signal.SIGINT, signal.SIGTERM)
+        former = {number: signal.signal(number, self.handle_exit) for number in signals}
+        try:
+            yield
+        finally:
+            for number, handler in former.items():
+                signal.signal(number, handler)
+
+
+def _resolved(host: str, port: int) -> tuple[socket.AddressFamily, str]:
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except OSError as exc:
+        raise StateError(f"{host!r} is no address of this machine: {exc.strerror}", kind="address") from exc
+    family, _, _, _, where = found[0]
+    return family, str(where[0])
+
+
+def _check_token(settings: Settings, address: str) -> None:
+    if is_loopback(address) or settings.token or (settings.read_only and settings.read_token):
+        return
+    raise StateError(
+        f"other machines reach {address}, and the server has no token",
+        kind="unprotected",
+        hint="give it one by --token-file, or listen on 127.0.0.1",
+    )
+
+
+def _bound(family: socket.AddressFamily, address: str, port: int) -> socket.socket:
+    try:
+        return socket.create_server((address, port), family=family, backlog=2048)
+    except OSError as exc:
+        raise StateError(
+            f"cannot listen on {address} port {port}: {exc.strerror}",
+            kind="address", hint="take another --port; 0 finds a free one",
+        ) from exc  # fmt: skip
+
+
+def _allow_many_files() -> None:
+    """Let connections and stores have as many descriptors as this process may have at all."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with contextlib.suppress(ValueError, OSError):  # macOS names a limit that it does not grant
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -1,0 +1,136 @@
+"""The command that serves stores over HTTP.
+
+Used by `cli`. It reads options and token files, and prints; what serves is in `api`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from expstore.errors import StateError
+
+if TYPE_CHECKING:
+    from expstore.api.server import Listening
+    from expstore.api.settings import Settings
+
+__all__ = ["SERVE_NOTES", "serve"]
+
+SERVE_NOTES = (
+    "Without a token only this machine is answered. Ctrl-C or SIGTERM lets requests end, flushes and closes; "
+    "a second one ends at once, which loses nothing that was acknowledged. TLS is for a proxy in front of it."
+)
+#: So long may closing stores take, after requests had their time.
+GRACE_SECONDS = 10.0
+
+
+def serve(
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="A store, or a folder of stores.")],
+    host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: a free one.")] = 8420,
+    token_file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Who sends this token may read and write.")
+    ] = None,
+    read_token_file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Who sends this token may read.")
+    ] = None,
+    read_only: Annotated[
+        bool, typer.Option("--read-only", help="Follow stores, which others may write to.")
+    ] = False,
+    allow_host: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="A name by which clients call the server.")
+    ] = None,
+    max_body: Annotated[int, typer.Option(min=1, help="Bytes of a request's body.")] = 256 << 20,
+    max_rows: Annotated[int, typer.Option(min=1, help="Rows of a request.")] = 1_000_000,
+    concurrency: Annotated[int, typer.Option(min=1, help="Requests at work at once, per store.")] = 64,
+    rate: Annotated[
+        float | None,
+        typer.Option(min=0.001, help="Requests per second of one client; any number without it."),
+    ] = None,
+    shutdown_seconds: Annotated[float, typer.Option(min=0, help="Requests' time to end.")] = 5.0,
+    access_log: Annotated[
+        bool, typer.Option("--access-log", help="Print a line of JSON per request on stderr.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print lines of JSON.")] = False,
+) -> int:
+    """Serve stores over HTTP."""
+    from expstore.api.server import serve as run
+    from expstore.api.settings import Settings
+
+    settings = Settings(
+        path=path, token=_token(token_file), read_token=_token(read_token_file), read_only=read_only,
+        hosts=tuple(allow_host or ()), max_body=max_body, max_rows=max_rows, concurrency=concurrency,
+        rate=rate, shutdown_seconds=shutdown_seconds,
+    )  # fmt: skip
+    if access_log:
+        _log_requests()
+
+    def ready(listening: Listening) -> None:
+        typer.echo(json.dumps(_facts(settings, listening)) if as_json else _line(settings, listening))
+
+    run(settings, host=host, port=port, ready=ready, stopping=lambda: _limit_end(shutdown_seconds))
+    if as_json:
+        typer.echo(json.dumps({"stopped": True}))
+    return 0
+
+
+def _facts(settings: Settings, listening: Listening) -> dict[str, object]:
+    return {
+        "listening": listening.url,
+        "path": str(settings.path),
+        "stores": listening.stores,
+        "read_only": settings.read_only,
+        "token": settings.token is not None or settings.read_token is not None,
+        "pid": os.getpid(),
+    }
+
+
+def _line(settings: Settings, listening: Listening) -> str:
+    stores = listening.stores
+    what = f"{settings.path}" if len(stores) == 1 else f"{settings.path} ({len(stores)} stores)"
+    return f"serving {what} at {listening.url}" + (", to be read only" if settings.read_only else "")
+
+
+def _token(path: Path | None) -> bytes | None:
+    """Return the token that a file holds; no file, no token.
+
+    Raises:
+        StateError: It holds none.
+        StorageError: It cannot be read.
+    """
+    from expstore.files import Disk
+
+    if path is None:
+        return None
+    disk = Disk()
+    token = disk.read_whole(path).strip()
+    if not token or any(byte <= 32 or byte >= 127 for byte in token):
+        raise StateError(
+            f"{path} holds no token", kind="token", hint="write one line of letters and digits into it"
+        )
+    if disk.is_shared(path):  # refusing would shut out the secrets of Docker and Kubernetes, which are
+        typer.echo(f"warning: other users of this machine can read {path}: chmod 600 {path}", err=True)
+    return token
+
+
+def _log_requests() -> None:
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    logger = logging.getLogger("expstore.access")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+
+
+def _limit_end(seconds: float) -> None:
+    """Have the process die if it does not end in time, as when a disk hangs."""
+    thread = threading.Timer(seconds + GRACE_SECONDS, os.kill, (os.getpid(), signal.SIGKILL))
+    thread.daemon = True
+    thread.start()
