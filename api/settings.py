@@ -70,11 +70,13 @@ class Settings:
     shutdown_seconds: float = 5.0
 
     def __post_init__(self) -> None:
-        """Look whether the tokens protect what they seem to.
+        """Look whether the tokens protect what they seem to, and the numbers go together.
 
         Raises:
-            StateError: They do not.
+            StateError: The tokens do not.
+            ValueError: The numbers do not.
         """
+        self.limiter()
         if b"" in (self.token, self.read_token):
             raise StateError("a token is empty", kind="token", hint="leave it out, or give one")
         if self.read_token is not None and self.read_token == self.token:

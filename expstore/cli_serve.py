@@ -31,33 +31,44 @@ SERVE_NOTES = (
 GRACE_SECONDS = 10.0
 
 
+_Host = Annotated[str, typer.Option(help="The address to listen on.")]
+_Port = Annotated[int, typer.Option(min=0, max=65535, help="0: a free one.")]
+_Token = Annotated[Path | None, typer.Option(metavar="FILE", help="Who sends this token may read and write.")]
+_ReadToken = Annotated[Path | None, typer.Option(metavar="FILE", help="Who sends this token may read.")]
+_ReadOnly = Annotated[bool, typer.Option("--read-only", help="Follow stores, which others may write to.")]
+_Hosts = Annotated[
+    list[str] | None, typer.Option(metavar="NAME", help="A name by which clients call the server.")
+]
+_NoSQL = Annotated[bool, typer.Option("--no-sql", help="Answer no SQL.")]
+_Rate = Annotated[
+    float | None, typer.Option(min=0.001, help="Requests per second of one client; any number without it.")
+]
+_Ratio = Annotated[
+    float | None, typer.Option(min=0, help="How often each row is to be sampled, by all clients together.")
+]
+_Buffer = Annotated[float | None, typer.Option(min=0, help="By how many samples that may be missed.")]
+_Log = Annotated[bool, typer.Option("--access-log", help="Print a line of JSON per request on stderr.")]
+
+
 def serve(
     path: Annotated[Path, typer.Argument(metavar="PATH", help="A store, or a folder of stores.")],
-    host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: a free one.")] = 8420,
-    token_file: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Who sends this token may read and write.")
-    ] = None,
-    read_token_file: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Who sends this token may read.")
-    ] = None,
-    read_only: Annotated[
-        bool, typer.Option("--read-only", help="Follow stores, which others may write to.")
-    ] = False,
-    allow_host: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="A name by which clients call the server.")
-    ] = None,
+    host: _Host = "127.0.0.1",
+    port: _Port = 8420,
+    token_file: _Token = None,
+    read_token_file: _ReadToken = None,
+    read_only: _ReadOnly = False,
+    allow_host: _Hosts = None,
+    no_sql: _NoSQL = False,
+    sql_seconds: Annotated[float, typer.Option(min=0.1, help="A statement's time.")] = 3.0,
     max_body: Annotated[int, typer.Option(min=1, help="Bytes of a request's body.")] = 256 << 20,
     max_rows: Annotated[int, typer.Option(min=1, help="Rows of a request.")] = 1_000_000,
     concurrency: Annotated[int, typer.Option(min=1, help="Requests at work at once, per store.")] = 64,
-    rate: Annotated[
-        float | None,
-        typer.Option(min=0.001, help="Requests per second of one client; any number without it."),
-    ] = None,
+    rate: _Rate = None,
+    min_size: Annotated[int, typer.Option(min=1, help="Rows before any is sampled.")] = 1,
+    samples_per_insert: _Ratio = None,
+    error_buffer: _Buffer = None,
     shutdown_seconds: Annotated[float, typer.Option(min=0, help="Requests' time to end.")] = 5.0,
-    access_log: Annotated[
-        bool, typer.Option("--access-log", help="Print a line of JSON per request on stderr.")
-    ] = False,
+    access_log: _Log = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print lines of JSON.")] = False,
 ) -> int:
     """Serve stores over HTTP."""
@@ -66,8 +77,9 @@ def serve(
 
     settings = Settings(
         path=path, token=_token(token_file), read_token=_token(read_token_file), read_only=read_only,
-        hosts=tuple(allow_host or ()), max_body=max_body, max_rows=max_rows, concurrency=concurrency,
-        rate=rate, shutdown_seconds=shutdown_seconds,
+        hosts=tuple(allow_host or ()), sql=not no_sql, sql_seconds=sql_seconds, max_body=max_body,
+        max_rows=max_rows, concurrency=concurrency, rate=rate, min_size=min_size,
+        samples_per_insert=samples_per_insert, error_buffer=error_buffer, shutdown_seconds=shutdown_seconds,
     )  # fmt: skip
     if access_log:
         _log_requests()

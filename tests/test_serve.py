@@ -132,6 +132,7 @@ def test_what_cannot_be_served_is_refused(tmp_path: Path, capsys: pytest.Capture
     assert (code, error["kind"]) == (2, "unprotected")
     code, error = refusal(capsys, tmp_path, "--host", "no.such.name.invalid")
     assert (code, error["kind"]) == (2, "address")
+    assert refusal(capsys, tmp_path, "--samples-per-insert", 2)[0] == 2
     with socket.create_server(("127.0.0.1", 0)) as other:
         code, error = refusal(capsys, tmp_path, "--port", other.getsockname()[1])
     assert (code, error["kind"]) == (2, "address")
