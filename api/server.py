@@ -61,7 +61,8 @@ def serve(
         NotFoundError: There is no store, and no folder of stores.
         LockedError: Another process writes to the one store that is to be served.
     """
-    if not ReadingDisk().is_dir(settings.path):
+    disk = ReadingDisk()
+    if not disk.is_dir(settings.path):
         raise NotFoundError(f"{settings.path} is no store, and no folder of stores", hint="make it first")
     family, address = _resolved(host, port)
     _check_token(settings, address)
