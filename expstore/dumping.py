@@ -314,6 +314,7 @@ class _Copy:
             separator=SEPARATOR,
             packings=[packings[place] for place in arrays],
             lent=lent,
+            implied=self.state.manifest.implied,
         )
         for name, data in made.items():
             self.build.put(f"{COLUMNS}/{name}", data)

@@ -27,9 +27,10 @@ __all__ = ["FORMAT", "MANIFEST", "Manifest", "check_target"]
 
 #: The newest format that this library knows; it opens this one and older ones. 1: the first. 2: fields came
 #: or went after the first rows, which older versions would not notice. 3: rows without a fixed size. 4: rows
-#: leave by a policy. 5: integers of rows without a fixed size lie in fewer bytes. 6: idempotency keys in a
-#: file that older versions would not keep up to date. 7: rows that leave go to an archive.
-FORMAT = 7
+#: leave by a policy, or flat ones lie with others. 5: integers of rows without a fixed size lie in fewer
+#: bytes. 6: idempotency keys in a file that older versions would not keep up to date. 7: rows that leave go
+#: to an archive. 8: flags are kept where they do not follow from others.
+FORMAT = 8
 MANIFEST = "expstore.json"
 #: So many gaps are written as pairs that somebody can read.
 _LISTED = 64
@@ -66,6 +67,7 @@ class Manifest:
         retain: Which rows stay, as `expstore.retain` keeps it; {}: all of them.
         keyed: Whether rows were written under idempotency keys.
         archive: Where rows go that leave a ring, as seen from the store's folder; "": nowhere.
+        implied: Flags of which is kept where they do not follow from others, see `expstore.storages.implied`.
     """
 
     uuid: str
@@ -94,12 +96,15 @@ class Manifest:
     retain: dict[str, Any] = field(default_factory=dict)
     keyed: bool = False
     archive: str = ""
+    implied: tuple[Key, ...] = ()
 
     @property
     def format(self) -> int:
         """The oldest format that can say all this: what is written."""
-        if self.archive:
+        if self.implied:
             return FORMAT
+        if self.archive:
+            return 7
         if self.keyed:
             return 6
         if self.narrow:
@@ -139,7 +144,7 @@ class Manifest:
         data["specs"] = json.loads(self.specs) if self.specs else None
         data["format"] = self.format
         data["gaps"] = _pack_gaps(self.gaps)
-        for name in ("column_set", "narrow", "retain", "keyed", "archive"):
+        for name in ("column_set", "narrow", "retain", "keyed", "archive", "implied"):
             if not data[name]:
                 del data[name]
         data["crc32c"] = _checksum(data)
@@ -195,6 +200,7 @@ class Manifest:
         data["reward_key"] = to_key(data["reward_key"])
         data["gaps"] = _unpack_gaps(data.get("gaps", []))
         data["dims"] = tuple(map(int, data.get("dims", ())))
+        data["implied"] = tuple(map(to_key, data.get("implied", ())))
         ranked = data.get("ranking")
         data["ranking"] = Ranking(to_key(ranked["key"]), ranked["reduction"]) if ranked else None
         specs = data.get("specs")

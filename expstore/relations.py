@@ -6,6 +6,7 @@ and never touches a file.
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -85,6 +86,8 @@ class Column:
             that order.
         arrow: Of rows without a fixed size the text of their type, as `Field` has it; parts are pyarrow
             Arrays then, and so is what `take` returns.
+        gather: Of a column that is put together where a query names it: returns its parts, of which it has
+            none yet.
     """
 
     key: Key
@@ -94,6 +97,7 @@ class Column:
     fault: CorruptionError | None = None
     take: Callable[[IntArray], Any] | None = None
     arrow: str = ""
+    gather: Callable[[], Sequence[Array]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +166,8 @@ class Relations:
         tops = call_tops((column.key for column in fields), names) if self.tops is None else self.tops
         items = [_Item(f"c{place}", column) for place, column in enumerate(fields)]
         items = _without_unnamed(items, tops, cursor, sql)
+        for item in items:
+            item.gather()
         stored = [item for item in items if item.stored]
         lost |= {item.name: (item.arrow_kind(), item.column.fault) for item in stored if item.column.fault}
         texts = {item.name: item.column.parts for item in stored if item.column.dtype == OBJECT}
@@ -222,6 +228,15 @@ class _Item:
         # DuckDB has no array of length 0: such a field is an empty list.
         self.stored = 0 not in self.shape
 
+    def gather(self) -> None:
+        """Put the column together, if it has to be."""
+        gather = self.column.gather
+        if gather is not None:
+            try:
+                self.column = dataclasses.replace(self.column, parts=gather())
+            except CorruptionError as exc:
+                self.column = dataclasses.replace(self.column, fault=exc)
+
     def data(self) -> pa.ChunkedArray:
         """Return the column as Arrow, not copied where DuckDB knows it as it lies."""
         if self.loose is not None:
@@ -281,11 +296,11 @@ class Packed:
 def _without_unnamed(
     items: Sequence[_Item], tops: Mapping[str, str], cursor: duckdb.DuckDBPyConnection, sql: str
 ) -> list[_Item]:
-    """Leave out packed members of structs that a statement does not name."""
+    """Leave out what a statement does not name: packed members of structs, and what is put together."""
     members = {
         item.name: (tops[item.column.key[0]], *item.column.key[1:])
         for item in items
-        if item.column.take is not None and len(item.column.key) > 1
+        if item.column.gather is not None or (item.column.take is not None and len(item.column.key) > 1)
     }
     named = named_members(cursor, sql, members.values()) if members else set()
     return [item for item in items if item.name not in members or members[item.name] in named]

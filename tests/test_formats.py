@@ -37,6 +37,7 @@ STORES = {
     "5-narrow": (5, False, CAPACITY),
     "6-keyed": (6, False, CAPACITY),
     "7-archive": (7, False, CAPACITY),
+    "8-flags": (8, False, CAPACITY),
 }
 LATE = {"late", ("next", "value")}
 
@@ -54,6 +55,7 @@ def check(batch: TensorDict, first: int, last: int, *, late: bool) -> None:
     wide = "pixels" in batch.keys()  # noqa: SIM118 - no dict
     batch = batch[torch.argsort(batch["action"])]
     has = {"texts": "text" in batch.keys(), "tokens": "tokens" in batch.keys()}  # noqa: SIM118
+    has["flags"] = ("next", "done") in batch.keys(True, True)
     wanted = rows(first, last - first, wide=wide, **has)
     for name in {"text", "tokens"} & set(wanted.keys()):
         assert list(batch[name]) == list(wanted[name])
@@ -95,8 +97,9 @@ def test_it_goes_on(store: tuple[Path, int, bool, int]) -> None:
                 assert np.array_equal(rb.sample()["id"].numpy(), drawn)
             answer = rb.sql("SELECT count(*), sum(length) FROM episodes").fetchall()
             assert answer == [(-(-ROWS // 25), ROWS)]
-            had = rb.sample().keys()
+            had = rb.sample().keys(True, True)
             has = {"wide": "pixels" in had, "texts": "text" in had, "tokens": "tokens" in had}
+            has["flags"] = ("next", "done") in had
             rb.extend(rows(ROWS, 60, **has), source="arm")
             check(rb[:], ROWS + 60 - kept, ROWS + 60, late=late)
             if number == 7:

@@ -42,6 +42,7 @@ FULL = Manifest(
     retain={"bytes": 10},
     keyed=True,
     archive="../old.exp",
+    implied=(("next", "done"),),
 )
 BARE = Manifest(uuid="a" * 32, generation=0, storage="zarr", capacity=None, spare=0, seed=0, created=0.0)
 
@@ -79,10 +80,10 @@ def test_missing(tmp_path: Path) -> None:
 
 def test_newer_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(Manifest, "format", 8)
+        patch.setattr(Manifest, "format", 9)
         FULL.save(Disk(), tmp_path)
     with pytest.raises(
-        MigrationError, match="has format 8, this library knows formats up to 7.*newer expstore"
+        MigrationError, match="has format 9, this library knows formats up to 8.*newer expstore"
     ):
         Manifest.load(Disk(), tmp_path)
 

@@ -130,7 +130,7 @@ def test_newer_ones_are_refused(
     kept = Manifest.load(Disk(), store)
     with monkeypatch.context() as patch:
         patch.setattr(manifest, "FORMAT", FORMAT + 1)
-        kept.replace(storage="arrow", compression="narrow", narrow=True).save(Disk(), store)
+        kept.replace(implied=(("done",),)).save(Disk(), store)
     code, _, err = cli(capsys, "migrate", store)
     assert code == 1
     assert f"format {FORMAT + 1}" in err

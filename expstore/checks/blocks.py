@@ -77,6 +77,7 @@ def metadata_of(inspection: Inspection) -> dict[str, bytes]:
     fields = [column.entry for column in columns]
     lent = {column.entry.key for column in group.shared.values()}
     how: dict[str, Any] = {"separator": separator, "packings": packings, "lent": lent}
+    how["implied"] = inspection.manifest.implied
     return make_metadata(fields, shards, inspection.slots, attributes, **how)
 
 

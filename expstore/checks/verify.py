@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import google_crc32c
 
@@ -82,7 +83,8 @@ def inspect(path: Path, *, disk: Disk | None = None, progress: Progress | None =
     _check_manifest(inspection)
     if manifest.schema is not None:
         fields = (*manifest.schema.fields, *ROW_FIELDS)
-        inspection.group = ColumnGroup(disk, path / COLUMNS, fields, manifest.slots, write=False)
+        how: Any = {"write": False, "implied": manifest.implied}
+        inspection.group = ColumnGroup(disk, path / COLUMNS, fields, manifest.slots, **how)
         if inspection.group.segments is not None:
             inspection.group.segments.open_all()
         _look_at_packed(inspection)

@@ -478,9 +478,7 @@ class Storage(DrawPosition, Described, Grid, Indexed, Keyed, Stateful, ABC):
             gaps = self._window.gaps  # rows that leave there have their space given back
             kept = not self.retired or ids.size == 0 or int(ids.min()) > self.retired
             return kept and not (gaps and gaps.holds(ids).any())
-        if self.horizon - depth <= 0:
-            return True
-        return ids.size == 0 or int(ids.min()) > self.horizon - depth
+        return self.horizon <= depth or ids.size == 0 or int(ids.min()) > self.horizon - depth
 
     # -- life ------------------------------------------------------------------------------------
 
@@ -611,6 +609,10 @@ class Storage(DrawPosition, Described, Grid, Indexed, Keyed, Stateful, ABC):
 
         Places from `len(schema.fields)` on are those of `ROW_FIELDS`.
         """
+
+    def kept_views(self, places: Sequence[int], first_id: int, count: int) -> list[list[Array]]:
+        """View columns as they are kept, which not all values are: of flags that follow from others."""
+        return self.views(places, first_id, count)
 
     @abstractmethod
     def _begin_sampled(self) -> None:

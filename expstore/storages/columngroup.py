@@ -20,6 +20,7 @@ from expstore.probe import fills_holes
 from expstore.schema import Field
 from expstore.storages.chunkfile import ANY_TURN
 from expstore.storages.columns import REWRITE_BYTES, Column, shard_rows
+from expstore.storages.implied import Implied
 from expstore.storages.packedreader import PackedReader
 from expstore.storages.packedrows import PackedRows
 from expstore.storages.packing import REACH_ROWS, Packing
@@ -55,10 +56,18 @@ class ColumnGroup:
         fields: The user's fields, then the row fields, priority last.
         slots: How many rows a ring has; None: it grows.
         write: Whether rows are written; see `Column`. Else shards are as long as zarr.json says.
+        implied: Flags of which is kept where they do not follow from others.
     """
 
     def __init__(
-        self, disk: Disk, folder: Path, fields: Sequence[Field], slots: int | None, *, write: bool = True
+        self,
+        disk: Disk,
+        folder: Path,
+        fields: Sequence[Field],
+        slots: int | None,
+        *,
+        write: bool = True,
+        implied: Collection[Key] = (),
     ) -> None:
         self._disk = disk
         self.folder = folder
@@ -71,6 +80,7 @@ class ColumnGroup:
         make = self._make if write else self._find
         self.columns: list[Column] = [make(folder.joinpath(*entry.key), entry, slots) for entry in fields]
         self.new_folders: set[Path] = set()
+        self._implied = implied
         self._ready = 0
         self.link_partners()
         self.row_bytes = sum(column.row_bytes for column in self.columns)
@@ -84,7 +94,8 @@ class ColumnGroup:
         return SegmentReader(self._disk, self.folder.parent / SEGMENTS, fields, self.slots)
 
     def link_partners(self) -> None:
-        """Tell columns of which some rows lie with the next ones where these are."""
+        """Tell columns of which some rows lie with the next ones where these are; find implied flags."""
+        self.implied = Implied.of(self._implied, [column.entry for column in self.columns])
         #: Rows of the first one may lie with the second one: their places.
         self.pairs: dict[int, int] = {}
         #: Flat ones of which rows may lie with the next ones, by place.
@@ -107,7 +118,7 @@ class ColumnGroup:
                 column.partner, self.pairs[place] = partner, other
 
     def take(self, slots: IntArray, places: Sequence[int]) -> list[Array]:
-        """Copy rows of columns out; what has rows of two of them is read once.
+        """Copy rows of columns out as they are kept; what has rows of two of them is read once.
 
         Args:
             slots: Shape `(n,)`.
@@ -185,6 +196,7 @@ class ColumnGroup:
         attributes: dict[str, Any],
         packings: Sequence[Packing | None] = (),
         lent: Collection[Key] = (),
+        implied: Collection[Key] = (),
     ) -> None:
         """Make the Zarr metadata of empty columns aside, sync it, and rename it in."""
         packings = [*(packings or [None] * len(fields)), *[None] * len(lent)]
@@ -207,7 +219,8 @@ class ColumnGroup:
         fields = [entry for entry in fields if not entry.variable]
         rows = [shard_rows(entry.row_bytes, slots) for entry in fields]
         try:
-            made = make_metadata(fields, rows, slots, attributes, packings=packings, lent=lent)
+            how: dict[str, Any] = {"packings": packings, "lent": lent, "implied": implied}
+            made = make_metadata(fields, rows, slots, attributes, **how)
             for name, data in made.items():
                 path = aside / name
                 disk.make_dir(path.parent)
@@ -268,8 +281,9 @@ class ColumnGroup:
 
     @property
     def unviewed_places(self) -> frozenset[int]:
-        """Columns of which not all rows lie in places of their own: packed, in segments, or with others."""
-        return frozenset(place for place, column in enumerate(self.columns) if not column.viewed)
+        """Columns whose rows cannot be viewed: packed, in segments, some with others, or implied."""
+        unviewed = {place for place, column in enumerate(self.columns) if not column.viewed}
+        return frozenset(unviewed | self.implied.places.keys())
 
     def place_behind(self, last: int) -> tuple[int, int]:
         """Return turn of the ring and slot of the row behind this one."""

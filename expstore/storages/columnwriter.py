@@ -26,7 +26,7 @@ from expstore.storages.packing import reach_for
 from expstore.storages.payload import join_segments
 from expstore.storages.sharing import NextRows
 from expstore.storages.zarrmeta import read_packing
-from expstore.types import Array, IntArray
+from expstore.types import Array, IntArray, Key
 
 if TYPE_CHECKING:
     from expstore.storages.segmentwriter import SegmentWriter
@@ -93,6 +93,7 @@ class WritableColumns(ColumnGroup):
         reach: How many rows before the oldest one that can be read stay as they are, in a ring.
         compression: Of rows without a fixed size: "narrow", "lz4" or "zstd"; None: none.
         narrow: Whether their integers lie in as few bytes as they need.
+        implied: As `ColumnGroup`.
     """
 
     segments: SegmentWriter | None
@@ -107,9 +108,10 @@ class WritableColumns(ColumnGroup):
         reach: int = 0,
         compression: str | None = None,
         narrow: bool = False,
+        implied: Collection[Key] = (),
     ) -> None:
         self._compression, self._narrow = compression, narrow
-        super().__init__(disk, folder, fields, slots)
+        super().__init__(disk, folder, fields, slots, implied=implied)
         self._threads = ThreadPoolExecutor(WRITERS, thread_name_prefix="expstore-write")
         self._reach = reach
         self._next_rows: dict[int, NextRows] = {}
@@ -280,6 +282,7 @@ class WritableColumns(ColumnGroup):
             numbers: Ids, episodes, steps, times; C-contiguous. Shape `(4, n)`.
             priorities: Shape `(n,)`.
         """
+        columns = self.implied.kept(columns)
         for slot, _, n in pieces:
             self.ensure(slot + n)
         jobs = self._begin_writing(pieces, columns, numbers, priorities)

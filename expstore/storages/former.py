@@ -74,7 +74,7 @@ def find_former(disk: Disk, folder: Path, state: Frozen) -> Former | None:
     except (StorageError, NotFoundError, MigrationError):
         return None  # it cannot be trusted, or was made before the first rows
     lent_now = {now.entry for now in state.shared.values()}
-    same = manifest.uuid == state.manifest.uuid
+    same = manifest.uuid == state.manifest.uuid and manifest.implied == state.manifest.implied
     # A field that went and came again may lie otherwise than before.
     same = same and all((entry in lent) == (entry in lent_now) for entry in users if entry in state.fields)
     same = same and (manifest.capacity, manifest.slots) == (state.manifest.capacity, state.manifest.slots)

@@ -20,6 +20,7 @@ from expstore.schema import Field
 from expstore.storages.base import ROW_FIELDS, Storage
 from expstore.storages.folder import FolderStorage
 from expstore.storages.hold import Hold
+from expstore.storages.implied import Implied
 from expstore.storages.packedrows import PackedRows
 from expstore.storages.position import to_json
 from expstore.storages.sampled import SAMPLED
@@ -42,8 +43,8 @@ class Frozen:
         base: What a journal's base record keeps.
         window: The rows.
         pieces: Where they lie: (first slot, offset in the run, rows).
-        columns: Per column, in the order of `fields`, a view of each piece; nothing of those that are
-            `apart`.
+        columns: Per column, in the order of `fields`, a view of each piece as it is kept; nothing of those
+            that are `apart`.
         packed: These, by place.
         segments: Where fields without a fixed size are, and which they are, in a store on disk.
         shared: Flat ones of which rows may lie with the next ones, by place.
@@ -85,12 +86,13 @@ class Frozen:
         )
 
     def parts(self, place: int) -> Sequence[Array]:
-        """Return the rows of a column, packed ones unpacked: an array per piece."""
+        """Return the values of a column, packed ones unpacked: an array per piece."""
         if place in self.shared:
             return self.shared[place].parts()
         if place in self.packed:
             return [self.packed[place].part(slot, n) for slot, _, n in self.pieces]
-        return self.columns[place]
+        implied = Implied.of(self.manifest.implied, self.fields)
+        return implied.views([place], lambda places: [list(self.columns[p]) for p in places])[0]
 
     @property
     def apart(self) -> set[int]:
@@ -173,7 +175,7 @@ def _freeze(storage: Storage) -> Frozen:
         packed, segments = storage.packed_now(), storage.segments_now(window.low)
         apart = {*packed, *(place for held in segments for place in held)}
         flat = [place for place in places if place not in {*apart, *storage.shared_columns}]
-        found = dict(zip(flat, storage.views(flat, window.low + 1, window.size), strict=True))
+        found = dict(zip(flat, storage.kept_views(flat, window.low + 1, window.size), strict=True))
         columns = [found.get(place, []) for place in places]
         columns[-1] = [part.copy() for part in columns[-1]]  # priorities may be set while rows are copied
     pieces = storage.pieces(window.low + 1, window.size)

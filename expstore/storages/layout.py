@@ -11,12 +11,24 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from expstore.errors import SchemaError
+from expstore.keys import find_keys
+from expstore.manifest import Manifest
 from expstore.schema import Field
 from expstore.storages.codecs import CODECS, DEFAULT_CODEC
+from expstore.storages.implied import implied_keys
 from expstore.storages.packing import MOST_BYTES, MOST_ROWS, Packing, packing_for, reach_for
 from expstore.types import Key, Ranking, key_name, to_key
 
-__all__ = ["LAYOUTS", "LENT_BYTES", "WIDE_BYTES", "ColumnLayout", "LayoutName", "ask_layout"]
+__all__ = [
+    "LAYOUTS",
+    "LENT_BYTES",
+    "WIDE_BYTES",
+    "ColumnLayout",
+    "LayoutName",
+    "ask_layout",
+    "implied_of",
+    "layout_of",
+]
 
 LayoutName = Literal["flat", "packed", "auto"]
 LAYOUTS = ("flat", "packed", "auto")
@@ -245,6 +257,26 @@ class ColumnLayout:
         """Return of how many rows the number of slots must be a multiple."""
         packings = [self._packing(entry, None) for entry in fields]
         return max((packing.rows for packing in packings if packing is not None), default=1)
+
+
+def layout_of(manifest: Manifest) -> ColumnLayout:
+    """Return how the columns of a store are made that is built anew."""
+    layout, slots = ColumnLayout.of(manifest.layout, manifest.ranking), manifest.slots
+    fields = () if manifest.schema is None else manifest.schema.fields
+    if slots is not None and slots % layout.chunk_rows(fields):
+        return ColumnLayout()  # a store that kept the best rows till now: its slots are no whole chunks
+    return layout
+
+
+def implied_of(manifest: Manifest) -> tuple[Key, ...]:
+    """Return of which flags is kept where they do not follow from others, in a store that is built anew."""
+    schema = manifest.schema
+    if schema is None:
+        return ()
+    ends, reward = manifest.done_keys, manifest.reward_key
+    keys = find_keys(schema, trajectory=manifest.traj_key, ends=ends, reward=reward)
+    packings = layout_of(manifest).packings(schema.fields, manifest.slots, manifest.reach)
+    return implied_keys(schema.fields, keys, packings)
 
 
 def ask_layout(

@@ -34,7 +34,7 @@ from expstore.storages.columnwriter import WritableColumns
 from expstore.storages.folder import COLUMNS, JOURNAL, LOG
 from expstore.storages.frozen import manifest_of
 from expstore.storages.grid import round_up
-from expstore.storages.layout import ColumnLayout
+from expstore.storages.layout import ColumnLayout, implied_of, layout_of
 from expstore.storages.packing import Packing
 from expstore.storages.sampledcolumn import SampledColumn, find_sampled
 from expstore.types import Array, Key, cut_run, key_name
@@ -153,7 +153,12 @@ class Content:
         Raises:
             CorruptionError: A shard is damaged.
         """
-        return [] if self.columns is None else self._parts(self.columns.columns, first_id, count)
+        if self.columns is None:
+            return []
+        columns = self.columns.columns
+        return self.columns.implied.values(
+            range(len(columns)), lambda places: self._parts([columns[p] for p in places], first_id, count)
+        )
 
     def counts(self, first_id: int, count: int) -> Array:
         """Copy how often a run of rows was handed out. Shape `(count,)`, uint32.
@@ -194,7 +199,8 @@ def read_content(disk: Disk, folder: Path) -> Content:
     columns, sampled = None, None
     if manifest.schema is not None:
         fields = (*manifest.schema.fields, *ROW_FIELDS)
-        columns = ColumnGroup(disk, folder / COLUMNS, fields, manifest.slots, write=False)
+        how: Any = {"write": False, "implied": manifest.implied}
+        columns = ColumnGroup(disk, folder / COLUMNS, fields, manifest.slots, **how)
         last: int = base["last"]
         used = last if manifest.slots is None else min(last, manifest.slots)
         columns.look(used)
@@ -241,8 +247,11 @@ class Arrival:
             schema=schema,
             specs=_fit_specs(content.manifest.specs, storage.specs, schema, storage.schema),
             column_set=max(own.column_set, content.manifest.column_set) + others,
+            implied=own.implied,
             **{name: getattr(own, name) for name in _OWN},
         )
+        if storage.schema is None or own.implied:  # else flags are kept as they always were there
+            self.manifest = self.manifest.replace(implied=implied_of(self.manifest))
         last = base["last"]
         self._low: int = content.low if own.capacity is None else max(content.low, last - own.capacity)
         self.count: int = last - self._low
@@ -437,7 +446,7 @@ def _build_columns(
     fields, slots = (*schema.fields, *ROW_FIELDS), manifest.slots
     attributes = {"expstore": {"capacity": manifest.capacity, "slots": slots}}
     how = _packings(manifest, schema)
-    ColumnGroup.create(disk, aside / COLUMNS, fields, slots, pool, attributes, *how)
+    ColumnGroup.create(disk, aside / COLUMNS, fields, slots, pool, attributes, *how, manifest.implied)
     group = WritableColumns(
         disk,
         aside / COLUMNS,
@@ -446,6 +455,7 @@ def _build_columns(
         reach=manifest.reach,
         compression=manifest.compression,
         narrow=manifest.narrow,
+        implied=manifest.implied,
     )
     try:
         group.ensure(ready)
@@ -473,10 +483,7 @@ def _build_columns(
 
 def _packings(manifest: Manifest, schema: Schema) -> tuple[list[Packing | None], frozenset[Key]]:
     """Return how the columns are packed, and of which flat ones rows may lie elsewhere."""
-    layout, slots = ColumnLayout.of(manifest.layout, manifest.ranking), manifest.slots
-    if slots is not None and slots % layout.chunk_rows(schema.fields):
-        layout = ColumnLayout()  # a store that kept the best rows till now: its slots are no whole chunks
-    fields = (*schema.fields, *ROW_FIELDS)
+    layout, slots, fields = layout_of(manifest), manifest.slots, (*schema.fields, *ROW_FIELDS)
     return layout.packings(fields, slots, manifest.reach), layout.lent(fields, slots, manifest.reach)
 
 

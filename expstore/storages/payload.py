@@ -28,10 +28,10 @@ def payload_parts(group: ColumnGroup, columns: Sequence[Any], numbers: Array) ->
 
     Args:
         group: The columns.
-        columns: One array per field. Shapes `(n, *row shape)`.
+        columns: The values, one array per field. Shapes `(n, *row shape)`.
         numbers: Ids, episodes, steps, times. Shape `(4, n)`.
     """
-    apart = group.segment_places
+    apart, columns = group.segment_places, group.implied.kept(columns)
     parts = [b"" if place in apart else column.tobytes() for place, column in enumerate(columns)]
     parts += [values.tobytes() for values in numbers]
     if group.segments is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -56,7 +57,8 @@ def open_columns(storage: FolderStorage) -> ColumnGroup | None:
     if schema is None:
         return None
     fields = (*schema.fields, *ROW_FIELDS)
-    return ColumnGroup(storage.disk, storage.path / COLUMNS, fields, storage.slots, write=False)
+    how: Any = {"write": False, "implied": storage.manifest.implied}
+    return ColumnGroup(storage.disk, storage.path / COLUMNS, fields, storage.slots, **how)
 
 
 def replay(storage: FolderStorage, *, same_boot: bool) -> Replay:

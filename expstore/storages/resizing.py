@@ -21,6 +21,7 @@ from expstore.storages.base import ROW_FIELDS
 from expstore.storages.folder import FolderStorage
 from expstore.storages.frozen import base_of, manifest_of
 from expstore.storages.grid import round_up
+from expstore.storages.layout import implied_of
 from expstore.storages.loading import STEP_BYTES, Arrival
 from expstore.types import Array, IntArray, Ranking
 
@@ -203,4 +204,5 @@ def _manifest_for(storage: FolderStorage, own: Manifest, capacity: int | None) -
     if storage.schema is not None:
         spare = storage.spare_for(storage.schema, capacity, storage.lanes)
         reach = storage.reach_for(storage.schema, capacity, storage.lanes)
-    return own.replace(generation=own.generation + 1, capacity=capacity, spare=spare, reach=reach)
+    made = own.replace(generation=own.generation + 1, capacity=capacity, spare=spare, reach=reach)
+    return made.replace(implied=implied_of(made)) if own.implied else made

@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from expstore.errors import CorruptionError
 from expstore.storages.archive import ARCHIVED_ID, Beside, with_left
 from expstore.storages.base import ROW_FIELDS, Storage
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
 
 __all__ = ["history_of", "readable", "relations_of"]
 
+#: So many rows at a time are read where a column is put together for a query.
+_PIECE_ROWS = 65_536
 #: Row columns that a row of an archive has from its ring; its id it has in a field.
 _KEPT = (("_episode",), ("_step",), ("_time",))
 
@@ -36,6 +40,7 @@ def relations_of(storage: Storage, window: Window) -> Relations:
     fields = len(schema.fields)
     unviewed = storage.unviewed_places | {n for n, entry in enumerate(schema.fields) if entry.variable}
     places = [place for place in range(fields + len(ROW_FIELDS)) if place not in unviewed]
+    implied = storage.implied_places
     found = dict(zip(places, zip(*_as_readable(storage, places, window), strict=True), strict=True))
     columns = [
         Column((f"_{entry.key[1]}",), entry.dtype, (), *found[place])
@@ -54,8 +59,9 @@ def relations_of(storage: Storage, window: Window) -> Relations:
             entry.dtype,
             entry.shape,
             (),
-            take=_taking(storage, place, window),
+            take=None if place in implied else _taking(storage, place, window),
             arrow=entry.arrow,
+            gather=_gathering(storage, place, window) if place in implied else None,
         )
         for place, entry in enumerate(schema.fields)
     ]
@@ -87,7 +93,7 @@ def history_of(storage: Storage, window: Window, beside: Beside) -> History:
     if not there:  # nothing has come yet
         rows = [replace(column, parts=()) for column in held.columns if column.key in (("_id",), *_KEPT)]
         others = [
-            replace(column, parts=(), take=None, fault=None)
+            replace(column, parts=(), take=None, gather=None, fault=None)
             for column in held.columns[len(held.columns) - len(schema.fields) :]
         ]
     names = [column.key[0] for column in rows]
@@ -97,6 +103,20 @@ def history_of(storage: Storage, window: Window, beside: Beside) -> History:
 def _taking(storage: Storage, place: int, window: Window) -> Callable[[IntArray], Array]:
     """Return what copies rows of a column out, by their numbers, counted from 0 at the oldest."""
     return lambda numbers: storage.read(window.nth(numbers), [place])[0]
+
+
+def _gathering(storage: Storage, place: int, window: Window) -> Callable[[], list[Array]]:
+    """Return what puts a column together, in pieces, as `readable` views others: none is half changed."""
+
+    def gather() -> list[Array]:
+        found = []
+        for first, count in window.runs():
+            for start in range(first, first + count, _PIECE_ROWS):
+                ids = np.arange(start, min(start + _PIECE_ROWS, first + count))
+                found.append(storage.read(ids, [place])[0])
+        return found
+
+    return gather
 
 
 def readable(storage: Storage, places: Sequence[int], window: Window) -> list[list[Array]]:

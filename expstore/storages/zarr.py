@@ -22,6 +22,7 @@ from expstore.storages.base import ROW_FIELDS, Keys, Rows
 from expstore.storages.checksums import BLOCK_ROWS, CHECKSUMS, Checksums, blocks_of
 from expstore.storages.columnwriter import WritableColumns, taken
 from expstore.storages.folder import COLUMNS
+from expstore.storages.implied import implied_keys
 from expstore.storages.loading import Arrival, ContentLike, build_load, commit_load
 from expstore.storages.payload import payload_parts
 from expstore.storages.recovery import Past, unsettled_blocks
@@ -30,7 +31,7 @@ from expstore.storages.sampledcolumn import SampledColumn, has_sampled
 from expstore.storages.synced import RIDING_BYTES
 from expstore.storages.tail import TAIL_BYTES, TAIL_ROWS, Tail
 from expstore.storages.zarrmeta import check_metadata
-from expstore.types import Array, IntArray
+from expstore.types import Array, IntArray, Key
 
 __all__ = ["ZarrStorage"]
 
@@ -93,7 +94,7 @@ class ZarrStorage(ArchivingStorage):
             return
         self._touched = set()
         fields = (*schema.fields, *ROW_FIELDS)
-        group = self._make_columns(fields)
+        group = self._make_columns(fields, self.manifest.implied)
         arrays = group.arrays
         check_metadata(self.disk, group.folder, [c.entry for c in arrays], [c.rows for c in arrays])
         group.open_shards()
@@ -106,7 +107,7 @@ class ZarrStorage(ArchivingStorage):
         elif self._counting:
             self._begin_sampled()
 
-    def _make_columns(self, fields: Sequence[Field]) -> WritableColumns:
+    def _make_columns(self, fields: Sequence[Field], implied: Sequence[Key]) -> WritableColumns:
         return WritableColumns(
             self.disk,
             self.path / COLUMNS,
@@ -115,6 +116,7 @@ class ZarrStorage(ArchivingStorage):
             reach=self.reach,
             compression=self.manifest.compression,
             narrow=self.manifest.narrow,
+            implied=implied,
         )
 
     def _begin_sampled(self) -> None:
@@ -230,15 +232,16 @@ class ZarrStorage(ArchivingStorage):
         attributes = {"expstore": {"capacity": self.capacity, "slots": slots}}
         packings = self.layout.packings(fields, slots, self.reach)
         lent = self.layout.lent(fields, slots, self.reach)
-        WritableColumns.create(self.disk, folder, fields, slots, pool, attributes, packings, lent)
-        columns = self._make_columns(fields)
+        implied = implied_keys(schema.fields, keys, packings[: len(schema.fields)])
+        WritableColumns.create(self.disk, folder, fields, slots, pool, attributes, packings, lent, implied)
+        columns = self._make_columns(fields, implied)
         columns.warm()
         if self.checksums is not None:
             self.checksums.close()
         self.disk.unlink(self.path / CHECKSUMS)  # of rows that a failed attempt never got
         self.checksums = Checksums(self.disk, self.path / CHECKSUMS, columns)
         numbers = {"capacity": self.capacity, "spare": self.spare, "reach": self.reach, "dims": self.dims}
-        manifest = self.manifest.replace(schema=schema, **numbers)
+        manifest = self.manifest.replace(schema=schema, implied=implied, **numbers)
         manifest.save(self.disk, self.path)
         self.manifest = manifest
         self.columns = columns
@@ -479,8 +482,12 @@ class ZarrStorage(ArchivingStorage):
     def _take(self, slots: IntArray, places: Sequence[int] | None) -> list[Array]:
         if self.columns is None:
             raise StateError("the store has no rows yet", hint="extend() it first")
-        group, columns = self.columns, self.columns.columns
-        wanted = range(len(columns) - len(ROW_FIELDS)) if places is None else places
+        group = self.columns
+        wanted = range(len(group.columns) - len(ROW_FIELDS)) if places is None else places
+        return group.implied.values(wanted, lambda needed: self._take_kept(group, slots, needed))
+
+    def _take_kept(self, group: WritableColumns, slots: IntArray, wanted: Sequence[int]) -> list[Array]:
+        """Copy rows out as they are kept."""
         if self._tail.count and self._tail.holds(slots, self.slots).any():
             try:
                 self.drain()
@@ -489,7 +496,13 @@ class ZarrStorage(ArchivingStorage):
         return self._taken(group, slots, wanted)
 
     def views(self, places: Sequence[int], first_id: int, count: int) -> list[list[Array]]:
-        """View columns over a run of ids without copying."""
+        """View columns over a run of ids without copying; flags that follow from others are put together."""
+        if self.columns is None:
+            return [[] for _ in places]
+        return self.columns.implied.views(places, lambda needed: self.kept_views(needed, first_id, count))
+
+    def kept_views(self, places: Sequence[int], first_id: int, count: int) -> list[list[Array]]:
+        """View columns over a run of ids without copying, as they are kept."""
         if self.columns is None:
             return [[] for _ in places]
         self.drain()

@@ -18,6 +18,7 @@ import numpy as np
 from expstore.errors import CorruptionError, StorageError
 from expstore.files import Disk
 from expstore.schema import Field
+from expstore.storages.implied import causes_of
 from expstore.storages.packing import Packing
 from expstore.types import Key
 
@@ -65,6 +66,7 @@ def make_metadata(
     separator: str = SEPARATOR,
     packings: Sequence[Packing | None] = (),
     lent: Collection[Key] = (),
+    implied: Collection[Key] = (),
 ) -> dict[str, bytes]:
     """Return the files of the Zarr v3 group: relative name -> bytes.
 
@@ -76,6 +78,7 @@ def make_metadata(
         separator: What stands between the numbers in a shard's name; "." where an array is packed.
         packings: How each array is packed; None: it is not.
         lent: The flat ones of which rows may lie with the next ones.
+        implied: Flags of which is kept where they do not follow from others.
     """
     import zarr
     from zarr.core.sync import sync
@@ -84,6 +87,7 @@ def make_metadata(
     store = MemoryStore()
     group = zarr.create_group(store=store, attributes=attributes)
     for entry, shard, packing in zip(fields, rows, packings or [None] * len(fields), strict=True):
+        about = _about(entry, packing, lent=entry.key in lent) | _of_flag(entry, implied)
         length = shard if packing is None else packing.shard
         group.create_array(
             entry.path,
@@ -94,7 +98,7 @@ def make_metadata(
             compressors=None if packing is None else packing.zarr_codecs,
             filters=None,
             chunk_key_encoding={"name": "default", "separator": separator if packing is None else "."},
-            attributes={"expstore": _about(entry, packing, lent=entry.key in lent)},
+            attributes={"expstore": about},
         )
 
     async def collect() -> dict[str, bytes]:
@@ -129,6 +133,14 @@ def _about(entry: Field, packing: Packing | None, *, lent: bool) -> dict[str, An
         # Rows that other readers find as zeros: earlier ones of that array have them, see the tables.
         about["shared"] = {"with": partner, "table_bytes": packing.table_bytes}
     return about
+
+
+def _of_flag(entry: Field, implied: Collection[Key]) -> dict[str, Any]:
+    """Return what the array of a flag says if it follows from others: how other readers find its values."""
+    if entry.key not in implied:
+        return {}
+    causes = ["/".join(key) for key in causes_of(entry.key)]
+    return {"implied": {"by": causes, "value": "this array XOR any of those"}}
 
 
 #: What Zarr may leave out where it is empty.

@@ -275,6 +275,17 @@ def break_copy_record() -> None:
     LendingStorage._with_copies = apart  # type: ignore[method-assign]
 
 
+def break_flag_record() -> None:
+    """What a flag follows from is recorded, and what is kept of the flag itself is only written."""
+    record = JournaledStorage._record_change
+
+    def apart(self: Any, ids: Any, places: Any, columns: Any, *, replaces: bool) -> None:
+        kept = {p: c for p, c in zip(places, columns, strict=True) if p not in self.columns.implied.places}
+        record(self, ids, list(kept), list(kept.values()), replaces=replaces)
+
+    JournaledStorage._record_change = apart  # type: ignore[method-assign]
+
+
 def break_reach() -> None:
     """Rows lie with others that are overwritten before them."""
 
@@ -380,6 +391,7 @@ BREAKS: dict[str, Callable[[], None]] = {
     "segments last": break_segments_first,
     "no copies for lent rows": break_copies,
     "copies in no record": break_copy_record,
+    "flags in no record": break_flag_record,
     "rows too far away": break_reach,
     "lenders without sync": break_lenders,
     "late column without sync": break_late,

@@ -59,6 +59,8 @@ KEYED = Spec("keyed", 24, 8, frame=64, lean=True, segment_bytes=1536, keyed=True
 LENT = Spec("lent", 24, 8, frame=64, lean=True, segment_bytes=4096, tail=False, lent=True)
 LENT_NARROW = Spec("lent narrow", 24, 8, frame=64, lean=True, segment_bytes=1536, lent=True)
 ARCHIVED = Spec("archived", 24, 8, frame=64, lean=True, segment_bytes=4096, archived=True)
+#: Rows ride in the journal.
+FLAGS = Spec("flags", 24, 8, frame=64, lean=True, segment_bytes=4096, implied=True)
 PACKED_GROWING = Spec("packed growing", None, 24, frame=64, lean=True, shard_rows=4096, packed=True)
 
 
@@ -208,6 +210,13 @@ PHASES = (
         [LOADS, _extend(5, "a")],
         stride=20,
         must="rename load",
+    ),
+    Phase(
+        "change what flags follow from",
+        FLAGS,
+        [_extend(30)],
+        [_change(8, 28, 1, 10), _extend(3), _change(12, 14, 2)],
+        stride=3,
     ),
     Phase("rows in segments", RAGGED, FEW, [_extend(6, "a"), _extend(8), FLUSH], tooth=True),
     Phase(

@@ -101,6 +101,7 @@ def test_power_cut_costs_rows(reports: Reports) -> None:
         "counted after",
         "counts of older rows",
         "notes without a record",
+        "flags in no record",
         "displaced without a record",
         "raw rows in memory",
         "segments last",
@@ -120,8 +121,9 @@ def test_kills_find(reports: Reports, fault: str) -> None:
     whose publish record no mark covers; their checksum no longer fits, and opening drops what was acked.
     counted after: a batch is handed out before its rows are counted on disk. counts of older rows: a row
     begins with the count of the one that had its slot. notes without a record: what is noted about an
-    episode is in no record of the journal. displaced without a record: nor is a row that takes the place of
-    another. raw rows in memory: rows of a packed chunk that is not full are not in any file. segments last:
+    episode is in no record of the journal. flags in no record: nor is what is kept of a flag if others change
+    from which it follows. displaced without a record: nor is a row that takes the place of another. raw rows
+    in memory: rows of a packed chunk that is not full are not in any file. segments last:
     rows without a fixed size are written after the record that publishes them, which a mark covers. no copies
     for lent rows: next rows are changed, and those that lie with them read the new ones. rows too far away:
     the ring is too short for what rows lie with. keys in no record: a write is made
