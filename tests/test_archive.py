@@ -368,6 +368,28 @@ def test_a_long_batch_passes_through_whole_or_not_at_all(
     assert verify(tmp_path / "old.exp") == []
 
 
+def test_rows_that_came_too_early_may_be_changed_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long batch sends rows to the archive; if it is not written after all, the ring has them still."""
+    world = World(tmp_path, "flat")
+    with world.open() as rb:
+        for _ in range(5):
+            world.extend(rb, 20)
+
+        def fail(through: int) -> None:
+            assert rb.storage.archive.through > rb.storage.window.low
+            raise StorageError("the disk is full")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(rb.storage, "retire", fail)
+            with pytest.raises(StorageError, match="full"):
+                rb.extend(rows(np.arange(101, 151), np.zeros(50, np.int64), "flat"))
+        world.change(rb, np.arange(41, 60))
+        for _ in range(5):
+            world.extend(rb, 20)
+        world.check(rb)
+    assert verify(world.archive) == []
+
+
 def test_a_failing_archive_stops_who_needs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is lost, and all goes on when the disk does."""
     with filled(tmp_path / "run.exp", 100, archive=tmp_path / "old.exp") as rb:

@@ -205,10 +205,22 @@ class Archive:
             new = [] if number is not None else [(storage.episodes.next_source, _SOURCE, True)]
             source = new[0][0] if number is None else number
             segments = _segments(left, first, source, _Facts(left.columns, keys, schema), going, sure)
+            segments = self._begun_again(segments)
             assignment = Assignment(segments, numbers, new)
             columns = [*left.columns, left.ids]
             storage.write(Rows(first, count, columns, assignment, int(left.times.max())))
             self.through = int(left.ids[-1])
+
+    def _begun_again(self, segments: Sequence[Segment]) -> list[Segment]:
+        """Begin anew episodes of which rows were given up here: they go on at an earlier step."""
+        found, seen = list(segments), set[int]()
+        for number, segment in enumerate(segments):
+            if segment.episode not in seen:
+                seen.add(segment.episode)
+                known = self.storage.episodes.find(segment.episode)
+                if known is not None and known.length != segment.step:
+                    found[number] = segment._replace(flags=segment.flags | NEW)
+        return found
 
     def pass_over(self, through: int) -> None:
         """Note that there are no other rows up to this id; `turn` is held."""
@@ -255,8 +267,10 @@ class Archive:
         self._look()
         meta = dict(storage.manifest.meta)
         pending = meta.pop(_PENDING, None)
-        if former >= meta.get(_GENERATION, 0) and pending is not None and self.through > last:
-            self._give_up_from(max(pending, last + 1))
+        known = former >= meta.get(_GENERATION, 0) and (pending is not None or self.through <= last)
+        if known and self.through > window.low and not self._made:
+            # They came for a batch that never was, or the ring has gone back: they may be changed there yet.
+            self._give_up_from(window.low + 1)
         if former < meta.get(_GENERATION, 0) or self.through > last:
             raise StateError(
                 f"the archive {storage.path} is newer than {path}: it has rows up to {self.through} of it, "

@@ -250,9 +250,16 @@ class ArchivingStorage(RetainingStorage):
             super()._make_room(count)
             return
         if count > self.spare:
+            self.check_space(count)
             self.sync()
-            self._archive_for(archive, min(self.last, self.last + count - depth))
-        super()._make_room(count)
+            try:
+                self._archive_for(archive, min(self.last, self.last + count - depth))
+                super()._make_room(count)
+            except BaseException:
+                self.note_interruption()  # rows may have come too early: they are given up there
+                raise
+        else:
+            super()._make_room(count)
         self._archive_for(archive, self.last + count - depth)
 
     def _archive_for(self, archive: Archive, through: int) -> None:
