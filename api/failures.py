@@ -73,6 +73,7 @@ class Refusal(errors.ExpStoreError):
     """
 
     default_kind = "request"
+    status: int
 
     def __init__(
         self,

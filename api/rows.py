@@ -16,7 +16,7 @@ from tensordict import TensorDictBase
 from expstore.api.bodies import ARROW, ROWS, arrow_answer, json_answer, load_json, to_json
 from expstore.api.failures import Refusal
 from expstore.api.stores import Served
-from expstore.codec import Codec, Coded, Encoder, join_columns, meaning_of
+from expstore.codec import Codec, Coded, Encoder, join_columns, meaning_of, wishes_of
 from expstore.errors import SchemaError
 from expstore.framing import read_batches, write_stream
 from expstore.schema import Field
@@ -25,8 +25,10 @@ from expstore.types import key_name
 __all__ = ["answer_rows", "checked_ids", "taken_rows"]
 
 
-def taken_rows(served: Served, kind: str, body: bytearray, *, rows: int) -> TensorDictBase:
-    """Return the rows of a body.
+def taken_rows(
+    served: Served, kind: str, body: bytearray, *, rows: int
+) -> tuple[TensorDictBase, dict[str, Any]]:
+    """Return the rows of a body, and what it says is to be done with them.
 
     Args:
         served: The store they are for.
@@ -40,10 +42,10 @@ def taken_rows(served: Served, kind: str, body: bytearray, *, rows: int) -> Tens
     """
     if kind == ARROW:
         return _from_arrow(served, body, rows)
-    return _from_json(served.codec, load_json(body), rows)
+    return _from_json(served.codec, load_json(body), rows), {}
 
 
-def _from_arrow(served: Served, body: bytearray, rows: int) -> TensorDictBase:
+def _from_arrow(served: Served, body: bytearray, rows: int) -> tuple[TensorDictBase, dict[str, Any]]:
     schema = served.rb.schema
     coded = Coded(schema) if schema is not None else None
 
@@ -54,14 +56,14 @@ def _from_arrow(served: Served, body: bytearray, rows: int) -> TensorDictBase:
         told = meaning_of(arrow_schema)
         coded = Coded(coded.schema if coded else told.schema, told.batch_size, told.names)
 
-    _, batches = read_batches(body, check, rows=rows)
+    arrow_schema, batches = read_batches(body, check, rows=rows)
     assert coded is not None
     codec = served.codec if coded.schema is schema else Codec(coded.schema)
     if not batches:
         raise SchemaError("the body has no rows", kind="empty", hint="send at least one batch")
     parts = [codec.decode(batch, body) for batch in batches]
     columns = parts[0] if len(parts) == 1 else [join_columns(column) for column in zip(*parts, strict=True)]
-    return codec.build(columns, coded.batch_size, coded.names)
+    return codec.build(columns, coded.batch_size, coded.names), wishes_of(arrow_schema)
 
 
 def _check_fields(codec: Codec, arrow_schema: Any) -> None:

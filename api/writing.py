@@ -5,11 +5,14 @@ Used by the application unless it only reads.
 
 from __future__ import annotations
 
+import hashlib
+import json
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import anyio.to_thread
 import torch
-from fastapi import APIRouter, Query, Request
+from fastapi import APIRouter, Header, Query, Request
 from pydantic import BaseModel, Field
 
 from expstore.api.access import ARROW_BODY, Known, Limits, Store, problems
@@ -17,8 +20,18 @@ from expstore.api.bodies import content_type, read_body
 from expstore.api.failures import Refusal
 from expstore.api.rows import checked_ids, taken_rows
 from expstore.api.stores import Served
+from expstore.errors import SchemaError
 
 router = APIRouter(tags=["writing"])
+
+_KEY_BYTES = 128
+
+#: What the metadata of rows may ask for, and what is a value of it.
+_WISHES: dict[str, Callable[[Any], bool]] = {
+    "episode_info": lambda value: isinstance(value, dict),
+    "update_priority": lambda value: isinstance(value, bool),
+    "validate": lambda value: value in ("schema", "domain"),
+}
 
 
 class Written(BaseModel):
@@ -26,6 +39,10 @@ class Written(BaseModel):
 
     first_id: int | None = Field(description="Of the first row that was taken in; null: none was.")
     count: int = Field(description="How many were; those after the first have the ids that follow.")
+    ids: list[int] | None = Field(
+        description="Of each row, -1 for those that were not taken in; null: all were, and their ids follow "
+        "one another."
+    )
     generation: int
 
 
@@ -79,20 +96,32 @@ def _type_of(key: str, value: Any) -> Any:
     return value[0], tuple(value[1])
 
 
+_Source = Annotated[str | None, Query(max_length=200, description="Name of the stream.")]
+_Wait = Annotated[float, Query(ge=0, description="Seconds to wait for others to sample.")]
+_Key = Annotated[
+    str | None,
+    Header(
+        description="Names this write: sent again, with the same body, it is answered as before and adds "
+        "nothing. At most 128 bytes."
+    ),
+]
+
+
 @router.post("/stores/{name}/extend", responses=problems(408, 413, 415, 507), openapi_extra=ARROW_BODY)
 async def extend(
     request: Request,
     store: Store,
     limits: Limits,
-    source: Annotated[str | None, Query(max_length=200, description="Name of the stream.")] = None,
-    wait: Annotated[float, Query(ge=0, description="Seconds to wait for others to sample.")] = 0.0,
+    source: _Source = None,
+    wait: _Wait = 0.0,
+    idempotency_key: _Key = None,
 ) -> Written:
     """Append rows, all of them or none: an Arrow stream, or JSON with a list per column."""
-    kind = content_type(request)
+    kind, key = content_type(request), _key_of(idempotency_key)
     body = await read_body(request)
     seconds = min(wait, limits.wait_seconds)
     written = await store.run_patiently(
-        lambda: _extended(store, kind, body, source, limits.max_rows), seconds
+        lambda: _extended(store, kind, body, source, limits.max_rows, key), seconds
     )
     request.scope["expstore.rows_in"] = written.count
     return written
@@ -103,25 +132,70 @@ async def add(
     request: Request,
     store: Store,
     limits: Limits,
-    source: Annotated[str | None, Query(max_length=200, description="Name of the stream.")] = None,
-    wait: Annotated[float, Query(ge=0, description="Seconds to wait for others to sample.")] = 0.0,
+    source: _Source = None,
+    wait: _Wait = 0.0,
+    idempotency_key: _Key = None,
 ) -> Written:
     """Append one row: an Arrow stream, or JSON with a list of one value per column."""
-    kind = content_type(request)
+    kind, key = content_type(request), _key_of(idempotency_key)
     body = await read_body(request)
     seconds = min(wait, limits.wait_seconds)
-    written = await store.run_patiently(lambda: _extended(store, kind, body, source, 1), seconds)
+    written = await store.run_patiently(lambda: _extended(store, kind, body, source, 1, key), seconds)
     request.scope["expstore.rows_in"] = written.count
     return written
 
 
-def _extended(store: Served, kind: str, body: bytearray, source: str | None, rows: int) -> Written:
-    data = taken_rows(store, kind, body, rows=rows)
-    ids = store.rb.extend(data, source=source, return_ids=True)
+def _key_of(header: str | None) -> bytes | None:
+    """Return the key that a write has.
+
+    Raises:
+        Refusal: 400: it is none.
+    """
+    if header is None:
+        return None
+    key = header.encode("latin-1")
+    if not 0 < len(key) <= _KEY_BYTES:
+        raise Refusal(400, f"the idempotency key has {len(key)} bytes", hint=f"send 1 to {_KEY_BYTES}")
+    return key
+
+
+def _extended(
+    store: Served, kind: str, body: bytearray, source: str | None, rows: int, key: bytes | None
+) -> Written:
+    digest = None if key is None else _digest(kind, body, source)
+    data, wishes = taken_rows(store, kind, body, rows=rows)
+    ids = store.rb.extend(
+        data, source=source, return_ids=True, idempotency_key=key, digest=digest, **_checked(wishes)
+    )
     store.drawers.written()
     kept = ids[ids > 0]
     first = int(kept.min()) if kept.numel() else None
-    return Written(first_id=first, count=kept.numel(), generation=store.generation)
+    run = first is not None and torch.equal(ids, torch.arange(first, first + ids.numel()))
+    return Written(
+        first_id=first, count=kept.numel(), ids=None if run else ids.tolist(), generation=store.generation
+    )
+
+
+def _digest(kind: str, body: bytearray, source: str | None) -> bytes:
+    """Return what stands for all that a write says."""
+    found = hashlib.blake2b(json.dumps([kind, source]).encode(), digest_size=16)
+    found.update(body)
+    return found.digest()
+
+
+def _checked(wishes: dict[str, Any]) -> dict[str, Any]:
+    """Return what a body asks for, as keywords of `extend`.
+
+    Raises:
+        SchemaError: It asks for what is not known here.
+    """
+    for name, value in wishes.items():
+        if name not in _WISHES or not _WISHES[name](value):
+            raise SchemaError(
+                f"the metadata asks for {name[:40]}={str(value)[:40]!r}",
+                hint=f"there are {', '.join(_WISHES)}",
+            )
+    return wishes
 
 
 class Priorities(BaseModel):

@@ -73,10 +73,13 @@ _HOME = {
     "RandomCropTensorDict": "expstore.transforms",
     "RandomSampler": "expstore.samplers",
     "RecencySampler": "expstore.samplers",
+    "RemoteError": "expstore.errors",
+    "RemoteReplayBuffer": "expstore.client",
     "ReplayBuffer": "expstore.buffers",
     "ReplayBufferEnsemble": "expstore.ensembles",
     "ReplayBufferTrainer": "expstore.trainers",
     "Retain": "expstore.retain",
+    "Retries": "expstore.connection",
     "Reward2GoTransform": "expstore.transforms",
     "RoundRobinWriter": "expstore.writers",
     "SampleToInsertRatio": "expstore.limiter",
@@ -117,6 +120,7 @@ _HOME = {
     "Writer": "expstore.writers",
     "WriterEnsemble": "expstore.writers",
     "ZarrStorage": "expstore.storages",
+    "connect": "expstore.client",
     "filter_trajectories": "expstore.query",
     "find_start_stop_traj": "expstore.trajectories",
     "iter_trajectories": "expstore.query",
@@ -191,10 +195,13 @@ __all__ = [
     "RandomCropTensorDict",
     "RandomSampler",
     "RecencySampler",
+    "RemoteError",
+    "RemoteReplayBuffer",
     "ReplayBuffer",
     "ReplayBufferEnsemble",
     "ReplayBufferTrainer",
     "Retain",
+    "Retries",
     "Reward2GoTransform",
     "RoundRobinWriter",
     "SampleToInsertRatio",
@@ -235,6 +242,7 @@ __all__ = [
     "Writer",
     "WriterEnsemble",
     "ZarrStorage",
+    "connect",
     "filter_trajectories",
     "find_start_stop_traj",
     "iter_trajectories",
@@ -249,7 +257,9 @@ __all__ = [
 
 if TYPE_CHECKING:
     from expstore.buffers import ReplayBuffer
+    from expstore.client import RemoteReplayBuffer, connect
     from expstore.collectors import Collector
+    from expstore.connection import Retries
     from expstore.door import open
     from expstore.ensembles import ReplayBufferEnsemble
     from expstore.errors import (
@@ -262,6 +272,7 @@ if TYPE_CHECKING:
         NotReadyError,
         PriorityError,
         QueryError,
+        RemoteError,
         SchemaError,
         SnapshotError,
         StackError,

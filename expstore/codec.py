@@ -31,15 +31,19 @@ from expstore.types import Array, Key, key_name
 __all__ = [
     "Codec",
     "Coded",
+    "Decoder",
     "Encoder",
     "columns_of",
     "encode_rows",
     "join_columns",
     "meaning_of",
     "plain_columns",
+    "wishes_of",
+    "with_wishes",
 ]
 
 _ABOUT = b"expstore"
+_WISHES = b"expstore.wishes"
 _FORMAT = 1
 #: Arrow's type of one value of a dtype.
 _ARROW: dict[str, Any] = {
@@ -238,9 +242,9 @@ class Encoder:
         """
         keys: list[Key] = []
         leaves: list[Any] = []
-        leaves_of(data, (), frozenset(), keys, leaves)
         dims = data.ndim
         try:
+            leaves_of(data, (), frozenset(), keys, leaves)  # not of rows that differ in shape
             alike = (
                 data.batch_size,
                 data.names,
@@ -271,6 +275,60 @@ def _names_of(data: TensorDictBase) -> Sequence[str | None]:
 def encode_rows(data: TensorDictBase) -> Any:
     """Return rows as a record batch; an `Encoder` is faster where one batch is like the one before."""
     return Encoder().encode(data)
+
+
+def with_wishes(batch: Any, wishes: Mapping[str, Any]) -> Any:
+    """Return a record batch that says in its schema's metadata what is to be done with its rows.
+
+    Args:
+        batch: Rows.
+        wishes: By name; what JSON can keep.
+    """
+    return batch.replace_schema_metadata({**(batch.schema.metadata or {}), _WISHES: json.dumps(wishes)})
+
+
+def wishes_of(arrow_schema: Any) -> dict[str, Any]:
+    """Return what `with_wishes` has said.
+
+    Raises:
+        SchemaError: It is no JSON object.
+    """
+    try:
+        found = json.loads((arrow_schema.metadata or {}).get(_WISHES, b"{}"))
+        if isinstance(found, dict):
+            return found
+    except (ValueError, RecursionError):
+        pass
+    raise SchemaError("what the metadata says is to be done with the rows cannot be read")
+
+
+class Decoder:
+    """Turn record batches into TensorDicts, by what their schemas say; it knows the last ones again.
+
+    Threads may share one.
+    """
+
+    def __init__(self) -> None:
+        self._known: tuple[tuple[Any, Coded, Codec], ...] = ()
+
+    def decode(self, batch: Any, memory: Any = None) -> TensorDict:
+        """Return a batch's rows.
+
+        Args:
+            batch: As `encode_rows` makes one, or with plain columns.
+            memory: As in `Codec.decode`.
+
+        Raises:
+            SchemaError: They are no rows.
+        """
+        schema = batch.schema
+        known = next((entry for entry in self._known if entry[0].equals(schema, check_metadata=True)), None)
+        if known is None:
+            told = meaning_of(schema)
+            known = schema, told, Codec(told.schema)
+            self._known = (*self._known[-7:], known)
+        _, told, codec = known
+        return codec.build(codec.decode(batch, memory), told.batch_size, told.names)
 
 
 def join_columns(parts: Sequence[Any]) -> Any:

@@ -13,7 +13,8 @@ Every module raises from this tree; nothing here reads or writes anything::
     ├── StateError     (RuntimeError)   closed, poisoned, or not open for writing
     │   └── LockedError                 somebody else has the store open for writing
     ├── StorageError   (OSError)        reading or writing failed
-    │   └── CorruptionError             bytes on disk are not what was written
+    │   ├── CorruptionError             bytes on disk are not what was written
+    │   └── RemoteError (ConnectionError)  a server does not answer, or refuses who asks
     ├── MigrationError                  the store is newer than this library, or a step failed
     └── SnapshotError                   a snapshot is incomplete or in the way
 """
@@ -30,6 +31,7 @@ __all__ = [
     "NotReadyError",
     "PriorityError",
     "QueryError",
+    "RemoteError",
     "SchemaError",
     "SnapshotError",
     "StackError",
@@ -49,6 +51,8 @@ class ExpStoreError(Exception):
 
     default_kind = "error"
     default_hint = ""
+    #: Of an error that a server has answered with, the HTTP status.
+    status: int | None = None
 
     def __init__(self, message: str, *, kind: str | None = None, hint: str = "") -> None:
         hint = hint or self.default_hint
@@ -139,6 +143,12 @@ class CorruptionError(StorageError):
 
     default_kind = "corruption"
     default_hint = "`expstore verify` says what is damaged, `expstore repair` what can be done"
+
+
+class RemoteError(StorageError, ConnectionError):
+    """A server does not answer, or refuses the request as such; or a connection cannot do what was asked."""
+
+    default_kind = "remote"
 
 
 class MigrationError(ExpStoreError):

@@ -10,9 +10,10 @@ inside, and trusts lengths; so the end mark, the kinds of messages and each batc
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
 from expstore.errors import SchemaError
@@ -24,6 +25,8 @@ __all__ = [
     "batches_of",
     "body_size",
     "read_batches",
+    "read_each",
+    "read_table",
     "table_stream",
     "write_stream",
 ]
@@ -213,3 +216,60 @@ def body_size(metadata: Any) -> int:
     (size,) = struct.unpack_from("<H", metadata, root - back)
     offset = struct.unpack_from("<H", metadata, root - back + 10)[0] if size > 10 else 0
     return int(struct.unpack_from("<q", metadata, root + offset)[0]) if offset else 0
+
+
+class _Source:
+    """What Arrow's reader takes for a file: each piece that it asks for is memory of its own.
+
+    Args:
+        readinto: Fills memory, and returns how many bytes; fewer: there are no more.
+    """
+
+    closed = False
+
+    def __init__(self, readinto: Callable[[Any], int]) -> None:
+        self._readinto = readinto
+        self.piece: Any = b""
+
+    def read(self, count: int) -> Any:
+        # Not zeros first: a batch may be many MiB.
+        piece: Any = bytearray(count) if count < 4096 else np.empty(count, np.uint8)
+        got = self._readinto(memoryview(piece))
+        self.piece = piece if got == count else piece[:got]
+        return self.piece
+
+
+def read_each(readinto: Callable[[Any], int]) -> Iterator[tuple[Any, Any]]:
+    """Read a stream of somebody trusted as it comes.
+
+    Args:
+        readinto: Fills memory, and returns how many bytes; fewer: there are no more.
+
+    Yields:
+        A batch, and the memory that it lies in, which is nobody else's.
+
+    Raises:
+        EOFError, OSError: It breaks off, or its source fails.
+    """
+    source = _Source(readinto)
+    try:
+        with pa.ipc.open_stream(source) as reader:
+            for batch in reader:
+                yield batch, source.piece
+    except pa.ArrowInvalid as exc:
+        raise EOFError(str(exc).splitlines()[0]) from exc
+    if bytes(source.piece) != END[4:]:
+        raise EOFError("it has no end mark")
+
+
+def read_table(body: Any) -> Any:
+    """Return a stream of somebody trusted as one table, which shares the body's memory.
+
+    Raises:
+        SchemaError: It is none.
+    """
+    try:
+        with pa.ipc.open_stream(pa.py_buffer(body)) as reader:
+            return reader.read_all()
+    except (pa.ArrowException, OSError) as exc:
+        raise _bad(str(exc).splitlines()[0][:200]) from exc

@@ -21,6 +21,7 @@ BASES = {
     "LockedError": (errors.StateError, RuntimeError, "locked"),
     "StorageError": (errors.ExpStoreError, OSError, "storage"),
     "CorruptionError": (errors.StorageError, OSError, "corruption"),
+    "RemoteError": (errors.StorageError, ConnectionError, "remote"),
     "MigrationError": (errors.ExpStoreError, errors.ExpStoreError, "migration"),
     "SnapshotError": (errors.ExpStoreError, errors.ExpStoreError, "snapshot"),
 }

@@ -43,12 +43,12 @@ LINES: tuple[tuple[str, str], ...] = (
     (
         "4",
         "domains writers draws prefetch samplers sample_units transforms query routing framing codec "
-        "trajectories postprocs",
+        "trajectories postprocs connection",
     ),
     (
         "5",
         "retention handles drawing shaping patches latefields keyed keywords finding streams service parts "
-        "torchdatasets",
+        "torchdatasets feed",
     ),
     ("5a", "buffers client"),
     (
@@ -494,6 +494,7 @@ ALLOWED_AS_TYPE: tuple[tuple[str, str], ...] = (
 HOME_OF_LIBRARY: dict[str, tuple[str, ...]] = {
     "duckdb": ("index", "delta", "expressions", "relations", "history", "named", "migrate"),
     "fastapi": ("api", "api.*"),
+    "httpx": ("connection",),
     "h5py": ("exchange.*",),
     "pyarrow": (
         "index",

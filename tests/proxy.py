@@ -1,0 +1,81 @@
+"""A TCP proxy of a test, which loses what it is told to lose."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+import threading
+from collections.abc import Callable
+from typing import Self
+
+__all__ = ["Proxy"]
+
+_RESET = struct.pack("ii", 1, 0)  # closing sends a reset
+
+
+class Proxy:
+    """Pass on what clients and a server say, within a `with` block.
+
+    Args:
+        port: The server's.
+        trouble: Called for each connection with its number from 0 on: "" passes all on, "refuse" resets at
+            once, "answer" resets when the server begins to answer, "half" after half of the first part of it.
+    """
+
+    def __init__(self, port: int, trouble: Callable[[int], str]) -> None:
+        self._target, self._trouble = ("127.0.0.1", port), trouble
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        self.connections = 0
+        self._open: list[socket.socket] = []
+
+    def __enter__(self) -> Self:
+        threading.Thread(target=self._accept, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self.cut()
+
+    def cut(self) -> None:
+        """Reset all connections."""
+        for sock in self._open:
+            _reset(sock)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                client, _ = self._listener.accept()
+            except OSError:
+                return
+            trouble = self._trouble(self.connections)
+            self.connections += 1
+            if trouble == "refuse":
+                _reset(client)
+                continue
+            server = socket.create_connection(self._target)
+            self._open += [client, server]
+            threading.Thread(target=_pump, args=(client, server, ""), daemon=True).start()
+            threading.Thread(target=_pump, args=(server, client, trouble), daemon=True).start()
+
+
+def _reset(sock: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+        sock.shutdown(socket.SHUT_RDWR)
+    sock.close()
+
+
+def _pump(source: socket.socket, sink: socket.socket, trouble: str) -> None:
+    with contextlib.suppress(OSError):
+        while data := source.recv(1 << 16):
+            if trouble == "half":
+                sink.sendall(data[: len(data) // 2])
+            if trouble:
+                break
+            sink.sendall(data)
+    for sock in (source, sink):
+        _reset(sock)
