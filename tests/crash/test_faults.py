@@ -21,7 +21,7 @@ import ledger as facts
 import numpy as np
 import pytest
 import torch
-from checks import Wrong, check_episodes, check_rows, check_sampled, check_sql, expect
+from checks import Wrong, check_episodes, check_keys, check_rows, check_sampled, check_sql, expect
 from children import CONSTANTS, candidates, fit_constants, matching, new_ledger, open_store, perform
 from gaps import NoKeeper
 from ledger import Ledger, Op, Spec
@@ -43,6 +43,7 @@ SPECS = (
     Spec("late", 40, 12, frame=64, segment_bytes=4096, longest=12, lean=True, overlong=False, late=True),
     Spec("growing", None, 24, frame=64, segment_bytes=4096, longest=14, lean=True, packed=True),
     Spec("lent", 40, 12, frame=64, segment_bytes=4096, longest=14, lean=True, lent=True),
+    Spec("keyed", 40, 12, frame=64, segment_bytes=4096, longest=14, lean=True, keyed=True),
 )
 WEIGHTS = {
     "extend": 8,
@@ -197,6 +198,7 @@ class Life:
         for op in facts.extends(self.state, np.random.default_rng(1), 1):
             perform(rb, self.state, op)
             self.state.apply(op)
+        check_keys(rb, self.state)
         check_rows(rb, self.state)
         (rb if index else rb.storage).close()
 
@@ -250,6 +252,7 @@ class Life:
         for op in [*facts.extends(state, rng, 2), Op("flush"), Op("sample")]:
             perform(rb, state, op)
             state.apply(op)
+        check_keys(rb, state)
         check_rows(rb, state)
         check_sampled(rb, state)
         return [state]
