@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, Literal, NoReturn, Self
 
 import numpy as np
@@ -19,12 +19,14 @@ from expstore.codec import Decoder, Encoder, with_wishes
 from expstore.connection import ARROW, Address, Connection, Retries
 from expstore.domains import asks_for_domain
 from expstore.episodeinfo import pack_info
-from expstore.errors import NotFoundError, RemoteError, SchemaError, StateError
+from expstore.errors import NotFoundError, QueryError, RemoteError, SchemaError, StateError
 from expstore.feed import Feed
 from expstore.framing import read_table, write_stream
 from expstore.keywords import check_batch_size
+from expstore.result import Result
 from expstore.schema import Schema
 from expstore.shaping import to_array
+from expstore.snapshots import Version
 from expstore.storages.priorities import check_priorities
 from expstore.types import IntArray, key_name, to_key
 
@@ -419,6 +421,108 @@ class RemoteReplayBuffer:
             raise SchemaError("the sample has no 'id', which says which rows it holds")
         return self.update_priority(id=ids, priority=priority)
 
+    # -- questions and versions ------------------------------------------------------------------
+
+    def sql(
+        self,
+        query: str,
+        params: Sequence[object] | Mapping[str, object] | None = None,
+        *,
+        limit: int | None = None,
+    ) -> Result:
+        """Run one read-only SELECT where the store is, over what `rb.sql` shows there.
+
+        Args:
+            query: The statement.
+            params: Values for `?` (a sequence) or `$name` (a mapping).
+            limit: Rows that are enough; None: all are asked for.
+
+        Raises:
+            QueryError: It is not one SELECT, takes too long, is refused; or, without a limit, has more rows
+                than the server answers with (kind "truncated").
+        """
+        values = None if params is None else dict(params) if isinstance(params, Mapping) else list(params)
+        body = {"query": query, "params": values, "limit": limit}
+        answer = self._connection.request("POST", "sql", body=body, accept=ARROW)
+        found = Result(read_table(answer.body))
+        if limit is None and answer.headers.get("x-truncated") == "true":
+            raise QueryError(
+                f"there are more than the {len(found)} rows that the server answers with", kind="truncated",
+                hint="give limit=, if so many are enough, or ask for less",
+            )  # fmt: skip
+        return found
+
+    def episodes(
+        self,
+        where: str | None = None,
+        order_by: str | None = None,
+        limit: int | None = None,
+        *,
+        params: Sequence[object] | Mapping[str, object] | None = None,
+    ) -> Result:
+        """Return episodes, also those whose rows have left: the relation `episodes`, or some of it.
+
+        Args:
+            where: Which ones: an SQL expression over its columns; None: all.
+            order_by: In which order: SQL expressions; the last is always `episode_id`.
+            limit: At most so many; None: all.
+            params: Values for `?` (a sequence) or `$name` (a mapping) in the expressions.
+
+        Raises:
+            QueryError: As `sql`.
+        """
+        from expstore.relations import select_episodes
+
+        return self.sql(select_episodes(where, order_by, limit), params, limit=limit or None)
+
+    def dumps(self, path: None = None) -> Version:
+        """Have the server make a version: the store as it is now, complete and closed.
+
+        Args:
+            path: Versions lie with the store, and nowhere else.
+
+        Raises:
+            StateError: The server only reads.
+        """
+        self._no_path("dumps", path)
+        return self._dumped(None)
+
+    def tag(self, name: str, path: None = None) -> Version:
+        """Have the server make a version with a name, which is kept.
+
+        Raises:
+            SnapshotError: There is a version of this name.
+        """
+        self._no_path("tag", path)
+        return self._dumped(name)
+
+    def versions(self) -> list[Version]:
+        """List the versions that lie with the store, the oldest first."""
+        return [Version(**entry) for entry in self._json("GET", "versions")["versions"]]
+
+    def loads(self, path: None = None, version: int | str | None = None) -> None:
+        """Have the server put a version's content in the place of the store's; for all who use it.
+
+        Args:
+            path: As in `dumps`.
+            version: Number or tag; None: the newest.
+
+        Raises:
+            SnapshotError: There is no such version.
+        """
+        self._no_path("loads", path)
+        self._json("POST", "loads", {"version": version}, once=True)
+
+    def _dumped(self, name: str | None) -> Version:
+        return Version(**self._json("POST", "dumps", {"tag": name}, once=True))
+
+    def _no_path(self, name: str, path: object) -> None:
+        if path is not None:
+            raise RemoteError(
+                f"{name} takes no path over a connection", kind="local_only",
+                hint="versions lie with the store: leave it out",
+            )  # fmt: skip
+
     # -- the whole store -------------------------------------------------------------------------
 
     def flush(self) -> None:
@@ -471,8 +575,10 @@ class RemoteReplayBuffer:
 
     # -- helpers ---------------------------------------------------------------------------------
 
-    def _json(self, method: str, route: str, body: Any = None, *, write: bool = False) -> Any:
-        return self._connection.request(method, route, body=body, write=write).json()
+    def _json(
+        self, method: str, route: str, body: Any = None, *, write: bool = False, once: bool = False
+    ) -> Any:
+        return self._connection.request(method, route, body=body, write=write, once=once).json()
 
     def _wanted(self, batch_size: int | None) -> int:
         size = self._batch_size if batch_size is None else batch_size

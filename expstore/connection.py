@@ -189,11 +189,13 @@ class Download:
 
 
 class _Lost(Exception):
-    """The request has no answer; it may be sent again."""
+    """The request has no answer; it may be sent again, unless it is final."""
 
-    def __init__(self, why: str, error: ExpStoreError | None = None, pause: float = 0.0) -> None:
+    def __init__(
+        self, why: str, error: ExpStoreError | None = None, pause: float = 0.0, *, final: bool = False
+    ) -> None:
         super().__init__(why)
-        self.error, self.pause = error, pause
+        self.error, self.pause, self.final = error, pause, final
 
 
 class _InProcess:
@@ -267,6 +269,7 @@ class Connection:
         accept: str = JSON,
         params: Mapping[str, str] | None = None,
         write: bool = False,
+        once: bool = False,
         wait: float = 0.0,
     ) -> Answer:
         """Send a request, and return its answer.
@@ -279,6 +282,7 @@ class Connection:
             accept: The answer's.
             params: Of the query.
             write: Whether it changes the store: it has a key then.
+            once: Whether it is not sent again once the server may have begun with it.
             wait: Seconds that the server was asked to wait.
 
         Raises:
@@ -305,7 +309,8 @@ class Connection:
                     for part in answer.iter_raw():
                         found += part
             except (httpx.NetworkError, httpx.RemoteProtocolError, httpx.TimeoutException) as exc:
-                raise _Lost(str(exc) or type(exc).__name__) from exc
+                reached = not isinstance(exc, (httpx.ConnectError, httpx.ConnectTimeout))
+                raise _Lost(str(exc) or type(exc).__name__, final=once and reached) from exc
             except RuntimeError:  # another thread has closed it
                 self.check()
                 raise
@@ -375,7 +380,7 @@ class Connection:
                 return ask()
             except _Lost as lost:
                 took, pause = time.monotonic() - began, max(pause, lost.pause)
-                if took + pause > self.retries.seconds:
+                if lost.final or took + pause > self.retries.seconds:
                     if lost.error is not None:
                         raise lost.error from lost
                     raise RemoteError(

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import pickle
 import signal
+import socket
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +32,10 @@ from expstore.errors import (
     NotFoundError,
     NotReadyError,
     PriorityError,
+    QueryError,
     RemoteError,
     SchemaError,
+    SnapshotError,
     StateError,
 )
 
@@ -478,3 +486,145 @@ def test_closing_wakes_who_waits_for_a_server(server: Serving, name: str) -> Non
         thread.join(20)
         assert not thread.is_alive()
         assert len(found) == 1
+
+
+def test_questions(server: Serving, name: str) -> None:
+    with connect(server, name) as rb:
+        rb.extend(batch_of(25))
+        found = rb.sql("SELECT count(*) AS n, sum(action) AS s FROM transitions WHERE action >= ?", [5])
+        assert found.fetchall() == [(20, 290)]
+        assert rb.sql("SELECT action FROM transitions WHERE _id = $id", {"id": 4}).fetchone() == (3,)
+        assert rb.sql("SELECT _id FROM transitions ORDER BY _id", limit=3).fetchall() == [(1,), (2,), (3,)]
+        episodes = rb.episodes("length >= $n", "length DESC", params={"n": 10})
+        assert [row[0] for row in episodes.fetchall()] == [1, 2]
+        assert len(rb.episodes(limit=2)) == 2
+        for bad in ("DELETE FROM transitions", "SELECT nothing FROM transitions"):
+            with pytest.raises(QueryError):
+                rb.sql(bad)
+        with pytest.raises(QueryError) as caught:
+            rb.sql("SELECT * FROM range(20000)")
+        assert caught.value.kind == "truncated"
+        assert len(rb.sql("SELECT * FROM range(20000)", limit=9000)) == 9000
+
+
+def test_versions_lie_with_the_store(server: Serving, name: str) -> None:
+    with connect(server, name) as rb:
+        rb.extend(batch_of(5))
+        made = rb.tag("five")
+        assert (made.number, made.tag, made.rows) == (1, "five", 5)
+        rb.extend(batch_of(3))
+        assert rb.dumps().rows == 8
+        assert [version.tag for version in rb.versions()] == ["five", None]
+        with pytest.raises(SnapshotError):
+            rb.tag("five")
+        rb.loads(version="five")
+        assert len(rb) == 5
+        with pytest.raises(RemoteError, match="path"):
+            rb.dumps("/tmp/elsewhere")  # type: ignore[arg-type]
+
+
+def test_what_cannot_be_known_again_is_not_sent_again(server: Serving, name: str) -> None:
+    with Proxy(server.port, lambda number: "answer" if number == 1 else "") as proxy:
+        with connect(proxy, name) as rb:
+            rb.extend(batch_of(5))
+            proxy.cut()
+            with pytest.raises(RemoteError):
+                rb.dumps()
+            assert len(rb.versions()) == 1
+
+
+def test_tokens(tmp_path: Path) -> None:
+    expstore.open(tmp_path / "run.exp").close()
+    with Serving(Settings(path=tmp_path, token=b"let me in please")) as server:
+        with connect(server, "run", token="let me in please") as rb:
+            assert rb.extend(batch_of(3)).tolist() == [1, 2, 3]
+            assert next(rb.stream(1, batch_size=2))["id"].shape == (2,)
+        for token in (None, "let me in"):
+            with pytest.raises(RemoteError) as caught:
+                connect(server, "run", token=token)
+            assert caught.value.status == 401
+        with pytest.raises(ValueError, match="token"):
+            connect(server, "run", token="two\nlines")
+
+
+class _Process:
+    """`expstore serve`, which can be killed and comes back on the same port."""
+
+    def __init__(self, folder: Path) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.port = free.getsockname()[1]
+        self._command = [sys.executable, "-m", "expstore", "serve", str(folder), "--port", str(self.port)]
+        self.begin()
+
+    def begin(self) -> None:
+        self._child = subprocess.Popen(self._command, stdout=subprocess.DEVNULL)
+
+    def kill(self) -> None:
+        self._child.kill()
+        self._child.wait()
+
+    @property
+    def most_memory(self) -> int:
+        """Return the most memory that it had, in KiB."""
+        text = Path(f"/proc/{self._child.pid}/status").read_text()
+        return int(text.split("VmHWM:")[1].split()[0])
+
+
+def _write(server: _Process, number: int, until: float, written: dict[int, int]) -> None:
+    with connect(server, "run", timeout=60, retries=Retries(seconds=100, seed=number)) as rb:
+        for turn in itertools.count():
+            data = batch_of(20, (number << 32) + turn * 20)
+            ids = rb.extend(data).tolist()
+            assert not written.keys() & set(ids), "an id came twice"
+            written.update(zip(ids, data["action"].tolist(), strict=True))
+            if time.monotonic() > until:
+                return
+
+
+def _sample(server: _Process, number: int, until: float) -> None:
+    options: dict[str, Any] = {"timeout": 60, "wait": 30.0, "retries": Retries(seconds=100, seed=number)}
+    with connect(server, "run", batch_size=32, **options) as rb:
+        while time.monotonic() < until:
+            batch = rb.sample()
+            assert (batch["observation"][:, 0] == batch["action"].float()).all()
+
+
+def _live_through_a_kill(folder: Path, clients: int, seconds: float) -> None:
+    expstore.open(folder / "run.exp", mode="x", seed=1).close()
+    server = _Process(folder)
+    try:
+        connect(server, "run").close()  # it answers
+        until, written = time.monotonic() + seconds, [dict[int, int]() for _ in range(clients // 2)]
+        with ThreadPoolExecutor(clients) as pool:
+            writers = [
+                pool.submit(_write, server, number, until, mine) for number, mine in enumerate(written)
+            ]
+            samplers = [pool.submit(_sample, server, number, until) for number in range(clients // 2)]
+            threading.Event().wait(seconds / 2)  # in the middle
+            server.kill()
+            before = sum(map(len, written))
+            server.begin()
+            for client in (*writers, *samplers):
+                client.result(seconds + 200)  # who saw an error other than the gap's has raised it
+        with connect(server, "run") as rb:
+            found = rb.sql("SELECT count(*), count(DISTINCT _id), count(DISTINCT action) FROM transitions")
+            total = sum(map(len, written))
+            assert found.fetchall() == [(total, total, total)]
+            assert 0 < before < total
+        assert server.most_memory < 2 << 20
+    finally:
+        server.kill()
+    acknowledged = {number: action for mine in written for number, action in mine.items()}
+    assert len(acknowledged) == total, "two clients were given one id"
+    with expstore.open(folder / "run.exp", mode="r") as rb:
+        assert dict(rb.sql("SELECT _id, action FROM transitions").fetchall()) == acknowledged
+
+
+def test_what_was_acknowledged_is_there_once_after_a_kill(tmp_path: Path) -> None:
+    _live_through_a_kill(tmp_path, 8, 6)
+
+
+@pytest.mark.torture
+@pytest.mark.timeout(600)
+def test_32_clients_and_a_kill(tmp_path: Path) -> None:
+    _live_through_a_kill(tmp_path, 32, 60)
