@@ -51,7 +51,7 @@ async def rows(request: Request, store: Store, limits: Limits, asked: Ids) -> Re
     ids = checked_ids(asked.ids)
 
     def read() -> Response:
-        return answer_rows(store.rb.by_id(ids), kind, compression)
+        return answer_rows(store.rb.by_id(ids), kind, compression, store.encoder)
 
     return await store.run(read)
 
@@ -62,7 +62,9 @@ async def trajectory(
 ) -> Response:
     """Read the rows of an episode that are still there, in the order of its steps."""
     kind, compression = accepted(request), compression_of(request)
-    return await store.run(lambda: answer_rows(store.rb.trajectory(episode), kind, compression))
+    return await store.run(
+        lambda: answer_rows(store.rb.trajectory(episode), kind, compression, store.encoder)
+    )
 
 
 @router.get("/stores/{name}/stats", responses=problems())

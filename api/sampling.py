@@ -83,7 +83,7 @@ async def stream(request: Request, store: Store, limits: Limits, asked: AskedStr
     """Draw one batch after another: an Arrow stream with a record batch for each."""
     accepted(request, (ARROW,))
     seconds = _check(asked, limits)
-    parts = _Parts(asked, _drawing(store, asked), compression_of(request))
+    parts = _Parts(asked, _drawing(store, asked), store.encoder, compression_of(request))
     if store.streams.available_tokens < 1:
         raise Refusal(503, f"too many streams are drawn from store {store.name!r}", hint="ask again later")
     first = await store.run_patiently(parts.next, seconds)  # what is wrong is said by the status
@@ -96,9 +96,11 @@ class _Parts:
     Threads: one at a time.
     """
 
-    def __init__(self, asked: AskedStream, draw: Callable[[int], Any], compression: str | None) -> None:
+    def __init__(
+        self, asked: AskedStream, draw: Callable[[int], Any], encoder: Encoder, compression: str | None
+    ) -> None:
         self._asked, self._draw = asked, draw
-        self._encoder, self._writer = Encoder(), StreamWriter(compression)
+        self._encoder, self._writer = encoder, StreamWriter(compression)
         self._number = 0
         self.ended = False
 

@@ -65,7 +65,7 @@ class Served:
         self._sql: SqlWorker | None = None
         self._sql_lock = threading.Lock()
         self.drawers = Drawers(path, rb, limiter)
-        self.encoder = Encoder()
+        self.encoder = Encoder(lambda: rb.schema)
         self.streams = CapacityLimiter(settings.concurrency)
         self._settings = settings
         self._turns = CapacityLimiter(settings.concurrency)

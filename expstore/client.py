@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any, Literal, NoReturn, Self
 
 import numpy as np
@@ -122,7 +123,8 @@ class RemoteReplayBuffer:
             raise ValueError("wait and draw are not negative")
         if draw and seed is None:
             raise ValueError("draw= counts the draws of a seed; give seed=, too")
-        self._connection, self._encoder, self._decoder = connection, Encoder(), Decoder()
+        self._connection, self._decoder = connection, Decoder()
+        self._fields: Schema | None = None
         self._batch_size, self._seed, self._draw = batch_size, seed, draw
         self._asked = {
             "sampler": dict(sampler) if isinstance(sampler, Mapping) else sampler, "where": where,
@@ -135,7 +137,8 @@ class RemoteReplayBuffer:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy in another process needs."""
-        return {name: value for name, value in self.__dict__.items() if name != "_lock"} | {"_iterator": None}
+        own = ("_lock", "_encoder")
+        return {name: value for name, value in self.__dict__.items() if name not in own} | {"_iterator": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take over what `__getstate__` returned."""
@@ -225,6 +228,8 @@ class RemoteReplayBuffer:
         if own:  # a sample goes back in without them, as in-process
             data = data.exclude(*own)
         wishes = {name: value for name, value in told.items() if value is not None}
+        if self._fields is None:
+            self._fields = self.schema  # rows without a fixed size are sent as the store has them
         rows = self._encoder.encode(data)
         body = write_stream(with_wishes(rows, wishes) if wishes else rows).to_pybytes()
         params = None if source is None else {"source": source}
@@ -574,6 +579,10 @@ class RemoteReplayBuffer:
         return f"{type(self).__name__}({str(self._connection.address)!r})"
 
     # -- helpers ---------------------------------------------------------------------------------
+
+    @cached_property
+    def _encoder(self) -> Encoder:
+        return Encoder(lambda: self._fields)
 
     def _json(
         self, method: str, route: str, body: Any = None, *, write: bool = False, once: bool = False

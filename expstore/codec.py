@@ -10,7 +10,7 @@ the batch size; whoever does not know it reads the rows all the same. It touches
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -22,7 +22,7 @@ from tensordict import TensorDict, TensorDictBase
 
 from expstore import forms
 from expstore.arrowtypes import to_type, type_text
-from expstore.batches import Builder
+from expstore.batches import Batch, Builder
 from expstore.errors import CorruptionError, SchemaError
 from expstore.leaves import leaves_of, to_columns
 from expstore.schema import ARROW, DTYPES, OBJECT, Field, Schema
@@ -70,11 +70,13 @@ class Coded:
     about: Mapping[str, Any] | None = None
 
 
-def columns_of(data: TensorDictBase) -> tuple[Schema, list[Any]]:
+def columns_of(data: TensorDictBase, known: Schema | None = None) -> tuple[Schema, list[Any]]:
     """Return the fields of a batch, and their values, all batch dims in one.
 
     Args:
         data: Rows; on any device.
+        known: Of the store that they are of: its fields without a fixed size are of its types, which not
+            every batch shows.
 
     Returns:
         The fields, and a column each. Shapes `(n, *row shape)`; of rows without a fixed size pyarrow Arrays.
@@ -84,13 +86,25 @@ def columns_of(data: TensorDictBase) -> tuple[Schema, list[Any]]:
     """
     flat = data if data.ndim == 1 else data.reshape(-1)
     batch = forms.take(flat, _LAYOUT)
-    schema = Schema.infer(batch.signature())
+    schema = _schema_of(batch, known)
     if schema.objects:
         raise SchemaError(
             f"field {key_name(schema.objects[0])!r} holds objects, which are not sent",
             hint="send tensors, text, bytes, numbers, lists and dicts of them",
         )
     return schema, batch.columns(schema)
+
+
+def _schema_of(batch: Batch, known: Schema | None) -> Schema:
+    if known is None or not known.variable:
+        return Schema.infer(batch.signature())
+    rest = [place for place, key in enumerate(batch.keys) if key not in known or not known[key].variable]
+    others = Batch(
+        [batch.keys[place] for place in rest], [batch.dtypes[place] for place in rest],
+        [batch.arrays[place] for place in rest], batch.count,
+    )  # fmt: skip
+    found = {entry.key: entry for entry in Schema.infer(others.signature()).fields} if rest else {}
+    return Schema([found.get(key) or known[key] for key in batch.keys])
 
 
 class Codec:
@@ -226,9 +240,13 @@ class Encoder:
     """Turn batches into record batches, fast where one is like the one before.
 
     Threads may share one.
+
+    Args:
+        schema: Returns the fields of the store that they are of; None: they say themselves what they are.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, schema: Callable[[], Schema | None] = lambda: None) -> None:
+        self._schema = schema
         self._known: tuple[Any, Any, Any] = ((), None, None)
 
     def encode(self, data: TensorDictBase) -> Any:
@@ -252,11 +270,13 @@ class Encoder:
                     keys, [leaf.dtype for leaf in leaves], [leaf.shape[dims:] for leaf in leaves], strict=True
                 ),
             )
-            plain = not any(leaf.is_nested for leaf in leaves)
+            store = self._schema()
+            loose = store is not None and bool(store.variable)
+            plain = not loose and not any(leaf.is_nested for leaf in leaves)
         except (AttributeError, RuntimeError):
             plain = False
         if not plain:
-            schema, columns = columns_of(data)
+            schema, columns = columns_of(data, self._schema())
             codec = Codec(schema)
             return codec.encode(columns, codec.arrow_schema(data.batch_size, _names_of(data)))
         known, codec, arrow_schema = self._known

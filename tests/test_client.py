@@ -199,7 +199,7 @@ def test_rows_of_no_fixed_size(server: Serving, folder: Path, name: str) -> None
             {
                 "tokens": torch.arange(size),
                 "prompt": NonTensorData(text),
-                "facts": NonTensorData({"n": size, "tags": texts[: size + 1]}),
+                "facts": NonTensorData({"n": size, "tags": texts[:size]}),
                 "reward": torch.tensor([float(size)]),
             }
         )
@@ -209,12 +209,16 @@ def test_rows_of_no_fixed_size(server: Serving, folder: Path, name: str) -> None
         pass
     with connect(server, f"{name}2", batch_size=3, seed=2) as rb:
         assert rb.extend(rows).tolist() == [1, 2, 3, 4]
+        # Rows that happen to be of one size, and lists that happen to be empty, are of the store's types.
+        assert rb.extend([rows[0], rows[0]]).tolist() == [5, 6]
+        assert rb.extend(torch.stack([rows[2], rows[2]])).tolist() == [7, 8]
+        rows += [rows[0], rows[0], rows[2], rows[2]]
         rb.flush()
         with expstore.open(folder / f"{name}2.exp", mode="r", seed=2, batch_size=3) as local:
             wanted = [local.sample(), local.sample()]
         for one, other in zip([rb.sample(), next(rb.stream())], wanted, strict=True):
             assert one["id"].tolist() == other["id"].tolist()
-            assert one["prompt"] == other["prompt"] == [texts[number - 1] for number in one["id"]]
+            assert one["prompt"] == other["prompt"] == [rows[number - 1]["prompt"] for number in one["id"]]
             assert one["facts"] == other["facts"]
             assert [row.tolist() for row in one["tokens"].unbind()] == [
                 row.tolist() for row in other["tokens"].unbind()
