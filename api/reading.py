@@ -69,5 +69,6 @@ async def trajectory(
 
 @router.get("/stores/{name}/stats", responses=problems())
 async def stats(store: Store) -> dict[str, Any]:
-    """Return figures."""
-    return await store.run(store.rb.stats)
+    """Return figures; where the store lies is the server's affair."""
+    found = await store.run(store.rb.stats)
+    return {name: value for name, value in found.items() if name != "path"}
