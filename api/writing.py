@@ -40,8 +40,9 @@ class Written(BaseModel):
     first_id: int | None = Field(description="Of the first row that was taken in; null: none was.")
     count: int = Field(description="How many were; those after the first have the ids that follow.")
     ids: list[int] | None = Field(
-        description="Of each row, -1 for those that were not taken in; null: all were, and their ids follow "
-        "one another."
+        None,
+        description="Of each row, -1 for those that were not taken in; left out: all were, and their ids "
+        "follow one another.",
     )
     generation: int
 
@@ -107,7 +108,12 @@ _Key = Annotated[
 ]
 
 
-@router.post("/stores/{name}/extend", responses=problems(408, 413, 415, 507), openapi_extra=ARROW_BODY)
+@router.post(
+    "/stores/{name}/extend",
+    responses=problems(408, 413, 415, 507),
+    openapi_extra=ARROW_BODY,
+    response_model_exclude_unset=True,
+)
 async def extend(
     request: Request,
     store: Store,
@@ -127,7 +133,12 @@ async def extend(
     return written
 
 
-@router.post("/stores/{name}/add", responses=problems(408, 413, 415, 507), openapi_extra=ARROW_BODY)
+@router.post(
+    "/stores/{name}/add",
+    responses=problems(408, 413, 415, 507),
+    openapi_extra=ARROW_BODY,
+    response_model_exclude_unset=True,
+)
 async def add(
     request: Request,
     store: Store,
@@ -172,7 +183,10 @@ def _extended(
     first = int(kept.min()) if kept.numel() else None
     run = first is not None and torch.equal(ids, torch.arange(first, first + ids.numel()))
     return Written(
-        first_id=first, count=kept.numel(), ids=None if run else ids.tolist(), generation=store.generation
+        first_id=first,
+        count=kept.numel(),
+        generation=store.generation,
+        **({} if run else {"ids": ids.tolist()}),
     )
 
 

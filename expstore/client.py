@@ -235,7 +235,7 @@ class RemoteReplayBuffer:
         params = None if source is None else {"source": source}
         answer = self._connection.request("POST", route, body=body, kind=ARROW, params=params, write=True)
         found = answer.json()
-        if found["ids"] is not None:
+        if found.get("ids") is not None:
             return np.asarray(found["ids"], np.int64)
         first = found["first_id"]
         return np.arange(first, first + found["count"], dtype=np.int64)
