@@ -104,7 +104,7 @@ class _Parts:
         self._number = 0
         self.ended = False
 
-    def next(self) -> bytes:
+    def next(self) -> bytes | memoryview:
         """Return the next part; at least one batch, or the stream's end."""
         count = self._asked.batches
         while not self.ended and self._writer.pending < _PART_BYTES:
@@ -117,10 +117,12 @@ class _Parts:
         return self._writer.take()
 
 
-async def _sent(store: Served, parts: _Parts, first: bytes, seconds: float) -> AsyncIterator[bytes]:
+async def _sent(
+    store: Served, parts: _Parts, first: bytes | memoryview, seconds: float
+) -> AsyncIterator[bytes | memoryview]:
     """Yield the parts of a stream; the next one is made while one is sent."""
     async with store.streams:
-        part: bytes | None = first
+        part: bytes | memoryview | None = first
         while part is not None:
             coming = None if parts.ended else asyncio.ensure_future(store.run_patiently(parts.next, seconds))
             try:

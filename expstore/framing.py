@@ -95,12 +95,10 @@ class StreamWriter:
         self._parts.append(part)
         self.pending += len(part)
 
-    def take(self) -> bytes:
+    def take(self) -> bytes | memoryview:
         """Return the bytes that were added since they were last taken."""
-        joined = b"".join(memoryview(part) for part in self._parts)
-        self._parts.clear()
-        self.pending = 0
-        return joined
+        parts, self._parts, self.pending = [memoryview(part) for part in self._parts], [], 0
+        return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
 def table_stream(table: Any) -> Any:
