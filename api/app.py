@@ -48,6 +48,7 @@ def create_app(settings: Settings) -> FastAPI:
         version=expstore.__version__,
         description="Experience for reinforcement learning: write rows, sample batches, ask in SQL.",
         lifespan=lifespan,
+        redirect_slashes=False,  # a name that ends with one is another name
     )
     metrics = Metrics()
     app.state.settings, app.state.stores, app.state.metrics = settings, stores, metrics

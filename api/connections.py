@@ -78,8 +78,6 @@ class Connection(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Take bytes; they put no deadline off."""
-        if self._phase == "kept":
-            self._enter("head")
         super().data_received(data)
         self._enter(self._found_phase())
 
@@ -161,9 +159,7 @@ class Connection(H11Protocol):
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            body = json.dumps(
-                body_of("bad_request", "the request is no HTTP/1.1 that can be read", "")
-            ).encode()
+            body = json.dumps(body_of("bad_request", "the request cannot be read as HTTP", "")).encode()
             headers = [
                 (b"content-type", b"application/json"),
                 (b"content-length", str(len(body)).encode()),

@@ -123,7 +123,13 @@ def _of_tree(request: Request, exc: Exception) -> Response:
         _log.error("request %s: %s", request.scope.get("request_id", "-"), exc)
         message = "the store cannot be read or written; the server's log says more"
         return answer(status, exc.kind, message)
-    return answer(status, exc.kind, exc.message, exc.hint, headers)
+    root = str(request.app.state.stores.root)
+    return answer(status, exc.kind, _without(root, exc.message), _without(root, exc.hint), headers)
+
+
+def _without(root: str, text: str) -> str:
+    """Return what the library says without where the stores lie, which is nobody's business outside."""
+    return text.replace(f"{root}/", "") if root != "." else text
 
 
 def _of_framework(request: Request, exc: Exception) -> Response:

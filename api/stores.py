@@ -35,6 +35,8 @@ __all__ = ["Served", "Stores"]
 _log = logging.getLogger("expstore.api")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _SUFFIX = ".exp"
+#: Names that are devices on Windows, where a folder of stores may be copied to.
+_RESERVED = {"con", "prn", "aux", "nul", *(f"{port}{n}" for port in ("com", "lpt") for n in range(10))}
 _Answer = TypeVar("_Answer")
 #: Seconds between two looks of a request that waits for rows.
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.005, 0.1
@@ -196,7 +198,8 @@ class Stores:
         """
         if self.single:
             raise StateError("this server has one store", hint="serve a folder to make more")
-        if not _NAME.fullmatch(name) or ".." in name or name.endswith(_SUFFIX):
+        reserved = name.partition(".")[0].lower() in _RESERVED or name.endswith((".", _SUFFIX))
+        if not _NAME.fullmatch(name) or ".." in name or reserved:
             raise Refusal(400, f"{name[:120]!r} is no name of a store", kind="name",
                           hint="letters, digits, '.', '_' and '-', at most 100")  # fmt: skip
         with self._lock:

@@ -3,54 +3,22 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 import torch
+from serving import process, serving
 from tensordict import TensorDict
 
 import expstore
 from expstore.cli import run
 
 PATIENCE = 60.0
-
-
-@contextmanager
-def process(*arguments: object) -> Iterator[subprocess.Popen[str]]:
-    """Run `expstore serve` with arguments; it is dead behind the block."""
-    command = [sys.executable, "-m", "expstore", "serve", *map(str, arguments)]
-    with subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    ) as child:
-        try:
-            yield child
-        finally:
-            child.kill()
-
-
-@contextmanager
-def serving(*arguments: object) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
-    """Serve on a free port; yield the process and what it says of itself."""
-    with process(*arguments, "--port", 0, "--json") as child:
-        assert child.stdout is not None
-        line = child.stdout.readline()
-        assert line, child.stderr and child.stderr.read()
-        yield child, json.loads(line)
 
 
 def make_store(path: Path, rows: int = 10) -> None:
