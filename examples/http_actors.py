@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import gymnasium
+import httpx
 import torch
 from tensordict import TensorDict
 
@@ -61,7 +62,7 @@ def learn(url: str, updates: int) -> float:
     value = torch.nn.Sequential(torch.nn.Linear(4, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
     optimizer = torch.optim.Adam(value.parameters(), 1e-2)
     loss = torch.zeros(())
-    with expstore.connect(url, batch_size=256) as rb:
+    with expstore.connect(url, batch_size=256, wait=60.0) as rb:
         # The first batch waits for the actors' first rows; the next ones are on their way meanwhile.
         for _, batch in zip(range(updates), rb, strict=False):
             with torch.no_grad():
@@ -71,7 +72,7 @@ def learn(url: str, updates: int) -> float:
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-    return float(loss)
+    return float(loss.detach())
 
 
 @contextmanager
@@ -100,6 +101,7 @@ def main() -> None:
     parser.add_argument("--updates", type=int, default=300)
     wanted = parser.parse_args()
     with serving(wanted.url) as url:
+        httpx.put(f"{url}/v1/stores/actors", json={"capacity": 100_000})  # it may be there already
         store = f"{url}/actors"
         actors = [
             multiprocessing.get_context("spawn").Process(target=act, args=(store, number, wanted.rows))

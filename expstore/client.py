@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal, NoReturn, Self
 
 import numpy as np
@@ -17,7 +17,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase, lazy_stack
 
 from expstore.codec import Decoder, Encoder, with_wishes
-from expstore.connection import ARROW, Address, Connection, Retries
+from expstore.connection import ARROW, Address, Answer, Connection, Retries
 from expstore.domains import asks_for_domain
 from expstore.episodeinfo import pack_info
 from expstore.errors import NotFoundError, QueryError, RemoteError, SchemaError, StateError
@@ -62,7 +62,8 @@ class RemoteReplayBuffer:
     Threads: any number may use it. Processes: in a forked child, and pickled into another process, it opens
     connections of its own, and begins to count draws where the parent was. Crashes: what a write has returned
     survives the server's process, after `flush` its machine, too. A request that is not answered is sent
-    again, for as long as `retries` says; a write then happens once all the same.
+    again, for as long as `retries` says; a write then happens once all the same. Stores that keep the best
+    rows know no keys: a write whose answer is lost is not sent again there.
 
     Args:
         connection: To the server.
@@ -132,6 +133,7 @@ class RemoteReplayBuffer:
         }  # fmt: skip
         self._wait, self._device = wait, None if device is None else torch.device(device)
         self._prefetch, self.priority_key = prefetch, priority_key
+        self._keyed = True  # until the store says that its writer keeps no keys
         self._lock = threading.Lock()
         self._iterator: Generator[Any] | None = None
 
@@ -233,12 +235,23 @@ class RemoteReplayBuffer:
         rows = self._encoder.encode(data)
         body = write_stream(with_wishes(rows, wishes) if wishes else rows).to_pybytes()
         params = None if source is None else {"source": source}
-        answer = self._connection.request("POST", route, body=body, kind=ARROW, params=params, write=True)
-        found = answer.json()
+        found = self._sent(route, body, params).json()
         if found.get("ids") is not None:
             return np.asarray(found["ids"], np.int64)
         first = found["first_id"]
         return np.arange(first, first + found["count"], dtype=np.int64)
+
+    def _sent(self, route: str, body: bytes, params: Mapping[str, str] | None) -> Answer:
+        """Send rows: again and again under one key; or once, where the store's writer keeps no keys."""
+        ask = partial(self._connection.request, "POST", route, body=body, kind=ARROW, params=params)
+        if self._keyed:
+            try:
+                return ask(write=True)
+            except StateError as exc:
+                if exc.kind != "no_keys":
+                    raise
+                self._keyed = False
+        return ask(once=True)
 
     # -- batches out -----------------------------------------------------------------------------
 

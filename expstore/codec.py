@@ -51,6 +51,8 @@ _ARROW: dict[str, Any] = {
 } | {"bfloat16": pa.float32(), "complex64": pa.float32()}
 _NAMES = {kind: name for name, kind in _ARROW.items() if name not in ("bfloat16", "complex64")}
 _LAYOUT = forms.Layout(typed=True)
+#: So many kinds of batches an encoder remembers.
+_KINDS = 16
 
 
 @dataclass(frozen=True)
@@ -237,7 +239,7 @@ class Codec:
 
 
 class Encoder:
-    """Turn batches into record batches, fast where one is like the one before.
+    """Turn batches into record batches, fast where one is like another before.
 
     Threads may share one.
 
@@ -247,7 +249,7 @@ class Encoder:
 
     def __init__(self, schema: Callable[[], Schema | None] = lambda: None) -> None:
         self._schema = schema
-        self._known: tuple[Any, Any, Any] = ((), None, None)
+        self._known: dict[Any, tuple[Codec, Any]] = {}
 
     def encode(self, data: TensorDictBase) -> Any:
         """Return rows as a record batch, with what they are in its schema's metadata.
@@ -265,7 +267,7 @@ class Encoder:
             leaves_of(data, (), frozenset(), keys, leaves)  # not of rows that differ in shape
             alike = (
                 data.batch_size,
-                data.names,
+                tuple(data.names),
                 *zip(
                     keys, [leaf.dtype for leaf in leaves], [leaf.shape[dims:] for leaf in leaves], strict=True
                 ),
@@ -279,12 +281,14 @@ class Encoder:
             schema, columns = columns_of(data, self._schema())
             codec = Codec(schema)
             return codec.encode(columns, codec.arrow_schema(data.batch_size, _names_of(data)))
-        known, codec, arrow_schema = self._known
-        if known != alike:
+        known = self._known.get(alike)
+        if known is None:
             schema, _ = columns_of(data)
             codec = Codec(schema)
-            arrow_schema = codec.arrow_schema(data.batch_size, _names_of(data))
-            self._known = alike, codec, arrow_schema
+            if len(self._known) >= _KINDS:
+                self._known.clear()
+            known = self._known[alike] = codec, codec.arrow_schema(data.batch_size, _names_of(data))
+        codec, arrow_schema = known
         return codec.encode(to_columns(keys, leaves)[0], arrow_schema)
 
 
@@ -293,7 +297,7 @@ def _names_of(data: TensorDictBase) -> Sequence[str | None]:
 
 
 def encode_rows(data: TensorDictBase) -> Any:
-    """Return rows as a record batch; an `Encoder` is faster where one batch is like the one before."""
+    """Return rows as a record batch; an `Encoder` is faster where one batch is like another before."""
     return Encoder().encode(data)
 
 

@@ -225,6 +225,19 @@ def test_rows_of_no_fixed_size(server: Serving, folder: Path, name: str) -> None
             ]
 
 
+def test_stores_that_keep_the_best_rows_are_written_to(server: Serving, folder: Path, name: str) -> None:
+    def scored(*scores: float) -> TensorDict:
+        return TensorDict({"score": torch.tensor(scores)}, [len(scores)])
+
+    writer = expstore.TensorDictMaxValueWriter(rank_key="score")
+    with expstore.open(folder / f"{name}-best.exp", capacity=3, writer=writer) as rb:
+        rb.extend(scored(1.0, 2.0, 3.0))
+    with connect(server, f"{name}-best") as remote:
+        remote.extend(scored(0.5, 7.0, 8.0))
+        remote.extend(scored(9.0))
+        assert sorted(remote.sample(64)["score"].unique().tolist()) == [7.0, 8.0, 9.0]
+
+
 def test_lanes_keep_their_episodes(server: Serving, name: str) -> None:
     data = torch.stack([batch_of(20), batch_of(20, 100)])
     data.names = [None, "time"]

@@ -46,3 +46,19 @@ def test_javascript(url: str) -> None:
         "rows 1 to 3",
         "clicks in all: 3",
     ]
+
+
+def test_actors_and_a_learner(url: str) -> None:
+    command = [
+        sys.executable,
+        str(EXAMPLES / "http_actors.py"),
+        "--url",
+        url,
+        "--rows",
+        "256",
+        "--updates",
+        "30",
+    ]
+    told = run(*command).splitlines()
+    assert told[0].endswith("after 30 updates, 512 rows")
+    assert [line.split(":")[0] for line in told[1:]] == ["actor-1", "actor-2"]
