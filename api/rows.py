@@ -42,38 +42,37 @@ def taken_rows(
     """
     if kind == ARROW:
         return _from_arrow(served, body, rows)
-    return _from_json(served.codec, load_json(body), rows), {}
+    return _from_json(served, load_json(body), rows), {}
 
 
 def _from_arrow(served: Served, body: bytearray, rows: int) -> tuple[TensorDictBase, dict[str, Any]]:
-    schema = served.rb.schema
-    coded = Coded(schema) if schema is not None else None
+    known: tuple[Codec, Coded] | None = None
 
     def check(arrow_schema: Any) -> None:
-        nonlocal coded
-        if coded is not None:
-            _check_fields(served.codec, arrow_schema)
-        told = meaning_of(arrow_schema)
-        coded = Coded(coded.schema if coded else told.schema, told.batch_size, told.names)
+        nonlocal known
+        if served.rb.schema is None:
+            told = meaning_of(arrow_schema)
+            known = Codec(told.schema), told
+            return
+        codec = served.codec_of(arrow_schema.names)
+        codec.check(arrow_schema)
+        known = codec, meaning_of(arrow_schema)
 
     arrow_schema, batches = read_batches(body, check, rows=rows)
-    assert coded is not None
-    codec = served.codec if coded.schema is schema else Codec(coded.schema)
+    assert known is not None
+    codec, told = known
     if not batches:
         raise SchemaError("the body has no rows", kind="empty", hint="send at least one batch")
     parts = [codec.decode(batch, body) for batch in batches]
     columns = parts[0] if len(parts) == 1 else [join_columns(column) for column in zip(*parts, strict=True)]
-    return codec.build(columns, coded.batch_size, coded.names), wishes_of(arrow_schema)
+    return codec.build(columns, told.batch_size, told.names), wishes_of(arrow_schema)
 
 
-def _check_fields(codec: Codec, arrow_schema: Any) -> None:
-    """Look whether a body has the fields of the store; late ones may be missing."""
-    codec.check(arrow_schema)
-
-
-def _from_json(codec: Codec, data: Any, rows: int) -> TensorDictBase:
+def _from_json(served: Served, data: Any, rows: int) -> TensorDictBase:
+    codec = served.codec
     if not isinstance(data, Mapping) or not data:
         raise SchemaError("the body is no object of columns", hint=f"send lists of {', '.join(codec.names)}")
+    codec = served.codec_of(data)
     unknown, missing = set(data) - set(codec.names), set(codec.names) - set(data)
     if unknown or missing:
         trouble = (

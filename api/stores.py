@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,6 +26,7 @@ from expstore.errors import ExpStoreError, NotFoundError, NotReadyError, StateEr
 from expstore.files import ReadingDisk
 from expstore.limiter import RateLimiter
 from expstore.manifest import MANIFEST
+from expstore.schema import Schema
 from expstore.sqlworker import SqlLimits, SqlWorker
 from expstore.storages.synced import SyncedStorage
 from expstore.tensordictbuffers import TensorDictReplayBuffer
@@ -140,6 +141,21 @@ class Served:
         if known is None or known.schema is not schema:
             known = self._codec = Codec(schema)
         return known
+
+    def codec_of(self, names: Collection[str]) -> Codec:
+        """Return how rows with columns of these names are sent: fields that came late may be missing.
+
+        Raises:
+            StateError: No rows have come yet, so there are no fields.
+        """
+        codec = self.codec
+        schema, given = codec.schema, set(names)
+        fields = [
+            entry
+            for entry, name in zip(schema.fields, codec.names, strict=True)
+            if name in given or schema.late.get(entry.key) is None
+        ]
+        return codec if len(fields) == len(schema.fields) else Codec(Schema(fields))
 
 
 class Stores:

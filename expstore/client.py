@@ -107,7 +107,7 @@ class RemoteReplayBuffer:
         draw: int = 0,
         wait: float = 0.0,
         device: torch.device | str | None = None,
-        prefetch: int = 2,
+        prefetch: int = 8,
         priority_key: str = "td_error",
     ) -> None:
         if batch_size is not None:
@@ -628,7 +628,7 @@ def connect(
     draw: int = 0,
     wait: float = 0.0,
     device: torch.device | str | None = None,
-    prefetch: int = 2,
+    prefetch: int = 8,
     priority_key: str = "td_error",
 ) -> RemoteReplayBuffer:
     """Use a store that `expstore serve` serves.

@@ -49,6 +49,8 @@ _FORMAT = 1
 _ARROW: dict[str, Any] = {
     name: pa.from_numpy_dtype(dtype) for name, dtype in DTYPES.items() if dtype.kind in "biuf"
 } | {"bfloat16": pa.float32(), "complex64": pa.float32()}
+#: NumPy's dtype of what Arrow holds.
+_WIRE = DTYPES | {"bfloat16": np.dtype("<f4"), "complex64": np.dtype("<f4")}
 _NAMES = {kind: name for name, kind in _ARROW.items() if name not in ("bfloat16", "complex64")}
 _LAYOUT = forms.Layout(typed=True)
 #: So many kinds of batches an encoder remembers.
@@ -183,11 +185,13 @@ class Codec:
         Raises:
             SchemaError: A value is missing, or no bfloat16.
         """
-        base = None if memory is None else np.frombuffer(memory, np.uint8)
-        found = batch.schema.names
+        base = None if memory is None else _Memory(memory)
+        found, columns = batch.schema.names, batch.columns
+        if found != self.names:
+            columns = [columns[found.index(name)] for name in self.names]
         return [
-            _from_arrow(entry, batch.column(found.index(name)), base)
-            for name, entry in zip(self.names, self.schema.fields, strict=True)
+            _from_arrow(entry, column, base)
+            for entry, column in zip(self.schema.fields, columns, strict=True)
         ]
 
     def check(self, arrow_schema: Any) -> None:
@@ -453,7 +457,21 @@ def _to_arrow(entry: Field, kind: Any, column: Any) -> Any:
     return pa.ExtensionArray.from_storage(kind, storage)
 
 
-def _from_arrow(entry: Field, array: Any, base: Array | None) -> Any:
+class _Memory:
+    """Find arrays again in the memory that holds them, which can be written to."""
+
+    def __init__(self, memory: Any) -> None:
+        self._bytes = np.frombuffer(memory, np.uint8)
+        self._start = self._bytes.ctypes.data
+
+    def view(self, array: Any, dtype: np.dtype[Any]) -> Array:
+        """Return plain values of Arrow's as an array."""
+        at = array.buffers()[1].address - self._start + array.offset * dtype.itemsize
+        inside: Array = self._bytes[at : at + len(array) * dtype.itemsize].view(dtype)
+        return inside
+
+
+def _from_arrow(entry: Field, array: Any, base: _Memory | None) -> Any:
     if entry.variable:
         return array.combine_chunks() if isinstance(array, pa.ChunkedArray) else array
     count = len(array)
@@ -462,11 +480,13 @@ def _from_arrow(entry: Field, array: Any, base: Array | None) -> Any:
             raise SchemaError(f"column {key_name(entry.key)!r} has rows without a value")
         if isinstance(array, pa.ExtensionArray):
             array = array.storage
-        elif pa.types.is_fixed_size_list(array.type):
-            array = array.flatten()
+        elif isinstance(array, pa.FixedSizeListArray):
+            inner = array.values  # of all rows that the memory holds; a slice has fewer
+            whole = not array.offset and len(inner) == len(array) * array.type.list_size
+            array = inner if whole else array.flatten()
         else:
             break
-    values = _values(array, base)
+    values = _values(array, _WIRE[entry.dtype], base)
     if entry.dtype == "bfloat16":
         bits = values.view(np.uint32)
         if (bits & np.uint32(0xFFFF)).any():
@@ -479,14 +499,12 @@ def _from_arrow(entry: Field, array: Any, base: Array | None) -> Any:
     return values.reshape(count, *entry.shape)
 
 
-def _values(array: Any, base: Array | None) -> Array:
+def _values(array: Any, dtype: np.dtype[Any], base: _Memory | None) -> Array:
     """Return plain values as an array that can be written to."""
-    if pa.types.is_boolean(array.type):  # one bit each in Arrow
+    if isinstance(array, pa.BooleanArray):  # one bit each in Arrow
         spread: Array = array.to_numpy(zero_copy_only=False)
         return spread
-    values: Array = array.to_numpy()
-    if base is None or not values.size:
-        return values.copy()
-    offset = values.ctypes.data - base.ctypes.data
-    inside: Array = base[offset : offset + values.nbytes].view(values.dtype)
-    return inside
+    if base is not None and len(array):
+        return base.view(array, dtype)
+    values: Array = array.to_numpy().copy()
+    return values

@@ -75,7 +75,8 @@ class Feed:
                 raise StateError("the stream of batches is closed", hint="begin a new iteration")
             if self._ready:
                 batch = self._ready.popleft()
-                self._change.notify_all()
+                if len(self._ready) <= self._ahead // 2:  # not for every batch: threads that take turns wait
+                    self._change.notify_all()
                 return batch
             if isinstance(self._end, StopIteration):
                 return None
@@ -136,5 +137,6 @@ class Feed:
             self._change.wait_for(lambda: len(self._ready) < self._ahead or self._closed)
             if not self._closed:
                 self._ready.append(batch)
-                self._change.notify_all()
+                if len(self._ready) == 1:
+                    self._change.notify_all()
             return not self._closed

@@ -94,6 +94,24 @@ def test_json_is_taken_as_it_is_meant(client: httpx.Client) -> None:
     assert client.get("/v1/stores/run").json()["rows"] == 1
 
 
+def test_fields_that_came_late_may_be_missing(client: httpx.Client, tmp_path: Path) -> None:
+    with expstore.open(tmp_path / "run.exp", schema={"x": "int64", "y": "float32"}) as rb:
+        rb.extend(TensorDict({"x": torch.arange(3), "y": torch.zeros(3)}, [3]))
+        rb.add_column("score", fill=torch.tensor(7.0))
+    without = TensorDict({"x": torch.arange(2), "y": torch.ones(2)}, [2])
+    for sent in (
+        {"content": body_of(without), "headers": ARROW},
+        {"json": {"x": [5], "y": [1.5]}},
+        {"content": body_of(without.set("score", torch.ones(2))), "headers": ARROW},
+    ):
+        answer = client.post("/v1/stores/run/extend", **sent)
+        assert answer.status_code == 200, answer.text
+    read = rows_of(client.post("/v1/stores/run/rows", json={"ids": list(range(1, 9))}).content)
+    assert read["score"].tolist() == [7.0] * 6 + [1.0] * 2
+    for bad in (body_of(without.exclude("y")), body_of(without.set("other", torch.ones(2)))):
+        assert client.post("/v1/stores/run/extend", content=bad, headers=ARROW).status_code == 422
+
+
 def test_what_is_written_over_http_is_the_stores(client: httpx.Client, tmp_path: Path) -> None:
     client.put("/v1/stores/run", json={"seed": 1})
     data = batch_of(20)
