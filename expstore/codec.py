@@ -120,18 +120,12 @@ class Codec:
         schema: The fields.
 
     Raises:
-        SchemaError: Two fields would be columns of the same name.
+        SchemaError: A field holds objects.
     """
 
     def __init__(self, schema: Schema) -> None:
         self.schema = schema
-        names = [key_name(entry.key) for entry in schema.fields]
-        twice = {name for name in names if names.count(name) > 1}
-        if twice:
-            raise SchemaError(
-                f"two fields would be columns called {min(twice)!r}", hint="name one of them otherwise"
-            )
-        self.names = names
+        self.names = [key_name(entry.key) for entry in schema.fields]  # a schema has none of them twice
         self._types = [_type_of(entry) for entry in schema.fields]
         self._builder = Builder(schema)
 

@@ -142,6 +142,8 @@ def read_batches(body: Any, check: Callable[[Any], None], *, rows: int) -> tuple
         try:
             message = pa.ipc.read_message(source)
             if schema is None:
+                if message.type != "schema":  # Arrow takes the caller's word for it
+                    raise _bad(f"it begins with a message of type {message.type!r}")
                 schema = pa.ipc.read_schema(message)
                 check(schema)
                 continue

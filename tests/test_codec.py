@@ -1,0 +1,173 @@
+"""Rows as record batches and back: every dtype and shape, slices, shared memory, columns of others."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import polars as pl
+import pyarrow as pa
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tensordict import TensorDict
+
+from expstore.codec import Codec, Decoder, Encoder, columns_of, encode_rows, meaning_of
+from expstore.errors import SchemaError
+from expstore.framing import write_stream
+from expstore.schema import DTYPES, OBJECT, Field, Schema
+
+PLAIN = sorted(set(DTYPES) - {OBJECT})
+
+
+def values_of(dtype: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
+    """Any bits that a dtype can have."""
+    rng = np.random.default_rng(seed)
+    if dtype == "bool":
+        return torch.from_numpy(rng.integers(0, 2, shape).astype(bool))
+    kind = DTYPES[dtype]
+    data = rng.integers(0, 256, (*shape, kind.itemsize), dtype=np.uint8).view(kind).reshape(shape)
+    tensor = torch.from_numpy(np.ascontiguousarray(data))
+    return tensor.view(torch.bfloat16) if dtype == "bfloat16" else tensor
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    flat = tensor.contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+
+
+@given(
+    dtype=st.sampled_from(PLAIN),
+    shape=st.sampled_from([(), (1,), (3,), (2, 3), (1, 1)]),
+    count=st.integers(0, 9),
+    seed=st.integers(0, 1000),
+    shared=st.booleans(),
+)
+def test_bits_come_back(dtype: str, shape: tuple[int, ...], count: int, seed: int, shared: bool) -> None:
+    data = TensorDict({"x": values_of(dtype, (count, *shape), seed), "id": torch.arange(count)}, [count])
+    memory = bytearray(write_stream(encode_rows(data)))
+    with pa.ipc.open_stream(memory) as reader:
+        batch = reader.read_next_batch()
+    told = Decoder().decode(batch, memory if shared else None)
+    assert told.batch_size == data.batch_size
+    assert told["x"].dtype == data["x"].dtype
+    assert told["x"].shape == data["x"].shape
+    assert bits(told["x"]) == bits(data["x"])
+    told["id"] += 1  # it can be written to
+    assert told["id"].tolist() == list(range(1, count + 1))
+
+
+@pytest.mark.parametrize(("start", "count"), [(0, 4), (3, 4), (9, 1), (0, 10)])
+def test_slices_of_a_batch_are_its_rows(start: int, count: int) -> None:
+    data = TensorDict({"x": torch.arange(30.0).reshape(10, 3), "done": torch.arange(10) % 2 == 0}, [10])
+    memory = bytearray(write_stream(encode_rows(data)))
+    with pa.ipc.open_stream(memory) as reader:
+        part = reader.read_next_batch().slice(start, count)
+    for base in (None, memory):
+        told = Decoder().decode(part, base)
+        assert (told == data[start : start + count]).all()
+
+
+def test_dims_and_their_names_come_back() -> None:
+    data = TensorDict({"a": {"b": torch.arange(24).reshape(2, 3, 4)}}, [2, 3], names=["lane", "time"])
+    told = Decoder().decode(encode_rows(data))
+    assert told.batch_size == torch.Size([2, 3])
+    assert told.names == ["lane", "time"]
+    assert (told == data).all()
+
+
+def test_an_encoder_knows_several_kinds_of_batches() -> None:
+    encoder = Encoder()
+    for count in (3, 5, 3):
+        for extra in ({}, {"y": torch.zeros(count, 2)}):
+            data = TensorDict({"x": torch.rand(count), **extra}, [count])
+            assert (Decoder().decode(encoder.encode(data)) == data).all()
+
+
+def test_others_read_it_unaided() -> None:
+    data = TensorDict({"image": torch.arange(12).reshape(2, 2, 3), "next": {"reward": torch.rand(2, 1)}}, [2])
+    frame = pl.read_ipc_stream(write_stream(encode_rows(data)).to_pybytes())
+    assert frame.columns == ["image", "next.reward"]
+    assert frame["next.reward"].to_list() == data["next", "reward"][:, 0].tolist()
+
+
+def test_columns_of_others_are_fields() -> None:
+    schema = pa.schema({"next.reward": pa.float32(), "x": pa.list_(pa.float64(), 3), "name": pa.string()})
+    told = meaning_of(schema).schema
+    assert [entry.key for entry in told.fields] == [("next", "reward"), ("x",), ("name",)]
+    assert [str(entry) for entry in told.fields] == ["float32[]", "float64[3]", "string"]
+
+
+CODEC = Codec(Schema([Field(("x",), "float32", (2, 3)), Field(("n",), "int64", ())]))
+
+
+@pytest.mark.parametrize(
+    ("columns", "trouble"),
+    [
+        ({"x": pa.list_(pa.float32(), 6)}, "misses 'n'"),
+        ({"x": pa.list_(pa.float32(), 6), "n": pa.int64(), "y": pa.int8()}, "has 'y'"),
+        ({"x": pa.list_(pa.float32(), 5), "n": pa.int64()}, "column 'x' is"),
+        ({"x": pa.list_(pa.float64(), 6), "n": pa.int64()}, "column 'x' is"),
+        ({"x": pa.list_(pa.float32(), 6), "n": pa.int32()}, "column 'n' is"),
+        ({"x": pa.list_(pa.float32()), "n": pa.int64()}, "column 'x' is"),
+    ],
+)
+def test_columns_that_are_not_the_fields(columns: dict[str, pa.DataType], trouble: str) -> None:
+    with pytest.raises(SchemaError, match=trouble):
+        CODEC.check(pa.schema(columns))
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pa.fixed_shape_tensor(pa.float32(), (2, 3)),
+        pa.list_(pa.float32(), 6),
+        pa.list_(pa.list_(pa.float32(), 3), 2),
+    ],
+)
+def test_lists_of_a_fixed_size_are_tensors(kind: pa.DataType) -> None:
+    schema = pa.schema({"n": pa.int64(), "x": kind})
+    CODEC.check(schema)
+    values = [[[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]] * 2
+    if isinstance(kind, pa.FixedShapeTensorType):
+        column = pa.ExtensionArray.from_storage(kind, pa.array([[*range(6)]] * 2, kind.storage_type))
+    else:
+        nested = pa.types.is_fixed_size_list(kind.value_type)
+        column = pa.array(values if nested else [[*range(6)]] * 2, kind)
+    batch = pa.RecordBatch.from_arrays([pa.array([7, 8]), column], schema=schema)
+    x, n = CODEC.decode(batch)  # in the schema's order
+    assert (x.tolist(), n.tolist()) == (values, [7, 8])
+
+
+def test_what_cannot_be_sent_is_refused() -> None:
+    missing = pa.RecordBatch.from_pydict({"x": [[0.0] * 6, None], "n": [1, 2]}, _plain_schema())
+    with pytest.raises(SchemaError, match="'x' has rows without a value"):
+        CODEC.decode(missing)
+    narrow = Codec(Schema([Field(("b",), "bfloat16", ())]))
+    with pytest.raises(SchemaError, match="bfloat16 has not"):
+        narrow.decode(pa.RecordBatch.from_pydict({"b": pa.array([0.1], pa.float32())}))
+    with pytest.raises(SchemaError, match="batch size is"):
+        CODEC.build(columns_of(TensorDict({"x": torch.zeros(4, 2, 3), "n": torch.arange(4)}, [4]))[1], (5,))
+
+
+def _plain_schema() -> pa.Schema:
+    return pa.schema({"x": pa.list_(pa.float32(), 6), "n": pa.int64()})
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        "no JSON",
+        "{}",
+        json.dumps({"format": 9, "fields": []}),
+        json.dumps({"format": 1, "fields": [{"key": ["x"], "dtype": "float32", "shape": [7]}]}),
+        json.dumps({"format": 1, "fields": [{"key": ["../x"], "dtype": "float32", "shape": []}]}),
+        json.dumps(
+            {"format": 1, "fields": [{"key": ["n"], "dtype": "int64", "shape": []}], "batch_size": [-1]}
+        ),
+    ],
+)
+def test_metadata_that_does_not_fit_is_refused(facts: str) -> None:
+    with pytest.raises(SchemaError):
+        meaning_of(pa.schema({"n": pa.int64()}, metadata={"expstore": facts}))
