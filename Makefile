@@ -51,6 +51,7 @@ bench: .venv  ## compare with TorchRL; exits 1 below the bars
 	$(BIN)/python benchmarks/filters.py
 	$(BIN)/python benchmarks/topk.py
 	$(BIN)/python benchmarks/tokens.py
+	$(BIN)/python benchmarks/remote.py
 	$(BIN)/python benchmarks/images.py
 
 clean:  ## remove the environment, builds and caches; never ./runs

@@ -144,6 +144,12 @@ def test_rows_of_tokens_are_measured(tmp_path: Path) -> None:
     assert beside == {importlib.util.find_spec("lance") is not None}
 
 
+def test_served_stores_are_measured(tmp_path: Path) -> None:
+    found = {row["name"]: row["value"] for row in results_of("remote.py", tmp_path)}
+    assert [*found] == ["sample", "stream", "stream/pixels", "extend", "limit"]
+    assert min(found.values()) > 0
+
+
 def test_keeping_the_best_rows_is_measured(tmp_path: Path) -> None:
     found = {row["name"].partition("/")[2]: row["data"] for row in results_of("topk.py", tmp_path)}
     assert [*found] == ["few-disk", "all-disk", "few-memory", "all-memory"]
