@@ -297,15 +297,13 @@ class Disk:
         except OSError as exc:
             raise _failed("open", path, exc) from exc
 
-    def warm(self) -> bool:
-        """Load the compiled loop for small writes, in the background; say whether that was begun."""
+    def warm(self) -> None:
+        """Load the compiled loop for small writes, in the background."""
         if self._warmed:
-            return False
+            return
         self._warmed = True
-        if type(self).gate is not Disk.gate:
-            return False
-        threading.Thread(target=self._load_kernel, name="expstore-warm", daemon=True).start()
-        return True
+        if type(self).gate is Disk.gate:
+            threading.Thread(target=self._load_kernel, name="expstore-warm", daemon=True).start()
 
     def _load_kernel(self) -> None:
         self.kernels = load_compiled("expstore.kernels")  # a second of numba

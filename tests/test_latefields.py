@@ -310,12 +310,12 @@ def test_batches_that_were_taken_before(store_path: Path) -> None:
         assert early is not None
         assert early.arranged is not None
         rb.add_column("late", fill=4)
-        rb._append(early, None, False, "")
+        rb._append(early, None, False, "", None)
         assert rb["late"][40:60].tolist() == [4] * 20
         rb.drop_column("action")
         assert late is not None
         with pytest.raises(SchemaError, match="unknown 'action'"):
-            rb._append(late, None, False, "")
+            rb._append(late, None, False, "", None)
         assert len(rb) == 60
 
 

@@ -911,8 +911,6 @@ class SlowIndex:
         self.asked.set()
         assert self.go_on.wait(30)
 
-    def warm(self) -> None: ...
-
     def busy(self) -> bool:
         return False
 

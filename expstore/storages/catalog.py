@@ -13,7 +13,6 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -62,12 +61,6 @@ class Catalog:
         self._whole = False  # the next commit must hold everything
         self._takeovers = storage.takeovers
         self._pid = os.getpid()
-
-    def warm(self) -> None:
-        """Load DuckDB in the background, rather than beside whoever waits for the first commit."""
-        threading.Thread(
-            target=import_module, args=("expstore.index",), name="expstore-warm", daemon=True
-        ).start()
 
     def query(
         self,

@@ -16,9 +16,6 @@ __all__ = ["CatalogLike"]
 class CatalogLike(Protocol):
     """What a storage needs of the keeper of the index."""
 
-    def warm(self) -> None:
-        """Load what the index needs, in the background."""
-
     def catch_up(self) -> object:
         """Hand the index what it lacks."""
 

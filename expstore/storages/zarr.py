@@ -253,8 +253,7 @@ class ZarrStorage(ArchivingStorage):
     # -- extend ----------------------------------------------------------------------------------
 
     def _put(self, rows: Rows, skipped: int) -> int:
-        if self.disk.warm() and (catalog := self.catalog) is not None:
-            catalog.warm()
+        self.disk.warm()
         self.episodes.kernels = self.disk.kernels
         columns = self.columns
         if columns is None:

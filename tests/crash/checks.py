@@ -134,7 +134,11 @@ def check_archive(rb: TensorDictReplayBuffer, state: Ledger) -> None:
     if not state.spec.archived:
         return
     kept, spec, ids = rb.storage, state.spec, state.ever
-    beside = Beside(kept.archived())
+    left = kept.archived()
+    if left is None:  # a power cut before the new store could note where its archive is
+        expect(not ids.size, f"the store has no archive, expected {ids.size} rows")
+        return
+    beside = Beside(left)
     archive, window = beside.archive, with_left(kept, kept.window, beside.through)
     split = np.searchsorted(ids, beside.through, side="right")
     own = window.ids()

@@ -183,7 +183,7 @@ TEETH = {
         "redo without sync", lambda at: enumerate_gaps(at, names=["change new rows"], stop=True)
     ),
     "slots reused before the mark": Tooth(
-        "no waiting", lambda at: power_cuts(120, 1, at, names=["deep"], stop=True)
+        "no waiting", lambda at: power_cuts(240, 1, at, names=["deep"], stop=True)
     ),
     "mark without sync": Tooth("mark without sync", lambda at: power_cuts(360, 1, at, stop=True)),
     "mark over half a change": Tooth("mark over half a change", lambda at: power_cuts(360, 1, at, stop=True)),
