@@ -66,6 +66,28 @@ def no_syncs() -> Iterator[None]:
 
 
 @pytest.fixture
+def long_seed() -> int:
+    """What the seeds of long tests start from: `make torture` gives each run another one."""
+    return int(os.environ.get("SEED", "0")) % (1 << 31)
+
+
+@pytest.fixture
+def count_cases(record_property: Callable[[str, object], None]) -> Iterator[Callable[..., None]]:
+    """Note how many cases a long test has tried; `make torture` adds them up.
+
+    Called before each case, or with how many come.
+    """
+    tried = 0
+
+    def note(cases: int = 1) -> None:
+        nonlocal tried
+        tried += cases
+
+    yield note
+    record_property("cases", tried)
+
+
+@pytest.fixture
 def store_path(tmp_path: Path) -> Path:
     """Where a test may make its store; nothing is there yet."""
     return tmp_path / "run.exp"

@@ -6,7 +6,7 @@ import json
 import os
 import random
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -175,8 +175,11 @@ def test_every_single_bit_is_found(store: Path) -> None:
 @pytest.mark.torture
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize("seed", range(10))
-def test_many_more_single_bits_are_found(store: Path, seed: int) -> None:
-    assert in_child(lambda: missed(store, 500, seed=100 + seed)) == []
+def test_many_more_single_bits_are_found(
+    store: Path, seed: int, long_seed: int, count_cases: Callable[..., None]
+) -> None:
+    count_cases(500)
+    assert in_child(lambda: missed(store, 500, seed=100 + seed + long_seed)) == []
 
 
 def test_priorities_have_no_checksum(store: Path) -> None:

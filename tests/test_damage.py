@@ -6,7 +6,7 @@ import logging
 import os
 import random
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -141,8 +141,11 @@ def test_files_that_are_cut_or_gone(sound: Path, tmp_path: Path) -> None:
 @pytest.mark.torture
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("seed", range(5))
-def test_many_files_that_are_cut_or_gone(sound: Path, tmp_path: Path, seed: int) -> None:
-    assert in_child(lambda: faults_of(sound, tmp_path, 200, seed=10 + seed)) == []
+def test_many_files_that_are_cut_or_gone(
+    sound: Path, tmp_path: Path, seed: int, long_seed: int, count_cases: Callable[..., None]
+) -> None:
+    count_cases(200)
+    assert in_child(lambda: faults_of(sound, tmp_path, 200, seed=10 + seed + long_seed)) == []
 
 
 def test_a_lost_segment_is_not_taken_for_a_kill(store_path: Path) -> None:

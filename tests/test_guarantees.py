@@ -29,7 +29,7 @@ def definition(path: str, name: str) -> ast.FunctionDef | None:
 def is_long(path: str, test: ast.FunctionDef) -> bool:
     """Say whether a test is left out of `make test`."""
     marks = [ast.unparse(mark) for mark in test.decorator_list]
-    return any("torture" in mark and "param" not in mark for mark in marks) or path.endswith("_torture.py")
+    return any("torture" in mark and "param" not in mark for mark in marks)
 
 
 @pytest.mark.parametrize(("path", "name"), NAMED)

@@ -10,7 +10,7 @@ import math
 import os
 import signal
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -339,6 +339,7 @@ def test_rows_come_back_bit_by_bit(data: Any) -> None:
     max_examples=2000, derandomize=False, suppress_health_check=list(hypothesis.HealthCheck), print_blob=True
 )
 @given(data=st.data())
-def test_rows_come_back_bit_by_bit_in_thousands_of_lives(data: Any) -> None:
+def test_rows_come_back_bit_by_bit_in_thousands_of_lives(data: Any, count_cases: Callable[..., None]) -> None:
+    count_cases()
     with tempfile.TemporaryDirectory() as name:
         live_and_look(data, Path(name))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -229,9 +230,12 @@ def test_a_kill_before_the_shape_has_grown_is_no_damage(
 @pytest.mark.torture
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("seed", range(100, 112))
-def test_a_thousand_damages(broken: Broken, tmp_path: Path, seed: int) -> None:
-    assert in_child(lambda: broken.faults(tmp_path, 100, seed)) == []
-    assert in_child(lambda: broken.repairs(tmp_path, 30, seed)) == []
+def test_a_thousand_damages(
+    broken: Broken, tmp_path: Path, seed: int, long_seed: int, count_cases: Callable[..., None]
+) -> None:
+    count_cases(130)
+    assert in_child(lambda: broken.faults(tmp_path, 100, seed + long_seed)) == []
+    assert in_child(lambda: broken.repairs(tmp_path, 30, seed + long_seed)) == []
 
 
 def test_info_says_how_fields_lie_and_what_room_they_take(

@@ -340,7 +340,9 @@ class _Ending(Disk):
             os._exit(9)
 
 
-def kill_and_repair(store: Path, damage: Callable[[Path], Any], kept: list[int], steps: range) -> int:
+def kill_and_repair(
+    store: Path, damage: Callable[[Path], Any], kept: list[int], steps: range, count: Callable[..., None]
+) -> int:
     """Kill repairs before their N-th act, then run them to the end; returns the first N that none reached."""
     for at in steps:
         path = Path(shutil.copytree(store, store.with_name(f"killed-{at}.exp")))
@@ -356,6 +358,7 @@ def kill_and_repair(store: Path, damage: Callable[[Path], Any], kept: list[int],
         assert status in (0, 9)
         if status == 0:
             return at
+        count()
         try:
             with expstore.open(path) as rb:
                 assert sorted(rb[:]["number"].tolist()) == sorted(map(number_of, kept))
@@ -376,14 +379,14 @@ def _several(path: Path) -> None:
     (path / "columns/number/zarr.json").unlink()
 
 
-def test_killed_in_the_middle_it_can_be_run_again(store: Path) -> None:
-    assert kill_and_repair(store, _several, list(range(8193, 12_001)), range(1, 400, 13)) > 40
+def test_killed_in_the_middle_it_can_be_run_again(store: Path, count_cases: Callable[..., None]) -> None:
+    assert kill_and_repair(store, _several, list(range(8193, 12_001)), range(1, 400, 13), count_cases) > 40
 
 
 @pytest.mark.torture
 @pytest.mark.timeout(1200)
-def test_killed_before_every_act_it_can_be_run_again(store: Path) -> None:
-    assert kill_and_repair(store, _several, list(range(8193, 12_001)), range(1, 400)) > 40
+def test_killed_before_every_act_it_can_be_run_again(store: Path, count_cases: Callable[..., None]) -> None:
+    assert kill_and_repair(store, _several, list(range(8193, 12_001)), range(1, 400), count_cases) > 40
 
 
 @given(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
@@ -193,9 +193,18 @@ def test_a_list_of_rows_says_what_is_there(
 
 @pytest.mark.torture
 @pytest.mark.timeout(1200)
-@settings(deadline=None, max_examples=300)
+@settings(
+    deadline=None,
+    max_examples=300,
+    derandomize=False,
+    suppress_health_check=list(HealthCheck),
+    print_blob=True,
+)
 @given(**LIVES)
-def test_many_lists_of_rows(capacity: int | None, layout: str, acts: list[tuple[Any, ...]]) -> None:
+def test_many_lists_of_rows(
+    capacity: int | None, layout: str, acts: list[tuple[Any, ...]], count_cases: Callable[..., None]
+) -> None:
+    count_cases()
     live(capacity, layout, acts)
 
 

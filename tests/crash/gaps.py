@@ -449,6 +449,7 @@ def enumerate_gaps(
     syncs: bool = True,
     stop: bool = False,
     stride: bool = False,
+    act: int | None = None,
 ) -> Report:
     """Enumerate the gaps of phases.
 
@@ -461,10 +462,11 @@ def enumerate_gaps(
         syncs: Whether syncs are acts of their own.
         stop: Whether the first failure is enough.
         stride: Whether some of the acts of long phases are left out.
+        act: The one act that is met; None: all of them.
     """
     journaled.Keeper = NoKeeper  # type: ignore[assignment,misc]
     started = time.monotonic()
-    run = _Run(folder, random.Random(seed), torn, again, syncs, stop, stride)
+    run = _Run(folder, seed, torn, again, syncs, stop, stride, act)
     for phase in PHASES:
         if phase.name in names or not (names or phase.tooth):
             run.enumerate(phase)
@@ -475,12 +477,14 @@ def enumerate_gaps(
 @dataclass
 class _Run:
     folder: Path
-    chance: random.Random
+    seed: int
     torn: str
     again: float
     syncs: bool
     stop: bool
     stride: bool
+    act: int | None
+    chance: random.Random = field(default_factory=random.Random)
     report: Report = field(default_factory=Report)
     looks: list[tuple[str, Look]] = field(default_factory=list)
 
@@ -495,8 +499,9 @@ class _Run:
         if not any(act.startswith(phase.must) for act in trace):
             self.report.failures.append(f"{phase.name} never came to {phase.must}: {Counter(trace)}")
         step = phase.stride if self.stride else 1
-        for at in range(1, len(trace) + 1):
-            if (at - 1) % step and not trace[at - 1].startswith(("rename", "unlink")):
+        for at in [self.act] if self.act else range(1, len(trace) + 1):
+            self.chance = random.Random(f"{self.seed}/{phase.name}/{at}")
+            if not self.act and (at - 1) % step and not trace[at - 1].startswith(("rename", "unlink")):
                 continue
             for cut in self._cuts():
                 base = self.folder / f"{at}-{cut}"
@@ -533,7 +538,7 @@ class _Run:
 
     def _kill(self, phase: Phase, path: Path, state: Ledger, at: int, cut: float | None) -> None:
         """Kill at one act."""
-        label = f"{phase.name}, act {at}, cut {cut}"
+        label = f"{phase.name}, seed {self.seed}, act {at}, cut {cut}"
         disk = KillingDisk(torn=cut, in_turn=True, syncs=self.syncs)
         pid, pipe = in_child(lambda out: _live(phase, path, state, phase.ops, disk, out, at))
         lines = read_lines(pipe, lambda _: None, pid)

@@ -40,7 +40,7 @@ from children import (
 from disks import KillingDisk, PlainDisk
 from gaps import PHASES, enumerate_gaps
 from ledger import Spec
-from power import power_cuts
+from power import POWER_SPECS, power_cuts
 
 from expstore.files import Disk
 
@@ -78,7 +78,7 @@ WEIGHTS = {
 
 
 def random_kills(
-    trials: int, seed: int, folder: Path, *, names: Sequence[str] = (), plain: float = 0.0
+    trials: int, seed: int, folder: Path, *, names: Sequence[str] = (), first: int = 0, plain: float = 0.0
 ) -> Report:
     """Kill writers at random times and acts, each store several times over.
 
@@ -87,15 +87,19 @@ def random_kills(
         seed: Of everything but the moments at which the clock kills.
         folder: Where stores may be made.
         names: Which kinds of stores; none: all of them.
+        first: Number of the first store.
         plain: Share of the lives lived with the library's own file layer.
     """
     report, started = Report(), time.monotonic()
-    chance = random.Random(seed)
-    for number, name in enumerate(itertools.cycle(names or list(SPECS))):
+    kinds = names or list(SPECS)
+    for number in itertools.count(first):
         if report.kills >= trials:
             break
-        path = folder / f"{name}-{number}"
+        name, chance = kinds[number % len(kinds)], random.Random(f"{seed}/{number}")
+        path, known = folder / f"{name}-{number}", len(report.failures)
         _lives(SPECS[name], path, chance, report, min(6, trials - report.kills), plain)
+        label = f"{name}, seed {seed}, store {number}"
+        report.failures[known:] = [f"{label}, {text}" for text in report.failures[known:]]
         shutil.rmtree(path, ignore_errors=True)
     report.seconds = round(time.monotonic() - started, 1)
     return report
@@ -143,7 +147,7 @@ def _lives(spec: Spec, path: Path, chance: random.Random, report: Report, lives:
             )
             state = check_one(look)
         except Wrong as exc:
-            report.failures.append(f"{spec.name}, life {life}, seed {seed}: {exc}")
+            report.failures.append(f"life {life}: {exc}")
             return
 
 
@@ -280,13 +284,14 @@ def bite(tooth: Tooth, folder: Path) -> Report:
 def main() -> None:
     """Run what the command line says; each task prints its report as one line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("tasks", nargs="+", choices=["random", "gaps", "quick", "power", "teeth"])
+    parser.add_argument("tasks", nargs="+", choices=["random", "gaps", "quick", "power", "teeth", "names"])
     parser.add_argument("--kills", type=int, default=40, help="how many random ones")
     parser.add_argument("--cuts", type=int, default=300, help="how many disks after power cuts")
     parser.add_argument(
         "--free", type=float, default=0.0, help="share of lives with a free background thread"
     )
-    parser.add_argument("--first", type=int, default=0, help="first round of power cuts")
+    parser.add_argument("--first", type=int, default=0, help="first round of power cuts, or first store")
+    parser.add_argument("--act", type=int, help="the one act of a phase at which to kill")
     parser.add_argument("--log", type=Path, help="where power cuts note what is done, and go on from")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--names", nargs="*", default=(), help="which stores or phases")
@@ -302,9 +307,11 @@ def main() -> None:
     quick = [phase.name for phase in PHASES if not phase.tooth and phase.name not in SLOW]
     names, seed = given.names, given.seed
     tasks: dict[str, Callable[[Path], Report]] = {
-        "random": lambda folder: random_kills(given.kills, seed, folder, names=names, plain=given.plain),
+        "random": lambda folder: random_kills(
+            given.kills, seed, folder, names=names, first=given.first, plain=given.plain
+        ),
         "gaps": lambda folder: enumerate_gaps(
-            folder, names=names, seed=seed, torn=given.torn, again=given.again
+            folder, names=names, seed=seed, torn=given.torn, again=given.again, act=given.act
         ),
         "quick": lambda folder: enumerate_gaps(
             folder, names=quick, seed=seed, again=0.1, syncs=False, stride=True
@@ -315,9 +322,17 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as name:
             if task in tasks:
                 tell(task, tasks[task](Path(name)))
+            elif task == "names":
+                print(json.dumps(known_names()))
             else:
                 for fault, tooth in TEETH.items():
                     tell(fault, bite(tooth, Path(name)))
+
+
+def known_names() -> dict[str, list[str]]:
+    """Return what there is to be chosen from: phases, and kinds of stores."""
+    phases = [phase.name for phase in PHASES if not phase.tooth]
+    return {"phases": phases, "random": list(SPECS), "power": list(POWER_SPECS), "teeth": list(TEETH)}
 
 
 def _power(given: argparse.Namespace, folder: Path) -> Report:

@@ -80,15 +80,23 @@ def test_killed_before_some_acts(
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("going", [[1, 2, 3], [2, 4], [1, 3, 4]])
 def test_killed_before_every_act(
-    tmp_path: Path, layout: str, going: list[int], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    layout: str,
+    going: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    count_cases: Callable[..., None],
 ) -> None:
-    kill_everywhere(tmp_path, layout, going, monkeypatch, step=1)
+    count_cases(kill_everywhere(tmp_path, layout, going, monkeypatch, step=1))
 
 
 def kill_everywhere(
     tmp_path: Path, layout: str, going: list[int], monkeypatch: pytest.MonkeyPatch, *, step: int
-) -> None:
-    """What stays is whole; what was to leave has left whole or is whole; nothing is damaged."""
+) -> int:
+    """What stays is whole; what was to leave has left whole or is whole; nothing is damaged.
+
+    Returns:
+        How many acts there are.
+    """
     filled(tmp_path / "a.exp", 6, **LAYOUTS[layout])
     stay, outcomes, at, ended = {1, 2, 3, 4, 5, 6} - set(going), set(), 1, False
     while not ended:
@@ -107,3 +115,4 @@ def kill_everywhere(
         shutil.rmtree(path)
         at += step
     assert outcomes >= {frozenset(stay), frozenset(range(1, 7))}
+    return at - step

@@ -124,7 +124,7 @@ SOME = [pytest.param(23, id="some"), pytest.param(1, marks=pytest.mark.torture, 
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("stride", SOME)
 @pytest.mark.parametrize("new", [NEW, 9])
-def test_a_resize_is_killed(tmp_path: Path, new: int, stride: int) -> None:
+def test_a_resize_is_killed(tmp_path: Path, new: int, stride: int, count_cases: Callable[..., None]) -> None:
     model, copy = make(tmp_path / "model.exp"), tmp_path / "copy.exp"
     expected, disk = shutil.copytree(model, tmp_path / "expected.exp"), KillingDisk(in_turn=True)
     former, former_told = picture(model), picture(model, sql=True)
@@ -132,6 +132,7 @@ def test_a_resize_is_killed(tmp_path: Path, new: int, stride: int) -> None:
     wanted, told = picture(expected), picture(expected, sql=True)
     found, refused = [], 0
     for number, at in enumerate(moments(disk.trace, stride)):
+        count_cases()
         shutil.copytree(model, copy)
         killed_at(lambda disk: expstore.resize(copy, capacity=new, disk=disk), at)
         try:
@@ -158,7 +159,7 @@ def test_a_resize_is_killed(tmp_path: Path, new: int, stride: int) -> None:
 
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("stride", SOME)
-def test_a_merge_is_killed(tmp_path: Path, stride: int) -> None:
+def test_a_merge_is_killed(tmp_path: Path, stride: int, count_cases: Callable[..., None]) -> None:
     paths = [make(tmp_path / "a.exp"), make(tmp_path / "b.exp", 100, None)]
     before, out, disk = [picture(path) for path in paths], tmp_path / "out.exp", KillingDisk(in_turn=True)
     expstore.merge(paths, out=out, fields=FIELDS, disk=disk)
@@ -166,6 +167,7 @@ def test_a_merge_is_killed(tmp_path: Path, stride: int) -> None:
     assert len(wanted["ids"]) == FORMER + ROWS
     shutil.rmtree(out)
     for number, at in enumerate(moments(disk.trace, stride)):
+        count_cases()
         killed_at(lambda disk: expstore.merge(paths, out=out, fields=FIELDS, disk=disk), at)
         there.append(out.exists())
         if not there[-1] and number % 9 == 5:  # what the killed one left is in nobody's way
@@ -199,10 +201,10 @@ def tree_of(folder: Path) -> Tree:
 
 
 def disks_after(
-    base: Path, act: Callable[[RecordingDisk], Any], folder: Path, cuts: int
+    base: Path, act: Callable[[RecordingDisk], Any], folder: Path, cuts: int, seed: int
 ) -> Iterator[tuple[bool, Path]]:
     """Yield what power cuts leave of a folder, and whether the act had returned."""
-    tree, chance = tree_of(base), random.Random(cuts)
+    tree, chance = tree_of(base), random.Random(cuts + seed)
     disk = RecordingDisk(base / "nowhere")
     act(disk)
     platter, done = Platter(base, tree), 0
@@ -232,7 +234,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("cuts", CUTS)
 @pytest.mark.timeout(1200)
-def test_the_power_goes_while_a_store_is_resized(tmp_path: Path, folder: Path, cuts: int) -> None:
+def test_the_power_goes_while_a_store_is_resized(
+    tmp_path: Path, folder: Path, cuts: int, long_seed: int, count_cases: Callable[..., None]
+) -> None:
     place = tmp_path / "place"
     place.mkdir()
     model = make(place / "run.exp")
@@ -244,7 +248,8 @@ def test_the_power_goes_while_a_store_is_resized(tmp_path: Path, folder: Path, c
     def act(disk: Disk) -> None:
         expstore.resize(model, capacity=9, disk=disk)
 
-    for over, at in disks_after(place, act, folder, cuts):
+    for over, at in disks_after(place, act, folder, cuts, long_seed):
+        count_cases()
         now = picture(at / "run.exp")
         assert now == (former if now["capacity"] == FORMER else wanted)
         assert now["capacity"] == 9 or not over
@@ -254,7 +259,9 @@ def test_the_power_goes_while_a_store_is_resized(tmp_path: Path, folder: Path, c
 
 @pytest.mark.parametrize("cuts", CUTS)
 @pytest.mark.timeout(1200)
-def test_the_power_goes_while_stores_are_merged(tmp_path: Path, folder: Path, cuts: int) -> None:
+def test_the_power_goes_while_stores_are_merged(
+    tmp_path: Path, folder: Path, cuts: int, long_seed: int, count_cases: Callable[..., None]
+) -> None:
     paths = [make(tmp_path / "a.exp"), make(tmp_path / "b.exp", 100, None)]
     place = tmp_path / "place"
     place.mkdir()
@@ -263,7 +270,8 @@ def test_the_power_goes_while_stores_are_merged(tmp_path: Path, folder: Path, cu
         expstore.merge(paths, out=place / "out.exp", fields=FIELDS, disk=disk)
 
     wanted, there = None, set()
-    for over, at in disks_after(place, act, folder, cuts):
+    for over, at in disks_after(place, act, folder, cuts, long_seed):
+        count_cases()
         out = at / "out.exp"
         there.add(out.exists())
         assert out.exists() or not over
