@@ -36,18 +36,18 @@ ROWS = "X-Rows"
 _COMPRESSIONS = ("lz4", "zstd")
 
 
-def content_type(request: Request, allowed: tuple[str, ...] = (ARROW, JSON)) -> str:
-    """Return what a body is.
+def content_type(request: Request) -> str:
+    """Return what a body of rows is.
 
     Raises:
-        Refusal: 415: it is none of the allowed, or compressed.
+        Refusal: 415: neither Arrow nor JSON, or compressed.
     """
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
     if encoding != "identity":
         raise Refusal(415, f"the body is encoded as {encoding!r}", hint="send it as it is")
     found = request.headers.get("content-type", "").split(";")[0].strip().lower()
-    if found not in allowed:
-        raise Refusal(415, f"the body is {found or 'of no type'}", hint=f"send {' or '.join(allowed)}")
+    if found not in (ARROW, JSON):
+        raise Refusal(415, f"the body is {found or 'of no type'}", hint=f"send {ARROW} or {JSON}")
     return found
 
 
@@ -137,9 +137,9 @@ def _finite(value: Any) -> Any:
 
 def arrow_answer(data: Any) -> Response:
     """Return an Arrow stream as an answer."""
-    return Response(memoryview(data).tobytes() if not isinstance(data, bytes) else data, media_type=ARROW)
+    return Response(memoryview(data), media_type=ARROW)
 
 
-def json_answer(data: Any, status: int = 200) -> Response:
+def json_answer(data: Any) -> Response:
     """Return facts as an answer."""
-    return JSONResponse(data, status)
+    return JSONResponse(data)

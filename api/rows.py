@@ -53,10 +53,9 @@ def _from_arrow(served: Served, body: bytearray, rows: int) -> tuple[TensorDictB
         if served.rb.schema is None:
             told = meaning_of(arrow_schema)
             known = Codec(told.schema), told
-            return
-        codec = served.codec_of(arrow_schema.names)
-        codec.check(arrow_schema)
-        known = codec, meaning_of(arrow_schema)
+        else:
+            codec = served.codec_of(arrow_schema.names)
+            known = codec, meaning_of(arrow_schema, codec)
 
     arrow_schema, batches = read_batches(body, check, rows=rows)
     assert known is not None

@@ -123,14 +123,8 @@ async def extend(
     idempotency_key: _Key = None,
 ) -> Written:
     """Append rows, all of them or none: an Arrow stream, or JSON with a list per column."""
-    kind, key = content_type(request), _key_of(idempotency_key)
-    body = await read_body(request)
     seconds = min(wait, limits.wait_seconds)
-    written = await store.run_patiently(
-        lambda: _extended(store, kind, body, source, limits.max_rows, key), seconds
-    )
-    request.scope["expstore.rows_in"] = written.count
-    return written
+    return await _written(request, store, limits.max_rows, source, seconds, idempotency_key)
 
 
 @router.post(
@@ -148,10 +142,16 @@ async def add(
     idempotency_key: _Key = None,
 ) -> Written:
     """Append one row: an Arrow stream, or JSON with a list of one value per column."""
-    kind, key = content_type(request), _key_of(idempotency_key)
+    return await _written(request, store, 1, source, min(wait, limits.wait_seconds), idempotency_key)
+
+
+async def _written(
+    request: Request, store: Served, rows: int, source: str | None, seconds: float, header: str | None
+) -> Written:
+    """Append the rows of a request: at most so many, within so many seconds."""
+    kind, key = content_type(request), _key_of(header)
     body = await read_body(request)
-    seconds = min(wait, limits.wait_seconds)
-    written = await store.run_patiently(lambda: _extended(store, kind, body, source, 1, key), seconds)
+    written = await store.run_patiently(lambda: _extended(store, kind, body, source, rows, key), seconds)
     request.scope["expstore.rows_in"] = written.count
     return written
 

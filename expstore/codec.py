@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -34,7 +33,6 @@ __all__ = [
     "Decoder",
     "Encoder",
     "columns_of",
-    "encode_rows",
     "join_columns",
     "meaning_of",
     "plain_columns",
@@ -65,13 +63,11 @@ class Coded:
         schema: The fields.
         batch_size: Of the batch; () where nothing says so: as many rows as there are.
         names: Of its dims.
-        about: More facts that came with it.
     """
 
     schema: Schema
     batch_size: tuple[int, ...] = ()
     names: tuple[str | None, ...] = ()
-    about: Mapping[str, Any] | None = None
 
 
 def columns_of(data: TensorDictBase, known: Schema | None = None) -> tuple[Schema, list[Any]]:
@@ -129,17 +125,14 @@ class Codec:
         self._types = [_type_of(entry) for entry in schema.fields]
         self._builder = Builder(schema)
 
-    def arrow_schema(
-        self, batch_size: Sequence[int] = (), names: Sequence[str | None] = (), **about: Any
-    ) -> Any:
+    def arrow_schema(self, batch_size: Sequence[int] = (), names: Sequence[str | None] = ()) -> Any:
         """Return the schema of record batches.
 
         Args:
             batch_size: Of the batch, if it is not just rows.
             names: Of its dims.
-            about: More facts; what JSON can keep.
         """
-        facts = {"format": _FORMAT, "fields": self.schema.to_json(), **about}
+        facts: dict[str, Any] = {"format": _FORMAT, "fields": self.schema.to_json()}
         if len(batch_size) > 1 or any(names):
             facts |= {"batch_size": list(batch_size), "names": list(names)}
         fields = [
@@ -148,23 +141,18 @@ class Codec:
         ]
         return pa.schema(fields, metadata={_ABOUT: json.dumps(facts).encode()})
 
-    @cached_property
-    def plain_schema(self) -> Any:
-        """The schema of record batches that are just rows."""
-        return self.arrow_schema()
-
-    def encode(self, columns: Sequence[Any], arrow_schema: Any = None) -> Any:
+    def encode(self, columns: Sequence[Any], arrow_schema: Any) -> Any:
         """Return rows as a record batch, which may share their memory.
 
         Args:
             columns: In the schema's order. Shapes `(n, *row shape)`.
-            arrow_schema: As `arrow_schema` has made it; None: just rows.
+            arrow_schema: As the method of this name has made it.
         """
         arrays = [
             _to_arrow(entry, kind, column)
             for entry, kind, column in zip(self.schema.fields, self._types, columns, strict=True)
         ]
-        return pa.RecordBatch.from_arrays(arrays, schema=arrow_schema or self.plain_schema)
+        return pa.RecordBatch.from_arrays(arrays, schema=arrow_schema)
 
     def decode(self, batch: Any, memory: Any = None) -> list[Any]:
         """Return the columns of a record batch, in the schema's order.
@@ -294,11 +282,6 @@ def _names_of(data: TensorDictBase) -> Sequence[str | None]:
     return data.names if any(data.names) else ()
 
 
-def encode_rows(data: TensorDictBase) -> Any:
-    """Return rows as a record batch; an `Encoder` is faster where one batch is like another before."""
-    return Encoder().encode(data)
-
-
 def with_wishes(batch: Any, wishes: Mapping[str, Any]) -> Any:
     """Return a record batch that says in its schema's metadata what is to be done with its rows.
 
@@ -337,7 +320,7 @@ class Decoder:
         """Return a batch's rows.
 
         Args:
-            batch: As `encode_rows` makes one, or with plain columns.
+            batch: As an `Encoder` makes one, or with plain columns.
             memory: As in `Codec.decode`.
 
         Raises:
@@ -368,15 +351,23 @@ def plain_columns(batch: Any) -> list[list[Any]]:
     ]
 
 
-def meaning_of(arrow_schema: Any) -> Coded:
+def meaning_of(arrow_schema: Any, known: Codec | None = None) -> Coded:
     """Return what the columns of a record batch are: by its metadata, or else by names and types.
 
+    Args:
+        arrow_schema: The batch's.
+        known: Of rows that are to have just these fields; None: what they are is told.
+
     Raises:
-        SchemaError: A column is of a type that no field has, or the metadata does not fit the columns.
+        SchemaError: A column is of a type that no field has, or not of the field's; or the metadata does not
+            fit the columns.
     """
+    if known is not None:
+        known.check(arrow_schema)
     text = (arrow_schema.metadata or {}).get(_ABOUT)
     if text is None:
-        return Coded(Schema([_field_of(entry.name, entry.type) for entry in arrow_schema]))
+        found = known and known.schema
+        return Coded(found or Schema([_field_of(entry.name, entry.type) for entry in arrow_schema]))
     try:
         facts = json.loads(text)
         if int(facts["format"]) > _FORMAT:
@@ -384,17 +375,18 @@ def meaning_of(arrow_schema: Any) -> Coded:
                 f"the rows are in format {facts['format']}, this version reads format {_FORMAT}",
                 hint="take a newer expstore at this end",
             )
-        schema = Schema.from_json(facts["fields"])
+        schema = Schema.from_json(facts["fields"]) if known is None else known.schema
         size = tuple(int(part) for part in facts.get("batch_size", ()))
         names = tuple(None if name is None else str(name) for name in facts.get("names", ()))
         if any(part < 0 for part in size) or len(names) not in (0, len(size)):
             raise ValueError(f"a batch of size {size} with dims {names}")
-    except (ValueError, KeyError, TypeError, CorruptionError) as exc:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, CorruptionError) as exc:
         if isinstance(exc, SchemaError):
             raise
         raise SchemaError(f"what the metadata says of the columns cannot be read: {exc}") from exc
-    Codec(schema).check(arrow_schema)
-    return Coded(schema, size, names, facts)
+    if known is None:
+        Codec(schema).check(arrow_schema)
+    return Coded(schema, size, names)
 
 
 def _type_of(entry: Field) -> Any:

@@ -23,7 +23,6 @@ __all__ = [
     "HEAD_BYTES",
     "StreamWriter",
     "batches_of",
-    "body_size",
     "read_batches",
     "read_each",
     "read_table",
@@ -203,19 +202,6 @@ def _is_packed(metadata: memoryview) -> bool:
         return table_field(header + step, 3) != 0
     except struct.error as exc:
         raise _bad("a message's metadata cannot be read") from exc
-
-
-def body_size(metadata: Any) -> int:
-    """Return how many bytes follow a message's metadata: its body (field 3 of Message).
-
-    Args:
-        metadata: As it stands in a stream of somebody trusted.
-    """
-    (root,) = struct.unpack_from("<I", metadata, 0)
-    (back,) = struct.unpack_from("<i", metadata, root)
-    (size,) = struct.unpack_from("<H", metadata, root - back)
-    offset = struct.unpack_from("<H", metadata, root - back + 10)[0] if size > 10 else 0
-    return int(struct.unpack_from("<q", metadata, root + offset)[0]) if offset else 0
 
 
 class _Source:

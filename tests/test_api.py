@@ -15,7 +15,7 @@ from tensordict import TensorDict
 
 import expstore
 from expstore.api import Settings
-from expstore.codec import Codec, encode_rows, meaning_of
+from expstore.codec import Codec, Encoder, meaning_of
 from expstore.framing import write_stream
 
 ARROW = {"Content-Type": "application/vnd.apache.arrow.stream"}
@@ -46,7 +46,7 @@ def batch_of(count: int, first: int = 0) -> TensorDict:
 
 
 def body_of(data: TensorDict) -> bytes:
-    return write_stream(encode_rows(data)).to_pybytes()
+    return write_stream(Encoder().encode(data)).to_pybytes()
 
 
 def rows_of(content: bytes) -> TensorDict:

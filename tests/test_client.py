@@ -329,6 +329,8 @@ def test_what_is_wrong_is_said_as_in_process(server: Serving, name: str) -> None
         lambda rb: rb[0],
         lambda rb: rb.__setitem__(0, 1),
         lambda rb: rb.append_transform(len),
+        lambda rb: rb.add_column("return", fill=0.0),
+        lambda rb: rb.storage,
         lambda rb: rb.set_sampler(None),
         lambda rb: rb.state_dict(),
         lambda rb: rb.extend(batch_of(1), return_ids=False),
@@ -340,6 +342,14 @@ def test_what_needs_the_rows_at_hand_says_what_to_do(server: Serving, folder: Pa
         act(rb)
     assert caught.value.kind == "local_only"
     assert caught.value.hint
+
+
+def test_every_name_of_the_buffer_is_there() -> None:
+    buffer, remote = (
+        {name for name in dir(cls) if not name.startswith("_")}
+        for cls in (expstore.TensorDictReplayBuffer, RemoteReplayBuffer)
+    )
+    assert buffer <= remote
 
 
 def test_samplers_are_described(server: Serving, name: str) -> None:
@@ -538,7 +548,10 @@ def test_versions_lie_with_the_store(server: Serving, name: str) -> None:
         rb.loads(version="five")
         assert len(rb) == 5
         with pytest.raises(RemoteError, match="path"):
-            rb.dumps("/tmp/elsewhere")  # type: ignore[arg-type]
+            rb.dumps("elsewhere")  # type: ignore[arg-type]
+        rb.extend(batch_of(4))
+        assert rb.save().rows == rb.write_count == 9
+        rb.load(version="five")
 
 
 def test_what_cannot_be_known_again_is_not_sent_again(server: Serving, name: str) -> None:

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
-from expstore.codec import Codec, Decoder, Encoder, columns_of, encode_rows, meaning_of
+from expstore.codec import Codec, Decoder, Encoder, columns_of, meaning_of
 from expstore.errors import SchemaError
 from expstore.framing import write_stream
 from expstore.schema import DTYPES, OBJECT, Field, Schema
@@ -46,7 +46,7 @@ def bits(tensor: torch.Tensor) -> bytes:
 )
 def test_bits_come_back(dtype: str, shape: tuple[int, ...], count: int, seed: int, shared: bool) -> None:
     data = TensorDict({"x": values_of(dtype, (count, *shape), seed), "id": torch.arange(count)}, [count])
-    memory = bytearray(write_stream(encode_rows(data)))
+    memory = bytearray(write_stream(Encoder().encode(data)))
     with pa.ipc.open_stream(memory) as reader:
         batch = reader.read_next_batch()
     told = Decoder().decode(batch, memory if shared else None)
@@ -61,7 +61,7 @@ def test_bits_come_back(dtype: str, shape: tuple[int, ...], count: int, seed: in
 @pytest.mark.parametrize(("start", "count"), [(0, 4), (3, 4), (9, 1), (0, 10)])
 def test_slices_of_a_batch_are_its_rows(start: int, count: int) -> None:
     data = TensorDict({"x": torch.arange(30.0).reshape(10, 3), "done": torch.arange(10) % 2 == 0}, [10])
-    memory = bytearray(write_stream(encode_rows(data)))
+    memory = bytearray(write_stream(Encoder().encode(data)))
     with pa.ipc.open_stream(memory) as reader:
         part = reader.read_next_batch().slice(start, count)
     for base in (None, memory):
@@ -71,7 +71,7 @@ def test_slices_of_a_batch_are_its_rows(start: int, count: int) -> None:
 
 def test_dims_and_their_names_come_back() -> None:
     data = TensorDict({"a": {"b": torch.arange(24).reshape(2, 3, 4)}}, [2, 3], names=["lane", "time"])
-    told = Decoder().decode(encode_rows(data))
+    told = Decoder().decode(Encoder().encode(data))
     assert told.batch_size == torch.Size([2, 3])
     assert told.names == ["lane", "time"]
     assert (told == data).all()
@@ -87,7 +87,7 @@ def test_an_encoder_knows_several_kinds_of_batches() -> None:
 
 def test_others_read_it_unaided() -> None:
     data = TensorDict({"image": torch.arange(12).reshape(2, 2, 3), "next": {"reward": torch.rand(2, 1)}}, [2])
-    frame = pl.read_ipc_stream(write_stream(encode_rows(data)).to_pybytes())
+    frame = pl.read_ipc_stream(write_stream(Encoder().encode(data)).to_pybytes())
     assert frame.columns == ["image", "next.reward"]
     assert frame["next.reward"].to_list() == data["next", "reward"][:, 0].tolist()
 
@@ -171,3 +171,25 @@ def _plain_schema() -> pa.Schema:
 def test_metadata_that_does_not_fit_is_refused(facts: str) -> None:
     with pytest.raises(SchemaError):
         meaning_of(pa.schema({"n": pa.int64()}, metadata={"expstore": facts}))
+
+
+def test_what_is_told_of_known_fields_is_their_batch() -> None:
+    told = CODEC.arrow_schema((2, 3), ("lane", None))
+    found = meaning_of(told, CODEC)
+    assert (found.schema, found.batch_size, found.names) == (CODEC.schema, (2, 3), ("lane", None))
+    plain = meaning_of(told.remove_metadata(), CODEC)
+    assert (plain.schema, plain.batch_size) == (CODEC.schema, ())
+    with pytest.raises(SchemaError, match="misses 'n'"):
+        meaning_of(pa.schema([told.field("x")]), CODEC)
+
+
+@pytest.mark.parametrize("known", [None, CODEC])
+@pytest.mark.parametrize(
+    "text",
+    ["", "7", "[]", '{"format": 9}', '{"format": "x"}', '{"format": 1, "fields": 3, "batch_size": [-1]}',
+     '{"format": 1, "fields": [], "batch_size": 7}', "[" * 50_000],
+)  # fmt: skip
+def test_metadata_that_makes_no_sense(text: str, known: Codec | None) -> None:
+    schema = CODEC.arrow_schema().with_metadata({b"expstore": text.encode()})
+    with pytest.raises(SchemaError):
+        meaning_of(schema, known)
