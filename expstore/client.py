@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from functools import cached_property, partial
-from typing import Any, Literal, NoReturn, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 import torch
@@ -22,8 +22,10 @@ from expstore.domains import asks_for_domain
 from expstore.episodeinfo import pack_info
 from expstore.errors import NotFoundError, QueryError, RemoteError, SchemaError, StateError
 from expstore.feed import Feed
-from expstore.framing import read_table, write_stream
+from expstore.frames import Frame
+from expstore.framing import frames_in, read_table, write_stream
 from expstore.keywords import check_batch_size
+from expstore.localonly import LocalOnly
 from expstore.result import Result
 from expstore.schema import Schema
 from expstore.shaping import to_array
@@ -37,22 +39,7 @@ __all__ = ["RemoteReplayBuffer", "connect"]
 _OWN = ("index", "id", "index_generation", "priority_weight")
 
 
-def _refused(name: str, hint: str) -> Callable[..., NoReturn]:
-    """Return a method that says what to do instead."""
-
-    def refuse(self: Any, *_: Any, **__: Any) -> NoReturn:
-        raise RemoteError(f"{name} is not done over a connection", kind="local_only", hint=hint)
-
-    refuse.__name__ = name
-    refuse.__doc__ = f"Say what to do instead of `{name}`: {hint}."
-    return refuse
-
-
-_TRANSFORM = "transform the batches that come, or those that you send"
-_MANAGE = "do it where the store is, with expstore.open()"
-
-
-class RemoteReplayBuffer:
+class RemoteReplayBuffer(LocalOnly):
     """Add rows to a store on a server, and sample batches of them.
 
     It has the methods of the buffer that `expstore.open` returns, but for those that need the rows at hand:
@@ -77,39 +64,6 @@ class RemoteReplayBuffer:
         prefetch: See there.
         priority_key: See there.
     """
-
-    append_transform = insert_transform = _refused("a transform", _TRANSFORM)
-    transform = property(_refused("a transform", _TRANSFORM))
-    __getitem__ = _refused("rb[...]", "ask by id: by_id(ids), or by episode: trajectory(episode_id)")
-    read_all_in_order = _refused("reading all rows", "ask by sql(), or by episode: trajectory(episode_id)")
-    __setitem__ = set_ = set_at_ = update_ = _refused("changing rows", _MANAGE)
-    update_if_present = submit_update_if_present = _refused("changing rows", _MANAGE)
-    mark_update = _refused("mark_update", "give the new priorities: update_priority(id=, priority=)")
-    write_all = _refused("write_all", "extend()")
-    sampler = property(_refused("the sampler", "describe it: connect(sampler=)"))
-    set_sampler = _refused("set_sampler", "connect() once more, with another sampler=")
-    can_sample = _refused("can_sample", "sample(): it raises NotReadyError; connect(wait=) waits for rows")
-    set_rng = _refused("set_rng", "connect() with seed=")
-    writer, storage = property(_refused("the writer", _MANAGE)), property(_refused("the storage", _MANAGE))
-    set_writer, set_storage = _refused("set_writer", _MANAGE), _refused("set_storage", _MANAGE)
-    dim_extend, recovered = (
-        property(_refused("dim_extend", _MANAGE)),
-        property(_refused("recovered", _MANAGE)),
-    )
-    state_dict = _refused("state_dict", "keep `draw`, and connect() with it")
-    load_state_dict = _refused("load_state_dict", "connect() with draw=")
-    register_save_hook = register_load_hook = _refused("a hook of versions", _MANAGE)
-    empty = _refused("empty", _MANAGE)
-    add_column, drop_column = _refused("add_column", _MANAGE), _refused("drop_column", _MANAGE)
-    specs, set_specs = property(_refused("specs", _MANAGE)), _refused("set_specs", _MANAGE)
-    retain, apply_retention = _refused("retain", _MANAGE), _refused("apply_retention", _MANAGE)
-    retained = property(_refused("retained", _MANAGE))
-    annotate = _refused("annotate", "give episode_info= to extend()")
-    query = _refused("query", "ask by sql(), then take each trajectory(episode_id)")
-    to_torch_dataset = _refused("to_torch_dataset", "iterate over the buffer: batches are made ahead")
-    refresh = synchronize = _refused("refresh", "ask: every answer is of the store as it is now")
-    share = client = start = shutdown = _refused("sharing", "connect() wherever the rows are wanted")
-    is_alive = service_backend = property(_refused("sharing", "connect() wherever the rows are wanted"))
 
     def __init__(
         self,
@@ -392,11 +346,10 @@ class RemoteReplayBuffer:
 
     def _rows(self, method: str, route: str, body: Any = None, *, wait: float = 0.0) -> TensorDict:
         answer = self._connection.request(method, route, body=body, accept=ARROW, wait=wait)
-        batches = read_table(answer.body).combine_chunks().to_batches()
-        return self._made(batches[0], answer.body)
+        return self._made(frames_in(answer.body)[0])
 
-    def _made(self, batch: Any, memory: Any) -> TensorDict:
-        made = self._decoder.decode(batch, memory)
+    def _made(self, frame: Frame) -> TensorDict:
+        made = self._decoder.read(frame)
         return made if self._device is None else made.to(self._device)
 
     def _given(self, batch: TensorDict, return_info: bool, include_info: bool | None) -> Any:

@@ -10,9 +10,10 @@ the batch size; whoever does not know it reads the rows all the same. It touches
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -23,6 +24,7 @@ from expstore import forms
 from expstore.arrowtypes import to_type, type_text
 from expstore.batches import Batch, Builder
 from expstore.errors import CorruptionError, SchemaError
+from expstore.frames import Frame
 from expstore.leaves import leaves_of, to_columns
 from expstore.schema import ARROW, DTYPES, OBJECT, Field, Schema
 from expstore.types import Array, Key, key_name
@@ -124,6 +126,10 @@ class Codec:
         self.names = [key_name(entry.key) for entry in schema.fields]  # a schema has none of them twice
         self._types = [_type_of(entry) for entry in schema.fields]
         self._builder = Builder(schema)
+        #: Values per row, as Arrow has them.
+        self._items = [
+            math.prod(entry.shape) * (2 if entry.dtype == "complex64" else 1) for entry in schema.fields
+        ]
 
     def arrow_schema(self, batch_size: Sequence[int] = (), names: Sequence[str | None] = ()) -> Any:
         """Return the schema of record batches.
@@ -175,6 +181,50 @@ class Codec:
             _from_arrow(entry, column, base)
             for entry, column in zip(self.schema.fields, columns, strict=True)
         ]
+
+    def buffers(self, arrow_schema: Any) -> list[int] | None:
+        """Return which buffer of a record batch has the values of each field; None: they are not in one.
+
+        Args:
+            arrow_schema: With the columns of `check`.
+        """
+        if self.schema.variable:
+            return None
+        values, count = {}, 0
+        for column in arrow_schema:
+            # Whether there is a value, for rows and each dim of theirs; then the values
+            # (https://arrow.apache.org/docs/format/Columnar.html, "Fixed-Size List Layout").
+            count += _depth(column.type) + 2
+            values[column.name] = count - 1
+        return [values[name] for name in self.names]
+
+    def read(self, frame: Frame, buffers: Sequence[int]) -> list[Array]:
+        """Return the columns of a plain record batch, in the schema's order, as views of its memory.
+
+        Args:
+            frame: With the columns of `check`.
+            buffers: What the method of this name says of its schema.
+
+        Returns:
+            Shapes `(n, *row shape)`.
+
+        Raises:
+            SchemaError: A value is no bfloat16; or there are fewer than rows.
+        """
+        body, rows, bounds = frame.memory[frame.body :], frame.rows, frame.bounds.tolist()
+        columns = []
+        for entry, number, items in zip(self.schema.fields, buffers, self._items, strict=True):
+            begin, size = bounds[number]
+            part, count = body[begin : begin + size], rows * items
+            wire = _WIRE[entry.dtype]
+            if len(part) < (-(-count // 8) if wire.kind == "b" else count * wire.itemsize):
+                raise SchemaError(f"the values of {key_name(entry.key)!r} end before their last row")
+            if wire.kind == "b":  # one bit each in Arrow
+                values = np.unpackbits(part, count=count, bitorder="little").view(wire)
+            else:
+                values = part[: count * wire.itemsize].view(wire)
+            columns.append(_shaped(entry, values, rows))
+        return columns
 
     def check(self, arrow_schema: Any) -> None:
         """Look whether record batches of this schema have the fields, each of its type.
@@ -307,6 +357,15 @@ def wishes_of(arrow_schema: Any) -> dict[str, Any]:
     raise SchemaError("what the metadata says is to be done with the rows cannot be read")
 
 
+class _Known(NamedTuple):
+    """What a decoder knows of batches of one schema."""
+
+    schema: Any
+    told: Coded
+    codec: Codec
+    buffers: list[int] | None
+
+
 class Decoder:
     """Turn record batches into TensorDicts, by what their schemas say; it knows the last ones again.
 
@@ -314,7 +373,7 @@ class Decoder:
     """
 
     def __init__(self) -> None:
-        self._known: tuple[tuple[Any, Coded, Codec], ...] = ()
+        self._last: tuple[_Known, ...] = ()
 
     def decode(self, batch: Any, memory: Any = None) -> TensorDict:
         """Return a batch's rows.
@@ -326,14 +385,30 @@ class Decoder:
         Raises:
             SchemaError: They are no rows.
         """
-        schema = batch.schema
-        known = next((entry for entry in self._known if entry[0].equals(schema, check_metadata=True)), None)
-        if known is None:
-            told = meaning_of(schema)
-            known = schema, told, Codec(told.schema)
-            self._known = (*self._known[-7:], known)
-        _, told, codec = known
-        return codec.build(codec.decode(batch, memory), told.batch_size, told.names)
+        known = self._known(batch.schema)
+        return known.codec.build(known.codec.decode(batch, memory), known.told.batch_size, known.told.names)
+
+    def read(self, frame: Frame) -> TensorDict:
+        """Return the rows of a batch that came in a stream, in its memory.
+
+        Raises:
+            SchemaError: They are no rows.
+        """
+        known = self._known(frame.schema)
+        if known.buffers is None or not frame.plain:
+            return self.decode(frame.batch(), frame.memory if frame.plain else None)
+        columns = known.codec.read(frame, known.buffers)
+        return known.codec.build(columns, known.told.batch_size, known.told.names)
+
+    def _known(self, schema: Any) -> _Known:
+        for known in self._last:
+            if known.schema is schema or known.schema.equals(schema, check_metadata=True):
+                return known
+        told = meaning_of(schema)
+        codec = Codec(told.schema)
+        made = _Known(schema, told, codec, codec.buffers(schema))
+        self._last = (*self._last[-7:], made)
+        return made
 
 
 def join_columns(parts: Sequence[Any]) -> Any:
@@ -428,6 +503,16 @@ def _plain(kind: Any, entry: Field) -> Any:
     return kind, count
 
 
+def _depth(kind: Any) -> int:
+    """Return how many lists of a fixed size a type is."""
+    depth = 0
+    if isinstance(kind, pa.BaseExtensionType):
+        kind = kind.storage_type
+    while pa.types.is_fixed_size_list(kind):
+        depth, kind = depth + 1, kind.value_type
+    return depth
+
+
 def _to_arrow(entry: Field, kind: Any, column: Any) -> Any:
     if entry.variable:
         return column if column.type == kind else column.cast(kind)
@@ -472,7 +557,11 @@ def _from_arrow(entry: Field, array: Any, base: _Memory | None) -> Any:
             array = inner if whole else array.flatten()
         else:
             break
-    values = _values(array, _WIRE[entry.dtype], base)
+    return _shaped(entry, _values(array, _WIRE[entry.dtype], base), count)
+
+
+def _shaped(entry: Field, values: Array, count: int) -> Array:
+    """Return so many rows of a field, of the values that Arrow has for it."""
     if entry.dtype == "bfloat16":
         bits = values.view(np.uint32)
         if (bits & np.uint32(0xFFFF)).any():

@@ -16,6 +16,7 @@ from typing import Any
 
 from expstore.connection import Connection, Download
 from expstore.errors import ExpStoreError, RemoteError, StateError
+from expstore.frames import Frame
 from expstore.framing import read_each
 
 __all__ = ["Feed"]
@@ -32,7 +33,7 @@ class Feed:
     Args:
         connection: To the server.
         ask: Returns the body that asks for batches, given how many have come already.
-        make: Makes a batch of a record batch and its memory; in the feed's thread.
+        make: Makes a batch of a record batch; in the feed's thread.
         count: How many batches there are; None: no end.
         ahead: How many are made ahead, at least 1.
         wait: Seconds that the server was asked to wait.
@@ -42,7 +43,7 @@ class Feed:
         self,
         connection: Connection,
         ask: Callable[[int], dict[str, Any]],
-        make: Callable[[Any, Any], Any],
+        make: Callable[[Frame], Any],
         *,
         count: int | None,
         ahead: int,
@@ -112,8 +113,8 @@ class Feed:
             self._connection.fetch(self._download, "sample/stream", self._ask(came), wait=self._wait)
             before = came
             try:
-                for batch, memory in read_each(self._download.readinto):
-                    if not self._put(self._make(batch, memory)):
+                for frame in read_each(self._download.readinto):
+                    if not self._put(self._make(frame)):
                         return
                     came += 1
                 return

@@ -17,12 +17,13 @@ import numpy as np
 import pyarrow as pa
 
 from expstore.errors import SchemaError
+from expstore.frames import HEAD_BYTES, Frame, frame_of, is_packed, size_of_body
 
 __all__ = [
     "END",
-    "HEAD_BYTES",
     "StreamWriter",
     "batches_of",
+    "frames_in",
     "read_batches",
     "read_each",
     "read_table",
@@ -32,8 +33,6 @@ __all__ = [
 
 #: What ends a stream.
 END = b"\xff\xff\xff\xff\x00\x00\x00\x00"
-#: What comes before a message: the mark, and the length of its metadata.
-HEAD_BYTES = 8
 #: Most metadata of a schema, and of a batch: deeply nested ones would overflow the stack of Arrow's reader.
 _SCHEMA_BYTES = 64 * 1024
 _BATCH_BYTES = 1024 * 1024
@@ -178,74 +177,72 @@ def _check_message(message: Any) -> None:
     """Raise SchemaError unless a message is a batch whose buffers lie there as they are."""
     if message.type != "record batch":
         raise _bad(f"it holds a message of type {message.type!r}", "send plain columns, no dictionaries")
-    if _is_packed(memoryview(message.metadata)):
+    try:
+        packed = is_packed(memoryview(message.metadata))  # Arrow has verified the flatbuffer
+    except struct.error as exc:
+        raise _bad("a message's metadata cannot be read") from exc
+    if packed:
         raise _bad("its buffers are compressed", "send it without compression")
 
 
-def _is_packed(metadata: memoryview) -> bool:
-    """Say whether a batch names a compression: field 3 of RecordBatch, which is field 2 of Message.
-
-    Arrow has verified the flatbuffer when it read the message.
-    """
-
-    def table_field(table: int, number: int) -> int:
-        (back,) = struct.unpack_from("<i", metadata, table)
-        vtable = table - back
-        (size,) = struct.unpack_from("<H", metadata, vtable)
-        slot = 4 + 2 * number
-        return int(struct.unpack_from("<H", metadata, vtable + slot)[0]) if slot < size else 0
-
-    try:
-        (root,) = struct.unpack_from("<I", metadata, 0)
-        header = root + table_field(root, 2)
-        (step,) = struct.unpack_from("<I", metadata, header)
-        return table_field(header + step, 3) != 0
-    except struct.error as exc:
-        raise _bad("a message's metadata cannot be read") from exc
-
-
-class _Source:
-    """What Arrow's reader takes for a file: each piece that it asks for is memory of its own.
-
-    Args:
-        readinto: Fills memory, and returns how many bytes; fewer: there are no more.
-    """
-
-    closed = False
-
-    def __init__(self, readinto: Callable[[Any], int]) -> None:
-        self._readinto = readinto
-        self.piece: Any = b""
-
-    def read(self, count: int) -> Any:
-        # Not zeros first: a batch may be many MiB.
-        piece: Any = bytearray(count) if count < 4096 else np.empty(count, np.uint8)
-        got = self._readinto(memoryview(piece))
-        self.piece = piece if got == count else piece[:got]
-        return self.piece
-
-
-def read_each(readinto: Callable[[Any], int]) -> Iterator[tuple[Any, Any]]:
+def read_each(readinto: Callable[[Any], int]) -> Iterator[Frame]:
     """Read a stream of somebody trusted as it comes.
 
     Args:
         readinto: Fills memory, and returns how many bytes; fewer: there are no more.
 
     Yields:
-        A batch, and the memory that it lies in, which is nobody else's.
+        Record batches, each in memory that is nobody else's.
 
     Raises:
         EOFError, OSError: It breaks off, or its source fails.
     """
-    source = _Source(readinto)
+
+    def fill(piece: Any) -> Any:
+        if len(piece) and readinto(piece) != len(piece):
+            raise EOFError("it breaks off")
+        return piece
+
+    schema, head = None, bytearray(HEAD_BYTES)
     try:
-        with pa.ipc.open_stream(source) as reader:
-            for batch in reader:
-                yield batch, source.piece
-    except pa.ArrowInvalid as exc:
+        while size := _metadata_size(memoryview(fill(head)), 0):
+            metadata = fill(bytearray(size))
+            body = HEAD_BYTES + size
+            # Not zeros first: a batch may be many MiB.
+            message = np.empty(body + size_of_body(metadata), np.uint8)
+            view = message.data
+            view[:HEAD_BYTES], view[HEAD_BYTES:body] = head, metadata
+            fill(view[body:])
+            if schema is None:
+                schema = pa.ipc.read_schema(pa.py_buffer(message))
+            else:
+                yield frame_of(schema, message, body)
+    except (pa.ArrowInvalid, struct.error, ValueError) as exc:
         raise EOFError(str(exc).splitlines()[0]) from exc
-    if bytes(source.piece) != END[4:]:
-        raise EOFError("it has no end mark")
+
+
+def frames_in(body: bytearray) -> list[Frame]:
+    """Return the record batches of a whole stream of somebody trusted, in its own memory.
+
+    Raises:
+        SchemaError: It is none.
+    """
+    schema, found, memory, at = None, [], np.frombuffer(body, np.uint8), 0
+    try:
+        while size := _metadata_size(memory.data, at):
+            begin = HEAD_BYTES + size
+            whole = begin + size_of_body(memory.data[at + HEAD_BYTES : at + begin])
+            message = memory[at : at + whole]
+            if schema is None:
+                schema = pa.ipc.read_schema(pa.py_buffer(message))
+            else:
+                found.append(frame_of(schema, message, begin))
+            at += whole
+    except (pa.ArrowInvalid, struct.error, ValueError) as exc:
+        if isinstance(exc, SchemaError):
+            raise
+        raise _bad(str(exc).splitlines()[0][:200]) from exc
+    return found
 
 
 def read_table(body: Any) -> Any:

@@ -15,7 +15,7 @@ from tensordict import TensorDict
 
 from expstore.codec import Codec, Decoder, Encoder, columns_of, meaning_of
 from expstore.errors import SchemaError
-from expstore.framing import write_stream
+from expstore.framing import frames_in, write_stream
 from expstore.schema import DTYPES, OBJECT, Field, Schema
 
 PLAIN = sorted(set(DTYPES) - {OBJECT})
@@ -42,14 +42,16 @@ def bits(tensor: torch.Tensor) -> bytes:
     shape=st.sampled_from([(), (1,), (3,), (2, 3), (1, 1)]),
     count=st.integers(0, 9),
     seed=st.integers(0, 1000),
-    shared=st.booleans(),
+    way=st.sampled_from(["copied", "shared", "read"]),
 )
-def test_bits_come_back(dtype: str, shape: tuple[int, ...], count: int, seed: int, shared: bool) -> None:
+def test_bits_come_back(dtype: str, shape: tuple[int, ...], count: int, seed: int, way: str) -> None:
     data = TensorDict({"x": values_of(dtype, (count, *shape), seed), "id": torch.arange(count)}, [count])
     memory = bytearray(write_stream(Encoder().encode(data)))
-    with pa.ipc.open_stream(memory) as reader:
-        batch = reader.read_next_batch()
-    told = Decoder().decode(batch, memory if shared else None)
+    if way == "read":
+        told = Decoder().read(frames_in(memory)[0])
+    else:
+        with pa.ipc.open_stream(memory) as reader:
+            told = Decoder().decode(reader.read_next_batch(), memory if way == "shared" else None)
     assert told.batch_size == data.batch_size
     assert told["x"].dtype == data["x"].dtype
     assert told["x"].shape == data["x"].shape
@@ -67,6 +69,36 @@ def test_slices_of_a_batch_are_its_rows(start: int, count: int) -> None:
     for base in (None, memory):
         told = Decoder().decode(part, base)
         assert (told == data[start : start + count]).all()
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        pa.RecordBatch.from_pydict({"x": [1, 2], "text": ["a", None]}),
+        pa.RecordBatch.from_pydict(
+            {"x": pa.array([[[1.0, 2.0]], [[3.0, 4.0]]], pa.list_(pa.list_(pa.float32(), 2), 1))}
+        ),
+        pa.RecordBatch.from_pydict({"b": [True, False, True], "x": [1.5, 2.5, 3.5]}).slice(1),
+        pa.RecordBatch.from_pydict({"x": pa.array([], pa.int8())}),
+    ],
+)
+@pytest.mark.parametrize("compression", [None, "lz4", "zstd"])
+def test_frames_are_read_as_arrow_reads_them(batch: pa.RecordBatch, compression: str | None) -> None:
+    memory = bytearray(write_stream(batch, compression=compression))
+    (frame,) = frames_in(memory)
+    assert frame.batch() == batch
+    told, other = Decoder().read(frame), Decoder().decode(batch)
+    for name in batch.schema.names:
+        assert told.get(name).tolist() == other.get(name).tolist()
+
+
+def test_frames_without_all_values_are_refused() -> None:
+    missing = pa.RecordBatch.from_pydict({"x": [1, None]})
+    with pytest.raises(SchemaError, match="without a value"):
+        Decoder().read(frames_in(bytearray(write_stream(missing)))[0])
+    (frame,) = frames_in(bytearray(write_stream(pa.RecordBatch.from_pydict({"b": [True] * 9, "x": [1] * 9}))))
+    with pytest.raises(SchemaError, match="'b' end before"):
+        Decoder().read(frame._replace(rows=600))
 
 
 def test_dims_and_their_names_come_back() -> None:

@@ -14,6 +14,7 @@ from expstore.framing import (
     END,
     StreamWriter,
     batches_of,
+    frames_in,
     read_batches,
     read_each,
     table_stream,
@@ -115,10 +116,23 @@ def test_a_stream_is_written_part_by_part(compression: str | None) -> None:
 
 def test_streams_are_read_as_they_come() -> None:
     body = stream_of(BATCH, BATCH)
-    assert [batch for batch, _ in read_each(io.BytesIO(body).readinto)] == [BATCH, BATCH]
+    assert [frame.batch() for frame in read_each(io.BytesIO(body).readinto)] == [BATCH, BATCH]
     for length in (0, 5, len(body) // 2, len(body) - 8, len(body) - 1):
         with pytest.raises((EOFError, OSError)):
             list(read_each(io.BytesIO(body[:length]).readinto))
+
+
+def test_frames_lie_in_the_bytes_that_came() -> None:
+    body = bytearray(stream_of(BATCH, BATCH.slice(1)))
+    frames = frames_in(body)
+    assert [frame.rows for frame in frames] == [3, 2]
+    assert [frame.batch() for frame in frames] == [BATCH, BATCH.slice(1)]
+    begin, size = frames[0].bounds[1]
+    frames[0].memory[frames[0].body + begin :][:size].view("<i8")[0] = 77
+    assert frames_in(body)[0].batch()["n"].to_pylist() == [77, 2, 3]
+    for length in (0, 5, len(body) // 2, len(body) - 8, len(body) - 1):
+        with pytest.raises(SchemaError, match="no Arrow IPC stream"):
+            frames_in(body[:length])
 
 
 def test_tables_are_streams() -> None:

@@ -37,7 +37,7 @@ LINES: tuple[tuple[str, str], ...] = (
         "writekeys keyfile",
     ),
     ("2", "index delta expressions relations history halves shownvalues named result migrate"),
-    ("2b", "ragged raggedrows leaves looserows batches forms specs"),
+    ("2b", "ragged raggedrows leaves looserows batches forms specs frames"),
     ("3", "storages snapshots dumping making"),
     ("3b", "sqlworker sqlchild"),
     (
@@ -48,7 +48,7 @@ LINES: tuple[tuple[str, str], ...] = (
     (
         "5",
         "retention handles drawing shaping patches latefields keyed keywords finding streams service parts "
-        "torchdatasets feed",
+        "torchdatasets feed localonly",
     ),
     ("5a", "buffers client"),
     (
@@ -521,6 +521,7 @@ HOME_OF_LIBRARY: dict[str, tuple[str, ...]] = {
         "storages.widths",
         "checks.segments",
         "codec",
+        "frames",
         "framing",
         "sqlchild",
         "exchange",
