@@ -92,6 +92,14 @@ def test_frames_are_read_as_arrow_reads_them(batch: pa.RecordBatch, compression:
         assert told.get(name).tolist() == other.get(name).tolist()
 
 
+def test_columns_come_in_any_order() -> None:
+    data = TensorDict({"x": torch.arange(6.0).reshape(3, 2), "n": torch.arange(3)}, [3])
+    batch = Encoder().encode(data).select(["n", "x"])
+    (frame,) = frames_in(bytearray(write_stream(batch)))
+    for told in (Decoder().read(frame), Decoder().decode(batch)):
+        assert (told == data).all()
+
+
 def test_frames_without_all_values_are_refused() -> None:
     missing = pa.RecordBatch.from_pydict({"x": [1, None]})
     with pytest.raises(SchemaError, match="without a value"):
