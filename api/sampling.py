@@ -87,7 +87,8 @@ async def stream(request: Request, store: Store, limits: Limits, asked: AskedStr
     if store.streams.available_tokens < 1:
         raise Refusal(503, f"too many streams are drawn from store {store.name!r}", hint="ask again later")
     first = await store.run_patiently(parts.next, seconds)  # what is wrong is said by the status
-    return StreamingResponse(_sent(store, parts, first, limits.wait_seconds), media_type=ARROW)
+    sent = _sent(request, store, parts, first, limits.wait_seconds)
+    return StreamingResponse(sent, media_type=ARROW)
 
 
 class _Parts:
@@ -102,7 +103,13 @@ class _Parts:
         self._asked, self._draw = asked, draw
         self._encoder, self._writer = encoder, StreamWriter(compression)
         self._number = 0
+        self.rows = 0
         self.ended = False
+
+    @property
+    def endless(self) -> bool:
+        """Whether the client asked for no number of batches."""
+        return self._asked.batches is None
 
     def next(self) -> bytes | memoryview:
         """Return the next part; at least one batch, or the stream's end."""
@@ -112,25 +119,32 @@ class _Parts:
                 self._writer.end()
                 self.ended = True
                 break
-            self._writer.write(self._encoder.encode(self._draw(self._number)))
+            batch = self._encoder.encode(self._draw(self._number))
+            self._writer.write(batch)
+            self.rows += batch.num_rows
             self._number += 1
         return self._writer.take()
 
 
 async def _sent(
-    store: Served, parts: _Parts, first: bytes | memoryview, seconds: float
+    request: Request, store: Served, parts: _Parts, first: bytes | memoryview, seconds: float
 ) -> AsyncIterator[bytes | memoryview]:
-    """Yield the parts of a stream; the next one is made while one is sent."""
+    """Yield the parts of a stream; the next one is made while one is sent.
+
+    One without an end breaks off, without an end mark, when the server is shut down: its client asks again.
+    """
     async with store.streams:
         part: bytes | memoryview | None = first
         while part is not None:
-            coming = None if parts.ended else asyncio.ensure_future(store.run_patiently(parts.next, seconds))
+            rows, over = parts.rows, parts.ended or (parts.endless and store.ending)
+            coming = None if over else asyncio.ensure_future(store.run_patiently(parts.next, seconds))
             try:
                 yield part
             except BaseException:
                 if coming is not None:
                     coming.cancel()
                 raise
+            request.scope["expstore.rows_out"] = rows
             part = None if coming is None else await coming
 
 

@@ -70,6 +70,8 @@ class Served:
         self.drawers = Drawers(path, rb, limiter)
         self.encoder = Encoder(lambda: rb.schema)
         self.streams = CapacityLimiter(settings.concurrency)
+        #: Whether the server is being shut down: nothing that has no end of its own goes on.
+        self.ending = False
         self._settings = settings
         self._turns = CapacityLimiter(settings.concurrency)
         self._codec: Codec | None = None
@@ -87,6 +89,8 @@ class Served:
     async def run_patiently(self, act: Callable[[], _Answer], seconds: float) -> _Answer:
         """Run what may find too few rows, again and again until there are enough or the time is over.
 
+        The time is over, too, when the server is being shut down.
+
         Raises:
             NotReadyError: There still are too few.
             Refusal: 503.
@@ -97,7 +101,7 @@ class Served:
                 return await self.run(act)
             except NotReadyError:
                 left = until - anyio.current_time()
-                if left <= 0:
+                if left <= 0 or self.ending:
                     raise
                 await anyio.sleep(min(pause, left))
                 pause = min(2 * pause, _LONGEST_PAUSE)
@@ -171,7 +175,7 @@ class Stores:
         self._settings = settings
         self._lock = threading.Lock()
         self._open: dict[str, Served] = {}
-        self._closed = False
+        self._ending = False
         self._disk = ReadingDisk()
         self.single = self._is_store(settings.path) or settings.path.suffix == _SUFFIX
 
@@ -229,10 +233,16 @@ class Stores:
         """Return the stores that are open."""
         return list(self._open.values())
 
+    def end(self) -> None:
+        """Open no more stores, and let what goes on without an end come to one."""
+        self._ending = True
+        for served in self.open_now():
+            served.ending = True
+
     def close(self) -> None:
         """Flush and close all of them; a failure of one is logged, and keeps no other from it."""
+        self.end()
         with self._lock:
-            self._closed = True
             for served in self._open.values():
                 try:
                     served.close()
@@ -240,7 +250,7 @@ class Stores:
                     _log.error("store %s: %s", served.name, exc)
 
     def _opened(self, name: str, path: Path, **options: Any) -> Served:
-        if self._closed:
+        if self._ending:
             raise Refusal(503, "the server is being shut down")
         options.setdefault("mode", "r" if self._settings.read_only else "a")
         limiter = self._settings.limiter()

@@ -85,7 +85,7 @@ class Watch:
             "bytes_in": scope.get("expstore.bytes_in", 0),
             "bytes_out": request.bytes_out,
             "rows_in": scope.get("expstore.rows_in", 0),
-            "rows_out": request.rows_out,
+            "rows_out": scope.get("expstore.rows_out", request.rows_out),
         }
         self._metrics.count(route.path, method, request.status, seconds, amounts)
         if _access.isEnabledFor(logging.INFO):

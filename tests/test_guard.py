@@ -312,6 +312,7 @@ def test_figures_are_counted(tmp_path: Path) -> None:
         for first in (0, 10):
             client.post("/v1/stores/run/extend", json={"x": list(range(first, first + 10))})
         client.post("/v1/stores/run/rows", json={"ids": [1, 2, 3]})
+        client.post("/v1/stores/run/sample/stream", json={"batch_size": 7, "batches": 3})
         client.get("/v1/stores/other")
         client.request("BREW", "/v1/coffee")
         answer = client.get("/metrics")
@@ -325,6 +326,7 @@ def test_figures_are_counted(tmp_path: Path) -> None:
     assert float(found[f"expstore_request_seconds_sum{{{extend}}}"]) > 0
     assert found[f"expstore_rows_in_total{{{extend}}}"] == "20"
     assert found['expstore_rows_out_total{route="/v1/stores/{name}/rows"}'] == "3"
+    assert found['expstore_rows_out_total{route="/v1/stores/{name}/sample/stream"}'] == "21"
     assert int(found[f"expstore_bytes_in_total{{{extend}}}"]) > 40
     assert found["expstore_requests_in_flight"] == "1"  # this one
     assert found["expstore_stores_open"] == "1"

@@ -17,6 +17,7 @@ from tensordict import TensorDict
 
 import expstore
 from expstore.cli import run
+from expstore.framing import END
 
 PATIENCE = 60.0
 
@@ -150,6 +151,21 @@ def test_a_client_that_holds_a_half_body_does_not_keep_it(tmp_path: Path) -> Non
     with expstore.open(tmp_path / "run.exp") as rb:
         assert len(rb) == 10
         assert not rb.recovered
+
+
+def test_a_stream_without_an_end_keeps_no_server(tmp_path: Path) -> None:
+    make_store(tmp_path / "run.exp")
+    with serving(tmp_path, "--shutdown-seconds", 1000) as (child, facts):
+        with httpx.Client(base_url=facts["listening"], timeout=PATIENCE) as client:
+            with client.stream("POST", "/v1/stores/run/sample/stream", json={"batch_size": 4}) as endless:
+                parts = endless.iter_raw()
+                last = next(parts)
+                child.send_signal(signal.SIGTERM)
+                for part in parts:
+                    last = (last + part)[-len(END) :]
+        assert last != END  # who reads it sees that more was to come
+        out, err = child.communicate(timeout=PATIENCE)
+        assert (child.returncode, json.loads(out)) == (0, {"stopped": True}), err
 
 
 def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
