@@ -7,10 +7,12 @@ rows the codec's; it keeps no rows, and touches no file.
 from __future__ import annotations
 
 import itertools
+import json
 import threading
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any, Literal, Self
+from urllib.parse import quote
 
 import numpy as np
 import torch
@@ -357,6 +359,44 @@ class RemoteReplayBuffer(LocalOnly):
         if include_info is False:
             batch = batch.exclude(*_OWN)
         return (batch, info) if return_info else batch
+
+    # -- samplers with names ---------------------------------------------------------------------
+
+    def name_sampler(
+        self,
+        name: str,
+        sampler: Mapping[str, Any],
+        *,
+        where: str | None = None,
+        seed: int | None = None,
+    ) -> None:
+        """Have the server keep a sampler, whose passes all share who `connect(sampler=name)`.
+
+        Args:
+            name: Letters, digits, ".", "_" and "-".
+            sampler: What it is, as for `connect`; besides, `kind` is "consuming", "without_replacement",
+                "slices_without_replacement" or "streaming_slices", which remember what was drawn.
+            where: Which rows are drawn.
+            seed: Of its draws; None: the store's.
+
+        Raises:
+            StateError: There is another sampler of this name; the same one again changes nothing.
+        """
+        body = {"sampler": dict(sampler), "where": where, "seed": seed}
+        self._json("PUT", f"samplers/{quote(name, safe='')}", body)
+
+    def forget_sampler(self, name: str) -> None:
+        """Have the server let go of a sampler.
+
+        Raises:
+            NotFoundError: There is none of this name.
+        """
+        self._json("DELETE", f"samplers/{quote(name, safe='')}", once=True)
+
+    def samplers(self) -> dict[str, dict[str, Any]]:
+        """List the samplers that have a name: what each of them is."""
+        found = self._json("GET", "samplers")["samplers"]
+        return {name: json.loads(text) for name, text in found.items()}
 
     # -- priorities ------------------------------------------------------------------------------
 

@@ -352,6 +352,30 @@ def test_every_name_of_the_buffer_is_there() -> None:
     assert buffer <= remote
 
 
+def test_samplers_with_names_are_shared(server: Serving, name: str) -> None:
+    passes = {"kind": "without_replacement", "shuffle": False}
+    with connect(server, name) as rb, connect(server, name, sampler="once", batch_size=3) as other:
+        first = rb.extend(batch_of(6))
+        for _ in range(2):  # the same one again changes nothing
+            rb.name_sampler("once", passes, where="_step < 6", seed=4)
+        assert rb.samplers()["once"]["kind"] == "without_replacement"
+        with connect(server, name, sampler="once", batch_size=3) as third:
+            drawn = [buffer.sample()["id"].tolist() for buffer in (other, third, other, third)]
+        assert drawn == [first[:3].tolist(), first[3:].tolist()] * 2
+        with pytest.raises(StateError, match="another sampler"):
+            rb.name_sampler("once", {"kind": "consuming"})
+        rb.dumps()
+        rb.extend(batch_of(5))
+        rb.loads()
+        assert rb.by_id(other.sample()["id"])["action"].tolist() == batch_of(6)["action"][:3].tolist()
+        rb.forget_sampler("once")
+        assert rb.samplers() == {}
+        with pytest.raises(NotFoundError, match="sampler"):
+            rb.forget_sampler("once")
+        with pytest.raises(NotFoundError, match="sampler"):
+            other.sample()
+
+
 def test_samplers_are_described(server: Serving, name: str) -> None:
     with pytest.raises(RemoteError, match="describe it"):
         connect(server, name, sampler=expstore.PrioritizedSampler())
