@@ -1,7 +1,7 @@
 """Frames of real Atari games, and rows made of them: single frames or stacks, one lane or many.
 
-Used by `images.py`. A game is played by a random policy; each frame that it showed is kept once, and rows are
-put together when they are asked for. It measures nothing. Playing needs the extra `bench`.
+Used by `images.py` and `peers.py`. A game is played by a random policy; each frame that it showed is kept
+once, and rows are put together when they are asked for. It measures nothing. Playing needs the extra `bench`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
-__all__ = ["GAMES", "Play", "Rows", "play", "prepared"]
+__all__ = ["GAMES", "Play", "Rows", "keep", "made_up", "play", "prepared"]
 
 GAMES = ("Breakout", "Pong", "Seaquest", "MsPacman")
 LANES = 8
@@ -157,6 +157,23 @@ def play(name: str, steps: int, *, seed: int = 0) -> Play:
     return Play(**{key: np.array(values, types.get(key, np.int64)) for key, values in parts.items()})
 
 
+def made_up(steps: int) -> Play:
+    """Return frames of no game: a dot that moves, two episodes a lane. It takes no package."""
+    each = steps + 2
+    number = np.arange(LANES * each)
+    frames = np.zeros((number.size, SIZE, SIZE), np.uint8)
+    frames[number, number % SIZE, number // each] = 200
+    last = np.isin(number % each, (steps // 2, each - 1))
+    return Play(
+        frames=frames,
+        last=last,
+        action=number % 4,
+        reward=np.ones(number.size, np.float32),
+        terminated=np.roll(last, -1),
+        lane=number // each,
+    )
+
+
 def _lane(env: Any, steps: int, seed: int) -> Iterator[tuple[Any, bool, int, float, bool]]:
     """Yield frames of one environment, and what was done when they were seen."""
     frame, _ = env.reset(seed=seed)
@@ -177,7 +194,14 @@ def prepared(name: str, steps: int, folder: Path | None) -> Play:
         with np.load(path) as found:
             return Play(**found)
     game = play(name, steps)
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        np.savez(path, **{key: getattr(game, key) for key in Play.__dataclass_fields__})
+    if folder is not None:
+        keep(game, name, steps, folder)
     return game
+
+
+def keep(game: Play, name: str, steps: int, folder: Path) -> None:
+    """Keep a game's frames in a folder, where `prepared` finds them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    aside = folder / f"{name}-{steps}.part.npz"
+    np.savez(aside, **{key: getattr(game, key) for key in Play.__dataclass_fields__})
+    aside.replace(folder / f"{name}-{steps}.npz")

@@ -9,15 +9,11 @@ DuckDB, which syncs the index at `close`, are not.
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
-import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # some distributions install a `benchmarks` of their own
 
 import expstore  # noqa: E402
-from benchmarks.report import Result, machine, span  # noqa: E402
+from benchmarks.report import Report, Result, options, span  # noqa: E402
 from benchmarks.timing import Series  # noqa: E402
 from benchmarks.vs_torchrl import scratch  # noqa: E402
 from benchmarks.workloads import LOCOMOTION, Stream, Workload  # noqa: E402
@@ -60,7 +56,7 @@ class Counted:
     def result(self) -> Result:
         series, syncs = Series([self.times]), sorted(self.syncs)
         low, median, high = (syncs[int(part * (len(syncs) - 1))] for part in (0.1, 0.5, 0.9))
-        text = f"{median}" if low == high else f"{median} [{low}–{high}]"
+        text = f"{median} fsyncs" if low == high else f"{median} [{low}–{high}] fsyncs"
         data = series.to_json() | {"fsyncs": median, "fsyncs_p10": low, "fsyncs_p90": high}
         return Result(self.name, series.median, span(series), ratio=text, note=self.note, data=data)
 
@@ -144,31 +140,16 @@ class Durability:
 
 def main(argv: Sequence[str] | None = None, out: Callable[[str], object] = print) -> int:
     """Measure and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--smoke", action="store_true", help="run everything, tiny")
-    parser.add_argument(
-        "--folder", type=Path, default=ROOT / "benchmarks" / "out", help="where stores may be made"
-    )
-    parser.add_argument("--json", type=Path, help="write all figures there")
+    parser = options(__doc__, quick="100,000 rows", folder=ROOT / "benchmarks" / "out")
     wanted = parser.parse_args(argv)
-    rows, calls = (3000, 5) if wanted.smoke else (1_000_000, 200)
+    rows, calls = (3000, 5) if wanted.smoke else (100_000, 50) if wanted.quick else (1_000_000, 200)
     workload = LOCOMOTION.scaled(rows=rows, extend_rows=1000)
-    load = os.getloadavg()[0]
-    out("| what | time | fsyncs |\n| --- | --- | --- |")
-    results = []
+    report = Report({}, out, other="other", file=wanted.json)
     with scratch(wanted.folder, 6 * rows * workload.row_bytes + (200 << 20)) as folder:
         for result in Durability(folder, workload, calls).run():
-            results.append(result)
-            out(f"| {result.name} ({result.note}) | {result.ours} | {result.ratio} |")
-            sys.stdout.flush()
-    about = machine() | {"load": f"load {load:.1f} before, {os.getloadavg()[0]:.1f} after"}
-    out(f"\n{about['machine']}; {about['load']}; {about['versions']}.")
-    out("Medians [10th–90th percentile] per call, of fsyncs where they differ; DuckDB's own are not counted.")
-    if wanted.json:
-        wanted.json.write_text(
-            json.dumps({"about": about, "results": [asdict(r) for r in results]}, indent=1)
-        )
-    return 0
+            report.add(result)
+    out("Fsyncs: medians [10th–90th percentile] per call; DuckDB's own are not counted.")
+    return report.end()
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ sys.path.insert(0, str(ROOT))  # some distributions install a `benchmarks` of th
 
 import expstore  # noqa: E402
 from benchmarks.report import Bar, Report, Result, options, span  # noqa: E402
-from benchmarks.timing import Turn, alternate  # noqa: E402
+from benchmarks.timing import Turn, alternate, each_threads  # noqa: E402
 from benchmarks.vs_torchrl import scratch  # noqa: E402
 from benchmarks.workloads import LOCOMOTION, Stream, Workload  # noqa: E402
 
@@ -91,8 +91,8 @@ def draw(rb: Any) -> Callable[[Any], object]:
 class Filters:
     """Measure in stores that are full rings."""
 
-    def __init__(self, folder: Path, effort: Effort) -> None:
-        self.folder, self.effort = folder, effort
+    def __init__(self, folder: Path, effort: Effort, threads: Sequence[int]) -> None:
+        self.folder, self.effort, self.threads = folder, effort, threads
 
     def run(self) -> Iterator[Result]:
         samplers = {"plain": expstore.RandomSampler()} | {
@@ -102,8 +102,9 @@ class Filters:
         for name in FILTERS:
             yield self._first(name, stores[name])
             yield self._new(name, stores[name])
-        for name in FILTERS:
-            yield self._beside(name, stores["plain"], stores[name])
+        for more in each_threads(self.threads):
+            for name in FILTERS:
+                yield self._beside(name, more, stores["plain"], stores[name])
         for rb in stores.values():
             rb.close()
 
@@ -142,7 +143,7 @@ class Filters:
         text = f"{median * 1e3:.1f} ms, at most {max(times) * 1e3:.1f}"
         return Result(f"filters/new-{name}", median, text, note="200 rows", data={"times": times})
 
-    def _beside(self, name: str, plain: Any, filtered: Any) -> Result:
+    def _beside(self, name: str, more: str, plain: Any, filtered: Any) -> Result:
         turns = [
             Turn(
                 draw(rb),
@@ -159,7 +160,7 @@ class Filters:
         note = f"{FILTERS[name]}; 1,000 rows a second are added"
         ratios = f"{ratio:.2f}x in the mean, {other.median / one.median:.2f}x in the median"
         data = {"plain": one.to_json(), "filtered": other.to_json()}
-        return Result(f"filters/sample-{name}", ratio, text, ratio=ratios, note=note, data=data)
+        return Result(f"filters/sample-{name}{more}", ratio, text, ratio=ratios, note=note, data=data)
 
 
 def main(argv: Sequence[str] | None = None, out: Callable[[str], object] = print) -> int:
@@ -169,10 +170,10 @@ def main(argv: Sequence[str] | None = None, out: Callable[[str], object] = print
     effort = SMOKE if wanted.smoke else QUICK if wanted.quick else FULL
     bars = {} if wanted.smoke else BARS
     with scratch(wanted.folder, 6 * effort.workload.rows * effort.workload.row_bytes) as folder:
-        report = Report(bars, out, other="other")
-        for result in Filters(folder, effort).run():
+        report = Report(bars, out, other="other", file=wanted.json)
+        for result in Filters(folder, effort, wanted.threads).run():
             report.add(result)
-    return report.end(wanted.json)
+    return report.end()
 
 
 if __name__ == "__main__":

@@ -8,12 +8,10 @@ the writer's files nothing. The bar is on the difference that following makes.
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
-import shutil
 import sys
-import tempfile
 import time
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
 from typing import Any
@@ -22,8 +20,9 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # some distributions install a `benchmarks` of their own
 
 import expstore  # noqa: E402
-from benchmarks.report import Bar, machine, span  # noqa: E402
+from benchmarks.report import Bar, Report, Result, options, span  # noqa: E402
 from benchmarks.timing import Series, touch_memory  # noqa: E402
+from benchmarks.vs_torchrl import scratch  # noqa: E402
 from benchmarks.workloads import LOCOMOTION, Stream  # noqa: E402
 
 CAPACITY, ROWS, BATCH = 100_000, 1000, 256
@@ -67,7 +66,7 @@ def fill(path: Path, stream: Stream) -> Any:
     return rb
 
 
-def measure(folder: Path, seconds: float, rounds: int) -> dict[int, Series]:
+def measure(folder: Path, seconds: float, rounds: int, out: Callable[[str], object]) -> dict[int, Series]:
     """Time extends, phase by phase."""
     stream = Stream(LOCOMOTION, ROWS, pool=40)
     fill(folder / "other.exp", stream).close()
@@ -87,10 +86,10 @@ def measure(folder: Path, seconds: float, rounds: int) -> dict[int, Series]:
         phase.value = END
         for _ in workers:
             samples, queries = done.get()
-            print(f"a follower drew {samples:,} batches and ran {queries:,} queries")
+            out(f"a follower drew {samples:,} batches and ran {queries:,} queries")
         for worker in workers:
             worker.join()
-        print(f"the ring was written {rb.write_count / CAPACITY:.0f} times over")
+        out(f"the ring was written {rb.write_count / CAPACITY:.0f} times over")
     return series
 
 
@@ -105,28 +104,31 @@ def extend_for(rb: Any, stream: Stream, seconds: float) -> list[float]:
     return times
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def results(series: dict[int, Series]) -> Iterator[Result]:
+    """Say what following costs beside what three busy processes cost one another."""
+    quiet, apart, beside = (series[phase] for phase in (QUIET, APART, BESIDE))
+    cost, whole = beside.median / apart.median, beside.median / quiet.median
+    text = f"{cost:.2f}x, all told {whole:.2f}x"
+    data = {NAMES[phase]: one.to_json() for phase, one in series.items()}
+    note = f"extend({ROWS}): {NAMES[BESIDE]}; {NAMES[APART]}; with nobody {span(quiet)}"
+    yield Result("followers/cost", cost, span(beside), span(apart), text, note, data)
+
+
+def main(argv: Sequence[str] | None = None, out: Callable[[str], object] = print) -> int:
+    """Measure, print the table, return the exit code."""
+    parser = options(__doc__, quick="6 seconds a phase", folder=ROOT / "benchmarks" / "out")
     parser.add_argument("--seconds", type=float, default=30.0, help="of each phase, in all")
     parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--folder", type=Path, help="where stores are made; a temporary folder by default")
     parser.add_argument("--bar", type=float, default=BAR.limit, help="most that following may cost")
-    asked = parser.parse_args()
-    folder = Path(tempfile.mkdtemp(dir=asked.folder))
+    wanted = parser.parse_args(argv)
+    seconds, rounds = (0.1, 1) if wanted.smoke else (6.0 if wanted.quick else wanted.seconds, wanted.rounds)
+    bars = {} if wanted.smoke else {"followers/cost": Bar(wanted.bar, "x")}
     touch_memory(400 << 20)
-    try:
-        series = measure(folder, asked.seconds, asked.rounds)
-    finally:
-        shutil.rmtree(folder)
-    for line in machine().values():
-        print(line)
-    print(f"\n| beside | extend({ROWS}) |\n|---|---|")
-    for name, times in series.items():
-        print(f"| {NAMES[name]} | {span(times)} |")
-    cost = series[BESIDE].median / series[APART].median
-    whole = series[BESIDE].median / series[QUIET].median
-    print(f"\nfollowing costs the writer {cost:.2f}x (bar {Bar(asked.bar, 'x')}); all told {whole:.2f}x")
-    return 0 if cost <= asked.bar else 1
+    report = Report(bars, out, other="followers of another store", file=wanted.json)
+    with scratch(wanted.folder, 20 * CAPACITY * LOCOMOTION.row_bytes) as folder:
+        for result in results(measure(folder, seconds, rounds, out)):
+            report.add(result)
+    return report.end()
 
 
 if __name__ == "__main__":

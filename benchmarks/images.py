@@ -169,7 +169,7 @@ class Images:
         self._sides = Sides(folder, options)
 
     def wants(self, *names: str) -> bool:
-        return any(self._only in name for name in names)
+        return any(text in name for name in names for text in self._only.split(","))
 
     def _game(self, name: str) -> Play:
         return prepared(name, self.effort.steps, self._frames)
@@ -307,7 +307,9 @@ class Images:
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = options(__doc__, quick="a fifth of the rows, few calls", folder=ROOT / "benchmarks" / "out")
-    parser.add_argument("--only", default="", metavar="TEXT", help="measurements with TEXT in their name")
+    parser.add_argument(
+        "--only", default="", metavar="TEXT,...", help="measurements with a TEXT in their name"
+    )
     parser.add_argument("--memory", type=Path, default=Path("/dev/shm"), help="a folder on a RAM disk")
     parser.add_argument(
         "--frames", type=Path, metavar="FOLDER", help="keep the games' frames there, or take them"
@@ -324,11 +326,11 @@ def main(argv: Sequence[str] | None = None, out: Callable[[str], object] = print
     asked = {key: value for key in ("codec", "rows") if (value := getattr(wanted, key)) is not None}
     needed = 4 * STACK * 2 * 84 * 84 * LANES * effort.steps
     with scratch(wanted.folder, needed) as folder, scratch(wanted.memory, needed // 8) as memory:
-        report = Report({} if wanted.smoke else BARS, out, other="TorchRL")
+        report = Report({} if wanted.smoke else BARS, out, other="TorchRL", file=wanted.json)
         images = Images(folder, memory, effort, only=wanted.only, frames=wanted.frames, options=asked)
         for result in images.run():
             report.add(result)
-    return report.end(wanted.json)
+    return report.end()
 
 
 if __name__ == "__main__":

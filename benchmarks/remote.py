@@ -211,10 +211,10 @@ def main(argv: Sequence[str] | None = None, out: Callable[[str], object] = print
     effort = SMOKE if wanted.smoke else QUICK if wanted.quick else FULL
     needed = 3 * sum(w.rows * w.row_bytes for w in (effort.locomotion, effort.pixels))
     with scratch(wanted.folder, needed) as folder:
-        report = Report({} if wanted.smoke else BARS, out, other="Reverb")
+        report = Report({} if wanted.smoke else BARS, out, other="Reverb", file=wanted.json)
         for result in Remote(folder, effort, only=wanted.only, reverb=wanted.reverb).run():
             report.add(result)
-    return report.end(wanted.json)
+    return report.end()
 
 
 if __name__ == "__main__":

@@ -10,9 +10,11 @@ import json
 import os
 import platform
 import sys
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -63,10 +65,10 @@ def slower(quiet: Series, busy: Series) -> str:
     return f"{_time(quiet.median)} → {_time(busy.median)}, {means} n={busy.calls}"
 
 
-def table_row(result: Result, bar: Bar) -> str:
-    ok = "yes" if bar.holds(result.value) else "**no**"
+def table_row(result: Result, bar: Bar | None) -> str:
+    held = "–" if bar is None else "yes" if bar.holds(result.value) else "**no**"
     what = f"{result.name}" + (f" ({result.note})" if result.note else "")
-    return f"| {what} | {result.ours} | {result.theirs} | {result.ratio} | {bar} | {ok} |"
+    return f"| {what} | {result.ours} | {result.theirs} | {result.ratio} | {bar or '–'} | {held} |"
 
 
 def machine() -> dict[str, str]:
@@ -93,30 +95,90 @@ def options(doc: str | None, *, quick: str, folder: Path) -> argparse.ArgumentPa
     parser.add_argument("--smoke", action="store_true", help="run everything once, tiny, without bars")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
     parser.add_argument("--folder", type=Path, default=folder, help="where stores lie")
+    parser.add_argument(
+        "--threads",
+        type=_numbers,
+        default=(),
+        metavar="N,M",
+        help="torch threads; comparisons are made with each number, names say `@M` of all but the first",
+    )
     return parser
 
 
-class Report:
-    """Print a table row by row, then what it was measured on; keep the figures."""
+def _numbers(text: str) -> tuple[int, ...]:
+    numbers = tuple(map(int, text.split(",")))
+    if min(numbers) < 1:
+        raise argparse.ArgumentTypeError("torch needs at least one thread")
+    return numbers
 
-    def __init__(self, bars: Mapping[str, Bar], out: Callable[[str], object], *, other: str) -> None:
-        self._bars, self._out = bars, out
+
+class Report:
+    """Print a table row by row, then what it was measured on; keep the figures.
+
+    Args:
+        bars: What results must reach, by name; those without one are told only.
+        out: Prints a line.
+        other: What stands in the second column.
+        file: Where the figures go, anew after each row: whoever is cut off leaves what was measured.
+    """
+
+    def __init__(
+        self, bars: Mapping[str, Bar], out: Callable[[str], object], *, other: str, file: Path | None
+    ) -> None:
+        self._bars, self._out, self._file = bars, out, file
         self._load = os.getloadavg()[0]
+        self._started = time.monotonic()
         self._results: list[Result] = []
+        self._skipped: dict[str, str] = {}
         out(f"| what | expstore | {other} | ratio | bar | ok |\n| --- | --- | --- | --- | --- | --- |")
 
     def add(self, result: Result) -> None:
         """Print a row."""
         self._results.append(result)
-        self._out(table_row(result, self._bars.get(result.name, Bar(float("inf"), ""))))
+        self._out(table_row(result, self._bar(result)))
         sys.stdout.flush()
+        self._write({}, whole=False)
 
-    def end(self, file: Path | None) -> int:
-        """Say what this ran on, write the figures to a file; return the exit code: 1 below a bar."""
+    def skip(self, name: str, why: str) -> None:
+        """Say that somebody is left out, and what it takes to have them."""
+        self._skipped[name] = why
+        self._out(f"{name} is left out: {why}")
+        self._write({}, whole=False)
+
+    def end(self) -> int:
+        """Say what this ran on, write all figures; return the exit code: 1 below a bar."""
         about = machine() | {"load": f"load {self._load:.1f} before, {os.getloadavg()[0]:.1f} after"}
-        self._out(f"\n{about['machine']}; {about['load']}; {about['threads']}.\n{about['versions']}.")
-        if file:
-            rows = [asdict(result) for result in self._results]
-            file.write_text(json.dumps({"about": about, "results": rows}, indent=1))
-        bars = self._bars
-        return 1 if any(r.name in bars and not bars[r.name].holds(r.value) for r in self._results) else 0
+        self._out(f"\n{about['machine']}; {about['load']}; {about['threads']}.")
+        self._out(f"{about['versions']}. Took {time.monotonic() - self._started:.0f} s.")
+        self._out(
+            "Times are medians [10th–90th percentile] per call, n calls a side, the sides taking turns."
+        )
+        if self._load > 1.0:
+            self._out("**Other programs were running: these figures mean little.**")
+        below = [row.name for row in self._results if not self._holds(row)]
+        if below:
+            self._out(f"Below their bars: {', '.join(below)}.")
+        self._write(about, whole=True)
+        return 1 if below else 0
+
+    def _holds(self, result: Result) -> bool:
+        bar = self._bar(result)
+        return bar is None or bar.holds(result.value)
+
+    def _bar(self, result: Result) -> Bar | None:
+        """Return the bar of a result, which is one whatever number of threads it was measured with."""
+        return self._bars.get(result.name.partition("@")[0])
+
+    def _write(self, about: dict[str, str], *, whole: bool) -> None:
+        if self._file is None:
+            return
+        rows = [
+            asdict(one)
+            | {"value": one.value if isfinite(one.value) else None}
+            | {"bar": str(self._bar(one) or ""), "ok": self._holds(one)}
+            for one in self._results
+        ]
+        told = {"whole": whole, "about": about, "skipped": self._skipped, "results": rows}
+        aside = self._file.with_name(f"{self._file.name}.part")
+        aside.write_text(json.dumps(told, indent=1, allow_nan=False))
+        aside.replace(self._file)

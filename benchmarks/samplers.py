@@ -23,7 +23,8 @@ sys.path.insert(0, str(ROOT))  # some distributions install a `benchmarks` of th
 import expstore  # noqa: E402
 from benchmarks.probes import Probes  # noqa: E402
 from benchmarks.report import Bar, Report, Result, options, span  # noqa: E402
-from benchmarks.timing import Turn, alternate  # noqa: E402
+from benchmarks.sides import Cpprb  # noqa: E402
+from benchmarks.timing import Series, Turn, alternate, each_threads  # noqa: E402
 from benchmarks.vs_torchrl import FULL, QUICK, SMOKE, Effort, scratch  # noqa: E402
 from benchmarks.workloads import Stream  # noqa: E402
 
@@ -92,42 +93,87 @@ def learn(rb: Any) -> Callable[[Any], object]:
     return act
 
 
+def set_priorities(rb: Any, rows: int) -> Callable[[Any], object]:
+    """Return what sets the priorities of any 256 rows."""
+    import torch
+
+    generator = torch.Generator().manual_seed(2)
+    indices = itertools.cycle([torch.randint(rows, (BATCH,), generator=generator) for _ in range(64)])
+    return lambda priorities: rb.update_priority(next(indices), priorities)
+
+
+class CpprbPrioritized(Cpprb):
+    """cpprb's prioritized buffer with what this script asks of a buffer."""
+
+    priorities = {"alpha": ALPHA}  # noqa: RUF012 - never changed
+
+    def extend(self, rows: Any) -> None:
+        super().extend(self.take(rows))
+
+    def sample(self, _: Any = None) -> Any:
+        return self.rb.sample(BATCH, beta=BETA)
+
+    def update_tensordict_priority(self, batch: dict[str, Any]) -> None:
+        self.update_priority(batch["indexes"], batch["td_error"])
+
+    def update_priority(self, indices: Any, priorities: Any) -> None:
+        self.rb.update_priorities(indices, priorities)
+
+
 class Samplers:
     """Measure with a full ring of `effort.locomotion.rows` rows."""
 
-    def __init__(self, folder: Path, effort: Effort, *, theirs: str) -> None:
-        self.folder, self.effort, self.missing = folder, effort, theirs
+    def __init__(self, folder: Path, effort: Effort, *, theirs: str, threads: Sequence[int]) -> None:
+        self.folder, self.effort, self.missing, self.threads = folder, effort, theirs, threads
 
     def run(self, probes: Probes) -> Iterator[Result]:
-        yield self._beside()
+        yield from self._beside()
         yield from self._reopen(probes)
 
-    def _beside(self) -> Result:
+    def _sides(self) -> dict[str, Any]:
+        workload = self.effort.locomotion
+        sides = {"expstore": open_ours(self.folder, workload.rows)}
+        if not self.missing:
+            sides["torchrl"] = open_theirs(self.folder, workload.rows)
+        if importlib.util.find_spec("cpprb"):
+            sides["cpprb"] = CpprbPrioritized(self.folder, workload.rows, workload.batch(1))
+        return sides
+
+    def _beside(self) -> Iterator[Result]:
         import torch
 
         workload, effort = self.effort.locomotion, self.effort
-        sides = [open_ours(self.folder, workload.rows)]
-        if not self.missing:
-            sides.append(open_theirs(self.folder, workload.rows))
+        sides = self._sides()
         generator = torch.Generator().manual_seed(1)
         values = [torch.rand(BATCH, generator=generator) + 0.01 for _ in range(64)]
-        for rb in sides:
+        for rb in sides.values():
             stream = Stream(workload, workload.extend_rows, pool=effort.pool)
             for _ in range(workload.rows // workload.extend_rows):
                 rb.extend(next(stream))
             indices = torch.arange(workload.rows)
             rb.update_priority(indices, torch.rand(workload.rows, generator=generator) + 0.01)
-        turns = [
-            Turn(learn(rb), itertools.cycle(values), effort.calls, settle=sides[0].flush) for rb in sides
-        ]
-        series = alternate(turns, rounds=effort.rounds, warm=effort.warm)
-        sides[0].close()
-        data = {name: one.to_json() for name, one in zip(("expstore", "torchrl"), series, strict=False)}
-        ratio = series[-1].median / series[0].median
+        acts = {"sample+update": learn, "update": lambda rb: set_priorities(rb, workload.rows)}
+        for more in each_threads(self.threads):
+            for name, make in acts.items():
+                turns = [
+                    Turn(make(rb), itertools.cycle(values), effort.calls, settle=sides["expstore"].flush)
+                    for rb in sides.values()
+                ]
+                series = alternate(turns, rounds=effort.rounds, warm=effort.warm)
+                yield from self._results(f"prioritized/{name}", more, dict(zip(sides, series, strict=True)))
+        sides["expstore"].close()
+
+    def _results(self, name: str, more: str, series: dict[str, Series]) -> Iterator[Result]:
+        """Return a row for each of the others; TorchRL's is the one that has the bar."""
+        ours = series.pop("expstore")
         if self.missing:
-            return Result("prioritized/sample+update", ratio, span(series[0]), note=self.missing, data=data)
-        text = f"{ratio:.1f}x (means {series[1].mean / series[0].mean:.1f}x)"
-        return Result("prioritized/sample+update", ratio, span(series[0]), span(series[1]), text, data=data)
+            yield Result(name + more, 1.0, span(ours), note=self.missing, data={"expstore": ours.to_json()})
+        for other, theirs in series.items():
+            called = name if other == "torchrl" else f"{name}/{other}"
+            ratio = theirs.median / ours.median
+            text = f"{ratio:.1f}x (means {theirs.mean / ours.mean:.1f}x)"
+            data = {"expstore": ours.to_json(), other: theirs.to_json()}
+            yield Result(called + more, ratio, span(ours), span(theirs), text, data=data)
 
     def _reopen(self, probes: Probes) -> Iterator[Result]:
         """Open the store with its priorities: what follows the imports, and with the compiled loops."""
@@ -156,10 +202,12 @@ def main(argv: Sequence[str] | None = None, out: Callable[[str], object] = print
         missing = find_trees(wanted.trees or wanted.folder, build=not wanted.smoke)
         if missing:
             bars.pop("prioritized/sample+update", None)
-        report = Report(bars, out, other="TorchRL")
-        for result in Samplers(folder, effort, theirs=missing).run(probes):
+        report = Report(bars, out, other="TorchRL", file=wanted.json)
+        if not importlib.util.find_spec("cpprb"):
+            report.skip("cpprb", "pip install 'expstore[bench]'")
+        for result in Samplers(folder, effort, theirs=missing, threads=wanted.threads).run(probes):
             report.add(result)
-    return report.end(wanted.json)
+    return report.end()
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT))  # some distributions install a `benchmarks` of th
 
 import expstore  # noqa: E402
 from benchmarks.report import Bar, Report, Result, options, span  # noqa: E402
-from benchmarks.timing import Series, Turn, alternate  # noqa: E402
+from benchmarks.timing import Series, Turn, alternate, each_threads  # noqa: E402
 from benchmarks.vs_torchrl import scratch  # noqa: E402
 from benchmarks.workloads import LOCOMOTION, TRAJECTORY, Stream, Workload  # noqa: E402
 
@@ -174,8 +174,8 @@ def rows_per_fragment(rb: Any) -> float:
 class Slices:
     """Measure in stores that are full rings."""
 
-    def __init__(self, folder: Path, effort: Effort) -> None:
-        self.folder, self.effort = folder, effort
+    def __init__(self, folder: Path, effort: Effort, threads: Sequence[int]) -> None:
+        self.folder, self.effort, self.threads = folder, effort, threads
 
     def run(self) -> Iterator[Result]:
         yield from self._beside()
@@ -199,14 +199,18 @@ class Slices:
                 rb.extend(next(stream))
             act = self._whole(rb)
             turns.append(Turn(act, adding(rb, single_rows(stream)), self.effort.calls, settle=sides[0].flush))
-        ours, *theirs = self._alternate(turns)
+        for more in each_threads(self.threads):
+            ours, *theirs = self._alternate(turns)
+            for name, series in zip(("memmap", "memory"), theirs, strict=True):
+                ratio = series.median / ours.median
+                text = f"{ratio:.0f}x (means {series.mean / ours.mean:.0f}x)"
+                data = {"expstore": ours.to_json(), "torchrl": series.to_json()}
+                note = (
+                    f"{workload.rows:,} rows, {SLICES} slices of {BATCH // SLICES}, a row added before each"
+                )
+                called = f"slices/beside-{name}{more}"
+                yield Result(called, ratio, span(ours), span(series), text, note, data)
         sides[0].close()
-        for name, series in zip(("memmap", "memory"), theirs, strict=True):
-            ratio = series.median / ours.median
-            text = f"{ratio:.0f}x (means {series.mean / ours.mean:.0f}x)"
-            data = {"expstore": ours.to_json(), "torchrl": series.to_json()}
-            note = f"{workload.rows:,} rows, {SLICES} slices of {BATCH // SLICES}, a row added before each"
-            yield Result(f"slices/beside-{name}", ratio, span(ours), span(series), text, note, data)
 
     @staticmethod
     def _whole(rb: Any) -> Callable[[Any], object]:
@@ -270,10 +274,10 @@ def main(argv: Sequence[str] | None = None, out: Callable[[str], object] = print
     effort = SMOKE if wanted.smoke else QUICK if wanted.quick else FULL
     bars = {} if wanted.smoke else BARS
     with scratch(wanted.folder, 4 * effort.workload.rows * effort.workload.row_bytes) as folder:
-        report = Report(bars, out, other="TorchRL")
-        for result in Slices(folder, effort).run():
+        report = Report(bars, out, other="TorchRL", file=wanted.json)
+        for result in Slices(folder, effort, wanted.threads).run():
             report.add(result)
-    return report.end(wanted.json)
+    return report.end()
 
 
 if __name__ == "__main__":

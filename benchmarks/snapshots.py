@@ -6,21 +6,18 @@ a full ring, in one process, taking turns; TorchRL's dumps promises nothing abou
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # some distributions install a `benchmarks` of their own
 
-from benchmarks.report import Bar, Result, machine, span, table_row  # noqa: E402
+from benchmarks.report import Bar, Report, Result, options, span  # noqa: E402
 from benchmarks.timing import Series  # noqa: E402
 from benchmarks.vs_torchrl import FULL, QUICK, SMOKE, Pair, scratch  # noqa: E402
 
@@ -111,32 +108,18 @@ class Snapshots:
 
 def main(argv: Sequence[str] | None = None, out: Callable[[str], object] = print) -> int:
     """Measure, print the table, return the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--quick", action="store_true", help="100,000 rows: rough numbers")
-    parser.add_argument("--smoke", action="store_true", help="run everything once, tiny, without bars")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
-    parser.add_argument("--folder", type=Path, default=ROOT / "benchmarks" / "out", help="where stores lie")
+    parser = options(__doc__, quick="100,000 rows", folder=ROOT / "benchmarks" / "out")
     wanted = parser.parse_args(argv)
     effort = SMOKE if wanted.smoke else QUICK if wanted.quick else FULL
     workload = effort.locomotion
-    load = os.getloadavg()[0]
-    no_bar, bars = Bar(float("inf"), ""), {} if wanted.smoke else BARS
-    out("| what | expstore | TorchRL | ratio | bar | ok |\n| --- | --- | --- | --- | --- | --- |")
-    results = []
+    report = Report({} if wanted.smoke else BARS, out, other="TorchRL", file=wanted.json)
     with scratch(wanted.folder, 20 * workload.rows * workload.row_bytes) as folder:
         pair = Pair(folder / "pair", workload, workload.rows, effort)
         pair.fill()
         for result in Snapshots(folder, pair, effort.rounds).run():
-            results.append(result)
-            out(table_row(result, bars.get(result.name, no_bar)))
+            report.add(result)
         pair.close()
-    about = machine()
-    out(f"\n{about['machine']}; load {load:.1f} before, {os.getloadavg()[0]:.1f} after; {about['threads']}.")
-    out(f"{about['versions']}; {workload.rows:,} rows, then {workload.extend_rows:,} more each time.")
-    if wanted.json:
-        rows = [asdict(result) for result in results]
-        wanted.json.write_text(json.dumps({"about": about, "results": rows}, indent=1))
-    return 1 if any(r.name in bars and not bars[r.name].holds(r.value) for r in results) else 0
+    return report.end()
 
 
 if __name__ == "__main__":

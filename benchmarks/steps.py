@@ -110,10 +110,10 @@ def main(argv: Sequence[str] | None = None, out: Callable[[str], object] = print
     wanted = parser.parse_args(argv)
     effort = SMOKE if wanted.smoke else QUICK if wanted.quick else FULL
     with scratch(wanted.folder, sum(2 * one.rows * one.row_bytes for one in effort.workloads)) as folder:
-        report = Report({}, out, other="without")
+        report = Report({}, out, other="without", file=wanted.json)
         for result in measure(folder, effort):
             report.add(result)
-    return report.end(wanted.json)
+    return report.end()
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["Series", "Turn", "alternate", "busy_thread", "touch_memory"]
+__all__ = ["Series", "Turn", "alternate", "busy_thread", "each_threads", "touch_memory"]
 
 
 @dataclass
@@ -139,3 +139,22 @@ def touch_memory(size: int) -> None:
     """
     memory = np.ones(size, np.uint8)
     del memory
+
+
+def each_threads(numbers: Sequence[int]) -> Iterator[str]:
+    """Let torch have each of these numbers of threads in turn; yield what is added to names.
+
+    Nothing is added for the first one, with which everything else is measured too; without any number torch
+    has what it takes by itself.
+    """
+    if not numbers:
+        yield ""
+        return
+    import torch
+
+    try:
+        for place, number in enumerate(numbers):
+            torch.set_num_threads(number)
+            yield f"@{number}" if place else ""
+    finally:
+        torch.set_num_threads(numbers[0])

@@ -233,10 +233,10 @@ def main(argv: Sequence[str] | None = None, out: Callable[[str], object] = print
     wanted = parser.parse_args(argv)
     effort = SMOKE if wanted.smoke else QUICK if wanted.quick else Effort()
     with scratch(wanted.folder, effort.rows * 4 * LONGEST * 4) as folder:
-        report = Report({} if wanted.smoke else BARS, out, other="Lance")
+        report = Report({} if wanted.smoke else BARS, out, other="Lance", file=wanted.json)
         for result in results(folder, effort, out):
             report.add(result)
-    return report.end(wanted.json)
+    return report.end()
 
 
 if __name__ == "__main__":

@@ -152,10 +152,10 @@ def main(argv: Sequence[str] | None = None, out: Any = print) -> int:
     effort = SMOKE if wanted.smoke else QUICK if wanted.quick else FULL
     bars = {} if wanted.smoke else BARS
     with scratch(wanted.folder, 4 * effort.workload.rows * effort.workload.row_bytes) as folder:
-        report = Report(bars, out, other="TorchRL")
+        report = Report(bars, out, other="TorchRL", file=wanted.json)
         for result in TopK(folder, effort).run():
             report.add(result)
-    return report.end(wanted.json)
+    return report.end()
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ buffers with defaults, in one process, taking turns; it never measures anything 
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import os
 import random
@@ -18,9 +17,8 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import repeat
-from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +27,8 @@ sys.path.insert(0, str(ROOT))  # some distributions install a `benchmarks` of th
 
 import expstore  # noqa: E402
 from benchmarks.probes import Probes  # noqa: E402
-from benchmarks.report import Bar, Result, machine, slower, span, table_row  # noqa: E402
-from benchmarks.timing import Turn, alternate, busy_thread, touch_memory  # noqa: E402
+from benchmarks.report import Bar, Report, Result, options, slower, span  # noqa: E402
+from benchmarks.timing import Turn, alternate, busy_thread, each_threads, touch_memory  # noqa: E402
 from benchmarks.workloads import LOCOMOTION, PIXELS, Stream, Workload  # noqa: E402
 
 BATCH = 256
@@ -182,10 +180,11 @@ class Pair:
 class Bench:
     """Measure what is wanted; each method yields rows of the table."""
 
-    def __init__(self, folder: Path, effort: Effort, only: str) -> None:
+    def __init__(self, folder: Path, effort: Effort, only: str, threads: Sequence[int]) -> None:
         self.folder = folder
         self.effort = effort
         self.only = only
+        self.threads = threads
 
     def wants(self, *names: str) -> bool:
         return any(self.only in name for name in names)
@@ -247,8 +246,12 @@ class Bench:
             return
         pair = Pair(self.folder / f"full-{workload.name}", workload, workload.rows, self.effort)
         pair.fill()
-        for name in wanted:
-            yield self._beside(pair, names[name], name) if names[name] else self._busy(pair, name)
+        for more in each_threads(self.threads):
+            for name in wanted:
+                if names[name]:
+                    yield self._beside(pair, names[name], name + more)
+                elif not more:
+                    yield self._busy(pair, name)
         pair.close()
 
     def _beside(self, pair: Pair, act: str, name: str) -> Result:
@@ -396,16 +399,9 @@ def needed_bytes(effort: Effort) -> int:
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--quick", action="store_true", help="small stores and few calls: rough numbers")
-    parser.add_argument("--smoke", action="store_true", help="run everything once, tiny, without bars")
+    parser = options(__doc__, quick="small stores and few calls", folder=ROOT / "benchmarks" / "out")
     parser.add_argument("--only", default="", metavar="TEXT", help="measurements with TEXT in their name")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
     parser.add_argument("--bar", action="append", default=[], metavar="NAME=LIMIT", help="another bar")
-    parser.add_argument(
-        "--threads", type=int, metavar="N", help="torch threads; torch's default if not given"
-    )
-    parser.add_argument("--folder", type=Path, default=ROOT / "benchmarks" / "out", help="where stores lie")
     parsed = parser.parse_args(argv)
     if not any(parsed.only in name for name in BARS):
         parser.error(f"--only {parsed.only}: there are {', '.join(BARS)}")
@@ -422,38 +418,11 @@ def main(argv: Sequence[str] | None = None, out: Callable[[str], object] = print
     wanted = _arguments(argv)
     effort = SMOKE if wanted.smoke else QUICK if wanted.quick else FULL
     bars: dict[str, Bar] = ({} if wanted.smoke else dict(BARS)) | wanted.bars
-    no_bar = Bar(float("inf"), "")
-    if wanted.threads is not None:
-        import torch
-
-        torch.set_num_threads(wanted.threads)
-    load = os.getloadavg()[0]
-    out("| what | expstore | TorchRL | ratio | bar | ok |\n| --- | --- | --- | --- | --- | --- |")
-    results = []
-    started = time.monotonic()
+    report = Report(bars, out, other="TorchRL", file=wanted.json)
     with scratch(wanted.folder, needed_bytes(effort)) as folder:
-        for result in Bench(folder, effort, wanted.only).run():
-            results.append(result)
-            out(table_row(result, bars.get(result.name, no_bar)))
-            sys.stdout.flush()
-    below = [r.name for r in results if r.name in bars and not bars[r.name].holds(r.value)]
-    about = machine() | {"load": f"load {load:.1f} before, {os.getloadavg()[0]:.1f} after"}
-    out(f"\n{about['machine']}; {about['load']}; {about['threads']}.")
-    out(f"{about['versions']}. Took {time.monotonic() - started:.0f} s.")
-    out("Times are medians [10th–90th percentile] per call, n calls a side, the sides taking turns.")
-    if load > 1.0:
-        out("**Other programs were running: these figures mean little.**")
-    if below:
-        out(f"Below their bars: {', '.join(below)}.")
-    if wanted.json:
-        rows = [
-            asdict(r)
-            | {"value": r.value if isfinite(r.value) else None}
-            | {"bar": str(bars.get(r.name, "")), "ok": r.name not in below}
-            for r in results
-        ]
-        wanted.json.write_text(json.dumps({"about": about, "results": rows}, indent=1, allow_nan=False))
-    return 1 if below else 0
+        for result in Bench(folder, effort, wanted.only, wanted.threads).run():
+            report.add(result)
+    return report.end()
 
 
 if __name__ == "__main__":

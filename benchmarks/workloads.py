@@ -1,4 +1,4 @@
-"""What is stored in the benchmarks: two kinds of experience, as frozen facts.
+"""What is stored in the benchmarks, as frozen facts; frames of real games are in `atari.py`.
 
 Used by the scripts here. Contents follow from a seed; making them is never part of a measurement. It
 imports torch when the first batch is made.
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
     from tensordict import TensorDict
 
-__all__ = ["LOCOMOTION", "PIXELS", "Leaf", "Stream", "Workload"]
+__all__ = ["LOCOMOTION", "MIXED", "PIXELS", "WIDE", "Leaf", "Stream", "Workload"]
 
 TRAJECTORY = ("collector", "traj_ids")
 
@@ -159,5 +159,26 @@ PIXELS = Workload(
         Leaf(("next", "observation"), "uint8", (84, 84)),
         Leaf(("next", "reward"), "float32", (1,)),
         *_flags(("next",)),
+    ),
+)
+
+#: The rows of TorchRL's own tests of storages.
+MIXED = Workload(
+    name="mixed",
+    rows=50_000,
+    extend_rows=1000,
+    episode=250,
+    leaves=(Leaf(("a",), "float32", (5,)), Leaf(("b", "c"), "uint8", (3, 32, 32))),
+)
+
+#: The rows behind the table of storages in TorchRL's documentation: 1001 of them, 177 KB each.
+WIDE = Workload(
+    name="wide",
+    rows=1001,
+    extend_rows=77,
+    episode=250,
+    leaves=(
+        Leaf(("observation",), "float32", (22_188,)),
+        Leaf(("next", "observation"), "float32", (22_188,)),
     ),
 )

@@ -1,0 +1,184 @@
+"""All benchmarks in one run: figures, table and pictures; and what is done with those of a run.
+
+`python -m benchmarks` runs everything, part by part, each in a process of its own and for no longer than it
+may; a part that fails is told and does not stop the others. `--resume` goes on with the newest run that was
+cut off. `embed` puts the newest whole run into `benchmarks/results` and README; `check` holds its ratios
+against those that lie there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+OUT = ROOT / "benchmarks" / "out"
+RESULTS = ROOT / "benchmarks" / "results"
+README = ROOT / "README.md"
+
+from benchmarks.parts import PARTS, Outcome, Part, fork_part, start_part  # noqa: E402
+from benchmarks.plots import draw  # noqa: E402
+from benchmarks.runs import Run, broken, load  # noqa: E402
+from benchmarks.tables import embed, whole_table  # noqa: E402
+
+
+def chosen(only: str) -> list[Part]:
+    """Return the parts that are asked for."""
+    names = [name for name in only.split(",") if name]
+    if unknown := set(names) - {part.name for part in PARTS}:
+        raise SystemExit(
+            f"no part {', '.join(sorted(unknown))}; there are {', '.join(p.name for p in PARTS)}"
+        )
+    return [part for part in PARTS if not names or part.name in names]
+
+
+def run_parts(run: Run, parts: Sequence[Part], wanted: argparse.Namespace) -> None:
+    """Run what has not been run, one part after the other."""
+    for number, part in enumerate(parts, 1):
+        if (known := run.outcome(part)) is not None and known.state == "done":
+            print(f"[{number}/{len(parts)}] {part.name}: done before", flush=True)
+            continue
+        print(f"[{number}/{len(parts)}] {part.name} ...", end=" ", flush=True)
+        outcome = run_part(run, part, wanted)
+        run.note(part, outcome)
+        print(f"{outcome.state} in {outcome.seconds:.0f} s {outcome.message}".rstrip(), flush=True)
+
+
+def run_part(run: Run, part: Part, wanted: argparse.Namespace) -> Outcome:
+    """Run one part; stores lie in a folder that is removed after it, however it ends."""
+    run.figures(part).unlink(missing_ok=True)
+    stores = Path(tempfile.mkdtemp(prefix="stores-", dir=run.folder))
+    given = [*part.arguments, "--json", str(run.figures(part)), "--folder", str(stores)]
+    given += [f"--{wanted.effort}"] * (wanted.effort != "full")
+    if part.script in ("images", "peers") and wanted.effort != "smoke":
+        given += ["--frames", str(wanted.frames)]
+    if part.script == "images" and wanted.effort == "smoke":
+        given += ["--frames", str(made_up_games(stores)), "--memory", str(stores / "memory")]
+    if part.script == "samplers":
+        given += ["--trees", str(OUT)]
+    if part.script == "remote" and wanted.reverb and wanted.effort != "smoke":
+        given += ["--reverb", wanted.reverb]
+    start = fork_part if wanted.effort == "smoke" else start_part
+    try:
+        return start(part, given, run.log(part), run.figures(part))
+    finally:
+        shutil.rmtree(stores, ignore_errors=True)
+
+
+def made_up_games(folder: Path) -> Path:
+    """Keep frames of no game where `images.py` looks for games."""
+    from benchmarks.atari import GAMES, keep, made_up
+    from benchmarks.images import SMOKE
+
+    for name in GAMES:
+        keep(made_up(SMOKE.steps), name, SMOKE.steps, folder / "games")
+    return folder / "games"
+
+
+def finish(run: Run, parts: Sequence[Part], effort: str) -> int:
+    """Write figures, table and pictures; return 1 if a bar was missed, 2 if a part is not whole."""
+    told = run.gather(parts, effort=effort)
+    (run.folder / "table.md").write_text(whole_table(told))
+    try:
+        draw(told, run.folder)
+    except ImportError as exc:
+        print(f"pictures are left out: {exc}; pip install 'expstore[bench]'")
+    run.write(told)
+    for name, why in told["skipped"].items():
+        print(f"left out: {name}: {why}")
+    for row in told["results"]:
+        if not row["ok"]:
+            print(f"missed: {row['part']}: {row['name']}: {row['value']} (bar {row['bar']})")
+    unfinished = [part for part in told["parts"] if part["state"] != "done"]
+    for part in unfinished:
+        print(f"not whole: {part['name']}: {part['state']} {part['message']}; see {run.folder}/parts")
+    print(f"{len(told['results'])} results in {told['seconds'] / 60:.1f} minutes: {run.file}")
+    return 2 if unfinished else 1 if told["missed"] else 0
+
+
+def measure(wanted: argparse.Namespace) -> int:
+    """Run parts, go on with a run that was cut off, or begin one."""
+    parts = chosen(wanted.only)
+    run = Run.last(wanted.out, whole=False) if wanted.resume else None
+    if wanted.resume and run is None:
+        raise SystemExit(f"{wanted.out} has no run that was cut off")
+    run = run or Run.new(wanted.out)
+    if wanted.effort == "smoke":
+        import torchrl.data  # noqa: F401 - once, for all forks
+
+        import expstore
+
+        _ = expstore.open
+    run_parts(run, parts, wanted)
+    return finish(run, parts, wanted.effort)
+
+
+def newest(wanted: argparse.Namespace) -> Run:
+    """Return the run that is named, or the newest whole one."""
+    run = Run(wanted.run) if wanted.run else Run.last(wanted.out, whole=True)
+    if run is None or not run.file.exists():
+        raise SystemExit(f"{wanted.run or wanted.out} has no whole run: make bench")
+    return run
+
+
+def put(wanted: argparse.Namespace) -> int:
+    """Put a run into `benchmarks/results` and README."""
+    run = newest(wanted)
+    told = load(run.file)
+    if told["effort"] == "smoke":
+        raise SystemExit("figures of a smoke run mean nothing: they are not put into README")
+    text = embed(README.read_text(), told)
+    RESULTS.mkdir(exist_ok=True)
+    for name in ("run.json", "table.md", "ratios.png", "growth.png"):
+        shutil.copyfile(run.folder / name, RESULTS / name)
+    README.write_text(text)
+    print(f"README.md and benchmarks/results are those of {run.folder}")
+    return 0
+
+
+def check(wanted: argparse.Namespace) -> int:
+    """Hold the ratios of a run against those in `benchmarks/results`."""
+    told: dict[str, Any] = load(newest(wanted).file)
+    worse = list(broken(told, load(RESULTS / "run.json"), wanted.slack))
+    for line in worse:
+        print(line)
+    print(f"{len(worse)} of {len(told['results'])} results are missing, or worse by over {wanted.slack:.0%}")
+    return 1 if worse else 0
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__.splitlines()[0])
+    parser.add_argument("do", nargs="?", choices=("run", "embed", "check"), default="run")
+    parser.add_argument("--only", default="", metavar="PART,...", help=", ".join(part.name for part in PARTS))
+    effort = parser.add_mutually_exclusive_group()
+    effort.add_argument("--quick", dest="effort", action="store_const", const="quick", help="rough numbers")
+    effort.add_argument("--smoke", dest="effort", action="store_const", const="smoke", help="all once, tiny")
+    parser.set_defaults(effort="full")
+    parser.add_argument("--resume", action="store_true", help="go on with the newest run that was cut off")
+    parser.add_argument("--out", type=Path, default=OUT, help="where runs lie")
+    parser.add_argument("--frames", type=Path, default=OUT / "frames", help="where frames of games are kept")
+    parser.add_argument(
+        "--reverb",
+        metavar="PYTHON",
+        default=os.environ.get("REVERB_PYTHON"),
+        help="an interpreter with dm-reverb",
+    )
+    parser.add_argument("--run", type=Path, metavar="FOLDER", help="embed, check: this one, not the newest")
+    parser.add_argument("--slack", type=float, default=0.3, help="check: by how much a ratio may be lower")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Do what is asked; return the exit code."""
+    wanted = _arguments(argv)
+    return {"run": measure, "embed": put, "check": check}[wanted.do](wanted)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,159 @@
+"""The parts of a run: which scripts, with which arguments, and how long each may take.
+
+Used by `__main__.py`. A part is one script in a process of its own. It knows nothing of results.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["PARTS", "Outcome", "Part", "fork_part", "start_part"]
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Say what is run.
+
+    Args:
+        name: As in a run's file.
+        script: A module of this folder.
+        arguments: Beside those that every script has.
+        limit: Seconds after which it is ended; what it had measured is kept.
+        note: What is smaller than the script's own default.
+    """
+
+    name: str
+    script: str
+    arguments: tuple[str, ...] = ()
+    limit: int = 240
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Say how a part ended, and what was in the way.
+
+    Args:
+        state: "done" (also below a bar), "cut" at its limit, or "failed".
+        seconds: That it took.
+        message: Its last words, if it failed.
+    """
+
+    state: str
+    seconds: float
+    message: str = ""
+
+
+_THREADS = ("--threads", "2,1")
+PARTS = (
+    Part("core", "vs_torchrl", _THREADS, 540),
+    Part("peers-locomotion", "peers", (*_THREADS, "--only", "locomotion"), 300),
+    Part("peers-atari", "peers", (*_THREADS, "--only", "atari"), 360),
+    Part("peers-mixed", "peers", (*_THREADS, "--only", "mixed"), 240),
+    Part("peers-wide", "peers", (*_THREADS, "--only", "wide"), 300),
+    Part("prioritized", "samplers", _THREADS, 480),
+    Part("slices", "slices", _THREADS, 300),
+    Part("filters", "filters", _THREADS, 300),
+    Part("trajectories", "trajectories", _THREADS, 300),
+    Part("growth", "growth", (), 420),
+    Part("snapshots", "snapshots", (), 240),
+    Part("remote", "remote", (), 240),
+    Part("durability", "durability", (), 240),
+    Part("tokens", "tokens", (), 240),
+    Part("topk", "topk", (), 300),
+    Part("steps", "steps", (), 180),
+    Part("followers", "followers", ("--seconds", "12"), 120, "12 seconds a phase, not 30"),
+    Part(
+        "images",
+        "images",
+        ("--only", "frame-1/,frame-8/,extend-64/,offered"),
+        780,
+        "no stacks of frames, and of writes only those of 64 rows",
+    ),
+)
+
+
+def start_part(part: Part, arguments: Sequence[str], log: Path, figures: Path) -> Outcome:
+    """Run a part to its end, or for as long as it may; it and what it started are gone then."""
+    command = [sys.executable, str(ROOT / "benchmarks" / f"{part.script}.py"), *arguments]
+    started = time.monotonic()
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
+        )
+        try:
+            code: int | None = process.wait(part.limit)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            _end(process.pid)
+            process.wait()
+    return _outcome(code, time.monotonic() - started, log, figures)
+
+
+def fork_part(part: Part, arguments: Sequence[str], log: Path, figures: Path) -> Outcome:
+    """Run a part in a fork of this process, which has imported everything: seconds are saved for each."""
+    started = time.monotonic()
+    sys.stdout.flush()
+    child = os.fork()
+    if child == 0:
+        _run_forked(part, arguments, log)
+    code: int | None = None
+    while time.monotonic() - started < part.limit:
+        found, status = os.waitpid(child, os.WNOHANG)
+        if found:
+            code = os.waitstatus_to_exitcode(status)
+            _end(child)
+            break
+        time.sleep(0.02)
+    else:
+        _end(child)
+        os.waitpid(child, 0)
+    return _outcome(code, time.monotonic() - started, log, figures)
+
+
+def _run_forked(part: Part, arguments: Sequence[str], log: Path) -> None:
+    """Be the child: say everything into the log, and never come back."""
+    code = 70
+    try:
+        os.setsid()
+        out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        for number in (1, 2):
+            os.dup2(out, number)
+        code = importlib.import_module(f"benchmarks.{part.script}").main(list(arguments))
+    except SystemExit as exc:
+        code = exc.code if isinstance(exc.code, int) else 70
+        print(exc.code, file=sys.stderr)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _end(leader: int) -> None:
+    """Kill whoever is left of a session that was started here."""
+    with suppress(ProcessLookupError):  # all of them are gone
+        os.killpg(leader, signal.SIGKILL)
+
+
+def _outcome(code: int | None, seconds: float, log: Path, figures: Path) -> Outcome:
+    if code is None:
+        return Outcome("cut", seconds, "it took longer than it may")
+    if figures.exists() and json.loads(figures.read_text())["whole"]:
+        return Outcome("done", seconds)
+    words = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return Outcome("failed", seconds, f"exit code {code}: {words[-1] if words else 'it said nothing'}"[:300])

@@ -1,0 +1,423 @@
+"""Other replay buffers, and ours, with the same few calls: each as its own documentation uses it.
+
+Used by `peers.py` and `samplers.py`. Rows are made for a side beforehand, in the form that it takes. A side
+whose package is not installed is left out by whoever asks; nothing here is imported before that.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import logging
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+import expstore
+
+if TYPE_CHECKING:
+    import torch
+    from tensordict import TensorDict
+
+__all__ = ["SIDES", "Cpprb", "Missing", "Side", "columns_of", "disk_bytes", "redis"]
+
+BATCH = 256
+
+
+class Missing(Exception):
+    """Say what a side needs that is not here."""
+
+
+def need(package: str) -> None:
+    """Raise Missing if a package is not installed."""
+    if importlib.util.find_spec(package) is None:
+        raise Missing(f"{package} is not installed: pip install 'expstore[bench]'")
+
+
+def columns_of(batch: TensorDict) -> dict[str, Any]:
+    """Return a batch's leaves as arrays, by names like `next.reward`."""
+    leaves = batch.items(include_nested=True, leaves_only=True)
+    return {key if isinstance(key, str) else ".".join(key): value.numpy() for key, value in leaves}
+
+
+def disk_bytes(folder: Path) -> int:
+    """Return what all files below a folder take on the disk."""
+    return sum(path.stat().st_blocks * 512 for path in folder.rglob("*") if path.is_file())
+
+
+class Side:
+    """Hold rows of one kind in one buffer.
+
+    Args:
+        folder: Where it may keep files.
+        capacity: Most rows.
+        sample: A batch of the rows, from which it may see what they are.
+    """
+
+    #: Whether calls take so long that fewer are made.
+    slow = False
+    #: Most rows that it is asked to keep; what it costs per row forbids more.
+    most = 1 << 62
+    #: What is measured of it.
+    acts = ("sample", "extend", "add")
+
+    def __init__(self, folder: Path, capacity: int, sample: TensorDict) -> None:
+        self.folder, self.capacity = folder, capacity
+
+    def take(self, batch: TensorDict) -> Any:
+        """Return rows in the form in which this side takes them. It may write into them."""
+        return batch.clone()
+
+    def extend(self, rows: Any) -> None:
+        raise NotImplementedError
+
+    def add(self, row: Any) -> None:
+        raise NotImplementedError
+
+    def sample(self, _: Any) -> object:
+        raise NotImplementedError
+
+    def settle(self) -> None:
+        """End what goes on in the background."""
+
+    def close(self) -> None:
+        """Give up everything."""
+
+
+class _Buffer(Side):
+    """A buffer with TorchRL's interface."""
+
+    rb: Any
+
+    def extend(self, rows: Any) -> None:
+        self.rb.extend(rows)
+
+    def add(self, row: Any) -> None:
+        self.rb.add(row)
+
+    def sample(self, _: Any) -> object:
+        return self.rb.sample()
+
+    def close(self) -> None:
+        del self.rb
+
+
+class Ours(_Buffer):
+    layout = "auto"
+
+    def __init__(self, folder: Path, capacity: int, sample: TensorDict) -> None:
+        super().__init__(folder, capacity, sample)
+        self.rb = expstore.open(
+            folder / "store.exp", capacity=capacity, batch_size=BATCH, layout=self.layout, seed=1
+        )
+
+    def settle(self) -> None:
+        self.rb.flush()
+
+    def close(self) -> None:
+        self.rb.close()
+
+
+class OursFlat(Ours):
+    layout = "flat"
+
+
+class OursMemory(_Buffer):
+    def __init__(self, folder: Path, capacity: int, sample: TensorDict) -> None:
+        super().__init__(folder, capacity, sample)
+        storage = expstore.MemoryStorage(capacity, seed=1)
+        self.rb = expstore.TensorDictReplayBuffer(storage=storage, batch_size=BATCH)
+
+
+class _TorchRL(_Buffer):
+    def __init__(self, folder: Path, capacity: int, sample: TensorDict) -> None:
+        super().__init__(folder, capacity, sample)
+        need("torchrl")
+        from torchrl import data
+
+        logging.getLogger("torchrl").setLevel(logging.WARNING)
+        self.rb = data.TensorDictReplayBuffer(storage=self._storage(data), batch_size=BATCH)
+
+    def _storage(self, data: Any) -> Any:
+        raise NotImplementedError
+
+
+class TorchRLList(_TorchRL):
+    slow, most = True, 10_000
+
+    def _storage(self, data: Any) -> Any:
+        return data.ListStorage(self.capacity)
+
+
+class TorchRLTensor(_TorchRL):
+    def _storage(self, data: Any) -> Any:
+        return data.LazyTensorStorage(self.capacity)
+
+
+class TorchRLMemmap(_TorchRL):
+    def _storage(self, data: Any) -> Any:
+        return data.LazyMemmapStorage(self.capacity, scratch_dir=str(self.folder / "torchrl"))
+
+
+@contextmanager
+def redis(folder: Path) -> Iterator[int]:
+    """Run a Redis server that keeps nothing on disk; yield its port."""
+    need("redis")
+    program = shutil.which("redis-server")
+    if program is None:
+        raise Missing("redis-server is not installed: apt-get install redis-server")
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        port = found.getsockname()[1]
+    command = [program, "--port", str(port), "--save", "", "--appendonly", "no", "--dir", str(folder)]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as server:
+        try:
+            _wait_for(port)
+            yield port
+        finally:
+            server.terminate()
+            server.wait(60)
+
+
+def _wait_for(port: int) -> None:
+    until = time.monotonic() + 30
+    while True:
+        try:
+            socket.create_connection(("127.0.0.1", port), 1).close()
+            return
+        except OSError as exc:
+            if time.monotonic() > until:
+                raise Missing(f"redis-server does not answer: {exc}") from exc
+            time.sleep(0.05)
+
+
+class TorchRLStore(_TorchRL):
+    """Rows in a Redis server on this machine."""
+
+    slow, most = True, 10_000
+
+    def __init__(self, folder: Path, capacity: int, sample: TensorDict) -> None:
+        self._server = redis(folder)
+        self._port = self._server.__enter__()
+        super().__init__(folder, capacity, sample)
+
+    def _storage(self, data: Any) -> Any:
+        return data.StoreStorage(self.capacity, host="127.0.0.1", port=self._port)
+
+    def close(self) -> None:
+        super().close()
+        gc.collect()
+        self._server.__exit__(None, None, None)
+
+
+class StableBaselines(Side):
+    """stable-baselines3's ReplayBuffer: one step of one environment per call, there is no other."""
+
+    most = 200_000
+
+    def __init__(self, folder: Path, capacity: int, sample: TensorDict) -> None:
+        super().__init__(folder, capacity, sample)
+        need("stable_baselines3")
+        import gymnasium
+        from stable_baselines3.common.buffers import ReplayBuffer
+
+        row = columns_of(sample[:1])
+        if not {"observation", "action", "next.observation", "next.reward", "next.done"} <= row.keys():
+            raise Missing("its rows have observation, action, reward and done, no others")
+        seen, done = row["observation"][0], row["action"][0]
+        images = seen.dtype == np.uint8
+        space = gymnasium.spaces.Box(*((0, 255) if images else (-np.inf, np.inf)), seen.shape, seen.dtype)
+        actions: Any = gymnasium.spaces.Discrete(18)
+        if done.shape:
+            actions = gymnasium.spaces.Box(-1, 1, done.shape, done.dtype)
+        self.rb = ReplayBuffer(capacity, space, actions, device="cpu")
+
+    def take(self, batch: TensorDict) -> Any:
+        columns = columns_of(batch if batch.batch_dims else batch[None])
+        names = ("observation", "next.observation", "action", "next.reward", "next.done")
+        given = [columns[name] for name in names]
+        return [
+            (
+                *(part[n : n + 1] for part in given[:3]),
+                given[3][n],
+                given[4][n],
+                [{}],
+            )
+            for n in range(len(given[0]))
+        ]
+
+    def extend(self, rows: Any) -> None:
+        for row in rows:
+            self.rb.add(*row)
+
+    add = extend
+
+    def sample(self, _: Any) -> object:
+        sampled: object = self.rb.sample(BATCH)
+        return sampled
+
+    def close(self) -> None:
+        del self.rb
+
+
+class Cpprb(Side):
+    """cpprb's ReplayBuffer; with `priorities` its prioritized one."""
+
+    priorities: dict[str, float] = {}  # noqa: RUF012 - never changed
+
+    def __init__(self, folder: Path, capacity: int, sample: TensorDict) -> None:
+        super().__init__(folder, capacity, sample)
+        need("cpprb")
+        import cpprb
+
+        fields = {
+            name: {"shape": column.shape[1:] or 1, "dtype": column.dtype}
+            for name, column in columns_of(sample).items()
+        }
+        make = cpprb.PrioritizedReplayBuffer if self.priorities else cpprb.ReplayBuffer
+        self.rb = make(capacity, fields, **self.priorities)
+
+    def take(self, batch: TensorDict) -> Any:
+        return columns_of(batch.clone())
+
+    def extend(self, rows: Any) -> None:
+        self.rb.add(**rows)
+
+    add = extend
+
+    def sample(self, _: Any) -> object:
+        sampled: object = self.rb.sample(BATCH)
+        return sampled
+
+    def close(self) -> None:
+        del self.rb
+
+
+class Lance(Side):
+    """A Lance data set: rows by `take`, a version for each call that writes."""
+
+    slow, most = True, 200_000
+
+    def __init__(self, folder: Path, capacity: int, sample: TensorDict) -> None:
+        super().__init__(folder, capacity, sample)
+        need("lance")
+        self._path, self._rng = str(folder / "rows.lance"), np.random.default_rng(1)
+        self.data: Any = None
+        self.rows = 0
+
+    def take(self, batch: TensorDict) -> Any:
+        import pyarrow as pa
+
+        columns = columns_of(batch if batch.batch_dims else batch[None])
+
+        def array(values: np.ndarray) -> Any:
+            flat = pa.array(values.reshape(-1))
+            size = prod(values.shape[1:])
+            return flat if values.ndim == 1 else pa.FixedSizeListArray.from_arrays(flat, size)
+
+        return pa.table({name.replace(".", "_"): array(values) for name, values in columns.items()})
+
+    def extend(self, rows: Any) -> None:
+        import lance
+
+        self.data = lance.write_dataset(rows, self._path, mode="create" if self.data is None else "append")
+        self.rows += rows.num_rows
+
+    add = extend
+
+    def sample(self, _: Any) -> object:
+        taken: object = self.data.take(np.sort(self._rng.integers(0, self.rows, BATCH)).tolist())
+        return taken
+
+    def close(self) -> None:
+        del self.data
+
+
+class _Tensors(Side):
+    """Rows in torch tensors in memory, one per field: what the limits are measured on."""
+
+    def __init__(self, folder: Path, capacity: int, sample: TensorDict) -> None:
+        super().__init__(folder, capacity, sample)
+        self.columns = [self._room(value) for value in self._leaves(sample)]
+        self._at = 0
+
+    @staticmethod
+    def _leaves(batch: TensorDict) -> list[torch.Tensor]:
+        return list(batch.values(include_nested=True, leaves_only=True))
+
+    def _room(self, value: torch.Tensor) -> torch.Tensor:
+        return value.new_empty((self.capacity, *value.shape[1:]))
+
+    def take(self, batch: TensorDict) -> Any:
+        whole = batch if batch.batch_dims else batch[None]
+        return [value.clone() for value in self._leaves(whole)]
+
+    def extend(self, rows: Any) -> None:
+        count = len(rows[0])
+        if self._at + count > self.capacity:
+            self._at = 0
+        for column, values in zip(self.columns, rows, strict=True):
+            column[self._at : self._at + count].copy_(values)
+        self._at += count
+
+    add = extend
+
+    def close(self) -> None:
+        self.columns.clear()
+
+
+class IndexSelect(_Tensors):
+    """`index_select` of every field, with an index that is known: rows cannot come faster out of torch."""
+
+    acts = ("sample",)
+
+    def __init__(self, folder: Path, capacity: int, sample: TensorDict) -> None:
+        super().__init__(folder, capacity, sample)
+        import torch
+
+        generator = torch.Generator().manual_seed(1)
+        self._drawn = [torch.randint(capacity, (BATCH,), generator=generator) for _ in range(64)]
+        self._turn = 0
+
+    def sample(self, _: Any) -> object:
+        self._turn += 1
+        index = self._drawn[self._turn % 64]
+        return [column.index_select(0, index) for column in self.columns]
+
+
+class Memcpy(_Tensors):
+    """A copy of as many bytes that lie side by side."""
+
+    acts = ("sample", "extend")
+
+    def __init__(self, folder: Path, capacity: int, sample: TensorDict) -> None:
+        super().__init__(folder, capacity, sample)
+        self._first = 0
+
+    def sample(self, _: Any) -> object:
+        self._first = (self._first + 7 * BATCH) % max(1, self.capacity - BATCH)
+        return [column[self._first : self._first + BATCH].clone() for column in self.columns]
+
+
+#: Whom rows are given to, in the order of the table; the first three are ours.
+SIDES: dict[str, Callable[[Path, int, TensorDict], Side]] = {
+    "expstore": Ours,
+    "expstore-flat": OursFlat,
+    "expstore-memory": OursMemory,
+    "torchrl-list": TorchRLList,
+    "torchrl-tensor": TorchRLTensor,
+    "torchrl-memmap": TorchRLMemmap,
+    "torchrl-store": TorchRLStore,
+    "stable-baselines3": StableBaselines,
+    "cpprb": Cpprb,
+    "lance": Lance,
+    "index-select": IndexSelect,
+    "memcpy": Memcpy,
+}

@@ -1,0 +1,297 @@
+"""A run as Markdown: the whole table, and the blocks of README, which hold nothing else.
+
+Used by `__main__.py` and by the test that holds README against the results that lie beside it. It measures
+nothing, and knows every figure by part and name.
+"""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from benchmarks.runs import ratio
+
+__all__ = ["BLOCKS", "HEADLINES", "embed", "whole_table"]
+
+#: What README tells of comparisons with TorchRL: text, part, name.
+HEADLINES = (
+    ("sample 256 rows", "core", "locomotion/sample"),
+    ("sample 256 rows by priority and set theirs", "prioritized", "prioritized/sample+update"),
+    ("set the priorities of 256 rows", "prioritized", "prioritized/update"),
+    ("8 slices of 32 steps, a row added before each batch", "slices", "slices/beside-memmap"),
+    ("add a row (ring full)", "core", "locomotion/add-full"),
+    ("extend by 1000 rows (ring full)", "core", "locomotion/extend-full"),
+    ("extend by 1000 rows where the best million stay: 10 do", "topk", "topk/few-disk"),
+    ("the same: all of them do", "topk", "topk/all-disk"),
+    ("sample 256 image rows (3.6 MB)", "core", "pixels/sample"),
+    ("add an image row (ring full)", "core", "pixels/add-full"),
+    ("extend by 1000 image rows (ring full)", "core", "pixels/extend-full"),
+    ("trajectories by their return: SQL, `rb.query` there", "trajectories", "trajectories/return-sql"),
+    ("the same: `rb.query` here and there", "trajectories", "trajectories/return-query"),
+    ("trajectories by a row's reward: SQL, `rb.query` there", "trajectories", "trajectories/reward-sql"),
+)
+NAMES = {
+    "expstore": "expstore (disk, packed)",
+    "expstore-flat": 'expstore (disk, `layout="flat"`)',
+    "expstore-memory": "expstore `MemoryStorage`",
+    "torchrl-list": "TorchRL `ListStorage`",
+    "torchrl-tensor": "TorchRL `LazyTensorStorage`",
+    "torchrl-memmap": "TorchRL `LazyMemmapStorage` (disk)",
+    "torchrl-store": "TorchRL `StoreStorage` (Redis)",
+    "stable-baselines3": "stable-baselines3",
+    "cpprb": "cpprb",
+    "lance": "Lance (disk)",
+    "index-select": "*`torch.index_select` of rows in RAM*",
+    "memcpy": "*copy of as many bytes in RAM*",
+}
+#: What TorchRL's documentation says of its storages, over `ListStorage`.
+DOCUMENTED = {"torchrl-list": 1.0, "torchrl-tensor": 1.83, "torchrl-memmap": 3.44}
+
+
+class Told:
+    """Find results of a run by part and name."""
+
+    def __init__(self, run: dict[str, Any]) -> None:
+        self.run = run
+        self._rows = {(row["part"], row["name"]): row for row in run["results"]}
+
+    def row(self, part: str, name: str) -> dict[str, Any] | None:
+        return self._rows.get((part, name))
+
+    def value(self, part: str, name: str, digits: str) -> str:
+        row = self.row(part, name)
+        return "–" if row is None or row["value"] is None else format(row["value"], digits)
+
+    def sides(self, part: str, act: str) -> dict[str, dict[str, Any]]:
+        """Return the series of all sides that did the same, by side."""
+        found: dict[str, dict[str, Any]] = {}
+        for (of, name), row in self._rows.items():
+            if of == part and name.startswith(f"{act}/") and "@" not in name:
+                side = row["data"]["side"]
+                found[side] = row["data"]["expstore"]
+                found |= {key: value for key, value in row["data"].items() if key not in ("expstore", "side")}
+        return {name: found[name] for name in NAMES if name in found}
+
+
+def duration(seconds: float) -> str:
+    """Return a time as it is told."""
+    if seconds < 1e-2:
+        return f"{seconds * 1e6:,.0f} µs"
+    return f"{seconds * 1e3:,.1f} ms" if seconds < 10 else f"{seconds:,.0f} s"
+
+
+def spread(series: dict[str, Any]) -> str:
+    """Return a series as median and percentiles."""
+    return f"{duration(series['median'])} [{duration(series['p10'])}–{duration(series['p90'])}]"
+
+
+def times(value: float | None) -> str:
+    """Return a ratio as it is told."""
+    return "–" if value is None else f"{value:.0f}x" if value >= 10 else f"{value:.1f}x"
+
+
+# -- blocks of README ---------------------------------------------------------------------------------
+
+
+def table(told: Told) -> Iterator[str]:
+    """Compare with TorchRL, call by call."""
+    yield "| median per call [10th–90th percentile] | expstore | TorchRL | ratio | with 1 torch thread |"
+    yield "|---|---|---|---|---|"
+    for text, part, name in HEADLINES:
+        row = told.row(part, name)
+        theirs = row and row["data"].get("torchrl")
+        if not row or not theirs:
+            yield f"| {text} | not measured | | | |"
+            continue
+        alone = told.row(part, f"{name}@1")
+        single = times(ratio(alone)) if alone else "–"
+        mine = spread(row["data"]["expstore"])
+        yield f"| {text} | {mine} | {spread(theirs)} | {times(ratio(row))} | {single} |"
+    yield from _promises(told)
+    yield ""
+    yield "![how many times as fast as TorchRL](benchmarks/results/ratios.png)"
+    yield "![calls while a store grows](benchmarks/results/growth.png)"
+    yield ""
+    yield from _about(told)
+
+
+def _promises(told: Told) -> Iterator[str]:
+    closed, killed = (told.value("core", f"reopen/{how}", ".2f") for how in ("closed", "killed"))
+    yield f"| open 1M rows again after close / kill -9 (slowest of 5) | {closed} s / {killed} s | | | |"
+    for text, name in (("first `dumps` of 1M rows, fsynced (TorchRL's is not)", "first"),):
+        if row := told.row("snapshots", f"snapshot/{name}"):
+            yield f"| {text} | {row['ours'].split(' n=')[0]} | {row['theirs'].split(' n=')[0]} | | |"
+    after, size = told.row("snapshots", "snapshot/next-time"), told.row("snapshots", "snapshot/next-bytes")
+    if after and size:
+        mine, other = (after[side].split(" n=")[0] for side in ("ours", "theirs"))
+        text = "next `dumps`, 1000 rows later"
+        yield f"| {text} | {mine}; {size['ours'].split('then ')[-1]} | {other}; {size['theirs']} | | |"
+
+
+def _about(told: Told) -> Iterator[str]:
+    run, about = told.run, told.run["about"]
+    minutes = sum(part["seconds"] for part in run["parts"]) / 60
+    barred, missed = sum(1 for row in run["results"] if row["bar"]), len(run["missed"])
+    yield _filled(
+        f"Measured on {about['machine']}, a shared disk, {about['versions']}, 2 torch threads if not said",
+        f"otherwise, on {run['date'][:10]}: {run['effort']} sizes, {minutes:.0f} minutes.",
+        f"Of {barred} measurements that have a bar {missed} miss it: `benchmarks/results/table.md` names them.",
+        *(
+            f"Not whole: {part['name']} ({part['state']})."
+            for part in run["parts"]
+            if part["state"] != "done"
+        ),
+    )
+
+
+def _filled(*words: str) -> str:
+    """Return a paragraph of these words."""
+    return textwrap.fill(" ".join(words), 120, break_long_words=False, break_on_hyphens=False)
+
+
+def peers(told: Told) -> Iterator[str]:
+    """Compare with everybody, on three kinds of rows."""
+    kinds = {
+        "locomotion": "locomotion (178 B)",
+        "atari": "Atari frames (14 KB)",
+        "wide": "2 x f32[22188] (177 KB)",
+    }
+    found = {kind: told.sides(f"peers-{kind}", f"{kind}/sample") for kind in kinds}
+    yield f"| `sample(256)` out of | {' | '.join(kinds.values())} | documented | here |"
+    yield f"|---|{'---|' * (len(kinds) + 2)}"
+    lists = found["wide"].get("torchrl-list")
+    for name, text in NAMES.items():
+        if not any(name in sides for sides in found.values()):
+            continue
+        cells = [duration(sides[name]["median"]) if name in sides else "–" for sides in found.values()]
+        said = f"{DOCUMENTED[name]:g}x" if name in DOCUMENTED else ""
+        here = (
+            f"{lists['median'] / found['wide'][name]['median']:.2f}x"
+            if lists and name in found["wide"]
+            else "–"
+        )
+        yield f"| {text} | {' | '.join(cells)} | {said} | {here} |"
+
+
+def images(told: Told) -> Iterator[str]:
+    """Say what packed images take."""
+    rows = [row for row in told.run["results"] if row["part"] == "images"]
+
+    def values(what: str) -> list[float]:
+        return [row["value"] for row in rows if row["name"].endswith(f"/{what}")]
+
+    sizes = [row["data"] for row in rows if row["name"].endswith("/size")]
+    if not sizes or not values("sample") or not values("slices"):
+        yield "Packed images were not measured."
+        return
+    mine, other = [one["expstore"] for one in sizes], max(one["torchrl"] for one in sizes)
+    few, many = (min(mine), max(mine))
+    drawn = [row["data"]["expstore"]["median"] * 1e3 for row in rows if row["name"].endswith("/sample")]
+    sampled, sliced = values("sample"), values("slices")
+    flat = told.row("core", "pixels/sample")
+    faster = times(flat and ratio(flat)).removesuffix("x")
+    yield _filled(
+        f"A transition of Atari frames, both observations and all other columns, takes {few:.0f} to {many:.0f}",
+        f"bytes where TorchRL's `LazyMemmapStorage` takes {other:,.0f}",
+        f"({other / many:.0f} to {other / few:.0f} times fewer);",
+        f"256 random ones come in {min(drawn):.1f} to {max(drawn):.1f} ms, {_range(sampled)} times as fast as",
+        f"from that memmap, slices of 32 steps {_range(sliced)} times.",
+        f"Flat images are sampled {faster} times as fast as TorchRL's and take the space they have.",
+    )
+
+
+def _range(values: list[float]) -> str:
+    return f"{min(values):.1f} to {max(values):.1f}"
+
+
+def remote(told: Told) -> Iterator[str]:
+    """Say what a served store gives."""
+
+    def of(name: str, digits: str) -> str:
+        return told.value("remote", name, digits)
+
+    reverb = told.row("remote", "reverb")
+    beside = f" (Reverb: {max(reverb['data'].values()) / 1e3:.0f}k)" if reverb and reverb["data"] else ""
+    yield _filled(
+        f"Between two processes of one machine: {of('sample', '.0f')} batches of 256 locomotion rows a second,",
+        f"one by one, {of('stream', '.2f')}M rows/s as they come in one answer{beside},",
+        f"{of('stream/pixels', '.2f')} GB/s of flat images, {of('extend', '.0f')} extends of 1000 rows a second.",
+    )
+
+
+BLOCKS: dict[str, Callable[[Told], Iterator[str]]] = {
+    "table": table,
+    "peers": peers,
+    "images": images,
+    "remote": remote,
+}
+
+
+def embed(readme: str, run: dict[str, Any]) -> str:
+    """Return README with its blocks as they follow from a run.
+
+    Raises:
+        ValueError: a block has no markers there.
+    """
+    told = Told(run)
+    for name, make in BLOCKS.items():
+        begin, end = f"<!-- benchmarks: {name} -->\n", f"<!-- end of benchmarks: {name} -->"
+        pattern = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
+        text = begin + "\n".join(make(told)) + f"\n{end}"
+        readme, count = pattern.subn(lambda _, text=text: text, readme)
+        if count != 1:
+            raise ValueError(f"README has {count} blocks between the markers of {name}, one is needed")
+    return readme
+
+
+# -- everything ---------------------------------------------------------------------------------------
+
+
+def whole_table(run: dict[str, Any]) -> str:
+    """Return all results of a run, part by part; bars that were missed come first."""
+    about = run["about"]
+    lines = [
+        "# Benchmarks",
+        "",
+        f"{about['machine']}; {about['versions']}.",
+        f"Run of {run['date']}, commit {run['commit']}: {run['effort']} sizes,"
+        f" {run['seconds'] / 60:.0f} minutes.",
+        "",
+        "Times are medians [10th–90th percentile] per call, n calls a side, the sides taking turns; names",
+        "with `@1` are of one torch thread, others of two.",
+        "",
+        "## Bars that were missed",
+        "",
+        *_missed(run),
+    ]
+    if run["skipped"]:
+        lines += ["", "## Left out", "", *(f"- {name}: {why}" for name, why in run["skipped"].items())]
+    for part in run["parts"]:
+        lines += ["", f"## {part['name']}", "", *_part(run, part)]
+    return "\n".join(lines) + "\n"
+
+
+def _missed(run: dict[str, Any]) -> Iterator[str]:
+    missed = [row for row in run["results"] if not row["ok"]]
+    if not missed:
+        yield "None."
+        return
+    yield "| what | measured | bar |\n|---|---|---|"
+    for row in missed:
+        value = "did not run" if row["value"] is None else f"{row['value']:.3g}"
+        yield f"| {row['part']}: {row['name']} | {value} | {row['bar']} |"
+
+
+def _part(run: dict[str, Any], part: dict[str, Any]) -> Iterator[str]:
+    state = f": {part['message']}" if part["message"] else ""
+    note = f" Smaller than by default: {part['note']}." if part["note"] else ""
+    yield f"{part['state']}{state}, {part['seconds']:.0f} s; {part['load']}.{note}\n"
+    rows = [row for row in run["results"] if row["part"] == part["name"]]
+    if rows:
+        yield "| what | expstore | the other | ratio | bar | held |\n|---|---|---|---|---|---|"
+    for row in rows:
+        held = ("yes" if row["ok"] else "**no**") if row["bar"] else ""
+        what = f"{row['name']} ({row['note']})" if row["note"] else row["name"]
+        yield f"| {what} | {row['ours']} | {row['theirs']} | {row['ratio']} | {row['bar']} | {held} |"
