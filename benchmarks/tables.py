@@ -137,7 +137,7 @@ def _about(told: Told) -> Iterator[str]:
     yield _filled(
         f"Measured on {about['machine']}, a shared disk, {about['versions']}, 2 torch threads if not said",
         f"otherwise, on {run['date'][:10]}: {run['effort']} sizes, {minutes:.0f} minutes.",
-        f"Of {barred} measurements that have a bar {missed} miss it: `benchmarks/results/table.md` names them.",
+        f"Of {barred} measurements that have a bar {missed} miss it: see `benchmarks/results/table.md`.",
         *(
             f"Not whole: {part['name']} ({part['state']})."
             for part in run["parts"]
@@ -193,11 +193,11 @@ def images(told: Told) -> Iterator[str]:
     flat = told.row("core", "pixels/sample")
     faster = times(flat and ratio(flat)).removesuffix("x")
     yield _filled(
-        f"A transition of Atari frames, both observations and all other columns, takes {few:.0f} to {many:.0f}",
-        f"bytes where TorchRL's `LazyMemmapStorage` takes {other:,.0f}",
+        "A transition of Atari frames, both observations and all other columns, takes",
+        f"{few:.0f} to {many:.0f} bytes where TorchRL's `LazyMemmapStorage` takes {other:,.0f}",
         f"({other / many:.0f} to {other / few:.0f} times fewer);",
-        f"256 random ones come in {min(drawn):.1f} to {max(drawn):.1f} ms, {_range(sampled)} times as fast as",
-        f"from that memmap, slices of 32 steps {_range(sliced)} times.",
+        f"256 random ones come in {_range(drawn)} ms, {_range(sampled)} times as fast as from that memmap,",
+        f"slices of 32 steps {_range(sliced)} times.",
         f"Flat images are sampled {faster} times as fast as TorchRL's and take the space they have.",
     )
 
@@ -215,9 +215,10 @@ def remote(told: Told) -> Iterator[str]:
     reverb = told.row("remote", "reverb")
     beside = f" (Reverb: {max(reverb['data'].values()) / 1e3:.0f}k)" if reverb and reverb["data"] else ""
     yield _filled(
-        f"Between two processes of one machine: {of('sample', '.0f')} batches of 256 locomotion rows a second,",
-        f"one by one, {of('stream', '.2f')}M rows/s as they come in one answer{beside},",
-        f"{of('stream/pixels', '.2f')} GB/s of flat images, {of('extend', '.0f')} extends of 1000 rows a second.",
+        f"Between two processes of one machine: {of('sample', '.0f')} batches of 256 locomotion rows",
+        f"a second, one by one, {of('stream', '.2f')}M rows/s as they come in one answer{beside},",
+        f"{of('stream/pixels', '.2f')} GB/s of flat images,",
+        f"{of('extend', '.0f')} extends of 1000 rows a second.",
     )
 
 
