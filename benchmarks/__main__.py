@@ -9,11 +9,16 @@ against those that lie there.
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
+import resource
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +52,11 @@ def run_parts(run: Run, parts: Sequence[Part], wanted: argparse.Namespace) -> No
         print(f"[{number}/{len(parts)}] {part.name} ...", end=" ", flush=True)
         outcome = run_part(run, part, wanted)
         run.note(part, outcome)
-        print(f"{outcome.state} in {outcome.seconds:.0f} s {outcome.message}".rstrip(), flush=True)
+        print(f"{_told(outcome)}", flush=True)
+
+
+def _told(outcome: Outcome) -> str:
+    return f"{outcome.state} in {outcome.seconds:.0f} s, CPU {outcome.cpu:.1f} s {outcome.message}".rstrip()
 
 
 def run_part(run: Run, part: Part, wanted: argparse.Namespace) -> Outcome:
@@ -56,6 +65,7 @@ def run_part(run: Run, part: Part, wanted: argparse.Namespace) -> Outcome:
     stores = Path(tempfile.mkdtemp(prefix="stores-", dir=run.folder))
     given = [*part.arguments, "--json", str(run.figures(part)), "--folder", str(stores)]
     given += [f"--{wanted.effort}"] * (wanted.effort != "full")
+    given += (part.smoke or ()) if wanted.effort == "smoke" else ()
     if part.script in ("images", "peers") and wanted.effort != "smoke":
         given += ["--frames", str(wanted.frames)]
     if part.script == "images" and wanted.effort == "smoke":
@@ -65,10 +75,18 @@ def run_part(run: Run, part: Part, wanted: argparse.Namespace) -> Outcome:
     if part.script == "remote" and wanted.reverb and wanted.effort != "smoke":
         given += ["--reverb", wanted.reverb]
     start = fork_part if wanted.effort == "smoke" else start_part
+    before = _cpu()
     try:
-        return start(part, given, run.log(part), run.figures(part))
+        outcome = start(part, given, run.log(part), run.figures(part))
+        return replace(outcome, cpu=_cpu() - before)
     finally:
         shutil.rmtree(stores, ignore_errors=True)
+
+
+def _cpu() -> float:
+    """Return what processes took that were waited for."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def made_up_games(folder: Path) -> Path:
@@ -104,19 +122,29 @@ def finish(run: Run, parts: Sequence[Part], effort: str) -> int:
 
 def measure(wanted: argparse.Namespace) -> int:
     """Run parts, go on with a run that was cut off, or begin one."""
-    parts = chosen(wanted.only)
+    parts = [part for part in chosen(wanted.only) if wanted.effort != "smoke" or part.smoke is not None]
     run = Run.last(wanted.out, whole=False) if wanted.resume else None
     if wanted.resume and run is None:
         raise SystemExit(f"{wanted.out} has no run that was cut off")
     run = run or Run.new(wanted.out)
     if wanted.effort == "smoke":
-        import torchrl.data  # noqa: F401 - once, for all forks
-
-        import expstore
-
-        _ = expstore.open
+        _import_once()
     run_parts(run, parts, wanted)
     return finish(run, parts, wanted.effort)
+
+
+def _import_once() -> None:
+    """Import what parts import, so that their forks need not. Lance is not among it: it starts threads."""
+    import torchrl.data  # noqa: F401
+
+    import expstore
+
+    _ = expstore.open
+    for name in ("kernels", "gathering", "index", "sumtree", "storages"):
+        importlib.import_module(f"expstore.{name}")
+    for name in ("minari", "stable_baselines3.common.buffers", "cpprb"):
+        with suppress(ImportError):
+            importlib.import_module(name)
 
 
 def newest(wanted: argparse.Namespace) -> Run:
@@ -177,6 +205,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Do what is asked; return the exit code."""
     wanted = _arguments(argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that nothing that was started goes on
     return {"run": measure, "embed": put, "check": check}[wanted.do](wanted)
 
 

@@ -32,6 +32,8 @@ class Part:
         arguments: Beside those that every script has.
         limit: Seconds after which it is ended; what it had measured is kept.
         note: What is smaller than the script's own default.
+        smoke: What is asked for besides in a smoke run; None: it is left out, as it starts many processes or
+            does what another part does.
     """
 
     name: str
@@ -39,6 +41,7 @@ class Part:
     arguments: tuple[str, ...] = ()
     limit: int = 240
     note: str = ""
+    smoke: tuple[str, ...] | None = ()
 
 
 @dataclass(frozen=True)
@@ -49,19 +52,21 @@ class Outcome:
         state: "done" (also below a bar), "cut" at its limit, or "failed".
         seconds: That it took.
         message: Its last words, if it failed.
+        cpu: Seconds of processors that it took.
     """
 
     state: str
     seconds: float
     message: str = ""
+    cpu: float = 0.0
 
 
 _THREADS = ("--threads", "2,1")
 PARTS = (
-    Part("core", "vs_torchrl", _THREADS, 540),
+    Part("core", "vs_torchrl", _THREADS, 540, smoke=("--only", "locomotion")),
     Part("peers-locomotion", "peers", (*_THREADS, "--only", "locomotion"), 300),
     Part("peers-atari", "peers", (*_THREADS, "--only", "atari"), 360),
-    Part("peers-mixed", "peers", (*_THREADS, "--only", "mixed"), 240),
+    Part("peers-mixed", "peers", (*_THREADS, "--only", "mixed"), 240, smoke=None),
     Part("peers-wide", "peers", (*_THREADS, "--only", "wide"), 300),
     Part("prioritized", "samplers", _THREADS, 480),
     Part("slices", "slices", _THREADS, 300),
@@ -69,18 +74,19 @@ PARTS = (
     Part("trajectories", "trajectories", _THREADS, 300),
     Part("growth", "growth", (), 420),
     Part("snapshots", "snapshots", (), 240),
-    Part("remote", "remote", (), 240),
+    Part("remote", "remote", (), 240, smoke=("--only", "stream")),
     Part("durability", "durability", (), 240),
     Part("tokens", "tokens", (), 240),
     Part("topk", "topk", (), 300),
     Part("steps", "steps", (), 180),
-    Part("followers", "followers", ("--seconds", "12"), 120, "12 seconds a phase, not 30"),
+    Part("followers", "followers", ("--seconds", "12"), 120, "12 seconds a phase, not 30", smoke=None),
     Part(
         "images",
         "images",
         ("--only", "frame-1/,frame-8/,extend-64/,offered"),
         780,
         "no stacks of frames, and of writes only those of 64 rows",
+        smoke=("--only", "Breakout/frame-8/,Breakout/extend-64,offered/tmpfs"),
     ),
 )
 

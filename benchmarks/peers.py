@@ -13,7 +13,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import cycle, repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -119,7 +119,9 @@ SMOKE = Effort(
     (
         LOCOMOTION.scaled(rows=600, extend_rows=300),
         MIXED.scaled(rows=300, extend_rows=300),
-        WIDE.scaled(rows=20, extend_rows=10),
+        replace(
+            WIDE, rows=20, extend_rows=10, leaves=tuple(replace(one, shape=(99,)) for one in WIDE.leaves)
+        ),
     ),
     atari_rows=300,
     atari_extend=300,
