@@ -74,7 +74,7 @@ PARTS = (
     Part("trajectories", "trajectories", _THREADS, 300),
     Part("growth", "growth", (), 420),
     Part("snapshots", "snapshots", (), 240),
-    Part("remote", "remote", (), 240, smoke=("--only", "stream")),
+    Part("remote", "remote", (), 240, smoke=None),
     Part("durability", "durability", (), 240),
     Part("tokens", "tokens", (), 240),
     Part("topk", "topk", (), 300),

@@ -168,15 +168,18 @@ class Peers:
         rows = min(kind.rows, getattr(SIDES[name], "most", kind.rows))
         side = SIDES[name](folder, rows, first)
         self._stack.callback(side.close)
+        made = rss_anon()
         pool = max(1, min(8, 64 * MB // (kind.row_bytes * kind.extend_rows)))
         batches = [kind.make(n * kind.extend_rows, kind.extend_rows) for n in range(pool)]
         taken = [side.take(batch) for batch in batches]
         singles = [side.take(first[n]) for n in range(min(64, kind.extend_rows))]
-        held = rss_anon() - before
+        held = rss_anon() - made
         for number in range(-(-rows // kind.extend_rows)):
-            side.extend(taken[number % pool])
+            given = number % pool
+            # A side that keeps what it is given, and no copy, is given rows of its own.
+            side.extend(side.take(batches[given]) if side.keeps_inputs else taken[given])
         side.settle()
-        memory = (rss_anon() - before - held) / rows
+        memory = (rss_anon() - before - held + side.elsewhere()) / rows
         disk = disk_bytes(folder) / rows
         self.sides[name], self.rows[name] = side, rows
         self.inputs[name] = {"extend": cycle(taken), "add": cycle(singles), "sample": repeat(None)}

@@ -167,12 +167,12 @@ def memory(say: Say, *, path: str, rows: int, extend_rows: int, batch_size: int)
     )
 
 
-def rss_anon() -> int:
-    """Return this process's anonymous resident memory in bytes."""
-    for line in Path("/proc/self/status").read_text().splitlines():
+def rss_anon(pid: int | str = "self") -> int:
+    """Return a process's anonymous resident memory in bytes; this one's if no other is named."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith("RssAnon:"):
             return int(line.split()[1]) * 1024
-    raise OSError("/proc/self/status does not say RssAnon")
+    raise OSError(f"/proc/{pid}/status does not say RssAnon")
 
 
 PROBES: dict[str, Callable[..., None]] = {"memory": memory, "reopen": reopen, "write_on": write_on}

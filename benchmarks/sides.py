@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import expstore
+from benchmarks.probes import rss_anon
 
 if TYPE_CHECKING:
     import torch
@@ -68,6 +69,8 @@ class Side:
     most = 1 << 62
     #: What is measured of it.
     acts = ("sample", "extend", "add")
+    #: Whether it keeps the very tensors that it is given.
+    keeps_inputs = False
 
     def __init__(self, folder: Path, capacity: int, sample: TensorDict) -> None:
         self.folder, self.capacity = folder, capacity
@@ -87,6 +90,10 @@ class Side:
 
     def settle(self) -> None:
         """End what goes on in the background."""
+
+    def elsewhere(self) -> int:
+        """Return the bytes of memory that its rows take in other processes."""
+        return 0
 
     def close(self) -> None:
         """Give up everything."""
@@ -151,7 +158,7 @@ class _TorchRL(_Buffer):
 
 
 class TorchRLList(_TorchRL):
-    slow, most = True, 10_000
+    slow, most, keeps_inputs = True, 10_000, True
 
     def _storage(self, data: Any) -> Any:
         return data.ListStorage(self.capacity)
@@ -168,8 +175,8 @@ class TorchRLMemmap(_TorchRL):
 
 
 @contextmanager
-def redis(folder: Path) -> Iterator[int]:
-    """Run a Redis server that keeps nothing on disk; yield its port."""
+def redis(folder: Path) -> Iterator[tuple[int, int]]:
+    """Run a Redis server that keeps nothing on disk; yield its process id and port."""
     need("redis")
     program = shutil.which("redis-server")
     if program is None:
@@ -180,7 +187,7 @@ def redis(folder: Path) -> Iterator[int]:
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as server:
         try:
             _wait_for(port)
-            yield port
+            yield server.pid, port
         finally:
             server.terminate()
             server.wait(60)
@@ -205,11 +212,14 @@ class TorchRLStore(_TorchRL):
 
     def __init__(self, folder: Path, capacity: int, sample: TensorDict) -> None:
         self._server = redis(folder)
-        self._port = self._server.__enter__()
+        self._pid, self._port = self._server.__enter__()
         super().__init__(folder, capacity, sample)
 
     def _storage(self, data: Any) -> Any:
         return data.StoreStorage(self.capacity, host="127.0.0.1", port=self._port)
+
+    def elsewhere(self) -> int:
+        return rss_anon(self._pid)
 
     def close(self) -> None:
         super().close()
