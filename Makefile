@@ -10,10 +10,10 @@ PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt \
 	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
 .DEFAULT_GOAL := help
-.PHONY: help .venv run test torture lint format bench clean
+.PHONY: help .venv run test torture lint format bench bench-embed bench-check bench-smoke profile clean
 
 help:  ## list the targets
-	@sed -n 's/^\([a-z.]*\):.*## \(.*\)/\1\t\2/p' Makefile | expand -t 12
+	@sed -n 's/^\([a-z.-]*\):.*## \(.*\)/\1\t\2/p' Makefile | expand -t 13
 
 .venv: .venv/.installed  ## make the virtual environment, with the pinned versions
 
@@ -42,17 +42,24 @@ format: .venv  ## write the format, and the fixes that are safe
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: .venv  ## compare with TorchRL; exits 1 below the bars
-	$(BIN)/python benchmarks/vs_torchrl.py
-	$(BIN)/python benchmarks/snapshots.py
-	$(BIN)/python benchmarks/durability.py
-	$(BIN)/python benchmarks/samplers.py
-	$(BIN)/python benchmarks/slices.py
-	$(BIN)/python benchmarks/filters.py
-	$(BIN)/python benchmarks/topk.py
-	$(BIN)/python benchmarks/tokens.py
-	$(BIN)/python benchmarks/remote.py
-	$(BIN)/python benchmarks/images.py
+bench: .venv/.bench  ## compare with TorchRL and others, 40 minutes; RESUME=1 goes on with a run that was cut
+	$(BIN)/python -m benchmarks $(if $(RESUME),--resume)
+
+bench-embed: .venv  ## put the figures of the last whole run into README and benchmarks/results
+	$(BIN)/python -m benchmarks embed
+
+bench-check: .venv  ## hold the ratios of the last whole run against those in benchmarks/results
+	$(BIN)/python -m benchmarks check
+
+bench-smoke: .venv  ## run the benchmarks once, tiny
+	$(BIN)/python -m benchmarks --smoke
+
+profile: .venv/.bench  ## say where the time of sample, extend and add goes
+	$(BIN)/python benchmarks/profiles.py
+
+.venv/.bench: .venv/.installed
+	$(PIP) --no-build-isolation --editable '.[dev,gym,bench]'
+	@touch $@
 
 clean:  ## remove the environment, builds and caches; never ./runs
 	rm -rf .venv build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .torture

@@ -80,7 +80,8 @@ def _growth(told: Told, path: Path) -> None:
         axes.tick_params(labelsize=7)
         axes.grid(visible=True, alpha=0.3)
     all_axes[0].set_ylabel("µs a call, median, 10th–90th percentile", fontsize=8)
-    all_axes[0].legend(fontsize=8)
+    if all_axes[0].lines:
+        all_axes[0].legend(fontsize=8)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     plt.close(figure)

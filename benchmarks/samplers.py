@@ -12,6 +12,7 @@ import importlib
 import importlib.util
 import itertools
 import logging
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -54,6 +55,7 @@ def find_trees(folder: Path, *, build: bool) -> str:
     from torch.utils.cpp_extension import load
 
     home = Path((importlib.util.find_spec("torchrl").submodule_search_locations or [""])[0])  # type: ignore[union-attr]
+    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # ninja is there
     folder = folder / f"trees-{torch.__version__}"
     folder.mkdir(parents=True, exist_ok=True)
     try:
