@@ -327,6 +327,7 @@ ALLOWED_SIDEWAYS: tuple[tuple[str, str], ...] = (
     ("storages.follower", "storages.watch"),
     ("storages.overlay", "storages.columns"),
     ("storages.watch", "storages.folder"),
+    ("storages.segmentreader", "storages.watch"),
     ("storages.replay", "storages.columns"),
     ("storages.replay", "storages.folder"),
     ("storages.replay", "storages.overlay"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import time
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 from tensordict import NonTensorStack, TensorDict
 
 import expstore
-from expstore import Retain, StateError, retention
+from expstore import CorruptionError, Retain, StateError, retention
 from expstore.checks import verify
 from expstore.cli import run
 from expstore.files import Disk, File
@@ -30,7 +31,7 @@ from expstore.samplers import (
     SamplerWithoutReplacement,
     SliceSampler,
 )
-from expstore.storages import ZarrStorage
+from expstore.storages import ZarrStorage, segmentwriter
 
 Rows = 600  # of an episode
 
@@ -173,25 +174,143 @@ def test_a_version_keeps_what_leaves_the_store(store_path: Path, tmp_path: Path)
         check_whole(new, {10, 20}, 20)
 
 
-def test_rows_of_any_length_leave_too(store_path: Path) -> None:
-    """Segments go when all of their rows and of those before have left."""
-    rb = expstore.open(store_path, storage="arrow", seed=1, batch_size=16)
-    for number in range(1, 9):
-        rows = episode(number)
-        rows["text"] = NonTensorStack(*[f"{number} " * (step % 7 + 1) for step in range(Rows)])
-        rb.extend(rows)
-        rb.flush()
-    rb.retain({"where": "number IN (2, 5, 7)"})
-    rb.apply_retention()
-    counts = "SELECT number, count(*) FROM transitions WHERE text LIKE number || ' %' GROUP BY 1 ORDER BY 1"
-    assert rb.sql(counts).fetchall() == [(2, Rows), (5, Rows), (7, Rows)]
-    rb.retain({"where": "number = 7"})
-    rb.apply_retention()
+def told(number: int, rows: int = Rows) -> TensorDict:
+    """An episode with a text in each row, of a length of its own."""
+    data, noise = episode(number, rows), np.random.default_rng(number)
+    texts = [f"{number} " * (step % 7 + 1) + noise.bytes(50).hex() for step in range(rows)]
+    data["text"] = NonTensorStack(*texts)
+    return data
+
+
+def segments(path: Path) -> dict[int, int]:
+    """Return the files of rows without a fixed size: first id in the name, and space."""
+    return {int(file.stem): 512 * file.stat().st_blocks for file in sorted(path.glob("segments/*.arrows"))}
+
+
+TEXTS = "SELECT number, count(*) FROM transitions WHERE text LIKE number || ' %' GROUP BY 1 ORDER BY 1"
+
+
+@pytest.fixture
+def pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two episodes make a segment."""
+    monkeypatch.setattr(segmentwriter, "SEGMENT_BATCHES", 2)
+
+
+@pytest.mark.usefixtures("no_syncs", "pairs")
+@pytest.mark.parametrize("compression", [None, "zstd"])
+def test_rows_of_any_length_leave_too(store_path: Path, compression: Any) -> None:
+    """Segments go wherever they lie; one of which half is left is made anew in its place."""
+    rb = expstore.open(store_path, storage="arrow", compression=compression, seed=1, batch_size=16)
+    for number in range(1, 10):
+        rb.extend(told(number))
+    rb.flush()
+    before = segments(store_path)
+    whole = compression is None  # else an extend has several batches
+    assert not whole or list(before) == [1 + Rows * n for n in (0, 2, 4, 6, 8)]
+    with expstore.open(store_path, mode="r", batch_size=16) as reader:
+        assert len(reader.sql(TEXTS).fetchall()) == 9
+        rb.retain({"where": "number IN (2, 5, 6, 9)"})
+        gone = rb.apply_retention()
+        after = segments(store_path)
+        assert not whole or list(after) == [1, 1 + Rows * 4, 1 + Rows * 8]
+        assert sum(after.values()) < 0.6 * sum(before.values())
+        assert gone.bytes > 0.4 * sum(before.values())
+        wanted = [(number, Rows) for number in (2, 5, 6, 9)]
+        for one in (rb, reader):
+            assert one.sql(TEXTS).fetchall() == wanted
+            assert set(one.sample(64)["number"].tolist()) <= {2, 5, 6, 9}
+            assert [text.split()[0] for text in one[::Rows]["text"]] == ["2", "5", "6", "9"]
+        rb.extend(told(10))
+        assert reader.sql(TEXTS).fetchall() == [*wanted, (10, Rows)]
     rb.close()
     assert verify(store_path) == []
     with expstore.open(store_path, batch_size=16) as rb:
-        assert rb.sql(counts).fetchall() == [(7, Rows)]
-        assert set(rb.sample(64)["number"].tolist()) == {7}
+        assert rb.sql(TEXTS).fetchall() == [*wanted, (10, Rows)]
+        rb.retain({"where": "number = 10"})
+        rb.apply_retention()
+        assert set(rb.sample(64)["number"].tolist()) == {10}
+    assert verify(store_path) == []
+
+
+@pytest.mark.usefixtures("no_syncs", "pairs")
+def test_a_version_keeps_segments_that_leave(store_path: Path, tmp_path: Path) -> None:
+    with expstore.open(store_path, storage="arrow", seed=1, batch_size=16) as rb:
+        for number in range(1, 8):
+            rb.extend(told(number))
+        rb.flush()
+        rb.dumps(tmp_path / "versions")
+        rb.retain({"where": "number IN (1, 2, 6, 7)"})
+        rb.apply_retention()
+        assert list(segments(store_path)) == [1, 1 + Rows * 4, 1 + Rows * 6]
+        second = rb.dumps(tmp_path / "versions")
+        rb.loads(tmp_path / "versions", 2)
+        assert rb.sql(TEXTS).fetchall() == [(number, Rows) for number in (1, 2, 6, 7)]
+        rb.loads(tmp_path / "versions", 1)
+        assert rb.sql(TEXTS).fetchall() == [(number, Rows) for number in range(1, 8)]
+    assert verify(second.path) == []
+    assert verify(store_path) == []
+
+
+@pytest.mark.usefixtures("no_syncs", "pairs")
+@pytest.mark.parametrize("follows", [False, True])
+def test_rows_are_taken_while_their_segment_goes(
+    store_path: Path, follows: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who draws them before they leave reads None in their place, and draws again; what stays is missed."""
+    with expstore.open(store_path, storage="arrow", seed=1, batch_size=16) as rb:
+        for number in range(1, 8):
+            rb.extend(told(number))
+        rb.flush()
+        with expstore.open(store_path, mode="r") if follows else contextlib.nullcontext(rb) as reader:
+            assert len(reader.sql(TEXTS).fetchall()) == 7
+            columns = reader.storage._source.columns if follows else reader.storage.columns
+            apart, ids = columns.segments, np.array([1, 2, 3, 4, 5]) * Rows + 1
+
+            def missing() -> list[bool]:
+                if follows:  # as one that has looked for another reason
+                    apart._look_anew()
+                found: list[bool] = apart.take(ids, [0])[0].is_null().to_pylist()
+                return found
+
+            rb.storage.give_up(np.array([3, 4]))
+            assert missing() == [False, True, True, False, False]
+            views = apart.views(0, Rows + 1, 4 * Rows)
+            assert [(len(view), view.null_count) for view in views] == [
+                (Rows, 0), (2 * Rows, 2 * Rows), (Rows, 0)
+            ]  # fmt: skip
+            assert not reader.storage.intact(ids)
+            # Space is given back late: no gap is told of any more, and a segment is older than what is
+            # missed.
+            monkeypatch.setattr(segmentwriter.SegmentWriter, "give_up", lambda self: None)
+            rb.storage.give_up(np.array([1, 2]))
+            assert not rb.storage.window.gaps
+            assert list(segments(store_path)) == [1, 1 + 4 * Rows, 1 + 6 * Rows]
+            assert missing() == [False, True, True, False, False]
+            if follows:
+                (store_path / "segments" / f"{1 + 4 * Rows:019d}.arrows").unlink()
+                with pytest.raises(CorruptionError, match="row 2401 is missing"):
+                    missing()
+                with pytest.raises(CorruptionError, match="row 2401 is missing"):
+                    apart.views(0, Rows + 1, 4 * Rows)
+
+
+@pytest.mark.usefixtures("no_syncs", "pairs")
+def test_a_damaged_batch_keeps_its_sum(store_path: Path) -> None:
+    """A segment with one is not made anew: what is written has a checksum that fits."""
+    with expstore.open(store_path, storage="arrow", seed=1) as rb:
+        for number in range(1, 6):
+            rb.extend(told(number))
+    path = store_path / "segments" / f"{1 + 2 * Rows:019d}.arrows"
+    data = path.read_bytes()
+    at = data.rindex(b"4 4 4 ")
+    path.write_bytes(data[:at] + b"7" + data[at + 1 :])
+    with expstore.open(store_path) as rb:
+        rb.storage.give_up(np.array([1, 3]))
+    assert list(segments(store_path)) == [1, 1 + 2 * Rows, 1 + 4 * Rows]
+    assert path.stat().st_size == len(data)
+    (found,) = verify(store_path)
+    assert found.path == f"segments/{path.name}"
+    assert found.ids == ((1 + 3 * Rows, 4 * Rows),)
 
 
 def test_by_bytes_the_oldest_leave(store_path: Path) -> None:

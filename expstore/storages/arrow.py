@@ -15,9 +15,11 @@ from typing import Any, Literal
 
 from expstore.errors import SchemaError, StorageError
 from expstore.files import Disk, File
+from expstore.gaps import NO_GAPS, Gaps
 from expstore.schema import Schema
 from expstore.storages.base import Keys
 from expstore.storages.layout import LayoutName
+from expstore.storages.recovery import Past
 from expstore.storages.rows import Rows
 from expstore.storages.segmentcolumn import in_place
 from expstore.storages.segmentwriter import SegmentWriter
@@ -163,9 +165,29 @@ class ArrowStorage(ZarrStorage):
 
     def _unsynced_columns(self) -> tuple[set[File], set[Path]]:
         if self._segments is not None:
-            gone = self.retired if self.slots is None else max(self.retired, self.last - self.slots)
-            self._segments.begin_mark(self.last, gone)
+            self._tell_left(self._segments)
+            self._segments.begin_mark(self.last)
         return super()._unsynced_columns()
+
+    def _tell_left(self, segments: SegmentWriter) -> None:
+        """Tell segments which rows have left: in a ring those of which not even a slot is left."""
+        if self.slots is None:
+            segments.note_left(self._window.low, self._window.gaps)
+        else:
+            segments.note_left(max(self.retired, self.last - self.slots), NO_GAPS)
+
+    def _settle_columns(self, past: Past) -> tuple[set[File], set[Path]]:
+        if self._segments is not None:
+            self._tell_left(self._segments)
+        return super()._settle_columns(past)
+
+    def _empty(self, dead: Gaps, pages: Gaps) -> set[File]:
+        files = super()._empty(dead, pages)
+        if self._segments is not None:
+            with self._sync_lock:  # a sync may merge them
+                self._tell_left(self._segments)
+                self._segments.give_up()
+        return files
 
     def _put_back(self, files: set[File], folders: set[Path]) -> None:
         super()._put_back(files, folders)

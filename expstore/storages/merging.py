@@ -1,4 +1,4 @@
-"""Which segments are made one, and what that one holds: long batches in the place of short ones.
+"""Which segments are made one, and what it holds: long batches in the place of short ones, no row that left.
 
 Used by what writes segments, for rows that a mark covers. It touches no file.
 """
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from expstore.gaps import Gaps
 from expstore.storages.messages import Header
 from expstore.storages.segments import Segment
 from expstore.types import Array
@@ -17,7 +18,7 @@ from expstore.types import Array
 if TYPE_CHECKING:
     from expstore.storages.segmentwriter import SegmentWriter
 
-__all__ = ["merged", "worth_merging"]
+__all__ = ["merged", "thinned", "worth_merging"]
 
 #: So long a batch becomes, about.
 MERGED_BYTES = 1 << 20
@@ -92,4 +93,26 @@ def merged(store: SegmentWriter, segments: Sequence[Segment], batch_bytes: int) 
             first, last = group[0][1].first, group[-1][1].last
             rows = store.take(np.arange(first, last + 1), range(len(store.fields)))
             parts += store.encode(first, rows, widths)
+    return parts
+
+
+def thinned(store: SegmentWriter, segment: Segment, low: int, gaps: Gaps) -> list[Array]:
+    """Return the bytes of a segment without the rows that have left; its end is left out.
+
+    Args:
+        store: Its segments.
+        segment: One of them.
+        low: Rows up to this id have left.
+        gaps: So have these.
+    """
+    parts = [np.frombuffer(segment.widths.head, np.uint8)]
+    near = gaps.between(segment.first - 1, segment.last)
+    for header, at in zip(segment.headers, segment.offsets, strict=True):
+        firsts, lasts = near.others(max(low, header.first - 1), header.last)
+        for first, last in zip(firsts.tolist(), lasts.tolist(), strict=True):
+            if (first, last) == (header.first, header.last):
+                parts.append(np.frombuffer(segment.read(at, header.size), np.uint8))
+            else:
+                rows = store.take(np.arange(first, last + 1), range(len(store.fields)))
+                parts += store.encode(first, rows, segment.widths)
     return parts

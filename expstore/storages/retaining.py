@@ -50,8 +50,6 @@ class GivenUp(NamedTuple):
 class RetainingStorage(ReshapableStorage):
     """Give up whole episodes.
 
-    Rows in segments leave with the oldest of these, whose rows have all left.
-
     Threads: others write and read meanwhile; who is reading rows that leave reads others in their place.
     Crashes: a row is given up when a record on the disk says so, and no earlier; its space is given back
     after that, or not at all if the process ends before, which costs space and nothing else.
@@ -169,6 +167,8 @@ class RetainingStorage(ReshapableStorage):
                     self._half = sequence - 1
                     files, folders = self._journal.unsettled()
                 self._sync_journal(files, folders)
+            # Before gaps are taken out that it covers: who finds neither would miss their rows.
+            self._state.set("retired", max(self.retired, through))
             manifest = self.manifest.replace(gaps=rest)
             if rest != window.gaps:  # after the record: an index that lacks it is built anew
                 with self.poisoning():
@@ -184,7 +184,6 @@ class RetainingStorage(ReshapableStorage):
         except BaseException:
             self.note_interruption()
             raise
-        self._state.set("retired", self.retired)
         self._state.set("sequence", sequence)
         return dead, pages
 

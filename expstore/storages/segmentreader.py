@@ -13,10 +13,12 @@ import pyarrow as pa
 
 from expstore.errors import StorageError
 from expstore.files import Disk, File
+from expstore.manifest import Manifest
 from expstore.schema import Field
 from expstore.storages.messages import encode, read_header
 from expstore.storages.segments import Segment, Segments
-from expstore.types import IntArray
+from expstore.storages.watch import Watch
+from expstore.types import Array, IntArray
 
 __all__ = ["SegmentReader"]
 
@@ -76,6 +78,13 @@ class SegmentReader(Segments):
                 self._look_anew()
             self._let_go_behind(last)
             self.top = max(self.top, last)
+
+    def have_left(self, ids: IntArray) -> Array:
+        """Say which rows have left, by what the writer says before their files go. Shapes `(n,)`."""
+        store = self.folder.parent
+        left: Array = Manifest.load(self._disk, store).gaps.holds(ids)
+        view = Watch(self._disk, store).look() if self._live else None  # behind: it takes over gaps
+        return left if view is None else left | (ids <= view.retired)
 
     def _read_on(self, last: int) -> bool:
         """Find more batches of the newest segment; say whether the row is among them."""

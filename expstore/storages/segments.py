@@ -192,6 +192,10 @@ class Segments:
         """Find the rows up to this id, beside a writer that has written them."""
         raise NotImplementedError
 
+    def have_left(self, ids: IntArray) -> Array:
+        """Say which rows have left the store, so that they may be missing here. Shapes `(n,)`."""
+        raise NotImplementedError
+
     def end_at(self, last: int) -> None:
         """Let only rows up to this id be found; nobody writes any more."""
         raise NotImplementedError
@@ -382,7 +386,7 @@ class Segments:
         return batches, inside
 
     def take(self, ids: IntArray, numbers: Sequence[int]) -> list[pa.Array]:
-        """Copy rows out; those that are older than all that are here come as None.
+        """Copy rows out; those that have left, or are older than all that are here, come as None.
 
         Args:
             ids: Shape `(n,)`.
@@ -404,9 +408,11 @@ class Segments:
         return [pa.concat_arrays([rows, pa.nulls(1, rows.type)]).take(pa.array(places)) for rows in found]
 
     def _explain(self, shown: _Shown, ids: IntArray) -> None:
-        """Raise CorruptionError if rows are missing that are no older than those that are here."""
+        """Raise CorruptionError if rows are missing that have not left."""
         oldest = int(shown.firsts[0]) if shown.held else 1 << 62
         young = ids[ids >= oldest]
+        if young.size:
+            young = young[~self.have_left(young)]
         if young.size:
             raise CorruptionError(f"row {young[0]} is missing in {self.folder}")
 
@@ -488,6 +494,8 @@ class Segments:
     def views(self, number: int, first_id: int, count: int) -> list[pa.Array]:
         """Return a run of rows, an array per batch; what has its own width is not copied.
 
+        Rows that have left meanwhile are None.
+
         Args:
             number: Of the field.
             first_id: Of the first row.
@@ -500,15 +508,24 @@ class Segments:
         found, at = [], first_id
         for name in self._names(shown, first_id, count):
             if shown.firsts[name] > at:
-                break
+                found.append(self._none(number, at, int(shown.firsts[name])))
+                at = int(shown.firsts[name])
             batch = self._decode(shown, name, [number])
             start = at - int(shown.firsts[name])
             some = min(int(shown.lasts[name]) + 1, first_id + count) - at
             found.append(self._own(batch.column(0).slice(start, some), number))
             at += some
         if at < first_id + count:
-            raise CorruptionError(f"row {at} is missing in {self.folder}")
+            found.append(self._none(number, at, first_id + count))
         return found
+
+    def _none(self, number: int, first: int, end: int) -> pa.Array:
+        """Return what stands for rows that are not here; raise CorruptionError unless they have left."""
+        missing = np.arange(first, end)
+        young = missing[~self.have_left(missing)]
+        if young.size:
+            raise CorruptionError(f"row {young[0]} is missing in {self.folder}")
+        return pa.nulls(end - first, self.kinds[number])
 
     def _names(self, shown: _Shown, first_id: int, count: int) -> Iterator[int]:
         """Yield the batches in which rows of a run are."""

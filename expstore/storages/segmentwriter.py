@@ -1,4 +1,4 @@
-"""Segments that are written: batches appended, sealed, merged, and removed from the oldest on.
+"""Segments that are written: batches appended, sealed, merged, and removed when all their rows have left.
 
 Used by the Arrow storage. Rows come in the order of their ids. It decides nothing about order: what is
 published, marked or given up the storage says.
@@ -14,12 +14,13 @@ import pyarrow as pa
 
 from expstore.addresses import AddressRange
 from expstore.files import Disk, File
+from expstore.gaps import NO_GAPS, Gaps
 from expstore.schema import Field
-from expstore.storages.merging import MERGED_BYTES, merged, worth_merging
+from expstore.storages.merging import MERGED_BYTES, merged, thinned, worth_merging
 from expstore.storages.messages import END, encode, read_header
 from expstore.storages.segments import Segment, Segments
 from expstore.storages.widths import Bounds, Widths, bounds_of, together, widths_for
-from expstore.types import Array
+from expstore.types import Array, IntArray
 
 __all__ = ["SegmentWriter"]
 
@@ -71,7 +72,9 @@ class SegmentWriter(Segments):
         self._torn = False  # whether a write has failed behind the end of the open segment
         self._finished: list[Segment] = []  # sealed, and not synced yet
         self._marking: list[Segment] = []  # which the sync under way brings to the disk
-        self._marked = self._gone = 0
+        self._marked = 0
+        self._low, self._gaps = 0, NO_GAPS  # rows up to this id have left, and these between others
+        self._unsound: set[Path] = set()  # what is found so stays, for a repair
         self.touched: set[File] = set()
         self.new_folders: set[Path] = set()
         #: Bytes that were written since the last sync began.
@@ -365,16 +368,29 @@ class SegmentWriter(Segments):
 
     # -- sync ------------------------------------------------------------------------------------
 
-    def begin_mark(self, last: int, gone: int) -> None:
+    def note_left(self, low: int, gaps: Gaps) -> None:
+        """Be told which rows have left, as stands on the disk, or will with the next mark.
+
+        Args:
+            low: All up to this id.
+            gaps: Those between others.
+        """
+        self._low, self._gaps = low, gaps
+
+    def have_left(self, ids: IntArray) -> Array:
+        """Say which rows have left the store, so that they may be missing here. Shapes `(n,)`."""
+        left: Array = (ids <= self._low) | self._gaps.holds(ids)
+        return left
+
+    def begin_mark(self, last: int) -> None:
         """Be told that what was touched is about to be synced, and a mark to follow.
 
         Args:
             last: Newest id that the mark is to cover.
-            gone: Rows up to this id nobody needs any more once it does.
         """
         self._marking += self._finished
         self._finished = []
-        self._marked, self._gone = last, gone
+        self._marked = last
         self.unsynced_bytes = 0
 
     def put_back(self) -> None:
@@ -394,32 +410,72 @@ class SegmentWriter(Segments):
                 segment.file = None
         self._marking = []
         if tidy:
-            self._drop(self._gone)
+            self._drop()
             self._merge(self._marked)
 
-    def _drop(self, gone: int) -> None:
-        """Remove the segments whose rows are all up to this id."""
+    def give_up(self) -> None:
+        """Give back the space of rows that have left, as stands on the disk; no sync is under way.
+
+        Segments without others go. One at least half of whose rows have left is made once more, of the
+        others.
+        """
+        self._drop()
+        settled = self._settled()
+        for segment, live in zip(settled, self._live(settled), strict=True):
+            rows = sum(header.rows for header in segment.headers)
+            if 2 * live <= rows and self._is_whole(segment):
+                self._put_for([segment], thinned(self, segment, self._low, self._gaps))
+
+    def _settled(self) -> list[Segment]:
+        """Return the segments that are sealed, and on the disk."""
         with self.changing:
-            old = [s for s in self.segments if s.sealed and s.file is None and s.last <= gone]
-            if old:
-                self.replace(0, len(old), [])
-        for segment in old:
+            return [segment for segment in self.segments if segment.sealed and segment.file is None]
+
+    def _live(self, segments: Sequence[Segment]) -> list[int]:
+        """Return how many rows of each segment have not left."""
+        first = np.array([max(segment.first, self._low + 1) for segment in segments], np.int64)
+        last = np.array([segment.last for segment in segments], np.int64)
+        left = self._gaps.counts(last) - self._gaps.counts(first - 1)
+        live: list[int] = np.where(first > last, 0, last + 1 - first - left).tolist()
+        return live
+
+    def _is_whole(self, segment: Segment) -> bool:
+        """Say whether a segment has no damaged batch: what is written anew has a sum of its own."""
+        if segment.path in self._unsound:
+            return False
+        whole = all(segment.is_sound(number) for number in range(len(segment.headers)))
+        if not whole:
+            self._unsound.add(segment.path)
+        return whole
+
+    def _drop(self) -> None:
+        """Remove the segments whose rows have all left."""
+        settled = self._settled()
+        gone = [one for one, live in zip(settled, self._live(settled), strict=True) if not live]
+        with self.changing:
+            for segment in gone:
+                self.replace(self._number(segment), 1, [])
+        for segment in gone:
             self._disk.unlink(segment.path)
+
+    def _number(self, segment: Segment) -> int:
+        return next(number for number, one in enumerate(self.segments) if one is segment)
 
     def _merge(self, marked: int) -> None:
         """Make long batches of short ones, and long segments of short ones."""
-        with self.changing:
-            settled = [s for s in self.segments if s.sealed and s.file is None and s.last <= marked]
+        settled = [segment for segment in self._settled() if segment.last <= marked]
+        settled = [segment for segment in settled if segment.path not in self._unsound]
         size = PACKED_BYTES // 2 if self.compression else MERGED_BYTES
         chosen = worth_merging(settled, segment_bytes=SEGMENT_BYTES, batch_bytes=size)
-        if not chosen:
-            return
-        parts = merged(self, chosen, size)
+        if chosen and all(self._is_whole(segment) for segment in chosen):
+            self._put_for(chosen, merged(self, chosen, size))
+
+    def _put_for(self, chosen: Sequence[Segment], parts: Sequence[Array]) -> None:
+        """Put a segment of these bytes in the place of some, neighbours."""
         again = self._write_again(chosen[0], parts, ends=True)
         self._let_go(again)
         with self.changing:
-            first = next(i for i, segment in enumerate(self.segments) if segment is chosen[0])
-            self.replace(first, len(chosen), [again])
+            self.replace(self._number(chosen[0]), len(chosen), [again])
         for segment in chosen[1:]:
             self._disk.unlink(segment.path)
 

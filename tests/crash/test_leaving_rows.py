@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from collections.abc import Callable
@@ -11,19 +12,30 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from disks import KillingDisk
-from tensordict import TensorDict
+from cuts import disks_after
+from disks import KillingDisk, machine
+from tensordict import NonTensorStack, TensorDict
 
 import expstore
+from expstore import CorruptionError
 from expstore.checks import verify
-from expstore.storages import ZarrStorage, keeper
+from expstore.files import Disk
+from expstore.gaps import Gaps
+from expstore.storages import ArrowStorage, ZarrStorage, journaled, keeper, retaining, segmentwriter
 from expstore.storages.settings import Settings
 
 ROWS = 600
 LAYOUTS: dict[str, Any] = {
     "flat": {"layout": "flat"},
     "packed": {"layout": "flat", "fields": {"frame": {"layout": "packed", "rows": 64}}},
+    "segments": {"storage": "arrow"},
 }
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two extends make a segment."""
+    monkeypatch.setattr(segmentwriter, "SEGMENT_BATCHES", 2)
 
 
 def filled(path: Path, episodes: int, **more: Any) -> None:
@@ -33,7 +45,9 @@ def filled(path: Path, episodes: int, **more: Any) -> None:
             done[-1] = True
             frames = torch.full((ROWS, 2048), number, dtype=torch.uint8)
             ends = {"done": done, "terminated": done}
-            rows = {"frame": frames, "number": torch.full((ROWS,), number), "next": ends}
+            rows: Any = {"frame": frames, "number": torch.full((ROWS,), number), "next": ends}
+            if more.get("storage") == "arrow":
+                rows["frame"] = NonTensorStack(*[[number] * (step % 5 + 1) for step in range(ROWS)])
             rb.extend(TensorDict(rows, [ROWS]))
 
 
@@ -46,7 +60,22 @@ def check_whole(rb: Any, kept: set[int]) -> None:
     fragments = rb.sql("SELECT episode_id, length FROM fragments ORDER BY first_id").fetchall()
     assert fragments == found
     values = rb[:]
-    assert (values["frame"] == values["number"][:, None]).all()
+    if rb.storage.kind == "arrow":
+        wanted = [[number] * (step % 5 + 1) for number in sorted(kept) for step in range(ROWS)]
+        assert list(values["frame"]) == wanted
+    else:
+        assert (values["frame"] == values["number"][:, None]).all()
+
+
+def segments(path: Path) -> list[int]:
+    """Return the ids with which the segments are named."""
+    return [int(one.stem) for one in sorted((path / "segments").glob("*.arrows"))]
+
+
+def open_with(path: Path, disk: Disk) -> ZarrStorage:
+    """Open a store for writing, its files touched through a disk."""
+    kind = ArrowStorage if (path / "segments").exists() else ZarrStorage
+    return kind(path, disk=disk, settings=Settings(on_sigterm="ignore"))
 
 
 def killed(path: Path, at: int, act: Callable[[ZarrStorage], Any], monkeypatch: pytest.MonkeyPatch) -> bool:
@@ -56,7 +85,7 @@ def killed(path: Path, at: int, act: Callable[[ZarrStorage], Any], monkeypatch: 
         try:
             monkeypatch.setattr(keeper, "SYNC_SECONDS", 1e9)
             disk = KillingDisk(in_turn=True)
-            storage = ZarrStorage(path, disk=disk, settings=Settings(on_sigterm="ignore"))
+            storage = open_with(path, disk)
             disk.arm(at)
             act(storage)
             storage.sync()
@@ -68,7 +97,10 @@ def killed(path: Path, at: int, act: Callable[[ZarrStorage], Any], monkeypatch: 
     return status == 0
 
 
-@pytest.mark.parametrize(("layout", "going"), [("flat", [1, 3, 4]), ("packed", [2, 4])])
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(
+    ("layout", "going"), [("flat", [1, 3, 4]), ("packed", [2, 4]), ("segments", [1, 3, 4])]
+)
 def test_killed_before_some_acts(
     tmp_path: Path, layout: str, going: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -111,8 +143,105 @@ def kill_everywhere(
             check_whole(rb, found)
             rb.storage.give_up(np.array(going))
             check_whole(rb, stay)
+            if layout == "segments":
+                assert set(segments(path)) <= {1 + ROWS * (n - 1) for n in (1, 3, 5) if {n, n + 1} & stay}
         assert verify(path) == [], at
         shutil.rmtree(path)
         at += step
     assert outcomes >= {frozenset(stay), frozenset(range(1, 7))}
     return at - step
+
+
+class NoKeeper:
+    """Stand in for the background thread."""
+
+    def __init__(self, storage: object) -> None: ...
+    def note(self) -> None: ...
+    def hurry(self) -> None: ...
+    def stop(self) -> None: ...
+
+
+def look(path: Path) -> frozenset[int]:
+    """Return the episodes that a store in segments has, each whole."""
+    with contextlib.closing(open_with(path, Disk())) as storage:
+        texts, numbers = storage.read(storage.window.ids(), [0, 1])
+        found = sorted(set(numbers.tolist()))
+        assert numbers.tolist() == np.repeat(found, ROWS).tolist()
+        assert texts.to_pylist() == [[number] * (step % 5 + 1) for number in found for step in range(ROWS)]
+    return frozenset(found)
+
+
+def cut_anywhere(tmp_path: Path, cuts: int, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut the power while episodes leave twice; what stays is whole, what left before a sync stays gone."""
+    monkeypatch.setattr(machine, "boot", 7)
+    monkeypatch.setattr(journaled, "Keeper", NoKeeper)
+    place, disks, outcomes = tmp_path / "place", tmp_path / "disks", set()
+    place.mkdir()
+    disks.mkdir()
+    filled(place / "a.exp", 6, storage="arrow")
+
+    def act(disk: Disk) -> None:
+        storage = open_with(place / "a.exp", disk)
+        storage.give_up(np.array([1]))
+        storage.sync()
+        storage.give_up(np.array([3, 4]))
+        storage.close()
+
+    for over, at in disks_after(place, act, disks, cuts, seed):
+        found = look(at / "a.exp")
+        outcomes.add(found)
+        assert found == {2, 5, 6} or not over
+    assert verify(place / "a.exp") == []
+    assert outcomes >= {frozenset({1, 2, 3, 4, 5, 6}), frozenset({2, 5, 6})}
+    assert outcomes <= {frozenset({1, 2, 3, 4, 5, 6}), frozenset({2, 3, 4, 5, 6}), frozenset({2, 5, 6})}
+
+
+@pytest.mark.usefixtures("no_syncs")
+@pytest.mark.parametrize("cuts", [40, pytest.param(1500, marks=pytest.mark.torture)])
+@pytest.mark.timeout(1200)
+def test_the_power_goes_while_rows_in_segments_leave(
+    tmp_path: Path,
+    cuts: int,
+    long_seed: int,
+    monkeypatch: pytest.MonkeyPatch,
+    count_cases: Callable[..., None],
+) -> None:
+    cut_anywhere(tmp_path, cuts, long_seed, monkeypatch)
+    count_cases(cuts)
+
+
+# -- teeth -------------------------------------------------------------------------------------------
+
+
+def give_back_first(storage: Any, going: Gaps) -> tuple[Gaps, Gaps]:
+    """Give back segments before there is a record of it, as the protocol forbids."""
+    segments, window = storage.columns.segments, storage.window
+    segments.note_left(window.low, window.gaps.joined(going))
+    segments.give_up()
+    return PART_WITH(storage, going)
+
+
+PART_WITH = retaining.RetainingStorage._part_with
+
+
+@pytest.mark.timeout(1200)
+def test_space_given_back_before_the_record_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retaining.RetainingStorage, "_part_with", give_back_first)
+    with pytest.raises((AssertionError, CorruptionError)):
+        kill_everywhere(tmp_path, "segments", [1, 3, 4], monkeypatch, step=1)
+
+
+def give_back_unsynced(storage: Any, going: Gaps) -> tuple[Gaps, Gaps]:
+    """Write the record, and give back space before it is on the disk."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(storage, "_sync_journal", lambda files, folders: None)
+        return PART_WITH(storage, going)
+
+
+@pytest.mark.usefixtures("no_syncs")
+@pytest.mark.timeout(1200)
+def test_a_record_that_is_not_synced_first_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retaining.RetainingStorage, "_part_with", give_back_unsynced)
+    monkeypatch.setattr(retaining, "_punch", lambda column, ids: set())  # segments alone are to tell
+    with pytest.raises(CorruptionError, match="is missing|are missing"):
+        cut_anywhere(tmp_path, 40, 0, monkeypatch)

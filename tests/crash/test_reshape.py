@@ -6,7 +6,6 @@ Whoever opens what is left finds the former store or the new one, and of a merge
 from __future__ import annotations
 
 import os
-import random
 import shutil
 import signal
 from collections.abc import Callable, Iterator, Sequence
@@ -16,9 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cuts import disks_after
 from disks import KillingDisk, machine
-from platter import Inode, Platter, Tree, write_tree
-from recording import RecordingDisk
 from tensordict import TensorDict
 
 import expstore
@@ -184,43 +182,6 @@ def test_a_merge_is_killed(tmp_path: Path, stride: int, count_cases: Callable[..
 
 
 # -- power cuts --------------------------------------------------------------------------------------
-
-
-def tree_of(folder: Path) -> Tree:
-    """All files of a folder, as they last."""
-    tree: Tree = {}
-    for path in sorted(folder.iterdir()):
-        if path.is_dir():
-            tree[path.name] = tree_of(path)
-        else:
-            data, inode = path.read_bytes(), Inode()
-            inode.write(data, 0)
-            inode.sync()
-            tree[path.name] = inode
-    return tree
-
-
-def disks_after(
-    base: Path, act: Callable[[RecordingDisk], Any], folder: Path, cuts: int, seed: int
-) -> Iterator[tuple[bool, Path]]:
-    """Yield what power cuts leave of a folder, and whether the act had returned."""
-    tree, chance = tree_of(base), random.Random(cuts + seed)
-    disk = RecordingDisk(base / "nowhere")
-    act(disk)
-    platter, done = Platter(base, tree), 0
-    end = len(disk.events)
-    # Half of them at the end, where all is done but for names that are not synced.
-    late = [chance.randrange(end - 60, end + 1) for _ in range(cuts // 2)]
-    points = sorted([*late, *(chance.randrange(1, end + 1) for _ in range(cuts // 2))])
-    points += [end] * 3
-    for number, point in enumerate(points):
-        for event in disk.events[done:point]:
-            platter.replay(event)
-        done = point
-        at = folder / str(number)
-        write_tree(platter.choose(chance), at)
-        yield point == len(disk.events), at
-        shutil.rmtree(at)
 
 
 @pytest.fixture
