@@ -112,7 +112,11 @@ def test_what_fails_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         printing("kills/0", json.dumps({**FINE, "failures": [lost]})),
         printing("kills/1", json.dumps(FINE), code=3),
         printing("kills/2", ""),
-        Unit("lives/0", ["-m", "pytest", "-p", "no:cacheprovider", "-c", os.devnull, str(test)], 7),
+        Unit(
+            "lives/0",
+            ["-m", "pytest", "-p", "no:cacheprovider", "-c", os.devnull, "-W", "error", str(test)],
+            7,
+        ),
         printing("teeth/0", json.dumps({**FINE, "task": "journal first"})),
     ]
     suites = [Suite("kills", units[:3]), Suite("lives", units[3:4]), Suite("teeth", units[4:])]

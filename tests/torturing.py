@@ -171,11 +171,19 @@ class Run:
         ) as name:
             here = Path(name)
             out, err, report = here / "out", here / "err", here / "report.xml"
-            environment = {**os.environ, **ENVIRONMENT, "SEED": str(unit.seed), "TMPDIR": name, **unit.more}
+            # What is tried is what lies here, wherever an installed one may.
+            paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+            environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": paths, "SEED": str(unit.seed)}
+            environment |= {"TMPDIR": name, **unit.more}
             environment.pop("PYTEST_ADDOPTS", None)
             command = [sys.executable, *unit.command]
             if unit.reads == "pytest":
-                command += [f"--junitxml={report}", f"--basetemp={here / 'pytest'}"]
+                command += [
+                    f"--junitxml={report}",
+                    "-o",
+                    "junit_family=xunit1",
+                    f"--basetemp={here / 'pytest'}",
+                ]
             with out.open("wb") as stdout, err.open("wb") as stderr:
                 with self._lock:
                     if self._over:
