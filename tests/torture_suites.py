@@ -112,6 +112,7 @@ GROUPS = {
     "test_client::test_32_clients_and_a_kill": Group("clients", alone=True),
     "test_lossless::test_rows_come_back_bit_by_bit_in_thousands_of_lives": Group("lives", again=True),
     "test_resizing::test_many_lists_of_rows": Group("lives", again=True),
+    "test_whole_buffer::test_thousands_of_lives": Group("lives", again=True),
     "test_slices_crowd::test_threads_beside_a_writer": Group("crowds", 4, alone=True),
     "test_slices_crowd::test_a_follower_beside_a_writer": Group("crowds", 4, alone=True),
     "test_followers_crowd::test_followers_beside_a_writer": Group("crowds", alone=True),
