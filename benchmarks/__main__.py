@@ -75,6 +75,7 @@ def run_part(run: Run, part: Part, wanted: argparse.Namespace) -> Outcome:
     if part.script == "remote" and wanted.reverb and wanted.effort != "smoke":
         given += ["--reverb", wanted.reverb]
     start = fork_part if wanted.effort == "smoke" else start_part
+    part = replace(part, limit=int(part.limit * wanted.patience))
     before = _cpu()
     try:
         outcome = start(part, given, run.log(part), run.figures(part))
@@ -190,6 +191,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.set_defaults(effort="full")
     parser.add_argument("--resume", action="store_true", help="go on with the newest run that was cut off")
     parser.add_argument("--out", type=Path, default=OUT, help="where runs lie")
+    parser.add_argument("--patience", type=float, default=1.0, help="times which parts may take as long")
     parser.add_argument("--frames", type=Path, default=OUT / "frames", help="where frames of games are kept")
     parser.add_argument(
         "--reverb",
