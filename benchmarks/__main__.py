@@ -162,9 +162,12 @@ def put(wanted: argparse.Namespace) -> int:
     told = load(run.file)
     if told["effort"] == "smoke":
         raise SystemExit("figures of a smoke run mean nothing: they are not put into README")
+    files = ("run.json", "table.md", "ratios.png", "growth.png")
+    if missing := [name for name in files if not (run.folder / name).exists()]:
+        raise SystemExit(f"{run.folder} has no {', '.join(missing)}: matplotlib was not installed")
     text = embed(README.read_text(), told)
     RESULTS.mkdir(exist_ok=True)
-    for name in ("run.json", "table.md", "ratios.png", "growth.png"):
+    for name in files:
         shutil.copyfile(run.folder / name, RESULTS / name)
     README.write_text(text)
     print(f"README.md and benchmarks/results are those of {run.folder}")

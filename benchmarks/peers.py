@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 #: Which of ours stands beside the others: what a user gets who asks for nothing, but for random bytes.
 DEFAULTS = {
-    "locomotion": "expstore",
+    "locomotion": "expstore-default",
     "atari": "expstore-flat",
     "mixed": "expstore-flat",
     "wide": "expstore-flat",

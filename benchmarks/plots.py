@@ -46,10 +46,24 @@ def _ratios(told: Told, path: Path) -> None:
     ]
     figure, axes = plt.subplots(figsize=(9, 0.9 + 0.42 * len(found)))
     for place, (_, two, one) in enumerate(found):
-        axes.barh(place + 0.18, two, 0.34, color="#2a6f97", label="2 torch threads" if not place else None)
-        axes.text(two or 1, place + 0.18, f" {two:.1f}", va="center", fontsize=7)
+        axes.barh(
+            place + 0.18,
+            (two or 1) - 1,
+            0.34,
+            left=1,
+            color="#2a6f97",
+            label="2 torch threads" if not place else None,
+        )
+        axes.text(max(1, two or 1), place + 0.18, f" {two:.1f}", va="center", fontsize=7)
         if one:
-            axes.barh(place - 0.18, one, 0.34, color="#a9d6e5", label="1 torch thread" if not place else None)
+            axes.barh(
+                place - 0.18,
+                one - 1,
+                0.34,
+                left=1,
+                color="#a9d6e5",
+                label="1 torch thread" if not place else None,
+            )
     axes.set_yticks(range(len(found)), [text for text, *_ in found], fontsize=8)
     axes.set_xscale("log")
     axes.axvline(1, color="black", linewidth=0.8)

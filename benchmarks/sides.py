@@ -418,7 +418,7 @@ class Memcpy(_Tensors):
 
 #: Whom rows are given to, in the order of the table; the first three are ours.
 SIDES: dict[str, Callable[[Path, int, TensorDict], Side]] = {
-    "expstore": Ours,
+    "expstore-default": Ours,
     "expstore-flat": OursFlat,
     "expstore-memory": OursMemory,
     "torchrl-list": TorchRLList,

@@ -33,7 +33,7 @@ HEADLINES = (
     ("trajectories by a row's reward: SQL, `rb.query` there", "trajectories", "trajectories/reward-sql"),
 )
 NAMES = {
-    "expstore": "expstore (disk, packed)",
+    "expstore-default": "expstore (disk; images packed)",
     "expstore-flat": 'expstore (disk, `layout="flat"`)',
     "expstore-memory": "expstore `MemoryStorage`",
     "torchrl-list": "TorchRL `ListStorage`",

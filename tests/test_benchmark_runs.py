@@ -113,6 +113,20 @@ def test_blocks_say_what_a_run_says(told: dict[str, Any]) -> None:
     assert "| sample 256 rows | not measured | | | |" in tables.embed(text, told)
 
 
+def test_all_buffers_are_told_beside_one_another(told: dict[str, Any]) -> None:
+    ours = {"expstore": series(1e-3), "side": "expstore-flat"}
+    sides = {"expstore-default": 4e-3, "torchrl-list": 6e-3, "torchrl-memmap": 2e-3}
+    told["results"] = [
+        result("peers-wide", f"wide/sample/{side}", 1, 1, data=ours | {side: series(median)})
+        for side, median in sides.items()
+    ]
+    lines = [*tables.peers(tables.Told(told))]
+    assert "| expstore (disk; images packed) | – | – | 4,000 µs |  | 1.50x |" in lines
+    assert '| expstore (disk, `layout="flat"`) | – | – | 1,000 µs |  | 6.00x |' in lines
+    assert "| TorchRL `LazyMemmapStorage` (disk) | – | – | 2,000 µs | 3.44x | 3.00x |" in lines
+    assert len(lines) == 2 + 4
+
+
 def test_readme_without_its_markers_is_refused(told: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="README has 0 blocks between the markers of table"):
         tables.embed("nothing", told)

@@ -128,7 +128,8 @@ def test_others_are_measured_or_said_to_be_left_out(run: dict[str, Any]) -> None
             there = {f"{kind}/sample/{side}", f"{kind}/sample/{side}@1"} <= set(found)
             assert there != (f"{kind}/{side}" in run["skipped"]), side
     row = run["by_part"]["peers-locomotion"]["locomotion/sample/torchrl-tensor"]
-    assert row["data"]["side"] == "expstore"
+    assert row["data"]["side"] == "expstore-default"
+    assert "atari/sample/expstore-default" in names(run, "peers-atari")
     assert row["data"].keys() == {"expstore", "torchrl-tensor", "side"}
 
 
