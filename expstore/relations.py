@@ -99,6 +99,15 @@ class Column:
     arrow: str = ""
     gather: Callable[[], Sequence[Array]] | None = None
 
+    def gathered(self) -> Column:
+        """Return the column with its parts, or with why it cannot be put together."""
+        if self.gather is None:
+            return self
+        try:
+            return dataclasses.replace(self, parts=self.gather())
+        except CorruptionError as exc:
+            return dataclasses.replace(self, fault=exc)
+
 
 @dataclass(frozen=True, slots=True)
 class Relations:
@@ -167,7 +176,7 @@ class Relations:
         items = [_Item(f"c{place}", column) for place, column in enumerate(fields)]
         items = _without_unnamed(items, tops, cursor, sql)
         for item in items:
-            item.gather()
+            item.column = item.column.gathered()
         stored = [item for item in items if item.stored]
         lost |= {item.name: (item.arrow_kind(), item.column.fault) for item in stored if item.column.fault}
         texts = {item.name: item.column.parts for item in stored if item.column.dtype == OBJECT}
@@ -202,7 +211,9 @@ class Relations:
             name = column.key[0]
             if len(column.key) != 1 or name not in own or name in row or name in lost:
                 fields.append(column)
-            elif column.fault is not None:
+                continue
+            column = column.gathered()
+            if column.fault is not None:
                 lost[name] = ROW_COLUMNS[name], column.fault
             else:
                 row[name] = _arrow(column.parts, ROW_COLUMNS[name], ())
@@ -227,15 +238,6 @@ class _Item:
             self.shape += (width,)
         # DuckDB has no array of length 0: such a field is an empty list.
         self.stored = 0 not in self.shape
-
-    def gather(self) -> None:
-        """Put the column together, if it has to be."""
-        gather = self.column.gather
-        if gather is not None:
-            try:
-                self.column = dataclasses.replace(self.column, parts=gather())
-            except CorruptionError as exc:
-                self.column = dataclasses.replace(self.column, fault=exc)
 
     def data(self) -> pa.ChunkedArray:
         """Return the column as Arrow, not copied where DuckDB knows it as it lies."""

@@ -8,14 +8,15 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from expstore.errors import CorruptionError
 from expstore.storages.archive import ARCHIVED_ID, Beside, with_left
 from expstore.storages.base import ROW_FIELDS, Storage
-from expstore.storages.sampled import SAMPLED
+from expstore.storages.sampled import SAMPLED, Sampled
 from expstore.types import Array, IntArray, Window
 
 if TYPE_CHECKING:
@@ -26,6 +27,10 @@ __all__ = ["history_of", "readable", "relations_of"]
 
 #: So many rows at a time are read where a column is put together for a query.
 _PIECE_ROWS = 65_536
+#: Where rows lie in more runs than this, no run is viewed by itself,
+_MANY_RUNS = 256
+#: but for rows that are longer than this.
+_NARROW_BYTES = 256
 #: Row columns that a row of an archive has from its ring; its id it has in a field.
 _KEPT = (("_episode",), ("_step",), ("_time",))
 
@@ -41,15 +46,22 @@ def relations_of(storage: Storage, window: Window) -> Relations:
     unviewed = storage.unviewed_places | {n for n, entry in enumerate(schema.fields) if entry.variable}
     places = [place for place in range(fields + len(ROW_FIELDS)) if place not in unviewed]
     implied = storage.implied_places
-    found = dict(zip(places, zip(*_as_readable(storage, places, window), strict=True), strict=True))
+    found: dict[int, Any] = {}
+    scattered = _Scattered(storage, window) if len(window.gaps) > _MANY_RUNS else None
+    if scattered is None:
+        found = dict(zip(places, zip(*_as_readable(storage, places, window), strict=True), strict=True))
+    else:
+        found = {place: ((), None, None, "", partial(scattered.rows, place)) for place in places}
     columns = [
         Column((f"_{entry.key[1]}",), entry.dtype, (), *found[place])
         for place, entry in enumerate(ROW_FIELDS, fields)
     ]
     sampled = storage.sampled
     if sampled is not None:
-        runs = [piece for first, count in window.runs() for piece in storage.pieces(first, count)]
-        columns.append(Column(("_sampled",), SAMPLED.dtype, (), sampled.views(runs)))
+        gather = None if scattered is None else partial(scattered.counts, sampled)
+        runs = window.runs() if scattered is None else ()
+        parts = sampled.views(piece for first, count in runs for piece in storage.pieces(first, count))
+        columns.append(Column(("_sampled",), SAMPLED.dtype, (), parts, gather=gather))
     own = [column.key[0] for column in columns]
     columns += [
         Column(entry.key, entry.dtype, entry.shape, *found[place])
@@ -110,13 +122,57 @@ def _gathering(storage: Storage, place: int, window: Window) -> Callable[[], lis
 
     def gather() -> list[Array]:
         found = []
-        for first, count in window.runs():
-            for start in range(first, first + count, _PIECE_ROWS):
-                ids = np.arange(start, min(start + _PIECE_ROWS, first + count))
-                found.append(storage.read(ids, [place])[0])
+        for start in range(0, window.rows, _PIECE_ROWS):
+            ids = window.nth(np.arange(start, min(start + _PIECE_ROWS, window.rows)))
+            found.append(storage.read(ids, [place])[0])
         return found
 
     return gather
+
+
+class _Scattered:
+    """Show rows between many that have left: a column is asked for when a query names it, all runs at once.
+
+    Each run by itself would cost 85 us in a query, whose length hardly matters: narrow rows are copied.
+
+    Args:
+        storage: Whose rows.
+        window: Which ones; it has gaps.
+    """
+
+    def __init__(self, storage: Storage, window: Window) -> None:
+        self._storage, self._window = storage, window
+
+    @cached_property
+    def _numbers(self) -> IntArray:
+        """Which of the ids above the window's low can be read, counted from 0. Shape `(rows,)`."""
+        numbers: IntArray = self._window.nth(np.arange(self._window.rows)) - (self._window.low + 1)
+        return numbers
+
+    def rows(self, place: int) -> list[Array]:
+        """Return a column that can be viewed."""
+        window = self._window
+        return self._pick(self._storage.views([place], window.low + 1, window.size)[0])
+
+    def counts(self, sampled: Sampled) -> list[Array]:
+        """Return how often rows were sampled."""
+        window = self._window
+        return self._pick(sampled.views(self._storage.pieces(window.low + 1, window.size)))
+
+    def _pick(self, parts: Sequence[Array]) -> list[Array]:
+        """Take the rows that can be read out of views of all; wide ones are viewed run by run."""
+        found, behind = [], 0
+        for part in parts:
+            low, high = np.searchsorted(self._numbers, [behind, behind + len(part)])
+            numbers = self._numbers[low:high] - behind
+            behind += len(part)
+            if part[:1].nbytes <= _NARROW_BYTES:
+                found.append(part[numbers])
+                continue
+            cuts = np.flatnonzero(np.diff(numbers, prepend=-2) > 1)
+            starts, counts = numbers[cuts], np.diff(cuts, append=numbers.size)
+            found += [part[at : at + n] for at, n in zip(starts.tolist(), counts.tolist(), strict=True)]
+        return found
 
 
 def readable(storage: Storage, places: Sequence[int], window: Window) -> list[list[Array]]:
