@@ -151,27 +151,29 @@ def _filled(*words: str) -> str:
     return textwrap.fill(" ".join(words), 120, break_long_words=False, break_on_hyphens=False)
 
 
+#: What is told of all buffers: column, part, what was measured.
+COLUMNS = (
+    ("sample 256 of 178 B", "peers-locomotion", "locomotion/sample"),
+    ("extend by 1000", "peers-locomotion", "locomotion/extend"),
+    ("add", "peers-locomotion", "locomotion/add"),
+    ("sample 256 Atari rows (14 KB)", "peers-atari", "atari/sample"),
+    ("sample 256 of 2 x f32[22188]", "peers-wide", "wide/sample"),
+)
+
+
 def peers(told: Told) -> Iterator[str]:
     """Compare with everybody, on three kinds of rows."""
-    kinds = {
-        "locomotion": "locomotion (178 B)",
-        "atari": "Atari frames (14 KB)",
-        "wide": "2 x f32[22188] (177 KB)",
-    }
-    found = {kind: told.sides(f"peers-{kind}", f"{kind}/sample") for kind in kinds}
-    yield f"| `sample(256)` out of | {' | '.join(kinds.values())} | documented | here |"
-    yield f"|---|{'---|' * (len(kinds) + 2)}"
-    lists = found["wide"].get("torchrl-list")
+    found = [told.sides(part, act) for _, part, act in COLUMNS]
+    yield f"| median per call | {' | '.join(text for text, *_ in COLUMNS)} | documented | here |"
+    yield f"|---|{'---|' * (len(COLUMNS) + 2)}"
+    wide = found[-1]
     for name, text in NAMES.items():
-        if not any(name in sides for sides in found.values()):
+        if not any(name in sides for sides in found):
             continue
-        cells = [duration(sides[name]["median"]) if name in sides else "–" for sides in found.values()]
+        cells = [duration(sides[name]["median"]) if name in sides else "–" for sides in found]
         said = f"{DOCUMENTED[name]:g}x" if name in DOCUMENTED else ""
-        here = (
-            f"{lists['median'] / found['wide'][name]['median']:.2f}x"
-            if lists and name in found["wide"]
-            else "–"
-        )
+        there = "torchrl-list" in wide and name in wide
+        here = f"{wide['torchrl-list']['median'] / wide[name]['median']:.2f}x" if there else "–"
         yield f"| {text} | {' | '.join(cells)} | {said} | {here} |"
 
 
@@ -191,6 +193,7 @@ def images(told: Told) -> Iterator[str]:
     drawn = [row["data"]["expstore"]["median"] * 1e3 for row in rows if row["name"].endswith("/sample")]
     sampled, sliced = values("sample"), values("slices")
     flat = told.row("core", "pixels/sample")
+    space = told.row("peers-atari", "atari/space/expstore-flat")
     faster = times(flat and ratio(flat)).removesuffix("x")
     yield _filled(
         "A transition of Atari frames, both observations and all other columns, takes",
@@ -198,7 +201,10 @@ def images(told: Told) -> Iterator[str]:
         f"({other / many:.0f} to {other / few:.0f} times fewer);",
         f"256 random ones come in {_range(drawn)} ms, {_range(sampled)} times as fast as from that memmap,",
         f"slices of 32 steps {_range(sliced)} times.",
-        f"Flat images are sampled {faster} times as fast as TorchRL's and take the space they have.",
+        f"Flat images are sampled {faster} times as fast as TorchRL's",
+        f"and take {space['data']['disk'] / 1000:.1f} KB per transition, with both observations."
+        if space
+        else "and take the space they have.",
     )
 
 
