@@ -223,6 +223,8 @@ def _look(rb: Any) -> dict[str, Any]:
         "ids": ids.tolist(), "last": int(kept.last), "len": len(rb), "written": int(rb.write_count),
         "largest": float(kept.max_priority), "draw": int(kept.draw), "fields": {}, "rows": None,
     }  # fmt: skip
+    if kept.schema is not None:
+        found["names"] = {field.key for field in kept.schema.fields}
     if ids.size:
         own = len(kept.require_schema().fields)
         places = [own, own + 1, own + 2, kept.priority_place]

@@ -64,6 +64,9 @@ def hold(found: dict[str, Any], truth: Truth, kind: str, seen_by: str = "writer"
         same(found["len"], len(truth.rows), "len")
         assert found["largest"] in np.float32(truth.largest), f"largest priority {found['largest']}"
     rows, ordered = list(truth.rows.values()), truth.by_index
+    if "names" in found:  # also where there are no rows
+        wanted = {*fields_of([], kind), *((name,) for name in truth.late)}
+        same(found["names"], wanted, "names of fields")
     hold_fields(found["fields"], ordered, truth, kind)
     if rows:
         ids, episodes, steps, priorities = found["rows"]
@@ -76,8 +79,8 @@ def hold(found: dict[str, Any], truth: Truth, kind: str, seen_by: str = "writer"
                 f"priority of {id}: {value}, expected {held}"
             )
     if "episodes" in found and seen_by != "follower":
-        wanted = {number: (held.length, held.status) for number, held in truth.episodes.items()}
-        same(found["episodes"], wanted, "episodes")
+        told = {number: (held.length, held.status) for number, held in truth.episodes.items()}
+        same(found["episodes"], told, "episodes")
 
 
 def hold_fields(found: dict[Any, Any], rows: Sequence[Row], truth: Truth, kind: str) -> None:
