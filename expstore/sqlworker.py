@@ -224,10 +224,6 @@ def _plain(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else value
 
 
-class _Died(Exception):
-    """The child has ended instead of answering."""
-
-
 class _Child:
     """One process, and the pipe to it. One thread at a time uses it."""
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 import random
 import shutil
-import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from forked import in_child
 from tensordict import NonTensorStack, TensorDict
 
 import expstore
@@ -151,20 +150,6 @@ class World:
                 yield lambda rb: rb.flush()
 
 
-def in_child(act: Callable[[], None]) -> None:
-    """Act in a forked child, which is killed at the end."""
-    pid = os.fork()
-    if not pid:
-        try:
-            torch.set_num_threads(1)
-            act()
-            os.kill(os.getpid(), signal.SIGKILL)
-        finally:
-            os._exit(1)
-    _, status = os.waitpid(pid, 0)
-    assert os.WIFSIGNALED(status), "the child failed"
-
-
 class Onlooker:
     """Stand for a store in the parent of who writes to it."""
 
@@ -200,8 +185,25 @@ def live(world: World, chance: random.Random, *, killed: bool, onlooker: bool = 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_row_is_found_once(tmp_path: Path, kind: str, seed: int) -> None:
     """Of extends of 1 to 700 rows, changes, deletes, reopenings and kills, each with what comes before it."""
-    chance, world = random.Random(seed), World(tmp_path, kind)
-    for _ in range(6):
+    find_all(tmp_path, kind, seed, lives=6)
+
+
+@pytest.mark.torture
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_row_is_found_once_in_long_lives(
+    tmp_path: Path, kind: str, long_seed: int, count_cases: Callable[..., None]
+) -> None:
+    for number in range(20):
+        count_cases()
+        (tmp_path / str(number)).mkdir()
+        find_all(tmp_path / str(number), kind, 1000 * long_seed + number, lives=12)
+
+
+def find_all(folder: Path, kind: str, seed: int, *, lives: int) -> None:
+    """Live several lives of a ring with an archive, some of which are killed, and look for all rows."""
+    chance, world = random.Random(seed), World(folder, kind)
+    for _ in range(lives):
         killed = chance.random() < 0.5
         if killed:
             twin = copy.deepcopy((world, chance))

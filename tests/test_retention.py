@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import logging
+import random
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from forked import in_child
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import NonTensorStack, TensorDict
@@ -554,55 +557,119 @@ def test_sql_over_many_gaps_views_each_column_once(store_path: Path, monkeypatch
 # -- laws ------------------------------------------------------------------------------------------
 
 
-@settings(deadline=None, max_examples=5)
-@given(
-    acts=st.lists(
-        st.one_of(
-            st.tuples(st.just("extend"), st.integers(1, 900), st.just(0)),
-            st.tuples(st.just("keep"), st.integers(2, 4), st.integers(0, 3)),
-            st.tuples(st.just("bytes"), st.integers(200, 4000), st.just(0)),
-            st.tuples(st.just("reopen"), st.booleans(), st.just(0)),
-        ),
-        min_size=4,
-        max_size=8,
-    ),
-    layout=st.sampled_from(sorted(LAYOUTS)),
-)
-def test_never_a_row_that_the_policy_keeps(
-    tmp_path_factory: pytest.TempPathFactory, acts: list[Any], layout: str
-) -> None:
-    path = tmp_path_factory.mktemp("keep") / "a.exp"
-    rb = expstore.open(path, seed=1, batch_size=8, **LAYOUTS[layout])
-    model: dict[int, int] = {}  # episode -> rows, of those that are kept
-    number = 1
-    try:
-        rb.extend(episode(1))
-        model[1] = Rows
-        for act, one, other in acts:
-            if act == "extend":
-                number += 1
-                rb.extend(episode(number, one))
-                model[number] = one
-            elif act == "keep":
+class Kept:
+    """A store, and the episodes that its policies have kept: how many rows each has, by number."""
+
+    def __init__(self, path: Path, layout: str) -> None:
+        self.path, self.layout = path, layout
+        self.rows: dict[int, int] = {}
+        self.written = 0
+
+    def open(self) -> Any:
+        return expstore.open(self.path, seed=1, batch_size=8, **KEPT[self.layout])
+
+    def act(self, rb: Any, what: str, one: int, other: int) -> Any:
+        """Do something; without a store take note of what it does. Returns the store."""
+        if what == "extend":
+            self.written += 1
+            self.rows[self.written] = one
+            if rb is not None:
+                rb.extend((told if self.layout == "texts" else episode)(self.written, one))
+        elif what == "keep":
+            self.rows = {n: rows for n, rows in self.rows.items() if n % one != other}
+            if rb is not None:
                 rb.retain({"where": f"number % {one} <> {other}"})
                 rb.apply_retention()
-                model = {n: rows for n, rows in model.items() if n % one != other}
-            elif act == "bytes":
+        elif what == "bytes":
+            if rb is not None:
                 rb.retain({"bytes": int(one * rb.storage.bytes_per_row()) + 1})
                 rb.apply_retention()
-                for oldest in sorted(model):
-                    if sum(model.values()) <= one:
-                        break
-                    del model[oldest]
-            else:
-                rb.retain(None)
-                rb.close()
-                rb = expstore.open(path, batch_size=8)
-            counts = rb.sql("SELECT number, count(*) FROM transitions GROUP BY number ORDER BY number")
-            assert counts.fetchall() == sorted(model.items())
-        if model:
+            for oldest in sorted(self.rows):
+                if sum(self.rows.values()) <= one:
+                    break
+                del self.rows[oldest]
+        elif rb is not None:
+            rb.retain(None)
+            rb.close()
+            rb = self.open()
+            self.check(rb)
+        return rb
+
+    def check(self, rb: Any) -> None:
+        """Hold all rows against what must be there."""
+        found = rb.sql("SELECT number, count(*) FROM transitions GROUP BY number ORDER BY number")
+        assert found.fetchall() == sorted(self.rows.items())
+        if self.rows:
             values = rb[:]
             assert torch.equal(values["frame"][:, 1].long(), values["number"] % 251)
-    finally:
-        rb.close()
-    assert verify(path) == []
+            if self.layout == "texts":
+                owners = [int(text.split(maxsplit=1)[0]) for text in values["text"]]
+                assert owners == values["number"].tolist()
+
+
+KEPT = LAYOUTS | {"texts": {"storage": "arrow"}}
+ACTS = st.lists(
+    st.one_of(
+        st.tuples(st.just("extend"), st.integers(1, 900), st.just(0)),
+        st.tuples(st.just("keep"), st.integers(2, 4), st.integers(0, 3)),
+        st.tuples(st.just("bytes"), st.integers(200, 4000), st.just(0)),
+        st.tuples(st.just("reopen"), st.just(0), st.just(0)),
+    ),
+    min_size=3,
+    max_size=6,
+)
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.usefixtures("no_syncs")
+@settings(max_examples=max(25, settings().max_examples // 4))
+@given(acts=ACTS, layout=st.sampled_from(sorted(KEPT)))
+def test_never_a_row_that_the_policy_keeps(
+    tmp_path_factory: pytest.TempPathFactory, acts: list[tuple[str, int, int]], layout: str
+) -> None:
+    kept = Kept(tmp_path_factory.mktemp("keep") / "a.exp", layout)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(segmentwriter, "SEGMENT_BATCHES", 2)
+        rb = kept.open()
+        try:
+            for act in [("extend", Rows, 0), *acts]:
+                rb = kept.act(rb, *act)
+                assert len(rb) == sum(kept.rows.values())
+            kept.check(rb)
+        finally:
+            rb.close()
+        assert verify(kept.path) == []
+
+
+@pytest.mark.torture
+@pytest.mark.timeout(3600)
+@pytest.mark.usefixtures("no_syncs")
+@pytest.mark.parametrize("layout", KEPT)
+def test_never_a_row_that_the_policy_keeps_through_kills(
+    tmp_path: Path, layout: str, long_seed: int, count_cases: Callable[..., None], monkeypatch: Any
+) -> None:
+    """Each life is killed when its last act has returned, the background at whatever it is about."""
+    monkeypatch.setattr(segmentwriter, "SEGMENT_BATCHES", 2)
+    chance = random.Random(long_seed)
+    for number in range(20):
+        count_cases()
+        kept = Kept(tmp_path / f"{number}.exp", layout)
+        for _ in range(6):
+            acts = [("extend", chance.randint(1, 900), 0)]
+            for what in chance.choices(["extend", "keep", "bytes", "reopen"], k=chance.randint(0, 4)):
+                one = chance.randint(2, 4) if what == "keep" else chance.randint(200, 4000)
+                acts.append((what, min(one, 900) if what == "extend" else one, chance.randint(0, 3)))
+            twin = copy.deepcopy(kept)
+
+            def live(twin: Kept = twin, acts: Any = acts) -> None:
+                rb = twin.open()
+                twin.check(rb)
+                for act in acts:
+                    rb = twin.act(rb, *act)
+
+            in_child(live)
+            for act in acts:
+                kept.act(None, *act)
+        with kept.open() as rb:
+            kept.check(rb)
+        assert verify(kept.path) == []

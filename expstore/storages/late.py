@@ -24,7 +24,7 @@ from expstore.schema import Schema
 from expstore.storages.checksums import CHECKSUMS
 from expstore.storages.folder import COLUMNS
 from expstore.storages.zarrmeta import distance_field
-from expstore.types import Key, key_name
+from expstore.types import Key
 
 __all__ = ["ASIDE", "COLUMN", "LATE", "Plan", "begin_late", "commit_late", "finish_late", "sums_path"]
 
@@ -169,8 +169,3 @@ def sums_path(disk: Disk, path: Path) -> Path:
     if disk.exists(late / CHECKSUMS) and _is_committed(disk, path, Plan.load(disk, late)):
         return late / CHECKSUMS
     return path / CHECKSUMS
-
-
-def name_of(plan: Plan) -> str:
-    """Return the field's name, for messages."""
-    return key_name(plan.key)
