@@ -29,7 +29,7 @@ from expstore.exchange.rows import Episodes, Exchanged
 from expstore.files import Disk
 from expstore.types import Array
 
-__all__ = ["export_hdf5", "import_hdf5"]
+__all__ = ["datasets_in", "export_hdf5", "import_hdf5", "reading_hdf5"]
 
 #: Datasets are packed in chunks of about so many bytes.
 CHUNK_BYTES = 256 << 10
@@ -193,7 +193,7 @@ class _Reader:
         self.notes: list[str] = []
         self.columns: list[Column] = []
         self.lengths: list[int] = []
-        for name, dataset in _datasets(file):
+        for name, dataset in datasets_in(file):
             if name.split("/")[0] == _METADATA:
                 if "'metadata' is about the file, and left out" not in self.notes:
                     self.notes.append("'metadata' is about the file, and left out")
@@ -213,12 +213,12 @@ class _Reader:
             raise StorageError(f"cannot read {self._path}: {exc}") from exc
 
 
-def _datasets(group: Any, above: str = "") -> list[tuple[str, Any]]:
+def datasets_in(group: Any, above: str = "") -> list[tuple[str, Any]]:
     """Return all datasets below a group, by name."""
     found: list[tuple[str, Any]] = []
     for name, item in group.items():
         if hasattr(item, "shape"):
             found.append((above + name, item))
         elif hasattr(item, "items"):
-            found += _datasets(item, f"{above}{name}/")
+            found += datasets_in(item, f"{above}{name}/")
     return found

@@ -22,7 +22,7 @@ from expstore.errors import NotFoundError, SchemaError, StorageError
 from expstore.exchange.base import Imported, Progress, no_progress, piece_rows
 from expstore.exchange.filling import Facts, Filler, new_store
 from expstore.exchange.flat import Column, from_stored, to_field
-from expstore.exchange.hdf5 import reading_hdf5
+from expstore.exchange.hdf5 import datasets_in, reading_hdf5
 from expstore.exchange.minari import (
     DATA,
     INFO_ATTRIBUTE,
@@ -169,7 +169,7 @@ class _Plan:
         fields: list[Field] = []
         leaves: list[_Leaf] = []
         notes: list[str] = []
-        for path, dataset in _datasets(group):
+        for path, dataset in datasets_in(group):
             if own and path not in paths:
                 continue  # ends of episodes that are no fields
             lengths = (steps,), (steps + 1,)
@@ -207,16 +207,6 @@ def _key(path: str) -> Key:
     if path in _PLAIN:
         return _PLAIN[path]
     return ("info", *parts[1:]) if parts[0] == "infos" else parts
-
-
-def _datasets(group: Any, above: str = "") -> list[tuple[str, Any]]:
-    found: list[tuple[str, Any]] = []
-    for name, item in group.items():
-        if hasattr(item, "shape"):
-            found.append((above + name, item))
-        elif hasattr(item, "items"):
-            found += _datasets(item, f"{above}{name}/")
-    return found
 
 
 def _length(group: Any, name: str) -> int:

@@ -5,6 +5,7 @@ Used by imports, which put the rows together. It knows files and what they say o
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -14,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from expstore.errors import StorageError
-from expstore.exchange.base import open_to_read
+from expstore.exchange.base import DiskFile, open_to_read
 
 __all__ = ["ArrowPart", "ParquetPart", "Part", "reading_arrow"]
 
@@ -30,23 +31,34 @@ def reading_arrow(path: Path) -> Iterator[None]:
         raise StorageError(f"cannot read {path}: {str(exc).splitlines()[0]}") from exc
 
 
-class Part:
+class Part(ABC):
     """A file of rows, read batch by batch.
 
     Threads, processes: one.
 
     Args:
         path: The file.
-        schema: Its schema.
-        rows: How many it has; 0: that is not known.
+        opened: Closes it.
     """
 
-    def __init__(self, path: Path, schema: Any, rows: int) -> None:
-        self.path, self.schema, self.rows = path, schema, rows
+    #: How many rows it has; 0: that is not known.
+    rows = 0
+    #: Its schema.
+    schema: Any
 
+    def __init__(self, path: Path, opened: ExitStack) -> None:
+        self.path = path
+        file = opened.enter_context(open_to_read(path))
+        with reading_arrow(path):
+            self._open(file)
+
+    @abstractmethod
+    def _open(self, file: DiskFile) -> None:
+        """Find out what the file says of itself."""
+
+    @abstractmethod
     def batches(self, rows: int, columns: list[str] | None = None) -> Iterator[Any]:
         """Yield record batches; of these columns, if any are named and that saves reading the others."""
-        raise NotImplementedError
 
     def first_id(self) -> int | None:
         """Return the smallest id, where that is known."""
@@ -62,18 +74,11 @@ class Part:
 
 
 class ParquetPart(Part):
-    """A Parquet file.
+    """A Parquet file."""
 
-    Args:
-        path: The file.
-        opened: Closes it.
-    """
-
-    def __init__(self, path: Path, opened: ExitStack) -> None:
-        file = opened.enter_context(open_to_read(path))
-        with reading_arrow(path):
-            self._file = pq.ParquetFile(file)
-            super().__init__(path, self._file.schema_arrow, self._file.metadata.num_rows)
+    def _open(self, file: DiskFile) -> None:
+        self._file = pq.ParquetFile(file)
+        self.schema, self.rows = self._file.schema_arrow, self._file.metadata.num_rows
 
     def batches(self, rows: int, columns: list[str] | None = None) -> Iterator[Any]:
         """Yield record batches, as `Part`."""
@@ -108,18 +113,11 @@ class ParquetPart(Part):
 
 
 class ArrowPart(Part):
-    """A file of Arrow's IPC.
+    """A file of Arrow's IPC, of which all would have to be read to count the rows."""
 
-    Args:
-        path: The file.
-        opened: Closes it.
-    """
-
-    def __init__(self, path: Path, opened: ExitStack) -> None:
-        file = opened.enter_context(open_to_read(path))
-        with reading_arrow(path):
-            self._file = pa.ipc.open_file(file)
-        super().__init__(path, self._file.schema, 0)  # to count them all would have to be read
+    def _open(self, file: DiskFile) -> None:
+        self._file = pa.ipc.open_file(file)
+        self.schema = self._file.schema
 
     def batches(self, rows: int, columns: list[str] | None = None) -> Iterator[Any]:
         """Yield record batches, as `Part`."""

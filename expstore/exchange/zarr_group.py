@@ -13,11 +13,7 @@ from typing import Any
 import numpy as np
 
 from expstore.bulk import sync_paths
-from expstore.exchange.base import (
-    Exported,
-    Progress,
-    no_progress,
-)
+from expstore.exchange.base import PIECE_BYTES, PIECE_ROWS, Exported, Progress, no_progress
 from expstore.exchange.exporting import Tally, exporting
 from expstore.exchange.pacing import read_pieces
 from expstore.exchange.rows import Episodes, Exchanged, Rows
@@ -27,10 +23,7 @@ from expstore.types import Array
 
 __all__ = ["export_zarr"]
 
-#: Rows are read and written in pieces of about so many bytes, which are the shards of all arrays;
-PIECE_BYTES = 64 << 20
-PIECE_ROWS = 65_536
-#: and packed in chunks of so many.
+#: Pieces are the shards of all arrays, packed in chunks of so many bytes.
 CHUNK_BYTES = 128 * 1024
 
 
