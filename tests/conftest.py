@@ -22,6 +22,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 if TYPE_CHECKING:
+    from commands import Cli
     from tensordict import TensorDict
 
 # Before torch is loaded: tests fork, and in a fork the threads of a pool that was used before are gone.
@@ -128,3 +129,28 @@ def make_batch() -> Callable[..., TensorDict]:
         )
 
     return make
+
+
+@pytest.fixture
+def store(store_path: Path, make_batch: Callable[..., TensorDict]) -> Path:
+    """A closed store of 30 rows, three episodes, with room for 50."""
+    import expstore
+
+    with expstore.open(store_path, capacity=50) as rb:
+        rb.extend(make_batch(30, episode_length=10))
+    return store_path
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
+    """Run a command in this process: `cli("info", path, "--json")`."""
+    from commands import Done
+
+    from expstore.cli import run
+
+    def call(*arguments: object) -> Done:
+        capsys.readouterr()
+        code = run([str(argument) for argument in arguments])
+        return Done(code, *capsys.readouterr())
+
+    return call

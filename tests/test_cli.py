@@ -17,8 +17,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +26,12 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
+from commands import Cli, Done
 from tensordict import TensorDict
 
 import expstore
 from expstore import manifest
 from expstore.checks import survey
-from expstore.cli import run
 from expstore.files import Disk
 
 #: Seconds for `info` and `sql` over a million rows: one on a quiet machine; three times that on a busy one.
@@ -60,34 +59,6 @@ print("open", flush=True)
 sys.stdin.read()
 storage.close()
 """
-
-
-@dataclass(frozen=True)
-class Done:
-    """What a command did."""
-
-    code: int
-    out: str
-    err: str
-
-    @property
-    def json(self) -> Any:
-        return json.loads(self.out)
-
-
-Cli = Callable[..., Done]
-
-
-@pytest.fixture
-def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
-    """Run a command in this process."""
-
-    def call(*arguments: object) -> Done:
-        capsys.readouterr()
-        code = run([str(argument) for argument in arguments])
-        return Done(code, *capsys.readouterr())
-
-    return call
 
 
 def apart(*arguments: object) -> Done:
@@ -635,7 +606,6 @@ def test_a_million_rows(million: Path, arguments: tuple[str, ...]) -> None:
 def test_only_collect_loads_torch(store: Path) -> None:
     code = f"""
 import sys
-from expstore.cli import run
 assert run(["info", {str(store)!r}]) == 0
 assert not {{"duckdb", "pyarrow"}} & set(sys.modules)
 assert run(["sql", {str(store)!r}, "SELECT * FROM transitions"]) == 0

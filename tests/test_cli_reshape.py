@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 import typer
+from commands import Cli
 from tensordict import TensorDict
 
 import expstore
 from expstore import cli_reshape
-from expstore.cli import run
 
 pytestmark = pytest.mark.usefixtures("no_syncs")
 
@@ -26,38 +26,32 @@ def make(path: Path, rows: int = 30, capacity: int | None = None) -> Path:
     return path
 
 
-def outcome(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
-    code = run([str(argument) for argument in arguments])
-    said = capsys.readouterr()
-    return code, said.out, said.err
-
-
 def capacity_of(path: Path) -> int | None:
     with expstore.open(path, mode="r") as rb:
         capacity: int | None = rb.storage.capacity
         return capacity
 
 
-def test_resize(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_resize(tmp_path: Path, cli: Cli) -> None:
     path = make(tmp_path / "run.exp")
-    code, out, err = outcome(capsys, "resize", path, "--capacity", 50)
+    code, out, err = cli("resize", path, "--capacity", 50)
     assert (code, err) == (0, "")
     assert out == f"{path} holds 30 rows; capacity 50, before unbounded\n"
-    code, out, _ = outcome(capsys, "resize", path, "--capacity", 12, "--yes", "--json")
+    code, out, _ = cli("resize", path, "--capacity", 12, "--yes", "--json")
     assert code == 0
     facts = {"path": str(path), "former": 50, "capacity": 12, "rows": 12, "given_up": 18}
     assert json.loads(out) == facts
-    code, out, _ = outcome(capsys, "resize", path, "--unbounded")
+    code, out, _ = cli("resize", path, "--unbounded")
     assert (code, out) == (0, f"{path} holds 12 rows; capacity unbounded, before 12\n")
-    code, out, _ = outcome(capsys, "resize", path, "--capacity", 5, "--yes")
+    code, out, _ = cli("resize", path, "--capacity", 5, "--yes")
     assert out == f"{path} holds 5 rows, 7 are given up; capacity 5, before unbounded\n"
 
 
 def test_resize_asks_before_rows_are_given_up(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = make(tmp_path / "run.exp")
-    code, _, err = outcome(capsys, "resize", path, "--capacity", 12)
+    code, _, err = cli("resize", path, "--capacity", 12)
     assert code == 2  # nobody is there to be asked
     assert "18 of 30 rows do not fit and are given up; say --yes if that is meant" in err
     asked: list[str] = []
@@ -69,39 +63,39 @@ def test_resize_asks_before_rows_are_given_up(
 
     monkeypatch.setattr(cli_reshape.typer, "confirm", answer)
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
-    assert outcome(capsys, "resize", path, "--capacity", 12)[0] == 130
+    assert cli("resize", path, "--capacity", 12)[0] == 130
     assert capacity_of(path) is None
-    assert outcome(capsys, "resize", path, "--capacity", 12)[0] == 0
+    assert cli("resize", path, "--capacity", 12)[0] == 0
     assert capacity_of(path) == 12
     assert asked == ["18 of 30 rows do not fit and are given up. Go on?"] * 2
-    assert outcome(capsys, "resize", path, "--capacity", 90)[0] == 0  # nothing is lost: nothing is asked
+    assert cli("resize", path, "--capacity", 90)[0] == 0  # nothing is lost: nothing is asked
     assert len(asked) == 2
 
 
-def test_resize_is_told_one_capacity(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_resize_is_told_one_capacity(tmp_path: Path, cli: Cli) -> None:
     path = make(tmp_path / "run.exp")
     for arguments in ((), ("--capacity", 5, "--unbounded")):
-        code, _, err = outcome(capsys, "resize", path, *arguments)
+        code, _, err = cli("resize", path, *arguments)
         assert (code, "say either this or --unbounded" in err) == (2, True)
-    assert outcome(capsys, "resize", tmp_path / "no.exp", "--unbounded")[0] == 2
+    assert cli("resize", tmp_path / "no.exp", "--unbounded")[0] == 2
     assert os.listdir(tmp_path) == ["run.exp"]
     with expstore.open(path):
-        assert outcome(capsys, "resize", path, "--capacity", 99)[0] == 3
+        assert cli("resize", path, "--capacity", 99)[0] == 3
 
 
-def test_merge(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_merge(tmp_path: Path, cli: Cli) -> None:
     a, b, out = make(tmp_path / "a.exp", 5), make(tmp_path / "b.exp", 7, 6), tmp_path / "c.exp"
-    code, said, err = outcome(capsys, "merge", a, b, "--out", out)
+    code, said, err = cli("merge", a, b, "--out", out)
     assert (code, err) == (0, "")
     assert said == (
         f"{a}: 5 rows, 1 episodes; sources a/...\n{b}: 6 rows, 1 episodes; sources b/...\n"
         f"{out} holds 11 rows\n"
     )
-    code, said, _ = outcome(capsys, "merge", a, b, "--out", tmp_path / "d.exp", "--capacity", 4, "--json")
+    code, said, _ = cli("merge", a, b, "--out", tmp_path / "d.exp", "--capacity", 4, "--json")
     found = json.loads(said)
     assert (code, found["rows"], found["given_up"]) == (0, 4, 7)
     assert found["runs"][1] == {"path": str(b), "name": "b", "rows": 6, "episodes": 1}
-    assert outcome(capsys, "merge", a, "--out", out)[0] == 2
+    assert cli("merge", a, "--out", out)[0] == 2
 
 
 STOPPED = """

@@ -8,34 +8,13 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
+from commands import Cli
 from tensordict import TensorDict
 
 import expstore
-from expstore.cli import run
 from expstore.storages.zarr import ZarrStorage
 
 Make = Callable[..., TensorDict]
-Cli = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
-    """Run a command in this process: exit code, output, errors."""
-
-    def call(*arguments: object) -> tuple[int, str, str]:
-        capsys.readouterr()
-        code = run([str(argument) for argument in arguments])
-        return code, *capsys.readouterr()
-
-    return call
-
-
-@pytest.fixture
-def store(store_path: Path, make_batch: Make) -> Path:
-    with expstore.open(store_path, capacity=50) as rb:
-        rb.extend(make_batch(30, episode_length=10))
-    return store_path
 
 
 def test_there_and_back(cli: Cli, store: Path, tmp_path: Path, make_batch: Make) -> None:

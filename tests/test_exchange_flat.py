@@ -12,12 +12,13 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from held import held
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import NonTensorStack, TensorDict
 
 import expstore
-from expstore import arrowtypes, exchange, files
+from expstore import arrowtypes, exchange
 from expstore.cli import run
 from expstore.errors import NotFoundError, SchemaError, StateError, StorageError
 from expstore.exchange import base, export_hdf5, export_npz, import_hdf5, import_npz, naming, zarr_group
@@ -34,11 +35,7 @@ FORMS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing here is about what a power cut leaves."""
-    monkeypatch.setattr(files, "_sync_data", os.fstat)
-    monkeypatch.setattr(os, "fsync", lambda fd: None)
+pytestmark = pytest.mark.usefixtures("no_syncs")
 
 
 @pytest.fixture(params=sorted(FORMS))
@@ -60,19 +57,8 @@ def rows(first: int, count: int, every: int = 9) -> TensorDict:
     return data
 
 
-def held(rb: Any) -> dict[Any, bytes]:
-    """Return all rows as bytes, by field, in the order of episodes and steps."""
-    query = "SELECT _id FROM transitions ORDER BY _episode, _step"
-    whole = rb[rb.storage.index_of(rb.sql(query).df()["_id"].to_numpy())]
-    found = {}
-    for key in rb.schema.keys:
-        values = whole[key]
-        if values.dtype is torch.bfloat16:
-            values = values.view(torch.uint16)
-        found[key] = f"{whole[key].dtype}{list(values.shape)}".encode() + values.numpy().tobytes()
-    return found
-
-
+#: Formats whose rows stand episode after episode.
+BY_STEPS = "_episode, _step"
 EPISODES = (
     "SELECT length, \"return\", CASE WHEN status = 'open' THEN 'cut' ELSE status END FROM episodes "
     "WHERE live_rows > 0 ORDER BY episode_id"
@@ -107,7 +93,7 @@ def test_rows_come_back_as_they_were(
         arrays = arrays_of(path)
         assert back(path, tmp_path / "back.exp").rows == done.rows
         with expstore.open(tmp_path / "back.exp", mode="r") as again:
-            assert held(rb) == held(again)
+            assert held(rb, BY_STEPS) == held(again, BY_STEPS)
             assert rb.schema == again.schema
             assert again.meta == {"a": [1]}
             assert again.storage.capacity == capacity
@@ -176,7 +162,7 @@ def test_whatever_bits_come_back(
         out(rb, folder / f"out.{form}")
         back(folder / f"out.{form}", folder / "back.exp")
         with expstore.open(folder / "back.exp", mode="r") as again:
-            assert held(rb) == held(again)
+            assert held(rb, BY_STEPS) == held(again, BY_STEPS)
             assert rb.schema == again.schema
 
 

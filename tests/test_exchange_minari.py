@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from held import held
 from tensordict import TensorDict
 
 import expstore
-from expstore import files
 from expstore.cli import run
 from expstore.errors import NotFoundError, SchemaError, StateError, StorageError
 from expstore.exchange import base, export_minari, import_minari
@@ -23,11 +23,7 @@ minari = pytest.importorskip("minari", reason="Minari is not installed: its read
 spaces = pytest.importorskip("gymnasium.spaces", reason="gymnasium is not installed")
 
 
-@pytest.fixture(autouse=True)
-def no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing here is about what a power cut leaves."""
-    monkeypatch.setattr(files, "_sync_data", os.fstat)
-    monkeypatch.setattr(os, "fsync", lambda fd: None)
+pytestmark = pytest.mark.usefixtures("no_syncs")
 
 
 def rows(first: int, count: int, every: int = 9) -> TensorDict:
@@ -49,19 +45,8 @@ def rows(first: int, count: int, every: int = 9) -> TensorDict:
     return data
 
 
-def held(rb: Any) -> dict[Any, bytes]:
-    """Return all rows as bytes, by field, in the order of episodes and steps."""
-    query = "SELECT _id FROM transitions ORDER BY _episode, _step"
-    whole = rb[rb.storage.index_of(rb.sql(query).df()["_id"].to_numpy())]
-    found = {}
-    for key in rb.schema.keys:
-        values = whole[key]
-        if values.dtype is torch.bfloat16:
-            values = values.view(torch.uint16)
-        found[key] = f"{whole[key].dtype}{list(values.shape)}".encode() + values.numpy().tobytes()
-    return found
-
-
+#: Formats whose rows stand episode after episode.
+BY_STEPS = "_episode, _step"
 EPISODES = (
     "SELECT length, \"return\", CASE WHEN status = 'open' THEN 'cut' ELSE status END, info FROM episodes "
     "WHERE live_rows > 0 ORDER BY episode_id"
@@ -119,7 +104,7 @@ def test_rows_come_back_as_they_were(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert json.loads((tmp_path / "out/data/metadata.json").read_text())["dataset_id"] == "out-v0"
         assert import_minari(tmp_path / "out", tmp_path / "back.exp").episodes == done.episodes
         with expstore.open(tmp_path / "back.exp", mode="r") as again:
-            assert held(rb) == held(again)
+            assert held(rb, BY_STEPS) == held(again, BY_STEPS)
             assert rb.schema == again.schema
             assert again.sql(EPISODES).fetchall() == rb.sql(EPISODES).fetchall()
             assert again.storage.capacity == 500
@@ -142,7 +127,7 @@ def test_ends_are_there_though_no_field_says_them(tmp_path: Path) -> None:
         assert not any(e.terminations.any() for e in found)
         import_minari(tmp_path / "out", tmp_path / "back.exp")
         with expstore.open(tmp_path / "back.exp", mode="r") as again:
-            assert held(rb) == held(again)
+            assert held(rb, BY_STEPS) == held(again, BY_STEPS)
             assert again.sql("SELECT status FROM episodes").fetchall() == [("cut",)] * 3
 
 

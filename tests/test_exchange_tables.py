@@ -20,12 +20,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from held import held
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
 import expstore
-from expstore import files
 from expstore.cli import run
 from expstore.errors import LockedError, NotFoundError, SchemaError, StateError, StorageError
 from expstore.exchange import (
@@ -50,11 +50,7 @@ FORMS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing here is about what a power cut leaves."""
-    monkeypatch.setattr(files, "_sync_data", os.fstat)
-    monkeypatch.setattr(os, "fsync", lambda fd: None)
+pytestmark = pytest.mark.usefixtures("no_syncs")
 
 
 @pytest.fixture(params=sorted(FORMS))
@@ -87,21 +83,6 @@ def make(path: Path, count: int, **settings: Any) -> expstore.TensorDictReplayBu
     for first in range(0, count, 50):
         rb.extend(rows(first, min(50, count - first)))
     return rb
-
-
-def held(rb: Any) -> dict[str, bytes]:
-    """Return all rows as bytes, by field, in the order of their ids."""
-    ids = rb.sql("SELECT _id FROM transitions ORDER BY _id").df()["_id"].to_numpy()
-    whole = rb[rb.storage.index_of(ids)]
-    found = {}
-    for key in whole.keys(True, True):
-        name = key if isinstance(key, str) else ".".join(key)
-        if name not in ("id", "index"):
-            values = whole[key]
-            if values.dtype is torch.bfloat16:
-                values = values.view(torch.uint16)
-            found[name] = f"{whole[key].dtype}{list(values.shape)}".encode() + values.numpy().tobytes()
-    return found
 
 
 FACTS = (

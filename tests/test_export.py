@@ -14,10 +14,10 @@ import pytest
 import tensorstore
 import torch
 import zarr
+from commands import Cli
 from tensordict import TensorDict
 
 import expstore
-from expstore.cli import run
 from expstore.errors import LockedError, SchemaError, StateError, StorageError
 from expstore.exchange import export_zarr, zarr_group
 from expstore.exchange import rows as read_rows
@@ -221,15 +221,7 @@ def test_rows_that_are_overwritten_meanwhile_are_left_out_everywhere(
     assert (found["_row/id"] == number + 1).all()
 
 
-def outcome(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
-    code = run([str(argument) for argument in arguments])
-    said = capsys.readouterr()
-    return code, said.out, said.err
-
-
-def test_from_the_command_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_from_the_command_line(tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a store in use, of a version, of the newest one."""
     store, versions = tmp_path / "run.exp", tmp_path / "versions"
     with make(store, 60) as rb:
@@ -237,41 +229,39 @@ def test_from_the_command_line(
         rb.extend(rows(60, 30))
         rb.tag("best")
         rb.extend(rows(90, 30))
-        code, out, err = outcome(capsys, "export", store, tmp_path / "all.zarr", "--zarr")
+        code, out, err = cli("export", store, tmp_path / "all.zarr", "--zarr")
         assert (code, err.count("\n")) == (0, 1)
         assert "statuses and infos of episodes" in err
         assert "all.zarr holds 120 rows" in out
         check_same(arrays_of(tmp_path / "all.zarr"), held(rb))
     asked = ("--zarr", "--fields", "number, next.frame", "--json")
-    code, out, _ = outcome(capsys, "export", store, tmp_path / "best.zarr", "--version", "best", *asked)
+    code, out, _ = cli("export", store, tmp_path / "best.zarr", "--version", "best", *asked)
     facts = json.loads(out)
     assert (code, facts["rows"], facts["left_out"]) == (0, 90, 0)
     assert facts["fields"] == ["number", "next.frame"]
     assert facts["disk_bytes"] == Disk().used(tmp_path / "best.zarr")
     assert len(arrays_of(tmp_path / "best.zarr")["number"]) == 90
-    assert outcome(capsys, "export", versions, tmp_path / "old.zarr", "--zarr")[0] == 0
+    assert cli("export", versions, tmp_path / "old.zarr", "--zarr")[0] == 0
     assert len(arrays_of(tmp_path / "old.zarr")["number"]) == 60
-    code, _, err = outcome(capsys, "export", store, tmp_path / "old.zarr", "--zarr")
+    code, _, err = cli("export", store, tmp_path / "old.zarr", "--zarr")
     assert (code, "exists already" in err) == (2, True)
-    code, _, err = outcome(capsys, "export", store, tmp_path / "x.zarr")
+    code, _, err = cli("export", store, tmp_path / "x.zarr")
     assert (code, "say in which form: --arrow, " in err, "OUT" in err) == (2, True, False)
     monkeypatch.setattr(zarr_group, "_copy", interrupt)
-    assert outcome(capsys, "export", store, tmp_path / "x.zarr", "--zarr")[0] == 130
+    assert cli("export", store, tmp_path / "x.zarr", "--zarr")[0] == 130
     assert not [name for name in os.listdir(tmp_path) if name.startswith("x")]
 
 
-def test_a_target_in_a_store_or_nowhere_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_target_in_a_store_or_nowhere_is_refused(tmp_path: Path, cli: Cli) -> None:
     store = tmp_path / "run.exp"
     make(store, 60).close()
     (tmp_path / "link").symlink_to(store / "columns")
     before = sorted(store.rglob("*"))
     for target in (store / "x.zarr", store / "columns/x.zarr", tmp_path / "link/x.zarr"):
-        code, _, err = outcome(capsys, "export", store, target, "--zarr")
+        code, _, err = cli("export", store, target, "--zarr")
         assert (code, f"would lie inside the store {store}" in err) == (2, True)
     assert sorted(store.rglob("*")) == before
-    code, _, err = outcome(capsys, "export", store, tmp_path / "no/such/x.zarr", "--zarr")
+    code, _, err = cli("export", store, tmp_path / "no/such/x.zarr", "--zarr")
     assert (code, f"there is no folder {tmp_path / 'no/such'}" in err) == (2, True)
     assert sorted(os.listdir(tmp_path)) == ["link", "run.exp"]
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import duckdb
 import pytest
+from commands import Cli
 from tensordict import TensorDict
 
 import expstore
 from expstore import manifest, migrate
 from expstore.checks.upgrade import Upgrade, upgrade
-from expstore.cli import run
 from expstore.errors import CorruptionError, LockedError, MigrationError, NotFoundError, StorageError
 from expstore.files import Disk
 from expstore.manifest import FORMAT, Manifest
@@ -47,17 +47,9 @@ def contents(path: Path) -> dict[str, bytes]:
     return {str(p.relative_to(path)): p.read_bytes() for p in sorted(path.rglob("*")) if p.is_file()}
 
 
-def cli(capsys: pytest.CaptureFixture[str], *words: str | Path) -> tuple[int, str, str]:
-    code = run([str(word) for word in words])
-    out, err = capsys.readouterr()
-    return code, out, err
-
-
-def test_nothing_to_do_is_said_and_nothing_is_touched(
-    store: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_nothing_to_do_is_said_and_nothing_is_touched(store: Path, cli: Cli) -> None:
     before = contents(store)
-    code, out, err = cli(capsys, "migrate", store)
+    code, out, err = cli("migrate", store)
     assert (code, err) == (0, "")
     assert out.splitlines() == [
         f"{store}: format 1, index at step 1; this version knows format {FORMAT} and 1 steps",
@@ -71,25 +63,23 @@ def test_without_an_index_there_is_nothing_to_do(store: Path) -> None:
     assert upgrade(store) == Upgrade(1, FORMAT, None, 1)
 
 
-def test_a_dry_run_says_what_would_be_done(
-    store: Path, newer: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_dry_run_says_what_would_be_done(store: Path, newer: Path, cli: Cli) -> None:
     before = contents(store)
-    code, out, _ = cli(capsys, "migrate", store, "--dry-run")
+    code, out, _ = cli("migrate", store, "--dry-run")
     assert code == 0
     assert out.splitlines()[1:] == [
         "would be: index.duckdb: built anew with 0002_notes; the old one is kept as index.duckdb.old-1"
     ]
     assert contents(store) == before
-    code, out, _ = cli(capsys, "migrate", store, "--dry-run", "--json")
+    code, out, _ = cli("migrate", store, "--dry-run", "--json")
     assert json.loads(out)["acts"]
     assert json.loads(out)["dry_run"] is True
 
 
-def test_the_old_index_is_kept(store: Path, newer: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_old_index_is_kept(store: Path, newer: Path, cli: Cli) -> None:
     old = (store / "index.duckdb").read_bytes()
     (store / "index.duckdb.old-1").write_bytes(b"of another time")
-    code, out, _ = cli(capsys, "migrate", store, "--json")
+    code, out, _ = cli("migrate", store, "--json")
     assert code == 0
     said = json.loads(out)
     assert (said["index_found"], said["index_known"], len(said["acts"])) == (1, 2, 1)
@@ -120,9 +110,7 @@ def test_a_failure_puts_the_old_index_back(store: Path, newer: Path, monkeypatch
     expstore.open(store).close()  # and the store is not locked
 
 
-def test_newer_ones_are_refused(
-    store: Path, newer: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_newer_ones_are_refused(store: Path, newer: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     upgrade(store)
     (newer / "0002_notes.sql").unlink()
     with pytest.raises(MigrationError, match="newer version of expstore"):
@@ -131,24 +119,24 @@ def test_newer_ones_are_refused(
     with monkeypatch.context() as patch:
         patch.setattr(manifest, "FORMAT", FORMAT + 1)
         kept.replace(implied=(("done",),)).save(Disk(), store)
-    code, _, err = cli(capsys, "migrate", store)
+    code, _, err = cli("migrate", store)
     assert code == 1
     assert f"format {FORMAT + 1}" in err
 
 
-def test_one_that_is_open_is_locked(store: Path, newer: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_that_is_open_is_locked(store: Path, newer: Path, cli: Cli) -> None:
     with expstore.open(store):
         before = contents(store)
         with pytest.raises(LockedError):
             upgrade(store)
-        assert cli(capsys, "migrate", store)[0] == 3
+        assert cli("migrate", store)[0] == 3
         assert contents(store).keys() == before.keys()
 
 
-def test_other_failures(store: Path, tmp_path: Path, newer: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_failures(store: Path, tmp_path: Path, newer: Path, cli: Cli) -> None:
     with pytest.raises(NotFoundError):
         upgrade(tmp_path / "nothing")
-    assert cli(capsys, "migrate", tmp_path / "nothing")[0] == 2
+    assert cli("migrate", tmp_path / "nothing")[0] == 2
     (store / "index.duckdb").write_bytes(b"no database" * 1000)
     with pytest.raises(CorruptionError, match=r"index\.duckdb cannot be read.*repair"):
         upgrade(store)
