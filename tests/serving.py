@@ -25,6 +25,7 @@ class Serving:
     """
 
     def __init__(self, settings: Settings) -> None:
+        self.root = settings.path
         self.app = create_app(settings)
         config = configure(self.app, settings)
         config.port = 0
