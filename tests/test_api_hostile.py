@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
 import socket
@@ -182,9 +183,11 @@ def test_names_of_samplers_and_versions_lead_nowhere(tmp_path: Path) -> None:
         client.post("/v1/stores/run/flush")
         shutil.copytree(tmp_path, tmp_path.with_suffix(".before"))
         names = sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*"))
+        body = {"sampler": {"kind": "without_replacement"}}
+        assert client.put("/v1/stores/run/samplers/good", json=body).status_code == 201
         for name in (b"..", b"%2e%2e", b"..%2fx", b"%00", b"%5c", b"a" * 200, b".x"):
             head = b"PUT /v1/stores/run/samplers/" + name
-            assert 400 <= status_of(server, head, b'{"sampler": {"type": "random"}}') < 500
+            assert 400 <= status_of(server, head, json.dumps(body).encode()) < 500
         for tag in ("..", "../x", "/etc", "a/b", "a\\b", "\0", "x" * 200, ""):
             assert 400 <= client.post("/v1/stores/run/dumps", json={"tag": tag}).status_code < 500
             assert 400 <= client.post("/v1/stores/run/loads", json={"version": tag}).status_code < 500
