@@ -15,13 +15,13 @@ import numpy as np
 import torch
 from tensordict import is_tensor_collection
 
+from expstore import keyed
 from expstore.batches import Batch, Intake, StepReader
 from expstore.domains import NO_DOMAIN, asks_for_domain, check_domain
 from expstore.draws import Turn
 from expstore.episodeinfo import pack_info
 from expstore.errors import SchemaError, StateError
 from expstore.finding import find_trajectories
-from expstore.keyed import find_write, is_known, known_numbers, make_key, numbers_in_part, spread
 from expstore.keywords import called, check_batch_size, check_drawing, check_predictable, made, refuse
 from expstore.latefields import LateFields
 from expstore.limiter import RateLimiter
@@ -199,8 +199,8 @@ class ReplayBuffer(Patching, LateFields, Direct):
             StorageError: The disk failed; nothing was added.
         """
         info, domain = pack_info(episode_info), validate != "schema" and asks_for_domain(validate)
-        key = make_key(self._writer, idempotency_key, digest)
-        known = known_numbers(self._storage, key, return_ids)
+        key = keyed.make_key(self._writer, idempotency_key, digest)
+        known = None if key is None else keyed.known_numbers(self._storage, key, return_ids)
         if known is not None:
             return self._indices(known, flat=return_ids)
         batch = self._taken(data)
@@ -230,7 +230,7 @@ class ReplayBuffer(Patching, LateFields, Direct):
         if self._limiter is None:
             return self._take_in(batch, source, return_ids, info, key)
         self._storage.check_writable()
-        with self._limiter.inserting(batch.count, needless=partial(is_known, self._storage, key)):
+        with self._limiter.inserting(batch.count, needless=partial(keyed.is_known, self._storage, key)):
             return self._take_in(batch, source, return_ids, info, key)
 
     def _take_in(
@@ -240,16 +240,18 @@ class ReplayBuffer(Patching, LateFields, Direct):
         with storage.turn, storage.lock:
             storage.check_writable()
             self._writer.check()
-            known = known_numbers(storage, key, return_ids)
-            if known is not None or batch.count == 0:
-                return np.zeros(0, np.int64) if known is None else known
+            written = None if key is None else keyed.find_write(storage, key)
+            if written is not None and not written.dropped:
+                return keyed.numbers_of(storage, written, return_ids)
+            if batch.count == 0:
+                return np.zeros(0, np.int64)
             if batch.validated:
                 self._domain = check_domain(storage, batch, self._domain)
             schema, reader = self._prepared(batch)
             columns = batch.columns(schema)
             kept = reader.transitions(columns)
-            if (written := find_write(storage, key)) is not None:
-                return numbers_in_part(storage, written, kept, return_ids)
+            if written is not None:
+                return keyed.numbers_in_part(storage, written, kept, return_ids)
             more: dict[str, Any] = {} if key is None else {"key": replace(key, dropped=kept is not None)}
             if kept is not None:
                 batch, columns = batch.keep(kept), [pick(column, kept) for column in columns]
@@ -264,7 +266,7 @@ class ReplayBuffer(Patching, LateFields, Direct):
                 storage.set_priorities(ids, priorities)
             self._sampler.on_write(ids if run else ids[ids != -1])
         numbers = ids if return_ids else storage.numbers_of(ids, run=run)
-        return numbers if kept is None else spread(numbers, kept)
+        return numbers if kept is None else keyed.spread(numbers, kept)
 
     def _given_priorities(self, schema: Schema, columns: Sequence[Array]) -> Array | None:
         """Return the priorities that come with new rows. Shape `(n,)`."""
@@ -380,8 +382,8 @@ class ReplayBuffer(Patching, LateFields, Direct):
             digest: As in `extend`.
         """
         info, domain = pack_info(episode_info), validate != "schema" and asks_for_domain(validate)
-        key = make_key(self._writer, idempotency_key, digest)
-        numbers = known_numbers(self._storage, key, return_ids=False)
+        key = keyed.make_key(self._writer, idempotency_key, digest)
+        numbers = None if key is None else keyed.known_numbers(self._storage, key, return_ids=False)
         if numbers is None:
             batch = self._taken(data, single=True)
             if batch is None:

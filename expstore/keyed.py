@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from expstore.storages.base import Storage
     from expstore.writers import Writer
 
-__all__ = ["find_write", "is_known", "known_numbers", "make_key", "numbers_in_part", "spread"]
+__all__ = ["find_write", "is_known", "known_numbers", "make_key", "numbers_in_part", "numbers_of", "spread"]
 
 
 def make_key(writer: Writer, key: str | bytes | None, digest: bytes | None) -> WriteKey | None:
@@ -42,14 +42,12 @@ def make_key(writer: Writer, key: str | bytes | None, digest: bytes | None) -> W
     return WriteKey.of(key, digest)
 
 
-def find_write(storage: Storage, key: WriteKey | None) -> Written | None:
+def find_write(storage: Storage, key: WriteKey) -> Written | None:
     """Return what has come of the write with a key; None: it was not made.
 
     Raises:
         StateError: The key is that of another write, or the storage cannot be written.
     """
-    if key is None:
-        return None
     storage.check_writable()  # after an interruption only the journal knows what was written
     return storage.write_keys.find(key, now_us())
 
@@ -59,13 +57,13 @@ def is_known(storage: Storage, key: WriteKey | None) -> bool:
     return key is not None and storage.write_keys.find(key, now_us()) is not None
 
 
-def known_numbers(storage: Storage, key: WriteKey | None, return_ids: bool) -> IntArray | None:
+def known_numbers(storage: Storage, key: WriteKey, return_ids: bool) -> IntArray | None:
     """Return indices, or ids, of the rows that were written under a key.
 
     None: there are none, or rows of the batch were dropped, and it must be looked at again. Shape `(n,)`.
     """
     known = find_write(storage, key)
-    return None if known is None or known.dropped else _numbers(storage, known, return_ids)
+    return None if known is None or known.dropped else numbers_of(storage, known, return_ids)
 
 
 def numbers_in_part(storage: Storage, known: Written, kept: Array | None, return_ids: bool) -> IntArray:
@@ -82,10 +80,11 @@ def numbers_in_part(storage: Storage, known: Written, kept: Array | None, return
     """
     if kept is None or np.count_nonzero(kept) != known.count:
         raise key_reused(known)
-    return spread(_numbers(storage, known, return_ids), kept)
+    return spread(numbers_of(storage, known, return_ids), kept)
 
 
-def _numbers(storage: Storage, known: Written, return_ids: bool) -> IntArray:
+def numbers_of(storage: Storage, known: Written, return_ids: bool) -> IntArray:
+    """Return indices, or ids, of the rows that a write has come to. Shape `(n,)`."""
     ids = np.arange(known.first_id, known.last_id + 1)
     return ids if return_ids else storage.numbers_of(ids, run=True)
 

@@ -245,8 +245,8 @@ class ArchivingStorage(RetainingStorage):
             raise
 
     def _make_room(self, count: int) -> None:
-        archive, depth = self.archive, self.depth
-        if archive is None or depth is None or self.schema is None:
+        archive = self.archive
+        if archive is None or self.schema is None or (depth := self.depth) is None:
             super()._make_room(count)
             return
         if count > self.spare:

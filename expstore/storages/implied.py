@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -22,7 +22,8 @@ __all__ = ["Implied", "causes_of", "implied_keys"]
 
 #: Copies columns out, by their places.
 Take = Callable[[Sequence[int]], list[Array]]
-_Rows = TypeVar("_Rows")
+#: Returns the parts of a flag's values, given those of what is kept of it and of its causes.
+Mix = Callable[[Any, Any, Any], Any]
 
 
 def causes_of(key: Key) -> tuple[Key, Key]:
@@ -88,17 +89,35 @@ class Implied:
             found[place] = _mix(columns[place], columns[one], columns[other])
         return found
 
-    def values(self, wanted: Sequence[int], take: Take) -> list[Array]:
+    def values(
+        self, wanted: Sequence[int], take: Callable[[Sequence[int]], list[Any]], mix: Mix | None = None
+    ) -> list[Any]:
         """Return the values of rows; all columns that are needed are taken at once.
 
         Args:
             wanted: Places of the columns.
             take: Copies out what is kept of them.
+            mix: Puts a flag together whose rows come in parts; None: they come as one array.
 
         Returns:
-            One array per column. Shapes `(n, *row shape)`.
+            One array per column, or what `take` returns of one. Shapes `(n, *row shape)`.
         """
-        return self._shown(wanted, take, _mix)
+        needed = wanted
+        for place, causes in self.places.items():
+            if place in wanted:
+                for cause in causes:
+                    if cause not in needed:
+                        needed = [*needed, cause]
+        taken = take(needed)
+        at = needed.index
+        for place, (one, other) in self.places.items():
+            if place in wanted:
+                flag, first, second = taken[at(place)], taken[at(one)], taken[at(other)]
+                if mix is None:  # in place: every sample comes through here, and a call costs it 1%
+                    taken[at(place)] = np.bitwise_xor(flag, np.bitwise_or(first, second))
+                else:
+                    taken[at(place)] = mix(flag, first, second)
+        return taken if needed is wanted else taken[: len(wanted)]
 
     def views(
         self, wanted: Sequence[int], view: Callable[[Sequence[int]], list[list[Array]]]
@@ -109,22 +128,7 @@ class Implied:
             wanted: Places of the columns.
             view: Views what is kept of them, in one or more parts each.
         """
-        return self._shown(wanted, view, _mix_parts)
-
-    def _shown(
-        self,
-        wanted: Sequence[int],
-        take: Callable[[Sequence[int]], list[_Rows]],
-        mix: Callable[[_Rows, _Rows, _Rows], _Rows],
-    ) -> list[_Rows]:
-        shown = [place for place in self.places if place in wanted]
-        lacking = [cause for place in shown for cause in self.places[place] if cause not in wanted]
-        needed = [*wanted, *lacking] if lacking else wanted
-        taken = take(needed)
-        for place in shown:
-            at, one, other = map(needed.index, (place, *self.places[place]))
-            taken[at] = mix(taken[at], taken[one], taken[other])
-        return taken[: len(wanted)] if lacking else taken
+        return self.values(wanted, view, _mix_parts)
 
     def changed(
         self, places: Sequence[int], columns: Sequence[Array], take: Take
@@ -152,7 +156,7 @@ class Implied:
 
 def _mix(flag: Array, one: Array, other: Array) -> Array:
     """Return what is kept of a flag, given its values; and these, given what is kept."""
-    mixed: Array = flag ^ (one | other)
+    mixed: Array = np.bitwise_xor(flag, np.bitwise_or(one, other))  # half the time of operators on few rows
     return mixed
 
 
