@@ -1,4 +1,4 @@
-"""Every public name of TorchRL's replay buffers is in ARCHITECTURE.md, and what is offered takes its words.
+"""Every public name of TorchRL's replay buffers is in docs/torchrl.md, and what is offered takes its words.
 
 The table there says of each name whether it is the same, better or not offered. TorchRL is asked as it is
 installed: its names, its signatures, the members of its buffers. Names of its other modules are in the table
@@ -20,7 +20,7 @@ from offered import MODULES, NAMES, module, their
 
 import expstore
 
-DOCUMENT = Path(__file__).parents[1] / "ARCHITECTURE.md"
+DOCUMENT = Path(__file__).parents[1] / "docs" / "torchrl.md"
 STATUSES = ("same", "better", "not offered")
 
 #: Members of our ReplayBuffer that TorchRL's has not.
@@ -66,10 +66,9 @@ BUFFERS: dict[str, dict[str, Any]] = {
 
 
 def table() -> dict[str, tuple[str, str]]:
-    """Return what ARCHITECTURE.md says of each name: the status and how, or why not."""
+    """Return what docs/torchrl.md says of each name: the status and how, or why not."""
     found: dict[str, tuple[str, str]] = {}
-    _, _, text = DOCUMENT.read_text().partition("## TorchRL's names\n")
-    for line in text.partition("\n## ")[0].splitlines():
+    for line in DOCUMENT.read_text().splitlines():
         if not line.startswith("| `"):
             continue
         names, status, how = (cell.strip() for cell in line.strip("| ").split(" | "))
