@@ -12,6 +12,7 @@ import pytest
 import torch
 from damaged import Broken, flip, in_child, lost_ids
 from tensordict import TensorDict
+from twolanes import CAPACITY, TwoLanes, after
 
 import expstore
 from expstore import SchemaError, StateError, TensorDictMaxValueWriter, cli_info
@@ -22,13 +23,11 @@ from expstore.manifest import Manifest
 from expstore.storages import base, columns, layout, packing, sharedcolumn
 from expstore.storages.layout import ColumnLayout
 from expstore.storages.memory import MemoryStorage
-from expstore.storages.settings import Settings
 from expstore.storages.zarr import ZarrStorage
 from expstore.tensordictbuffers import TensorDictReplayBuffer
 
 pytestmark = pytest.mark.usefixtures("no_syncs")
 
-CAPACITY = 60
 SHARED = ColumnLayout(share_next=True)
 
 
@@ -55,22 +54,8 @@ def frames(numbers: Any) -> torch.Tensor:
     return torch.from_numpy(mixed.view(np.uint8).reshape(-1, 8, 16).copy())
 
 
-def after(numbers: Any) -> Any:
-    """The number of the frame that comes next: of two lanes, now and then of another episode."""
-    numbers = np.asarray(numbers)
-    return np.where(numbers % 17 == 5, 1_000_000 + numbers, numbers + 2)
-
-
-def batch(first: int, count: int) -> TensorDict:
-    numbers = np.arange(first, first + count)
-    following = {"frame": frames(after(numbers)), "done": torch.zeros(count, 1, dtype=torch.bool)}
-    values = {"frame": frames(numbers), "next": following, "number": torch.from_numpy(numbers)}
-    return TensorDict(values, [count])
-
-
-def buffer(path: Path, capacity: int | None = CAPACITY, how: ColumnLayout = SHARED) -> TensorDictReplayBuffer:
-    options = Settings(flatten=True, seed=0, layout=how)
-    return TensorDictReplayBuffer(storage=ZarrStorage(path, capacity, settings=options), batch_size=8)
+ROWS = TwoLanes(frames, SHARED)
+batch, buffer, right, numbers_in = ROWS.batch, ROWS.buffer, ROWS.right, ROWS.numbers_in
 
 
 def fill(path: Path, capacity: int | None = CAPACITY, rows: int = 150) -> None:
@@ -85,23 +70,6 @@ def lent(rb: Any) -> list[int]:
     storage.drain()
     (column,) = storage.shared_columns.values()
     return ids[column.distances.take(storage.slot_of(ids)) > 0].tolist()  # type: ignore[no-any-return]
-
-
-def right(data: TensorDict) -> bool:
-    """Say whether rows have the frames that they must have, by their numbers."""
-    numbers = data["number"]
-    both = torch.equal(data["frame"], frames(numbers))
-    return both and torch.equal(data["next", "frame"], frames(after(numbers)))
-
-
-def numbers_in(rb: Any) -> list[int]:
-    data = rb[:]
-    assert right(data)
-    ids = rb.storage.window.ids()
-    for place, entry in enumerate(rb.storage.schema.fields):  # each column by itself, too
-        alone = torch.from_numpy(rb.storage.read(ids, [place])[0])
-        assert torch.equal(alone, torch.from_numpy(rb.storage.read(ids)[place])), entry
-    return sorted(data["number"].tolist())
 
 
 @pytest.mark.parametrize("capacity", [None, CAPACITY])
@@ -489,7 +457,7 @@ def test_rows_that_are_too_narrow_are_refused_by_name(
 ) -> None:
     monkeypatch.setattr(layout, "LENT_BYTES", 129)
     how = ColumnLayout(fields={"frame": {"layout": "flat", "share_next": True}})
-    with buffer(tmp_path / "a.exp", how=how) as rb:
+    with buffer(tmp_path / "a.exp", layout=how) as rb:
         with pytest.raises(SchemaError, match="'frame': share_next=True .* of rows of 128 bytes .* need 129"):
             rb.extend(batch(0, 3))
         assert rb.storage.schema is None
@@ -519,7 +487,7 @@ def test_the_best_rows_are_not_shared(tmp_path: Path) -> None:
 def test_a_store_that_was_made_without_goes_on_without(tmp_path: Path) -> None:
     """What expstore.json said before there was `share_next`."""
     path = tmp_path / "a.exp"
-    with buffer(path, how=ColumnLayout("flat", fields={"number": {"layout": "flat"}})) as rb:
+    with buffer(path, layout=ColumnLayout("flat", fields={"number": {"layout": "flat"}})) as rb:
         rb.extend(batch(0, 20))
         assert "share_next" not in rb.storage.manifest.layout
         rb.dumps(tmp_path / "backup")

@@ -11,6 +11,7 @@ import pytest
 import torch
 from damaged import Broken, flip, in_child, lost_ids
 from tensordict import TensorDict
+from twolanes import CAPACITY, TwoLanes
 
 import expstore
 from expstore.checks import repair, verify
@@ -20,13 +21,11 @@ from expstore.storages import base, packing
 from expstore.storages.chunkfile import scan_chunks
 from expstore.storages.layout import ColumnLayout
 from expstore.storages.memory import MemoryStorage
-from expstore.storages.settings import Settings
 from expstore.storages.zarr import ZarrStorage
 from expstore.tensordictbuffers import TensorDictReplayBuffer
 
 pytestmark = pytest.mark.usefixtures("no_syncs")
 
-CAPACITY = 60
 FIELDS = {"frame": {"layout": "packed", "rows": 4}, "next.frame": {"layout": "packed", "rows": 8}}
 
 
@@ -50,24 +49,8 @@ def frames(numbers: Any) -> torch.Tensor:
     return torch.from_numpy(np.concatenate(parts, axis=1))
 
 
-def after(numbers: Any) -> Any:
-    """The number of the frame that comes next: of two lanes, now and then of another episode."""
-    numbers = np.asarray(numbers)
-    return np.where(numbers % 17 == 5, 100_000 + numbers, numbers + 2)
-
-
-def batch(first: int, count: int) -> TensorDict:
-    numbers = np.arange(first, first + count)
-    following = {"frame": frames(after(numbers)), "done": torch.zeros(count, 1, dtype=torch.bool)}
-    values = {"frame": frames(numbers), "next": following, "number": torch.from_numpy(numbers)}
-    return TensorDict(values, [count])
-
-
-def buffer(
-    path: Path, capacity: int | None = CAPACITY, layout: ColumnLayout | None = None
-) -> TensorDictReplayBuffer:
-    options = Settings(flatten=True, seed=0, layout=layout or ColumnLayout(fields=FIELDS))
-    return TensorDictReplayBuffer(storage=ZarrStorage(path, capacity, settings=options), batch_size=8)
+ROWS = TwoLanes(frames, ColumnLayout(fields=FIELDS))
+batch, buffer, right, numbers_in = ROWS.batch, ROWS.buffer, ROWS.right, ROWS.numbers_in
 
 
 def fill(path: Path, capacity: int | None = CAPACITY, rows: int = 150) -> None:
@@ -76,24 +59,6 @@ def fill(path: Path, capacity: int | None = CAPACITY, rows: int = 150) -> None:
             rb.extend(batch(first, 10))
             if first % 50 == 0:
                 rb.flush()
-
-
-def right(data: TensorDict) -> bool:
-    """Say whether rows have the frames that they must have, by their numbers."""
-    numbers = data["number"]
-    both = torch.equal(data["frame"], frames(numbers))
-    return both and torch.equal(data["next", "frame"], frames(after(numbers)))
-
-
-def numbers_in(rb: Any) -> list[int]:
-    data = rb[:]
-    assert right(data)
-    ids = rb.storage.window.ids()
-    for place, entry in enumerate(rb.storage.schema.fields):  # each column by itself, too
-        alone = torch.from_numpy(rb.storage.read(ids, [place])[0])
-        both = torch.from_numpy(rb.storage.read(ids)[place])
-        assert torch.equal(alone, both), entry
-    return sorted(data["number"].tolist())
 
 
 def shared(path: Path) -> int:

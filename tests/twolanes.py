@@ -1,0 +1,69 @@
+"""Rows of two lanes, whose next frames are frames of later rows: for tests of stores that keep these once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+
+from expstore.storages.layout import ColumnLayout
+from expstore.storages.settings import Settings
+from expstore.storages.zarr import ZarrStorage
+from expstore.tensordictbuffers import TensorDictReplayBuffer
+
+__all__ = ["CAPACITY", "TwoLanes", "after"]
+
+#: Of their rings.
+CAPACITY = 60
+
+
+def after(numbers: Any) -> Any:
+    """The number of the frame that comes next: of two lanes, now and then of another episode."""
+    numbers = np.asarray(numbers)
+    return np.where(numbers % 17 == 5, 1_000_000 + numbers, numbers + 2)
+
+
+@dataclass(frozen=True)
+class TwoLanes:
+    """Such rows, and stores of them.
+
+    Args:
+        frames: Returns frames that follow from running numbers.
+        layout: How stores keep them.
+    """
+
+    frames: Callable[[Any], torch.Tensor]
+    layout: ColumnLayout
+
+    def batch(self, first: int, count: int) -> TensorDict:
+        numbers = np.arange(first, first + count)
+        following = {"frame": self.frames(after(numbers)), "done": torch.zeros(count, 1, dtype=torch.bool)}
+        values = {"frame": self.frames(numbers), "next": following, "number": torch.from_numpy(numbers)}
+        return TensorDict(values, [count])
+
+    def buffer(
+        self, path: Path, capacity: int | None = CAPACITY, layout: ColumnLayout | None = None
+    ) -> TensorDictReplayBuffer:
+        options = Settings(flatten=True, seed=0, layout=layout or self.layout)
+        return TensorDictReplayBuffer(storage=ZarrStorage(path, capacity, settings=options), batch_size=8)
+
+    def right(self, data: TensorDict) -> bool:
+        """Say whether rows have the frames that they must have, by their numbers."""
+        numbers = data["number"]
+        both = torch.equal(data["frame"], self.frames(numbers))
+        return both and torch.equal(data["next", "frame"], self.frames(after(numbers)))
+
+    def numbers_in(self, rb: Any) -> list[int]:
+        """Return the numbers of all rows, which are right, as a whole and column by column."""
+        data = rb[:]
+        assert self.right(data)
+        ids = rb.storage.window.ids()
+        for place, entry in enumerate(rb.storage.schema.fields):
+            alone = torch.from_numpy(rb.storage.read(ids, [place])[0])
+            assert torch.equal(alone, torch.from_numpy(rb.storage.read(ids)[place])), entry
+        return sorted(data["number"].tolist())
