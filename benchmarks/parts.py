@@ -83,9 +83,9 @@ PARTS = (
     Part(
         "images",
         "images",
-        ("--only", "frame-1/,frame-8/,extend-64/,offered"),
+        ("--only", "frame-8/,Breakout/frame-1/,extend-64/,offered"),
         900,
-        "no stacks of frames, and of writes only those of 64 rows",
+        "lane by lane only Breakout, no stacks of frames, of writes only those of 64 rows",
         smoke=("--only", "Breakout/frame-8/,Breakout/extend-64,offered/tmpfs"),
     ),
 )

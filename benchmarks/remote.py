@@ -212,6 +212,8 @@ def main(argv: Sequence[str] | None = None, out: Callable[[str], object] = print
     needed = 3 * sum(w.rows * w.row_bytes for w in (effort.locomotion, effort.pixels))
     with scratch(wanted.folder, needed) as folder:
         report = Report({} if wanted.smoke else BARS, out, other="Reverb", file=wanted.json)
+        if not wanted.reverb:
+            report.skip("reverb", "name an interpreter that has dm-reverb: --reverb, REVERB_PYTHON")
         for result in Remote(folder, effort, only=wanted.only, reverb=wanted.reverb).run():
             report.add(result)
     return report.end()

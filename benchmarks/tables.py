@@ -138,12 +138,20 @@ def _about(told: Told) -> Iterator[str]:
         f"Measured on {about['machine']}, a shared disk, {about['versions']}, 2 torch threads if not said",
         f"otherwise, on {run['date'][:10]}: {run['effort']} sizes, {minutes:.0f} minutes.",
         f"Of {barred} measurements that have a bar {missed} miss it: see `benchmarks/results/table.md`.",
+        *_busy(run["parts"]),
         *(
             f"Not whole: {part['name']} ({part['state']})."
             for part in run["parts"]
             if part["state"] != "done"
         ),
     )
+
+
+def _busy(parts: list[dict[str, Any]]) -> Iterator[str]:
+    """Say whether the machine had other work; the part before leaves a load of its own threads."""
+    before = [float(found[1]) for part in parts if (found := re.match(r"load ([\d.]+) before", part["load"]))]
+    if count := sum(load > 3 for load in before):
+        yield f"**Other programs were running beside {count} of {len(parts)} parts: figures mean little.**"
 
 
 def _filled(*words: str) -> str:

@@ -112,6 +112,15 @@ def test_blocks_say_what_a_run_says(told: dict[str, Any]) -> None:
     assert "| sample 256 rows | not measured | | | |" in tables.embed(text, told)
 
 
+def test_a_busy_machine_is_told(told: dict[str, Any]) -> None:
+    def text() -> str:
+        return " ".join("\n".join(tables.table(tables.Told(told))).split())
+
+    assert "Other programs" not in text()
+    told["parts"][0]["load"] = "load 9.5 before, 2.0 after"
+    assert "Other programs were running beside 1 of 1 parts" in text()
+
+
 def test_all_buffers_are_told_beside_one_another(told: dict[str, Any]) -> None:
     ours = {"expstore": series(1e-3), "side": "expstore-flat"}
     sides = {"expstore-default": 4e-3, "torchrl-list": 6e-3, "torchrl-memmap": 2e-3}
