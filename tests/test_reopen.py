@@ -16,6 +16,7 @@ import torch
 from tensordict import TensorDict
 
 import expstore
+from expstore.checks import verify
 from expstore.draws import Draws
 from expstore.storages import columns
 from expstore.storages.memory import MemoryStorage
@@ -445,3 +446,14 @@ def test_one_line_says_what_was_recovered(store_path: Path) -> None:
         assert rb.stats()["recovered"] == rb.recovered
     with expstore.open(store_path) as rb:
         assert rb.recovered is None
+
+
+def test_the_index_is_let_go_of_though_the_last_sync_cuts_the_journal(store_path: Path) -> None:
+    """Others can open it, this process among them, while somebody still has the closed buffer."""
+    ends = (torch.arange(1000) % 10 == 9)[:, None]
+    rows = TensorDict({"x": torch.arange(1000), "next": {"done": ends, "terminated": ends}}, [1000])
+    rb = expstore.open(store_path)
+    for _ in range(30):
+        rb.extend(rows)
+    rb.close()
+    assert verify(store_path) == []

@@ -907,7 +907,7 @@ class SlowIndex:
     def __init__(self) -> None:
         self.asked, self.go_on = threading.Event(), threading.Event()
 
-    def catch_up(self) -> None:
+    def keep_up(self) -> None:
         self.asked.set()
         assert self.go_on.wait(30)
 

@@ -58,6 +58,7 @@ class Catalog:
         self._config = config
         self._lock = threading.RLock()
         self._index: Index | None = None
+        self._closed = False
         self._whole = False  # the next commit must hold everything
         self._takeovers = storage.takeovers
         self._pid = os.getpid()
@@ -205,6 +206,12 @@ class Catalog:
             self._whole = False
             return index
 
+    def keep_up(self) -> None:
+        """Hand the index what it lacks, before the journal forgets it; once closed it lacks nothing."""
+        with self._lock:
+            if not self._closed:
+                self.catch_up()
+
     def facts(self, names: Sequence[str], episodes: IntArray | None) -> Any:
         """Return facts about episodes as an Arrow table, in no order.
 
@@ -260,6 +267,7 @@ class Catalog:
     def close(self) -> None:
         """Bring the index up to date for other programs, and let go of it."""
         with self._lock:
+            self._closed = True  # the storage's last sync would open it once more, and nobody close it
             storage = self._storage
             try:
                 index = self.catch_up()

@@ -16,8 +16,8 @@ __all__ = ["CatalogLike"]
 class CatalogLike(Protocol):
     """What a storage needs of the keeper of the index."""
 
-    def catch_up(self) -> object:
-        """Hand the index what it lacks."""
+    def keep_up(self) -> None:
+        """Hand the index what it lacks, unless it was let go of for good."""
 
     def busy(self) -> bool:
         """Say whether many changes wait for the index."""

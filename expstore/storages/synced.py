@@ -253,7 +253,7 @@ class SyncedStorage(ShownStorage):
     def _cut_now(self, keep: File) -> None:
         try:
             if (catalog := self.catalog) is not None:
-                catalog.catch_up()
+                catalog.keep_up()
         except ExpStoreError as exc:
             # The index is derived: one that has missed segments is built anew when it is next asked.
             _logger.warning("the index is behind: %s", exc)

@@ -99,7 +99,7 @@ torch.nested.nested_tensor([torch.zeros(1)], layout=torch.jagged).unbind()
 class _NoIndex:
     """Stand in for the index, which is derived and slow to make."""
 
-    def catch_up(self) -> None: ...
+    def keep_up(self) -> None: ...
 
     def busy(self) -> bool:
         return False
