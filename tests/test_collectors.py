@@ -69,7 +69,9 @@ def make_envs(
     makers = [
         lambda length=length, lane=lane: Counting(length, lane, nested) for lane, length in enumerate(lengths)
     ]
-    return kind(makers, autoreset_mode=mode)  # type: ignore[call-arg]
+    # Forked, whatever is the default: to spawn a worker takes seconds.
+    forked = {"context": "fork"} if kind is AsyncVectorEnv else {}
+    return kind(makers, autoreset_mode=mode, **forked)  # type: ignore[call-arg]
 
 
 class FakeBuffer:

@@ -26,8 +26,9 @@ from typing import Any
 
 import ledger as facts
 import numpy as np
+import pandas  # noqa: F401  # pyarrow looks for it; the children are to find it there
 import torch
-import zarr as zarr_python  # noqa: F401  # the children are to find it there
+import zarr as zarr_python  # noqa: F401  # and this
 from checks import (
     Wrong,
     check_archive,
@@ -215,8 +216,9 @@ def perform(rb: TensorDictReplayBuffer, state: Ledger, op: Op) -> None:
             ids, origins = state.place_best(op)[0], state.offered + 1 + np.arange(op.count)
         data = facts.batch(spec, op, origins)
         key = {} if op.key is None else key_of(op.key)
-        given = rb.extend(data, source=op.source, return_ids=True, episode_info=op.info, **key)
-        expect(np.array_equal(given.numpy(), ids), f"extend gave ids {given[:3]}.., expected {ids[:3]}..")
+        given = rb.extend(data, source=op.source, return_ids=True, episode_info=op.info, **key).numpy()
+        # As an array: before it shows a tensor, torch imports for half a second.
+        expect(np.array_equal(given, ids), f"extend gave ids {given[:3]}.., expected {ids[:3]}..")
     elif op.kind == "annotate":
         _annotate(rb, op)
     elif op.kind == "change":

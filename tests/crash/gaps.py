@@ -77,7 +77,6 @@ class Phase:
     must: str = "write"  # an act without which the phase is not what it says
     index: bool = False
     tooth: bool = False  # made to show a fault
-    stride: int = 2  # the short run meets every so-many-th act only, beside those that change names
 
 
 def _extend(count: int, source: str | None = None, lanes: int = 1, key: str | None = None) -> Op:
@@ -115,23 +114,20 @@ FEW = [_extend(20, "a")]
 
 PHASES = (
     Phase("new store", LEAN, part="open", must="rename expstore.json"),
-    Phase("first extend", LEAN, ops=[_extend(5, "a")], must="rename columns", stride=5),
+    Phase("first extend", LEAN, ops=[_extend(5, "a")], must="rename columns"),
     Phase("extend", LEAN, FEW, [_extend(6, "a"), _extend(8), _priority(12, 20, 2.0), FLUSH]),
-    Phase("change", LEAN, [_extend(30)], [_change(8, 28, 1, 10), _extend(3), _change(12, 14, 2)], stride=3),
-    Phase(
-        "long extend", LEAN, [_extend(24, "a")], [_extend(13, "a"), _extend(41, "a"), _extend(3)], stride=3
-    ),
+    Phase("change", LEAN, [_extend(30)], [_change(8, 28, 1, 10), _extend(3), _change(12, 14, 2)]),
+    Phase("long extend", LEAN, [_extend(24, "a")], [_extend(13, "a"), _extend(41, "a"), _extend(3)]),
     Phase("annotate", NARROW, [*FEW, _note(1, 1)], [_note(1, 2), _note(2, 3), FLUSH, _note(1, 4)]),
     Phase("empty", LEAN, FEW, [EMPTY, _extend(4, "a"), _extend(3, lanes=3)]),
     Phase("journal cut", NARROW, FEW, [*[_extend(1, "a")] * 5, FLUSH, _extend(2)], must="unlink"),
-    Phase("few rows", NARROW, FEW, [_extend(1), _extend(2), FLUSH, _extend(8, "a"), FLUSH], stride=3),
+    Phase("few rows", NARROW, FEW, [_extend(1), _extend(2), FLUSH, _extend(8, "a"), FLUSH]),
     Phase(
         "change in a file",
         FILED,
         [_extend(20)],
         [_change(2, 20, 1), _change(3, 9, 2), _extend(2), _change(5, 5, 3)],
         must="unlink",
-        stride=3,
     ),
     Phase("close", LEAN, FEW, [_extend(2), _change(3, 7, 1)], part="close"),
     Phase("open what was closed", LEAN, [*FEW, _extend(3)], part="open", closed=True, must="unlink 000001"),
@@ -145,15 +141,15 @@ PHASES = (
         must="write zarr.json",
     ),
     Phase("commit to the index", NARROW, FEW, [*[_extend(1)] * 5, FLUSH], must="unlink", index=True),
-    Phase("dumps", LEAN, [*FEW, DUMPS, _extend(9)], [*[DUMPS, _extend(4, "a")] * 3], stride=20, must="link"),
-    Phase("loads", LEAN, [*FEW, DUMPS, _extend(9)], [LOADS, _extend(4, "a")], stride=20, must="rename load"),
-    Phase("first extend of a store that counts", COUNTED, ops=[_extend(5)], stride=9, must="rename sampled"),
-    Phase("count", COUNTED, [_extend(24), SAMPLE], [SAMPLE, FLUSH, _extend(3), SAMPLE], stride=9),
+    Phase("dumps", LEAN, [*FEW, DUMPS, _extend(9)], [*[DUMPS, _extend(4, "a")] * 3], must="link"),
+    Phase("loads", LEAN, [*FEW, DUMPS, _extend(9)], [LOADS, _extend(4, "a")], must="rename load"),
+    Phase("first extend of a store that counts", COUNTED, ops=[_extend(5)], must="rename sampled"),
+    Phase("count", COUNTED, [_extend(24), SAMPLE], [SAMPLE, FLUSH, _extend(3), SAMPLE]),
     Phase("slots of counted rows", COUNTED, [_extend(24), SAMPLE, _extend(8)], [_extend(2), _extend(2)]),
-    Phase("best rows", BEST, FEW, [_extend(9), _priority(3, 9, 2.0), _extend(12, "a"), FLUSH], stride=5),
-    Phase("best rows in a file", BEST_FILED, FEW, [_extend(30), _extend(12), FLUSH], must="unlink", stride=9),
-    Phase("open best rows", BEST, [_extend(30), _priority(1, 9, 2.0), _extend(20)], part="open", stride=3),
-    Phase("first packed rows", PACKED, ops=[_extend(5, "a")], must="write partial", stride=5),
+    Phase("best rows", BEST, FEW, [_extend(9), _priority(3, 9, 2.0), _extend(12, "a"), FLUSH]),
+    Phase("best rows in a file", BEST_FILED, FEW, [_extend(30), _extend(12), FLUSH], must="unlink"),
+    Phase("open best rows", BEST, [_extend(30), _priority(1, 9, 2.0), _extend(20)], part="open"),
+    Phase("first packed rows", PACKED, ops=[_extend(5, "a")], must="write partial"),
     Phase(
         "fill a chunk", PACKED, FEW, [_extend(3), _extend(2), FLUSH, _extend(3, "a")], must="write open.1.0"
     ),
@@ -163,7 +159,6 @@ PHASES = (
         FEW,
         [_extend(9, "a"), _extend(5), FLUSH, _extend(6)],
         must="rename c.1.0",
-        stride=3,
     ),
     Phase(
         "turn of the ring",
@@ -171,18 +166,16 @@ PHASES = (
         [_extend(22), _extend(6, "a"), FLUSH],
         [_extend(7), FLUSH, _extend(8, "a"), _extend(3), FLUSH],
         must="create open.0.1",
-        stride=3,
     ),
-    Phase("long packed extend", PACKED, [_extend(22)], [_extend(13), _extend(41, "a"), _extend(3)], stride=9),
-    Phase("few packed rows", PACKED_NARROW, FEW, [_extend(1), _extend(2), FLUSH, _extend(8, "a")], stride=5),
-    Phase("empty packed", PACKED, [_extend(22)], [EMPTY, _extend(4, "a"), EMPTY, _extend(3)], stride=5),
+    Phase("long packed extend", PACKED, [_extend(22)], [_extend(13), _extend(41, "a"), _extend(3)]),
+    Phase("few packed rows", PACKED_NARROW, FEW, [_extend(1), _extend(2), FLUSH, _extend(8, "a")]),
+    Phase("empty packed", PACKED, [_extend(22)], [EMPTY, _extend(4, "a"), EMPTY, _extend(3)]),
     Phase(
         "close packed",
         PACKED,
         [_extend(26), FLUSH],
         [_extend(7)],
         part="close",
-        stride=5,
         must="rename c.1.0",
     ),
     Phase("open packed", PACKED, [*FEW, FLUSH, _extend(5), _extend(2)], part="open", must="write partial"),
@@ -200,7 +193,6 @@ PHASES = (
         PACKED,
         [*FEW, DUMPS, _extend(9)],
         [*[DUMPS, _extend(5, "a")] * 2],
-        stride=20,
         must="link c.0.0",
     ),
     Phase(
@@ -208,7 +200,6 @@ PHASES = (
         PACKED,
         [*FEW, DUMPS, _extend(9)],
         [LOADS, _extend(5, "a")],
-        stride=20,
         must="rename load",
     ),
     Phase(
@@ -216,7 +207,6 @@ PHASES = (
         FLAGS,
         [_extend(30)],
         [_change(8, 28, 1, 10), _extend(3), _change(12, 14, 2)],
-        stride=3,
     ),
     Phase("rows in segments", RAGGED, FEW, [_extend(6, "a"), _extend(8), FLUSH], tooth=True),
     Phase(
@@ -230,7 +220,6 @@ PHASES = (
             _extend(3),
             _change(20, 25, 2),
         ],
-        stride=9,
         must="rename late",
     ),
     Phase(
@@ -238,32 +227,23 @@ PHASES = (
         LEAN,
         [*FEW, _add("group.late", 3), _add("late", 5), _extend(3)],
         [_drop("group.late"), _extend(6, "a"), _drop("late"), _extend(2)],
-        stride=7,
         must="rename old",
     ),
-    Phase("add a column to packed ones", PACKED, [_extend(22)], [_add("late", 2, 5), _extend(7)], stride=9),
-    Phase(
-        "add a column to what grows", GROWING, [_extend(4000)], [_add("late", 2, 120), _extend(9)], stride=9
-    ),
-    Phase(
-        "add a column to few rows", NARROW, [_extend(3)], [_add("late", 2, 2), _extend(1), FLUSH], stride=9
-    ),
-    Phase(
-        "add a column to counted rows", COUNTED, [_extend(24), SAMPLE], [_add("late", 2, 3), SAMPLE], stride=9
-    ),
+    Phase("add a column to packed ones", PACKED, [_extend(22)], [_add("late", 2, 5), _extend(7)]),
+    Phase("add a column to what grows", GROWING, [_extend(4000)], [_add("late", 2, 120), _extend(9)]),
+    Phase("add a column to few rows", NARROW, [_extend(3)], [_add("late", 2, 2), _extend(1), FLUSH]),
+    Phase("add a column to counted rows", COUNTED, [_extend(24), SAMPLE], [_add("late", 2, 3), SAMPLE]),
     Phase(
         "add a column to best rows",
         BEST,
         [_extend(30)],
         [_add("late", 2), _extend(20), _drop("late")],
-        stride=9,
     ),
     Phase(
         "loads other fields",
         LEAN,
         [*FEW, _add("late", 2), DUMPS, _extend(9), _drop("late"), _add("group.late", 5)],
         [LOADS, _extend(4, "a"), DUMPS],
-        stride=25,
         must="rename load",
     ),
     Phase(
@@ -272,24 +252,22 @@ PHASES = (
         [*FEW, _add("late", 3, 5), _extend(6), _change(20, 25, 2), _drop("late")],
         part="open",
     ),
-    Phase("lent rows", LENT, FEW, [_extend(6, "a"), _extend(8), FLUSH, _extend(3)], stride=3),
+    Phase("lent rows", LENT, FEW, [_extend(6, "a"), _extend(8), FLUSH, _extend(3)]),
     Phase(
         "lent rows in a later turn",
         LENT,
         [_extend(24), FLUSH, _extend(8), FLUSH, _extend(8, "a")],
         [_extend(7), _extend(8, "a"), FLUSH, _extend(8)],
         must="punch",
-        stride=3,
     ),
     Phase(
         "change lent rows",
         LENT,
         [_extend(24), FLUSH, _extend(8)],
         [_change(12, 30, 1, 9), _extend(3), _change(13, 15, 2), _extend(4)],
-        stride=2,
     ),
-    Phase("few lent rows", LENT_NARROW, FEW, [_extend(1), _change(19, 21, 1), _extend(2), FLUSH], stride=5),
-    Phase("long lent extend", LENT, [_extend(22)], [_extend(13), _extend(41, "a"), _extend(3)], stride=9),
+    Phase("few lent rows", LENT_NARROW, FEW, [_extend(1), _change(19, 21, 1), _extend(2), FLUSH]),
+    Phase("long lent extend", LENT, [_extend(22)], [_extend(13), _extend(41, "a"), _extend(3)]),
     Phase("open lent rows", LENT, [*FEW, FLUSH, _extend(5), _change(10, 22, 1, 4), _extend(2)], part="open"),
     Phase("open few lent rows", LENT_NARROW, [*FEW, _extend(3), _extend(1), _extend(8)], part="open"),
     Phase(
@@ -297,7 +275,6 @@ PHASES = (
         LENT,
         [_extend(30), DUMPS, _extend(9)],
         [*[DUMPS, _extend(5, "a")] * 2],
-        stride=20,
         must="link zarr.json",
     ),
     Phase(
@@ -305,7 +282,6 @@ PHASES = (
         LENT,
         [_extend(30), DUMPS, _extend(9)],
         [LOADS, _extend(5, "a")],
-        stride=20,
         must="rename load",
     ),
     Phase(
@@ -315,36 +291,29 @@ PHASES = (
         [*_keyed(0, 6, 1), FLUSH, *_keyed(2, 8, 2), _extend(1), *_keyed(4, 3)],
         must="rename keys",
     ),
-    Phase(
-        "ring of keys", KEYED, _keyed(0, *[2] * 11), [*_keyed(11, 1, 1, 3), FLUSH, *_keyed(14, 9)], stride=3
-    ),
+    Phase("ring of keys", KEYED, _keyed(0, *[2] * 11), [*_keyed(11, 1, 1, 3), FLUSH, *_keyed(14, 9)]),
     Phase("open keys", KEYED, [*_keyed(0, 6, 2), FLUSH, *_keyed(2, 1, 7, 2)], part="open", must="write keys"),
     Phase(
         "loads beside keys",
         KEYED,
         [*_keyed(0, 6), DUMPS, *_keyed(1, 7, 2)],
         [LOADS, *_keyed(3, 4)],
-        stride=20,
     ),
-    Phase("new store with an archive", ARCHIVED, part="open", must="rename expstore.json", stride=5),
+    Phase("new store with an archive", ARCHIVED, part="open", must="rename expstore.json"),
     Phase(
         "archive",
         ARCHIVED,
         [_extend(26)],
         [_extend(7), _extend(8), FLUSH, Op("tick"), _change(30, 36, 1, 3), _extend(8), _extend(3, "a")],
-        stride=4,
     ),
     Phase(
         "long extend with an archive",
         ARCHIVED,
         [_extend(24, "a")],
         [_extend(13), _extend(41, "a"), _extend(3)],
-        stride=9,
     ),
-    Phase(
-        "empty with an archive", ARCHIVED, [_extend(30)], [EMPTY, _extend(26), EMPTY, _extend(3)], stride=9
-    ),
-    Phase("close with an archive", ARCHIVED, [_extend(24), _extend(8), FLUSH], part="close", stride=5),
+    Phase("empty with an archive", ARCHIVED, [_extend(30)], [EMPTY, _extend(26), EMPTY, _extend(3)]),
+    Phase("close with an archive", ARCHIVED, [_extend(24), _extend(8), FLUSH], part="close"),
     Phase(
         "open an archive",
         ARCHIVED,
@@ -448,7 +417,7 @@ def enumerate_gaps(
     again: float = 0.2,
     syncs: bool = True,
     stop: bool = False,
-    stride: bool = False,
+    most: int | None = None,
     act: int | None = None,
 ) -> Report:
     """Enumerate the gaps of phases.
@@ -461,17 +430,23 @@ def enumerate_gaps(
         again: Share of the gaps after which the recovery, too, is killed somewhere.
         syncs: Whether syncs are acts of their own.
         stop: Whether the first failure is enough.
-        stride: Whether some of the acts of long phases are left out.
+        most: Of each phase so many acts at most, spread evenly: half of them change names; None: all.
         act: The one act that is met; None: all of them.
     """
     journaled.Keeper = NoKeeper  # type: ignore[assignment,misc]
     started = time.monotonic()
-    run = _Run(folder, seed, torn, again, syncs, stop, stride, act)
+    run = _Run(folder, seed, torn, again, syncs, stop, most, act)
     for phase in PHASES:
         if phase.name in names or not (names or phase.tooth):
             run.enumerate(phase)
     run.report.seconds = round(time.monotonic() - started, 1)
     return run.report
+
+
+def _spread(acts: list[int], count: int) -> list[int]:
+    """Return so many of them at most, spread evenly from the first to the last."""
+    count = min(count, len(acts))
+    return [acts[n * (len(acts) - 1) // max(count - 1, 1)] for n in range(count)]
 
 
 @dataclass
@@ -482,7 +457,7 @@ class _Run:
     again: float
     syncs: bool
     stop: bool
-    stride: bool
+    most: int | None
     act: int | None
     chance: random.Random = field(default_factory=random.Random)
     report: Report = field(default_factory=Report)
@@ -498,11 +473,8 @@ class _Run:
         self.report.gaps[phase.name] = len(trace)
         if not any(act.startswith(phase.must) for act in trace):
             self.report.failures.append(f"{phase.name} never came to {phase.must}: {Counter(trace)}")
-        step = phase.stride if self.stride else 1
-        for at in [self.act] if self.act else range(1, len(trace) + 1):
+        for at in [self.act] if self.act else self._acts(trace):
             self.chance = random.Random(f"{self.seed}/{phase.name}/{at}")
-            if not self.act and (at - 1) % step and not trace[at - 1].startswith(("rename", "unlink")):
-                continue
             for cut in self._cuts():
                 base = self.folder / f"{at}-{cut}"
                 _copy(model, base)
@@ -529,6 +501,17 @@ class _Run:
             return []
         trace: list[str] = json.loads(lines[-1].removeprefix("done "))
         return trace
+
+    def _acts(self, trace: list[str]) -> list[int]:
+        """Return the numbers of the acts to be killed at."""
+        acts = list(range(1, len(trace) + 1))
+        if self.most is None:
+            return acts
+        naming = _spread(
+            [at for at in acts if trace[at - 1].startswith(("rename", "unlink"))], self.most // 2
+        )
+        others = [at for at in acts if at not in naming]
+        return sorted([*naming, *_spread(others, self.most - len(naming))])
 
     def _cuts(self) -> list[float | None]:
         """Return how far the write at an act gets each time; None: not begun."""

@@ -463,7 +463,7 @@ def power_cuts(
         if report.kills >= states or (stop and report.failures):
             break
         part, begun = Report(), time.monotonic()
-        _round(POWER_SPECS[kinds[number % len(kinds)]], number, seed, folder, part, free)
+        _round(POWER_SPECS[kinds[number % len(kinds)]], number, seed, folder, part, free, stop)
         part.seconds = round(time.monotonic() - begun, 1)
         report.add(vars(part))
         if log is not None:
@@ -472,8 +472,8 @@ def power_cuts(
     return report
 
 
-def _round(spec: Spec, number: int, seed: int, folder: Path, report: Report, free: float) -> None:
-    """Record a life; cut it; record what follows some of the cuts; cut that."""
+def _round(spec: Spec, number: int, seed: int, folder: Path, report: Report, free: float, stop: bool) -> None:
+    """Record a life; cut it; record what follows some of the cuts, unless one is enough; cut that."""
     fit_constants(spec)
     # The background thread is to come between the calls of these short lives, too.
     keeper.SYNC_SECONDS, keeper.PRIORITY_SECONDS = 0.02, 0.005
@@ -497,7 +497,7 @@ def _round(spec: Spec, number: int, seed: int, folder: Path, report: Report, fre
         busy=0.0 if loose else chance.choice([0.0, 0.01, 0.05]),
         close=chance.random() < 0.5,
     )
-    run = _Run(folder / f"round-{number}", report, label, chance, rng)
+    run = _Run(folder / f"round-{number}", report, label, chance, rng, stop)
     run.folder.mkdir(parents=True)
     cut = run.life([job], [ROUND_STATES // 2])
     later = [
@@ -515,7 +515,8 @@ def _round(spec: Spec, number: int, seed: int, folder: Path, report: Report, fre
         )
         for state in chance.sample(cut, min(CUT_AGAIN, len(cut)))
     ]
-    run.life(later, [ROUND_STATES // 2 // CUT_AGAIN] * len(later))
+    if not run.ended:
+        run.life(later, [ROUND_STATES // 2 // CUT_AGAIN] * len(later))
     shutil.rmtree(run.folder)
 
 
@@ -526,7 +527,13 @@ class _Run:
     label: str
     chance: random.Random
     rng: np.random.Generator
+    stop: bool
     lives: int = 0
+
+    @property
+    def ended(self) -> bool:
+        """Whether the first failure was enough."""
+        return self.stop and bool(self.report.failures)
 
     def life(self, jobs: list[Job], counts: list[int]) -> list[State]:
         """Record lives, cut each so many times, and check; return the disks that were right."""
@@ -545,6 +552,8 @@ class _Run:
         boot = jobs[0].boot + 1 if jobs else 0
         good: list[State] = []
         for start in range(0, len(states), TOGETHER):
+            if self.ended:
+                break
             some = states[start : start + TOGETHER]
             check = partial(_check, boot=boot, seed=self.chance.randrange(1 << 30), sql=sql)
             good += [s for s, f in zip(some, self._all(check, some), strict=True) if self._judge(s, f)]
