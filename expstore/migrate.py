@@ -78,13 +78,11 @@ def migrations(path: Path | None = None, *, disk: Disk | None = None) -> list[Mi
 
 def applied(con: duckdb.DuckDBPyConnection) -> list[tuple[int, str, str]]:
     """Return (version, name, checksum) of every step that was applied, in order; changes nothing."""
-    known = con.execute(
-        "SELECT count(*) FROM duckdb_tables() WHERE database_name = current_database() AND table_name = ?",
-        [_RECORDS],
-    ).fetchall()
-    if not known[0][0]:
+    try:  # to look for the table first takes twice as long
+        found = con.execute(f"SELECT version, name, checksum FROM {_RECORDS}").fetchall()
+    except duckdb.CatalogException:
         return []
-    return con.execute(f"SELECT version, name, checksum FROM {_RECORDS} ORDER BY version").fetchall()
+    return sorted(found)
 
 
 def steps_in(path: Path, steps: list[Migration]) -> int:

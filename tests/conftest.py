@@ -66,6 +66,21 @@ def rng() -> np.random.Generator:
 
 
 @pytest.fixture(scope="module")
+def forking() -> Iterator[None]:
+    """Have workers forked: to spawn one, which is torchrl's default, takes six seconds."""
+    import multiprocessing
+
+    import torch
+
+    before = multiprocessing.get_start_method(allow_none=True)
+    threads = torch.get_num_threads()
+    multiprocessing.set_start_method("fork", force=True)
+    yield
+    multiprocessing.set_start_method(before, force=True)
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
 def no_syncs() -> Iterator[None]:
     """Nothing waits for the disk: whether bytes reach it is for the crash tests."""
     from expstore import files

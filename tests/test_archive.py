@@ -181,7 +181,7 @@ def live(world: World, chance: random.Random, *, killed: bool, onlooker: bool = 
         rb.close()
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.torture)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_row_is_found_once(tmp_path: Path, kind: str, seed: int) -> None:
     """Of extends of 1 to 700 rows, changes, deletes, reopenings and kills, each with what comes before it."""

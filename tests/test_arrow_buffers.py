@@ -14,8 +14,9 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
+from portions import in_full, share
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 from typer.testing import CliRunner
 
@@ -222,7 +223,7 @@ def alike(first: Any, second: Any) -> bool:
     return type(first) is type(second) and first == second
 
 
-@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@share(0.3, of=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     batches=st.lists(ROWS, min_size=1, max_size=3), read=st.sampled_from(["running", "reopened", "follower"])
 )
@@ -246,3 +247,8 @@ def test_batches_of_any_values_come_back(
     for row, (values, numbers) in zip(found.unbind(0), rows, strict=True):
         assert all(alike(row.get(name).data, value) for name, value in values.items())
         assert row["tokens"].numpy().tobytes() == np.array(numbers, np.float64).tobytes()
+
+
+test_batches_of_any_values_come_back_in_full = pytest.mark.torture(
+    in_full(test_batches_of_any_values_come_back)
+)

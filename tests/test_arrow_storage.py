@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from portions import in_full, share
 from test_variable_fields import SCHEMA, check, columns_of, put, window_ids
 
 import expstore
@@ -85,7 +86,7 @@ acts = st.one_of(
 )
 
 
-@settings(max_examples=20, deadline=None)
+@share(0.4, of=20, deadline=None)
 @given(
     plan=st.lists(acts, min_size=1, max_size=20),
     capacity=st.sampled_from([None, 7, 40]),
@@ -144,6 +145,9 @@ def test_rows_against_a_model(
         for found, expected in zip(with_follower.read(ids), columns_of(numbers), strict=True):
             assert found.tolist() == expected.tolist()
         with_follower.close()
+
+
+test_rows_against_a_model_in_full = pytest.mark.torture(in_full(test_rows_against_a_model))
 
 
 def no_sync(patch: pytest.MonkeyPatch) -> None:
@@ -290,8 +294,17 @@ def leave(storage: ArrowStorage, tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("durability", ["process", "sync"])
-@pytest.mark.parametrize("counts", [(1,), (3, 2, 1), (20,), (1, 30, 1), (30, 1, 1), (1, 1, 200)])
+LEFT = [(1,), (3, 2, 1), (20,), (1, 30, 1), (30, 1, 1), (1, 1, 200)]
+
+
+@pytest.mark.parametrize(
+    ("counts", "durability"),
+    [
+        *((counts, "process") for counts in LEFT),
+        ((1, 30, 1), "sync"),
+        *(pytest.param(counts, "sync", marks=pytest.mark.torture) for counts in LEFT if counts != (1, 30, 1)),
+    ],
+)
 def test_what_returned_is_there_when_nobody_closed_the_store(
     tmp_path: Path, tiny: None, compression: Any, counts: tuple[int, ...], durability: Any
 ) -> None:

@@ -13,8 +13,9 @@ import pyarrow as pa
 import pytest
 import torch
 from held import held
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from portions import in_full, share
 from tensordict import NonTensorStack, TensorDict
 
 import expstore
@@ -134,7 +135,7 @@ def test_ends_are_there_though_no_field_says_them(tmp_path: Path, form: str) -> 
 DTYPES = ["?", "u1", "i1", "i2", "i4", "i8", "u2", "u4", "u8", "f2", "f4", "f8", "c8"]
 
 
-@settings(max_examples=20)  # each makes two stores
+@share(0.25, of=20)  # each makes two stores
 @given(
     kinds=st.lists(st.sampled_from(DTYPES), min_size=1, max_size=4),
     shape=st.sampled_from([(), (1,), (2, 3)]),
@@ -164,6 +165,9 @@ def test_whatever_bits_come_back(
         with expstore.open(folder / "back.exp", mode="r") as again:
             assert held(rb, BY_STEPS) == held(again, BY_STEPS)
             assert rb.schema == again.schema
+
+
+test_whatever_bits_come_back_in_full = pytest.mark.torture(in_full(test_whatever_bits_come_back))
 
 
 # -- files of others ------------------------------------------------------------------------------------

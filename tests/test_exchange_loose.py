@@ -20,9 +20,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from loose import buffer, plain, rollouts
+from portions import in_full, share
 from tensordict import TensorDict
 
 import expstore
@@ -166,7 +167,7 @@ def make(path: Path, schema: Schema, columns: list[Any], **options: Any) -> Arro
     return storage
 
 
-@settings(max_examples=15)  # each makes two stores
+@share(0.3, of=15)  # each makes two stores
 @given(table=tables(), form=st.sampled_from(sorted(FORMS)), compression=st.sampled_from([None, "zstd"]))
 def test_whatever_rows_come_back(
     tmp_path_factory: pytest.TempPathFactory, table: tuple[Schema, list[Any]], form: str, compression: Any
@@ -190,6 +191,9 @@ def test_whatever_rows_come_back(
         assert bits(found[key]) == bits(expected), key
     again.close()
     assert run(["verify", str(folder / "back.exp")]) == 0
+
+
+test_whatever_rows_come_back_in_full = pytest.mark.torture(in_full(test_whatever_rows_come_back))
 
 
 @pytest.mark.parametrize("shape", SHAPES)

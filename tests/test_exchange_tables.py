@@ -21,8 +21,9 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from held import held
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from portions import in_full, share
 from tensordict import TensorDict
 
 import expstore
@@ -314,7 +315,7 @@ def tables(draw: st.DrawFn) -> TensorDict:
     return data
 
 
-@settings(max_examples=20)  # each makes two stores
+@share(0.25, of=20)  # each makes two stores
 @given(data=tables(), form=st.sampled_from(sorted(FORMS)))
 def test_whatever_bits_come_back(
     tmp_path_factory: pytest.TempPathFactory, data: TensorDict, form: str
@@ -327,6 +328,9 @@ def test_whatever_bits_come_back(
         return
     with rb, there_and_back(form, rb, folder) as again:
         assert held(rb) == held(again)
+
+
+test_whatever_bits_come_back_in_full = pytest.mark.torture(in_full(test_whatever_bits_come_back))
 
 
 # -- files of others ------------------------------------------------------------------------------------

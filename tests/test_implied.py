@@ -154,7 +154,7 @@ def test_it_takes_no_space_while_it_follows(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("holes", [True, False])
 @pytest.mark.parametrize("capacity", [None, CAPACITY])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.torture) for n in (1, 2))])
 def test_whatever_is_done_it_reads_as_given(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capacity: int | None, seed: int, holes: bool
 ) -> None:

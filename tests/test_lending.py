@@ -248,8 +248,17 @@ def fill_some(rb: Any, rows: int) -> None:
 # -- versions --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("capacity", [None, CAPACITY, 5000])
-@pytest.mark.parametrize("rows", [9, 71, 333])
+@pytest.mark.parametrize(
+    ("rows", "capacity"),
+    [
+        *[(71, None), (333, CAPACITY), (333, 5000)],
+        *(
+            pytest.param(rows, capacity, marks=pytest.mark.torture)
+            for rows, capacity in [(333, None), (71, CAPACITY), (71, 5000)]
+        ),
+        *(pytest.param(9, capacity, marks=pytest.mark.torture) for capacity in (None, CAPACITY, 5000)),
+    ],
+)
 def test_versions_hold_what_rows_lie_with(tmp_path: Path, capacity: int | None, rows: int) -> None:
     path, place = tmp_path / "a.exp", tmp_path / "backup"
     with buffer(path, capacity) as rb:
@@ -313,10 +322,13 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_a_repair_costs_the_rows_that_were_named_and_no_others(sound: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("count", [4, pytest.param(12, marks=pytest.mark.torture)])
+def test_a_repair_costs_the_rows_that_were_named_and_no_others(
+    sound: Path, tmp_path: Path, count: int
+) -> None:
     parts = [*(f"frame/c/{n}/0" for n in range(3)), *(f"next/frame/c/{n}/0" for n in range(3))]
     broken = Broken(sound, [*parts, "_row/distance/frame/c"], right, range(7000, 12_000))
-    assert in_child(lambda: broken.repairs(tmp_path, 12, 3)) == []
+    assert in_child(lambda: broken.repairs(tmp_path, count, 3)) == []
 
 
 def test_verify_names_the_rows_that_lie_with_damaged_ones(sound: Path, tmp_path: Path) -> None:

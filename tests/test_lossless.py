@@ -326,7 +326,7 @@ def live_and_look(data: Any, folder: Path) -> None:
             world.follower.close()
 
 
-@hypothesis.settings(max_examples=10, suppress_health_check=list(hypothesis.HealthCheck))
+@hypothesis.settings(max_examples=4, suppress_health_check=list(hypothesis.HealthCheck))
 @given(data=st.data())
 def test_rows_come_back_bit_by_bit(data: Any) -> None:
     with tempfile.TemporaryDirectory() as name:

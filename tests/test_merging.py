@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from portions import in_full, share
 from tensordict import TensorDict
 
 import expstore
@@ -106,7 +107,7 @@ def test_all_rows_of_all_stores_are_there(tmp_path: Path, fields: Any) -> None:
     assert verify(tmp_path / "all.exp") == []
 
 
-@settings(deadline=None, max_examples=6)
+@share(0.4, of=6, deadline=None)
 @given(
     sizes=st.lists(st.integers(0, 40), min_size=1, max_size=4),
     capacity=st.one_of(st.none(), st.integers(1, 60)),
@@ -126,6 +127,9 @@ def test_the_last_rows_stay(
         assert columns_of(rb)["number"].tolist() == kept
         assert rb.storage.capacity == capacity
     assert verify(folder / "all.exp") == []
+
+
+test_the_last_rows_stay_in_full = pytest.mark.torture(in_full(test_the_last_rows_stay))
 
 
 def test_versions_and_folders_of_versions(tmp_path: Path) -> None:

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 import zarr
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
+from portions import in_full, share
 from tensordict import TensorDict
 
 import expstore
@@ -312,7 +313,7 @@ ACTS = st.lists(
 )
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@share(0.2, of=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(ACTS, st.sampled_from([None, 24, 40]))
 def test_lives_with_versions(
     tmp_path_factory: pytest.TempPathFactory, acts: list[tuple[str, int]], capacity: int | None
@@ -348,6 +349,9 @@ def test_lives_with_versions(
     for number, wanted in enumerate(kept):
         with expstore.open(folder / "versions" / f"v{number + 1:04d}", mode="r") as old:
             check(old, wanted)
+
+
+test_lives_with_versions_in_full = pytest.mark.torture(in_full(test_lives_with_versions))
 
 
 def check(rb: ReplayBuffer, wanted: list[int]) -> None:

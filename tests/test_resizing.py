@@ -183,7 +183,7 @@ LIVES = {
 }
 
 
-@settings(deadline=None, max_examples=8)
+@settings(deadline=None, max_examples=3)
 @given(**LIVES)
 def test_a_list_of_rows_says_what_is_there(
     capacity: int | None, layout: str, acts: list[tuple[Any, ...]]

@@ -113,8 +113,16 @@ def test_a_batch_longer_than_the_spare(tmp_path: Path) -> None:
             assert len(found) >= min(first, 50)
 
 
-@pytest.mark.parametrize("capacity", [None, CAPACITY])
-@pytest.mark.parametrize("rows", [9, 71, 333])
+@pytest.mark.parametrize(
+    ("rows", "capacity"),
+    [
+        *[(71, None), (333, CAPACITY)],
+        *(
+            pytest.param(rows, capacity, marks=pytest.mark.torture)
+            for rows, capacity in [(9, None), (333, None), (9, CAPACITY), (71, CAPACITY)]
+        ),
+    ],
+)
 def test_versions_hold_what_rows_lie_with(tmp_path: Path, capacity: int | None, rows: int) -> None:
     path, place = tmp_path / "a.exp", tmp_path / "backup"
     wanted = list(range(0 if capacity is None else max(0, rows - capacity), rows))
@@ -161,8 +169,9 @@ def broken(sound: Path) -> Broken:
     return Broken(sound, ["frame", "next/frame"], right, range(90, 150))
 
 
-def test_damage_anywhere_is_an_error_and_never_other_rows(broken: Broken, tmp_path: Path) -> None:
-    assert in_child(lambda: broken.faults(tmp_path, 30, 1)) == []
+@pytest.mark.parametrize("count", [10, pytest.param(30, marks=pytest.mark.torture)])
+def test_damage_anywhere_is_an_error_and_never_other_rows(broken: Broken, tmp_path: Path, count: int) -> None:
+    assert in_child(lambda: broken.faults(tmp_path, count, 1)) == []
 
 
 def test_verify_names_the_rows_that_lie_with_damaged_ones_and_repair_costs_these(
@@ -192,8 +201,11 @@ def test_verify_names_the_rows_that_lie_with_damaged_ones_and_repair_costs_these
         assert numbers_in(rb) == sorted(set(range(120, 180)) - named)
 
 
-def test_a_repair_costs_the_rows_that_were_named_and_no_others(broken: Broken, tmp_path: Path) -> None:
-    assert in_child(lambda: broken.repairs(tmp_path, 12, 3)) == []
+@pytest.mark.parametrize("count", [4, pytest.param(12, marks=pytest.mark.torture)])
+def test_a_repair_costs_the_rows_that_were_named_and_no_others(
+    broken: Broken, tmp_path: Path, count: int
+) -> None:
+    assert in_child(lambda: broken.repairs(tmp_path, count, 3)) == []
 
 
 def test_share_next_can_be_left_out(tmp_path: Path) -> None:

@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from portions import in_full, share
 from slice_model import Batch, Cell, Drawn, Fields, Model, cover
 from slice_world import Scenario, World, scenarios, small_and_without_a_disk
 
@@ -29,8 +30,8 @@ from expstore.draws import Draws
 #: Slices per batch, and how many batches may be drawn until all slices have come: that one of a chance of
 #: 1 in 10,000, which is less than any here has, stays away is less likely than 1e-17.
 SLICES, MOST = 2048, 200
-#: An example opens stores many times: half a second. The nightly run looks at a few hundred.
-some = settings(max_examples=min(settings().max_examples, 300))
+#: An example opens stores many times: half a second.
+some = share(0.12)
 patient = pytest.mark.timeout(600)
 
 
@@ -74,6 +75,9 @@ def test_all_slices_come_and_no_others(scenario: Scenario, strict: bool, span: t
         check_all(world, length, by=scenario.by, strict=strict, span=span)
 
 
+test_all_slices_come_and_no_others_in_full = pytest.mark.torture(in_full(test_all_slices_come_and_no_others))
+
+
 @patient
 @some
 @given(scenario=scenarios(), strict=st.booleans())
@@ -103,6 +107,11 @@ def test_every_trajectory_once_per_pass(scenario: Scenario, strict: bool) -> Non
             assert sorted(chosen) == sorted({runs[episode, step].serial for episode, step, _ in there})
 
 
+test_every_trajectory_once_per_pass_in_full = pytest.mark.torture(
+    in_full(test_every_trajectory_once_per_pass)
+)
+
+
 @patient
 @some
 @given(scenario=scenarios(), strict=st.booleans(), seed=st.integers(0, 9))
@@ -119,6 +128,11 @@ def test_all_slices_come_by_priority_and_no_others(scenario: Scenario, strict: b
                 ids = rng.permutation(world.rb.storage.window.ids())[:7]
                 world.rb.update_priority(id=ids, priority=rng.uniform(0, 1, ids.size))
             check_all(world, length, strict=strict)
+
+
+test_all_slices_come_by_priority_and_no_others_in_full = pytest.mark.torture(
+    in_full(test_all_slices_come_by_priority_and_no_others)
+)
 
 
 # -- long lives -------------------------------------------------------------------------------------------

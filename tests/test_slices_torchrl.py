@@ -6,9 +6,8 @@ are: those of `LENGTH` steps of one episode that follow one another, wherever th
 
 from __future__ import annotations
 
-import multiprocessing
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,17 +60,6 @@ class Stream:
         """Return all there are: worker, episode and first step."""
         rows = {tuple(row) for row in self.shown().tolist()}
         return {(w, e, s) for w, e, s in rows if all((w, e, s + k) in rows for k in range(LENGTH))}
-
-
-@pytest.fixture(scope="module")
-def forking() -> Iterator[None]:
-    """Have workers forked: to spawn one takes six seconds."""
-    before = multiprocessing.get_start_method(allow_none=True)
-    threads = torch.get_num_threads()
-    multiprocessing.set_start_method("fork", force=True)
-    yield
-    multiprocessing.set_start_method(before, force=True)
-    torch.set_num_threads(threads)
 
 
 def collected(make: Callable[..., Any], workers: int, **keywords: Any) -> list[TensorDict]:

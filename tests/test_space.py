@@ -121,7 +121,10 @@ def in_small_disk(tmp_path: Path, *programs: list[str]) -> subprocess.CompletedP
     return subprocess.run(command, capture_output=True, text=True, timeout=90)
 
 
-@pytest.mark.parametrize(("mode", "rows"), [("process", 200), ("process", 1), ("sync", 64)])
+@pytest.mark.parametrize(
+    ("mode", "rows"),
+    [("process", 200), pytest.param("process", 1, marks=pytest.mark.torture), ("sync", 64)],
+)
 def test_a_disk_that_is_full_for_real(tmp_path: Path, mode: str, rows: int) -> None:
     """Typed errors, reading goes on, nothing is lost, space brings it back; and nobody dies (SIGBUS)."""
     (tmp_path / "fill.py").write_text(FILL)

@@ -19,8 +19,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from portions import in_full, share
 from slice_model import Row
 from slice_world import Scenario, World, scenarios, small_and_without_a_disk
 from tensordict import TensorDict
@@ -49,7 +50,7 @@ from expstore.transforms import (
 
 GAMMA = 0.9
 #: An example opens stores many times.
-some = settings(max_examples=min(settings().max_examples, 300))
+some = share(0.12)
 patient = pytest.mark.timeout(600)
 
 SAMPLERS: dict[str, Callable[[], Any]] = {
@@ -176,6 +177,9 @@ def test_all_is_as_plain_python_has_it(
                 check(world.rb.sample(16), world, facts, n_steps, frames, padding)
         if world.model.rows:
             check(world.rb[:], world, facts, n_steps, frames, padding)
+
+
+test_all_is_as_plain_python_has_it_in_full = pytest.mark.torture(in_full(test_all_is_as_plain_python_has_it))
 
 
 # -- beside torchrl ---------------------------------------------------------------------------------------

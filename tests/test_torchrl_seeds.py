@@ -305,6 +305,7 @@ def test_slices_of_batched_environments() -> None:
     check_slices(memory, 4, 20)
 
 
+@pytest.mark.usefixtures("forking")
 def test_slices_of_several_collectors(policy: RandomPolicy) -> None:
     # MultiSyncDataCollector + regular env: behaves like a ParallelEnv if cat_results="stack"
     N = 120
@@ -321,6 +322,7 @@ def test_slices_of_several_collectors(policy: RandomPolicy) -> None:
     check_slices(memory, 4, 20)
 
 
+@pytest.mark.usefixtures("forking")
 def test_slices_of_several_collectors_of_batched_environments() -> None:
     # MultiSyncDataCollector + parallel env: the ndim must be adapted accordingly
     N = 120

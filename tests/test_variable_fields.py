@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
+from portions import in_full, share
 
 from expstore.arrowtypes import ragged_text, to_type, type_text
 from expstore.episodes import Steps
@@ -113,7 +114,7 @@ def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[..
 
 
 @pytest.mark.parametrize("capacity", [None, 20])
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@share(0.3, of=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(counts=st.lists(st.integers(1, 60), min_size=1, max_size=12), data=st.data())
 def test_rows_come_back_as_they_were(
     make: Callable[..., Storage], capacity: int | None, counts: list[int], data: st.DataObject
@@ -128,6 +129,9 @@ def test_rows_come_back_as_they_were(
             check(storage, ids)
             drawn = np.array(data.draw(st.lists(st.sampled_from(ids.tolist()), max_size=10)), np.int64)
             check(storage, drawn)
+
+
+test_rows_come_back_as_they_were_in_full = pytest.mark.torture(in_full(test_rows_come_back_as_they_were))
 
 
 def test_columns_are_viewed_run_by_run(make: Callable[..., Storage], monkeypatch: Any) -> None:
