@@ -71,6 +71,7 @@ class Index:
         position: The last record the index covers; (0, 0) where it holds nothing, and after damage was
             found while running: the next commit must then be complete.
         notice: One line that says why the file found at opening is not used, or None.
+        complete: Whether the last commit wrote everything into a new file and let go of it.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class Index:
         self._config = {**CONFIG, **(config or {})}
         self.position: Position = (0, 0)
         self.notice: str | None = None
+        self.complete = False
         self._disk = disk
         self._uuid = store_uuid
         self._pid = os.getpid()
@@ -131,11 +133,16 @@ class Index:
                 index._set_aside(path, exc.message)
         return index
 
-    def commit(self, delta: Delta) -> None:
+    def commit(self, delta: Delta, *, last: Mapping[str, object] | None = None) -> None:
         """Take in what changed, in one transaction.
 
         A delta that ends before what the index covers already changes nothing. A complete one is built
         into a new file that takes the old one's place; the table `priorities` is then empty.
+
+        Args:
+            delta: What changed.
+            last: The table `meta`, if only `close` follows. A new file has it at once, and is not opened
+                again: the index is `complete`. That is a third of what closing a small store takes.
 
         Raises:
             CorruptionError: The file is damaged; commit a complete delta.
@@ -145,7 +152,7 @@ class Index:
         self._check_open()
         with self._committing:
             if delta.complete or not (self._filed or self._damage):
-                self._rebuild(delta)
+                self._rebuild(delta, last)
             elif delta.position < self.position:
                 return
             else:
@@ -215,7 +222,7 @@ class Index:
             StateError: The index is closed.
         """
         self._check_open()
-        texts = {str(key): json.dumps(value) for key, value in meta.items()}
+        texts = _texts(meta)
         with self._committing:
             self._meta = texts
             with self._cursor("commit") as cursor:
@@ -346,9 +353,11 @@ class Index:
             raise
         return con
 
-    def _rebuild(self, delta: Delta) -> None:
+    def _rebuild(self, delta: Delta, last: Mapping[str, object] | None) -> None:
         """Build a new database beside the old one and put it in its place."""
         temp = self.path and self.path.with_name("index.tmp")
+        if last is not None:
+            self._meta = _texts(last)
         try:
             con = self._build(temp, delta)
         except (duckdb.Error, MigrationError) as exc:
@@ -370,7 +379,9 @@ class Index:
                 self._con = con
             else:
                 self._put(temp, self.path, damage)
-            self._damage = None
+                if last is None:
+                    self._open_file(self.path)
+            self._damage, self.complete = None, last is not None
 
     def _build(self, temp: Path | None, delta: Delta) -> duckdb.DuckDBPyConnection:
         if temp is not None:
@@ -392,7 +403,6 @@ class Index:
         self._remove(path, *_LOG_SUFFIXES)
         self._disk.rename(temp, path)
         self._disk.sync_dir(path.parent)
-        self._open_file(path)
 
     def _remove(self, path: Path, *suffixes: str) -> None:
         for suffix in suffixes:
@@ -439,6 +449,10 @@ def read_tables(path: Path, *, store_uuid: str) -> tuple[Position, dict[str, lis
     except duckdb.Error as exc:
         first_line = str(exc).strip().splitlines()[0]
         raise index._outside(exc) or CorruptionError(f"{path} cannot be read: {first_line}") from exc
+
+
+def _texts(meta: Mapping[str, object]) -> dict[str, str]:
+    return {str(key): json.dumps(value) for key, value in meta.items()}
 
 
 _FATAL = (duckdb.FatalException, duckdb.InternalException)

@@ -324,6 +324,24 @@ def test_meta_survives_a_rebuild_after_reopening(open_index: Callable[..., Index
     assert rows(index, "FROM meta") == [("a", "1")]
 
 
+def test_the_last_commit_writes_everything_and_lets_go_of_the_file(
+    path: Path, open_index: Callable[..., Index]
+) -> None:
+    index = open_index()
+    index.write_meta({"a": 1})
+    index.commit(FIRST, last={"a": 2})
+    assert index.complete
+    with duckdb.connect(str(path), read_only=True) as con:  # refused while anybody here has it open
+        assert con.execute("SELECT key, value FROM meta").fetchall() == [("a", "2")]
+        assert con.execute("SELECT count(*) FROM episodes").fetchall() == [(2,)]
+    index.close()
+    index = open_index()
+    assert (index.position, index.notice) == ((1, 4), None)
+    index.commit(delta((1, 5), [episode(3)]), last={"a": 3})
+    assert not index.complete  # what is there takes in what changed, and is open
+    assert rows(index, "FROM meta") == [("a", "2")]
+
+
 def test_info_that_is_no_json_is_refused_and_nothing_taken(index: Index) -> None:
     index.commit(FIRST)
     with pytest.raises(StorageError, match="JSON"):

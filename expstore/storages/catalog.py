@@ -183,8 +183,8 @@ class Catalog:
         nothing = index.position == (0, 0) and storage.write_count > 0
         return self._whole or nothing or not storage.index_floor <= index.position <= content
 
-    def catch_up(self) -> Index:
-        """Hand the index what it lacks and return it."""
+    def catch_up(self, last: Mapping[str, object] | None = None) -> Index:
+        """Hand the index what it lacks and return it; `last` is for `Index.commit`."""
         self._storage.follow()
         with self._lock:
             index = self._index or self._open()
@@ -202,7 +202,7 @@ class Catalog:
                 storage.episodes.evict(low)
                 storage.episodes.settle()
             self._whole = True
-            index.commit(delta)
+            index.commit(delta, last=last)
             self._whole = False
             return index
 
@@ -270,13 +270,15 @@ class Catalog:
             self._closed = True  # the storage's last sync would open it once more, and nobody close it
             storage = self._storage
             try:
-                index = self.catch_up()
-                if storage.priorities_set and storage.schema is not None:
+                weighed = storage.priorities_set and storage.schema is not None
+                index = self.catch_up(None if weighed else storage.facts())
+                if weighed:
                     window = storage.window
                     parts = readable(storage, [storage.priority_place], window)[0]
                     values = np.concatenate(parts) if parts else np.ones(0, np.float32)
                     index.write_priorities(window.ids(), values)
-                index.write_meta(storage.facts())
+                if not index.complete:
+                    index.write_meta(storage.facts())
             except ExpStoreError as exc:
                 # It is derived: what it lacks it gets, or it is built anew, when it is next asked.
                 _log.warning("the index could not be brought up to date: %s", exc)
