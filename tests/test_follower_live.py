@@ -731,7 +731,11 @@ def first(items: list[TensorDict]) -> TensorDict:
 
 
 @pytest.mark.parametrize(
-    ("method", "role"), [("fork", "writer"), ("fork", "follower"), ("spawn", "follower")]
+    ("method", "role"),
+    [
+        *[("fork", "writer"), ("fork", "follower")],
+        pytest.param("spawn", "follower", marks=pytest.mark.torture),
+    ],
 )
 def test_a_data_loader_with_workers_while_the_writer_extends(
     pair: tuple[TensorDictReplayBuffer, TensorDictReplayBuffer], method: str, role: str

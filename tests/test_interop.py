@@ -208,8 +208,14 @@ def test_an_analyst_who_holds_the_index_does_not_stop_the_writer(store_path: Pat
 
 
 @pytest.mark.filterwarnings("ignore:Numcodecs codecs are not")  # so that they say who cannot read it
-@pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("capacity", [None, 300])
+@pytest.mark.parametrize(
+    ("capacity", "codec"),
+    [
+        pytest.param(capacity, codec, marks=() if number % 2 == turns else pytest.mark.torture)
+        for turns, capacity in enumerate([None, 300])
+        for number, codec in enumerate(CODECS)
+    ],
+)
 def test_zarr_and_tensorstore_read_packed_shards(
     store_path: Path, monkeypatch: pytest.MonkeyPatch, capacity: int | None, codec: str
 ) -> None:

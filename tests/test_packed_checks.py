@@ -95,9 +95,10 @@ def broken(sound: Path) -> Broken:
     return Broken(sound, ["frame"], right, range(50, 150))
 
 
+@pytest.mark.parametrize("count", [15, pytest.param(40, marks=pytest.mark.torture)])
 @pytest.mark.parametrize("loop", ["compiled", "numcodecs"])
 def test_damage_anywhere_is_an_error_and_never_other_rows(
-    broken: Broken, tmp_path: Path, loop: str, monkeypatch: pytest.MonkeyPatch
+    broken: Broken, tmp_path: Path, loop: str, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     take_rows = importlib.import_module("expstore.unpacking").take_rows if loop == "compiled" else None
     monkeypatch.setattr(PackedRows, "warm", lambda column: setattr(column, "_take_rows", take_rows))
@@ -108,7 +109,7 @@ def test_damage_anywhere_is_an_error_and_never_other_rows(
         column._take_rows = take_rows
 
     monkeypatch.setattr(PackedRows, "__init__", make)
-    assert in_child(lambda: broken.faults(tmp_path, 40, 1)) == []
+    assert in_child(lambda: broken.faults(tmp_path, count, 1)) == []
 
 
 def chunk_of(store: Path, row: int) -> tuple[Path, int]:
@@ -198,8 +199,11 @@ def test_rows_of_the_chunk_that_is_not_full_are_found_lost(sound: Path, tmp_path
         assert torch.equal(data["frame"], wanted(data))
 
 
-def test_a_repair_costs_the_rows_that_were_named_and_no_others(broken: Broken, tmp_path: Path) -> None:
-    assert in_child(lambda: broken.repairs(tmp_path, 12, 3)) == []
+@pytest.mark.parametrize("count", [4, pytest.param(12, marks=pytest.mark.torture)])
+def test_a_repair_costs_the_rows_that_were_named_and_no_others(
+    broken: Broken, tmp_path: Path, count: int
+) -> None:
+    assert in_child(lambda: broken.repairs(tmp_path, count, 3)) == []
 
 
 def test_a_kill_before_the_shape_has_grown_is_no_damage(
