@@ -606,6 +606,7 @@ def test_a_million_rows(million: Path, arguments: tuple[str, ...]) -> None:
 def test_only_collect_loads_torch(store: Path) -> None:
     code = f"""
 import sys
+from expstore.cli import run
 assert run(["info", {str(store)!r}]) == 0
 assert not {{"duckdb", "pyarrow"}} & set(sys.modules)
 assert run(["sql", {str(store)!r}, "SELECT * FROM transitions"]) == 0

@@ -99,7 +99,7 @@ def test_the_old_index_is_kept(store: Path, newer: Path, cli: Cli) -> None:
 def test_a_failure_puts_the_old_index_back(store: Path, newer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     old = (store / "index.duckdb").read_bytes()
 
-    def fail(catalog: Catalog) -> Any:
+    def fail(catalog: Catalog, facts: Any = None) -> Any:
         raise StorageError("no space")
 
     monkeypatch.setattr(Catalog, "catch_up", fail)
