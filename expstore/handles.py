@@ -325,6 +325,8 @@ class StoreHandle:
 
         Raises:
             QueryError: It is not one SELECT, or DuckDB refuses it.
+            StateError: The store is closed; or, open for reading only, the writer has for two seconds not
+                paused from overwriting rows that the query reads.
         """
         return self._catalog.query(query, params)
 

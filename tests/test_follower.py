@@ -14,7 +14,8 @@ from tensordict import TensorDict
 
 import expstore
 from expstore.errors import CorruptionError, NotFoundError, NotReadyError, StateError
-from expstore.storages import FollowerStorage, columns
+from expstore.storages import FollowerStorage, catalog, columns
+from expstore.storages.catalog import Catalog
 
 if TYPE_CHECKING:
     from expstore import TensorDictReplayBuffer
@@ -100,6 +101,36 @@ def test_sql_answers_as_the_writer_does(closed: Path) -> None:
         assert answers == [rb.sql(query).fetchall() for query in queries]
     assert answers[0] == [(50, 51, 100, sum(range(50, 100)), sum(range(50, 100)))]
     assert answers[4][-1] == (100, 7.0)
+
+
+@pytest.mark.parametrize("pauses", [True, False])
+def test_sql_waits_for_a_pause_of_the_writer(
+    store_path: Path, monkeypatch: pytest.MonkeyPatch, pauses: bool
+) -> None:
+    """Rows that change under a query make it run again, for a while."""
+    answer, asked = Catalog._answer, []
+    with expstore.open(store_path, capacity=50) as rb, expstore.open(store_path, mode="r") as follower:
+        rb.extend(rows(60))
+
+        def change_under_it(self: Catalog, *given: Any) -> Any:
+            found = answer(self, *given)
+            if self is follower._catalog:
+                asked.append(found)
+                if len(asked) < 8:
+                    rb[0] = rows(1, 1000 + len(asked))[0]
+            return found
+
+        monkeypatch.setattr(Catalog, "_answer", change_under_it)
+        if not pauses:
+            patient = catalog._PATIENCE_SECONDS
+            monkeypatch.setattr(catalog, "_PATIENCE_SECONDS", 0.0)
+            with pytest.raises(
+                StateError, match=r"while the query read them, 2 times in a row; ask for less"
+            ):
+                follower.sql("SELECT min(a), max(a) FROM transitions")
+            monkeypatch.setattr(catalog, "_PATIENCE_SECONDS", patient)
+        assert follower.sql("SELECT min(a), max(a) FROM transitions").fetchone() == (10, 1007)
+        assert len(asked) == 8
 
 
 def test_writing_is_refused(follow: TensorDictReplayBuffer) -> None:

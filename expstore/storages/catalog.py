@@ -10,6 +10,7 @@ import contextlib
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -39,6 +40,7 @@ _EPISODE_COLUMNS = (
 
 _Answer = TypeVar("_Answer")
 _log = logging.getLogger("expstore")
+_PATIENCE_SECONDS = 2.0  # how long a query is repeated whose rows another process keeps overwriting
 #: So many changed episodes are handed to the index in the background, to bound memory.
 MANY_CHANGES = 20_000
 
@@ -111,11 +113,12 @@ class Catalog:
         params: Sequence[object] | Mapping[str, object] | None,
         read: Callable[[Any], Any] | None,
     ) -> Result:
-        storage = self._storage
-        for held in (False, True):
+        storage, until, attempt = self._storage, time.monotonic() + _PATIENCE_SECONDS, 0
+        while True:
             # Rows that were overwritten under the query make it run again, then with the writer waiting;
-            # a writer in another process does not wait.
-            alone = held and not storage.follows
+            # a writer in another process does not wait for us: we hope for a pause of its.
+            attempt += 1
+            alone = attempt > 1 and not storage.follows
             with storage.lock if alone else contextlib.nullcontext():
                 archive = storage.archived() if "history" in sql.lower() else None
                 beside = None if archive is None else Beside(archive)  # before rows are looked for that left
@@ -127,10 +130,11 @@ class Catalog:
                 moved = changes != storage.changes or changes & 1 or window.gaps != storage.query_window.gaps
                 if alone or (storage.intact(oldest) and not moved):
                     return result
-        raise StateError(
-            "the writer overwrote rows twice while the query read them",
-            hint="ask for less at once, or give the store a larger capacity",
-        )
+            if attempt > 1 and time.monotonic() > until:
+                raise StateError(
+                    f"the writer overwrote rows while the query read them, {attempt} times in a row",
+                    hint="ask for less at once, or give the store a larger capacity",
+                )
 
     def _answer(
         self,
