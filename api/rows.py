@@ -18,7 +18,7 @@ from expstore.api.failures import Refusal
 from expstore.api.stores import Served
 from expstore.codec import Codec, Coded, Encoder, join_columns, meaning_of, wishes_of
 from expstore.errors import SchemaError
-from expstore.framing import read_batches, write_stream
+from expstore.framing import StreamWriter, read_batches, write_stream
 from expstore.schema import Field
 from expstore.types import key_name
 
@@ -134,12 +134,18 @@ def answer_rows(
     data: TensorDictBase, kind: str, compression: str | None = None, encoder: Encoder | None = None
 ) -> Response:
     """Return rows as an answer of the type that the client wants."""
-    batch = (encoder or Encoder()).encode(data)
-    if kind == ARROW:
-        response = arrow_answer(write_stream(batch, compression=compression))
-    else:
+    encoder = encoder or Encoder()
+    if kind != ARROW:
+        batch = encoder.encode(data)
         response = json_answer({"rows": dict(zip(batch.schema.names, to_json(batch), strict=True))})
-    response.headers[ROWS] = str(batch.num_rows)
+    elif compression is not None:
+        response = arrow_answer(write_stream(encoder.encode(data), compression=compression))
+    else:
+        writer = StreamWriter()
+        writer.write_message(*encoder.message(data))
+        writer.end()
+        response = arrow_answer(writer.take())
+    response.headers[ROWS] = str(data.numel())
     return response
 
 

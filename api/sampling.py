@@ -101,7 +101,11 @@ class _Parts:
         self, asked: AskedStream, draw: Callable[[int], Any], encoder: Encoder, compression: str | None
     ) -> None:
         self._asked, self._draw = asked, draw
-        self._encoder, self._writer = encoder, StreamWriter(compression)
+        self._encoder, self._writer, self._packed = (
+            encoder,
+            StreamWriter(compression),
+            compression is not None,
+        )
         self._number = 0
         self.rows = 0
         self.ended = False
@@ -119,9 +123,12 @@ class _Parts:
                 self._writer.end()
                 self.ended = True
                 break
-            batch = self._encoder.encode(self._draw(self._number))
-            self._writer.write(batch)
-            self.rows += batch.num_rows
+            data = self._draw(self._number)
+            if self._packed:
+                self._writer.write(self._encoder.encode(data))
+            else:
+                self._writer.write_message(*self._encoder.message(data))
+            self.rows += data.numel()
             self._number += 1
         return self._writer.take()
 

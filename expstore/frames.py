@@ -1,13 +1,14 @@
 """Record batches as they lie in a stream: where each buffer is, without an object of Arrow's for each column.
 
 Used by framing and the codec. Where things are is told by a message's metadata, a flatbuffer
-(https://github.com/apache/arrow/blob/main/format/Message.fbs; https://flatbuffers.dev/internals). It copies
-nothing, and never looks at values.
+(https://github.com/apache/arrow/blob/main/format/Message.fbs; https://flatbuffers.dev/internals): batches
+that differ in their values alone have the same. It never looks at values.
 """
 
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,7 +16,7 @@ import pyarrow as pa
 
 from expstore.types import Array, IntArray
 
-__all__ = ["HEAD_BYTES", "Frame", "frame_of", "is_packed", "size_of_body"]
+__all__ = ["HEAD_BYTES", "Frame", "FrameForm", "frame_of", "is_packed", "size_of_body"]
 
 #: What comes before a message: the mark, and the length of its metadata.
 HEAD_BYTES = 8
@@ -47,6 +48,43 @@ class Frame(NamedTuple):
         """Return it as Arrow's record batch, in the same memory."""
         message = pa.ipc.read_message(pa.BufferReader(pa.py_buffer(self.memory)))
         return pa.ipc.read_record_batch(message, self.schema)
+
+
+class FrameForm:
+    """Write record batches that differ in their values alone: their bytes, without Arrow's objects.
+
+    Threads may share one.
+
+    Args:
+        frame: One of them, plain.
+        buffers: Which of its buffers has the values of each column; no other has any bytes.
+    """
+
+    def __init__(self, frame: Frame, buffers: Sequence[int]) -> None:
+        begins, sizes = frame.body + frame.bounds[buffers, 0], frame.bounds[buffers, 1]
+        self._head = frame.memory[: frame.body].copy()
+        self._size = frame.memory.size
+        self._places = list(zip(begins.tolist(), (begins + sizes).tolist(), strict=True))
+        ends = [frame.body, *(end for _, end in sorted(self._places))]
+        nexts = [*(begin for begin, _ in sorted(self._places)), self._size]
+        self._padding = [(end, begin) for end, begin in zip(ends, nexts, strict=True) if end < begin]
+
+    def write(self, columns: Sequence[Array]) -> Array:
+        """Return the message of a batch. Shape `(bytes,)`, uint8.
+
+        Args:
+            columns: Its values, as Arrow holds them but for booleans. Shapes `(n, *row shape)`.
+        """
+        message = np.empty(self._size, np.uint8)
+        message[: self._head.size] = self._head
+        for end, begin in self._padding:
+            message[end:begin] = 0  # memory that was somebody else's goes to nobody
+        for (begin, end), column in zip(self._places, columns, strict=True):
+            if column.dtype == np.bool_:  # one bit each in Arrow
+                message[begin:end] = np.packbits(column, bitorder="little")
+            else:
+                message[begin:end].view(column.dtype).reshape(column.shape)[...] = column
+        return message
 
 
 def frame_of(schema: Any, memory: Array, body: int) -> Frame:

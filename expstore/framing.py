@@ -72,13 +72,29 @@ class StreamWriter:
         Raises:
             SchemaError: It is of another schema than the first.
         """
+        self._begin(batch.schema)
+        self._add(batch.serialize() if self._options.compression is None else self._packed(batch))
+
+    def write_message(self, schema: Any, message: Any) -> None:
+        """Add a record batch as it is sent: its buffers are not compressed.
+
+        Args:
+            schema: Its own.
+            message: Its bytes.
+
+        Raises:
+            SchemaError: It is of another schema than the first.
+        """
+        self._begin(schema)
+        self._add(message)
+
+    def _begin(self, schema: Any) -> None:
         if self._schema is None:
-            self._schema = batch.schema
-            self._add(batch.schema.serialize())
-        elif batch.schema is not self._schema and not batch.schema.equals(self._schema):
+            self._schema = schema
+            self._add(schema.serialize())
+        elif schema is not self._schema and not schema.equals(self._schema):
             raise SchemaError("the fields have changed since the stream began", kind="changed",
                               hint="ask for another stream")  # fmt: skip
-        self._add(batch.serialize() if self._options.compression is None else self._packed(batch))
 
     def _packed(self, batch: Any) -> Any:
         whole = write_stream(batch, compression=self._options.compression)

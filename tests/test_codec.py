@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
+from typing import Any
 
 import numpy as np
 import polars as pl
 import pyarrow as pa
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from tensordict import TensorDict
+from tensordict import NonTensorStack, TensorDict
 
 from expstore.codec import Codec, Decoder, Encoder, columns_of, meaning_of
 from expstore.errors import SchemaError
@@ -58,6 +60,31 @@ def test_bits_come_back(dtype: str, shape: tuple[int, ...], count: int, seed: in
     assert bits(told["x"]) == bits(data["x"])
     told["id"] += 1  # it can be written to
     assert told["id"].tolist() == list(range(1, count + 1))
+
+
+@settings(max_examples=150)
+@given(
+    kinds=st.lists(st.tuples(st.sampled_from(PLAIN), st.sampled_from([(), (1,), (3,), (2, 3)])), max_size=4),
+    size=st.sampled_from([(0,), (1,), (5,), (9,), (2, 3), (64,)]),
+    seed=st.integers(0, 1000),
+)
+def test_messages_are_what_arrow_sends(kinds: list[Any], size: tuple[int, ...], seed: int) -> None:
+    """The second one is written by what the first has taught, whatever its values."""
+    encoder = Encoder()
+    for number in range(3):
+        data = TensorDict({"id": torch.arange(math.prod(size)).reshape(size) + number}, size)
+        for place, (dtype, shape) in enumerate(kinds):
+            data["next", str(place)] = values_of(dtype, (*size, *shape), seed + number)
+        message, batch = encoder.message(data), encoder.encode(data)
+        assert message.schema.equals(batch.schema, check_metadata=True)
+        assert bytes(message.data) == batch.serialize().to_pybytes()
+
+
+def test_messages_of_what_has_no_fixed_size_are_what_arrow_sends() -> None:
+    encoder = Encoder()
+    for texts in (["a", "bcd"], ["", "efg"]):
+        data = TensorDict({"text": NonTensorStack(*texts), "n": torch.arange(2)}, [2])
+        assert bytes(encoder.message(data).data) == encoder.encode(data).serialize().to_pybytes()
 
 
 @pytest.mark.parametrize(("start", "count"), [(0, 4), (3, 4), (9, 1), (0, 10)])

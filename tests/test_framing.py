@@ -22,6 +22,7 @@ from expstore.framing import (
 )
 
 BATCH = pa.RecordBatch.from_pydict({"n": [1, 2, 3], "text": ["a", "bc", ""]})
+OTHER = pa.RecordBatch.from_pydict({"m": [1]})
 
 
 def stream_of(*batches: pa.RecordBatch, **options: Any) -> bytes:
@@ -100,8 +101,11 @@ def test_the_schema_is_looked_at_before_any_batch() -> None:
 @pytest.mark.parametrize("compression", [None, "lz4", "zstd"])
 def test_a_stream_is_written_part_by_part(compression: str | None) -> None:
     writer, parts = StreamWriter(compression), []
-    for _ in range(3):
-        writer.write(BATCH)
+    for number in range(3):
+        if number == 1 and compression is None:
+            writer.write_message(BATCH.schema, BATCH.serialize())
+        else:
+            writer.write(BATCH)
         assert writer.pending > 0
         parts.append(bytes(writer.take()))
         assert writer.pending == 0
@@ -111,7 +115,9 @@ def test_a_stream_is_written_part_by_part(compression: str | None) -> None:
     assert names == ["n", "text"]
     assert batches == [BATCH] * 3
     with pytest.raises(SchemaError, match="changed"):
-        writer.write(pa.RecordBatch.from_pydict({"m": [1]}))
+        writer.write(OTHER)
+    with pytest.raises(SchemaError, match="changed"):
+        writer.write_message(OTHER.schema, OTHER.serialize())
 
 
 def test_streams_are_read_as_they_come() -> None:
