@@ -24,7 +24,7 @@ from expstore.draws import Draws
 from expstore.errors import NotReadyError, StateError
 from expstore.files import Disk, ReadingDisk
 from expstore.state import StatePage
-from expstore.storages import FollowerStorage, ZarrStorage, base, follower, watch
+from expstore.storages import FollowerStorage, ZarrStorage, base, catalog, follower, watch
 from expstore.storages.settings import Settings
 
 if TYPE_CHECKING:
@@ -304,13 +304,13 @@ def test_a_sample_that_is_overtaken_is_drawn_again(
     assert seen.stats()["redraws"] == (2 if moves == 200 else 0)
 
 
-def test_sql_that_is_overtaken_runs_once_more(
+def test_sql_that_is_overtaken_runs_again(
     pair: tuple[TensorDictReplayBuffer, TensorDictReplayBuffer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rb, seen = pair
     put(rb, rows(60, 20))
     spare, real = rb.stats()["spare"], FollowerStorage.views
-    times = [1]
+    times = [5]
 
     def views(self: FollowerStorage, *arguments: Any) -> Any:
         found = real(self, *arguments)
@@ -324,7 +324,8 @@ def test_sql_that_is_overtaken_runs_once_more(
     query = "SELECT count(*) FILTER (a <> _id - 1), max(_id) FROM transitions"
     assert seen.sql(query).fetchall() == [(0, rb.storage.last)]
     times[0] = 2
-    with pytest.raises(StateError, match="overwrote rows twice"):
+    monkeypatch.setattr(catalog, "_PATIENCE_SECONDS", 0.0)
+    with pytest.raises(StateError, match="overwrote rows while the query read them, 2 times in a row"):
         seen.sql(query)
 
 
