@@ -34,6 +34,7 @@ from expstore.storages.columns import Column
 from expstore.storages.packedparts import Frame, Shown
 from expstore.storages.packing import Packing
 from expstore.storages.partial import PartialFile
+from expstore.storages.recycled import Recycled
 from expstore.types import Array, IntArray, key_name
 
 __all__ = ["Filling", "Frame", "PackedRows", "Source"]
@@ -143,6 +144,7 @@ class PackedRows(Column):
         self.blank = self.fills = False
         self.fault: str | None = None
         self.wide_row = 0
+        self._recycled = Recycled()
         self.chunk_bytes = packing.rows * entry.row_bytes
         #: Length of what comes before a chunk's frame.
         self.head = HEADER_BYTES + packing.table_bytes
@@ -327,7 +329,7 @@ class PackedRows(Column):
         Raises:
             CorruptionError: They lie in a damaged chunk.
         """
-        out = np.empty((slots.size, *self.entry.shape), self.entry.numpy_dtype)
+        out = self._recycled.empty((slots.size, *self.entry.shape), self.entry.numpy_dtype)
         goals, places = self._take_own(slots, np.arange(slots.size), out)
         if places.size:
             self._lender()._take_own(places, goals, out)
@@ -346,7 +348,7 @@ class PackedRows(Column):
             CorruptionError: They lie in a damaged chunk.
         """
         count = slots.size
-        both = np.empty((2 * count, *self.entry.shape), self.entry.numpy_dtype)
+        both = self._recycled.empty((2 * count, *self.entry.shape), self.entry.numpy_dtype)
         goals, places = self._take_own(slots, np.arange(count), both)
         partner = self._lender()
         partner._take_own(

@@ -1,0 +1,117 @@
+"""Memory of large batches: used again when nobody has any part of it, and not before."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+
+import expstore
+from expstore.storages.recycled import Recycled
+
+FLOAT = np.dtype(np.float32)
+SHAPE = (256, 1024)
+
+
+def address(array: Any) -> int:
+    return int(array.ctypes.data)
+
+
+def test_what_nobody_has_is_used_again() -> None:
+    recycled = Recycled()
+    first = recycled.empty(SHAPE, FLOAT)
+    assert (first.shape, first.dtype) == (SHAPE, FLOAT)
+    assert first.flags.writeable
+    place = address(first)
+    second = recycled.empty(SHAPE, FLOAT)
+    assert address(second) != place
+    del first
+    assert address(recycled.empty((1024, 128), np.dtype(np.int64))) == place
+
+
+@pytest.mark.parametrize(
+    "hold",
+    [
+        lambda array: array[3],
+        lambda array: array.reshape(-1).view(np.uint8)[5:],
+        lambda array: array.T[::2],
+        lambda array: memoryview(array)[1:],
+        torch.from_numpy,
+        lambda array: torch.from_numpy(array)[7].view(torch.int32),
+        lambda array: torch.from_numpy(array).view(-1).untyped_storage(),
+        lambda array: torch.from_numpy(array).numpy()[1:],
+        lambda array: TensorDict({"a": torch.from_numpy(array)}, [256])[:2],
+        lambda array: np.lib.stride_tricks.sliding_window_view(array, 3, 0),
+        lambda array: np.from_dlpack(torch.from_numpy(array))[0],
+    ],
+)
+def test_what_anything_refers_to_is_left_alone(hold: Callable[[Any], Any]) -> None:
+    recycled = Recycled()
+    array = recycled.empty(SHAPE, FLOAT)
+    place, held = address(array), hold(array)
+    del array
+    gc.collect()
+    others = [recycled.empty(SHAPE, FLOAT) for _ in range(3)]
+    assert place not in map(address, others)
+    del held
+    gc.collect()
+    assert address(recycled.empty(SHAPE, FLOAT)) == place
+
+
+def test_small_and_huge_arrays_are_the_allocators() -> None:
+    recycled = Recycled()
+    for shape in ((4,), (1 << 27,)):
+        array = recycled.empty(shape, np.dtype(np.uint8))
+        assert array.base is None
+        del array
+    assert not recycled._kept
+    for size in (1 << 20, 1 << 21, 1 << 20):  # the one that is kept is of another size
+        assert recycled.empty((size,), np.dtype(np.uint8)).shape == (size,)
+
+
+def test_one_is_kept() -> None:
+    recycled = Recycled()
+    batches = [recycled.empty(SHAPE, FLOAT) for _ in range(4)]
+    batches.clear()
+    assert len(recycled._kept) == 1
+
+
+def test_threads_never_share_it() -> None:
+    recycled, wrong = Recycled(), []
+
+    def work(number: int) -> None:
+        for turn in range(100):
+            array = recycled.empty((1 << 18,), FLOAT)
+            array[:] = number * 1000 + turn
+            held = torch.from_numpy(array)[::64]
+            del array
+            if not bool((held == number * 1000 + turn).all()):
+                wrong.append(number)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+@pytest.mark.parametrize("layout", ["flat", "packed"])
+def test_batches_that_are_kept_stay_as_they_are(tmp_path: Any, layout: str) -> None:
+    """Of a loop that keeps every third of its batches, or a part of one."""
+    with expstore.open(tmp_path / "a.exp", capacity=400, layout=layout, seed=1) as rb:
+        images = torch.randint(0, 256, (400, 84, 84), dtype=torch.uint8)
+        rb.extend(TensorDict({"image": images, "n": torch.arange(400)}, [400]))
+        kept = []
+        for number in range(12):
+            batch = rb.sample(256)
+            if number % 3 == 0:
+                kept.append((batch["n"], batch["image"] if number % 2 else batch["image"][10:]))
+        for numbers, found in kept:
+            assert torch.equal(found, images[numbers[-len(found) :]])
