@@ -220,6 +220,8 @@ ALLOWED_SIDEWAYS: tuple[tuple[str, str], ...] = (
     ("arrowbuffers", "kernels"),
     ("arrowbuffers", "native"),
     ("storages.columns", "storages.zarrmeta"),
+    ("storages.columns", "storages.recycled"),
+    ("storages.packedrows", "storages.recycled"),
     ("storages.columngroup", "storages.*"),
     ("storages.*", "storages.columngroup"),
     ("storages.packed", "storages.*"),

@@ -337,11 +337,14 @@ class PackedFiles:
             if told == turn and chunk // self.packing.chunks == shard
         }
         lost = set(range(stop)) - known
-        bad = any(fault.shard == shard for fault in self.faults)
-        if not (bad and (known or lost)) and not lost - raw:
-            return
+        bad = {fault.path for fault in self.faults if fault.shard == shard}
         path = self.column.open_path(shard, turn)
         is_open = filling or disk.exists(path)
+        if not is_open:
+            path = self.column.shard_path(shard)
+        # One of which nothing is left or wanted needs an index, too.
+        if not (bad and (known or lost)) and not lost - raw and path not in bad:
+            return
         found, data = no_chunks(self.packing.chunks), b""
         for number in sorted(known | lost):
             name = (turn, first + number)
@@ -350,10 +353,7 @@ class PackedFiles:
             found.sizes[number] = len(chunk) - self.packing.table_bytes
             data += pack_chunk(number, turn, chunk)
         if not is_open:
-            path, data = (
-                self.column.shard_path(shard),
-                data + pack_index(found, table=self.packing.table_bytes),
-            )
+            data += pack_index(found, table=self.packing.table_bytes)
         disk.write_whole(path, data)
 
     def _filled(self, name: tuple[int, int]) -> bytes:

@@ -304,7 +304,9 @@ class Column:
             wide = self._wide = addresses, torch.from_numpy(flat)
         rows = wide[1]
         taken = self._recycled.empty((slots.size, *self.entry.shape), self.entry.numpy_dtype)
-        out = torch.from_numpy(taken.reshape(slots.size, -1).view(f"i{rows.element_size()}"))
+        out = torch.from_numpy(
+            taken.reshape(slots.size, self.entry.row_items).view(f"i{rows.element_size()}")
+        )
         torch.index_select(rows, 0, torch.from_numpy(slots), out=out)
         return taken
 
