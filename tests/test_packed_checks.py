@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -229,6 +230,20 @@ def test_a_kill_before_the_shape_has_grown_is_no_damage(
         assert json.loads(shape.read_bytes())["shape"][0] == 48
         assert torch.equal(rb[:]["frame"], wanted(rb[:]))
     assert verify(cut) == []
+
+
+def test_a_shard_is_made_whole_though_nothing_of_it_is_left(sound: Path, tmp_path: Path) -> None:
+    """Of the one that is written to the rows of the turn before may all have left."""
+    for file in sorted(path.name for path in (sound / "columns/frame").glob("c.*")):
+        copy = shutil.copytree(sound, tmp_path / f"{file}.exp")
+        os.truncate(copy / "columns/frame" / file, 91)
+        named = lost_ids(copy)
+        repair(copy, drop_damaged=True)
+        assert verify(copy) == []
+        with buffer(copy) as rb:
+            data = rb[:]
+        assert set(data["number"].tolist()) == set(range(50, 150)) - named
+        assert right(data)
 
 
 @pytest.mark.torture
