@@ -221,6 +221,7 @@ ALLOWED_SIDEWAYS: tuple[tuple[str, str], ...] = (
     ("arrowbuffers", "native"),
     ("storages.columns", "storages.zarrmeta"),
     ("storages.columns", "storages.recycled"),
+    ("storages.memory", "storages.recycled"),
     ("storages.packedrows", "storages.recycled"),
     ("storages.columngroup", "storages.*"),
     ("storages.*", "storages.columngroup"),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -102,16 +103,41 @@ def test_threads_never_share_it() -> None:
     assert not wrong
 
 
-@pytest.mark.parametrize("layout", ["flat", "packed"])
-def test_batches_that_are_kept_stay_as_they_are(tmp_path: Any, layout: str) -> None:
+@pytest.fixture(params=["flat", "packed", "memory"])
+def images(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Any, torch.Tensor]]:
+    """A buffer of 400 images, and these."""
+    if request.param == "memory":
+        rb = expstore.TensorDictReplayBuffer(storage=expstore.MemoryStorage(400))
+    else:
+        rb = expstore.open(tmp_path / "a.exp", capacity=400, layout=request.param, seed=1)
+    with rb:
+        data = torch.randint(0, 256, (400, 84, 84), dtype=torch.uint8)
+        rb.extend(TensorDict({"image": data, "n": torch.arange(400)}, [400]))
+        yield rb, data
+
+
+def test_batches_that_are_kept_stay_as_they_are(images: tuple[Any, torch.Tensor]) -> None:
     """Of a loop that keeps every third of its batches, or a part of one."""
-    with expstore.open(tmp_path / "a.exp", capacity=400, layout=layout, seed=1) as rb:
-        images = torch.randint(0, 256, (400, 84, 84), dtype=torch.uint8)
-        rb.extend(TensorDict({"image": images, "n": torch.arange(400)}, [400]))
-        kept = []
-        for number in range(12):
-            batch = rb.sample(256)
-            if number % 3 == 0:
-                kept.append((batch["n"], batch["image"] if number % 2 else batch["image"][10:]))
-        for numbers, found in kept:
-            assert torch.equal(found, images[numbers[-len(found) :]])
+    (rb, data), kept = images, []
+    for number in range(12):
+        batch = rb.sample(256)
+        if number % 3 == 0:
+            kept.append((batch["n"], batch["image"] if number % 2 else batch["image"][10:]))
+    for numbers, found in kept:
+        assert torch.equal(found, data[numbers[-len(found) :]])
+
+
+def test_the_next_batch_takes_the_memory_of_the_last(images: tuple[Any, torch.Tensor]) -> None:
+    rb, _ = images
+    places = set()
+    for _ in range(6):
+        batch = rb.sample(256)  # the last one lives until this one is made
+        places.add(batch["image"].data_ptr())
+    assert len(places) == 2
+
+
+def test_many_objects_are_copied_as_objects() -> None:
+    with expstore.ReplayBuffer(storage=expstore.ListStorage(200_000)) as rb:
+        rb.extend([(number, str(number)) for number in range(200_000)])
+        numbers, texts = rb[:]
+        assert [int(text) for text in texts] == numbers.tolist()

@@ -5,6 +5,7 @@ Same rows, episodes and SQL as a store on disk; nothing outlives the process.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,7 @@ from expstore.storages.grid import round_up
 from expstore.storages.loading import Arrival, ContentLike, read_content
 from expstore.storages.portable import PortableStorage
 from expstore.storages.position import from_json, limits_of
+from expstore.storages.recycled import LEAST_BYTES, Recycled
 from expstore.storages.sampled import Sampled
 from expstore.storages.versioned import VersionedStorage
 from expstore.types import Array, IntArray, Key, Window, cut_run
@@ -62,6 +64,7 @@ class MemoryStorage(PortableStorage, VersionedStorage):
         super().__init__(capacity, ndim=ndim)
         self.seed = seed
         self._columns: list[Array | Cells] = []
+        self._recycled: defaultdict[int, Recycled] = defaultdict(Recycled)
         self._log: list[LogEntry] = []
         self._reshaping = Reshaping()
 
@@ -258,7 +261,16 @@ class MemoryStorage(PortableStorage, VersionedStorage):
 
     def _take(self, slots: IntArray, places: Sequence[int] | None) -> list[Array]:
         wanted = range(len(self.require_schema().fields)) if places is None else places
-        return [_taken(self._columns[place], slots) for place in wanted]
+        return [self._taken(place, slots) for place in wanted]
+
+    def _taken(self, place: int, slots: IntArray) -> Any:
+        column = self._columns[place]
+        if not isinstance(column, np.ndarray):
+            return column.take(slots)
+        if slots.size * column.strides[0] < LEAST_BYTES or column.dtype.hasobject:
+            return column.take(slots, axis=0)
+        out = self._recycled[place].empty((slots.size, *column.shape[1:]), column.dtype)
+        return column.take(slots, axis=0, out=out, mode="clip")  # else NumPy copies twice
 
     def views(self, places: Sequence[int], first_id: int, count: int) -> list[list[Array]]:
         """View columns over a run of ids without copying."""
@@ -293,10 +305,6 @@ def _put(column: Array | Cells, slots: IntArray, values: Any) -> None:
         column[slots] = values
     else:
         column.put(slots, values)
-
-
-def _taken(column: Array | Cells, slots: IntArray) -> Any:
-    return column.take(slots, axis=0) if isinstance(column, np.ndarray) else column.take(slots)
 
 
 def _part(column: Array | Cells, slot: int, count: int) -> Any:

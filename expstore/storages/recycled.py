@@ -1,7 +1,7 @@
 """The memory of a large batch that nobody holds any more, kept for the next one.
 
-Used by columns of wide rows. Fresh memory comes from the system page by page, each filled with zeros first,
-which takes as long as copying the rows does. It never hands memory out that anything still refers to.
+Used by columns, on disk and in RAM. Fresh memory comes from the system page by page, each filled with zeros
+first, which takes as long as copying the rows does. It never hands memory out that anything still refers to.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import numpy as np
 
 from expstore.types import Array
 
-__all__ = ["Recycled"]
+__all__ = ["LEAST_BYTES", "Recycled"]
 
 #: Smaller arrays get memory that the allocator has at hand.
-_LEAST_BYTES = 1 << 20
+LEAST_BYTES = 1 << 20
 #: Larger ones would be too much to keep.
 _MOST_BYTES = 1 << 26
 
@@ -39,7 +39,7 @@ class Recycled:
             dtype: Of its values.
         """
         size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-        if not _LEAST_BYTES <= size <= _MOST_BYTES:
+        if not LEAST_BYTES <= size <= _MOST_BYTES:
             return np.empty(shape, dtype)
         try:
             memory = self._kept.pop()
