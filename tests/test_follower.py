@@ -122,13 +122,12 @@ def test_sql_waits_for_a_pause_of_the_writer(
 
         monkeypatch.setattr(Catalog, "_answer", change_under_it)
         if not pauses:
-            patient = catalog._PATIENCE_SECONDS
             monkeypatch.setattr(catalog, "_PATIENCE_SECONDS", 0.0)
             with pytest.raises(
                 StateError, match=r"while the query read them, 2 times in a row; ask for less"
             ):
                 follower.sql("SELECT min(a), max(a) FROM transitions")
-            monkeypatch.setattr(catalog, "_PATIENCE_SECONDS", patient)
+        monkeypatch.setattr(catalog, "_PATIENCE_SECONDS", 60.0)
         assert follower.sql("SELECT min(a), max(a) FROM transitions").fetchone() == (10, 1007)
         assert len(asked) == 8
 

@@ -321,6 +321,7 @@ def test_sql_that_is_overtaken_runs_again(
         return found
 
     monkeypatch.setattr(FollowerStorage, "views", views)
+    monkeypatch.setattr(catalog, "_PATIENCE_SECONDS", 60.0)
     query = "SELECT count(*) FILTER (a <> _id - 1), max(_id) FROM transitions"
     assert seen.sql(query).fetchall() == [(0, rb.storage.last)]
     times[0] = 2
