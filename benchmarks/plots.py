@@ -66,6 +66,8 @@ def _ratios(told: Told, path: Path) -> None:
             )
     axes.set_yticks(range(len(found)), [text for text, *_ in found], fontsize=8)
     axes.set_xscale("log")
+    _plain(axes.xaxis)
+    axes.margins(x=0.1)
     axes.axvline(1, color="black", linewidth=0.8)
     axes.set_xlabel("TorchRL's median time / expstore's (right of the line: expstore is faster)", fontsize=8)
     if found:
@@ -89,6 +91,7 @@ def _growth(told: Told, path: Path) -> None:
                 axes.fill_between(sizes, low, high, color=colour, alpha=0.2)
         axes.set_xscale("log")
         axes.set_yscale("log")
+        _plain(axes.yaxis)
         axes.set_title(text, fontsize=9)
         axes.set_xlabel("rows in the store", fontsize=8)
         axes.tick_params(labelsize=7)
@@ -99,6 +102,15 @@ def _growth(told: Told, path: Path) -> None:
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     plt.close(figure)
+
+
+def _plain(axis: Any) -> None:
+    """Have a logarithmic axis say 200, not 2 x 10^2."""
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+
+    axis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5)))
+    axis.set_major_formatter(StrMethodFormatter("{x:,g}"))
+    axis.set_minor_formatter(NullFormatter())
 
 
 def _points(told: Told, act: str, side: str) -> list[tuple[float, float, float, float]]:
