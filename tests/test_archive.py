@@ -25,6 +25,7 @@ from expstore.files import Disk
 from expstore.manifest import Manifest
 from expstore.sqlworker import SqlLimits, SqlWorker
 from expstore.storages import base, packing
+from expstore.storages.archive import Archive
 
 CAPACITY, SPARE = 60, 24
 KINDS = ("flat", "packed", "lent", "arrow", "texts")
@@ -368,6 +369,25 @@ def test_a_long_batch_passes_through_whole_or_not_at_all(
         more_rows(rb, 101, 500, step=500)
         assert ids_in(rb) == list(range(1, 601))
     assert verify(tmp_path / "old.exp") == []
+
+
+@pytest.mark.parametrize("count", [CAPACITY, CAPACITY + 3, CAPACITY + 40, 500])
+def test_a_batch_as_long_as_the_ring_is_synced_before_it_is_met(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    """Else a power cut takes it back, and the archive has rows that the ring does not know."""
+    met: list[bool] = []
+    own = Archive.meet
+    monkeypatch.setattr(base, "spare_slots", lambda capacity, row_bytes: 200)
+
+    def meet(archive: Archive, *given: Any) -> None:
+        met.append(rb.storage._synced == rb.storage.last == 100 + count)
+        own(archive, *given)
+
+    with filled(tmp_path / "run.exp", 100, archive=tmp_path / "old.exp") as rb:
+        monkeypatch.setattr(Archive, "meet", meet)
+        more_rows(rb, 101, count, step=count)
+        assert met == ([True] if count > CAPACITY else [])
 
 
 def test_rows_that_came_too_early_may_be_changed_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -593,6 +593,22 @@ def test_a_number_that_another_process_has_got_is_no_writer(store_path: Path) ->
     storage.close()
 
 
+def test_a_writer_that_is_not_known_of_is_followed_by_what_it_leaves(store_path: Path) -> None:
+    """As over a file system of another machine: what STATE says is not believed, only that it moved."""
+    disk = ReadingDisk()
+    disk.boot_id = lambda: b"another start..."  # type: ignore[method-assign]
+    with expstore.open(store_path) as rb:
+        rb.extend(rows(3))
+        storage = FollowerStorage(store_path, disk=disk)
+        assert not storage.more_stats()["live"]
+        assert (storage.window.low, storage.window.last) == (0, 3)
+        rb.empty()  # gives ids up, and writes to no slot
+        assert storage.window.rows == 0
+        put(rb, rows(2))
+        assert (storage.window.low, storage.window.last) == (3, 5)
+        storage.close()
+
+
 def test_a_copy_of_a_running_store_has_no_writer(
     pair: tuple[TensorDictReplayBuffer, TensorDictReplayBuffer], tmp_path: Path
 ) -> None:

@@ -105,6 +105,21 @@ def test_a_batch_longer_than_the_spare(tmp_path: Path) -> None:
     assert verify(tmp_path / "a.exp") == []
 
 
+@pytest.mark.parametrize("mode", ["r", "a"])
+@pytest.mark.parametrize("capacity", [None, CAPACITY])
+def test_distances_that_the_power_took_cost_the_rows_that_were_not_synced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capacity: int | None, mode: str
+) -> None:
+    with buffer(tmp_path / "a.exp", capacity) as rb:
+        rb.extend(batch(0, 20))
+        rb.storage.drain()
+        shutil.copytree(tmp_path / "a.exp", tmp_path / "cut.exp")
+    (tmp_path / "cut.exp" / "columns" / "_row" / "distance" / "frame" / "c" / "0").unlink()
+    monkeypatch.setattr(Disk, "boot_id", lambda self: b"another start...")
+    with expstore.open(tmp_path / "cut.exp", mode=mode) as found:  # type: ignore[arg-type]
+        assert len(found) == 0
+
+
 def test_rows_after_an_empty_store(tmp_path: Path) -> None:
     path = tmp_path / "a.exp"
     with buffer(path) as rb:

@@ -148,6 +148,29 @@ def test_a_row_that_comes_next_takes_no_place(tmp_path: Path, slots: int | None)
     rows.group.close()
 
 
+@pytest.mark.parametrize("fills", [False, True])
+@pytest.mark.parametrize("away", ["next/a", "_row/distance/a", "_row/id", "a"])
+def test_a_shard_that_is_gone_is_no_rows(tmp_path: Path, away: str, fills: bool) -> None:
+    """Neither where it must be there nor where a power cut may have taken it."""
+    rows = Rows(tmp_path, 40, 5)
+    rows.extend(30)
+    rows.group.close()
+    (shard,) = (path for path in (rows.folder / away / "c").rglob("0") if path.is_file())
+    shard.unlink()
+    for due in (True, False):
+        reader = ColumnGroup(Disk(), rows.folder, rows.fields, 40, write=False)
+        for column in reader.arrays:
+            column.fills = fills
+        reader.look(30, due=due)
+        if due:
+            with pytest.raises(CorruptionError, match="is missing"):
+                _ = [column.copy(0, 30) for column in reader.columns]
+        else:
+            assert reader.checksum(1, 30) == -1
+            assert reader.ready == 0
+        reader.close()
+
+
 def used(column: SharedColumn) -> int:
     """How many bytes of the disk the rows of a column take."""
     return sum(os.stat(file.path).st_blocks * 512 for file in column.files)

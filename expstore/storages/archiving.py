@@ -238,6 +238,9 @@ class ArchivingStorage(RetainingStorage):
                     archive.append(left, self.keys, self.require_schema(), _none, sure=False)
                 archive.settle()
             super().write(rows)
+            if self._synced < self.last:
+                # Else the power may take the batch back when the archive knows no more that it came early.
+                self.sync()
             with archive.turn:
                 archive.meet(self.manifest, self.manifest.generation, self._window, self.path)
         except BaseException:

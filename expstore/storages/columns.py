@@ -225,9 +225,12 @@ class Column:
         Raises:
             CorruptionError: A shard that it lies in is damaged.
         """
+        self._check_run(slot, count)
+        return self.view[slot : slot + count]
+
+    def _check_run(self, slot: int, count: int) -> None:
         if self.damaged and count:
             self.check(np.arange(slot // self.rows, (slot + count - 1) // self.rows + 1) * self.rows)
-        return self.view[slot : slot + count]
 
     def require(self, slots: int) -> None:
         """Check that slots 0 to `slots` - 1 have a place.
@@ -265,8 +268,15 @@ class Column:
         return values.reshape(count, *self.entry.shape)
 
     def copy(self, slot: int, count: int) -> Array:
-        """Return a run of slots, some of which may never have been written to; a view where that is safe."""
-        return self.read(slot, count) if self.fills else self.part(slot, count)
+        """Return a run of slots, some of which may never have been written to; a view where that is safe.
+
+        Raises:
+            CorruptionError: A shard that it lies in is damaged.
+        """
+        if not self.fills:
+            return self.part(slot, count)
+        self._check_run(slot, count)
+        return self.read(slot, count)
 
     def spans(self, slot: int, count: int) -> Iterator[tuple[File, int, int, int]]:
         """Cut a run of slots at shard ends: (file, byte offset in it, first row of the run, rows)."""

@@ -51,8 +51,8 @@ class _Source:
 
     Args:
         live: Whether a writer is at work: then STATE says what can be read.
-        seen: Words of STATE that must not move: (generation, layout), and if nobody writes (.., horizon,
-            change); None: there is no STATE.
+        seen: Words of STATE that must not move: (generation, layout), and all of them if nobody writes that
+            is known of; None: there is no STATE.
         columns: Opened for reading; None: there are no fields yet.
         overlay: Rows that the columns lack.
     """
@@ -203,7 +203,7 @@ class FollowerStorage(FolderStorage):
             source, found = _Source(True, view[:2], columns), None
         else:
             found = replay(self, same_boot=fits)
-            source = _Source(False, None if view is None else view[:4], found.columns, found.overlay)
+            source = _Source(False, view, found.columns, found.overlay)
         if source.columns is not None and self._origin.forked:
             source.columns.do_without_threads()
         if not source.holds(watch.look()):

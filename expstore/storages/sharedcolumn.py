@@ -132,7 +132,8 @@ class SharedColumn(Column):
         """Copy a run of slots out, some of which may never have been written to."""
         if not self.fills:
             return self.part(slot, count)
-        rows, distances = self.read(slot, count).copy(), self.distances.read(slot, count)
+        self._check_run(slot, count)
+        rows, distances = self.read(slot, count).copy(), self.distances.copy(slot, count)
         away = np.flatnonzero(distances)
         if away.size:
             rows[away] = self._lender().take(self._places(slot + away, distances[away]))
@@ -144,6 +145,8 @@ class SharedColumn(Column):
 
     def reaches(self, slot: int, count: int) -> bool:
         """Say whether the rows with which those of a run lie have places: after a power cut perhaps not."""
+        if slot + count > self.distances.ready:
+            return False
         try:
             distances = self.distances.copy(slot, count)
             away = np.flatnonzero(distances)

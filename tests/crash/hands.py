@@ -29,6 +29,7 @@ import expstore.ranktree
 import expstore.sumtree
 import expstore.unpacking
 from expstore import retention
+from expstore.files import ReadingDisk
 from expstore.storages import (
     MemoryStorage,
     base,
@@ -311,6 +312,7 @@ def _serve(pipe: Connection, near: Connection, given: Any, at: int, torn: float 
     near.close()
     disk = KillingDisk(at, torn=torn, in_turn=True)
     journaled.Disk = lambda: disk  # type: ignore[assignment,misc]
+    ReadingDisk.boot_id = disk.boot_id  # type: ignore[method-assign]  # a follower knows the writer
     _shrink()
     hand: Hand | None = None
     name, more = "open", given
