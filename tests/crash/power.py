@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import ledger as facts
 import numpy as np
@@ -48,7 +49,7 @@ from recording import Event, RecordingDisk
 
 import expstore
 from expstore import StorageError
-from expstore.storages import journaled, keeper
+from expstore.storages import columngroup, journaled, keeper
 
 __all__ = ["POWER_SPECS", "power_cuts"]
 
@@ -463,7 +464,9 @@ def power_cuts(
         if report.kills >= states or (stop and report.failures):
             break
         part, begun = Report(), time.monotonic()
-        _round(POWER_SPECS[kinds[number % len(kinds)]], number, seed, folder, part, free, stop)
+        fills = random.Random(f"holes {seed}/{number}").random() < 0.5  # whatever file system this is
+        with patch.object(columngroup, "fills_holes", lambda *_, fills=fills: fills):
+            _round(POWER_SPECS[kinds[number % len(kinds)]], number, seed, folder, part, free, stop)
         part.seconds = round(time.monotonic() - begun, 1)
         report.add(vars(part))
         if log is not None:
