@@ -32,7 +32,7 @@ from expstore.errors import (
     StorageError,
 )
 from expstore.files import Disk
-from expstore.migrate import migrate
+from expstore.migrate import create, migrate
 from expstore.relations import Column, Relations
 from expstore.result import Result
 from expstore.types import Array
@@ -342,12 +342,16 @@ class Index:
             if con is not None:
                 con.close()
 
-    def _make(self, path: Path | None) -> duckdb.DuckDBPyConnection:
-        """Make a database with all tables and no rows."""
+    def _make(self, path: Path | None, delta: Delta | None = None) -> duckdb.DuckDBPyConnection:
+        """Make a database with all tables, and the rows of a delta that is complete; without one no rows."""
         con = duckdb.connect(":memory:" if path is None else str(path), config=self._config)
         try:
-            migrate(con)
-            con.execute("INSERT INTO store VALUES (?)", [self._uuid])
+            with tables.transaction(con):
+                create(con)
+                con.execute("INSERT INTO store VALUES (?)", [self._uuid])
+                if delta is not None:
+                    tables.fill(con, delta, self._meta)
+            con.execute("CHECKPOINT")
         except BaseException:
             con.close()
             raise
@@ -359,7 +363,9 @@ class Index:
         if last is not None:
             self._meta = _texts(last)
         try:
-            con = self._build(temp, delta)
+            if temp is not None:
+                self._remove(temp, "", *_LOG_SUFFIXES)
+            con = self._make(temp, delta)
         except (duckdb.Error, MigrationError) as exc:
             if temp is not None:
                 self._remove(temp, "", *_LOG_SUFFIXES)
@@ -382,19 +388,6 @@ class Index:
                 if last is None:
                     self._open_file(self.path)
             self._damage, self.complete = None, last is not None
-
-    def _build(self, temp: Path | None, delta: Delta) -> duckdb.DuckDBPyConnection:
-        if temp is not None:
-            self._remove(temp, "", *_LOG_SUFFIXES)
-        con = self._make(temp)
-        try:
-            tables.apply(con, delta, empty=True)
-            tables.replace_meta(con, self._meta)
-            con.execute("CHECKPOINT")
-        except BaseException:
-            con.close()
-            raise
-        return con
 
     def _put(self, temp: Path, path: Path, damage: str | None) -> None:
         if damage is not None:

@@ -18,7 +18,7 @@ import duckdb
 from expstore.errors import CorruptionError, LockedError, MigrationError
 from expstore.files import Disk
 
-__all__ = ["Migration", "applied", "check", "migrate", "migrations", "steps_in"]
+__all__ = ["Migration", "applied", "check", "create", "migrate", "migrations", "steps_in"]
 
 _NAME = re.compile(r"(\d{4})_(\w+)\.sql")
 _RECORDS = "schema_migrations"
@@ -153,20 +153,41 @@ def migrate(con: duckdb.DuckDBPyConnection, steps: list[Migration] | None = None
     for step in pending:
         try:
             con.begin()
-            con.execute(
-                f"CREATE TABLE IF NOT EXISTS {_RECORDS} "
-                "(version BIGINT, name VARCHAR, checksum VARCHAR, applied TIMESTAMP)"
-            )
-            con.execute(step.sql)
-            now = datetime.now(UTC).replace(tzinfo=None)
-            con.execute(
-                f"INSERT INTO {_RECORDS} VALUES (?, ?, ?, ?)", [step.version, step.name, step.checksum, now]
-            )
+            _apply(con, step)
             con.commit()
             con.execute("CHECKPOINT")
         except duckdb.Error as exc:
             # The failure itself may have ended the transaction.
             with contextlib.suppress(duckdb.Error):
                 con.rollback()
-            raise MigrationError(f"step {step} of the index failed: {exc}", kind="failed") from exc
+            raise _failed(step, exc) from exc
     return pending
+
+
+def create(con: duckdb.DuckDBPyConnection, steps: list[Migration] | None = None) -> None:
+    """Apply all steps to a database that has nothing yet, in the caller's transaction.
+
+    For files that nobody sees before they are whole: a third of the time of `migrate`.
+
+    Raises:
+        MigrationError: A step failed.
+    """
+    for step in migrations() if steps is None else steps:
+        try:
+            _apply(con, step)
+        except duckdb.Error as exc:
+            raise _failed(step, exc) from exc
+
+
+def _apply(con: duckdb.DuckDBPyConnection, step: Migration) -> None:
+    con.execute(
+        f"CREATE TABLE IF NOT EXISTS {_RECORDS} "
+        "(version BIGINT, name VARCHAR, checksum VARCHAR, applied TIMESTAMP)"
+    )
+    con.execute(step.sql)
+    now = datetime.now(UTC).replace(tzinfo=None)
+    con.execute(f"INSERT INTO {_RECORDS} VALUES (?, ?, ?, ?)", [step.version, step.name, step.checksum, now])
+
+
+def _failed(step: Migration, exc: duckdb.Error) -> MigrationError:
+    return MigrationError(f"step {step} of the index failed: {exc}", kind="failed")

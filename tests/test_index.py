@@ -1073,7 +1073,7 @@ def test_a_full_disk_leaves_the_index_as_it_was(
         raise duckdb.TransactionException("Failed to commit: Could not write file: No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("expstore.delta.replace_meta", fail)  # the last step of building a new file
+        patch.setattr("expstore.delta._commit", fail)  # the last step of building a new file
         patch.setattr("expstore.delta.replace_priorities", fail)
         for act in (
             lambda: index.commit(dataclasses.replace(LARGE, position=(3, 10))),
