@@ -6,6 +6,7 @@ fields that a condition names, and whole rows only where it is met.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,7 @@ from expstore.batches import Builder
 from expstore.errors import NotFoundError, StateError
 from expstore.forms import form_of
 from expstore.picking import no_rows
-from expstore.query import NAMES, Trajectory, check_predicate, split
+from expstore.query import NAMES, Condition, Trajectory, check_predicate, find_entry, split
 from expstore.raggedrows import take_rows
 from expstore.samplers.keyedruns import Trajectories
 from expstore.schema import Schema
@@ -101,13 +102,13 @@ def _among_rows(
     )
     plan = everything if predicate is None else _plan(storage, transform, predicate)
     for runs in _chunks(_runs(storage, trajectory_key)):
-        for ids, seen in _read(storage, plan, runs):
-            if predicate is not None and not predicate(seen):
-                continue
+        seen = _read(storage, plan, runs)
+        for at in seen.asked(predicate):
             if plan.whole:
-                yield seen
+                yield seen.trajectory(at)
             else:
-                yield from (result for _, result in _read(storage, everything, [ids]))
+                found = _read(storage, everything, [seen.ids[at]])
+                yield from map(found.trajectory, found.spans)
 
 
 def _none(schema: Schema) -> list[Array]:
@@ -155,14 +156,80 @@ def _chunks(runs: Sequence[IntArray]) -> Iterator[list[IntArray]]:
         yield chunk
 
 
-def _read(storage: Storage, plan: _Plan, runs: Sequence[IntArray]) -> Iterator[tuple[IntArray, Any]]:
-    """Yield trajectories as the plan has them, and the ids of their rows; none of those that have left."""
+@dataclass(frozen=True)
+class _Seen:
+    """Rows of some trajectories.
+
+    Args:
+        ids: Whose they are. Shape `(rows,)`.
+        batch: What they hold.
+        spans: Which of them are a trajectory.
+    """
+
+    ids: IntArray
+    batch: Any
+    spans: list[slice]
+
+    def trajectory(self, at: slice) -> Any:
+        """Return a trajectory as users get it."""
+        return Trajectory(take_rows(self.batch, at))
+
+    def asked(self, predicate: Callable[[Any], Any] | None) -> Iterator[slice]:
+        """Yield the spans of those that meet a condition."""
+        glance = _Glance(self) if isinstance(predicate, Condition) else None
+        for at in self.spans:
+            if predicate is None or predicate(self.trajectory(at) if glance is None else glance.move(at)):
+                yield at
+
+
+class _Glance:
+    """Be a trajectory as far as a `Condition` asks; to make a `Trajectory` takes five times as long.
+
+    Threads: one moves it along.
+    """
+
+    def __init__(self, seen: _Seen) -> None:
+        self._seen, self._at = seen, slice(0)
+        self._fields: dict[NestedKey, tuple[Any, bool]] = {}  # and whether they can be cut
+
+    def move(self, at: slice) -> _Glance:
+        """Be the trajectory in a span."""
+        self._at = at
+        return self
+
+    @property
+    def length(self) -> int:
+        """How many transitions it has."""
+        return int(self._at.stop - self._at.start)
+
+    @property
+    def total_reward(self) -> torch.Tensor:
+        """The sum of its rewards."""
+        rewards = self.get("reward")
+        if rewards is None:
+            rewards = self._seen.trajectory(self._at).reward  # which says what there is
+        return torch.as_tensor(rewards).sum()
+
+    def get(self, key: NestedKey) -> Any:
+        """Return an entry, of the root or else below `next`; None if there is none."""
+        if key not in self._fields:
+            values = find_entry(self._seen.batch, key)
+            plain = values is None or (isinstance(values, torch.Tensor) and not values.is_nested)
+            self._fields[key] = values, plain
+        values, plain = self._fields[key]
+        if not plain:
+            return self._seen.trajectory(self._at).get(key)
+        return None if values is None else values[self._at]
+
+
+def _read(storage: Storage, plan: _Plan, runs: Sequence[IntArray]) -> _Seen:
+    """Return trajectories as the plan has them; none of those that have left."""
     wanted = np.concatenate(runs)
     ids, columns, view = plan.transform.read(
         storage, lambda: wanted[storage.window.holds(wanted)], plan.places
     )
     if not ids.size:
-        return
+        return _Seen(ids, None, [])
     lengths = [one.size for one in runs]
     if sum(lengths) != ids.size:
         lengths = [int(np.isin(one, ids).sum()) for one in runs]
@@ -174,12 +241,9 @@ def _read(storage: Storage, plan: _Plan, runs: Sequence[IntArray]) -> Iterator[t
         batch = Builder(plan.schema).build(columns, torch.Size((ids.size,)), {})
     if view is not None:
         batch = plan.transform.apply(batch, view)
-    batch = _transformed(plan.transform, batch, ids.size)
-    at = 0
-    for length in lengths:
-        if length:
-            yield ids[at : at + length], Trajectory(take_rows(batch, slice(at, at + length)))
-        at += length
+    ends = itertools.accumulate(lengths)
+    spans = [slice(end - length, end) for length, end in zip(lengths, ends, strict=True) if length]
+    return _Seen(ids, _transformed(plan.transform, batch, ids.size), spans)
 
 
 def _transformed(transform: Compose, batch: Any, rows: int) -> Any:

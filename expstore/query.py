@@ -12,16 +12,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from tensordict import TensorClass, TensorDictBase
+from tensordict import TensorClass, TensorDictBase, is_non_tensor
 
 from expstore.errors import NotFoundError
 from expstore.types import IntArray, Key, to_key
 
 __all__ = [
+    "Condition",
     "Trajectory",
     "TrajectoryPredicate",
     "check_predicate",
     "filter_trajectories",
+    "find_entry",
     "iter_trajectories",
     "split",
     "traj",
@@ -77,15 +79,21 @@ class Trajectory(TensorClass["nocast"]):  # type: ignore[misc, name-defined]
 
     def get(self, key: Any, default: Any = None) -> Any:
         """Return an entry, of the root or else below `next`; `default` if there is none."""
-        for place in (key, ("next", key)) if isinstance(key, str) else (key,):
-            value = self.data.get(place, None)
-            if value is not None:
-                return value
-        return default
+        value = find_entry(self.data, key)
+        return default if value is None else value
 
     def keys(self, *args: Any, **options: Any) -> Any:
         """Return the keys of the TensorDict; arguments as there."""
         return self.data.keys(*args, **options)
+
+
+def find_entry(data: TensorDictBase, key: Any) -> Any:
+    """Return an entry, of the root or else below `next`; None if there is none."""
+    for place in (key, ("next", key)) if isinstance(key, str) else (key,):
+        value = data.get(place, None)
+        if value is not None:
+            return value
+    return None
 
 
 # A tensorclass gets these methods when the class is made: what is added to them comes afterwards.
@@ -169,16 +177,22 @@ class TrajectoryPredicate:
             if isinstance(other, _PerStep):
                 other()
             raise TypeError(f"{self!r} {sign} {other!r}: both must be conditions made of traj")
-        return TrajectoryPredicate(fn, f"({self._text} {sign} {other._text})", _both(self._keys, other._keys))
+        both = isinstance(self, Condition) and isinstance(other, Condition)
+        kind = Condition if both else TrajectoryPredicate
+        return kind(fn, f"({self._text} {sign} {other._text})", _both(self._keys, other._keys))
 
     def __invert__(self) -> TrajectoryPredicate:
-        return TrajectoryPredicate(lambda t: not self(t), f"~{self._text}", self._keys)
+        return type(self)(lambda t: not self(t), f"~{self._text}", self._keys)
 
     def __bool__(self) -> bool:
         raise TypeError(f"{self._text} is true of some trajectories only: join conditions with &, | and ~")
 
     def __repr__(self) -> str:
         return f"TrajectoryPredicate({self._text})"
+
+
+class Condition(TrajectoryPredicate):
+    """Be made of `traj` alone: it asks a trajectory for `get`, `length` and `total_reward`, and no more."""
 
 
 class _Expression:
@@ -197,7 +211,7 @@ class _Expression:
         return self._result(lambda t: compare(value(t), other), text, keys)
 
     def _result(self, fn: Callable[[Any], Any], text: str, keys: Keys) -> Any:
-        return TrajectoryPredicate(fn, text, keys)
+        return Condition(fn, text, keys)
 
     def __gt__(self, other: Any) -> Any:
         return self._compared(operator.gt, ">", other)
@@ -228,11 +242,11 @@ class _PerStep(_Expression):
 
     def any(self) -> TrajectoryPredicate:
         """Be true where it is at some step."""
-        return TrajectoryPredicate(lambda t: self._value(t).any(), f"{self._text}.any()", self._keys)
+        return Condition(lambda t: self._value(t).any(), f"{self._text}.any()", self._keys)
 
     def all(self) -> TrajectoryPredicate:
         """Be true where it is at every step."""
-        return TrajectoryPredicate(lambda t: self._value(t).all(), f"{self._text}.all()", self._keys)
+        return Condition(lambda t: self._value(t).all(), f"{self._text}.all()", self._keys)
 
     def _result(self, fn: Callable[[Any], Any], text: str, keys: Keys) -> Any:
         return _PerStep(fn, text, keys)
@@ -285,11 +299,16 @@ class _Field(_PerStep):
 
     def first(self) -> _Expression:
         """Take its value at the first step."""
-        return self._reduced(lambda values: values[0], "first")
+        return self._reduced(lambda values: _plain(values[0]), "first")
 
     def last(self) -> _Expression:
         """Take its value at the last step."""
-        return self._reduced(lambda values: values[-1], "last")
+        return self._reduced(lambda values: _plain(values[-1]), "last")
+
+
+def _plain(value: Any) -> Any:
+    """Return what tensordict wraps: a text compares, its wrapping does not."""
+    return value.data if is_non_tensor(value) else value
 
 
 class _Trajectories:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tensordict import TensorDict, lazy_stack
+from tensordict import NonTensorStack, TensorDict, lazy_stack
 from torchrl.data import replay_buffers as theirs
 
 import expstore
@@ -274,6 +274,55 @@ def test_rows_that_are_objects_have_trajectories_if_they_are_tensordicts() -> No
     pairs.extend([steps((2,))])
     with pytest.raises(TypeError, match="single-transition"):
         pairs.query()
+
+
+@pytest.mark.parametrize("length", [2, 5])
+def test_a_condition_sees_what_a_function_of_the_trajectory_sees(tmp_path: Path, length: int) -> None:
+    """Also where a field is a nested tensor or text, and where it stands at the root and below `next`."""
+    words = [["a", "bb", "ccc"][n % 3] for n in range(15)]
+    with expstore.open(tmp_path / "a.exp", storage="arrow", batch_size=4) as rb:
+        data = steps((5, 3, 7))
+        data["score"] = torch.arange(15.0)
+        data["next", "score"] = -data["score"]
+        data["tokens"] = torch.nested.as_nested_tensor(
+            [torch.full((1 + n % 4,), n) for n in range(15)], layout=torch.jagged
+        )
+        data["word"] = NonTensorStack(*words)
+        rb.extend(data)
+        for condition, function in (
+            (traj.score.sum() > 20, lambda t: t.score.sum() > 20),
+            (traj["next", "score"].min() < -5, lambda t: t["next", "score"].min() < -5),
+            (traj.tokens.max() > 7, lambda t: t.tokens.values().max() > 7),
+            (traj.length > length, lambda t: t.length > length),
+            (traj.total_reward > 10, lambda t: t.total_reward > 10),
+            (~(traj.word.last() == "bb"), lambda t: t["word"][-1] != "bb"),
+            ((traj.reward > 1).all() & (traj.done.last() == True), lambda t: (t.reward > 1).all()),  # noqa: E712
+        ):
+            found, wanted = rb.query(condition), rb.query(function)
+            assert 0 < len(wanted) <= 3, condition
+            assert [one["score"].tolist() for one in found] == [one["score"].tolist() for one in wanted]
+            assert found[0]["word"] == wanted[0]["word"]
+        with pytest.raises(NotFoundError, match="'missing' not found"):
+            rb.query(traj.missing.sum() > 1)
+    rb = TensorDictReplayBuffer(storage=MemoryStorage(9))
+    rb.extend(steps().exclude(("next", "reward")))
+    with pytest.raises(AttributeError, match="no entry 'reward'"):
+        rb.query(traj.total_reward > 1)
+
+
+def test_a_condition_is_asked_without_making_trajectories(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Making one takes five times as long."""
+    made: list[Any] = []
+    monkeypatch.setattr("expstore.finding.Trajectory", lambda data: made.append(data) or Trajectory(data))
+    rb = filled()
+    for condition, count in (
+        (traj.reward.sum() > 6, 1),
+        (~(traj.reward.sum() > 6) & (traj.length > 1), 2),
+        (lambda t: t.length > 100, 3),
+    ):
+        made.clear()
+        rb.query(condition)
+        assert len(made) == count
 
 
 def test_only_the_fields_that_are_named_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
