@@ -21,7 +21,7 @@ import ledger as facts
 import numpy as np
 import pytest
 import torch
-from checks import Wrong, check_episodes, check_keys, check_rows, check_sampled, check_sql, expect
+from checks import Wrong, check_episodes, check_info, check_keys, check_rows, check_sampled, check_sql, expect
 from children import CONSTANTS, candidates, fit_constants, matching, new_ledger, open_store, perform
 from gaps import NoKeeper
 from ledger import Ledger, Op, Spec
@@ -263,6 +263,7 @@ class Life:
         for state in states:
             try:
                 check_rows(rb, state)
+                check_info(rb, state)
             except (Wrong, StorageError) as exc:
                 reasons.append(str(exc))
             else:
