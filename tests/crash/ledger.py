@@ -603,6 +603,10 @@ def _next(state: Ledger, rng: np.random.Generator, weights: Mapping[str, float])
     if kind == "change":
         some = ids[rng.random(ids.size) < rng.choice([0.01, 0.2])]
         some = some if some.size else ids[-1:]
+        if state.spec.implied:  # what stays as it was follows from the id under which a row came
+            some = some[state.origin[some] == some]
+            if not some.size:
+                return Op("flush", count=SAMPLE)
         return Op("change", ids=some, version=int(state.version.max()) + 1)
     if kind == "priority":
         some = rng.choice(ids, min(ids.size, 50), replace=False)
