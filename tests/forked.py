@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
+import traceback
 from collections.abc import Callable
 
 import torch
@@ -22,6 +24,9 @@ def in_child(act: Callable[[], object]) -> None:
             torch.set_num_threads(1)
             act()
             os.kill(os.getpid(), signal.SIGKILL)
+        except BaseException:
+            traceback.print_exc()
+            sys.stderr.flush()
         finally:
             os._exit(1)
     _, status = os.waitpid(pid, 0)
