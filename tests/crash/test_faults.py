@@ -117,12 +117,15 @@ class FaultyDisk(Disk):
         self.failed: list[str] = []
         self.torn = False
         self.owed = 0
+        self._index = False
 
     def heal(self) -> None:
         self.at = self.owed = 0
 
     def gate(self, act: str, path: Path) -> None:
         self.acts += 1
+        # The folder is synced for the index when that has got its name.
+        self._index = path.name.startswith("index.") or (act == "sync_dir" and self._index)
         fault = self.fault
         if not self.at or self.acts < self.at or (self.failed and not fault.lasting):
             return
@@ -137,7 +140,7 @@ class FaultyDisk(Disk):
             return
         elif fault.code == errno.EIO or fault.syncs or act in ("write", "allocate", "create", "mkdir"):
             # (Of other acts a full disk does not complain.) An index is made anew, not believed.
-            self.failed.append("index" if path.name == "index.tmp" else act)
+            self.failed.append("index" if self._index else act)
             raise OSError(fault.code, os.strerror(fault.code))
 
     def look(self, act: str, path: Path) -> None:
