@@ -183,7 +183,7 @@ class _Seen:
 
 
 class _Glance:
-    """Be a trajectory as far as a `Condition` asks; to make a `Trajectory` takes five times as long.
+    """Be a trajectory as far as a `Condition` asks; to make a `Trajectory` takes several times as long.
 
     Threads: one moves it along.
     """

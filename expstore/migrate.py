@@ -167,7 +167,7 @@ def migrate(con: duckdb.DuckDBPyConnection, steps: list[Migration] | None = None
 def create(con: duckdb.DuckDBPyConnection, steps: list[Migration] | None = None) -> None:
     """Apply all steps to a database that has nothing yet, in the caller's transaction.
 
-    For files that nobody sees before they are whole: a third of the time of `migrate`.
+    For files that nobody sees before they are whole: half of the time that `migrate` takes.
 
     Raises:
         MigrationError: A step failed.
