@@ -177,12 +177,11 @@ class TrajectoryPredicate:
             if isinstance(other, _PerStep):
                 other()
             raise TypeError(f"{self!r} {sign} {other!r}: both must be conditions made of traj")
-        both = isinstance(self, Condition) and isinstance(other, Condition)
-        kind = Condition if both else TrajectoryPredicate
+        kind = _kind_of(self, other)
         return kind(fn, f"({self._text} {sign} {other._text})", _both(self._keys, other._keys))
 
     def __invert__(self) -> TrajectoryPredicate:
-        return type(self)(lambda t: not self(t), f"~{self._text}", self._keys)
+        return _kind_of(self)(lambda t: not self(t), f"~{self._text}", self._keys)
 
     def __bool__(self) -> bool:
         raise TypeError(f"{self._text} is true of some trajectories only: join conditions with &, | and ~")
@@ -193,6 +192,11 @@ class TrajectoryPredicate:
 
 class Condition(TrajectoryPredicate):
     """Be made of `traj` alone: it asks a trajectory for `get`, `length` and `total_reward`, and no more."""
+
+
+def _kind_of(*parts: TrajectoryPredicate) -> type[TrajectoryPredicate]:
+    """Return what is made of these."""
+    return Condition if all(isinstance(part, Condition) for part in parts) else TrajectoryPredicate
 
 
 class _Expression:

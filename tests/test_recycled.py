@@ -111,7 +111,8 @@ def images(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Any
     else:
         rb = expstore.open(tmp_path / "a.exp", capacity=400, layout=request.param, seed=1)
     with rb:
-        data = torch.randint(0, 256, (400, 84, 84), dtype=torch.uint8)
+        chance = torch.Generator().manual_seed(1)
+        data = torch.randint(0, 256, (400, 84, 84), dtype=torch.uint8, generator=chance)
         rb.extend(TensorDict({"image": data, "n": torch.arange(400)}, [400]))
         yield rb, data
 
@@ -127,13 +128,28 @@ def test_batches_that_are_kept_stay_as_they_are(images: tuple[Any, torch.Tensor]
         assert torch.equal(found, data[numbers[-len(found) :]])
 
 
-def test_the_next_batch_takes_the_memory_of_the_last(images: tuple[Any, torch.Tensor]) -> None:
-    rb, _ = images
-    places = set()
+def test_the_next_batch_takes_the_memory_of_the_last(
+    images: tuple[Any, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (rb, _), places, again = images, set(), []
+    own = Recycled.empty
+
+    def empty(recycled: Recycled, shape: tuple[int, ...], dtype: Any) -> Any:
+        if shape[1:] == (84, 84):
+            again.append(bool(recycled._kept))
+        return own(recycled, shape, dtype)
+
+    monkeypatch.setattr(Recycled, "empty", empty)
     for _ in range(6):
         batch = rb.sample(256)  # the last one lives until this one is made
         places.add(batch["image"].data_ptr())
+    assert again == [False] * 2 + [True] * 4
     assert len(places) == 2
+
+
+def test_an_empty_batch_of_wide_rows(images: tuple[Any, torch.Tensor]) -> None:
+    rb, _ = images
+    assert rb[torch.zeros(400, dtype=torch.bool)]["image"].shape == (0, 84, 84)
 
 
 def test_many_objects_are_copied_as_objects() -> None:
