@@ -135,7 +135,10 @@ def read_segment(path: Path, data: bytes) -> Segment | None:
 
 def _marks_beyond(data: bytes, at: int, salt: int) -> list[Record]:
     """Return the marks that stand beyond the segment's end: a torn record may lie before them."""
-    words = np.frombuffer(data[at : len(data) // ALIGN * ALIGN], "<u8").reshape(-1, ALIGN // 8)
+    words = np.frombuffer(data, "<u8", max(0, len(data) - at) // ALIGN * (ALIGN // 8), min(at, len(data)))
+    if not words.any():
+        return []  # what a segment has not used yet, all 4 MiB of it as a rule
+    words = words.reshape(-1, ALIGN // 8)
     places = np.flatnonzero((words[:, 1] == salt) & ((words[:, 3] & 0xFF) == Kind.MARK))
     found = [parse_record(data, at + int(place) * ALIGN, salt) for place in places]
     return [entry[0] for entry in found if entry is not None]
