@@ -9,6 +9,9 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt \
 	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
+# Many short processes run here: they keep what they compile.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help .venv run test torture lint format bench bench-embed bench-check bench-smoke profile clean
 
@@ -27,8 +30,12 @@ help:  ## list the targets
 run: .venv  ## collect CartPole into ./runs/cartpole.exp and train on it
 	$(BIN)/python examples/cartpole_dqn.py
 
-test: .venv  ## run the tests
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --durations=10 -m "not torture"
+.venv/.loops: .venv/.installed tests/loops.py $(shell grep -rl compiled expstore --include='*.py')
+	$(BIN)/python tests/loops.py
+	@touch $@
+
+test: .venv .venv/.loops  ## run the tests
+	$(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder --durations=10 -m "not torture"
 
 torture: .venv  ## kill it ten thousand times (an hour; what was cut short goes on)
 	$(BIN)/python tests/torturing.py

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import hypothesis
 import numpy as np
 import pytest
+from portions import leave_the_rest
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # Shells start what runs in the background so, and it is inherited: no child could be interrupted.
@@ -44,13 +45,17 @@ def _die_without_farewell() -> None:
 
 os.register_at_fork(after_in_child=_die_without_farewell)
 
-# Fixed examples everywhere but in the nightly run, which looks for new ones.
-hypothesis.settings.register_profile("dev", deadline=None, derandomize=True, max_examples=50)
-hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, max_examples=100)
+# Fixed examples everywhere but in the long runs, which look for new ones.
+hypothesis.settings.register_profile("short", deadline=None, derandomize=True, max_examples=30)
+hypothesis.settings.register_profile("long", deadline=None, max_examples=300, print_blob=True)
 hypothesis.settings.register_profile("nightly", deadline=None, max_examples=2000, print_blob=True)
-hypothesis.settings.load_profile(
-    os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "dev")
-)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "short"))
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` looks at the marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave to `make torture` what tests marked `some` do not need in `make test`."""
+    leave_the_rest(items)
 
 
 def pytest_collection_finish() -> None:
@@ -88,6 +93,29 @@ def no_syncs() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(files, "_sync_data", os.fstat)  # which a closed descriptor does not pass
         patch.setattr(os, "fsync", lambda fd: None)
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_index(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Closing makes no index where nobody has asked it: it is derived, and made when somebody does.
+
+    That takes half of a small store's life. In modules marked `index` it is as for users.
+    """
+    if request.node.get_closest_marker("index"):
+        yield
+        return
+    from expstore.storages.catalog import Catalog
+
+    close = Catalog.close
+
+    def close_what_is_open(catalog: Catalog) -> None:
+        if catalog._index is not None:
+            close(catalog)
+        catalog._closed = True
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Catalog, "close", close_what_is_open)
         yield
 
 

@@ -1,26 +1,30 @@
-"""How many of a property's examples `make test` looks at: a share of them; `make torture` looks at all.
+"""How much of a test `make test` looks at: a share of its examples, some of its cases; a long run at all.
 
-Used by tests whose examples make stores, and take long. What has to hold is the same in both forms.
+Used by tests that take long. What has to hold is the same in both forms.
 
     @share(0.2)
     @given(...)
     def test_it(...): ...
 
     test_it_in_full = pytest.mark.torture(in_full(test_it))
+
+    @pytest.mark.some(3)
+    @pytest.mark.parametrize(...)
+    def test_that(...): ...
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 
-__all__ = ["in_full", "share"]
+__all__ = ["in_full", "leave_the_rest", "share", "spread"]
 
-#: Of a property that says nothing else: as many as the profile of CI has, and in the nightly run no more.
+#: Of a property that says nothing else, and in a run that looks for new ones no more.
 EXAMPLES, MOST = 100, 300
 
 
@@ -29,11 +33,11 @@ def share(part: float, *, of: int | None = None, **others: Any) -> Callable[[Any
 
     Args:
         part: Which part.
-        of: How many there are; None: as many as the profile says.
+        of: How many there are; None: `EXAMPLES`.
         others: More of Hypothesis' settings.
     """
     asked = settings().max_examples
-    whole = min(asked, MOST) if of is None else of
+    whole = min(max(asked, EXAMPLES), MOST) if of is None else of
     number = whole if asked > EXAMPLES else math.ceil(whole * part)
 
     def decorate(test: Any) -> Any:
@@ -51,3 +55,47 @@ def in_full(test: Any) -> Any:
     long = settings(test._hypothesis_internal_use_settings, max_examples=test.whole)(long)
     long.pytestmark = [mark for mark in getattr(test, "pytestmark", []) if mark.name != "timeout"]
     return pytest.mark.timeout(3600)(long)
+
+
+def spread(cases: Sequence[Mapping[str, int]], count: int) -> list[int]:
+    """Return the numbers of some cases that have as many of all values as so many can have.
+
+    Args:
+        cases: What each case has: name -> number of the value.
+        count: How many.
+
+    >>> spread([{"a": 0, "b": 0}, {"a": 0, "b": 1}, {"a": 1, "b": 0}, {"a": 1, "b": 1}], 2)
+    [0, 3]
+    """
+    left = list(range(len(cases)))
+    met: dict[tuple[str, int], int] = {}
+    chosen = []
+    for _ in range(min(count, len(cases))):
+        # What was met least counts first; of equals the first one.
+        best = min(left, key=lambda number: sum(met.get(value, 0) for value in cases[number].items()))
+        chosen.append(best)
+        left.remove(best)
+        for value in cases[best].items():
+            met[value] = met.get(value, 0) + 1
+    return sorted(chosen)
+
+
+def leave_the_rest(items: Sequence[pytest.Item]) -> None:
+    """Mark what `make torture` alone runs of tests of which `make test` runs some cases."""
+    by_test: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("some") and not item.get_closest_marker("torture"):
+            by_test.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for cases in by_test.values():
+        marker = cases[0].get_closest_marker("some")
+        assert marker is not None
+        chosen = set(spread([_values_of(item) for item in cases], marker.args[0]))
+        for number, item in enumerate(cases):
+            if number not in chosen:
+                item.add_marker(pytest.mark.torture)
+                item.add_marker(pytest.mark.rest)
+
+
+def _values_of(item: pytest.Item) -> Mapping[str, int]:
+    """Return which of its parameters' values a case has: name -> number."""
+    return item.callspec.indices if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any, Self
 
 import uvicorn
+import warm
 
 from expstore.api import Settings, create_app
 from expstore.api.server import configure
@@ -66,7 +67,7 @@ class Serving:
 def process(*arguments: object) -> Iterator[subprocess.Popen[str]]:
     """Run `expstore serve` with arguments; it is dead behind the block."""
     command = [sys.executable, "-m", "expstore", "serve", *map(str, arguments)]
-    with subprocess.Popen(
+    with warm.Popen(
         command,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -18,6 +18,8 @@ from expstore.api import Settings
 from expstore.codec import Codec, Encoder, meaning_of
 from expstore.framing import write_stream
 
+pytestmark = pytest.mark.index
+
 ARROW = {"Content-Type": "application/vnd.apache.arrow.stream"}
 
 

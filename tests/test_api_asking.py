@@ -16,6 +16,8 @@ from test_api import ARROW, batch_of, body_of, rows_of
 
 from expstore.api import Settings
 
+pytestmark = pytest.mark.index
+
 RUN = "/v1/stores/run"
 SETTINGS = Settings(path=Path(), sql_rows=100, wait_seconds=20)
 

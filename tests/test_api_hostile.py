@@ -26,6 +26,8 @@ from expstore.api import Settings
 from expstore.codec import Encoder
 from expstore.framing import write_stream
 
+pytestmark = pytest.mark.index
+
 ARROW = {"Content-Type": "application/vnd.apache.arrow.stream"}
 
 
@@ -207,7 +209,7 @@ def test_the_document_says_how_routes_answer(tmp_path: Path) -> None:
         done = subprocess.run(
             [
                 sys.executable, "-m", "schemathesis.cli", "run", f"{server.url}/openapi.json", "--seed", "1",
-                "--max-examples", "10", "--phases", "examples,coverage,fuzzing", "--no-color",
+                "--max-examples", "5", "--phases", "examples,coverage,fuzzing", "--no-color",
                 "--checks", "not_a_server_error,status_code_conformance,content_type_conformance,"
                 "response_schema_conformance", "--generation-database", "none", "--request-timeout", "20",
                 "--exclude-path-regex", "sample/stream$",

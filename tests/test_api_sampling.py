@@ -22,6 +22,8 @@ from expstore.api.failures import Refusal
 from expstore.codec import Codec, meaning_of
 from expstore.samplers import PrioritizedSampler, SliceSampler
 
+pytestmark = pytest.mark.index
+
 RUN = "/v1/stores/run"
 
 
@@ -59,6 +61,7 @@ def test_batches_are_those_of_the_store(client: httpx.Client, tmp_path: Path) ->
         assert drawn == [rb.sample(32)["id"].tolist() for _ in range(3)]
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("spec", "sampler"),
     [

@@ -27,6 +27,8 @@ from expstore.sqlworker import SqlLimits, SqlWorker
 from expstore.storages import base, packing
 from expstore.storages.archive import Archive
 
+pytestmark = pytest.mark.index
+
 CAPACITY, SPARE = 60, 24
 KINDS = ("flat", "packed", "lent", "arrow", "texts")
 
@@ -182,6 +184,7 @@ def live(world: World, chance: random.Random, *, killed: bool, onlooker: bool = 
         rb.close()
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.torture)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_row_is_found_once(tmp_path: Path, kind: str, seed: int) -> None:
@@ -371,6 +374,7 @@ def test_a_long_batch_passes_through_whole_or_not_at_all(
     assert verify(tmp_path / "old.exp") == []
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("count", [CAPACITY, CAPACITY + 3, CAPACITY + 40, 500])
 def test_a_batch_as_long_as_the_ring_is_synced_before_it_is_met(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int

@@ -58,6 +58,7 @@ def check(sample: TensorDict) -> None:
     assert found == [{name: value for name, value in row.items() if name not in own} for row in rows]
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     "sampler",
     [

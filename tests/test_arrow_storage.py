@@ -211,6 +211,7 @@ def test_what_is_emptied_frees_its_segments(tmp_path: Path, tiny: None) -> None:
     storage.close()
 
 
+@pytest.mark.some(1)
 def test_small_batches_are_merged(tmp_path: Path, monkeypatch: Any, compression: Any) -> None:
     monkeypatch.setattr(segmentwriter, "SEGMENT_BATCHES", 100)
     storage = new(tmp_path / "a.exp", compression=compression)
@@ -297,6 +298,7 @@ def leave(storage: ArrowStorage, tmp_path: Path) -> Path:
 LEFT = [(1,), (3, 2, 1), (20,), (1, 30, 1), (30, 1, 1), (1, 1, 200)]
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("counts", "durability"),
     [
@@ -328,6 +330,7 @@ def test_what_returned_is_there_when_nobody_closed_the_store(
     storage.close()
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("lost", [1, 3, 8])
 def test_rows_that_were_never_published_are_cut(tmp_path: Path, tiny: None, lost: int) -> None:
     """A batch that was drained may hold rows of records that a power cut took."""
@@ -405,6 +408,7 @@ def test_an_extend_that_would_leave_too_little_space_is_refused(tmp_path: Path, 
 # Readers, versions, what is refused.
 
 
+@pytest.mark.some(2)
 def test_a_follower_reads_rows_as_they_come(tmp_path: Path, tiny: None, compression: Any) -> None:
     storage = new(tmp_path / "a.exp", 60, compression=compression)
     put(storage, 5)
@@ -542,6 +546,7 @@ def flip(path: Path, at: int) -> None:
     path.write_bytes(data)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("where", ["body", "header", "missing", "first"])
 def test_damage_is_found_and_repaired_at_the_cost_of_its_rows(
     tmp_path: Path, tiny: None, compression: Any, where: str

@@ -68,6 +68,7 @@ def test_every_row_is_there_and_bars_can_fail(tmp_path: Path) -> None:
     assert not [*(tmp_path / "a").iterdir(), *(tmp_path / "b").iterdir()]
 
 
+@pytest.mark.torture
 def test_served_stores_are_measured(tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
     command = [sys.executable, str(SCRIPT.with_name("remote.py")), "--smoke", "--json", str(figures)]

@@ -751,6 +751,7 @@ def test_keys_by_another_name(tmp_path: Path) -> None:
 # Threads, and interruptions.
 
 
+@pytest.mark.some(1)
 def test_batches_are_whole_while_a_writer_turns_the_ring(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(base, "spare_slots", lambda capacity, row_bytes: 200)
     rb = make(800, batch_size=64)

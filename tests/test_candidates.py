@@ -110,6 +110,7 @@ def fill(rb: TensorDictReplayBuffer, at: dict[int, int], seed: int, turns: int) 
         at[trajectory] = at.get(trajectory, 0) + count
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("by", ["trajectory", "start"])
 @pytest.mark.parametrize(
     ("options", "model"),

@@ -38,6 +38,7 @@ def store(sound: Path, tmp_path: Path) -> Path:
 # Sound stores.
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(("capacity", "rows"), [(CAPACITY, ROWS), (CAPACITY, 10), (None, 9000), (3, 5)])
 def test_nothing_is_found_in_a_sound_store(store_path: Path, capacity: int | None, rows: int) -> None:
     fill(store_path, capacity=capacity, rows=rows)

@@ -95,6 +95,7 @@ def killed(work: Callable[[], None]) -> None:
     assert os.WTERMSIG(status) == signal.SIGKILL, "it ended before that"
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("capacity", [None, 9000, 15_000])
 @pytest.mark.parametrize("stop", ["close", "kill", "flush and kill"])
 def test_sums_say_what_the_columns_hold(store_path: Path, capacity: int | None, stop: str) -> None:

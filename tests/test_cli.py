@@ -34,6 +34,8 @@ from expstore import manifest
 from expstore.checks import survey
 from expstore.files import Disk
 
+pytestmark = pytest.mark.index
+
 #: Seconds for `info` and `sql` over a million rows: one on a quiet machine; three times that on a busy one.
 BOUND = 3.0
 COMMANDS = (
@@ -585,6 +587,7 @@ def test_ctrl_c_ends_a_long_query(store: Path) -> None:
 # -- time ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     "arguments",
     [

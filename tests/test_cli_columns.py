@@ -13,6 +13,8 @@ from tensordict import TensorDict
 
 import expstore
 
+pytestmark = pytest.mark.index
+
 Make = Callable[..., TensorDict]
 
 

@@ -17,7 +17,7 @@ from tensordict import TensorDict
 import expstore
 from expstore import cli_reshape
 
-pytestmark = pytest.mark.usefixtures("no_syncs")
+pytestmark = [pytest.mark.index, pytest.mark.usefixtures("no_syncs")]
 
 
 def make(path: Path, rows: int = 30, capacity: int | None = None) -> Path:
@@ -116,6 +116,7 @@ cli.main()
 """
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("command", ["resize", "merge"])
 def test_any_number_of_interrupts_leaves_nothing(tmp_path: Path, command: str) -> None:
     a, b = make(tmp_path / "a.exp"), make(tmp_path / "b.exp")

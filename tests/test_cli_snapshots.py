@@ -8,11 +8,14 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from commands import Cli
 from tensordict import TensorDict
 
 import expstore
 from expstore.storages.zarr import ZarrStorage
+
+pytestmark = pytest.mark.index
 
 Make = Callable[..., TensorDict]
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+import warm
 from proxy import Proxy
 from serving import Serving
 from tensordict import NonTensorData, TensorDict
@@ -38,6 +39,8 @@ from expstore.errors import (
     SnapshotError,
     StateError,
 )
+
+pytestmark = pytest.mark.index
 
 SOON = Retries(seconds=20, first=0.01, longest=0.05, seed=3)
 ONCE = Retries(seconds=0)
@@ -480,6 +483,7 @@ def _child(rb: RemoteReplayBuffer, held: Any, pipe: Any) -> None:
     pipe.send((rb.extend(batch_of(3)).tolist(), next(rb.stream(1))["id"].tolist(), rb.draw))
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("method", ["fork", "pickle"])
 def test_other_processes_have_connections_of_their_own(server: Serving, name: str, method: str) -> None:
     with connect(server, name, batch_size=4, seed=1) as rb:
@@ -612,7 +616,7 @@ class _Process:
         self.begin()
 
     def begin(self) -> None:
-        self._child = subprocess.Popen(self._command, stdout=subprocess.DEVNULL)
+        self._child = warm.Popen(self._command, stdout=subprocess.DEVNULL)
 
     def kill(self) -> None:
         self._child.kill()

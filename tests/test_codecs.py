@@ -24,6 +24,7 @@ pytestmark = pytest.mark.usefixtures("no_syncs")
 every_codec = pytest.mark.parametrize("name", CODECS)
 
 
+@pytest.mark.some(2)
 @every_codec
 @given(data=st.data())
 def test_bytes_come_out_as_they_were(name: str, data: st.DataObject) -> None:
@@ -69,6 +70,7 @@ def test_who_can_read_them() -> None:
     assert {codec.interop for codec in CODECS.values()} == {"", ONLY_ZARR_PYTHON}
 
 
+@pytest.mark.some(1)
 @pytest.mark.filterwarnings("ignore:Numcodecs codecs are not")  # so that they say who cannot read it
 @pytest.mark.parametrize("name", ["zstd-shuffle", "gzip", "numcodecs.bz2", "numcodecs.lzma"])
 def test_a_store_of_it(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -158,6 +158,7 @@ def assert_same_episodes(one: FakeBuffer, other: FakeBuffer, at_least: int = 4) 
                 torch.testing.assert_close(column, leaves(right)[key], rtol=0, atol=0, msg=str(key))
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize(("kind", "mode"), COMBINATIONS)
 @pytest.mark.parametrize("nested", [False, True])
 def test_every_autoreset_mode_stores_the_same_episodes(kind: Any, mode: AutoresetMode, nested: bool) -> None:
@@ -172,6 +173,7 @@ def test_every_autoreset_mode_stores_the_same_episodes(kind: Any, mode: Autorese
             assert len(episode) == LENGTHS[number]
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("mode", MODES)
 def test_random_actions_do_not_depend_on_the_autoreset_mode(mode: AutoresetMode) -> None:
     for nested in (False, True):
@@ -588,6 +590,7 @@ def plain(value: Any) -> Any:
     return tuple(map(plain, value)) if isinstance(value, list | tuple) else value
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(("kind", "mode"), COMBINATIONS)
 def test_every_autoreset_mode_fills_a_store_alike(kind: Any, mode: AutoresetMode, tmp_path: Path) -> None:
     rb = expstore.open(tmp_path / "run.exp", seed=0)

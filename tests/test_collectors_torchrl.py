@@ -74,6 +74,7 @@ CASES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("case", CASES)
 def test_a_collector_writes_by_itself(case: str, store_path: Path) -> None:
     make, keywords = CASES[case]

@@ -13,6 +13,7 @@ from expstore.storages.packing import Packing
 CASES = [("lz4hc", 5), ("lz4", 9), ("zstd", 3), ("zlib", 5)]
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize(("compressor", "level"), CASES)
 def test_frames_are_those_of_numcodecs(

@@ -38,6 +38,8 @@ class Packed(StorageSuite):
         return ZarrStorage(path, capacity, ndim=ndim, settings=Settings(seed=seed, layout=layout))
 
 
+@pytest.mark.rest  # sharing is packing, and more
+@pytest.mark.torture
 class TestZarrPacked(Packed):
     pass
 

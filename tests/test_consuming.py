@@ -417,6 +417,7 @@ def live(rb: TensorDictReplayBuffer) -> None:
         numbers(rb, 3)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("capacity", [200, None])
 @pytest.mark.parametrize("end", ["close", "kill", "kill after flush", "power cut after flush"])
 def test_a_restart_goes_on_with_the_next_batch(capacity: int | None, end: str, tmp_path: Path) -> None:
@@ -519,6 +520,7 @@ def test_rows_that_no_sync_has_seen_begin_at_0_after_a_power_cut(count: int, tmp
     assert verify(path) == []
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("capacity", [200, None])
 @pytest.mark.parametrize("how", ["dumps", "tag"])
 def test_versions_carry_the_counts(capacity: int | None, how: str, tmp_path: Path) -> None:
@@ -708,6 +710,7 @@ def test_a_disk_that_is_full_when_counting_begins(tmp_path: Path) -> None:
     rb.close()
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("damage", ["gone", "cut", "zarr.json", "footer"])
 def test_damage_of_the_column_is_found_and_repaired(damage: str, tmp_path: Path) -> None:
     """No row is lost by it; counts that are gone are 0 again."""

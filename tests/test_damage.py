@@ -20,6 +20,8 @@ from expstore.storages import records
 from expstore.storages.zarr import ZarrStorage
 from expstore.tensordictbuffers import TensorDictReplayBuffer
 
+pytestmark = pytest.mark.index
+
 #: What is made anew, with a line that says so where that is worth one.
 DERIVED = ("index.duckdb", "STATE", "LOCK", "checksums")
 FIELDS = ("number", "wide", "never", ("next", "reward"), ("next", "terminated"))
@@ -200,6 +202,7 @@ def test_the_bytes_of_an_unfinished_change_are_checked(
         assert rb["number"].tolist() == list(range(100, 150))
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("lost", ["wide/c/2/0", "wide/zarr.json", "next/reward/c/1/0", "_row/step/c/0"])
 def test_queries_need_only_the_columns_that_they_name(sound: Path, tmp_path: Path, lost: str) -> None:
     """Who follows a damaged store can ask for all that is whole; else the file is named.

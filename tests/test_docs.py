@@ -12,6 +12,8 @@ from serving import serving
 
 import expstore
 
+pytestmark = pytest.mark.index
+
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 #: Where the README's server listens.

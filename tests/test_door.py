@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import warm
 from tensordict import TensorDict
 
 import expstore
@@ -20,7 +21,7 @@ from expstore.manifest import MANIFEST
 from expstore.schema import Field, Schema
 from expstore.storages.catalog import Catalog
 
-pytestmark = pytest.mark.usefixtures("no_syncs")
+pytestmark = [pytest.mark.index, pytest.mark.usefixtures("no_syncs")]
 
 
 @pytest.fixture(autouse=True)
@@ -279,11 +280,9 @@ def test_a_second_process_learns_who_has_it(store_path: Path) -> None:
 
     with expstore.open(store_path) as rb:
         rb.extend(rows(2))
-        out = subprocess.run(
-            [sys.executable, "-c", SECOND, store_path], capture_output=True, text=True, check=True
-        )
+        out = warm.run([sys.executable, "-c", SECOND, store_path], capture_output=True, text=True, check=True)
         assert f"process {os.getpid()} on {socket.gethostname()} has it open since" in out.stdout
-    child = subprocess.Popen(
+    child = warm.Popen(
         [sys.executable, "-c", WRITER, store_path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     assert child.stdout is not None

@@ -133,6 +133,7 @@ def test_set_rng_takes_a_generator_and_gives_it_up() -> None:
 # Restarts.
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("sampler", SAMPLERS)
 @pytest.mark.parametrize("end", ["close", "flush", "later"])
 def test_a_restart_goes_on(store_path: Path, sampler: str, end: str) -> None:
@@ -158,6 +159,7 @@ def test_a_restart_goes_on(store_path: Path, sampler: str, end: str) -> None:
         assert drawn(rb, 50) == wanted
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_versions_carry_the_generator(tmp_path: Path, sampler: str) -> None:
     with open_with(tmp_path / "a.exp", sampler) as rb:
@@ -214,6 +216,7 @@ def test_copies_draw_batches_of_their_own(store_path: Path) -> None:
 # state_dict.
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("seed", [None, 3])
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_state_dict_goes_back(store_path: Path, sampler: str, seed: int | None) -> None:
@@ -226,6 +229,7 @@ def test_state_dict_goes_back(store_path: Path, sampler: str, seed: int | None) 
         assert drawn(rb, 20) == wanted
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_what_was_loaded_survives_a_kill(store_path: Path, sampler: str) -> None:
     """Records before have larger numbers of draws: they must not come back."""

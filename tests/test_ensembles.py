@@ -96,6 +96,7 @@ def test_without_p_members_have_the_same_chance() -> None:
     assert found == pytest.approx([1 / 3] * 3, abs=0.03)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("p", [[0.0, 3.0, 1.0], torch.tensor([0.0, 0.75, 0.25])])
 def test_p_is_the_law_and_zero_is_never(p: Any) -> None:
     found = shares(ensemble(p=p, num_buffer_sampled=60), 60, 100)

@@ -9,7 +9,6 @@ import os
 import random
 import re
 import signal
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import warm
 from tensordict import TensorDict
 
 import expstore
@@ -76,7 +76,7 @@ class Run:
 def drive(folder: Path, runs: list[dict[str, Any]]) -> list[Run]:
     command = [sys.executable, "-c", DRIVER, str(EXAMPLE), json.dumps(runs)]
     environment = {**os.environ, "COLUMNS": "100", "PYTHONPATH": str(EXAMPLE.parents[1])}
-    subprocess.run(command, cwd=folder, env=environment, check=True, timeout=110)
+    warm.run(command, cwd=folder, env=environment, check=True, timeout=110)
     numbers = range(len(runs))
     return [Run(int((folder / f"code-{n}").read_text()), (folder / f"out-{n}").read_text()) for n in numbers]
 

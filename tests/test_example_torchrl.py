@@ -8,7 +8,6 @@ import random
 import re
 import runpy
 import signal
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import warm
 
 import expstore
 
@@ -106,7 +106,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     ]  # fmt: skip
     command = [sys.executable, "-c", DRIVER, str(EXAMPLE), json.dumps(todo)]
     environment = {**os.environ, "PYTHONPATH": str(EXAMPLE.parents[1])}
-    subprocess.run(command, cwd=folder, env=environment, check=True, timeout=110)
+    warm.run(command, cwd=folder, env=environment, check=True, timeout=110)
     return Runs(folder)
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import warm
 from serving import Serving
 
 from expstore.api import Settings
@@ -25,7 +26,8 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 def run(*command: str) -> str:
     if shutil.which(command[0]) is None:
         pytest.skip(f"{command[0]} is not installed")
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    begin = warm.run if command[0] == sys.executable else subprocess.run
+    done = begin(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -78,6 +78,7 @@ def arrays_of(path: Path) -> dict[str, np.ndarray]:
     return arrays
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("capacity", [None, 200])
 def test_rows_come_back_as_they_were(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str, capacity: int | None
@@ -218,6 +219,7 @@ def test_a_d4rl_file_becomes_a_store(tmp_path: Path, form: str) -> None:
         assert rb.trajectory(2)["next", "observation"][:, 0].tolist() == [201, 202, 203, 204, 205]
 
 
+@pytest.mark.some(1)
 def test_seams_without_a_flag_end_episodes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
 ) -> None:
@@ -352,6 +354,7 @@ def test_two_fields_of_one_name_are_refused(tmp_path: Path, form: str) -> None:
     assert os.listdir(tmp_path) == ["run.exp"]
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("name", EXPORTS)
 def test_no_export_holds_more_than_a_piece(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str

@@ -259,6 +259,7 @@ QUERIES = (
 )
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("capacity", [None, 130])
 def test_episodes_files_and_row_groups(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str, capacity: int | None

@@ -96,6 +96,7 @@ def test_minari_reads_what_the_store_holds(tmp_path: Path, monkeypatch: pytest.M
     assert minari.list_local_datasets().keys() == {"robots/walk-v0"}
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("layout", ["flat", "auto"])
 def test_rows_come_back_as_they_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
     monkeypatch.setattr(base, "PIECE_ROWS", 4)

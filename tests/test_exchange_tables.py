@@ -112,6 +112,7 @@ def there_and_back(form: str, rb: Any, folder: Path, **options: Any) -> expstore
     return expstore.open(folder / "back.exp", mode="r")
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("layout", ["flat", "auto"])
 @pytest.mark.parametrize(("capacity", "count"), [(None, 230), (200, 500), (200, 0)])
 def test_rows_come_back_as_they_were(
@@ -209,6 +210,7 @@ def test_only_some_episodes_and_fields(tmp_path: Path, form: str) -> None:
     assert sorted(os.listdir(tmp_path)) == ["back.exp", "out", "run.exp", "two"]
 
 
+@pytest.mark.some(1)
 def test_an_episode_without_its_beginning_counts_anew(tmp_path: Path, form: str) -> None:
     """Its steps follow one another; where some are missing in between, another one begins."""
     with expstore.open(tmp_path / "run.exp", capacity=40) as rb:
@@ -263,6 +265,7 @@ def test_rows_that_are_no_tensordicts_come_back(tmp_path: Path, form: str) -> No
             assert torch.equal(first[1]["a"], second[1]["a"])
 
 
+@pytest.mark.some(1)
 def test_storages_with_lanes_are_flattened(tmp_path: Path, form: str) -> None:
     storage = expstore.ZarrStorage(tmp_path / "run.exp", 400, ndim=2)
     with expstore.TensorDictReplayBuffer(storage=storage) as rb:
@@ -370,6 +373,7 @@ def test_files_of_other_programs_become_stores(tmp_path: Path) -> None:
             assert status == [("terminated", 4)]
 
 
+@pytest.mark.some(1)
 def test_rows_without_their_file_of_episodes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
 ) -> None:
@@ -486,6 +490,7 @@ class FullDisk(Disk):
             raise OSError(28, "No space left on device")
 
 
+@pytest.mark.some(1)
 def test_nothing_is_left_of_what_ended_early(tmp_path: Path, form: str) -> None:
     def stop(done: int, total: int) -> None:
         raise KeyboardInterrupt
@@ -543,6 +548,7 @@ cli.main()
 """
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_interrupted_or_killed_from_the_command_line(tmp_path: Path, form: str, number: int) -> None:
     make(tmp_path / "run.exp", 300).close()
@@ -564,6 +570,7 @@ def test_interrupted_or_killed_from_the_command_line(tmp_path: Path, form: str, 
         assert held(first) == held(second)
 
 
+@pytest.mark.some(1)
 def test_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], form: str) -> None:
     make(tmp_path / "run.exp", 120).close()
     out = tmp_path / "out"

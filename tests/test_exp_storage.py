@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import warm
 from tensordict import TensorDict
 
 import expstore
@@ -81,6 +82,7 @@ def equal(ours: Any, other: Any) -> None:
         assert torch.equal(ours[key], other[key]), key
 
 
+@pytest.mark.some(2)
 @pytest.mark.filterwarnings("ignore::UserWarning:torchrl")
 @pytest.mark.parametrize("sampler", SAMPLERS)
 @pytest.mark.parametrize("tracks", [False, True])
@@ -197,7 +199,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 def test_a_new_buffer_goes_on_where_a_killed_one_stopped(store_path: Path) -> None:
     here = str(Path(__file__).parent)
-    done = subprocess.run([sys.executable, "-c", KILLED, str(store_path), here], check=False)
+    done = warm.run([sys.executable, "-c", KILLED, str(store_path), here], check=False)
     assert done.returncode == -signal.SIGKILL
     with ExpStorage(store_path, source="w").buffer as kept:
         storage = ExpStorage(kept, source="w")

@@ -85,6 +85,7 @@ def check_same(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) ->
         assert found[name].tobytes() == np.ascontiguousarray(values).tobytes(), name
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("layout", ["flat", "auto"])
 @pytest.mark.parametrize("piece", [1 << 20, 64 * 4000])
 @pytest.mark.parametrize(("capacity", "count"), [(None, 230), (200, 500), (200, 0)])

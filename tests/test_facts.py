@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import warm
 from tensordict import TensorDict
 
 import expstore
@@ -22,6 +22,8 @@ from expstore.buffers import ReplayBuffer
 from expstore.cli import run
 from expstore.storages.memory import MemoryStorage
 from expstore.tensordictbuffers import TensorDictReplayBuffer
+
+pytestmark = pytest.mark.index
 
 MakeBatch = Callable[..., TensorDict]
 
@@ -383,10 +385,11 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("durability", ["process", "sync"])
 def test_a_kill_loses_nothing_that_was_noted(store_path: Path, durability: str) -> None:
     command = [sys.executable, "-c", KILLED, str(store_path), durability]
-    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    done = warm.run(command, check=False, capture_output=True, text=True)
     assert done.returncode == -9, done.stderr
     wanted = {1: {"ended": True, "more": 1, "evicted": [1]}, 2: {"open": True, "added": 1}, 3: {"last": True}}
     twin = store_path.with_name("twin.exp")

@@ -157,6 +157,7 @@ def test_priority_weight_undoes_a_weight() -> None:
     np.testing.assert_allclose(batch["priority_weight"].numpy(), 1 / (batch["kind"].numpy() + 1), rtol=1e-6)
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize(
     "where",
     [
@@ -342,6 +343,7 @@ def drawn_with(rb: TensorDictReplayBuffer, number: int) -> list[int]:
     return [*selection.ids.tolist(), *(w for one in weights for w in one)]
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("capacity", [300, None])
 @pytest.mark.parametrize("kind", ["random", "prioritized"])
 def test_after_a_refresh_draws_are_those_of_any_other_process(
@@ -664,6 +666,7 @@ def test_threads_draw_rows_that_match_while_one_writes(store_path: Path) -> None
 # -- the other samplers --------------------------------------------------------------------------
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("half_life", [None, 3.0, 40.0, 0.004])
 @pytest.mark.parametrize("newest", [None, 60])
 def test_recency_is_multiplied(
@@ -704,6 +707,7 @@ def versioned(count: int, *, start: int = 0) -> TensorDict:
     return rows(count, start=start).set("policy_version", torch.arange(start, start + count) // 20)
 
 
+@pytest.mark.some(1)
 def test_staleness_is_multiplied(make: Callable[..., TensorDictReplayBuffer]) -> None:
     sampler = StalenessAwareSampler(max_staleness=6, where="kind IN (1, 2, 4)", weight="next.reward")
     rb = make(sampler, 200)
@@ -730,6 +734,7 @@ def test_staleness_is_multiplied(make: Callable[..., TensorDictReplayBuffer]) ->
     rb.close()
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("size", [5, 64, 1000])
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_a_pass_covers_the_rows_that_match(
@@ -815,6 +820,7 @@ OTHERS: dict[str, Callable[[], Sampler]] = {
 }
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("capacity", [300, None])
 @pytest.mark.parametrize("kind", OTHERS)
 def test_after_a_refresh_others_draw_as_in_any_other_process(
@@ -832,6 +838,7 @@ def test_after_a_refresh_others_draw_as_in_any_other_process(
     rb.close()
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("kind", OTHERS)
 def test_copies_of_others_evaluate_for_themselves(kind: str) -> None:
     rb = in_memory(OTHERS[kind]())
@@ -845,6 +852,7 @@ def test_copies_of_others_evaluate_for_themselves(kind: str) -> None:
         assert "where='episode.return > 5" in repr(copied)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("asked", [False, True])
 def test_what_is_known_of_episodes_is_what_sql_says(
     make: Callable[..., TensorDictReplayBuffer], asked: bool

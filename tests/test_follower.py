@@ -20,6 +20,8 @@ from expstore.storages.catalog import Catalog
 if TYPE_CHECKING:
     from expstore import TensorDictReplayBuffer
 
+pytestmark = pytest.mark.index
+
 
 def rows(count: int, start: int = 0, *, length: int = 10) -> TensorDict:
     """Rows whose every value follows from their number; every `length`-th ends an episode."""

@@ -30,6 +30,8 @@ from expstore.storages.settings import Settings
 if TYPE_CHECKING:
     from expstore import TensorDictReplayBuffer
 
+pytestmark = pytest.mark.index
+
 QUERIES = (
     "SELECT count(*), min(_id), max(_id), sum(a), sum(next.reward) FROM transitions",
     "SELECT episode_id, length, status, live_rows FROM episodes ORDER BY 1",
@@ -394,6 +396,7 @@ def write_and_die(path: Path) -> None:
         rb.add(rows(1, number)[0])
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("early", [False, True])
 def test_a_killed_writer_leaves_every_row(store_path: Path, early: bool) -> None:
     """Rows that came one by one are only in the journal; a follower reads them there."""
@@ -748,6 +751,7 @@ def first(items: list[TensorDict]) -> TensorDict:
     return items[0]
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("method", "role"),
     [

@@ -16,6 +16,8 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+pytestmark = pytest.mark.index
+
 
 def run(answers: Any, name: str, work: Callable[..., Any], *arguments: Any) -> None:
     torch.set_num_threads(1)

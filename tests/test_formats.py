@@ -21,6 +21,8 @@ from expstore.draws import Draws
 from expstore.files import Disk
 from expstore.manifest import FORMAT, Manifest
 
+pytestmark = pytest.mark.index
+
 FIXTURES = Path(__file__).parent / "fixtures"
 sys.path.insert(0, str(FIXTURES))
 
@@ -85,6 +87,7 @@ def test_it_is_read(store: tuple[Path, int, bool, int]) -> None:
     assert upgrade(folder / "run.exp", dry_run=True).format_found == number
 
 
+@pytest.mark.some(1)
 def test_it_goes_on(store: tuple[Path, int, bool, int]) -> None:
     folder, number, late, kept = store
     for name in ("run.exp", "killed.exp"):
@@ -109,6 +112,7 @@ def test_it_goes_on(store: tuple[Path, int, bool, int]) -> None:
         assert Manifest.load(Disk(), folder / name).format == number  # nothing that older ones would miss
 
 
+@pytest.mark.some(1)
 def test_its_version_is_loaded(store: tuple[Path, int, bool, int]) -> None:
     folder, number, _, kept = store
     with expstore.open(folder / "run.exp", batch_size=8) as rb:

@@ -97,6 +97,7 @@ def test_goals_come_out_of_episodes(strategy: Any) -> None:
         check(rb.sample(), strategy, last, {})
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("kind", ["memory", "disk"])
 def test_goals_come_through_interleaved_workers_a_wrapped_ring_and_a_restart(
@@ -186,6 +187,7 @@ def chances_of(strategy: str) -> tuple[list[tuple[int, int]], Floats]:
     return pairs, np.array(chances)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("library", [expstore, theirs], ids=["ours", "torchrl"])
 def test_goals_have_the_chances_that_they_should(strategy: str, library: Any) -> None:
@@ -343,6 +345,7 @@ def goals(rb: HERReplayBuffer, count: int) -> list[list[float]]:
     return [rb.sample()["desired_goal"][:, 0].tolist() for _ in range(count)]
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("prefetch", [0, 3])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_goals_go_on_after_a_restart(tmp_path: Path, strategy: Any, prefetch: int) -> None:
@@ -363,6 +366,7 @@ def test_goals_go_on_after_a_restart(tmp_path: Path, strategy: Any, prefetch: in
     rb.close()
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_goals_go_on_after_a_kill(tmp_path: Path, strategy: Any) -> None:
     def begin(storage: Any) -> HERReplayBuffer:

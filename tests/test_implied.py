@@ -159,6 +159,7 @@ def test_it_takes_no_space_while_it_follows(tmp_path: Path) -> None:
     assert verify(path) == []
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("holes", [True, False])
 @pytest.mark.parametrize("capacity", [None, CAPACITY])
 @pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.torture) for n in (1, 2))])
@@ -227,6 +228,7 @@ def test_whole_rows_by_index_and_the_best_ones(tmp_path: Path) -> None:
     assert verify(tmp_path / "a.exp") == verify(tmp_path / "b.exp") == []
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("broken", FLAGS)
 def test_a_change_half_made_is_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: tuple[str, ...]
@@ -320,6 +322,7 @@ def test_arrays_say_how_their_values_are_found(tmp_path: Path) -> None:
     assert np.array_equal(plain["next/done"][:], batch(0, 50, lawless=True)[DONE])
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("text", "needs"),
     [
@@ -414,6 +417,7 @@ def lawless(path: Path, *, plain: bool = False, capacity: int | None = CAPACITY)
     return rb
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("plain", [False, True])
 def test_versions_loads_and_resizes(tmp_path: Path, plain: bool) -> None:
     path, place = tmp_path / "a.exp", tmp_path / "backup"

@@ -22,6 +22,7 @@ import numpy as np
 import pandas as pd
 import pyarrow.parquet as pq
 import pytest
+import warm
 
 from expstore.errors import (
     CorruptionError,
@@ -35,6 +36,8 @@ from expstore.errors import (
 from expstore.files import Disk
 from expstore.index import Column, Delta, Index, Position, Relations
 from expstore.types import Window
+
+pytestmark = pytest.mark.index
 
 UUID = "0c7d0f4e"
 ROW_COLUMNS = ["_id", "_index", "_episode", "_step", "_time", "_priority"]
@@ -350,6 +353,7 @@ def test_info_that_is_no_json_is_refused_and_nothing_taken(index: Index) -> None
     assert rows(index, "SELECT count(*), max(sequence) FROM episodes, commits") == [(2, 4)]
 
 
+@pytest.mark.some(1)
 def test_the_index_follows_a_model(index: Index, rng: np.random.Generator) -> None:
     """A hundred deltas of a ring of 60 rows, each at times committed twice, against plain dicts."""
     model: dict[int, dict[str, Any]] = {}
@@ -439,6 +443,7 @@ def test_nested_keys_read_as_in_a_tensordict(index: Index, rng: np.random.Genera
     ]
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("dtype", ["uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64"])
 def test_integers_keep_their_values(index: Index, dtype: str) -> None:
     limits = np.iinfo(dtype)
@@ -446,6 +451,7 @@ def test_integers_keep_their_values(index: Index, dtype: str) -> None:
     assert rows(index, "SELECT x FROM transitions", seen) == [(limits.min,), (5,), (limits.max,)]
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     "sql",
     [
@@ -550,6 +556,7 @@ def test_priorities_are_the_column_while_there_is_one(index: Index) -> None:
     assert rows(index, "FROM priorities") == [(9, 3.0)]
 
 
+@pytest.mark.some(1)
 def test_fragments_are_cut_to_the_window(index: Index, rng: np.random.Generator) -> None:
     fragments, taken = [], 1
     for number in range(200):
@@ -699,6 +706,7 @@ def test_a_result_shows_itself_shortly(index: Index) -> None:
 # Threads and processes.
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("rebuild_every", [0, 4])
 def test_eight_threads_ask_while_one_commits(index: Index, rebuild_every: int) -> None:
     """Each commit adds five episodes of length 2: whatever is seen must fit one commit."""
@@ -743,6 +751,7 @@ def test_eight_threads_ask_while_one_commits(index: Index, rebuild_every: int) -
     assert min(asked) >= 3
 
 
+@pytest.mark.some(1)
 def test_many_threads_commit(index: Index) -> None:
     index.commit(delta((1, 0), complete=True))
 
@@ -850,7 +859,7 @@ for sequence in range(index.position[1] + 1, 10_000):
 def test_a_killed_owner_leaves_a_usable_file(path: Path, rng: np.random.Generator) -> None:
     here = Path(__file__).parent
     for _ in range(3):
-        with subprocess.Popen(
+        with warm.Popen(
             [sys.executable, "-c", CHILD, str(path), str(here), str(here.parent)],
             stdout=subprocess.PIPE,
             text=True,
@@ -945,6 +954,7 @@ def damaged_file(path: Path, how: str) -> None:
     path.write_bytes(data)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("how", ["garbage", "empty", "cut", "header", "blocks", "other database"])
 def test_a_damaged_file_is_set_aside(made: Path, how: str) -> None:
     damaged_file(made, how)
@@ -973,7 +983,7 @@ def test_an_index_of_another_store_is_set_aside(made: Path) -> None:
 
 def test_a_damaged_log_is_set_aside_with_its_file(path: Path, rng: np.random.Generator) -> None:
     here = Path(__file__).parent
-    with subprocess.Popen(
+    with warm.Popen(
         [sys.executable, "-c", CHILD, str(path), str(here), str(here.parent)],
         stdout=subprocess.PIPE,
         text=True,

@@ -22,7 +22,7 @@ from expstore.storages.settings import Settings
 from expstore.storages.zarr import ZarrStorage
 from expstore.tensordictbuffers import TensorDictReplayBuffer
 
-pytestmark = pytest.mark.usefixtures("no_syncs")
+pytestmark = [pytest.mark.index, pytest.mark.usefixtures("no_syncs")]
 
 DTYPES = [
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
@@ -207,6 +207,7 @@ def test_an_analyst_who_holds_the_index_does_not_stop_the_writer(store_path: Pat
         assert rb.sql("SELECT count(*), sum(live_rows)::INT FROM episodes").fetchall() == [(6, 43)]
 
 
+@pytest.mark.some(2)
 @pytest.mark.filterwarnings("ignore:Numcodecs codecs are not")  # so that they say who cannot read it
 @pytest.mark.parametrize(
     ("capacity", "codec"),

@@ -31,6 +31,8 @@ from expstore.storages.zarr import ZarrStorage
 from expstore.tensordictbuffers import TensorDictReplayBuffer
 from expstore.writers import TensorDictMaxValueWriter
 
+pytestmark = pytest.mark.index
+
 DIGEST = b"0123456789abcdef"
 
 
@@ -273,6 +275,7 @@ def killed(work: Callable[[], None]) -> None:
     assert os.waitpid(pid, 0)[1] == signal.SIGKILL
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("durability", ["process", "sync"])
 def test_keys_are_known_after_a_kill_exactly_with_their_rows(tmp_path: Path, durability: str) -> None:
     path = tmp_path / "run.exp"
@@ -418,6 +421,7 @@ class FailingOnce(Disk):
                 raise OSError(28, "no space left on device")
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     "act", [pytest.param(act, marks=() if act % 3 == 1 else pytest.mark.torture) for act in range(1, 30)]
 )

@@ -199,6 +199,7 @@ def test_keys_are_counted_without_opening(path: Path) -> None:
     assert count_keys(Disk(), path.parent) == 6
 
 
+@pytest.mark.some(5)
 @pytest.mark.parametrize("seed", range(20))
 def test_any_life_is_as_one_in_memory(path: Path, seed: int) -> None:
     """Keys come, syncs end half way, power cuts take rows, files are read again: as a dict says."""

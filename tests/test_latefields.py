@@ -133,6 +133,7 @@ def test_a_function_of_rows(rb: TensorDictReplayBuffer) -> None:
     assert (whole(rb)["next", "value"][-20:] == 0).all()
 
 
+@pytest.mark.some(2)
 def test_an_expression(rb: TensorDictReplayBuffer) -> None:
     rb.add_column("late", sql="observation[1] * 2 + episode.length", dtype=torch.float32, default=-1.0)
     rb.add_column("flag", sql="next.terminated AND _step > 3", default=False)
@@ -588,6 +589,7 @@ def test_specs(store_path: Path) -> None:
         assert set(rb.specs.keys(True, True)) == {"action"}
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     "dtype", ["bool", "uint8", "int16", "uint32", "float16", "bfloat16", "float64", "complex64"]
 )
@@ -774,6 +776,7 @@ def test_forks_and_copies(store_path: Path) -> None:
 # -- a kill in the middle ------------------------------------------------------------------------------------
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("act", ["add", "drop"])
 @pytest.mark.parametrize("moment", ["begin_late", "commit_late", "finish_late"])
 def test_killed_before_a_part_of_the_act(store_path: Path, act: str, moment: str) -> None:

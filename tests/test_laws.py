@@ -203,6 +203,7 @@ def drawn(rb: TensorDictReplayBuffer, size: int) -> tuple[NDArray[np.int64], NDA
     return counts, weights
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", LAWS)
 def test_frequencies_and_weights(name: str, shape: str) -> None:
@@ -248,6 +249,7 @@ def test_an_error_of_five_percent_in_one_row_is_seen() -> None:
 # -- without replacement --------------------------------------------------------------------------------
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_each_place_of_a_pass_is_as_likely_for_every_row(shape: str) -> None:
     """Every pass holds every row once; which half of the rows comes first, second and last is the law.
@@ -305,6 +307,7 @@ def law_without_replacement(
     return law
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("rows_of", "weights", "size"),
     [

@@ -13,11 +13,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import warm
 from tensordict import TensorDict
 
 import expstore
 from expstore.errors import LockedError
 from expstore.storages import leaving
+
+pytestmark = pytest.mark.index
 
 MakeBatch = Callable[..., TensorDict]
 
@@ -43,7 +46,7 @@ path = sys.argv[1]
 
 def run(path: Path, program: str, *, stop: int | None = None, twice: bool = False) -> tuple[int, str, str]:
     """Run a program until it ends; or send it a signal when it says "ready"."""
-    process = subprocess.Popen(
+    process = warm.Popen(
         [sys.executable, "-c", PROGRAM + program, str(path)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

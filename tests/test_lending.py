@@ -161,6 +161,7 @@ def change(rb: Any, numbers: dict[int, int], keys: list[Any]) -> None:
     rb.storage.change(ids, [rb.storage.place_of(key) for key in keys], [values] * len(keys))
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("capacity", [None, CAPACITY])
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(n, marks=pytest.mark.torture) for n in (2, 3))])
 def test_either_side_can_be_changed(tmp_path: Path, capacity: int | None, seed: int) -> None:
@@ -263,6 +264,7 @@ def fill_some(rb: Any, rows: int) -> None:
 # -- versions --------------------------------------------------------------------------------------
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("rows", "capacity"),
     [

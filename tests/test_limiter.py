@@ -6,7 +6,6 @@ import math
 import os
 import pickle
 import signal
-import subprocess
 import sys
 import threading
 import weakref
@@ -18,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import warm
 from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
@@ -286,7 +286,7 @@ except KeyboardInterrupt:
 
 
 def test_ctrl_c_ends_a_wait(store_path: Path) -> None:
-    done = subprocess.run(
+    done = warm.run(
         [sys.executable, "-c", INTERRUPTED, str(store_path)], check=False, capture_output=True, timeout=60
     )
     assert done.returncode == 77, done.stderr
@@ -345,12 +345,13 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("prefetch", [0, 3])
 def test_a_kill_forgets_no_row_that_was_handed_out_and_counts_no_other(
     store_path: Path, prefetch: int
 ) -> None:
     command = [sys.executable, "-c", KILLED, str(store_path), str(prefetch)]
-    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    done = warm.run(command, check=False, capture_output=True, text=True)
     assert done.returncode == -signal.SIGKILL, done.stderr
     with limited(store_path) as rb:
         assert counts(rb) == (23, 24)
@@ -360,7 +361,7 @@ def test_after_a_power_cut_the_counts_are_those_of_the_last_sync(
     store_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     command = [sys.executable, "-c", KILLED, str(store_path), "0"]
-    subprocess.run(command, check=False, capture_output=True)
+    warm.run(command, check=False, capture_output=True)
     monkeypatch.setattr(Disk, "boot_id", lambda disk: bytes(16))  # as if the machine had started anew
     with limited(store_path) as rb:
         assert counts(rb) == (23, 8)

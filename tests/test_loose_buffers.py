@@ -37,6 +37,7 @@ def told(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{name: value for name, value in row.items() if name not in own} for row in rows]
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize(
     "sampler",
     [
@@ -71,6 +72,7 @@ def test_slices_groups_and_priorities() -> None:
     assert rb.update_tensordict_priority(sample) == 8
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("where", "holds"),
     [
@@ -131,6 +133,7 @@ def reads(rb: Any, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     return counts
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("query", "counts"),
     [

@@ -22,7 +22,7 @@ from expstore.files import Disk
 from expstore.lock import WriterLock
 from expstore.storages.zarr import ZarrStorage
 
-pytestmark = pytest.mark.usefixtures("no_syncs")
+pytestmark = [pytest.mark.index, pytest.mark.usefixtures("no_syncs")]
 
 SHARED = {"frame": {"layout": "packed", "rows": 4}, "next.frame": {"layout": "packed", "rows": 4}}
 
@@ -63,6 +63,7 @@ def episodes_of(rb: Any) -> list[tuple[Any, ...]]:
     return rb.sql(query).fetchall()
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("fields", [None, SHARED])
 def test_all_rows_of_all_stores_are_there(tmp_path: Path, fields: Any) -> None:
     paths = [

@@ -15,6 +15,8 @@ import expstore.migrate
 from expstore.errors import MigrationError
 from expstore.migrate import Migration, applied, folder, migrate, migrations
 
+pytestmark = pytest.mark.index
+
 ONE = Migration(1, "one", "CREATE TABLE a (x BIGINT); CREATE VIEW b AS SELECT x + 1 AS y FROM a;")
 TWO = Migration(2, "two", "INSERT INTO a VALUES (41);")
 BROKEN = Migration(2, "broken", "INSERT INTO a VALUES (1); INSERT INTO nowhere VALUES (1);")

@@ -24,6 +24,8 @@ from expstore import (
 from expstore.errors import SchemaError
 from expstore.transforms import StepTransform
 
+pytestmark = pytest.mark.index
+
 
 def rows(count: int, value: float, *, first: int = 0) -> TensorDict:
     return TensorDict({"x": torch.full((count, 2), value), "n": torch.arange(first, first + count)}, [count])

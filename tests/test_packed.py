@@ -154,6 +154,7 @@ def test_every_life_keeps_what_was_published(
         life.end()
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("slots", [None, 48])
 def test_killed_at_every_act(tmp_path: Path, slots: int | None) -> None:
     """One run of writes and syncs over several shards and turns, killed at each of its acts in turn."""
@@ -182,6 +183,7 @@ def test_killed_at_every_act(tmp_path: Path, slots: int | None) -> None:
     assert acts > 60
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("slots", [None, 48])
 def test_killed_at_every_act_beside_a_sync(tmp_path: Path, slots: int | None) -> None:
     """Rows that were never published are in shards that have got their names meanwhile."""
@@ -236,6 +238,7 @@ def test_former_turns_of_a_ring_are_not_mapped_any_more(tmp_path: Path) -> None:
 # -- packing -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("codec", CODECS)
 @given(data=st.data())
 def test_packed_rows_come_out_as_they_were(codec: str, data: Any) -> None:

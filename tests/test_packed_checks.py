@@ -96,6 +96,7 @@ def broken(sound: Path) -> Broken:
     return Broken(sound, ["frame"], right, range(50, 150))
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("count", [15, pytest.param(40, marks=pytest.mark.torture)])
 @pytest.mark.parametrize("loop", ["compiled", "numcodecs"])
 def test_damage_anywhere_is_an_error_and_never_other_rows(
@@ -166,6 +167,7 @@ def test_a_missing_shard_costs_its_rows(sound: Path, tmp_path: Path) -> None:
         assert torch.equal(data["frame"], wanted(data))
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("where", ["index", "header", "zarr.json"])
 def test_what_follows_from_the_rest_is_made_again_at_no_cost(sound: Path, tmp_path: Path, where: str) -> None:
     store = Path(shutil.copytree(sound, tmp_path / "broken.exp"))

@@ -80,6 +80,7 @@ def shards(version: Path) -> dict[str, int]:
     return {p.name: p.stat().st_ino for p in folder.iterdir() if p.name != "zarr.json"}
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("capacity", "count"), [(None, 3), (None, 64), (None, 75), (40, 39), (40, 75), (40, 333)]
 )
@@ -215,6 +216,7 @@ def test_rows_that_come_meanwhile_are_not_in_the_version(tmp_path: Path, place: 
 LAYOUTS = {"flat": ColumnLayout(), "packed": PACKED}
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("other", LAYOUTS)
 @pytest.mark.parametrize("own", LAYOUTS)
 @pytest.mark.parametrize("before", [57, pytest.param(0, marks=pytest.mark.torture)])

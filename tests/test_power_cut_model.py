@@ -43,6 +43,7 @@ def test_no_cut_breaks_a_promise_and_the_cuts_do_cost_something(
     assert sum(o.lossy_cuts for o in outcomes) > power_cuts / 6
 
 
+@pytest.mark.some(12)
 @pytest.mark.parametrize("switch", SWITCHES)
 def test_a_broken_rule_is_found(switch: str) -> None:
     first_problem(Rules(**{switch: True}))
@@ -54,6 +55,7 @@ def test_reuse_before_the_mark_is_found_where_the_ring_is_smaller_than_its_spare
     assert "torn" in str(outcome.problem) or "lost" in str(outcome.problem)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(("capacity", "spare"), [(3, 1), (3, 8), (9, 1), (16, 2)])
 def test_the_rules_hold_at_the_edges_of_the_geometry(capacity: int, spare: int) -> None:
     for seed in range(1_000):

@@ -74,6 +74,7 @@ class Watched(RandomSampler):
 # The same batches, earlier.
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("generator", [False, True])
 @pytest.mark.parametrize("sampler", SAMPLERS)
 @pytest.mark.parametrize("prefetch", [1, 3])
@@ -241,6 +242,7 @@ def test_a_version_that_is_loaded_shows_at_once(tmp_path: Path, sampler: str) ->
 # What was made and not handed out does not count.
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("generator", [False, True])
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_a_killed_store_goes_on_with_what_was_not_handed_out(

@@ -76,6 +76,7 @@ def prioritise(rb: TensorDictReplayBuffer, seed: int) -> None:
     rb.update_priority(id=torch.from_numpy(ids), priority=torch.from_numpy(values))
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("options", "least"),
     [

@@ -36,6 +36,7 @@ def test_what_nobody_has_is_used_again() -> None:
     assert address(recycled.empty((1024, 128), np.dtype(np.int64))) == place
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     "hold",
     [

@@ -22,7 +22,7 @@ from expstore.storages import columns
 from expstore.storages.memory import MemoryStorage
 from expstore.tensordictbuffers import TensorDictReplayBuffer
 
-pytestmark = pytest.mark.usefixtures("no_syncs")
+pytestmark = [pytest.mark.index, pytest.mark.usefixtures("no_syncs")]
 
 SEED = 11
 
@@ -140,6 +140,7 @@ def first_life(path: Path, stop: str, asked: str, tell: Callable[[Any], None]) -
     tell(None)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("asked", ["never", "early", "late"])
 @pytest.mark.parametrize("stop", ["close", "flush", "kill"])
 def test_nothing_changes_when_the_index_is_deleted(tmp_path: Path, stop: str, asked: str) -> None:
@@ -194,6 +195,7 @@ def test_nothing_changes_when_the_index_is_deleted(tmp_path: Path, stop: str, as
             assert before[name] == told[name]
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("closed", "more"), [(True, ()), (True, (5,)), (True, (30,)), (True, (5, 30)), (False, (5, 30))]
 )
@@ -231,6 +233,7 @@ def test_an_index_that_is_lives_behind_gives_the_same_answers(
     assert sum(row[2] for row in found["fragments"]) == 40
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("capacity", [None, 40])
 def test_many_lives_end_as_one_would(tmp_path: Path, capacity: int | None, rng: np.random.Generator) -> None:
     """Named sources in many lives, ended in any way, index deleted now and then: as in one life in RAM."""

@@ -156,6 +156,7 @@ def test_rows_in_the_middle_go_and_their_neighbours_stay(store: Path) -> None:
     check_store(store, list(range(8193, 9097)))
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("name", "size"), [("number/c/1", None), ("_row/id/c/0", 1000), ("_row/episode/c/2", None)]
 )
@@ -216,6 +217,7 @@ def test_all_rows_lost(store: Path) -> None:
     assert verify(store) == []
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("damage", ["flip", "cut", "gone"])
 def test_the_log_of_episodes(store: Path, damage: str) -> None:
     """Episodes that have rows get an entry again; rows are not touched."""

@@ -28,7 +28,7 @@ from expstore.storages.position import NO_PROGRESS
 from expstore.storages.settings import Settings
 from expstore.storages.zarr import ZarrStorage
 
-pytestmark = pytest.mark.usefixtures("no_syncs", "short")
+pytestmark = [pytest.mark.index, pytest.mark.usefixtures("no_syncs", "short")]
 
 PACKED = {"frame": {"layout": "packed", "rows": 4}, "next.frame": {"layout": "packed", "rows": 8}}
 LAYOUTS = {
@@ -240,6 +240,7 @@ def fill(path: Path, capacity: int | None, layout: str, **more: Any) -> None:
 SIZES = [(None, 150), (60, 90), (60, None), (60, 60), (90, 40), (None, 40)]
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("capacity", "new", "layout"),
     [
@@ -294,6 +295,7 @@ def test_the_next_batches_are_those_that_would_have_come(tmp_path: Path, new: in
         assert [rb.sample()["number"].tolist() for _ in range(3)] == wanted
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("new", [30, 200, None])
 def test_counts_stay(tmp_path: Path, new: int | None) -> None:
     path = tmp_path / "run.exp"
@@ -356,6 +358,7 @@ def test_a_store_without_rows(tmp_path: Path) -> None:
         assert rb.storage.capacity == 24
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(("asked", "capacity"), [(100, 102), (31, 33), (None, None)])
 def test_rows_of_several_dims_are_whole_steps(
     tmp_path: Path, asked: int | None, capacity: int | None
@@ -385,6 +388,7 @@ def test_a_reader_goes_on(tmp_path: Path) -> None:
         assert reader.sql("SELECT count(*) FROM transitions").fetchall() == [(25,)]
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("new", [7, 30, None])
 def test_rows_without_a_fixed_size(tmp_path: Path, new: int | None) -> None:
     path = tmp_path / "run.exp"
@@ -415,6 +419,7 @@ def scores(count: int, seed: int) -> TensorDict:
     return TensorDict({"score": torch.from_numpy(values), "twice": torch.from_numpy(2 * values)}, [count])
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("new", [10, 25, 60])
 def test_the_best_rows_stay(tmp_path: Path, new: int) -> None:
     path = tmp_path / "best.exp"

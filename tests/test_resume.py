@@ -33,6 +33,8 @@ from expstore import (
 )
 from expstore.samplers.base import Sampler
 
+pytestmark = pytest.mark.index
+
 SAMPLERS: dict[str, Callable[[], Sampler]] = {
     "random": RandomSampler,
     "prioritized": PrioritizedSampler,
@@ -157,6 +159,7 @@ def batches(rb: TensorDictReplayBuffer) -> list[Any]:
     return found
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("sampler", SAMPLERS)
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(n, marks=pytest.mark.torture) for n in (2, 3))])
 def test_killed_at_any_moment(store_path: Path, sampler: str, seed: int) -> None:
@@ -174,6 +177,7 @@ def test_killed_at_any_moment(store_path: Path, sampler: str, seed: int) -> None
         assert batches(rb) == batches(alone)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_killed_directly_after_a_flush(store_path: Path, sampler: str) -> None:
     """Nothing is lost then: priorities as well are those of the run that goes on."""
@@ -184,6 +188,7 @@ def test_killed_directly_after_a_flush(store_path: Path, sampler: str) -> None:
         assert batches(rb) == batches(reference(sampler, acts, rb, done))
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_closed_and_opened_again(store_path: Path, sampler: str) -> None:
     acts = script(12)[:60]

@@ -97,6 +97,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_episodes_leave_and_all_else_stays(store_path: Path, layout: str) -> None:
     rb = filled(store_path, 40, **LAYOUTS[layout])
@@ -201,6 +202,7 @@ def pairs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(segmentwriter, "SEGMENT_BATCHES", 2)
 
 
+@pytest.mark.some(1)
 @pytest.mark.usefixtures("no_syncs", "pairs")
 @pytest.mark.parametrize("compression", [None, "zstd"])
 def test_rows_of_any_length_leave_too(store_path: Path, compression: Any) -> None:
@@ -367,6 +369,7 @@ SAMPLERS: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_samplers_never_draw_what_has_left(store_path: Path, name: str) -> None:
     rb = filled(store_path, 12, sampler=SAMPLERS[name]())
@@ -625,7 +628,7 @@ ACTS = st.lists(
 
 @pytest.mark.timeout(1200)
 @pytest.mark.usefixtures("no_syncs")
-@settings(max_examples=max(25, settings().max_examples // 4))
+@settings(max_examples=max(10, settings().max_examples // 4))
 @given(acts=ACTS, layout=st.sampled_from(sorted(KEPT)))
 def test_never_a_row_that_the_policy_keeps(
     tmp_path_factory: pytest.TempPathFactory, acts: list[tuple[str, int, int]], layout: str

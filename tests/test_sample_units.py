@@ -87,6 +87,7 @@ class Plain:
         return [(min(max(step, steps[0]), steps[-1]), steps[0] <= step <= steps[-1]) for step in wanted]
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("options", UNITS)
 @pytest.mark.parametrize("sampler", [RandomSampler, SamplerWithoutReplacement, PrioritizedSampler])
 def test_windows_follow_episodes_that_come_in_turn(options: dict[str, Any], sampler: type[Any]) -> None:

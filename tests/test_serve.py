@@ -19,6 +19,8 @@ import expstore
 from expstore.cli import run
 from expstore.framing import END
 
+pytestmark = pytest.mark.index
+
 PATIENCE = 60.0
 
 

@@ -66,6 +66,7 @@ def shared(path: Path) -> int:
     return sum(file.stat().st_size for file in (path / "columns/frame").glob("c.*"))
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("capacity", [None, CAPACITY])
 def test_both_read_as_they_were_given(tmp_path: Path, capacity: int | None) -> None:
     path, first = tmp_path / "a.exp", 0
@@ -113,6 +114,7 @@ def test_a_batch_longer_than_the_spare(tmp_path: Path) -> None:
             assert len(found) >= min(first, 50)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("rows", "capacity"),
     [
@@ -292,6 +294,7 @@ def test_a_long_batch_that_ends_early_leaves_what_older_rows_lie_with(
         assert numbers_in(rb) == list(range(58, 90))
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("shares", [True, False])
 @pytest.mark.parametrize("over", [0, 1, 4, 7])
 def test_rows_in_flight_hide_none_that_can_be_read(tmp_path: Path, shares: bool, over: int) -> None:

@@ -212,6 +212,7 @@ def test_every_life_keeps_both(
         life.end()
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("capacity", [None, 24])
 def test_killed_at_every_act(tmp_path: Path, capacity: int | None) -> None:
     """One run of writes and syncs over several shards and turns, killed at each of its acts in turn."""

@@ -110,6 +110,7 @@ def draw(rb: Any, found: dict[str, Any], rng: np.random.Generator) -> None:
         rb.update_priority(id=batch["id"], priority=rng.random(batch["id"].numel()) + 0.1)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     "seconds",
     [1.0, pytest.param(30.0, marks=[pytest.mark.torture, pytest.mark.timeout(300)])],
@@ -165,6 +166,7 @@ def follow(path: Path, name: str, made: Any, over: Any, answers: Any) -> None:
     answers.put(found)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     "seconds",
     [1.0, pytest.param(30.0, marks=[pytest.mark.torture, pytest.mark.timeout(300)])],

@@ -132,6 +132,7 @@ def collected(rb: Any, fields: TensorDict) -> tuple[dict[tuple[int, ...], Facts]
     return slices, kinds
 
 
+@pytest.mark.some(10)
 @pytest.mark.parametrize("kind", ["plain", "tensordict"])
 @pytest.mark.parametrize("fields", FIELDS)
 @pytest.mark.parametrize("option", OPTIONS)

@@ -152,6 +152,7 @@ def make(by: str, law: dict[str, Any]) -> SliceSampler:
     )
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("by", ["trajectory", "start"])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", LAWS)
@@ -230,6 +231,7 @@ def by_first_row(
     ]
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_frequencies_and_weights_by_priority(name: str, shape: str) -> None:
@@ -271,6 +273,7 @@ def halves(count: int) -> Floats:
     return np.array([count // 2, count - count // 2]) / count
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("shape", ["lanes", "with_gaps"])
 @pytest.mark.parametrize(("length", "strict"), [(2, True), (3, False)])
 def test_every_trajectory_once_per_pass(shape: str, length: int, strict: bool) -> None:

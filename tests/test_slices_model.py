@@ -157,6 +157,7 @@ LIVES: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("name", LIVES)
 def test_what_is_drawn_does_not_depend_on_how_rows_came(name: str, tmp_path: Path) -> None:
     """A reader who has just come draws the same slices as one who has seen it all, and as the writer."""

@@ -137,6 +137,7 @@ def reached(draw: Callable[[int], Any], batches: int = BATCHES) -> set[Slice]:
     return found
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("by", ["trajectory", "start"])
 def test_all_slices_come_and_no_others(stream: Stream, by: str, store_path: Path) -> None:
     sampler = SliceSampler(slice_len=LENGTH, by=by)
@@ -149,6 +150,7 @@ def test_all_slices_come_and_no_others(stream: Stream, by: str, store_path: Path
         assert reached(rb.sample) == there
 
 
+@pytest.mark.some(2)
 def test_torchrl_on_the_same_data(stream: Stream) -> None:
     """It looks at neighbours in the storage: slices that go over a seam of batches are not among its own."""
     torch.manual_seed(1)

@@ -39,7 +39,7 @@ from expstore.storages.memory import MemoryStorage
 from expstore.storages.zarr import ZarrStorage
 from expstore.tensordictbuffers import TensorDictReplayBuffer
 
-pytestmark = pytest.mark.usefixtures("no_syncs")
+pytestmark = [pytest.mark.index, pytest.mark.usefixtures("no_syncs")]
 
 Make = Callable[..., TensorDict]
 
@@ -79,6 +79,7 @@ def priorities(rb: ReplayBuffer) -> list[float]:
 # -- what a version is -----------------------------------------------------------------------------
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("capacity", [None, 20_000, 5000])
 def test_a_version_is_the_store_as_it_was(
     store_path: Path, place: Path, make_batch: Make, capacity: int | None
@@ -478,6 +479,7 @@ def test_versions_of_a_store_in_use(store_path: Path, place: Path, make_batch: M
 # -- putting one back ------------------------------------------------------------------------------
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("open_it", ["door", "storage", "memory"])
 def test_a_new_store_goes_on_with_the_next_batch(
     store_path: Path, place: Path, tmp_path: Path, make_batch: Make, open_it: str
@@ -562,6 +564,7 @@ def test_ids_and_episodes_go_on_above_both(
             highest, episode = rb.storage.last, rb.storage.episodes.next_episode
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(("capacity", "kept"), [(None, 400), (1000, 400), (150, 150)])
 def test_another_capacity_takes_the_newest_rows(
     store_path: Path, place: Path, tmp_path: Path, make_batch: Make, capacity: int | None, kept: int

@@ -23,6 +23,8 @@ from expstore.storages import journaled, synced
 from expstore.storages.settings import Settings
 from expstore.storages.zarr import ZarrStorage
 
+pytestmark = pytest.mark.index
+
 MakeBatch = Callable[..., TensorDict]
 
 FILL = """
@@ -121,6 +123,7 @@ def in_small_disk(tmp_path: Path, *programs: list[str]) -> subprocess.CompletedP
     return subprocess.run(command, capture_output=True, text=True, timeout=90)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("mode", "rows"),
     [("process", 200), pytest.param("process", 1, marks=pytest.mark.torture), ("sync", 64)],

@@ -352,6 +352,7 @@ LOST = {
 }
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("name", ACTS)
 @given(data=st.data())
 def test_changed_specs_agree(name: str, data: st.DataObject) -> None:

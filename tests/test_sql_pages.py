@@ -13,7 +13,10 @@ from tensordict import TensorDict
 import expstore
 from expstore.storages import packedrows
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux says what of a map was touched")
+pytestmark = [
+    pytest.mark.index,
+    pytest.mark.skipif(sys.platform != "linux", reason="only Linux says what of a map was touched"),
+]
 
 ROWS, STEP, EPISODE = 200_000, 5_000, 250
 
@@ -74,6 +77,7 @@ def touched(store: Path) -> tuple[int, int]:
     return len(files), kilobytes
 
 
+@pytest.mark.some(1)
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("mode", ["a", "r"])
 def test_scalars_touch_no_image(store: Path, unpacked: list[int], mode: Any) -> None:

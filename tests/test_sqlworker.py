@@ -29,6 +29,8 @@ from expstore.sqlworker import Answer, SqlLimits, SqlWorker
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
+pytestmark = pytest.mark.index
+
 CANARY = "canary-7c1f"
 ROWS = 600
 
@@ -256,6 +258,7 @@ def test_what_only_does_harm_is_refused(strict: SqlWorker, ground: dict[str, str
     assert table(strict.query("SELECT 42 AS a")).to_pylist() == [{"a": 42}]
 
 
+@pytest.mark.some(25)
 @pytest.mark.parametrize("number", range(len(CONTAINED)))
 def test_what_may_do_harm_does_none(strict: SqlWorker, ground: dict[str, str], number: int) -> None:
     began = time.monotonic()
@@ -265,6 +268,7 @@ def test_what_may_do_harm_does_none(strict: SqlWorker, ground: dict[str, str], n
     assert table(strict.query("SELECT count(*) AS n FROM transitions")).to_pylist() == [{"n": ROWS}]
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("sql", SLOW)
 def test_what_does_not_end_is_ended(strict: SqlWorker, sql: str) -> None:
     began = time.monotonic()

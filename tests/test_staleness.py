@@ -310,6 +310,7 @@ def live(path: Path, capacity: int | None) -> TensorDictReplayBuffer:
     return rb
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("capacity", [50, None])
 @pytest.mark.parametrize("end", ["close", "kill after flush", "kill"])
 def test_a_restart_goes_on_with_the_next_batch(capacity: int | None, end: str, tmp_path: Path) -> None:

@@ -61,6 +61,7 @@ def shown(storage: Storage) -> tuple[Any, ...]:
     return rows, episodes, storage.write_count, storage.max_priority, storage.draw, storage.seed, storage.keys
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("target", KINDS)
 @pytest.mark.parametrize("source", KINDS)
 @pytest.mark.parametrize("before", [0, 3])

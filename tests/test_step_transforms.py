@@ -652,6 +652,7 @@ def test_a_follower_beside_a_writer_that_overwrites(tmp_path: Path) -> None:
         os.waitpid(child, 0)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_threads_that_sample_while_one_overwrites(prefetch: int) -> None:
     rb = TensorDictReplayBuffer(storage=MemoryStorage(60, seed=3), batch_size=16, prefetch=prefetch)

@@ -844,6 +844,7 @@ def test_a_child_never_writes_rows_that_were_kept_back(
 # Threads.
 
 
+@pytest.mark.some(1)
 def test_samples_are_never_torn_while_the_ring_turns(
     make: Callable[..., Storage], monkeypatch: pytest.MonkeyPatch
 ) -> None:

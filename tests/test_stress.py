@@ -168,6 +168,7 @@ class Crowd:
         return float(busy / quiet)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("seconds", "least"),
     [(1.0, 1 / 6), pytest.param(60.0, 0.5, marks=[pytest.mark.torture, pytest.mark.timeout(300)])],

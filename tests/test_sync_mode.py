@@ -26,6 +26,8 @@ from expstore.storages.settings import Settings
 from expstore.storages.zarr import ZarrStorage
 from expstore.tensordictbuffers import TensorDictReplayBuffer
 
+pytestmark = pytest.mark.index
+
 MakeBatch = Callable[..., TensorDict]
 
 
@@ -230,6 +232,7 @@ def test_segments_are_longer_in_this_mode(
     assert sizes == [64 << 20, 4 << 20]
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("rows", [1, 100, 3000])
 def test_a_failed_fsync_publishes_nothing_and_poisons(
     open_store: Callable[..., TensorDictReplayBuffer],

@@ -191,6 +191,7 @@ class TestWrong(InRam):
 """
 
 
+@pytest.mark.torture
 def test_pytest_finds_the_tests_of_a_subclass_and_no_others(tmp_path: Path) -> None:
     class Told:
         def __init__(self) -> None:

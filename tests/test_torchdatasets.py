@@ -60,6 +60,7 @@ class Writer:
         assert self.written
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("capacity", [None, 400])
 def test_each_row_comes_once_per_epoch_beside_a_writer(tmp_path: Path, capacity: int | None) -> None:
     with expstore.open(tmp_path / "run.exp", capacity=capacity) as rb:
@@ -78,6 +79,7 @@ def test_each_row_comes_once_per_epoch_beside_a_writer(tmp_path: Path, capacity:
         assert capacity or count > 400
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_each_slice_is_one_workers(tmp_path: Path, workers: int) -> None:
     """Workers that know of other slices, because a writer goes on, repeat none and miss none."""

@@ -93,6 +93,7 @@ class Program:
         return [(act, plain(self.act(act)), len(self.rb), len(self.rb.storage)) for act in acts]
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("storage", ["LazyTensorStorage", "LazyMemmapStorage"])
 @settings(max_examples=15)

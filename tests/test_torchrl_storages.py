@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import warm
 from tensordict import LazyStackedTensorDict, TensorDict, tensorclass
 from torch.utils._pytree import tree_map
 
@@ -328,12 +329,13 @@ print(storage.scratch_dir, flush=True)
 
 def start(then: str, *given: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-c", PROGRAM + then, *given]
-    return subprocess.Popen(
+    return warm.Popen(
         command, stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True, cwd=ROOT,
         env=os.environ | {"PYTHONPATH": str(ROOT)}, stderr=subprocess.PIPE,
     )  # fmt: skip
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("given", [False, True])
 def test_a_folder_goes_when_the_program_ends(tmp_path: Path, given: bool) -> None:
     with start("", *([str(tmp_path / "scratch")] if given else [])) as program:
@@ -342,6 +344,7 @@ def test_a_folder_goes_when_the_program_ends(tmp_path: Path, given: bool) -> Non
     assert not Path(out.strip()).exists()
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_folder_goes_when_the_program_is_told_to_end(number: int) -> None:
     with start("while True:\n    signal.pause()") as program:

@@ -228,6 +228,7 @@ def same(made: Made, batches: list[TensorDict], **keywords: Any) -> list[Any]:
     return results[0]
 
 
+@pytest.mark.some(9)
 @pytest.mark.parametrize("name", STEPS)
 def test_on_steps(name: str) -> None:
     found = same(STEPS[name], [rows(12, first) for first in (0, 12, 24)])

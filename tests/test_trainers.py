@@ -7,7 +7,6 @@ belongs.
 from __future__ import annotations
 
 import inspect
-import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import warm
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule, TensorDictSequential
 
@@ -476,6 +476,6 @@ print(len(rb), batch.shape)
 
 
 def test_a_loop_of_ones_own_needs_no_torchrl() -> None:
-    done = subprocess.run([sys.executable, "-c", ALONE], capture_output=True, text=True, check=False)
+    done = warm.run([sys.executable, "-c", ALONE], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "40 torch.Size([8])\n"

@@ -73,6 +73,7 @@ class Frames:
         return bad, out
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("kind", ["frames", "noise"])
 @pytest.mark.parametrize("codec", sorted(name for name, codec in CODECS.items() if codec.is_blosc))
 @pytest.mark.parametrize("each", [1, 16, 256])  # of one block, the last one of several

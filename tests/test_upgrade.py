@@ -21,6 +21,8 @@ from expstore.files import Disk
 from expstore.manifest import FORMAT, Manifest
 from expstore.storages.catalog import Catalog
 
+pytestmark = pytest.mark.index
+
 MakeBatch = Callable[..., TensorDict]
 QUERY = 'SELECT episode_id, source, length, "return", live_rows FROM episodes ORDER BY 1'
 

@@ -113,6 +113,7 @@ def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[..
         storage.close()
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("capacity", [None, 20])
 @share(0.3, of=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(counts=st.lists(st.integers(1, 60), min_size=1, max_size=12), data=st.data())

@@ -147,6 +147,7 @@ def opened(path: Path, **keywords: Any) -> TensorDictReplayBuffer:
     return expstore.open(path, sampler=sampler, batch_size=7, seed=5, **keywords)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("capacity", [50, 200, None])
 @pytest.mark.parametrize("end", ["close", "kill after flush", "kill"])
 def test_a_restart_goes_on_in_the_middle_of_a_pass(capacity: int | None, end: str, tmp_path: Path) -> None:

@@ -228,7 +228,10 @@ def render(summary: Summary) -> str:
         bound = "" if row.suite in APART else _bound(row.cases, sum(row.wrong.values()))
         cells = [name, f"{row.cases:,}", *wrong, bound, f"{row.minutes:.0f}"]
         lines.append(f"| {' | '.join(cells)} |")
-    lines += ["", f"In all {summary.cases:,} cases (without those of the model and of broken rules)."]
+    lines += [
+        "",
+        f"In all {summary.cases:,} cases (without the model, broken rules and ordinary tests).",
+    ]
     if summary.bound is not None:
         few = f"less than one in {1 / summary.bound:,.0f}"
         lines.append(f"None failed: at 95 % {few} does (the rule of three, 3/N = {summary.bound:.1e}).")

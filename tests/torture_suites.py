@@ -36,11 +36,13 @@ KINDS = {
     "lives": "lives of whole stores thought up by Hypothesis, with kills and reopenings",
     "crowds": "threads and processes that sample beside a writer, half a minute each",
     "long": "long forms of other tests",
+    "rest": "cases that `make test` leaves out of tests of which it runs some",
+    "examples": "properties of which Hypothesis looks for other examples than those of `make test`",
     "model": "stops of the protocol's model, which is no process and has no files",
     "teeth": "rules of the protocol broken in the code: each must be found",
 }
 #: Those that say nothing of how often the library fails.
-APART = ("model", "teeth")
+APART = ("model", "teeth", "rest", "examples")
 
 
 @dataclass(frozen=True)
@@ -119,6 +121,9 @@ GROUPS = {
     "test_stress::test_sampling_beside_a_writer": Group("crowds", 3, alone=True),
     "test_power_cut_model::test_no_cut_breaks_a_promise_and_the_cuts_do_cost_something": Group("model"),
 }
+_PYTEST = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "faulthandler_timeout=0"]
+#: So many examples of a property are looked at in each of these units.
+EXAMPLES_PROFILE = {"HYPOTHESIS_PROFILE": "long"}
 #: Of the harness, at scale 1: kills by chance and per unit, power cuts and per unit.
 KILLS, KILLS_TOGETHER, STORE_KILLS = 1200, 60, 6
 CUTS, CUTS_TOGETHER, ROUND_CUTS = 12_000, 400, 40
@@ -191,22 +196,55 @@ def _harness(seed: int, scale: float) -> list[Unit]:
 
 def _tests(seed: int, scale: float) -> list[Unit]:
     """Find the tests that are marked, and put them into units."""
-    marked = sorted(
-        str(path.relative_to(ROOT))
-        for path in (ROOT / "tests").rglob("test_*.py")
-        if "mark.torture" in path.read_text()
-    )
-    printed = _ask(
-        ["-m", "pytest", "--collect-only", "-q", "-m", "torture", "-p", "no:cacheprovider", *marked]
-    )
     by_test: dict[str, list[str]] = {}
-    for line in printed.splitlines():
-        if "::" in line:
-            by_test.setdefault(line.partition("[")[0], []).append(line)
+    for case in _marked("torture and not rest", "mark.torture"):
+        by_test.setdefault(case.partition("[")[0], []).append(case)
     units: list[Unit] = []
     for test, cases in by_test.items():
         units += _units_of(test, cases, seed, scale)
-    return units
+    return units + _rest(seed, scale) + _examples(seed, scale)
+
+
+def _files(text: str) -> list[str]:
+    """Return the files of tests that have a text in them."""
+    paths = sorted((ROOT / "tests").rglob("test_*.py"))
+    return [str(path.relative_to(ROOT)) for path in paths if text in path.read_text()]
+
+
+def _marked(marks: str, text: str) -> list[str]:
+    """Return the ids of all cases with some marks, in files that have a text in them."""
+    printed = _ask(
+        ["-m", "pytest", "--collect-only", "-q", "-m", marks, "-p", "no:cacheprovider", *_files(text)]
+    )
+    return [line for line in printed.splitlines() if "::" in line]
+
+
+def _rest(seed: int, scale: float) -> list[Unit]:
+    """Return a unit per file of what `make test` leaves out."""
+    units = []
+    for path in dict.fromkeys(case.partition("::")[0] for case in _marked("rest", "mark.some")):
+        name = f"rest/{Path(path).stem.removeprefix('test_')}"
+        units.append(Unit(name, [*_PYTEST, "-m", "rest", path], _own_seed(seed, name)))
+    return _share(units, scale)
+
+
+def _examples(seed: int, scale: float) -> list[Unit]:
+    """Return units of properties, with other examples in each run."""
+    files = dict.fromkeys(
+        case.partition("::")[0] for case in _marked("hypothesis and not torture", "hypothesis")
+    )
+    units = []
+    for time in range(max(1, math.ceil(scale))):
+        for number, path in enumerate(files):
+            name = f"examples/{Path(path).stem.removeprefix('test_')}-{number + time * len(files)}"
+            own = _own_seed(seed, name)
+            command = [*_PYTEST, "-m", "hypothesis and not torture", f"--hypothesis-seed={own}", path]
+            units.append(Unit(name, command, own, more=EXAMPLES_PROFILE))
+    return _share(units, scale) if scale < 1 else units
+
+
+def _own_seed(seed: int, name: str) -> int:
+    return int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:4], "big")
 
 
 def _units_of(test: str, cases: list[str], seed: int, scale: float) -> list[Unit]:
@@ -217,10 +255,7 @@ def _units_of(test: str, cases: list[str], seed: int, scale: float) -> list[Unit
         for first in range(0, len(cases), group.together):
             number = first // group.together + time * math.ceil(len(cases) / group.together)
             name = f"{group.suite}/{function.removeprefix('test_')}-{number}"
-            own = int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:4], "big")
-            command = [
-                "-m", "pytest", "-q", "-m", "torture", "-p", "no:cacheprovider", f"--hypothesis-seed={own}",
-                "-o", "faulthandler_timeout=0", *cases[first : first + group.together],
-            ]  # fmt: skip
+            own = _own_seed(seed, name)
+            command = [*_PYTEST, f"--hypothesis-seed={own}", *cases[first : first + group.together]]
             made.append(Unit(name, command, own, alone=group.alone))
     return _share(made, scale) if scale < 1 else made

@@ -153,7 +153,7 @@ def _lives(spec: Spec, path: Path, chance: random.Random, report: Report, lives:
 
 #: So many acts of a phase are met by `quick`; of those that take their time and meet what others meet,
 #: so many.
-QUICK, QUICK_IF_SLOW = 4, 2
+QUICK, QUICK_IF_SLOW = 2, 2
 SLOW = (
     "commit to the index", "close with an index", "new shard",
     "first packed rows", "long packed extend", "empty packed", "open few packed rows",
@@ -301,6 +301,7 @@ def main() -> None:
     parser.add_argument("--log", type=Path, help="where power cuts note what is done, and go on from")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--names", nargs="*", default=(), help="which stores or phases")
+    parser.add_argument("--teeth", nargs="*", choices=list(TEETH), default=list(TEETH), help="which faults")
     parser.add_argument("--torn", choices=["no", "half", "also"], default="half")
     parser.add_argument("--again", type=float, default=0.2, help="share of recoveries killed, too")
     parser.add_argument("--break", dest="faults", nargs="*", default=(), choices=list(BREAKS))
@@ -328,8 +329,8 @@ def main() -> None:
             elif task == "names":
                 print(json.dumps(known_names()))
             else:
-                for fault, tooth in TEETH.items():
-                    tell(fault, bite(tooth, Path(name)))
+                for fault in given.teeth:
+                    tell(fault, bite(TEETH[fault], Path(name)))
 
 
 def known_names() -> dict[str, list[str]]:

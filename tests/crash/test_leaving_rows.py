@@ -24,6 +24,8 @@ from expstore.gaps import Gaps
 from expstore.storages import ArrowStorage, ZarrStorage, journaled, keeper, retaining, segmentwriter
 from expstore.storages.settings import Settings
 
+pytestmark = pytest.mark.index
+
 ROWS = 600
 LAYOUTS: dict[str, Any] = {
     "flat": {"layout": "flat"},
@@ -104,7 +106,7 @@ def killed(path: Path, at: int, act: Callable[[ZarrStorage], Any], monkeypatch: 
 def test_killed_before_some_acts(
     tmp_path: Path, layout: str, going: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kill_everywhere(tmp_path, layout, going, monkeypatch, step=9)
+    kill_everywhere(tmp_path, layout, going, monkeypatch, step=17)
 
 
 @pytest.mark.torture
@@ -197,7 +199,7 @@ def cut_anywhere(tmp_path: Path, cuts: int, seed: int, monkeypatch: pytest.Monke
 
 
 @pytest.mark.usefixtures("no_syncs")
-@pytest.mark.parametrize("cuts", [40, pytest.param(1500, marks=pytest.mark.torture)])
+@pytest.mark.parametrize("cuts", [20, pytest.param(1500, marks=pytest.mark.torture)])
 @pytest.mark.timeout(1200)
 def test_the_power_goes_while_rows_in_segments_leave(
     tmp_path: Path,

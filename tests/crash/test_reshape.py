@@ -24,7 +24,7 @@ from expstore.checks import verify
 from expstore.files import Disk
 from expstore.storages import base, journaled, packing
 
-pytestmark = pytest.mark.usefixtures("no_syncs", "short")
+pytestmark = [pytest.mark.index, pytest.mark.usefixtures("no_syncs", "short")]
 
 FIELDS = {"frame": {"layout": "packed", "rows": 4}, "next.frame": {"layout": "packed", "rows": 4}}
 FORMER, NEW, ROWS = 24, 40, 50
@@ -119,6 +119,7 @@ def moments(trace: Sequence[str], stride: int) -> Iterator[int]:
 SOME = [pytest.param(23, id="some"), pytest.param(1, marks=pytest.mark.torture, id="all")]
 
 
+@pytest.mark.some(1)
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("stride", SOME)
 @pytest.mark.parametrize("new", [NEW, 9])

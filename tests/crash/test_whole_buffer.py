@@ -25,6 +25,8 @@ from truth import KEEP, Truth
 from expstore.draws import Draws
 from expstore.testing.model import Cell, Row
 
+pytestmark = pytest.mark.index
+
 MEMORY = Path("/dev/shm")
 
 cells = st.lists(
