@@ -14,7 +14,7 @@ from tensordict import TensorDict
 
 import expstore
 from expstore.errors import CorruptionError, NotFoundError, NotReadyError, StateError
-from expstore.storages import FollowerStorage, catalog, columns
+from expstore.storages import FollowerStorage, catalog, columngroup, columns
 from expstore.storages.catalog import Catalog
 
 if TYPE_CHECKING:
@@ -204,6 +204,36 @@ def test_an_unbounded_store(store_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 # ---------------------------------------------------------------------------------------------------
 # Columns opened for reading.
+
+
+@pytest.mark.parametrize("fills", [False, True])
+@pytest.mark.parametrize("capacity", [None, 40])
+def test_priorities_are_the_writers(
+    store_path: Path, capacity: int | None, fills: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As rows come, and after a refresh; also where holes take space when they are looked at."""
+    monkeypatch.setattr(columngroup, "fills_holes", lambda disk, folder: fills)
+
+    def priorities(rb: TensorDictReplayBuffer) -> list[float]:
+        ids = rb.storage.window.ids()
+        found: list[float] = rb.storage.priorities[rb.storage.slot_of(ids)].tolist()
+        return found
+
+    with expstore.open(store_path, capacity=capacity, sampler=expstore.PrioritizedSampler()) as writer:
+        writer.extend(rows(9))
+        writer.update_priority(id=torch.arange(1, 10), priority=3.0)
+        writer.flush()
+        with expstore.open(store_path, mode="r", sampler=expstore.PrioritizedSampler()) as reader:
+            for count in (1, 25, 60, 7, 300):
+                writer.extend(rows(count))
+                writer.flush()
+                assert priorities(reader) == priorities(writer)
+            ids = writer.storage.window.ids()
+            writer.update_priority(id=ids[::2], priority=torch.arange(len(ids[::2])) + 1.0)
+            writer.flush()
+            reader.storage.refresh()
+            assert priorities(reader) == priorities(writer)
+            assert len(set(priorities(reader))) > 10
 
 
 def test_no_descriptor_stays_open(closed: Path) -> None:

@@ -573,7 +573,8 @@ def _priorities(columns: ColumnGroup, overlay: Overlay, slots: int) -> Array:
     """Return the priorities by slot, without copying them where that can be helped."""
     column = columns.columns[-1]
     if not column.damaged and not overlay:
-        return column.copy(0, column.ready)
+        # Looked at only where there are rows: there it has no holes, and shows what the writer sets.
+        return column.part(0, column.ready)
     values = np.ones(max(column.ready, slots), np.float32)
     for number in range(-(-column.ready // column.rows)):
         if number not in column.damaged:
