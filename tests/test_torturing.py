@@ -226,7 +226,7 @@ def test_suites_that_apply(monkeypatch: pytest.MonkeyPatch) -> None:
         ]
     )
     monkeypatch.setattr(torture_suites, "_ask", lambda command: named if "names" in command else collected)
-    names = ["kills", "gaps", "cuts", "faults", "damage", "long", "sql", "teeth"]
+    names = ["kills", "gaps", "cuts", "faults", "damage", "long", "sql", "rest", "examples", "teeth"]
     counts = {}
     for scale in (0.01, 1.0, 2.0):
         suites = torture_suites.all_suites(3, scale, names)
@@ -234,8 +234,9 @@ def test_suites_that_apply(monkeypatch: pytest.MonkeyPatch) -> None:
         units = [unit.name for suite in suites for unit in suite.units]
         assert len(units) == len(set(units))
     usual = {"kills": 20, "gaps": 3, "cuts": 30, "faults": 1, "damage": 2, "long": 1, "teeth": 1}
+    usual |= {"rest": 3, "examples": 3}  # one for each file
     assert counts[1.0] == usual
-    assert counts[2.0] == {**usual, "kills": 40, "cuts": 60, "damage": 4}
+    assert counts[2.0] == {**usual, "kills": 40, "cuts": 60, "damage": 4, "examples": 6}
     assert counts[0.01] == dict.fromkeys(usual, 1)
     again = torture_suites.all_suites(3, 1.0, names)
     assert again == torture_suites.all_suites(3, 1.0, names)

@@ -65,7 +65,7 @@ def test_it_begins_at_once() -> None:
     command = [sys.executable, "-c", "import torch, tensordict, expstore; expstore.ReplayBuffer"]
     took = []
     for _ in range(3):
-        began = time.process_time(), time.perf_counter()
+        began = time.perf_counter()
         warm.run(command, check=True)
-        took.append(time.perf_counter() - began[1])
+        took.append(time.perf_counter() - began)
     assert min(took) < 1.5  # to import torch alone takes longer

@@ -122,7 +122,7 @@ GROUPS = {
     "test_power_cut_model::test_no_cut_breaks_a_promise_and_the_cuts_do_cost_something": Group("model"),
 }
 _PYTEST = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "faulthandler_timeout=0"]
-#: So many examples of a property are looked at in each of these units.
+#: Of units that look for examples of properties.
 EXAMPLES_PROFILE = {"HYPOTHESIS_PROFILE": "long"}
 #: Of the harness, at scale 1: kills by chance and per unit, power cuts and per unit.
 KILLS, KILLS_TOGETHER, STORE_KILLS = 1200, 60, 6
@@ -205,16 +205,16 @@ def _tests(seed: int, scale: float) -> list[Unit]:
     return units + _rest(seed, scale) + _examples(seed, scale)
 
 
-def _files(text: str) -> list[str]:
-    """Return the files of tests that have a text in them."""
+def _files(*texts: str) -> list[str]:
+    """Return the files of tests that have one of some texts in them."""
     paths = sorted((ROOT / "tests").rglob("test_*.py"))
-    return [str(path.relative_to(ROOT)) for path in paths if text in path.read_text()]
+    return [str(path.relative_to(ROOT)) for path in paths if any(map(path.read_text().__contains__, texts))]
 
 
-def _marked(marks: str, text: str) -> list[str]:
-    """Return the ids of all cases with some marks, in files that have a text in them."""
+def _marked(marks: str, *texts: str) -> list[str]:
+    """Return the ids of all cases with some marks, in files that have one of some texts in them."""
     printed = _ask(
-        ["-m", "pytest", "--collect-only", "-q", "-m", marks, "-p", "no:cacheprovider", *_files(text)]
+        ["-m", "pytest", "--collect-only", "-q", "-m", marks, "-p", "no:cacheprovider", *_files(*texts)]
     )
     return [line for line in printed.splitlines() if "::" in line]
 
@@ -222,7 +222,7 @@ def _marked(marks: str, text: str) -> list[str]:
 def _rest(seed: int, scale: float) -> list[Unit]:
     """Return a unit per file of what `make test` leaves out."""
     units = []
-    for path in dict.fromkeys(case.partition("::")[0] for case in _marked("rest", "mark.some")):
+    for path in dict.fromkeys(case.partition("::")[0] for case in _marked("rest", "mark.some", "mark.rest")):
         name = f"rest/{Path(path).stem.removeprefix('test_')}"
         units.append(Unit(name, [*_PYTEST, "-m", "rest", path], _own_seed(seed, name)))
     return _share(units, scale)

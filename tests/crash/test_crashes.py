@@ -55,7 +55,7 @@ def reports(harness: Callable[..., Reports]) -> Reports:
     random = [
         "random",
         "--kills",
-        "36",
+        "60",
         "--names",
         "tiny",
         "narrow",
@@ -71,7 +71,7 @@ def reports(harness: Callable[..., Reports]) -> Reports:
         "archived",
     ]
     return harness(
-        [["quick", *random], ["power", "teeth", "--cuts", "120", "--teeth", *(_KILLS_FIND + _CUTS_FIND)]]
+        [["quick", *random], ["power", "teeth", "--cuts", "180", "--teeth", *(_KILLS_FIND + _CUTS_FIND)]]
     )
 
 
@@ -98,7 +98,7 @@ def test_kill_at_random(reports: Reports) -> None:
     """Kills by a clock and by the number of acts, several lives per store, with the background thread."""
     report = reports["random"]
     assert not report["failures"], _failures(report)
-    assert report["kills"] == 36
+    assert report["kills"] == 60
     assert report["inside"]["extend"] * 3 >= report["kills"], report["inside"]
 
 
@@ -110,7 +110,7 @@ def test_power_cut(reports: Reports) -> None:
     """
     report = reports["power"]
     assert not report["failures"], _failures(report)
-    assert report["kills"] >= 240
+    assert report["kills"] >= 300
 
 
 def test_power_cut_while_recovering(reports: Reports) -> None:

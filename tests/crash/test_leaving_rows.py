@@ -106,7 +106,7 @@ def killed(path: Path, at: int, act: Callable[[ZarrStorage], Any], monkeypatch: 
 def test_killed_before_some_acts(
     tmp_path: Path, layout: str, going: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kill_everywhere(tmp_path, layout, going, monkeypatch, step=17)
+    kill_everywhere(tmp_path, layout, going, monkeypatch, step=9)
 
 
 @pytest.mark.torture
@@ -199,7 +199,7 @@ def cut_anywhere(tmp_path: Path, cuts: int, seed: int, monkeypatch: pytest.Monke
 
 
 @pytest.mark.usefixtures("no_syncs")
-@pytest.mark.parametrize("cuts", [20, pytest.param(1500, marks=pytest.mark.torture)])
+@pytest.mark.parametrize("cuts", [40, pytest.param(1500, marks=pytest.mark.torture)])
 @pytest.mark.timeout(1200)
 def test_the_power_goes_while_rows_in_segments_leave(
     tmp_path: Path,
