@@ -12,14 +12,20 @@ import anyio.to_thread
 from fastapi import FastAPI
 
 import expstore
-from expstore.api import asking, failures, health, reading, sampling, versions, writing
-from expstore.api.guard import Guard
-from expstore.api.incoming import Incoming
+from expstore.api import errors as failures
+from expstore.api.auth import Guard
+from expstore.api.body_limits import Incoming
 from expstore.api.metrics import Metrics
-from expstore.api.routes import RouteTable
+from expstore.api.openapi import RouteTable
+from expstore.api.request_log import Watch
+from expstore.api.routes import health
+from expstore.api.routes import query as asking
+from expstore.api.routes import read as reading
+from expstore.api.routes import sample as sampling
+from expstore.api.routes import snapshots as versions
+from expstore.api.routes import write as writing
 from expstore.api.settings import Settings
 from expstore.api.stores import Stores
-from expstore.api.watching import Watch
 
 __all__ = ["create_app"]
 

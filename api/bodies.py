@@ -12,8 +12,8 @@ from typing import Any
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
-from expstore.api.failures import Refusal
-from expstore.codec import plain_columns
+from expstore.api.errors import Refusal
+from expstore.wire.codec import plain_columns
 
 __all__ = [
     "ARROW",

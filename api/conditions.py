@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-from expstore.api.failures import Refusal
+from expstore.api.errors import Refusal
 
 __all__ = ["check_condition"]
 

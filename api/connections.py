@@ -17,7 +17,7 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from expstore.api.failures import body_of
+from expstore.api.errors import body_of
 from expstore.api.settings import Settings
 
 __all__ = ["connections_of"]

@@ -14,13 +14,13 @@ from fastapi.responses import Response
 from tensordict import TensorDictBase
 
 from expstore.api.bodies import ARROW, ROWS, arrow_answer, json_answer, load_json, to_json
-from expstore.api.failures import Refusal
+from expstore.api.errors import Refusal
 from expstore.api.stores import Served
-from expstore.codec import Codec, Coded, Encoder, join_columns, meaning_of, wishes_of
+from expstore.core.values import key_name
 from expstore.errors import SchemaError
-from expstore.framing import StreamWriter, read_batches, write_stream
-from expstore.schema import Field
-from expstore.types import key_name
+from expstore.schema.schema import Field
+from expstore.wire.codec import Codec, Coded, Encoder, join_columns, meaning_of, wishes_of
+from expstore.wire.stream import StreamWriter, read_batches, write_stream
 
 __all__ = ["answer_rows", "checked_ids", "taken_rows"]
 

@@ -17,13 +17,13 @@ from pydantic import BaseModel, ConfigDict, Field
 import expstore
 from expstore import samplers
 from expstore.api.conditions import check_condition
-from expstore.api.failures import Refusal
+from expstore.api.errors import Refusal
+from expstore.buffers.seeded import SeededReplayBuffer
+from expstore.buffers.tensordict import TensorDictReplayBuffer
+from expstore.core.rate_limiters import RateLimiter
 from expstore.errors import NotFoundError, StateError
-from expstore.limiter import RateLimiter
 from expstore.samplers.base import Sampler
-from expstore.seeded import SeededReplayBuffer
-from expstore.storages.synced import SyncedStorage
-from expstore.tensordictbuffers import TensorDictReplayBuffer
+from expstore.storages.engine.checkpointer import SyncedStorage
 
 __all__ = ["AnySpec", "Drawers", "Spec"]
 

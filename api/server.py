@@ -20,11 +20,11 @@ import uvicorn
 from fastapi import FastAPI
 
 from expstore.api.app import create_app
+from expstore.api.auth import is_loopback
 from expstore.api.connections import connections_of
-from expstore.api.guard import is_loopback
 from expstore.api.settings import Settings
+from expstore.disk.disk import ReadingDisk
 from expstore.errors import NotFoundError, StateError
-from expstore.files import ReadingDisk
 
 __all__ = ["Listening", "configure", "serve"]
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from expstore.core.rate_limiters import MinSize, RateLimiter, SampleToInsertRatio
 from expstore.errors import StateError
-from expstore.limiter import MinSize, RateLimiter, SampleToInsertRatio
 
 __all__ = ["Settings"]
 

@@ -18,18 +18,18 @@ import anyio.to_thread
 from anyio import CapacityLimiter
 
 import expstore
-from expstore.api.failures import Refusal
+from expstore.api.errors import Refusal
 from expstore.api.samplers import Drawers
 from expstore.api.settings import Settings
-from expstore.codec import Codec, Encoder
+from expstore.buffers.tensordict import TensorDictReplayBuffer
+from expstore.core.rate_limiters import RateLimiter
+from expstore.disk.disk import ReadingDisk
 from expstore.errors import ExpStoreError, NotFoundError, NotReadyError, StateError
-from expstore.files import ReadingDisk
-from expstore.limiter import RateLimiter
-from expstore.manifest import MANIFEST
-from expstore.schema import Schema
-from expstore.sqlworker import SqlLimits, SqlWorker
-from expstore.storages.synced import SyncedStorage
-from expstore.tensordictbuffers import TensorDictReplayBuffer
+from expstore.schema.schema import Schema
+from expstore.sql.sandbox.pool import SqlLimits, SqlWorker
+from expstore.storages.engine.checkpointer import SyncedStorage
+from expstore.storages.format.manifest import MANIFEST
+from expstore.wire.codec import Codec, Encoder
 
 __all__ = ["Served", "Stores"]
 

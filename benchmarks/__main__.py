@@ -141,7 +141,7 @@ def _import_once() -> None:
     import expstore
 
     _ = expstore.open
-    for name in ("kernels", "gathering", "index", "sumtree", "storages"):
+    for name in ("kernels.file_loops", "kernels.gather_runs", "sql.index", "kernels.sum_tree", "storages"):
         importlib.import_module(f"expstore.{name}")
     for name in ("minari", "stable_baselines3.common.buffers", "cpprb"):
         with suppress(ImportError):

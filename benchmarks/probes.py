@@ -112,7 +112,7 @@ def reopen(say: Say, *, path: str, batch_size: int, prioritized: bool = False, l
     """
     sampler = expstore.PrioritizedSampler() if prioritized else None
     if loaded:
-        importlib.import_module("expstore.sumtree")
+        importlib.import_module("expstore.kernels.sum_tree")
     started = time.perf_counter()
     rb = expstore.open(path, batch_size=batch_size, sampler=sampler)
     opened = time.perf_counter()

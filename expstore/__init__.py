@@ -26,22 +26,22 @@ _HOME = {
     "Categorical": "expstore.specs",
     "CategoricalBox": "expstore.specs",
     "Choice": "expstore.specs",
-    "Collector": "expstore.collectors",
+    "Collector": "expstore.collectors.gymnasium",
     "Composite": "expstore.specs",
     "CompositeSpec": "expstore.specs",
-    "ConditionalUpdateResult": "expstore.patches",
+    "ConditionalUpdateResult": "expstore.buffers.updates",
     "ConsumingSampler": "expstore.samplers",
     "ContinuousBox": "expstore.specs",
     "CorruptionError": "expstore.errors",
-    "DEFAULT_DONE_KEYS": "expstore.trajectories",
-    "DensifyReward": "expstore.postprocs",
+    "DEFAULT_DONE_KEYS": "expstore.trajectories.splitting",
+    "DensifyReward": "expstore.trajectories.postprocs",
     "DiscreteTensorSpec": "expstore.specs",
-    "ExpStorage": "expstore.interop",
+    "ExpStorage": "expstore.integrations.torchrl_storage",
     "ExpStoreError": "expstore.errors",
-    "Field": "expstore.schema",
-    "HERReplayBuffer": "expstore.hindsight",
-    "HindsightStrategy": "expstore.hindsight",
-    "ImmutableDatasetWriter": "expstore.writers",
+    "Field": "expstore.schema.schema",
+    "HERReplayBuffer": "expstore.buffers.hindsight",
+    "HindsightStrategy": "expstore.buffers.hindsight",
+    "ImmutableDatasetWriter": "expstore.writers.writers",
     "LazyMemmapStorage": "expstore.storages",
     "LazyStackStorage": "expstore.storages",
     "LazyTensorStorage": "expstore.storages",
@@ -49,22 +49,22 @@ _HOME = {
     "LockedError": "expstore.errors",
     "MemoryStorage": "expstore.storages",
     "MigrationError": "expstore.errors",
-    "MinSize": "expstore.limiter",
+    "MinSize": "expstore.core.rate_limiters",
     "MultiCategorical": "expstore.specs",
     "MultiDiscreteTensorSpec": "expstore.specs",
     "MultiOneHot": "expstore.specs",
     "MultiOneHotDiscreteTensorSpec": "expstore.specs",
-    "MultiStep": "expstore.postprocs",
+    "MultiStep": "expstore.trajectories.postprocs",
     "MultiStepTransform": "expstore.transforms",
     "NextStateReconstructor": "expstore.transforms",
     "NoRowError": "expstore.errors",
     "NonTensor": "expstore.specs",
     "NotFoundError": "expstore.errors",
     "NotReadyError": "expstore.errors",
-    "OfflineToOnlineReplayBuffer": "expstore.offline",
+    "OfflineToOnlineReplayBuffer": "expstore.buffers.offline_to_online",
     "OneHot": "expstore.specs",
     "OneHotDiscreteTensorSpec": "expstore.specs",
-    "PrioritizedReplayBuffer": "expstore.prioritized",
+    "PrioritizedReplayBuffer": "expstore.buffers.prioritized",
     "PrioritizedSampler": "expstore.samplers",
     "PrioritizedSliceSampler": "expstore.samplers",
     "PriorityError": "expstore.errors",
@@ -74,22 +74,22 @@ _HOME = {
     "RandomSampler": "expstore.samplers",
     "RecencySampler": "expstore.samplers",
     "RemoteError": "expstore.errors",
-    "RemoteReplayBuffer": "expstore.client",
-    "ReplayBuffer": "expstore.buffers",
-    "ReplayBufferEnsemble": "expstore.ensembles",
-    "ReplayBufferTrainer": "expstore.trainers",
-    "Retain": "expstore.retain",
-    "Retries": "expstore.connection",
+    "RemoteReplayBuffer": "expstore.remote.client",
+    "ReplayBuffer": "expstore.buffers.replay_buffer",
+    "ReplayBufferEnsemble": "expstore.buffers.ensemble",
+    "ReplayBufferTrainer": "expstore.integrations.torchrl_trainer",
+    "Retain": "expstore.core.retention_policy",
+    "Retries": "expstore.remote.transport",
     "Reward2GoTransform": "expstore.transforms",
-    "RoundRobinWriter": "expstore.writers",
-    "SampleToInsertRatio": "expstore.limiter",
-    "SampleUnit": "expstore.sample_units",
+    "RoundRobinWriter": "expstore.writers.writers",
+    "SampleToInsertRatio": "expstore.core.rate_limiters",
+    "SampleUnit": "expstore.buffers.sample_units",
     "Sampler": "expstore.samplers",
     "SamplerEnsemble": "expstore.samplers",
     "SamplerWithoutReplacement": "expstore.samplers",
-    "Schema": "expstore.schema",
+    "Schema": "expstore.schema.schema",
     "SchemaError": "expstore.errors",
-    "Sequence": "expstore.sample_units",
+    "Sequence": "expstore.buffers.sample_units",
     "SliceSampler": "expstore.samplers",
     "SliceSamplerWithoutReplacement": "expstore.samplers",
     "SnapshotError": "expstore.errors",
@@ -103,34 +103,34 @@ _HOME = {
     "StorageEnsemble": "expstore.storages",
     "StorageError": "expstore.errors",
     "StreamingSliceSampler": "expstore.samplers",
-    "TensorDictMaxValueWriter": "expstore.writers",
-    "TensorDictPrioritizedReplayBuffer": "expstore.prioritized",
-    "TensorDictReplayBuffer": "expstore.tensordictbuffers",
-    "TensorDictRoundRobinWriter": "expstore.writers",
+    "TensorDictMaxValueWriter": "expstore.writers.writers",
+    "TensorDictPrioritizedReplayBuffer": "expstore.buffers.prioritized",
+    "TensorDictReplayBuffer": "expstore.buffers.tensordict",
+    "TensorDictRoundRobinWriter": "expstore.writers.writers",
     "TensorSpec": "expstore.specs",
     "TensorStorage": "expstore.storages",
-    "Trajectory": "expstore.query",
-    "TrajectoryPredicate": "expstore.query",
-    "Transition": "expstore.sample_units",
+    "Trajectory": "expstore.trajectories.predicates",
+    "TrajectoryPredicate": "expstore.trajectories.predicates",
+    "Transition": "expstore.buffers.sample_units",
     "Unbounded": "expstore.specs",
     "UnboundedContinuous": "expstore.specs",
     "UnboundedContinuousTensorSpec": "expstore.specs",
     "UnboundedDiscrete": "expstore.specs",
     "UnboundedDiscreteTensorSpec": "expstore.specs",
-    "Writer": "expstore.writers",
-    "WriterEnsemble": "expstore.writers",
+    "Writer": "expstore.writers.writers",
+    "WriterEnsemble": "expstore.writers.writers",
     "ZarrStorage": "expstore.storages",
-    "connect": "expstore.client",
-    "filter_trajectories": "expstore.query",
-    "find_start_stop_traj": "expstore.trajectories",
-    "iter_trajectories": "expstore.query",
-    "merge": "expstore.merging",
-    "open": "expstore.door",
-    "prefill_replay_buffer": "expstore.offline",
-    "resize": "expstore.resizing",
-    "split_trajectories": "expstore.trajectories",
-    "traj": "expstore.query",
-    "versions": "expstore.snapshots",
+    "connect": "expstore.remote.client",
+    "filter_trajectories": "expstore.trajectories.predicates",
+    "find_start_stop_traj": "expstore.trajectories.splitting",
+    "iter_trajectories": "expstore.trajectories.predicates",
+    "merge": "expstore.maintenance.merging",
+    "open": "expstore._open",
+    "prefill_replay_buffer": "expstore.buffers.offline_to_online",
+    "resize": "expstore.maintenance.resizing",
+    "split_trajectories": "expstore.trajectories.splitting",
+    "traj": "expstore.trajectories.predicates",
+    "versions": "expstore.storages.snapshots.catalog",
 }
 
 __all__ = [
@@ -256,12 +256,17 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from expstore.buffers import ReplayBuffer
-    from expstore.client import RemoteReplayBuffer, connect
-    from expstore.collectors import Collector
-    from expstore.connection import Retries
-    from expstore.door import open
-    from expstore.ensembles import ReplayBufferEnsemble
+    from expstore._open import open
+    from expstore.buffers.ensemble import ReplayBufferEnsemble
+    from expstore.buffers.hindsight import HERReplayBuffer, HindsightStrategy
+    from expstore.buffers.offline_to_online import OfflineToOnlineReplayBuffer, prefill_replay_buffer
+    from expstore.buffers.prioritized import PrioritizedReplayBuffer, TensorDictPrioritizedReplayBuffer
+    from expstore.buffers.replay_buffer import ReplayBuffer
+    from expstore.buffers.sample_units import SampleUnit, Sequence, Transition
+    from expstore.buffers.tensordict import TensorDictReplayBuffer
+    from expstore.buffers.updates import ConditionalUpdateResult
+    from expstore.collectors.gymnasium import Collector
+    from expstore.core.rate_limiters import MinSize, SampleToInsertRatio
     from expstore.errors import (
         CorruptionError,
         ExpStoreError,
@@ -279,23 +284,12 @@ if TYPE_CHECKING:
         StateError,
         StorageError,
     )
-    from expstore.hindsight import HERReplayBuffer, HindsightStrategy
-    from expstore.interop import ExpStorage
-    from expstore.limiter import MinSize, SampleToInsertRatio
-    from expstore.merging import merge
-    from expstore.offline import OfflineToOnlineReplayBuffer, prefill_replay_buffer
-    from expstore.patches import ConditionalUpdateResult
-    from expstore.postprocs import DensifyReward, MultiStep
-    from expstore.prioritized import PrioritizedReplayBuffer, TensorDictPrioritizedReplayBuffer
-    from expstore.query import (
-        Trajectory,
-        TrajectoryPredicate,
-        filter_trajectories,
-        iter_trajectories,
-        traj,
-    )
-    from expstore.resizing import resize
-    from expstore.sample_units import SampleUnit, Sequence, Transition
+    from expstore.integrations.torchrl_storage import ExpStorage
+    from expstore.integrations.torchrl_trainer import ReplayBufferTrainer
+    from expstore.maintenance.merging import merge
+    from expstore.maintenance.resizing import resize
+    from expstore.remote.client import RemoteReplayBuffer, connect
+    from expstore.remote.transport import Retries
     from expstore.samplers import (
         ConsumingSampler,
         PrioritizedSampler,
@@ -311,8 +305,7 @@ if TYPE_CHECKING:
         StalenessAwareSampler,
         StreamingSliceSampler,
     )
-    from expstore.schema import Field, Schema
-    from expstore.snapshots import versions
+    from expstore.schema.schema import Field, Schema
     from expstore.specs import (
         Binary,
         BinaryBox,
@@ -358,9 +351,16 @@ if TYPE_CHECKING:
         TensorStorage,
         ZarrStorage,
     )
-    from expstore.tensordictbuffers import TensorDictReplayBuffer
-    from expstore.trainers import ReplayBufferTrainer
-    from expstore.trajectories import DEFAULT_DONE_KEYS, find_start_stop_traj, split_trajectories
+    from expstore.storages.snapshots.catalog import versions
+    from expstore.trajectories.postprocs import DensifyReward, MultiStep
+    from expstore.trajectories.predicates import (
+        Trajectory,
+        TrajectoryPredicate,
+        filter_trajectories,
+        iter_trajectories,
+        traj,
+    )
+    from expstore.trajectories.splitting import DEFAULT_DONE_KEYS, find_start_stop_traj, split_trajectories
     from expstore.transforms import (
         CatFrames,
         MultiStepTransform,
@@ -369,7 +369,7 @@ if TYPE_CHECKING:
         Reward2GoTransform,
         StepTransform,
     )
-    from expstore.writers import (
+    from expstore.writers.writers import (
         ImmutableDatasetWriter,
         RoundRobinWriter,
         TensorDictMaxValueWriter,
@@ -380,15 +380,22 @@ if TYPE_CHECKING:
 
 
 #: Modules whose names are used with theirs before them, as in torchrl.
-_MODULES = (
-    "collectors", "limiter", "samplers", "schedulers", "specs", "storages", "trainers", "transforms",
-    "writers",
-)  # fmt: skip
+_MODULES = {
+    "collectors": "expstore.collectors",
+    "limiter": "expstore.core.rate_limiters",
+    "samplers": "expstore.samplers",
+    "schedulers": "expstore.buffers.schedulers",
+    "specs": "expstore.specs",
+    "storages": "expstore.storages",
+    "trainers": "expstore.integrations.torchrl_trainer",
+    "transforms": "expstore.transforms",
+    "writers": "expstore.writers",
+}
 
 
 def __getattr__(name: str) -> object:
     if name in _MODULES:
-        return importlib.import_module(f"expstore.{name}")
+        return importlib.import_module(_MODULES[name])
     home = _HOME.get(name)
     if home is None:
         raise AttributeError(f"module 'expstore' has no attribute {name!r}")

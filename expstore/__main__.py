@@ -1,5 +1,5 @@
 """Run the command line as `python -m expstore`."""
 
-from expstore.cli import main
+from expstore.cli.app import main
 
 main()

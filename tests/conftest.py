@@ -39,7 +39,7 @@ def _die_without_farewell() -> None:
     And what they inherit is no garbage of theirs: a collection would copy the parent's memory page by page.
     """
     gc.freeze()
-    if module := sys.modules.get("expstore.storages.journaled"):
+    if module := sys.modules.get("expstore.storages.engine.store"):
         module.JournaledStorage.__del__ = lambda kept: None
 
 
@@ -88,7 +88,7 @@ def forking() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def no_syncs() -> Iterator[None]:
     """Nothing waits for the disk: whether bytes reach it is for the crash tests."""
-    from expstore import files
+    from expstore.disk import disk as files
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(files, "_sync_data", os.fstat)  # which a closed descriptor does not pass
@@ -105,7 +105,7 @@ def _no_index(request: pytest.FixtureRequest) -> Iterator[None]:
     if request.node.get_closest_marker("index"):
         yield
         return
-    from expstore.storages.catalog import Catalog
+    from expstore.sql.sync import Catalog
 
     close = Catalog.close
 
@@ -199,7 +199,7 @@ def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
     """Run a command in this process: `cli("info", path, "--json")`."""
     from commands import Done
 
-    from expstore.cli import run
+    from expstore.cli.app import run
 
     def call(*arguments: object) -> Done:
         capsys.readouterr()

@@ -20,10 +20,10 @@ import torch
 from tensordict import TensorDict
 
 import expstore
-from expstore import files
-from expstore.checks import repair, verify
+from expstore.disk import disk as files
 from expstore.errors import CorruptionError
-from expstore.storages import columns
+from expstore.maintenance import repair, verify
+from expstore.storages.columns import flat as columns
 
 __all__ = [
     "BLOCK",

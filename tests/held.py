@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from expstore.types import Key
+from expstore.core.values import Key
 
 __all__ = ["held"]
 

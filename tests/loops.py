@@ -29,6 +29,6 @@ def load(name: str) -> None:
 
 
 if __name__ == "__main__":
-    load("expstore.native")  # what the others lean on
+    load("expstore.kernels.native")  # what the others lean on
     with multiprocessing.get_context("fork").Pool() as pool:
         pool.map(load, modules(), chunksize=1)

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from tensordict import NonTensorStack, TensorDict, is_non_tensor
 
+from expstore.buffers.tensordict import TensorDictReplayBuffer
 from expstore.storages.memory import MemoryStorage
-from expstore.tensordictbuffers import TensorDictReplayBuffer
 
 __all__ = ["TypedMemory", "buffer", "jagged", "plain", "rollouts"]
 

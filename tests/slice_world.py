@@ -21,11 +21,12 @@ from slice_model import Batch, Cell, Fields, Model
 from tensordict import TensorDict
 
 import expstore
-from expstore import MemoryStorage, TensorDictReplayBuffer, files
-from expstore.files import Disk
-from expstore.gaps import Gaps
-from expstore.manifest import Manifest
+from expstore import MemoryStorage, TensorDictReplayBuffer
+from expstore.core.id_set import Gaps
+from expstore.disk import disk as files
+from expstore.disk.disk import Disk
 from expstore.storages import base
+from expstore.storages.format.manifest import Manifest
 
 SPARE = 12
 

@@ -13,7 +13,8 @@ from tensordict import TensorDict
 from torchrl.data import replay_buffers as theirs
 
 import expstore
-from expstore.buffers import ReplayBuffer
+from expstore.buffers.replay_buffer import ReplayBuffer
+from expstore.buffers.tensordict import TensorDictReplayBuffer
 from expstore.errors import NotFoundError, NotReadyError, StateError
 from expstore.samplers import (
     PrioritizedSampler,
@@ -23,9 +24,8 @@ from expstore.samplers import (
     SliceSampler,
     SliceSamplerWithoutReplacement,
 )
-from expstore.samplers.adapted import AdaptedSampler, adapt
+from expstore.samplers.torchrl_adapter import AdaptedSampler, adapt
 from expstore.storages.memory import MemoryStorage
-from expstore.tensordictbuffers import TensorDictReplayBuffer
 
 
 class Newest(Sampler):

@@ -15,8 +15,8 @@ from tensordict import TensorDict
 
 import expstore
 from expstore.api import Settings
-from expstore.codec import Codec, Encoder, meaning_of
-from expstore.framing import write_stream
+from expstore.wire.codec import Codec, Encoder, meaning_of
+from expstore.wire.stream import write_stream
 
 pytestmark = pytest.mark.index
 

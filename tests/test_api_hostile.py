@@ -23,8 +23,8 @@ from tensordict import NonTensorStack, TensorDict
 
 import expstore
 from expstore.api import Settings
-from expstore.codec import Encoder
-from expstore.framing import write_stream
+from expstore.wire.codec import Encoder
+from expstore.wire.stream import write_stream
 
 pytestmark = pytest.mark.index
 

@@ -18,9 +18,9 @@ from test_api import ARROW, batch_of, body_of, rows_of
 import expstore
 from expstore.api import Settings
 from expstore.api.conditions import check_condition
-from expstore.api.failures import Refusal
-from expstore.codec import Codec, meaning_of
+from expstore.api.errors import Refusal
 from expstore.samplers import PrioritizedSampler, SliceSampler
+from expstore.wire.codec import Codec, meaning_of
 
 pytestmark = pytest.mark.index
 

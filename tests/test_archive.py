@@ -19,13 +19,14 @@ from tensordict import NonTensorStack, TensorDict
 
 import expstore
 from expstore import SchemaError, StateError, StorageError, TensorDictMaxValueWriter
-from expstore.checks import verify
-from expstore.cli import run
-from expstore.files import Disk
-from expstore.manifest import Manifest
-from expstore.sqlworker import SqlLimits, SqlWorker
-from expstore.storages import base, packing
-from expstore.storages.archive import Archive
+from expstore.cli.app import run
+from expstore.disk.disk import Disk
+from expstore.maintenance import verify
+from expstore.sql.sandbox.pool import SqlLimits, SqlWorker
+from expstore.storages import base
+from expstore.storages.engine.archive import Archive
+from expstore.storages.format import chunk_encoding as packing
+from expstore.storages.format.manifest import Manifest
 
 pytestmark = pytest.mark.index
 

@@ -21,10 +21,9 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict
 from typer.testing import CliRunner
 
 import expstore
-from expstore.arrowtypes import type_text
-from expstore.cli import app
+from expstore.buffers.tensordict import TensorDictReplayBuffer
+from expstore.cli.app import app
 from expstore.errors import SchemaError
-from expstore.fieldtypes import schema_of
 from expstore.samplers import (
     PrioritizedSampler,
     PromptGroupSampler,
@@ -33,7 +32,8 @@ from expstore.samplers import (
     SliceSampler,
     StalenessAwareSampler,
 )
-from expstore.tensordictbuffers import TensorDictReplayBuffer
+from expstore.schema.arrow_types import type_text
+from expstore.schema.parse import schema_of
 from tests.loose import jagged, plain, rollouts
 
 

@@ -15,21 +15,23 @@ from portions import in_full, share
 from test_variable_fields import SCHEMA, check, columns_of, put, window_ids
 
 import expstore
-from expstore import files
-from expstore.arrowtypes import ragged_text
-from expstore.checks import repair, verify
-from expstore.episodes import Steps
+from expstore.core.values import Ranking
+from expstore.disk import disk as files
+from expstore.episodes.table import Steps
 from expstore.errors import CorruptionError, SchemaError, StateError, StorageError
-from expstore.keys import find_keys
-from expstore.schema import ARROW, Field, Schema
-from expstore.storages import base, merging, segmentwriter
+from expstore.maintenance import repair, verify
+from expstore.schema.arrow_types import ragged_text
+from expstore.schema.field_roles import find_keys
+from expstore.schema.schema import ARROW, Field, Schema
+from expstore.storages import base
 from expstore.storages.arrow import ArrowStorage
+from expstore.storages.columns.arrow import compaction as merging
+from expstore.storages.columns.arrow import writer as segmentwriter
+from expstore.storages.engine.open_settings import Settings
 from expstore.storages.follower import FollowerStorage
 from expstore.storages.memory import MemoryStorage
-from expstore.storages.settings import Settings
 from expstore.storages.zarr import ZarrStorage
-from expstore.types import Ranking
-from expstore.writers import RoundRobinWriter
+from expstore.writers.writers import RoundRobinWriter
 
 
 @pytest.fixture(autouse=True)

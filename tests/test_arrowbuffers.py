@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from expstore import arrowbuffers
-from expstore.files import address_of
+from expstore.disk.disk import address_of
+from expstore.kernels import arrow_decode as arrowbuffers
 
 
 def packed(data: bytes, codec: str | None) -> np.ndarray:

@@ -10,7 +10,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from expstore.arrowtypes import (
+from expstore.errors import SchemaError
+from expstore.schema.arrow_types import (
     Ragged,
     check_text,
     describe,
@@ -19,9 +20,8 @@ from expstore.arrowtypes import (
     to_type,
     type_text,
 )
-from expstore.errors import SchemaError
-from expstore.fitting import fit_arrow
-from expstore.schema import ARROW, Field, Schema, arrow_dtype
+from expstore.schema.casting import fit_arrow
+from expstore.schema.schema import ARROW, Field, Schema, arrow_dtype
 
 TYPES = [
     pa.string(),
@@ -239,7 +239,7 @@ def test_fields_that_contradict_themselves_are_refused(field: Field) -> None:
 
 def test_schemas_with_such_fields_are_read_without_pyarrow() -> None:
     code = (
-        "import sys; from expstore.schema import Schema; "
+        "import sys; from expstore.schema.schema import Schema; "
         f"schema = Schema.from_json({SCHEMA.to_json()!r}); print(schema); "
         "assert 'pyarrow' not in sys.modules"
     )

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from expstore.arrowtypes import to_type, type_text
-from expstore.arrowvalues import column_of
 from expstore.errors import SchemaError
+from expstore.schema.arrow_types import to_type, type_text
+from expstore.schema.arrow_values import column_of
 
 LEAVES = {
     "text": st.text(max_size=6),

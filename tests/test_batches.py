@@ -9,10 +9,10 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from expstore.batches import Batch, Builder, StepReader, flatten
+from expstore.data.batch import Batch, Builder, StepReader, flatten
 from expstore.errors import SchemaError
-from expstore.keys import find_keys
-from expstore.schema import Schema
+from expstore.schema.field_roles import find_keys
+from expstore.schema.schema import Schema
 
 DTYPES = [
     torch.bool,

@@ -14,8 +14,10 @@ import torch
 from tensordict import TensorDict
 
 import expstore
-from expstore import files
-from expstore.buffers import ReplayBuffer
+from expstore.buffers.replay_buffer import ReplayBuffer
+from expstore.buffers.tensordict import TensorDictReplayBuffer
+from expstore.core.values import Selection
+from expstore.disk import disk as files
 from expstore.errors import (
     NotFoundError,
     NotReadyError,
@@ -25,13 +27,12 @@ from expstore.errors import (
     StorageError,
 )
 from expstore.samplers import RandomSampler, Sampler
-from expstore.storages import base, columns
-from expstore.storages.catalog import Catalog
+from expstore.sql.sync import Catalog
+from expstore.storages import base
+from expstore.storages.columns import flat as columns
 from expstore.storages.memory import MemoryStorage
 from expstore.storages.zarr import ZarrStorage
-from expstore.tensordictbuffers import TensorDictReplayBuffer
-from expstore.types import Selection
-from expstore.writers import RoundRobinWriter
+from expstore.writers.writers import RoundRobinWriter
 
 pytestmark = pytest.mark.usefixtures("no_syncs")
 
@@ -853,7 +854,7 @@ def test_two_writers_wait_for_one_another(make: Make) -> None:
 def test_the_next_extend_after_an_interruption_goes_on_right(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from expstore.episodes import EpisodeTable
+    from expstore.episodes.table import EpisodeTable
 
     with expstore.open(tmp_path / "run.exp", capacity=100, batch_size=8) as rb:
         rb.extend(flags("...", (3,)), source="arm")

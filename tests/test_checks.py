@@ -13,9 +13,9 @@ import pytest
 from damaged import BLOCK, CAPACITY, ROWS, batch, fill, flip, in_child, make_sound, without_disk
 
 import expstore
-from expstore.checks import Finding, verify
-from expstore.cli import run
+from expstore.cli.app import run
 from expstore.errors import LockedError, NotFoundError
+from expstore.maintenance import Finding, verify
 
 
 @pytest.fixture(autouse=True)

@@ -16,10 +16,10 @@ import torch
 from damaged import BLOCK, batch, without_disk
 
 import expstore
-from expstore import files
+from expstore.buffers.tensordict import TensorDictReplayBuffer
+from expstore.disk import disk as files
 from expstore.errors import CorruptionError
-from expstore.manifest import Manifest
-from expstore.storages.checksums import (
+from expstore.storages.columns.checksums import (
     DAMAGED,
     GIVEN_UP,
     HEADER_BYTES,
@@ -29,7 +29,7 @@ from expstore.storages.checksums import (
     state_of,
     zeros_sum,
 )
-from expstore.tensordictbuffers import TensorDictReplayBuffer
+from expstore.storages.format.manifest import Manifest
 
 
 @pytest.fixture(autouse=True)

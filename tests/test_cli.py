@@ -30,9 +30,9 @@ from commands import Cli, Done
 from tensordict import TensorDict
 
 import expstore
-from expstore import manifest
-from expstore.checks import survey
-from expstore.files import Disk
+from expstore.disk.disk import Disk
+from expstore.maintenance import survey
+from expstore.storages.format import manifest
 
 pytestmark = pytest.mark.index
 
@@ -609,7 +609,7 @@ def test_a_million_rows(million: Path, arguments: tuple[str, ...]) -> None:
 def test_only_collect_loads_torch(store: Path) -> None:
     code = f"""
 import sys
-from expstore.cli import run
+from expstore.cli.app import run
 assert run(["info", {str(store)!r}]) == 0
 assert not {{"duckdb", "pyarrow"}} & set(sys.modules)
 assert run(["sql", {str(store)!r}, "SELECT * FROM transitions"]) == 0

@@ -15,7 +15,7 @@ from commands import Cli
 from tensordict import TensorDict
 
 import expstore
-from expstore import cli_reshape
+from expstore.cli import reshape as cli_reshape
 
 pytestmark = [pytest.mark.index, pytest.mark.usefixtures("no_syncs")]
 
@@ -100,9 +100,9 @@ def test_merge(tmp_path: Path, cli: Cli) -> None:
 
 STOPPED = """
 import os, signal, sys
-from expstore import cli
-from expstore.files import Disk
-from expstore.storages.columnwriter import WritableColumns
+from expstore.cli import app as cli
+from expstore.disk.disk import Disk
+from expstore.storages.columns.column_set_writer import WritableColumns
 
 def interrupted(call):
     def wrapped(*args):
@@ -137,7 +137,7 @@ def test_any_number_of_interrupts_leaves_nothing(tmp_path: Path, command: str) -
 
 ALONE = """
 import sys
-from expstore.cli import run
+from expstore.cli.app import run
 assert run(["resize", sys.argv[1], "--capacity", "99"]) == 0
 assert run(["merge", sys.argv[1], "--out", sys.argv[2]]) == 0
 print("torch" in sys.modules)

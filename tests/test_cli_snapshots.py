@@ -75,7 +75,7 @@ def test_exit_codes(cli: Cli, store: Path, tmp_path: Path) -> None:
 
 def test_they_do_without_torch(store: Path, tmp_path: Path) -> None:
     program = (
-        "import sys; from expstore.cli import run; "
+        "import sys; from expstore.cli.app import run; "
         f"code = run(['dumps', {str(store)!r}, {str(tmp_path / 'b')!r}]); "
         f"code += run(['loads', {str(store)!r}, {str(tmp_path / 'b')!r}]); "
         "sys.exit(code + ('torch' in sys.modules))"

@@ -28,7 +28,6 @@ from test_api import batch_of
 import expstore
 from expstore import RemoteReplayBuffer, Retries
 from expstore.api import Settings
-from expstore.connection import Address
 from expstore.errors import (
     NotFoundError,
     NotReadyError,
@@ -39,6 +38,7 @@ from expstore.errors import (
     SnapshotError,
     StateError,
 )
+from expstore.remote.transport import Address
 
 pytestmark = pytest.mark.index
 
@@ -340,7 +340,9 @@ def test_what_is_wrong_is_said_as_in_process(server: Serving, name: str) -> None
     ],
 )
 def test_what_needs_the_rows_at_hand_says_what_to_do(server: Serving, folder: Path, act: Any) -> None:
-    rb = RemoteReplayBuffer(expstore.connection.Connection(Address("http://nowhere", "x"), None, timeout=1))
+    rb = RemoteReplayBuffer(
+        expstore.remote.transport.Connection(Address("http://nowhere", "x"), None, timeout=1)
+    )
     with pytest.raises(RemoteError) as caught:
         act(rb)
     assert caught.value.kind == "local_only"

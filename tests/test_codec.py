@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import NonTensorStack, TensorDict
 
-from expstore.codec import Codec, Decoder, Encoder, columns_of, meaning_of
 from expstore.errors import SchemaError
-from expstore.framing import frames_in, write_stream
-from expstore.schema import DTYPES, OBJECT, Field, Schema
+from expstore.schema.schema import DTYPES, OBJECT, Field, Schema
+from expstore.wire.codec import Codec, Decoder, Encoder, columns_of, meaning_of
+from expstore.wire.stream import frames_in, write_stream
 
 PLAIN = sorted(set(DTYPES) - {OBJECT})
 

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 import expstore
-from expstore.checks import verify
-from expstore.cli import run
+from expstore.cli.app import run
 from expstore.errors import CorruptionError
-from expstore.storages.codecs import CODECS, ONLY_ZARR_PYTHON
+from expstore.maintenance import verify
+from expstore.storages.format.codecs import CODECS, ONLY_ZARR_PYTHON
 
 pytestmark = pytest.mark.usefixtures("no_syncs")
 

@@ -16,7 +16,7 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, Vecto
 from tensordict import TensorDict
 
 import expstore
-from expstore.collectors import Collector
+from expstore.collectors.gymnasium import Collector
 from expstore.errors import SchemaError, StateError
 
 LENGTHS = (1, 2, 3, 7)

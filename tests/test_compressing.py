@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from numcodecs import Blosc
 
-from expstore import native
-from expstore.compressing import pack_chunks
-from expstore.storages.packing import Packing
+from expstore.kernels import native
+from expstore.kernels.blosc_encode import pack_chunks
+from expstore.storages.format.chunk_encoding import Packing
 
 CASES = [("lz4hc", 5), ("lz4", 9), ("zstd", 3), ("zlib", 5)]
 

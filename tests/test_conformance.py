@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from expstore import ArrowStorage, MemoryStorage, Storage, ZarrStorage
-from expstore.storages.layout import ColumnLayout
-from expstore.storages.settings import Settings
+from expstore.storages.engine.open_settings import Settings
+from expstore.storages.format.layout import ColumnLayout
 from expstore.testing import StorageSuite
 
 pytestmark = pytest.mark.usefixtures("no_syncs")

@@ -15,7 +15,7 @@ import pytest
 from serving import Serving
 
 from expstore.api import Settings
-from expstore.api.incoming import JSON_BYTES
+from expstore.api.body_limits import JSON_BYTES
 
 HEAD, BODY, IDLE, ANSWER = 0.6, 1.0, 1.0, 0.4
 #: Of what has to end after a deadline; the machine may be busy.

@@ -33,11 +33,11 @@ from expstore import (
     TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
 )
-from expstore.checks.repair import repair
-from expstore.checks.verify import verify
+from expstore.disk.disk import Disk
 from expstore.errors import CorruptionError
-from expstore.files import Disk
-from expstore.storages.settings import Settings
+from expstore.maintenance.repair import repair
+from expstore.maintenance.verify import verify
+from expstore.storages.engine.open_settings import Settings
 from expstore.storages.zarr import ZarrStorage
 
 SEED = 5
@@ -160,7 +160,7 @@ def test_a_row_that_takes_a_slot_begins_at_0(kind: str, tmp_path: Path) -> None:
 
 
 def test_an_unbounded_store_grows_over_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("expstore.storages.columns.SHARD_ROWS", 4096)
+    monkeypatch.setattr("expstore.storages.columns.flat.SHARD_ROWS", 4096)
     with opened(tmp_path / "a.exp", count=1) as rb:
         for step in range(4):
             rb.extend(rows(3000, 3000 * step))
@@ -251,7 +251,7 @@ def test_a_handle_that_is_poisoned_hands_nothing_out(tmp_path: Path, monkeypatch
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     with monkeypatch.context() as patched:
-        patched.setattr("expstore.files._sync_data", fail)
+        patched.setattr("expstore.disk.disk._sync_data", fail)
         patched.setattr(rb.storage.disk, "kernels", None)
         with pytest.raises(StorageError):
             rb.flush()
@@ -635,7 +635,7 @@ def test_on_a_full_disk_nothing_is_handed_out_that_is_not_counted(end: str, tmp_
 
 def test_the_compiled_loop_fails_like_the_plain_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One of two shards cannot be written to: what the other was told is put right at the next flush."""
-    monkeypatch.setattr("expstore.storages.columns.SHARD_ROWS", 4096)
+    monkeypatch.setattr("expstore.storages.columns.flat.SHARD_ROWS", 4096)
     with opened(tmp_path / "a.exp", capacity=6000) as rb:
         rb.extend(rows(6000))
         rb.storage.disk._load_kernel()

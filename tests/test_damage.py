@@ -14,11 +14,11 @@ import torch
 from damaged import CAPACITY, ROWS, batch, in_child, make_sound, without_disk
 
 import expstore
-from expstore.checks import verify
+from expstore.buffers.tensordict import TensorDictReplayBuffer
 from expstore.errors import CorruptionError, ExpStoreError
-from expstore.storages import records
+from expstore.maintenance import verify
+from expstore.storages.format import records
 from expstore.storages.zarr import ZarrStorage
-from expstore.tensordictbuffers import TensorDictReplayBuffer
 
 pytestmark = pytest.mark.index
 

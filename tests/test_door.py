@@ -17,9 +17,9 @@ from tensordict import TensorDict
 
 import expstore
 from expstore.errors import CorruptionError, LockedError, SchemaError, StateError
-from expstore.manifest import MANIFEST
-from expstore.schema import Field, Schema
-from expstore.storages.catalog import Catalog
+from expstore.schema.schema import Field, Schema
+from expstore.sql.sync import Catalog
+from expstore.storages.format.manifest import MANIFEST
 
 pytestmark = [pytest.mark.index, pytest.mark.usefixtures("no_syncs")]
 

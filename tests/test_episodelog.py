@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from expstore.episodelog import EpisodeLog, LogEntry
+from expstore.disk.disk import Disk
+from expstore.episodes.log import EpisodeLog, LogEntry
 from expstore.errors import CorruptionError
-from expstore.files import Disk
 
 ENTRIES = [
     LogEntry(episode=0, source=1, text="left ", named=True, generation=3),

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from expstore import kernels
-from expstore.episodelog import LogEntry
-from expstore.episodes import (
+from expstore.episodes.log import LogEntry
+from expstore.episodes.segmentation import CUT, OPEN, TERMINATED, TRUNCATED
+from expstore.episodes.table import (
     EpisodeTable,
     Fragments,
     Steps,
@@ -23,7 +23,7 @@ from expstore.episodes import (
     unpack_segments,
 )
 from expstore.errors import SchemaError
-from expstore.pieces import CUT, OPEN, TERMINATED, TRUNCATED
+from expstore.kernels import file_loops as kernels
 
 # ---------------------------------------------------------------------------------------------------
 # The reference: plain Python, one row after the other.

@@ -19,14 +19,15 @@ from portions import in_full, share
 from tensordict import NonTensorStack, TensorDict
 
 import expstore
-from expstore import arrowtypes, exchange
-from expstore.cli import run
+from expstore import exchange
+from expstore.cli.app import run
 from expstore.errors import NotFoundError, SchemaError, StateError, StorageError
 from expstore.exchange import base, export_hdf5, export_npz, import_hdf5, import_npz, naming, zarr_group
 from expstore.exchange import rows as chosen_rows
 from expstore.exchange.base import required
 from expstore.exchange.formats import EXPORTS
-from expstore.schema import Field, Schema
+from expstore.schema import arrow_types as arrowtypes
+from expstore.schema.schema import Field, Schema
 
 h5py = pytest.importorskip("h5py", reason="the extra expstore[h5] is not installed")
 

@@ -27,9 +27,8 @@ from portions import in_full, share
 from tensordict import TensorDict
 
 import expstore
-from expstore.arrowtypes import Ragged, ragged_of, ragged_text, to_type, type_text
-from expstore.cli import run
-from expstore.episodes import Steps
+from expstore.cli.app import run
+from expstore.episodes.table import Steps
 from expstore.errors import SchemaError
 from expstore.exchange import (
     base,
@@ -40,13 +39,14 @@ from expstore.exchange import (
     pacing,
     parquet,
 )
-from expstore.exchange.loose import file_type, from_file, to_file
 from expstore.exchange.rows import Rows
-from expstore.keys import find_keys
-from expstore.raggedcolumns import join
-from expstore.schema import ARROW, DTYPES, Field, Schema
+from expstore.exchange.variable_rows import file_type, from_file, to_file
+from expstore.schema.arrow_types import Ragged, ragged_of, ragged_text, to_type, type_text
+from expstore.schema.field_roles import find_keys
+from expstore.schema.schema import ARROW, DTYPES, Field, Schema
+from expstore.schema.variable_tensors import join
 from expstore.storages.arrow import ArrowStorage
-from expstore.writers import RoundRobinWriter
+from expstore.writers.writers import RoundRobinWriter
 
 FORMS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "parquet": (export_parquet, import_parquet),
@@ -589,7 +589,7 @@ def test_types_that_no_field_has_are_refused_by_name(tmp_path: Path) -> None:
 
 ALONE = """
 import sys
-from expstore.cli import run
+from expstore.cli.app import run
 assert run(["export", sys.argv[1], sys.argv[2], "--parquet"]) == 0
 assert run(["import", sys.argv[2], sys.argv[3], "--storage", "arrow"]) == 0
 print("torch" in sys.modules)

@@ -14,7 +14,7 @@ from held import held
 from tensordict import TensorDict
 
 import expstore
-from expstore.cli import run
+from expstore.cli.app import run
 from expstore.errors import NotFoundError, SchemaError, StateError, StorageError
 from expstore.exchange import base, export_minari, import_minari
 

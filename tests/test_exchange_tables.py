@@ -27,18 +27,11 @@ from portions import in_full, share
 from tensordict import TensorDict
 
 import expstore
-from expstore.cli import run
+from expstore.cli.app import run
+from expstore.disk.disk import Disk
+from expstore.disk.writer_lock import WriterLock
 from expstore.errors import LockedError, NotFoundError, SchemaError, StateError, StorageError
-from expstore.exchange import (
-    base,
-    export_arrow,
-    export_parquet,
-    import_arrow,
-    import_parquet,
-    parquet,
-)
-from expstore.files import Disk
-from expstore.lock import WriterLock
+from expstore.exchange import base, export_arrow, export_parquet, import_arrow, import_parquet, parquet
 
 DTYPES = [
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
@@ -529,8 +522,8 @@ def test_nothing_is_left_of_what_ended_early(tmp_path: Path, form: str) -> None:
 
 STOPPED = """
 import os, signal, sys
-from expstore import cli
-from expstore.exchange import base, rows, tables, filling
+from expstore.cli import app as cli
+from expstore.exchange import base, rows, tables, fill as filling
 
 def interrupted(call):
     def wrapped(*args, **named):
@@ -602,7 +595,7 @@ def test_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 ALONE = """
 import sys
-from expstore.cli import run
+from expstore.cli.app import run
 assert run(["export", sys.argv[1], sys.argv[2], "--parquet"]) == 0
 assert run(["import", sys.argv[2], sys.argv[3]]) == 0
 print("torch" in sys.modules)

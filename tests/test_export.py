@@ -18,11 +18,11 @@ from commands import Cli
 from tensordict import TensorDict
 
 import expstore
+from expstore.disk.disk import Disk
+from expstore.disk.writer_lock import WriterLock
 from expstore.errors import LockedError, SchemaError, StateError, StorageError
 from expstore.exchange import export_zarr, zarr_group
 from expstore.exchange import rows as read_rows
-from expstore.files import Disk
-from expstore.lock import WriterLock
 
 pytestmark = pytest.mark.usefixtures("no_syncs")
 
@@ -269,9 +269,9 @@ def test_a_target_in_a_store_or_nowhere_is_refused(tmp_path: Path, cli: Cli) -> 
 
 STOPPED = """
 import os, signal, sys
-from expstore import cli
+from expstore.cli import app as cli
 from expstore.exchange import zarr_group
-from expstore.files import Disk
+from expstore.disk.disk import Disk
 
 def interrupted(call):
     def wrapped(*args):
@@ -300,7 +300,7 @@ def interrupt(*_: object) -> int:
 
 ALONE = """
 import sys
-from expstore.cli import run
+from expstore.cli.app import run
 assert run(["export", sys.argv[1], sys.argv[2], "--zarr"]) == 0
 print("torch" in sys.modules)
 """

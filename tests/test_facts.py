@@ -18,10 +18,10 @@ from tensordict import TensorDict
 
 import expstore
 from expstore import NotFoundError, QueryError, SchemaError, StateError
-from expstore.buffers import ReplayBuffer
-from expstore.cli import run
+from expstore.buffers.replay_buffer import ReplayBuffer
+from expstore.buffers.tensordict import TensorDictReplayBuffer
+from expstore.cli.app import run
 from expstore.storages.memory import MemoryStorage
-from expstore.tensordictbuffers import TensorDictReplayBuffer
 
 pytestmark = pytest.mark.index
 

@@ -13,8 +13,8 @@ from tensordict import TensorDict
 
 import expstore
 from expstore.errors import SchemaError
-from expstore.fieldtypes import schema_of
-from expstore.schema import Field, Schema
+from expstore.schema.parse import schema_of
+from expstore.schema.schema import Field, Schema
 
 
 def test_types_by_key_are_a_schema() -> None:

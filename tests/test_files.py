@@ -14,11 +14,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from expstore import files
-from expstore.addresses import AddressRange
-from expstore.bulk import Links, read_all, remove_files, start_links
+from expstore.disk import disk as files
+from expstore.disk.bulk import Links, read_all, remove_files, start_links
+from expstore.disk.disk import KEEP_GIL_BYTES, Disk, address_of
+from expstore.disk.mapped import AddressRange
 from expstore.errors import StorageError
-from expstore.files import KEEP_GIL_BYTES, Disk, address_of
 
 
 class Recorder(Disk):

@@ -33,9 +33,9 @@ from expstore import (
     StateError,
     TensorDictReplayBuffer,
 )
-from expstore.expressions import FACTS
 from expstore.samplers.base import Sampler
 from expstore.samplers.filter import Filter
+from expstore.sql.expressions import FACTS
 
 LIMIT = 20.0  # seconds after which what should come has not come
 DRAWS = 40_000

@@ -11,11 +11,11 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from expstore.arrowtypes import Ragged, ragged_text, type_text
 from expstore.errors import SchemaError
-from expstore.fitting import fit_arrow
-from expstore.raggedcolumns import join
-from expstore.schema import arrow_dtype
+from expstore.schema.arrow_types import Ragged, ragged_text, type_text
+from expstore.schema.casting import fit_arrow
+from expstore.schema.schema import arrow_dtype
+from expstore.schema.variable_tensors import join
 
 KEY = ("next", "field")
 

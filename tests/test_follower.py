@@ -14,8 +14,11 @@ from tensordict import TensorDict
 
 import expstore
 from expstore.errors import CorruptionError, NotFoundError, NotReadyError, StateError
-from expstore.storages import FollowerStorage, catalog, columngroup, columns
-from expstore.storages.catalog import Catalog
+from expstore.sql import sync as catalog
+from expstore.sql.sync import Catalog
+from expstore.storages import FollowerStorage
+from expstore.storages.columns import column_set as columngroup
+from expstore.storages.columns import flat as columns
 
 if TYPE_CHECKING:
     from expstore import TensorDictReplayBuffer

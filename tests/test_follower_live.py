@@ -20,12 +20,14 @@ from tensordict import TensorDict
 from test_follower import check_rows, contents, rows
 
 import expstore
-from expstore.draws import Draws
+from expstore.buffers.rng import Draws
+from expstore.disk.disk import Disk, ReadingDisk
 from expstore.errors import NotReadyError, StateError
-from expstore.files import Disk, ReadingDisk
-from expstore.state import StatePage
-from expstore.storages import FollowerStorage, ZarrStorage, base, catalog, follower, watch
-from expstore.storages.settings import Settings
+from expstore.sql import sync as catalog
+from expstore.storages import FollowerStorage, ZarrStorage, base, follower
+from expstore.storages.engine.open_settings import Settings
+from expstore.storages.format import writer_probe as watch
+from expstore.storages.format.control_page import StatePage
 
 if TYPE_CHECKING:
     from expstore import TensorDictReplayBuffer
@@ -230,7 +232,7 @@ def test_priorities_follow(pair: tuple[TensorDictReplayBuffer, TensorDictReplayB
 
 
 def test_an_unbounded_store_grows(store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("expstore.storages.columns.SHARD_ROWS", 4096)
+    monkeypatch.setattr("expstore.storages.columns.flat.SHARD_ROWS", 4096)
     with expstore.open(store_path) as rb:
         put(rb, rows(10))
         with expstore.open(store_path, mode="r", batch_size=300) as seen:
@@ -634,7 +636,7 @@ def test_the_page_of_another_format_is_not_believed(store_path: Path) -> None:
 
 def test_a_fence_keeps_words_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Processors that show stores in another order get a fence; what is read is the same."""
-    monkeypatch.setattr("expstore.state._ORDERED", False)
+    monkeypatch.setattr("expstore.storages.format.control_page._ORDERED", False)
     page = StatePage(Disk(), tmp_path / "STATE")
     page.claim(b"u" * 16, b"b" * 16, generation=3, last=7, drained=6, horizon=9, retired=2, layout=4)
     page.begin_change(1, 2)

@@ -15,11 +15,11 @@ import torch
 from tensordict import TensorDict
 
 import expstore
-from expstore.checks import verify
-from expstore.checks.upgrade import upgrade
-from expstore.draws import Draws
-from expstore.files import Disk
-from expstore.manifest import FORMAT, Manifest
+from expstore.buffers.rng import Draws
+from expstore.disk.disk import Disk
+from expstore.maintenance import verify
+from expstore.maintenance.upgrade import upgrade
+from expstore.storages.format.manifest import FORMAT, Manifest
 
 pytestmark = pytest.mark.index
 

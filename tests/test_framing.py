@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 
 from expstore.errors import SchemaError
-from expstore.framing import (
+from expstore.wire.stream import (
     END,
     StreamWriter,
     batches_of,

@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from expstore.gaps import NO_GAPS, Gaps
-from expstore.types import Window
+from expstore.core.id_set import NO_GAPS, Gaps
+from expstore.core.values import Window
 
 RUNS = st.lists(st.tuples(st.integers(1, 60), st.integers(0, 9)), max_size=8)
 

@@ -16,10 +16,10 @@ from serving import Serving
 
 from expstore import errors
 from expstore.api import Settings, create_app
-from expstore.api.failures import KINDS, STATUS, status_of
-from expstore.api.guard import is_loopback
+from expstore.api.auth import is_loopback
+from expstore.api.errors import KINDS, STATUS, status_of
+from expstore.api.openapi import Need, RouteTable
 from expstore.api.rates import Rates
-from expstore.api.routes import Need, RouteTable
 
 TOKEN, READ_TOKEN = b"writes-7a", b"reads-3c"
 HEADERS = {"Authorization": f"Bearer {TOKEN.decode()}"}

@@ -24,15 +24,18 @@ from expstore import (
     StateError,
     TensorDictReplayBuffer,
 )
-from expstore.checks import repair, verify
-from expstore.checks.sizes import store_size
+from expstore.disk.disk import Disk
 from expstore.exchange import export_zarr
-from expstore.files import Disk
-from expstore.keys import find_keys
-from expstore.manifest import Manifest
-from expstore.schema import Field, Schema
-from expstore.storages import base, columngroup, columns, layout, zarr
-from expstore.storages.implied import Implied, causes_of, implied_keys
+from expstore.maintenance import repair, verify
+from expstore.maintenance.disk_usage import store_size
+from expstore.schema.field_roles import find_keys
+from expstore.schema.schema import Field, Schema
+from expstore.storages import base, zarr
+from expstore.storages.columns import column_set as columngroup
+from expstore.storages.columns import flat as columns
+from expstore.storages.format import layout
+from expstore.storages.format.derived import Implied, causes_of, implied_keys
+from expstore.storages.format.manifest import Manifest
 
 pytestmark = pytest.mark.usefixtures("no_syncs")
 

@@ -22,7 +22,7 @@ SLOW = ["torch", "tensordict", "torchrl", "duckdb", "zarr", "numba", "pyarrow", 
 HELP = """
 import sys
 sys.argv = ["expstore", "--help"]
-from expstore.cli import main
+from expstore.cli.app import main
 try:
     main()
 except SystemExit as stop:
@@ -48,7 +48,9 @@ def test_help_loads_nothing_slow() -> None:
 
 
 def test_the_lines_below_the_writers_do_not_load_torch() -> None:
-    lines = "errors types files schema manifest lock state journal episodes episodelog index migrate storages"
+    lines = """errors core.values disk.disk schema.schema storages.format.manifest disk.writer_lock
+    storages.format.control_page storages.format.journal episodes.table episodes.log sql.index sql.migrate
+    storages"""
     code = "import importlib\n" + "\n".join(
         f"importlib.import_module('expstore.{name}')" for name in lines.split()
     )

@@ -24,6 +24,8 @@ import pyarrow.parquet as pq
 import pytest
 import warm
 
+from expstore.core.values import Window
+from expstore.disk.disk import Disk
 from expstore.errors import (
     CorruptionError,
     ExpStoreError,
@@ -33,9 +35,7 @@ from expstore.errors import (
     StateError,
     StorageError,
 )
-from expstore.files import Disk
-from expstore.index import Column, Delta, Index, Position, Relations
-from expstore.types import Window
+from expstore.sql.index import Column, Delta, Index, Position, Relations
 
 pytestmark = pytest.mark.index
 
@@ -847,8 +847,8 @@ import sys
 from pathlib import Path
 sys.path[:0] = [sys.argv[2], sys.argv[3]]
 from test_index import UUID, delta, episode
-from expstore.files import Disk
-from expstore.index import Index
+from expstore.disk.disk import Disk
+from expstore.sql.index import Index
 index = Index.open(Path(sys.argv[1]), disk=Disk(), store_uuid=UUID)
 for sequence in range(index.position[1] + 1, 10_000):
     index.commit(delta((1, sequence), [episode(sequence)], fragments=[(sequence, 0, 10, sequence * 10, 1)]))
@@ -1061,7 +1061,7 @@ def test_damage_found_while_running_leads_to_a_rebuild(
         raise failure
 
     with monkeypatch.context() as patch:
-        patch.setattr("expstore.delta.apply", fail)
+        patch.setattr("expstore.sql.delta.apply", fail)
         with pytest.raises(caught):
             index.commit(delta((3, 10), [episode(6000)]))
     assert index.position == (0, 0)
@@ -1083,8 +1083,8 @@ def test_a_full_disk_leaves_the_index_as_it_was(
         raise duckdb.TransactionException("Failed to commit: Could not write file: No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("expstore.delta._commit", fail)  # the last step of building a new file
-        patch.setattr("expstore.delta.replace_priorities", fail)
+        patch.setattr("expstore.sql.delta._commit", fail)  # the last step of building a new file
+        patch.setattr("expstore.sql.delta.replace_priorities", fail)
         for act in (
             lambda: index.commit(dataclasses.replace(LARGE, position=(3, 10))),
             lambda: index.write_priorities(np.array([1]), np.array([1.0])),
@@ -1206,8 +1206,8 @@ def test_a_leftover_of_a_broken_rebuild_is_no_trouble(path: Path) -> None:
 
 INTERRUPTED = """
 import atexit, os, signal, sys, threading, time
-from expstore.files import Disk
-from expstore.index import Index, Relations
+from expstore.disk.disk import Disk
+from expstore.sql.index import Index, Relations
 
 index = Index.open(None, disk=Disk(), store_uuid="0" * 32)
 index.query("SELECT 1", None, Relations())
@@ -1282,7 +1282,7 @@ def test_pandas_is_not_loaded_for_a_commit_and_a_query() -> None:
 import sys
 import expstore
 from expstore.storages.memory import MemoryStorage
-from expstore.storages.catalog import Catalog
+from expstore.sql.sync import Catalog
 Catalog(MemoryStorage(5)).query("SELECT * FROM episodes", None)
 assert "pandas" not in sys.modules
 """

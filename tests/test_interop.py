@@ -15,12 +15,14 @@ import zarr
 from tensordict import TensorDict
 
 import expstore
-from expstore.storages import base, columns, packing
-from expstore.storages.codecs import CODECS
-from expstore.storages.layout import ColumnLayout
-from expstore.storages.settings import Settings
+from expstore.buffers.tensordict import TensorDictReplayBuffer
+from expstore.storages import base
+from expstore.storages.columns import flat as columns
+from expstore.storages.engine.open_settings import Settings
+from expstore.storages.format import chunk_encoding as packing
+from expstore.storages.format.codecs import CODECS
+from expstore.storages.format.layout import ColumnLayout
 from expstore.storages.zarr import ZarrStorage
-from expstore.tensordictbuffers import TensorDictReplayBuffer
 
 pytestmark = [pytest.mark.index, pytest.mark.usefixtures("no_syncs")]
 

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from expstore.disk.disk import Disk
 from expstore.errors import CorruptionError, StorageError
-from expstore.files import Disk
-from expstore.journal import ALIGN, Journal, Kind, read_journal, settle_journal
-from expstore.storages.records import Mark, Publish, Redo
+from expstore.storages.format.journal import ALIGN, Journal, Kind, read_journal, settle_journal
+from expstore.storages.format.records import Mark, Publish, Redo
 
 SMALL = 2048
 
@@ -304,8 +304,8 @@ def test_a_segment_that_cannot_be_made_leaves_the_journal_usable(tmp_path: Path)
 
 
 def test_bodies_come_back() -> None:
-    from expstore.episodes import Segment
-    from expstore.schema import Field, Schema
+    from expstore.episodes.table import Segment
+    from expstore.schema.schema import Field, Schema
 
     segment = Segment(3, -9, 2**40, 5, 6, 7, 8, 0.5, 1, 3)
     publish = Publish(

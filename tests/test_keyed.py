@@ -17,19 +17,19 @@ from damaged import without_disk
 from tensordict import TensorDict
 
 import expstore
-from expstore import writekeys
-from expstore.checks import repair, verify
-from expstore.cli_info import facts_of
-from expstore.ensembles import ReplayBufferEnsemble
+from expstore.buffers.ensemble import ReplayBufferEnsemble
+from expstore.buffers.tensordict import TensorDictReplayBuffer
+from expstore.cli.info import facts_of
+from expstore.core import idempotency as writekeys
+from expstore.core.rate_limiters import SampleToInsertRatio
+from expstore.disk.disk import Disk
 from expstore.errors import NotReadyError, StateError, StorageError
-from expstore.files import Disk
-from expstore.keyfile import KEYS
-from expstore.limiter import SampleToInsertRatio
-from expstore.manifest import Manifest
+from expstore.maintenance import repair, verify
+from expstore.storages.format.manifest import Manifest
+from expstore.storages.format.write_key_file import KEYS
 from expstore.storages.memory import MemoryStorage
 from expstore.storages.zarr import ZarrStorage
-from expstore.tensordictbuffers import TensorDictReplayBuffer
-from expstore.writers import TensorDictMaxValueWriter
+from expstore.writers.writers import TensorDictMaxValueWriter
 
 pytestmark = pytest.mark.index
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from expstore import writekeys
-from expstore.files import Disk
-from expstore.keyfile import HEADER_BYTES, KEYS, KeyFile, count_keys
-from expstore.writekeys import ENTRY, KEPT_US, WriteKey
+from expstore.core import idempotency as writekeys
+from expstore.core.idempotency import ENTRY, KEPT_US, WriteKey
+from expstore.disk.disk import Disk
+from expstore.storages.format.write_key_file import HEADER_BYTES, KEYS, KeyFile, count_keys
 
 
 def key(number: int) -> WriteKey:

@@ -25,14 +25,15 @@ from expstore import (
     SliceSampler,
     TensorDictReplayBuffer,
 )
-from expstore.checks import verify
+from expstore.disk.disk import Disk
 from expstore.errors import CorruptionError, QueryError, SchemaError, StateError
-from expstore.files import Disk
-from expstore.manifest import Manifest
+from expstore.maintenance import verify
 from expstore.specs import Binary, Composite, Unbounded
-from expstore.storages import ZarrStorage, base, reshapable
-from expstore.storages.checksums import CHECKSUMS, SUMMED, Checksums, state_of
-from expstore.writers import TensorDictMaxValueWriter
+from expstore.storages import ZarrStorage, base
+from expstore.storages.columns.checksums import CHECKSUMS, SUMMED, Checksums, state_of
+from expstore.storages.engine import alter as reshapable
+from expstore.storages.format.manifest import Manifest
+from expstore.writers.writers import TensorDictMaxValueWriter
 
 MakeBatch = Callable[..., TensorDict]
 Open = Callable[..., TensorDictReplayBuffer]

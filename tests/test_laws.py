@@ -27,8 +27,8 @@ from expstore import (
     StalenessAwareSampler,
     TensorDictReplayBuffer,
 )
-from expstore.draws import Draws
-from expstore.gaps import Gaps
+from expstore.buffers.rng import Draws
+from expstore.core.id_set import Gaps
 from expstore.samplers import Sampler
 from expstore.samplers.without_replacement import permute
 

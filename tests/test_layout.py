@@ -13,7 +13,7 @@ from tensordict import TensorDict
 
 import expstore
 from expstore import SchemaError, StateError, TensorDictMaxValueWriter
-from expstore.storages.layout import ColumnLayout, ask_layout
+from expstore.storages.format.layout import ColumnLayout, ask_layout
 
 
 def rows(count: int, start: int = 0) -> TensorDict:

@@ -18,7 +18,7 @@ from tensordict import TensorDict
 
 import expstore
 from expstore.errors import LockedError
-from expstore.storages import leaving
+from expstore.storages.engine import process_exit as leaving
 
 pytestmark = pytest.mark.index
 
@@ -246,7 +246,7 @@ def test_a_disk_that_hangs_is_not_waited_for(store_path: Path) -> None:
     code, said, _ = run(
         store_path,
         """
-from expstore.storages import leaving
+from expstore.storages.engine import process_exit as leaving
 leaving.GRACE_SECONDS = 0.2
 rb = held(expstore.open(path, capacity=100))
 rb.storage.sync = lambda: (say("hangs"), time.sleep(60), say("never"))

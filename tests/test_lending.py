@@ -15,16 +15,21 @@ from tensordict import TensorDict
 from twolanes import CAPACITY, TwoLanes, after
 
 import expstore
-from expstore import SchemaError, StateError, TensorDictMaxValueWriter, cli_info
-from expstore.checks import repair, verify
-from expstore.checks.sizes import store_size
-from expstore.files import Disk
-from expstore.manifest import Manifest
-from expstore.storages import base, columns, layout, packing, sharedcolumn
-from expstore.storages.layout import ColumnLayout
+from expstore import SchemaError, StateError, TensorDictMaxValueWriter
+from expstore.buffers.tensordict import TensorDictReplayBuffer
+from expstore.cli import info as cli_info
+from expstore.disk.disk import Disk
+from expstore.maintenance import repair, verify
+from expstore.maintenance.disk_usage import store_size
+from expstore.storages import base
+from expstore.storages.columns import dedup as sharedcolumn
+from expstore.storages.columns import flat as columns
+from expstore.storages.format import chunk_encoding as packing
+from expstore.storages.format import layout
+from expstore.storages.format.layout import ColumnLayout
+from expstore.storages.format.manifest import Manifest
 from expstore.storages.memory import MemoryStorage
 from expstore.storages.zarr import ZarrStorage
-from expstore.tensordictbuffers import TensorDictReplayBuffer
 
 pytestmark = pytest.mark.usefixtures("no_syncs")
 

@@ -24,14 +24,14 @@ from tensordict import TensorDict
 
 import expstore
 from expstore import NotReadyError, StateError
-from expstore.buffers import ReplayBuffer
-from expstore.files import Disk
-from expstore.journal import Kind, read_journal
-from expstore.limiter import MinSize, RateLimiter, SampleToInsertRatio
-from expstore.sample_units import Sequence
+from expstore.buffers.replay_buffer import ReplayBuffer
+from expstore.buffers.sample_units import Sequence
+from expstore.buffers.tensordict import TensorDictReplayBuffer
+from expstore.core.rate_limiters import MinSize, RateLimiter, SampleToInsertRatio
+from expstore.disk.disk import Disk
+from expstore.storages.format.journal import Kind, read_journal
+from expstore.storages.format.records import Mark
 from expstore.storages.memory import MemoryStorage
-from expstore.storages.records import Mark
-from expstore.tensordictbuffers import TensorDictReplayBuffer
 
 MakeBatch = Callable[..., TensorDict]
 
@@ -267,7 +267,7 @@ def test_closing_wakes_who_waits(store_path: Path) -> None:
 INTERRUPTED = """
 import os, signal, sys, threading
 import expstore
-from expstore.limiter import MinSize
+from expstore.core.rate_limiters import MinSize
 
 rb = expstore.open(sys.argv[1], batch_size=4, rate_limiter=MinSize(10))
 wait = rb._limiter._changed.wait
@@ -330,7 +330,7 @@ import os, signal, sys
 import torch
 from tensordict import TensorDict
 import expstore
-from expstore.limiter import SampleToInsertRatio
+from expstore.core.rate_limiters import SampleToInsertRatio
 
 limiter = SampleToInsertRatio(2.0, 10, 40, timeout=0)
 prefetch = int(sys.argv[2])

@@ -13,15 +13,15 @@ from pathlib import Path
 
 import pytest
 
+from expstore.disk.disk import Disk
+from expstore.disk.writer_lock import WriterLock
 from expstore.errors import LockedError, StateError, StorageError
-from expstore.files import Disk
-from expstore.lock import WriterLock
 
 HOLD = """
 import sys
 from pathlib import Path
-from expstore.files import Disk
-from expstore.lock import WriterLock
+from expstore.disk.disk import Disk
+from expstore.disk.writer_lock import WriterLock
 lock = WriterLock(Disk(), Path(sys.argv[1]))
 print("held", flush=True)
 sys.stdin.read()

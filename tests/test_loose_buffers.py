@@ -11,8 +11,8 @@ import torch
 from tensordict import TensorDict, lazy_stack
 from torch.utils.data import DataLoader
 
-from expstore import halves, traj
-from expstore.ensembles import ReplayBufferEnsemble
+from expstore import traj
+from expstore.buffers.ensemble import ReplayBufferEnsemble
 from expstore.errors import QueryError, SchemaError
 from expstore.samplers import (
     PrioritizedSampler,
@@ -22,6 +22,7 @@ from expstore.samplers import (
     SliceSampler,
     StalenessAwareSampler,
 )
+from expstore.sql import arrow_dataset as halves
 from expstore.storages.memory import MemoryStorage
 from expstore.transforms import MultiStepTransform
 from tests.loose import TypedMemory, buffer, jagged, plain, rollouts

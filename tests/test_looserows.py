@@ -19,12 +19,12 @@ from tensordict import (
     lazy_stack,
 )
 
-from expstore.arrowtypes import ragged_text, type_text
-from expstore.buffers import ReplayBuffer
+from expstore.buffers.replay_buffer import ReplayBuffer
+from expstore.buffers.tensordict import TensorDictReplayBuffer
 from expstore.errors import SchemaError, StackError
-from expstore.schema import ARROW, Field, Schema
+from expstore.schema.arrow_types import ragged_text, type_text
+from expstore.schema.schema import ARROW, Field, Schema
 from expstore.storages.memory import MemoryStorage
-from expstore.tensordictbuffers import TensorDictReplayBuffer
 from tests.loose import TypedMemory, buffer, jagged, plain, rollouts
 
 

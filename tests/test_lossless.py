@@ -24,10 +24,13 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 import expstore
-from expstore.checks import verify
-from expstore.schema import DTYPES, OBJECT
-from expstore.storages import base, layout, packing, sharedcolumn
-from expstore.tensordictbuffers import TensorDictReplayBuffer
+from expstore.buffers.tensordict import TensorDictReplayBuffer
+from expstore.maintenance import verify
+from expstore.schema.schema import DTYPES, OBJECT
+from expstore.storages import base
+from expstore.storages.columns import dedup as sharedcolumn
+from expstore.storages.format import chunk_encoding as packing
+from expstore.storages.format import layout
 
 pytestmark = pytest.mark.usefixtures("no_syncs")
 

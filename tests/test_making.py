@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from expstore.disk.atomic_build import making
+from expstore.disk.disk import Disk
+from expstore.disk.writer_lock import WriterLock
 from expstore.errors import LockedError, StateError
-from expstore.files import Disk
-from expstore.lock import WriterLock
-from expstore.making import making
 
 pytestmark = pytest.mark.usefixtures("no_syncs")  # nothing here is about what a power cut leaves
 

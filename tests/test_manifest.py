@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from expstore.core.id_set import Gaps
+from expstore.core.values import Ranking
+from expstore.disk.disk import Disk
 from expstore.errors import CorruptionError, MigrationError, NotFoundError
-from expstore.files import Disk
-from expstore.gaps import Gaps
-from expstore.manifest import MANIFEST, Manifest
-from expstore.schema import Field, Schema
-from expstore.types import Ranking
+from expstore.schema.schema import Field, Schema
+from expstore.storages.format.manifest import MANIFEST, Manifest
 
 FULL = Manifest(
     uuid="0123456789abcdef" * 2,

@@ -21,15 +21,15 @@ from tensordict import TensorDict
 
 import expstore
 from expstore import ListStorage, ReplayBuffer
+from expstore.buffers.tensordict import TensorDictReplayBuffer
+from expstore.core.values import Ranking
 from expstore.errors import NotFoundError, SchemaError, StateError
-from expstore.ranktree import RankTree
+from expstore.kernels.rank_tree import RankTree
 from expstore.samplers import ConsumingSampler, PrioritizedSampler
-from expstore.storages import displacing
-from expstore.storages.catalog import Catalog
+from expstore.sql.sync import Catalog
+from expstore.storages.engine import replace as displacing
 from expstore.storages.memory import MemoryStorage
-from expstore.tensordictbuffers import TensorDictReplayBuffer
-from expstore.types import Ranking
-from expstore.writers import RoundRobinWriter, TensorDictMaxValueWriter
+from expstore.writers.writers import RoundRobinWriter, TensorDictMaxValueWriter
 
 pytestmark = pytest.mark.usefixtures("no_syncs")
 

@@ -16,10 +16,10 @@ from tensordict import TensorDict
 
 import expstore
 from expstore import TensorDictMaxValueWriter, TensorDictReplayBuffer
-from expstore.checks import verify
+from expstore.disk.disk import Disk
+from expstore.disk.writer_lock import WriterLock
 from expstore.errors import LockedError, NotFoundError, SchemaError, StateError
-from expstore.files import Disk
-from expstore.lock import WriterLock
+from expstore.maintenance import verify
 from expstore.storages.zarr import ZarrStorage
 
 pytestmark = [pytest.mark.index, pytest.mark.usefixtures("no_syncs")]

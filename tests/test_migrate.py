@@ -11,9 +11,9 @@ from pathlib import Path
 import duckdb
 import pytest
 
-import expstore.migrate
+import expstore.sql.migrate
 from expstore.errors import MigrationError
-from expstore.migrate import Migration, applied, folder, migrate, migrations
+from expstore.sql.migrate import Migration, applied, folder, migrate, migrations
 
 pytestmark = pytest.mark.index
 
@@ -103,9 +103,11 @@ def test_the_folder_is_found_in_a_checkout() -> None:
 def test_the_folder_is_found_in_an_installed_package(tmp_path: Path) -> None:
     # As a wheel lays it out: the real folder inside the package.
     package = tmp_path / "site" / "expstore"
-    shutil.copytree(Path(expstore.migrate.__file__).parent, package, ignore=shutil.ignore_patterns("api"))
+    shutil.copytree(
+        Path(expstore.sql.migrate.__file__).parents[1], package, ignore=shutil.ignore_patterns("api")
+    )
     assert not (package / "migrations").is_symlink()
-    code = "from expstore.migrate import folder, migrations; print(folder(), migrations()[0])"
+    code = "from expstore.sql.migrate import folder, migrations; print(folder(), migrations()[0])"
     env = {"PYTHONPATH": str(tmp_path / "site")}
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env=env, cwd=tmp_path, check=True

@@ -16,20 +16,20 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from expstore.buffers import ReplayBuffer
-from expstore.door import open as open_store
-from expstore.episodes import Steps
+from expstore._open import open as open_store
+from expstore.buffers.replay_buffer import ReplayBuffer
+from expstore.core.id_set import NO_GAPS, Gaps
+from expstore.disk.disk import Disk
+from expstore.episodes.table import Steps
 from expstore.errors import NotFoundError, SchemaError, StateError, StorageError
-from expstore.files import Disk
-from expstore.gaps import NO_GAPS, Gaps
-from expstore.keys import find_keys
-from expstore.manifest import MANIFEST, Manifest, _checksum
-from expstore.schema import Field, Schema
+from expstore.schema.field_roles import find_keys
+from expstore.schema.schema import Field, Schema
 from expstore.storages.base import Storage
 from expstore.storages.follower import FollowerStorage
+from expstore.storages.format.manifest import MANIFEST, Manifest, _checksum
 from expstore.storages.memory import MemoryStorage
 from expstore.storages.zarr import ZarrStorage
-from expstore.writers import RoundRobinWriter
+from expstore.writers.writers import RoundRobinWriter
 
 SCHEMA = Schema([Field(("n",), "int64", ())])
 KEYS = find_keys(SCHEMA)
@@ -164,7 +164,7 @@ def test_columns_that_could_not_be_made(tmp_path: Path, monkeypatch: pytest.Monk
 
     with kept_in(tmp_path / "run.exp", 10, ndim=2) as storage:
         with monkeypatch.context() as patch:
-            patch.setattr("expstore.storages.columnwriter.WritableColumns.create", fail)
+            patch.setattr("expstore.storages.columns.column_set_writer.WritableColumns.create", fail)
             with pytest.raises(StorageError):
                 storage.prepare(SCHEMA, KEYS, (3,))
         assert (storage.dims, storage.capacity, storage.lanes) == ((), 10, 1)

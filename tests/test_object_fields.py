@@ -11,16 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from expstore.buffers import ReplayBuffer
-from expstore.episodes import Steps
+from expstore.buffers.replay_buffer import ReplayBuffer
+from expstore.episodes.table import Steps
 from expstore.errors import QueryError, SchemaError, SnapshotError
-from expstore.keys import find_keys
 from expstore.samplers.random import RandomSampler
-from expstore.schema import Field, Schema
+from expstore.schema.field_roles import find_keys
+from expstore.schema.schema import Field, Schema
+from expstore.storages.engine.open_settings import Settings
 from expstore.storages.memory import MemoryStorage
-from expstore.storages.settings import Settings
 from expstore.storages.zarr import ZarrStorage
-from expstore.writers import RoundRobinWriter
+from expstore.writers.writers import RoundRobinWriter
 
 SCHEMA = Schema([Field(("_data",), "object", ()), Field(("n",), "int64", ())])
 

@@ -19,7 +19,7 @@ from expstore import (
     TensorDictReplayBuffer,
     Writer,
 )
-from expstore.types import Array, IntArray
+from expstore.core.values import Array, IntArray
 
 
 class EverySecond(Writer):

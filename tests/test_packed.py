@@ -16,12 +16,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mortal import NEVER, Killed, MortalLife
 
-from expstore.compressing import pack_chunks
+from expstore.core.values import Array
+from expstore.disk.disk import Disk, File
 from expstore.errors import CorruptionError, SchemaError, StateError, StorageError
-from expstore.files import Disk, File
-from expstore.schema import Field
-from expstore.storages import packed
-from expstore.storages.chunkfile import (
+from expstore.kernels.blosc_encode import pack_chunks
+from expstore.schema.schema import Field
+from expstore.storages.columns.packed import writer as packed
+from expstore.storages.columns.packed.open_chunk import PartialFile
+from expstore.storages.columns.packed.reader import PackedReader
+from expstore.storages.columns.packed.writer import PackedColumn
+from expstore.storages.format.chunk_encoding import Packing, packing_for
+from expstore.storages.format.chunk_file import (
     HEADER_BYTES,
     Chunks,
     no_chunks,
@@ -31,12 +36,7 @@ from expstore.storages.chunkfile import (
     scan_chunks,
     turn_of,
 )
-from expstore.storages.codecs import CODECS
-from expstore.storages.packed import PackedColumn
-from expstore.storages.packedreader import PackedReader
-from expstore.storages.packing import Packing, packing_for
-from expstore.storages.partial import PartialFile
-from expstore.types import Array
+from expstore.storages.format.codecs import CODECS
 
 pytestmark = pytest.mark.usefixtures("no_syncs")
 

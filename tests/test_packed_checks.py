@@ -17,15 +17,17 @@ from damaged import Broken, flip, in_child, lost_ids
 from tensordict import TensorDict
 
 import expstore
-from expstore.checks import repair, verify
-from expstore.cli import run
+from expstore.buffers.tensordict import TensorDictReplayBuffer
+from expstore.cli.app import run
 from expstore.errors import CorruptionError, StorageError
-from expstore.storages import base, packed, packing
-from expstore.storages.layout import ColumnLayout
-from expstore.storages.packedrows import PackedRows
-from expstore.storages.settings import Settings
+from expstore.maintenance import repair, verify
+from expstore.storages import base
+from expstore.storages.columns.packed import writer as packed
+from expstore.storages.columns.packed.column import PackedRows
+from expstore.storages.engine.open_settings import Settings
+from expstore.storages.format import chunk_encoding as packing
+from expstore.storages.format.layout import ColumnLayout
 from expstore.storages.zarr import ZarrStorage
-from expstore.tensordictbuffers import TensorDictReplayBuffer
 
 pytestmark = pytest.mark.usefixtures("no_syncs")
 
@@ -102,7 +104,9 @@ def broken(sound: Path) -> Broken:
 def test_damage_anywhere_is_an_error_and_never_other_rows(
     broken: Broken, tmp_path: Path, loop: str, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    take_rows = importlib.import_module("expstore.unpacking").take_rows if loop == "compiled" else None
+    take_rows = (
+        importlib.import_module("expstore.kernels.blosc_decode").take_rows if loop == "compiled" else None
+    )
     monkeypatch.setattr(PackedRows, "warm", lambda column: setattr(column, "_take_rows", take_rows))
     init = PackedRows.__init__
 

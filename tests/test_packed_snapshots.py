@@ -16,17 +16,17 @@ from portions import in_full, share
 from tensordict import TensorDict
 
 import expstore
-from expstore.buffers import ReplayBuffer
+from expstore.buffers.replay_buffer import ReplayBuffer
+from expstore.buffers.tensordict import TensorDictReplayBuffer
+from expstore.disk.disk import Disk
 from expstore.errors import CorruptionError, StateError
-from expstore.files import Disk
-from expstore.storages import packing
-from expstore.storages.contents import content_of
-from expstore.storages.layout import ColumnLayout
+from expstore.storages.engine.open_settings import Settings
+from expstore.storages.format import chunk_encoding as packing
+from expstore.storages.format.layout import ColumnLayout
 from expstore.storages.memory import MemoryStorage
-from expstore.storages.settings import Settings
+from expstore.storages.snapshots.state_dict import content_of
 from expstore.storages.zarr import ZarrStorage
-from expstore.tensordictbuffers import TensorDictReplayBuffer
-from expstore.writers import TensorDictMaxValueWriter
+from expstore.writers.writers import TensorDictMaxValueWriter
 
 pytestmark = pytest.mark.usefixtures("no_syncs")
 

@@ -10,15 +10,16 @@ import torch
 from tensordict import TensorDict
 
 import expstore
-from expstore import halves
+from expstore.buffers.tensordict import TensorDictReplayBuffer
 from expstore.errors import CorruptionError, QueryError
-from expstore.named import named_members
-from expstore.storages import packedrows, packing
-from expstore.storages.layout import ColumnLayout
+from expstore.sql import arrow_dataset as halves
+from expstore.sql.projection import named_members
+from expstore.storages.columns.packed import column as packedrows
+from expstore.storages.engine.open_settings import Settings
+from expstore.storages.format import chunk_encoding as packing
+from expstore.storages.format.layout import ColumnLayout
 from expstore.storages.memory import MemoryStorage
-from expstore.storages.settings import Settings
 from expstore.storages.zarr import ZarrStorage
-from expstore.tensordictbuffers import TensorDictReplayBuffer
 
 pytestmark = pytest.mark.usefixtures("no_syncs")
 

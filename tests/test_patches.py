@@ -13,12 +13,12 @@ from tensordict import TensorDict
 
 import expstore
 from expstore import ConditionalUpdateResult
+from expstore.buffers.tensordict import TensorDictReplayBuffer
 from expstore.errors import NotFoundError, StateError
 from expstore.samplers import PrioritizedSampler
-from expstore.storages.catalog import Catalog
+from expstore.sql.sync import Catalog
 from expstore.storages.memory import MemoryStorage
-from expstore.tensordictbuffers import TensorDictReplayBuffer
-from expstore.writers import (
+from expstore.writers.writers import (
     RoundRobinWriter,
     TensorDictMaxValueWriter,
     TensorDictRoundRobinWriter,

@@ -27,9 +27,9 @@ from expstore import (
     StateError,
     TensorDictReplayBuffer,
 )
+from expstore.core.values import Selection
 from expstore.samplers.base import Sampler
 from expstore.storages.base import Storage
-from expstore.types import Selection
 
 SAMPLERS: dict[str, Callable[[], Sampler]] = {
     "random": RandomSampler,

@@ -25,7 +25,7 @@ from expstore import (
     TensorDictReplayBuffer,
     ZarrStorage,
 )
-from expstore.draws import Draws
+from expstore.buffers.rng import Draws
 
 ALPHA, BETA, EPS = 0.7, 0.5, 1e-8
 

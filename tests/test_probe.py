@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from tensordict import TensorDict
 
+from expstore.disk.disk import Disk, File
+from expstore.disk.filesystem import file_system, fills_holes, probe
 from expstore.errors import StorageError
-from expstore.files import Disk, File
-from expstore.probe import file_system, fills_holes, probe
 from expstore.storages.zarr import ZarrStorage
 
 TABLE = """\

@@ -313,7 +313,9 @@ def test_a_condition_sees_what_a_function_of_the_trajectory_sees(tmp_path: Path,
 def test_a_condition_is_asked_without_making_trajectories(monkeypatch: pytest.MonkeyPatch) -> None:
     """Making one takes several times as long."""
     made: list[Any] = []
-    monkeypatch.setattr("expstore.finding.Trajectory", lambda data: made.append(data) or Trajectory(data))
+    monkeypatch.setattr(
+        "expstore.trajectories.search.Trajectory", lambda data: made.append(data) or Trajectory(data)
+    )
     rb = filled()
     for condition, count in (
         (traj.reward.sum() > 6, 1),

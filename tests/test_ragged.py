@@ -10,9 +10,16 @@ import pytest
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
-from expstore.arrowtypes import Ragged, ragged_text, to_type
+from expstore.data.nested_tensors import (
+    from_nested,
+    from_tensors,
+    stack_values,
+    to_entry,
+    to_tensor,
+    to_values,
+)
 from expstore.errors import SchemaError
-from expstore.ragged import from_nested, from_tensors, stack_values, to_entry, to_tensor, to_values
+from expstore.schema.arrow_types import Ragged, ragged_text, to_type
 from tests.loose import jagged
 
 KEY = ("next", "tokens")

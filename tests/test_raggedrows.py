@@ -9,8 +9,8 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from expstore.data.nested_rows import join_rows, take_rows
 from expstore.errors import SchemaError
-from expstore.raggedrows import join_rows, take_rows
 from tests.loose import buffer, jagged, plain, rollouts
 
 

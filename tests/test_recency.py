@@ -13,10 +13,10 @@ from tensordict import TensorDict
 
 import expstore
 from expstore import MemoryStorage, RecencySampler, TensorDictReplayBuffer
-from expstore.draws import Draws
-from expstore.gaps import Gaps
-from expstore.schedulers import StepScheduler
-from expstore.types import Runs, Window
+from expstore.buffers.rng import Draws
+from expstore.buffers.schedulers import StepScheduler
+from expstore.core.id_set import Gaps
+from expstore.core.values import Runs, Window
 
 
 class Readable(MemoryStorage):

@@ -14,7 +14,7 @@ import torch
 from tensordict import TensorDict
 
 import expstore
-from expstore.storages.recycled import Recycled
+from expstore.core.buffer_pool import Recycled
 
 FLOAT = np.dtype(np.float32)
 SHAPE = (256, 1024)

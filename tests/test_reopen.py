@@ -16,11 +16,11 @@ import torch
 from tensordict import TensorDict
 
 import expstore
-from expstore.checks import verify
-from expstore.draws import Draws
-from expstore.storages import columns
+from expstore.buffers.rng import Draws
+from expstore.buffers.tensordict import TensorDictReplayBuffer
+from expstore.maintenance import verify
+from expstore.storages.columns import flat as columns
 from expstore.storages.memory import MemoryStorage
-from expstore.tensordictbuffers import TensorDictReplayBuffer
 
 pytestmark = [pytest.mark.index, pytest.mark.usefixtures("no_syncs")]
 

@@ -17,17 +17,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import expstore
-from expstore.checks import repair, verify
-from expstore.cli import run
-from expstore.episodelog import LogEntry, fill_up, salvage
+from expstore.buffers.tensordict import TensorDictReplayBuffer
+from expstore.cli.app import run
+from expstore.core.id_set import Gaps
+from expstore.core.values import Window
+from expstore.disk.disk import Disk
+from expstore.episodes.fragments import cut_out
+from expstore.episodes.log import LogEntry, fill_up, salvage
 from expstore.errors import CorruptionError, LockedError, NotFoundError, StateError
-from expstore.files import Disk
-from expstore.fragments import cut_out
-from expstore.gaps import Gaps
+from expstore.maintenance import repair, verify
 from expstore.samplers import PrioritizedSampler, SamplerWithoutReplacement
 from expstore.storages.memory import MemoryStorage
-from expstore.tensordictbuffers import TensorDictReplayBuffer
-from expstore.types import Window
 
 ALL = range(ROWS - CAPACITY + 1, ROWS + 1)
 

@@ -19,13 +19,14 @@ from tensordict import TensorDict
 
 import expstore
 from expstore import ConsumingSampler, TensorDictMaxValueWriter, TensorDictReplayBuffer
-from expstore.checks import verify
+from expstore.core.draw_state import NO_PROGRESS
+from expstore.disk.disk import Disk
 from expstore.errors import LockedError, NotFoundError, SchemaError, StateError, StorageError
-from expstore.files import Disk
-from expstore.storages import base, packing
-from expstore.storages.layout import ColumnLayout
-from expstore.storages.position import NO_PROGRESS
-from expstore.storages.settings import Settings
+from expstore.maintenance import verify
+from expstore.storages import base
+from expstore.storages.engine.open_settings import Settings
+from expstore.storages.format import chunk_encoding as packing
+from expstore.storages.format.layout import ColumnLayout
 from expstore.storages.zarr import ZarrStorage
 
 pytestmark = [pytest.mark.index, pytest.mark.usefixtures("no_syncs", "short")]

@@ -21,12 +21,12 @@ from hypothesis import strategies as st
 from tensordict import NonTensorStack, TensorDict
 
 import expstore
-from expstore import CorruptionError, Retain, StateError, retention
-from expstore.checks import verify
-from expstore.cli import run
-from expstore.files import Disk, File
-from expstore.gaps import Gaps
-from expstore.manifest import Manifest
+from expstore import CorruptionError, Retain, StateError
+from expstore.buffers import retention
+from expstore.cli.app import run
+from expstore.core.id_set import Gaps
+from expstore.disk.disk import Disk, File
+from expstore.maintenance import verify
 from expstore.samplers import (
     ConsumingSampler,
     PrioritizedSampler,
@@ -35,8 +35,10 @@ from expstore.samplers import (
     SamplerWithoutReplacement,
     SliceSampler,
 )
-from expstore.storages import ZarrStorage, segmentwriter
+from expstore.storages import ZarrStorage
 from expstore.storages.base import ROW_FIELDS
+from expstore.storages.columns.arrow import writer as segmentwriter
+from expstore.storages.format.manifest import Manifest
 
 Rows = 600  # of an episode
 

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from expstore.fragments import Fragments
-from expstore.runtable import RunTable
-from expstore.types import IntArray
+from expstore.core.values import IntArray
+from expstore.episodes.fragments import Fragments
+from expstore.kernels.step_runs import RunTable
 
 
 class Model:

@@ -24,9 +24,9 @@ from expstore import (
     TensorDictReplayBuffer,
     Transition,
 )
+from expstore.core.values import Selection
 from expstore.samplers import ConsumingSampler, PrioritizedSampler, RandomSampler, SamplerWithoutReplacement
 from expstore.storages.memory import MemoryStorage
-from expstore.types import Selection
 
 UNITS = (
     {"length": 3},

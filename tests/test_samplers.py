@@ -13,9 +13,10 @@ import torch
 from tensordict import TensorDict
 
 import expstore
-from expstore.draws import Draws
+from expstore.buffers.rng import Draws
+from expstore.core.id_set import Gaps
+from expstore.core.values import Runs, Window
 from expstore.errors import NotReadyError, QueryError, StateError
-from expstore.gaps import Gaps
 from expstore.samplers import (
     ConsumingSampler,
     PrioritizedSampler,
@@ -25,7 +26,6 @@ from expstore.samplers import (
     SamplerWithoutReplacement,
 )
 from expstore.storages.memory import MemoryStorage
-from expstore.types import Runs, Window
 
 MakeBatch = Callable[..., TensorDict]
 

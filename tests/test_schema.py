@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from expstore.errors import CorruptionError, SchemaError
-from expstore.schema import DTYPES, Field, Schema
+from expstore.schema.schema import DTYPES, Field, Schema
 
 BASIC = Schema(
     [

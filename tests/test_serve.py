@@ -16,8 +16,8 @@ from serving import process, serving
 from tensordict import TensorDict
 
 import expstore
-from expstore.cli import run
-from expstore.framing import END
+from expstore.cli.app import run
+from expstore.wire.stream import END
 
 pytestmark = pytest.mark.index
 

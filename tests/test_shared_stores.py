@@ -14,15 +14,16 @@ from tensordict import TensorDict
 from twolanes import CAPACITY, TwoLanes
 
 import expstore
-from expstore.checks import repair, verify
+from expstore.buffers.tensordict import TensorDictReplayBuffer
+from expstore.disk.disk import Disk
 from expstore.errors import SchemaError
-from expstore.files import Disk
-from expstore.storages import base, packing
-from expstore.storages.chunkfile import scan_chunks
-from expstore.storages.layout import ColumnLayout
+from expstore.maintenance import repair, verify
+from expstore.storages import base
+from expstore.storages.format import chunk_encoding as packing
+from expstore.storages.format.chunk_file import scan_chunks
+from expstore.storages.format.layout import ColumnLayout
 from expstore.storages.memory import MemoryStorage
 from expstore.storages.zarr import ZarrStorage
-from expstore.tensordictbuffers import TensorDictReplayBuffer
 
 pytestmark = pytest.mark.usefixtures("no_syncs")
 

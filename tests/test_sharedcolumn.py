@@ -13,16 +13,16 @@ import zarr
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from expstore.core.values import cut_run
+from expstore.disk.disk import Disk, File
 from expstore.errors import CorruptionError
-from expstore.files import Disk, File
-from expstore.schema import Field
-from expstore.storages import sharedcolumn
+from expstore.schema.schema import Field
 from expstore.storages.base import ROW_FIELDS
-from expstore.storages.checksums import BLOCK_ROWS, Checksums
-from expstore.storages.columngroup import ColumnGroup
-from expstore.storages.columnwriter import WritableColumns
-from expstore.storages.sharedcolumn import SharedColumn, runs_of
-from expstore.types import cut_run
+from expstore.storages.columns import dedup as sharedcolumn
+from expstore.storages.columns.checksums import BLOCK_ROWS, Checksums
+from expstore.storages.columns.column_set import ColumnGroup
+from expstore.storages.columns.column_set_writer import WritableColumns
+from expstore.storages.columns.dedup import SharedColumn, runs_of
 
 pytestmark = pytest.mark.usefixtures("no_syncs")
 

@@ -14,17 +14,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mortal import NEVER, Killed, MortalLife
 
+from expstore.core.values import cut_run
+from expstore.disk.disk import Disk
 from expstore.errors import CorruptionError
-from expstore.files import Disk
-from expstore.schema import Field
+from expstore.schema.schema import Field
 from expstore.storages.base import ROW_FIELDS
-from expstore.storages.chunkfile import pack_index, read_index
-from expstore.storages.columngroup import ColumnGroup
-from expstore.storages.columnwriter import WritableColumns
-from expstore.storages.packedrows import PackedRows
-from expstore.storages.packing import Packing, reach_for
-from expstore.storages.sharing import NextRows
-from expstore.types import cut_run
+from expstore.storages.columns.column_set import ColumnGroup
+from expstore.storages.columns.column_set_writer import WritableColumns
+from expstore.storages.columns.dedup_finder import NextRows
+from expstore.storages.columns.packed.column import PackedRows
+from expstore.storages.format.chunk_encoding import Packing, reach_for
+from expstore.storages.format.chunk_file import pack_index, read_index
 
 pytestmark = pytest.mark.usefixtures("no_syncs")
 

@@ -8,9 +8,9 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from expstore.arrowtypes import Ragged, ragged_text, to_type, type_text
-from expstore.raggedcolumns import join
-from expstore.shownvalues import Shown
+from expstore.schema.arrow_types import Ragged, ragged_text, to_type, type_text
+from expstore.schema.variable_tensors import join
+from expstore.sql.arrow_values import Shown
 
 HALVES = [[0.5, 2.0], None, [], [-1.5]]
 

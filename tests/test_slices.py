@@ -15,7 +15,7 @@ from tensordict import TensorDict
 import expstore
 from expstore import NotReadyError, ReplayBuffer, Schema, SchemaError, StateError, TensorDictReplayBuffer
 from expstore.samplers import PrioritizedSliceSampler, SliceSampler, SliceSamplerWithoutReplacement
-from expstore.samplers.slicing import Slicing
+from expstore.samplers.slice_options import Slicing
 from expstore.storages.memory import MemoryStorage
 
 

@@ -23,8 +23,8 @@ from expstore import (
     SliceSamplerWithoutReplacement,
     TensorDictReplayBuffer,
 )
-from expstore.draws import Draws
-from expstore.gaps import Gaps
+from expstore.buffers.rng import Draws
+from expstore.core.id_set import Gaps
 
 #: Rows per batch, about.
 BATCH = 1 << 16

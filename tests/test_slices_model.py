@@ -25,7 +25,7 @@ from expstore import (
     SliceSampler,
     SliceSamplerWithoutReplacement,
 )
-from expstore.draws import Draws
+from expstore.buffers.rng import Draws
 
 #: Slices per batch, and how many batches may be drawn until all slices have come: that one of a chance of
 #: 1 in 10,000, which is less than any here has, stays away is less likely than 1e-17.

@@ -17,9 +17,11 @@ import zarr
 from tensordict import TensorDict
 
 import expstore
-from expstore import dumping
-from expstore.buffers import ReplayBuffer
-from expstore.checks import survey, verify
+from expstore.buffers.replay_buffer import ReplayBuffer
+from expstore.buffers.tensordict import TensorDictReplayBuffer
+from expstore.data.containers import form_of
+from expstore.disk.disk import Disk
+from expstore.disk.writer_lock import WriterLock
 from expstore.errors import (
     CorruptionError,
     LockedError,
@@ -28,16 +30,14 @@ from expstore.errors import (
     StateError,
     StorageError,
 )
-from expstore.files import Disk
-from expstore.forms import form_of
-from expstore.lock import WriterLock
+from expstore.maintenance import survey, verify
 from expstore.samplers import PrioritizedSampler, Sampler, SamplerWithoutReplacement
-from expstore.snapshots import find_version
-from expstore.storages import loading
-from expstore.storages.hold import Hold
 from expstore.storages.memory import MemoryStorage
+from expstore.storages.snapshot_pin import Hold
+from expstore.storages.snapshots import create as dumping
+from expstore.storages.snapshots import restore as loading
+from expstore.storages.snapshots.catalog import find_version
 from expstore.storages.zarr import ZarrStorage
-from expstore.tensordictbuffers import TensorDictReplayBuffer
 
 pytestmark = [pytest.mark.index, pytest.mark.usefixtures("no_syncs")]
 
@@ -717,7 +717,7 @@ def test_a_load_that_was_left_half_way_is_finished_by_the_next_writer(
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
-            patch.setattr("expstore.storages.journaled.finish_load", stop)
+            patch.setattr("expstore.storages.engine.store.finish_load", stop)
             with pytest.raises(KeyboardInterrupt):
                 rb.loads(place)
         assert same(rows_of(rb), make_rows(make_batch, (0, 30), (500, 30)))  # what is open can be read

@@ -11,11 +11,11 @@ import torch
 from tensordict import TensorDict
 
 import expstore
-from expstore.episodes import EpisodeTable, Steps
+from expstore.episodes.segmentation import TRUNCATED
+from expstore.episodes.sources import lane_names, modern_name, modern_names
+from expstore.episodes.table import EpisodeTable, Steps
 from expstore.errors import SchemaError
-from expstore.journal import Kind
-from expstore.pieces import TRUNCATED
-from expstore.sources import lane_names, modern_name, modern_names
+from expstore.storages.format.journal import Kind
 from expstore.storages.memory import MemoryStorage
 
 
@@ -73,7 +73,7 @@ def test_an_old_store_opens_and_its_lanes_go_on(
     """As it was written before lanes had names of their own: with "/", and nothing in the base says so."""
     with monkeypatch.context() as old:
         old.setattr(
-            "expstore.episodes.lane_names",
+            "expstore.episodes.table.lane_names",
             lambda source, handle, lanes: [f"{source}/{n}" if n else source for n in range(lanes)],
         )
         to_base = EpisodeTable.to_base

@@ -17,10 +17,11 @@ import torch
 from tensordict import TensorDict
 
 import expstore
+from expstore.disk.disk import Disk
 from expstore.errors import StorageError
-from expstore.files import Disk
-from expstore.storages import journaled, synced
-from expstore.storages.settings import Settings
+from expstore.storages.engine import checkpointer as synced
+from expstore.storages.engine import store as journaled
+from expstore.storages.engine.open_settings import Settings
 from expstore.storages.zarr import ZarrStorage
 
 pytestmark = pytest.mark.index
@@ -32,7 +33,7 @@ import errno, os, sys
 import torch
 from tensordict import TensorDict
 import expstore
-from expstore.storages.settings import Settings
+from expstore.storages.engine.open_settings import Settings
 from expstore.storages.zarr import ZarrStorage
 
 folder, mode, rows = sys.argv[1], sys.argv[2], int(sys.argv[3])

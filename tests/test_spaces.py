@@ -32,7 +32,7 @@ from expstore import (
     OneHot,
     Unbounded,
 )
-from expstore.collectors import Collector
+from expstore.collectors.gymnasium import Collector
 from expstore.specs.spaces import from_space, to_space
 
 shapes = st.lists(st.integers(1, 3), min_size=1, max_size=2).map(tuple)

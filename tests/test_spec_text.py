@@ -23,6 +23,7 @@ from torchrl.envs import GymEnv, SerialEnv, StepCounter, TransformedEnv
 import expstore
 import expstore.specs
 from expstore.errors import CorruptionError, MigrationError, SchemaError
+from expstore.schema.spec_text import describe, leaves_of, same_specs, unpack_specs
 from expstore.specs import (
     Binary,
     Bounded,
@@ -39,7 +40,6 @@ from expstore.specs import (
 )
 from expstore.specs.foreign import from_env, from_torchrl, to_torchrl
 from expstore.specs.text import from_text, to_text
-from expstore.spectext import describe, leaves_of, same_specs, unpack_specs
 
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)

@@ -11,7 +11,7 @@ import torch
 from tensordict import TensorDict
 
 import expstore
-from expstore.storages import packedrows
+from expstore.storages.columns.packed import column as packedrows
 
 pytestmark = [
     pytest.mark.index,

@@ -22,9 +22,10 @@ import pytest
 from hostile import ARGUMENTS, CONTAINED, REFUSED, SLOW
 
 import expstore
-from expstore import confine, pipes, sqlchild
 from expstore.errors import ExpStoreError, NotFoundError, NotReadyError, QueryError, StateError
-from expstore.sqlworker import Answer, SqlLimits, SqlWorker
+from expstore.sql.sandbox import child as sqlchild
+from expstore.sql.sandbox import confine, pipes
+from expstore.sql.sandbox.pool import Answer, SqlLimits, SqlWorker
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -396,7 +397,7 @@ def run(code: str, *arguments: str) -> dict[str, Any]:
 BOMBS = """
 import json, resource, sys
 from expstore.errors import QueryError
-from expstore.sqlworker import SqlLimits, SqlWorker
+from expstore.sql.sandbox.pool import SqlLimits, SqlWorker
 kinds = []
 with SqlWorker(sys.argv[1], limits=SqlLimits(seconds=4.0, memory=256 << 20)) as worker:
     for sql in json.loads(sys.argv[2]):
@@ -448,7 +449,7 @@ def test_a_child_has_neither_torch_nor_an_environment(worker: SqlWorker) -> None
 
 CONFINED = """
 import json, os, pathlib, socket, subprocess, sys
-from expstore.confine import restrict
+from expstore.sql.sandbox.confine import restrict
 inside, outside, parent = map(pathlib.Path, sys.argv[1:4])
 said = restrict([inside, pathlib.Path("/proc")])
 def works(act):
@@ -505,7 +506,7 @@ def test_without_landlock_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 
 LONELY = """
 import sys, threading, time
-from expstore.sqlworker import SqlLimits, SqlWorker
+from expstore.sql.sandbox.pool import SqlLimits, SqlWorker
 worker = SqlWorker(sys.argv[1], limits=SqlLimits(seconds=1000.0))
 while len(worker.stats()["pids"]) < 2:
     time.sleep(0.01)

@@ -25,8 +25,8 @@ from expstore import (
     TensorDictReplayBuffer,
     ZarrStorage,
 )
-from expstore.draws import Draws
-from expstore.gaps import Gaps
+from expstore.buffers.rng import Draws
+from expstore.core.id_set import Gaps
 
 
 def rows(versions: Any, first: int = 0) -> TensorDict:

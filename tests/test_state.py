@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from expstore.files import Disk
-from expstore.state import PAGE, StatePage
+from expstore.disk.disk import Disk
+from expstore.storages.format.control_page import PAGE, StatePage
 
 UUID, BOOT = b"u" * 16, b"b" * 16
 WORDS = {"generation": 4, "sequence": 5, "horizon": 6, "last": 2**62, "draw": 8, "change": 0}
@@ -76,7 +76,7 @@ def test_words_survive_a_kill_and_keep_the_inode(tmp_path: Path) -> None:
 
 
 def test_the_words_do_not_overlap(tmp_path: Path) -> None:
-    from expstore.state import _WORDS
+    from expstore.storages.format.control_page import _WORDS
 
     state = page(tmp_path)
     state.claim(UUID, BOOT)

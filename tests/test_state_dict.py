@@ -13,16 +13,16 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from expstore.buffers import ReplayBuffer
-from expstore.door import open as open_store
-from expstore.episodes import Steps
+from expstore._open import open as open_store
+from expstore.buffers.prioritized import TensorDictPrioritizedReplayBuffer
+from expstore.buffers.replay_buffer import ReplayBuffer
+from expstore.episodes.table import Steps
 from expstore.errors import CorruptionError, SchemaError, StateError
-from expstore.keys import find_keys
-from expstore.prioritized import TensorDictPrioritizedReplayBuffer
 from expstore.samplers import ConsumingSampler, SamplerWithoutReplacement
-from expstore.schema import Field, Schema
+from expstore.schema.field_roles import find_keys
+from expstore.schema.schema import Field, Schema
 from expstore.storages import LazyMemmapStorage, LazyTensorStorage, MemoryStorage, Storage, ZarrStorage
-from expstore.writers import RoundRobinWriter
+from expstore.writers.writers import RoundRobinWriter
 
 KINDS = [LazyTensorStorage, LazyMemmapStorage]
 

@@ -30,7 +30,7 @@ from expstore import (
 from expstore.storages.memory import MemoryStorage
 from expstore.transforms import Compose, StepTransform, StepView
 from expstore.transforms import compose as chains
-from expstore.transforms.steps import Overtaken
+from expstore.transforms.base import Overtaken
 
 X = ("x",)
 

@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from expstore.episodes import EpisodeTable, Steps
+from expstore.disk.disk import Disk
+from expstore.episodes.table import EpisodeTable, Steps
 from expstore.errors import (
     CorruptionError,
     NotFoundError,
@@ -21,17 +22,18 @@ from expstore.errors import (
     StateError,
     StorageError,
 )
-from expstore.files import Disk
-from expstore.journal import Kind, read_journal
-from expstore.keys import find_keys
-from expstore.schema import Field, Schema
-from expstore.storages import base, columngroup, columns
+from expstore.schema.field_roles import find_keys
+from expstore.schema.schema import Field, Schema
+from expstore.storages import base
 from expstore.storages.base import Storage, spare_slots
+from expstore.storages.columns import column_set as columngroup
+from expstore.storages.columns import flat as columns
+from expstore.storages.engine.open_settings import Settings
+from expstore.storages.format.journal import Kind, read_journal
+from expstore.storages.format.records import Mark
 from expstore.storages.memory import MemoryStorage
-from expstore.storages.records import Mark
-from expstore.storages.settings import Settings
 from expstore.storages.zarr import ZarrStorage
-from expstore.writers import RoundRobinWriter
+from expstore.writers.writers import RoundRobinWriter
 
 pytestmark = pytest.mark.usefixtures("no_syncs")
 

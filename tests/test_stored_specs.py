@@ -29,10 +29,10 @@ from expstore import (
     NonTensor,
     SchemaError,
     StateError,
-    domains,
 )
+from expstore.buffers import domain_checks as domains
+from expstore.disk.disk import Disk
 from expstore.errors import CorruptionError, StorageError
-from expstore.files import Disk
 from expstore.storages.zarr import ZarrStorage
 
 

@@ -80,7 +80,7 @@ def test_slices_that_began_to_leave_are_left_out() -> None:
 
 
 def test_many_rows_are_looked_through_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("expstore.samplers.streaming._CHUNK", 4)
+    monkeypatch.setattr("expstore.samplers.streaming_slices._CHUNK", 4)
     rb = buffer()
     rb.extend(steps(0, 30))
     found = [one for _ in range(5) for one in slices(rb.sample(6))]

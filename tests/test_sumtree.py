@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from expstore.sumtree import SumTree, raise_priorities
+from expstore.kernels.sum_tree import SumTree, raise_priorities
 
 
 @pytest.mark.parametrize("size", [1, 7, 8, 9, 64, 65, 1000, 4097])

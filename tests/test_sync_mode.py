@@ -18,13 +18,15 @@ import pytest
 from tensordict import TensorDict
 
 import expstore
+from expstore.buffers.tensordict import TensorDictReplayBuffer
+from expstore.disk.disk import Disk
 from expstore.errors import StateError, StorageError
-from expstore.files import Disk
-from expstore.storages import base, journaled, synced
-from expstore.storages.access import find
-from expstore.storages.settings import Settings
+from expstore.storages import base
+from expstore.storages.engine import checkpointer as synced
+from expstore.storages.engine import store as journaled
+from expstore.storages.engine.open_settings import Settings
+from expstore.storages.indexing import find
 from expstore.storages.zarr import ZarrStorage
-from expstore.tensordictbuffers import TensorDictReplayBuffer
 
 pytestmark = pytest.mark.index
 

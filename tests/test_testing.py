@@ -16,11 +16,11 @@ import torch
 from hypothesis.stateful import run_state_machine_as_test
 
 from expstore import MemoryStorage, SchemaError, Storage, ZarrStorage
-from expstore.storages.settings import Settings
+from expstore.core.values import Array, IntArray
+from expstore.storages.engine.open_settings import Settings
 from expstore.testing import StorageSuite
 from expstore.testing.expect import raises, same
 from expstore.testing.machine import machine_of
-from expstore.types import Array, IntArray
 
 pytestmark = pytest.mark.usefixtures("no_syncs")
 

@@ -21,9 +21,9 @@ from tensordict import LazyStackedTensorDict, TensorDict, tensorclass
 from torch.utils._pytree import tree_map
 
 import expstore
-from expstore.buffers import ReplayBuffer
+from expstore.buffers.replay_buffer import ReplayBuffer
+from expstore.disk.disk import Disk
 from expstore.errors import LockedError, SchemaError, SnapshotError, StateError
-from expstore.files import Disk
 from expstore.storages import (
     LazyMemmapStorage,
     LazyStackStorage,
@@ -302,7 +302,7 @@ def test_a_storage_that_cannot_be_made_leaves_nothing(
     def fail(*_: Any, **__: Any) -> None:
         raise StateError("no")
 
-    monkeypatch.setattr("expstore.storages.journaled.JournaledStorage._open", fail)
+    monkeypatch.setattr("expstore.storages.engine.store.JournaledStorage._open", fail)
     with pytest.raises(StateError, match="no"):
         LazyMemmapStorage(10)
     assert list(own_temporary_files.iterdir()) == []
@@ -312,11 +312,11 @@ def test_a_storage_that_cannot_be_made_leaves_nothing(
 PROGRAM = """
 import os, signal, sys
 import numpy as np
-from expstore.episodes import Steps
-from expstore.schema import Field, Schema
+from expstore.episodes.table import Steps
+from expstore.schema.schema import Field, Schema
 from expstore.storages import LazyMemmapStorage
-from expstore.keys import find_keys
-from expstore.writers import RoundRobinWriter
+from expstore.schema.field_roles import find_keys
+from expstore.writers.writers import RoundRobinWriter
 
 folder = sys.argv[1] if len(sys.argv) > 1 else None
 storage = LazyMemmapStorage(10, device=None, seed=1, scratch_dir=folder, auto_cleanup=True)

@@ -14,7 +14,7 @@ import torch
 from tensordict import TensorDict
 
 from expstore import MemoryStorage, TensorDictReplayBuffer
-from expstore.turns import FairLock
+from expstore.disk.fair_lock import FairLock
 
 SECONDS = 30
 

@@ -12,11 +12,12 @@ import google_crc32c
 import numpy as np
 import pytest
 
-from expstore import native, unpacking
-from expstore.storages.codecs import CODECS
-from expstore.storages.packing import Packing
-from expstore.types import Array, IntArray
-from expstore.unpacking import take_rows
+from expstore.core.values import Array, IntArray
+from expstore.kernels import blosc_decode as unpacking
+from expstore.kernels import native
+from expstore.kernels.blosc_decode import take_rows
+from expstore.storages.format.chunk_encoding import Packing
+from expstore.storages.format.codecs import CODECS
 
 WIDTH = 10_000  # blosc makes no shorter blocks of LZ4 than 64 KiB
 

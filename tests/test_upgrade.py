@@ -14,12 +14,13 @@ from commands import Cli
 from tensordict import TensorDict
 
 import expstore
-from expstore import manifest, migrate
-from expstore.checks.upgrade import Upgrade, upgrade
+from expstore.disk.disk import Disk
 from expstore.errors import CorruptionError, LockedError, MigrationError, NotFoundError, StorageError
-from expstore.files import Disk
-from expstore.manifest import FORMAT, Manifest
-from expstore.storages.catalog import Catalog
+from expstore.maintenance.upgrade import Upgrade, upgrade
+from expstore.sql import migrate
+from expstore.sql.sync import Catalog
+from expstore.storages.format import manifest
+from expstore.storages.format.manifest import FORMAT, Manifest
 
 pytestmark = pytest.mark.index
 

@@ -13,17 +13,17 @@ from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from portions import in_full, share
 
-from expstore.arrowtypes import ragged_text, to_type, type_text
-from expstore.episodes import Steps
+from expstore.episodes.table import Steps
 from expstore.errors import SchemaError, SnapshotError
-from expstore.keys import find_keys
-from expstore.schema import ARROW, Field, Schema
+from expstore.schema.arrow_types import ragged_text, to_type, type_text
+from expstore.schema.field_roles import find_keys
+from expstore.schema.schema import ARROW, Field, Schema
 from expstore.storages import base
 from expstore.storages.arrow import ArrowStorage
 from expstore.storages.base import Storage
 from expstore.storages.memory import MemoryStorage
 from expstore.storages.zarr import ZarrStorage
-from expstore.writers import RoundRobinWriter
+from expstore.writers.writers import RoundRobinWriter
 
 TYPES = {
     "text": type_text(pa.string()),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pyarrow as pa
 import pytest
 
-from expstore.widening import fits
+from expstore.schema.widening import fits
 
 STRUCT = pa.struct([("a", pa.int64()), ("b", pa.string())])
 

@@ -10,10 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from expstore import gathering
-from expstore.storages import widths as module
-from expstore.storages.gather import Gather
-from expstore.storages.widths import bounds_of, own_widths, read_widths, together, widths_for
+from expstore.kernels import gather_runs as gathering
+from expstore.storages.columns.arrow import int_widths as module
+from expstore.storages.columns.arrow.gather import Gather
+from expstore.storages.columns.arrow.int_widths import (
+    bounds_of,
+    own_widths,
+    read_widths,
+    together,
+    widths_for,
+)
 
 KIND = pa.struct(
     [

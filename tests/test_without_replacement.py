@@ -16,7 +16,7 @@ from tensordict import TensorDict
 
 import expstore
 from expstore import MemoryStorage, NotReadyError, SamplerWithoutReplacement, TensorDictReplayBuffer
-from expstore.draws import Draws
+from expstore.buffers.rng import Draws
 from expstore.samplers.without_replacement import permute
 
 

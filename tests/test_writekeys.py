@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from expstore import writekeys
+from expstore.core import idempotency as writekeys
+from expstore.core.idempotency import KEPT_US, NO_KEY, WriteKey, WriteKeys, Written
 from expstore.errors import StateError
-from expstore.writekeys import KEPT_US, NO_KEY, WriteKey, WriteKeys, Written
 
 HOUR = 3600 * 1_000_000
 

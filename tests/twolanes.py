@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from expstore.storages.layout import ColumnLayout
-from expstore.storages.settings import Settings
+from expstore.buffers.tensordict import TensorDictReplayBuffer
+from expstore.storages.engine.open_settings import Settings
+from expstore.storages.format.layout import ColumnLayout
 from expstore.storages.zarr import ZarrStorage
-from expstore.tensordictbuffers import TensorDictReplayBuffer
 
 __all__ = ["CAPACITY", "TwoLanes", "after"]
 

@@ -34,7 +34,14 @@ _STATUS = struct.Struct("<q")
 _LONGEST = 1 << 20
 #: What a program may have imported before it begins; not DuckDB, which tells at the end of a fork of a fork
 #: what that has left alone.
-_IMPORTS = ("torch", "tensordict", "pyarrow", "expstore.cli", "expstore.buffers", "expstore.api.server")
+_IMPORTS = (
+    "torch",
+    "tensordict",
+    "pyarrow",
+    "expstore.cli.app",
+    "expstore.buffers.replay_buffer",
+    "expstore.api.server",
+)
 
 
 class _Parent:

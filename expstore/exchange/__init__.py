@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from expstore.exchange.arrow_files import export_arrow
+    from expstore.exchange.arrow import export_arrow
     from expstore.exchange.base import Exported, Imported
     from expstore.exchange.hdf5 import export_hdf5, import_hdf5
     from expstore.exchange.minari import export_minari
@@ -38,7 +38,7 @@ __all__ = [
 _HOMES = {
     "Exported": "base",
     "Imported": "base",
-    "export_arrow": "arrow_files",
+    "export_arrow": "arrow",
     "export_hdf5": "hdf5",
     "export_minari": "minari",
     "export_npz": "npz",

@@ -15,10 +15,10 @@ from typing import Any, Self
 
 import numpy as np
 
-from expstore.bulk import sync_paths
+from expstore.disk.atomic_build import LOCK
+from expstore.disk.bulk import sync_paths
+from expstore.disk.disk import Disk, File, ReadingDisk
 from expstore.errors import NotFoundError
-from expstore.files import Disk, File, ReadingDisk
-from expstore.making import LOCK
 
 __all__ = [
     "PIECE_BYTES",

@@ -14,17 +14,17 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from expstore.core.values import Array, IntArray, Key, key_name
+from expstore.disk.disk import Disk
 from expstore.errors import SchemaError
 from expstore.exchange.base import Imported, Progress, piece_rows
-from expstore.exchange.bfloat import narrowed, widened
-from expstore.exchange.exporting import Tally
-from expstore.exchange.filling import new_store, settings_of
+from expstore.exchange.bfloat16 import narrowed, widened
+from expstore.exchange.export import Tally
+from expstore.exchange.fill import new_store, settings_of
 from expstore.exchange.naming import FLAGS, SCALARS, check_keys, check_map, our_key, their_path
 from expstore.exchange.pacing import Piece
 from expstore.exchange.rows import Rows
-from expstore.files import Disk
-from expstore.schema import DTYPES, Field, Schema
-from expstore.types import Array, IntArray, Key, key_name
+from expstore.schema.schema import DTYPES, Field, Schema
 
 __all__ = [
     "ABOUT",

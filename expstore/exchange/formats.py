@@ -9,9 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from expstore import exchange
+from expstore.disk.disk import ReadingDisk
 from expstore.errors import NotFoundError, SchemaError
 from expstore.exchange.base import Exported, Imported, open_to_read
-from expstore.files import ReadingDisk
 
 __all__ = ["EXPORTS", "IMPORTS", "MAPPED", "TABLES", "exporter", "format_of", "importer"]
 

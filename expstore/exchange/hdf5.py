@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from expstore.core.values import Array
+from expstore.disk.disk import Disk
 from expstore.errors import StorageError
 from expstore.exchange.base import (
     DiskFile,
@@ -23,11 +25,9 @@ from expstore.exchange.base import (
     open_to_read,
     required,
 )
-from expstore.exchange.exporting import exporting
+from expstore.exchange.export import exporting
 from expstore.exchange.flat import ABOUT, Column, fill_flat, plan_columns, write_flat
 from expstore.exchange.rows import Episodes, Exchanged
-from expstore.files import Disk
-from expstore.types import Array
 
 __all__ = ["datasets_in", "export_hdf5", "import_hdf5", "reading_hdf5"]
 

@@ -14,14 +14,14 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from expstore.arrowtypes import ragged_text
+from expstore.core.values import Array, Key, key_name
 from expstore.errors import SchemaError
-from expstore.exchange.bfloat import narrowed
-from expstore.exchange.loose import from_file, suits, text_of
+from expstore.exchange.bfloat16 import narrowed
 from expstore.exchange.survey import Seen, Survey
 from expstore.exchange.tables import ABOUT, FORMAT, OWN, VALUES, arrow_type, row_values
-from expstore.schema import ARROW, Field, Schema
-from expstore.types import Array, Key, key_name
+from expstore.exchange.variable_rows import from_file, suits, text_of
+from expstore.schema.arrow_types import ragged_text
+from expstore.schema.schema import ARROW, Field, Schema
 
 __all__ = ["Layout", "Table", "needs_survey", "read_layout"]
 

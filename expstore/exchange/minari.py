@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from expstore.core.values import Array, IntArray, Key, key_name
+from expstore.disk.disk import Disk
 from expstore.errors import SchemaError
 from expstore.exchange.base import (
     DiskFile,
@@ -24,13 +26,11 @@ from expstore.exchange.base import (
     piece_rows,
     required,
 )
-from expstore.exchange.exporting import exporting
+from expstore.exchange.export import exporting
 from expstore.exchange.flat import rows_differ, to_stored
 from expstore.exchange.rows import Episodes, Exchanged, Rows
 from expstore.exchange.spacetext import nested_space, space_of
-from expstore.files import Disk
-from expstore.schema import Field
-from expstore.types import Array, IntArray, Key, key_name
+from expstore.schema.schema import Field
 
 __all__ = [
     "DATA",

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from expstore.core.values import Key, key_name
 from expstore.errors import SchemaError
-from expstore.types import Key, key_name
 
 __all__ = ["FLAGS", "SCALARS", "check_keys", "check_map", "our_key", "their_path"]
 

@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from expstore.core.values import Array, Key
+from expstore.disk.disk import Disk
 from expstore.errors import SchemaError, StorageError
 from expstore.exchange.base import (
     DiskFile,
@@ -24,11 +26,9 @@ from expstore.exchange.base import (
     no_progress,
     open_to_read,
 )
-from expstore.exchange.exporting import exporting
+from expstore.exchange.export import exporting
 from expstore.exchange.flat import ABOUT, Column, fill_flat, plan_columns, write_flat
 from expstore.exchange.rows import Episodes, Exchanged
-from expstore.files import Disk
-from expstore.types import Array, Key
 
 __all__ = ["export_npz", "import_npz"]
 

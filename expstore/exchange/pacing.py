@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
+from expstore.core.values import IntArray
 from expstore.errors import SchemaError
 from expstore.exchange.base import PIECE_BYTES
 from expstore.exchange.rows import Rows
-from expstore.storages.loading import join_parts
-from expstore.types import IntArray
+from expstore.storages.snapshots.restore import join_parts
 
 __all__ = ["Piece", "mean_bytes", "read_pieces"]
 

@@ -13,6 +13,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from expstore.core.values import key_name
+from expstore.disk.disk import Disk
 from expstore.errors import SchemaError
 from expstore.exchange.base import (
     PIECE_BYTES,
@@ -22,13 +24,11 @@ from expstore.exchange.base import (
     no_progress,
     piece_rows,
 )
-from expstore.exchange.exporting import Tally, exporting
+from expstore.exchange.export import Tally, exporting
 from expstore.exchange.pacing import read_pieces
 from expstore.exchange.rows import Episodes, Exchanged, Rows
 from expstore.exchange.tables import arrow_type, check_names, rows_schema, to_batch
-from expstore.files import Disk
-from expstore.schema import Field
-from expstore.types import key_name
+from expstore.schema.schema import Field
 
 __all__ = ["export_parquet"]
 

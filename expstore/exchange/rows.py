@@ -16,18 +16,18 @@ from typing import Any
 
 import numpy as np
 
+from expstore.core.values import IntArray, Window, key_name
+from expstore.disk.disk import Disk
+from expstore.episodes.fragments import all_ids
 from expstore.errors import NotFoundError, SchemaError, StateError
-from expstore.files import Disk
-from expstore.fragments import all_ids
-from expstore.picking import no_rows
-from expstore.schema import OBJECT, Field, Schema
-from expstore.snapshots import find_version, store_meant
-from expstore.storages.access import read_present
+from expstore.schema.schema import OBJECT, Field, Schema
+from expstore.schema.take_rows import no_rows
+from expstore.sql.sync import Catalog
 from expstore.storages.base import ROW_FIELDS, Storage
-from expstore.storages.catalog import Catalog
 from expstore.storages.folder import FolderStorage
 from expstore.storages.follower import FollowerStorage
-from expstore.types import IntArray, Window, key_name
+from expstore.storages.indexing import read_present
+from expstore.storages.snapshots.catalog import find_version, store_meant
 
 __all__ = ["Episodes", "Exchanged", "Rows", "opened", "parse_episodes"]
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from expstore.schema import Field
+from expstore.core.values import Key
+from expstore.schema.schema import Field
 from expstore.storages.base import Storage
-from expstore.types import Key
 
 __all__ = ["nested_space", "space_of"]
 
@@ -24,7 +24,7 @@ def space_of(storage: Storage, entry: Field) -> dict[str, Any]:
 
 
 def _from_spec(storage: Storage, entry: Field) -> dict[str, Any] | None:
-    from expstore.domains import specs_of  # which loads torch
+    from expstore.buffers.domain_checks import specs_of  # which loads torch
     from expstore.specs.spaces import to_space
 
     specs = specs_of(storage)

@@ -12,8 +12,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from expstore.exchange.loose import plain_array
-from expstore.types import Key
+from expstore.core.values import Key
+from expstore.exchange.variable_rows import plain_array
 
 __all__ = ["Seen", "Survey"]
 

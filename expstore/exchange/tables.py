@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from expstore.core.values import Array, Key, key_name
 from expstore.errors import SchemaError
-from expstore.exchange.bfloat import widened
-from expstore.exchange.loose import file_type, to_file
-from expstore.schema import DTYPES, Field
-from expstore.types import Array, Key, key_name
+from expstore.exchange.bfloat16 import widened
+from expstore.exchange.variable_rows import file_type, to_file
+from expstore.schema.schema import DTYPES, Field
 
 __all__ = [
     "ABOUT",

@@ -12,14 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from expstore.bulk import sync_paths
+from expstore.core.values import Array
+from expstore.disk.bulk import sync_paths
+from expstore.disk.disk import Disk
 from expstore.exchange.base import PIECE_BYTES, PIECE_ROWS, Exported, Progress, no_progress
-from expstore.exchange.exporting import Tally, exporting
+from expstore.exchange.export import Tally, exporting
 from expstore.exchange.pacing import read_pieces
 from expstore.exchange.rows import Episodes, Exchanged, Rows
-from expstore.files import Disk
-from expstore.schema import Field
-from expstore.types import Array
+from expstore.schema.schema import Field
 
 __all__ = ["export_zarr"]
 

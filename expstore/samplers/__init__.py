@@ -14,7 +14,7 @@ from expstore.samplers.recency import RecencySampler
 from expstore.samplers.slices import SliceSampler
 from expstore.samplers.slices_without_replacement import SliceSamplerWithoutReplacement
 from expstore.samplers.staleness import StalenessAwareSampler
-from expstore.samplers.streaming import StreamingSliceSampler
+from expstore.samplers.streaming_slices import StreamingSliceSampler
 from expstore.samplers.without_replacement import SamplerWithoutReplacement
 
 __all__ = [

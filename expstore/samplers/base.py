@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
+from expstore.core.values import Array, IntArray, Key, Selection, Window
 from expstore.errors import NotReadyError
 from expstore.samplers.filter import Filter
-from expstore.types import Array, IntArray, Key, Selection, Window
 
 if TYPE_CHECKING:
     from expstore.storages.base import Storage
@@ -62,7 +62,7 @@ class Sampler(metaclass=SamplerKind):
     """Choose ids. Threads may sample at once.
 
     A sampler written for torchrl, with `sample(storage, batch_size) -> (index, info)`, is taken as well: see
-    `samplers/adapted.py`.
+    `samplers/torchrl_adapter.py`.
 
     Args:
         where: Which rows may be drawn: an SQL expression over a row and its episode; None: all.

@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from expstore.core.values import Array, IntArray, Selection
 from expstore.errors import NotReadyError, StateError
 from expstore.samplers.base import Sampler, refuse_weight
 from expstore.samplers.random import RandomSampler
-from expstore.samplers.windowtree import WindowTree, warm
-from expstore.types import Array, IntArray, Selection
+from expstore.samplers.window_sum_tree import WindowTree, warm
 
 if TYPE_CHECKING:
+    from expstore.kernels.sum_tree import SumTree
     from expstore.storages.base import Storage
-    from expstore.storages.sampled import Sampled
-    from expstore.sumtree import SumTree
+    from expstore.storages.columns.sample_counts_file import Sampled
 
 __all__ = ["ConsumingSampler", "consume_after"]
 

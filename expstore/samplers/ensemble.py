@@ -11,9 +11,9 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from expstore.core.members import Members
+from expstore.core.values import Array, IntArray
 from expstore.errors import NotReadyError
-from expstore.members import Members
-from expstore.types import Array, IntArray
 
 __all__ = ["SamplerEnsemble"]
 

@@ -18,15 +18,15 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from expstore.core.values import Array, IntArray, Key, Window
+from expstore.episodes.fragments import all_ids, clip
 from expstore.errors import ExpStoreError, NotReadyError, StateError
-from expstore.fragments import all_ids, clip
-from expstore.storages.catalog import Catalog
-from expstore.storages.coming import unmoved
-from expstore.types import Array, IntArray, Key, Window
+from expstore.sql.sync import Catalog
+from expstore.storages.engine.backfill import unmoved
 
 if TYPE_CHECKING:
-    from expstore.episodes import EpisodeTable
-    from expstore.expressions import Needs
+    from expstore.episodes.table import EpisodeTable
+    from expstore.sql.expressions import Needs
     from expstore.storages.base import Storage
 
 __all__ = ["Filter"]
@@ -112,7 +112,7 @@ class Filter:
     """
 
     def __init__(self, where: str | None, weight: str | None) -> None:
-        from expstore.expressions import Conditions  # loads DuckDB
+        from expstore.sql.expressions import Conditions  # loads DuckDB
 
         self.where, self.weight = where, weight
         self._conditions = Conditions(where, weight)

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import torch
 
+from expstore.core.values import Array, IntArray, Selection
+from expstore.disk.disk import load_compiled
 from expstore.errors import NotReadyError
-from expstore.files import load_compiled
 from expstore.samplers.base import Sampler
-from expstore.samplers.windowtree import TREES, WindowTree, warm
-from expstore.types import Array, IntArray, Selection
+from expstore.samplers.window_sum_tree import TREES, WindowTree, warm
 
 if TYPE_CHECKING:
     from expstore.storages.base import Storage

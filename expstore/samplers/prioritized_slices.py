@@ -14,16 +14,23 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from expstore.core.values import Array, IntArray, Selection
 from expstore.errors import NotReadyError
-from expstore.samplers.keyedruns import Trajectories
+from expstore.samplers.keyed_trajectories import Trajectories
 from expstore.samplers.prioritized import PrioritizedSampler, Reduction
-from expstore.samplers.slicing import NestedKey, Slicing, Span, none_is_long_enough, refuse, trajectory_fields
-from expstore.types import Array, IntArray, Selection
+from expstore.samplers.slice_options import (
+    NestedKey,
+    Slicing,
+    Span,
+    none_is_long_enough,
+    refuse,
+    trajectory_fields,
+)
 
 if TYPE_CHECKING:
+    from expstore.kernels.sum_tree import SumTree
     from expstore.storages.base import Storage
-    from expstore.storages.runs import Runs
-    from expstore.sumtree import SumTree
+    from expstore.storages.run_index import Runs
 
 __all__ = ["PrioritizedSliceSampler"]
 

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
+from expstore.core.values import Array, IntArray, Key, Selection, key_name, to_key
 from expstore.errors import SchemaError
 from expstore.samplers.base import Sampler, readable
-from expstore.storages.access import read_present
-from expstore.types import Array, IntArray, Key, Selection, key_name, to_key
+from expstore.storages.indexing import read_present
 
 if TYPE_CHECKING:
     from expstore.storages.base import Storage

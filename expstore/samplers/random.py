@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from expstore.core.values import Selection
 from expstore.samplers.base import Sampler, readable
-from expstore.samplers.windowtree import WindowTree, warm
+from expstore.samplers.window_sum_tree import WindowTree, warm
 from expstore.samplers.without_replacement import SamplerWithoutReplacement
-from expstore.types import Selection
 
 if TYPE_CHECKING:
     from expstore.storages.base import Storage

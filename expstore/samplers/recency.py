@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from expstore.core.values import Array, IntArray, Selection, Window
 from expstore.samplers.base import Sampler, readable
-from expstore.samplers.windowtree import WindowTree, warm
-from expstore.types import Array, IntArray, Selection, Window
+from expstore.samplers.window_sum_tree import WindowTree, warm
 
 if TYPE_CHECKING:
     from expstore.storages.base import Storage

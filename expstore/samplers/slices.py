@@ -12,20 +12,27 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from expstore.files import load_compiled
+from expstore.core.values import Array, IntArray, Selection
+from expstore.disk.disk import load_compiled
 from expstore.samplers.base import Sampler
-from expstore.samplers.candidates import Candidates
-from expstore.samplers.keyedruns import Trajectories
-from expstore.samplers.runweights import RunWeights
+from expstore.samplers.keyed_trajectories import Trajectories
+from expstore.samplers.slice_options import (
+    NestedKey,
+    Slicing,
+    Span,
+    none_is_long_enough,
+    refuse,
+    trajectory_fields,
+)
 from expstore.samplers.slices_without_replacement import SliceSamplerWithoutReplacement
-from expstore.samplers.slicing import NestedKey, Slicing, Span, none_is_long_enough, refuse, trajectory_fields
-from expstore.samplers.windowtree import TREES
-from expstore.storages.runs import TABLES
-from expstore.types import Array, IntArray, Selection
+from expstore.samplers.start_candidates import Candidates
+from expstore.samplers.trajectory_weights import RunWeights
+from expstore.samplers.window_sum_tree import TREES
+from expstore.storages.run_index import TABLES
 
 if TYPE_CHECKING:
     from expstore.storages.base import Storage
-    from expstore.storages.runs import Runs
+    from expstore.storages.run_index import Runs
 
 __all__ = ["Law", "SliceSampler"]
 

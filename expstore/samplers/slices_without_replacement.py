@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from expstore.samplers.candidates import Candidates
-from expstore.samplers.keyedruns import Trajectories
-from expstore.samplers.runweights import RunWeights
-from expstore.samplers.slicing import NestedKey, Slicing, none_is_long_enough, refuse, trajectory_fields
+from expstore.core.values import IntArray, Selection
+from expstore.samplers.keyed_trajectories import Trajectories
+from expstore.samplers.slice_options import NestedKey, Slicing, none_is_long_enough, refuse, trajectory_fields
+from expstore.samplers.start_candidates import Candidates
+from expstore.samplers.trajectory_weights import RunWeights
 from expstore.samplers.without_replacement import SamplerWithoutReplacement
-from expstore.types import IntArray, Selection
 
 if TYPE_CHECKING:
     from expstore.storages.base import Storage
-    from expstore.storages.runs import Runs
+    from expstore.storages.run_index import Runs
 
 __all__ = ["SliceSamplerWithoutReplacement"]
 

@@ -16,11 +16,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from expstore.core.id_set import Gaps
+from expstore.core.values import IntArray, Key, Selection, Window, key_name, to_key
 from expstore.errors import NotReadyError, SchemaError
-from expstore.gaps import Gaps
 from expstore.samplers.base import Sampler
-from expstore.samplers.rowmasses import RowMasses
-from expstore.types import IntArray, Key, Selection, Window, key_name, to_key
+from expstore.samplers.row_weights import RowMasses
 
 if TYPE_CHECKING:
     from expstore.storages.base import Storage

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from expstore.core.values import IntArray, Selection, Window, cut_run
 from expstore.errors import NotFoundError
 from expstore.samplers.base import Sampler, refuse_weight
-from expstore.types import IntArray, Selection, Window, cut_run
 
 if TYPE_CHECKING:
     from expstore.storages.base import Storage

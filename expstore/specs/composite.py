@@ -14,12 +14,12 @@ from typing import Any, Self, cast
 import torch
 from tensordict import TensorDict, TensorDictBase, is_tensor_collection
 
+from expstore.core.values import to_key
 from expstore.specs.base import TensorSpec, as_device
 from expstore.specs.batchdims import BatchDims, Entries
 from expstore.specs.locking import Lockable
 from expstore.specs.shapes import as_size, safe
 from expstore.specs.views import ItemsView, KeysView, NestedKey, ValuesView
-from expstore.types import to_key
 
 __all__ = ["Composite"]
 

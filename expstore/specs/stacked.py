@@ -15,12 +15,12 @@ import numpy as np
 import torch
 from tensordict import LazyStackedTensorDict
 
+from expstore.core.values import to_key
 from expstore.specs.base import TensorSpec, implements, stack_equal
 from expstore.specs.batchdims import Entries
 from expstore.specs.composite import Composite
 from expstore.specs.shapes import as_size, sizes_of
 from expstore.specs.views import NestedKey
-from expstore.types import to_key
 
 __all__ = ["Stacked", "StackedComposite"]
 

@@ -18,9 +18,9 @@ from tensordict import NonTensorData, NonTensorStack
 
 from expstore import specs
 from expstore.errors import CorruptionError, SchemaError
+from expstore.schema.spec_text import pack_specs, unpack_specs
 from expstore.specs.anatomy import Tree, build, take_apart
 from expstore.specs.base import TensorSpec
-from expstore.spectext import pack_specs, unpack_specs
 
 __all__ = ["from_text", "read_stored", "to_text"]
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
+from expstore.core.values import to_key
 from expstore.specs.base import TensorSpec
 from expstore.specs.batchdims import BatchDims
-from expstore.types import to_key
 
 __all__ = ["ItemsView", "KeysView", "NestedKey", "ValuesView"]
 

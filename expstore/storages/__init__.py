@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from expstore.storages.ensemble import StorageEnsemble
     from expstore.storages.follower import FollowerStorage
     from expstore.storages.memory import MemoryStorage
-    from expstore.storages.objects import LazyStackStorage, ListStorage
-    from expstore.storages.scratch import LazyMemmapStorage
-    from expstore.storages.tensors import LazyTensorStorage, TensorStorage
+    from expstore.storages.torchrl import LazyTensorStorage, TensorStorage
+    from expstore.storages.torchrl_memmap import LazyMemmapStorage
+    from expstore.storages.torchrl_objects import LazyStackStorage, ListStorage
     from expstore.storages.zarr import ZarrStorage
 
 __all__ = [
@@ -36,14 +36,14 @@ __all__ = [
 _HOME = {
     "ArrowStorage": "arrow",
     "FollowerStorage": "follower",
-    "LazyMemmapStorage": "scratch",
-    "LazyStackStorage": "objects",
-    "LazyTensorStorage": "tensors",
-    "ListStorage": "objects",
+    "LazyMemmapStorage": "torchrl_memmap",
+    "LazyStackStorage": "torchrl_objects",
+    "LazyTensorStorage": "torchrl",
+    "ListStorage": "torchrl_objects",
     "MemoryStorage": "memory",
     "Storage": "base",
     "StorageEnsemble": "ensemble",
-    "TensorStorage": "tensors",
+    "TensorStorage": "torchrl",
     "ZarrStorage": "zarr",
 }
 

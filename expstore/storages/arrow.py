@@ -13,19 +13,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from expstore.core.id_set import NO_GAPS, Gaps
+from expstore.core.values import Array, IntArray, Ranking
+from expstore.disk.disk import Disk, File
 from expstore.errors import SchemaError, StorageError
-from expstore.files import Disk, File
-from expstore.gaps import NO_GAPS, Gaps
-from expstore.schema import Schema
+from expstore.schema.schema import Schema
 from expstore.storages.base import Keys
-from expstore.storages.layout import LayoutName
-from expstore.storages.recovery import Past
-from expstore.storages.rows import Rows
-from expstore.storages.segmentcolumn import in_place
-from expstore.storages.segmentwriter import SegmentWriter
-from expstore.storages.settings import Settings
+from expstore.storages.batch import Rows
+from expstore.storages.columns.arrow.column import in_place
+from expstore.storages.columns.arrow.writer import SegmentWriter
+from expstore.storages.engine.open_settings import Settings
+from expstore.storages.format.layout import LayoutName
+from expstore.storages.recovery.recover import Past
 from expstore.storages.zarr import ZarrStorage
-from expstore.types import Array, IntArray, Ranking
 
 __all__ = ["ArrowStorage"]
 

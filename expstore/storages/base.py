@@ -18,30 +18,30 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from expstore.episodelog import LogEntry
-from expstore.episodes import EpisodeTable
+from expstore.core.change_log import Changed
+from expstore.core.draw_state import DrawPosition
+from expstore.core.geometry import Grid, check_ndim, round_up
+from expstore.core.idempotency import WriteKeys
+from expstore.core.spare_slots import spare_slots
+from expstore.core.values import Array, IntArray, Key, Ranking, Window, cut_run, key_name
+from expstore.disk.disk import Disk
+from expstore.disk.fair_lock import FairLock
+from expstore.episodes.log import LogEntry
+from expstore.episodes.table import EpisodeTable
 from expstore.errors import NotFoundError, SchemaError, StateError
-from expstore.files import Disk
-from expstore.keys import REWARD, Keys, find_keys
-from expstore.schema import Field, Schema
-from expstore.storages.cataloglike import CatalogLike
-from expstore.storages.changed import Changed
-from expstore.storages.described import Described
-from expstore.storages.grid import Grid, check_ndim, round_up
-from expstore.storages.hold import Hold
-from expstore.storages.indexed import Indexed
+from expstore.schema.field_roles import REWARD, Keys, find_keys
+from expstore.schema.schema import Field, Schema
+from expstore.storages.batch import Rows, now_us
+from expstore.storages.columns.priorities import Watcher, check_priorities
+from expstore.storages.columns.sample_counts_file import Sampled
+from expstore.storages.field_specs import Described
+from expstore.storages.index_protocol import CatalogLike
 from expstore.storages.keyed import Keyed
-from expstore.storages.position import DrawPosition
-from expstore.storages.priorities import Watcher, check_priorities
-from expstore.storages.rows import Rows, now_us
-from expstore.storages.runs import Runs
-from expstore.storages.sampled import Sampled
-from expstore.storages.spare import spare_slots
+from expstore.storages.list_methods import Indexed
+from expstore.storages.run_index import Runs
+from expstore.storages.snapshot_pin import Hold
 from expstore.storages.stateful import Stateful
 from expstore.storages.stats import Counters
-from expstore.turns import FairLock
-from expstore.types import Array, IntArray, Key, Ranking, Window, cut_run, key_name
-from expstore.writekeys import WriteKeys
 
 if TYPE_CHECKING:
     import torch

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from expstore.members import Members
+from expstore.core.members import Members
 
 __all__ = ["StorageEnsemble"]
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from expstore.core.values import key_name
+from expstore.disk.disk import Disk
 from expstore.errors import SchemaError
-from expstore.files import Disk
-from expstore.manifest import Manifest
-from expstore.schema import Schema
+from expstore.schema.schema import Schema
 from expstore.storages.base import Keys, Storage, find_keys
-from expstore.storages.records import Redo, fetch_body
-from expstore.types import key_name
+from expstore.storages.format.manifest import Manifest
+from expstore.storages.format.records import Redo, fetch_body
 
 __all__ = [
     "COLUMNS",

@@ -15,26 +15,26 @@ from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 
-from expstore.episodelog import LogEntry, read_log
-from expstore.episodes import EpisodeTable
+from expstore.core.values import Array, IntArray, Window
+from expstore.disk.disk import Disk, ReadingDisk
+from expstore.disk.writer_lock import Owner, read_owner
+from expstore.episodes.log import LogEntry, read_log
+from expstore.episodes.table import EpisodeTable
 from expstore.errors import StateError, StorageError
-from expstore.files import Disk, ReadingDisk
-from expstore.lock import Owner, read_owner
-from expstore.manifest import Manifest
-from expstore.schema import Schema
-from expstore.state import StateView
-from expstore.storages.archive import archive_path
+from expstore.schema.schema import Schema
 from expstore.storages.base import ROW_FIELDS, Keys, Rows, Storage
-from expstore.storages.chronicle import Chronicle
-from expstore.storages.columngroup import ColumnGroup
+from expstore.storages.columns.column_set import ColumnGroup
+from expstore.storages.columns.overlay import Overlay
+from expstore.storages.engine.archive import archive_path
+from expstore.storages.engine.open_settings import Settings, look_up
 from expstore.storages.folder import LOCK, LOG, FolderStorage
-from expstore.storages.loading import refuse_half_loaded
-from expstore.storages.overlay import Overlay
-from expstore.storages.recovery import describe_past
-from expstore.storages.replay import Replay, episode_rows, open_columns, replay
-from expstore.storages.settings import Settings, look_up
-from expstore.storages.watch import Watch
-from expstore.types import Array, IntArray, Window
+from expstore.storages.format.control_page import StateView
+from expstore.storages.format.manifest import Manifest
+from expstore.storages.format.writer_probe import Watch
+from expstore.storages.recovery.cold_reader import Replay, episode_rows, open_columns, replay
+from expstore.storages.recovery.recover import describe_past
+from expstore.storages.recovery.tail import Chronicle
+from expstore.storages.snapshots.restore import refuse_half_loaded
 
 __all__ = ["FollowerStorage", "Origin"]
 

@@ -5,8 +5,8 @@ Base of storages. Where the keys are kept is for `WriteKeys`, and who asks for t
 
 from __future__ import annotations
 
-from expstore.storages.rows import Rows
-from expstore.writekeys import WriteKeys
+from expstore.core.idempotency import WriteKeys
+from expstore.storages.batch import Rows
 
 __all__ = ["Keyed"]
 

@@ -12,12 +12,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from expstore.episodelog import LogEntry
-from expstore.episodes import EpisodeTable
+from expstore.core.buffer_pool import LEAST_BYTES, Recycled
+from expstore.core.draw_state import from_json, limits_of
+from expstore.core.geometry import round_up
+from expstore.core.values import Array, IntArray, Key, Window, cut_run
+from expstore.episodes.log import LogEntry
+from expstore.episodes.table import EpisodeTable
 from expstore.errors import StateError
-from expstore.schema import Field, Schema
+from expstore.schema.schema import Field, Schema
 from expstore.storages.base import ROW_FIELDS, Keys, Rows, find_keys
-from expstore.storages.coming import (
+from expstore.storages.columns.sample_counts_file import Sampled
+from expstore.storages.engine.backfill import (
     Coming,
     Filler,
     Reshaping,
@@ -25,17 +30,12 @@ from expstore.storages.coming import (
     check_going,
     places_without,
 )
-from expstore.storages.grid import round_up
-from expstore.storages.loading import Arrival, ContentLike, read_content
-from expstore.storages.portable import PortableStorage
-from expstore.storages.position import from_json, limits_of
-from expstore.storages.recycled import LEAST_BYTES, Recycled
-from expstore.storages.sampled import Sampled
-from expstore.storages.versioned import VersionedStorage
-from expstore.types import Array, IntArray, Key, Window, cut_run
+from expstore.storages.snapshots.portable import PortableStorage
+from expstore.storages.snapshots.restore import Arrival, ContentLike, read_content
+from expstore.storages.snapshots.versioned import VersionedStorage
 
 if TYPE_CHECKING:
-    from expstore.storages.cells import Cells
+    from expstore.storages.columns.object_cells import Cells
 
 __all__ = ["MemoryStorage"]
 
@@ -288,7 +288,7 @@ class MemoryStorage(PortableStorage, VersionedStorage):
 
 def _empty(entry: Field, size: int) -> Array | Cells:
     if entry.variable:
-        from expstore.storages.cells import Cells
+        from expstore.storages.columns.object_cells import Cells
 
         return Cells(entry, size)
     return np.zeros((size, *entry.shape), entry.numpy_dtype)

@@ -9,13 +9,13 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
+from expstore.core.values import Window
 from expstore.errors import StateError
-from expstore.types import Window
 
 if TYPE_CHECKING:
-    from expstore.storages.packedrows import PackedRows
-    from expstore.storages.segmentversion import Held
-    from expstore.storages.sharedcolumn import SharedColumn
+    from expstore.storages.columns.arrow.capture import Held
+    from expstore.storages.columns.dedup import SharedColumn
+    from expstore.storages.columns.packed.column import PackedRows
 
 __all__ = ["Hook", "Stateful"]
 

@@ -14,24 +14,24 @@ from typing import Any
 import google_crc32c
 import numpy as np
 
+from expstore.core.values import Array, IntArray, Key
+from expstore.disk.disk import File
 from expstore.errors import StateError, StorageError
-from expstore.files import File
-from expstore.schema import Field, Schema
-from expstore.storages.archiving import ArchivingStorage
+from expstore.schema.schema import Field, Schema
 from expstore.storages.base import ROW_FIELDS, Keys, Rows
-from expstore.storages.checksums import BLOCK_ROWS, CHECKSUMS, Checksums, blocks_of
-from expstore.storages.columnwriter import WritableColumns, taken
+from expstore.storages.columns.checksums import BLOCK_ROWS, CHECKSUMS, Checksums, blocks_of
+from expstore.storages.columns.column_set_writer import WritableColumns, taken
+from expstore.storages.columns.memtable import TAIL_BYTES, TAIL_ROWS, Tail
+from expstore.storages.columns.payload import payload_parts
+from expstore.storages.columns.sample_counts import SampledColumn, has_sampled
+from expstore.storages.engine.archiving import ArchivingStorage
+from expstore.storages.engine.checkpointer import RIDING_BYTES
 from expstore.storages.folder import COLUMNS
-from expstore.storages.implied import implied_keys
-from expstore.storages.loading import Arrival, ContentLike, build_load, commit_load
-from expstore.storages.payload import payload_parts
-from expstore.storages.recovery import Past, unsettled_blocks
-from expstore.storages.resizing import Progress, resized
-from expstore.storages.sampledcolumn import SampledColumn, has_sampled
-from expstore.storages.synced import RIDING_BYTES
-from expstore.storages.tail import TAIL_BYTES, TAIL_ROWS, Tail
-from expstore.storages.zarrmeta import check_metadata
-from expstore.types import Array, IntArray, Key
+from expstore.storages.format.derived import implied_keys
+from expstore.storages.format.zarr_metadata import check_metadata
+from expstore.storages.recovery.recover import Past, unsettled_blocks
+from expstore.storages.snapshots.resize import Progress, resized
+from expstore.storages.snapshots.restore import Arrival, ContentLike, build_load, commit_load
 
 __all__ = ["ZarrStorage"]
 

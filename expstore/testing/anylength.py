@@ -13,17 +13,17 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from expstore.arrowtypes import ragged_text, to_type, type_text
-from expstore.buffers import ReplayBuffer
-from expstore.episodes import Steps
+from expstore.buffers.replay_buffer import ReplayBuffer
+from expstore.core.values import Array, IntArray
+from expstore.episodes.table import Steps
 from expstore.errors import SchemaError, SnapshotError, StateError
-from expstore.keys import find_keys
-from expstore.schema import ARROW, Field, Schema
+from expstore.schema.arrow_types import ragged_text, to_type, type_text
+from expstore.schema.field_roles import find_keys
+from expstore.schema.schema import ARROW, Field, Schema
 from expstore.storages.base import Storage
 from expstore.testing.declared import Declared
 from expstore.testing.expect import raises, same
-from expstore.types import Array, IntArray
-from expstore.writers import RoundRobinWriter
+from expstore.writers.writers import RoundRobinWriter
 
 __all__ = ["AnyLengthSuite"]
 

@@ -18,7 +18,7 @@ from expstore.testing.expect import expect, raises, same
 from expstore.testing.life import Life
 from expstore.testing.model import Cell
 from expstore.testing.rows import make_batch, patch_of
-from expstore.writers import TensorDictMaxValueWriter
+from expstore.writers.writers import TensorDictMaxValueWriter
 
 __all__ = ["ChangeSuite"]
 

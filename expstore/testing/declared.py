@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from expstore.checks import verify
+from expstore.maintenance import verify
 from expstore.storages.base import Storage
 from expstore.storages.folder import FolderStorage
 from expstore.storages.follower import FollowerStorage

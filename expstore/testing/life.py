@@ -15,9 +15,9 @@ from typing import Any, Protocol, Self
 import numpy as np
 import torch
 
+from expstore.buffers.tensordict import TensorDictReplayBuffer
 from expstore.errors import NoRowError
 from expstore.storages.base import Storage
-from expstore.tensordictbuffers import TensorDictReplayBuffer
 from expstore.testing.expect import expect, raises, same
 from expstore.testing.model import Cell, Model, Row
 from expstore.testing.rows import hold, make_batch, patch_of

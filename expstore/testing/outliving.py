@@ -10,11 +10,11 @@ from pathlib import Path
 
 import torch
 
+from expstore.buffers.tensordict import TensorDictReplayBuffer
 from expstore.errors import LockedError, NotFoundError, SnapshotError, StateError
 from expstore.samplers.prioritized import PrioritizedSampler
 from expstore.samplers.without_replacement import SamplerWithoutReplacement
 from expstore.storages.base import Storage
-from expstore.tensordictbuffers import TensorDictReplayBuffer
 from expstore.testing.declared import Declared
 from expstore.testing.expect import expect, raises, same
 from expstore.testing.life import Life

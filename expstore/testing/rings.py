@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from expstore.buffers import ReplayBuffer
+from expstore.buffers.replay_buffer import ReplayBuffer
 from expstore.errors import NoRowError
 from expstore.samplers.without_replacement import SamplerWithoutReplacement
-from expstore.schema import DTYPES, OBJECT
+from expstore.schema.schema import DTYPES, OBJECT
 from expstore.testing.declared import Declared
 from expstore.testing.expect import expect, raises, same
 from expstore.testing.life import Life

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
+from expstore.core.values import Array
 from expstore.testing.expect import same
 from expstore.testing.model import Row
-from expstore.types import Array
 
 __all__ = ["CHANGEABLE", "columns_of", "hold", "make_batch", "patch_of"]
 

@@ -3,13 +3,13 @@
 Buffers take one of these, functions, modules, or torchrl's.
 """
 
+from expstore.transforms.base import StepTransform, StepView
+from expstore.transforms.cat_frames import CatFrames
 from expstore.transforms.compose import Compose, Inverted
-from expstore.transforms.crop import RandomCropTensorDict
-from expstore.transforms.frames import CatFrames
 from expstore.transforms.multi_step import MultiStepTransform
 from expstore.transforms.next_state import NextStateReconstructor
-from expstore.transforms.returns import Reward2GoTransform
-from expstore.transforms.steps import StepTransform, StepView
+from expstore.transforms.random_crop import RandomCropTensorDict
+from expstore.transforms.reward_to_go import Reward2GoTransform
 
 __all__ = [
     "CatFrames",

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, overload
 import numpy as np
 from tensordict import is_tensor_collection
 
+from expstore.core.values import Array, IntArray
 from expstore.errors import StateError
-from expstore.storages.access import read_rows
-from expstore.transforms.steps import StepTransform, StepView
-from expstore.types import Array, IntArray
+from expstore.storages.indexing import read_rows
+from expstore.transforms.base import StepTransform, StepView
 
 if TYPE_CHECKING:
     from expstore.storages.base import Storage

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from expstore.core.values import Array, IntArray, Key, given_key, key_name, to_key
+from expstore.disk.disk import load_compiled
 from expstore.errors import NotFoundError
-from expstore.files import load_compiled
-from expstore.schema import Schema
-from expstore.transforms.steps import (
+from expstore.schema.schema import Schema
+from expstore.transforms.base import (
     SUMS,
     StepTransform,
     StepView,
@@ -23,7 +24,6 @@ from expstore.transforms.steps import (
     given_discount,
     given_keys,
 )
-from expstore.types import Array, IntArray, Key, given_key, key_name, to_key
 
 if TYPE_CHECKING:
     from expstore.storages.base import Storage

@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from expstore.transforms.steps import (
+from expstore.core.values import to_key
+from expstore.transforms.base import (
     StepTransform,
     StepView,
     below_next,
@@ -24,7 +25,6 @@ from expstore.transforms.steps import (
     given_keys,
     refuse_given,
 )
-from expstore.types import to_key
 
 __all__ = ["NextStateReconstructor"]
 

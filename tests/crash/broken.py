@@ -13,24 +13,28 @@ from typing import Any
 import google_crc32c
 import numpy as np
 
-from expstore import dumping, keyfile
-from expstore.episodelog import LogEntry
-from expstore.journal import Kind
-from expstore.storages import columnwriter, loading, reshapable, sharing
-from expstore.storages.archive import Archive
-from expstore.storages.archiving import ArchivingStorage
+from expstore.episodes.log import LogEntry
 from expstore.storages.arrow import ArrowStorage
 from expstore.storages.base import Rows, Storage
-from expstore.storages.columnwriter import WritableColumns
-from expstore.storages.journaled import JournaledStorage
-from expstore.storages.keykeeping import KeyKeepingStorage
-from expstore.storages.lending import LendingStorage
-from expstore.storages.packable import PackableStorage
-from expstore.storages.packed import PackedColumn
-from expstore.storages.partial import PartialFile
-from expstore.storages.records import Publish
-from expstore.storages.sampledcolumn import SampledColumn
-from expstore.storages.segmentwriter import SegmentWriter
+from expstore.storages.columns import column_set_writer as columnwriter
+from expstore.storages.columns import dedup_finder as sharing
+from expstore.storages.columns.arrow.writer import SegmentWriter
+from expstore.storages.columns.column_set_writer import WritableColumns
+from expstore.storages.columns.packed.open_chunk import PartialFile
+from expstore.storages.columns.packed.writer import PackedColumn
+from expstore.storages.columns.sample_counts import SampledColumn
+from expstore.storages.engine import alter as reshapable
+from expstore.storages.engine.archive import Archive
+from expstore.storages.engine.archiving import ArchivingStorage
+from expstore.storages.engine.dedup import LendingStorage
+from expstore.storages.engine.packed import PackableStorage
+from expstore.storages.engine.store import JournaledStorage
+from expstore.storages.engine.write_keys import KeyKeepingStorage
+from expstore.storages.format import write_key_file as keyfile
+from expstore.storages.format.journal import Kind
+from expstore.storages.format.records import Publish
+from expstore.storages.snapshots import create as dumping
+from expstore.storages.snapshots import restore as loading
 from expstore.storages.zarr import ZarrStorage
 
 __all__ = ["BREAKS", "break_protocol"]

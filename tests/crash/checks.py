@@ -19,17 +19,17 @@ import numpy as np
 from ledger import Ledger, Op
 
 import expstore
-from expstore import writekeys
+from expstore.buffers.tensordict import TensorDictReplayBuffer
+from expstore.core import idempotency as writekeys
+from expstore.core.idempotency import WriteKey
+from expstore.disk.disk import Disk
 from expstore.errors import NotReadyError
-from expstore.files import Disk
-from expstore.snapshots import list_versions
-from expstore.storages.archive import ARCHIVED_ID, Beside, with_left
 from expstore.storages.base import ROW_FIELDS, Storage
-from expstore.storages.checksums import BLOCK_ROWS, GIVEN_UP, NOTHING, SUMMED, blocks_of, state_of
-from expstore.storages.rows import now_us
-from expstore.storages.sampledcolumn import find_sampled
-from expstore.tensordictbuffers import TensorDictReplayBuffer
-from expstore.writekeys import WriteKey
+from expstore.storages.batch import now_us
+from expstore.storages.columns.checksums import BLOCK_ROWS, GIVEN_UP, NOTHING, SUMMED, blocks_of, state_of
+from expstore.storages.columns.sample_counts import find_sampled
+from expstore.storages.engine.archive import ARCHIVED_ID, Beside, with_left
+from expstore.storages.snapshots.catalog import list_versions
 
 __all__ = [
     "Wrong",

@@ -48,24 +48,30 @@ from disks import KillingDisk
 from ledger import SEED, Ledger, Op, Spec
 
 # Compiled loops, which take a second to load: the children are to find them there.
-import expstore.compressing
-import expstore.gathering
-import expstore.ranktree
-import expstore.sumtree
-import expstore.unpacking  # noqa: F401
-from expstore import writekeys
-from expstore.episodeinfo import merge_info, pack_info
-from expstore.files import Disk
-from expstore.storages import base, columns, merging, packing, records, segmentwriter, sharedcolumn, zarr
-from expstore.storages import layout as layouts
+import expstore.kernels.blosc_decode
+import expstore.kernels.blosc_encode
+import expstore.kernels.gather_runs
+import expstore.kernels.rank_tree
+import expstore.kernels.sum_tree  # noqa: F401
+from expstore.buffers.tensordict import TensorDictReplayBuffer
+from expstore.core import idempotency as writekeys
+from expstore.disk.disk import Disk
+from expstore.episodes.annotations import merge_info, pack_info
+from expstore.storages import base, zarr
 from expstore.storages.arrow import ArrowStorage
-from expstore.storages.journaled import JournaledStorage
-from expstore.storages.layout import ColumnLayout
-from expstore.storages.settings import Settings
-from expstore.storages.tail import TAIL_BYTES
+from expstore.storages.columns import dedup as sharedcolumn
+from expstore.storages.columns import flat as columns
+from expstore.storages.columns.arrow import compaction as merging
+from expstore.storages.columns.arrow import writer as segmentwriter
+from expstore.storages.columns.memtable import TAIL_BYTES
+from expstore.storages.engine.open_settings import Settings
+from expstore.storages.engine.store import JournaledStorage
+from expstore.storages.format import chunk_encoding as packing
+from expstore.storages.format import layout as layouts
+from expstore.storages.format import records
+from expstore.storages.format.layout import ColumnLayout
 from expstore.storages.zarr import ZarrStorage
-from expstore.tensordictbuffers import TensorDictReplayBuffer
-from expstore.writers import TensorDictMaxValueWriter
+from expstore.writers.writers import TensorDictMaxValueWriter
 
 __all__ = [
     "CONSTANTS",

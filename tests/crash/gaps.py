@@ -36,7 +36,7 @@ from children import (
 from disks import KillingDisk
 from ledger import Ledger, Op, Spec
 
-from expstore.storages import journaled
+from expstore.storages.engine import store as journaled
 
 __all__ = ["PHASES", "NoKeeper", "Phase", "enumerate_gaps"]
 

@@ -21,26 +21,24 @@ from disks import KillingDisk
 from gaps import NoKeeper
 from tensordict import NonTensorStack, TensorDict
 
+import expstore.kernels.blosc_decode
+
 # What children need: they are to find it there.
-import expstore.compressing
-import expstore.gathering
-import expstore.index
-import expstore.ranktree
-import expstore.sumtree
-import expstore.unpacking
-from expstore import retention
-from expstore.files import ReadingDisk
-from expstore.storages import (
-    MemoryStorage,
-    base,
-    journaled,
-    packing,
-    segmentwriter,
-    sharedcolumn,
-)
-from expstore.storages import layout as layouts
+import expstore.kernels.blosc_encode
+import expstore.kernels.gather_runs
+import expstore.kernels.rank_tree
+import expstore.kernels.sum_tree
+import expstore.sql.index
+from expstore.buffers import retention
+from expstore.buffers.tensordict import TensorDictReplayBuffer
+from expstore.disk.disk import ReadingDisk
+from expstore.storages import MemoryStorage, base
+from expstore.storages.columns import dedup as sharedcolumn
+from expstore.storages.columns.arrow import writer as segmentwriter
+from expstore.storages.engine import store as journaled
 from expstore.storages.folder import FolderStorage
-from expstore.tensordictbuffers import TensorDictReplayBuffer
+from expstore.storages.format import chunk_encoding as packing
+from expstore.storages.format import layout as layouts
 from expstore.testing.model import Row
 from expstore.testing.rows import columns_of, make_batch, patch_of
 

@@ -42,7 +42,7 @@ from gaps import PHASES, enumerate_gaps
 from ledger import Spec
 from power import POWER_SPECS, power_cuts
 
-from expstore.files import Disk
+from expstore.disk.disk import Disk
 
 __all__ = ["SPECS", "TEETH", "main", "random_kills"]
 
@@ -310,7 +310,7 @@ def main() -> None:
     break_protocol(given.faults)
     logging.getLogger("expstore").setLevel(logging.ERROR)  # what openings say of the last writer
     if {"random", "power"} & set(given.tasks):
-        import expstore.index  # noqa: F401  # the children are to find it there
+        import expstore.sql.index  # noqa: F401  # the children are to find it there
     names, seed = given.names, given.seed
     tasks: dict[str, Callable[[Path], Report]] = {
         "random": lambda folder: random_kills(

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from tensordict import NonTensorStack, TensorDict
 
-from expstore.draws import Draws
+from expstore.buffers.rng import Draws
 
 __all__ = [
     "LATE",

@@ -49,7 +49,9 @@ from recording import Event, RecordingDisk
 
 import expstore
 from expstore import StorageError
-from expstore.storages import columngroup, journaled, keeper
+from expstore.storages.columns import column_set as columngroup
+from expstore.storages.engine import background as keeper
+from expstore.storages.engine import store as journaled
 
 __all__ = ["POWER_SPECS", "power_cuts"]
 

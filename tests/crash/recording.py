@@ -17,7 +17,7 @@ from typing import Any
 
 from disks import machine
 
-from expstore.files import Disk, File
+from expstore.disk.disk import Disk, File
 
 __all__ = ["Event", "RecordingDisk"]
 

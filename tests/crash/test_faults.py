@@ -26,12 +26,12 @@ from children import CONSTANTS, candidates, fit_constants, matching, new_ledger,
 from gaps import NoKeeper
 from ledger import Ledger, Op, Spec
 
-from expstore import files
+from expstore.buffers.tensordict import TensorDictReplayBuffer
+from expstore.disk import disk as files
+from expstore.disk.disk import Disk, File, _failed
 from expstore.errors import ExpStoreError, LockedError, StateError, StorageError
-from expstore.files import Disk, File, _failed
-from expstore.storages import journaled
+from expstore.storages.engine import store as journaled
 from expstore.storages.zarr import ZarrStorage
-from expstore.tensordictbuffers import TensorDictReplayBuffer
 
 pytestmark = pytest.mark.index
 

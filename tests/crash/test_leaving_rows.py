@@ -18,11 +18,15 @@ from tensordict import NonTensorStack, TensorDict
 
 import expstore
 from expstore import CorruptionError
-from expstore.checks import verify
-from expstore.files import Disk
-from expstore.gaps import Gaps
-from expstore.storages import ArrowStorage, ZarrStorage, journaled, keeper, retaining, segmentwriter
-from expstore.storages.settings import Settings
+from expstore.core.id_set import Gaps
+from expstore.disk.disk import Disk
+from expstore.maintenance import verify
+from expstore.storages import ArrowStorage, ZarrStorage
+from expstore.storages.columns.arrow import writer as segmentwriter
+from expstore.storages.engine import background as keeper
+from expstore.storages.engine import delete as retaining
+from expstore.storages.engine import store as journaled
+from expstore.storages.engine.open_settings import Settings
 
 pytestmark = pytest.mark.index
 

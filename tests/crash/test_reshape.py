@@ -20,9 +20,11 @@ from disks import KillingDisk, machine
 from tensordict import TensorDict
 
 import expstore
-from expstore.checks import verify
-from expstore.files import Disk
-from expstore.storages import base, journaled, packing
+from expstore.disk.disk import Disk
+from expstore.maintenance import verify
+from expstore.storages import base
+from expstore.storages.engine import store as journaled
+from expstore.storages.format import chunk_encoding as packing
 
 pytestmark = [pytest.mark.index, pytest.mark.usefixtures("no_syncs", "short")]
 

@@ -22,7 +22,7 @@ from hypothesis import stateful
 from hypothesis import strategies as st
 from truth import KEEP, Truth
 
-from expstore.draws import Draws
+from expstore.buffers.rng import Draws
 from expstore.testing.model import Cell, Row
 
 pytestmark = pytest.mark.index

@@ -1,0 +1,129 @@
+"""Who may ask for what: hosts, pages of other sites, tokens, rates.
+
+Used by the application, before bodies are read and routes are called. It never looks into a body, and its
+answers say nothing about what is behind it.
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import math
+import time
+from typing import Any
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from expstore.api.errors import Refusal, refuse
+from expstore.api.openapi import SAFE, Need, Routed
+from expstore.api.rates import Rates
+from expstore.api.settings import Settings
+
+__all__ = ["Guard", "is_loopback"]
+
+_LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]"})
+_SAME_SITE = frozenset({"same-origin", "none"})
+
+
+def is_loopback(address: str) -> bool:
+    """Say whether only this machine reaches an address; what is no address of a network is none of others."""
+    try:
+        found = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return True
+    mapped = getattr(found, "ipv4_mapped", None)
+    return (mapped or found).is_loopback
+
+
+class Guard:
+    """Let through what may pass, and answer the rest.
+
+    Args:
+        app: What is behind it.
+        settings: The server's.
+    """
+
+    def __init__(self, app: ASGIApp, settings: Settings) -> None:
+        self._app = app
+        self._settings = settings
+        self._hosts = _LOOPBACK_NAMES | {host.lower() for host in settings.hosts}
+        self._rates = None if settings.rate is None else Rates(settings.rate)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request, or have it answered."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        try:
+            self._look(scope, scope["expstore.route"])
+        except Refusal as refusal:
+            await refuse(refusal)(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+    def _look(self, scope: Scope, route: Routed) -> None:
+        headers = Headers(scope=scope)
+        server = (scope.get("server") or ("", None))[0]
+        host = headers.get("host", "")
+        self._check_host(host, server)
+        if scope["method"] not in SAFE:
+            _check_origin(headers, host)
+        may = self._allowed(headers.getlist("authorization"), server)
+        scope["expstore.may"] = may
+        if self._rates is not None:
+            client = (scope.get("client") or ("", None))[0]
+            if wait := self._rates.wait((client, may), time.monotonic()):
+                raise Refusal(429, "too many requests", headers={"Retry-After": str(math.ceil(wait))})
+        if route.need != Need.NOTHING and may == Need.NOTHING:
+            raise Refusal(401, "a token is needed", hint="send Authorization: Bearer TOKEN",
+                          headers={"WWW-Authenticate": "Bearer"})  # fmt: skip
+        if route.need == Need.WRITE and may != Need.WRITE:
+            raise Refusal(403, "this token only reads")
+
+    def _check_host(self, host: str, server: str) -> None:
+        """Refuse names that lead here although nobody gave them: a page may have its own name lead to us."""
+        name = _name_of(host)
+        if not name or name not in self._hosts | {server, f"[{server}]"}:
+            raise Refusal(400, f"the server is not called {host[:100]!r}", kind="host",
+                          hint="start it with --allow-host")  # fmt: skip
+
+    def _allowed(self, sent: list[str], server: str) -> str:
+        """Return what who sends these headers may do; both tokens are always compared."""
+        token, read_token = self._settings.token, self._settings.read_token
+        if token is None and read_token is None:
+            if not is_loopback(server):
+                raise Refusal(403, "the server has no token, and answers this machine only")
+            return Need.WRITE
+        scheme, _, found = sent[0].partition(" ") if len(sent) == 1 else ("", "", "")
+        borne = found.strip().encode("latin-1")
+        writes = hmac.compare_digest(borne, token or b"") and token is not None
+        reads = hmac.compare_digest(borne, read_token or b"") and read_token is not None
+        if scheme.lower() != "bearer":
+            return Need.NOTHING
+        return Need.WRITE if writes else Need.READ if reads else Need.NOTHING
+
+
+def _name_of(host: str) -> str:
+    """Return a Host header's name, without the port."""
+    name, _, port = host.rpartition(":")
+    return (name if name and not port.endswith("]") else host).lower()
+
+
+def _check_origin(headers: Any, host: str) -> None:
+    """Refuse what a page of another site has its visitor's browser send; other programs send no such headers.
+
+    The rule is Datasette's (https://docs.datasette.io, "CSRF protection").
+    """
+    site, origin = headers.get("sec-fetch-site"), headers.get("origin")
+    foreign = site is not None and site.lower() not in _SAME_SITE
+    if foreign or (origin is not None and _host_of(origin) != host.lower()):
+        raise Refusal(403, "the request comes from another site's page", kind="origin")
+
+
+def _host_of(origin: str) -> str:
+    try:
+        return urlsplit(origin).netloc.lower()
+    except ValueError:
+        return ""

@@ -1,0 +1,108 @@
+"""Bodies on their way in: how long they may be, and how long they may take.
+
+Used by the application around every route, so that whoever reads a body, FastAPI too, obeys the same
+limits. It keeps no bytes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from expstore.api.errors import Refusal, refuse
+from expstore.api.settings import Settings
+
+__all__ = ["JSON_BYTES", "Incoming"]
+
+#: Of a body that is parsed in the event loop, in which all others wait: a tenth of a second.
+JSON_BYTES = 16 << 20
+
+
+class Incoming:
+    """Let bodies through within their limits; answer 413, 408 or 400 where one breaks them.
+
+    Args:
+        app: What is behind it.
+        settings: The server's.
+    """
+
+    def __init__(self, app: ASGIApp, settings: Settings) -> None:
+        self._app = app
+        self._settings = settings
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request, or have it answered."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        limit = self._settings.max_body
+        if scope["expstore.route"].parsed:
+            limit = min(limit, JSON_BYTES)
+        body = _Body(scope, receive, send, limit, self._settings.body_seconds)
+        try:
+            body.check_length()
+            await self._app(scope, body.receive, body.send)
+        except Exception:
+            if body.refusal is None or body.answered:
+                raise
+        if body.refusal is not None and not body.answered:
+            await refuse(body.refusal)(scope, receive, send)
+
+
+class _Body:
+    """One request's body. What a route makes of a refusal is not sent: the refusal is."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send, limit: int, seconds: float) -> None:
+        self._scope, self._receive, self._send = scope, receive, send
+        self._limit, self._seconds = limit, seconds
+        self._deadline: float | None = None
+        self._found = 0
+        self.refusal: Refusal | None = None
+        self.answered = False
+
+    def check_length(self) -> None:
+        """Raise Refusal if more bytes are announced than may come."""
+        for name, value in self._scope["headers"]:
+            if name == b"content-length" and int(value) > self._limit:
+                raise self._refused(_too_large(self._limit))
+
+    async def receive(self) -> Message:
+        if self._scope["expstore.body_whole"]:
+            return await self._receive()
+        if self.refusal is not None:
+            raise self.refusal
+        message = await self._next()
+        if message["type"] == "http.disconnect":
+            raise self._refused(Refusal(400, "the body ended early"))
+        self._found += len(message.get("body", b""))
+        self._scope["expstore.bytes_in"] = self._found
+        if self._found > self._limit:
+            raise self._refused(_too_large(self._limit))
+        self._scope["expstore.body_whole"] = not message.get("more_body", False)
+        return message
+
+    async def _next(self) -> Message:
+        """Return the next part; the whole has its deadline, and each part a tenth of it."""
+        now = asyncio.get_running_loop().time()
+        if self._deadline is None:
+            self._deadline = now + self._seconds
+        try:
+            async with asyncio.timeout(max(0.0, min(self._seconds / 10, self._deadline - now))):
+                return await self._receive()
+        except TimeoutError:
+            raise self._refused(Refusal(408, "the body does not come")) from None
+
+    async def send(self, message: Message) -> None:
+        if self.refusal is not None and not self.answered:
+            return
+        self.answered = True
+        await self._send(message)
+
+    def _refused(self, refusal: Refusal) -> Refusal:
+        self.refusal = refusal
+        return refusal
+
+
+def _too_large(limit: int) -> Refusal:
+    return Refusal(413, f"the body has more than {limit:,} bytes", hint="send less at once")

@@ -1,0 +1,132 @@
+"""What every request leaves behind: an id, a line of the access log, figures.
+
+Used by the application, around everything else. It never logs a token, a query string or a body.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import logging
+import os
+import re
+import time
+from datetime import UTC, datetime
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from expstore.api.bodies import ROWS
+from expstore.api.errors import Refusal, answer, refuse
+from expstore.api.metrics import Metrics
+from expstore.api.openapi import RouteTable
+
+__all__ = ["Watch"]
+
+_log = logging.getLogger("expstore.api")
+_access = logging.getLogger("expstore.access")
+_SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+#: Methods by their names; whatever else a stranger sends is one of the others.
+_METHODS = frozenset({"GET", "HEAD", "OPTIONS", "POST", "PUT", "PATCH", "DELETE"})
+
+
+class Watch:
+    """Number requests, note how they end, and answer for what fails inside.
+
+    Args:
+        app: What is behind it.
+        routes: The application's.
+        metrics: Where requests are counted.
+    """
+
+    def __init__(self, app: ASGIApp, routes: RouteTable, metrics: Metrics) -> None:
+        self._app, self._routes, self._metrics = app, routes, metrics
+        self._prefix = os.urandom(4).hex()
+        self._numbers = itertools.count(1)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Have a request answered."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        sent = Headers(scope=scope).get("x-request-id", "")
+        scope["request_id"] = sent if _SANE_ID.fullmatch(sent) else f"{self._prefix}-{next(self._numbers)}"
+        scope["expstore.route"] = self._routes.find(scope["method"], scope["path"])
+        scope["expstore.body_whole"] = False
+        request = _Request(scope, send)
+        self._metrics.in_flight += 1
+        try:
+            await self._answered(request, receive)
+        finally:
+            self._metrics.in_flight -= 1
+            self._note(request)
+
+    async def _answered(self, request: _Request, receive: Receive) -> None:
+        scope = request.scope
+        try:
+            await self._app(scope, receive, request.send)
+        except asyncio.CancelledError:  # the server's patience at its end is over
+            if request.status:
+                return  # uvicorn closes the connection, so that the client sees that something is missing
+            await _stopped(scope["expstore.body_whole"])(scope, receive, request.send)
+        except Exception:
+            _log.exception("request %s", scope["request_id"])
+            if request.status:
+                raise
+            body = answer(500, "internal", "the server failed; its log says more")
+            await body(scope, receive, request.send)
+
+    def _note(self, request: _Request) -> None:
+        scope, route = request.scope, request.scope["expstore.route"]
+        seconds = time.perf_counter() - request.began
+        method = scope["method"] if scope["method"] in _METHODS else "other"
+        amounts = {
+            "bytes_in": scope.get("expstore.bytes_in", 0),
+            "bytes_out": request.bytes_out,
+            "rows_in": scope.get("expstore.rows_in", 0),
+            "rows_out": scope.get("expstore.rows_out", request.rows_out),
+        }
+        self._metrics.count(route.path, method, request.status, seconds, amounts)
+        if _access.isEnabledFor(logging.INFO):
+            client = scope.get("client")
+            facts = {
+                "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
+                "id": scope["request_id"],
+                "client": client[0] if client else None,
+                "may": scope.get("expstore.may"),
+                "method": method,
+                "path": scope["path"][:200],
+                "route": route.path,
+                "status": request.status,
+                "seconds": round(seconds, 6),
+            }
+            _access.info(json.dumps(facts | amounts))
+
+
+class _Request:
+    """What is known of a request while it is being answered."""
+
+    def __init__(self, scope: Scope, send: Send) -> None:
+        self.scope = scope
+        self._send = send
+        self.began = time.perf_counter()
+        self.status = self.bytes_out = self.rows_out = 0
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            headers = MutableHeaders(scope=message)
+            headers["X-Request-ID"] = self.scope["request_id"]
+            self.rows_out = int(headers.get(ROWS, 0))
+        else:
+            self.bytes_out += len(message.get("body", b""))
+        await self._send(message)
+
+
+def _stopped(whole: bool) -> ASGIApp:
+    """Return the answer to a request that the end of the server has overtaken."""
+    if whole:
+        message = "the server was stopped before the answer was there; whether it was done is not known"
+        return answer(500, "stopped", message, "ask again with the same idempotency key")
+    return refuse(Refusal(503, "the server is being shut down", headers={"Connection": "close"}))

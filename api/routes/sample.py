@@ -1,0 +1,191 @@
+"""Routes that draw batches: one at a time, or a stream of them; samplers with names.
+
+Used by the application.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Path, Request
+from fastapi.responses import Response, StreamingResponse
+from pydantic import BaseModel, ConfigDict, Field
+
+from expstore.api.bodies import ARROW, accepted, compression_of
+from expstore.api.dependencies import ARROW_ANSWER, Limits, Store, problems
+from expstore.api.errors import Refusal
+from expstore.api.rows import answer_rows
+from expstore.api.samplers import AnySpec, Spec
+from expstore.api.settings import Settings
+from expstore.api.stores import Served
+from expstore.wire.codec import Encoder
+from expstore.wire.stream import StreamWriter
+
+router = APIRouter(tags=["sampling"])
+
+#: A part of a stream is about so long: short enough to be worked on while the one before is sent.
+_PART_BYTES = 1 << 20
+SamplerName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
+
+
+class Asked(BaseModel):
+    """Which batch."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    batch_size: int = Field(256, ge=1, le=1_000_000)
+    sampler: Spec | SamplerName | None = Field(None, description="What makes up a batch; null: uniform.")
+    where: str | None = Field(
+        None, max_length=1000, description="Which rows: a condition, without functions."
+    )
+    seed: int | None = Field(None, ge=0, lt=1 << 63, description="Draws apart from the store's own.")
+    draw: int | None = Field(None, ge=0, lt=1 << 63, description="Which of these; null: the next.")
+    wait: float = Field(0.0, ge=0, description="Seconds to wait for rows.")
+
+
+class AskedStream(Asked):
+    """Which batches."""
+
+    batches: int | None = Field(None, ge=1, description="How many; null: without end.")
+
+
+def _check(asked: Asked, limits: Settings) -> float:
+    """Return how long the request may wait for rows."""
+    if asked.batch_size > limits.max_rows:
+        raise Refusal(422, f"batch_size is at most {limits.max_rows}")
+    if asked.draw is not None and asked.seed is None:
+        raise Refusal(422, "a draw has a number among those of a seed", hint="give seed, too")
+    return min(asked.wait, limits.wait_seconds)
+
+
+def _drawing(store: Served, asked: Asked) -> Callable[[int], Any]:
+    """Return what draws: the first batch for 0, the one after it for 1."""
+
+    def draw(number: int) -> Any:
+        which = None if asked.draw is None else asked.draw + number
+        return store.drawers.draw(asked.sampler, asked.where, asked.seed, which, asked.batch_size)
+
+    return draw
+
+
+@router.post("/stores/{name}/sample", responses=ARROW_ANSWER | problems(406, 408, 413, 415))
+async def sample(request: Request, store: Store, limits: Limits, asked: Asked) -> Response:
+    """Draw a batch."""
+    kind, compression = accepted(request), compression_of(request)
+    seconds, draw = _check(asked, limits), _drawing(store, asked)
+    return await store.run_patiently(lambda: answer_rows(draw(0), kind, compression, store.encoder), seconds)
+
+
+@router.post("/stores/{name}/sample/stream", responses=ARROW_ANSWER | problems(406, 408, 413, 415))
+async def stream(request: Request, store: Store, limits: Limits, asked: AskedStream) -> Response:
+    """Draw one batch after another: an Arrow stream with a record batch for each."""
+    accepted(request, (ARROW,))
+    seconds = _check(asked, limits)
+    parts = _Parts(asked, _drawing(store, asked), store.encoder, compression_of(request))
+    if store.streams.available_tokens < 1:
+        raise Refusal(503, f"too many streams are drawn from store {store.name!r}", hint="ask again later")
+    first = await store.run_patiently(parts.next, seconds)  # what is wrong is said by the status
+    sent = _sent(request, store, parts, first, limits.wait_seconds)
+    return StreamingResponse(sent, media_type=ARROW)
+
+
+class _Parts:
+    """Make the bytes of a stream, a part at a time.
+
+    Threads: one at a time.
+    """
+
+    def __init__(
+        self, asked: AskedStream, draw: Callable[[int], Any], encoder: Encoder, compression: str | None
+    ) -> None:
+        self._asked, self._draw = asked, draw
+        self._encoder, self._writer, self._packed = (
+            encoder,
+            StreamWriter(compression),
+            compression is not None,
+        )
+        self._number = 0
+        self.rows = 0
+        self.ended = False
+
+    @property
+    def endless(self) -> bool:
+        """Whether the client asked for no number of batches."""
+        return self._asked.batches is None
+
+    def next(self) -> bytes | memoryview:
+        """Return the next part; at least one batch, or the stream's end."""
+        count = self._asked.batches
+        while not self.ended and self._writer.pending < _PART_BYTES:
+            if self._number == count:
+                self._writer.end()
+                self.ended = True
+                break
+            data = self._draw(self._number)
+            if self._packed:
+                self._writer.write(self._encoder.encode(data))
+            else:
+                self._writer.write_message(*self._encoder.message(data))
+            self.rows += data.numel()
+            self._number += 1
+        return self._writer.take()
+
+
+async def _sent(
+    request: Request, store: Served, parts: _Parts, first: bytes | memoryview, seconds: float
+) -> AsyncIterator[bytes | memoryview]:
+    """Yield the parts of a stream; the next one is made while one is sent.
+
+    One without an end breaks off, without an end mark, when the server is shut down: its client asks again.
+    """
+    async with store.streams:
+        part: bytes | memoryview | None = first
+        while part is not None:
+            rows, over = parts.rows, parts.ended or (parts.endless and store.ending)
+            coming = None if over else asyncio.ensure_future(store.run_patiently(parts.next, seconds))
+            try:
+                yield part
+            except BaseException:
+                if coming is not None:
+                    coming.cancel()
+                raise
+            request.scope["expstore.rows_out"] = rows
+            part = None if coming is None else await coming
+
+
+# -- samplers with names ------------------------------------------------------------------------------
+
+
+class NamedSampler(BaseModel):
+    """A sampler that is kept."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    sampler: AnySpec
+    where: str | None = Field(None, max_length=1000)
+    seed: int | None = Field(None, ge=0, lt=1 << 63)
+
+
+_Named = Annotated[str, Path(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
+
+
+@router.get("/stores/{name}/samplers", responses=problems())
+async def samplers(store: Store) -> dict[str, dict[str, str]]:
+    """List the samplers that have a name."""
+    return {"samplers": store.drawers.describe()}
+
+
+@router.put("/stores/{name}/samplers/{sampler}", status_code=201, responses=problems(408, 413, 415))
+async def name_sampler(store: Store, sampler: _Named, asked: NamedSampler) -> dict[str, str]:
+    """Make a sampler that all who know its name share; the same one again changes nothing."""
+    await store.run(lambda: store.drawers.name(sampler, asked.sampler, asked.where, asked.seed))
+    return {"name": sampler}
+
+
+@router.delete("/stores/{name}/samplers/{sampler}", responses=problems())
+async def forget_sampler(store: Store, sampler: _Named) -> dict[str, str]:
+    """Let go of a sampler."""
+    await store.run(lambda: store.drawers.forget(sampler))
+    return {"name": sampler}

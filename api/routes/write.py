@@ -1,0 +1,242 @@
+"""Routes that change stores: make one, add rows, set priorities, flush.
+
+Used by the application unless it only reads.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import anyio.to_thread
+import torch
+from fastapi import APIRouter, Header, Query, Request
+from pydantic import BaseModel, Field
+
+from expstore.api.bodies import content_type, read_body
+from expstore.api.dependencies import ARROW_BODY, Known, Limits, Store, problems
+from expstore.api.errors import Refusal
+from expstore.api.rows import checked_ids, taken_rows
+from expstore.api.stores import Served
+from expstore.errors import SchemaError
+
+router = APIRouter(tags=["writing"])
+
+_KEY_BYTES = 128
+
+#: What the metadata of rows may ask for, and what is a value of it.
+_WISHES: dict[str, Callable[[Any], bool]] = {
+    "episode_info": lambda value: isinstance(value, dict),
+    "update_priority": lambda value: isinstance(value, bool),
+    "validate": lambda value: value in ("schema", "domain"),
+}
+
+
+class Written(BaseModel):
+    """What became of rows: ids are one row's for ever within a generation of the store."""
+
+    first_id: int | None = Field(description="Of the first row that was taken in; null: none was.")
+    count: int = Field(description="How many were; those after the first have the ids that follow.")
+    ids: list[int] | None = Field(
+        None,
+        description="Of each row, -1 for those that were not taken in; left out: all were, and their ids "
+        "follow one another.",
+    )
+    generation: int
+
+
+class NewStore(BaseModel):
+    """What a new store is to be."""
+
+    model_config = {"extra": "forbid"}
+
+    capacity: int | None = Field(None, ge=1, le=1 << 40, description="Most readable rows; null: no bound.")
+    fields: dict[str, Any] | None = Field(
+        None,
+        description="Types by key: a dtype, or a dtype and a row shape, null where rows differ. Without it "
+        "the first batch fixes them.",
+        examples=[{"observation": ["float32", [4]], "action": "int64", "next.reward": ["float32", [1]]}],
+    )
+    storage: str | None = Field(None, pattern="^(zarr|arrow)$")
+    seed: int | None = Field(None, ge=0, lt=1 << 63)
+    meta: dict[str, Any] | None = None
+
+
+class Created(BaseModel):
+    """A store that was made."""
+
+    name: str
+
+
+@router.put("/stores/{name}", status_code=201, responses=problems())
+async def create(stores: Known, name: str, asked: NewStore) -> Created:
+    """Make a store."""
+    options: dict[str, Any] = {
+        key: value
+        for key in ("capacity", "storage", "seed", "meta")
+        if (value := getattr(asked, key)) is not None
+    }
+    if asked.fields is not None:
+        options["schema"] = {
+            tuple(key.split(".")): _type_of(key, value) for key, value in asked.fields.items()
+        }
+    await anyio.to_thread.run_sync(lambda: stores.create(name, options))
+    return Created(name=name)
+
+
+def _type_of(key: str, value: Any) -> Any:
+    if isinstance(value, str):
+        return {"string": str, "binary": bytes}.get(value, value)
+    shaped = isinstance(value, list) and len(value) == 2 and isinstance(value[0], str)
+    if not shaped or not isinstance(value[1], list):
+        raise Refusal(
+            422, f"field {key!r}: give a dtype, or a dtype and a row shape, such as ['float32', [4]]"
+        )
+    return value[0], tuple(value[1])
+
+
+_Source = Annotated[str | None, Query(max_length=200, description="Name of the stream.")]
+_Wait = Annotated[float, Query(ge=0, description="Seconds to wait for others to sample.")]
+_Key = Annotated[
+    str | None,
+    Header(
+        description="Names this write: sent again, with the same body, it is answered as before and adds "
+        "nothing. At most 128 bytes."
+    ),
+]
+
+
+@router.post(
+    "/stores/{name}/extend",
+    responses=problems(408, 413, 415, 507),
+    openapi_extra=ARROW_BODY,
+    response_model_exclude_unset=True,
+)
+async def extend(
+    request: Request,
+    store: Store,
+    limits: Limits,
+    source: _Source = None,
+    wait: _Wait = 0.0,
+    idempotency_key: _Key = None,
+) -> Written:
+    """Append rows, all of them or none: an Arrow stream, or JSON with a list per column."""
+    seconds = min(wait, limits.wait_seconds)
+    return await _written(request, store, limits.max_rows, source, seconds, idempotency_key)
+
+
+@router.post(
+    "/stores/{name}/add",
+    responses=problems(408, 413, 415, 507),
+    openapi_extra=ARROW_BODY,
+    response_model_exclude_unset=True,
+)
+async def add(
+    request: Request,
+    store: Store,
+    limits: Limits,
+    source: _Source = None,
+    wait: _Wait = 0.0,
+    idempotency_key: _Key = None,
+) -> Written:
+    """Append one row: an Arrow stream, or JSON with a list of one value per column."""
+    return await _written(request, store, 1, source, min(wait, limits.wait_seconds), idempotency_key)
+
+
+async def _written(
+    request: Request, store: Served, rows: int, source: str | None, seconds: float, header: str | None
+) -> Written:
+    """Append the rows of a request: at most so many, within so many seconds."""
+    kind, key = content_type(request), _key_of(header)
+    body = await read_body(request)
+    written = await store.run_patiently(lambda: _extended(store, kind, body, source, rows, key), seconds)
+    request.scope["expstore.rows_in"] = written.count
+    return written
+
+
+def _key_of(header: str | None) -> bytes | None:
+    """Return the key that a write has.
+
+    Raises:
+        Refusal: 400: it is none.
+    """
+    if header is None:
+        return None
+    key = header.encode("latin-1")
+    if not 0 < len(key) <= _KEY_BYTES:
+        raise Refusal(400, f"the idempotency key has {len(key)} bytes", hint=f"send 1 to {_KEY_BYTES}")
+    return key
+
+
+def _extended(
+    store: Served, kind: str, body: bytearray, source: str | None, rows: int, key: bytes | None
+) -> Written:
+    digest = None if key is None else _digest(kind, body, source)
+    data, wishes = taken_rows(store, kind, body, rows=rows)
+    ids = store.rb.extend(
+        data, source=source, return_ids=True, idempotency_key=key, digest=digest, **_checked(wishes)
+    )
+    store.drawers.written()
+    kept = ids[ids > 0]
+    first = int(kept.min()) if kept.numel() else None
+    run = first is not None and torch.equal(ids, torch.arange(first, first + ids.numel()))
+    return Written(
+        first_id=first,
+        count=kept.numel(),
+        generation=store.generation,
+        **({} if run else {"ids": ids.tolist()}),
+    )
+
+
+def _digest(kind: str, body: bytearray, source: str | None) -> bytes:
+    """Return what stands for all that a write says."""
+    found = hashlib.blake2b(json.dumps([kind, source]).encode(), digest_size=16)
+    found.update(body)
+    return found.digest()
+
+
+def _checked(wishes: dict[str, Any]) -> dict[str, Any]:
+    """Return what a body asks for, as keywords of `extend`.
+
+    Raises:
+        SchemaError: It asks for what is not known here.
+    """
+    for name, value in wishes.items():
+        if name not in _WISHES or not _WISHES[name](value):
+            raise SchemaError(
+                f"the metadata asks for {name[:40]}={str(value)[:40]!r}",
+                hint=f"there are {', '.join(_WISHES)}",
+            )
+    return wishes
+
+
+class Priorities(BaseModel):
+    """Priorities of rows, by id."""
+
+    model_config = {"extra": "forbid"}
+
+    ids: list[int] = Field(max_length=1_000_000)
+    priorities: list[float] = Field(max_length=1_000_000)
+
+
+class Updated(BaseModel):
+    """How many rows were still there."""
+
+    updated: int
+
+
+@router.post("/stores/{name}/priorities", responses=problems(408, 413, 415))
+async def priorities(store: Store, asked: Priorities) -> Updated:
+    """Set priorities of rows that are still there."""
+    ids = checked_ids(asked.ids)
+    values = torch.tensor(asked.priorities, dtype=torch.float64)
+    return Updated(updated=await store.run(lambda: store.rb.update_priority(id=ids, priority=values)))
+
+
+@router.post("/stores/{name}/flush", responses=problems(507))
+async def flush(store: Store) -> dict[str, str]:
+    """Bring everything to the disk: what is acknowledged now survives a power cut."""
+    await store.run(store.rb.flush)
+    return {"status": "ok"}

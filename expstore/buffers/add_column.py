@@ -1,0 +1,336 @@
+"""Fields that come and go while a buffer is at work: `add_column`, `drop_column`.
+
+Buffers are built on it. It finds out what a field is and how its values are computed; how they get to the
+disk is the storage's business. It never draws.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from tensordict import TensorDictBase
+
+from expstore.buffers.domain_checks import row_text, specs_of
+from expstore.buffers.indexing import ShapingHandle
+from expstore.buffers.updates import as_field
+from expstore.core.values import Array, IntArray, Key, key_name, to_key
+from expstore.data.containers import form_of
+from expstore.errors import QueryError, SchemaError
+from expstore.schema.schema import DTYPES, Field
+from expstore.schema.spec_text import check_specs, leaves_of
+from expstore.specs import Composite
+from expstore.specs.base import TensorSpec
+from expstore.sql.sync import Catalog
+from expstore.storages.base import Storage
+from expstore.storages.engine.backfill import Coming, Progress, check_coming, check_going, unmoved
+from expstore.storages.indexing import read_present
+
+if TYPE_CHECKING:
+    from expstore.sql.expressions import Needs
+
+__all__ = ["LateFields"]
+
+#: Stands where nothing was given, as None has a meaning.
+_NOTHING: Any = object()
+#: So many bytes of rows are handed to a function at a time, and so many rows at most.
+_BYTES, _ROWS = 64 << 20, 4096
+
+Function = Callable[[TensorDictBase], Any]
+
+
+class LateFields(ShapingHandle):
+    """Let the rows of a buffer have other fields.
+
+    Threads: others add and sample meanwhile; they wait for the end of it. Processes: only the one that writes
+    may do so; those that follow see other fields with their next look. Crashes: a field is there whole or
+    not at all.
+    """
+
+    def add_column(
+        self,
+        name: str | tuple[str, ...],
+        *,
+        fill: Any = _NOTHING,
+        function: Function | None = None,
+        sql: str | None = None,
+        dtype: Any = None,
+        shape: int | tuple[int, ...] | None = None,
+        default: Any = _NOTHING,
+        spec: TensorSpec | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        """Give rows one more field, those that are there and later ones; on the disk when this returns.
+
+        Values of the rows that are there are computed beside what goes on; who adds rows waits only while the
+        last ones get theirs. Other fields are neither read, unless values follow from them, nor written to.
+        The field lies flat, and behind the others.
+
+        Args:
+            name: Which field; a tuple for one inside a group.
+            fill: The value of all rows that are there: a number, or a tensor of the row's shape.
+            function: Or what computes it: it gets a TensorDict of up to 4096 rows as they are stored, with
+                `index` and `id`, and returns a tensor or array of shape `(n, *shape)`. It only reads, and may
+                be given rows more than once.
+            sql: Or an SQL expression over a row and its episode, as `where=` of samplers takes it.
+            dtype: Of the field, torch's, NumPy's or a name; None: as `spec`, or the values, have it.
+            shape: Of a row's value; None: as `spec`, or the values, have it.
+            default: What later rows have that come without the field; None: they must have it. By default
+                `fill`, and None with the others.
+            spec: What values it may have; needed where the buffer has `specs`.
+            progress: Is told how many rows have their value, and of how many.
+
+        Raises:
+            SchemaError: There is such a field, it cannot be one, or values do not fit; nothing was changed.
+            QueryError: `sql` is not one expression over a row and its episode, or cannot be computed.
+            StateError: No rows have come yet, rows are objects, or the store cannot be written.
+            StorageError: The disk failed.
+
+        Example:
+            >>> rb.add_column("advantage", sql="reward - 0.5", dtype=torch.float32)
+            >>> rb.add_column(("next", "value"), fill=0.0)
+        """
+        storage, key = self._storage, to_key(name)
+        if (fill is not _NOTHING) + (function is not None) + (sql is not None) != 1:
+            raise TypeError("add_column takes one of fill=, function= and sql=")
+        storage.check_writable()
+        storage.require_schema()
+        kind = None if dtype is None else _dtype_name(dtype)
+        form = None if shape is None else ((shape,) if isinstance(shape, int) else tuple(shape))
+        if spec is not None:
+            kind = kind or str(spec.dtype).removeprefix("torch.")
+            form = tuple(spec.shape) if form is None else form
+        compute: _Values | None = None
+        if function is not None:
+            compute = _ByFunction(self, function)
+        elif sql is not None:
+            compute = _ByFormula(storage, self._catalog, sql)
+        entry = _entry_of(storage, key, kind, form, fill if compute is None else compute)
+        check_coming(storage, entry)
+        value = None if compute is not None else _value_of(entry, fill)
+        if default is _NOTHING:
+            later = value
+        else:
+            later = None if default is None else _value_of(entry, default)
+        rows = max(1, min(_ROWS, _BYTES // max(1, storage.require_schema().row_bytes)))
+        storage.add_field(
+            Coming(
+                entry=entry,
+                default=later,
+                fill=value,
+                compute=None if compute is None else compute.of(entry),
+                rows=rows,
+                specs=self._specs_with(entry, spec),
+                progress=progress,
+            )
+        )
+        self._forget_ahead()
+
+    def drop_column(self, name: str | tuple[str, ...]) -> None:
+        """Take a field away from all rows; on the disk when this returns. Its file goes, others stay.
+
+        Args:
+            name: Which field; a tuple for one inside a group.
+
+        Raises:
+            SchemaError: There is no such field, it is the only one, or something needs it: episodes, the
+                sampler, its `where` or `weight`.
+            StateError: Rows are ranked by it; or the store cannot be written.
+            StorageError: The disk failed; the store must be opened again.
+
+        Example:
+            >>> rb.drop_column("advantage")
+        """
+        storage, key = self._storage, to_key(name)
+        storage.check_writable()
+        check_going(storage, key)
+        for who in self._users_of(key):
+            raise SchemaError(
+                f"field {key_name(key)!r} has to stay: {who} needs it", hint="set another one first"
+            )
+        specs, text = specs_of(storage), storage.stored_specs()
+        if specs is not None and key in leaves_of(text):
+            text = _without(specs, key)
+        storage.drop_field(key, text)
+        self._forget_ahead()
+
+    def _stored(self, ids: IntArray) -> tuple[IntArray, TensorDictBase]:
+        """Return those of some rows that are still there, as they are stored, with `index` and `id`."""
+        storage = self._storage
+        found, columns = read_present(storage, ids)
+        index = torch.from_numpy(storage.index_of(found))
+        root = {"index": index, "id": torch.from_numpy(found)}
+        return found, form_of(storage).build(columns, (found.size,), root)
+
+    def _users_of(self, key: Key) -> list[str]:
+        """Say which parts of the buffer read a field."""
+        users = []
+        sampler = self._sampler
+        if sampler.filter is not None and key in sampler.filter.fields(self._storage):
+            users.append(f"the sampler's filter ({sampler.filter})")
+        if key in sampler.reads:
+            users.append(f"the sampler ({sampler!r})")
+        return users
+
+    def _specs_with(self, entry: Field, spec: TensorSpec | None) -> str:
+        """Return the text of the specs with that of one more field."""
+        storage = self._storage
+        text = storage.stored_specs()
+        if spec is None:
+            if text:
+                raise SchemaError(
+                    f"the store has specs, and none for {key_name(entry.key)!r}",
+                    hint="give spec=, or set_specs(None) first",
+                )
+            return text
+        if not isinstance(spec, TensorSpec):
+            raise TypeError(f"spec is a {type(spec).__name__}; give a spec of expstore")
+        specs = specs_of(storage) or Composite()
+        specs[entry.key if len(entry.key) > 1 else entry.key[0]] = spec
+        text = row_text(specs)
+        check_specs(text, storage.require_schema().grown(entry, None))
+        return text
+
+
+def _without(specs: Composite, key: Key) -> str:
+    """Return the text of specs without that of a field."""
+    del specs[key if len(key) > 1 else key[0]]
+    left = any(spec is not None for spec in specs.values(include_nested=True, leaves_only=True))
+    return row_text(specs) if left else ""
+
+
+def _dtype_name(dtype: Any) -> str:
+    name = str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else None
+    if name is None:
+        name = dtype if isinstance(dtype, str) else str(np.dtype(dtype))
+    if name not in DTYPES:
+        raise SchemaError(f"dtype {dtype!r} is none of a field", hint="supported are " + ", ".join(DTYPES))
+    return name
+
+
+def _entry_of(
+    storage: Storage, key: Key, dtype: str | None, shape: tuple[int, ...] | None, given: Any
+) -> Field:
+    """Return the field, asking values what is not said."""
+    if isinstance(given, _Values):
+        if dtype is not None and shape is not None:
+            return Field(key, dtype, shape)
+        window = storage.window
+        ids = window.ids()[:_FEW]
+        if not ids.size:
+            raise SchemaError(
+                f"there are no rows to tell what field {key_name(key)!r} is", hint="give dtype= and shape="
+            )
+        _, found = given.ask(ids)
+        return Field(key, dtype or _name_of(found), tuple(found.shape[1:]) if shape is None else shape)
+    if isinstance(given, float) and dtype is None:
+        dtype = "float32"
+    value = given if isinstance(given, torch.Tensor | np.ndarray | np.generic) else np.asarray(given)
+    return Field(key, dtype or _name_of(value), tuple(value.shape) if shape is None else shape)
+
+
+#: So many rows are looked at to learn what their values are.
+_FEW = 8
+
+
+def _name_of(value: Any) -> str:
+    return _dtype_name(value.dtype)
+
+
+def _value_of(entry: Field, value: Any) -> Array:
+    """Return one row's value as a column keeps it. Shape the field's."""
+    array = as_field(entry, value)
+    try:
+        return np.array(np.broadcast_to(array, entry.shape), entry.numpy_dtype)
+    except ValueError as exc:
+        raise SchemaError(
+            f"field {key_name(entry.key)!r}: a value of shape {list(array.shape)} is none of {entry}"
+        ) from exc
+
+
+class _Values:
+    """Compute the values of rows. `ask` returns those of rows that are there: ids, and an array or tensor."""
+
+    def ask(self, ids: IntArray) -> tuple[IntArray, Any]:
+        raise NotImplementedError
+
+    def of(self, entry: Field) -> Callable[[IntArray], tuple[IntArray, Array]]:
+        """Return what computes values as a column keeps them."""
+
+        def compute(ids: IntArray) -> tuple[IntArray, Array]:
+            found, values = self.ask(ids)
+            if not found.size:
+                return found, np.empty((0, *entry.shape), entry.numpy_dtype)
+            array = self.fitted(entry, values)
+            wanted = (found.size, *entry.shape)
+            if array.shape != wanted:
+                raise SchemaError(
+                    f"field {key_name(entry.key)!r}: values of {found.size} rows have shape "
+                    f"{list(array.shape)}, expected {list(wanted)}",
+                    hint="give shape=, or values of this one",
+                )
+            return found, np.ascontiguousarray(array, entry.numpy_dtype)
+
+        return compute
+
+    def fitted(self, entry: Field, values: Any) -> Array:
+        """Return values with the field's dtype."""
+        return as_field(entry, values)
+
+
+class _ByFunction(_Values):
+    def __init__(self, handle: LateFields, function: Function) -> None:
+        self._handle, self._function = handle, function
+
+    def ask(self, ids: IntArray) -> tuple[IntArray, Any]:
+        handle = self._handle
+        found, batch = unmoved(handle._storage, lambda: handle._stored(ids))
+        if not found.size:
+            return found, np.empty(0)
+        values = self._function(batch)
+        if not isinstance(values, torch.Tensor | np.ndarray):
+            raise SchemaError(
+                f"the function returned a {type(values).__name__}", hint="return a tensor, one value per row"
+            )
+        if not values.shape or values.shape[0] != found.size:
+            raise SchemaError(
+                f"the function returned values of shape {list(values.shape)} for {found.size} rows"
+            )
+        return found, values
+
+
+class _ByFormula(_Values):
+    def __init__(self, storage: Storage, catalog: Catalog, text: str) -> None:
+        from expstore.sql.expressions import Formula
+
+        self._storage, self._catalog, self._text, self._formula = storage, catalog, text, Formula(text)
+        self._needs: Needs | None = None
+
+    def ask(self, ids: IntArray) -> tuple[IntArray, Any]:
+        return unmoved(self._storage, lambda: self._ask(ids))
+
+    def _ask(self, ids: IntArray) -> tuple[IntArray, Any]:
+        storage, formula = self._storage, self._formula
+        schema, needs = storage.require_schema(), self._needs
+        if needs is None or needs.schema is not schema:
+            needs = self._needs = formula.bind(schema)
+        row_places = {"_episode": 1, "_step": 2, "_time": 3}
+        places = [*needs.fields, *(len(schema.fields) + row_places[name] for name in needs.rows)]
+        found, columns = read_present(storage, ids, places)
+        facts = None
+        if formula.facts:
+            episodes = np.unique(columns[len(needs.fields) + needs.rows.index("_episode")])
+            facts = self._catalog.facts(formula.facts, episodes)
+        return found, formula.values(needs, found, columns, facts, storage.capacity)
+
+    def fitted(self, entry: Field, values: Any) -> Array:
+        if entry.dtype == "bfloat16":
+            return as_field(entry, torch.from_numpy(np.array(values)).to(torch.bfloat16))
+        found: Array = values.astype(entry.numpy_dtype)
+        if entry.numpy_dtype.kind in "iub" and not np.array_equal(found.astype(values.dtype), values):
+            raise QueryError(
+                f"{self._text!r} has values that {entry.dtype} does not have", hint="give another dtype="
+            )
+        return found.reshape(len(found), *entry.shape) if found[:1].size == entry.row_items else found

@@ -1,0 +1,174 @@
+"""The specs of a store's fields, and rows held against them.
+
+Used by buffers: `specs`, `set_specs` and `extend(validate="domain")`. It reads no rows, and costs nothing
+where nobody asks for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import NonTensorData
+
+from expstore.core.values import Key, key_name
+from expstore.data.batch import Batch, StepReader
+from expstore.data.leaves import to_objects
+from expstore.data.nested_tensors import to_tensor
+from expstore.errors import SchemaError, StateError
+from expstore.schema.arrow_types import ragged_of
+from expstore.schema.schema import Field, Schema
+from expstore.schema.spec_text import describe, unpack_specs
+from expstore.schema.take_rows import pick
+from expstore.specs import Composite, TensorSpec
+from expstore.specs.base import LeafSpec
+from expstore.specs.shapes import safe
+from expstore.specs.text import read_stored, to_text
+from expstore.storages.base import Storage
+
+__all__ = ["NO_DOMAIN", "Domain", "asks_for_domain", "check_domain", "fitting", "row_text", "specs_of"]
+
+_SHOWN = 200  # characters of a value
+
+#: The text of specs, and what it says: reading it takes as long as checking a row by it.
+Domain = tuple[str, Composite | None]
+NO_DOMAIN: Domain = ("", None)
+
+
+def row_text(specs: Composite | None) -> str:
+    """Return the text of the specs of one row; "" for None.
+
+    Raises:
+        TypeError: They are no Composite.
+        SchemaError: They are of a batch, or text cannot keep them.
+    """
+    if specs is None:
+        return ""
+    if not isinstance(specs, Composite):
+        raise TypeError(
+            f"specs is a {type(specs).__module__}.{type(specs).__name__}; give a Composite of expstore, for "
+            "the row's fields. Those of TorchRL and gymnasium become one by from_torchrl and from_space of "
+            "expstore.specs"
+        )
+    if specs.shape:
+        raise SchemaError(
+            f"the specs have batch size {list(specs.shape)}, and a row has none",
+            hint=f"give those of one row: specs[{', '.join('0' for _ in specs.shape)}]",
+        )
+    return to_text(specs.clone().to("cpu").clear_device_())
+
+
+def specs_of(storage: Storage) -> Composite | None:
+    """Return the specs of a storage's fields as they are just now, a copy; None: it has none."""
+    text = storage.stored_specs()
+    found: Composite | None = read_stored(text) if text else None
+    return found
+
+
+def fitting(specs: Mapping[Key, TensorSpec], schema: Schema) -> Composite:
+    """Return the specs of those fields that rows have with this dtype and shape."""
+    kinds = {(field.key, f"torch.{field.dtype}", field.shape) for field in schema.fields}
+    fits = {key: spec for key, spec in specs.items() if (key, str(spec.dtype), tuple(spec.shape)) in kinds}
+    return Composite(fits)
+
+
+def asks_for_domain(validate: str) -> bool:
+    """Say whether values are to be looked at.
+
+    Raises:
+        ValueError: It is neither "schema" nor "domain".
+    """
+    if validate not in ("schema", "domain"):
+        raise ValueError(
+            f"validate is {validate!r}; 'schema' has fields, dtypes and shapes checked, as always, 'domain' "
+            "values, too"
+        )
+    return validate == "domain"
+
+
+def check_domain(storage: Storage, batch: Batch, known: Domain) -> Domain:
+    """Raise SchemaError if a row has a value that its field's spec does not allow.
+
+    Rows that are not taken in do not matter. The storage's lock is held; nothing is written.
+
+    Args:
+        storage: Where the rows are to be; it need not have any yet.
+        batch: The rows.
+        known: What the last check has returned.
+
+    Returns:
+        What is known of the specs now.
+
+    Raises:
+        SchemaError: The batch does not fit, or a value does not: the message says where.
+        StateError: The storage has no specs.
+    """
+    text = storage.stored_specs()
+    specs = known[1] if known[0] == text else specs_of(storage)
+    if specs is None:
+        raise StateError(
+            'validate="domain" asks what values are allowed, and nobody has said that of this store',
+            hint="give specs= to expstore.open(), or use set_specs() of the buffer",
+        )
+    schema = storage.schema or Schema.infer(batch.signature(), batch.form)
+    columns = batch.columns(schema)
+    if storage.schema is None:  # else it was held against them when either of both came
+        storage.check_described(schema)
+    keys = storage.resolve_keys(schema) if storage.schema is None else storage.keys
+    kept = StepReader(schema, keys).transitions(columns)
+    rows = np.arange(batch.count) if kept is None else np.flatnonzero(kept)
+    for key in specs.keys(include_nested=True, leaves_only=True):
+        place = schema.place((key,) if isinstance(key, str) else key)
+        spec = specs[key]
+        if spec is None or place < 0:
+            continue
+        column = columns[place] if kept is None else pick(columns[place], kept)
+        values = _values(column, schema.fields[place])
+        bad = _first_bad(spec, values)
+        if bad >= 0:
+            allowed = describe(unpack_specs(to_text(spec)))
+            raise SchemaError(
+                f"row {rows[bad]}: field {key_name(schema.fields[place].key)!r} is "
+                f"{_short(_shown(values, bad))}, which its spec does not allow: {allowed}",
+                hint="no row was written; project() of the spec returns values that it allows",
+            )
+    return text, specs
+
+
+def _values(column: Any, field: Field) -> Any:
+    """Return a column as its spec takes it: a tensor, a list of tensors, or an array of objects."""
+    dtype = field.dtype
+    if dtype == "object":
+        return column
+    if field.variable:
+        found = ragged_of(field.arrow)
+        return to_objects(column.to_pylist()) if found is None else list(to_tensor(column, found).unbind(0))
+    values = torch.from_numpy(column if column.flags.writeable else column.copy())
+    return values.view(torch.bfloat16) if dtype == "bfloat16" else values
+
+
+def _shown(values: Any, row: int) -> Any:
+    value = values[row]
+    return value.tolist() if isinstance(value, torch.Tensor) else value
+
+
+def _first_bad(spec: TensorSpec, values: Any) -> int:
+    """Return the number of the first row that a spec does not allow; -1: it allows all."""
+    if isinstance(values, np.ndarray):
+        values = [NonTensorData(value, batch_size=safe(spec.shape)) for value in values]
+    elif isinstance(values, torch.Tensor) and spec.is_in(values):
+        return -1
+    if not isinstance(values, torch.Tensor) or not isinstance(spec, LeafSpec):
+        return next((number for number, value in enumerate(values) if not spec.is_in(value)), -1)
+    low, high = 0, len(values)  # the first `low` rows are allowed, the first `high` are not
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if spec.is_in(values[low:middle]) else (low, middle)
+    return low
+
+
+def _short(thing: Any) -> str:
+    text = " ".join(str(thing).split())
+    return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."

@@ -1,0 +1,114 @@
+"""Which member of an ensemble each row of a batch goes to.
+
+Used by ensembles. It reads a field, or counts along a dim; it writes nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from tensordict import TensorDictBase
+
+from expstore.core.values import IntArray, Key, key_name, to_key
+from expstore.errors import StateError
+
+__all__ = ["Route", "check_members"]
+
+
+@dataclass(frozen=True)
+class Route:
+    """Say by what rows find their members.
+
+    Args:
+        key: A field.
+        dim: Or a batch dim.
+    """
+
+    key: Key | None = None
+    dim: int | None = None
+
+    @classmethod
+    def of(cls, key: str | tuple[str, ...] | None, dim: int | None) -> Route:
+        """Check what a user has asked for.
+
+        Raises:
+            TypeError: The dim is no integer.
+            ValueError: Both are given.
+        """
+        if key is not None and dim is not None:
+            raise ValueError("routing_key and routing_dim are mutually exclusive.")
+        if dim is not None and (isinstance(dim, bool) or not isinstance(dim, int)):
+            raise TypeError("routing_dim must be an integer.")
+        return cls(None if key is None else to_key(key), dim)
+
+    def of_rows(self, data: TensorDictBase, count: int) -> tuple[TensorDictBase, IntArray]:
+        """Return rows in one batch dim, and the member of each. Shape `(n,)`, int64.
+
+        Args:
+            data: The rows.
+            count: How many members there are.
+
+        Raises:
+            StateError: There is nothing to go by.
+            TypeError: Members are not named by integers, or it is no TensorDict.
+            ValueError: There is no such member, or not one for each row.
+        """
+        if not isinstance(data, TensorDictBase):
+            raise TypeError("Routed replay writes require a TensorDict input.")
+        rows = data.reshape(-1)
+        if self.key is not None:
+            members = self._named(rows)
+        elif self.dim is not None:
+            members = self._along(data, count)
+        else:
+            raise StateError(
+                "ReplayBufferEnsemble writes are disabled. Configure routing_key or routing_dim to enable "
+                "routed writes.",
+                hint="or write to a member: rb[0].extend(...)",
+            )
+        return rows, check_members(members, count)
+
+    def _named(self, rows: TensorDictBase) -> torch.Tensor:
+        key = self.key or ()
+        members: torch.Tensor | None = rows.get(key if len(key) > 1 else key[0])
+        if members is None:
+            raise ValueError(f"the rows have no routing_key {key_name(key)!r}")
+        if members.shape[:1] != rows.batch_size or members.numel() != rows.numel():
+            raise ValueError(
+                f"routing_key {key_name(key)!r} must contain one member id per record, got shape "
+                f"{tuple(members.shape)} for batch size {tuple(rows.batch_size)}."
+            )
+        return members
+
+    def _along(self, data: TensorDictBase, count: int) -> torch.Tensor:
+        if not data.ndim:
+            raise ValueError("routing_dim requires batched input.")
+        dim = (self.dim or 0) % data.ndim
+        if data.shape[dim] != count:
+            raise ValueError(
+                f"routing_dim {self.dim} has size {data.shape[dim]}, expected {count} ensemble members."
+            )
+        shape = [1] * data.ndim
+        shape[dim] = count
+        return torch.arange(count).reshape(shape).expand(data.batch_size)
+
+
+def check_members(members: torch.Tensor, count: int) -> IntArray:
+    """Return numbers of members, in one dim. Shape `(n,)`, int64.
+
+    Args:
+        members: The numbers.
+        count: How many members there are.
+
+    Raises:
+        TypeError: They are no integers.
+        ValueError: There is no such member.
+    """
+    if members.dtype == torch.bool or members.is_floating_point():
+        raise TypeError("ReplayBufferEnsemble member ids must be integers.")
+    numbers: IntArray = members.reshape(-1).cpu().numpy().astype(np.int64)
+    if numbers.size and not 0 <= int(numbers.min()) <= int(numbers.max()) < count:
+        raise ValueError(f"ReplayBufferEnsemble member ids must lie in [0, {count - 1}].")
+    return numbers

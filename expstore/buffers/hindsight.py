@@ -1,0 +1,314 @@
+"""The replay buffer that takes what was reached later for what was wanted: hindsight experience replay.
+
+Used for goals under TorchRL's names. It draws goals among the rows of a store as its episodes have them, in
+whatever order they came; it never changes a row that is stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+from tensordict import TensorDictBase
+
+from expstore.buffers.tensordict import TensorDictReplayBuffer
+from expstore.core.values import Array, IntArray, Key, given_key, key_name, to_key
+from expstore.errors import NotFoundError, SchemaError, StateError
+from expstore.samplers.base import Sampler, readable
+from expstore.samplers.keyed_trajectories import Trajectories
+from expstore.transforms import StepTransform, StepView
+
+if TYPE_CHECKING:
+    from expstore.schema.schema import Schema
+    from expstore.storages.base import Storage
+    from expstore.storages.run_index import Runs
+
+__all__ = ["HERReplayBuffer", "HindsightStrategy"]
+
+_DONE: Key = ("next", "done")
+
+
+class HindsightStrategy(StrEnum):
+    """Say where a row's new goal comes from; each row that may give it has the same chance.
+
+    Example:
+        >>> HindsightStrategy("final") is HindsightStrategy.FINAL
+        True
+    """
+
+    #: What was reached in this step or a later one of the row's episode.
+    FUTURE = "future"
+    #: What was reached in the last step of the row's episode, as far as it can be read now.
+    FINAL = "final"
+    #: What was reached in any step of the row's episode.
+    EPISODE = "episode"
+    #: What was reached in any row of the store.
+    RANDOM = "random"
+
+
+class HERReplayBuffer(TensorDictReplayBuffer):
+    """Sample rows, of which a part pursues goals that were in fact reached.
+
+    The first `int(her_ratio * n)` rows of a batch get the `achieved_goal_key` of other rows as their goal, at
+    the root and, if it is there, below "next", and the reward that `reward_fn` then gives. Goals come out of
+    a row's own episode wherever its rows lie: through interleaved workers and lanes, the end of the ring and
+    restarts, of storages of any `ndim`. Steps that have left the store give none.
+
+    Goals follow from the store's rows, its seed and the number of the draw, as rows do. Rows become others in
+    samples alone: `[]`, `trajectory`, `query` and `sql` show what was stored, and priorities go to the rows
+    that were drawn. Transforms act on rows that have their new goals, but for those that look at other
+    steps, which see what is stored: behind a `MultiStepTransform` rows are n steps long, and their reward is
+    what `reward_fn` says of the whole, no sum.
+
+    Threads, processes and crashes as `TensorDictReplayBuffer`; `reward_fn` must bear threads with `prefetch`.
+
+    Andrychowicz et al. 2017, "Hindsight Experience Replay", arXiv:1707.01495.
+
+    Args:
+        reward_fn: Takes the rows that have new goals, as a TensorDict, and returns their rewards. Shape
+            `(n,)` or `(n, 1)`.
+        her_ratio: Which part of a batch. From 0 to 1.
+        strategy: Where goals come from.
+        goal_key: The field with the goal.
+        achieved_goal_key: The field with what was reached.
+        reward_key: The field with the reward.
+        end_key: The field that ends episodes, or the one beside it that is called "terminated"; those of the
+            store are meant by ("next", "done").
+        sampler: What makes up a batch; uniform by default.
+        keywords: As `TensorDictReplayBuffer`.
+
+    Raises:
+        TypeError: `reward_fn` cannot be called, the ratio is no number, or what names a field is no key.
+        ValueError: The ratio is out of its bounds, or there is no such strategy.
+
+    Example:
+        >>> def reached(rows):
+        ...     return (rows["achieved_goal"] - rows["desired_goal"]).norm(dim=-1, keepdim=True) < 0.05
+        >>> rb = HERReplayBuffer(reached, storage=MemoryStorage(100), batch_size=4)
+        >>> goals = {"desired_goal": torch.zeros(3, 2), "achieved_goal": torch.rand(3, 2)}
+        >>> next_ = {"reward": torch.zeros(3, 1), "done": torch.tensor([[False], [False], [True]])}
+        >>> rb.extend(TensorDict({**goals, "next": next_}, [3]))
+        tensor([0, 1, 2])
+        >>> rb.sample()["next", "reward"].shape
+        torch.Size([4, 1])
+    """
+
+    def __init__(
+        self,
+        reward_fn: Callable[[TensorDictBase], torch.Tensor],
+        *,
+        her_ratio: float = 0.8,
+        strategy: HindsightStrategy | Literal["future", "final", "episode", "random"] = "future",
+        goal_key: str | tuple[str, ...] = "desired_goal",
+        achieved_goal_key: str | tuple[str, ...] = "achieved_goal",
+        reward_key: str | tuple[str, ...] = ("next", "reward"),
+        end_key: str | tuple[str, ...] = _DONE,
+        sampler: Sampler | Callable[[], Sampler] | None = None,
+        **keywords: Any,
+    ) -> None:
+        if not callable(reward_fn):
+            raise TypeError(f"reward_fn takes rows and returns their rewards; {reward_fn!r} cannot be called")
+        self.reward_fn = reward_fn
+        self.her_ratio = her_ratio
+        self.strategy = strategy
+        named = {"goal_key": goal_key, "achieved_goal_key": achieved_goal_key, "reward_key": reward_key}
+        for argument, key in (named | {"end_key": end_key}).items():
+            given_key(argument, key)
+        self.goal_key = goal_key
+        self.achieved_goal_key = achieved_goal_key
+        self.reward_key = reward_key
+        end = to_key(end_key)
+        self._end_key, self._ends = end_key, (end, (*end[:-1], "terminated"))
+        self._trajectories = Trajectories(ends=self._ends)
+        self._checked: Schema | None = None
+        super().__init__(sampler=sampler, **keywords)
+
+    @property
+    def her_ratio(self) -> float:
+        """Which part of a batch gets new goals; of the next one, if it is set."""
+        return self._her_ratio
+
+    @her_ratio.setter
+    def her_ratio(self, ratio: float) -> None:
+        try:
+            inside = 0.0 <= ratio <= 1.0
+        except TypeError:
+            raise TypeError(
+                f"her_ratio is which part of a batch gets new goals, from 0 to 1, got {ratio!r}"
+            ) from None
+        if not inside:
+            raise ValueError(f"her_ratio must be in [0, 1], got {ratio}")
+        self._her_ratio = ratio
+
+    @property
+    def strategy(self) -> HindsightStrategy:
+        """Where goals come from; those of the next batch, if it is set."""
+        return self._strategy
+
+    @strategy.setter
+    def strategy(self, strategy: HindsightStrategy | str) -> None:
+        self._strategy = HindsightStrategy(strategy)
+
+    @property
+    def end_key(self) -> str | tuple[str, ...]:
+        """The field that ends episodes."""
+        return self._end_key
+
+    def _look(self, ids: IntArray, generator: np.random.Generator) -> StepView | None:
+        view = super()._look(ids, generator)
+        count = int(ids.size * self.her_ratio)
+        if not count:
+            return view
+        if view is None:
+            view = StepView(self._storage, ids, generator)
+        self._check_fields(self._storage)
+        goals = _Goals(
+            self.reward_fn,
+            self.strategy,
+            count,
+            to_key(self.goal_key),
+            to_key(self.achieved_goal_key),
+            to_key(self.reward_key),
+            self._runs_of(self._storage),
+        )
+        view.show_to(goals)
+        return view
+
+    def _check_fields(self, storage: Storage) -> None:
+        """Raise an error if the rows do not have what is needed."""
+        schema = storage.require_schema()
+        if schema is self._checked:
+            return
+        roles = {
+            name: to_key(getattr(self, name)) for name in ("goal_key", "achieved_goal_key", "reward_key")
+        }
+        missing = [f"  {name}={getattr(self, name)!r}" for name, key in roles.items() if key not in schema]
+        if missing:
+            raise NotFoundError(
+                "The following keys are not present in storage:\n"
+                + "\n".join(missing)
+                + "\nEnsure they are stored in every transition before sampling."
+            )
+        goal, achieved = schema[roles["goal_key"]], schema[roles["achieved_goal_key"]]
+        if goal.shape != achieved.shape:
+            raise SchemaError(
+                f"{key_name(roles['goal_key'])!r} is {goal}, but what takes its place, "
+                f"{key_name(roles['achieved_goal_key'])!r}, is {achieved}",
+                hint="store what was reached in the shape of goals",
+            )
+        self._checked = schema
+
+    def _runs_of(self, storage: Storage) -> Runs:
+        """Return the runs of steps that are episodes here."""
+        keys, schema = storage.keys, storage.require_schema()
+        told = (keys.done, keys.terminated, keys.truncated, keys.trajectory)
+        if self._ends[0] == _DONE and any(key is not None for key in told):
+            return storage.runs
+        if not any(key in schema for key in self._ends):
+            raise NotFoundError(
+                f"Neither {self._ends[0]!r} nor {self._ends[1]!r} were found in storage. Ensure episode "
+                "boundaries are stored under one of these keys."
+            )
+        return self._trajectories.of(storage)
+
+    def _users_of(self, key: Key) -> list[str]:
+        own = {to_key(name) for name in (self.goal_key, self.achieved_goal_key, self.reward_key)}
+        read = key in own or key in self._ends
+        return [*super()._users_of(key), *(["the choice of goals"] if read else [])]
+
+    def _settings(self) -> dict[str, Any]:
+        names = ("goal_key", "achieved_goal_key", "reward_key", "end_key", "her_ratio")
+        return {name: getattr(self, name) for name in names} | {"strategy": str(self.strategy)}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what `load_state_dict` takes; how goals are found is part of it."""
+        return super().state_dict() | {"_her": self._settings()}
+
+    def _check_state(self, state: Mapping[str, Any]) -> None:
+        super()._check_state(state)
+        if state.get("_her") != self._settings():
+            raise StateError(
+                f"the state is of a buffer with goals by {state.get('_her')}, here by {self._settings()}",
+                hint="load it into a buffer with the same settings",
+            )
+
+    def __repr__(self) -> str:
+        settings = ", ".join(f"{name}={value!r}" for name, value in self._settings().items())
+        return f"{type(self).__name__}({settings}, storage={self._storage!r})"
+
+
+@dataclass(frozen=True)
+class _Goals(StepTransform):
+    """Give the first rows of one batch their goals.
+
+    Args:
+        reward_fn: As `HERReplayBuffer`, and so are the keys.
+        strategy: See there.
+        count: How many rows.
+        goal: See there.
+        achieved: See there.
+        reward: See there.
+        runs: What episodes are.
+    """
+
+    reward_fn: Callable[[TensorDictBase], torch.Tensor]
+    strategy: HindsightStrategy
+    count: int
+    goal: Key
+    achieved: Key
+    reward: Key
+    runs: Runs
+
+    def look(self, view: StepView) -> torch.Tensor:
+        """Return what was reached in the rows that give the goals. Shape `(count, *goal)`."""
+        return view.tensor(self._rows(view), self.achieved)
+
+    def _rows(self, view: StepView) -> IntArray:
+        """Return ids of the rows that give the goals. Shape `(count,)`."""
+        ids, generator = view.ids[: self.count], view.generator
+        if generator is None:
+            raise StateError("goals are drawn with a batch: there are none where rows are read by index")
+        if self.strategy is HindsightStrategy.RANDOM:
+            window = readable(view.storage)
+            return window.nth(generator.integers(0, window.rows, ids.size))
+        before, after = view.reach(ids, self.runs)
+        if self.strategy is HindsightStrategy.FINAL:
+            offsets: Array = after
+        elif self.strategy is HindsightStrategy.EPISODE:
+            offsets = generator.integers(-before, after + 1)
+        else:
+            offsets = generator.integers(0, after + 1)
+        return view.at(ids, offsets[:, None], self.runs)[0][:, 0]
+
+    def apply(self, batch: TensorDictBase, seen: torch.Tensor) -> TensorDictBase:
+        """Write goals and rewards into the first rows, of which no other batch has the fields."""
+        rows = batch[: self.count]
+        for key in (self.goal, ("next", *self.goal)):
+            goal = rows.get(key, None)
+            if goal is not None:
+                goal.copy_(seen)
+        stored = rows.get(self.reward)  # the batch's, whatever `reward_fn` makes of the rows
+        reward = self._rewards(rows)
+        if reward.numel() != stored.numel() or reward.shape[:1] != stored.shape[:1]:
+            raise SchemaError(
+                f"reward_fn returned rewards of shape {[*reward.shape]} for {self.count} rows with "
+                f"{key_name(self.reward)!r} of shape {[*stored.shape]}",
+                hint="return one reward for each row",
+            )
+        stored.copy_(reward.reshape(stored.shape))
+        return batch
+
+    def _rewards(self, rows: TensorDictBase) -> torch.Tensor:
+        """Return what `reward_fn` gives for some rows."""
+        made = self.reward_fn(rows)
+        try:
+            return torch.as_tensor(made).detach()
+        except (TypeError, ValueError, RuntimeError):
+            raise TypeError(
+                f"reward_fn returned {made!r} for {self.count} rows; return their rewards, a tensor of shape "
+                f"({self.count},) or ({self.count}, 1)"
+            ) from None

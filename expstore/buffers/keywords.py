@@ -1,0 +1,115 @@
+"""The keywords of buffers: what is checked beforehand, and what torchrl has but means nothing here.
+
+Used by the buffers and by `expstore.open`. It makes nothing itself.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar, cast
+
+import torch
+
+from expstore.core.rate_limiters import RateLimiter
+
+__all__ = ["called", "check_batch_size", "check_drawing", "check_predictable", "made", "refuse"]
+
+_Part = TypeVar("_Part")
+
+#: torchrl's keywords that mean nothing here: the values that ask for nothing, and why others are refused.
+_MEANINGLESS: dict[str, tuple[tuple[Any, ...], str]] = {
+    "checkpointer": ((None,), "dumps() writes versions of the store itself, with what has changed only"),
+    "shared": (
+        (False,),
+        "keep the rows on disk, expstore.open(path); other processes read them with mode='r', and a buffer "
+        "that is pickled or forked does so by itself",
+    ),
+    "compilable": ((None, False), "nothing here is compiled by torch; batches may be, behind sample()"),
+    "delayed_init": (
+        (None, False),
+        "parts are made with the buffer; over a store on disk it can be sent to other processes as it is",
+    ),
+    "service_backend": (("direct",), "other machines read a store over the network by its HTTP layer"),
+    "service_backend_options": ((None,), "there is no service behind a buffer"),
+    "transport": (("auto", "direct"), "there is no service behind a buffer"),
+    "transport_options": ((None,), "there is no service behind a buffer"),
+    "sync": (
+        (True,),
+        "priorities are kept by the store; who samples beside another process opens it mode='r'",
+    ),
+    "sampler_device": ((None, "cpu"), "priorities are drawn by the processor, in microseconds"),
+}
+
+
+def refuse(owner: str, keywords: Mapping[str, Any]) -> None:
+    """Raise if keywords ask for something that no buffer here has.
+
+    Raises:
+        TypeError: There is no such keyword.
+        ValueError: torchrl has it, and it asks for something that means nothing here.
+    """
+    for name, value in keywords.items():
+        if name not in _MEANINGLESS:
+            raise TypeError(f"{owner} got an unexpected keyword argument {name!r}")
+        harmless, reason = _MEANINGLESS[name]
+        if not any(value is known or (isinstance(known, str) and str(value) == known) for known in harmless):
+            raise ValueError(f"{name}={value!r} means nothing here: {reason}; leave it out")
+
+
+def called(part: Any, method: str) -> Any:
+    """Return a part of a buffer, known by a method: as given, or made by the function or class given."""
+    is_part = hasattr(part, method) and not isinstance(part, type)
+    return part() if callable(part) and not is_part else part
+
+
+def made(part: _Part | Callable[[], _Part], kind: type[Any], method: str) -> _Part:
+    """Return the same, of this kind.
+
+    Raises:
+        TypeError: It is something else.
+    """
+    found = called(part, method)
+    if not isinstance(found, kind):
+        raise TypeError(
+            f"expected a {kind.__name__} of expstore or a function that makes one, got a "
+            f"{type(found).__module__.partition('.')[0]} {type(found).__name__}"
+        )
+    return cast(_Part, found)
+
+
+def check_drawing(
+    batch_size: int | None,
+    prefetch: int | None,
+    pin_memory: bool,
+    *,
+    limiter: RateLimiter | None = None,
+    capacity: int | None = None,
+) -> None:
+    """Raise ValueError for what no buffer can do."""
+    if limiter is not None:
+        limiter.check(capacity)
+    check_batch_size(batch_size)
+    if prefetch is not None and prefetch < 0:
+        raise ValueError(f"prefetch must be at least 0, got {prefetch}")
+    if pin_memory and not torch.accelerator.is_available():
+        raise ValueError("pin_memory is for copies to an accelerator, and there is none; leave it False")
+
+
+def check_predictable(size: int | None, sampler: Any) -> None:
+    """Raise ValueError where batches have no size of their own, and a sampler's passes depend on it."""
+    if size is None and getattr(sampler, "drop_last", False):
+        raise ValueError(
+            "Samplers with drop_last=True must work with a predictable batch-size: what a pass leaves out "
+            "follows from it; give the buffer batch_size="
+        )
+
+
+def check_batch_size(size: int | None) -> None:
+    """Raise ValueError for a batch without rows, TypeError for what is no number."""
+    try:
+        size = None if size is None else operator.index(size)
+    except TypeError:
+        raise TypeError(f"batch_size must be an integer, got {size!r}") from None
+    if size is not None and size < 1:
+        raise ValueError(f"batch_size must be at least 1, got {size}")

@@ -1,0 +1,273 @@
+"""A data set that nobody changes and a buffer that grows, sampled as one; or the one copied into the other.
+
+Used where learning begins on recorded experience, under TorchRL's names. It never loads data sets by name,
+and never writes to one.
+"""
+
+from __future__ import annotations
+
+import math
+from numbers import Real
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDictBase
+
+from expstore.buffers.keywords import check_batch_size
+from expstore.buffers.replay_buffer import ReplayBuffer
+from expstore.buffers.rng import Draws
+from expstore.core.values import key_name, to_key
+from expstore.errors import SchemaError
+from expstore.storages.base import Storage
+from expstore.storages.torchrl import LazyTensorStorage
+from expstore.transforms import Compose
+
+__all__ = ["OfflineToOnlineReplayBuffer", "prefill_replay_buffer"]
+
+_TRANSFORMS = (1 << 62) + 1  # a stream that no reader and no ensemble has
+#: What batches say of their rows in one buffer.
+_TOLD = ("id", "index", "index_generation", "priority_weight")
+
+
+class OfflineToOnlineReplayBuffer:
+    """Sample a data set and a buffer that grows: of every batch, the same part of each.
+
+    `round(offline_fraction * n)` rows of a batch are of the data set and come first, the others of the
+    buffer; all are of the data set while the buffer is empty. What only one of both says of rows (`index`,
+    `id`, ...) is left out: it names no row of the other.
+
+    Threads, processes and crashes: as the two buffers. Each draws by its own seed, so draws go on after a
+    restart where both are stores; the fraction is what `anneal` was last called with.
+
+    Args:
+        offline_dataset: The data set: any buffer, also one of torchrl's.
+        online_storage: Where new rows go; it or a capacity.
+        online_capacity: How many rows are kept in RAM.
+        offline_fraction: Which part of a batch is of the data set. Between 0 and 1.
+        batch_size: Of `sample`.
+        transform: What is done to batches.
+        dataset_kwargs: Of data sets by name: refused.
+
+    Raises:
+        ValueError: The fraction is out of its bounds; storage and capacity are both given, or none; the data
+            set is a name; the batch size is below 1; or the transform looks at other steps.
+        TypeError: The data set is no buffer, or a number is none.
+
+    Example:
+        >>> offline = ReplayBuffer(storage=LazyTensorStorage(100))
+        >>> offline.extend(TensorDict({"observation": torch.zeros(100, 4)}, [100])).shape
+        torch.Size([100])
+        >>> rb = OfflineToOnlineReplayBuffer(offline, online_capacity=50, batch_size=8)
+        >>> rb.extend(TensorDict({"observation": torch.ones(10, 4)}, [10])).shape
+        torch.Size([10])
+        >>> rb.sample()["observation"][:, 0]
+        tensor([0., 0., 0., 0., 1., 1., 1., 1.])
+    """
+
+    def __init__(
+        self,
+        offline_dataset: Any,
+        *,
+        online_storage: Storage | None = None,
+        online_capacity: int | None = None,
+        offline_fraction: float = 0.5,
+        batch_size: int | None = None,
+        transform: Any = None,
+        **dataset_kwargs: Any,
+    ) -> None:
+        if online_storage is not None and online_capacity is not None:
+            raise ValueError("Provide online_storage OR online_capacity, not both.")
+        if online_storage is None and online_capacity is None:
+            raise ValueError("Provide one of online_storage or online_capacity.")
+        offline_fraction = _fraction(offline_fraction)
+        _check_dataset(offline_dataset)
+        if dataset_kwargs:
+            raise ValueError(
+                "dataset_kwargs are only forwarded when offline_dataset is a string, got "
+                f"{[*dataset_kwargs]}. Pass them directly to your dataset constructor instead."
+            )
+        _check_buffer(offline_dataset, "sample", "offline_dataset")
+        check_batch_size(batch_size)
+        self._transform = Compose.of(transform)
+        if self._transform.steps:
+            raise ValueError(
+                f"{type(self._transform.steps[0]).__name__} looks at other steps of one store's episodes: "
+                "give it to the data set, and append it to online_buffer"
+            )
+        if online_capacity is not None:
+            online_storage = LazyTensorStorage(online_capacity)
+        self._online = ReplayBuffer(storage=online_storage)
+        self._offline = offline_dataset
+        self._fraction = self._base = offline_fraction
+        self._batch_size = batch_size
+
+    def extend(self, data: Any) -> torch.Tensor:
+        """Append rows to the buffer that grows; return their index there, as its `extend` does."""
+        return self._online.extend(data)
+
+    def sample(self, batch_size: int | None = None) -> TensorDictBase:
+        """Draw a batch.
+
+        Args:
+            batch_size: How many rows; None: as was given to the constructor.
+
+        Returns:
+            A TensorDict. Batch size `[batch_size]`.
+
+        Raises:
+            ValueError: No batch size is known, or it is below 1.
+            TypeError: It is no number.
+            SchemaError: The rows of both have different fields.
+        """
+        size = self._batch_size if batch_size is None else batch_size
+        if size is None:
+            raise ValueError("batch_size must be provided either in __init__ or sample().")
+        check_batch_size(size)
+        offline = round(self._fraction * size)
+        if offline >= size or not len(self._online):
+            batch = self._offline.sample(size)
+        elif not offline:
+            batch = self._online.sample(size)
+        else:
+            batch = _joined(self._offline.sample(offline), self._online.sample(size - offline))
+        made: TensorDictBase = self._transform.forward(batch, self._numbers())
+        return made
+
+    def _numbers(self) -> np.random.Generator | None:
+        """Return the random numbers of transforms; None: nothing says which draw this is."""
+        if not self._transform.draws or not isinstance(self._offline, ReplayBuffer):
+            return None
+        storages = self._offline.storage, self._online.storage
+        return Draws(storages[0].seed, _TRANSFORMS).generator(sum(storage.draw for storage in storages))
+
+    def anneal(self, step: int, total_steps: int) -> None:
+        """Let the data set's part fall from what it was at first to 0, in a straight line.
+
+        Args:
+            step: Where training is, from 0 on.
+            total_steps: From which step on nothing is of the data set. At least 1.
+
+        Raises:
+            ValueError: `total_steps` is too small.
+            TypeError: One of both is no number.
+        """
+        _check_number("step", step)
+        _check_number("total_steps", total_steps)
+        if total_steps < 1:
+            raise ValueError(
+                f"total_steps is the step at which nothing is left, at least 1, not {total_steps}"
+            )
+        self._fraction = self._base * min(1.0, max(0.0, 1.0 - step / total_steps))
+
+    @property
+    def offline_fraction(self) -> float:
+        """Which part of a batch is of the data set now."""
+        return self._fraction
+
+    @property
+    def offline_buffer(self) -> Any:
+        """The data set, as it was given."""
+        return self._offline
+
+    @property
+    def online_buffer(self) -> ReplayBuffer:
+        """The buffer that grows."""
+        return self._online
+
+    def __len__(self) -> int:
+        return len(self._offline) + len(self._online)
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}(offline={type(self._offline).__name__}, "
+            f"offline_fraction={self._fraction:.3f}, online_size={len(self._online)}, "
+            f"batch_size={self._batch_size})"
+        )
+
+
+def prefill_replay_buffer(rb: Any, dataset: Any, n_samples: int | None = None, chunk_size: int = 1000) -> Any:
+    """Copy the rows of a data set into a buffer, the oldest first; return the buffer.
+
+    Rows come each once and in the order in which they were written, so that episodes stay whole; TorchRL
+    draws them.
+
+    Args:
+        rb: What is written to.
+        dataset: Any buffer whose rows have one number, also one of torchrl's.
+        n_samples: How many rows at most; None: all.
+        chunk_size: How many are copied at a time.
+
+    Raises:
+        ValueError: The data set is a name, its rows have several numbers, or a number is too small.
+        TypeError: One of both is no buffer, or a number is none.
+
+    Example:
+        >>> dataset = ReplayBuffer(storage=LazyTensorStorage(50))
+        >>> dataset.extend(TensorDict({"observation": torch.zeros(50, 4)}, [50])).shape
+        torch.Size([50])
+        >>> len(prefill_replay_buffer(ReplayBuffer(storage=LazyTensorStorage(100)), dataset, n_samples=20))
+        20
+    """
+    _check_dataset(dataset)
+    _check_buffer(dataset, "storage", "dataset")
+    _check_buffer(rb, "sample", "rb")
+    _check_number("chunk_size", chunk_size)
+    _check_number("n_samples", 0 if n_samples is None else n_samples)
+    if chunk_size < 1 or (n_samples is not None and n_samples < 0):
+        raise ValueError(f"n_samples={n_samples} and chunk_size={chunk_size} are no numbers of rows")
+    if getattr(dataset.storage, "ndim", 1) != 1:
+        raise ValueError("rows of several dims keep them: copy them by rb.extend(dataset[:])")
+    rows = np.arange(len(dataset))
+    if isinstance(dataset, ReplayBuffer):
+        window = dataset.storage.window
+        rows = dataset.storage.index_of(window.nth(np.arange(window.rows))) if window.rows else rows[:0]
+    rows = rows[:n_samples]
+    for first in range(0, rows.size, chunk_size):
+        rb.extend(dataset[torch.from_numpy(rows[first : first + chunk_size])])
+    return rb
+
+
+def _check_dataset(dataset: Any) -> None:
+    if isinstance(dataset, str):
+        raise ValueError(
+            f"data sets are not loaded by name here, got {dataset!r}; give a buffer with its rows, for "
+            "instance that of torchrl.data.datasets.load_dataset"
+        )
+
+
+def _check_buffer(found: Any, method: str, name: str) -> None:
+    if not hasattr(found, method) or isinstance(found, type | torch.Tensor | TensorDictBase):
+        kind = found.__name__ if isinstance(found, type) else type(found).__name__
+        raise TypeError(
+            f"{name} is to be a buffer, of expstore or torchrl, with its rows; got "
+            f"{'the class ' if isinstance(found, type) else ''}{kind}: put rows that are at hand into one, "
+            "ReplayBuffer(storage=LazyTensorStorage(n)), by extend()"
+        )
+
+
+def _check_number(name: str, found: Any) -> None:
+    if isinstance(found, bool) or not isinstance(found, Real) or math.isnan(found):
+        raise TypeError(f"{name} must be a number, got {found!r}")
+
+
+def _fraction(offline_fraction: float) -> float:
+    _check_number("offline_fraction", offline_fraction)
+    if not 0.0 < offline_fraction < 1.0:
+        raise ValueError(f"offline_fraction must be in (0, 1), got {offline_fraction}.")
+    return float(offline_fraction)
+
+
+def _joined(offline: TensorDictBase, online: TensorDictBase) -> TensorDictBase:
+    """Return the rows of both, without what only one of them says of its rows."""
+    parts = [offline, online]
+    names = [{to_key(key) for key in part.keys(True, True)} for part in parts]
+    differing = names[0] ^ names[1]
+    lone = {key for key in differing if key[0] in _TOLD}
+    if differing - lone:
+        alone = [sorted(key_name(key) for key in own - other - lone) for own, other in (names, names[::-1])]
+        raise SchemaError(
+            f"the data set alone has the fields {alone[0]}, the online buffer alone {alone[1]}",
+            hint="give both the same fields, by transforms of the data set for instance",
+        )
+    return torch.cat([part.exclude(*lone) for part in parts])

@@ -1,0 +1,99 @@
+"""Streams of experience that end where nobody said so: their tails are closed before others begin.
+
+Used by ensembles. It adds no rows and ends no stream that has a name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from expstore.core.values import Array, IntArray, Key, key_name, to_key
+from expstore.errors import SchemaError, StateError
+from expstore.samplers.keyed_trajectories import Trajectories
+from expstore.storages.base import Storage
+
+__all__ = ["Tails"]
+
+
+class Tails:
+    """Close the streams of storages: what comes next begins episodes of its own.
+
+    Args:
+        end: The field that ends an episode; it becomes True at every tail.
+        terminated: The field that says that it ended by itself; it stays.
+        truncated: The field that says that it was cut off; it becomes True at tails that say neither.
+
+    Raises:
+        ValueError: Two of them are the same.
+    """
+
+    def __init__(self, end: Any, terminated: Any, truncated: Any) -> None:
+        self.end = to_key(end)
+        self.terminated = None if terminated is None else to_key(terminated)
+        self.truncated = None if truncated is None else to_key(truncated)
+        keys = [key for key in (self.end, self.terminated, self.truncated) if key is not None]
+        if len(set(keys)) != len(keys):
+            raise ValueError("end, terminated and truncated keys must be distinct.")
+
+    def check(self, storage: Storage, sampler: Any) -> None:
+        """Raise if the streams of a storage cannot be closed, so that its sampler sees it.
+
+        Raises:
+            SchemaError: There is no such field.
+            StateError: Nothing can be written; or trajectories go by names that may come again.
+            TypeError: It is no field of booleans.
+        """
+        if not len(storage):
+            return
+        storage.check_writable()
+        schema = storage.require_schema()
+        if self.end not in schema:
+            raise SchemaError(f"no field {key_name(self.end)!r} to end streams by", hint=f"it has {schema!r}")
+        if schema[self.end].dtype != "bool":
+            raise TypeError("end_streams requires a boolean end_key field.")
+        found = getattr(sampler, "_trajectories", None)
+        if not isinstance(found, Trajectories) or found.name in (None, storage.keys.trajectory):
+            return  # episodes of the store: new ones begin whatever names come again
+        (names,) = storage.read(storage.window.ids(), [storage.place_of(found.name or ())])
+        if self.end not in (found.ends or ()) or (names != names[:1]).any():
+            raise StateError(
+                f"end_streams supports samplers by {key_name(found.name or ())!r} only when they have "
+                f"end_key={self.end!r} and every record of a member carries the same trajectory id: others "
+                "may come again",
+                hint="leave traj_key out: the store tells streams apart by itself",
+            )
+
+    def close(self, storage: Storage) -> None:
+        """Close the streams of a storage."""
+        with storage.turn, storage.lock:
+            ids = self._open(storage)
+            if ids.size:
+                places, columns = self._closed(storage, ids)
+                storage.change(ids, places, columns)
+            storage.episodes.leave_streams()
+
+    def _open(self, storage: Storage) -> IntArray:
+        """Return the newest rows of the episodes without a name that are not over."""
+        lasts = np.array(storage.episodes.tails(), np.int64)
+        return np.sort(lasts[storage.window.holds(lasts)])
+
+    def _closed(self, storage: Storage, ids: IntArray) -> tuple[list[int], Sequence[Array]]:
+        schema = storage.require_schema()
+        done = self._read(storage, ids, self.end)
+        places, columns = [schema.place(self.end)], [np.ones_like(done)]
+        if self.truncated is not None and self.truncated in schema:
+            over = done.reshape(ids.size, -1).any(1)
+            if self.terminated is not None and self.terminated in schema:
+                over = over | self._read(storage, ids, self.terminated).reshape(ids.size, -1).any(1)
+            truncated = self._read(storage, ids, self.truncated)
+            truncated[~over] = True
+            places.append(schema.place(self.truncated))
+            columns.append(truncated)
+        return places, columns
+
+    def _read(self, storage: Storage, ids: IntArray, key: Key) -> Array:
+        (column,) = storage.read(ids, [storage.place_of(key)])
+        return column

@@ -1,0 +1,129 @@
+"""Batches made ahead of time, while the user's program works with the one before.
+
+A buffer with `prefetch` takes its batches here. It keeps their order and their numbers; how a batch is made,
+and whether one still stands, the buffer says. It never hands out a batch twice, and never one that a call
+at that moment would not have made.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from expstore.buffers.rng import Turn
+from expstore.core.values import Selection
+
+if TYPE_CHECKING:
+    from tensordict import TensorDictBase
+
+__all__ = ["Batches", "Made", "Prefetcher"]
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A batch that is ready.
+
+    Args:
+        batch: What the user gets.
+        selection: The rows.
+        changes: What is another value when the batch is none of now: rows were changed in place, say.
+    """
+
+    batch: TensorDictBase
+    selection: Selection
+    changes: object
+
+
+class Batches(Protocol):
+    """What makes batches: a buffer."""
+
+    def turn_ahead(self, number: int) -> Turn:
+        """Return the turn after `number` others that are not handed out yet."""
+
+    def make(self, turn: Turn, size: int, instead: Selection | None = None) -> Made:
+        """Make a batch, if need be instead of one whose rows have left."""
+
+    def stands(self, made: Made | None) -> bool:
+        """Say whether batches made when this one was (None: any) may still be handed out."""
+
+    def readable(self, made: Made) -> bool:
+        """Say whether none of its rows, nor of those that were looked at for it, has left."""
+
+    def hand_out(self, made: Made) -> None:
+        """Count the oldest batch made ahead as handed out."""
+
+    def give_back(self) -> None:
+        """Be told that what was made ahead will not be handed out."""
+
+
+class Prefetcher:
+    """Make the next batches in a thread of its own.
+
+    Threads: any number may ask; they are served one after another, so that batches go out in the order of
+    their numbers. It holds no buffer, so that a forgotten one can go; its thread ends with it.
+
+    Args:
+        count: How many batches are made ahead.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._lock = threading.Lock()
+        self._size = 0
+        self._queue: deque[tuple[Turn, Future[Made]]] = deque()
+        # One thread: samplers that keep a place must be asked in the order of the batches.
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="expstore-prefetch")
+
+    def next(self, source: Batches, size: int) -> Made:
+        """Return the next batch, of `size` rows."""
+        with self._lock:
+            try:
+                if size != self._size or not source.stands(None):
+                    self._drop(source)
+                    self._size = size
+                self._fill(source, self.count + 1)
+                turn, future = self._queue[0]
+                # What failed then may go well now: rows may have come.
+                made = None if future.exception() else future.result()
+                if made is None or not source.stands(made):
+                    self._drop(source)
+                    made = source.make(source.turn_ahead(0), size)
+                else:
+                    self._queue.popleft()
+                    if not source.readable(made):
+                        made = source.make(turn, size, made.selection)
+                source.hand_out(made)
+                self._fill(source, self.count)
+            except BaseException:
+                self._drop(source)
+                raise
+            return made
+
+    def _fill(self, source: Batches, count: int) -> None:
+        while len(self._queue) < count:
+            turn = source.turn_ahead(len(self._queue))
+            self._queue.append((turn, self._pool.submit(source.make, turn, self._size)))
+
+    def _drop(self, source: Batches) -> None:
+        futures = [future for _, future in self._queue]
+        for future in futures:
+            future.cancel()
+        wait(futures)
+        self._queue.clear()
+        source.give_back()
+
+    def drop(self, source: Batches) -> None:
+        """Forget what was made ahead."""
+        with self._lock:
+            self._drop(source)
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def close(self, source: Batches) -> None:
+        """Forget what was made ahead, and end the thread."""
+        self.drop(source)
+        self._pool.shutdown(wait=True)

@@ -1,0 +1,107 @@
+"""Replay buffers that sample by priority, under TorchRL's names.
+
+What users of TorchRL's prioritized buffers import. They put a prioritized sampler into a buffer; all
+else is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from expstore.buffers.keywords import made
+from expstore.buffers.replay_buffer import ReplayBuffer
+from expstore.buffers.tensordict import TensorDictReplayBuffer
+from expstore.samplers.prioritized import PrioritizedSampler, Reduction
+from expstore.storages.base import Storage
+from expstore.storages.memory import MemoryStorage
+
+__all__ = ["PrioritizedReplayBuffer", "TensorDictPrioritizedReplayBuffer"]
+
+
+class PrioritizedReplayBuffer(ReplayBuffer):
+    """Sample by priority; `sample(return_info=True)` says which rows, and their weights.
+
+    Threads, processes and crashes as `ReplayBuffer`.
+
+    Args:
+        alpha: How much priorities count; see `PrioritizedSampler`.
+        beta: How much of the bias the weights undo.
+        eps: Added to priorities.
+        dtype: Of the weights.
+        storage: Where rows are kept; `MemoryStorage(1000)` by default.
+        keywords: As `ReplayBuffer`.
+
+    Example:
+        >>> rb = PrioritizedReplayBuffer(alpha=0.7, beta=0.9, storage=MemoryStorage(10), batch_size=5)
+        >>> rb.extend(TensorDict({"observation": torch.zeros(10, 3)}, [10]))
+        >>> batch, info = rb.sample(return_info=True)
+        >>> rb.update_priority(info["index"], torch.ones(5) * 5)
+    """
+
+    def __init__(
+        self,
+        *,
+        alpha: float,
+        beta: float,
+        eps: float = 1e-8,
+        dtype: torch.dtype = torch.float32,
+        storage: Storage | Callable[[], Storage] | None = None,
+        **keywords: Any,
+    ) -> None:
+        storage = MemoryStorage(1000) if storage is None else made(storage, Storage, "get")
+        sampler = _sampler(keywords, storage.capacity, alpha, beta, eps, dtype)
+        super().__init__(storage=storage, sampler=sampler, **keywords)
+
+
+class TensorDictPrioritizedReplayBuffer(TensorDictReplayBuffer):
+    """Sample by priority; batches carry `index` and `priority_weight`.
+
+    Rows that come with `priority_key` start at that priority. Threads, processes and crashes as
+    `ReplayBuffer`.
+
+    Args:
+        alpha: How much priorities count; see `PrioritizedSampler`.
+        beta: How much of the bias the weights undo.
+        priority_key: Where `extend` and `update_tensordict_priority` find priorities.
+        eps: Added to priorities.
+        dtype: Of the weights.
+        reduction: What becomes of several priorities for one row.
+        storage: Where rows are kept; `MemoryStorage(1000)` by default.
+        keywords: As `TensorDictReplayBuffer`.
+
+    Example:
+        >>> storage = MemoryStorage(10)
+        >>> rb = TensorDictPrioritizedReplayBuffer(alpha=0.7, beta=0.9, storage=storage, batch_size=5)
+        >>> rb.extend(TensorDict({"observation": torch.zeros(10, 3)}, [10]))
+        >>> batch = rb.sample()
+        >>> batch["td_error"] = torch.ones(5)
+        >>> rb.update_tensordict_priority(batch)
+        5
+    """
+
+    def __init__(
+        self,
+        *,
+        alpha: float,
+        beta: float,
+        priority_key: str = "td_error",
+        eps: float = 1e-8,
+        dtype: torch.dtype = torch.float32,
+        reduction: Reduction = "max",
+        storage: Storage | Callable[[], Storage] | None = None,
+        **keywords: Any,
+    ) -> None:
+        storage = MemoryStorage(1000) if storage is None else made(storage, Storage, "get")
+        sampler = _sampler(keywords, storage.capacity, alpha, beta, eps, dtype, reduction)
+        super().__init__(storage=storage, sampler=sampler, priority_key=priority_key, **keywords)
+
+
+def _sampler(keywords: dict[str, Any], *settings: Any) -> PrioritizedSampler:
+    if keywords.pop("sampler", None) is not None:
+        raise ValueError(
+            "a prioritized buffer makes its sampler of alpha, beta and eps; give others to a ReplayBuffer"
+        )
+    return PrioritizedSampler(*settings)

@@ -1,0 +1,667 @@
+"""The replay buffers: storage, sampler and writer put together, batches in and out.
+
+What users hold. The two data paths, `extend` and `sample`, read from top to bottom here; everything
+they call is in the layers below.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+import torch
+from tensordict import is_tensor_collection
+
+from expstore.buffers import idempotency as keyed
+from expstore.buffers.add_column import LateFields
+from expstore.buffers.domain_checks import NO_DOMAIN, asks_for_domain, check_domain
+from expstore.buffers.indexing import ShapingHandle, to_array
+from expstore.buffers.keywords import called, check_batch_size, check_drawing, check_predictable, made, refuse
+from expstore.buffers.rng import Turn
+from expstore.buffers.sample_units import SampleUnit, check_unit
+from expstore.buffers.torch_dataset import RowKind, RowsDataset, SlicesDataset, make_dataset
+from expstore.buffers.torchrl_service import Direct
+from expstore.buffers.updates import Patching
+from expstore.core.idempotency import WriteKey
+from expstore.core.rate_limiters import RateLimiter
+from expstore.core.values import Array, IntArray, Key, Selection
+from expstore.data.batch import Batch, Intake, StepReader
+from expstore.episodes.annotations import pack_info
+from expstore.errors import SchemaError, StateError
+from expstore.samplers.base import Sampler
+from expstore.samplers.consuming import consume_after
+from expstore.samplers.torchrl_adapter import adapt
+from expstore.schema.schema import Schema
+from expstore.schema.take_rows import pick
+from expstore.storages.base import Storage
+from expstore.storages.engine.backfill import unmoved
+from expstore.storages.indexing import OVERTAKEN, PATIENCE, prepare
+from expstore.storages.memory import MemoryStorage
+from expstore.trajectories.search import find_trajectories
+from expstore.transforms import StepView
+from expstore.writers.writers import Writer, default_writer
+
+__all__ = ["ReplayBuffer"]
+
+_LIMIT = 1000  # draws after which a follower, which cannot ask, gives up
+_TRANSFORMS = 1 << 40  # stands where a redraw has its number: what transforms draw is of no draw of rows
+
+
+class ReplayBuffer(Patching, LateFields, Direct):
+    """Store transitions and sample batches of them.
+
+    Threads: any number may sample while one writes; writers wait for one another. Processes: one
+    writer per store; in a forked child, and pickled into another process (a DataLoader's workers, say),
+    the buffer follows: it reads what the writer writes, and draws batches of its own. A copy of one in RAM
+    has rows of its own. Crashes: as the storage promises; on disk an `extend` that returned survives the
+    process, a `flush` that returned survives the machine.
+
+    Args:
+        storage: Where rows are kept, or a function that makes it; `MemoryStorage(1000)` by default.
+        sampler: What makes up a batch, or such a function; uniform by default.
+        writer: Where rows go, or such a function; in a ring the newest replace the oldest by default,
+            or as the store was filled.
+        collate_fn: Makes a batch of what the storage gives: rows that are objects, in a list, or what is a
+            batch already. None: objects are stacked where that can be done.
+        transform: What is done to batches on their way out (a callable), or both ways (a torchrl Transform).
+        transform_factory: A function that makes it.
+        dim_extend: Which dim of a batch given to `extend` is time; None: the last of those that make rows.
+        batch_size: Of `sample` and iteration; may be given to `sample` instead.
+        device: Where batches are handed out; None: where the storage says.
+        prefetch: How many batches are made ahead, in a thread: the next call finds its batch ready. A
+            batch whose rows were overwritten or changed meanwhile, of another size, or drawn before the
+            generator was seeded anew, is drawn again; priorities set in the last `prefetch` batches may
+            not count yet.
+        pin_memory: Hand out batches in pinned memory; with `device` they are copied there without waiting.
+        generator: What all draws follow from; None: the store's seed. Its state is kept at every sync,
+            and a store that keeps one goes on there.
+        consume_after_n_samples: Hand each row out so many times; see `ConsumingSampler`.
+        sample_unit: What every sampled row stands for: itself, or a `Sequence` of steps around it.
+        rate_limiter: How many rows may be sampled for each that is written; `sample`, `extend` and `add`
+            wait until they may go on. See `MinSize` and `SampleToInsertRatio`.
+        torchrl: Keywords that torchrl's buffers have and that mean nothing here: at their defaults they are
+            taken, otherwise refused with the reason.
+
+    Example:
+        >>> rb = ReplayBuffer(storage=MemoryStorage(1000), batch_size=2)
+        >>> rb.extend(TensorDict({"observation": torch.zeros(5, 3)}, [5]))
+        tensor([0, 1, 2, 3, 4])
+        >>> rb.sample()["observation"].shape
+        torch.Size([2, 3])
+    """
+
+    _bound: ClassVar[tuple[str, ...]] = (*ShapingHandle._bound, "_reader", "_read_of", "_iterator")
+    _reader: StepReader | None = None
+    _read_of: Schema | None = None  # what it reads rows of
+    _iterator: Iterator[Any] | None = None
+
+    def __init__(
+        self,
+        *,
+        storage: Storage | Callable[[], Storage] | None = None,
+        sampler: Sampler | Callable[[], Sampler] | None = None,
+        writer: Writer | Callable[[], Writer] | None = None,
+        collate_fn: Callable[[Any], Any] | None = None,
+        transform: Any = None,
+        transform_factory: Callable[[], Any] | None = None,
+        dim_extend: int | None = None,
+        batch_size: int | None = None,
+        device: torch.device | str | None = None,
+        prefetch: int | None = None,
+        pin_memory: bool = False,
+        generator: torch.Generator | None = None,
+        consume_after_n_samples: int | None = None,
+        sample_unit: SampleUnit | None = None,
+        rate_limiter: RateLimiter | None = None,
+        **torchrl: Any,
+    ) -> None:
+        refuse(type(self).__name__, torchrl)
+        self.shared = False
+        self._domain = NO_DOMAIN
+        if transform is not None and transform_factory is not None:
+            raise TypeError("transform and transform_factory are mutually exclusive; give one of them")
+        check_drawing(batch_size, prefetch, pin_memory)
+        if generator is not None and not isinstance(generator, torch.Generator):
+            raise TypeError(f"generator must be a torch.Generator, got {generator!r}")
+        drawing = None if sampler is None else adapt(called(sampler, "sample"))
+        check_predictable(batch_size, drawing)
+        self._unit = check_unit(sample_unit, drawing)
+        kept = MemoryStorage(1000) if storage is None else made(storage, Storage, "get")
+        self._writer = self._default_writer(kept) if writer is None else made(writer, Writer, "write")
+        super().__init__(
+            kept,
+            consume_after(consume_after_n_samples, drawing, prefetch=prefetch),
+            collate_fn=collate_fn,
+            transform=transform if transform_factory is None else transform_factory(),
+            dim_extend=dim_extend,
+            device=device,
+            pin_memory=pin_memory,
+            prefetch=prefetch or 0,
+            generator=generator,
+            limiter=rate_limiter,
+        )
+        self._batch_size = batch_size
+
+    # -- the two data paths ----------------------------------------------------------------------
+
+    def extend(
+        self,
+        data: Any,
+        *,
+        source: str | None = None,
+        return_ids: bool = False,
+        episode_info: Mapping[str, Any] | None = None,
+        update_priority: bool | None = None,
+        validate: Literal["schema", "domain"] = "schema",
+        idempotency_key: str | bytes | None = None,
+        digest: bytes | None = None,
+    ) -> torch.Tensor:
+        """Append a batch of rows, all of them or none.
+
+        Rows with trajectory id -1 or `("collector", "mask")` False are dropped.
+
+        With an idempotency key a call that is made again writes nothing and returns what the first one did,
+        also after a restart, and when its rows have left: of a store on disk a key survives what its rows
+        survive. The last 100,000 keys are known, for 24 hours. Two calls at once with the same key: one
+        writes, the other one waits for it.
+
+        Args:
+            data: Rows: a TensorDict, a tensor, a tensorclass, or a tree (tuple or dict) of tensors. A list is
+                rows one by one. Rows of no fixed size (of an `ArrowStorage`) may differ in shape, have nested
+                tensors, and values of Python's own. For stores made by `expstore.open` all batch dims are
+                rows, time is the dim named "time", else the last, and each place along the others is a stream
+                of its own.
+                Elsewhere the storage's `ndim` first dims are, of which `dim_extend` is time.
+            source: Name of the stream of experience; a named one continues its open episodes after a
+                restart. None: this handle's own.
+            return_ids: Return ids, which are never used again, instead of indices.
+            episode_info: Facts to note about every episode that has a row in the batch, as `annotate` does;
+                they are there with the rows or not at all.
+            update_priority: Whether priorities that come with the rows count, in a buffer that knows where
+                they are; None: they do.
+            validate: "domain": look at the values, too, and add nothing if one is not as `specs` say.
+            idempotency_key: What names this write, whoever makes it, and no other one.
+            digest: 16 bytes that follow from what is written: a hash of a request's body, say. The same key
+                with another digest is refused. None: the same key is taken to mean the same rows.
+
+        Returns:
+            Index, or id, of each row; -1 for rows that were not taken in. Shape `(n,)`, int64; of indices
+            `(n, ndim)` where `ndim` is larger than 1.
+
+        Raises:
+            SchemaError: The batch does not fit the store, or its specs, or JSON has no form for a fact.
+            StateError: The store is closed or cannot be written; or it has no specs to validate by; or the
+                key is that of another write (kind "key_reused"); or the writer lets rows take the places of
+                others, and keeps no keys (kind "no_keys").
+            StorageError: The disk failed; nothing was added.
+        """
+        info, domain = pack_info(episode_info), validate != "schema" and asks_for_domain(validate)
+        key = keyed.make_key(self._writer, idempotency_key, digest)
+        known = None if key is None else keyed.known_numbers(self._storage, key, return_ids)
+        if known is not None:
+            return self._indices(known, flat=return_ids)
+        batch = self._taken(data)
+        if batch is None:
+            return self._indices(np.zeros(0, np.int64), flat=return_ids)
+        batch.prioritized = self._counts_priorities(update_priority)
+        batch.validated = domain
+        return self._indices(self._append(batch, source, return_ids, info, key), flat=return_ids)
+
+    def _counts_priorities(self, asked: bool | None) -> bool:
+        if asked is not None:
+            raise NotImplementedError(
+                "update_priority is not supported in this class, which does not know where priorities are; "
+                "use a TensorDictReplayBuffer, or update_priority(index, priority)"
+            )
+        return False
+
+    def _indices(self, numbers: IntArray, *, flat: bool = False) -> torch.Tensor:
+        """Return rows' numbers as users know them: one for each dim that makes rows."""
+        return torch.from_numpy(
+            numbers if flat or self._storage.ndim == 1 else self._storage.unravel(numbers)
+        )
+
+    def _append(
+        self, batch: Batch, source: str | None, return_ids: bool, info: str, key: WriteKey | None
+    ) -> IntArray:
+        if self._limiter is None:
+            return self._take_in(batch, source, return_ids, info, key)
+        self._storage.check_writable()
+        with self._limiter.inserting(batch.count, needless=partial(keyed.is_known, self._storage, key)):
+            return self._take_in(batch, source, return_ids, info, key)
+
+    def _take_in(
+        self, batch: Batch, source: str | None, return_ids: bool, info: str, key: WriteKey | None
+    ) -> IntArray:
+        storage = self._storage
+        with storage.turn, storage.lock:
+            storage.check_writable()
+            self._writer.check()
+            written = None if key is None else keyed.find_write(storage, key)
+            if written is not None and not written.dropped:
+                return keyed.numbers_of(storage, written, return_ids)
+            if batch.count == 0:
+                return np.zeros(0, np.int64)
+            if batch.validated:
+                self._domain = check_domain(storage, batch, self._domain)
+            schema, reader = self._prepared(batch)
+            columns = batch.columns(schema)
+            kept = reader.transitions(columns)
+            if written is not None:
+                return keyed.numbers_in_part(storage, written, kept, return_ids)
+            more: dict[str, Any] = {} if key is None else {"key": replace(key, dropped=kept is not None)}
+            if kept is not None:
+                batch, columns = batch.keep(kept), [pick(column, kept) for column in columns]
+            if batch.count == 0:
+                return np.full(0 if kept is None else kept.size, -1)
+            steps = reader.read(columns, batch)
+            priorities = self._given_priorities(schema, columns) if batch.prioritized else None
+            last = storage.last
+            ids = self._writer.write(storage, columns, steps, source=source, info=info, **more)
+            run = storage.last - last == ids.size  # all were appended: their ids follow one another
+            if priorities is not None:
+                storage.set_priorities(ids, priorities)
+            self._sampler.on_write(ids if run else ids[ids != -1])
+        numbers = ids if return_ids else storage.numbers_of(ids, run=run)
+        return numbers if kept is None else keyed.spread(numbers, kept)
+
+    def _given_priorities(self, schema: Schema, columns: Sequence[Array]) -> Array | None:
+        """Return the priorities that come with new rows. Shape `(n,)`."""
+        return None
+
+    def sample(self, batch_size: int | None = None, return_info: bool = False) -> Any:
+        """Draw a batch.
+
+        Draw number k is the same whatever happened before it, so a restart goes on with the batches
+        that would have come.
+
+        Args:
+            batch_size: How many rows; None: the buffer's.
+            return_info: Return a pair: the batch, and a dict with each row's `index`, its `id`, and
+                what the sampler has to say (`priority_weight`; the ends of slices).
+
+        Returns:
+            A TensorDict that owns its memory, batch size `[batch_size]`, or whatever rows are; fewer rows
+            where the sampler says so. Fields without a fixed size are nested tensors and `NonTensorStack`s.
+
+        Raises:
+            NotReadyError: The store is empty, or no row is left that may still be drawn.
+        """
+        batch, selection = self._next_batch(self._wanted(batch_size))
+        return (batch, self._info(selection, batch)) if return_info else batch
+
+    def _make(self, turn: Turn, size: int, instead: Selection | None = None) -> tuple[Any, Selection]:
+        return unmoved(self._storage, lambda: self._made(turn, size, instead))
+
+    def _made(self, turn: Turn, size: int, instead: Selection | None) -> tuple[Any, Selection]:
+        selection, columns, view = self._draw(turn, size, instead)
+        root = self._root(selection)
+        more = self._marked(selection, columns) if selection.marks or selection.info else None
+        numbers = self._draws.numbers(turn, _TRANSFORMS) if self._transform.draws else None
+        return self._given(columns, (selection.ids.size,), root, more, view, numbers), selection
+
+    def _draw(
+        self, turn: Turn, size: int, selection: Selection | None = None
+    ) -> tuple[Selection, list[Array], StepView | None]:
+        storage = self._storage
+        for redraw in range(_LIMIT):
+            generator = self._draws.numbers(turn, redraw)
+            if redraw == PATIENCE:
+                storage.lock.acquire()
+            try:
+                if selection is None:
+                    selection = self._sampler.sample(storage, size, generator)
+                else:
+                    anchors = selection.anchors or selection
+                    selection = self._sampler.sample_again(storage, anchors, generator)
+                rows = selection if self._unit is None else self._unit.select(selection, storage)
+                if rows is not None:
+                    view = self._look(rows.ids, generator)
+                    if view is None:
+                        columns = storage.read(rows.ids)
+                        if storage.intact(rows.ids):
+                            return rows, columns, None
+                    else:
+                        columns = view.columns()
+                        if view.intact:
+                            return replace(rows, oldest=view.oldest), columns, view
+                storage.counters.redraws += 1
+            finally:
+                if redraw == PATIENCE:
+                    storage.lock.release()
+        # Only a follower gets here: with the lock held nothing is overwritten in this process.
+        raise StateError(OVERTAKEN, hint="sample less at once, or give the store a larger capacity")
+
+    def _look(self, ids: IntArray, generator: np.random.Generator) -> StepView | None:
+        """Look at other steps than those of a batch, where something asks for them."""
+        return self._transform.look(self._storage, ids, generator)
+
+    def _marked(self, selection: Selection, columns: list[Array]) -> dict[Key, torch.Tensor]:
+        """Write a sampler's flags into columns of the schema; return those of other fields."""
+        return {}
+
+    def _info(self, selection: Selection, batch: Any) -> dict[str | Key, Any]:
+        index = self._indices(self._storage.index_of(selection.ids))
+        info: dict[str | Key, Array] = {"id": selection.ids}
+        if self._writer.tracks_generations:
+            info["index_generation"] = self._storage.generations_of(selection.ids)
+        info |= {key if len(key) > 1 else key[0]: values for key, values in selection.info.items()}
+        for mark in selection.marks:
+            stored = batch.get(mark.key) if is_tensor_collection(batch) else None
+            if stored is not None or mark.new:
+                key = mark.key if len(mark.key) > 1 else mark.key[0]
+                info[key] = mark.alone() if stored is None else mark.on(stored.cpu().numpy())
+        told: dict[str | Key, Any] = {k: self._placed(torch.from_numpy(v)) for k, v in info.items()}
+        index = self._placed(index)
+        return {"index": tuple(index.unbind(-1)) if index.ndim > 1 else index} | told | selection.notes
+
+    # -- single rows -----------------------------------------------------------------------------
+
+    def add(
+        self,
+        data: Any,
+        *,
+        source: str | None = None,
+        episode_info: Mapping[str, Any] | None = None,
+        validate: Literal["schema", "domain"] = "schema",
+        idempotency_key: str | bytes | None = None,
+        digest: bytes | None = None,
+    ) -> Any:
+        """Append one row; return its index, or -1 if it is not taken in.
+
+        Args:
+            data: One row: a TensorDict without batch dims, for instance. Where `ndim` is larger than 1 it is
+                one row for each lane, and their indices are returned. Shape `(lanes, ndim)`, int64.
+            source: As in `extend`.
+            episode_info: As in `extend`.
+            validate: As in `extend`.
+            idempotency_key: As in `extend`.
+            digest: As in `extend`.
+        """
+        info, domain = pack_info(episode_info), validate != "schema" and asks_for_domain(validate)
+        key = keyed.make_key(self._writer, idempotency_key, digest)
+        numbers = None if key is None else keyed.known_numbers(self._storage, key, return_ids=False)
+        if numbers is None:
+            batch = self._taken(data, single=True)
+            if batch is None:
+                return self._indices(np.zeros(0, np.int64))
+            batch.prioritized = self._counts_priorities(None)
+            batch.validated = domain
+            numbers = self._append(batch, source, False, info, key)
+        return int(numbers[0]) if self._storage.ndim == 1 else self._indices(numbers)
+
+    def __len__(self) -> int:
+        return self._sampler.left(self._storage)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield batches, without end or until the sampler has run out of rows.
+
+        Raises:
+            StateError: No batch size is known.
+        """
+        if self._batch_size is None:
+            raise StateError(
+                "Cannot iterate over the replay buffer. Batch_size was not specified during construction of "
+                "the replay buffer",
+                hint="give it to the constructor, or to sample()",
+            )
+        while True:
+            yield self.sample()
+            if self._sampler.ran_out:
+                return
+
+    def next(self) -> Any:
+        """Return the next batch of an iteration that goes on from call to call; None: it is at its end."""
+        if self._iterator is None:
+            self._iterator = iter(self)
+        batch = next(self._iterator, None)
+        if batch is None:
+            self._iterator = None
+        return batch
+
+    def can_sample(self, batch_size: int | None = None) -> bool:
+        """Say whether `sample` would find rows to draw.
+
+        Raises:
+            StateError: No batch size is known.
+        """
+        return self._sampler.can_sample(self._storage, self._wanted(batch_size))
+
+    def query(
+        self,
+        predicate: Callable[[Any], Any] | None = None,
+        trajectory_key: str | tuple[str, ...] | None = None,
+    ) -> list[Any]:
+        """Return the trajectories that meet a condition, the oldest first.
+
+        A condition made of `expstore.traj` has only the fields read that it names; whole rows are read where
+        it is met. `sql` and `episodes` ask about what is not in the rows any more, too.
+
+        Args:
+            predicate: Made of `traj`, or a function of a `Trajectory`; None: all of them.
+            trajectory_key: The field that names trajectories; None: as the store knows its episodes.
+
+        Returns:
+            A `Trajectory` for each: what samples would be of its rows, in the order of its steps.
+
+        Raises:
+            NotFoundError: There is no such field; or nothing says where trajectories end.
+            TypeError: Rows are no TensorDicts; or the condition has a value per step.
+
+        Example:
+            >>> rb.query((traj.reward.sum() > 100) & (traj.length >= 50))
+        """
+        return unmoved(
+            self._storage,
+            lambda: find_trajectories(
+                self._storage, self._transform, predicate, trajectory_key, self._placed
+            ),
+        )
+
+    def to_torch_dataset(
+        self,
+        slice_len: int | None = None,
+        *,
+        stride: int | None = None,
+        strict_length: bool = True,
+        shuffle: bool = True,
+        rows: RowKind = "tensordict",
+    ) -> RowsDataset | SlicesDataset:
+        """Return the buffer as torch's `Dataset`, for a `DataLoader` with any number of workers.
+
+        Workers follow the store: they read beside the writer, take no lock, and see what it goes on writing.
+
+        Args:
+            slice_len: None: row by row, by index; otherwise slices of so many steps of one episode, each
+                once per pass, by one of the workers.
+            stride: From the first step of a slice to that of the next; None: `slice_len`.
+            strict_length: Leave out shorter slices at the end of episodes.
+            shuffle: Slices come in random order, by torch's seed. Rows come as the `DataLoader` asks.
+            rows: What comes: a "tensordict", for which the `DataLoader` needs the data set's `collate` as
+                its `collate_fn`, or a "dict" of tensors, nested, which it collates by itself.
+
+        Raises:
+            ValueError: An argument has no meaning, or none without `slice_len`.
+
+        Example:
+            >>> dataset = rb.to_torch_dataset()
+            >>> loader = DataLoader(dataset, 256, shuffle=True, num_workers=2, collate_fn=dataset.collate)
+        """
+        return make_dataset(self, slice_len, stride, strict_length, shuffle, rows)
+
+    def update_priority(self, index: Any = None, priority: Any = None, *, id: Any = None) -> int:
+        """Set the priorities of rows that are still there.
+
+        By id, a row that has left since it was sampled is skipped, never another one changed.
+
+        Args:
+            index: Which rows, by index; -1 stands for none. Shape `(n,)`, or `(n, ndim)` or a tuple of `ndim`
+                where that is larger than 1; or give `id`.
+            priority: Finite, not negative; one for all, or one or several each, of which the sampler's
+                reduction makes one. Shape `()` or `(n, ...)`.
+            id: Which rows, by id. Shape `(n,)`.
+
+        Returns:
+            How many were set.
+
+        Raises:
+            PriorityError: A priority is negative, NaN or infinite; none was set.
+        """
+        if (index is None) == (id is None) or priority is None:
+            raise TypeError("update_priority takes a priority and either index or id")
+        numbers = self._numbers(index) if id is None else to_array(id)
+        numbers = numbers.reshape(-1).astype(np.int64, copy=False)
+        values = to_array(priority)
+        if values.dtype != np.float32 or values.ndim > 1:
+            values = self._sampler.reduce(values.astype(np.float64, copy=False))
+        if values.size not in (1, numbers.size):
+            raise SchemaError(f"{numbers.size} rows are given {values.size} priorities")
+        if values.size != numbers.size:
+            values = np.broadcast_to(values.reshape(-1), numbers.shape)
+        if id is None and numbers.size and numbers.min() < 0:
+            numbers, values = numbers[numbers != -1], values[numbers != -1]
+        with self._storage.lock:
+            ids = numbers if id is not None else self._storage.ids_at(numbers)
+            count = self._storage.set_priorities(ids, values)
+        self._sampler.on_priority_update(self._storage, ids, values)
+        return count
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what `load_state_dict` takes, under torchrl's names: of storages in RAM the rows, too.
+
+        Rows of a store on disk stay where they are (`dumps`); of those it says which they are.
+        """
+        return super().state_dict() | {
+            "_writer": self._writer.state_dict(),
+            "_transforms": self._transform.state_dict(),
+            "_batch_size": self._batch_size,
+        }
+
+    def _check_state(self, state: Mapping[str, Any]) -> None:
+        super()._check_state(state)
+        if not {"_writer", "_transforms", "_batch_size"} <= state.keys():
+            raise StateError(f"that is no state of a {type(self).__name__}")
+        self._writer.load_state_dict(state["_writer"])
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on with the batch that would have come after `state_dict`, as far as the rows are the same.
+
+        Rows that the state holds take the place of those in the storage, as `loads` says; for others the
+        storage must have them. The batch size, and what transforms keep, are the state's.
+
+        Raises:
+            StateError: The state is of another kind of sampler or of other transforms, of a store with
+                another seed or with rows that are not here, of another `where` or `weight`, or the draws
+                follow from a generator in one of both only, or one for another device; nothing was changed.
+            SchemaError: The rows have other fields; nothing was changed.
+            ValueError: The writer was set up otherwise; nothing was changed.
+        """
+        self._check_state(state_dict)
+        self._transform.load_state_dict(state_dict["_transforms"])
+        super().load_state_dict(state_dict)
+        self._batch_size = state_dict["_batch_size"]
+
+    def _numbers(self, index: Any) -> Array:
+        """Return rows' numbers, given as users know them."""
+        if isinstance(index, tuple):
+            index = torch.stack([torch.as_tensor(part) for part in index], -1)
+        numbers = to_array(index)
+        return numbers if self._storage.ndim == 1 else self._storage.ravel(numbers)
+
+    @property
+    def batch_size(self) -> int | None:
+        """Rows per batch, unless `sample` is told otherwise."""
+        return self._batch_size
+
+    def stats(self) -> dict[str, Any]:
+        """Return facts about the buffer that JSON can keep."""
+        storage = self._storage
+        mine: dict[str, Any] = {"batch_size": self._batch_size, "initialized": self.initialized}
+        if storage.capacity is not None:
+            mine["utilization"] = len(storage) / storage.capacity
+        return super().stats() | mine
+
+    def __repr__(self) -> str:
+        storage = self._storage
+        room = "unbounded" if storage.capacity is None else f"capacity {storage.capacity}"
+        return f"{type(self).__name__}({storage.kind}, {len(storage)} rows, {room}, {self._sampler!r})"
+
+    # -- helpers ---------------------------------------------------------------------------------
+
+    def _attached(self, storage: Storage) -> None:
+        self._writer.register_storage(storage)
+        super()._attached(storage)
+
+    def _users_of(self, key: Key) -> list[str]:
+        read = self._unit is not None and key in self._unit.reads
+        return [*super()._users_of(key), *([f"the sample unit ({self._unit!r})"] if read else [])]
+
+    def _check_sampler(self, sampler: Sampler) -> None:
+        check_unit(self._unit, sampler)
+        consume_after(None, sampler, prefetch=self._prefetch)
+
+    def empty(self, empty_write_count: bool | None = None) -> None:
+        """Forget all rows; ids and episode ids go on, indices begin at 0 in a ring.
+
+        Args:
+            empty_write_count: False or None: `write_count` says how many rows were ever written.
+
+        Raises:
+            ValueError: It is True.
+            StateError: The store is closed, or open for reading only; or its writer lets nothing change.
+        """
+        if empty_write_count:
+            raise ValueError(
+                "empty_write_count=True means nothing here: write_count says how many rows were ever "
+                "written; leave it out"
+            )
+        self._writer.check()
+        super().empty()
+        self._sampler.on_empty()
+
+    @property
+    def writer(self) -> Writer:
+        """Where rows go."""
+        return self._writer
+
+    def set_writer(self, writer: Writer) -> Writer:
+        """Place rows by another writer from now on; return the one before.
+
+        Raises:
+            TypeError: It is no writer.
+        """
+        if not isinstance(writer, Writer):
+            raise TypeError(f"rows are placed by a Writer, not by {type(writer).__name__}")
+        writer.register_storage(self._storage)
+        with self._storage.lock:
+            former, self._writer = self._writer, writer
+        return former
+
+    def _prepared(self, batch: Batch) -> tuple[Schema, StepReader]:
+        """Return the schema, fixed by the first rows, and what reads steps."""
+        storage = self._storage
+        if storage.schema is None:
+            self._writer.check_fields(Schema.infer(batch.signature(), batch.form))
+            self._writer.begin(storage)
+        schema = prepare(storage, batch) if batch.arranged is None else storage.require_schema()
+        if self._reader is None or self._read_of is not schema:
+            if self._limiter is None and storage.limits[1]:
+                storage.note_limits(0, 0)  # what it had counted is not all any more
+            self._reader, self._read_of = StepReader(schema, storage.keys), schema
+            self._intake = None
+            if not schema.form and not schema.variable and storage.ndim == 1 and not self.dim_extend:
+                self._intake = Intake(schema)
+        return schema, self._reader
+
+    def _wanted(self, batch_size: int | None) -> int:
+        size = self._batch_size if batch_size is None else batch_size
+        if size is None:
+            raise StateError("batch_size not specified", hint="give it to sample(), or to the buffer")
+        check_batch_size(size)
+        return int(size)
+
+    def _default_writer(self, storage: Storage) -> Writer:
+        return default_writer(storage)

@@ -1,0 +1,220 @@
+"""Apply the policy of a store that grows: find the episodes that are to leave, every few seconds.
+
+Used by buffers. How rows leave is the storage's; this asks the index and evaluates conditions, and changes
+nothing itself.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+import weakref
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from expstore.core.retention_policy import Retain
+from expstore.core.values import IntArray
+from expstore.episodes.fragments import all_ids
+from expstore.errors import ExpStoreError, StateError
+from expstore.storages.engine.delete import GivenUp, RetainingStorage
+
+if TYPE_CHECKING:
+    from expstore.samplers.filter import Filter
+    from expstore.sql.sync import Catalog
+
+__all__ = ["ROUND_SECONDS", "Retention"]
+
+#: So often a policy is applied in the background.
+ROUND_SECONDS = 5.0
+
+_log = logging.getLogger("expstore")
+_FACTS = ("episode_id", "status", "end_time")
+
+
+class Retention:
+    """Keep a store to its policy.
+
+    Threads: one applies at a time; others write and read meanwhile. The thread that applies it in the
+    background holds this weakly, and ends with it. Processes: only the store's writer applies. Crashes: as
+    `RetainingStorage`.
+
+    Args:
+        storage: Whose rows leave.
+        catalog: Its index.
+
+    Example:
+        >>> Retention(storage, catalog).apply(Retain(age="7d"), dry_run=True).rows
+        0
+    """
+
+    def __init__(self, storage: RetainingStorage, catalog: Catalog) -> None:
+        self._storage, self._catalog = storage, catalog
+        self._turn = threading.Lock()
+        self._filter: Filter | None = None
+        self._told = ""  # of which trouble in the background
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    # -- in the background -----------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Apply the stored policy every few seconds from now on."""
+        if self._thread is None and not self._ended.is_set():
+            self._thread = threading.Thread(
+                target=_rounds, args=(weakref.ref(self), self._ended), name="expstore-retention", daemon=True
+            )
+            self._thread.start()
+            # At the process's end, too: a thread that asks DuckDB then would end it otherwise.
+            weakref.finalize(self, _end, self._ended, self._thread, os.getpid())
+
+    def stop(self) -> None:
+        """Apply nothing in the background any more; waits for what is going on."""
+        self._ended.set()
+        if self._thread is not None:
+            _end(self._ended, self._thread, os.getpid())
+
+    def go_round(self) -> None:
+        """Apply the stored policy; say what is wrong once."""
+        try:
+            self.apply(Retain(**self._storage.manifest.retain))
+            self._told = ""
+        except ExpStoreError as exc:
+            if not self._storage.closed and str(exc) != self._told:
+                self._told = str(exc)
+                _log.warning("rows could not be given up: %s", exc)
+
+    # -- what is to leave ------------------------------------------------------------------------
+
+    def check(self, policy: Retain) -> None:
+        """Find out whether the store's rows have what a policy speaks of.
+
+        Raises:
+            QueryError: They have not, or `where` is no boolean expression.
+        """
+        filter = self._filter_of(policy.where)
+        schema = self._storage.schema
+        if filter is not None and schema is not None:
+            filter.fields(self._storage)
+
+    def apply(self, policy: Retain, *, dry_run: bool = False) -> GivenUp:
+        """Give up what a policy does not keep.
+
+        Args:
+            policy: Which rows stay.
+            dry_run: Only say what would leave; `bytes` is then what these rows take.
+
+        Raises:
+            QueryError: The condition cannot be computed.
+            StateError: The store is closed, or cannot be written.
+            StorageError: The disk failed.
+        """
+        with self._turn:
+            storage = self._storage
+            if storage.schema is None or not policy:
+                return GivenUp()
+            going = self._find(policy)
+            if not dry_run:
+                return storage.give_up(going) if going.size else GivenUp()
+            with storage.lock:
+                rows = storage.rows_of(going).ids
+            return GivenUp(int(going.size), rows, int(rows * storage.bytes_per_row()))
+
+    def _find(self, policy: Retain) -> IntArray:
+        """Return the episodes that are to leave, ascending. Shape `(n,)`."""
+        table = self._catalog.facts(_FACTS, None).sort_by("episode_id")
+        ended = np.array([status != "open" for status in table["status"].to_pylist()], np.bool_)
+        episodes = table["episode_id"].to_numpy()[ended]
+        going = np.zeros(episodes.size, np.bool_)
+        if policy.age is not None:
+            ends = table["end_time"].cast("int64").to_numpy(zero_copy_only=False)[ended]
+            going |= ends < (time.time() - policy.age) * 1e6
+        if policy.where is not None:
+            going |= ~self._match(policy.where, episodes)
+        if policy.bytes is not None:
+            going |= self._too_many(policy.bytes, episodes, going)
+        found: IntArray = episodes[going]
+        return found
+
+    def _fragments(self, episodes: IntArray) -> tuple[IntArray, IntArray]:
+        """Return the fragments of episodes, and the place of each one's episode."""
+        storage = self._storage
+        with storage.episode_lock:
+            rows = storage.episodes.fragments.rows
+            chosen = rows[:, np.isin(rows[0], episodes) & (rows[3] > storage.window.low)]
+        return chosen, np.searchsorted(episodes, chosen[0])
+
+    def _match(self, where: str, episodes: IntArray) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+        """Say of which episodes a condition holds for a row at least."""
+        storage, filter = self._storage, self._filter_of(where)
+        matched = np.zeros(episodes.size, np.bool_)
+        if filter is None or not episodes.size:
+            return matched
+        filter.refresh(storage)
+        fragments, places = self._fragments(episodes)
+        ids = all_ids(fragments)
+        known = ids <= filter.window.last
+        masses = np.zeros(ids.size)
+        masses[known] = filter.masses_of(storage, ids[known])
+        owners = np.repeat(places, fragments[2])
+        matched[owners[masses > 0]] = True
+        matched[owners[~known]] = True  # it went on just now
+        return matched
+
+    def _too_many(
+        self, most: int, episodes: IntArray, going: np.ndarray[tuple[int], np.dtype[np.bool_]]
+    ) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+        """Say which episodes, the oldest, are too many for so many bytes, beside those that go anyway."""
+        storage = self._storage
+        fragments, places = self._fragments(episodes)
+        rows = np.bincount(places, weights=fragments[2], minlength=episodes.size)
+        each = storage.bytes_per_row()
+        excess = len(storage) - float(rows[going].sum()) - most / each
+        rows[going] = 0
+        before = np.cumsum(rows) - rows
+        found: np.ndarray[tuple[int], np.dtype[np.bool_]] = (before < excess) & ~going
+        return found
+
+    def _filter_of(self, where: str | None) -> Filter | None:
+        if where is None:
+            return None
+        if self._filter is None or self._filter.where != where:
+            from expstore.samplers.filter import Filter  # loads DuckDB
+
+            filter = Filter(where, None)
+            filter.attach(self._storage)
+            self._filter = filter
+        return self._filter
+
+
+def _rounds(held: weakref.ref[Retention], ended: threading.Event) -> None:
+    while not ended.wait(ROUND_SECONDS):
+        retention = held()
+        if retention is None:
+            return
+        retention.go_round()
+        del retention
+
+
+def _end(ended: threading.Event, thread: threading.Thread, process: int) -> None:
+    if os.getpid() != process:
+        return  # a fork, in which there is no such thread
+    ended.set()
+    if thread is not threading.current_thread():
+        thread.join()
+
+
+def retention_of(storage: object, catalog: Catalog) -> Retention:
+    """Return what applies policies to a storage.
+
+    Raises:
+        StateError: Its rows do not leave so.
+    """
+    if not isinstance(storage, RetainingStorage):
+        raise StateError(
+            "only the writer of a store on disk gives up rows by a policy",
+            hint="open it with expstore.open(path), without a capacity",
+        )
+    return Retention(storage, catalog)

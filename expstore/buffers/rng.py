@@ -1,0 +1,188 @@
+"""The random numbers of every draw, so that a restart goes on with the batch that would have come.
+
+Buffers keep one object of these; samplers get a NumPy generator for one draw out of it. It never chooses
+rows.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from expstore.errors import StateError
+
+if TYPE_CHECKING:
+    from expstore.core.draw_state import DrawPosition
+
+__all__ = ["Draws", "GivenDraws", "Turn", "set_state"]
+
+#: The two upper words of the counter of one draw: what tells it from every other one.
+Turn = tuple[int, int]
+
+_MASK64 = (1 << 64) - 1
+#: The second word of the key of a generator that was given: no stream has it.
+_GIVEN = 1 << 63
+
+
+class Draws:
+    """Give the random numbers of any draw, in the order of the draws' numbers or any other.
+
+    Philox is counter-based (Salmon et al. 2011): draw k is the same after a restart, whatever came
+    before. The draw stands in the upper half of the counter, so that draws never overlap. Threads have
+    a generator each.
+
+    Args:
+        seed: Key of all draws; its lower 64 bits count.
+        stream: The key's second word. 0 is the writer's; readers that draw from one store each have
+            another, so that none repeats the batches of another. Its lower 64 bits count.
+    """
+
+    def __init__(self, seed: int, stream: int = 0) -> None:
+        self._key = (seed & _MASK64, stream & _MASK64)
+        self._own = threading.local()
+
+    def generator(self, draw: int, redraw: int = 0) -> np.random.Generator:
+        """Return the numbers of draw number `draw`; this thread's next call moves the same generator."""
+        return self.numbers((draw, 0), redraw)
+
+    def numbers(self, turn: Turn, redraw: int = 0) -> np.random.Generator:
+        """Return the numbers of a turn; this thread's next call moves the same generator."""
+        own = self._own
+        if not hasattr(own, "generator"):
+            own.bits = np.random.Philox(key=np.zeros(2, np.uint64))
+            own.state = own.bits.state  # set again, it takes a tenth of the time of a new generator
+            own.generator = np.random.Generator(own.bits)
+        state = own.state["state"]
+        state["key"][:] = self._key
+        state["counter"][:] = (0, redraw, *turn)
+        own.bits.state = own.state
+        generator: np.random.Generator = own.generator
+        return generator
+
+    # -- turns ahead of time: one thread at a time, which then hands out every turn it took, or none ------
+
+    def next(self, storage: DrawPosition) -> Turn:
+        """Count a batch handed out, and return its turn."""
+        return storage.next_draw(), 0
+
+    def ahead(self, storage: DrawPosition, number: int) -> Turn:
+        """Return the turn after `number` others that were taken ahead and are not handed out yet."""
+        return storage.draw + number, 0
+
+    def hand_out(self, storage: DrawPosition) -> None:
+        """Count the oldest turn taken ahead as handed out."""
+        storage.next_draw()
+
+    def give_back(self) -> None:
+        """Be told that turns taken ahead will not be handed out."""
+
+    @property
+    def in_step(self) -> bool:
+        """Whether turns taken ahead are still those that would be taken now."""
+        return True
+
+
+class GivenDraws(Draws):
+    """Take every draw's numbers from a torch.Generator: two 64-bit words of it are the draw's counter.
+
+    The generator moves by the same step for every batch, whatever its size. Its state goes to the disk at
+    every sync, and from there the steps since are done again when the store is opened; who uses the
+    generator for something else too goes on from the sync alone.
+
+    Threads: any number may draw. Processes: a forked or pickled buffer draws by the store's seed.
+
+    Args:
+        given: The generator; on any device.
+        storage: Where its state is kept. Is one kept already, the generator goes on there; followers
+            keep none.
+
+    Raises:
+        StateError: The state that is kept is of another kind of generator.
+    """
+
+    def __init__(self, given: torch.Generator, storage: DrawPosition, *, resume: bool) -> None:
+        self._given = given
+        self._lock = threading.Lock()
+        self._ahead: deque[tuple[int, torch.Tensor]] = deque()  # numbers, and the states before each
+        self._after: torch.Tensor | None = None  # the state after the newest of these
+        super().__init__(0, _GIVEN)
+        if resume and storage.randomness is not None:
+            self._resume(storage, *storage.randomness)
+        self._key = (given.initial_seed() & _MASK64, _GIVEN)
+
+    def _resume(self, storage: DrawPosition, draw: int, state: bytes) -> None:
+        set_state(self._given, torch.frombuffer(bytearray(state), dtype=torch.uint8))
+        for _ in range(storage.draw - draw):
+            self._words()
+
+    def _words(self) -> Turn:
+        self._key = (self._given.initial_seed() & _MASK64, _GIVEN)
+        bounds = (-(1 << 63), (1 << 63) - 1)
+        words = torch.randint(*bounds, (2,), generator=self._given, device=self._given.device).tolist()
+        return words[0] & _MASK64, words[1] & _MASK64
+
+    def next(self, storage: DrawPosition) -> Turn:
+        """Count a batch handed out, and return its turn."""
+        with self._lock:
+            storage.next_draw()
+            return self._words()
+
+    def ahead(self, storage: DrawPosition, number: int) -> Turn:
+        """Return the turn after `number` others that were taken ahead and are not handed out yet."""
+        with self._lock:
+            before = self._given.get_state()
+            words = self._words()
+            self._ahead.append((storage.draw + number, before))
+            self._after = self._given.get_state()
+            return words
+
+    def hand_out(self, storage: DrawPosition) -> None:
+        """Count the oldest turn taken ahead as handed out."""
+        with self._lock:
+            self._ahead.popleft()
+            storage.next_draw()
+
+    def give_back(self) -> None:
+        """Take the generator back to the oldest turn taken ahead, unless somebody has moved it since."""
+        with self._lock:
+            if self._ahead and self._unmoved():
+                self._given.set_state(self._ahead[0][1])
+            self._ahead.clear()
+            self._after = None
+
+    @property
+    def in_step(self) -> bool:
+        """Whether nobody has seeded or used the generator since turns were taken ahead."""
+        with self._lock:
+            return not self._ahead or self._unmoved()
+
+    def _unmoved(self) -> bool:
+        return self._after is not None and torch.equal(self._after, self._given.get_state())
+
+    def state(self, storage: DrawPosition) -> tuple[int, bytes]:
+        """Return what a restart needs: the number of the next draw, and the generator's state before it."""
+        with self._lock:
+            if self._ahead and self._unmoved():
+                draw, state = self._ahead[0]
+            else:
+                draw, state = storage.draw, self._given.get_state()
+            return draw, state.numpy().tobytes()
+
+
+def set_state(generator: torch.Generator, state: torch.Tensor) -> None:
+    """Set a generator's state. Shape `(n,)`, uint8.
+
+    Raises:
+        StateError: It is that of another kind of generator.
+    """
+    try:
+        generator.set_state(state)
+    except (RuntimeError, TypeError) as exc:
+        raise StateError(
+            f"the state that was kept is of another kind of generator than the one given ({exc})",
+            hint="give one for the same device, or call set_rng(generator) on a store opened without one",
+        ) from exc

@@ -1,0 +1,266 @@
+"""A buffer as torch's `Dataset`, for a `DataLoader` and its workers: row by row, or slice by slice.
+
+Used by buffers. In a worker the buffer follows the store: it takes no lock, and reads what the writer goes on
+writing. It never writes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from tensordict import TensorDictBase, is_tensor_collection
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
+
+from expstore.core.values import IntArray
+from expstore.errors import NoRowError, StateError
+from expstore.storages.indexing import OVERTAKEN
+
+__all__ = ["RowKind", "RowsDataset", "SlicesDataset", "make_dataset"]
+
+RowKind = Literal["tensordict", "dict"]
+
+#: So long a row may be on its way into a follower's sight: small batches take 0.1 s.
+_PATIENCE_SECONDS = 5.0
+#: About so many rows are read at once.
+_CHUNK = 4096
+
+
+def make_dataset(
+    rb: Any, slice_len: int | None, stride: int | None, strict_length: bool, shuffle: bool, rows: RowKind
+) -> RowsDataset | SlicesDataset:
+    """Return a buffer as a data set; see `ReplayBuffer.to_torch_dataset`.
+
+    Raises:
+        ValueError: An argument has no meaning, or none without another.
+    """
+    if rows not in ("tensordict", "dict"):
+        raise ValueError(f"rows is {rows!r}; give 'tensordict' or 'dict'")
+    if slice_len is None:
+        if stride is not None or not strict_length or not shuffle:
+            raise ValueError(
+                "stride, strict_length and shuffle are of slices; give slice_len, or leave them out"
+            )
+        return RowsDataset(rb, rows)
+    for name, number in (("slice_len", slice_len), ("stride", slice_len if stride is None else stride)):
+        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+            raise ValueError(f"{name} must be an integer of at least 1, got {number!r}")
+    if rb.storage.ndim > 1:
+        raise ValueError("slices are of storages whose rows have one dim; this one has ndim > 1")
+    return SlicesDataset(rb, slice_len, stride or slice_len, strict_length, shuffle, rows)
+
+
+class RowsDataset(Dataset[Any]):
+    """Be a buffer, row by row: number i is the row at index i, as `rb[i]` has it at that moment.
+
+    Where rows have several dims (`ndim`) each cell counts, time after time.
+    A ring that turns meanwhile has newer rows there; each number stands for one row at a time, whole.
+    `len` stays as it was when this was made, or `refresh` called: torch's samplers ask for it several times
+    in an epoch, and would repeat rows.
+
+    Threads, processes: any number read; in a worker it follows the store. Crashes: it keeps nothing.
+
+    Args:
+        rb: The buffer.
+        rows: What a row is: a "tensordict", or a "dict" of tensors, nested.
+    """
+
+    def __init__(self, rb: Any, rows: RowKind) -> None:
+        self._rb, self._rows = rb, rows
+        self._count = 0
+        self.refresh()
+
+    def __len__(self) -> int:
+        return self._count
+
+    def refresh(self) -> int:
+        """Have `len` count the rows that there are now, between two epochs; return how many."""
+        storage = self._rb.storage
+        drain = getattr(storage, "drain", None)
+        if drain is not None and storage.can_write:
+            drain()  # what is counted is to be in the sight of workers
+        self._count = storage.window.rows // storage.lanes * storage.lanes
+        return self._count
+
+    def __getitem__(self, index: int) -> Any:
+        """Return one row.
+
+        Raises:
+            IndexError: There is none.
+        """
+        count = len(self)
+        if not -count <= index < count:
+            raise NoRowError(f"no row {index}: there are {count}")
+        row = self._read(np.array([index % count]))[0]
+        return row.to_dict() if self._rows == "dict" and is_tensor_collection(row) else row
+
+    def __getitems__(self, indices: Sequence[int]) -> Any:
+        """Return several rows, read at once: a batch, or a list of dicts.
+
+        Raises:
+            IndexError: One of them is not there.
+        """
+        batch = self._read(np.asarray(indices, np.int64))
+        return _as_dicts(batch) if self._rows == "dict" and is_tensor_collection(batch) else batch
+
+    @staticmethod
+    def collate(batch: Any) -> Any:
+        """Return what a `DataLoader` hands over: give it as `collate_fn` where rows are TensorDicts."""
+        return torch.stack(list(batch)) if isinstance(batch, list) else batch
+
+    def _read(self, numbers: IntArray) -> Any:
+        until = time.monotonic() + _PATIENCE_SECONDS
+        while True:
+            try:
+                return self._rb[self._indices(numbers)]
+            except (NoRowError, StateError) as exc:
+                # A row is on its way, or just being overwritten by another.
+                late = time.monotonic() > until
+                if (
+                    late
+                    or not self._rb.storage.follows
+                    or (isinstance(exc, StateError) and OVERTAKEN not in str(exc))
+                ):
+                    raise
+                time.sleep(0.001)
+
+    def _indices(self, numbers: IntArray) -> Any:
+        storage = self._rb.storage
+        window = storage.window
+        if storage.ndim > 1:
+            places, time_dim = storage.unravel(numbers), self._rb.dim_extend
+            places[:, [0, time_dim]] = places[:, [time_dim, 0]]  # `rb[...]` has time where batches have it
+            return tuple(places.T)
+        if not (window.gaps or (storage.capacity is None and window.low)):
+            return numbers
+        if numbers.size and int(numbers.max()) >= window.rows:
+            raise NoRowError(f"no row {int(numbers.max())}: there are {window.rows}")
+        found: IntArray = storage.index_of(window.nth(numbers))
+        return found
+
+
+class SlicesDataset(IterableDataset[Any]):
+    """Be a buffer, slice by slice: steps of one episode that follow one another.
+
+    A pass has every slice that is there when it begins and is not overwritten before it is read. Workers
+    share the slices: each is one worker's, by episode and step, whatever the writer does meanwhile. Their
+    order follows from torch's seed, as that of its `RandomSampler`: another one for each epoch and worker.
+
+    Threads, processes: any number read; in a worker it follows the store. Crashes: it keeps nothing.
+
+    Args:
+        rb: The buffer.
+        slice_len: Steps of a slice.
+        stride: From the first step of a slice to that of the next.
+        strict_length: Leave out what is shorter, at the end of episodes.
+        shuffle: In random order; else as the episodes came.
+        rows: What a slice is: a "tensordict" of batch size `[steps]`, or a "dict" of tensors, nested.
+    """
+
+    def __init__(
+        self, rb: Any, slice_len: int, stride: int, strict_length: bool, shuffle: bool, rows: RowKind
+    ) -> None:
+        self._rb, self._len, self._stride = rb, slice_len, stride
+        self._strict, self._shuffle, self._rows = strict_length, shuffle, rows
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield the slices of a pass; in a worker its share of them."""
+        info = get_worker_info()
+        seed = int(torch.empty((), dtype=torch.int64).random_().item()) if info is None else info.seed
+        episodes, starts, lengths = self._slices()
+        if info is not None:
+            mine = _share(episodes, starts // self._stride, info.num_workers) == info.id
+            episodes, starts, lengths = episodes[mine], starts[mine], lengths[mine]
+        order = np.arange(starts.size)
+        if self._shuffle:
+            np.random.Generator(np.random.Philox(seed & (2**64 - 1))).shuffle(order)
+        each = max(1, _CHUNK // self._len)
+        for at in range(0, order.size, each):
+            part = order[at : at + each]
+            yield from self._read(episodes[part], starts[part], lengths[part])
+
+    @staticmethod
+    def collate(batch: Sequence[Any]) -> Any:
+        """Stack slices of one length: give it to a `DataLoader` as `collate_fn` for TensorDicts."""
+        return torch.stack(list(batch))
+
+    def _slices(self) -> tuple[IntArray, IntArray, IntArray]:
+        """Return episode, first step and length of every slice. Shapes `(n,)`."""
+        storage = self._rb.storage
+        storage.refresh()
+        runs = storage.runs
+        with runs.lock:
+            runs.look()
+            episode, first, stop = runs.episode.copy(), runs.first.copy(), runs.stop.copy()
+        # Counted from an episode's first step, which stays where it is when rows leave.
+        begin = -(-first // self._stride)
+        least = self._len if self._strict else 1
+        count = np.maximum(0, (stop - least - begin * self._stride) // self._stride + 1)
+        number = np.arange(int(count.sum())) - np.repeat(np.cumsum(count) - count, count)
+        starts = (np.repeat(begin, count) + number) * self._stride
+        lengths = np.minimum(self._len, np.repeat(stop, count) - starts)
+        return np.repeat(episode, count), starts, lengths
+
+    def _read(self, episodes: IntArray, starts: IntArray, lengths: IntArray) -> Iterator[Any]:
+        storage = self._rb.storage
+        for _ in range(100):
+            ids = self._ids(episodes, starts, lengths)
+            here = [bool(one.size) and bool(storage.window.holds(one).all()) for one in ids]
+            ids = [one for one, is_here in zip(ids, here, strict=True) if is_here]
+            if not ids:
+                return
+            try:
+                batch = self._rb[storage.index_of(np.concatenate(ids))]
+            except (NoRowError, StateError) as exc:
+                if storage.closed or (isinstance(exc, StateError) and OVERTAKEN not in str(exc)):
+                    raise
+                continue  # some were overwritten just now
+            # An index may have got another row between the look and the reading.
+            if all(bool(storage.window.holds(one).all()) for one in ids):
+                break
+        else:
+            raise StateError(OVERTAKEN, hint="give the store a larger capacity")
+        at = 0
+        for one in ids:
+            yield self._given(batch[at : at + one.size])
+            at += one.size
+
+    def _ids(self, episodes: IntArray, starts: IntArray, lengths: IntArray) -> list[IntArray]:
+        """Return the ids of the rows of slices; of one whose rows have left, none."""
+        runs = self._rb.storage.runs
+        with runs.lock:
+            runs.look()
+            at = np.searchsorted(runs.episode, episodes, side="right") - 1
+            inside = (at >= 0) & (runs.episode[at] == episodes)
+            # An episode may have several runs, where rows of it were given up.
+            while (back := inside & (runs.first[at] > starts) & (at > 0)).any():
+                former = at - back
+                same = runs.episode[former] == episodes
+                at = np.where(back & same, former, at)
+                if not (back & same).any():
+                    break
+            inside &= (runs.first[at] <= starts) & (runs.stop[at] >= starts + lengths)
+            ids = runs.rows(at[inside], starts[inside], lengths[inside])
+        found = iter(np.split(ids, np.cumsum(lengths[inside])[:-1]))
+        return [next(found) if there else ids[:0] for there in inside.tolist()]
+
+    def _given(self, steps: Any) -> Any:
+        if isinstance(steps, TensorDictBase):
+            return steps.to_dict() if self._rows == "dict" else steps
+        return steps
+
+
+def _as_dicts(batch: Any) -> list[Any]:
+    """Return the rows of a batch as dicts, nested as it is."""
+    return [row.to_dict() for row in batch.unbind(0)]
+
+
+def _share(episodes: IntArray, numbers: IntArray, workers: int) -> IntArray:
+    """Return whose each slice is: the same for all workers, however many slices each of them knows of."""
+    mixed = (episodes.astype(np.uint64) << np.uint64(20)) + numbers.astype(np.uint64)
+    mixed *= np.uint64(0x9E3779B97F4A7C15)
+    mixed ^= mixed >> np.uint64(31)
+    return (mixed % np.uint64(workers)).astype(np.int64)

@@ -1,0 +1,73 @@
+"""The commands that check and repair stores.
+
+Used by `cli`. They only ask and print; what they do is in `checks`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from expstore.cli.exit_codes import DAMAGED, FAILED
+from expstore.cli.output import print_json, show_progress
+
+__all__ = ["repair", "verify"]
+
+Store = Annotated[Path, typer.Argument(metavar="PATH", help="The store's folder.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def verify(path: Store, as_json: Json = False) -> int:
+    """Hold every file of a store against its checksums, and against the others."""
+    from expstore import maintenance as checks
+    from expstore.disk.disk import Disk
+    from expstore.storages.snapshots.catalog import store_meant
+
+    path = store_meant(Disk(), path)
+    with show_progress("checking") as progress:
+        found = checks.verify(path, progress=progress)
+    fatal = any(finding.fatal for finding in found)
+    if as_json:
+        print_json({"path": str(path), "findings": [asdict(finding) for finding in found]})
+    else:
+        for finding in found:
+            typer.echo(f"{finding.kind}: {finding.message}")
+        typer.echo(f"{path}: {_count(found)}" + (", no row can be read" if fatal else ""))
+    return DAMAGED if fatal else FAILED if found else 0
+
+
+def repair(
+    path: Store,
+    drop_damaged: Annotated[
+        bool, typer.Option("--drop-damaged", help="Give up rows and records whose bytes are lost.")
+    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be done.")] = False,
+    as_json: Json = False,
+) -> int:
+    """Build anew what is derived; give up what is lost, if that is asked for."""
+    from expstore import maintenance as checks
+
+    with show_progress("reading") as progress:
+        done = checks.repair(path, drop_damaged=drop_damaged, dry_run=dry_run, progress=progress)
+    if as_json:
+        print_json(asdict(done) | {"path": str(path), "dry_run": dry_run})
+    else:
+        would = "would be: " if dry_run else ""
+        for act in done.acts:
+            typer.echo(f"{would}{act}")
+        if done.lost:
+            runs = ", ".join(f"{first} to {last}" for first, last in done.lost)
+            typer.echo(f"{would}{done.lost_rows:,} rows given up: ids {runs}")
+        for finding in done.left:
+            typer.echo(f"left: {finding.kind}: {finding.message}")
+        if done.left and not drop_damaged:
+            typer.echo("--drop-damaged gives up what is left, if the store can go on without", err=True)
+    return DAMAGED if any(f.fatal for f in done.left) else FAILED if done.left else 0
+
+
+def _count(found: Sequence[object]) -> str:
+    return f"{len(found)} findings" if len(found) > 1 else "1 finding" if found else "nothing found"

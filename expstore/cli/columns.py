@@ -1,0 +1,129 @@
+"""The commands `add-column` and `drop-column`.
+
+Used by `cli`, which reports what they raise. They open the store as a buffer does.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from expstore.cli.output import print_json
+
+if TYPE_CHECKING:
+    from expstore.buffers.tensordict import TensorDictReplayBuffer
+    from expstore.core.values import Key
+
+__all__ = ["add_column", "drop_column"]
+
+Store = Annotated[Path, typer.Argument(metavar="STORE", help="The store's folder.")]
+Name = Annotated[str, typer.Argument(metavar="NAME", help="The field; groups are parted by dots.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def add_column(
+    store: Store,
+    name: Name,
+    fill: Annotated[
+        str | None, typer.Option(metavar="VALUE", help="Of all rows: a number, true, false, or [a list].")
+    ] = None,
+    sql: Annotated[
+        str | None, typer.Option(metavar="EXPRESSION", help="Or SQL over a row and its episode.")
+    ] = None,
+    dtype: Annotated[str | None, typer.Option(help="Such as float32; as the values without it.")] = None,
+    shape: Annotated[
+        str | None, typer.Option(metavar="N,N", help="Of a row's value; as the values without it.")
+    ] = None,
+    default: Annotated[
+        str | None,
+        typer.Option(
+            metavar="VALUE",
+            help="Of later rows that come without the field; with --fill its value, else they must have it.",
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> int:
+    """Give the rows of a store one more field."""
+    if (fill is None) == (sql is None):
+        raise typer.BadParameter("give one of both", param_hint="--fill, --sql")
+    asked: dict[str, Any] = {"sql": sql} if fill is None else {"fill": _value(fill, "--fill")}
+    if default is not None:
+        asked["default"] = _value(default, "--default")
+    if shape is not None:
+        asked["shape"] = _shape(shape)
+    key = tuple(name.split("."))
+    with _open(store) as rb, _progress() as progress:
+        rb.add_column(key, dtype=dtype, progress=progress, **asked)
+        schema = rb.storage.require_schema()
+        facts = {"path": str(store), "field": name, "dtype": schema[key].dtype, "rows": len(rb)}
+        facts["shape"] = list(schema[key].shape)
+    if as_json:
+        print_json(facts)
+    else:
+        typer.echo(f"{store} has a field {name}: {schema[key]}, in {facts['rows']:,} rows")
+    return 0
+
+
+def drop_column(store: Store, name: Name, as_json: Json = False) -> int:
+    """Take a field away from the rows of a store; its file goes."""
+    with _open(store) as rb:
+        rb.drop_column(_known(rb, name))
+        rows = len(rb)
+    if as_json:
+        print_json({"path": str(store), "field": name, "rows": rows})
+    else:
+        typer.echo(f"{store} has no field {name} any more")
+    return 0
+
+
+def _known(rb: TensorDictReplayBuffer, name: str) -> Key:
+    from expstore.core.values import key_name
+
+    schema = rb.schema
+    keys = () if schema is None else schema.keys
+    return next((key for key in keys if key_name(key) == name), tuple(name.split(".")))
+
+
+def _value(text: str, option: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as exc:
+        raise typer.BadParameter(f"{text!r} is no number, true, false or [list]", param_hint=option) from exc
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(",") if part.strip())
+    except ValueError as exc:
+        raise typer.BadParameter(f"{text!r} is no list of sizes", param_hint="--shape") from exc
+
+
+@contextmanager
+def _open(store: Path) -> Iterator[TensorDictReplayBuffer]:
+    from expstore import _open as door
+    from expstore.disk.disk import Disk
+    from expstore.storages.format.manifest import Manifest
+
+    Manifest.load(Disk(), store)  # a new store is not what is asked for
+    with door.open(store) as rb:
+        if rb.recovered:
+            typer.echo(f"note: {rb.recovered}", err=True)
+        yield rb
+
+
+@contextmanager
+def _progress() -> Iterator[Any]:
+    """Show on a terminal how far it has come."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("rows"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, disable=not console.is_terminal) as shown:
+        task = shown.add_task("", total=None)
+        yield lambda done, total: shown.update(task, completed=done, total=total)

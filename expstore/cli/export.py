@@ -1,0 +1,224 @@
+"""The commands `export` and `import`.
+
+Used by `cli`, which reports what they raise. Neither changes a store that is there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from expstore.cli.interrupt import stoppable
+from expstore.cli.output import print_json, show_progress, size_text
+from expstore.exchange.losses import LOSSES, LOST_BY_ALL
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from expstore.exchange import Exported, Imported
+
+__all__ = ["EXPORT_NOTES", "IMPORT_NOTES", "export", "import_"]
+
+#: One paragraph each.
+EXPORT_NOTES = "\n\n".join(
+    [
+        "What is made is there whole or not at all; Ctrl-C leaves nothing. Later rows are not in it.",
+        f"No format carries {LOST_BY_ALL}. Beside that these do not carry:",
+        *(f"--{name}: {lost}" for name, lost in LOSSES.items() if lost),
+    ]
+)
+IMPORT_NOTES = (
+    "The store is there whole or not at all: Ctrl-C leaves nothing, and the next attempt begins anew. Ids "
+    "begin at 1. Nothing is ever unpickled."
+)
+
+
+Store = Annotated[
+    Path, typer.Argument(metavar="STORE", help="A store, also one in use; a version; a folder of versions.")
+]
+Out = Annotated[Path, typer.Argument(metavar="OUT", help="What is made; must not be there yet.")]
+AsArrow = Annotated[
+    bool, typer.Option("--arrow", help="A folder: rows.arrow, episodes.arrow, of Arrow's IPC.")
+]
+AsHdf5 = Annotated[
+    bool, typer.Option("--hdf5", help="A file with D4RL's names: observations, actions, rewards, ...")
+]
+AsMinari = Annotated[bool, typer.Option("--minari", help="A Minari dataset (HDF5), which Minari reads.")]
+AsNpz = Annotated[bool, typer.Option("--npz", help="As --hdf5, in NumPy's form.")]
+AsParquet = Annotated[
+    bool, typer.Option("--parquet", help="A folder: rows/*.parquet by episodes, and episodes.parquet.")
+]
+AsZarr = Annotated[bool, typer.Option("--zarr", help="A plain Zarr v3 group, an array per field.")]
+Fields = Annotated[
+    str | None, typer.Option("--fields", metavar="NAMES", help="Only these, as in observation,next.reward.")
+]
+EpisodeRange = Annotated[
+    str | None, typer.Option("--episodes", metavar="RANGE", help="Only these, by id, as in 1-20,35,100-.")
+]
+Where = Annotated[
+    str | None,
+    typer.Option(
+        "--where", metavar="SQL", help="Only episodes that meet it, as in \"status = 'terminated'\"."
+    ),
+]
+OfVersion = Annotated[
+    str | None,
+    typer.Option("--version", metavar="V", help="Number or tag of a version; else the store, or the newest."),
+]
+DatasetId = Annotated[
+    str | None,
+    typer.Option("--dataset-id", metavar="ID", help="Of a Minari dataset, as in cartpole/random-v0."),
+]
+AsStorage = Annotated[
+    str | None,
+    typer.Option(
+        "--storage",
+        metavar="KIND",
+        help="Of parquet and arrow: arrow keeps rows of any length, zarr does not; without it, as the "
+        "columns need it.",
+    ),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def export(
+    store: Store,
+    target: Out,
+    as_arrow: AsArrow = False,
+    as_hdf5: AsHdf5 = False,
+    as_minari: AsMinari = False,
+    as_npz: AsNpz = False,
+    as_parquet: AsParquet = False,
+    as_zarr: AsZarr = False,
+    fields: Fields = None,
+    episodes: EpisodeRange = None,
+    where: Where = None,
+    version: OfVersion = None,
+    dataset_id: DatasetId = None,
+    as_json: Json = False,
+) -> int:
+    """Write the rows that can be read for programs that do without expstore."""
+    asked = {
+        "arrow": as_arrow,
+        "hdf5": as_hdf5,
+        "minari": as_minari,
+        "npz": as_npz,
+        "parquet": as_parquet,
+        "zarr": as_zarr,
+    }
+    chosen = [name for name, wanted in asked.items() if wanted]
+    if len(chosen) != 1:
+        raise typer.BadParameter(
+            f"say in which form: {', '.join(f'--{name}' for name in asked)}; one of them"
+        )
+    if episodes is not None and where is not None:
+        raise typer.BadParameter("leave out --where, or this", param_hint="--episodes")
+    if dataset_id is not None and chosen != ["minari"]:
+        raise typer.BadParameter("is of --minari only", param_hint="--dataset-id")
+    from expstore.exchange.formats import exporter
+    from expstore.exchange.rows import parse_episodes
+
+    names = None if fields is None else [name.strip() for name in fields.split(",")]
+    which = where if episodes is None else parse_episodes(episodes)
+    more = {} if dataset_id is None else {"dataset_id": dataset_id}
+    with show_progress("exporting") as show, stoppable(show) as progress:
+        done = exporter(chosen[0])(
+            store, target, fields=names, episodes=which, version=version, progress=progress, **more
+        )
+    if as_json:
+        print_json(dataclasses.asdict(done) | {"path": str(done.path), "fields": list(done.fields)})
+    else:
+        _tell(done)
+    return 0
+
+
+def _tell(done: Exported) -> None:
+    """Say what was exported, and what is not in it."""
+    typer.echo(
+        f"{done.path} holds {done.rows:,} rows of {done.episodes:,} episodes, {size_text(done.disk_bytes)}"
+    )
+    typer.echo(f"note: not in it are {done.lost}", err=True)
+    if done.left_out:
+        typer.echo(
+            f"note: {done.left_out:,} rows are not in it: others took their places meanwhile; a version "
+            "has them all, see expstore dumps",
+            err=True,
+        )
+
+
+def import_(
+    source: Annotated[Path, typer.Argument(metavar="SOURCE", help="A file or folder of another format.")],
+    store: Annotated[Path, typer.Argument(metavar="STORE", help="The store; must not be there yet.")],
+    form: Annotated[
+        str | None,
+        typer.Option(
+            "--format", metavar="NAME", help="arrow, hdf5, minari, npz, parquet; without it, as SOURCE looks."
+        ),
+    ] = None,
+    names: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--map",
+            metavar="THEIRS=OURS",
+            help="In hdf5 and npz: what is called so there is this field, as in obs_next=next.observation; "
+            "without OURS it is left out. May be repeated.",
+        ),
+    ] = None,
+    capacity: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Most rows, the newest ones; else as an exported store had it, or unbounded."
+        ),
+    ] = None,
+    storage: AsStorage = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> int:
+    """Make a store of rows that other programs have written, or expstore exported."""
+    from expstore.exchange.formats import IMPORTS, MAPPED, TABLES, format_of, importer
+
+    if form is not None and form not in IMPORTS:
+        raise typer.BadParameter(f"{form!r} is none of {', '.join(IMPORTS)}", param_hint="--format")
+    form = form or format_of(source)
+    more: dict[str, Any] = {"names": _pairs(names)} if names else {}
+    if more and form not in MAPPED:
+        raise typer.BadParameter(f"names are mapped in {' and '.join(MAPPED)} only", param_hint="--map")
+    if storage is not None:
+        more["storage"] = _kind(storage, form, TABLES)
+    make = importer(form)
+    with show_progress("importing", unit="rows") as show, stoppable(show) as progress:
+        done = make(source, store, capacity=capacity, progress=progress, **more)
+    if as_json:
+        facts = dataclasses.asdict(done) | {"path": str(done.path), "fields": list(done.fields)}
+        print_json(facts | {"notes": list(done.notes)})
+        return 0
+    _tell_imported(done)
+    return 0
+
+
+def _tell_imported(done: Imported) -> None:
+    """Say what was imported, and what otherwise than it may seem."""
+    typer.echo(f"{done.path} holds {done.kept:,} rows of {done.episodes:,} episodes")
+    if done.kept < done.rows:
+        typer.echo(f"note: {done.rows - done.kept:,} older rows did not fit its capacity", err=True)
+    for note in done.notes:
+        typer.echo(f"note: {note}", err=True)
+
+
+def _kind(storage: str, form: str, forms: Sequence[str]) -> str:
+    """Return what `--storage` says, if it can be said of this format."""
+    if storage not in ("arrow", "zarr"):
+        raise typer.BadParameter(f"{storage!r} is none of arrow, zarr", param_hint="--storage")
+    if form not in forms:
+        raise typer.BadParameter(f"is of {' and '.join(forms)} only", param_hint="--storage")
+    return storage
+
+
+def _pairs(names: list[str]) -> dict[str, str]:
+    """Return what `--map` says, as a mapping."""
+    for name in names:
+        if "=" not in name or name.startswith("="):
+            raise typer.BadParameter(f"{name!r} is not of the form THEIRS=OURS", param_hint="--map")
+    return {theirs: ours for theirs, _, ours in (name.partition("=") for name in names)}

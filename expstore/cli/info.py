@@ -1,0 +1,179 @@
+"""What `expstore info` says of a store.
+
+Used by `cli`. It never changes a store, and loads no torch.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from expstore.cli.output import iso_text, local_text, print_table, size_text
+
+if TYPE_CHECKING:
+    from expstore.maintenance.disk_usage import FieldSize
+
+__all__ = ["facts_of", "show_facts"]
+
+
+def facts_of(path: Path) -> dict[str, Any]:
+    """Return the facts about a store, or a version, as `expstore info --json` prints them."""
+    from expstore.core.values import key_name
+    from expstore.disk.disk import Disk
+    from expstore.maintenance import survey
+    from expstore.maintenance.disk_usage import store_size
+    from expstore.schema.spec_text import unpack_specs
+    from expstore.storages.base import ROW_FIELDS
+    from expstore.storages.folder import VERSION
+    from expstore.storages.format.write_key_file import count_keys
+    from expstore.storages.snapshots.catalog import store_meant
+
+    path = store_meant(Disk(), path)
+    found = survey(path)
+    manifest, writer, disk = found.manifest, found.writer, Disk()
+    fields = manifest.schema.fields if manifest.schema else ()
+    slots, rows = manifest.slots, found.rows if disk.exists(path / VERSION) else found.written
+    size = store_size(disk, path, manifest, rows if slots is None else min(rows, slots))
+    return {
+        "path": str(path),
+        "rows": found.rows,
+        "capacity": manifest.capacity,
+        "written": found.written,
+        "generation": manifest.generation,
+        "created": iso_text(manifest.created),
+        "last_write": iso_text(found.last_write),
+        "disk_bytes": size.disk_bytes,
+        "free_bytes": size.free_bytes,
+        "million_rows_bytes": _million(size.row_bytes),
+        "more_rows_fit": size.more_rows,
+        "ring_fits": size.ring_fits,
+        "row_bytes": sum(entry.row_bytes for entry in (*fields, *ROW_FIELDS)) if fields else None,
+        "fields": [
+            {"name": key_name(entry.key), "dtype": entry.dtype, "shape": list(entry.shape)}
+            | ({"type": str(entry)} if entry.variable else {})
+            | {"row_bytes": None if entry.variable else entry.row_bytes}
+            | _size_facts(one)
+            for entry, one in zip(fields, size.fields, strict=True)
+        ],
+        "episodes": found.episodes,
+        "open_in": writer and {"pid": writer.pid, "host": writer.host, "since": iso_text(writer.since)},
+        "unclean_stop": found.unclean,
+        "storage": manifest.storage,
+        "compression": manifest.compression,
+        "write_keys": count_keys(disk, path) if manifest.keyed else 0,
+        "uuid": manifest.uuid,
+        "meta": manifest.meta,
+        "archive": _archive_facts(path, manifest.archive) if manifest.archive else None,
+        "specs": unpack_specs(manifest.specs) if manifest.specs else None,
+    }
+
+
+def _archive_facts(path: Path, noted: str) -> dict[str, Any]:
+    """Say where rows go that leave, and how many are there; None: it is not where it was."""
+    from expstore.disk.disk import Disk
+    from expstore.maintenance import survey
+    from expstore.storages.engine.archive import archive_path
+    from expstore.storages.format.manifest import MANIFEST
+
+    place, disk = archive_path(path, noted), Disk()
+    there = disk.exists(place / MANIFEST)
+    return {"path": str(place), "rows": survey(place).rows if there else None}
+
+
+def _size_facts(size: FieldSize) -> dict[str, Any]:
+    return {
+        "layout": size.layout,
+        "codec": size.codec,
+        "interop": size.interop,
+        "chunk_rows": size.chunk_rows,
+        "disk_bytes": size.disk_bytes,
+        "million_rows_bytes": _million(size.row_bytes),
+        "compression": size.compression and round(size.compression, 2),
+        "shared": size.shared and round(size.shared, 4),
+    }
+
+
+def _million(row_bytes: float | None) -> int | None:
+    return None if row_bytes is None else round(row_bytes * 1_000_000)
+
+
+def show_facts(facts: dict[str, Any]) -> None:
+    """Print the facts about a store for eyes."""
+    from expstore.schema.spec_text import describe
+
+    room = "unbounded" if facts["capacity"] is None else f"capacity {facts['capacity']:,}"
+    writer = facts["open_in"]
+    if writer:
+        state = f"open in process {writer['pid']} on {writer['host']} since {local_text(writer['since'])}"
+    elif facts["unclean_stop"]:
+        state = "closed by nobody: the last writer was stopped, opening it recovers"
+    else:
+        state = "closed"
+    lines = {
+        "rows": f"{facts['rows']:,} ({room}), {facts['written']:,} written in all",
+        "episodes": ", ".join(f"{count:,} {status}" for status, count in facts["episodes"].items()),
+        "state": state,
+        "created": f"{local_text(facts['created'])}, generation {facts['generation']}",
+        "last write": local_text(facts["last_write"]) if facts["last_write"] else "never",
+        "on disk": f"{size_text(facts['disk_bytes'])}, {_room(facts)}",
+        "per row": _row_text(facts),
+    }
+    if facts["write_keys"]:
+        lines["keys"] = f"{facts['write_keys']:,} idempotency keys of writes at the last sync"
+    if archive := facts["archive"]:
+        rows = "not there any more" if archive["rows"] is None else f"{archive['rows']:,} rows"
+        lines["archive"] = f"{archive['path']}, {rows}"
+    if facts["specs"]:
+        lines["specs"] = describe(facts["specs"])
+    if facts["meta"]:
+        lines["meta"] = json.dumps(facts["meta"])
+    typer.echo(facts["path"])
+    for name, line in lines.items():
+        typer.echo(f"  {name:<10}  {line}")
+    if facts["fields"]:
+        # The longest comes last: a narrow terminal leaves out what does not fit.
+        head = ["field", "dtype", "shape", "row bytes", "on disk", "per million", "layout"]
+        print_table(head, [_line(field) for field in facts["fields"]])
+
+
+def _row_text(facts: dict[str, Any]) -> str:
+    """Say what a row takes."""
+    if facts["row_bytes"] is None:
+        return "no fields yet"
+    takes = f"a million take {size_text(facts['million_rows_bytes'])} on disk"
+    packed = any(field["layout"] == "packed" for field in facts["fields"])
+    return f"{size_text(facts['row_bytes'])}{' unpacked' if packed else ''}; {takes}"
+
+
+def _room(facts: dict[str, Any]) -> str:
+    """Say what the disk has left."""
+    free = f"{size_text(facts['free_bytes'])} free"
+    if facts["more_rows_fit"] is None:
+        return free
+    if facts["ring_fits"]:
+        return f"{free}: enough for all of the ring"
+    few = "" if facts["ring_fits"] is None else ", not for all of the ring"
+    return f"{free}: room for {facts['more_rows_fit']:,} more rows{few}"
+
+
+def _line(field: dict[str, Any]) -> tuple[Any, ...]:
+    sizes = (size_text(field["disk_bytes"]), size_text(field["million_rows_bytes"]))
+    if field["row_bytes"] is None:
+        return (field["name"], field["type"], "", "varies", *sizes, _lies(field))
+    return (field["name"], field["dtype"], field["shape"], field["row_bytes"], *sizes, _lies(field))
+
+
+def _lies(field: dict[str, Any]) -> str:
+    """Say how a field lies on disk."""
+    if field["layout"] == "segments":
+        return "segments" + (f", {field['codec']}" if field["codec"] else "")
+    ratio = f", 1/{field['compression']:.1f}" if field["compression"] else ""
+    if field["shared"]:
+        ratio += f", {field['shared']:.0%} shared"
+    if field["layout"] != "packed":
+        return f"{field['layout']}{ratio}" if field["layout"] else "damaged"
+    readers = f", interop: {field['interop']}" if field["interop"] else ""
+    return f"packed, {field['codec']}{ratio}{readers}"

@@ -1,0 +1,201 @@
+"""What the command line prints: tables, CSV, JSON and progress.
+
+Used by `cli`. Tables are made for eyes and shorten what is wide; CSV and JSON keep every value.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, Literal
+
+import typer
+
+if TYPE_CHECKING:
+    from expstore.sql.result import Result
+
+__all__ = [
+    "iso_text",
+    "local_text",
+    "print_csv",
+    "print_json",
+    "print_rows",
+    "print_table",
+    "show_progress",
+    "size_text",
+]
+
+CELL = 60
+LIST_ITEMS = 3
+BATCH_ROWS = 10_000
+
+
+def _rows(result: Result) -> Iterator[tuple[Any, ...]]:
+    """Yield the rows, of which a part at a time is turned into Python's values."""
+    for start in range(0, len(result), BATCH_ROWS):
+        yield from type(result)(result.arrow().slice(start, BATCH_ROWS)).fetchall()
+
+
+def print_json(value: object) -> None:
+    """Print one value of JSON's own types."""
+    typer.echo(json.dumps(value, indent=1))
+
+
+def print_rows(result: Result) -> None:
+    """Print rows as a JSON array of objects, one on a line."""
+    names: list[str] = []
+    for name in result.columns:  # an object keeps one value per name
+        while name in names:
+            name += "_"
+        names.append(name)
+    before = "["
+    for row in _rows(result):
+        values = dict(zip(names, map(_plain, row), strict=True))
+        typer.echo(f"{before}\n{json.dumps(values)}", nl=False)
+        before = ","
+    typer.echo("[]" if before == "[" else "\n]")
+
+
+def print_csv(result: Result) -> None:
+    """Print rows as CSV with a header."""
+    typer.echo(",".join(map(_csv_cell, result.columns)))
+    for row in _rows(result):
+        typer.echo(",".join(map(_csv_cell, row)))
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as JSON knows it; NaN and infinities as text, since null is SQL's NULL."""
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        if math.isfinite(value):
+            return value
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, dict):
+        return {str(name): _plain(item) for name, item in value.items()}
+    return value.hex() if isinstance(value, bytes) else str(value)
+
+
+def _csv_cell(value: Any) -> str:
+    """Write a value; NULL is nothing, an empty text is quoted."""
+    if value is None:
+        return ""
+    if isinstance(value, str):
+        plain = value and not any(mark in value for mark in ',"\n\r')
+        return value if plain else '"' + value.replace('"', '""') + '"'
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, list | tuple | dict):
+        return _csv_cell(json.dumps(_plain(value)))
+    return value.hex() if isinstance(value, bytes) else str(value)
+
+
+def _cell(value: Any) -> str:
+    """Write a value short enough for a table."""
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, list | tuple):
+        items = [_cell(item) for item in value[:LIST_ITEMS]]
+        text = ", ".join([*items, f"... {len(value)}"] if len(value) > LIST_ITEMS else items)
+        return f"[{text}]"
+    if isinstance(value, dict):
+        return _elide("{" + ", ".join(f"{name}: {_cell(item)}" for name, item in value.items()) + "}")
+    return "NULL" if value is None else _elide(" ".join(str(value).split("\n")))
+
+
+def _elide(text: str) -> str:
+    return text if len(text) <= CELL else text[: CELL - 3] + "..."
+
+
+def print_table(names: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+    """Print a table: as wide as the terminal, or plain where there is none.
+
+    Args:
+        names: Of the columns.
+        rows: One value per column each.
+    """
+    head = [_elide(name) for name in names]
+    cells = [[_cell(value) for value in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(head, *cells, strict=True)]
+    numeric = [
+        all(value is None or isinstance(value, int | float) for value in column)
+        for column in zip(*rows, strict=True)
+    ] or [False] * len(head)
+    if sys.stdout.isatty():
+        _print_rich(head, cells, widths, numeric)
+        return
+    for line in (head, *cells):
+        texts = [
+            text.rjust(width) if right else text.ljust(width)
+            for text, width, right in zip(line, widths, numeric, strict=True)
+        ]
+        typer.echo("  ".join(texts).rstrip())
+
+
+def _print_rich(
+    head: Sequence[str], cells: Sequence[Sequence[str]], widths: Sequence[int], numeric: Sequence[bool]
+) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console()
+    fitting = max(1, sum(sum(widths[: k + 1]) + 3 * k + 2 <= console.width for k in range(len(widths))))
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name, right in zip(head[:fitting], numeric, strict=False):
+        table.add_column(Text(name), justify="right" if right else "left", no_wrap=True)
+    for line in cells:
+        table.add_row(*(Text(text, style="dim" if text == "NULL" else "") for text in line[:fitting]))
+    console.print(table)
+    if fitting < len(head):
+        typer.echo(f"too narrow for {', '.join(head[fitting:])}; name the columns you want", err=True)
+
+
+def size_text(count: int) -> str:
+    """Return a number of bytes for eyes."""
+    size, units = float(count), ["bytes", "kB", "MB", "GB", "TB"]
+    while size >= 1000 and len(units) > 1:
+        size, units = size / 1000, units[1:]
+    return f"{size:.3g} {units[0]}" if size < 1000 else f"{size:,.0f} {units[0]}"
+
+
+def iso_text(seconds: float | None) -> str | None:
+    """Return a time, seconds since 1970, for programs."""
+    return None if seconds is None else datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")
+
+
+def local_text(text: str | None) -> str:
+    """Return a time that `iso_text` made, for eyes."""
+    return f"{datetime.fromisoformat(text).astimezone():%Y-%m-%d %H:%M:%S}" if text else "an unknown time"
+
+
+@contextlib.contextmanager
+def show_progress(
+    what: str, *, unit: Literal["bytes", "rows"] = "bytes"
+) -> Iterator[Callable[[int, int], None]]:
+    """Show how far something is, on a terminal; yield what is to be told how much is done and there is."""
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+
+    console = Console(stderr=True)
+    much = DownloadColumn() if unit == "bytes" else MofNCompleteColumn()
+    columns = (TextColumn(what), BarColumn(), much, TimeRemainingColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
+        task = progress.add_task("", total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)

@@ -1,0 +1,109 @@
+"""SQL over stores for the command line: open one after the other, ask, put the answers together.
+
+Used by `expstore sql`. It follows a store for as long as the query takes: others may write meanwhile, and
+nothing is changed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from expstore.disk.disk import Disk
+from expstore.errors import QueryError
+from expstore.sql.index import Result
+from expstore.sql.sync import Catalog
+from expstore.storages.follower import FollowerStorage
+from expstore.storages.snapshots.catalog import store_meant
+
+__all__ = ["ask"]
+
+
+def ask(paths: Sequence[Path], query: str, most: int | None) -> Result:
+    """Run one SELECT on each store; of several, a column `store` in front says which answered.
+
+    Args:
+        paths: The stores' folders, at least one.
+        query: The statement.
+        most: Rows wanted; there are more if more are returned. None: all.
+
+    Raises:
+        NotFoundError: There is no store.
+        StateError: A writer overwrote the rows while they were read, twice.
+        QueryError: It is not one SELECT, DuckDB refuses it, or the stores answer with other columns.
+    """
+    return _union([(path, _ask(path, query, most, several=len(paths) > 1)) for path in paths])
+
+
+def _ask(path: Path, query: str, most: int | None, *, several: bool) -> Result:
+    with contextlib.ExitStack() as stack:
+        storage = FollowerStorage(store_meant(Disk(), path))
+        stack.callback(storage.close)
+        catalog = Catalog(storage)
+        stack.callback(catalog.drop)
+        if storage.counters.recovered:
+            typer.echo(f"note: {path}: {storage.counters.recovered}", err=True)
+        try:
+            return _interruptibly(lambda: _query(catalog, query, most))
+        except QueryError as exc:
+            if several:
+                raise QueryError(f"{path}: {exc.message}", kind=exc.kind, hint=exc.hint) from exc
+            raise
+
+
+def _query(catalog: Catalog, query: str, most: int | None) -> Result:
+    if most is not None:
+        with contextlib.suppress(QueryError):  # one that has a LIMIT takes no second
+            return catalog.query(f"{query.rstrip().rstrip(';')}\nLIMIT {most + 1}", None)
+    return catalog.query(query, None)
+
+
+def _interruptibly(ask: Callable[[], Result]) -> Result:
+    """Ask in a thread: while DuckDB works in this one it does not always hear of Ctrl-C."""
+    pool = ThreadPoolExecutor(1)
+    try:
+        return pool.submit(ask).result()
+    except KeyboardInterrupt:
+        # Python would wait for the thread; this is how programs end that do not catch Ctrl-C.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        signal.raise_signal(signal.SIGINT)
+        raise
+    finally:
+        pool.shutdown(wait=False)
+
+
+def _union(answers: list[tuple[Path, Result]]) -> Result:
+    """Put the answers of several stores one below another, with the store in front."""
+    (path, result), *others = answers
+    if not others:
+        return result
+    first: Any = result.arrow()
+    parts = []
+    for other, answer in answers:
+        table = answer.arrow()
+        if table.schema != first.schema:
+            raise QueryError(
+                f"{path} and {other} answer with different columns: {_difference(first, table)}",
+                hint="name columns that all stores have, and cast them to one type",
+            )
+        # At least one row, or the column would have no type.
+        label = type(first).from_pydict({"store": [str(other)] * max(1, len(table))}).slice(0, len(table))
+        parts.append(table.add_column(0, label.schema.field(0), label.column(0)))
+    batches = [batch for table in parts for batch in table.to_batches()]
+    return type(result)(type(first).from_batches(batches, schema=parts[0].schema))
+
+
+def _difference(one: Any, other: Any) -> str:
+    names, others = one.column_names, other.column_names
+    if single := [name for name in [*names, *others] if (name in names) != (name in others)]:
+        return ", ".join(single)
+    if names != others:
+        return "another order"
+    pairs = zip(one.schema, other.schema, strict=True)
+    return ", ".join(f"{a.name} ({a.type} and {b.type})" for a, b in pairs if a.type != b.type)

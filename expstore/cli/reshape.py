@@ -1,0 +1,96 @@
+"""The commands `resize` and `merge`.
+
+Used by `cli`, which reports what they raise. Neither loads torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from expstore.cli.interrupt import stoppable
+from expstore.cli.output import print_json, show_progress
+from expstore.errors import StateError
+
+if TYPE_CHECKING:
+    from expstore.maintenance.resizing import Resized
+
+__all__ = ["merge", "resize"]
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def resize(
+    store: Annotated[Path, typer.Argument(metavar="STORE", help="The store's folder.")],
+    capacity: Annotated[int | None, typer.Option(metavar="N", min=1, help="Most rows from now on.")] = None,
+    unbounded: Annotated[bool, typer.Option("--unbounded", help="As many rows as come.")] = False,
+    yes: Annotated[
+        bool, typer.Option("--yes", help="Give up rows that do not fit, and do not ask before.")
+    ] = False,
+    as_json: Json = False,
+) -> int:
+    """Give a store that nobody writes to another capacity."""
+    if (capacity is None) != unbounded:
+        raise typer.BadParameter("say either this or --unbounded", param_hint="--capacity")
+    from expstore.maintenance.resizing import planned
+
+    with planned(store, capacity=capacity) as (outcome, run):
+        if outcome.recovered:
+            typer.echo(f"note: {outcome.recovered}", err=True)
+        if outcome.given_up and not yes:
+            _ask(outcome)
+        with show_progress("resizing") as show, stoppable(show) as progress:
+            run(progress)
+    if as_json:
+        facts = {"former": outcome.former, "capacity": outcome.capacity, "rows": outcome.rows}
+        print_json({"path": str(store), **facts, "given_up": outcome.given_up})
+    else:
+        told = f", {outcome.given_up:,} are given up" if outcome.given_up else ""
+        typer.echo(
+            f"{store} holds {outcome.rows:,} rows{told}; capacity {_text(outcome.capacity)}, "
+            f"before {_text(outcome.former)}"
+        )
+    return 0
+
+
+def merge(
+    stores: Annotated[
+        list[Path],
+        typer.Argument(metavar="STORE...", help="Stores, in this order; versions; folders of versions."),
+    ],
+    out: Annotated[Path, typer.Option(metavar="OUT", help="The new store; must not be there yet.")],
+    capacity: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Most rows, the last ones; all without it.")
+    ] = None,
+    as_json: Json = False,
+) -> int:
+    """Make a new store of the rows of several that nobody writes to."""
+    from expstore.maintenance.merging import merge as join
+
+    with show_progress("merging") as show, stoppable(show) as progress:
+        made = join(stores, out=out, capacity=capacity, progress=progress)
+    if as_json:
+        runs = [{**dataclasses.asdict(run), "path": str(run.path)} for run in made.runs]
+        print_json({"path": str(out), "rows": made.rows, "given_up": made.given_up, "runs": runs})
+        return 0
+    for run in made.runs:
+        typer.echo(f"{run.path}: {run.rows:,} rows, {run.episodes:,} episodes; sources {run.name}/...")
+    told = f", there was no room for {made.given_up:,}" if made.given_up else ""
+    typer.echo(f"{out} holds {made.rows:,} rows{told}")
+    return 0
+
+
+def _ask(outcome: Resized) -> None:
+    """Have the user agree that rows are given up; where nobody can be asked, that is an error."""
+    what = f"{outcome.given_up:,} of {outcome.rows + outcome.given_up:,} rows do not fit and are given up"
+    if not sys.stdin.isatty():
+        raise StateError(f"{what}", hint="say --yes if that is meant")
+    typer.confirm(f"{what}. Go on?", abort=True, err=True)
+
+
+def _text(capacity: int | None) -> str:
+    return "unbounded" if capacity is None else f"{capacity:,}"

@@ -1,0 +1,66 @@
+"""The command `retain`.
+
+Used by `cli`, which reports what it raises.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from expstore.cli.output import print_json, size_text
+
+__all__ = ["retain"]
+
+
+def retain(
+    store: Annotated[Path, typer.Argument(metavar="STORE", help="The store's folder.")],
+    size: Annotated[
+        str | None, typer.Option("--bytes", metavar="SIZE", help="The rows that stay take at most so much.")
+    ] = None,
+    age: Annotated[
+        str | None, typer.Option("--age", metavar="AGE", help="Episodes that ended longer ago leave, as 7d.")
+    ] = None,
+    where: Annotated[
+        str | None,
+        typer.Option("--where", metavar="SQL", help="Episodes stay of which this holds for a row at least."),
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would leave.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> int:
+    """Let whole episodes leave a store that nobody else writes to, once, and give their space back."""
+    from expstore.buffers.retention import retention_of
+    from expstore.core.retention_policy import Retain
+    from expstore.disk.disk import Disk
+    from expstore.sql.sync import Catalog
+    from expstore.storages.arrow import ArrowStorage
+    from expstore.storages.format.manifest import Manifest
+    from expstore.storages.zarr import ZarrStorage
+
+    found = Manifest.load(Disk(), store)  # a new store is not what is asked for
+    kept = found.retain
+    given: dict[str, Any] = {"bytes": size, "age": age, "where": where}
+    policy = Retain(**given) if any(value is not None for value in given.values()) else Retain(**kept)
+    if not policy:
+        raise typer.BadParameter("say what stays, with --bytes, --age or --where: the store has no policy")
+    storage: ZarrStorage = ArrowStorage(store) if found.storage == "arrow" else ZarrStorage(store)
+    try:
+        catalog = Catalog(storage)
+        retention = retention_of(storage, catalog)
+        retention.check(policy)
+        gone = retention.apply(policy, dry_run=dry_run)
+        rows, used = len(storage), storage.columns_bytes()
+        catalog.close()
+    finally:
+        storage.close()
+    if as_json:
+        print_json(gone._asdict() | {"path": str(store), "rows_left": rows, "dry_run": dry_run})
+    else:
+        would = "would leave" if dry_run else "have left"
+        typer.echo(
+            f"{gone.episodes:,} episodes with {gone.rows:,} rows {would} {store}, "
+            f"{size_text(gone.bytes)} given back; {rows:,} rows are there, in {size_text(used)}"
+        )
+    return 0

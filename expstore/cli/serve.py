@@ -1,0 +1,148 @@
+"""The command that serves stores over HTTP.
+
+Used by `cli`. It reads options and token files, and prints; what serves is in `api`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from expstore.errors import StateError
+
+if TYPE_CHECKING:
+    from expstore.api.server import Listening
+    from expstore.api.settings import Settings
+
+__all__ = ["SERVE_NOTES", "serve"]
+
+SERVE_NOTES = (
+    "Without a token only this machine is answered. Ctrl-C or SIGTERM lets requests end, flushes and closes; "
+    "a second one ends at once, which loses nothing that was acknowledged. TLS is for a proxy in front of it."
+)
+#: So long may closing stores take, after requests had their time.
+GRACE_SECONDS = 10.0
+
+
+_Host = Annotated[str, typer.Option(help="The address to listen on.")]
+_Port = Annotated[int, typer.Option(min=0, max=65535, help="0: a free one.")]
+_Token = Annotated[Path | None, typer.Option(metavar="FILE", help="Who sends this token may read and write.")]
+_ReadToken = Annotated[Path | None, typer.Option(metavar="FILE", help="Who sends this token may read.")]
+_ReadOnly = Annotated[bool, typer.Option("--read-only", help="Follow stores, which others may write to.")]
+_Hosts = Annotated[
+    list[str] | None, typer.Option(metavar="NAME", help="A name by which clients call the server.")
+]
+_NoSQL = Annotated[bool, typer.Option("--no-sql", help="Answer no SQL.")]
+_Rate = Annotated[
+    float | None, typer.Option(min=0.001, help="Requests per second of one client; any number without it.")
+]
+_Ratio = Annotated[
+    float | None, typer.Option(min=0, help="How often each row is to be sampled, by all clients together.")
+]
+_Buffer = Annotated[float | None, typer.Option(min=0, help="By how many samples that may be missed.")]
+_Log = Annotated[bool, typer.Option("--access-log", help="Print a line of JSON per request on stderr.")]
+
+
+def serve(
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="A store, or a folder of stores.")],
+    host: _Host = "127.0.0.1",
+    port: _Port = 8420,
+    token_file: _Token = None,
+    read_token_file: _ReadToken = None,
+    read_only: _ReadOnly = False,
+    allow_host: _Hosts = None,
+    no_sql: _NoSQL = False,
+    sql_seconds: Annotated[float, typer.Option(min=0.1, help="A statement's time.")] = 3.0,
+    max_body: Annotated[int, typer.Option(min=1, help="Bytes of a request's body.")] = 256 << 20,
+    max_rows: Annotated[int, typer.Option(min=1, help="Rows of a request.")] = 1_000_000,
+    concurrency: Annotated[int, typer.Option(min=1, help="Requests at work at once, per store.")] = 64,
+    rate: _Rate = None,
+    min_size: Annotated[int, typer.Option(min=1, help="Rows before any is sampled.")] = 1,
+    samples_per_insert: _Ratio = None,
+    error_buffer: _Buffer = None,
+    shutdown_seconds: Annotated[float, typer.Option(min=0, help="Requests' time to end.")] = 5.0,
+    access_log: _Log = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print lines of JSON.")] = False,
+) -> int:
+    """Serve stores over HTTP."""
+    from expstore.api.server import serve as run
+    from expstore.api.settings import Settings
+
+    settings = Settings(
+        path=path, token=_token(token_file), read_token=_token(read_token_file), read_only=read_only,
+        hosts=tuple(allow_host or ()), sql=not no_sql, sql_seconds=sql_seconds, max_body=max_body,
+        max_rows=max_rows, concurrency=concurrency, rate=rate, min_size=min_size,
+        samples_per_insert=samples_per_insert, error_buffer=error_buffer, shutdown_seconds=shutdown_seconds,
+    )  # fmt: skip
+    if access_log:
+        _log_requests()
+
+    def ready(listening: Listening) -> None:
+        typer.echo(json.dumps(_facts(settings, listening)) if as_json else _line(settings, listening))
+
+    run(settings, host=host, port=port, ready=ready, stopping=lambda: _limit_end(shutdown_seconds))
+    if as_json:
+        typer.echo(json.dumps({"stopped": True}))
+    return 0
+
+
+def _facts(settings: Settings, listening: Listening) -> dict[str, object]:
+    return {
+        "listening": listening.url,
+        "path": str(settings.path),
+        "stores": listening.stores,
+        "read_only": settings.read_only,
+        "token": settings.token is not None or settings.read_token is not None,
+        "pid": os.getpid(),
+    }
+
+
+def _line(settings: Settings, listening: Listening) -> str:
+    stores = listening.stores
+    what = f"{settings.path}" if len(stores) == 1 else f"{settings.path} ({len(stores)} stores)"
+    return f"serving {what} at {listening.url}" + (", to be read only" if settings.read_only else "")
+
+
+def _token(path: Path | None) -> bytes | None:
+    """Return the token that a file holds; no file, no token.
+
+    Raises:
+        StateError: It holds none.
+        StorageError: It cannot be read.
+    """
+    from expstore.disk.disk import Disk
+
+    if path is None:
+        return None
+    disk = Disk()
+    token = disk.read_whole(path).strip()
+    if not token or any(byte <= 32 or byte >= 127 for byte in token):
+        raise StateError(
+            f"{path} holds no token", kind="token", hint="write one line of letters and digits into it"
+        )
+    if disk.is_shared(path):  # refusing would shut out the secrets of Docker and Kubernetes, which are
+        typer.echo(f"warning: other users of this machine can read {path}: chmod 600 {path}", err=True)
+    return token
+
+
+def _log_requests() -> None:
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    logger = logging.getLogger("expstore.access")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+
+
+def _limit_end(seconds: float) -> None:
+    """Have the process die if it does not end in time, as when a disk hangs."""
+    thread = threading.Timer(seconds + GRACE_SECONDS, os.kill, (os.getpid(), signal.SIGKILL))
+    thread.daemon = True
+    thread.start()

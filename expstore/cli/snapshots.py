@@ -1,0 +1,124 @@
+"""The commands `dumps`, `loads` and `versions`.
+
+Used by `cli`, which reports what they raise. None of them loads torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from expstore.cli.output import iso_text, local_text, print_json, print_table, size_text
+
+if TYPE_CHECKING:
+    from expstore.storages.snapshots.catalog import Version
+    from expstore.storages.zarr import ZarrStorage
+
+__all__ = ["dumps", "loads", "versions"]
+
+KEEP = 5
+
+Store = Annotated[Path, typer.Argument(metavar="STORE", help="The store's folder.")]
+Place = Annotated[Path, typer.Argument(metavar="PATH", help="The folder of versions.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def dumps(
+    store: Store,
+    path: Place,
+    keep: Annotated[
+        int | None,
+        typer.Option(min=1, help=f"How many without a tag remain; {KEEP}, or all if this one has a tag."),
+    ] = None,
+    tag: Annotated[str | None, typer.Option(metavar="NAME", help="Name this one and keep it.")] = None,
+    as_json: Json = False,
+) -> int:
+    """Make a version of a store that nobody else writes to."""
+    from expstore.disk.disk import Disk
+    from expstore.storages.format.manifest import Manifest
+    from expstore.storages.snapshots.create import dump
+
+    Manifest.load(Disk(), store)  # a new store is not what is asked for
+    kept = _open(store)
+    try:
+        made = dump(kept, path, keep=keep or (None if tag else KEEP), tag=tag)
+    finally:
+        kept.close()
+    if as_json:
+        print_json(_facts(made))
+    else:
+        name = f" ({made.tag})" if made.tag else ""
+        typer.echo(
+            f"version {made.number}{name}: {made.rows:,} rows, {size_text(made.new_bytes)} written to {path}"
+        )
+    return 0
+
+
+def loads(
+    store: Store,
+    path: Place,
+    version: Annotated[
+        str | None, typer.Option(metavar="V", help="Number or tag; the newest one without it.")
+    ] = None,
+    as_json: Json = False,
+) -> int:
+    """Put a version's rows in the place of a store's, or into a new store."""
+    from expstore.disk.disk import Disk
+    from expstore.storages.format.manifest import MANIFEST, Manifest
+    from expstore.storages.snapshots.catalog import find_version
+
+    disk = Disk()
+    folder = find_version(disk, path, version)
+    new = not disk.exists(store / MANIFEST)
+    kept = _open(store, Manifest.load(disk, folder).capacity if new else None)
+    try:
+        kept.load_version(folder)
+        rows = len(kept)
+    finally:
+        kept.close()
+    if as_json:
+        print_json({"path": str(store), "rows": rows, "version": str(folder)})
+    else:
+        typer.echo(f"{store} holds the {rows:,} rows of {folder}")
+    return 0
+
+
+def versions(path: Place, as_json: Json = False) -> int:
+    """List the versions in a folder, the oldest first."""
+    from expstore.storages.snapshots.catalog import versions as list_versions
+
+    found = list_versions(path)
+    if as_json:
+        print_json({"versions": [_facts(version) for version in found]})
+        return 0
+    rows = [
+        (
+            version.number,
+            version.tag or "",
+            local_text(iso_text(version.time)),
+            f"{version.rows:,}",
+            f"{version.episodes:,}",
+            size_text(version.disk_bytes),
+            size_text(version.new_bytes),
+        )
+        for version in found
+    ]
+    print_table(["version", "tag", "made", "rows", "episodes", "on disk", "written"], rows)
+    return 0
+
+
+def _open(path: Path, capacity: int | None = None) -> ZarrStorage:
+    from expstore.storages.factory import open_storage
+
+    kept = open_storage(path, capacity)
+    if kept.counters.recovered:
+        typer.echo(f"note: {kept.counters.recovered}", err=True)
+    return kept
+
+
+def _facts(version: Version) -> dict[str, Any]:
+    facts = dataclasses.asdict(version) | {"time": iso_text(version.time), "path": str(version.path)}
+    return facts if version.disk_bytes else {name: facts[name] for name in facts if name != "disk_bytes"}

@@ -1,0 +1,40 @@
+"""The command that brings a store to the present form.
+
+Used by `cli`. It only asks and prints; what it does is in `checks`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from expstore.cli.output import print_json
+
+__all__ = ["migrate"]
+
+
+def migrate(
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="The store's folder.")],
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be done.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> int:
+    """Bring a store to the form that this version writes; what is replaced is kept."""
+    from expstore.maintenance.upgrade import upgrade
+
+    done = upgrade(path, dry_run=dry_run)
+    if as_json:
+        print_json(asdict(done) | {"path": str(path), "dry_run": dry_run})
+        return 0
+    index = "no index" if done.index_found is None else f"index at step {done.index_found}"
+    typer.echo(
+        f"{path}: format {done.format_found}, {index}; "
+        f"this version knows format {done.format_known} and {done.index_known} steps"
+    )
+    for act in done.acts:
+        typer.echo(f"would be: {act}" if dry_run else act)
+    if not done.acts:
+        typer.echo("nothing to do")
+    return 0

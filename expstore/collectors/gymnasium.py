@@ -1,0 +1,528 @@
+"""Collect transitions from gymnasium environments into a buffer, K steps of every lane at a time.
+
+Used by training loops and by `expstore collect`; needs the extra `expstore[gym]`.
+Never closes the environment or the buffer, and keeps no statistics: ask the store for those.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from tensordict import TensorDict
+
+from expstore.buffers.domain_checks import fitting
+from expstore.buffers.session import StoreHandle
+from expstore.core.values import Array, IntArray, Key, key_name
+from expstore.errors import SchemaError, StateError
+from expstore.specs import Categorical, TensorSpec, Unbounded
+from expstore.specs.spaces import from_space
+
+try:
+    import gymnasium as gym
+    from gymnasium import spaces
+    from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
+except ModuleNotFoundError as exc:
+    raise ModuleNotFoundError(
+        "collecting needs gymnasium, which is not installed; pip install 'expstore[gym]'", name=exc.name
+    ) from exc
+
+__all__ = ["Collector", "TransitionSink"]
+
+BoolArray = NDArray[np.bool_]
+AnyVectorEnv = VectorEnv[Any, Any, Any]
+
+_FLAGS = ("done", "terminated", "truncated")
+
+
+class TransitionSink(Protocol):
+    """What a collector writes to: any replay buffer of expstore."""
+
+    @property
+    def write_count(self) -> int:
+        """How many transitions were ever stored; moves exactly when an extend has stored its rows."""
+
+    def extend(self, data: TensorDict, *, source: str | None = None) -> Any:
+        """Store the rows of `data`, all or none; rows with trajectory id -1 are dropped."""
+
+
+class Collector:
+    """Run a policy in a gymnasium environment and store the same episodes under every autoreset mode.
+
+    Steps are gathered in memory and stored in blocks: one `extend` of batch shape
+    `(lanes, steps_per_lane)`, time last, so each lane's steps lie one behind another. Calls
+    that only reset a lane are no transitions: their rows carry trajectory id -1, which the
+    buffer drops. The trajectory id of an episode is the number of transitions stored before
+    its first one, so no id comes twice in a store.
+
+    Stored per transition: `observation`, `action` and `("next", "observation")`; of shape `(1,)`
+    `("next", "reward")` (float32) and `done`, `terminated`, `truncated` (bool, under `next` and,
+    always False, at the root); `("collector", "traj_ids")` (int64). Dict and Tuple spaces become
+    nested keys, with "0", "1" and so on for the parts of a Tuple. Where nobody has said what values the
+    fields may have, the store keeps the specs of these spaces (`rb.specs`) when its first rows have come.
+
+    An error or Ctrl-C in the policy leaves every earlier step intact: `close` stores those, or
+    collecting goes on. One inside the environment's step loses that step, and all lanes begin
+    new episodes. Not for use from several threads at once.
+
+    Args:
+        env: A gymnasium vector environment, or a single `gymnasium.Env`, which is one lane.
+        policy: Maps a batch of observations (arrays with a leading lane dimension, nested like
+            the observation space) to a batch of actions (arrays or tensors, nested like the
+            action space). None: random actions.
+        rb: The buffer, from `expstore.open` or a constructor.
+        steps_per_lane: Steps of each lane in one `extend`.
+        source: Name of this stream of writes, as `extend` takes it.
+        autoreset_mode: Needed only where `env.metadata` does not say it: "NextStep", "SameStep",
+            "Disabled", or gymnasium's enum.
+        seed: Seeds the first reset (lane i gets seed + i) and the random actions. None: as
+            gymnasium does without a seed, different each time.
+
+    Raises:
+        TypeError: If `env` is no gymnasium environment, or `policy` is not callable.
+        ValueError: If the autoreset mode is unknown, or a space has no fixed numeric shape.
+
+    Example:
+        >>> import gymnasium, expstore
+        >>> envs = gymnasium.make_vec("CartPole-v1", num_envs=4)
+        >>> rb = expstore.ReplayBuffer(storage=expstore.MemoryStorage(1000))
+        >>> with Collector(envs, None, rb, seed=0) as collector:
+        ...     collector.collect(500) >= 500
+        True
+    """
+
+    def __init__(
+        self,
+        env: AnyVectorEnv | gym.Env[Any, Any],
+        policy: Callable[[Any], Any] | None,
+        rb: TransitionSink,
+        *,
+        steps_per_lane: int = 32,
+        source: str | None = None,
+        autoreset_mode: str | AutoresetMode | None = None,
+        seed: int | None = None,
+    ) -> None:
+        if steps_per_lane < 1:
+            raise ValueError(f"steps_per_lane is {steps_per_lane}; it must be at least 1")
+        if policy is not None and not callable(policy):
+            raise TypeError(f"policy is {policy!r}; pass a function of a batch of observations, or None")
+        self._env = _as_vector(env)
+        self._mode = _autoreset_mode(self._env, autoreset_mode)
+        self._rb = rb
+        self._source = source
+        self._seed = seed
+        self._observation_leaves = _leaves(self._env.single_observation_space, ("observation",))
+        self._action_leaves = _leaves(self._env.single_action_space, ("action",))
+        self._act = _RandomActions(self._env, seed) if policy is None else _ignoring_resets(policy)
+        self._steps_per_lane = steps_per_lane
+        self._block = self._new_block()
+        lanes = self._env.num_envs
+        self._trajectory: IntArray = np.full(lanes, -1, dtype=np.int64)
+        self._next_trajectory = 0
+        self._observation: Any = None
+        self._ended: BoolArray = np.zeros(lanes, dtype=np.bool_)
+        self._fresh: BoolArray = np.ones(lanes, dtype=np.bool_)
+        # True while the environment may be elsewhere than at self._observation.
+        self._adrift = True
+        self._closed = False
+        self._described = False
+
+    def collect(self, steps: int) -> int:
+        """Store at least `steps` transitions and return how many were stored.
+
+        Steps are taken in all lanes at once, so up to one transition per lane may come on top.
+        What an interrupted call left pending counts too.
+
+        Raises:
+            SchemaError: If what the policy returned is no batch of actions. That step was not
+                taken and nothing of it is stored.
+            StateError: If the collector is closed.
+        """
+        self._check_open()
+        stored = 0
+        while stored + self._block.rows < steps:
+            if self._block.full:
+                stored += self._flush()
+            else:
+                self._step()
+        return stored + self._flush()
+
+    def __iter__(self) -> Iterator[int]:
+        """Yield, without end, how many transitions each block of `steps_per_lane` steps stored."""
+        while True:
+            self._check_open()
+            while not self._block.full:
+                self._step()
+            yield self._flush()
+
+    def close(self) -> None:
+        """Store the transitions that are still pending; closing twice is fine.
+
+        Environment and buffer stay open. Rows that the buffer refuses stay pending, and `close`
+        may be called again.
+        """
+        if not self._closed:
+            self._flush()
+            self._closed = True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.close()
+        except Exception as exc:
+            if error is None:
+                raise
+            # The caller must see what went wrong first.
+            error.add_note(f"{self._block.rows} pending transitions could not be stored either: {exc}")
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else f"{self._block.rows} transitions pending"
+        return f"Collector({self._env!r}, {self._mode.name}, {state})"
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StateError("this collector is closed", hint="make a new one to go on collecting")
+
+    def _new_block(self) -> _Block:
+        return _Block(self._env.num_envs, self._steps_per_lane, self._observation_leaves, self._action_leaves)
+
+    def _step(self) -> None:
+        """Take one step in every lane and put it into the block."""
+        lanes, block, leaves = self._env.num_envs, self._block, self._observation_leaves
+        self._reset_lanes()
+        # Stored before the policy sees it, which may work on the arrays in place.
+        block.put(_columns(self._observation, leaves, lanes, "the environment"))
+        resets = self._ended & (self._mode is AutoresetMode.NEXT_STEP)
+        action = _columns(self._act(self._observation, resets), self._action_leaves, lanes, "the policy")
+        _check_range(action, self._action_leaves)
+        block.put(action)
+
+        self._adrift = True
+        nested = _nest(self._env.single_action_space, ("action",), action)
+        observation, reward, terminated, truncated, info = self._env.step(nested)
+        ended = np.asarray(terminated, dtype=np.bool_) | np.asarray(truncated, dtype=np.bool_)
+        following = _columns(observation, leaves, lanes, "the environment")
+        if self._mode is AutoresetMode.SAME_STEP and ended.any():
+            following = _with_final(following, leaves, ended, info)
+        block.put(following, prefix=("next",))
+        block.put_outcome(reward, done=ended, terminated=terminated, truncated=truncated)
+        block.commit(~resets, self._fresh & ~resets)
+        self._fresh = ended | (self._fresh & resets)
+        self._observation, self._ended = observation, ended
+        self._adrift = False
+
+    def _reset_lanes(self) -> None:
+        """Reset what the coming step needs reset: everything at first, later the ended lanes."""
+        if self._adrift:
+            self._observation = self._env.reset(seed=self._seed)[0]
+            self._seed = None  # seeding again after an interruption would repeat the first episodes
+            self._ended = np.zeros_like(self._ended)
+            self._fresh = np.ones_like(self._fresh)
+            self._adrift = False
+        elif self._mode is AutoresetMode.DISABLED and self._ended.any():
+            # A copy: gymnasium takes the mask out of the dict and may keep it.
+            fresh = self._env.reset(options={"reset_mask": self._ended.copy()})[0]
+            self._observation = self._merged(fresh)
+            self._ended = np.zeros_like(self._ended)
+
+    def _merged(self, fresh: Any) -> Any:
+        """Return the present observations, with the ended lanes' ones out of `fresh`."""
+        lanes, leaves = self._env.num_envs, self._observation_leaves
+        merged = _columns(self._observation, leaves, lanes, "the environment")
+        for key, column in _columns(fresh, leaves, lanes, "the environment").items():
+            merged[key] = merged[key].copy()
+            merged[key][self._ended] = column[self._ended]
+        return _nest(self._env.single_observation_space, ("observation",), merged)
+
+    def _flush(self) -> int:
+        """Hand the block to the buffer and return how many transitions it held."""
+        block = self._block
+        if block.rows > 0:
+            before = self._rb.write_count
+            base = max(before, self._next_trajectory)
+            batch, trajectory = block.batch(base, self._trajectory)
+            stored = False
+            try:
+                self._rb.extend(batch, source=self._source)
+                stored = True
+            finally:
+                # Ctrl-C may come after the rows were stored: then they must not be stored again.
+                if stored or self._rb.write_count != before:
+                    self._block = self._new_block()
+                    self._trajectory = trajectory
+                    self._next_trajectory = base + block.rows
+            if not self._described:
+                self._describe()
+        elif block.full:
+            self._block = self._new_block()
+        return block.rows
+
+    def _describe(self) -> None:
+        """Have a buffer keep the specs of the environment's fields, unless it has some.
+
+        Only of those that are stored as they are: a transform may make others of them.
+        """
+        self._described, rb = True, self._rb
+        if isinstance(rb, StoreHandle) and rb.schema is not None and rb.specs is None:
+            found = fitting(_specs_of(self._observation_leaves, self._action_leaves), rb.schema)
+            if not found.is_empty():
+                rb.set_specs(found)
+
+
+def _specs_of(observation: list[_Leaf], action: list[_Leaf]) -> dict[Key, TensorSpec]:
+    """Return the specs of the fields that a collector stores."""
+    found: dict[Key, TensorSpec] = {}
+    for leaf in (*action, *observation):
+        with contextlib.suppress(TypeError, ValueError):  # a space of the user's own
+            found[leaf.key] = from_space(leaf.space)
+    found |= {("next", *leaf.key): found[leaf.key] for leaf in observation if leaf.key in found}
+    found["next", "reward"] = Unbounded((1,), dtype=torch.float32)
+    for flag in _FLAGS:
+        found[(flag,)] = found["next", flag] = Categorical(2, shape=(1,), dtype=torch.bool)
+    found["collector", "traj_ids"] = Unbounded((), dtype=torch.int64)
+    return found
+
+
+class _Block:
+    """Up to K steps of every lane: columns of shape (lanes, K, ...), and which entries are transitions."""
+
+    def __init__(self, lanes: int, steps: int, observation: list[_Leaf], action: list[_Leaf]) -> None:
+        def column(*shape: int, dtype: Any = np.bool_) -> Array:
+            return np.zeros((lanes, steps, *shape), dtype=dtype)
+
+        self.columns: dict[Key, Array] = {leaf.key: column(*leaf.shape, dtype=leaf.dtype) for leaf in action}
+        for leaf in observation:
+            self.columns[leaf.key] = column(*leaf.shape, dtype=leaf.dtype)
+            self.columns["next", *leaf.key] = column(*leaf.shape, dtype=leaf.dtype)
+        self.columns["next", "reward"] = column(1, dtype=np.float32)
+        for flag in _FLAGS:
+            self.columns[(flag,)] = column(1)
+            self.columns["next", flag] = column(1)
+        self.valid: BoolArray = column()
+        self.starts: BoolArray = column()
+        self.steps, self.filled, self.rows = steps, 0, 0
+
+    @property
+    def full(self) -> bool:
+        return self.filled == self.steps
+
+    def put(self, columns: dict[Key, Array], prefix: Key = ()) -> None:
+        """Write one step of several columns, each of shape (lanes, ...)."""
+        for key, column in columns.items():
+            self.columns[(*prefix, *key)][:, self.filled] = column
+
+    def put_outcome(self, reward: Any, **flags: Any) -> None:
+        """Write reward and flags of one step, each of shape (lanes,)."""
+        self.columns["next", "reward"][:, self.filled, 0] = np.asarray(reward)
+        for flag, value in flags.items():
+            self.columns["next", flag][:, self.filled, 0] = np.asarray(value)
+
+    def commit(self, valid: BoolArray, starts: BoolArray) -> None:
+        """Count the step that was put: which lanes made a transition, and which of them a first one."""
+        self.valid[:, self.filled] = valid
+        self.starts[:, self.filled] = starts
+        self.rows += int(valid.sum())
+        self.filled += 1
+
+    def batch(self, base: int, carried: IntArray) -> tuple[TensorDict, IntArray]:
+        """Return the filled part as a TensorDict, and each lane's trajectory id at its end.
+
+        Args:
+            base: How many transitions precede this block in the store.
+            carried: Each lane's trajectory id at the block's beginning. Shape `(lanes,)`.
+        """
+        valid, starts = self.valid[:, : self.filled], self.starts[:, : self.filled]
+        # An episode is called after the position of its first row among all rows ever stored.
+        position = base + np.cumsum(valid.ravel()).reshape(valid.shape) - 1
+        first = np.maximum.accumulate(np.where(starts, position, -1), axis=1)
+        ids = np.where(first >= 0, first, carried[:, None])
+        names = [None, "time"]
+        batch = TensorDict({}, batch_size=list(valid.shape), names=names)
+        for key, column in self.columns.items():
+            batch[key] = torch.from_numpy(column[:, : self.filled])
+        batch["collector", "traj_ids"] = torch.from_numpy(np.where(valid, ids, -1))
+        return batch, ids[:, -1].copy()
+
+
+@dataclass(frozen=True, slots=True)
+class _Leaf:
+    """One array of a space: where it stands, and what one lane's value looks like.
+
+    Args:
+        path: Keys and positions that lead to it in a nested value.
+        key: The field it is stored as.
+        space: The space itself.
+    """
+
+    path: tuple[Any, ...]
+    key: Key
+    space: spaces.Space[Any]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.space.shape or ())
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return np.dtype(self.space.dtype)
+
+    def pick(self, value: Any) -> Any:
+        for part in self.path:
+            value = value[part]
+        return value
+
+
+def _leaves(space: spaces.Space[Any], key: Key, path: tuple[Any, ...] = ()) -> list[_Leaf]:
+    """Return the arrays that a value of `space` consists of."""
+    parts: list[tuple[Any, spaces.Space[Any]]]
+    if isinstance(space, spaces.Dict):
+        parts = list(space.spaces.items())
+    elif isinstance(space, spaces.Tuple):
+        parts = list(enumerate(space.spaces))
+    elif space.shape is None or space.dtype is None or np.dtype(space.dtype).kind not in "biufc":
+        raise ValueError(
+            f"the space of {key_name(key)!r} is {space}, whose values have no fixed numeric shape; "
+            "wrap the environment so that it gives arrays"
+        )
+    else:
+        return [_Leaf(path, key, space)]
+    return [leaf for name, part in parts for leaf in _leaves(part, (*key, str(name)), (*path, name))]
+
+
+def _nest(space: spaces.Space[Any], key: Key, columns: dict[Key, Array]) -> Any:
+    """Return `columns` nested as `space` nests them; the inverse of `_columns`."""
+    if isinstance(space, spaces.Dict):
+        return {name: _nest(part, (*key, str(name)), columns) for name, part in space.spaces.items()}
+    if isinstance(space, spaces.Tuple):
+        return tuple(_nest(part, (*key, str(i)), columns) for i, part in enumerate(space.spaces))
+    return columns[key]
+
+
+def _columns(value: Any, leaves: list[_Leaf], lanes: int, whose: str) -> dict[Key, Array]:
+    """Return the arrays of a batch by key, each of shape (lanes, ...) and in its space's dtype."""
+    columns = {}
+    for leaf in leaves:
+        try:
+            part = leaf.pick(value)
+            array = part.detach().cpu().numpy() if isinstance(part, torch.Tensor) else np.asarray(part)
+        except (KeyError, IndexError, TypeError, ValueError) as exc:
+            raise SchemaError(
+                f"{whose} gave no array for {key_name(leaf.key)!r}, but a {type(value).__name__}: {exc}",
+                hint="give a batch of all lanes, nested as the space is",
+            ) from exc
+        expected = (lanes, *leaf.shape)
+        if array.shape != expected or not np.can_cast(array.dtype, leaf.dtype, casting="same_kind"):
+            raise SchemaError(
+                f"{whose} gave {key_name(leaf.key)!r} as {array.dtype} {array.shape}, "
+                f"its space says {leaf.dtype} {expected}",
+                hint="the first dimension counts the lanes",
+            )
+        columns[leaf.key] = array.astype(leaf.dtype, copy=False)
+    return columns
+
+
+def _check_range(actions: dict[Key, Array], leaves: list[_Leaf]) -> None:
+    """Refuse actions that do not exist; a Box is only checked for NaN, since many policies overshoot it."""
+    for leaf in leaves:
+        action, space = actions[leaf.key], leaf.space
+        if isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
+            count = space.n if isinstance(space, spaces.Discrete) else space.nvec
+            bad = (action < space.start) | (action >= space.start + count)
+        elif isinstance(space, spaces.MultiBinary):
+            bad = (action < 0) | (action > 1)
+        else:
+            bad = np.isnan(action)
+        if bad.any():
+            raise SchemaError(
+                f"the policy gave {key_name(leaf.key)!r} = {action[bad][0]}, its space is {space}",
+                hint="the step was not taken",
+            )
+
+
+def _with_final(
+    columns: dict[Key, Array], leaves: list[_Leaf], ended: BoolArray, info: dict[str, Any]
+) -> dict[Key, Array]:
+    """Return `columns` with the last observations of the episodes that ended, not the next ones' first."""
+    if "final_obs" not in info:
+        raise SchemaError(
+            "an episode ended, but the environment gave no info['final_obs'], which SAME_STEP promises",
+            hint="say autoreset_mode= if it resets otherwise",
+        )
+    final = info["final_obs"]
+    # gymnasium keeps one value per lane; other vector environments hand over a batch.
+    per_lane = isinstance(final, np.ndarray) and final.dtype == object
+    merged = {}
+    for leaf in leaves:
+        merged[leaf.key] = columns[leaf.key].copy()
+        for lane in np.flatnonzero(ended):
+            merged[leaf.key][lane] = leaf.pick(final[lane]) if per_lane else leaf.pick(final)[lane]
+    return merged
+
+
+class _RandomActions:
+    """Random actions, one seeded stream per lane.
+
+    A lane draws only where it makes a transition, so its actions do not depend on the
+    autoreset mode.
+    """
+
+    def __init__(self, env: AnyVectorEnv, seed: int | None) -> None:
+        self._space = env.single_action_space
+        self._lanes = [copy.deepcopy(self._space) for _ in range(env.num_envs)]
+        for lane, space in enumerate(self._lanes):
+            # Hashed, since the environment of this lane is seeded with seed + lane itself.
+            mixed = None if seed is None else np.random.SeedSequence([seed, lane]).generate_state(1)
+            space.seed(None if mixed is None else int(mixed[0]))
+        self._leaves = _leaves(self._space, ("action",))
+        self._last = [space.sample() for space in self._lanes]
+
+    def __call__(self, observation: Any, resets: BoolArray) -> Any:
+        for lane in np.flatnonzero(~resets):
+            self._last[lane] = self._lanes[lane].sample()
+        columns = {leaf.key: np.stack([leaf.pick(action) for action in self._last]) for leaf in self._leaves}
+        return _nest(self._space, ("action",), columns)
+
+
+def _ignoring_resets(policy: Callable[[Any], Any]) -> Callable[[Any, BoolArray], Any]:
+    return lambda observation, resets: policy(observation)
+
+
+def _as_vector(env: AnyVectorEnv | gym.Env[Any, Any]) -> AnyVectorEnv:
+    if isinstance(env, VectorEnv):
+        return env
+    if isinstance(env, gym.Env):
+        # DISABLED, since no call is then spent on a reset.
+        return SyncVectorEnv([lambda: env], autoreset_mode=AutoresetMode.DISABLED)
+    raise TypeError(
+        f"env is a {type(env).__name__}; pass a gymnasium.Env, or a gymnasium.vector.VectorEnv "
+        "as gymnasium.make_vec makes them"
+    )
+
+
+def _autoreset_mode(env: AnyVectorEnv, given: str | AutoresetMode | None) -> AutoresetMode:
+    """Return how `env` resets, as its metadata says or the caller."""
+    choices = ", ".join(repr(mode.value) for mode in AutoresetMode)
+    declared = env.metadata.get("autoreset_mode")
+    if declared is None and given is None:
+        raise ValueError(
+            f"{env} does not say in metadata['autoreset_mode'] how its lanes are reset; "
+            f"say it with autoreset_mode=, one of {choices}"
+        )
+    try:
+        modes = [AutoresetMode(mode) for mode in (declared, given) if mode is not None]
+    except ValueError as exc:
+        raise ValueError(f"{exc}; the autoreset mode is one of {choices}") from exc
+    if modes[0] is not modes[-1]:
+        raise ValueError(f"autoreset_mode={given!r}, but {env} declares {declared!r}; leave the argument out")
+    return modes[0]

@@ -1,0 +1,1 @@
+"""Values and rules that touch no file."""

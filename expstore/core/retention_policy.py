@@ -1,0 +1,116 @@
+"""Which rows of a store that grows are to stay: a policy, as users write it and as expstore.json keeps it.
+
+Used by `expstore.open` and the command line, and by `expstore.buffers.retention`, which applies it. It looks
+at no rows.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["Retain", "parse_age", "parse_bytes"]
+
+_BYTES = {"": 1, "b": 1} | {
+    f"{letter}{kind}": base**power
+    for power, letter in enumerate("kmgt", 1)
+    for kind, base in (("b", 1000), ("ib", 1024))
+}
+_SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
+_AMOUNT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Retain:
+    """Say which rows are to stay; whole episodes leave, and none that is still open.
+
+    An episode leaves as soon as one of these says so. None of them: all rows stay.
+
+    Args:
+        bytes: The rows that stay take at most so much space in the columns: the oldest episodes leave until
+            they do. A number, or text such as "10GB" or "512MiB".
+        age: Episodes leave that ended longer ago than this. Seconds, or text such as "7d", "12h" or "30m".
+        where: A boolean SQL expression over a row and its `episode`, as of a sampler's `where`: episodes stay
+            of which it holds for at least one row. For conditions on the episode alone, that is for all.
+
+    Raises:
+        ValueError: It is none of these.
+
+    Example:
+        >>> Retain(bytes="10GB", where="episode.return > 100")
+        Retain(bytes=10000000000, age=None, where='episode.return > 100')
+    """
+
+    bytes: int | None = None
+    age: float | None = None
+    where: str | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "bytes", parse_bytes(self.bytes))
+        object.__setattr__(self, "age", parse_age(self.age))
+        if self.where is not None and not (isinstance(self.where, str) and self.where.strip()):
+            raise ValueError(f"where is an SQL expression, got {self.where!r}")
+
+    @classmethod
+    def of(cls, given: Retain | Mapping[str, Any]) -> Retain:
+        """Return what was given as a policy, or as a dict of its parts.
+
+        Raises:
+            ValueError: It is neither.
+        """
+        if isinstance(given, Retain):
+            return given
+        if not isinstance(given, Mapping) or not given.keys() <= {"bytes", "age", "where"}:
+            raise ValueError(f"retain is a Retain, or a dict with bytes, age or where, got {given!r}")
+        return cls(**given)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what expstore.json keeps; {}: all rows stay."""
+        kept = {"bytes": self.bytes, "age": self.age, "where": self.where}
+        return {name: value for name, value in kept.items() if value is not None}
+
+    def __bool__(self) -> bool:
+        return bool(self.to_json())
+
+
+def parse_bytes(given: Any) -> int | None:
+    """Return a number of bytes, given so or as text such as "10GB".
+
+    Raises:
+        ValueError: It is none.
+    """
+    value = _amount(given, _BYTES)
+    if value is not None and not value >= 1:
+        raise ValueError(f"bytes is a number from 1 on, or text such as '10GB', got {given!r}")
+    return None if value is None else int(value)
+
+
+def parse_age(given: Any) -> float | None:
+    """Return a number of seconds, given so or as text such as "7d".
+
+    Raises:
+        ValueError: It is none.
+    """
+    value = _amount(given, _SECONDS)
+    if value is not None and not (math.isfinite(value) and value >= 0):
+        raise ValueError(f"age is a number of seconds from 0 on, or text such as '7d', got {given!r}")
+    return value
+
+
+def _amount(given: Any, units: Mapping[str, float]) -> float | None:
+    """Return a number, in the smallest of some units; NaN: it is none."""
+    if given is None:
+        return None
+    if isinstance(given, str):
+        found = _AMOUNT.fullmatch(given)
+        unit = None if found is None else units.get(found[2].lower())
+        return math.nan if found is None or unit is None else float(found[1]) * unit
+    if isinstance(given, bool):
+        return math.nan
+    try:
+        return float(given)
+    except (TypeError, ValueError):
+        return math.nan

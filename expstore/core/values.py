@@ -1,0 +1,237 @@
+"""Small shared types: keys, column batches, what a sampler selects.
+
+Used by every layer above; holds no behaviour beyond simple arithmetic on ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from expstore.core.id_set import NO_GAPS, Gaps
+
+__all__ = [
+    "Array",
+    "IntArray",
+    "Key",
+    "Mark",
+    "Ranking",
+    "Runs",
+    "Selection",
+    "Window",
+    "cut_run",
+    "given_key",
+    "key_name",
+    "merge_runs",
+    "to_key",
+]
+
+Array = NDArray[Any]
+IntArray = NDArray[np.int64]
+
+#: A field's name: the path of its leaf in the TensorDict, always a tuple.
+Key = tuple[str, ...]
+
+
+def to_key(name: str | tuple[str, ...] | list[str]) -> Key:
+    """Return a nested key as a tuple.
+
+    Raises:
+        TypeError: It is no key.
+
+    >>> to_key("reward"), to_key(("next", "reward"))
+    (('reward',), ('next', 'reward'))
+    """
+    if isinstance(name, str):
+        return (name,)
+    if not isinstance(name, tuple | list) or not all(isinstance(part, str) for part in name):
+        raise TypeError(f"a key is a name or a tuple of names, got {name!r}")
+    return tuple(name)
+
+
+def given_key(argument: str, value: Any) -> Key:
+    """Return a key that somebody has given, as a tuple.
+
+    Args:
+        argument: What it is called where it was given.
+        value: What was given.
+
+    Raises:
+        TypeError: It is no key.
+    """
+    if not isinstance(value, str | tuple | list) or not value or not all(isinstance(p, str) for p in value):
+        raise TypeError(f"{argument} is the key of a field, a name or a tuple of names, got {value!r}")
+    return to_key(value)
+
+
+def key_name(key: Key) -> str:
+    """Return a key as users read it in messages and in SQL.
+
+    >>> key_name(("next", "reward"))
+    'next.reward'
+    """
+    return ".".join(key)
+
+
+@dataclass(frozen=True, slots=True)
+class Ranking:
+    """Say by what a store that keeps the best rows ranks them.
+
+    Args:
+        key: The field.
+        reduction: How several values of a row become one: sum, max, min, mean or median.
+    """
+
+    key: Key
+    reduction: str
+
+    def __str__(self) -> str:
+        return f"{self.reduction} of {key_name(self.key)}"
+
+
+def cut_run(first_id: int, count: int, slots: int | None) -> list[tuple[int, int, int]]:
+    """Cut a run of ids at the end of a ring: (first slot, offset in the run, rows).
+
+    Args:
+        first_id: Of the run.
+        count: How many rows.
+        slots: How many the ring has; None: it never ends.
+    """
+    if slots is None:
+        return [(first_id - 1, 0, count)]
+    start = (first_id - 1) % slots
+    head = min(count, slots - start)
+    return [(start, 0, head)] if head == count else [(start, 0, head), (0, head, count - head)]
+
+
+#: Runs of ids: (first, last) of each, ascending.
+Runs = tuple[tuple[int, int], ...]
+
+
+def merge_runs(runs: Iterable[tuple[int, int]]) -> Runs:
+    """Return the same ids as runs that are ascending and apart.
+
+    >>> merge_runs([(8, 9), (1, 3), (3, 5), (6, 6)])
+    ((1, 6), (8, 9))
+    """
+    merged: list[tuple[int, int]] = []
+    for first, last in sorted(runs):
+        if merged and first <= merged[-1][1] + 1:
+            merged[-1] = merged[-1][0], max(last, merged[-1][1])
+        else:
+            merged.append((first, last))
+    return tuple(merged)
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """The readable ids: those in (`low`, `last`] that lie in none of the gaps.
+
+    Args:
+        low: The newest id that can no longer be read; 0 at first.
+        last: The newest id that is published; 0 in an empty store.
+        gaps: Rows between that were given up, by a repair or by retention; those up to `low` may be among
+            them.
+    """
+
+    low: int
+    last: int
+    gaps: Gaps = NO_GAPS
+
+    @property
+    def size(self) -> int:
+        """How many ids the window spans."""
+        return self.last - self.low
+
+    @property
+    def rows(self) -> int:
+        """How many rows can be read."""
+        return (
+            self.size if not self.gaps else self.size - self.gaps.upto(self.last) + self.gaps.upto(self.low)
+        )
+
+    def runs(self) -> list[tuple[int, int]]:
+        """Return the readable ids as runs: (first id, rows); of an empty window one without rows."""
+        if not self.gaps:
+            return [(self.low + 1, max(0, self.size))]
+        first, last = self.gaps.others(self.low, self.last)
+        if not first.size:
+            return [(self.last + 1, 0)]
+        return list(zip(first.tolist(), (last + 1 - first).tolist(), strict=True))
+
+    def ids(self) -> IntArray:
+        """Return the readable ids, ascending. Shape `(rows,)`."""
+        ids = np.arange(self.low + 1, self.last + 1)
+        return ids[~self.gaps.holds(ids)] if self.gaps else ids
+
+    def holds(self, ids: IntArray) -> NDArray[np.bool_]:
+        """Say which ids can be read. Shapes `(n,)`."""
+        found: NDArray[np.bool_] = (ids > self.low) & (ids <= self.last)
+        if self.gaps:
+            found &= ~self.gaps.holds(ids)
+        return found
+
+    def nth(self, numbers: IntArray) -> IntArray:
+        """Return the readable ids with these numbers, counted from 0 at the oldest. Shapes `(n,)`."""
+        return self.gaps.nth(numbers + (self.low - self.gaps.upto(self.low)))
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """What a sampler says of the rows of a batch, in a field of its own or in one that is stored.
+
+    Args:
+        key: The field.
+        flags: One per row. Shape `(n,)`.
+        joins: A stored flag stays set where it is; otherwise it is replaced.
+        new: The field is written though it is not stored.
+        flat: If so, its shape is `(n,)`, not `(n, 1)`.
+    """
+
+    key: Key
+    flags: NDArray[np.bool_]
+    joins: bool = True
+    new: bool = True
+    flat: bool = False
+
+    def on(self, stored: Array) -> Array:
+        """Return what a stored field becomes. Shapes `(n, *row shape)`."""
+        flags = self.flags.reshape(-1, *(1,) * (stored.ndim - 1))
+        if stored.dtype == np.bool_ and stored.shape == flags.shape:
+            return flags | stored if self.joins else flags.copy()
+        if self.joins:
+            flags = flags | stored.astype(np.bool_, copy=False)
+        return np.broadcast_to(flags, stored.shape).astype(stored.dtype)
+
+    def alone(self) -> Array:
+        """Return the field where it is not stored."""
+        return self.flags if self.flat else self.flags[:, None]
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """What a sampler drew.
+
+    Args:
+        ids: Row ids. Shape `(n,)`, int64; repeated where drawn more than once.
+        info: More columns for the batch, each of length n (weights, for instance).
+        progress: How far the sampler has come with it, of the sampler's own meaning.
+        marks: Flags to be written into the batch.
+        asked: How many rows were asked for, if that is not how many there are.
+        anchors: What the sampler drew, if these are the rows that a sample unit has made of it.
+        notes: What the sampler has to say that is not a number per row; told in the info of `sample` only.
+        oldest: The smallest id of other rows that were looked at, if some were; 0: none.
+    """
+
+    ids: IntArray
+    info: dict[Key, Array] = field(default_factory=dict)
+    progress: tuple[int, ...] = ()
+    marks: tuple[Mark, ...] = ()
+    asked: int = 0
+    anchors: Selection | None = None
+    notes: dict[Any, Any] = field(default_factory=dict)
+    oldest: int = 0

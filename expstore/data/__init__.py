@@ -1,0 +1,1 @@
+"""TensorDicts, arrays and objects as columns, and back."""

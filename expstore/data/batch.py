@@ -1,0 +1,417 @@
+"""Columns out of a TensorDict, and a TensorDict out of columns.
+
+Used by forms. It converts without copying where it can and knows nothing of storages.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
+
+from expstore.core.values import Array, IntArray, Key, key_name
+from expstore.data.leaves import leaves_of, to_columns
+from expstore.data.nested_tensors import to_entry
+from expstore.data.variable_rows import UNKNOWN, columns_of, has_lazy, is_loose, leaves_of_rows, single_rows
+from expstore.episodes.table import Steps
+from expstore.errors import SchemaError
+from expstore.schema.field_roles import Keys
+from expstore.schema.schema import ARROW, Schema
+
+__all__ = [
+    "Batch",
+    "Builder",
+    "Intake",
+    "StepReader",
+    "check_dims",
+    "flatten",
+    "note_inner",
+    "to_non_tensor",
+]
+
+
+@dataclass(slots=True)
+class Batch:
+    """Hold a batch as columns, in the order of the TensorDict.
+
+    Args:
+        keys: The fields' keys.
+        dtypes: Their dtypes by name.
+        arrays: Their values; bfloat16 as uint16 bits. Shapes `(n, *row shape)`. Of rows without a fixed size
+            pyarrow Arrays.
+        count: How many rows.
+        lanes: Lane of each row; None: one lane.
+        lane_count: How many lanes.
+        arranged: The columns are those of this schema, checked; keys and dtypes are left out. None: not so.
+        form: How rows are put together, as `expstore.data.containers` notes it.
+        dims: Sizes of the batch's dims beyond time, where each place along them is a row.
+        kind: The tensorclass of the rows, if they are of one.
+        prioritized: Priorities that come with the rows count.
+        validated: Their values are held against the specs of the store.
+    """
+
+    keys: list[Key]
+    dtypes: list[str]
+    arrays: list[Array]
+    count: int
+    lanes: IntArray | None = None
+    lane_count: int = 1
+    arranged: Schema | None = None
+    form: str = ""
+    dims: tuple[int, ...] = ()
+    kind: type | None = None
+    prioritized: bool = False
+    validated: bool = False
+
+    def signature(self) -> dict[Key, tuple[str, tuple[int, ...]]]:
+        """Return key -> (dtype, row shape).
+
+        Raises:
+            SchemaError: A column does not say what its type is.
+        """
+        if UNKNOWN in self.dtypes:
+            name = key_name(self.keys[self.dtypes.index(UNKNOWN)])
+            raise SchemaError(
+                f"field {name!r} has nothing but None, or empty lists, in the first batch, which do not say "
+                "what it would hold",
+                hint="give schema= when the store is made, or begin with rows that have a value",
+            )
+        return {
+            key: (dtype, array.shape[1:] if isinstance(array, np.ndarray) else ())
+            for key, dtype, array in zip(self.keys, self.dtypes, self.arrays, strict=True)
+        }
+
+    def columns(self, schema: Schema) -> list[Array]:
+        """Return one array per field, in the schema's order.
+
+        Raises:
+            SchemaError: The batch does not fit.
+        """
+        known = self.arranged
+        if known is None:
+            return schema.arrange(self.keys, self.dtypes, self.arrays)
+        if known is schema or known.fields == schema.fields:
+            return self.arrays
+        # A field has come or gone since.
+        return schema.arrange(known.keys, [entry.dtype for entry in known.fields], self.arrays)
+
+    def given(self, schema: Schema) -> tuple[list[int], list[Array]]:
+        """Return the positions of the fields that the batch has, and one array for each.
+
+        Raises:
+            SchemaError: The batch does not fit; only late fields may be missing.
+        """
+        if self.arranged is not None or tuple(self.keys) == schema.keys:
+            return list(range(len(schema.fields))), self.columns(schema)
+        keys = schema.given(self.keys)
+        where = [self.keys.index(key) for key in keys]
+        dtypes, arrays = [self.dtypes[at] for at in where], [self.arrays[at] for at in where]
+        return [schema.place(key) for key in keys], schema.arrange(keys, dtypes, arrays, partial=True)
+
+    def in_lanes(self, dims: tuple[int, ...]) -> Batch:
+        """Return the batch, whose rows are one for each place along `dims`, time after time, as such."""
+        count = math.prod(dims)
+        lanes = np.tile(np.arange(count), self.count // count if count else 0)
+        return replace(self, lanes=lanes, lane_count=count, dims=dims)
+
+    def keep(self, rows: Array) -> Batch:
+        """Return the batch without the rows where `rows` is False; its columns are left out."""
+        lanes = None if self.lanes is None else self.lanes[rows]
+        return replace(self, keys=[], dtypes=[], arrays=[], lanes=lanes, count=int(np.count_nonzero(rows)))
+
+
+def flatten(
+    data: TensorDictBase,
+    *,
+    all_dims: bool,
+    ndim: int = 1,
+    single: bool = False,
+    skip: frozenset[str] = frozenset(),
+    typed: bool = False,
+) -> Batch:
+    """Return a TensorDict's leaves as columns.
+
+    Args:
+        data: The batch.
+        all_dims: Make rows of all batch dims: time is the dim named "time", else the last; each place
+            along the others is a lane.
+        ndim: Of how many otherwise: time is the first, each place along the others is a lane.
+        single: The TensorDict has no time: it is one row, or one for each lane.
+        skip: Root keys to leave out.
+        typed: Values of Python become columns of Arrow; otherwise they stay objects.
+
+    Raises:
+        SchemaError: It is no TensorDict, has too few batch dims, or a leaf is no tensor of a known dtype.
+    """
+    if not isinstance(data, TensorDictBase):
+        raise SchemaError(f"expected a TensorDict, got {type(data).__name__}", hint="wrap it in TensorDict")
+    shape = tuple(data.batch_size)
+    if single and all_dims and shape:
+        raise SchemaError(f"add() takes one transition, got batch size {list(shape)}", hint="use extend()")
+    check_dims(shape, 1 if all_dims else ndim, single=single)
+    dims = len(shape) if all_dims else ndim - single
+    keys: list[Key] = []
+    leaves: list[Any] = []
+    _check_rectangular(shape)
+    try:
+        leaves_of(data, (), skip, keys, leaves)
+    except RuntimeError:  # rows of a lazy stack differ in shape
+        if not (dims and has_lazy(data)):
+            raise
+        keys, leaves = [], []
+        leaves_of_rows(single_rows(data, dims), (), skip, keys, leaves)
+    count = math.prod(shape[:dims])
+    if typed or any(map(is_loose, leaves)):
+        arrays, dtypes = columns_of(keys, leaves, shape[:dims], typed=typed)
+        _check_inner(keys, dtypes, shape[dims:])
+    else:
+        arrays, dtypes = to_columns(keys, leaves)
+        if dims != 1:
+            arrays = [array.reshape(count, *array.shape[dims:]) for array in arrays]
+    if all_dims and dims > 1:
+        lanes, lane_count = _lanes(data, shape)
+        return Batch(keys, dtypes, arrays, count, lanes, lane_count)
+    batch = Batch(keys, dtypes, arrays, count, form=note_inner(shape[dims:]))
+    return batch.in_lanes(shape[1 - single : dims]) if ndim > 1 else batch
+
+
+def _check_rectangular(shape: tuple[int, ...]) -> None:
+    if -1 in shape:
+        raise SchemaError(
+            f"the parts of the batch have different batch sizes: its shape is {list(shape)}",
+            hint="extend() by each of them, or let fields, not batch dims, differ in length",
+        )
+
+
+def _check_inner(keys: list[Key], dtypes: list[str], inner: tuple[int, ...]) -> None:
+    """Raise SchemaError if rows with batch dims of their own have fields without a fixed size."""
+    found = [key for key, dtype in zip(keys, dtypes, strict=True) if dtype.startswith(ARROW)]
+    if inner and found:
+        raise SchemaError(
+            f"field {key_name(found[0])!r} has rows of no fixed size, and rows have batch dims of their own, "
+            f"{list(inner)}",
+            hint="store steps as rows: flatten the batch",
+        )
+
+
+def note_inner(shape: tuple[int, ...]) -> str:
+    """Return the form of TensorDicts whose rows have batch dims of their own, of these sizes."""
+    return json.dumps({"batch_size": list(shape)}) if shape else ""
+
+
+def check_dims(shape: tuple[int, ...], ndim: int, *, single: bool) -> None:
+    """Raise SchemaError unless a batch, or a single row, has the dims that make rows."""
+    if len(shape) >= ndim - single:
+        return
+    if ndim == 1:
+        raise SchemaError("extend() takes a batch, got a TensorDict without batch dims", hint="use add()")
+    raise SchemaError(
+        f"the storage has ndim={ndim}: {'add' if single else 'extend'}() takes at least {ndim - single} "
+        f"batch dims, got shape {list(shape)}"
+    )
+
+
+def _lanes(data: TensorDictBase, shape: tuple[int, ...]) -> tuple[IntArray, int]:
+    names = data.names if data._has_names() else []
+    time = names.index("time") if "time" in names else len(shape) - 1
+    others = [1 if dim == time else size for dim, size in enumerate(shape)]
+    count = int(np.prod(others))
+    lanes = np.broadcast_to(np.arange(count).reshape(others), shape).reshape(-1)
+    return lanes, count
+
+
+class Intake:
+    """Take TensorDicts whose keys, dtypes and shapes are just those of the schema, with few steps.
+
+    That is nearly every batch of a run; `flatten` and `Schema.arrange` do the others.
+
+    Args:
+        schema: The fields.
+    """
+
+    def __init__(self, schema: Schema) -> None:
+        tree = _Tree(schema)
+        self._parents, self._sizes = tree.parents, [0] * (len(tree.parents) + 1)
+        for parent, _ in tree.parents:
+            self._sizes[parent] += 1
+        for group, _ in tree.leaves:
+            self._sizes[group] += 1
+        self._leaves = tree.leaves
+        self._schema, self._fields = schema, schema.fields
+        self._wanted = self._wants(1)
+
+    def _wants(self, count: int) -> tuple[int, list[tuple[np.dtype[Any], tuple[int, ...]]]]:
+        return count, [(entry.numpy_dtype, (count, *entry.shape)) for entry in self._fields]
+
+    def take(self, data: TensorDictBase, *, single: bool = False) -> Batch | None:
+        """Return a batch of one lane as columns of the schema; None if it needs a closer look."""
+        if type(data) is not TensorDict or len(data.batch_size) != (0 if single else 1):
+            return None
+        count = 1 if single else data.batch_size[0]
+        tables: list[dict[str, Any]] = [data._tensordict]
+        try:
+            for parent, name in self._parents:
+                tables.append(tables[parent][name]._tensordict)
+            if [len(table) for table in tables] != self._sizes:
+                return None
+            arrays = [tables[group][name].numpy() for group, name in self._leaves]
+            if single:
+                arrays = [array[None] for array in arrays]
+            known, wanted = self._wanted
+            if known != count:
+                _, wanted = self._wanted = self._wants(count)
+            for array, (dtype, shape) in zip(arrays, wanted, strict=True):
+                if array.shape != shape or array.dtype != dtype or not array.flags.c_contiguous:
+                    return None
+        except (KeyError, AttributeError, RuntimeError, TypeError):
+            return None  # another key, a lazy stack, a tensor that needs gradients, a bfloat16
+        return Batch([], [], arrays, count, arranged=self._schema)
+
+
+class StepReader:
+    """Read out of columns what the rows are in the eyes of their collector.
+
+    Args:
+        schema: Of the store.
+        keys: Which fields say it.
+    """
+
+    def __init__(self, schema: Schema, keys: Keys) -> None:
+        def place(key: Key | None) -> int | None:
+            return None if key is None else schema.place(key)
+
+        self._terminated, self._truncated = place(keys.terminated), place(keys.truncated)
+        self._done, self._start = place(keys.done), place(keys.start)
+        self._trajectory, self._mask = place(keys.trajectory), place(keys.mask)
+        self._reward = place(keys.reward)
+        if self._reward is not None and schema.fields[self._reward].numpy_dtype.kind not in "fiub":
+            self._reward = None
+        self._reward_bits = self._reward is not None and schema.fields[self._reward].dtype == "bfloat16"
+        self._counts_steps = keys.start == ("step_count",)
+
+    def read(self, columns: Sequence[Array], batch: Batch) -> Steps:
+        """Return what the rows are. `columns` are in the schema's order."""
+
+        def column(place: int | None) -> Any:
+            return None if place is None else columns[place].reshape(-1)
+
+        def flags(place: int | None) -> Any:
+            values = column(place)
+            return values if values is None or values.dtype == np.bool_ else values.astype(bool)
+
+        terminated, truncated, done = flags(self._terminated), flags(self._truncated), flags(self._done)
+        if done is not None:
+            # "done" alone does not say why; where it goes beyond the others the episode is over.
+            rest = done if truncated is None else done & ~truncated
+            terminated = rest if terminated is None else terminated | rest
+        starts = column(self._start)
+        if starts is not None:
+            starts = starts == 0 if self._counts_steps else flags(self._start)
+        trajectories, rewards = column(self._trajectory), column(self._reward)
+        if self._reward_bits:
+            rewards = (rewards.astype(np.uint32) << np.uint32(16)).view(np.float32)
+        return Steps(
+            count=batch.count,
+            lanes=batch.lanes,
+            lane_count=batch.lane_count,
+            trajectories=None if trajectories is None else trajectories.astype(np.int64, copy=False),
+            terminated=terminated,
+            truncated=truncated,
+            starts=starts,
+            rewards=rewards,
+        )
+
+    def transitions(self, columns: Sequence[Array]) -> Array | None:
+        """Return which rows are transitions at all; None: all of them. Shape `(n,)`."""
+        keep = None
+        if self._trajectory is not None:
+            strays = columns[self._trajectory].reshape(-1) == -1
+            keep = ~strays if np.count_nonzero(strays) else None
+        if self._mask is not None:
+            mask = columns[self._mask].reshape(-1).astype(bool)
+            if not mask.all():
+                keep = mask if keep is None else keep & mask
+        return keep
+
+
+class _Tree:
+    """Hold how a schema's fields hang below one another, groups numbered from the root (0)."""
+
+    def __init__(self, schema: Schema) -> None:
+        groups: dict[Key, int] = {(): 0}
+        self.parents: list[tuple[int, str]] = []  # of each group but the root: its parent and name
+        self.leaves: list[tuple[int, str]] = []  # of each field: its group and name
+        for entry in schema.fields:
+            for depth in range(1, len(entry.key)):
+                path = entry.key[:depth]
+                if path not in groups:
+                    groups[path] = len(groups)
+                    self.parents.append((groups[path[:-1]], path[-1]))
+            self.leaves.append((groups[entry.key[:-1]], entry.key[-1]))
+
+
+class Builder:
+    """Make TensorDicts of one schema.
+
+    Args:
+        schema: The fields.
+    """
+
+    def __init__(self, schema: Schema) -> None:
+        tree = _Tree(schema)
+        self._parents = tree.parents
+        self._leaves = [
+            (group, name, entry.dtype if entry.dtype in ("bfloat16", "object", ARROW) else "", entry.arrow)
+            for (group, name), entry in zip(tree.leaves, schema.fields, strict=True)
+        ]
+
+    def build(
+        self,
+        columns: Iterable[Array],
+        size: torch.Size,
+        root: dict[str, torch.Tensor],
+    ) -> TensorDict:
+        """Return columns as a TensorDict that owns them.
+
+        Args:
+            columns: In the schema's order. Shapes `(*size, *row shape)`.
+            size: Its batch size.
+            root: More tensors for its root.
+        """
+        groups: list[dict[str, Any]] = [{} for _ in range(len(self._parents) + 1)]
+        for (group, name, special, arrow), column in zip(self._leaves, columns, strict=True):
+            if special:
+                groups[group][name] = _special(special, arrow, column, size)
+            else:
+                groups[group][name] = torch.from_numpy(column)
+        groups[0].update(root)
+        # Backwards: a group comes after its parent. Nothing is left to validate, which would cost more
+        # than reading the rows.
+        for number in range(len(self._parents), 0, -1):
+            parent, name = self._parents[number - 1]
+            groups[parent][name] = TensorDict._new_unsafe(groups[number], size, device=None)
+        batch: TensorDict = TensorDict._new_unsafe(groups[0], size, device=None)
+        return batch
+
+
+def _special(dtype: str, arrow: str, column: Any, size: torch.Size) -> Any:
+    """Return what NumPy has no tensors for, of this batch size: bfloat16, rows of no fixed size, objects."""
+    if dtype == "bfloat16":
+        return torch.from_numpy(np.asarray(column)).view(torch.bfloat16)
+    if dtype == ARROW:
+        return to_entry(column, arrow, size)
+    return to_non_tensor(column, size)
+
+
+def to_non_tensor(values: Any, size: torch.Size) -> NonTensorData | NonTensorStack:
+    """Return objects as an entry of a TensorDict of batch size `size`; `values` is an array of that shape."""
+    if len(size) and size[0]:
+        return NonTensorStack(*[to_non_tensor(value, size[1:]) for value in values])
+    value = values.item() if isinstance(values, np.ndarray) and values.dtype == object else values
+    return NonTensorData(None if len(size) else value, batch_size=size)

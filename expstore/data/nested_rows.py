@@ -1,0 +1,134 @@
+"""Rows of TensorDicts with nested tensors: some of them, and those of several batches.
+
+For users, who get such TensorDicts from stores with fields of no fixed size, and for what cuts batches here:
+torch has no indexing by rows, `split`, `cat` or `stack` of nested tensors. All else of a TensorDict goes
+the usual way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from tensordict import TensorDictBase, is_non_tensor
+
+from expstore.core.values import IntArray, key_name, to_key
+from expstore.data.nested_tensors import is_packed, jagged, stack_values, strided
+from expstore.errors import SchemaError
+
+__all__ = ["join_rows", "take_rows"]
+
+_Batch = TypeVar("_Batch", bound=TensorDictBase)
+
+
+def take_rows(batch: _Batch, rows: Any) -> _Batch:
+    """Return some rows of a TensorDict: `batch[rows]`, of nested tensors, too.
+
+    Args:
+        batch: One batch dim.
+        rows: A slice, integers or a mask, as a tensor, an array or a list.
+
+    Raises:
+        IndexError: There is no such row.
+
+    Example:
+        >>> halves = take_rows(batch, slice(0, 128)), take_rows(batch, slice(128, 256))
+        >>> shuffled = take_rows(batch, torch.randperm(256))
+    """
+    nested = _nested(batch)
+    if not nested:
+        found: _Batch = batch[rows]
+        return found
+    if isinstance(rows, slice):
+        numbers = np.arange(batch.batch_size[0])[rows]
+    else:
+        given = rows.detach().cpu().numpy() if isinstance(rows, torch.Tensor) else np.asarray(rows)
+        numbers = np.arange(batch.batch_size[0])[given if given.size else given.astype(np.int64)]
+    index = rows if isinstance(rows, slice) else torch.from_numpy(numbers)
+    texts = [] if numbers.size else _non_tensors(batch)  # tensordict has no stack of nothing
+    part: _Batch = batch.exclude(*nested, *texts)[index]
+    for key in texts:
+        part.set(key, stack_values([]))
+    for key in nested:
+        part.set(key, _taken(batch.get(key), numbers))
+    return part
+
+
+def join_rows(batches: Sequence[_Batch]) -> _Batch:
+    """Return the rows of several TensorDicts, one behind another: `torch.cat`, of nested tensors, too.
+
+    Args:
+        batches: At least one, with the same fields and one batch dim each.
+
+    Raises:
+        SchemaError: A field is a nested tensor in some of them only, or another one.
+
+    Example:
+        >>> both = join_rows([rb.sample(), rb.sample()])
+    """
+    nested = [_nested(batch) for batch in batches]
+    if not any(nested):
+        whole: Any = torch.cat(list(batches))
+        return whole  # type: ignore[no-any-return]
+    if other := set().union(*nested) - set(nested[0]).intersection(*nested):
+        name = key_name(to_key(next(iter(other))))
+        raise SchemaError(f"field {name!r} is a nested tensor in some batches only")
+    joined: Any = torch.cat([batch.exclude(*nested[0]) for batch in batches])
+    for key in nested[0]:
+        joined.set(key, _joined(key_name(to_key(key)), [batch.get(key) for batch in batches]))
+    return joined  # type: ignore[no-any-return]
+
+
+def _nested(batch: TensorDictBase) -> list[Any]:
+    items = batch.items(include_nested=True, leaves_only=True)
+    return [key for key, leaf in items if isinstance(leaf, torch.Tensor) and leaf.is_nested]
+
+
+def _non_tensors(batch: TensorDictBase, path: tuple[str, ...] = ()) -> list[Any]:
+    found: list[Any] = []
+    for name, entry in batch.items():
+        if is_non_tensor(entry):
+            found.append((*path, name))
+        elif isinstance(entry, TensorDictBase):
+            found += _non_tensors(entry, (*path, name))
+    return found
+
+
+def _taken(nested: Any, numbers: IntArray) -> torch.Tensor:
+    """Return some rows of a nested tensor, copied."""
+    if nested.layout is not torch.jagged or not is_packed(nested):
+        rows = nested.unbind(0)
+        return _of_rows([rows[number] for number in numbers.tolist()], nested)
+    starts = nested.offsets().cpu().numpy()
+    lengths = np.diff(starts)[numbers]
+    ends = np.cumsum(lengths)
+    places = np.repeat(starts[:-1][numbers] - (ends - lengths), lengths) + np.arange(lengths.sum())
+    values = nested.values().index_select(0, torch.from_numpy(places).to(nested.device))
+    return jagged(values, np.concatenate([np.zeros(1, np.int64), ends]))
+
+
+def _joined(name: str, parts: Sequence[Any]) -> torch.Tensor:
+    parts = [part for part in parts if part.size(0)] or parts[:1]
+    first = parts[0]
+    if any(part.layout != first.layout or part.dtype != first.dtype for part in parts):
+        raise SchemaError(f"field {name!r} has nested tensors of different kinds")
+    if first.layout is not torch.jagged or not all(map(is_packed, parts)):
+        return _of_rows([row for part in parts for row in part.unbind(0)], first)
+    starts = [part.offsets().cpu().numpy() for part in parts]
+    ends = np.cumsum(np.concatenate([np.diff(ends) for ends in starts]))
+    values = [part.values()[ends[0] : ends[-1]] for part, ends in zip(parts, starts, strict=True)]
+    return jagged(torch.cat(values), np.concatenate([np.zeros(1, np.int64), ends]))
+
+
+def _of_rows(rows: list[torch.Tensor], like: Any) -> torch.Tensor:
+    """Return rows as a nested tensor of the same layout, which owns its memory."""
+    if like.layout is torch.jagged:
+        found: torch.Tensor = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+        return found
+    sizes = np.array([tuple(row.shape) for row in rows], np.int64).reshape(len(rows), like.dim() - 1)
+    items = sizes.prod(1)
+    none = torch.zeros(0, dtype=like.dtype, device=like.device)
+    flat = torch.cat([none, *(row.reshape(-1) for row in rows)])
+    return strided(flat, sizes, np.cumsum(items) - items)

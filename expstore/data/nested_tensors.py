@@ -1,0 +1,221 @@
+"""Tensors of different shapes as a column of Arrow, and columns of Arrow as users get them.
+
+Used where batches come in and go out. A column of tensors that differ in their first dim goes out as torch's
+jagged nested tensor over the memory that was read; it is never copied a second time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from tensordict import NonTensorData, NonTensorStack, TensorDict
+from torch.utils.dlpack import from_dlpack
+
+from expstore.core.values import IntArray, Key, key_name
+from expstore.errors import SchemaError
+from expstore.schema.arrow_types import Ragged, ragged_of
+from expstore.schema.variable_tensors import join, part, shape_of
+
+__all__ = [
+    "NAMES",
+    "from_nested",
+    "from_tensors",
+    "is_packed",
+    "jagged",
+    "stack_values",
+    "strided",
+    "to_entry",
+    "to_tensor",
+    "to_values",
+]
+
+#: Dtypes of tensors by name.
+_DTYPES = {name: getattr(torch, name) for name in (
+    "bool", "uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64",
+    "float16", "bfloat16", "float32", "float64", "complex64",
+)}  # fmt: skip
+#: Names by dtype.
+NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_NO_DIMS = torch.Size([])
+
+# -- in -----------------------------------------------------------------------------------------------
+
+
+def from_tensors(key: Key, rows: Sequence[torch.Tensor], *, jagged: bool = False) -> tuple[Ragged, pa.Array]:
+    """Return tensors, one per row, as a column, and what its type is.
+
+    Args:
+        key: The field's, for messages.
+        rows: At least one; of one dtype, and of as many dims each.
+        jagged: Only the first dim differs, whether it does here or not.
+
+    Raises:
+        SchemaError: They differ in more than their sizes, or cannot be kept.
+    """
+    dtypes, dims = {row.dtype for row in rows}, {row.ndim for row in rows}
+    if len(dtypes) > 1 or len(dims) > 1 or dims == {0}:
+        found = sorted({f"{row.dtype}{list(row.shape)}".removeprefix("torch.") for row in rows})
+        raise SchemaError(
+            f"field {key_name(key)!r} has tensors of different kinds in one batch: {', '.join(found[:4])}",
+            hint="they may differ in their sizes, not in dtype or number of dims",
+        )
+    dtype = _name_of(key, rows[0].dtype)
+    shapes = np.array([tuple(row.shape) for row in rows], np.int64)
+    return _column(dtype, shape_of(shapes, jagged=jagged), rows, shapes)
+
+
+def from_nested(key: Key, nested: torch.Tensor) -> tuple[Ragged, pa.Array]:
+    """Return a nested tensor, whose first dim are the rows, as a column, and what its type is.
+
+    Raises:
+        SchemaError: It cannot be kept.
+    """
+    jagged = nested.layout is torch.jagged
+    if jagged and is_packed(nested) and nested.size(0):
+        return _from_packed(key, nested)
+    rows = nested.detach().unbind(0)
+    if rows:
+        return from_tensors(key, rows, jagged=jagged)
+    shape = (None, *(int(size) or None for size in nested.shape[2:])) if jagged else (None,)
+    empty = torch.zeros(0, dtype=nested.dtype)
+    return _column(_name_of(key, nested.dtype), shape, [empty], np.zeros((0, len(shape)), np.int64))
+
+
+def is_packed(nested: Any) -> bool:
+    """Say whether a jagged tensor's rows lie one behind another, and differ in their first dim."""
+    return nested.lengths() is None and nested._ragged_idx == 1
+
+
+def _from_packed(key: Key, nested: Any) -> tuple[Ragged, pa.Array]:
+    values, offsets = nested.values().detach(), nested.offsets().cpu().numpy()
+    values = values[int(offsets[0]) : int(offsets[-1])]
+    trailing = tuple(map(int, values.shape[1:]))
+    lengths = np.diff(offsets)
+    shapes = np.stack([lengths, *(np.full(lengths.size, size) for size in trailing)], 1)
+    return _column(_name_of(key, nested.dtype), shape_of(shapes, jagged=True), [values], shapes)
+
+
+def _name_of(key: Key, dtype: torch.dtype) -> str:
+    try:
+        return NAMES[dtype]
+    except KeyError:
+        raise SchemaError(f"field {key_name(key)!r} has dtype {dtype}, which cannot be stored") from None
+
+
+def _column(
+    dtype: str, shape: tuple[int | None, ...], rows: Sequence[torch.Tensor], shapes: IntArray
+) -> tuple[Ragged, pa.Array]:
+    # A copy: what the user does to it later is not to reach the store.
+    flat = torch.cat([row.detach().cpu().reshape(-1) for row in rows])
+    found = Ragged(dtype, shape)
+    return found, join(found, (flat.view(torch.uint16) if dtype == "bfloat16" else flat).numpy(), shapes)
+
+
+# -- out ----------------------------------------------------------------------------------------------
+
+
+def to_entry(column: pa.Array, text: str, size: Sequence[int]) -> Any:
+    """Return a column as an entry of a TensorDict.
+
+    Args:
+        column: Its rows own their memory.
+        text: Of its type.
+        size: Batch size of the TensorDict: of one dim, or none for one row.
+
+    Returns:
+        Of tensors a nested tensor: jagged where only the first dim differs, otherwise of torch's strided
+        layout; of one row the tensor. Of all else NonTensorStack, or NonTensorData.
+    """
+    found = ragged_of(text)
+    if found is None:
+        values = column.to_pylist()
+        return stack_values(values) if len(size) else _hold(values[0])
+    return to_tensor(column, found) if len(size) else to_tensor(column, found).unbind(0)[0]
+
+
+def to_values(column: pa.Array, text: str) -> Any:
+    """Return a column as a leaf of a tree: a nested tensor, or a list of Python's values."""
+    found = ragged_of(text)
+    return column.to_pylist() if found is None else to_tensor(column, found)
+
+
+def to_tensor(column: pa.Array, found: Ragged) -> torch.Tensor:
+    """Return a column of tensors as one nested tensor over its memory.
+
+    Args:
+        column: The rows.
+        found: What they are.
+
+    Returns:
+        Jagged, of shape `(n, *, ...)`, where only the first dim differs, or there are no rows; otherwise
+        torch's strided nested tensor, whose `unbind()` and `to_padded_tensor()` are the same.
+    """
+    flat, offsets = part(column, found)
+    values = _tensor_of(flat, found.dtype)
+    if found.is_list:
+        values = values.reshape(-1, *(size or 0 for size in found.shape[1:]))
+        return jagged(values, offsets)
+    sizes = column.field("shape").flatten().to_numpy().astype(np.int64).reshape(len(column), len(found.shape))
+    return strided(values, sizes, offsets[:-1].copy())
+
+
+def jagged(values: torch.Tensor, offsets: IntArray) -> torch.Tensor:
+    """Return tensors that lie one behind another as a jagged tensor over that memory.
+
+    torch is told the lengths: otherwise `to_padded_tensor` pads to all values together.
+
+    Args:
+        values: All of them. Shape `(items, ...)`.
+        offsets: Where each begins, and where the last ends; int64. Shape `(n + 1,)`.
+    """
+    lengths = np.diff(offsets)
+    known: dict[str, Any] = {}
+    if lengths.size:
+        known = {"min_seqlen": int(lengths.min()), "max_seqlen": int(lengths.max())}
+    starts = torch.from_numpy(offsets).to(values.device)
+    found: torch.Tensor = torch.nested.nested_tensor_from_jagged(values, starts, **known)
+    return found
+
+
+def strided(values: torch.Tensor, sizes: IntArray, starts: IntArray) -> torch.Tensor:
+    """Return tensors of these sizes, each C-contiguous in `values`, as a nested tensor over that memory."""
+    if not len(sizes):  # torch reads beyond a view of no rows, and warns of its own way to make one
+        return jagged(values, np.zeros(1, np.int64))
+    strides = np.ones_like(sizes)
+    for dim in range(sizes.shape[1] - 2, -1, -1):
+        strides[:, dim] = strides[:, dim + 1] * sizes[:, dim + 1]
+    parts = map(torch.from_numpy, (sizes, strides, starts))
+    view: torch.Tensor = torch._nested_view_from_buffer(values, *parts)
+    return view
+
+
+def _tensor_of(flat: pa.Array, dtype: str) -> torch.Tensor:
+    """Return flat values as a tensor, of the same memory unless they are bits."""
+    if dtype == "bool":
+        return torch.from_numpy(flat.to_numpy(zero_copy_only=False).copy())
+    tensor: torch.Tensor = from_dlpack(flat)
+    return tensor if tensor.dtype is _DTYPES[dtype] else tensor.view(_DTYPES[dtype])
+
+
+def stack_values(values: Sequence[Any]) -> NonTensorStack | NonTensorData:
+    """Return values, one per row, as an entry of a TensorDict of one batch dim.
+
+    What `NonTensorStack(*values)` returns, made without its checks of each value, which take seven times as
+    long.
+    """
+    if not values:
+        return NonTensorData(None, batch_size=torch.Size([0]))
+    stack: NonTensorStack = NonTensorStack._new_lazy_unsafe(*map(_hold, values), stack_dim=0)
+    return stack
+
+
+def _hold(value: Any) -> NonTensorData:
+    held = NonTensorData.__new__(NonTensorData)
+    held.__dict__["_tensordict"] = TensorDict._new_unsafe({}, _NO_DIMS, device=None)
+    held.__dict__["_non_tensordict"] = {"data": value, "_is_non_tensor": True, "_metadata": None}
+    held.__dict__["_is_initialized"] = True
+    return held

@@ -1,0 +1,210 @@
+"""Many closed files at once: given second names, read, brought to the disk, removed.
+
+Used to make versions and to put them back. It goes through a `Disk`, act by act
+where that has its own.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from expstore.disk.disk import Disk, File, link_error, link_if
+from expstore.errors import StorageError
+
+__all__ = ["Links", "read_all", "remove_files", "start_links", "sync_paths"]
+
+#: So many closed files are opened together to be synced.
+_TOGETHER = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Links:
+    """Name files of one folder that are to get second names in another.
+
+    Args:
+        old: Where they are.
+        new: Where they are to be, under the same names.
+        names: Which ones.
+        size: Their length: one of another length, or a missing one, is left out.
+    """
+
+    old: Path
+    new: Path
+    names: Sequence[str]
+    size: int
+
+
+def start_links(
+    disk: Disk, groups: Sequence[Links], pool: ThreadPoolExecutor
+) -> Callable[[], list[list[str]]]:
+    """Begin to give files second names.
+
+    Args:
+        disk: Where files are touched.
+        groups: Which ones.
+        pool: Where that is done, if it can be without waiting for this thread.
+
+    Returns:
+        What must be called: it waits, and returns the names of each group that could not be linked.
+    """
+    if not disk.in_bulk:
+        left = [[name for name in group.names if not _link(disk, group, name)] for group in groups]
+        return lambda: left
+    # They are thousands, and making a Path takes as long as making a link.
+    folders = ExitStack()
+    try:
+        opened = [_open_both(disk, group, folders) for group in groups]
+        old: list[File] = []
+        new: list[File] = []
+        names: list[str] = []
+        sizes: list[int] = []
+        for both, group in zip(opened, groups, strict=True):
+            if both is not None:
+                count = len(group.names)
+                old += [both[0]] * count
+                new += [both[1]] * count
+                names += group.names
+                sizes += [group.size] * count
+        codes = np.zeros(len(names), np.int64)
+        if disk.kernels is None or sys.platform != "linux" or not names:
+            given = zip(names, old, new, sizes, strict=True)
+            codes[:] = [link_if(*each) for each in given]
+            rest = _nothing
+        else:
+            facts = [np.array(fact) for fact in ([f.fd for f in old], [f.fd for f in new], sizes)]
+            # This thread has something else to do first; where there are two cores they end together.
+            rest = _side_by_side(pool, disk.kernels.link_files, [*facts, codes], names, 3 * len(names) // 4)
+    except BaseException:
+        folders.close()
+        raise
+
+    def finish() -> list[list[str]]:
+        with folders:
+            rest()
+        for at in np.flatnonzero(codes > 0).tolist():
+            error = link_error(new[at].path / names[at], int(codes[at]))
+            if error is not None:
+                raise error
+        done = iter((codes == 0).tolist())
+        return [
+            [name for name in group.names if both is None or not next(done)]
+            for both, group in zip(opened, groups, strict=True)
+        ]
+
+    return finish
+
+
+def remove_files(disk: Disk, path: Path, pool: ThreadPoolExecutor) -> None:
+    """Remove the files of a folder and of those in it, fast; what cannot be is left to `Disk.remove_tree`."""
+    if not disk.in_bulk or disk.kernels is None or sys.platform != "linux":
+        return
+    with ExitStack() as folders:
+        fds: list[int] = []
+        names: list[str] = []
+        for folder, inside in disk.tree(path):
+            file = disk.open(folder, write=False)
+            folders.callback(file.close)
+            fds += [file.fd] * len(inside)
+            names += inside
+        if names:
+            _side_by_side(pool, disk.kernels.unlink_files, [np.array(fds)], names, len(names) // 2)()
+
+
+def _nothing() -> None:
+    pass
+
+
+def _side_by_side(
+    pool: ThreadPoolExecutor,
+    act: Callable[..., None],
+    facts: Sequence[NDArray[np.int64]],
+    names: Sequence[str],
+    cut: int,
+) -> Callable[[], None]:
+    """Begin a loop over files on another thread; what is returned does the rest here, and waits.
+
+    Args:
+        pool: Has the other thread.
+        act: The loop.
+        facts: What it is told of the files. Shapes `(n,)`.
+        names: What they are called, at least one; it is told these as `kernels.link_files` has it.
+        cut: So many are done there.
+    """
+    texts = [os.fsencode(name) + b"\0" for name in names]
+    starts = np.cumsum([0, *map(len, texts)], dtype=np.int64)[:-1]
+    text = np.frombuffer(bytearray().join(texts), np.uint8)
+    parts = [[*[fact[part] for fact in facts], text, starts[part]] for part in (slice(cut), slice(cut, None))]
+    job: Future[None] | None = None
+    try:
+        job = pool.submit(act, *parts[0])
+    except RuntimeError:  # the interpreter is going: no more jobs are taken
+        act(*parts[0])
+
+    def finish() -> None:
+        act(*parts[1])
+        if job is not None:
+            job.result()
+
+    return finish
+
+
+def _link(disk: Disk, group: Links, name: str) -> bool:
+    return disk.size(group.old / name) == group.size and disk.link(group.old / name, group.new / name)
+
+
+def _open_both(disk: Disk, group: Links, folders: ExitStack) -> tuple[File, File] | None:
+    """Open the folders of a group; None: one is missing."""
+    if not disk.exists(group.old):
+        return None
+    both = disk.open(group.old, write=False), disk.open(group.new, write=False)
+    for folder in both:
+        folders.callback(folder.close)
+    return both
+
+
+def read_all(disk: Disk, folder: Path, names: Sequence[str], *, size: int) -> list[bytes]:
+    """Return the bytes of files of one folder; of one that has another length or cannot be read, none."""
+    found: list[bytes] = []
+    with ExitStack() as opened:
+        read = partial(_read_by_path, disk, folder)
+        if disk.in_bulk and disk.exists(folder):
+            here = disk.open(folder, write=False)
+            opened.callback(here.close)
+            read = partial(disk.read_named, here, size=size)
+        for name in names:
+            try:
+                data = read(name)
+            except StorageError:
+                data = b""
+            found.append(data if len(data) == size else b"")
+    return found
+
+
+def _read_by_path(disk: Disk, folder: Path, name: str) -> bytes:
+    return disk.read_whole(folder / name)
+
+
+def sync_paths(
+    disk: Disk, paths: Sequence[Path], folders: Iterable[Path], pool: ThreadPoolExecutor | None
+) -> None:
+    """Bring files that are closed to the disk, however many, and folders."""
+    for start in range(0, max(1, len(paths)), _TOGETHER):
+        files = [disk.open(path) for path in paths[start : start + _TOGETHER]]
+        last = start + _TOGETHER >= len(paths)
+        try:
+            for file in files:
+                file.start_sync()
+            disk.sync_all(files, folders if last else [], pool)
+        finally:
+            for file in files:
+                file.close()

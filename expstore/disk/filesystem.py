@@ -1,0 +1,89 @@
+"""What kind of file system a folder lies on, and whether a store is safe there.
+
+Used by storages when they open a store for writing. It looks and tries; files are touched by `files`.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from expstore.disk.disk import Disk
+from expstore.errors import StorageError
+
+__all__ = ["file_system", "fills_holes", "probe"]
+
+#: On these, locks or maps of two machines, or of two processes, do not see each other, whatever a trial says.
+_UNSAFE = {
+    "9p", "afs", "ceph", "cifs", "coda", "davfs", "ncpfs", "nfs", "nfs4", "smb2", "smb3", "smbfs",
+    "fuse.curlftpfs", "fuse.davfs2", "fuse.gcsfuse", "fuse.goofys", "fuse.rclone", "fuse.s3fs", "fuse.sshfs",
+}  # fmt: skip
+#: These are memory: where a file has a hole, reading it through a map takes a page, or is SIGBUS.
+_MEMORY = {"devtmpfs", "hugetlbfs", "ramfs", "tmpfs"}
+
+
+def file_system(disk: Disk, folder: Path) -> str:
+    """Return what the system calls the file system of a folder; "" where it does not say."""
+    place, found, length = folder.resolve(), "", -1
+    for line in disk.mounts().splitlines():
+        parts = line.split(" ")
+        if len(parts) < 3:
+            continue
+        # Spaces and the like stand there as octal numbers.
+        mount = Path(re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), parts[1]))
+        if place.is_relative_to(mount) and len(mount.parts) >= length:  # of two on one place the later counts
+            found, length = parts[2], len(mount.parts)
+    return found
+
+
+def fills_holes(disk: Disk, folder: Path) -> bool:
+    """Say whether reading a hole of a file through a map takes space."""
+    return file_system(disk, folder) in _MEMORY
+
+
+def probe(disk: Disk, folder: Path, *, new: bool) -> None:
+    """Refuse a file system on which a store is not safe: by its name, then by trying it out.
+
+    Tried is whether two locks conflict, and whether a write shows in a map.
+
+    Args:
+        disk: Where files are touched.
+        folder: The store's.
+        new: Whether the store is only being made. One that is there can be opened on a full disk, too.
+
+    Raises:
+        StorageError: The store would not be safe in this folder.
+    """
+    kind = file_system(disk, folder)
+    if kind in _UNSAFE:
+        raise _unsafe(
+            f"{folder} lies on {kind}, a network file system, where locks and maps cannot be relied on"
+        )
+    try:
+        sound = _try_out(disk, folder / "PROBE.tmp")
+    except StorageError as exc:
+        if new or exc.kind != "disk_full":
+            raise
+        return
+    if not sound:
+        raise _unsafe(f"the file system of {folder} ({kind or 'unknown'}) does not keep locks and maps apart")
+
+
+def _try_out(disk: Disk, path: Path) -> bool:
+    first = disk.open(path, create=True)
+    second = disk.open(path)
+    try:
+        first.write(b"\0" * 4096, 0)
+        view = second.map_writable(4096)
+        first.write(b"probe", 0)
+        seen = bytes(view[:5])
+        view.close()
+        return first.try_lock() and not second.try_lock() and seen == b"probe"
+    finally:
+        first.close()
+        second.close()
+        disk.unlink(path)
+
+
+def _unsafe(message: str) -> StorageError:
+    return StorageError(message, kind="unsafe_filesystem", hint="keep the store on a local disk")

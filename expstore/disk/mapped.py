@@ -1,0 +1,91 @@
+"""Many files under one run of addresses, so that a column is one flat array however many shards it has.
+
+Used by columns. It maps what `files` has opened, for reading only, and opens nothing itself.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import weakref
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from expstore.disk.disk import File
+from expstore.errors import StorageError
+
+__all__ = ["AddressRange"]
+
+_PROT_READ = 1
+_MAP_SHARED, _MAP_PRIVATE, _MAP_FIXED = 0x01, 0x02, 0x10
+_MAP_NORESERVE, _MAP_ANONYMOUS = (0x40, 0x1000) if sys.platform == "darwin" else (0x4000, 0x20)
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_mmap = _libc.mmap
+_mmap.restype = ctypes.c_void_p
+_mmap.argtypes = [
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_longlong,
+]
+_munmap = _libc.munmap
+_munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+
+
+class AddressRange:
+    """Reserve addresses into which the data parts of files are mapped one behind another.
+
+    The range lives as long as an array over it; unmapped parts must not be read (SIGSEGV), which is
+    why no array over it ever leaves the library.
+    """
+
+    def __init__(self, size: int) -> None:
+        flags = _MAP_PRIVATE | _MAP_NORESERVE | _MAP_ANONYMOUS
+        address = _mmap(None, size, 0, flags, -1, 0)
+        if address is None or address == ctypes.c_void_p(-1).value:
+            code = ctypes.get_errno()
+            raise StorageError(f"cannot reserve {size} bytes of addresses: {os.strerror(code)}")
+        self.address = int(address)
+        self.size = size
+        # Not at exit: a thread may still be reading when the interpreter goes.
+        weakref.finalize(self, _munmap, ctypes.c_void_p(self.address), size).atexit = False
+
+    def attach(self, file: File, *, at: int, size: int) -> None:
+        """Map the first `size` bytes of `file` for reading at offset `at` of the range."""
+        if file.size() < size:
+            raise StorageError(f"{file.path} is shorter than the {size} bytes to be mapped")
+        want = self.address + at
+        got = _mmap(want, size, _PROT_READ, _MAP_SHARED | _MAP_FIXED, file.fd, 0)
+        if got != want:
+            raise StorageError(f"cannot map {file.path}: {os.strerror(ctypes.get_errno())}")
+
+    def array(
+        self, dtype: np.dtype[Any], shape: tuple[int, ...], *, writable_flag: bool = False
+    ) -> NDArray[Any]:
+        """View the range as one array.
+
+        `writable_flag` only marks the array (torch warns about arrays without it): the pages stay
+        read-only.
+        """
+        return np.asarray(_View(self, dtype, shape, writable_flag))
+
+
+class _View:
+    """Carries numpy's array interface and keeps the range alive."""
+
+    def __init__(
+        self, owner: AddressRange, dtype: np.dtype[Any], shape: tuple[int, ...], writable_flag: bool
+    ) -> None:
+        self.owner = owner
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (owner.address, not writable_flag),
+            "typestr": dtype.str,
+            "shape": shape,
+        }

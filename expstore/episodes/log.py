@@ -1,0 +1,273 @@
+"""episodes.log: one entry when an episode ends, goes on or is annotated, and one per source.
+
+Used by storages; the index is rebuilt from it. Append-only, a checksum per entry, the last entry of an
+episode wins. It knows nothing of rows.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import google_crc32c
+
+from expstore.disk.disk import Disk, File
+from expstore.errors import CorruptionError
+
+__all__ = ["EpisodeLog", "LogEntry", "fill_up", "read_log", "salvage", "unpack_entry"]
+
+# length, crc32c, kind, status, flags, source | episode, trajectory, start, end | return, rows, last id,
+# sequence | generation, bytes of text; 8 bytes zero.
+_ENTRY = struct.Struct("<IIBBHiqqqqdqqqiI8x")
+_EPISODE, _SOURCE = 1, 2
+_HAS_TRAJECTORY = 1
+_NAMED = 2
+
+
+@dataclass(slots=True)
+class LogEntry:
+    """One entry: an episode's state at one moment, or the name of a source (`episode` 0 then).
+
+    Args:
+        episode: Episode id.
+        source: Source number.
+        trajectory: The collector's trajectory id, or None.
+        start: First row's time, microseconds since 1970.
+        end: Last row's time.
+        ret: Sum of rewards.
+        length: How many rows the episode has had.
+        last_id: Id of its last row.
+        status: 0 open, 1 terminated, 2 truncated, 3 cut.
+        sequence: Of the journal record that it belongs to.
+        generation: The writer's.
+        text: Info as JSON, or a source's name.
+        named: Whether a user chose the source's name.
+    """
+
+    episode: int
+    source: int
+    trajectory: int | None = None
+    start: int = 0
+    end: int = 0
+    ret: float = 0.0
+    length: int = 0
+    last_id: int = 0
+    status: int = 0
+    sequence: int = 0
+    generation: int = 0
+    text: str = ""
+    named: bool = False
+
+    def pack(self, size: int = 0) -> bytes:
+        """Return the entry as it stands in the file; at least `size` bytes long, a multiple of 8."""
+        text = self.text.encode()
+        text = text.ljust(max(size - _ENTRY.size, -(-len(text) // 8) * 8), b"\0")
+        flags = (_HAS_TRAJECTORY if self.trajectory is not None else 0) | (_NAMED if self.named else 0)
+        head = _ENTRY.pack(
+            _ENTRY.size + len(text),
+            0,
+            _EPISODE if self.episode else _SOURCE,
+            self.status,
+            flags,
+            self.source,
+            self.episode,
+            self.trajectory or 0,
+            self.start,
+            self.end,
+            self.ret,
+            self.length,
+            self.last_id,
+            self.sequence,
+            self.generation,
+            len(text),
+        )
+        crc = google_crc32c.value(head[8:] + text)
+        return b"".join((head[:4], crc.to_bytes(4, "little"), head[8:], text))
+
+
+def unpack_entry(data: bytes) -> LogEntry:
+    """Read what `LogEntry.pack` returned.
+
+    Raises:
+        CorruptionError: It is not whole.
+    """
+    found = _unpack(data, 0)
+    if found is None:
+        raise CorruptionError("an entry of an episode is damaged")
+    return found[0]
+
+
+def _unpack(data: bytes, at: int) -> tuple[LogEntry, int] | None:
+    if at + _ENTRY.size > len(data):
+        return None
+    (size, crc, _kind, status, flags, source, episode, trajectory, start, end, ret, length, last_id) = (
+        _ENTRY.unpack_from(data, at)[:13]
+    )
+    sequence, generation, text_size = _ENTRY.unpack_from(data, at)[13:]
+    stop = at + size
+    if size != _ENTRY.size + text_size or stop > len(data):
+        return None
+    if google_crc32c.value(data[at + 8 : stop]) != crc:
+        return None
+    entry = LogEntry(
+        episode=episode,
+        source=source,
+        trajectory=trajectory if flags & _HAS_TRAJECTORY else None,
+        start=start,
+        end=end,
+        ret=ret,
+        length=length,
+        last_id=last_id,
+        status=status,
+        sequence=sequence,
+        generation=generation,
+        text=data[at + _ENTRY.size : stop].decode().rstrip("\0"),
+        named=bool(flags & _NAMED),
+    )
+    return entry, stop
+
+
+def salvage(data: bytes) -> tuple[list[LogEntry], list[tuple[int, int]]]:
+    """Return the entries that are whole, and what lies between them: (first byte, end) of each piece."""
+    entries: list[LogEntry] = []
+    pieces: list[tuple[int, int]] = []
+    at = good = 0
+    while at < len(data):
+        found = _unpack(data, at)
+        if found is None:
+            at += 8
+            continue
+        if at > good:
+            pieces.append((good, at))
+        entries.append(found[0])
+        at = good = found[1]
+    if good < len(data):
+        pieces.append((good, len(data)))
+    return entries, pieces
+
+
+def fill_up(data: bytes, pieces: list[tuple[int, int]], entries: list[LogEntry]) -> tuple[bytes, int]:
+    """Write entries into pieces of a log, which keeps its length.
+
+    Args:
+        data: The log.
+        pieces: As `salvage` returns them.
+        entries: At least one; the last is repeated where there is room for more, which says nothing new.
+
+    Returns:
+        The log, and how many entries found a place.
+    """
+    parts, done, used = [], 0, 0
+    for start, stop in pieces:
+        parts.append(data[done:start])
+        while start < stop:
+            entry = entries[min(used, len(entries) - 1)]
+            size = len(entry.pack())
+            if size > stop - start:
+                entry, size = replace(entry, text=""), _ENTRY.size
+            if stop - start < 2 * _ENTRY.size or stop - start - size < _ENTRY.size:
+                size = stop - start  # the last one here takes the rest
+            parts.append(entry.pack(size))
+            start, used = start + size, used + 1
+        done = stop
+    return b"".join([*parts, data[done:]]), min(used, len(entries))
+
+
+def read_log(disk: Disk, path: Path, length: int) -> Iterator[LogEntry]:
+    """Yield the entries in the first `length` bytes of the file, in order; nothing is changed.
+
+    Raises:
+        CorruptionError: The file is shorter, or an entry's checksum does not fit.
+    """
+    if not length:
+        return
+    file = disk.open(path, write=False)
+    try:
+        yield from _entries(file, length)
+    finally:
+        file.close()
+
+
+def _entries(file: File, length: int) -> Iterator[LogEntry]:
+    data = file.read(0, length)
+    if len(data) < length:
+        raise CorruptionError(f"{file.path} has {len(data)} bytes, the journal says {length}")
+    yield from unpack_entries(data, str(file.path))
+
+
+def unpack_entries(data: bytes, name: str) -> Iterator[LogEntry]:
+    """Yield the entries in the bytes of a log.
+
+    Args:
+        data: All of them.
+        name: What to call them in a message.
+
+    Raises:
+        CorruptionError: An entry's checksum does not fit.
+    """
+    at = 0
+    while at < len(data):
+        found = _unpack(data, at)
+        if found is None:
+            raise CorruptionError(f"{name} is damaged at byte {at}")
+        entry, at = found
+        yield entry
+
+
+class EpisodeLog:
+    """Append entries and read them back.
+
+    One writer. Entries wait in memory until a sync: before it, publish records say the same.
+
+    Args:
+        disk: Where files are touched.
+        path: The file; made if it is missing.
+        length: Where the entries that count end; what follows is dropped.
+    """
+
+    def __init__(self, disk: Disk, path: Path, *, length: int) -> None:
+        if length and not disk.exists(path):
+            raise CorruptionError(f"{path} is missing, the journal says that it has {length} bytes")
+        self.file: File = disk.open(path, create=True)
+        size = self.file.size()
+        if size < length:
+            self.file.close()
+            raise CorruptionError(f"{path} has {size} bytes, the journal says {length}")
+        #: What follows is dropped with the first entries that are written: until then an opening may fail,
+        #: and whoever had the file open before goes on with it.
+        self._surplus = size > length
+        self.length = length
+        self.dirty = False
+        self._waiting: list[LogEntry] = []
+
+    def append(self, entries: Iterable[LogEntry]) -> None:
+        """Take entries; `flush` writes them. Nothing can fail here: their rows are published already."""
+        self._waiting += entries
+
+    def flush(self) -> None:
+        """Write what was appended."""
+        waiting = len(self._waiting)
+        if waiting or self._surplus:
+            data = b"".join([entry.pack() for entry in self._waiting])
+            if data:
+                self.file.write(data, self.length)
+            if self._surplus:
+                self.file.truncate(self.length + len(data))
+            self.length += len(data)
+            self.dirty, self._surplus = True, False
+            del self._waiting[:waiting]
+
+    def read(self) -> Iterator[LogEntry]:
+        """Return all entries in order.
+
+        Raises:
+            CorruptionError: An entry's checksum does not fit.
+        """
+        self.flush()
+        yield from _entries(self.file, self.length)
+
+    def close(self) -> None:
+        """Close the file."""
+        self.file.close()

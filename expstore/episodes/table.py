@@ -1,0 +1,512 @@
+"""Which episode, and which step of it, every row belongs to.
+
+Used by storages to number new rows and by the index to answer SQL. Works on (source, trajectory id), so
+interleaved workers, lanes and restarts come out right. It keeps no rows and touches no files.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from expstore.core.id_set import Gaps
+from expstore.core.values import IntArray
+from expstore.episodes.annotations import merge_info
+from expstore.episodes.dirty import Touched
+from expstore.episodes.fragments import Fragments, clip, cut_out, find_fragments, last_ids
+from expstore.episodes.log import LogEntry
+from expstore.episodes.segmentation import CUT, OPEN, TERMINATED, TRUNCATED, Piece, Steps, cut_batch, cut_lane
+from expstore.episodes.sources import lane_names, modern_name, modern_names
+
+__all__ = [
+    "HAS_TRAJECTORY",
+    "LAST",
+    "NEW",
+    "STATUS",
+    "Assignment",
+    "Episode",
+    "EpisodeTable",
+    "Segment",
+    "Steps",
+]
+
+#: Status number -> word in SQL.
+STATUS = ("open", "terminated", "truncated", "cut")
+
+#: LAST: no row of the episode comes any more, whatever its status says.
+NEW, HAS_TRAJECTORY, LAST = 1, 2, 4
+
+
+class Segment(NamedTuple):
+    """Describe rows of one batch that follow one another in one episode.
+
+    The rows are number `start`, `start + stride`, ... of the batch (`rows` of them); `status` is how the
+    last of them leaves the episode.
+    """
+
+    episode: int
+    trajectory: int
+    step: int
+    source: int
+    start: int
+    rows: int
+    stride: int
+    ret: float
+    status: int
+    flags: int
+
+    @property
+    def key(self) -> tuple[int, int | None]:
+        """What the episode is found by: source and trajectory id."""
+        return self.source, self.trajectory if self.flags & HAS_TRAJECTORY else None
+
+
+_SEGMENT = struct.Struct("<qqqiiiidBB6x")
+SEGMENT_BYTES = _SEGMENT.size
+
+
+def pack_segments(segments: Iterable[Segment]) -> bytes:
+    """Return segments as a publish record keeps them (56 bytes each)."""
+    return b"".join([_SEGMENT.pack(*segment) for segment in segments])
+
+
+def unpack_segments(data: bytes) -> list[Segment]:
+    """Read what `pack_segments` returned."""
+    return [Segment(*values) for values in _SEGMENT.iter_unpack(data)]
+
+
+@dataclass(slots=True)
+class Assignment:
+    """Hold what `EpisodeTable.assign` decided; nothing is changed yet.
+
+    Args:
+        segments: The batch cut into runs.
+        numbers: Id, episode, step and time of every row. Shape `(4, n)`, C-contiguous.
+        sources: Sources that are new: (number, name, named).
+    """
+
+    segments: list[Segment]
+    numbers: IntArray
+    sources: list[tuple[int, str, bool]] = field(default_factory=list)
+
+    @property
+    def episodes(self) -> IntArray:
+        """Episode id per row. Shape `(n,)`."""
+        episodes: IntArray = self.numbers[1]
+        return episodes
+
+    @property
+    def steps(self) -> IntArray:
+        """Step per row. Shape `(n,)`."""
+        steps: IntArray = self.numbers[2]
+        return steps
+
+
+#: What is kept of an episode, in this order.
+_KEPT = ("episode", "source", "trajectory", "start", "end", "ret", "length", "last_id", "status", "text")
+
+
+@dataclass(slots=True)
+class Episode:
+    """Hold the running state of an episode; `fragment` is the number of its newest fragment."""
+
+    episode: int
+    source: int
+    trajectory: int | None
+    start: int
+    end: int = 0
+    ret: float = 0.0
+    length: int = 0
+    last_id: int = 0
+    status: int = OPEN
+    text: str = ""
+    fragment: int = -1
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what a base record keeps."""
+        return {name: getattr(self, name) for name in _KEPT}
+
+    @classmethod
+    def of(cls, entry: LogEntry) -> Episode:
+        """Return the state that a log entry describes."""
+        return cls(**{name: getattr(entry, name) for name in _KEPT})
+
+    def entry(self, sequence: int, generation: int) -> LogEntry:
+        """Return the log entry of the present state."""
+        return LogEntry(**self.to_dict(), sequence=sequence, generation=generation)
+
+
+class EpisodeTable:
+    """Number episodes and steps, and know which are open.
+
+    Not locked: the storage calls it under its lock. After a crash the storage makes it anew from a base
+    record, the publish records after it and the columns; `assign` is pure, so that a write that fails
+    leaves nothing behind.
+
+    Args:
+        generation: This opening's number; unnamed sources carry it in their names.
+    """
+
+    def __init__(self, *, generation: int = 0) -> None:
+        self.generation = generation
+        self.fragments = Fragments()
+        self.next_episode = 1
+        self.next_source = 1
+        self.named: dict[str, int] = {}
+        self._unnamed: dict[str, int] = {}
+        self._old_names = False  # lanes are called as they were once
+        self._low = 0  # what the last batch that was numbered could not read any more
+        self._open: dict[tuple[int, int | None], Episode] = {}
+        self._changed: dict[int, Episode] = {}
+        self._faded: set[int] = set()
+        self._cut: set[int] = set()  # whose fragments the index is to have anew
+        self._sources: list[LogEntry] = []
+        self.touched = Touched()
+        self.kernels: ModuleType | None = None  # compiled loops, once there are some
+
+    # -- numbering -------------------------------------------------------------------------------
+
+    def assign(
+        self, steps: Steps, *, source: str | None, low: int = 0, first_id: int = 1, time: int = 0
+    ) -> Assignment:
+        """Decide episode and step of every row of a batch, without changing anything.
+
+        Args:
+            steps: The batch.
+            first_id: Id of its first row.
+            time: Of all its rows, microseconds since 1970.
+            source: The user's name for this stream; None: this handle's own.
+            low: The newest id that can no longer be read; a truncated episode without any other rows
+                does not go on.
+
+        Raises:
+            SchemaError: The source's name is no text that can be kept.
+        """
+        numbers, new_sources = self._source_numbers(source, steps.lane_count)
+        self._low = low
+        if steps.count == 1:
+            pieces, order = [self._single(steps)], None
+        elif self.kernels is not None and steps.lane_count == 1:
+            pieces, order = cut_lane(steps, self.kernels), None
+        else:
+            pieces, order = cut_batch(steps)
+        segments: list[Segment] = []
+        pending: dict[tuple[int, int | None], tuple[int, int, int] | None] = {}
+        next_episode = self.next_episode
+        for lane, trajectory, starts, row, count, stride, status, ret in pieces:
+            key = (numbers[lane], trajectory)
+            known = pending[key] if key in pending else self._continued(key, low)
+            flags = HAS_TRAJECTORY if trajectory is not None else 0
+            if known is None or starts:
+                known = (next_episode, 0, OPEN)
+                next_episode += 1
+                flags |= NEW
+            episode, step, _ = known
+            segments.append(
+                Segment(episode, trajectory or 0, step, numbers[lane], row, count, stride, ret, status, flags)
+            )
+            over = status == TERMINATED or (status == TRUNCATED and trajectory is None)
+            pending[key] = None if over else (episode, step + count, status)
+        numbers_of_rows = _spread(segments, steps.count, order, first_id, time, self.kernels)
+        return Assignment(segments, numbers_of_rows, new_sources)
+
+    def _continued(self, key: tuple[int, int | None], low: int) -> tuple[int, int, int] | None:
+        episode = self._open.get(key)
+        if episode is None or (episode.status == TRUNCATED and episode.last_id <= low):
+            return None
+        return episode.episode, episode.length, episode.status
+
+    def _source_numbers(
+        self, source: str | None, lanes: int
+    ) -> tuple[list[int], list[tuple[int, str, bool]]]:
+        known = self._unnamed if source is None else self.named
+        numbers: list[int] = []
+        new: list[tuple[int, str, bool]] = []
+        for name in lane_names(source, f"@{self.generation}", lanes):
+            number = known.get(name)
+            if number is None:
+                number = self.next_source + len(new)
+                new.append((number, name, source is not None))
+            numbers.append(number)
+        return numbers, new
+
+    @staticmethod
+    def _single(steps: Steps) -> Piece:
+        status = OPEN
+        if steps.terminated is not None and steps.terminated[0]:
+            status = TERMINATED
+        elif steps.truncated is not None and steps.truncated[0]:
+            status = TRUNCATED
+        return (
+            0 if steps.lanes is None else int(steps.lanes[0]),
+            None if steps.trajectories is None else int(steps.trajectories[0]),
+            steps.starts is not None and bool(steps.starts[0]),
+            0,
+            1,
+            1,
+            status,
+            0.0 if steps.rewards is None else float(steps.rewards[0]),
+        )
+
+    # -- taking over -----------------------------------------------------------------------------
+
+    def commit(
+        self,
+        segments: Iterable[Segment],
+        sources: Iterable[tuple[int, str, bool]],
+        *,
+        first_id: int,
+        time: int,
+        sequence: int,
+        info: str = "",
+    ) -> list[LogEntry]:
+        """Take over what `assign` decided; return the log entries that it brings.
+
+        Args:
+            segments: As assigned.
+            sources: New sources: (number, name, named).
+            first_id: Id of the batch's first row.
+            time: Of the batch, microseconds since 1970.
+            sequence: Of its publish record.
+            info: What is noted about its episodes, as JSON text.
+        """
+        entries = [self._add_source(*source) for source in sources]
+        for segment in segments:
+            self._commit_segment(segment, first_id, time, sequence, info, entries)
+        if self.fragments.crowded:
+            self.evict(self._low)
+        return entries
+
+    def annotate(self, entry: LogEntry, sequence: int) -> list[LogEntry]:
+        """Take over an episode's info; return the log entries that it brings.
+
+        Args:
+            entry: The episode with its new info, as it stands otherwise.
+            sequence: Of the record that says so.
+        """
+        episode = self.find(entry.episode) or Episode.of(entry)
+        episode.text = entry.text
+        noted = self._note(episode, sequence)
+        return [] if episode.status == OPEN else [noted]
+
+    def find(self, number: int) -> Episode | None:
+        """Return an episode that goes on, or of which the index has not heard yet; None: neither."""
+        changed = self._changed.get(number)
+        if changed is not None:
+            return changed
+        return next((episode for episode in self._open.values() if episode.episode == number), None)
+
+    def _add_source(self, number: int, name: str, named: bool) -> LogEntry:
+        names = self.named if named else self._unnamed
+        if self._old_names:
+            name = modern_name(name, names)
+        names[name] = number
+        self.next_source = max(self.next_source, number + 1)
+        entry = LogEntry(episode=0, source=number, text=name, named=named, generation=self.generation)
+        self._sources.append(entry)
+        return entry
+
+    def _commit_segment(
+        self, segment: Segment, first_id: int, time: int, sequence: int, info: str, entries: list[LogEntry]
+    ) -> None:
+        key = segment.key
+        episode = self._open.get(key)
+        if segment.flags & NEW or episode is None:
+            if episode is not None and episode.status == OPEN:
+                episode.status = CUT  # begun anew without an end: a reset by hand
+                entries.append(self._note(episode, sequence))
+            # Of an archive the first rows may never have come: steps count what there was.
+            episode = Episode(segment.episode, segment.source, key[1], start=time, length=segment.step)
+            self._open[key] = episode
+            self.next_episode = max(self.next_episode, segment.episode + 1)
+        episode.text = merge_info(episode.text, info)
+        goes_on = episode.status == TRUNCATED
+        first = first_id + segment.start
+        episode.fragment = self.fragments.add(
+            episode.fragment, (episode.episode, segment.step, segment.rows, first, segment.stride)
+        )
+        episode.length += segment.rows
+        episode.ret += segment.ret
+        episode.end = time
+        episode.last_id = first + (segment.rows - 1) * segment.stride
+        episode.status = segment.status
+        self._touch(episode)
+        if segment.status != OPEN or goes_on:
+            entries.append(episode.entry(sequence, self.generation))
+        over = segment.status == TERMINATED or segment.flags & LAST
+        if over or (segment.status == TRUNCATED and key[1] is None):
+            del self._open[key]
+
+    def _touch(self, episode: Episode) -> None:
+        self._changed[episode.episode] = episode
+        self.touched.note(episode.episode)
+
+    def _note(self, episode: Episode, sequence: int) -> LogEntry:
+        self._touch(episode)
+        return episode.entry(sequence, self.generation)
+
+    def cut_unnamed(self, sequence: int) -> list[LogEntry]:
+        """End the open episodes of former handles, which nobody can go on with; return their entries."""
+        keep = set(self.named.values())
+        entries = []
+        for key, episode in list(self._open.items()):
+            if episode.source not in keep:
+                del self._open[key]
+                if episode.status == OPEN:
+                    episode.status = CUT
+                    entries.append(self._note(episode, sequence))
+        self._unnamed.clear()
+        return entries
+
+    def tails(self) -> list[int]:
+        """Return the newest row of each open episode of this handle's own streams."""
+        own = set(self._unnamed.values())
+        return [one.last_id for one in self._open.values() if one.status == OPEN and one.source in own]
+
+    def leave_streams(self) -> None:
+        """Let this handle's own streams go: its next rows are of new ones, and of new episodes."""
+        self._unnamed.clear()
+
+    def evict(self, low: int) -> None:
+        """Forget what only rows with ids <= `low` need."""
+        self._faded.update(self.fragments.evict(low).tolist())
+        # What `assign` has found going on stays until that is taken over, whatever was given up meanwhile.
+        low = min(low, self._low)
+        for key, episode in list(self._open.items()):
+            if episode.status == TRUNCATED and episode.last_id <= low:
+                del self._open[key]
+
+    # -- keeping and finding again ---------------------------------------------------------------
+
+    def to_base(self) -> dict[str, Any]:
+        """Return what a base record keeps: all that columns and episodes.log do not say."""
+        self._old_names = False  # an opening has read everything that was written before it
+        return {
+            "next_episode": self.next_episode,
+            "next_source": self.next_source,
+            "lanes": "//",
+            "named": self.named,
+            "unnamed": self._unnamed,
+            "open": [e.to_dict() for e in self._open.values()],
+        }
+
+    def load_base(self, data: Mapping[str, Any]) -> None:
+        """Take over what `to_base` returned."""
+        self.next_episode = int(data["next_episode"])
+        self.next_source = int(data["next_source"])
+        self._old_names = "lanes" not in data
+        names = modern_names if self._old_names else dict
+        self.named, self._unnamed = names(data["named"].items()), names(data["unnamed"].items())
+        for values in data["open"]:
+            episode = Episode(**values)
+            self._open[episode.source, episode.trajectory] = episode
+
+    def load_rows(self, ids: IntArray, episodes: IntArray, steps: IntArray) -> None:
+        """Find the fragments of rows that stand in the columns.
+
+        Args:
+            ids: Of the rows, ascending. Shape `(n,)`, as the others.
+            episodes: Episode id per row.
+            steps: Step per row.
+        """
+        if not ids.size:
+            return
+        fragments = find_fragments(episodes, steps, ids)
+        self.fragments.fill(fragments)
+        self._find_open(fragments)
+        # Their first rows have left, of which the index may not have heard.
+        names, at = np.unique(fragments[0], return_index=True)
+        self._faded.update(names[fragments[1, at] > 0].tolist())
+
+    def _find_open(self, fragments: IntArray) -> None:
+        """Tell open episodes their newest fragments, which their next rows lengthen."""
+        known = {episode.episode: episode for episode in self._open.values()}
+        places = np.flatnonzero(np.isin(fragments[0], list(known)))
+        ends = last_ids(fragments[:, places])
+        for place, end in zip(places.tolist(), ends.tolist(), strict=True):
+            episode = known[int(fragments[0, place])]
+            if end == episode.last_id:
+                episode.fragment = self.fragments.number_of(place)
+
+    def give_up(self, gaps: Gaps) -> None:
+        """Forget the fragments of rows with ids in the gaps."""
+        fragments = self.fragments.rows
+        touched = gaps.meets(fragments[3], last_ids(fragments))
+        if touched.any():
+            self._faded.update(episodes := np.unique(fragments[0, touched]).tolist())
+            self._cut.update(episodes)
+            left = cut_out(fragments, gaps)
+            self.fragments.fill(left)
+            self._find_open(left)
+
+    # -- for the index ---------------------------------------------------------------------------
+
+    def open_entries(self) -> list[LogEntry]:
+        """Return the state of episodes that are not in the log in their present state."""
+        return [e.entry(0, self.generation) for e in self._open.values() if e.status == OPEN]
+
+    def changes(self, low: int) -> tuple[list[LogEntry], list[LogEntry], IntArray]:
+        """Return sources and episodes changed since `settle`, and the episodes whose live rows changed."""
+        clipped = self.fragments.rows[0, self.fragments.rows[3] <= low]
+        touched = self._faded.union(self._changed, clipped.tolist())
+        episodes = [episode.entry(0, self.generation) for episode in self._changed.values()]
+        return list(self._sources), episodes, np.fromiter(touched, np.int64)
+
+    @property
+    def cut(self) -> IntArray:
+        """Episodes that rows of have been given up, since `settle`. Shape `(n,)`."""
+        return np.fromiter(self._cut, np.int64, len(self._cut))
+
+    @property
+    def waiting(self) -> int:
+        """How many changed episodes the index lacks."""
+        return len(self._changed)
+
+    def settle(self) -> None:
+        """Note that the index has all changes so far."""
+        self._sources.clear()
+        self._changed.clear()
+        self._faded.clear()
+        self._cut.clear()
+
+    def live_rows(self, episodes: IntArray, low: int) -> IntArray:
+        """Count the readable rows of episodes. Shapes `(n,)` in and out."""
+        kept = clip(self.fragments.rows, low)
+        names, places = np.unique(kept[0], return_inverse=True)
+        counts = np.bincount(places, weights=kept[2], minlength=names.size).astype(np.int64)
+        at = np.minimum(np.searchsorted(names, episodes), max(0, names.size - 1))
+        if not names.size:
+            return np.zeros(episodes.size, np.int64)
+        return np.where(names[at] == episodes, counts[at], 0)
+
+
+def _spread(
+    segments: list[Segment],
+    n: int,
+    order: IntArray | None,
+    first_id: int,
+    time: int,
+    kernels: ModuleType | None,
+) -> IntArray:
+    """Return id, episode, step and time of every row. Shape `(4, n)`."""
+    if n == 1:
+        return np.array([[first_id], [segments[0].episode], [segments[0].step], [time]])
+    runs = np.array([(s.episode, s.step, s.rows) for s in segments])
+    numbers = np.empty((4, n), np.int64)
+    if kernels is not None and order is None:
+        kernels.spread_runs(runs, first_id, time, numbers)
+        return numbers
+    episode, start, counts = runs.T
+    steps = np.arange(n)
+    numbers[0] = first_id + steps
+    numbers[3] = time
+    steps += np.repeat(start + counts - np.cumsum(counts), counts)
+    rows: Any = slice(None) if order is None else order
+    numbers[1, rows] = np.repeat(episode, counts)
+    numbers[2, rows] = steps
+    return numbers

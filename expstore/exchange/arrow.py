@@ -1,0 +1,83 @@
+"""Rows as an Arrow IPC file, which is read without a copy.
+
+Used by `expstore export` and programs. A folder: `rows.arrow` with the rows in the order of their ids, and
+`episodes.arrow`. It holds one record batch in memory at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pyarrow as pa
+
+from expstore.disk.disk import Disk
+from expstore.exchange.base import (
+    DiskFile,
+    Exported,
+    Progress,
+    no_progress,
+    piece_rows,
+)
+from expstore.exchange.export import Tally, exporting
+from expstore.exchange.pacing import read_pieces
+from expstore.exchange.rows import Episodes, Exchanged, Rows
+from expstore.exchange.tables import check_names, rows_schema, to_batch
+
+__all__ = ["export_arrow"]
+
+
+def export_arrow(
+    source: Exchanged,
+    target: str | Path,
+    *,
+    fields: Sequence[str] | None = None,
+    episodes: Episodes = None,
+    version: int | str | None = None,
+    progress: Progress = no_progress,
+    disk: Disk | None = None,
+) -> Exported:
+    """Write the rows that can be read now as an Arrow IPC file, with the columns of `export_parquet`.
+
+    It is not compressed: programs that map it have the rows without a copy.
+
+    Args:
+        source: A buffer, or the path of a store, a version or a folder of versions.
+        target: The folder, which must not be there yet.
+        fields: Only these, by name; None: all.
+        episodes: Only of these episodes: ids, or an SQL condition over the relation `episodes`.
+        version: Number or tag of a version, where `source` is a path.
+        progress: Is told bytes done and bytes in all.
+        disk: Where files are touched.
+
+    Raises:
+        ExpStoreError: As `export_parquet`.
+
+    Example:
+        >>> done = export_arrow(rb, "rows.arrow")
+        >>> polars.read_ipc("rows.arrow/rows.arrow", columns=["_step", "next"])
+    """
+    with exporting(
+        "arrow", source, target, fields=fields, episodes=episodes, version=version, disk=disk, any_length=True
+    ) as export:
+        check_names(export.rows.user_fields)
+        with export.making() as aside:
+            written = _write_rows(export.disk, aside / "rows.arrow", export.rows, progress)
+            facts = export.rows.facts
+            with DiskFile(export.disk, aside / "episodes.arrow", write=True) as file:
+                with pa.ipc.new_file(file, facts.schema) as out:
+                    out.write_table(facts)
+    return export.done(written)
+
+
+def _write_rows(disk: Disk, path: Path, rows: Rows, progress: Progress) -> int:
+    """Write all rows; return how many there were."""
+    fields = rows.user_fields
+    schema = rows_schema(fields, rows.about())
+    tally = Tally(rows, progress)
+    with DiskFile(disk, path, write=True) as file, pa.ipc.new_file(file, schema) as out:
+        for piece in read_pieces(rows, rows.by_id(piece_rows(rows.row_bytes))):
+            if piece.ids.size:
+                out.write_batch(to_batch(schema, fields, piece.columns))
+            tally.add(piece)
+    return tally.written

@@ -1,0 +1,384 @@
+"""A new store filled with rows that come from elsewhere: whole when it is there, or not there at all.
+
+Used by all imports. Episodes are those that the rows came with, or follow from their flags as in `extend`. It
+stands aside until it is closed; an interrupted import leaves nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from expstore.core.values import Array, IntArray
+from expstore.disk.atomic_build import making
+from expstore.disk.disk import Disk
+from expstore.episodes.fragments import find_fragments
+from expstore.episodes.segmentation import OPEN, TERMINATED, TRUNCATED
+from expstore.episodes.sources import lane_names
+from expstore.episodes.table import HAS_TRAJECTORY, NEW, Assignment, Segment
+from expstore.errors import ExpStoreError
+from expstore.exchange.base import Imported, names_of
+from expstore.exchange.bfloat16 import widened
+from expstore.schema.schema import Schema
+from expstore.schema.take_rows import pick
+from expstore.sql.sync import Catalog
+from expstore.storages.batch import Rows, now_us
+from expstore.storages.engine.open_settings import Settings
+from expstore.storages.factory import open_storage
+from expstore.storages.format.layout import ColumnLayout
+from expstore.storages.format.manifest import check_target
+from expstore.storages.indexing import append_rows
+from expstore.storages.zarr import ZarrStorage
+
+__all__ = ["Facts", "Filler", "new_store", "settings_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """Say what is known of an episode whose rows are to come.
+
+    Args:
+        length: How many steps it has had.
+        status: How it ended: `pieces.OPEN`, ...
+        source: Name of the stream that it is of; None: of the import.
+        named: Whether a user has chosen that name.
+        trajectory: The collector's trajectory id, or None.
+        info: What is noted about it, as JSON text.
+    """
+
+    length: int
+    status: int
+    source: str | None = None
+    named: bool = False
+    trajectory: int | None = None
+    info: str = ""
+
+
+@dataclass(slots=True)
+class _Going:
+    """Hold how far an episode has come: its number here, its rows so far, the step that follows there."""
+
+    number: int
+    rows: int
+    follows: int
+
+
+_NOTHING = Facts(-1, OPEN)
+
+
+class Filler:
+    """Write rows into a new store, in the order in which they come.
+
+    Threads, processes: one. Crashes: nothing is there before `new_store` has ended.
+
+    Args:
+        storage: The store.
+        catalog: Keeps its index.
+    """
+
+    def __init__(self, storage: ZarrStorage, catalog: Catalog) -> None:
+        self._storage, self._catalog = storage, catalog
+        self._going: dict[int, _Going] = {}
+        self._current: dict[tuple[int, int | None], int] = {}
+        self._sources: dict[tuple[str, bool], int] = {}
+        self._reader: Any = None
+        self._above: int | None = None
+        self._highest = 0
+        self.rows = 0
+
+    def prepare(self, schema: Schema, *, specs: str = "", above: int | None = None) -> None:
+        """Fix the fields.
+
+        Args:
+            schema: The fields.
+            specs: What values they may have, as stores keep it; "": nobody says.
+            above: More than the id of any episode to come, all of which keep theirs; None: they get new ones.
+        """
+        self._storage.prepare(schema, self._storage.resolve_keys(schema))
+        if specs:
+            self._storage.describe_fields(specs)
+        self._above = above
+
+    @property
+    def schema(self) -> Schema:
+        """The fields."""
+        return self._storage.require_schema()
+
+    def add(self, columns: Sequence[Any]) -> None:
+        """Append rows whose episodes follow from their flags, as `extend` has it.
+
+        Args:
+            columns: One per field, in the schema's order; Arrow's where rows have no fixed size. Shapes
+                `(n, *row shape)`.
+        """
+        columns = [_writable(column) for column in columns]
+        kept = self._steps_reader().transitions(columns)
+        if kept is not None:
+            columns = [pick(column, kept) for column in columns]
+        if len(columns[0]):
+            with self._storage.turn, self._storage.lock:
+                append_rows(self._storage, columns, self._read_steps(columns))
+            self.rows += len(columns[0])
+
+    def put(
+        self,
+        columns: Sequence[Any],
+        episodes: IntArray,
+        steps: IntArray,
+        *,
+        facts: Callable[[int], Facts] | None = None,
+        last: Array | None = None,
+        times: IntArray | None = None,
+        priorities: Array | None = None,
+    ) -> None:
+        """Append rows of which it is known to which steps of which episodes they belong.
+
+        Args:
+            columns: As `add`.
+            episodes: What each row's episode is called there. Shape `(n,)`, int64.
+            steps: Its step. Shape `(n,)`, int64.
+            facts: Says what is known of an episode; None: nothing is.
+            last: Which rows are the last of their episodes: their flags say how these end. None: the facts
+                do. Shape `(n,)`, bool.
+            times: When each row came, microseconds since 1970; None: now. Shape `(n,)`.
+            priorities: Shape `(n,)`; None: as rows have it that are new.
+        """
+        if not episodes.size:
+            return
+        # Rows of one time came in one batch, and do so again.
+        cuts = [] if times is None else (np.flatnonzero(np.diff(times)) + 1).tolist()
+        for start, stop in zip([0, *cuts], [*cuts, episodes.size], strict=True):
+            part = slice(start, stop)
+            time = now_us() if times is None else int(times[start])
+            given = None if priorities is None else priorities[part]
+            piece = [_part(column, part) for column in columns]
+            ends = None if last is None else last[part]
+            self._put(piece, episodes[part], steps[part], facts, ends, time, given)
+
+    def _put(
+        self,
+        columns: Sequence[Array],
+        episodes: IntArray,
+        steps: IntArray,
+        facts: Callable[[int], Facts] | None,
+        ends: Array | None,
+        time: int,
+        priorities: Array | None,
+    ) -> None:
+        storage = self._storage
+        with storage.turn, storage.lock:
+            assignment, noted = self._assign(columns, episodes, steps, facts, ends)
+            assignment.numbers[3] = time
+            rows = Rows(storage.last + 1, episodes.size, columns, assignment, time)
+            storage.write(rows)
+            for number, info in noted:
+                entry = self._catalog.find_episode(number)
+                storage.annotate(dataclasses.replace(entry, text=info))
+            if priorities is not None and (priorities != np.float32(storage.max_priority)).any():
+                storage.set_priorities(rows.ids, priorities)
+        self.rows += episodes.size
+
+    def _assign(
+        self,
+        columns: Sequence[Array],
+        episodes: IntArray,
+        steps: IntArray,
+        facts: Callable[[int], Facts] | None,
+        ends: Array | None,
+    ) -> tuple[Assignment, list[tuple[int, str]]]:
+        """Cut a batch into segments; return them, and what is to be noted about episodes that begin."""
+        first_id = self._storage.last + 1
+        made = Assignment([], np.empty((4, episodes.size), np.int64))
+        made.numbers[0] = np.arange(first_id, first_id + episodes.size)
+        rewards = self._rewards(columns)
+        read = None if ends is None else self._read_steps(columns)
+        noted: list[tuple[int, str]] = []
+        for name, step, count, first, stride in find_fragments(episodes, steps, made.numbers[0]).T.tolist():
+            known = _NOTHING if facts is None else facts(name)
+            source = self._source(known, made.sources)
+            going, begins = self._find(name, step, (source, known.trajectory))
+            if begins and known.info:
+                noted.append((going.number, known.info))
+            start, last = first - first_id, first - first_id + (count - 1) * stride
+            rows = slice(start, last + 1, stride)
+            status = known.status if step + count == known.length else OPEN
+            if ends is not None and ends[last]:
+                status = _status(read, last)
+            made.segments.append(
+                Segment(
+                    episode=going.number,
+                    trajectory=known.trajectory or 0,
+                    step=going.rows,
+                    source=source,
+                    start=start,
+                    rows=count,
+                    stride=stride,
+                    ret=0.0 if rewards is None else float(np.sum(rewards[rows], dtype=np.float64)),
+                    status=status,
+                    flags=(HAS_TRAJECTORY if known.trajectory is not None else 0) | (NEW if begins else 0),
+                )
+            )
+            made.numbers[1, rows] = going.number
+            made.numbers[2, rows] = np.arange(going.rows, going.rows + count)
+            going.rows += count
+            going.follows += count
+            if status != OPEN:
+                self._going.pop(name)
+                self._current.pop((source, known.trajectory))
+        return made, noted
+
+    def _find(self, name: int, step: int, key: tuple[int, int | None]) -> tuple[_Going, bool]:
+        """Return the episode that a step goes on with, and whether it is one that begins."""
+        going = self._going.get(name)
+        if going is not None and going.follows == step and self._current.get(key) == going.number:
+            return going, False
+        number = name
+        if self._above is None or going is not None:
+            number = max(self._highest + 1, self._above or 0)
+        self._highest = max(self._highest, number)
+        self._going[name] = found = _Going(number, 0, step)
+        self._current[key] = number
+        return found, True
+
+    def _rewards(self, columns: Sequence[Array]) -> Array | None:
+        """Return what is summed up to returns. Shape `(n,)`."""
+        key = self._storage.keys.reward
+        if key is None:
+            return None
+        place = self.schema.place(key)
+        values = columns[place].reshape(-1)
+        if self.schema.fields[place].dtype == "bfloat16":
+            values = widened(values)
+        return values if values.dtype.kind in "fiub" else None
+
+    def result(self, path: Path, notes: Sequence[str] = ()) -> Imported:
+        """Say what was imported.
+
+        Args:
+            path: Where it is to be found.
+            notes: What was taken otherwise than it may seem.
+        """
+        (found,) = self._catalog.query("SELECT count(*) FROM episodes WHERE live_rows > 0", None).fetchall()
+        return Imported(
+            path=path,
+            rows=self.rows,
+            kept=len(self._storage),
+            episodes=found[0],
+            fields=names_of(self.schema.keys),
+            notes=tuple(notes),
+        )
+
+    def _source(self, known: Facts, new: list[tuple[int, str, bool]]) -> int:
+        """Return the number of an episode's source; one that is new is added to the list."""
+        name = known.source
+        if name is None:
+            (name,) = lane_names(None, f"@{self._storage.episodes.generation}", 1)
+        key = name, known.named and known.source is not None
+        number = self._sources.get(key)
+        if number is None:
+            number = self._sources[key] = self._storage.episodes.next_source + len(new)
+            new.append((number, *key))
+        return number
+
+    def _steps_reader(self) -> Any:
+        if self._reader is None:
+            from expstore.data.batch import StepReader  # which loads torch
+
+            self._reader = StepReader(self.schema, self._storage.keys)
+        return self._reader
+
+    def _read_steps(self, columns: Sequence[Array]) -> Any:
+        from expstore.data.batch import Batch
+
+        return self._steps_reader().read(columns, Batch([], [], list(columns), len(columns[0])))
+
+
+def _writable(column: Any) -> Any:
+    """Return a column that can be written to: compiled loops take no other arrays."""
+    fits = not isinstance(column, np.ndarray) or column.flags.writeable
+    return column if fits else column.copy()
+
+
+def _part(column: Any, rows: slice) -> Any:
+    """Return some rows of a column that follow one another."""
+    found = column[rows]
+    return np.ascontiguousarray(found) if isinstance(found, np.ndarray) else found
+
+
+def _status(read: Any, row: int) -> int:
+    """Return how a row leaves its episode, by its flags."""
+    if read.terminated is not None and read.terminated[row]:
+        return TERMINATED
+    return TRUNCATED if read.truncated is not None and read.truncated[row] else OPEN
+
+
+@contextmanager
+def new_store(
+    disk: Disk,
+    target: Path,
+    capacity: int | None,
+    settings: Mapping[str, Any] | None = None,
+    *,
+    storage: str = "zarr",
+) -> Iterator[Filler]:
+    """Make a store aside, to be filled; at the end it is closed, and gets its name.
+
+    Args:
+        disk: Where files are touched.
+        target: The store's folder, which must not be there yet.
+        capacity: Most readable rows; None: unbounded.
+        settings: More of them, as `Settings` has it.
+        storage: "zarr", or "arrow", which keeps rows without a fixed size, too.
+
+    Raises:
+        StateError: The target is there, or would lie inside a store.
+        NotFoundError: There is no folder for it.
+        LockedError: Somebody else makes it just now.
+    """
+    check_target(disk, target)
+    how = ColumnLayout("auto", share_next=True)
+    more = Settings(
+        mode="x", storage=storage, flatten=True, new_layout=how, on_sigterm="ignore", **dict(settings or {})
+    )
+    with making(disk, target, single=True, doing="imports to") as folder, ExitStack() as opened:
+        made = open_storage(folder / target.name, capacity, settings=more, disk=disk)
+        opened.callback(_close_quietly, made)
+        catalog = Catalog(made)
+        made.use_catalog(catalog)
+        yield Filler(made, catalog)
+        catalog.close()
+        made.close()
+        _end_open_episodes(disk, folder / target.name)
+
+
+def _close_quietly(storage: ZarrStorage) -> None:
+    """Close a storage that goes; one that is closed stays so."""
+    with contextlib.suppress(ExpStoreError):
+        storage.close()
+
+
+def settings_of(about: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a new store that an export has noted."""
+    names = ("meta", "traj_key", "done_keys", "reward_key")
+    return {name: _tupled(about[name]) for name in names if about.get(name) is not None}
+
+
+def _tupled(value: Any) -> Any:
+    """Return JSON's lists as tuples: keys are such."""
+    return tuple(map(_tupled, value)) if isinstance(value, list) else value
+
+
+def _end_open_episodes(disk: Disk, path: Path) -> None:
+    """Have episodes cut that nobody can go on with, as every opening does."""
+    storage = open_storage(path, settings=Settings(on_sigterm="ignore"), disk=disk)
+    catalog = Catalog(storage)
+    storage.use_catalog(catalog)
+    catalog.close()
+    storage.close()

@@ -1,0 +1,139 @@
+"""Columns without a fixed size, between stores and Arrow tables: texts, lists, structs, tensors of any shape.
+
+Used by the Parquet and Arrow formats. What others read is what stores hold, but for bfloat16, which is
+float32 there. It looks at single columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pyarrow as pa
+
+from expstore.core.values import Key, key_name
+from expstore.errors import SchemaError
+from expstore.exchange.bfloat16 import narrowed, widened
+from expstore.schema.arrow_types import Ragged, ragged_of, ragged_type, to_type, type_text
+from expstore.schema.casting import fit_arrow
+from expstore.schema.schema import Field
+from expstore.schema.widening import fits
+
+__all__ = ["file_type", "from_file", "plain_array", "plain_type", "suits", "text_of", "to_file"]
+
+
+def file_type(entry: Field) -> Any:
+    """Return Arrow's type of a field without a fixed size, as others read it."""
+    found = ragged_of(entry.arrow)
+    if found is not None and found.dtype == "bfloat16":
+        return ragged_type(Ragged("float32", found.shape))
+    return to_type(entry.arrow)
+
+
+def to_file(entry: Field, column: Any) -> Any:
+    """Return a column of a store as others read it."""
+    kind = file_type(entry)
+    return column if kind == to_type(entry.arrow) else _with_values(column, kind, _widened)
+
+
+def from_file(entry: Field, array: Any) -> Any:
+    """Return a column that others may have written as stores have it.
+
+    Raises:
+        SchemaError: It does not fit the field.
+    """
+    array, kind = plain_array(array), file_type(entry)
+    if kind != to_type(entry.arrow):
+        try:
+            array = _with_values(array.cast(kind), to_type(entry.arrow), _narrowed)
+        except (pa.ArrowException, ValueError) as exc:
+            raise SchemaError(
+                f"column {key_name(entry.key)!r} is {array.type}, which is not {entry}"
+            ) from exc
+    return fit_arrow(entry.key, entry.arrow, array)
+
+
+def suits(entry: Field, kind: Any) -> bool:
+    """Say whether a column of a type can be a field without a fixed size that it is said to be."""
+    return fits(plain_type(kind), file_type(entry))
+
+
+def text_of(key: Key, kind: Any) -> str:
+    """Return the text of the type that a field is to have which a column of others becomes.
+
+    Raises:
+        SchemaError: There is none.
+    """
+    try:
+        return type_text(plain_type(kind))
+    except SchemaError as exc:
+        raise SchemaError(
+            f"column {key_name(key)!r} is of type {kind}, which no field has",
+            hint="leave the column out, or turn it into texts, numbers, lists or structs of these",
+        ) from exc
+
+
+def plain_array(array: Any) -> Any:
+    """Return a column in the form that `plain_type` says."""
+    if isinstance(array, pa.ExtensionArray):
+        array = array.storage
+    kind = plain_type(array.type)
+    return array if array.type == kind else array.cast(kind)
+
+
+def plain_type(kind: Any) -> Any:
+    """Return the type with the same values that fields have: of extensions what they are made of, and so on.
+
+    >>> str(plain_type(pa.list_(pa.dictionary(pa.int8(), pa.string_view()))))
+    'list<item: string>'
+    """
+    is_a = pa.types
+    if isinstance(kind, pa.BaseExtensionType):
+        return plain_type(kind.storage_type)
+    if is_a.is_dictionary(kind) or is_a.is_run_end_encoded(kind):
+        return plain_type(kind.value_type)
+    if is_a.is_string_view(kind):
+        return pa.string()
+    if is_a.is_binary_view(kind):
+        return pa.binary()
+    if is_a.is_fixed_size_list(kind):
+        return pa.list_(plain_type(kind.value_type), kind.list_size)
+    if is_a.is_list(kind) or is_a.is_list_view(kind):
+        return pa.list_(plain_type(kind.value_type))
+    if is_a.is_large_list(kind) or is_a.is_large_list_view(kind):
+        return pa.large_list(plain_type(kind.value_type))
+    if is_a.is_map(kind):
+        return pa.map_(plain_type(kind.key_type), plain_type(kind.item_type))
+    if is_a.is_struct(kind):
+        return pa.struct([(part.name, plain_type(part.type)) for part in kind])
+    return kind
+
+
+def _with_values(array: Any, kind: Any, change: Callable[[Any], Any]) -> Any:
+    """Return tensors with other values.
+
+    Args:
+        array: Lists, or structs of `data` and `shape`; None where a row has no tensor.
+        kind: The type that they have then.
+        change: Returns the other values, of which there are as many.
+    """
+    is_a = pa.types
+    if is_a.is_struct(kind):
+        parts = [_with_values(array.field("data"), kind.field("data").type, change), array.field("shape")]
+        mask = array.is_null() if array.null_count else None
+        return pa.StructArray.from_arrays(parts, fields=list(kind), mask=mask)
+    if is_a.is_list(kind) or is_a.is_fixed_size_list(kind):
+        inner = _with_values(array.values, kind.value_type, change)
+        own = array.buffers()[: 2 if is_a.is_list(kind) else 1]
+        return pa.Array.from_buffers(kind, len(array), own, array.null_count, array.offset, children=[inner])
+    return change(array)
+
+
+def _widened(bits: Any) -> Any:
+    return pa.array(widened(bits.to_numpy()))
+
+
+def _narrowed(values: Any) -> Any:
+    if values.null_count:
+        raise ValueError("a tensor has no value in some place")
+    return pa.array(narrowed(values.to_numpy()))

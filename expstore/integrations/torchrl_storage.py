@@ -1,0 +1,409 @@
+"""A store under torchrl's own replay buffers: their samplers, writers and transforms, our rows.
+
+Built on the buffers; needs torchrl. It draws nothing by itself, and keeps nothing that is not in the store.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from multiprocessing.context import get_spawning_popen
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from expstore._open import open as open_store
+from expstore.buffers.replay_buffer import ReplayBuffer
+from expstore.buffers.tensordict import TensorDictReplayBuffer
+from expstore.data.batch import Batch, StepReader
+from expstore.data.containers import take
+from expstore.errors import SchemaError, StateError
+from expstore.schema.schema import Schema
+from expstore.storages.base import Storage
+from expstore.storages.indexing import append_rows, contains, find, get, layout_of, prepare, replace_rows
+
+try:
+    from torchrl.data.replay_buffers.samplers import ConsumingSampler
+    from torchrl.data.replay_buffers.storages import TensorStorage
+    from torchrl.data.replay_buffers.writers import ImmutableDatasetWriter, RoundRobinWriter
+except ModuleNotFoundError as exc:
+    raise ModuleNotFoundError(
+        "ExpStorage is a storage for torchrl's replay buffers, and torchrl is not installed; expstore's own "
+        "buffers need none",
+        name=exc.name,
+    ) from exc
+
+__all__ = ["ExpStorage"]
+
+#: Root keys that torchrl's buffers add to what they write and to what they sample.
+_BESIDE = frozenset({"index", "index_generation"})
+
+_COPIES = (
+    "set_, set_at_ and update_ of torchrl's buffers change what a storage hands out, and this one hands out "
+    "copies: the store is as it was"
+)
+
+
+class ExpStorage(TensorStorage):  # type: ignore[misc]
+    """Keep the rows of torchrl's own `ReplayBuffer` or `TensorDictReplayBuffer` in a store.
+
+    Rows have the places that torchrl's `RoundRobinWriter` gives them, which are the store's own: a writer
+    takes its cursor from the store, and so a new buffer over an old store goes on where the former one
+    stopped. What is written belongs to episodes, can be asked for by SQL, and bears ids: `storage.buffer` is
+    expstore's buffer over the same rows, by which it is flushed and closed, too.
+
+    torchrl's samplers draw by torch's random numbers, and go on after a restart as far as these do; its
+    priorities stay in the process. Its `SliceSampler` reads all rows anew after each write. expstore's own
+    buffers and samplers do better in all this.
+
+    Threads: as torchrl's buffers. Processes: one writer; in another process it follows the store, and cannot
+    write. Crashes: what an `extend` that returned has written survives the process; a batch is there whole or
+    not at all; after `storage.buffer.flush()` it survives a power cut.
+
+    Args:
+        store: A folder, which is opened as by `expstore.open`; or an expstore buffer or storage.
+        source: Name of the stream of experience, as in `extend`; a named one continues its open episodes
+            after a restart.
+        keywords: With a folder: what `expstore.open` takes.
+
+    Raises:
+        TypeError: It is no store, or an open one is given keywords.
+        LockedError: Somebody else has the folder open for writing.
+        StateError: As `expstore.open`; or the storage keeps objects, or the best rows only.
+
+    Example:
+        >>> storage = ExpStorage("run.exp", capacity=100_000)
+        >>> rb = torchrl.data.TensorDictReplayBuffer(storage=storage, batch_size=256)
+        >>> rb.extend(batch)
+        >>> rb.sample()
+        >>> storage.buffer.sql("SELECT count(*) FROM episodes")
+    """
+
+    supports_conditional_update = False
+
+    def __init__(
+        self, store: str | Path | ReplayBuffer | Storage, *, source: str | None = None, **keywords: Any
+    ) -> None:
+        if isinstance(store, str | Path):
+            buffer: ReplayBuffer = open_store(store, **keywords)
+        elif keywords:
+            raise TypeError(f"{', '.join(keywords)}: settings go with a folder; this store is open already")
+        elif isinstance(store, Storage):
+            buffer = TensorDictReplayBuffer(storage=store)
+        elif isinstance(store, ReplayBuffer):
+            buffer = store
+        else:
+            raise TypeError(
+                f"a store is a folder, a buffer or a storage of expstore, not {type(store).__name__}"
+            )
+        kept = buffer.storage
+        if kept.object_rows or kept.ranking is not None:
+            what = (
+                "keeps objects"
+                if kept.object_rows
+                else "keeps the best rows only, in places of its own choice"
+            )
+            raise StateError(
+                f"this storage {what}, and torchrl's writers place rows by their cursor",
+                hint="use it in an expstore.ReplayBuffer",
+            )
+        self.buffer = buffer
+        self._source = source
+        self._compilable = False
+        self._reader: tuple[Schema, StepReader] | None = None
+        self._attached_entities_list: list[Any] = []
+        self._rng = None
+
+    # -- what torchrl's buffers, samplers and writers ask ----------------------------------------
+
+    def set(self, cursor: Any, data: Any, *, set_cursor: bool = True) -> None:
+        """Write rows where a writer's cursor stands, which is behind the newest; or change rows by index.
+
+        Args:
+            cursor: An integer, several, or a slice.
+            data: One row for one integer, otherwise as many.
+            set_cursor: False: change rows that are there; episodes stay as they are.
+
+        Raises:
+            SchemaError: The rows do not fit, or are not as many as the cursor says.
+            StateError: The cursor stands elsewhere; or the store is closed, or cannot be written here.
+            NotFoundError: There is no such row to change.
+        """
+        kept = self.buffer.storage
+        with kept.turn, kept.lock:
+            kept.check_writable()
+            if not set_cursor:
+                ids, shape = find(kept, cursor)
+                layout = replace(layout_of(kept, 0), ndim=max(1, len(shape)), all_dims=False)
+                replace_rows(kept, ids, take(data, layout, single=shape == (), skip=_BESIDE))
+                return
+            single = not isinstance(cursor, slice) and np.ndim(cursor) == 0
+            batch = take(data, layout_of(kept, 0), single=single, skip=_BESIDE)
+            self._check_cursor(kept, cursor, batch)
+            schema = prepare(kept, batch)
+            if self._reader is None or self._reader[0] is not schema:  # another one after `loads`
+                self._reader = schema, StepReader(schema, kept.keys)
+            columns = batch.columns(schema)
+            steps = self._reader[1].read(columns, batch)
+            ids = append_rows(kept, columns, steps, source=self._source)
+            self.buffer.sampler.on_write(ids)
+
+    def _check_cursor(self, kept: Storage, cursor: Any, batch: Batch) -> None:
+        """Raise unless a cursor means the places that the next rows have."""
+        lanes = int(np.prod(batch.dims, dtype=np.int64))
+        steps = batch.count // lanes
+        if isinstance(cursor, slice):
+            cursor = range(*cursor.indices(self.max_size))
+        numbers = np.atleast_1d(np.asarray(cursor))
+        if numbers.size != steps:
+            raise SchemaError(
+                f"{numbers.size} rows were to be written, and the batch has {steps} for this store, in which "
+                "all batch dims are rows",
+                hint="flatten it first: rb.extend(batch.reshape(-1))",
+            )
+        most = -(-self.max_size // lanes)  # what the capacity becomes with the first rows
+        expected = (kept.last // lanes + np.arange(steps)) % most
+        if not np.array_equal(numbers, expected):
+            raise StateError(
+                f"the writer wants to write at {_shown(numbers)}, and the next rows of the store come at "
+                f"{_shown(expected)}: nothing was written",
+                hint="a writer that was set later takes its cursor from the store by storage.align(rb)",
+            )
+
+    def get(self, index: Any) -> Any:
+        """Read rows by index: copies.
+
+        Args:
+            index: An integer for one row; a slice, integers or a mask for several; a tuple of them by dim.
+
+        Raises:
+            NotFoundError: There is no such row.
+            StateError: Indices do not go from 0 on, since rows between were given up.
+        """
+        kept = self.buffer.storage
+        window = kept.window
+        hole = window.low if kept.capacity is None else window.low % kept.capacity
+        if window.gaps or (hole and window.size != kept.capacity):
+            raise StateError(
+                "rows were given up between others (a repair, or an extend longer than the spare slots that "
+                "was killed), and torchrl's samplers need indices from 0 on without gaps",
+                hint="draw by expstore's own buffer, expstore.open(path), until they are overwritten",
+            )
+        return get(kept, index)
+
+    def __getitem__(self, item: Any) -> Any:
+        return self.get(item)
+
+    def __len__(self) -> int:
+        return len(self.buffer.storage)
+
+    def contains(self, item: Any) -> Any:
+        """Say which indices rows can be read at."""
+        return contains(self.buffer.storage, item)
+
+    @property
+    def ndim(self) -> int:
+        """How many dims of a batch are rows, time being the first."""
+        return self.buffer.storage.ndim
+
+    @property
+    def device(self) -> torch.device:
+        """Where rows are handed out."""
+        return self.buffer.storage.device or torch.device("cpu")
+
+    @property
+    def max_size(self) -> int:
+        """How many rows can be read at most."""
+        return self.buffer.storage.max_size
+
+    @property
+    def initialized(self) -> bool:
+        """Whether there are fields yet."""
+        return self.buffer.storage.schema is not None
+
+    @property
+    def _len(self) -> int:
+        return len(self)
+
+    @_len.setter
+    def _len(self, value: int) -> None:
+        if value != len(self):
+            raise StateError(f"the store has {len(self)} rows, and only what is written changes that")
+
+    @property
+    def _total_shape(self) -> torch.Size | None:
+        kept = self.buffer.storage
+        if kept.schema is None:
+            return None
+        return torch.Size([kept.max_size // kept.lanes, *kept.dims])
+
+    @property
+    def _last_cursor_index(self) -> int | None:
+        kept = self.buffer.storage
+        return (kept.last // kept.lanes - 1) % (self.max_size // kept.lanes) if kept.last else None
+
+    @property
+    def _last_cursor(self) -> int | None:
+        return self._last_cursor_index
+
+    @property
+    def _mutation_revision(self) -> int:
+        """A number that moves whenever rows come, change or leave."""
+        kept = self.buffer.storage
+        kept.follow()
+        return kept.last + kept.changes + kept.upheavals + kept.takeovers
+
+    def _bump_mutation_revision(self) -> None:
+        # torchrl's buffers call it when they have changed rows in place, which they believe to be views.
+        raise StateError(_COPIES, hint="rb[index] = rows, or storage.buffer.set_at_(...)")
+
+    def _empty(self) -> None:
+        if self.buffer.storage.capacity is None and len(self):
+            raise StateError(
+                "in a store without capacity no index comes again, and torchrl's samplers need all from 0 on",
+                hint="give the store a capacity, or make a new one",
+            )
+        self.buffer.empty()
+
+    # -- the buffer over it ----------------------------------------------------------------------
+
+    def align(self, buffer: Any) -> None:
+        """Have a buffer's writer take its cursor from the store, now and from now on.
+
+        Buffers do so when they are made; a writer that is set later needs it.
+
+        Args:
+            buffer: A torchrl `ReplayBuffer` over this storage.
+
+        Raises:
+            ValueError: Its writer has no such cursor, or its sampler needs rows in other places.
+        """
+        writer, sampler = buffer._writer, buffer._sampler
+        if isinstance(sampler, ConsumingSampler):
+            raise ValueError(
+                "a ConsumingSampler of torchrl puts new rows in the places of used ones, out of the order in "
+                "which the store knows its episodes; use expstore.open(path, consume_after_n_samples=...)"
+            )
+        if isinstance(writer, ImmutableDatasetWriter):
+            return
+        if not isinstance(writer, RoundRobinWriter) or writer._compilable:
+            raise ValueError(
+                f"a {type(writer).__name__} places rows elsewhere than the store does, which goes round a "
+                "ring: use a RoundRobinWriter that is not compilable, or expstore's own buffers and writers"
+            )
+        writer._cursor_value = _Cursor(self)
+        writer._write_count_value = _WriteCount(self)
+
+    @property
+    def checkpointer(self) -> None:
+        """None: `dumps` has one format."""
+        return None
+
+    @checkpointer.setter
+    def checkpointer(self, value: Any) -> None:
+        # The last thing that a buffer sets when it is made: now it has its writer.
+        if value is not None:
+            raise ValueError(
+                "a checkpointer means nothing here: dumps() writes versions of the store itself; leave it out"
+            )
+        for buffer in self._attached_entities_list:
+            if getattr(buffer, "_storage", None) is self:
+                self.align(buffer)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return which rows there are, and of a store in RAM the rows; on disk they stay where they are."""
+        return self.buffer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take back what `state_dict` returned; rows on disk that were added since stay.
+
+        Raises:
+            StateError: It is of another store, or of rows that are not here; nothing was changed.
+        """
+        self.buffer.load_state_dict(state_dict)
+
+    def dumps(self, path: str | Path) -> None:
+        """Make a version of the store; see `ReplayBuffer.dumps`."""
+        self.buffer.dumps(path)
+
+    def loads(self, path: str | Path) -> None:
+        """Put a version's rows in the place of the store's; see `ReplayBuffer.loads`."""
+        self.buffer.loads(path)
+
+    def register_save_hook(self, hook: Any) -> None:
+        """Have `state_dict` keep what a hook returns of the rows; see `PortableStorage`."""
+        self.buffer.register_save_hook(hook)
+
+    def register_load_hook(self, hook: Any) -> None:
+        """Have `load_state_dict` take what a hook returns of the rows; see `PortableStorage`."""
+        self.buffer.register_load_hook(hook)
+
+    @property
+    def shared_init(self) -> bool:
+        """Asked by collectors of several processes before the first rows: these cannot write."""
+        raise _other_process()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy needs, which follows the store.
+
+        Raises:
+            StateError: It is about to be handed to a process that is started, as collectors do, to be written
+                there.
+        """
+        if get_spawning_popen() is not None and self.buffer.storage.can_write:
+            raise _other_process()
+        return self.__dict__ | {"_rng": None, "_reader": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.buffer!r})"
+
+
+def _other_process() -> StateError:
+    return StateError(
+        "a store has one writer, and in another process this storage could only follow it: collectors of "
+        "several processes cannot write to it there",
+        hint="iterate over the collector and extend the buffer here; to read elsewhere, open the store "
+        "there: ExpStorage(path, mode='r')",
+    )
+
+
+def _shown(numbers: np.ndarray[Any, Any]) -> str:
+    return str(numbers[0]) if numbers.size == 1 else f"{numbers[0]} to {numbers[-1]}"
+
+
+@dataclass(slots=True)
+class _Cursor:
+    """Stand for the shared number in which a torchrl writer keeps its cursor: the store knows it."""
+
+    storage: ExpStorage
+
+    @property
+    def value(self) -> int:
+        """Return the index along time of the next row."""
+        kept = self.storage.buffer.storage
+        return kept.last // kept.lanes % (-(-kept.max_size // kept.lanes))
+
+    @value.setter
+    def value(self, value: int) -> None:
+        """Leave it to the store, which moves it with the rows."""
+
+
+@dataclass(slots=True)
+class _WriteCount:
+    """Stand, in the same way, for the number of rows that were ever written."""
+
+    storage: ExpStorage
+
+    @property
+    def value(self) -> int:
+        """Return how many."""
+        kept = self.storage.buffer.storage
+        return kept.write_count // kept.lanes
+
+    @value.setter
+    def value(self, value: int) -> None:
+        """Leave it to the store."""

@@ -1,0 +1,286 @@
+"""Replay buffers as hooks of a training loop: torchrl's `Trainer`, or one of your own.
+
+Built on the buffers. It imports no torchrl, and neither trains nor keeps any rows itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from tensordict import TensorDictBase, is_tensor_collection, pad
+
+from expstore.buffers.ensemble import ReplayBufferEnsemble
+from expstore.buffers.keywords import check_batch_size
+from expstore.buffers.replay_buffer import ReplayBuffer
+from expstore.buffers.tensordict import TensorDictReplayBuffer
+from expstore.errors import SchemaError, StateError
+
+__all__ = ["ReplayBufferTrainer"]
+
+_MASK = ("collector", "mask")
+_TRUNCATED = ("next", "truncated")
+
+
+class ReplayBufferTrainer:
+    """Store what is collected, hand out batches to learn from, and take back their priorities.
+
+    `extend`, `sample` and `update_priority` are the hooks; `register` puts them where torchrl's `Trainer`
+    calls them. They may as well be called by a loop of one's own.
+
+    Threads: `sample` may run beside `extend`. Processes: one that follows a store may sample, not extend.
+    Crashes: what `extend` has stored is there as the storage promises, whether the trainer was saved or not.
+    A trainer that is loaded goes on with the batches that would have come when it was saved.
+    (torchrl's unified `Checkpoint` has the buffer make a version of all rows each time, and puts them back;
+    the state of a store on disk, which other ways of saving keep, is a few numbers.)
+
+    Args:
+        replay_buffer: Where rows are kept; priorities are taken back by a `TensorDictReplayBuffer` only.
+        batch_size: Of `sample`; None: the buffer's.
+        memmap: Only False: a store on disk keeps its rows in mapped files without it.
+        device: Where samples are handed out; None: where the buffer says.
+        flatten_tensordicts: Make rows of all steps of a batch: those that `("collector", "mask")` marks if
+            there is one, else all. A store of `expstore.open` takes them lane by lane, as they were gathered,
+            so that episodes go on with the next batch; in others each lane is truncated at its end.
+        max_dims: Fill batches up with zeros to these sizes, so that trajectories of different lengths fit
+            into one storage; -1: as long as they are.
+        iterate: Go through the buffer batch by batch, by its own `batch_size`: where an iteration ends,
+            `sample` raises StopIteration, which ends a trainer's epoch, and the next one begins anew.
+
+    Raises:
+        TypeError: It is no buffer of expstore, or `max_dims` are no sizes.
+        ValueError: The sampler goes by priorities, which only a `TensorDictReplayBuffer` can take
+            out of batches; or what is asked for means nothing here, and the message says why.
+
+    Example:
+        >>> hook = ReplayBufferTrainer(rb, batch_size=32, flatten_tensordicts=True)
+        >>> hook.register(trainer)  # of torchrl; or, in a loop of one's own:
+        >>> hook.extend(collected)
+        >>> batch = hook.sample()
+        >>> hook.update_priority(batch.set("td_error", errors))
+    """
+
+    def __init__(
+        self,
+        replay_buffer: ReplayBuffer | ReplayBufferEnsemble,
+        batch_size: int | None = None,
+        memmap: bool = False,
+        device: torch.device | str | int | None = None,
+        flatten_tensordicts: bool = False,
+        max_dims: Sequence[int] | None = None,
+        iterate: bool = False,
+    ) -> None:
+        _check_buffer(replay_buffer)
+        check_batch_size(batch_size)
+        if memmap:
+            raise ValueError(
+                "memmap=True means nothing here: stores on disk keep their rows in mapped files, and batches "
+                "are written to them without a copy in between; leave it out"
+            )
+        _check_sizes(max_dims)
+        if flatten_tensordicts and max_dims is not None:
+            raise ValueError(
+                "max_dims fills trajectories up to one length; with flatten_tensordicts=True every step is a "
+                "row, and there is nothing to fill up: give one of them"
+            )
+        if max_dims is not None and _takes_all_dims(replay_buffer):
+            raise ValueError(
+                "max_dims fills trajectories up to one length, but in this store every step is a row: zeros "
+                "would be stored as steps; leave it out, or use a storage of trajectories (LazyMemmapStorage)"
+            )
+        if iterate and batch_size not in (None, replay_buffer.batch_size):
+            raise ValueError(
+                f"iterate=True goes by the buffer's own batch_size, {replay_buffer.batch_size}, not by "
+                f"batch_size={batch_size}: give it to the buffer"
+            )
+        self.replay_buffer = replay_buffer
+        self.batch_size = batch_size
+        self.memmap = False
+        self.device = None if device is None else torch.device(device)
+        self.flatten_tensordicts = flatten_tensordicts
+        self.max_dims = max_dims
+        self.iterate = iterate
+        self._batches: Iterator[Any] | None = None
+        self._takes_priorities()
+
+    def extend(self, batch: TensorDictBase) -> TensorDictBase:
+        """Store a batch; return it as it was stored.
+
+        Args:
+            batch: As a collector hands it over; it is not changed. Batch size `[T]`, `[B, T]`, and so on.
+
+        Returns:
+            With `flatten_tensordicts`, batch size `[rows]`; else the batch, filled up by `max_dims`. On the
+            CPU.
+
+        Raises:
+            TypeError: It is no TensorDict; nothing was stored.
+            SchemaError: The batch does not fit the store, or is larger than `max_dims`; nothing was stored.
+        """
+        if not is_tensor_collection(batch):
+            raise TypeError(f"a collector hands over a TensorDict, this is {_kind(batch)}: make one of it")
+        batch = batch.cpu()
+        rows = batch
+        if self.flatten_tensordicts:
+            rows, batch = self._flat(batch)
+        elif self.max_dims is not None:
+            rows = batch = _padded(batch, self.max_dims)
+        self.replay_buffer.extend(rows)
+        return batch
+
+    def _flat(self, batch: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
+        """Return what is to be stored, and the same as one row after another."""
+        if (mask := batch.get(_MASK, None)) is not None:
+            flat = batch[mask]
+            return flat, flat
+        if _takes_all_dims(self.replay_buffer):
+            return batch, batch.reshape(-1)
+        flags = batch.get(_TRUNCATED, None)
+        if flags is not None and batch.batch_dims and batch.numel():
+            flags = flags.clone()
+            flags.select(batch.batch_dims - 1, -1).fill_(True)
+            batch = batch.copy()
+            batch["next"] = batch["next"].copy().set("truncated", flags)
+        flat = batch.reshape(-1)
+        return flat, flat
+
+    def sample(self, batch: TensorDictBase | None = None) -> TensorDictBase:
+        """Return a batch to learn from.
+
+        Args:
+            batch: What was collected last; it plays no part, and trainers hand it over.
+
+        Raises:
+            StopIteration: With `iterate`, an iteration is at its end.
+            NotReadyError: The store is empty, or no row is left that may still be drawn.
+        """
+        if self.iterate:
+            if self._batches is None:
+                self._batches = iter(self.replay_buffer)
+            try:
+                sample = next(self._batches)
+            except BaseException:
+                self._batches = None  # the next one begins anew
+                raise
+        else:
+            sample = self.replay_buffer.sample(self.batch_size)
+        return cast(TensorDictBase, sample if self.device is None else sample.to(self.device))
+
+    def update_priority(self, batch: TensorDictBase) -> None:
+        """Set the priorities of a sample's rows, where the buffer is drawn by priorities.
+
+        Args:
+            batch: A sample, with the buffer's `priority_key` added.
+
+        Raises:
+            TypeError: It is no TensorDict.
+            SchemaError: The batch has no priorities.
+            PriorityError: A priority is negative, NaN or infinite; none was set.
+        """
+        if self._takes_priorities():
+            if not is_tensor_collection(batch):
+                raise TypeError(f"priorities are taken out of a sample, this is {_kind(batch)}")
+            cast(TensorDictReplayBuffer, self.replay_buffer).update_tensordict_priority(batch)
+
+    def _takes_priorities(self) -> bool:
+        """Return whether the buffer is drawn by priorities; asked each time, since samplers may be set."""
+        buffer = self.replay_buffer
+        members = [buffer] if isinstance(buffer, ReplayBuffer) else [buffer[n] for n in range(len(buffer))]
+        if not any(member.sampler.prioritized for member in members):
+            return False
+        if not isinstance(buffer, TensorDictReplayBuffer):
+            raise ValueError(
+                "Prioritized sampler not supported for replay buffer trainer if not within a "
+                f"TensorDictReplayBuffer, this is a {type(buffer).__name__}"
+            )
+        return True
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what `load_state_dict` takes: which batch comes next, and of storages in RAM the rows."""
+        return {"replay_buffer": self.replay_buffer.state_dict()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on with the batch that would have come after `state_dict`.
+
+        Rows of a store on disk that were added since stay.
+
+        Raises:
+            StateError: It is no state of such a hook, or of another buffer; nothing was changed.
+        """
+        if not isinstance(state_dict, Mapping) or not isinstance(state_dict.get("replay_buffer"), Mapping):
+            raise StateError(
+                f"that is no state of a {type(self).__name__}: it has no buffer's state, 'replay_buffer'",
+                hint="give what its state_dict() returned",
+            )
+        self.replay_buffer.load_state_dict(state_dict["replay_buffer"])
+        self._batches = None
+
+    def register(self, trainer: Any, name: str = "replay_buffer") -> None:
+        """Have a torchrl `Trainer` call the hooks, and save and load the buffer's state with its own.
+
+        Args:
+            trainer: Which one.
+            name: Under which its checkpoints have the state.
+
+        Raises:
+            TypeError: It is no trainer.
+        """
+        if not all(hasattr(trainer, method) for method in ("register_op", "register_module")):
+            raise TypeError(
+                f"hooks are registered with a torchrl Trainer, not with {_kind(trainer)}; a loop of your own "
+                "calls extend, sample and update_priority itself"
+            )
+        trainer.register_op("batch_process", self.extend)
+        trainer.register_op("process_optim_batch", self.sample)
+        trainer.register_op("post_loss", self.update_priority)
+        trainer.register_module(name, self)
+
+
+def _check_buffer(found: Any) -> None:
+    if isinstance(found, ReplayBuffer | ReplayBufferEnsemble):
+        return
+    if type(found).__module__.startswith("torchrl."):
+        todo = "torchrl.trainers.ReplayBufferTrainer takes torchrl's own"
+    else:
+        todo = "expstore.open() makes one"
+    raise TypeError(f"replay_buffer is to be a buffer of expstore, got {_kind(found)}; {todo}")
+
+
+def _check_sizes(sizes: Any) -> None:
+    if sizes is not None and not (
+        isinstance(sizes, Sequence) and all(isinstance(size, int) and size >= -1 for size in sizes)
+    ):
+        raise TypeError(f"max_dims is a size for each dim of a batch, -1 where it may be any, not {sizes!r}")
+
+
+def _kind(found: Any) -> str:
+    """Return what to call something that is not what it should be."""
+    if found is None or isinstance(found, str | int | float):
+        return repr(found)
+    kind = found if isinstance(found, type) else type(found)
+    called = kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
+    return f"the class {called}" if isinstance(found, type) else f"a {called}"
+
+
+def _takes_all_dims(buffer: ReplayBuffer | ReplayBufferEnsemble) -> bool:
+    return isinstance(buffer, ReplayBuffer) and buffer.storage.flatten
+
+
+def _padded(batch: TensorDictBase, sizes: Sequence[int]) -> TensorDictBase:
+    """Return a batch filled up with zeros; -1 stands for a dim that stays as it is."""
+    shape = tuple(batch.batch_size)
+    if len(sizes) != len(shape):
+        raise SchemaError(
+            f"max_dims={list(sizes)} has {len(sizes)} sizes, the batch {len(shape)} dims: {list(shape)}",
+            hint="give one size for each dim, -1 where it may be any",
+        )
+    ends: list[int] = []
+    for size, most in zip(shape, sizes, strict=True):
+        if size > most != -1:
+            raise SchemaError(
+                f"the batch has shape {list(shape)}, and max_dims={list(sizes)} has no room for it",
+                hint="give max_dims the longest that may come",
+            )
+        ends += [0, 0 if most == -1 else most - size]
+    return cast(TensorDictBase, pad(batch, ends))

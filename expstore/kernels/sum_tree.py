@@ -1,0 +1,242 @@
+"""A weight for every place, and the place under any share of their sum.
+
+Used by prioritized samplers. A flat tree of fan-out 8 over float64 leaves (Schaul et al. 2016, appendix
+B.2.1, keeps a binary one), with the smallest weight beside the sum. It knows nothing of rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba.core import types
+from numpy.typing import NDArray
+
+from expstore.core.values import IntArray
+from expstore.kernels.file_loops import compiled
+
+__all__ = ["SumTree", "raise_priorities"]
+
+Floats = NDArray[np.float64]
+
+#: Children of a node. Eight float64 are one cache line.
+FAN = 8
+#: From this share of the leaves on, all sums are made anew instead of one by one.
+_BULK = 1 / 16
+#: Levels of up to so many nodes are taken to be in the cache.
+_CACHED = 4096
+
+_ARRAYS = "float64[::1], float64[::1], int64[::1]"
+
+
+@compiled("UniTuple(float64, 2)(float64[::1], float64[::1], int64)")
+def _gather(sums: Floats, smallest: Floats, first: int) -> tuple[float, float]:
+    """Return sum and minimum of eight nodes. Written out: additions that wait for one another are slow."""
+    total = ((sums[first] + sums[first + 1]) + (sums[first + 2] + sums[first + 3])) + (
+        (sums[first + 4] + sums[first + 5]) + (sums[first + 6] + sums[first + 7])
+    )
+    least = smallest[first]
+    for node in range(first + 1, first + FAN):
+        least = smallest[node] if smallest[node] < least else least
+    return total, least
+
+
+@compiled(f"void({_ARRAYS}, int64[::1], float64[::1])")
+def _set(sums: Floats, smallest: Floats, levels: IntArray, places: IntArray, weights: Floats) -> None:
+    """Set leaves, and every node above them from its children: no rounding is carried along.
+
+    Level by level: then the additions wait for none of those before, and the few nodes near the top, which
+    are above many of the leaves, are made once.
+    """
+    bottom = levels.size - 2
+    for i in range(places.size):
+        leaf = levels[bottom] + places[i]
+        sums[leaf] = weights[i]
+        smallest[leaf] = weights[i] if weights[i] > 0 else np.inf
+    width = FAN
+    for level in range(bottom, 0, -1):
+        parents = (levels[level + 1] - levels[level]) // FAN
+        whole = parents <= places.size
+        for i in range(parents if whole else places.size):
+            parent = i if whole else places[i] // width
+            total, least = _gather(sums, smallest, levels[level] + parent * FAN)
+            sums[levels[level - 1] + parent] = total
+            smallest[levels[level - 1] + parent] = least
+        width *= FAN
+
+
+@compiled(f"void({_ARRAYS})")
+def _sum_up(sums: Floats, smallest: Floats, levels: IntArray) -> None:
+    """Make every node above the leaves anew."""
+    for level in range(levels.size - 2, 0, -1):
+        for parent in range((levels[level + 1] - levels[level]) // FAN):
+            total, least = _gather(sums, smallest, levels[level] + parent * FAN)
+            sums[levels[level - 1] + parent] = total
+            smallest[levels[level - 1] + parent] = least
+
+
+@compiled("void(float64[::1], int64[::1], float64[::1], int64[::1], float64[::1])")
+def _find(sums: Floats, levels: IntArray, masses: Floats, places: IntArray, weights: Floats) -> None:
+    """Walk down for each mass; a node without weight is never entered.
+
+    All masses go down one level after the other: while one waits for memory, the next is computed.
+    """
+    bottom = levels.size - 2
+    rest = masses.copy()
+    places[:] = 0
+    for level in range(bottom + 1):
+        if levels[level + 1] - levels[level] > _CACHED:
+            for i in range(rest.size):  # so short a loop asks for the lines of many masses at once
+                weights[i] = sums[levels[level] + places[i] * FAN]
+        for i in range(rest.size):
+            mass = rest[i]
+            first = levels[level] + places[i] * FAN
+            # Without a branch per child, which the processor would guess wrong.
+            passed, before, running = 0, 0.0, 0.0
+            for child in range(FAN):
+                running += sums[np.uint64(first + child)]  # no number that could count from the end
+                more = mass >= running
+                passed += more
+                before = running if more else before
+            if passed == FAN or sums[first + passed] <= 0.0:
+                # Rounding has left more than the children hold: stay at the end of the last that has any.
+                passed = FAN - 1
+                while passed > 0 and sums[first + passed] <= 0.0:
+                    passed -= 1
+                rest[i] = sums[first + passed]
+            else:
+                rest[i] = mass - before
+            places[i] = places[i] * FAN + passed
+    for i in range(places.size):
+        weights[i] = sums[levels[bottom] + places[i]]
+
+
+@compiled(
+    types.void(
+        types.Array(types.float32, 1, "C", readonly=True),  # a follower has them in a map
+        types.int64[::1],
+        types.float64,
+        types.float64,
+        types.float64[::1],
+    )
+)
+def _raise(priorities: Any, places: IntArray, eps: float, alpha: float, weights: Floats) -> None:
+    """Fill weights with (p + eps) ** alpha, the same to the last bit however many there are."""
+    for i in range(places.size):
+        weights[i] = (np.float64(priorities[places[i]]) + eps) ** alpha
+
+
+def _in_lines(count: int) -> Floats:
+    """Return so many zeros, of which eight lie in one line of the cache: else every group lies in two."""
+    room = np.zeros(count + FAN)
+    start = -(room.ctypes.data // room.itemsize) % FAN
+    return room[start : start + count]
+
+
+class SumTree:
+    """Keep weights of places 0 to `size` - 1.
+
+    Threads: every method is one step to other threads, since the compiled loops keep the GIL. The state
+    follows from the weights alone, not from the order in which they came.
+
+    Args:
+        size: How many places; `grow` adds more.
+
+    Example:
+        >>> tree = SumTree(4)
+        >>> tree.set(np.array([1, 3]), np.array([1.0, 3.0]))
+        >>> tree.total, tree.smallest
+        (4.0, 1.0)
+        >>> tree.find(np.array([0.5, 1.5, 3.5]))[0].tolist()
+        [1, 3, 3]
+    """
+
+    def __init__(self, size: int) -> None:
+        self._make(size)
+
+    def _make(self, size: int) -> None:
+        widths = [FAN]
+        while widths[-1] < size:
+            widths.append(widths[-1] * FAN)
+        # Only the leaves that are asked for: the last level is cut, whole groups of eight.
+        widths[-1] = -(-max(size, 1) // FAN) * FAN
+        for level in range(len(widths) - 2, -1, -1):
+            widths[level] = -(-(widths[level + 1] // FAN) // FAN) * FAN
+        starts = np.concatenate([[0], np.cumsum(widths)])
+        self.size = widths[-1]
+        self._levels = starts.astype(np.int64)  # where each level begins, and the end of the last
+        self._sums = _in_lines(int(starts[-1]))
+        self._smallest = _in_lines(int(starts[-1]))
+        self._smallest[:] = np.inf
+
+    def grow(self, size: int) -> None:
+        """Make room for places up to `size` - 1; weights stay."""
+        if size <= self.size:
+            return
+        weights = self.weights.copy()
+        self._make(size)
+        self.fill(weights)
+
+    @property
+    def weights(self) -> Floats:
+        """The weight of every place. Shape `(size,)`, float64; a view."""
+        weights: Floats = self._sums[self._levels[-2] :]
+        return weights
+
+    @property
+    def total(self) -> float:
+        """The sum of all weights."""
+        return float(self._sums[:FAN].sum())
+
+    @property
+    def smallest(self) -> float:
+        """The smallest weight above 0; infinite if there is none."""
+        return float(self._smallest[:FAN].min())
+
+    def set(self, places: IntArray, weights: Floats) -> None:
+        """Set the weights of places; for a place given twice the last one counts.
+
+        Args:
+            places: Shape `(n,)`, int64.
+            weights: Finite, not negative. Shape `(n,)`, float64.
+        """
+        if places.size < self.size * _BULK:
+            _set(self._sums, self._smallest, self._levels, places, weights)
+            return
+        leaves = self.weights
+        leaves[places] = weights
+        self._finish()
+
+    def fill(self, weights: Floats) -> None:
+        """Set the weights of the places from 0 on; the others get none."""
+        leaves = self.weights
+        leaves[: weights.size] = weights
+        leaves[weights.size :] = 0.0
+        self._finish()
+
+    def _finish(self) -> None:
+        leaves = self.weights
+        self._smallest[self._levels[-2] :] = np.where(leaves > 0, leaves, np.inf)
+        _sum_up(self._sums, self._smallest, self._levels)
+
+    def find(self, masses: Floats) -> tuple[IntArray, Floats]:
+        """Find the places where the running sum of weights passes each mass.
+
+        Args:
+            masses: At least 0, less than `total`. Shape `(n,)`, float64.
+
+        Returns:
+            Places, int64, and their weights, float64, all above 0 if any weight is. Shapes `(n,)`.
+        """
+        places, weights = np.empty(masses.size, np.int64), np.empty(masses.size)
+        _find(self._sums, self._levels, masses, places, weights)
+        return places, weights
+
+
+def raise_priorities(
+    priorities: NDArray[np.float32], places: IntArray, *, eps: float, alpha: float
+) -> Floats:
+    """Return (p + eps) ** alpha of the priorities at these places. Shape `(n,)`, float64."""
+    weights = np.empty(places.size)
+    _raise(priorities, places, eps, alpha, weights)
+    return weights

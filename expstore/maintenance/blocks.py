@@ -1,0 +1,402 @@
+"""The part of `verify` that reads the columns: metadata, lengths, shard indexes, and every block's sums.
+
+It reads with pread, so that a file that is cut short meanwhile ends in a finding and not in a signal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import google_crc32c
+import numpy as np
+
+from expstore.core.values import Array, key_name
+from expstore.disk.disk import File
+from expstore.errors import CorruptionError, StorageError
+from expstore.maintenance.dedup import check_shared, own_ids, read_shared, read_slots, sum_shared
+from expstore.maintenance.findings import Finding, Inspection, Progress, runs_of
+from expstore.maintenance.packed import PackedFiles
+from expstore.storages.columns.checksums import (
+    BLOCK_ROWS,
+    CHECKSUMS,
+    GIVEN_UP,
+    NOTHING,
+    SUMMED,
+    blocks_of,
+    no_entries,
+    read_entries,
+    state_of,
+    zeros_sum,
+)
+from expstore.storages.columns.dedup import SharedColumn
+from expstore.storages.columns.flat import Column
+from expstore.storages.columns.packed.reader import PackedReader
+from expstore.storages.format.pending_swap import sums_path
+from expstore.storages.format.zarr_metadata import SEPARATOR, make_metadata, parse_metadata, shard_footer
+
+__all__ = ["check_blocks", "check_metadata", "metadata_of", "read_column", "rows_of_file"]
+
+_PIECE_BYTES = 4 << 20
+
+
+def check_metadata(inspection: Inspection) -> None:
+    """Hold every zarr.json against what the schema asks for."""
+    group = inspection.group
+    if group is None:
+        return
+    folder = group.folder
+    arrays = {f"{column.entry.path}/zarr.json": column for column in inspection.columns}
+    for name, wanted in metadata_of(inspection).items():
+        path, array = folder / name, arrays.get(name)
+        trouble = _metadata_trouble(inspection, path, parse_metadata(wanted), array)
+        if trouble:
+            inspection.note(
+                Finding(
+                    kind="missing" if trouble == "is missing" else "metadata",
+                    path=inspection.relative(path),
+                    message=f"{inspection.relative(path)} {trouble}",
+                    column=key_name(array.entry.key) if array else None,
+                )
+            )
+
+
+def metadata_of(inspection: Inspection) -> dict[str, bytes]:
+    """Return the files of Zarr metadata that the schema asks for: relative name -> bytes."""
+    group = inspection.group
+    if group is None:
+        return {}
+    columns = [column for column in inspection.columns if not column.entry.variable]
+    sound = [column.separator for column in columns if column.fault is None and not column.packed]
+    separator = max(sound, key=sound.count, default=SEPARATOR)
+    shards = [_shard_rows(inspection, column, separator) for column in columns]
+    packings = [column.packing if isinstance(column, PackedReader) else None for column in columns]
+    attributes = {"expstore": {"capacity": inspection.manifest.capacity, "slots": inspection.slots}}
+    fields = [column.entry for column in columns]
+    lent = {column.entry.key for column in group.shared.values()}
+    how: dict[str, Any] = {"separator": separator, "packings": packings, "lent": lent}
+    how["implied"] = inspection.manifest.implied
+    return make_metadata(fields, shards, inspection.slots, attributes, **how)
+
+
+def _metadata_trouble(
+    inspection: Inspection, path: Path, wanted: dict[str, Any], column: Column | None
+) -> str | None:
+    disk = inspection.disk
+    if not disk.exists(path):
+        return "is missing"
+    try:
+        found = parse_metadata(disk.read_whole(path))
+    except (StorageError, ValueError) as exc:
+        return f"cannot be read: {exc}"
+    if not isinstance(found, dict):
+        return "does not describe anything"
+    if column is not None and inspection.slots is None:
+        # It grows with the shards; a power cut may have lost some of these.
+        length = found.get("shape", [0])[0] if isinstance(found.get("shape"), list) else 0
+        least = max(1, _least_shards(inspection, column)) * column.rows
+        if isinstance(length, int) and length >= least and length % column.rows == 0:
+            wanted["shape"][0] = length
+    for name in sorted(wanted.keys() | found.keys()):
+        if wanted.get(name) != found.get(name):
+            return f"says {name} {found.get(name)!r}, the schema asks for {wanted.get(name)!r}"
+    return None
+
+
+def _least_shards(inspection: Inspection, column: Column) -> int:
+    """Return how many shards a column of a store that grows has at least."""
+    synced = 0 if inspection.past is None else inspection.past.synced
+    least = -(-min(inspection.window.last, synced) // column.rows)  # of later rows the journal may have all
+    if isinstance(column, PackedReader):  # one begins when its first chunk is full
+        least = min(least, max((number + 1 for _, number, _ in column.shards()), default=0))
+    return least
+
+
+def rows_of_file(size: int, row_bytes: int) -> int:
+    """Return how many rows a shard file of this length has; 0 if none has this length."""
+    blocks, rest = divmod(size - 4, BLOCK_ROWS * row_bytes + 16)
+    return blocks * BLOCK_ROWS if blocks > 0 and rest == 0 else 0
+
+
+def _shard_rows(inspection: Inspection, column: Column, separator: str) -> int:
+    """Return how many rows a shard has, from the first one's length where zarr.json cannot tell."""
+    if column.fault is not None:
+        column.separator = separator
+        size = inspection.disk.size(column.shard_path(0))
+        found = rows_of_file(size, column.row_bytes)
+        if found:
+            column.rows = found
+        column.fault = None
+    return column.rows
+
+
+def check_blocks(inspection: Inspection, unsettled: set[int], progress: Progress | None) -> None:
+    """Read every shard of every column.
+
+    Args:
+        inspection: The check.
+        unsettled: Blocks of which the sums need not hold: written to since the last mark.
+        progress: Is told how far this is.
+    """
+    group = inspection.group
+    if group is None:
+        return
+    columns = group.summed
+    entries = _entries(inspection, len(columns), unsettled)
+    states = [state_of(entry) for entry in entries]
+    for block, state in enumerate(states):
+        if state not in (SUMMED, GIVEN_UP, NOTHING):
+            _note_entry(inspection, block, "cannot be read: the entry itself is damaged")
+    needed = _needed_blocks(inspection)
+    for block in sorted(needed - unsettled):
+        if len(states) and (block >= len(states) or states[block] in (NOTHING, GIVEN_UP)):
+            _note_entry(inspection, block, "are missing")
+    held = {block for block, state in enumerate(states) if state == SUMMED} - unsettled
+    stop = max(needed | held, default=-1) + 1
+    jobs = [
+        (place, column, number)
+        for place, column in enumerate(columns)
+        if not column.packed
+        for number in _shard_numbers(inspection, column, stop)
+    ]
+    total = sum(column.rows * column.row_bytes for _, column, _ in jobs)
+    done = 0
+    for place, column, number in jobs:
+        _check_shard(inspection, place, column, number, entries, states, unsettled)
+        done += column.rows * column.row_bytes
+        if progress is not None:
+            progress(done, total)
+    for place, files in inspection.packed.items():
+        packed = inspection.columns[place]
+        if isinstance(packed, PackedReader):
+            _check_packed(inspection, packed, files)
+    check_shared(inspection)
+    for column in inspection.columns[len(columns) :]:
+        # What is counted has no shard before rows are handed out, or synced.
+        due = needed if column is not inspection.sampled else needed - unsettled
+        for number in _shard_numbers(inspection, column, max(due, default=-1) + 1):
+            _check_shard(inspection, -1, column, number, entries, [], unsettled)
+
+
+def _check_packed(inspection: Inspection, column: PackedReader, files: PackedFiles) -> None:
+    """Note what is damaged in the files of a packed column, and which rows that costs."""
+    lost: dict[Path, list[int]] = {}
+    files.note_hidden(inspection.settled_runs())
+    # Of later ones the journal has the rows, or their checksum.
+    for first, count in inspection.settled_runs():
+        for slot, offset, n in inspection.pieces(first, count):
+            turn = 0 if inspection.slots is None else (first + offset - 1) // inspection.slots
+            for at in np.flatnonzero(~files.find(turn, slot, n)).tolist():
+                chunk = (slot + at) // column.packing.rows
+                path = files.lender_of(turn, chunk) or files.file_of(turn, chunk)
+                lost.setdefault(path, []).append(first + offset + at)
+    for path in sorted({fault.path for fault in files.faults} | lost.keys()):
+        faults = [fault for fault in files.faults if fault.path == path]
+        costly = {fault.text for fault in faults if fault.kind == "payload"}
+        gone = not inspection.disk.exists(path)
+        for fault in faults:
+            if fault.kind == "footer":
+                _note_packed(inspection, column, path, "footer", fault.text, [])
+        if gone or lost.get(path) or costly:
+            text = "is missing" if gone else "; ".join(sorted(costly)) or "has lost rows"
+            ids = lost.get(path, [])
+            _note_packed(inspection, column, path, "missing" if gone else "payload", text, ids)
+
+
+def _note_packed(
+    inspection: Inspection, column: PackedReader, path: Path, kind: str, text: str, lost: list[int]
+) -> None:
+    name, ids = inspection.relative(path), runs_of(np.sort(np.array(lost, np.int64)))
+    first = lost[0] - 1 if lost else 0
+    numbers = path.name.split(".")[1:2]
+    shard = first % (inspection.slots or first + 1) // column.rows
+    inspection.note(
+        Finding(
+            kind=kind,
+            path=name,
+            message=f"{name}{_of_ids(ids)} {text}",
+            column=key_name(column.entry.key),
+            shard=int(numbers[0]) if numbers else shard,
+            ids=ids,
+        )
+    )
+
+
+def _needed_blocks(inspection: Inspection) -> set[int]:
+    """Return the blocks of rows that must stand in the columns: of others the journal has the bytes."""
+    past, low, runs = inspection.past, inspection.window.low, inspection.settled_runs()
+    for publish in () if past is None else past.unsynced():
+        first = max(publish.first_id + publish.skipped, low + 1)
+        if not publish.payload and first <= publish.last_id:
+            runs.append((first, publish.last_id + 1 - first))
+    return {block for first, n in runs if n for block in blocks_of(inspection.pieces(first, n))}
+
+
+def _entries(inspection: Inspection, columns: int, unsettled: set[int]) -> Array:
+    path = sums_path(inspection.disk, inspection.path)
+    size = inspection.disk.size(path)
+    try:
+        if size >= 0:
+            return read_entries(inspection.disk.read_whole(path), columns, path)
+        if inspection.window.size == 0 or _needed_blocks(inspection) <= unsettled:
+            return no_entries(columns)
+        text = "is missing: nothing can be held against the columns until the store was opened and closed"
+    except CorruptionError as exc:
+        text = exc.message.removeprefix(f"{path} ")
+    inspection.note(
+        Finding(kind="missing" if size < 0 else "checksums", path=CHECKSUMS, message=f"{CHECKSUMS} {text}")
+    )
+    return no_entries(columns)
+
+
+def _note_entry(inspection: Inspection, block: int, text: str) -> None:
+    first = block * BLOCK_ROWS
+    ids = runs_of(inspection.ids_in(first, BLOCK_ROWS))
+    inspection.note(
+        Finding(
+            kind="checksums",
+            path=CHECKSUMS,
+            message=f"the checksums of slots {first} to {first + BLOCK_ROWS - 1}{_of_ids(ids)} {text}",
+            slots=(first, first + BLOCK_ROWS - 1),
+            ids=ids,
+        )
+    )
+
+
+def _of_ids(ids: tuple[tuple[int, int], ...]) -> str:
+    return f" (ids {', '.join(f'{a} to {b}' for a, b in ids)})" if ids else " (no readable row)"
+
+
+def _shard_numbers(inspection: Inspection, column: Column, blocks: int) -> Iterator[int]:
+    """Yield the shards that blocks 0 to `blocks` - 1 need, and those beyond that are there."""
+    number = 0
+    while number * column.rows < blocks * BLOCK_ROWS or inspection.disk.exists(column.shard_path(number)):
+        yield number
+        number += 1
+
+
+def _check_shard(
+    inspection: Inspection,
+    place: int,
+    column: Column,
+    number: int,
+    entries: Array,
+    states: list[int],
+    unsettled: set[int],
+) -> None:
+    path = column.shard_path(number)
+    first = number * column.rows
+    blocks = range(first // BLOCK_ROWS, (first + column.rows) // BLOCK_ROWS)
+    note = partial(_note_shard, inspection, column, number)
+    size = inspection.disk.size(path)
+    if size != column.file_bytes:
+        kind, text = ("missing", "is missing") if size < 0 else ("length", f"has {size} bytes")
+        note(kind, f"{text}, {column.file_bytes} are expected", first, column.rows)
+        inspection.damaged.setdefault(place, set()).update(blocks)
+        return
+    file = inspection.disk.open(path, write=False)
+    try:
+        footer = file.read(column.rows * column.row_bytes, column.file_bytes)
+        if footer != shard_footer(column.rows, column.row_bytes):
+            note("footer", "has a damaged index (the bytes after its rows)", first, column.rows)
+        for block in blocks if place >= 0 else ():
+            state = states[block] if block < len(states) else NOTHING
+            if block in unsettled or state not in (SUMMED, NOTHING):
+                continue
+            start = (block - blocks[0]) * BLOCK_ROWS * column.row_bytes
+            stop = start + BLOCK_ROWS * column.row_bytes
+            if isinstance(column, SharedColumn):
+                found = sum_shared(inspection.disk, column, block)
+                if found is None:
+                    continue  # nobody can say which rows lie here: that has a finding of its own
+            else:
+                found = _sum(file, start, stop)
+            if state == SUMMED and found != int(entries[block]["sums"][place]):
+                kind, text = "payload", "does not have its checksum"
+            elif state == NOTHING and len(states) and found != zeros_sum(stop - start):
+                kind, text = "unwritten", "holds something, though nothing was written there"
+            else:
+                continue
+            note(kind, text, block * BLOCK_ROWS, BLOCK_ROWS)
+            inspection.damaged.setdefault(place, set()).add(block)
+    finally:
+        file.close()
+
+
+def _note_shard(
+    inspection: Inspection, column: Column, number: int, kind: str, text: str, first: int, count: int
+) -> None:
+    path = inspection.relative(column.shard_path(number))
+    named = inspection.ids_in(first, count)
+    if isinstance(column, SharedColumn):  # others lie elsewhere
+        named = own_ids(inspection, column, named)
+    ids = runs_of(named)
+    where = f", slots {first} to {first + count - 1}{_of_ids(ids)}"
+    inspection.note(
+        Finding(
+            kind=kind,
+            path=path,
+            message=f"{path}{where} {text}" if count < column.rows else f"{path}{_of_ids(ids)} {text}",
+            column=key_name(column.entry.key),
+            shard=number,
+            slots=(first, first + count - 1),
+            ids=ids,
+        )
+    )
+
+
+def _sum(file: File, start: int, stop: int) -> int:
+    """Return the crc32c of a part of a file; a hole is not read."""
+    if file.next_data(start) >= stop:
+        return zeros_sum(stop - start)
+    crc = 0
+    for at in range(start, stop, _PIECE_BYTES):
+        crc = google_crc32c.extend(crc, file.read(at, min(_PIECE_BYTES, stop - at)))
+    return crc
+
+
+def read_column(inspection: Inspection, place: int, first_id: int, count: int) -> Iterator[tuple[int, Array]]:
+    """Yield (first id, values) of a run of rows of a column, leaving out shards that are not whole.
+
+    Args:
+        inspection: The check.
+        place: The column's number; negative ones count from the end.
+        first_id: Of the run.
+        count: How many rows.
+    """
+    if inspection.group is None:
+        return
+    column = inspection.group.columns[place]
+    files = inspection.packed.get(place)
+    if files is not None:
+        yield from _read_packed(inspection, files, first_id, count)
+        return
+    for slot, offset, n in inspection.pieces(first_id, count):
+        done = 0
+        while done < n:
+            row = (slot + done) % column.rows
+            rows = min(n - done, column.rows - row, max(1, _PIECE_BYTES // column.row_bytes))
+            values = (
+                read_shared(inspection.disk, column, slot + done, rows)
+                if isinstance(column, SharedColumn)
+                else read_slots(inspection.disk, column, slot + done, rows)
+            )
+            if values is not None:
+                yield first_id + offset + done, values.reshape(-1)
+            done += rows
+
+
+def _read_packed(
+    inspection: Inspection, files: PackedFiles, first_id: int, count: int
+) -> Iterator[tuple[int, Array]]:
+    """Do so for a packed column, without rows that are lost."""
+    each = files.column.row_bytes
+    for slot, offset, n in inspection.pieces(first_id, count):
+        turn = 0 if inspection.slots is None else (first_id + offset - 1) // inspection.slots
+        step = max(1, _PIECE_BYTES // each)
+        for done in range(0, n, step):
+            rows, whole = files.rows(turn, slot + done, min(step, n - done))
+            if whole.all():
+                yield first_id + offset + done, rows.reshape(-1).view(files.column.entry.numpy_dtype)

@@ -1,0 +1,132 @@
+"""What a check found, and what it knows of the store while it looks.
+
+Used by the checks. It reads what the other parts of a check share and never changes a file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from expstore.core.values import IntArray, Window, cut_run
+from expstore.disk.disk import Disk
+from expstore.maintenance.packed import PackedFiles
+from expstore.storages.columns.column_set import ColumnGroup
+from expstore.storages.columns.flat import Column
+from expstore.storages.format.manifest import Manifest
+from expstore.storages.recovery.recover import Past
+
+__all__ = ["Finding", "Inspection", "Progress", "runs_of"]
+
+#: Is told how many bytes were looked at, and how many there are.
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """Say what is wrong, and where.
+
+    Args:
+        kind: Stable word: manifest, metadata, missing, length, footer, payload, unwritten, checksums,
+            journal, torn, episodes.log, keys, ids, episodes, index, repair or version.
+        path: The file, relative to the store.
+        message: One line.
+        column: The field, as users read it.
+        shard: Number of the shard.
+        slots: First and last slot of the rows.
+        ids: The readable rows among them: first and last id of each run.
+        fatal: Nothing can be read while this stands.
+    """
+
+    kind: str
+    path: str
+    message: str
+    column: str | None = None
+    shard: int | None = None
+    slots: tuple[int, int] | None = None
+    ids: tuple[tuple[int, int], ...] = ()
+    fatal: bool = False
+
+
+@dataclass(slots=True)
+class Inspection:
+    """Carry a check through a store.
+
+    Args:
+        disk: Where files are touched; only read.
+        path: The store.
+        manifest: Its settings.
+        group: Its columns, opened for reading; None: it has no fields yet.
+        sampled: The same, of how often rows were handed out; None: it has no such column.
+        past: What its journal says; None: it has none that can be read.
+        window: Its readable rows.
+        found: Findings so far.
+        packed: What stands in the files of packed columns, by their places.
+        damaged: Blocks whose bytes are not what was written, by column (its place).
+    """
+
+    disk: Disk
+    path: Path
+    manifest: Manifest
+    group: ColumnGroup | None = None
+    sampled: Column | None = None
+    past: Past | None = None
+    window: Window = field(default_factory=lambda: Window(0, 0))
+    found: list[Finding] = field(default_factory=list)
+    packed: dict[int, PackedFiles] = field(default_factory=dict)
+    damaged: dict[int, set[int]] = field(default_factory=dict)
+
+    @property
+    def slots(self) -> int | None:
+        """How many physical places a ring has."""
+        return self.manifest.slots
+
+    @property
+    def columns(self) -> list[Column]:
+        """Whatever lies in an array: what has checksums, then what has none."""
+        group = self.group
+        columns = [] if group is None else [*group.summed, group.columns[-1]]
+        return columns if self.sampled is None else [*columns, self.sampled]
+
+    def settled_runs(self) -> list[tuple[int, int]]:
+        """Return the readable rows that a mark covers, as runs: (first id, rows)."""
+        window, past = self.window, self.past
+        last = window.last if past is None else min(window.last, past.synced)
+        return [
+            (first, min(count, last + 1 - first)) for first, count in window.runs() if count and first <= last
+        ]
+
+    def relative(self, path: Path) -> str:
+        """Return a path as findings name it."""
+        return path.relative_to(self.path).as_posix()
+
+    def note(self, finding: Finding) -> None:
+        """Keep a finding."""
+        self.found.append(finding)
+
+    def pieces(self, first_id: int, count: int) -> list[tuple[int, int, int]]:
+        """Cut a run of ids at the end of the ring: (first slot, offset in the run, rows)."""
+        return cut_run(first_id, count, self.slots)
+
+    def ids_in(self, first_slot: int, count: int) -> IntArray:
+        """Return the ids of the readable rows in a run of slots, ascending."""
+        window, places = self.window, np.arange(first_slot, first_slot + count, dtype=np.int64)
+        if self.slots is None:
+            ids = places + 1
+        else:
+            ids = window.last - (window.last - 1 - places[places < self.slots]) % self.slots
+        found: IntArray = np.sort(ids[window.holds(ids)])
+        return found
+
+
+def runs_of(numbers: IntArray) -> tuple[tuple[int, int], ...]:
+    """Return the first and the last number of each run in an ascending list. Shape `(n,)`."""
+    if not numbers.size:
+        return ()
+    cuts = np.flatnonzero(np.diff(numbers) != 1)
+    firsts = numbers[np.concatenate([[0], cuts + 1])].tolist()
+    lasts = numbers[np.concatenate([cuts, [numbers.size - 1]])].tolist()
+    return tuple(zip(firsts, lasts, strict=True))

@@ -1,0 +1,411 @@
+"""`expstore.merge`: several stores become a new one.
+
+Used by the command line. The stores are read as followers do, and never changed; the new one stands aside
+until it is whole.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from expstore.core.draw_state import NO_PROGRESS
+from expstore.core.values import Array, IntArray, key_name
+from expstore.disk.atomic_build import making
+from expstore.disk.disk import Disk
+from expstore.episodes.log import LogEntry
+from expstore.episodes.segmentation import CUT
+from expstore.errors import LockedError, SchemaError, StateError
+from expstore.schema.schema import Schema
+from expstore.schema.spec_text import same_specs
+from expstore.storages.base import ROW_FIELDS
+from expstore.storages.engine.open_settings import Settings
+from expstore.storages.factory import open_storage
+from expstore.storages.follower import FollowerStorage
+from expstore.storages.format.layout import ColumnLayout, LayoutName, ask_layout
+from expstore.storages.format.manifest import Manifest, check_target
+from expstore.storages.indexing import read_present
+from expstore.storages.snapshots.catalog import store_meant
+from expstore.storages.snapshots.resize import Progress
+from expstore.storages.snapshots.restore import join_parts
+
+__all__ = ["Merged", "MergedRun", "merge"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MergedRun:
+    """Say what a store brought.
+
+    Args:
+        path: Its folder.
+        name: What its sources' names begin with.
+        rows: How many.
+        episodes: How many it had ever.
+    """
+
+    path: Path
+    name: str
+    rows: int
+    episodes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Merged:
+    """Say what was made.
+
+    Args:
+        path: The new store.
+        rows: How many can be read in it.
+        given_up: How many there was no room for.
+        runs: What each store brought.
+    """
+
+    path: Path
+    rows: int
+    given_up: int
+    runs: tuple[MergedRun, ...]
+
+
+def merge(
+    paths: Sequence[str | Path],
+    *,
+    out: str | Path,
+    capacity: int | None = None,
+    layout: LayoutName | None = None,
+    fields: Mapping[str, Mapping[str, Any]] | None = None,
+    progress: Progress | None = None,
+    disk: Disk | None = None,
+) -> Merged:
+    """Make a new store of the rows of several.
+
+    They follow one another store by store, each with its episode's step, its time and priority; ids and
+    episode ids are new. A source keeps its name behind that of its store, as in `run-1/arm`, so that
+    trajectory ids of different stores never meet; episodes keep what was noted about them, and open ones are
+    cut. `meta` lists the stores with their own; settings that draws depend on are new. Of a store that keeps
+    the best rows these are taken; the new one keeps the newest.
+
+    Crashes: it is there whole or not at all. Processes: nobody may write to the stores meanwhile.
+
+    Args:
+        paths: Their folders, in this order; versions, too, and folders of versions, of which the newest is
+            meant.
+        out: The new store's folder, which must not be there yet.
+        capacity: Most readable rows, of which the last ones stay; None: unbounded.
+        layout: How its fields lie on disk; as of `expstore.open`.
+        fields: The same for single fields.
+        progress: Is told bytes done and bytes in all, between two pieces.
+        disk: Where files are touched.
+
+    Returns:
+        What was made.
+
+    Raises:
+        ValueError: There are no stores, or one comes twice; or the capacity is below 1.
+        NotFoundError: One is missing, or there is no folder for the new one.
+        StateError: The new one is there, or would lie inside a store; or a store has no fields yet.
+        SchemaError: They do not fit together; the message names the first difference.
+        LockedError: Somebody writes to one of them, or makes the same one just now.
+        StorageError: The disk failed or is full; nothing is left of the new one.
+
+    Example:
+        >>> expstore.merge(["runs/a.exp", "runs/b.exp"], out="runs/both.exp").rows
+        20000
+    """
+    disk, target = disk or Disk(), Path(out)
+    if capacity is not None and (capacity := operator.index(capacity)) < 1:
+        raise ValueError(f"capacity must be at least 1, got {capacity}")
+    found = [store_meant(disk, Path(path)) for path in paths]
+    _check_paths(found)
+    check_target(disk, target)
+    with ExitStack() as stack:
+        runs: list[_Run] = []
+        for path, name in zip(found, _names(found), strict=True):
+            storage = FollowerStorage(path)
+            stack.callback(storage.close)
+            runs.append(_Run.of(storage, name, runs))
+        _check_alike(runs)
+        with making(disk, target, single=True, doing="makes") as folder:
+            first = runs[0].storage.manifest
+            kinds = {run.storage.manifest.storage for run in runs}
+            settings = Settings(
+                mode="x", storage="arrow" if "arrow" in kinds else None, on_sigterm="ignore",
+                layout=ask_layout(layout, fields), new_layout=ColumnLayout("auto", share_next=True),
+                flatten=first.flatten, ndim=first.ndim, traj_key=first.traj_key, done_keys=first.done_keys,
+                reward_key=first.reward_key, meta={"merged": [run.facts() for run in runs]},
+            )  # fmt: skip
+            made = open_storage(folder / target.name, capacity, settings=settings, disk=disk)
+            try:
+                content = _Joined(runs, made.manifest, progress or (lambda done, total: None))
+                made.load_content(content)
+                kept = len(made)
+            finally:
+                made.close()
+            for run in runs:
+                run.check_alone()
+    return Merged(
+        path=target,
+        rows=kept,
+        given_up=content.total - kept,
+        runs=tuple(
+            MergedRun(path=run.storage.path, name=run.name, rows=run.ids.size, episodes=run.episodes)
+            for run in runs
+        ),
+    )
+
+
+# -- what is asked for -----------------------------------------------------------------------------
+
+
+def _check_paths(paths: Sequence[Path]) -> None:
+    if not paths:
+        raise ValueError("there is nothing to merge: name at least one store")
+    seen: set[Path] = set()
+    for path in paths:
+        if path.resolve() in seen:
+            raise ValueError(f"{path} comes twice")
+        seen.add(path.resolve())
+
+
+def _names(paths: Sequence[Path]) -> list[str]:
+    """Return what the stores' sources are called after: their folders, numbered where these are alike."""
+    names: list[str] = []
+    for path in paths:
+        name = base = path.resolve().name.removesuffix(".exp").strip() or "run"
+        if not base.isprintable():
+            name = base = "run"
+        number = 2
+        while name in names:
+            name, number = f"{base}-{number}", number + 1
+        names.append(name)
+    return names
+
+
+def _check_alike(runs: Sequence[_Run]) -> None:
+    """Raise SchemaError unless the rows of all stores have the same fields, and mean the same."""
+    first = runs[0]
+    asked = {entry.key: entry for entry in first.schema.fields}
+    for run in runs[1:]:
+        found = {entry.key: entry for entry in run.schema.fields}
+        for key in [*asked, *(key for key in found if key not in asked)]:
+            if asked.get(key) != found.get(key):
+                here, there = found.get(key, "missing"), asked.get(key, "missing")
+                raise _unlike(run, first, f"field {key_name(key)}", here, there)
+        for name in ("dims", "flatten", "traj_key", "done_keys", "reward_key"):
+            here, there = getattr(run.storage.manifest, name), getattr(first.storage.manifest, name)
+            if here != there:
+                raise _unlike(run, first, name, here, there)
+        if first.schema.form != run.schema.form:
+            raise _unlike(run, first, "what a row is made into", run.schema.form, first.schema.form)
+        specs = run.storage.specs, first.storage.specs
+        if bool(specs[0]) != bool(specs[1]) or (specs[0] and not same_specs(*specs)):
+            raise _unlike(run, first, "specs", specs[0] or "none", specs[1] or "none")
+
+
+def _unlike(run: _Run, first: _Run, what: str, here: object, there: object) -> SchemaError:
+    return SchemaError(
+        f"{run.storage.path} does not fit to {first.storage.path}: {what} is {here}, there {there}",
+        hint="only stores of the same fields and settings can be merged",
+    )
+
+
+# -- the stores ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Hold one of the stores, and what its numbers become.
+
+    Args:
+        storage: Where its rows are read.
+        name: What its sources' names begin with.
+        ids: Of its rows. Shape `(n,)`.
+        before: How many rows come before them in the new store.
+        episode: What is added to its episodes' ids.
+        source: What is added to its sources' numbers.
+        entries: What became of its episodes, in its own numbers; open ones are cut.
+        numbers: What its episode table keeps.
+    """
+
+    storage: FollowerStorage
+    name: str
+    ids: IntArray
+    before: int
+    episode: int
+    source: int
+    entries: Sequence[LogEntry]
+    numbers: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, storage: FollowerStorage, name: str, former: Sequence[_Run]) -> _Run:
+        """Look at a store that comes behind others.
+
+        Raises:
+            LockedError: Somebody writes to it.
+            StateError: It has no fields yet.
+        """
+        storage.refresh()
+        if storage.schema is None:
+            raise StateError(f"{storage.path} has no rows and no fields yet", hint="leave it out")
+        numbers, last = storage.episodes.to_base(), former[-1] if former else None
+        entries = list(storage.log_entries())
+        entries += [dataclasses.replace(entry, status=CUT) for entry in storage.episodes.open_entries()]
+        run = cls(
+            storage=storage,
+            name=name,
+            ids=_whole_steps(storage),
+            before=last.before + last.ids.size if last else 0,
+            episode=last.episode + last.episodes if last else 0,
+            source=last.source + last.numbers["next_source"] - 1 if last else 0,
+            entries=entries,
+            numbers=numbers,
+        )
+        run.check_alone()
+        return run
+
+    @property
+    def schema(self) -> Schema:
+        """Its fields."""
+        return self.storage.require_schema()
+
+    @property
+    def episodes(self) -> int:
+        """How many episodes it had ever."""
+        return int(self.numbers["next_episode"]) - 1
+
+    def facts(self) -> dict[str, Any]:
+        """Return what the new store keeps of it."""
+        manifest = self.storage.manifest
+        return {"name": self.name, "uuid": manifest.uuid, "rows": self.ids.size, "meta": manifest.meta}
+
+    def check_alone(self) -> None:
+        """Raise LockedError if somebody writes to it."""
+        self.storage.follow()
+        owner = self.storage.owner
+        if owner is not None:
+            raise LockedError(
+                f"{self.storage.path} is being written to by process {owner.pid} on {owner.host}",
+                hint="close it there first, or merge a version of it",
+            )
+
+    def read(self, start: int, count: int, places: Sequence[int]) -> list[Array]:
+        """Copy some of its rows out, with the numbers that they get.
+
+        Raises:
+            LockedError: Somebody has overwritten them meanwhile.
+        """
+        ids = self.ids[start : start + count]
+        found, columns = read_present(self.storage, ids, places)
+        if found.size < ids.size:
+            raise LockedError(f"rows of {self.storage.path} were overwritten meanwhile", hint="try again")
+        first = self.before + start + 1
+        columns[-5] = np.arange(first, first + ids.size)
+        columns[-4] = columns[-4] + self.episode
+        return columns
+
+    def renumbered(self) -> Iterator[LogEntry]:
+        """Yield what became of its episodes and sources, in the numbers of the new store."""
+        for entry in self.entries:
+            text, last_id = entry.text, 0
+            if entry.episode:
+                # A row that is gone is taken for the newest one before it that is there.
+                last_id = self.before + int(np.searchsorted(self.ids, entry.last_id, side="right"))
+            else:
+                text = f"{self.name}/{text}"
+            yield dataclasses.replace(
+                entry,
+                episode=entry.episode and entry.episode + self.episode,
+                source=entry.source + self.source,
+                last_id=last_id,
+                sequence=0,
+                generation=0,
+                text=text,
+            )
+
+    def named(self) -> dict[str, int]:
+        """Return the sources that a user has named, as they are called in the new store."""
+        known: Mapping[str, int] = self.numbers["named"]
+        return {f"{self.name}/{name}": number + self.source for name, number in known.items()}
+
+
+def _whole_steps(storage: FollowerStorage) -> IntArray:
+    """Return the ids of all rows that can be read, but for those of steps that are not whole."""
+    ids = storage.window.ids()
+    if storage.lanes == 1 or not ids.size:
+        return ids
+    steps, counts = np.unique((ids - 1) // storage.lanes, return_counts=True)
+    kept: IntArray = ids[np.isin((ids - 1) // storage.lanes, steps[counts == storage.lanes])]
+    return kept
+
+
+class _Joined:
+    """Show what all stores hold together, as a version's content.
+
+    Args:
+        runs: The stores.
+        manifest: Of the new one, before it has fields.
+        progress: Is told how far reading has come.
+    """
+
+    name = "the merged stores"
+    low = 0
+    counted = False
+
+    def __init__(self, runs: Sequence[_Run], manifest: Manifest, progress: Progress) -> None:
+        first, last = runs[0], runs[-1]
+        schema = first.schema
+        self._runs, self._progress = runs, progress
+        self.total = last.before + last.ids.size
+        self._skipped = 0 if manifest.capacity is None else max(0, self.total - manifest.capacity)
+        self.manifest = manifest.replace(
+            capacity=None, schema=schema, dims=first.storage.manifest.dims, specs=first.storage.specs
+        )
+        entries = (*schema.fields, *ROW_FIELDS)
+        self.row_bytes = sum(entry.row_bytes for entry in entries)
+        own = range(len(schema.fields), len(entries))
+        #: Where each run has its columns, which may be in another order.
+        self._places = [[*(run.schema.place(entry.key) for entry in schema.fields), *own] for run in runs]
+        self.entries = [entry for run in runs for entry in run.renumbered()]
+        named = {name: number for run in runs for name, number in run.named().items()}
+        self.base: dict[str, Any] = {
+            "last": self.total,
+            "retired": 0,
+            "draw": 0,
+            "progress": NO_PROGRESS,
+            "limits": (0, 0),
+            "randomness": None,
+            "max_priority": max(run.storage.max_priority for run in runs),
+            "write_count": self.total,
+            "episodes": {
+                "next_episode": last.episode + last.episodes + 1,
+                "next_source": last.source + last.numbers["next_source"],
+                "lanes": first.numbers["lanes"],
+                "named": named,
+                "unnamed": {},
+                "open": [],
+            },
+        }
+
+    def rows(self, first_id: int, count: int) -> list[Array]:
+        """Copy a run of rows, all columns."""
+        parts: list[list[Array]] = []
+        for run, places in zip(self._runs, self._places, strict=True):
+            start = max(0, first_id - 1 - run.before)
+            stop = min(run.ids.size, first_id - 1 + count - run.before)
+            if start < stop:
+                parts.append(run.read(start, stop - start, places))
+        done = first_id - 1 + count - self._skipped
+        self._progress(done * self.row_bytes, (self.total - self._skipped) * self.row_bytes)
+        if len(parts) == 1:
+            return parts[0]
+        return [join_parts(columns) for columns in zip(*parts, strict=True)]
+
+    def counts(self, first_id: int, count: int) -> Array:
+        """Say that no row was handed out yet. Shape `(count,)`, uint32."""
+        return np.zeros(count, np.uint32)

@@ -1,0 +1,387 @@
+"""The part of `verify` that looks at packed columns: every chunk is unpacked, every raw row is summed.
+
+Used by the checks of columns, and by `repair` to put whole chunks in the places of lost ones. It reads with
+pread, so that a file that is cut short meanwhile ends in a finding and not in a signal.
+"""
+
+from __future__ import annotations
+
+import itertools
+import struct
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from expstore.core.values import Array, IntArray
+from expstore.disk.disk import Disk, File
+from expstore.errors import CorruptionError
+from expstore.storages.columns.packed.column import PARTIAL
+from expstore.storages.columns.packed.open_chunk import PartialFile
+from expstore.storages.columns.packed.reader import PackedReader
+from expstore.storages.format.chunk_file import (
+    ANY_TURN,
+    HEADER_BYTES,
+    Chunks,
+    no_chunks,
+    pack_chunk,
+    pack_index,
+    read_index,
+    sum_chunk,
+)
+
+__all__ = ["Fault", "PackedFiles"]
+
+
+class Fault(NamedTuple):
+    """Say what is wrong with a file of a packed column.
+
+    Args:
+        kind: As of a finding: footer or payload.
+        path: The file.
+        shard: Its number.
+        text: What is wrong.
+    """
+
+    kind: str
+    path: Path
+    shard: int
+    text: str
+
+
+class PackedFiles:
+    """Know what stands in the files of a packed column, chunk by chunk.
+
+    Threads: one. Crashes: only `mend` changes anything, and can be called again.
+
+    Args:
+        disk: Where files are touched.
+        column: Which one.
+    """
+
+    def __init__(self, disk: Disk, column: PackedReader) -> None:
+        self.column, self.packing = column, column.packing
+        #: What stands in the files of the column in which some rows lie.
+        self.partner: PackedFiles | None = None
+        self.faults: list[Fault] = []
+        #: Whole chunks behind damaged bytes, which nobody else finds: file, shard, turn, number in the shard.
+        self.hidden: list[tuple[Path, int, int, int]] = []
+        self._disk = disk
+        #: Where whole chunks are, by turn of the ring and number: file, offset and length.
+        self._places: dict[tuple[int, int], tuple[Path, int, int]] = {}
+        #: What is known of rows in whole chunks that lie there: how far before their own places.
+        self._lent: dict[tuple[int, int], IntArray] = {}
+        self._raw: dict[tuple[int, int], tuple[Array, NDArray[np.bool_]]] = {}
+        self._last: tuple[tuple[int, int], Array, NDArray[np.bool_]] | None = None
+        for kind, shard, turn in sorted(column.shards()):
+            self._look(
+                column.open_path(shard, turn) if kind == "open" else column.shard_path(shard), shard, turn
+            )
+        partial = PartialFile(disk, column.folder / PARTIAL, self.packing.rows, column.row_bytes, write=False)
+        try:
+            for area in partial.areas():
+                fresh = np.zeros_like(area.rows), np.zeros_like(area.whole)
+                rows, whole = self._raw.setdefault((area.turn, area.chunk), fresh)
+                rows[area.whole] = area.rows[area.whole]
+                whole |= area.whole
+        finally:
+            partial.close()
+
+    # -- looking ---------------------------------------------------------------------------------
+
+    def _look(self, path: Path, shard: int, turn: int) -> None:
+        """Look at a shard; `turn` is -1 if it has its name."""
+        file = self._disk.open(path, write=False)
+        try:
+            named = self._index_of(file, path, shard) if turn < 0 else None
+            found = self._listed(file, named) if named is not None else self._scan(file, shard, turn)
+            known = list(found)
+            turns = [told for _, told, _, _ in known if told >= 0]
+            usual = max(turns, key=turns.count, default=-1)
+            for number, told, offset, size in known:
+                distances = self._unpacks(file.read(offset, size))
+                whole = distances is not None
+                name = usual if told < 0 else told, shard * self.packing.chunks + number
+                if distances is not None and usual >= 0:
+                    self._places[name] = path, offset, size
+                    self._lent.pop(name, None)
+                    if distances.any():
+                        self._lent[name] = distances
+                if told < 0 or not whole:
+                    what = "what stands before" if whole else "the checksum of"
+                    text = f"is damaged: {what} its chunk {number} does not fit"
+                    self.faults.append(Fault("payload", path, shard, text))
+        finally:
+            file.close()
+
+    def _index_of(self, file: File, path: Path, shard: int) -> Chunks | None:
+        try:
+            return read_index(file, self.packing.chunks, table=self.packing.table_bytes)
+        except CorruptionError:
+            text = "has a damaged index (the bytes after its chunks)"
+            self.faults.append(Fault("footer", path, shard, text))
+            return None
+
+    def _listed(self, file: File, chunks: Chunks) -> Iterator[tuple[int, int, int, int]]:
+        """Yield number, turn (-1: it is damaged), offset and length of the chunks that an index names.
+
+        Here and below a chunk begins with its table.
+        """
+        table = self.packing.table_bytes
+        for number in np.flatnonzero(chunks.offsets >= 0).tolist():
+            offset, size = int(chunks.offsets[number]) - table, int(chunks.sizes[number]) + table
+            head = _head(file.read(max(0, offset - HEADER_BYTES), HEADER_BYTES + size))
+            turn = -1
+            if head is not None and head[:2] == (size, number):
+                turn = head[2]
+            yield number, turn, offset, size
+
+    def _scan(self, file: File, shard: int, turn: int) -> Iterator[tuple[int, int, int, int]]:
+        """Yield the same of the chunks that are whole, in a file without an index, past damaged ones."""
+        at, stop, gap = 0, file.size(), False
+        while at + HEADER_BYTES < stop:
+            data = file.read(at, HEADER_BYTES + self._most)
+            head = _head(data)
+            if head is not None and head[1] < self.packing.chunks and turn in (-1, head[2]):
+                if gap:
+                    self.hidden.append((file.path, shard, head[2], head[1]))
+                yield head[1], head[2], at + HEADER_BYTES, head[0]
+                at += HEADER_BYTES + head[0]
+                continue
+            gap = True
+            step = next((n for n in range(1, len(data) - HEADER_BYTES) if self._begins(data, n, turn)), 0)
+            after = file.next_data(at + len(data)) - HEADER_BYTES - self._most
+            at += step or max(1, len(data) - HEADER_BYTES, after - at)
+
+    def _begins(self, data: bytes, at: int, turn: int) -> bool:
+        """Say whether a chunk may begin here."""
+        size, number, told = struct.unpack_from("<III", data, at)
+        return 16 < size <= self._most and number < self.packing.chunks and turn in (-1, told)
+
+    @property
+    def _most(self) -> int:
+        return self.packing.most_bytes(self.column.chunk_bytes)
+
+    def _unpacks(self, chunk: bytes) -> IntArray | None:
+        """Return how far away the rows of a chunk lie, if it is whole; 0: they are in it."""
+        try:
+            return self._unpack(chunk)[1]
+        except CorruptionError:
+            return None
+
+    def _unpack(self, chunk: bytes) -> tuple[Array, IntArray]:
+        """Return the rows that are in a chunk, as bytes, and how far away the others lie.
+
+        Raises:
+            CorruptionError: It is damaged.
+        """
+        each, distances = self.packing.rows, np.zeros(self.packing.rows, np.int64)
+        if self.packing.shares:
+            distances = self.packing.unpack_table(chunk)
+        frame = chunk[self.packing.table_bytes :]
+        if not frame and distances.all():
+            return np.zeros((each, self.column.row_bytes), np.uint8), distances
+        return self.packing.unpack(frame, self.column.chunk_bytes).reshape(each, -1), distances
+
+    def note_hidden(self, runs: Sequence[tuple[int, int]]) -> None:
+        """Take files for damaged in which whole chunks cannot be found that hold some of these rows.
+
+        Args:
+            runs: Rows that must be found: (first id, rows).
+        """
+        each, slots = self.packing.rows, self.column.slots or 0
+        for path, shard, turn, number in self.hidden:
+            low = turn * slots + shard * self.packing.shard + number * each + 1
+            if any(first < low + each and low < first + count for first, count in runs):
+                self.faults.append(Fault("payload", path, shard, f"is damaged before its chunk {number}"))
+
+    # -- rows ------------------------------------------------------------------------------------
+
+    def rows(self, turn: int, slot: int, count: int) -> tuple[Array, NDArray[np.bool_]]:
+        """Return rows as bytes, and which of them are whole. Shapes `(count, row bytes)`, `(count,)`."""
+        out = np.zeros((count, self.column.row_bytes), np.uint8)
+        whole, done, each = np.zeros(count, bool), 0, self.packing.rows
+        while done < count:
+            chunk, inside = divmod(slot + done, each)
+            n = min(each - inside, count - done)
+            rows, there = self._chunk(turn, chunk)
+            out[done : done + n], whole[done : done + n] = (
+                rows[inside : inside + n],
+                there[inside : inside + n],
+            )
+            done += n
+        return out, whole
+
+    def find(self, turn: int, slot: int, count: int) -> NDArray[np.bool_]:
+        """Return which rows are whole. Shape `(count,)`."""
+        each, none = self.packing.rows, (None, np.zeros(self.packing.rows, bool))
+        first, last = slot // each, (slot + count - 1) // each
+        whole = [
+            self._raw.get((turn, chunk), none)[1]
+            if self._place(turn, chunk) is None
+            else self._finds(turn, chunk)
+            for chunk in range(first, last + 1)
+        ]
+        return np.concatenate(whole)[slot - first * each :][:count] if count else none[1][:0]
+
+    def _finds(self, turn: int, chunk: int) -> NDArray[np.bool_]:
+        """Return which rows of a whole chunk are whole where they lie."""
+        whole = np.ones(self.packing.rows, bool)
+        for part, (there, slot) in self._away(turn, chunk):
+            whole[part] = self.partner is not None and self.partner.find(there, slot, part.stop - part.start)
+        return whole
+
+    def _away(self, turn: int, chunk: int) -> Iterator[tuple[slice, tuple[int, int]]]:
+        """Yield runs of a chunk's rows that lie with the partner, and the first one's turn and slot there."""
+        each, slots = self.packing.rows, self.column.slots
+        distances = self._lent.get(self._name(turn, chunk), np.zeros(each, np.int64))
+        first = chunk * each + (0 if slots is None else turn * slots)
+        places = first + np.arange(each) - distances
+        wraps = np.zeros(each, bool) if slots is None else places % slots == 0
+        new = np.flatnonzero((np.diff(distances, prepend=-1) != 0) | wraps)
+        for start, stop in itertools.pairwise([*new.tolist(), each]):
+            if distances[start]:
+                at = int(places[start])
+                yield slice(start, stop), (0, at) if slots is None else divmod(at, slots)
+
+    def lender_of(self, turn: int, chunk: int) -> Path | None:
+        """Return the partner's file that lacks rows of a whole chunk; None: no such rows are lost."""
+        for part, (there, slot) in self._away(turn, chunk) if self._place(turn, chunk) else ():
+            if self.partner is not None:
+                lost = np.flatnonzero(~self.partner.find(there, slot, part.stop - part.start))
+                if lost.size:
+                    return self.partner.file_of(there, (slot + int(lost[0])) // self.partner.packing.rows)
+        return None
+
+    def _chunk(self, turn: int, chunk: int) -> tuple[Array, NDArray[np.bool_]]:
+        each, name = self.packing.rows, (turn, chunk)
+        place = self._place(turn, chunk)
+        if place is None:
+            nothing = np.zeros((each, self.column.row_bytes), np.uint8), np.zeros(each, bool)
+            return self._raw.get(name, nothing)
+        if self._last is None or self._last[0] != name:
+            rows = self._unpack(self._read(place))[0].copy()
+            whole = np.ones(each, bool)
+            for part, (there, slot) in self._away(turn, chunk):
+                if self.partner is None:
+                    whole[part] = False
+                else:
+                    rows[part], whole[part] = self.partner.rows(there, slot, part.stop - part.start)
+            self._last = name, rows, whole
+        return self._last[1:]
+
+    def _place(self, turn: int, chunk: int) -> tuple[Path, int, int] | None:
+        """Return where a whole chunk is: file, offset and length."""
+        return self._places.get(self._name(turn, chunk))
+
+    def _name(self, turn: int, chunk: int) -> tuple[int, int]:
+        """Return turn and number under which a chunk is known; of a version it may be of any turn."""
+        name = turn, chunk
+        return name if name in self._places else (ANY_TURN, chunk)
+
+    def _read(self, place: tuple[Path, int, int]) -> bytes:
+        path, offset, size = place
+        file = self._disk.open(path, write=False)
+        try:
+            return file.read(offset, size)
+        finally:
+            file.close()
+
+    def file_of(self, turn: int, chunk: int) -> Path:
+        """Return the file that has a chunk, or should have it."""
+        shard = chunk // self.packing.chunks
+        if (turn, chunk) in self._raw:
+            return self.column.folder / PARTIAL
+        path = self.column.open_path(shard, turn)
+        return path if self._disk.exists(path) else self.column.shard_path(shard)
+
+    # -- mending ---------------------------------------------------------------------------------
+
+    def mend(self, disk: Disk, place: tuple[int, int]) -> None:
+        """Make all files whole: what is lost becomes zeros, in chunks that can be read.
+
+        Args:
+            disk: Where files are written.
+            place: Turn and slot of the first row that no mark covers.
+        """
+        (turn, slot), each, chunks = place, self.packing.rows, self.packing.chunks
+        current, inside = slot // self.packing.shard, slot % each
+        if inside and not self.rows(turn, slot - inside, inside)[1].all():
+            self._mend_rest(disk, place)
+        shards = dict.fromkeys(range(current + 1), turn)
+        slots = self.column.slots
+        if turn and slots is not None:
+            shards |= dict.fromkeys(range(current + 1, -(-slots // self.packing.shard)), turn - 1)
+        for shard, told in shards.items():
+            stop = slot // each - shard * chunks if shard == current else chunks
+            if slots is not None:
+                stop = min(stop, slots // each - shard * chunks)
+            self._mend_shard(disk, shard, told, stop, filling=shard == current)
+        if turn:
+            # Its end is still of the turn before.
+            self._mend_shard(disk, current, turn - 1, 0, filling=False)
+
+    def _mend_shard(self, disk: Disk, shard: int, turn: int, stop: int, *, filling: bool) -> None:
+        """Make one whole: its first chunks must be there, of the others those that are."""
+        first = shard * self.packing.chunks
+        known = {
+            chunk - first
+            for told, chunk in self._places
+            if told == turn and chunk // self.packing.chunks == shard
+        }
+        raw = {
+            chunk - first
+            for told, chunk in self._raw
+            if told == turn and chunk // self.packing.chunks == shard
+        }
+        lost = set(range(stop)) - known
+        bad = {fault.path for fault in self.faults if fault.shard == shard}
+        path = self.column.open_path(shard, turn)
+        is_open = filling or disk.exists(path)
+        if not is_open:
+            path = self.column.shard_path(shard)
+        # One of which nothing is left or wanted needs an index, too.
+        if not (bad and (known or lost)) and not lost - raw and path not in bad:
+            return
+        found, data = no_chunks(self.packing.chunks), b""
+        for number in sorted(known | lost):
+            name = (turn, first + number)
+            chunk = self._read(self._places[name]) if number in known else self._filled(name)
+            found.offsets[number] = len(data) + self.column.head
+            found.sizes[number] = len(chunk) - self.packing.table_bytes
+            data += pack_chunk(number, turn, chunk)
+        if not is_open:
+            data += pack_index(found, table=self.packing.table_bytes)
+        disk.write_whole(path, data)
+
+    def _filled(self, name: tuple[int, int]) -> bytes:
+        """Return the chunk of raw rows, or of zeros."""
+        return self.packing.pack(np.ascontiguousarray(self._chunk(*name)[0]))
+
+    def _mend_rest(self, disk: Disk, place: tuple[int, int]) -> None:
+        """Write the rows of the chunk that is not full again."""
+        (turn, slot), each = place, self.packing.rows
+        rows, _ = self.rows(turn, slot - slot % each, slot % each)
+        partial = PartialFile(disk, self.column.folder / PARTIAL, each, self.column.row_bytes)
+        try:
+            partial.adopt(turn, slot // each, slot % each)
+            partial.begin(turn, slot // each)
+            partial.write(0, rows)
+            if partial.file is not None:
+                partial.file.sync()
+            disk.sync_dir(self.column.folder)
+        finally:
+            partial.close()
+
+
+def _head(data: bytes) -> tuple[int, int, int] | None:
+    """Return length, number and turn of the chunk that begins here; None: none does, or it is damaged."""
+    if len(data) <= HEADER_BYTES:
+        return None
+    size, number, turn, crc = struct.unpack_from("<IIII", data)
+    body = data[HEADER_BYTES : HEADER_BYTES + size]
+    if len(body) != size or sum_chunk(data[:12], body) != crc:
+        return None
+    return size, number, turn

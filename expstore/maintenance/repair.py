@@ -1,0 +1,302 @@
+"""Make a damaged store one that opens and goes on, and say what that costs.
+
+Used by `expstore repair`. What is derived or known beforehand is made again at no cost; rows and records
+whose bytes are lost are given up only when that is asked for. Killed at any moment it can be run again:
+rows are noted as given up before the files that held them are made whole. It never touches a row that is
+whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from expstore.core.id_set import Gaps
+from expstore.core.values import Runs, key_name, merge_runs
+from expstore.disk.disk import Disk
+from expstore.errors import CorruptionError, StateError
+from expstore.maintenance.blocks import metadata_of
+from expstore.maintenance.episode_log import restore_log
+from expstore.maintenance.findings import Finding, Inspection, Progress
+from expstore.maintenance.packed import PackedFiles
+from expstore.maintenance.verify import inspect
+from expstore.sql.sync import Catalog
+from expstore.storages.columns.checksums import BLOCK_ROWS
+from expstore.storages.columns.column_set import SEGMENTS
+from expstore.storages.factory import open_storage
+from expstore.storages.folder import JOURNAL, LOG, REPAIR, STATE, VERSION
+from expstore.storages.format.journal import cut_off, segment_faults
+from expstore.storages.format.manifest import MANIFEST
+from expstore.storages.format.write_key_file import KEYS
+from expstore.storages.format.zarr_metadata import shard_footer
+
+__all__ = ["Outcome", "repair"]
+
+_INDEX = ("index.duckdb", "index.duckdb.wal")
+#: Kinds that cost rows.
+_COSTLY = {"payload", "ids", "missing", "length"}
+
+
+@dataclass(slots=True)
+class Outcome:
+    """Say what a repair did, or would do.
+
+    Args:
+        acts: What was done, one line each.
+        lost: Rows that were given up: first and last id of each run.
+        left: Findings that were not repaired.
+    """
+
+    acts: list[str] = field(default_factory=list)
+    lost: Runs = ()
+    left: list[Finding] = field(default_factory=list)
+
+    @property
+    def lost_rows(self) -> int:
+        """How many rows were given up."""
+        return sum(last + 1 - first for first, last in self.lost)
+
+
+def repair(
+    path: Path,
+    *,
+    drop_damaged: bool = False,
+    dry_run: bool = False,
+    disk: Disk | None = None,
+    progress: Progress | None = None,
+) -> Outcome:
+    """Repair a store that nobody has open.
+
+    Without `drop_damaged` only what costs nothing is done: the index is built anew, zarr.json and shard
+    indexes are written again. With it, rows in damaged blocks leave the readable rows for good (their
+    ids never come again, all other rows keep theirs), lost entries of episodes.log are made from the
+    columns as far as these tell, and a journal is cut off where it is damaged.
+
+    Args:
+        path: The store's folder.
+        drop_damaged: Whether rows and records may be given up.
+        dry_run: Only say what would be done.
+        disk: Where files are touched.
+        progress: Is told how far reading the store is.
+
+    Raises:
+        NotFoundError: There is no store.
+        StateError: It is a version, which nobody changes: it shares files with others and its store.
+        LockedError: Somebody has it open for writing.
+        CorruptionError: It cannot be opened even after the repair.
+        StorageError: The disk failed; run it again.
+    """
+    disk = disk or Disk()
+    if disk.exists(path / VERSION):
+        raise StateError(
+            f"{path} is a version, which is only read",
+            hint="make a new one of the store, or loads() another; its sound rows can be read",
+        )
+    inspection = inspect(path, progress=progress)
+    outcome = Outcome()
+    half_cut = disk.exists(path / REPAIR)
+    drop_damaged |= half_cut  # it was asked for, and has begun
+    if drop_damaged and (half_cut or any(f.kind == "journal" and f.fatal for f in inspection.found)):
+        cut = _cut_journal(disk, inspection, outcome, dry_run=dry_run)
+        if cut and dry_run:
+            return outcome  # which rows that costs is known when it is done
+        if cut:
+            inspection = inspect(path, progress=progress)
+    if any(finding.fatal for finding in inspection.found):
+        outcome.left = inspection.found
+        return outcome
+    outcome.lost = merge_runs(_costs(inspection, outcome, drop_damaged))
+    if outcome.lost and not dry_run:
+        for name in _INDEX:  # it knows the rows
+            disk.unlink(path / name)
+        gaps = inspection.manifest.gaps.joined(Gaps.of(outcome.lost))
+        inspection.manifest = inspection.manifest.replace(gaps=gaps)
+        # From here on they are gone: only now may their files be made whole.
+        inspection.manifest.save(disk, path)
+    for finding in inspection.found:
+        if finding.kind == "torn" and drop_damaged:
+            outcome.acts.append("batches dropped that no sync had seen and that are not whole")
+            if not dry_run:
+                disk.unlink(path / STATE)  # which tells an opening that only the machine could have torn them
+        elif finding.kind == "torn":
+            outcome.left.append(finding)
+    blocks = _rewrite(disk, inspection, outcome, drop_damaged=drop_damaged, dry_run=dry_run)
+    if not dry_run:
+        disk.unlink(path / REPAIR)
+        disk.sync_dir(path)
+        _open_again(disk, path, outcome, blocks)
+    return outcome
+
+
+def _costs(inspection: Inspection, outcome: Outcome, drop_damaged: bool) -> list[tuple[int, int]]:
+    """Return the rows that cannot be kept; note what is left if that is not allowed."""
+    gaps: list[tuple[int, int]] = []
+    for finding in inspection.found:
+        in_shard = finding.shard is not None and finding.kind in {*_COSTLY, "episodes"}
+        if in_shard and finding.column not in ("_row.priority", "_row.sampled"):
+            if drop_damaged:
+                gaps += finding.ids
+            elif finding.slots is not None:  # for what is packed, or in segments, `_rewrite` decides
+                outcome.left.append(finding)
+        elif finding.kind in {"missing", "length", "episodes.log"} and not _is_free(finding):
+            if not drop_damaged:
+                outcome.left.append(finding)
+        elif finding.kind == "episodes":
+            outcome.left.append(finding)
+    return gaps
+
+
+def _costs_rows(inspection: Inspection, column: str | None) -> bool:
+    """Say whether the damage in a column costs rows."""
+    return any(finding.ids for finding in inspection.found if finding.column == column)
+
+
+def _is_free(finding: Finding) -> bool:
+    """Say whether a file that is missing or has another length is made again at no cost."""
+    return finding.path.endswith("zarr.json") or finding.path == "checksums"
+
+
+def _rewrite(
+    disk: Disk, inspection: Inspection, outcome: Outcome, *, drop_damaged: bool, dry_run: bool
+) -> set[int]:
+    """Write files again; return the blocks whose sums must be made anew."""
+    blocks: set[int] = set()
+    wanted: dict[str, bytes] | None = None
+    packed: dict[str | None, PackedFiles] = {
+        key_name(inspection.columns[place].entry.key): files for place, files in inspection.packed.items()
+    }
+    mended: set[str | None] = set()
+    in_segments = [finding for finding in inspection.found if finding.path.startswith(f"{SEGMENTS}/")]
+    _mend_segments(disk, inspection, outcome, in_segments, drop_damaged=drop_damaged, dry_run=dry_run)
+    for finding in [finding for finding in inspection.found if finding not in in_segments]:
+        file = inspection.path / finding.path
+        act: str | None = None
+        if finding.path == MANIFEST:
+            act = f"{MANIFEST} written again"
+            if not dry_run:
+                inspection.manifest.save(disk, inspection.path)
+        elif finding.path.endswith("zarr.json"):
+            act = f"{finding.path} written again from the schema"
+            wanted = metadata_of(inspection) if wanted is None else wanted
+            if not dry_run:
+                disk.make_dir(file.parent)
+                disk.write_whole(file, wanted[finding.path.removeprefix("columns/")])
+        elif finding.column in packed:
+            if drop_damaged or not _costs_rows(inspection, finding.column):
+                act = f"{finding.path} made whole"
+                if not dry_run and finding.column not in mended:
+                    _mend(disk, inspection, packed[finding.column])
+                    mended.add(finding.column)
+            elif finding not in outcome.left:
+                outcome.left.append(finding)
+        elif finding.shard is not None and (drop_damaged or finding.kind in {"footer", "unwritten"}):
+            if finding.kind in {"footer", "missing", "length"}:
+                act = f"{finding.path} made whole"
+                if not dry_run:
+                    _make_whole(disk, inspection, finding)
+            if finding.slots is not None and finding.kind != "footer":
+                blocks |= set(range(finding.slots[0] // BLOCK_ROWS, finding.slots[1] // BLOCK_ROWS + 1))
+        elif finding.path == LOG and finding.kind != "episodes" and drop_damaged:
+            restored = restore_log(inspection)
+            act = f"{LOG} restored: {restored.summary}"
+            if not dry_run:
+                disk.write_whole(file, restored.data)
+        elif finding.path == KEYS:
+            act = f"{KEYS} made anew"  # by the opening below
+        if act is not None and act not in outcome.acts:
+            outcome.acts.append(act)
+    return blocks
+
+
+def _mend_segments(
+    disk: Disk,
+    inspection: Inspection,
+    outcome: Outcome,
+    found: list[Finding],
+    *,
+    drop_damaged: bool,
+    dry_run: bool,
+) -> None:
+    """Make segments whole if that costs no rows, or they may be given up."""
+    mended = [finding for finding in found if drop_damaged or not finding.ids]
+    outcome.acts += [f"{finding.path} made whole" for finding in mended]
+    outcome.left += [finding for finding in found if finding not in mended]
+    if mended and not dry_run:
+        from expstore.maintenance.segments import mend_segments
+
+        mend_segments(disk, inspection, outcome.lost)
+
+
+def _mend(disk: Disk, inspection: Inspection, files: PackedFiles) -> None:
+    """Make the files of a packed column whole."""
+    past, group = inspection.past, inspection.group
+    if past is not None and group is not None:
+        files.mend(disk, group.place_behind(min(inspection.window.last, past.synced)))
+
+
+def _make_whole(disk: Disk, inspection: Inspection, finding: Finding) -> None:
+    """Give a shard its length and its index; what it has of its rows stays."""
+    if inspection.group is None:
+        return
+    column = next(c for c in inspection.columns if key_name(c.entry.key) == finding.column)
+    path = inspection.path / finding.path
+    new = not disk.exists(path)
+    disk.make_dir(path.parent)
+    file = disk.open(path, create=True)
+    try:
+        rows_end = column.rows * column.row_bytes
+        cut = file.size() < rows_end
+        if finding.kind != "footer":
+            file.truncate(min(file.size(), rows_end))
+            file.truncate(column.file_bytes)
+        if column.entry.key == ("_row", "priority") and (new or cut):
+            # Lost ones become the largest, as new rows have it.
+            largest = 1.0 if inspection.past is None else inspection.past.max_priority
+            file.write(np.full(column.rows, largest, np.float32), 0)
+        file.write(shard_footer(column.rows, column.row_bytes), rows_end)
+        file.sync()
+    finally:
+        file.close()
+    for folder in (path.parent, *path.parent.parents):
+        disk.sync_dir(folder)
+        if folder == column.folder:
+            break
+
+
+def _cut_journal(disk: Disk, inspection: Inspection, outcome: Outcome, *, dry_run: bool) -> bool:
+    """Cut the journal off where it is damaged, if what stands before tells a whole state."""
+    folder = inspection.path / JOURNAL
+    faults = segment_faults(disk, folder)
+    if not faults:
+        return False
+    path, at, _ = min(faults, key=lambda fault: (int(fault[0].name), fault[1]))
+    if at == 0:
+        return False  # not even its first record
+    outcome.acts.append(f"{inspection.relative(path)} cut off at byte {at}: what it said after that is lost")
+    if not dry_run:
+        # Older rows may be overwritten by some whose records go: until these are known, nobody may open it.
+        disk.write_whole(inspection.path / REPAIR, b"")
+        disk.unlink(inspection.path / STATE)  # it knows of records that are gone then
+        cut_off(disk, folder, path, at)
+    return True
+
+
+def _open_again(disk: Disk, path: Path, outcome: Outcome, blocks: Iterable[int]) -> None:
+    """Open the store without the rows that are given up, sum what was written, build the index."""
+    for name in _INDEX:
+        disk.unlink(path / name)
+    try:
+        storage = open_storage(path, disk=disk)
+    except CorruptionError:
+        if outcome.left:
+            return  # as before: what would help was not asked for
+        raise
+    try:
+        storage.sum_again(set(blocks))
+        Catalog(storage).close()
+        outcome.acts.append("index.duckdb built anew")
+    finally:
+        storage.close()

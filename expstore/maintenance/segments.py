@@ -1,0 +1,139 @@
+"""The part of `verify` and `repair` about segments: batches that are damaged or missing.
+
+It reads every batch of every segment once. What a repair writes are segments whose lost rows are None.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from expstore.core.values import IntArray, Runs, merge_runs
+from expstore.disk.disk import Disk
+from expstore.maintenance.findings import Finding, Inspection, runs_of
+from expstore.storages.columns.arrow.int_widths import Widths
+from expstore.storages.columns.arrow.ipc import read_header
+from expstore.storages.columns.arrow.segments import Segment, Segments
+from expstore.storages.columns.arrow.writer import SegmentWriter
+
+__all__ = ["check_segments", "mend_segments"]
+
+
+def check_segments(inspection: Inspection) -> None:
+    """Note which rows without a fixed size are damaged or missing, of those that a mark covers."""
+    segments = None if inspection.group is None else inspection.group.segments
+    if segments is None:
+        return
+    lost: dict[Path, list[IntArray]] = {}
+    for segment in segments.segments:
+        for number in range(len(segment.headers)):
+            if not segment.is_sound(number):
+                header = segment.headers[number]
+                lost.setdefault(segment.path, []).append(np.arange(header.first, header.last + 1))
+    for first, count in inspection.settled_runs():
+        for start, rows in segments.missing(first, count) if count else ():
+            path = _path_of(segments, start)
+            lost.setdefault(path, []).append(np.arange(start, start + rows))
+    for path in sorted(lost):
+        ids = np.unique(np.concatenate(lost[path]))
+        _note(inspection, path, ids)
+
+
+def _path_of(segments: Segments, first_id: int) -> Path:
+    """Return the segment in which a row should be."""
+    own = segments.path_of(first_id)
+    before = [path for path in segments.paths() if path.name <= own.name]
+    ended = [one.path for one in segments.segments if one.sealed and one.last < first_id]
+    return own if not before or before[-1] in ended else before[-1]
+
+
+def _note(inspection: Inspection, path: Path, ids: IntArray) -> None:
+    settled = np.concatenate(
+        [np.zeros(0, np.int64), *(np.arange(first, first + n) for first, n in inspection.settled_runs())]
+    )
+    runs = runs_of(ids[np.isin(ids, settled)])
+    name, gone = inspection.relative(path), not inspection.disk.exists(path)
+    where = f" (ids {', '.join(f'{a} to {b}' for a, b in runs)})" if runs else " (no readable row)"
+    text = "is missing" if gone else "has batches that do not have their checksums, or lacks some"
+    inspection.note(
+        Finding(
+            kind="missing" if gone else "payload",
+            path=name,
+            message=f"{name}{where} {text}",
+            shard=0,
+            ids=runs,
+        )
+    )
+
+
+def mend_segments(disk: Disk, inspection: Inspection, lost: Runs) -> None:
+    """Make segments whole: rows that are lost become None, and nobody reads them any more.
+
+    Args:
+        disk: Where files are touched.
+        inspection: What was found.
+        lost: The rows that are given up, in whatever segment.
+    """
+    group = inspection.group
+    if group is None or group.segments is None:
+        return
+    segments, manifest = group.segments, inspection.manifest
+    writer = SegmentWriter(
+        disk, segments.folder, segments.fields, segments.slots, compression=manifest.compression
+    )
+    disk.make_dir(segments.folder)
+    starts = [segment.first for segment in segments.segments]
+    for number, segment in enumerate(segments.segments):
+        sound = [place for place in range(len(segment.headers)) if segment.is_sound(place)]
+        end = starts[number + 1] if number + 1 < len(starts) else 1 << 62
+        mine = _within(lost, segment.first, end - 1)
+        if mine or len(sound) < len(segment.headers):
+            parts = _parts(writer, segment, sound, mine)
+            writer.rewrite(segment.path, parts, segment.widths)
+    for first, last in _within(lost, 1, (starts[0] if starts else 1 << 62) - 1):
+        nothing = _nothing(writer, first, last, writer.own)
+        writer.rewrite(writer.path_of(first), nothing, writer.own)
+
+
+def _within(runs: Runs, first: int, last: int) -> Runs:
+    """Return what of some runs lies between two ids."""
+    return merge_runs([(max(a, first), min(b, last)) for a, b in runs if a <= last and b >= first])
+
+
+def _nothing(writer: SegmentWriter, first: int, last: int, widths: Widths) -> list[tuple[int, bytes]]:
+    """Return rows of nothing as messages, each with its first id."""
+    columns = [pa.nulls(last + 1 - first, kind) for kind in writer.kinds]
+    messages = [message.tobytes() for message in writer.encode(first, columns, widths)]
+    return [(header.first, message) for message in messages if (header := read_header(message)) is not None]
+
+
+def _parts(
+    writer: SegmentWriter, segment: Segment, sound: Sequence[int], lost: Runs
+) -> list[tuple[int, bytes]]:
+    """Return the batches of a segment that are whole, and rows of nothing where others were."""
+    parts = []
+    for place in sound:
+        header = segment.headers[place]
+        parts.append((header.first, segment.read(segment.offsets[place], header.size)))
+    whole = {(segment.headers[place].first, segment.headers[place].last) for place in sound}
+    for first, last in lost:
+        for start, stop in _without(first, last, whole):
+            parts += _nothing(writer, start, stop, segment.widths)
+    return parts
+
+
+def _without(first: int, last: int, whole: set[tuple[int, int]]) -> Runs:
+    """Return a run of ids without those that are there."""
+    found, at = [], first
+    for low, high in sorted(whole):
+        if high < at or low > last:
+            continue
+        if low > at:
+            found.append((at, low - 1))
+        at = high + 1
+    if at <= last:
+        found.append((at, last))
+    return tuple(found)

@@ -1,0 +1,105 @@
+"""Bring a store to the form that this version of the library writes, and keep what it was.
+
+Used by the command line. Opening a store does what is needed by itself; this says beforehand what that
+is, and keeps the old index. It never goes backwards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from pathlib import Path
+
+from expstore.disk.disk import Disk
+from expstore.errors import ExpStoreError
+from expstore.sql.migrate import migrations, steps_in
+from expstore.sql.sync import Catalog
+from expstore.storages.engine.open_settings import Settings
+from expstore.storages.factory import open_storage
+from expstore.storages.format.manifest import FORMAT, Manifest
+
+__all__ = ["Upgrade", "upgrade"]
+
+_INDEX = "index.duckdb"
+
+
+@dataclass(frozen=True, slots=True)
+class Upgrade:
+    """Say in which form a store is, and what was done about it.
+
+    Args:
+        format_found: Of the files, as expstore.json says.
+        format_known: The newest that this version knows.
+        index_found: How many steps the index has been through; None: there is no index.
+        index_known: How many there are.
+        acts: What was done, or would be.
+    """
+
+    format_found: int
+    format_known: int
+    index_found: int | None
+    index_known: int
+    acts: tuple[str, ...] = ()
+
+
+def upgrade(path: Path, *, dry_run: bool = False, disk: Disk | None = None) -> Upgrade:
+    """Bring a store to the present form. Where there is nothing to do, nothing is touched.
+
+    The index is built anew from the store; the old file stays beside it as `index.duckdb.old-1` (or the
+    next number that is free), and is put back if that fails.
+
+    Args:
+        path: The store's folder.
+        dry_run: Only say what would be done.
+        disk: Where files are touched.
+
+    Raises:
+        NotFoundError: There is no store.
+        MigrationError: A newer version of the library made it.
+        LockedError: Somebody has it open for writing, or the index open in another program.
+        CorruptionError: It is damaged.
+    """
+    disk = disk or Disk()
+    manifest = Manifest.load(disk, path)  # refuses newer formats; older ones stay what they are
+    steps, index = migrations(), path / _INDEX
+    found = steps_in(index, steps) if disk.exists(index) else None
+    acts: tuple[str, ...] = ()
+    if found is not None and found < len(steps):
+        kept = _free_name(disk, index)
+        new = ", ".join(map(str, steps[found:]))
+        acts = (f"{_INDEX}: built anew with {new}; the old one is kept as {kept.name}",)
+        if not dry_run:
+            _rebuild(disk, path, kept)
+    return Upgrade(manifest.format, FORMAT, found, len(steps), acts)
+
+
+def _rebuild(disk: Disk, path: Path, kept: Path) -> None:
+    # Nobody else writes now.
+    storage = open_storage(path, settings=Settings(on_sigterm="ignore"), disk=disk)
+    try:
+        index = path / _INDEX
+        names = [name for name in disk.names(path) if name.startswith(_INDEX) and ".old-" not in name]
+        moved = [(path / name, path / (kept.name + name.removeprefix(_INDEX))) for name in names]
+        for old, new in moved:
+            disk.rename(old, new)
+        disk.sync_dir(path)
+        catalog = Catalog(storage)
+        try:
+            catalog.catch_up()
+            catalog.drop()
+        except BaseException:
+            with contextlib.suppress(ExpStoreError):
+                catalog.drop()
+            disk.unlink(index)
+            for old, new in reversed(moved):
+                disk.rename(new, old)
+            raise
+    finally:
+        storage.close()
+
+
+def _free_name(disk: Disk, index: Path) -> Path:
+    number = 1
+    while disk.exists(kept := index.with_name(f"{index.name}.old-{number}")):
+        number += 1
+    return kept

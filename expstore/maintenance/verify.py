@@ -1,0 +1,245 @@
+"""Hold every file of a store against its checksums and against the others.
+
+Used by `expstore verify`, and by `repair` to know what there is to do. It changes nothing; while somebody
+writes to the store it refuses.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import google_crc32c
+
+from expstore.disk.disk import Disk, ReadingDisk
+from expstore.errors import CorruptionError, LockedError, StorageError
+from expstore.maintenance.blocks import check_blocks, check_metadata, read_column
+from expstore.maintenance.findings import Finding, Inspection, Progress
+from expstore.maintenance.packed import PackedFiles
+from expstore.maintenance.rows import check_ids, check_index, check_log, check_rows
+from expstore.maintenance.survey import find_writer
+from expstore.maintenance.write_keys import check_keys
+from expstore.storages.base import ROW_FIELDS
+from expstore.storages.columns.checksums import BLOCK_ROWS, DAMAGED, read_entries, state_of
+from expstore.storages.columns.column_set import ColumnGroup, add_batches
+from expstore.storages.columns.flat import Column
+from expstore.storages.columns.packed.column import PARTIAL
+from expstore.storages.columns.packed.reader import PackedReader
+from expstore.storages.columns.sample_counts import find_sampled
+from expstore.storages.folder import COLUMNS, JOURNAL, ORIGIN, REDO, REPAIR, VERSION
+from expstore.storages.format.journal import Record, no_records, read_journal, segment_faults
+from expstore.storages.format.layout import ColumnLayout
+from expstore.storages.format.manifest import MANIFEST, Manifest
+from expstore.storages.format.records import Publish, Redo, fetch_body
+from expstore.storages.recovery.recover import read_past, unsettled_blocks
+from expstore.storages.recovery.recover import verify as walk
+from expstore.storages.snapshots.catalog import Version
+
+__all__ = ["inspect", "verify"]
+
+
+def verify(path: Path, *, disk: Disk | None = None, progress: Progress | None = None) -> list[Finding]:
+    """Check a closed store, or one that was left without a close.
+
+    Checked are expstore.json, the journal, every block of 4096 rows of every column but `_row/priority` and
+    `_row/sampled`, shard lengths and indexes, zarr.json, ids, episodes and steps, episodes.log, keys,
+    and the index. Not checked are priorities and how often rows were handed out (both are changed all the
+    time, and whatever they are may be so), STATE and LOCK. What an unclean stop leaves and the next opening
+    clears away is not found, but batches that it will drop are.
+
+    Args:
+        path: The store's folder.
+        disk: Where files are touched; only read.
+        progress: Is told now and then: bytes looked at, bytes in all.
+
+    Returns:
+        What is wrong; nothing if all is well.
+
+    Raises:
+        NotFoundError: There is no store.
+        LockedError: Somebody has it open for writing.
+        MigrationError: A newer version of the library made it.
+    """
+    return inspect(path, disk=disk, progress=progress).found
+
+
+def inspect(path: Path, *, disk: Disk | None = None, progress: Progress | None = None) -> Inspection:
+    """Do as `verify`; return all that was learned."""
+    disk = disk or ReadingDisk()
+    _refuse_writer(disk, path)
+    try:
+        manifest = Manifest.load(disk, path)
+    except CorruptionError as exc:
+        empty = Manifest(uuid="", generation=0, storage="", capacity=None, spare=0, seed=0, created=0.0)
+        inspection = Inspection(disk, path, empty)
+        text = exc.message.replace(str(path / MANIFEST), MANIFEST)
+        inspection.note(Finding(kind="manifest", path=MANIFEST, message=text, fatal=True))
+        return inspection
+    inspection = Inspection(disk, path, manifest)
+    if disk.exists(path / REPAIR):
+        text = "a repair was interrupted; run it again"
+        inspection.note(Finding(kind="repair", path=REPAIR, message=text))
+    _check_manifest(inspection)
+    if manifest.schema is not None:
+        fields = (*manifest.schema.fields, *ROW_FIELDS)
+        how: Any = {"write": False, "implied": manifest.implied}
+        inspection.group = ColumnGroup(disk, path / COLUMNS, fields, manifest.slots, **how)
+        if inspection.group.segments is not None:
+            inspection.group.segments.open_all()
+        _look_at_packed(inspection)
+        inspection.sampled = find_sampled(disk, path / COLUMNS, manifest.slots)
+    _check_version(inspection)
+    unsettled = _check_journal(inspection)
+    check_metadata(inspection)
+    check_blocks(inspection, unsettled, progress)
+    if inspection.group is not None and inspection.group.segments is not None:
+        from expstore.maintenance.segments import check_segments
+
+        check_segments(inspection)
+    if inspection.past is not None and inspection.group is not None:
+        check_ids(inspection)
+        check_rows(inspection)
+        check_log(inspection)
+        check_keys(inspection)
+        check_index(inspection)
+    _refuse_writer(disk, path)
+    if Manifest.load(disk, path) != manifest:
+        raise LockedError(f"{path} was opened while it was checked", hint="check it again")
+    return inspection
+
+
+def _look_at_packed(inspection: Inspection) -> None:
+    """Look at the files of packed columns; where zarr.json cannot tell how they are packed, settings can."""
+    group, disk = inspection.group, inspection.disk
+    if group is None:
+        return
+    layout = ColumnLayout(**inspection.manifest.layout)
+    fields = tuple(column.entry for column in group.columns)
+    packings = layout.packings(fields, inspection.slots, inspection.manifest.reach)
+    for place, column in enumerate(group.columns):
+        if not column.packed:
+            packing = packings[place]
+            names = disk.names(column.folder) if packing is not None and disk.exists(column.folder) else []
+            if packing is None or not any(name.startswith(("c.", "open.", PARTIAL)) for name in names):
+                continue
+            column = PackedReader(disk, column.folder, column.entry, inspection.slots, packing)
+            group.columns[place] = column
+        if isinstance(column, PackedReader):
+            inspection.packed[place] = PackedFiles(disk, column)
+    group.link_partners()
+    for place, other in group.pairs.items():
+        if place in inspection.packed:
+            inspection.packed[place].partner = inspection.packed[other]
+
+
+def _refuse_writer(disk: Disk, path: Path) -> None:
+    writer = find_writer(disk, path / "LOCK")
+    if writer is not None:
+        who = "another process" if writer.pid is None else f"process {writer.pid} on {writer.host}"
+        raise LockedError(f"{path} cannot be checked: {who} has it open for writing", hint="close it there")
+
+
+def _check_manifest(inspection: Inspection) -> None:
+    data = inspection.disk.read_whole(inspection.path / MANIFEST)
+    if data != json.dumps(json.loads(data), indent=1).encode():  # the checksum is over what it says
+        text = f"{MANIFEST} has bytes that were not written there, though it can be read"
+        inspection.note(Finding(kind="manifest", path=MANIFEST, message=text))
+
+
+def _check_version(inspection: Inspection) -> None:
+    """Read what a version has beside a store's files."""
+    disk, path, group = inspection.disk, inspection.path, inspection.group
+    if not disk.exists(path / VERSION):
+        return
+    try:
+        if disk.read_whole(path / VERSION) != Version.load(disk, path).pack():
+            raise CorruptionError(f"{VERSION} has bytes that were not written there, though it can be read")
+    except CorruptionError as exc:
+        text = exc.message.replace(f"{path}/", "")
+        inspection.note(Finding(kind="version", path=VERSION, message=text))
+    if group is None or not disk.exists(path / ORIGIN):
+        return  # of a store in memory, or without rows
+    try:
+        entries = read_entries(disk.read_whole(path / ORIGIN), len(group.summed), path / ORIGIN)
+        damaged = [number for number, entry in enumerate(entries) if state_of(entry) == DAMAGED]
+    except CorruptionError:
+        damaged = [0]
+    if damaged:
+        text = f"{ORIGIN} is damaged at entry {damaged[0]}; the next version will share less"
+        inspection.note(Finding(kind="version", path=ORIGIN, message=text))
+
+
+def _check_journal(inspection: Inspection) -> set[int]:
+    """Read the journal; return the blocks of which nobody knows what they must hold."""
+    folder = inspection.path / JOURNAL
+    for path, at, text in segment_faults(inspection.disk, folder):
+        name = inspection.relative(path)
+        inspection.note(Finding(kind="journal", path=name, message=f"{name} at byte {at}: {text}"))
+    try:
+        records = read_journal(inspection.disk, folder)
+        if not records and inspection.manifest.schema is not None:
+            raise no_records(inspection.disk, folder)
+    except (CorruptionError, StorageError) as exc:
+        text = exc.message.replace(f"{inspection.path}/", "")
+        inspection.note(Finding(kind="journal", path=JOURNAL, message=text, fatal=True))
+        return set()
+    if not records:
+        return set()
+    return _walk(inspection, records)
+
+
+def _walk(inspection: Inspection, records: list[Record]) -> set[int]:
+    manifest, group = inspection.manifest, inspection.group
+    past = inspection.past = read_past(records, manifest.gaps)
+    try:
+        walk(past, lambda publish: bool(publish.payload) or _stands(inspection, publish), manifest.column_set)
+    except CorruptionError as exc:
+        inspection.note(Finding(kind="journal", path=JOURNAL, message=exc.message, fatal=True))
+        inspection.past = None
+        return set()
+    inspection.window = past.window(manifest.capacity)
+    if past.cut:
+        text = f"{past.cut} batches after the last sync are not whole: opening the store will drop them"
+        inspection.note(Finding(kind="torn", path=JOURNAL, message=text))
+    schema = manifest.schema
+    if past.clean or group is None or schema is None:
+        return set()
+    limit = max(_reach_of(inspection, column) for column in group.columns if not column.packed)
+    try:
+        return unsettled_blocks(
+            past,
+            slots=manifest.slots,
+            spare=manifest.spare,
+            horizon=None,
+            limit=limit,
+            load=lambda body: Redo.unpack(fetch_body(inspection.disk, inspection.path / REDO, body), schema),
+        )
+    except CorruptionError as exc:
+        text = exc.message.replace(f"{inspection.path}/", "")
+        inspection.note(Finding(kind="journal", path=text.split(" ")[0], message=text))
+        return set(range(limit // BLOCK_ROWS))
+
+
+def _reach_of(inspection: Inspection, column: Column) -> int:
+    """Return how many slots the shards of a column have that are there."""
+    number = 0
+    while inspection.disk.exists(column.shard_path(number)):
+        number += 1
+    return number * column.rows
+
+
+def _stands(inspection: Inspection, publish: Publish) -> bool:
+    """Say whether the rows of a record stand in the columns."""
+    if inspection.group is None:
+        return False
+    first, count, crc = publish.first_id + publish.skipped, publish.count - publish.skipped, 0
+    for place in range(len(inspection.group.columns) - 1):
+        if place in inspection.group.segment_places:
+            continue
+        for _, rows in read_column(inspection, place, first, count):
+            crc = google_crc32c.extend(crc, rows.tobytes())
+    if inspection.group.segments is not None:
+        batches = inspection.group.segments.checksums(first, count)
+        return batches is not None and add_batches(crc, batches) == publish.checksum
+    return crc == publish.checksum

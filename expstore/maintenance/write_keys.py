@@ -1,0 +1,29 @@
+"""The part of `verify` that looks at the file `keys`.
+
+It reads that file and what is known of the journal, and never a row.
+"""
+
+from __future__ import annotations
+
+from expstore.core import idempotency as writekeys
+from expstore.maintenance.findings import Finding, Inspection
+from expstore.storages.format.write_key_file import KEYS, read_keys
+
+__all__ = ["check_keys"]
+
+
+def check_keys(inspection: Inspection) -> None:
+    """Hold the idempotency keys against their sums, and their number against the journal's."""
+    past, disk, path = inspection.past, inspection.disk, inspection.path / KEYS
+    if past is None or not inspection.manifest.keyed:
+        return
+    found = read_keys(
+        disk.read_whole(path) if disk.exists(path) else None,
+        slots=writekeys.SLOTS,
+        kept=writekeys.KEPT_KEYS,
+        covered=min(past.synced, past.last),
+        known=past.base.get("write_keys", 0),
+    )
+    if found.damage:
+        text = f"{KEYS} {found.damage}; a write that is tried again under such a key is stored again"
+        inspection.note(Finding(kind="keys", path=KEYS, message=text))

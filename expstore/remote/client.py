@@ -1,0 +1,698 @@
+"""`expstore.connect`: the address of a served store in, a replay buffer out.
+
+What programs use that train or act on other machines. Requests and their repetition are the connection's,
+rows the codec's; it keeps no rows, and touches no file.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import threading
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from functools import cached_property, partial
+from typing import Any, Literal, Self
+from urllib.parse import quote
+
+import numpy as np
+import torch
+from tensordict import TensorDict, TensorDictBase, lazy_stack
+
+from expstore.buffers.domain_checks import asks_for_domain
+from expstore.buffers.indexing import to_array
+from expstore.buffers.keywords import check_batch_size
+from expstore.core.values import IntArray, key_name, to_key
+from expstore.episodes.annotations import pack_info
+from expstore.errors import NotFoundError, QueryError, RemoteError, SchemaError, StateError
+from expstore.remote.local_only import LocalOnly
+from expstore.remote.stream import Feed
+from expstore.remote.transport import ARROW, Address, Answer, Connection, Retries
+from expstore.schema.schema import Schema
+from expstore.sql.result import Result
+from expstore.storages.columns.priorities import check_priorities
+from expstore.storages.snapshots.catalog import Version
+from expstore.wire.codec import Decoder, Encoder, with_wishes
+from expstore.wire.frames import Frame
+from expstore.wire.stream import frames_in, read_table, write_stream
+
+__all__ = ["RemoteReplayBuffer", "connect"]
+
+#: What samples have beside the fields.
+_OWN = ("index", "id", "index_generation", "priority_weight")
+
+
+class RemoteReplayBuffer(LocalOnly):
+    """Add rows to a store on a server, and sample batches of them.
+
+    It has the methods of the buffer that `expstore.open` returns, but for those that need the rows at hand:
+    these say what to do instead. Rows are named by their ids; samples carry `index`, too, but between two
+    requests another process may have put another row there.
+
+    Threads: any number may use it. Processes: in a forked child, and pickled into another process, it opens
+    connections of its own, and begins to count draws where the parent was. Crashes: what a write has returned
+    survives the server's process, after `flush` its machine, too. A request that is not answered is sent
+    again, for as long as `retries` says; a write then happens once all the same. Stores that keep the best
+    rows know no keys: a write whose answer is lost is not sent again there.
+
+    Args:
+        connection: To the server.
+        batch_size: Of `sample` and iteration.
+        sampler: As `connect` says, and so are the others.
+        where: See there.
+        seed: See there.
+        draw: See there.
+        wait: See there.
+        device: See there.
+        prefetch: See there.
+        priority_key: See there.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        *,
+        batch_size: int | None = None,
+        sampler: str | Mapping[str, Any] | None = None,
+        where: str | None = None,
+        seed: int | None = None,
+        draw: int = 0,
+        wait: float = 0.0,
+        device: torch.device | str | None = None,
+        prefetch: int = 8,
+        priority_key: str = "td_error",
+    ) -> None:
+        if batch_size is not None:
+            check_batch_size(batch_size)
+        if sampler is not None and not isinstance(sampler, (str, Mapping)):
+            raise RemoteError(
+                f"a {type(sampler).__name__} does not go over a connection", kind="local_only",
+                hint='describe it, as in {"kind": "prioritized", "alpha": 0.6}, or give the name of one '
+                "that the server has",
+            )  # fmt: skip
+        if not isinstance(prefetch, int) or prefetch < 1:
+            raise ValueError(f"prefetch must be at least 1, got {prefetch!r}")
+        if wait < 0 or draw < 0:
+            raise ValueError("wait and draw are not negative")
+        if draw and seed is None:
+            raise ValueError("draw= counts the draws of a seed; give seed=, too")
+        self._connection, self._decoder = connection, Decoder()
+        self._fields: Schema | None = None
+        self._batch_size, self._seed, self._draw = batch_size, seed, draw
+        self._asked = {
+            "sampler": dict(sampler) if isinstance(sampler, Mapping) else sampler, "where": where,
+            "seed": seed, "wait": wait,
+        }  # fmt: skip
+        self._wait, self._device = wait, None if device is None else torch.device(device)
+        self._prefetch, self.priority_key = prefetch, priority_key
+        self._keyed = True  # until the store says that its writer keeps no keys
+        self._lock = threading.Lock()
+        self._iterator: Generator[Any] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy in another process needs."""
+        own = ("_lock", "_encoder")
+        return {name: value for name, value in self.__dict__.items() if name not in own} | {"_iterator": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take over what `__getstate__` returned."""
+        self.__dict__.update(state)
+        self._lock = threading.Lock()
+
+    # -- rows in ---------------------------------------------------------------------------------
+
+    def extend(
+        self,
+        data: TensorDictBase | list[TensorDictBase],
+        *,
+        source: str | None = None,
+        return_ids: bool = True,
+        episode_info: Mapping[str, Any] | None = None,
+        update_priority: bool | None = None,
+        validate: Literal["schema", "domain"] = "schema",
+    ) -> torch.Tensor:
+        """Append a batch of rows, all of them or none; once, however often it has to be sent.
+
+        Args:
+            data: Rows, as for the buffer on the server; a list is rows one by one.
+            source: See there.
+            return_ids: Ids are returned, and nothing else can be.
+            episode_info: As on the server.
+            update_priority: See there.
+            validate: See there.
+
+        Returns:
+            Id of each row; -1 for rows that were not taken in. Shape `(n,)`, int64.
+
+        Raises:
+            SchemaError: The batch does not fit the store, or its specs.
+            StateError: The store cannot be written.
+            RemoteError: The server is gone. Whether the rows are there is not known then; the same `extend`
+                again would add them again.
+        """
+        if not return_ids:
+            raise RemoteError(
+                "indices are not handed out over a connection", kind="local_only", hint="take ids"
+            )
+        if isinstance(data, list):
+            if not data:
+                return torch.zeros(0, dtype=torch.int64)
+            data = lazy_stack(data)
+        return torch.from_numpy(self._write("extend", data, source, episode_info, update_priority, validate))
+
+    def add(
+        self,
+        data: TensorDictBase,
+        *,
+        source: str | None = None,
+        episode_info: Mapping[str, Any] | None = None,
+        validate: Literal["schema", "domain"] = "schema",
+    ) -> int:
+        """Append one row; return its id, or -1 if it is not taken in.
+
+        Args:
+            data: One row: a TensorDict without batch dims.
+            source: As in `extend`.
+            episode_info: As in `extend`.
+            validate: As in `extend`.
+        """
+        _check_rows(data)
+        if data.ndim:
+            raise SchemaError(f"one row has no batch dims, this has {list(data.shape)}", hint="extend() it")
+        return int(self._write("add", data.unsqueeze(0), source, episode_info, None, validate)[0])
+
+    def _write(
+        self,
+        route: str,
+        data: TensorDictBase,
+        source: str | None,
+        info: Mapping[str, Any] | None,
+        priorities: bool | None,
+        validate: str,
+    ) -> IntArray:
+        _check_rows(data)
+        pack_info(info)  # what JSON has no form for is refused here
+        told = {
+            "episode_info": info and dict(info), "update_priority": priorities,
+            "validate": "domain" if asks_for_domain(validate) else None,
+        }  # fmt: skip
+        if not data.numel():
+            return np.zeros(0, np.int64)
+        own = [name for name in _OWN if data.get(name) is not None]
+        if own:  # a sample goes back in without them, as in-process
+            data = data.exclude(*own)
+        wishes = {name: value for name, value in told.items() if value is not None}
+        if self._fields is None:
+            self._fields = self.schema  # rows without a fixed size are sent as the store has them
+        rows = self._encoder.encode(data)
+        body = write_stream(with_wishes(rows, wishes) if wishes else rows).to_pybytes()
+        params = None if source is None else {"source": source}
+        found = self._sent(route, body, params).json()
+        if found.get("ids") is not None:
+            return np.asarray(found["ids"], np.int64)
+        first = found["first_id"]
+        return np.arange(first, first + found["count"], dtype=np.int64)
+
+    def _sent(self, route: str, body: bytes, params: Mapping[str, str] | None) -> Answer:
+        """Send rows: again and again under one key; or once, where the store's writer keeps no keys."""
+        ask = partial(self._connection.request, "POST", route, body=body, kind=ARROW, params=params)
+        if self._keyed:
+            try:
+                return ask(write=True)
+            except StateError as exc:
+                if exc.kind != "no_keys":
+                    raise
+                self._keyed = False
+        return ask(once=True)
+
+    # -- batches out -----------------------------------------------------------------------------
+
+    def sample(
+        self, batch_size: int | None = None, return_info: bool = False, include_info: bool | None = None
+    ) -> Any:
+        """Draw a batch.
+
+        Args:
+            batch_size: How many rows; None: the buffer's.
+            return_info: Return a pair: the batch, and a dict with each row's `index`, `id`, and
+                `priority_weight`, where the sampler has it.
+            include_info: False: leave these out of the batch.
+
+        Returns:
+            A TensorDict that owns its memory, batch size `[batch_size]`; fewer rows where the sampler says
+            so.
+
+        Raises:
+            NotReadyError: The store is empty, or no row is left that may still be drawn.
+            RemoteError: The server is gone.
+        """
+        size, number = self._wanted(batch_size), None
+        if self._seed is not None:
+            with self._lock:
+                number, self._draw = self._draw, self._draw + 1
+        body = self._asked | {"batch_size": size, "draw": number}
+        return self._given(self._rows("POST", "sample", body, wait=self._wait), return_info, include_info)
+
+    def stream(self, batches: int | None = None, *, batch_size: int | None = None) -> Generator[Any]:
+        """Yield batches as they come on one connection, read and made ahead in a thread.
+
+        Much faster than `sample`, whose every batch is a question and an answer. With a seed the batches are
+        those that `sample` would have drawn.
+
+        Args:
+            batches: How many; None: without end.
+            batch_size: How many rows; None: the buffer's.
+
+        Raises:
+            NotReadyError: No row is left that may be drawn.
+            RemoteError: The server is gone.
+        """
+        size = self._wanted(batch_size)
+        if batches is not None and batches < 1:
+            raise ValueError(f"batches must be at least 1, got {batches!r}")
+        return self._streamed(size, batches)
+
+    def _streamed(self, size: int, batches: int | None) -> Generator[Any]:
+        given = 0
+        while batches is None or given < batches:
+            begin, left = self._draw, None if batches is None else batches - given
+            feed = self._feed(size, begin, left)
+            try:
+                for number in itertools.count(begin):
+                    batch = feed.take()
+                    if batch is None:
+                        break
+                    if self._is_next(number):
+                        given += 1
+                        yield batch
+            finally:
+                feed.close()
+            if self._seed is None:
+                return
+
+    def _feed(self, size: int, begin: int, batches: int | None) -> Feed:
+        body = self._asked | {"batch_size": size}
+
+        def ask(came: int) -> dict[str, Any]:
+            left = None if batches is None else batches - came
+            return body | {"batches": left, "draw": None if self._seed is None else begin + came}
+
+        return Feed(self._connection, ask, self._made, count=batches, ahead=self._prefetch, wait=self._wait)
+
+    def _is_next(self, number: int) -> bool:
+        """Say whether a draw has not been handed out yet: by `sample`, while a stream had it ready."""
+        with self._lock:
+            if self._seed is not None and number < self._draw:
+                return False
+            if self._seed is not None:
+                self._draw = number + 1
+            return True
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield batches without end, as `stream` does.
+
+        Raises:
+            StateError: No batch size is known.
+        """
+        return self.stream()
+
+    def next(self) -> Any:
+        """Return the next batch of an iteration that goes on from call to call."""
+        if self._iterator is None:
+            self._iterator = self.stream()
+        batch = next(self._iterator, None)
+        if batch is None:
+            self._iterator = None
+        return batch
+
+    def by_id(self, ids: Any) -> TensorDict:
+        """Return rows by id, in the order in which they are asked for.
+
+        Args:
+            ids: Shape `(n,)`.
+
+        Raises:
+            NotFoundError: One of them is not there any more, or never was.
+        """
+        wanted = to_array(ids).reshape(-1)
+        return self._rows("POST", "rows", {"ids": wanted.tolist()})
+
+    def trajectory(self, episode_id: int) -> TensorDict:
+        """Return the rows of an episode that are still there, in the order of its steps.
+
+        Raises:
+            NotFoundError: There is no such episode, or none of its rows is left.
+        """
+        if not 0 <= int(episode_id) < 1 << 63:
+            raise NotFoundError(f"there is no episode {episode_id}")
+        return self._rows("GET", f"episodes/{int(episode_id)}")
+
+    def _rows(self, method: str, route: str, body: Any = None, *, wait: float = 0.0) -> TensorDict:
+        answer = self._connection.request(method, route, body=body, accept=ARROW, wait=wait)
+        return self._made(frames_in(answer.body)[0])
+
+    def _made(self, frame: Frame) -> TensorDict:
+        made = self._decoder.read(frame)
+        return made if self._device is None else made.to(self._device)
+
+    def _given(self, batch: TensorDict, return_info: bool, include_info: bool | None) -> Any:
+        info = {name: found for name in _OWN if (found := batch.get(name)) is not None}
+        if include_info is False:
+            batch = batch.exclude(*_OWN)
+        return (batch, info) if return_info else batch
+
+    # -- samplers with names ---------------------------------------------------------------------
+
+    def name_sampler(
+        self,
+        name: str,
+        sampler: Mapping[str, Any],
+        *,
+        where: str | None = None,
+        seed: int | None = None,
+    ) -> None:
+        """Have the server keep a sampler, whose passes all share who `connect(sampler=name)`.
+
+        Args:
+            name: Letters, digits, ".", "_" and "-".
+            sampler: What it is, as for `connect`; besides, `kind` is "consuming", "without_replacement",
+                "slices_without_replacement" or "streaming_slices", which remember what was drawn.
+            where: Which rows are drawn.
+            seed: Of its draws; None: the store's.
+
+        Raises:
+            StateError: There is another sampler of this name; the same one again changes nothing.
+        """
+        body = {"sampler": dict(sampler), "where": where, "seed": seed}
+        self._json("PUT", f"samplers/{quote(name, safe='')}", body)
+
+    def forget_sampler(self, name: str) -> None:
+        """Have the server let go of a sampler.
+
+        Raises:
+            NotFoundError: There is none of this name.
+        """
+        self._json("DELETE", f"samplers/{quote(name, safe='')}", once=True)
+
+    def samplers(self) -> dict[str, dict[str, Any]]:
+        """List the samplers that have a name: what each of them is."""
+        found = self._json("GET", "samplers")["samplers"]
+        return {name: json.loads(text) for name, text in found.items()}
+
+    # -- priorities ------------------------------------------------------------------------------
+
+    def update_priority(self, index: Any = None, priority: Any = None, *, id: Any = None) -> int:
+        """Set the priorities of rows that are still there, by id; given a sample alone, as it says itself.
+
+        Args:
+            index: A sample with `priority_key` added. Indices are refused: another row may have one by now.
+            priority: Finite, not negative; one for all, or one each. Shape `()`, `(n,)` or `(n, 1)`.
+            id: Which rows. Shape `(n,)`.
+
+        Returns:
+            How many were set.
+
+        Raises:
+            PriorityError: A priority is negative, NaN or infinite; none was set.
+        """
+        if isinstance(index, TensorDictBase) and priority is None and id is None:
+            return self.update_tensordict_priority(index)
+        if index is not None:
+            raise RemoteError(
+                "priorities are not set by index over a connection: another row may have it by now",
+                kind="local_only", hint="give id=, or the sample itself",
+            )  # fmt: skip
+        if id is None or priority is None:
+            raise TypeError("update_priority takes a priority and an id, or a sample")
+        ids = to_array(id).reshape(-1).astype(np.int64, copy=False)
+        values = to_array(priority).astype(np.float64, copy=False)
+        if values.size not in (1, ids.size):
+            raise SchemaError(
+                f"{ids.size} rows are given {values.size} priorities", hint="make one of those of each row"
+            )
+        values = np.broadcast_to(check_priorities(values.reshape(-1)), ids.shape)
+        body = {"ids": ids.tolist(), "priorities": values.tolist()}
+        return int(self._json("POST", "priorities", body, write=True)["updated"])
+
+    def update_tensordict_priority(self, data: TensorDictBase) -> int:
+        """Set the priorities of a sample's rows from its `priority_key`; return how many were set.
+
+        Args:
+            data: A sample with `priority_key` added. Shape of that entry `(n,)` or `(n, 1)`.
+        """
+        key, ids = to_key(self.priority_key), data.get("id")
+        priority = data.get(key)
+        if priority is None:
+            raise SchemaError(f"the sample has no {key_name(key)!r} to take priorities from")
+        if ids is None:
+            raise SchemaError("the sample has no 'id', which says which rows it holds")
+        return self.update_priority(id=ids, priority=priority)
+
+    # -- questions and versions ------------------------------------------------------------------
+
+    def sql(
+        self,
+        query: str,
+        params: Sequence[object] | Mapping[str, object] | None = None,
+        *,
+        limit: int | None = None,
+    ) -> Result:
+        """Run one read-only SELECT where the store is, over what `rb.sql` shows there.
+
+        Args:
+            query: The statement.
+            params: Values for `?` (a sequence) or `$name` (a mapping).
+            limit: Rows that are enough; None: all are asked for.
+
+        Raises:
+            QueryError: It is not one SELECT, takes too long, is refused; or, without a limit, has more rows
+                than the server answers with (kind "truncated").
+        """
+        values = None if params is None else dict(params) if isinstance(params, Mapping) else list(params)
+        body = {"query": query, "params": values, "limit": limit}
+        answer = self._connection.request("POST", "sql", body=body, accept=ARROW)
+        found = Result(read_table(answer.body))
+        if limit is None and answer.headers.get("x-truncated") == "true":
+            raise QueryError(
+                f"there are more than the {len(found)} rows that the server answers with", kind="truncated",
+                hint="give limit=, if so many are enough, or ask for less",
+            )  # fmt: skip
+        return found
+
+    def episodes(
+        self,
+        where: str | None = None,
+        order_by: str | None = None,
+        limit: int | None = None,
+        *,
+        params: Sequence[object] | Mapping[str, object] | None = None,
+    ) -> Result:
+        """Return episodes, also those whose rows have left: the relation `episodes`, or some of it.
+
+        Args:
+            where: Which ones: an SQL expression over its columns; None: all.
+            order_by: In which order: SQL expressions; the last is always `episode_id`.
+            limit: At most so many; None: all.
+            params: Values for `?` (a sequence) or `$name` (a mapping) in the expressions.
+
+        Raises:
+            QueryError: As `sql`.
+        """
+        from expstore.sql.views import select_episodes
+
+        return self.sql(select_episodes(where, order_by, limit), params, limit=limit or None)
+
+    def dumps(self, path: None = None) -> Version:
+        """Have the server make a version: the store as it is now, complete and closed.
+
+        Args:
+            path: Versions lie with the store, and nowhere else.
+
+        Raises:
+            StateError: The server only reads.
+        """
+        self._no_path("dumps", path)
+        return self._dumped(None)
+
+    def tag(self, name: str, path: None = None) -> Version:
+        """Have the server make a version with a name, which is kept.
+
+        Raises:
+            SnapshotError: There is a version of this name.
+        """
+        self._no_path("tag", path)
+        return self._dumped(name)
+
+    def versions(self) -> list[Version]:
+        """List the versions that lie with the store, the oldest first."""
+        return [Version(**entry) for entry in self._json("GET", "versions")["versions"]]
+
+    def loads(self, path: None = None, version: int | str | None = None) -> None:
+        """Have the server put a version's content in the place of the store's; for all who use it.
+
+        Args:
+            path: As in `dumps`.
+            version: Number or tag; None: the newest.
+
+        Raises:
+            SnapshotError: There is no such version.
+        """
+        self._no_path("loads", path)
+        self._json("POST", "loads", {"version": version}, once=True)
+
+    dump = save = dumps
+    load = loads
+
+    def _dumped(self, name: str | None) -> Version:
+        return Version(**self._json("POST", "dumps", {"tag": name}, once=True))
+
+    def _no_path(self, name: str, path: object) -> None:
+        if path is not None:
+            raise RemoteError(
+                f"{name} takes no path over a connection", kind="local_only",
+                hint="versions lie with the store: leave it out",
+            )  # fmt: skip
+
+    # -- the whole store -------------------------------------------------------------------------
+
+    def flush(self) -> None:
+        """Bring everything to the server's disk: what was written before survives a power cut there."""
+        self._json("POST", "flush", write=True)
+
+    def stats(self) -> dict[str, Any]:
+        """Return facts about the store that JSON can keep."""
+        return dict(self._json("GET", "stats"))
+
+    def __len__(self) -> int:
+        return int(self._json("GET", "")["rows"])
+
+    @property
+    def write_count(self) -> int:
+        """How many rows were ever written."""
+        return int(self.stats()["write_count"])
+
+    @property
+    def initialized(self) -> bool:
+        """True: the store is there."""
+        return True
+
+    @property
+    def schema(self) -> Schema | None:
+        """The fields; None before the first rows."""
+        fields = self._json("GET", "")["fields"]
+        return None if fields is None else Schema.from_json(fields)
+
+    @property
+    def meta(self) -> dict[str, Any]:
+        """The user's own facts, given when the store was made."""
+        return dict(self._json("GET", "")["meta"])
+
+    @property
+    def batch_size(self) -> int | None:
+        """Rows per batch, unless `sample` is told otherwise."""
+        return self._batch_size
+
+    @property
+    def draw(self) -> int:
+        """Which draw of the seed comes next."""
+        return self._draw
+
+    def close(self) -> None:
+        """Close the connections of this process; the store stays open where it is served."""
+        iterator, self._iterator = self._iterator, None
+        if iterator is not None:
+            iterator.close()
+        self._connection.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({str(self._connection.address)!r})"
+
+    # -- helpers ---------------------------------------------------------------------------------
+
+    @cached_property
+    def _encoder(self) -> Encoder:
+        return Encoder(lambda: self._fields)
+
+    def _json(
+        self, method: str, route: str, body: Any = None, *, write: bool = False, once: bool = False
+    ) -> Any:
+        return self._connection.request(method, route, body=body, write=write, once=once).json()
+
+    def _wanted(self, batch_size: int | None) -> int:
+        size = self._batch_size if batch_size is None else batch_size
+        if size is None:
+            raise StateError("batch_size not specified", hint="give it to sample(), or to connect()")
+        check_batch_size(size)
+        return int(size)
+
+
+def _check_rows(data: Any) -> None:
+    if not isinstance(data, TensorDictBase):
+        raise SchemaError(f"expected a TensorDict, got {type(data).__name__}")
+
+
+def connect(
+    url: str,
+    *,
+    token: str | None = None,
+    timeout: float = 30.0,
+    retries: Retries | None = None,
+    batch_size: int | None = None,
+    sampler: str | Mapping[str, Any] | None = None,
+    where: str | None = None,
+    seed: int | None = None,
+    draw: int = 0,
+    wait: float = 0.0,
+    device: torch.device | str | None = None,
+    prefetch: int = 8,
+    priority_key: str = "td_error",
+) -> RemoteReplayBuffer:
+    """Use a store that `expstore serve` serves.
+
+    Args:
+        url: Where it is: `http://host:8420/name`.
+        token: What the server knows you by.
+        timeout: Seconds that the server may be silent.
+        retries: How long a request that is not answered, or is put off, is sent again; None: a minute.
+        batch_size: Of `sample` and iteration.
+        sampler: What makes up a batch: a dict with `kind` and parameters, or the name of a sampler that the
+            server keeps; uniform by default. `kind` is "uniform", "prioritized", "slices",
+            "prioritized_slices" or "recency".
+        where: Which rows are drawn: an SQL condition without functions.
+        seed: Draw k is then the same for everybody who has this seed, as long as the rows are the same. None:
+            the store's own next draw, whoever asks.
+        draw: Which draw of the seed comes first.
+        wait: Seconds that the server waits for rows to draw, where there are none yet.
+        device: Where batches are handed out.
+        prefetch: How many batches an iteration makes ahead, in a thread.
+        priority_key: Where `update_priority` finds priorities in a sample.
+
+    Returns:
+        A buffer; close it, or use it in a `with` block.
+
+    Raises:
+        NotFoundError: The server has no such store.
+        RemoteError: The server does not answer, or does not know the token; see `status`.
+        ValueError: It is no URL of a store, or an argument has no meaning.
+
+    Example:
+        >>> with expstore.connect("http://trainer:8420/demo", batch_size=256) as rb:
+        ...     for batch in rb:
+        ...         train(batch)
+    """
+    connection = Connection(Address.of(url), token, timeout=timeout, retries=retries)
+    try:
+        buffer = RemoteReplayBuffer(
+            connection, batch_size=batch_size, sampler=sampler, where=where, seed=seed, draw=draw, wait=wait,
+            device=device, prefetch=prefetch, priority_key=priority_key,
+        )  # fmt: skip
+        connection.request("GET", "")
+    except BaseException:
+        connection.close()
+        raise
+    return buffer

@@ -1,0 +1,68 @@
+"""How much the rows between any two count together, by a filter.
+
+Used by samplers that draw a run of rows first and then a row of it. It is made anew where the filter has
+evaluated something; it follows nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from expstore.core.values import IntArray
+from expstore.samplers.filter import Filter
+
+if TYPE_CHECKING:
+    from expstore.storages.base import Storage
+
+__all__ = ["RowMasses"]
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowMasses:
+    """Hold running sums over the rows from id `low` + 1 on: of masses, and of those that are above 0.
+
+    Shapes `(rows + 1,)`, the first is 0. Threads: it never changes.
+    """
+
+    evaluation: int
+    low: int
+    sums: Floats
+    counts: IntArray
+
+    @classmethod
+    def of(cls, filter: Filter, storage: Storage) -> Self:
+        """Sum up what a filter says of all rows that it shows."""
+        with filter.lock:
+            window, evaluation = filter.shown(storage), filter.evaluation
+            masses = np.zeros(window.size + 1)
+            ids = window.ids()
+            masses[ids - window.low] = filter.masses[storage.slot_of(ids)]
+        return cls(evaluation, window.low, np.cumsum(masses), np.cumsum(masses > 0))
+
+    def between(self, first: IntArray, last: IntArray) -> tuple[Floats, IntArray]:
+        """Return the mass of runs of rows, and how many rows of each have some. Shapes `(runs,)`."""
+        start, stop = self._places(first, last)
+        return self.sums[stop] - self.sums[start], self.counts[stop] - self.counts[start]
+
+    def _places(self, first: IntArray, last: IntArray) -> tuple[IntArray, IntArray]:
+        end = self.sums.size - 1
+        start = np.clip(first - 1 - self.low, 0, end)
+        return start, np.maximum(start, np.clip(last - self.low, 0, end))
+
+    def pick(self, first: IntArray, last: IntArray, share: Floats) -> IntArray:
+        """Return of each run, none without mass, the row under a share of its mass. Shapes `(n,)`."""
+        start, stop = self._places(first, last)
+        low, high = self.sums[start], self.sums[stop]
+        under = np.minimum(low + share * (high - low), np.nextafter(high, 0.0))  # rounding
+        ids: IntArray = np.searchsorted(self.sums, under, side="right") + self.low
+        return ids
+
+    def single(self, ids: IntArray) -> Floats:
+        """Return the masses of rows. Shapes `(n,)`."""
+        return self.between(ids, ids)[0]

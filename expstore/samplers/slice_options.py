@@ -1,0 +1,282 @@
+"""What slices are: how long, where they may begin, and what a batch of them says at their ends.
+
+Used by the samplers that draw slices. It chooses none and touches no storage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from expstore.core.values import IntArray, Key, Mark, Selection, to_key
+from expstore.errors import NotReadyError, StateError
+
+if TYPE_CHECKING:
+    from expstore.storages.run_index import Runs
+
+__all__ = ["NestedKey", "Slicing", "Span", "none_is_long_enough", "refuse", "trajectory_fields"]
+
+NestedKey = str | tuple[str, ...]
+Span = bool | int | tuple[bool | int, bool | int]
+
+_MASK: Key = ("collector", "mask")
+
+
+@dataclass(frozen=True, slots=True)
+class Slicing:
+    """Hold the settings of a sampler of slices.
+
+    Args:
+        num_slices: How many slices make up a batch; or else
+        slice_len: how many steps a slice has.
+        strict_length: Leave out trajectories that are shorter than a slice; otherwise they make short ones.
+        pad_output: Fill up short slices with their last row.
+        span: How many steps a slice may lack on the left and on the right, because it reaches beyond the
+            trajectory's end there: a number, False for none, True for all but one.
+        truncated_key: Where the ends of slices are marked; None: nowhere.
+        init_key: Where their beginnings are marked, if the field is stored; None: nowhere.
+
+    Raises:
+        TypeError: Not just one of `num_slices` and `slice_len` is given.
+        ValueError: A number is too small, or short slices are to be filled up where there are none.
+    """
+
+    num_slices: int | None
+    slice_len: int | None
+    strict_length: bool
+    pad_output: bool
+    span: tuple[bool | int, bool | int]
+    truncated_key: Key | None
+    init_key: Key | None
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        num_slices: int | None,
+        slice_len: int | None,
+        strict_length: bool,
+        pad_output: bool,
+        span: Span,
+        truncated_key: NestedKey | None,
+        init_key: NestedKey | None,
+    ) -> Slicing:
+        """Check what a user has asked for."""
+        if (num_slices is None) == (slice_len is None):
+            raise TypeError(
+                "Either num_slices or slice_len must be not None, and not both. "
+                f"Got num_slices={num_slices} and slice_len={slice_len}."
+            )
+        for name, value in (("num_slices", num_slices), ("slice_len", slice_len)):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int | np.integer)):
+                raise TypeError(f"{name} must be a whole number, got {value!r}")
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        if pad_output and strict_length:
+            raise ValueError(
+                "pad_output=True is incompatible with strict_length=True: padding only happens when short "
+                "trajectories are kept, which requires strict_length=False."
+            )
+        sides = span if isinstance(span, tuple | list) else (span, span)
+        if len(sides) != 2 or not all(isinstance(side, bool | int) and side >= 0 for side in sides):
+            raise ValueError(
+                f"span must be a boolean, a number of steps >= 0, or a pair of these; got {span!r}"
+            )
+        return cls(
+            num_slices,
+            slice_len,
+            strict_length,
+            pad_output,
+            (sides[0], sides[1]),
+            None if truncated_key is None else to_key(truncated_key),
+            None if init_key is None else to_key(init_key),
+        )
+
+    def sizes(self, batch_size: int) -> tuple[int, int]:
+        """Return how long slices are, and how many make up a batch.
+
+        Raises:
+            StateError: The batch cannot be cut so.
+        """
+        number = self.slice_len or self.num_slices or 1
+        if batch_size % number:
+            word = "number of slices" if self.slice_len is None else "slice length"
+            raise StateError(
+                f"The batch-size must be divisible by the {word}, got batch_size={batch_size} and "
+                f"{self.size_text}."
+            )
+        rest = batch_size // number
+        return (rest, number) if self.slice_len is None else (number, rest)
+
+    @property
+    def _whole(self) -> bool:
+        """Whether every slice has its full length."""
+        return self.strict_length and self.span == (False, False)
+
+    @property
+    def size_text(self) -> str:
+        """The size as it was given."""
+        number, length = self.num_slices, self.slice_len
+        return f"num_slices={number}" if length is None else f"slice_len={length}"
+
+    def slack(self, length: int) -> tuple[int, int]:
+        """Return how many steps a slice of this length may lack on the left and on the right."""
+        for side in self.span:
+            if side is not True and side >= length:
+                raise ValueError(
+                    "The right and left span must be strictly lower than the sequence length: "
+                    f"{side} is not below {length}"
+                )
+        left, right = (length - 1 if side is True else int(side) for side in self.span)
+        return left, right
+
+    def starts(self, have: IntArray, length: int) -> IntArray:
+        """Return in how many places a slice can begin in runs of `have` steps. Shapes `(n,)`."""
+        if self._whole:
+            return np.maximum(0, have - (length - 1))
+        left, right = self.slack(length)
+        if self.strict_length:
+            return np.where(have >= length, have - length + 1 + left + right, 0)
+        full = np.minimum(have, length)
+        spare = np.minimum(left, full - 1) + np.minimum(right, full - 1)
+        return np.where(have > 0, have - full + 1 + spare, 0)
+
+    def windows(self, runs: Runs, batch_size: int) -> int:
+        """Return in how many places a slice can begin, in all runs together, for such a batch.
+
+        Raises:
+            StateError: The batch cannot be cut so.
+        """
+        length, _ = self.sizes(batch_size)
+        with runs.lock:
+            runs.look()
+            have = runs.stop - runs.first
+        return int(self.starts(have[have > 0], length).sum())
+
+    def place(self, have: IntArray, length: int, share: NDArray[np.float64]) -> tuple[IntArray, IntArray]:
+        """Place one slice in each of some runs.
+
+        Args:
+            have: How many steps they have, enough for a slice. Shape `(n,)`.
+            length: Of a slice.
+            share: Which of the places it can begin in, from 0 to less than 1. Shape `(n,)`.
+
+        Returns:
+            The first step of each, counted from its run's first one, and how many it has. Shapes `(n,)`.
+        """
+        begins = (share * self.starts(have, length)).astype(np.int64)
+        if self._whole:
+            return begins, np.full(begins.size, length)
+        return self.cut(begins - self.before(have, length), have, length)
+
+    def before(self, have: IntArray, length: int) -> IntArray:
+        """Return in how many places before a run's first step a slice can begin. Shapes `(n,)`."""
+        left = self.slack(length)[0]
+        found: IntArray = np.minimum(left, np.minimum(have, length) - 1)
+        return found
+
+    def cut(self, begins: IntArray, have: IntArray, length: int) -> tuple[IntArray, IntArray]:
+        """Cut off of slices what lies beyond their runs; return first steps and lengths as `place` does."""
+        full = np.minimum(have, length)
+        lengths = np.minimum(full + np.minimum(begins, 0), have - np.maximum(begins, 0))
+        return np.maximum(begins, 0), lengths
+
+    def selection(
+        self, ids: IntArray, lengths: IntArray, *, length: int, asked: int, padded: bool = False
+    ) -> Selection:
+        """Return the rows of slices as a selection.
+
+        Args:
+            ids: One slice behind another. Shape `(sum of lengths,)`.
+            lengths: How many rows each has. Shape `(slices,)`.
+            length: How many a whole one has.
+            asked: How many rows the user wants.
+            padded: Fill up short slices.
+        """
+        mask, ends = None, np.cumsum(lengths)
+        if padded:
+            steps = np.arange(length)
+            within = np.minimum(steps, lengths[:, None] - 1)
+            ids = ids[(ends - lengths)[:, None] + within].reshape(-1)
+            mask = (steps < lengths[:, None]).reshape(-1)
+            ends = np.arange(lengths.size) * length + lengths
+        begins = ends - lengths
+        return Selection(ids, marks=tuple(self._marks(ids.size, begins, ends - 1, mask)), asked=asked)
+
+    def _marks(
+        self, rows: int, begins: IntArray, lasts: IntArray, mask: NDArray[np.bool_] | None
+    ) -> Sequence[Mark]:
+        def flags(places: IntArray | None = None) -> NDArray[np.bool_]:
+            found = np.zeros(rows, np.bool_)
+            if places is not None:
+                found[places] = True
+            return found
+
+        marks = []
+        if self.truncated_key is not None:
+            group, last = self.truncated_key[:-1], flags(lasts)
+            marks = [
+                Mark(self.truncated_key, last, joins=False),
+                Mark((*group, "done"), last),
+                Mark((*group, "terminated"), flags()),
+            ]
+        if mask is not None:
+            marks.append(Mark(_MASK, mask, joins=False, flat=True))
+        if self.init_key is not None:
+            marks.append(Mark(self.init_key, flags(begins), new=False))
+        return marks
+
+
+def none_is_long_enough(lengths: IntArray, length: int) -> NotReadyError:
+    """Return the error where no slice can be drawn. `lengths` are those of all runs with rows."""
+    if not lengths.size:
+        return NotReadyError("Cannot sample from an empty storage", hint="extend() it first")
+    return NotReadyError(
+        "Did not find a single trajectory with sufficient length (length range: "
+        f"{lengths.min()} - {lengths.max()} / required={length})",
+        hint="ask for shorter slices, or give strict_length=False",
+    )
+
+
+#: Options of TorchRL's samplers that have no meaning here, and why.
+_REFUSED = {
+    "ends": "the store knows where episodes end",
+    "trajectories": "the store knows its episodes",
+    "compile": "slices are found by compiled code",
+    "use_gpu": "slices are found faster than a device could be asked",
+}
+
+
+def refuse(**given: Any) -> None:
+    """Raise ValueError for options that have no meaning here."""
+    for name, value in given.items():
+        if value is not None and value is not False:
+            raise ValueError(f"{name} has no meaning here: {_REFUSED[name]}; leave it out")
+
+
+def trajectory_fields(
+    end_key: NestedKey | None,
+    end_keys: Sequence[NestedKey] | None,
+    traj_key: NestedKey | None,
+    trajectory_key: NestedKey | None,
+) -> tuple[Key | None, tuple[Key, ...] | None]:
+    """Return the field that names trajectories and those that end them, as far as a user has said so."""
+    if isinstance(end_keys, str) or (end_keys is not None and not end_keys):
+        raise ValueError(f"end_keys must be a list of keys, got {end_keys!r}; one alone is end_key=")
+    if end_key is not None and end_keys is not None:
+        raise RuntimeError(
+            "`end_key` and `end_keys` are exclusive arguments: pass the single boundary key through "
+            "`end_key`, or the sequence of keys to be OR-ed together through `end_keys`."
+        )
+    if traj_key is not None and trajectory_key is not None:
+        raise ValueError("traj_key and trajectory_key are the same: give one of them")
+    name = trajectory_key if traj_key is None else traj_key
+    ends = end_keys if end_key is None else [end_key]
+    return (
+        None if name is None else to_key(name),
+        None if ends is None else tuple(to_key(key) for key in ends),
+    )

@@ -1,0 +1,139 @@
+"""Where slices may begin, and how much each place counts, under `where` and `weight`.
+
+Used by samplers that draw trajectories first. It adds up the masses of a filter over the places in a run; it
+knows nothing of expressions, and never reads rows.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from expstore.core.values import IntArray
+from expstore.disk.disk import load_compiled
+from expstore.samplers.filter import Filter
+from expstore.samplers.slice_options import Slicing
+from expstore.samplers.window_sum_tree import TREES
+
+if TYPE_CHECKING:
+    from expstore.kernels.sum_tree import SumTree
+    from expstore.storages.base import Storage
+    from expstore.storages.run_index import Runs
+
+__all__ = ["Candidates"]
+
+Floats = NDArray[np.float64]
+
+
+class Candidates:
+    """Keep the mass of each run: of the places in it where a slice can begin, at each that of its first row.
+
+    A look costs as many rows as the runs have that have changed, a draw as many as those have that are
+    drawn.
+
+    Threads: whoever calls holds the lock of the runs. Crashes: it is made anew.
+
+    Args:
+        filter: What gives rows their masses.
+        alike: Every run with any mass weighs 1; otherwise its whole mass.
+    """
+
+    def __init__(self, filter: Filter, *, alike: bool) -> None:
+        self._filter = filter
+        self._alike = alike
+        self._tree: SumTree | None = None
+        self._runs: Runs | None = None
+        self._seen = (0, -1, 0)  # length, moves of the runs, version of the filter
+
+    def catch_up(self, storage: Storage, runs: Runs, slicing: Slicing, length: int) -> SumTree:
+        """Weigh the runs that have changed, or in which masses have.
+
+        Args:
+            storage: What holds the rows.
+            runs: As of a look just now.
+            slicing: Where slices can begin.
+            length: Of a slice.
+        """
+        tree, seen, filter = self._tree, self._seen, self._filter
+        with filter.lock:
+            version, moved = filter.version, filter.moved(seen[2])
+        changed = runs.changed_since(seen[1])
+        count = runs.table.count
+        if tree is None or self._runs is not runs or seen[0] != length or changed is None or moved is None:
+            tree = load_compiled(TREES).SumTree(max(256, 2 * count))
+            changed = np.arange(count)
+        elif moved.size:
+            ids = np.unique(storage.ids_in(moved, storage.window))
+            numbers, _ = runs.locate(ids[storage.window.holds(ids)])
+            changed = np.concatenate([changed, numbers[numbers >= 0]])
+        changed = np.unique(changed)
+        if changed.size:
+            if count > tree.size:
+                tree.grow(2 * count)
+            tree.set(changed, self._weigh(storage, runs, slicing, length, changed))
+        self._runs, self._tree, self._seen = runs, tree, (length, runs.moves, version)
+        return tree
+
+    def _weigh(
+        self, storage: Storage, runs: Runs, slicing: Slicing, length: int, numbers: IntArray
+    ) -> Floats:
+        masses, counts = self._masses(storage, runs, slicing, length, numbers)
+        run = np.repeat(np.arange(numbers.size), counts)
+        weights: Floats = np.bincount(run, weights=masses, minlength=numbers.size).astype(np.float64)
+        return (weights > 0).astype(np.float64) if self._alike else weights
+
+    def _masses(
+        self, storage: Storage, runs: Runs, slicing: Slicing, length: int, numbers: IntArray
+    ) -> tuple[Floats, IntArray]:
+        """Return the masses of the rows at which slices can begin, run behind run, and how many each has."""
+        first = runs.first[numbers]
+        have = runs.stop[numbers] - first
+        starts, before = slicing.starts(have, length), slicing.before(have, length)
+        counts = np.where(starts > 0, starts - before, 0)
+        ids = runs.rows(numbers, first, counts)
+        masses = self._filter.masses_of(storage, ids)
+        some = counts > 0
+        # Slices that would begin before a run begin at its first row.
+        masses[(np.cumsum(counts) - counts)[some]] *= 1.0 + before[some]
+        return masses, counts
+
+    def place(
+        self,
+        storage: Storage,
+        runs: Runs,
+        slicing: Slicing,
+        length: int,
+        *,
+        chosen: IntArray,
+        shares: Floats,
+    ) -> tuple[IntArray, IntArray]:
+        """Place one slice in each of some runs, as `Slicing.place` does.
+
+        Args:
+            storage: As `catch_up`, as are the next ones.
+            runs: See there.
+            slicing: See there.
+            length: See there.
+            chosen: The runs, of some mass each. Shape `(n,)`.
+            shares: Which of a run's mass, and which of the places at one row; from 0 to less than 1 each.
+                Shape `(2, n)`.
+        """
+        numbers, which = np.unique(chosen, return_inverse=True)
+        masses, counts = self._masses(storage, runs, slicing, length, numbers)
+        stops = np.cumsum(counts)
+        starts = stops - counts
+        # As shares of their runs': the masses of one run are not to drown those of another.
+        run = np.repeat(np.arange(counts.size), counts)
+        masses = masses / np.bincount(run, weights=masses, minlength=counts.size)[run]
+        reach = np.concatenate([[0.0], np.cumsum(masses)])
+        mass = reach[stops] - reach[starts]
+        at = np.searchsorted(reach[1:], reach[starts][which] + shares[0] * mass[which], side="right")
+        some = np.flatnonzero(masses)
+        # Rounding may pass the last row of a run that has any mass.
+        last = some[np.searchsorted(some, stops, side="left") - 1][which]
+        begins = np.minimum(at, last) - starts[which]
+        have = (runs.stop[numbers] - runs.first[numbers])[which]
+        before = (shares[1] * (1 + slicing.before(have, length))).astype(np.int64)
+        return slicing.cut(np.where(begins == 0, -before, begins), have, length)

@@ -1,0 +1,54 @@
+"""A sum tree over the runs of a storage.
+
+Used by samplers that draw trajectories. It asks for weights where runs have changed; it never chooses them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from expstore.core.values import Array, IntArray
+from expstore.disk.disk import load_compiled
+from expstore.samplers.window_sum_tree import TREES
+
+if TYPE_CHECKING:
+    from expstore.kernels.sum_tree import SumTree
+    from expstore.storages.run_index import Runs
+
+__all__ = ["RunWeights"]
+
+
+class RunWeights:
+    """Keep the weights of runs, which follow from how many steps they have.
+
+    Weights are whole numbers, so that sums are exact, and what is found follows from the rows alone.
+
+    Threads: whoever calls holds the lock of the runs. Crashes: it is made anew.
+    """
+
+    def __init__(self) -> None:
+        self._tree: SumTree | None = None
+        self._seen: tuple[Runs, int, int] | None = None
+
+    def catch_up(self, runs: Runs, length: int, weigh: Callable[[IntArray], Array]) -> SumTree:
+        """Weigh the runs that have changed, all of them for another length of slices.
+
+        Args:
+            runs: As of a look just now.
+            length: Of a slice, from which weights follow beside the lengths of runs.
+            weigh: Returns weights of runs of so many steps. Shapes `(n,)` in, float64 `(n,)` out.
+        """
+        tree, seen = self._tree, self._seen
+        known = seen is not None and seen[0] is runs and seen[1] == length
+        changed = runs.changed_since(seen[2]) if seen is not None and known else None
+        count = runs.table.count
+        if tree is None or changed is None:
+            tree = load_compiled(TREES).SumTree(max(256, 2 * count))
+            tree.fill(weigh(runs.stop - runs.first))
+        elif changed.size:
+            if count > tree.size:
+                tree.grow(2 * count)
+            tree.set(changed, weigh(runs.stop[changed] - runs.first[changed]))
+        self._tree, self._seen = tree, (runs, length, runs.moves)
+        return tree

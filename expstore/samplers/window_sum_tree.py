@@ -1,0 +1,130 @@
+"""A sum tree over the rows that a storage can read just now.
+
+Used by samplers that draw by weights which rows keep while they are there. It asks for the weights of rows
+that are new and takes away those of rows that have left; it never chooses weights.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from expstore.core.values import Array, IntArray, Window
+from expstore.disk.disk import load_compiled
+from expstore.samplers.filter import Filter
+
+if TYPE_CHECKING:
+    from expstore.kernels.sum_tree import SumTree
+    from expstore.storages.base import Storage
+
+__all__ = ["TREES", "WindowTree", "warm"]
+
+#: Loads numba: in the background when a buffer is made, at the latest with the first batch.
+TREES = "expstore.kernels.sum_tree"
+
+Weigh = Callable[[IntArray], Array]
+
+
+def warm() -> None:
+    """Load the compiled loops in the background."""
+    threading.Thread(target=load_compiled, args=(TREES,), name="expstore-warm", daemon=True).start()
+
+
+class WindowTree:
+    """Keep weights by slot.
+
+    Threads: whoever calls holds the sampler's lock. Processes: each has its own. Crashes: it is made anew.
+
+    Args:
+        filter: What weights are multiplied by; rows of which it knows nothing yet are left out.
+
+    Example:
+        >>> tree = WindowTree().catch_up(storage, lambda places: np.ones(places.size))
+        >>> tree.total == len(storage)
+        True
+    """
+
+    def __init__(self, filter: Filter | None = None) -> None:
+        self._filter = filter
+        #: None: it is to be made anew.
+        self.tree: SumTree | None = None
+        #: What it shows.
+        self.window = Window(0, 0)
+        self.upheavals = -1
+        self._version = 0
+
+    def drop(self) -> None:
+        """Forget all weights."""
+        self.tree = None
+
+    def catch_up(
+        self, storage: Storage, weigh: Weigh, narrow: Callable[[Window], Window] | None = None
+    ) -> SumTree:
+        """Give new rows their weights, and take away those of rows that have left.
+
+        Args:
+            storage: What holds the rows.
+            weigh: Returns the weights of slots. Shapes `(n,)` in, float64 `(n,)` out.
+            narrow: Returns which rows take part of those that are shown, after `drop` if others weigh
+                otherwise than before.
+        """
+        filter = self._filter
+        if filter is None:
+            window = storage.window
+            return self._follow(storage, window if narrow is None else narrow(window), weigh)
+        with filter.lock:
+            moved, self._version = filter.moved(self._version), filter.version
+            if moved is None:
+                self.drop()
+            shown = filter.shown(storage)
+            window = shown if narrow is None else narrow(shown)
+            return self._follow(storage, window, self._times_mass(filter, weigh), moved)
+
+    @staticmethod
+    def _times_mass(filter: Filter, weigh: Weigh) -> Weigh:
+        return lambda places: weigh(places) * filter.masses[places]
+
+    def _follow(
+        self, storage: Storage, window: Window, weigh: Weigh, moved: IntArray | None = None
+    ) -> SumTree:
+        tree, shown, upheavals = self.tree, self.window, storage.upheavals
+        changed = moved is not None and moved.size > 0
+        if tree is not None and (upheavals, window) == (self.upheavals, shown) and not changed:
+            return tree
+        # The shape decides how sums are rounded: it must follow from the rows alone, not from the past.
+        size = storage.slots or 1 << max(12, (window.last - 1).bit_length())
+        followed = shown.low <= window.low <= shown.last <= window.last and shown.gaps == window.gaps
+        if tree is None or upheavals != self.upheavals or not followed:
+            tree = load_compiled(TREES).SumTree(size)
+            places = storage.slot_of(window.ids())
+            weights = np.zeros(tree.size)
+            weights[places] = weigh(places)
+            tree.fill(weights)
+        else:
+            tree.grow(size)
+            gone = storage.slot_of(np.arange(shown.low + 1, window.low + 1))
+            tree.set(gone, np.zeros(gone.size))
+            new = storage.slot_of(np.arange(shown.last + 1, window.last + 1))
+            if changed and moved is not None:
+                new = np.concatenate([new, moved[window.holds(storage.ids_in(moved, window))]])
+            tree.set(new, weigh(new))
+        self.tree, self.upheavals, self.window = tree, upheavals, window
+        return tree
+
+    def change(self, storage: Storage, places: IntArray, weigh: Weigh) -> None:
+        """Give slots other weights, as far as it shows the rows that lie there."""
+        tree, window, filter = self.tree, self.window, self._filter
+        if tree is None or self.upheavals != storage.upheavals:
+            return  # it will be made of all weights
+        if window != storage.window:  # rows have come of which the tree does not know
+            places = places[places < tree.size]
+            places = places[window.holds(storage.ids_in(places, window))]
+        if filter is None:
+            tree.set(places, weigh(places))
+            return
+        with filter.lock:
+            places = places[places < filter.masses.size]
+            tree.set(places, self._times_mass(filter, weigh)(places))

@@ -1,0 +1,104 @@
+"""Python's own values as a column of a field without a fixed size.
+
+Used where batches come in. Only what comes back as it was is taken: texts do not become bytes, nor numbers
+texts. It knows nothing of tensors; pyarrow is imported when values come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from expstore.core.values import Key, key_name
+from expstore.errors import SchemaError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+__all__ = ["column_of"]
+
+#: Lists in lists, deeper than which nothing is taken.
+_DEPTH = 32
+_LISTS: tuple[type, ...] = (list, tuple, np.ndarray)
+_HINT = "rows are texts, bytes, numbers, flags, dates, None, or lists and dicts of these, all of one kind"
+
+
+def column_of(key: Key, values: Sequence[Any]) -> pa.Array:
+    """Return values of Python as one column.
+
+    A dict is a struct: what is missing in some rows is None there. A tuple is a list. Of integers and floats
+    in one field all are floats.
+
+    Args:
+        key: The field's, for messages.
+        values: One per row; None where a row has none.
+
+    Raises:
+        SchemaError: Arrow has no form for them, or not one for all of them.
+
+    >>> column_of(("tags",), [["a", "b"], [], None]).to_pylist()
+    [['a', 'b'], [], None]
+    """
+    import pyarrow as pa
+
+    _check_kinds(key, values)
+    try:
+        found = pa.array(values)
+    except (ValueError, TypeError, OverflowError, NotImplementedError, RecursionError) as exc:
+        raise _refuse(key, str(exc).splitlines()[0]) from exc
+    if isinstance(found, pa.ChunkedArray):
+        raise SchemaError(
+            f"field {key_name(key)!r} has more than 2 GiB in one batch", hint="extend by fewer rows at a time"
+        )
+    if _mixes(values, found.type):
+        raise _refuse(key, "text in some rows, bytes in others")
+    return found
+
+
+def _refuse(key: Key, reason: str) -> SchemaError:
+    return SchemaError(f"field {key_name(key)!r} has values that cannot be kept: {reason}", hint=_HINT)
+
+
+def _check_kinds(key: Key, values: Iterable[Any]) -> None:
+    """Raise SchemaError for values that Arrow would take, but not give back as they were."""
+    level = list(values)
+    for _ in range(_DEPTH):
+        kinds = set(map(type, level))
+        if wrong := [kind for kind in kinds if issubclass(kind, (set, frozenset))]:
+            raise _refuse(key, f"a {wrong[0].__name__} has no order")
+        if not any(issubclass(kind, (*_LISTS, Mapping)) for kind in kinds):
+            return
+        dicts = [value for value in level if isinstance(value, Mapping)]
+        if any(not value for value in dicts):
+            raise _refuse(key, "an empty dict does not say what it would hold")
+        inside: list[Any] = [value for value in level if isinstance(value, _LISTS) and not _is_plain(value)]
+        level = list(chain.from_iterable([*inside, *(value.values() for value in dicts)]))
+    raise _refuse(key, f"lists or dicts more than {_DEPTH} deep")
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, np.ndarray) and value.dtype.kind in "biuf"
+
+
+def _mixes(values: Iterable[Any], kind: pa.DataType) -> bool:
+    """Say whether texts have become bytes, since others were bytes."""
+    import pyarrow as pa
+
+    is_a = pa.types
+    if is_a.is_binary(kind) or is_a.is_large_binary(kind):
+        return any(isinstance(value, str) for value in values)
+    if is_a.is_list(kind):
+        return _has(kind, "binary") and _mixes(
+            chain.from_iterable(value for value in values if value is not None), kind.value_type
+        )
+    if is_a.is_struct(kind) and _has(kind, "binary"):
+        rows = [value for value in values if value is not None]
+        return any(_mixes((row.get(part.name) for row in rows), part.type) for part in kind)
+    return False
+
+
+def _has(kind: pa.DataType, word: str) -> bool:
+    return word in str(kind)

@@ -1,0 +1,81 @@
+"""Fields as users name them for `schema=`: by dtypes, shapes and Arrow types.
+
+Used by `expstore.open`. It makes a `Schema`, and never looks at a value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from expstore.core.values import Key, given_key, key_name
+from expstore.errors import SchemaError
+from expstore.schema.arrow_types import ragged_text, type_text
+from expstore.schema.schema import ARROW, DTYPES, OBJECT, Field, Schema
+
+__all__ = ["schema_of"]
+
+_PLAIN = {str: '"string"', bytes: '"binary"', bool: "bool", int: "int64", float: "float64"}
+_HINT = (
+    "give a dtype ('float32', torch.float32), a dtype and a row's shape ('int32', (None, 3)) with None where "
+    "rows differ, str, bytes, or an Arrow type"
+)
+
+
+def schema_of(types: Mapping[Any, Any] | Schema | None) -> Schema | None:
+    """Return the schema of rows with these fields; None for None.
+
+    Args:
+        types: Key -> what a row has there: a dtype, by name or torch's own, for one number; a pair of a dtype
+            and a row shape for a tensor, with None for dims in which rows differ; str or bytes for text or
+            bytes, or None; a pyarrow type for a value of it, or None. A mapping in it is a group of fields.
+
+    Raises:
+        SchemaError: There is no such type, or Arrow's cannot be kept.
+        TypeError: A key is none.
+
+    Example:
+        >>> schema_of({"prompt": str, "tokens": ("int32", (None,)), "next": {"reward": "float32"}})
+        Schema(prompt: string, tokens: int32[?], next.reward: float32[])
+    """
+    if types is None or isinstance(types, Schema):
+        return types
+    if not isinstance(types, Mapping):
+        raise TypeError(f"schema= takes a Schema, or types by key, got {types!r}")
+    return Schema(_fields(types, ()))
+
+
+def _fields(types: Mapping[Any, Any], path: Key) -> Iterator[Field]:
+    for name, given in types.items():
+        key = (*path, *given_key("each key of schema=", name))
+        if isinstance(given, Mapping):
+            yield from _fields(given, key)
+        else:
+            yield _field(key, given)
+
+
+def _field(key: Key, given: Any) -> Field:
+    if isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], (tuple, list)):
+        dtype, shape = _dtype(key, given[0]), tuple(given[1])
+        if None in shape:
+            return Field(key, ARROW, (), ragged_text(dtype, shape))
+        return Field(key, dtype, shape)
+    if given in (str, bytes):
+        return Field(key, ARROW, (), _PLAIN[given])
+    if type(given).__module__.startswith("pyarrow"):
+        return Field(key, ARROW, (), _text(key, given))
+    return Field(key, _dtype(key, given), ())
+
+
+def _dtype(key: Key, given: Any) -> str:
+    name = _PLAIN.get(given) if isinstance(given, type) else str(given).removeprefix("torch.")
+    if name not in DTYPES or name == OBJECT:
+        raise SchemaError(f"field {key_name(key)!r}: {given!r} is no type of a field", hint=_HINT)
+    return name
+
+
+def _text(key: Key, kind: Any) -> str:
+    try:
+        return type_text(kind)
+    except SchemaError as exc:
+        raise SchemaError(f"field {key_name(key)!r}: {exc.message}", hint=exc.hint) from exc

@@ -1,0 +1,42 @@
+"""A number per row, by which stores that keep the best rows rank them.
+
+Used by the writer that keeps these, and to give up all but the best. It knows arrays only.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from expstore.core.values import Array
+from expstore.schema.schema import Field
+
+__all__ = ["rank_rows", "reduce_values"]
+
+
+def rank_rows(entry: Field, column: Array, reduction: str) -> Array:
+    """Return a number per row, -inf for NaN.
+
+    Args:
+        entry: The field by which rows are ranked.
+        column: Its values. Shape `(n, *row shape)`.
+        reduction: How several values of a row become one: sum, max, min, mean or median.
+
+    Returns:
+        Shape `(n,)`, float64.
+    """
+    if entry.dtype == "bfloat16":
+        column = (column.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    return reduce_values(column.reshape(column.shape[0], -1).astype(np.float64), reduction)
+
+
+def reduce_values(values: Array, reduction: str) -> Array:
+    """Return a number per row, -inf for NaN. Shapes `(n, values)` and `(n,)`, float64."""
+    if values.shape[1] == 1:
+        ranks = values[:, 0]
+    elif reduction == "median":
+        ranks = np.sort(values, axis=1)[:, (values.shape[1] - 1) // 2]
+        ranks[np.isnan(values).any(axis=1)] = np.nan
+    else:
+        ranks = getattr(values, reduction)(axis=1)
+    ranks[np.isnan(ranks)] = -np.inf
+    return np.ascontiguousarray(ranks)

@@ -1,0 +1,443 @@
+"""What a row holds: the names, dtypes and row shapes of its fields.
+
+Used by buffers to check a batch, by storages to lay out columns and by SQL to name them. It never
+looks at values and never imports torch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from expstore.core.values import Array, Key, key_name, to_key
+from expstore.errors import CorruptionError, SchemaError
+from expstore.schema.arrow_types import check_text, describe
+from expstore.schema.casting import fit_arrow
+
+__all__ = ["ARROW", "DTYPES", "OBJECT", "Field", "Schema", "arrow_dtype", "is_name"]
+
+#: Dtype of a field without a fixed size: a string, a list, a tensor of any length, a value or None. Which of
+#: these it is says its Arrow type. Its columns are pyarrow Arrays of n rows, not chunked.
+ARROW = "arrow"
+#: Before the text of that type, where the dtypes of a batch's columns are named.
+_ARROW = ARROW + ":"
+
+#: Dtype of a field that holds any Python object: kept in RAM only, as it is, not copied.
+OBJECT = "object"
+
+#: Field dtype -> how its bytes lie in a column (little-endian). NumPy has no bfloat16: its bits are kept.
+DTYPES: dict[str, np.dtype[Any]] = {
+    "bool": np.dtype("?"),
+    "uint8": np.dtype("u1"),
+    "int8": np.dtype("i1"),
+    "int16": np.dtype("<i2"),
+    "int32": np.dtype("<i4"),
+    "int64": np.dtype("<i8"),
+    "uint16": np.dtype("<u2"),
+    "uint32": np.dtype("<u4"),
+    "uint64": np.dtype("<u8"),
+    "float16": np.dtype("<f2"),
+    "bfloat16": np.dtype("<u2"),
+    "float32": np.dtype("<f4"),
+    "float64": np.dtype("<f8"),
+    "complex64": np.dtype("<c8"),
+    OBJECT: np.dtype("O"),
+}
+
+#: Blanks stand between other characters only: some disks take them away at an end.
+_COMPONENT = re.compile(r"(?! )[A-Za-z0-9_.\- ]{1,100}(?<! )")
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """Describe one field of a row.
+
+    Args:
+        key: Path of the leaf, for instance `("next", "reward")`.
+        dtype: One of `DTYPES`, or `ARROW`.
+        shape: Shape of one row's value; `()` and `(1,)` are scalars in SQL. Of objects, and where rows have
+            no fixed size, `()`.
+        arrow: Text of the Arrow type, as `expstore.schema.arrow_types` has it, of a field without a
+            fixed size.
+    """
+
+    key: Key
+    dtype: str
+    shape: tuple[int, ...]
+    arrow: str = ""
+
+    @property
+    def numpy_dtype(self) -> np.dtype[Any]:
+        """How the values lie in memory and on disk; a field without a fixed size has no such dtype."""
+        return DTYPES[self.dtype]
+
+    @property
+    def variable(self) -> bool:
+        """Whether rows have no fixed size."""
+        return self.dtype == ARROW
+
+    @property
+    def row_items(self) -> int:
+        """How many values a row has; 0 where rows differ."""
+        return 0 if self.variable else int(np.prod(self.shape, dtype=np.int64))
+
+    @property
+    def row_bytes(self) -> int:
+        """How many bytes a row takes; of an object its reference, 0 where rows differ."""
+        return 0 if self.variable else self.row_items * self.numpy_dtype.itemsize
+
+    @property
+    def path(self) -> str:
+        """Where the column lies below `columns/`."""
+        return "/".join(self.key)
+
+    def __str__(self) -> str:
+        return describe(self.arrow) if self.variable else f"{self.dtype}{list(self.shape)}"
+
+
+class Schema:
+    """Hold the fields of a store in their order. Immutable.
+
+    Args:
+        fields: At least one; names as the class checks them.
+        form: How rows are put together out of them, as `expstore.data.containers` notes it; "": as
+            TensorDicts.
+        late: Fields that came when there were rows already, and what a row that lacks one of them has there;
+            None: rows must have it. Of the field's row shape, as its bytes lie in a column.
+
+    Raises:
+        SchemaError: A name cannot be a path, two names clash, a dtype is not supported, or a field has no
+            values.
+
+    Example:
+        >>> schema = Schema([Field(("observation",), "float32", (4,)), Field(("action",), "int64", ())])
+        >>> schema.row_bytes
+        24
+    """
+
+    def __init__(
+        self, fields: Iterable[Field], form: str = "", late: Mapping[Key, Array | None] | None = None
+    ) -> None:
+        self.fields = tuple(fields)
+        self.form = form
+        self.late: dict[Key, Array | None] = dict(late or {})
+        if not self.fields:
+            raise SchemaError("a row needs at least one field, this batch has none")
+        seen: dict[str, Field] = {}
+        for entry in self.fields:
+            _check_name(entry.key)
+            _check_dtype(entry)
+            if 0 in entry.shape:
+                raise SchemaError(
+                    f"field {key_name(entry.key)!r} has no values: {entry}", hint="leave the field out"
+                )
+            if entry.dtype == OBJECT and entry.shape:
+                raise SchemaError(
+                    f"field {key_name(entry.key)!r} has row shape {list(entry.shape)}, and dtype {OBJECT}",
+                    hint="a row has one object: its shape is ()",
+                )
+            clash = seen.setdefault(key_name(entry.key).lower(), entry)
+            if clash is not entry:
+                raise SchemaError(
+                    f"fields {key_name(clash.key)!r} and {key_name(entry.key)!r} have one name on some disks",
+                    hint="rename one of them",
+                )
+        for name in seen:
+            parents = name.split(".")[:-1]
+            for cut in range(1, len(parents) + 1):
+                if ".".join(parents[:cut]) in seen:
+                    raise SchemaError(f"{'.'.join(parents[:cut])!r} is both a field and a group of fields")
+
+    @classmethod
+    def infer(cls, columns: Mapping[Key, tuple[str, tuple[int, ...]]], form: str = "") -> Schema:
+        """Make the schema that fits columns given as key -> (dtype, row shape).
+
+        Args:
+            columns: The dtype of a column whose rows have no fixed size is what `arrow_dtype` returns, its
+                row shape `()`.
+            form: As the class has it.
+        """
+        return cls([_named_field(key, dtype, shape) for key, (dtype, shape) in columns.items()], form)
+
+    @cached_property
+    def keys(self) -> tuple[Key, ...]:
+        """The keys in the order of the fields."""
+        return tuple(entry.key for entry in self.fields)
+
+    @cached_property
+    def row_bytes(self) -> int:
+        """How many bytes the user's fields take per row."""
+        return sum(entry.row_bytes for entry in self.fields)
+
+    @cached_property
+    def objects(self) -> tuple[Key, ...]:
+        """The keys of fields that hold objects."""
+        return tuple(entry.key for entry in self.fields if entry.dtype == OBJECT)
+
+    @cached_property
+    def variable(self) -> tuple[Key, ...]:
+        """The keys of fields whose rows have no fixed size."""
+        return tuple(entry.key for entry in self.fields if entry.variable)
+
+    @cached_property
+    def _defaults(self) -> dict[Key, Array]:
+        return {key: value for key, value in self.late.items() if value is not None}
+
+    @cached_property
+    def _by_key(self) -> dict[Key, int]:
+        return {entry.key: place for place, entry in enumerate(self.fields)}
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._by_key
+
+    def __getitem__(self, key: Key) -> Field:
+        return self.fields[self._by_key[key]]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Schema) and set(self.fields) == set(other.fields)
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self.fields))
+
+    def __repr__(self) -> str:
+        return "Schema(" + ", ".join(f"{key_name(f.key)}: {f}" for f in self.fields) + ")"
+
+    def place(self, key: Key) -> int:
+        """Return the position of a field, -1 if there is none."""
+        return self._by_key.get(key, -1)
+
+    def same(self, other: Schema | None) -> bool:
+        """Say whether rows of another schema are laid out as those of this one: the order counts, too."""
+        return other is not None and (self.fields, self.form) == (other.fields, other.form)
+
+    def grown(self, entry: Field, default: Array | None) -> Schema:
+        """Return the schema with one more field, behind the others.
+
+        Args:
+            entry: The field.
+            default: What rows have there that come without it; None: they must not. Shape the field's.
+
+        Raises:
+            SchemaError: It cannot be a field beside these.
+        """
+        if default is not None:
+            default = np.array(default, entry.numpy_dtype)
+            if default.shape != entry.shape:
+                raise SchemaError(f"the default of {key_name(entry.key)!r} has shape {list(default.shape)}")
+        return Schema((*self.fields, entry), self.form, {**self.late, entry.key: default})
+
+    def without(self, key: Key) -> Schema:
+        """Return the schema without one of its fields.
+
+        Raises:
+            SchemaError: It is the only one.
+        """
+        rest = [entry for entry in self.fields if entry.key != key]
+        if not rest:
+            raise SchemaError(
+                f"{key_name(key)!r} is the only field, and a row needs one", hint="remove the store instead"
+            )
+        return Schema(rest, self.form, {name: value for name, value in self.late.items() if name != key})
+
+    def given(self, keys: Sequence[Key]) -> tuple[Key, ...]:
+        """Return the fields of these that rows bring which may lack late ones, in the schema's order.
+
+        Raises:
+            SchemaError: Another one is missing, or one is unknown.
+        """
+        self._check_keys(keys, self.late)
+        here = set(keys)
+        return tuple(key for key in self.keys if key in here)
+
+    def _check_keys(self, keys: Sequence[Key], optional: Container[Key]) -> None:
+        """Raise SchemaError if a field is unknown, or missing and not optional."""
+        here = set(keys)
+        unknown = [key for key in keys if key not in self._by_key]
+        missing = [key for key in self.keys if key not in here and key not in optional]
+        if not (unknown or missing):
+            return
+        hint = f"the store has {self!r}"
+        later = [key_name(key) for key in missing if key in self.late]
+        if later:
+            hint += f"; {', '.join(map(repr, later))} was added later, without a default: give it"
+        raise SchemaError(_key_trouble(unknown, missing), hint=hint)
+
+    def arrange(
+        self, keys: Sequence[Key], dtypes: Sequence[str], columns: Sequence[Array], *, partial: bool = False
+    ) -> list[Array]:
+        """Check a batch and return its columns in the order of the fields.
+
+        Args:
+            keys: The batch's keys, in any order.
+            dtypes: Field dtype of each column (bfloat16 comes as uint16 bits).
+            columns: Arrays of shape `(n, *row shape)`; where rows have no fixed size pyarrow Arrays, or
+                arrays of rows that happen to be of one size.
+            partial: Allow fields to be missing; the result then follows `keys`.
+
+        Returns:
+            C-contiguous arrays with the schema's dtypes; the given ones where they fit already. Of fields
+            without a fixed size pyarrow Arrays of the field's type. Rows that lack a late field have its
+            default.
+
+        Raises:
+            SchemaError: A field is missing or unknown, has another row shape, or a dtype that does
+                not fit without loss.
+        """
+        if tuple(keys) == self.keys and not partial:
+            return [
+                column
+                if dtype == entry.dtype and column.shape[1:] == entry.shape and column.flags.c_contiguous
+                else _fit(entry, dtype, column)
+                for entry, dtype, column in zip(self.fields, dtypes, columns, strict=True)
+            ]
+        self._check_keys(keys, self._by_key if partial else self._defaults)
+        fitted = {
+            key: _fit(self[key], dtype, column)
+            for key, dtype, column in zip(keys, dtypes, columns, strict=True)
+        }
+        if partial:
+            return [fitted[key] for key in keys]
+        count = len(columns[0]) if columns else 0
+        return [fitted[key] if key in fitted else self._by_default(key, count) for key in self.keys]
+
+    def _by_default(self, key: Key, count: int) -> Array:
+        entry = self[key]
+        return np.ascontiguousarray(np.broadcast_to(self._defaults[key], (count, *entry.shape)))
+
+    def to_json(self) -> list[dict[str, Any]] | dict[str, Any]:
+        """Return what `expstore.json` keeps: the fields, and the form where rows are no TensorDicts."""
+        fields = []
+        for f in self.fields:
+            known: dict[str, Any] = {"key": list(f.key), "dtype": f.dtype, "shape": list(f.shape)}
+            if f.variable:
+                known["arrow"] = f.arrow
+            if f.key in self.late:
+                default = self.late[f.key]
+                known["late"] = {"default": None if default is None else _to_hex(f, default)}
+            fields.append(known)
+        return {"fields": fields, "form": self.form} if self.form else fields
+
+    @classmethod
+    def from_json(cls, data: Any) -> Schema:
+        """Read what `to_json` returned."""
+        try:
+            fields, form = (data["fields"], str(data["form"])) if isinstance(data, dict) else (data, "")
+            found = [
+                Field(to_key(f["key"]), str(f["dtype"]), tuple(map(int, f["shape"])), str(f.get("arrow", "")))
+                for f in fields
+            ]
+            late = {
+                entry.key: _from_hex(entry, f["late"]["default"])
+                for entry, f in zip(found, fields, strict=True)
+                if "late" in f
+            }
+            return cls(found, form, late)
+        except (KeyError, TypeError, ValueError) as exc:
+            raise CorruptionError(f"the stored schema cannot be read: {exc}") from exc
+
+
+def arrow_dtype(text: str) -> str:
+    """Return what the dtype of a batch's column is called whose rows have no fixed size.
+
+    Args:
+        text: Of its Arrow type, as `expstore.schema.arrow_types` has it.
+    """
+    return _ARROW + text
+
+
+def _named_field(key: Key, dtype: str, shape: tuple[int, ...]) -> Field:
+    """Return a field of a dtype as a batch's columns name it."""
+    if dtype.startswith(_ARROW):
+        return Field(key, ARROW, shape, dtype.removeprefix(_ARROW))
+    return Field(key, dtype, shape)
+
+
+def _check_dtype(entry: Field) -> None:
+    name = key_name(entry.key)
+    if entry.variable:
+        check_text(entry.arrow)
+        if entry.shape:
+            raise SchemaError(
+                f"field {name!r} has row shape {list(entry.shape)}, and no fixed size",
+                hint="the Arrow type says how rows look: the shape is ()",
+            )
+    elif entry.arrow:
+        raise SchemaError(
+            f"field {name!r} has dtype {entry.dtype}, and an Arrow type",
+            hint=f"its dtype is {ARROW!r}, or leave the type out",
+        )
+    elif entry.dtype not in DTYPES:
+        raise SchemaError(
+            f"field {name!r} has dtype {entry.dtype}", hint="supported are " + ", ".join((*DTYPES, ARROW))
+        )
+
+
+def _to_hex(entry: Field, value: Array) -> str:
+    """Return the bytes of one row's value; of a single one if all are the same."""
+    items = np.ascontiguousarray(value, entry.numpy_dtype).reshape(-1)
+    first = items[:1].tobytes()
+    return (first if items.tobytes() == first * items.size else items.tobytes()).hex()
+
+
+def _from_hex(entry: Field, text: str | None) -> Array | None:
+    """Read what `_to_hex` returned."""
+    if text is None:
+        return None
+    items = np.frombuffer(bytes.fromhex(text), entry.numpy_dtype)
+    if items.size not in (1, entry.row_items):
+        raise ValueError(f"the default of {key_name(entry.key)!r} has {items.size} values")
+    return np.broadcast_to(items[0] if items.size == 1 else items.reshape(entry.shape), entry.shape)
+
+
+def is_name(part: object) -> bool:
+    """Say whether a part of a key can be a part of a path."""
+    return isinstance(part, str) and bool(_COMPONENT.fullmatch(part)) and part not in ("..", ".", "zarr.json")
+
+
+def _check_name(key: Key) -> None:
+    for part in key:
+        if not is_name(part):
+            raise SchemaError(
+                f"key {key!r} cannot be a path: {part!r}",
+                hint="each part is 1 to 100 letters, digits, _ . - or inner blanks, not '..' or 'zarr.json'",
+            )
+    if key[0].startswith(("_row", "__")):
+        raise SchemaError(f"key {key!r} starts with a reserved name", hint="avoid '_row' and '__' in front")
+
+
+def _key_trouble(unknown: Sequence[Key], missing: Sequence[Key]) -> str:
+    parts = []
+    if missing:
+        parts.append("lacks " + ", ".join(repr(key_name(key)) for key in missing))
+    if unknown:
+        parts.append("has unknown " + ", ".join(repr(key_name(key)) for key in unknown))
+    return "the batch " + " and ".join(parts)
+
+
+def _fit(entry: Field, dtype: str, column: Array) -> Array:
+    if entry.variable:
+        fitted: Any = fit_arrow(entry.key, entry.arrow, column, dtype)
+        return fitted  # type: ignore[no-any-return]
+    if dtype.startswith(_ARROW):
+        text = dtype.removeprefix(_ARROW)
+        raise SchemaError(
+            f"field {key_name(entry.key)!r}: expected {entry}, got {describe(text) if text else 'None'}",
+            hint="rows of a field of fixed size are all of one shape; schema= of a new store says otherwise",
+        )
+    if column.shape[1:] != entry.shape:
+        raise SchemaError(
+            f"field {key_name(entry.key)!r}: expected {entry}, got {dtype}{list(column.shape[1:])}"
+        )
+    if dtype != entry.dtype:
+        other = {"bfloat16", OBJECT} & {dtype, entry.dtype}
+        if other or not np.can_cast(column.dtype, entry.numpy_dtype, "safe"):
+            raise SchemaError(
+                f"field {key_name(entry.key)!r}: expected {entry}, got {dtype}, which may lose values",
+                hint=f"convert it to {entry.dtype} yourself",
+            )
+    return np.ascontiguousarray(column, dtype=entry.numpy_dtype).reshape(column.shape)

@@ -1,0 +1,158 @@
+"""What a store keeps of the specs of its fields: JSON text, and what can be said of it without torch.
+
+Used by storages, which keep the text, by the command line and by `expstore.specs`, which makes it and reads
+it. It builds no spec and never looks at values.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import Any
+
+from expstore.core.values import Key, key_name
+from expstore.errors import CorruptionError, MigrationError, SchemaError
+from expstore.schema.arrow_types import ragged_of
+from expstore.schema.schema import OBJECT, Schema
+
+__all__ = ["VERSION", "check_specs", "describe", "leaves_of", "pack_specs", "same_specs", "unpack_specs"]
+
+#: Of the form that `pack_specs` writes; `unpack_specs` reads it and older ones.
+VERSION = 1
+
+_FEW, _WORDS = 4, 60  # how many specs `describe` names, and in how many characters each
+_LEFT_OUT = {"kind", "shape", "dtype", "device", "domain"}
+
+#: Dtype (None: of objects) and shape of one row's value; -1 is a dim of whichever size.
+Leaf = tuple[str | None, tuple[int, ...]]
+
+
+def pack_specs(node: dict[str, Any]) -> str:
+    """Return the text of a spec.
+
+    Args:
+        node: It, as `expstore.specs.text` describes it: JSON's own values, without NaN and infinities.
+    """
+    return json.dumps({"version": VERSION, "spec": node}, allow_nan=False, separators=(",", ":"))
+
+
+def unpack_specs(text: str) -> dict[str, Any]:
+    """Return what `pack_specs` was given.
+
+    Raises:
+        MigrationError: A newer version of the library wrote the text.
+        CorruptionError: It is no such text.
+    """
+    try:
+        data = json.loads(text)
+        version = int(data["version"])
+    except (ValueError, KeyError, TypeError) as exc:
+        raise CorruptionError(f"the text of the specs cannot be read: {exc!r}") from exc
+    if version > VERSION:
+        raise MigrationError(
+            f"the specs have version {version}, this library knows versions up to {VERSION}",
+            hint="install a newer expstore",
+        )
+    node = data.get("spec")
+    if not isinstance(node, dict):
+        raise CorruptionError("the text of the specs cannot be read: it names none")
+    return node
+
+
+def same_specs(one: str, other: str) -> bool:
+    """Say whether two texts mean equal specs: the order of keys does not matter."""
+    return one == other or (bool(one and other) and bool(unpack_specs(one) == unpack_specs(other)))
+
+
+def leaves_of(text: str) -> dict[Key, Leaf]:
+    """Return dtype and shape of each field that specs speak of; "": none.
+
+    Raises:
+        CorruptionError: The text cannot be read.
+    """
+    if not text:
+        return {}
+    try:
+        return dict(_walk(unpack_specs(text), ()))
+    except (KeyError, TypeError, ValueError, AttributeError) as exc:
+        raise CorruptionError(f"the text of the specs cannot be read: {exc!r}") from exc
+
+
+def _walk(node: dict[str, Any] | None, path: Key) -> Iterator[tuple[Key, Leaf]]:
+    if node is None:
+        return
+    if "parts" in node:
+        yield from _stacked([dict(_walk(part, path)) for part in node["parts"]], int(node["dim"]))
+    elif "specs" in node:
+        for name, part in node["specs"].items():
+            yield from _walk(part, (*path, name))
+    else:
+        dtype = node.get("dtype")
+        yield path, (None if dtype is None else str(dtype), tuple(map(int, node["shape"])))
+
+
+def _stacked(parts: Sequence[dict[Key, Leaf]], dim: int) -> Iterator[tuple[Key, Leaf]]:
+    """Yield the leaves that all parts of a stack have; a size in which they differ is -1."""
+    for key, (dtype, shape) in parts[0].items():
+        if all(key in part and len(part[key][1]) == len(shape) for part in parts):
+            others = [part[key] for part in parts]
+            sizes = [
+                size if len({s[place] for _, s in others}) == 1 else -1 for place, size in enumerate(shape)
+            ]
+            sizes.insert(dim, len(parts))
+            yield key, (dtype if len({d for d, _ in others}) == 1 else None, tuple(sizes))
+
+
+def describe(node: dict[str, Any]) -> str:
+    """Return in a few words what a spec allows, or each of several: the first of them.
+
+    Args:
+        node: As `unpack_specs` returns it.
+    """
+    few = islice(_nodes(node, ()), _FEW + 1)
+    shown = [f"{key_name(path)} {_words(node)}".strip() for path, node in few]
+    return ", ".join(shown[:_FEW]) + (", ..." if len(shown) > _FEW else "")
+
+
+def _nodes(node: dict[str, Any] | None, path: Key) -> Iterator[tuple[Key, dict[str, Any]]]:
+    if node is not None and "specs" in node:
+        for name, part in node["specs"].items():
+            yield from _nodes(part, (*path, name))
+    elif node is not None:
+        yield path, node
+
+
+def _words(node: dict[str, Any]) -> str:
+    facts = {name: value for name, value in node.items() if name not in _LEFT_OUT}
+    words = ", ".join(f"{name}={value}" for name, value in facts.items())
+    return f"{node['kind']}({words if len(words) <= _WORDS else words[: _WORDS - 3] + '...'})"
+
+
+def check_specs(text: str, schema: Schema) -> None:
+    """Raise SchemaError if specs speak of another field than rows have, or give it another dtype or shape."""
+    for key, (dtype, shape) in leaves_of(text).items():
+        said = f"{dtype}{list(shape)}"
+        if key not in schema:
+            raise SchemaError(
+                f"the specs have a field {key_name(key)!r} ({said}), the rows have none",
+                hint=f"give rows this field, or specs without it; the rows have {schema!r}",
+            )
+        field = schema[key]
+        loose = ragged_of(field.arrow) if field.variable else None
+        if dtype is None:  # of objects, which have no shape of their own
+            if field.dtype != OBJECT and (loose is not None or not field.variable):
+                raise SchemaError(
+                    f"field {key_name(key)!r}: the specs say objects, the rows have {field}",
+                    hint="specs describe one row as it is stored",
+                )
+            continue
+        own = (field.dtype, field.shape) if loose is None else (loose.dtype, loose.shape)
+        fits = len(shape) == len(own[1]) and all(
+            asked in (-1, size) for asked, size in zip(shape, own[1], strict=True)
+        )
+        if not fits or dtype != own[0]:
+            raise SchemaError(
+                f"field {key_name(key)!r}: the specs say {said}, the rows have {field}",
+                hint="specs describe one row as it is stored",
+            )

@@ -1,0 +1,52 @@
+"""Some rows of a column, whichever kind it is: an array, or one of Arrow.
+
+Used wherever columns in flight are cut. It copies the rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from expstore.core.values import Array
+from expstore.schema.arrow_types import to_type
+from expstore.schema.schema import Field
+
+__all__ = ["in_shape", "no_rows", "pick"]
+
+
+def pick(column: Any, rows: Array) -> Any:
+    """Return some rows of a column.
+
+    Args:
+        column: An array of shape `(n, *row shape)`, or a pyarrow Array of n rows.
+        rows: Their numbers, or flags. Shape `(m,)`, or `(n,)`.
+    """
+    if isinstance(column, np.ndarray):
+        return column[rows]
+    numbers = np.flatnonzero(rows) if rows.dtype == np.bool_ else rows
+    return column.take(numbers)
+
+
+def no_rows(entry: Field) -> Any:
+    """Return the column of a field in a batch of no rows."""
+    if entry.variable:
+        import pyarrow as pa
+
+        return pa.array([], to_type(entry.arrow))
+    return np.empty((0, *entry.shape), entry.numpy_dtype)
+
+
+def in_shape(columns: Sequence[Any], shape: tuple[int, ...]) -> list[Any]:
+    """Return columns of rows as rows of this shape; those of Arrow stay flat.
+
+    Args:
+        columns: Shapes `(n, *row shape)`.
+        shape: Of n rows.
+    """
+    return [
+        column.reshape((*shape, *column.shape[1:])) if isinstance(column, np.ndarray) else column
+        for column in columns
+    ]

@@ -1,0 +1,235 @@
+"""Columns that cannot be shown to DuckDB as they lie: 16-bit floats, objects, damaged and packed ones, and
+those whose rows have no fixed size.
+
+Used by `relations` for stores that have such fields. It copies no column whole.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.dataset as ds
+
+from expstore.core.values import Array, IntArray
+from expstore.errors import CorruptionError, ExpStoreError, QueryError
+
+if TYPE_CHECKING:
+    from expstore.sql.views import Packed
+
+__all__ = ["ShownDataset"]
+
+_BATCH_ROWS = 65_536
+#: Packed rows are unpacked so many bytes at a time, as DuckDB asks for them,
+_BATCH_BYTES = 1 << 20
+#: and at most so many by one query.
+PACKED_BYTES = 1 << 30
+#: Of rows that have no fixed size, so many at first.
+_FIRST_ROWS = 256
+_NUMBER = "__number"
+
+
+class ShownDataset(ds.InMemoryDataset):  # type: ignore[misc]
+    """Show 16-bit floats, which DuckDB does not know, as 32-bit ones, objects as text, nothing damaged.
+
+    Packed rows are unpacked while DuckDB reads: those that pass the conditions that it hands on.
+
+    Values are converted while DuckDB reads, only in the columns the query needs, batch by batch: memory
+    for the copy of a whole column of images may not be there.
+
+    Args:
+        raw: The columns that can be read, at least one.
+        half: Which of them are converted: name -> "float16" or "bfloat16".
+        lost: The others: their types, and why they cannot be read.
+        texts: Columns of objects, which `raw` lacks: their parts. Shapes `(n,)`.
+        packed: Columns that `raw` lacks, too: how rows of them come out.
+        refused: Is given what a query was refused for; DuckDB has errors of its own.
+    """
+
+    def __init__(
+        self,
+        raw: pa.Table,
+        half: Mapping[str, str],
+        lost: Mapping[str, tuple[pa.DataType, CorruptionError]],
+        texts: Mapping[str, Sequence[Array]],
+        packed: Mapping[str, Packed],
+        refused: list[ExpStoreError],
+    ) -> None:
+        super().__init__(raw)
+        self._raw = raw
+        self._half = half
+        self._lost = lost
+        self._texts = texts
+        self._packed = packed
+        self._refused = refused
+
+    @property
+    def schema(self) -> pa.Schema:
+        """Name the columns with the types they are shown with."""
+        raw = [*self._raw.schema, *(pa.field(name, one.kind) for name, one in self._packed.items())]
+        shown = [pa.field(f.name, _as_float(f.type)) if f.name in self._half else f for f in raw]
+        shown += [pa.field(name, pa.string()) for name in self._texts]
+        return pa.schema([*shown, *(pa.field(name, kind) for name, (kind, _) in self._lost.items())])
+
+    def scanner(self, columns: Sequence[str] | None = None, filter: Any = None, **options: Any) -> ds.Scanner:
+        """Read `columns` of the rows that pass `filter`."""
+        names = set(self._raw.column_names if columns is None else columns)
+        # The filter may name columns that are not read. A word too many only costs time.
+        asked = set(re.findall(r"\w+", str(filter))) if filter is not None else set()
+        names |= asked
+        for name, (_, fault) in self._lost.items():
+            if name in names:
+                self._refused.append(fault)
+                raise fault
+        kept = [name for name in self._raw.column_names if name in names] or self._raw.column_names[:1]
+        raw = self._raw.select(kept)
+        for name in [name for name in self._texts if name in names]:
+            raw = raw.append_column(name, pa.chunked_array(map(_as_texts, self._texts[name]), pa.string()))
+        schema = pa.schema([self.schema.field(name) for name in raw.column_names])
+        batches = self._batches(raw, schema)
+        if packed := [name for name in self._packed if name in names]:
+            batches = self._unpacked(batches, packed, None if asked & set(packed) else filter)
+            schema = pa.schema([*schema, *(self.schema.field(name) for name in packed)])
+            options = {"batch_readahead": 1, **options}
+        return ds.Scanner.from_batches(batches, schema=schema, columns=columns, filter=filter, **options)
+
+    def _batches(self, raw: pa.Table, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
+        for batch in raw.to_batches(max_chunksize=_BATCH_ROWS):
+            arrays = [
+                _widen(column, self._half[name]) if name in self._half else _from_start(column)
+                for name, column in zip(raw.column_names, batch.columns, strict=True)
+            ]
+            yield pa.record_batch(arrays, schema=schema)
+
+    def _unpacked(
+        self, batches: Iterator[pa.RecordBatch], packed: Sequence[str], filter: Any
+    ) -> Iterator[pa.RecordBatch]:
+        """Add packed columns to the rows that pass `filter`."""
+        pace = _Pace([self._packed[name] for name in packed])
+        first = 0
+        for batch in batches:
+            chosen = np.arange(len(batch)) if filter is None else _passing(batch, filter)
+            while chosen.size:
+                part, chosen = chosen[: pace.rows], chosen[pace.rows :]
+                try:
+                    pace.go_on(part.size)
+                except QueryError as exc:
+                    raise self._refuse(exc) from None
+                arrays = [self._taken(name, first + part) for name in packed]
+                pace.count(part.size, arrays)
+                yield _beside(batch.take(pa.array(part)), packed, arrays)
+            first += len(batch)
+
+    def _taken(self, name: str, numbers: IntArray) -> pa.Array:
+        try:
+            rows = self._packed[name].take(numbers).chunk(0)
+        except ExpStoreError as exc:
+            raise self._refuse(exc) from exc
+        return _widen(rows, self._half[name]) if name in self._half else rows
+
+    def _refuse(self, error: ExpStoreError) -> ExpStoreError:
+        self._refused.append(error)
+        return error
+
+
+class _Pace:
+    """Say how many rows come out of columns at a time, and when they are too many.
+
+    Args:
+        columns: The columns.
+    """
+
+    def __init__(self, columns: Sequence[Packed]) -> None:
+        self._names = [column.name for column in columns]
+        widths = [_bytes_of(column.kind) for column in columns]
+        self._open = [place for place, width in enumerate(widths) if width is None]
+        self._width = sum(width for width in widths if width is not None)
+        self._done = self._found = 0
+        #: How many rows to take next: where some have no fixed size, as those before were.
+        self.rows = max(1, _BATCH_BYTES // self._width) if not self._open else _FIRST_ROWS
+
+    def go_on(self, rows: int) -> None:
+        """Raise QueryError if so many more rows are too many."""
+        fixed = (self._done + rows) * self._width
+        if fixed + self._found > PACKED_BYTES:
+            fits = self._done if self._open else PACKED_BYTES // self._width
+            raise _too_much(self._names, fits, packed=not self._open)
+
+    def count(self, rows: int, arrays: Sequence[pa.Array]) -> None:
+        """Take note of rows that came out."""
+        self._done += rows
+        if self._open:
+            self._found += sum(arrays[place].nbytes for place in self._open)
+            width = self._width + self._found // self._done
+            self.rows = max(1, min(2 * self.rows, _BATCH_BYTES // max(1, width), _BATCH_ROWS))
+
+
+def _passing(batch: pa.RecordBatch, filter: Any) -> IntArray:
+    """Return the numbers of the rows that pass a filter."""
+    numbers = pa.array(np.arange(len(batch)))
+    table = pa.Table.from_batches([batch]).append_column(_NUMBER, numbers)
+    return np.sort(table.filter(filter).column(_NUMBER).to_numpy())
+
+
+def _beside(batch: pa.RecordBatch, names: Sequence[str], arrays: Sequence[pa.Array]) -> pa.RecordBatch:
+    return pa.record_batch([*batch.columns, *arrays], names=[*batch.schema.names, *names])
+
+
+def _too_much(fields: Sequence[str], rows: int, *, packed: bool) -> QueryError:
+    why, done = ("are packed", "unpacked") if packed else ("lie one by one", "read")
+    return QueryError(
+        f"the query needs more than {rows} rows of {', '.join(fields)}, which {why}: more than "
+        f"{PACKED_BYTES >> 20} MiB would have to be {done}",
+        hint="ask for fewer rows (WHERE _id ..., LIMIT), or for their _index and read them with rb[index]",
+    )
+
+
+def _bytes_of(kind: pa.DataType) -> int | None:
+    """Return how many bytes a row takes; None: rows differ."""
+    if pa.types.is_fixed_size_list(kind):
+        inner = _bytes_of(kind.value_type)
+        return None if inner is None else int(kind.list_size) * inner
+    return max(1, int(kind.bit_width) // 8) if pa.types.is_primitive(kind) else None
+
+
+def _as_texts(values: Array) -> pa.Array:
+    return pa.array(map(_as_text, values), pa.string())
+
+
+def _as_text(value: Any) -> str | None:
+    """Return text as it is, JSON of what JSON can keep, None of everything else and of None."""
+    if value is None:
+        return None
+    try:
+        text = value if isinstance(value, str) else json.dumps(value, allow_nan=False)
+        text.encode()
+    except (TypeError, ValueError, RecursionError):
+        return None
+    return text
+
+
+def _widen(column: pa.Array, dtype: str) -> pa.Array:
+    """Turn (nested lists of) the bits of 16-bit floats into 32-bit floats."""
+    if pa.types.is_fixed_size_list(column.type):
+        return pa.FixedSizeListArray.from_arrays(_widen(column.flatten(), dtype), column.type.list_size)
+    bits = column.to_numpy(zero_copy_only=True)
+    if dtype == "float16":
+        return pa.array(bits.view("<f2").astype("<f4"))
+    return pa.array((bits.astype("<u4") << np.uint32(16)).view("<f4"))
+
+
+def _from_start(column: pa.Array) -> pa.Array:
+    """See lists as ones that begin with their first: Arrow's filters take wrong ones of nested slices."""
+    if not pa.types.is_fixed_size_list(column.type):
+        return column
+    return pa.FixedSizeListArray.from_arrays(_from_start(column.flatten()), column.type.list_size)
+
+
+def _as_float(kind: pa.DataType) -> pa.DataType:
+    if pa.types.is_fixed_size_list(kind):
+        return pa.list_(_as_float(kind.value_type), kind.list_size)
+    return pa.float32()

@@ -1,0 +1,290 @@
+"""What changed in a store since a position, and how the index's tables take it in.
+
+Made by storages, applied by the index. It knows tables and transactions, not files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import duckdb
+import numpy as np
+import pyarrow as pa
+
+from expstore.core.values import Array, IntArray
+from expstore.episodes.log import LogEntry
+
+__all__ = [
+    "Delta",
+    "Position",
+    "apply",
+    "fill",
+    "find_episode",
+    "last_position",
+    "read_meta",
+    "replace_meta",
+    "replace_priorities",
+    "rollback",
+]
+
+#: (generation, sequence) of a record in the journal.
+Position = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """Hold what changed in a store since a position; applying it twice does no harm.
+
+    Args:
+        position: The last record it covers.
+        last_id: The newest id that can be read.
+        low_id: Ids up to this one can no longer be read.
+        time: When it was made, in microseconds since 1970 (UTC).
+        sources: (number, name, whether the user named it, generation) of each new source.
+        episodes: Columns of equal length, one row per new or changed episode: `episode_id`, `source`,
+            `trajectory_id`, `start_time`, `end_time` (-1: still open), `length`, `last_id` (int64, times
+            in microseconds), `has_trajectory` (bool), `return` (float64), `status` (0 open,
+            1 terminated, 2 truncated, 3 cut) and `info` (objects: JSON text or None).
+        fragments: Columns of equal length, int64: `episode_id`, `first_step`, `length`, `first_id`,
+            `stride`; one row per new or longer fragment.
+        live: `episode_id` and `live_rows`, int64: episodes whose number of readable rows may have
+            changed.
+        anew: Episodes of which `fragments` has all there are, int64: rows of theirs have left, whichever.
+        complete: This is everything, and replaces what the index holds.
+    """
+
+    position: Position
+    last_id: int
+    low_id: int
+    time: int
+    sources: Sequence[tuple[int, str, bool, int]]
+    episodes: Mapping[str, Array]
+    fragments: Mapping[str, Array]
+    live: Mapping[str, Array]
+    anew: Array = field(default_factory=lambda: np.empty(0, np.int64))
+    complete: bool = False
+
+
+def fill(con: duckdb.DuckDBPyConnection, delta: Delta, meta: Mapping[str, str]) -> None:
+    """Write all there is into tables that hold nothing, in the caller's transaction.
+
+    Args:
+        con: A connection of which nobody else makes use.
+        delta: Everything.
+        meta: Keys and JSON texts.
+    """
+    made = {
+        "sources": _source_table(delta),
+        "episode_rows": _episode_table(delta, _live_rows(None, delta)[0]),
+        "fragment_rows": _fragment_table(delta),
+        "meta": pa.table(
+            {"key": pa.array(list(meta), pa.string()), "value": pa.array(list(meta.values()), pa.string())}
+        ),
+    }
+    for name, rows in made.items():
+        if rows.num_rows:  # each statement takes half a millisecond
+            con.register("new_rows", rows)
+            con.execute(f"INSERT INTO {name} SELECT * FROM new_rows")
+            con.unregister("new_rows")
+    _commit(con, delta)
+
+
+def apply(con: duckdb.DuckDBPyConnection, delta: Delta) -> None:
+    """Write a delta in one transaction.
+
+    Args:
+        con: A connection of which nobody else makes use, without a transaction.
+        delta: What changed.
+    """
+    live, rest = _live_rows(con, delta)
+    con.register("new_sources", _source_table(delta))
+    con.register("new_episodes", _episode_table(delta, live))
+    con.register("new_fragments", _fragment_table(delta))
+    con.register("new_live", rest)
+    con.register("cut", pa.table({"episode_id": _column(delta.anew, pa.int64())}))
+    with transaction(con):
+        for statement in (*_FORGET, *_INSERT):
+            con.execute(statement)
+        con.execute("DELETE FROM commits WHERE generation = ? AND sequence = ?", list(delta.position))
+        _commit(con, delta)
+    for name in ("new_sources", "new_episodes", "new_fragments", "new_live", "cut"):
+        con.unregister(name)
+
+
+def _commit(con: duckdb.DuckDBPyConnection, delta: Delta) -> None:
+    """Forget what can no longer be read, and note how far the tables go."""
+    if delta.low_id:
+        con.execute("DELETE FROM fragment_rows WHERE last_id <= ?", [delta.low_id])
+        con.execute(_FADE, [delta.low_id])
+    con.execute(
+        "INSERT INTO commits VALUES (?, ?, ?, ?, make_timestamp(?))",
+        [*delta.position, delta.low_id, delta.last_id, delta.time],
+    )
+
+
+# DELETE and INSERT, not UPDATE: what still changes then stands together at the end of its table.
+_FORGET = (
+    "DELETE FROM sources USING new_sources AS n WHERE sources.number = n.number",
+    "DELETE FROM episode_rows USING new_episodes AS n WHERE episode_rows.episode_id = n.episode_id",
+    # One that was found again after a restart may begin later: its first rows have left.
+    "DELETE FROM fragment_rows AS f USING new_fragments AS n "
+    "WHERE f.episode_id = n.episode_id AND f.first_id <= n.last_id AND f.last_id >= n.first_id",
+    "DELETE FROM fragment_rows USING cut WHERE fragment_rows.episode_id = cut.episode_id",
+    "UPDATE episode_rows SET live_rows = n.live_rows FROM new_live AS n "
+    "WHERE episode_rows.episode_id = n.episode_id",
+)
+# Also those of which nobody speaks any more: a store that was killed may not remember them.
+_FADE = "UPDATE episode_rows SET live_rows = 0 WHERE live_rows > 0 AND last_id <= ?"
+_INSERT = (
+    "INSERT INTO sources SELECT * FROM new_sources",
+    "INSERT INTO episode_rows SELECT * FROM new_episodes",
+    "INSERT INTO fragment_rows SELECT * FROM new_fragments",
+)
+
+
+def last_position(con: duckdb.DuckDBPyConnection) -> Position:
+    """Return the position of the last commit, (0, 0) if there was none."""
+    found = con.execute(
+        "SELECT generation, sequence FROM commits ORDER BY generation DESC, sequence DESC LIMIT 1"
+    ).fetchall()
+    return (int(found[0][0]), int(found[0][1])) if found else (0, 0)
+
+
+def find_episode(con: duckdb.DuckDBPyConnection, number: int) -> LogEntry | None:
+    """Return the episode with this id; None: there is none."""
+    found = con.execute(_FIND, [number]).fetchall()
+    return LogEntry(*found[0]) if found else None
+
+
+# In the order of LogEntry's fields; an open episode ends with its newest row, which only rows say.
+_FIND = """
+SELECT episode_id, source, trajectory_id, epoch_us(start_time), coalesce(epoch_us(end_time), 0), "return",
+    length, last_id, status, 0, 0, coalesce(info::VARCHAR, '')
+FROM episode_rows WHERE episode_id = ?
+"""
+
+
+def replace_priorities(con: duckdb.DuckDBPyConnection, ids: Array, priorities: Array) -> None:
+    """Let the table `priorities` hold these and nothing else."""
+    rows = {"id": _column(ids, pa.int64()), "priority": _column(priorities, pa.float32())}
+    con.register("new_priorities", pa.table(rows))
+    with transaction(con):
+        con.execute("DELETE FROM priorities")
+        con.execute("INSERT INTO priorities SELECT id, priority FROM new_priorities")
+    con.unregister("new_priorities")
+
+
+def read_meta(con: duckdb.DuckDBPyConnection) -> dict[str, str]:
+    """Return what the table `meta` holds: keys and JSON texts."""
+    return dict(con.execute("SELECT key, value FROM meta").fetchall())
+
+
+def replace_meta(con: duckdb.DuckDBPyConnection, meta: Mapping[str, str]) -> None:
+    """Let the table `meta` hold these keys and JSON texts and nothing else."""
+    with transaction(con):
+        con.execute("DELETE FROM meta")
+        if meta:
+            con.executemany("INSERT INTO meta VALUES (?, ?)", [list(item) for item in meta.items()])
+
+
+@contextlib.contextmanager
+def transaction(con: duckdb.DuckDBPyConnection) -> Iterator[None]:
+    """Commit what is done inside, or none of it."""
+    con.begin()
+    try:
+        yield
+        con.commit()
+    except BaseException:
+        rollback(con)
+        raise
+
+
+def rollback(con: duckdb.DuckDBPyConnection) -> None:
+    """End a transaction if there is one; the failure before may have ended it already."""
+    with contextlib.suppress(duckdb.Error):
+        con.rollback()
+
+
+def _live_rows(con: duckdb.DuckDBPyConnection | None, delta: Delta) -> tuple[IntArray, pa.Table]:
+    """Return the live rows of the changed episodes, and those of the others as a table.
+
+    Those of whom the delta does not speak are as the tables say; without a connection there are none.
+    """
+    ids = np.asarray(delta.episodes["episode_id"], np.int64)
+    said = np.asarray(delta.live["episode_id"], np.int64)
+    rows = np.asarray(delta.live["live_rows"], np.int64)
+    others = ~np.isin(said, ids)
+    rest = pa.table(
+        {"episode_id": _column(said[others], pa.int64()), "live_rows": _column(rows[others], pa.int64())}
+    )
+    unsaid = ids[~np.isin(ids, said)]
+    if len(unsaid) and con is not None:
+        # An episode that changed otherwise keeps its number.
+        con.register("unsaid", pa.table({"episode_id": _column(unsaid, pa.int64())}))
+        kept = con.sql(
+            "SELECT episode_id, live_rows FROM episode_rows SEMI JOIN unsaid USING (episode_id)"
+        ).to_arrow_table()
+        con.unregister("unsaid")
+        said = np.concatenate([kept["episode_id"].to_numpy(), said])
+        rows = np.concatenate([kept["live_rows"].to_numpy(), rows])
+    return _look_up(ids, said, rows), rest
+
+
+def _look_up(wanted: IntArray, keys: IntArray, values: IntArray) -> IntArray:
+    """Return the value of each wanted key (of equal keys the last one), 0 where there is none."""
+    if not len(keys):
+        return np.zeros(len(wanted), np.int64)
+    order = np.argsort(keys, kind="stable")
+    at = order[np.maximum(np.searchsorted(keys, wanted, side="right", sorter=order) - 1, 0)]
+    return np.where(keys[at] == wanted, values[at], 0)
+
+
+def _source_table(delta: Delta) -> pa.Table:
+    kinds = {"number": pa.int64(), "name": pa.string(), "named": pa.bool_(), "generation": pa.int64()}
+    columns = list(zip(*delta.sources, strict=True)) or [()] * len(kinds)
+    return pa.table({name: pa.array(c, kinds[name]) for name, c in zip(kinds, columns, strict=True)})
+
+
+def _episode_table(delta: Delta, live: IntArray) -> pa.Table:
+    given = {
+        name: column if name == "info" else np.asarray(column) for name, column in delta.episodes.items()
+    }
+    unnamed, still_open = ~given["has_trajectory"].astype(bool), given["end_time"] < 0
+    times = pa.timestamp("us")
+    return pa.table(
+        {
+            "episode_id": _column(given["episode_id"], pa.int64()),
+            "source": _column(given["source"], pa.int64()),
+            "trajectory_id": _column(given["trajectory_id"], pa.int64(), missing=unnamed),
+            "start_time": _column(given["start_time"], times),
+            "end_time": _column(given["end_time"], times, missing=still_open),
+            "length": _column(given["length"], pa.int64()),
+            "return": _column(given["return"], pa.float64()),
+            "status": _column(given["status"], pa.uint8()),
+            "live_rows": _column(live, pa.int64()),
+            "last_id": _column(given["last_id"], pa.int64()),
+            "info": pa.array(list(given["info"]), pa.string()),
+        }
+    )
+
+
+def _fragment_table(delta: Delta) -> pa.Table:
+    names = ("episode_id", "first_step", "length", "first_id", "stride")
+    columns = {name: np.asarray(delta.fragments[name], np.int64) for name in names}
+    columns["last_id"] = columns["first_id"] + (columns["length"] - 1) * columns["stride"]
+    return pa.table({name: _column(values, pa.int64()) for name, values in columns.items()})
+
+
+def _column(values: Array, kind: pa.DataType, *, missing: Array | None = None) -> pa.Array:
+    """See an array as an Arrow column; `missing` says where there is no value.
+
+    Arrow's own way to do so loads pandas where that is installed, which takes half a second.
+    """
+    data = np.ascontiguousarray(values, _STORED.get(str(kind)))
+    present = None if missing is None else pa.py_buffer(np.packbits(~missing, bitorder="little"))
+    return pa.Array.from_buffers(kind, len(data), [present, pa.py_buffer(data)])
+
+
+_STORED = {"int64": "<i8", "timestamp[us]": "<i8", "double": "<f8", "float": "<f4", "uint8": "u1"}

@@ -1,0 +1,537 @@
+"""The SQL expressions by which samplers filter and weigh rows: read, checked, and asked of rows.
+
+Used by the filters of samplers. Each is one expression over a transition and its episode, and speaks of
+nothing else: what it says of a row follows from that row. It never sees a store, only columns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import duckdb
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute
+from numpy.typing import NDArray
+
+from expstore.core.values import Array, IntArray, key_name
+from expstore.episodes.log import LogEntry
+from expstore.episodes.segmentation import OPEN
+from expstore.episodes.table import STATUS
+from expstore.errors import ExpStoreError, QueryError
+from expstore.schema.schema import Schema
+from expstore.schema.take_rows import no_rows
+from expstore.sql.index import CONFIG
+from expstore.sql.views import ROW_COLUMNS, Column, Relations, call_tops
+
+__all__ = ["FACTS", "Conditions", "Formula", "Needs", "table_of_facts"]
+
+#: What an expression may say of an episode.
+FACTS = (
+    "episode_id",
+    "source",
+    "trajectory_id",
+    "start_time",
+    "end_time",
+    "length",
+    "return",
+    "status",
+    "info",
+)
+#: What changes while a row stays as it is, and nobody says so.
+_FLEETING = {
+    ("_priority",): "priorities change with every batch; draw by them with PrioritizedSampler",
+    ("_sampled",): "counts change with every batch; ConsumingSampler draws by them",
+    ("episode", "live_rows"): "it changes with every row that leaves",
+}
+#: Standard SQL reads these names as functions where there is no such column.
+_MOMENT = {
+    "current_catalog",
+    "current_date",
+    "current_role",
+    "current_schema",
+    "current_time",
+    "current_timestamp",
+    "current_user",
+    "localtime",
+    "localtimestamp",
+    "session_user",
+    "user",
+}
+#: What an expression may be made of, as DuckDB's parser calls it.
+_PARTS = {
+    "BETWEEN",
+    "CASE",
+    "CAST",
+    "COLLATE",
+    "COLUMN_REF",
+    "COMPARISON",
+    "CONJUNCTION",
+    "CONSTANT",
+    "FUNCTION",
+    "LAMBDA",
+    "LAMBDA_REF",
+    "OPERATOR",
+    "TYPE",
+}
+_REFUSED = {
+    "DEFAULT": "DEFAULT",
+    "PARAMETER": "a parameter",
+    "POSITIONAL_REFERENCE": "the number of a column",
+    "STAR": "a star",
+    "SUBQUERY": "a subquery",
+    "WINDOW": "a window function",
+}
+_NUMBERS = ("TINYINT", "SMALLINT", "INTEGER", "BIGINT", "HUGEINT", "FLOAT", "DOUBLE", "DECIMAL")
+#: Sums of weights up to this one are finite numbers.
+_MOST = 1e150
+_ROWS = ("_id", "_index", "_episode", "_step", "_time")
+
+#: What a row of a field without a fixed size is taken to have: a thousand tokens.
+_LOOSE_BYTES = 4096
+
+Path = tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """Say what conditions need to know of a store's rows.
+
+    Args:
+        fields: Places of fields in the schema.
+        rows: Row columns beside `_id`, as SQL calls them.
+        schema: The fields.
+        tops: How the first parts of their keys are called.
+    """
+
+    fields: tuple[int, ...]
+    rows: tuple[str, ...]
+    schema: Schema
+    tops: Mapping[str, str]
+
+    @property
+    def row_bytes(self) -> int:
+        """About how many bytes of a row are looked at."""
+        fields = [self.schema.fields[place] for place in self.fields]
+        return 24 + sum(_LOOSE_BYTES if entry.variable else entry.row_bytes for entry in fields)
+
+
+class Conditions:
+    """Say which rows match `where`, and with which `weight`.
+
+    Not locked: one thread asks at a time. A forked child makes its own database. Nothing is kept of rows.
+
+    Args:
+        where: Boolean expression; None: every row matches.
+        weight: Numeric expression; None: 1.
+
+    Raises:
+        QueryError: One of them is not one SQL expression over a row and its episode.
+
+    Example:
+        >>> conditions = Conditions("reward > 0 AND episode.status = 'terminated'", None)
+        >>> conditions.facts
+        ('episode_id', 'status')
+    """
+
+    def __init__(self, where: str | None, weight: str | None) -> None:
+        self.where, self.weight = where, weight
+        self._con: Any = None
+        self._pid = 0
+        self._parents: list[Any] = []
+        self._paths: set[Path] = set()
+        with self._cursor() as cursor:
+            for option, text in self._texts():
+                self._paths |= _read(cursor, option, text)
+        facts = {path[1] for path in self._paths if path[0] == "episode"}
+        #: What is to be known of episodes; nothing where no expression speaks of them.
+        self.facts = ("episode_id", *sorted(facts - {"episode_id"})) if facts else ()
+
+    def _texts(self) -> list[tuple[str, str]]:
+        named = (("where", self.where), ("weight", self.weight))
+        return [(option, text) for option, text in named if text is not None]
+
+    def __str__(self) -> str:
+        return " and ".join(f"{option}={text!r}" for option, text in self._texts())
+
+    # -- what a store has ------------------------------------------------------------------------
+
+    def bind(self, schema: Schema) -> Needs:
+        """Return what they need of rows with these fields.
+
+        Raises:
+            QueryError: They speak of something that is not there, `where` is not boolean, or `weight` is
+                not a number.
+        """
+        tops = call_tops(schema.keys, [*ROW_COLUMNS, "episode"])
+        names = [tuple(part.lower() for part in (tops[key[0]], *key[1:])) for key in schema.keys]
+        fields = tuple(place for place, name in enumerate(names) if any(_meet(name, p) for p in self._paths))
+        rows = {path[0] for path in self._paths} & {"_step", "_time", "_episode"}
+        if self.facts:
+            rows.add("_episode")
+        for path in self._paths:
+            if len(path) == 1 and path[0] in _MOMENT and not any(_meet(name, path) for name in names):
+                raise _refusal(str(self), f"{path[0]} changes by itself")
+        needs = Needs(fields, tuple(sorted(rows)), schema, tops)
+        known = [schema.fields[place] for place in fields]
+        empty = [no_rows(entry) for entry in known]
+        columns = [*empty, *(np.empty(0, np.int64) for _ in rows)]
+        facts = pa.table({name: pa.array([], _FACT_KINDS[name]) for name in self.facts})
+        with self._over(needs, np.empty(0, np.int64), columns, facts, None) as (cursor, source):
+            for option, text in self._texts():
+                found = cursor.sql(f"SELECT ({text}\n) FROM {source}")
+                kind = str(found.types[0])
+                if option not in ("where", "weight"):
+                    continue
+                wanted = "a boolean expression" if option == "where" else "a number"
+                fits = kind == "BOOLEAN" if option == "where" else kind.removeprefix("U").startswith(_NUMBERS)
+                if not fits or kind.endswith("]"):
+                    raise QueryError(f"{option}= takes {wanted}, and {text!r} is of type {kind}")
+                if len(found.to_arrow_table()):
+                    raise _refusal(text, "it says nothing of single rows")
+        return needs
+
+    # -- asking ----------------------------------------------------------------------------------
+
+    def ask(
+        self, needs: Needs, ids: IntArray, columns: Sequence[Array], facts: Any, capacity: int | None
+    ) -> NDArray[np.float64]:
+        """Return the weight of each row, 0 where it does not match.
+
+        Args:
+            needs: What `bind` returned.
+            ids: The rows, ascending. Shape `(n,)`.
+            columns: Their fields and row columns, as needed. Shapes `(n, *row shape)`.
+            facts: An Arrow table of their episodes with `self.facts`; None where there are none.
+            capacity: Of a ring; None: unbounded.
+
+        Returns:
+            Shape `(n,)`, float64; not checked: a weight may be no number.
+
+        Raises:
+            QueryError: DuckDB cannot compute them.
+        """
+        where = "TRUE" if self.where is None else f"({self.where}\n)"
+        weight = "1" if self.weight is None else f"({self.weight}\n)"
+        mass = f"CASE WHEN {where} THEN coalesce(CAST({weight} AS DOUBLE), 0) ELSE 0 END"
+        with self._over(needs, ids, columns, facts, capacity) as (cursor, source):
+            table = cursor.sql(f"SELECT _id, {mass} FROM {source}").to_arrow_table()
+        found, masses = (table.column(n).to_numpy() for n in range(2))
+        if not np.array_equal(found, ids):  # a join may bring them in another order
+            masses = masses[np.argsort(found, kind="stable")]
+        kept: NDArray[np.float64] = masses
+        return kept
+
+    def check(self, ids: IntArray, masses: NDArray[np.float64]) -> None:
+        """Raise QueryError if a weight is negative, NaN, infinite or beyond 1e150. Shapes `(n,)`."""
+        wrong = ~((masses >= 0) & (masses <= _MOST))
+        if wrong.any():
+            at = int(np.argmax(wrong))
+            raise QueryError(
+                f"weight={self.weight!r} is {masses[at]} for the row with id {ids[at]}",
+                kind="weight",
+                hint=f"weights are numbers from 0 to {_MOST:g}; NULL counts as 0",
+            )
+
+    @contextlib.contextmanager
+    def _over(
+        self, needs: Needs, ids: IntArray, columns: Sequence[Array], facts: Any, capacity: int | None
+    ) -> Iterator[tuple[duckdb.DuckDBPyConnection, str]]:
+        """Give a cursor, and what to put behind FROM there."""
+        fields = [needs.schema.fields[place] for place in needs.fields]
+        shown = [Column(("_id",), "int64", (), [ids])]
+        shown += [
+            Column((name,), "int64", (), [values])
+            for name, values in zip(needs.rows, columns[len(fields) :], strict=True)
+        ]
+        shown += [
+            Column(entry.key, entry.dtype, entry.shape, [values], arrow=entry.arrow)
+            for entry, values in zip(fields, columns[: len(fields)], strict=True)
+        ]
+        with self._cursor(needs) as cursor:
+            Relations(shown, None, capacity, needs.tops, ("_id", *needs.rows)).attach(cursor, "transitions")
+            if self.facts:
+                cursor.register("__facts", facts)
+                yield cursor, _with_episodes(self.facts)
+            else:
+                yield cursor, "transitions"
+
+    @contextlib.contextmanager
+    def _cursor(self, needs: Needs | None = None) -> Iterator[duckdb.DuckDBPyConnection]:
+        if self._pid != os.getpid():
+            self._parents.append(self._con)  # kept: its memory is the parent's to free
+            self._pid, self._con = os.getpid(), duckdb.connect(":memory:", config={**CONFIG, "threads": "1"})
+            self._con.execute("SET TimeZone = 'UTC'")
+        cursor = self._con.cursor()
+        try:
+            yield cursor
+        except duckdb.Error as exc:
+            raise self._explain(exc, needs) from exc
+        except RuntimeError as exc:
+            if isinstance(exc, ExpStoreError) or "Query interrupted" not in str(exc):
+                raise
+            raise KeyboardInterrupt from exc  # DuckDB has swallowed Ctrl-C
+        finally:
+            cursor.close()
+
+    def _explain(self, exc: duckdb.Error, needs: Needs | None) -> QueryError:
+        hint = ""
+        if needs is not None and isinstance(exc, duckdb.BinderException | duckdb.CatalogException):
+            fields = ", ".join(key_name((needs.tops[key[0]], *key[1:])) for key in needs.schema.keys)
+            facts = ", ".join(f"episode.{name}" for name in FACTS)
+            hint = f"there are the fields {fields}; of each row {', '.join(_ROWS)}; and {facts}"
+        return QueryError(f"{self}: {str(exc).strip().splitlines()[0]}", hint=hint)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy needs; it makes its own database."""
+        return {**self.__dict__, "_con": None, "_pid": 0, "_parents": []}
+
+
+class Formula(Conditions):
+    """Say what rows have in a field, by one SQL expression over a row and its episode.
+
+    Args:
+        text: The expression.
+
+    Raises:
+        QueryError: It is not one SQL expression over a row and its episode.
+
+    Example:
+        >>> formula = Formula("2 * reward + episode.length")
+    """
+
+    def __init__(self, text: str) -> None:
+        super().__init__(None, text)
+
+    def _texts(self) -> list[tuple[str, str]]:
+        return [("sql", str(self.weight))]
+
+    def values(
+        self, needs: Needs, ids: IntArray, columns: Sequence[Array], facts: Any, capacity: int | None
+    ) -> Array:
+        """Return what each row has.
+
+        Args:
+            needs: What `bind` returned.
+            ids: The rows, ascending. Shape `(n,)`.
+            columns: Their fields and row columns, as needed. Shapes `(n, *row shape)`.
+            facts: An Arrow table of their episodes with `self.facts`; None where there are none.
+            capacity: Of a ring; None: unbounded.
+
+        Returns:
+            Shape `(n,)`, or `(n, ...)` of arrays and lists, which must be of one length.
+
+        Raises:
+            QueryError: DuckDB cannot compute them, or what it finds is no number, or not there.
+        """
+        with self._over(needs, ids, columns, facts, capacity) as (cursor, source):
+            table = cursor.sql(f"SELECT _id, ({self.weight}\n) FROM {source}").to_arrow_table()
+        found = table.column(0).to_numpy()
+        values = _numbers(table.column(1), found, str(self.weight))
+        return values if np.array_equal(found, ids) else values[np.argsort(found, kind="stable")]
+
+
+def _numbers(column: Any, ids: IntArray, text: str) -> Array:
+    """Return a column of numbers, or of arrays of them, as NumPy has it."""
+    kind, shape = column.type, []
+    chunk = column.combine_chunks()
+    if isinstance(chunk, pa.ChunkedArray):
+        chunk = pa.concat_arrays(chunk.chunks) if chunk.num_chunks else pa.array([], kind)
+    count = len(chunk)
+    while pa.types.is_nested(kind):
+        if not (pa.types.is_fixed_size_list(kind) or pa.types.is_list(kind)):
+            raise QueryError(f"{text!r} is of type {kind}, of which there is no field")
+        _check_there(chunk, ids, text)
+        lengths = np.unique(pa.compute.list_value_length(chunk).to_numpy(zero_copy_only=False))
+        if lengths.size > 1:
+            raise QueryError(f"{text!r} has lists of {lengths.size} lengths", hint="rows are of one shape")
+        shape.append(int(lengths[0]) if lengths.size else 0)
+        chunk, kind = chunk.flatten(), kind.value_type
+    _check_there(chunk, ids, text)
+    if pa.types.is_decimal(kind):
+        chunk = chunk.cast(pa.float64())
+    elif not (pa.types.is_boolean(kind) or pa.types.is_integer(kind) or pa.types.is_floating(kind)):
+        raise QueryError(
+            f"{text!r} is of type {kind}, of which there is no field", hint="cast it to a number"
+        )
+    values: Array = chunk.to_numpy(zero_copy_only=False)
+    return values.reshape(count, *shape)
+
+
+def _check_there(chunk: Any, ids: IntArray, text: str) -> None:
+    if chunk.null_count:
+        at = int(np.argmax(chunk.is_null().to_numpy(zero_copy_only=False))) * ids.size // max(1, len(chunk))
+        raise QueryError(
+            f"{text!r} is NULL for the row with id {ids[at]}", hint="write coalesce(..., a value)"
+        )
+
+
+_FACT_KINDS = {
+    "episode_id": pa.int64(),
+    "source": pa.string(),
+    "trajectory_id": pa.int64(),
+    "start_time": pa.timestamp("us"),
+    "end_time": pa.timestamp("us"),
+    "length": pa.int64(),
+    "return": pa.float64(),
+    "status": pa.string(),
+    "info": pa.string(),
+}
+
+
+def table_of_facts(names: Sequence[str], entries: Sequence[LogEntry], more: Any) -> Any:
+    """Return what the relation `episodes` says of some episodes as an Arrow table.
+
+    Args:
+        names: Which facts; `source` is not one of them.
+        entries: Episodes as they stand now.
+        more: Such a table of others, or None.
+    """
+    read: dict[str, Callable[[LogEntry], Any]] = {
+        "episode_id": lambda entry: entry.episode,
+        "trajectory_id": lambda entry: entry.trajectory,
+        "start_time": lambda entry: entry.start,
+        "end_time": lambda entry: None if entry.status == OPEN else entry.end,
+        "length": lambda entry: entry.length,
+        "return": lambda entry: entry.ret,
+        "status": lambda entry: STATUS[entry.status],
+        "info": lambda entry: entry.text or None,
+    }
+    table = pa.table({name: pa.array(map(read[name], entries), _FACT_KINDS[name]) for name in names})
+    return table if more is None else pa.concat_tables([table, more.cast(table.schema)])
+
+
+def _with_episodes(facts: Sequence[str]) -> str:
+    members = ", ".join(
+        f'"{name}" := __facts.info::JSON' if name == "info" else f'"{name}" := __facts."{name}"'
+        for name in facts
+    )
+    return (
+        f"(SELECT t.*, struct_pack({members}) AS episode FROM transitions AS t "
+        "LEFT JOIN __facts ON __facts.episode_id = t._episode) AS transitions"
+    )
+
+
+def _meet(name: Path, path: Path) -> bool:
+    """Say whether one of two paths goes on from the other."""
+    return all(a == b for a, b in zip(name, path, strict=False))
+
+
+def _refusal(text: str, reason: str) -> QueryError:
+    return QueryError(
+        f"{text!r} cannot choose rows: {reason}",
+        hint="use one expression over a row's fields and its episode, without subqueries or aggregates",
+    )
+
+
+# -- reading: DuckDB's own parser says what a text is ----------------------------------------------
+
+
+def _read(cursor: duckdb.DuckDBPyConnection, option: str, text: str) -> set[Path]:
+    """Return the columns that an expression names, lower case.
+
+    Raises:
+        QueryError: It is not one expression over a row and its episode.
+    """
+    if not isinstance(text, str):
+        raise TypeError(f"{option} must be a string of SQL, not {type(text).__name__}")
+    if "\0" in text:
+        raise _refusal(text, "it holds a character without a meaning")
+    bare, _ = _parsed(cursor, text, f"SELECT {text}\n"), _parsed(cursor, text, f"SELECT ({text}\n)")
+    paths: set[Path] = set()
+    called: set[str] = set()
+    for node in _nodes(bare):
+        kind = node["class"]
+        if kind not in _PARTS:
+            raise _refusal(text, f"{_REFUSED.get(kind, kind.lower())} is not allowed")
+        if kind == "COLUMN_REF":
+            path = tuple(part.lower() for part in node["column_names"])
+            paths.add(path[1:] if path[0] == "transitions" and len(path) > 1 else path)
+        elif kind == "FUNCTION":
+            called.add(node["function_name"].lower())
+    _check_functions(cursor, text, called)
+    for path in paths:
+        _check_path(text, path)
+    return paths
+
+
+def _parsed(cursor: duckdb.DuckDBPyConnection, text: str, sql: str) -> dict[str, Any]:
+    """Return the tree of the one expression that a SELECT without anything else asks for."""
+    try:
+        (answer,) = cursor.execute("SELECT json_serialize_sql(?)", [sql]).fetchall()[0]
+        tree = json.loads(answer)
+    except RecursionError as exc:
+        raise QueryError("the expression is nested too deeply") from exc
+    if tree["error"]:
+        raise QueryError(f"{text!r} is no SQL expression: {tree['error_message']}")
+    statements = tree["statements"]
+    if len(statements) != 1:
+        raise _refusal(text, f"it holds {len(statements)} statements")
+    found: dict[str, Any] = statements[0]["node"]
+    more = ("modifiers", "where_clause", "group_expressions", "having", "qualify", "sample")
+    nothing_else = (
+        found["type"] == "SELECT_NODE"
+        and not any(found[name] for name in more)
+        and not found["cte_map"]["map"]
+        and found["from_table"]["type"] == "EMPTY"
+    )
+    selected = found.get("select_list", [])
+    if not nothing_else or len(selected) != 1 or selected[0]["alias"]:
+        raise _refusal(text, "it is more than one expression")
+    only: dict[str, Any] = selected[0]
+    return only
+
+
+def _nodes(tree: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the parts of an expression, itself first."""
+    waiting: list[Any] = [tree]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, dict):
+            if "class" in node:
+                yield node
+            waiting += node.values()
+        elif isinstance(node, list):
+            waiting += node
+
+
+def _check_functions(cursor: duckdb.DuckDBPyConnection, text: str, called: set[str]) -> None:
+    """Raise QueryError unless all functions give the same for the same row."""
+    waiting, seen = set(called), set(called)
+    while waiting:
+        known = cursor.execute(
+            "SELECT function_name, function_type, stability, macro_definition FROM duckdb_functions() "
+            "WHERE list_contains(?, function_name)",
+            [sorted(waiting)],
+        ).fetchall()
+        waiting = set()
+        for name, kind, stability, body in known:
+            if kind not in ("scalar", "macro"):
+                what = {"aggregate": "an aggregate", "window": "a window function"}.get(kind, "a table")
+                raise _refusal(text, f"{name}() is {what}")
+            if kind == "scalar" and stability != "CONSISTENT":
+                raise _refusal(text, f"{name}() gives another answer another time")
+            if kind == "macro":
+                for node in _nodes(_parsed(cursor, text, f"SELECT {body}")):
+                    if node["class"] not in _PARTS:
+                        raise _refusal(text, f"{name}() looks at more than its arguments")
+                    if node["class"] == "COLUMN_REF" and node["column_names"][-1].lower() in _MOMENT:
+                        raise _refusal(text, f"{name}() gives another answer another time")
+                    if node["class"] == "FUNCTION":
+                        waiting.add(node["function_name"].lower())
+        waiting -= seen
+        seen |= waiting
+
+
+def _check_path(text: str, path: Path) -> None:
+    for name, reason in _FLEETING.items():
+        if path[: len(name)] == name:
+            raise QueryError(f"{text!r} cannot speak of {key_name(name)}: {reason}")
+    if path[0] == "episode" and (len(path) == 1 or path[1] not in FACTS):
+        facts = ", ".join(f"episode.{name}" for name in FACTS)
+        raise QueryError(f"{text!r} names {key_name(path)}, which is no fact", hint=f"there are {facts}")

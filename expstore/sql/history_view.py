@@ -1,0 +1,62 @@
+"""What SQL sees of rows that have left a ring for its archive, together with those that are there.
+
+Given to `relations` by whoever has an archive; `attach` puts the view `history` on the cursor of one query.
+It copies no column: a query that names few reads few, on both sides.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import duckdb
+
+from expstore.errors import ExpStoreError
+from expstore.sql.views import ROW_COLUMNS, Relations
+
+__all__ = ["ARCHIVED", "SHOWN", "History"]
+
+#: The column that says whether a row has left.
+ARCHIVED = "_archived"
+#: The names in `history` that no field can have.
+SHOWN = (*ROW_COLUMNS, ARCHIVED)
+# What a row has only while it is in the ring.
+_OF_THE_RING = ("_index", "_priority", "_sampled")
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """Hold both sides of `history`; no row is on both.
+
+    Args:
+        held: The rows that lie in the ring, those among them that have left it already too.
+        archived: The others.
+        low: The newest id that has left.
+        last: The newest id of all: of later ones an archive may have some that the ring is about to get.
+    """
+
+    held: Relations
+    archived: Relations
+    low: int
+    last: int
+
+    def attach(self, cursor: duckdb.DuckDBPyConnection, sql: str, refused: list[ExpStoreError]) -> None:
+        """Make the view; see `Relations.attach`.
+
+        Args:
+            cursor: Of the query.
+            sql: The statement.
+            refused: To which is added, when columns are read, what is wrong with one.
+
+        Raises:
+            CorruptionError: No column of a side can be read.
+        """
+        held = self.held.show(cursor, sql, "__held", refused)
+        archived = self.archived.show(cursor, sql, "__archived", refused)
+        counted = any(column.key == ("_sampled",) for column in self.held.columns)
+        own = [name for name in _OF_THE_RING if counted or name != "_sampled"]
+        low = int(self.low)
+        instead = ", ".join(f"CASE WHEN _id > {low} THEN {name} END AS {name}" for name in own)
+        cursor.execute(
+            f"CREATE TEMP VIEW history AS SELECT * REPLACE ({instead}), _id <= {low} AS {ARCHIVED} "
+            f"FROM ((SELECT * FROM ({archived}) WHERE _id <= {int(self.last)}) UNION ALL BY NAME ({held}))"
+        )

@@ -1,0 +1,532 @@
+"""The index of a store: episodes, fragments and sources in DuckDB, and all SQL over them.
+
+Used by storages, which commit to it what they published and hand it the columns for a query. It is
+derived from the store and disposable: whatever is wrong with its file, a new one is built. It never
+opens its own file but through DuckDB, whose lock would go with the first descriptor that is closed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import duckdb
+
+from expstore.core.values import Array
+from expstore.disk.disk import Disk
+from expstore.disk.interruptible import Aside
+from expstore.episodes.log import LogEntry
+from expstore.errors import (
+    CorruptionError,
+    ExpStoreError,
+    LockedError,
+    MigrationError,
+    QueryError,
+    StateError,
+    StorageError,
+)
+from expstore.sql import delta as tables
+from expstore.sql.delta import Delta, Position
+from expstore.sql.migrate import create, migrate
+from expstore.sql.result import Result
+from expstore.sql.views import Column, Relations
+
+__all__ = ["CONFIG", "Column", "Delta", "Index", "Position", "Relations", "Result", "read_tables"]
+
+CONFIG: dict[str, str | bool | int | float | list[str]] = {
+    # Files that DuckDB 1.5 opens too.
+    "storage_compatibility_version": "v1.5.0",
+    # Every table begins a few: with those of 256 KiB that are usual an empty index takes 1.8 MB. With smaller
+    # ones a large index takes more.
+    "default_block_size": "65536",
+    # A query reads what it is given: no files, no variables of the caller, no extensions from the net.
+    "enable_external_access": "false",
+    "python_enable_replacements": "false",
+    "autoinstall_known_extensions": "false",
+    "autoload_known_extensions": "false",
+    "allow_community_extensions": "false",
+    "temp_directory": "",
+}
+#: What takes rows from a relation, as an Arrow table.
+Read = Callable[[duckdb.DuckDBPyRelation], Any]
+_LOG_SUFFIXES = (".wal", ".wal.checkpoint", ".wal.recovery")
+_RELATIONS = (
+    "commits, episodes, fragments, meta, priorities, sources, transitions, and with an archive history"
+)
+
+
+class Index:
+    """Answer SQL over a store and take in what changed.
+
+    Threads may query while one commits: each query has a cursor of its own, commits wait for one
+    another. Ctrl-C ends a query of the main thread. A forked child may not use it. Make one with `open`.
+
+    Attributes:
+        position: The last record the index covers; (0, 0) where it holds nothing, and after damage was
+            found while running: the next commit must then be complete.
+        notice: One line that says why the file found at opening is not used, or None.
+        complete: Whether the last commit wrote everything into a new file and let go of it.
+    """
+
+    def __init__(
+        self,
+        path: Path | None,
+        *,
+        disk: Disk,
+        store_uuid: str,
+        config: Mapping[str, str] | None = None,
+    ) -> None:
+        self.path = path
+        self._config = {**CONFIG, **(config or {})}
+        self.position: Position = (0, 0)
+        self.notice: str | None = None
+        self.complete = False
+        self._disk = disk
+        self._uuid = store_uuid
+        self._pid = os.getpid()
+        self._meta: dict[str, str] = {}
+        self._con: duckdb.DuckDBPyConnection | None = None
+        self._filed = path is None  # whether what is open is what was asked for, not a stand-in for it
+        self._damage: str | None = None
+        self._closed = False
+        self._committing = threading.Lock()
+        self._cursors = threading.Lock()
+        self._gate = _Gate()
+        self._aside = Aside()
+
+    @classmethod
+    def open(
+        cls,
+        path: Path | None,
+        *,
+        disk: Disk,
+        store_uuid: str,
+        config: Mapping[str, str] | None = None,
+    ) -> Index:
+        """Open the index of a store.
+
+        A missing file is made by the first commit. One that is damaged or belongs to another store is
+        set aside, with a line in `notice`.
+
+        Args:
+            path: The file; None keeps the index in memory.
+            disk: What acts on files.
+            store_uuid: The store's own, to know its index by.
+            config: Settings of DuckDB beside those of every index.
+
+        Raises:
+            LockedError: Another program has the file open.
+            MigrationError: It was made by a newer version of expstore or DuckDB.
+            StorageError: It cannot be opened for a reason outside it (permissions, too many open files).
+        """
+        index = cls(path, disk=disk, store_uuid=store_uuid, config=config)
+        if path is not None and disk.exists(path):
+            try:
+                index._open_file(path)
+            except CorruptionError as exc:
+                index._set_aside(path, exc.message)
+        return index
+
+    def commit(self, delta: Delta, *, last: Mapping[str, object] | None = None) -> None:
+        """Take in what changed, in one transaction.
+
+        A delta that ends before what the index covers already changes nothing. A complete one is built
+        into a new file that takes the old one's place; the table `priorities` is then empty.
+
+        Args:
+            delta: What changed.
+            last: The table `meta`, if only `close` follows. A new file has it at once, and is not opened
+                again: the index is `complete`. That is a third of what closing a small store takes.
+
+        Raises:
+            CorruptionError: The file is damaged; commit a complete delta.
+            StorageError: The disk is full or refuses.
+            StateError: The index is closed.
+        """
+        self._check_open()
+        with self._committing:
+            if delta.complete or not (self._filed or self._damage):
+                self._rebuild(delta, last)
+            elif delta.position < self.position:
+                return
+            else:
+                with self._cursor("commit") as cursor:
+                    tables.apply(cursor, delta)
+            self.position = delta.position
+
+    def query(
+        self,
+        sql: str,
+        params: Sequence[object] | Mapping[str, object] | None,
+        relations: Relations,
+        read: Read | None = None,
+    ) -> Result:
+        """Run one SELECT and return its rows.
+
+        Args:
+            sql: The statement.
+            params: Values for `?` or `$1` (a sequence) or `$name` (a mapping).
+            relations: The columns of the readable rows.
+            read: Takes rows from DuckDB's relation, as an Arrow table; None: all of them.
+
+        Raises:
+            QueryError: It is not one SELECT that only reads, or DuckDB refuses it.
+            CorruptionError: The file is damaged; commit a complete delta and ask again (kind "index"). Or a
+                column is that the query needs.
+            StateError: The index is closed.
+        """
+        self._check_open()
+        values = _plain(params)
+        with self._cursor("query") as cursor:
+            return self._aside.run(lambda: _answer(cursor, sql, values, relations, read), cursor.interrupt)
+
+    def find_episode(self, number: int) -> LogEntry | None:
+        """Return an episode as it stood at the last commit; None: there was none of this id.
+
+        Raises:
+            CorruptionError: The file is damaged; commit a complete delta and ask again (kind "index").
+            StateError: The index is closed.
+        """
+        self._check_open()
+        with self._cursor("query") as cursor:
+            return tables.find_episode(cursor, number)
+
+    def write_priorities(self, ids: Array, priorities: Array) -> None:
+        """Replace the table `priorities`.
+
+        Args:
+            ids: Row ids. Shape `(n,)`, int64.
+            priorities: Their priorities. Shape `(n,)`, float32.
+
+        Raises:
+            CorruptionError: The file is damaged; commit a complete delta.
+            StorageError: The disk is full or refuses.
+            StateError: The index is closed.
+        """
+        self._check_open()
+        with self._committing, self._cursor("commit") as cursor:
+            tables.replace_priorities(cursor, ids, priorities)
+
+    def write_meta(self, meta: Mapping[str, object]) -> None:
+        """Replace the table `meta`; values are what JSON can say.
+
+        Raises:
+            CorruptionError: The file is damaged; commit a complete delta.
+            StorageError: The disk is full or refuses.
+            StateError: The index is closed.
+        """
+        self._check_open()
+        texts = _texts(meta)
+        with self._committing:
+            self._meta = texts
+            with self._cursor("commit") as cursor:
+                tables.replace_meta(cursor, texts)
+
+    def close(self) -> None:
+        """Bring everything into the file and let go of it; a second call does nothing.
+
+        Raises:
+            StorageError: The disk is full or refuses; the index is closed nevertheless.
+        """
+        if os.getpid() != self._pid:
+            return  # it is the parent's: closing it here would write to the parent's file
+        with self._committing, self._gate.alone():
+            con, self._con, self._closed = self._con, None, True
+            self._aside.close()
+            if con is None:
+                return
+            try:
+                if self._damage is None:
+                    con.execute("CHECKPOINT")
+            except duckdb.Error as exc:
+                raise self._outside(exc) or StorageError(f"cannot complete the index: {exc}") from exc
+            finally:
+                con.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StateError("the index is closed", hint="open the store again")
+        if os.getpid() != self._pid:
+            raise StateError("the index belongs to the process that opened it, and this is a fork of it")
+
+    @contextlib.contextmanager
+    def _cursor(self, act: str) -> Iterator[duckdb.DuckDBPyConnection]:
+        """Give a cursor for one query or commit, and turn DuckDB's errors into ours."""
+        with self._gate.together():
+            self._check_open()
+            if self._damage is not None:
+                raise self._damaged()
+            with self._cursors:
+                if self._con is None:  # nothing was committed yet
+                    self._con = self._make(None)
+                cursor = self._con.cursor()
+            try:
+                yield cursor
+            except duckdb.Error as exc:
+                raise self._explain(exc, act) from exc
+            except RuntimeError as exc:
+                if "Query interrupted" in str(exc):  # DuckDB has swallowed Ctrl-C
+                    raise KeyboardInterrupt from exc
+                raise
+            finally:
+                tables.rollback(cursor)
+                cursor.close()
+
+    def _explain(self, exc: duckdb.Error, act: str) -> ExpStoreError:
+        text = str(exc).strip()
+        outside = self._outside(exc)
+        # Damaged blocks are plain errors in 2.0. After a fatal one, of any cause, DuckDB answers no more.
+        ruined = isinstance(exc, _RUINOUS) or type(exc) is duckdb.Error
+        if isinstance(exc, _FATAL) or (ruined and outside is None):
+            self._damage, self.position = text.splitlines()[0], (0, 0)
+            return outside or self._damaged()
+        if outside is not None:
+            return outside
+        if isinstance(exc, duckdb.OutOfMemoryException):
+            kind = QueryError if act == "query" else StorageError
+            return kind(f"DuckDB needs more memory than there is: {text}", kind="memory")
+        if act == "query":
+            return QueryError(text, hint=f"the relations are {_RELATIONS}")
+        return StorageError(f"cannot {act} to the index: {text}")
+
+    def _damaged(self) -> CorruptionError:
+        return CorruptionError(
+            f"the index cannot be used: {self._damage}",
+            kind="index",
+            hint="it has to be rebuilt from the store",
+        )
+
+    def _outside(self, exc: BaseException | None) -> ExpStoreError | None:
+        """Return our error where the cause is not the file's content."""
+        text = str(exc).strip()
+        if "Could not set lock" in text or "different configuration" in text:
+            who = re.search(r"held in (.*) \(PID (\d+)\)", text)
+            by = f"{Path(who[1]).name} (PID {who[2]})" if who else "something else in this process"
+            return LockedError(
+                f"{self.path} is open in {by}", hint="close it there, then open the store again"
+            )
+        if "newer version of DuckDB" in text:
+            return MigrationError(
+                f"{self.path} is newer than DuckDB {duckdb.__version__} can read: {text.splitlines()[0]}",
+                kind="newer",
+                hint="upgrade duckdb, or delete the file: it is rebuilt from the store",
+            )
+        if re.search(r"No space left|Disk quota|File too large", text):
+            return StorageError(
+                f"the index cannot be written: {text}", kind="disk_full", hint="free some space"
+            )
+        if re.search(r"Permission denied|Too many open files|Read-only file system", text):
+            return StorageError(f"the index cannot be opened: {text}")
+        return None
+
+    def _open_file(self, path: Path) -> None:
+        con = None
+        try:
+            con = duckdb.connect(str(path), config=self._config)
+            found = con.execute("SELECT uuid FROM store").fetchall()
+            if found != [(self._uuid,)]:
+                raise CorruptionError(f"it belongs to store {found}, not {self._uuid}")
+            migrate(con)
+            self.position = tables.last_position(con)
+            self._meta = tables.read_meta(con)
+            self._con, self._filed, con = con, True, None
+        except duckdb.Error as exc:
+            raise self._outside(exc) or CorruptionError(str(exc).strip().splitlines()[0]) from exc
+        finally:
+            if con is not None:
+                con.close()
+
+    def _make(self, path: Path | None, delta: Delta | None = None) -> duckdb.DuckDBPyConnection:
+        """Make a database with all tables, and the rows of a delta that is complete; without one no rows."""
+        con = duckdb.connect(":memory:" if path is None else str(path), config=self._config)
+        try:
+            with tables.transaction(con):
+                create(con)
+                con.execute("INSERT INTO store VALUES (?)", [self._uuid])
+                if delta is not None:
+                    tables.fill(con, delta, self._meta)
+            con.execute("CHECKPOINT")
+        except BaseException:
+            con.close()
+            raise
+        return con
+
+    def _rebuild(self, delta: Delta, last: Mapping[str, object] | None) -> None:
+        """Build a new database beside the old one and put it in its place."""
+        temp = self.path and self.path.with_name("index.tmp")
+        if last is not None:
+            self._meta = _texts(last)
+        try:
+            if temp is not None:
+                self._remove(temp, "", *_LOG_SUFFIXES)
+            con = self._make(temp, delta)
+        except (duckdb.Error, MigrationError) as exc:
+            if temp is not None:
+                self._remove(temp, "", *_LOG_SUFFIXES)
+            cause = exc if isinstance(exc, duckdb.Error) else exc.__cause__
+            raise self._outside(cause) or StorageError(f"cannot build the index: {exc}") from exc
+        if temp is not None:
+            con.close()
+            self._disk.sync_path(temp)
+        # Nobody may still have the old file: its last cursor, when it goes, removes the log by its name.
+        with self._gate.alone():
+            damage, self._damage = self._damage, "a new file could not take its place"
+            self.position = (0, 0)
+            if self._con is not None:
+                self._con.close()
+                self._con = None
+            if self.path is None or temp is None:
+                self._con = con
+            else:
+                self._put(temp, self.path, damage)
+                if last is None:
+                    self._open_file(self.path)
+            self._damage, self.complete = None, last is not None
+
+    def _put(self, temp: Path, path: Path, damage: str | None) -> None:
+        if damage is not None:
+            self._set_aside(path, damage)
+        # The log goes first: DuckDB would replay it into the file it stands beside.
+        self._remove(path, *_LOG_SUFFIXES)
+        self._disk.rename(temp, path)
+        self._disk.sync_dir(path.parent)
+
+    def _remove(self, path: Path, *suffixes: str) -> None:
+        for suffix in suffixes:
+            if self._disk.exists(name := path.with_name(path.name + suffix)):
+                self._disk.unlink(name)
+
+    def _set_aside(self, path: Path, reason: str) -> None:
+        number = 1
+        while self._disk.exists(aside := path.with_name(f"{path.name}.damaged-{number}")):
+            number += 1
+        for suffix in ("", *_LOG_SUFFIXES):
+            if self._disk.exists(old := path.with_name(path.name + suffix)):
+                self._disk.rename(old, aside.with_name(aside.name + suffix))
+        self._disk.sync_dir(path.parent)
+        self.notice = f"{path.name} is not usable, is kept as {aside.name} and made anew: {reason}"
+
+
+def read_tables(path: Path, *, store_uuid: str) -> tuple[Position, dict[str, list[tuple[Any, ...]]]]:
+    """Read an index's file that nobody has open, without changing it.
+
+    Args:
+        path: The file.
+        store_uuid: The store's own.
+
+    Returns:
+        The last record it covers, and the rows of the relations that can be made from it alone.
+
+    Raises:
+        CorruptionError: The file is damaged, or another store's.
+        LockedError: Another program has it open.
+        MigrationError: It was made by a newer version of expstore or DuckDB.
+    """
+    index = Index(path, disk=Disk(), store_uuid=store_uuid)
+    try:
+        with duckdb.connect(str(path), read_only=True, config=CONFIG) as con:
+            found = con.execute("SELECT uuid FROM store").fetchall()
+            if found != [(store_uuid,)]:
+                raise CorruptionError(f"{path} belongs to store {found}, not {store_uuid}")
+            rows = {
+                name: con.execute(f"SELECT * FROM {name} ORDER BY ALL").fetchall()
+                for name in ("sources", "episodes", "fragments")
+            }
+            return tables.last_position(con), rows
+    except duckdb.Error as exc:
+        first_line = str(exc).strip().splitlines()[0]
+        raise index._outside(exc) or CorruptionError(f"{path} cannot be read: {first_line}") from exc
+
+
+def _texts(meta: Mapping[str, object]) -> dict[str, str]:
+    return {str(key): json.dumps(value) for key, value in meta.items()}
+
+
+_FATAL = (duckdb.FatalException, duckdb.InternalException)
+_RUINOUS = (*_FATAL, duckdb.IOException, duckdb.SerializationException)
+
+
+class _Gate:
+    """Let threads pass together, or one alone."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._inside = 0
+        self._shut = False
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        with self._changed:
+            self._changed.wait_for(lambda: not self._shut)
+            self._inside += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._inside -= 1
+                self._changed.notify_all()
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        with self._changed:
+            self._changed.wait_for(lambda: not self._shut)
+            self._shut = True
+            self._changed.wait_for(lambda: self._inside == 0)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._shut = False
+                self._changed.notify_all()
+
+
+def _plain(params: Sequence[object] | Mapping[str, object] | None) -> Any:
+    """Return parameters as DuckDB takes them: it knows no numbers of NumPy or torch."""
+    if params is None:
+        return None
+    if isinstance(params, Mapping):
+        return {name: _plain_value(value) for name, value in params.items()}
+    return [_plain_value(value) for value in params]
+
+
+def _plain_value(value: Any) -> Any:
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def _answer(
+    cursor: duckdb.DuckDBPyConnection, sql: str, values: Any, relations: Relations, read: Read | None
+) -> Result:
+    statement = _one_select(cursor, sql)
+    refused = relations.attach(cursor, sql)
+    # The kind of a statement does not tell all: a SELECT may hold an INSERT.
+    cursor.execute("BEGIN TRANSACTION READ ONLY")
+    try:
+        relation = cursor.sql(statement, params=values)
+        return Result(relation.to_arrow_table() if read is None else read(relation))
+    except Exception:
+        if refused:  # in words of its own DuckDB says that reading a column has failed
+            raise refused[0] from None
+        raise
+
+
+def _one_select(cursor: duckdb.DuckDBPyConnection, sql: str) -> duckdb.Statement:
+    """Return the statement if it is one SELECT."""
+    found = cursor.extract_statements(sql)
+    if len(found) != 1:
+        raise QueryError(f"expected one SELECT, found {len(found)} statements", hint="run one at a time")
+    try:
+        kind = found[0].type
+    except ValueError:  # a statement that DuckDB knows and its Python client does not
+        kind = None
+    if kind != duckdb.StatementType.SELECT:
+        raise QueryError(
+            f"expected one SELECT, found {kind.name if kind else 'another statement'}",
+            hint="SQL only reads; change the store with the buffer's methods",
+        )
+    return found[0]

@@ -1,0 +1,193 @@
+"""Bring the tables of an index to the form this version of the library knows.
+
+Used by the index when it opens or makes its file; applies `migrations/NNNN_name.sql` in order, each
+once and whole. It never goes backwards and never changes a step that has been applied.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import re
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+import duckdb
+
+from expstore.disk.disk import Disk
+from expstore.errors import CorruptionError, LockedError, MigrationError
+
+__all__ = ["Migration", "applied", "check", "create", "migrate", "migrations", "steps_in"]
+
+_NAME = re.compile(r"(\d{4})_(\w+)\.sql")
+_RECORDS = "schema_migrations"
+
+
+@dataclass(frozen=True, slots=True)
+class Migration:
+    """Describe one step.
+
+    Args:
+        version: Its number, from 1 without gaps.
+        name: What it does, from the file's name.
+        sql: Its statements.
+    """
+
+    version: int
+    name: str
+    sql: str
+
+    @property
+    def checksum(self) -> str:
+        """Tell whether an applied step was changed since; blind to line endings."""
+        return hashlib.sha256("\n".join(self.sql.splitlines()).encode()).hexdigest()
+
+    def __str__(self) -> str:
+        return f"{self.version:04d}_{self.name}"
+
+
+def folder() -> Path:
+    """Return where the steps lie: beside this module, in a wheel as in a checkout (there by a link)."""
+    return Path(__file__).parent.parent / "migrations"
+
+
+def migrations(path: Path | None = None, *, disk: Disk | None = None) -> list[Migration]:
+    """Return all steps in their order.
+
+    Args:
+        path: The folder with the steps; the library's own by default.
+        disk: What reads the files.
+
+    Raises:
+        MigrationError: There are no steps, or their numbers are not 1, 2, 3, ...
+    """
+    path, disk = path or folder(), disk or Disk()
+    steps = []
+    for name in disk.names(path):
+        if match := _NAME.fullmatch(name):
+            sql = disk.read_whole(path / name).decode("utf-8")
+            steps.append(Migration(int(match[1]), match[2], sql))
+    if [step.version for step in steps] != list(range(1, len(steps) + 1)) or not steps:
+        raise MigrationError(
+            f"the steps in {path} are {[str(step) for step in steps]}, expected 0001, 0002, ... without gaps",
+            hint="install expstore again",
+        )
+    return steps
+
+
+def applied(con: duckdb.DuckDBPyConnection) -> list[tuple[int, str, str]]:
+    """Return (version, name, checksum) of every step that was applied, in order; changes nothing."""
+    try:  # to look for the table first takes twice as long
+        found = con.execute(f"SELECT version, name, checksum FROM {_RECORDS}").fetchall()
+    except duckdb.CatalogException:
+        return []
+    return sorted(found)
+
+
+def steps_in(path: Path, steps: list[Migration]) -> int:
+    """Return how many steps the index in a file has been through; the file is only read.
+
+    Raises:
+        LockedError: Another program has it open.
+        MigrationError: It was made by a newer version of expstore or DuckDB, or a step was changed.
+        CorruptionError: It is no such file.
+    """
+    try:
+        with duckdb.connect(str(path), read_only=True) as con:
+            return len(steps) - len(check(con, steps))
+    except duckdb.Error as exc:
+        text = str(exc).strip().splitlines()[0]
+        if "Could not set lock" in text:
+            raise LockedError(f"{path} is open in another program: {text}", hint="close it there") from exc
+        if "newer version of DuckDB" in text:
+            raise MigrationError(f"{path} is newer than DuckDB can read: {text}", kind="newer") from exc
+        raise CorruptionError(
+            f"{path} cannot be read: {text}", kind="index", hint="`expstore repair` builds it anew"
+        ) from exc
+
+
+def check(con: duckdb.DuckDBPyConnection, steps: list[Migration]) -> list[Migration]:
+    """Return the steps that are still to be applied; changes nothing.
+
+    Raises:
+        MigrationError: The database has a step that is not in `steps`, or another text of one.
+    """
+    done = applied(con)
+    newest = f"up to {steps[-1]}"
+    for version, name, checksum in done:
+        if version > len(steps):
+            raise MigrationError(
+                f"the index was made by a newer version of expstore: it has step {version:04d}_{name}, "
+                f"this version knows steps {newest}",
+                kind="newer",
+                hint="upgrade expstore, or delete index.duckdb: it is rebuilt from the store",
+            )
+        step = steps[version - 1]
+        if checksum != step.checksum:
+            raise MigrationError(
+                f"step {version:04d}_{name} of the index has checksum {checksum[:12]}, "
+                f"this version's {step} has {step.checksum[:12]}",
+                kind="changed",
+                hint="use the version that made it, or delete index.duckdb: it is rebuilt from the store",
+            )
+    return steps[len(done) :]
+
+
+def migrate(con: duckdb.DuckDBPyConnection, steps: list[Migration] | None = None) -> list[Migration]:
+    """Apply every step that is missing and return those steps.
+
+    A step and its record are one transaction; a checkpoint follows at once, because DuckDB's log is
+    least safe where it holds changes of tables.
+
+    Args:
+        con: An open connection without a transaction.
+        steps: All steps; the library's own by default.
+
+    Raises:
+        MigrationError: The database is newer than `steps`, a step was changed, or a step failed; the
+            steps before the failed one stay.
+    """
+    steps = migrations() if steps is None else steps
+    pending = check(con, steps)
+    for step in pending:
+        try:
+            con.begin()
+            _apply(con, step)
+            con.commit()
+            con.execute("CHECKPOINT")
+        except duckdb.Error as exc:
+            # The failure itself may have ended the transaction.
+            with contextlib.suppress(duckdb.Error):
+                con.rollback()
+            raise _failed(step, exc) from exc
+    return pending
+
+
+def create(con: duckdb.DuckDBPyConnection, steps: list[Migration] | None = None) -> None:
+    """Apply all steps to a database that has nothing yet, in the caller's transaction.
+
+    For files that nobody sees before they are whole: half of the time that `migrate` takes.
+
+    Raises:
+        MigrationError: A step failed.
+    """
+    for step in migrations() if steps is None else steps:
+        try:
+            _apply(con, step)
+        except duckdb.Error as exc:
+            raise _failed(step, exc) from exc
+
+
+def _apply(con: duckdb.DuckDBPyConnection, step: Migration) -> None:
+    con.execute(
+        f"CREATE TABLE IF NOT EXISTS {_RECORDS} "
+        "(version BIGINT, name VARCHAR, checksum VARCHAR, applied TIMESTAMP)"
+    )
+    con.execute(step.sql)
+    now = datetime.now(UTC).replace(tzinfo=None)
+    con.execute(f"INSERT INTO {_RECORDS} VALUES (?, ?, ?, ?)", [step.version, step.name, step.checksum, now])
+
+
+def _failed(step: Migration, exc: duckdb.Error) -> MigrationError:
+    return MigrationError(f"step {step} of the index failed: {exc}", kind="failed")

@@ -1,0 +1,131 @@
+"""Which members of nested fields a statement names: DuckDB reads all of a struct, whichever are used.
+
+Used by `relations` for members that are costly to read. It never runs a statement, and where it cannot tell
+it says that all are named.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import duckdb
+
+from expstore.core.values import Key
+
+__all__ = ["named_members"]
+
+#: The relations that have rows, and what in a text may be one of them.
+_TABLES = ("transitions", "history")
+_NAMED = re.compile(r"transitions|\bhistory\b")
+#: What has no columns but those that it names itself.
+_OWN = {"SUBQUERY", "EMPTY", "EMPTY_FROM", "EXPRESSION_LIST"}
+#: What a statement may read from without naming columns in another way than is looked for here.
+_PLAIN = _OWN | {"BASE_TABLE", "JOIN", "TABLE_FUNCTION"}
+
+
+def named_members(cursor: duckdb.DuckDBPyConnection, sql: str, members: Iterable[Key]) -> set[Key]:
+    """Return those members of columns of `transitions`, or `history`, that a statement may need.
+
+    Args:
+        cursor: Reads the statement's text.
+        sql: One SELECT.
+        members: Each as it is shown: the column's name, then the names inside.
+
+    Example:
+        >>> members = [("next", "pixels"), ("next", "state")]
+        >>> named_members(duckdb.connect(), "SELECT next.reward, next.state FROM transitions", members)
+        {('next', 'state')}
+    """
+    wanted = set(members)
+    if not wanted:
+        return wanted
+    try:
+        text = cursor.execute("SELECT json_serialize_sql(?::VARCHAR)", [sql]).fetchall()[0][0]
+        tree = json.loads(text)
+        tops = {member[0].lower() for member in wanted}
+        if tree.get("error", True) or _is_wide(tree, tops, shown=True):
+            return wanted
+        tables = [one for one in _dicts(tree) if one.get("alias") and "class" not in one]
+        aliases = {*_TABLES, *(str(one["alias"]).lower() for one in tables)}
+        names = [[str(part).lower() for part in ref] for ref in _references(tree)]
+    except (duckdb.Error, ValueError, KeyError, TypeError, AttributeError):
+        return wanted
+    if any(ref[-1] in aliases for ref in names if len(ref) == 1):
+        return wanted  # a table's name alone is the whole row
+    return {member for member in wanted if any(_reaches(ref, member) for ref in names)}
+
+
+def _reaches(reference: list[str], member: Key) -> bool:
+    """Say whether a reference may be to a member, to what it is in, or to what is in it."""
+    top, *inside = [part.lower() for part in member]
+    for place, part in enumerate(reference):
+        if part == top:
+            following = reference[place + 1 :]
+            if all(one == other for one, other in zip(following, inside, strict=False)):
+                return True
+    return False
+
+
+def _is_wide(tree: Any, tops: set[str], *, shown: bool) -> bool:
+    """Say whether columns may be used that are not named.
+
+    Args:
+        tree: Part of a statement.
+        tops: Of which columns this is asked.
+        shown: Whether a star in it may stand for columns of rows.
+    """
+    if isinstance(tree, list):
+        return any(_is_wide(one, tops, shown=shown) for one in tree)
+    if not isinstance(tree, dict):
+        return isinstance(tree, str) and tree.lower() not in _TABLES and bool(_NAMED.search(tree.lower()))
+    if "from_table" in tree:
+        shown = _reads_rows(tree["from_table"])
+    if tree.get("class") == "POSITIONAL_REFERENCE":
+        return True
+    if shown and tree.get("class") == "STAR" and not _leaves_out(tree, tops):
+        return True
+    if tree.get("column_name_alias") or tree.get("ref_type") == "NATURAL":
+        return True
+    source = tree.get("from_table")
+    if isinstance(source, dict) and any(one.get("type") not in _PLAIN for one in _tables(source)):
+        return True
+    return any(_is_wide(value, tops, shown=shown) for value in tree.values())
+
+
+def _leaves_out(star: dict[str, Any], tops: set[str]) -> bool:
+    """Say whether a star stands for none of these columns."""
+    named = {str(name).lower() for name in star.get("exclude_list", ())}
+    return tops <= named and star.get("expr") is None and not star.get("rename_list", True)
+
+
+def _reads_rows(source: Any) -> bool:
+    """Say whether a FROM clause itself, not a SELECT in it, has the rows."""
+    return any(str(one.get("table_name", _TABLES[0])).lower() in _TABLES for one in _tables(source))
+
+
+def _tables(source: Any) -> Iterator[dict[str, Any]]:
+    """Yield what a FROM clause reads from, joins among them, but what has a SELECT of its own."""
+    if isinstance(source, dict) and source.get("type") not in _OWN:
+        if source.get("type") != "JOIN":
+            yield source
+        for side in ("left", "right"):
+            yield from _tables(source.get(side))
+
+
+def _references(tree: Any) -> Iterator[list[str]]:
+    """Yield the names of columns, each with all its parts."""
+    for one in _dicts(tree):
+        if one.get("class") == "COLUMN_REF":
+            yield one["column_names"]
+        for name in one.get("using_columns") or ():
+            yield [name]
+
+
+def _dicts(tree: Any) -> Iterator[dict[str, Any]]:
+    if isinstance(tree, dict):
+        yield tree
+    for value in tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else ():
+        yield from _dicts(value)

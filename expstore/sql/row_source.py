@@ -1,0 +1,199 @@
+"""The columns of a storage as SQL sees them: views where rows lie one behind another, else what copies them.
+
+Used by the catalog for a query. It decides neither which rows are shown nor under which names.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from expstore.core.values import Array, IntArray, Window
+from expstore.errors import CorruptionError
+from expstore.storages.base import ROW_FIELDS, Storage
+from expstore.storages.columns.sample_counts_file import SAMPLED, Sampled
+from expstore.storages.engine.archive import ARCHIVED_ID, Beside, with_left
+
+if TYPE_CHECKING:
+    from expstore.sql.history_view import History
+    from expstore.sql.index import Relations
+
+__all__ = ["history_of", "readable", "relations_of"]
+
+#: So many rows at a time are read where a column is put together for a query.
+_PIECE_ROWS = 65_536
+#: Where rows lie in more runs than this, no run is viewed by itself,
+_MANY_RUNS = 256
+#: but for rows that are longer than this.
+_NARROW_BYTES = 256
+#: Row columns that a row of an archive has from its ring; its id it has in a field.
+_KEPT = (("_episode",), ("_step",), ("_time",))
+
+
+def relations_of(storage: Storage, window: Window) -> Relations:
+    """Return the rows of a window with all their columns."""
+    from expstore.sql.index import Column, Relations
+
+    schema = storage.schema
+    if schema is None:
+        return Relations(window=window)
+    fields = len(schema.fields)
+    unviewed = storage.unviewed_places | {n for n, entry in enumerate(schema.fields) if entry.variable}
+    places = [place for place in range(fields + len(ROW_FIELDS)) if place not in unviewed]
+    implied = storage.implied_places
+    found: dict[int, Any] = {}
+    scattered = _Scattered(storage, window) if len(window.gaps) > _MANY_RUNS else None
+    if scattered is None:
+        found = dict(zip(places, zip(*_as_readable(storage, places, window), strict=True), strict=True))
+    else:
+        found = {place: ((), None, None, "", partial(scattered.rows, place)) for place in places}
+    columns = [
+        Column((f"_{entry.key[1]}",), entry.dtype, (), *found[place])
+        for place, entry in enumerate(ROW_FIELDS, fields)
+    ]
+    sampled = storage.sampled
+    if sampled is not None:
+        gather = None if scattered is None else partial(scattered.counts, sampled)
+        runs = window.runs() if scattered is None else ()
+        parts = sampled.views(piece for first, count in runs for piece in storage.pieces(first, count))
+        columns.append(Column(("_sampled",), SAMPLED.dtype, (), parts, gather=gather))
+    own = [column.key[0] for column in columns]
+    columns += [
+        Column(entry.key, entry.dtype, entry.shape, *found[place])
+        if place in found
+        else Column(
+            entry.key,
+            entry.dtype,
+            entry.shape,
+            (),
+            take=None if place in implied else _taking(storage, place, window),
+            arrow=entry.arrow,
+            gather=_gathering(storage, place, window) if place in implied else None,
+        )
+        for place, entry in enumerate(schema.fields)
+    ]
+    return Relations(columns, window, storage.capacity, rows=own)
+
+
+def history_of(storage: Storage, window: Window, beside: Beside) -> History:
+    """Return the rows of a ring and of its archive; none is on both sides.
+
+    Args:
+        storage: The ring.
+        window: Its rows.
+        beside: The archive, as it was before that.
+    """
+    from expstore.sql.history_view import SHOWN, History
+    from expstore.sql.index import Relations
+    from expstore.sql.views import call_tops
+
+    schema = storage.schema
+    if schema is None:
+        return History(Relations(), Relations(), window.low, window.last)
+    tops = call_tops(schema.keys, SHOWN)
+    held = replace(relations_of(storage, with_left(storage, window, beside.through)), tops=tops)
+    there = relations_of(beside.archive, beside.window).columns
+    ids = [replace(column, key=("_id",)) for column in there if column.key == ARCHIVED_ID]
+    rows = [*ids, *(column for column in there[: len(ROW_FIELDS)] if column.key in _KEPT)]
+    # Behind the row columns of the archive, of which a field may have the name of one.
+    others = [column for column in there[len(there) - len(schema.fields) - 1 :] if column.key != ARCHIVED_ID]
+    if not there:  # nothing has come yet
+        rows = [replace(column, parts=()) for column in held.columns if column.key in (("_id",), *_KEPT)]
+        others = [
+            replace(column, parts=(), take=None, gather=None, fault=None)
+            for column in held.columns[len(held.columns) - len(schema.fields) :]
+        ]
+    names = [column.key[0] for column in rows]
+    return History(held, Relations([*rows, *others], tops=tops, rows=names), window.low, window.last)
+
+
+def _taking(storage: Storage, place: int, window: Window) -> Callable[[IntArray], Array]:
+    """Return what copies rows of a column out, by their numbers, counted from 0 at the oldest."""
+    return lambda numbers: storage.read(window.nth(numbers), [place])[0]
+
+
+def _gathering(storage: Storage, place: int, window: Window) -> Callable[[], list[Array]]:
+    """Return what puts a column together, in pieces, as `readable` views others: none is half changed."""
+
+    def gather() -> list[Array]:
+        found = []
+        for start in range(0, window.rows, _PIECE_ROWS):
+            ids = window.nth(np.arange(start, min(start + _PIECE_ROWS, window.rows)))
+            found.append(storage.read(ids, [place])[0])
+        return found
+
+    return gather
+
+
+class _Scattered:
+    """Show rows between many that have left: a column is asked for when a query names it, all runs at once.
+
+    Each run by itself would cost 85 us in a query, whose length hardly matters: narrow rows are copied.
+
+    Args:
+        storage: Whose rows.
+        window: Which ones; it has gaps.
+    """
+
+    def __init__(self, storage: Storage, window: Window) -> None:
+        self._storage, self._window = storage, window
+
+    @cached_property
+    def _numbers(self) -> IntArray:
+        """Which of the ids above the window's low can be read, counted from 0. Shape `(rows,)`."""
+        numbers: IntArray = self._window.nth(np.arange(self._window.rows)) - (self._window.low + 1)
+        return numbers
+
+    def rows(self, place: int) -> list[Array]:
+        """Return a column that can be viewed."""
+        window = self._window
+        return self._pick(self._storage.views([place], window.low + 1, window.size)[0])
+
+    def counts(self, sampled: Sampled) -> list[Array]:
+        """Return how often rows were sampled."""
+        window = self._window
+        return self._pick(sampled.views(self._storage.pieces(window.low + 1, window.size)))
+
+    def _pick(self, parts: Sequence[Array]) -> list[Array]:
+        """Take the rows that can be read out of views of all; wide ones are viewed run by run."""
+        found, behind = [], 0
+        for part in parts:
+            low, high = np.searchsorted(self._numbers, [behind, behind + len(part)])
+            numbers = self._numbers[low:high] - behind
+            behind += len(part)
+            if part[:1].nbytes <= _NARROW_BYTES:
+                found.append(part[numbers])
+                continue
+            cuts = np.flatnonzero(np.diff(numbers, prepend=-2) > 1)
+            starts, counts = numbers[cuts], np.diff(cuts, append=numbers.size)
+            found += [part[at : at + n] for at, n in zip(starts.tolist(), counts.tolist(), strict=True)]
+        return found
+
+
+def readable(storage: Storage, places: Sequence[int], window: Window) -> list[list[Array]]:
+    """View columns over all readable rows without copying: arrays one behind another per field."""
+    parts = [storage.views(places, first, count) for first, count in window.runs()]
+    return [[array for part in parts for array in part[number]] for number in range(len(places))]
+
+
+def _as_readable(
+    storage: Storage, places: Sequence[int], window: Window
+) -> tuple[list[list[Array]], list[CorruptionError | None]]:
+    """Do as `readable`, with nothing for columns that are damaged, and what is wrong with each."""
+    with contextlib.suppress(CorruptionError):
+        return readable(storage, places, window), [None] * len(places)
+    found: list[list[Array]] = []
+    faults: list[CorruptionError | None] = []
+    for place in places:
+        try:
+            found += readable(storage, [place], window)
+            faults.append(None)
+        except CorruptionError as exc:
+            found.append([])
+            faults.append(exc)
+    return found, faults

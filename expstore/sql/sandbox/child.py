@@ -1,0 +1,293 @@
+"""The process that runs SQL of strangers: it follows a store, answers what comes through its pipe, is killed.
+
+Started by `sqlworker`, with one socket as its standard input. It gives up what it does not need before it
+reads a first statement; it writes nothing, and loads no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import resource
+import signal
+import socket
+import sys
+import sysconfig
+import threading
+from collections.abc import Mapping
+from importlib.abc import MetaPathFinder
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from expstore.disk.disk import Disk, File
+from expstore.errors import CorruptionError, ExpStoreError, QueryError
+from expstore.sql.sandbox.confine import bound, bound_data, die_with_parent, restrict
+from expstore.sql.sandbox.pipes import PipeError, receive, send
+from expstore.sql.sync import Catalog
+from expstore.storages.engine.archive import archive_path
+from expstore.storages.folder import LOG
+from expstore.storages.follower import FollowerStorage, Origin
+from expstore.storages.format.manifest import Manifest
+
+__all__ = ["main"]
+
+#: The longest request: statement and parameters are words, nothing comes behind them.
+_NO_BODY = 0
+#: If nobody kills it at the deadline, the kernel does so much later.
+_GRACE_SECONDS = 1.0
+#: Open files: shards are mapped and closed again; a few stay open, and DuckDB opens none.
+_FILES = 256
+#: Who lives, and what the machine has: DuckDB ends the process if it may not read what is there for it.
+_SYSTEM = (Path("/proc"), Path("/sys/fs/cgroup"), Path("/sys/devices/system/cpu"))
+#: DuckDB takes so many rows at a time, fewer where they are wide.
+_STEP_ROWS, _STEP_BYTES = 2048, 4 << 20
+#: What the index of a store takes in DuckDB's memory: twice its log, so much per fragment, and to begin with.
+_PER_FRAGMENT, _INDEX_BYTES = 128, 32 << 20
+
+
+class _Absent(MetaPathFinder):
+    """Say that pandas is not installed: DuckDB and pyarrow load it to ask what is never one of its frames."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
+        if name == "pandas":
+            raise ModuleNotFoundError(name)
+
+
+def main(told: Mapping[str, Any]) -> None:
+    """Serve until the parent has gone.
+
+    Args:
+        told: The store's `path`, the `memory` of a query in bytes, the `parent` process.
+    """
+    die_with_parent(told["parent"])
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    sys.meta_path.insert(0, _Absent())
+    _load()
+    # Whatever the libraries have started by now would stay free.
+    alone = len(Disk().names(Path("/proc/self/task"))) <= 1
+    path, own = Path(told["path"]), Path(__file__).parent.parent.parent
+    libraries = [Path(sysconfig.get_path(name)) for name in ("stdlib", "platlib", "purelib")]
+    places = [path, *_beside(path), *_SYSTEM, *libraries, own, own / "migrations"]
+    confined = restrict(places) if alone else "no landlock: a library has started threads"
+    # Not in the main thread: there the index would make a second one do the work, and wait for it.
+    thread = threading.Thread(target=_serve, args=(path, told["memory"], confined))
+    thread.start()
+    thread.join()
+
+
+def _beside(path: Path) -> list[Path]:
+    """Return where rows of the store are that have left it."""
+    with contextlib.suppress(ExpStoreError):  # who follows the store says what is wrong with it
+        noted = Manifest.load(Disk(), path).archive
+        return [archive_path(path, noted)] if noted else []
+    return []
+
+
+def _serve(path: Path, memory: int, confined: str) -> None:
+    with socket.socket(fileno=0) as pipe:
+        try:
+            child = _Child(path, memory)
+        except Exception as exc:
+            send(pipe, _told(_as_ours(exc)))
+            return
+        send(pipe, {"ready": confined})
+        child.serve(pipe)
+
+
+class _Child:
+    """Follow a store and answer about it, by one thread.
+
+    Args:
+        path: The store's folder.
+        memory: What a query may take beside what is there before it, in bytes.
+    """
+
+    def __init__(self, path: Path, memory: int) -> None:
+        self._memory = memory
+        self._sizes = _Sizes()
+        self._storage = FollowerStorage(path, origin=Origin(path, forked=True))
+        self._storage.follow()
+        self._room = 2 * self._index_bytes()
+        limit = (memory * 3 // 4 + self._room) >> 20
+        self._catalog = Catalog(
+            self._storage,
+            config={"threads": "1", "memory_limit": f"{limit}MiB", "lock_configuration": "true"},
+        )
+        self._warm()
+        bound(files=_FILES)
+        self._began = self._sizes.data()
+
+    def _warm(self) -> None:
+        """Start the threads that queries need: afterwards none can be started."""
+        pa.set_cpu_count(1)
+        pa.set_io_thread_count(1)
+        import pyarrow.dataset as ds
+
+        self._catalog.query("SELECT 1", None)
+        batches = [pa.record_batch({"n": [1, 2]})] * 4
+        ds.Scanner.from_batches(batches, schema=batches[0].schema, filter=ds.field("n") > 1).to_table()
+
+    def _index_bytes(self) -> int:
+        """Guess what the index takes."""
+        storage = self._storage
+        log = storage.path / LOG
+        entries = storage.disk.size(log) if storage.disk.exists(log) else 0
+        return _INDEX_BYTES + 2 * entries + _PER_FRAGMENT * int(storage.episodes.fragments.rows.shape[1])
+
+    def serve(self, pipe: socket.socket) -> None:
+        """Answer until the other side ends."""
+        while True:
+            try:
+                asked, _ = receive(pipe, most=_NO_BODY)
+            except PipeError:
+                return
+            signal.setitimer(signal.ITIMER_REAL, asked["seconds"] + _GRACE_SECONDS)
+            pipe.settimeout(None)
+            try:
+                words, body = self._answer(asked)
+            except Exception as exc:
+                words, body = _told(_as_ours(exc)), b""
+            words["retire"] = words.get("kind", "query") != "query" or self._outgrown()
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            send(pipe, words, body)
+
+    def _answer(self, asked: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
+        # The store's own growth is not the query's.
+        self._catalog.catch_up()
+        bound_data(self._sizes.data() + self._memory)
+        try:
+            take = _Take(asked["rows"], asked["bytes"])
+            table = self._catalog.query(asked["sql"], asked["params"], take).arrow()
+            sink = pa.BufferOutputStream()
+            with pa.ipc.new_stream(sink, table.schema) as writer:
+                writer.write_table(table)
+            return {"rows": len(table), "truncated": take.truncated}, sink.getvalue()
+        finally:
+            bound_data(None)
+
+    def _outgrown(self) -> bool:
+        """Say whether a fresh process would serve better: this one keeps much, or its index has grown."""
+        return self._sizes.data() > self._began + self._memory // 2 or self._index_bytes() > self._room
+
+
+class _Take:
+    """Take the first rows of a relation, as many as may be; DuckDB makes no more than a few beyond them.
+
+    Args:
+        rows: At most so many.
+        size: At most so many bytes.
+    """
+
+    def __init__(self, rows: int, size: int) -> None:
+        self._rows = rows
+        self._size = size
+        self.truncated = False
+
+    def __call__(self, relation: Any) -> pa.Table:
+        """Return them as one table.
+
+        Raises:
+            QueryError: The first row alone has more bytes (kind "too_large").
+        """
+        self.truncated = False
+        reader = relation.to_arrow_reader(min(_step(map(str, relation.dtypes)), self._rows + 1))
+        schema: pa.Schema = reader.schema
+        batches: list[pa.RecordBatch] = []
+        rows, room = self._rows, self._size
+        try:
+            for batch in reader:
+                part = _fitting(batch.slice(0, rows), room)
+                rows, room = rows - len(part), room - part.nbytes
+                batches.append(part)
+                if len(part) < len(batch):
+                    self.truncated = True
+                    break
+        finally:
+            reader.close()
+        if self.truncated and rows == self._rows:
+            raise QueryError(
+                f"a row of the result takes more than the {self._size} bytes of an answer",
+                kind="too_large",
+                hint="ask for fewer or smaller columns",
+            )
+        return pa.Table.from_batches(batches, schema)
+
+
+def _step(types: Any) -> int:
+    """Return how many rows DuckDB makes at a time, from the types of the columns."""
+    width = 0
+    for text in types:
+        count = 8
+        for size in re.findall(r"\[(\d+)\]", text):
+            count *= int(size)
+        width += count
+    return max(1, min(_STEP_ROWS, _STEP_BYTES // max(1, width)))
+
+
+def _fitting(batch: pa.RecordBatch, room: int) -> pa.RecordBatch:
+    """Return the first rows that take no more than `room` bytes."""
+    low, high = 0, len(batch)
+    if batch.nbytes <= room:
+        return batch
+    while low < high:
+        middle = (low + high + 1) // 2
+        if batch.slice(0, middle).nbytes <= room:
+            low = middle
+        else:
+            high = middle - 1
+    return batch.slice(0, low)
+
+
+class _Sizes:
+    """Say how much memory is this process's alone."""
+
+    def __init__(self) -> None:
+        path = Path("/proc/self/statm")
+        disk = Disk()
+        self._file: File | None = disk.open(path, write=False) if disk.exists(path) else None
+
+    def data(self) -> int:
+        """Return it in bytes, as RLIMIT_DATA counts it; 0 where the system does not say."""
+        return 0 if self._file is None else int(self._file.read(0, 256).split()[5]) * resource.getpagesize()
+
+
+#: Messages of DuckDB may repeat the statement.
+_MESSAGE = 2000
+
+
+def _told(error: ExpStoreError) -> dict[str, Any]:
+    """Write an error so that the parent can raise it again."""
+    return {
+        "error": type(error).__name__,
+        "message": error.message[:_MESSAGE],
+        "kind": error.kind,
+        "hint": error.hint,
+    }
+
+
+def _as_ours(error: Exception) -> ExpStoreError:
+    """Say what a failure means to whoever has sent the statement."""
+    if isinstance(error, MemoryError):
+        return QueryError("the query needs more memory than it may take", kind="memory")
+    if isinstance(error, CorruptionError) and error.kind == "index":
+        # The index is in memory, and nobody else's: what ruined it is the statement.
+        return QueryError(f"DuckDB failed at the query: {error.message}", kind="died")
+    if isinstance(error, ExpStoreError):
+        return error
+    return QueryError(
+        f"{type(error).__name__}: {error}"
+    )  # DuckDB's client and Arrow have errors of their own
+
+
+def _load() -> None:
+    """Import what is otherwise imported when first needed."""
+    import pyarrow.dataset
+
+    import expstore.sql.arrow_dataset
+    import expstore.sql.expressions
+    import expstore.sql.index
+
+    _ = (pyarrow.dataset, expstore.sql.expressions, expstore.sql.arrow_dataset, expstore.sql.index)

@@ -1,0 +1,524 @@
+"""SQL of strangers over a store: run in child processes that can do nothing else, and are killed in time.
+
+Used by the HTTP layer. The children (`sqlchild`) follow the store by themselves; nothing that a statement
+does reaches this process, which never loads DuckDB for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+from expstore import errors
+from expstore.disk.disk import Disk
+from expstore.errors import ExpStoreError, NotReadyError, QueryError, StateError
+from expstore.sql.sandbox.pipes import PipeError, receive, send
+from expstore.storages.snapshots.catalog import store_meant
+
+__all__ = ["Answer", "SqlLimits", "SqlWorker"]
+
+#: A child is there within half a second; a machine that is busy or cold takes its time.
+_START_SECONDS = 60.0
+#: What frames and schemas may add to an answer's rows.
+_MARGIN = 16 << 20
+_BOOT = """
+import json, sys
+told = json.loads(sys.argv[1])
+sys.path[:] = told["libraries"]
+from expstore.sql.sandbox.child import main
+main(told)
+"""
+#: All that a child has of an environment. Arrow's usual pool takes a gigabyte of addresses at once; a thread
+#: that a library starts when it is imported would stay free.
+_ENVIRONMENT = {
+    "ARROW_DEFAULT_MEMORY_POOL": "system",
+    "JE_ARROW_MALLOC_CONF": "background_thread:false",
+    "MALLOC_ARENA_MAX": "2",
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SqlLimits:
+    """Bound what one statement may take.
+
+    Args:
+        text: Bytes of the statement, and of its parameters as JSON.
+        seconds: From when it is sent until its answer is here.
+        rows: Rows of an answer; further ones are left out.
+        bytes: Bytes of an answer's rows; further ones are left out.
+        memory: Bytes that the child may take for it, beside what it has.
+        at_once: Statements that run at once; others wait their turn.
+        wait: Seconds that one waits for its turn.
+
+    Raises:
+        ValueError: One is not above 0.
+    """
+
+    text: int = 16_384
+    seconds: float = 3.0
+    rows: int = 10_000
+    bytes: int = 64 << 20
+    memory: int = 512 << 20
+    at_once: int = 2
+    wait: float = 3.0
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if not value > 0:
+                raise ValueError(f"{name} must be above 0, got {value!r}")
+        if self.memory < 64 << 20:
+            raise ValueError(f"memory must be at least 64 MiB, got {self.memory}")
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Hold the rows of one statement.
+
+    Args:
+        data: An Arrow IPC stream: schema, batches, end mark.
+        rows: How many rows it holds.
+        truncated: Whether there are more, beyond the limits.
+        ms: How long the statement took, with the way to the child and back.
+    """
+
+    data: bytes | bytearray
+    rows: int
+    truncated: bool
+    ms: float
+
+
+class SqlWorker:
+    """Answer SQL of strangers.
+
+    Each statement is one SELECT over the relations that `rb.sql` shows, of what was written before it came.
+    It runs in a child process that may read the store's folder and touch nothing else; at its deadline the
+    child is killed, and the next statement finds another one ready.
+
+    Threads: any number may ask; `limits.at_once` statements run at once. Processes: a fork may not use it.
+    Crashes: children end with this process, however it ends.
+
+    Args:
+        path: The store's folder, or one that `dumps` made: then its newest version. It may be read-only.
+        limits: What one statement may take.
+        drain: Brings to the files what the writer of this process keeps back, up to 0.1 s; called before
+            each statement. `rb.storage.drain` where the store is open for writing here.
+
+    Raises:
+        NotFoundError: There is no store.
+        ExpStoreError: The store cannot be opened for reading.
+
+    Example:
+        >>> with SqlWorker("run.exp") as worker:
+        ...     answer = worker.query("SELECT count(*) AS n FROM transitions WHERE _step < ?", [10])
+        >>> pa.ipc.open_stream(answer.data).read_all().to_pylist()
+        [{'n': 10}]
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        limits: SqlLimits | None = None,
+        drain: Callable[[], object] | None = None,
+    ) -> None:
+        self.path = Path(path)
+        self.limits = limits or SqlLimits()
+        self._drain = drain
+        self._pool = _Pool(store_meant(Disk(), self.path).absolute(), self.limits)
+        self._end = weakref.finalize(self, self._pool.close)
+        try:
+            self._pool.wait_for_first()
+        except BaseException:
+            self._end()
+            raise
+
+    def query(
+        self,
+        sql: str,
+        params: Sequence[object] | Mapping[str, object] | None = None,
+        *,
+        rows: int | None = None,
+    ) -> Answer:
+        """Run one SELECT.
+
+        Args:
+            sql: The statement.
+            params: Values for `?` or `$1` (a sequence) or `$name` (a mapping); what JSON can carry.
+            rows: Of the answer, if fewer are wanted than `limits.rows`.
+
+        Raises:
+            QueryError: It is not one SELECT that only reads, or DuckDB refuses it (kind "query"); it is too
+                long ("too_long"), took too long ("timeout"), needs too much memory ("memory"), has a row
+                larger than an answer may be ("too_large"), or its process died of it ("died").
+            NotReadyError: Others have run for `limits.wait` seconds (kind "busy").
+            StateError: The worker is closed; or the writer overwrote rows twice under the query.
+            StorageError: The store cannot be read.
+        """
+        request = self._request(sql, params)
+        if rows is not None:
+            request["rows"] = min(rows, self.limits.rows)
+        self._pool.check_open()
+        if self._drain is not None:
+            self._drain()
+        with self._pool.turn():
+            return self._pool.ask(request)
+
+    def _request(self, sql: str, params: Any) -> dict[str, Any]:
+        limits = self.limits
+        if isinstance(params, Mapping):
+            params = {str(name): _plain(value) for name, value in params.items()}
+        elif params is not None:
+            params = [_plain(value) for value in params]
+        try:
+            size, beside = len(sql.encode()), len(json.dumps(params))
+        except (TypeError, ValueError, RecursionError) as exc:
+            raise QueryError(
+                f"the statement or its parameters cannot be sent: {exc}",
+                hint="parameters are numbers, texts, booleans, None, and lists of them",
+            ) from exc
+        for what, found in (("statement", size), ("parameters", beside)):
+            if found > limits.text:
+                raise QueryError(
+                    f"the {what} has {found} bytes, and {limits.text} are allowed", kind="too_long"
+                )
+        return {
+            "sql": sql,
+            "params": params,
+            "rows": limits.rows,
+            "bytes": limits.bytes,
+            "seconds": limits.seconds,
+        }
+
+    def stats(self) -> dict[str, Any]:
+        """Say how many statements were answered, refused, killed, died of; which children there are, and what
+        confines them."""
+        return self._pool.stats()
+
+    def close(self) -> None:
+        """End the children, those at work too; a second call does nothing."""
+        self._end()
+
+    def __enter__(self) -> SqlWorker:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+class _Child:
+    """One process, and the pipe to it. One thread at a time uses it."""
+
+    def __init__(self, path: Path, limits: SqlLimits) -> None:
+        package = str(Path(errors.__file__).parents[1])
+        libraries = [package, *(entry for entry in sys.path if os.path.isabs(entry) and entry != package)]
+        told = {"path": str(path), "memory": limits.memory, "parent": os.getpid(), "libraries": libraries}
+        began = time.monotonic()
+        self.pipe, theirs = socket.socketpair()
+        try:
+            with theirs:
+                self.process = subprocess.Popen(
+                    [sys.executable, "-I", "-B", "-c", _BOOT, json.dumps(told)],
+                    stdin=theirs.fileno(),
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                    env=_ENVIRONMENT,
+                    cwd="/",
+                    start_new_session=True,  # Ctrl-C is the parent's
+                )
+        except BaseException:
+            self.pipe.close()
+            raise
+        try:
+            words, _ = receive(self.pipe, most=0, deadline=began + _START_SECONDS)
+            if "error" in words:
+                raise _raised(words)
+        except (PipeError, TimeoutError) as exc:
+            code = self.end()
+            raise StateError(f"the process for SQL has not started ({_ending(code)}): {exc}") from exc
+        except BaseException:
+            self.end()
+            raise
+        self.confined = str(words.get("ready"))
+        self.seconds = time.monotonic() - began
+
+    def ask(self, request: Mapping[str, Any], limits: SqlLimits) -> tuple[dict[str, Any], bytearray]:
+        """Return the answer.
+
+        Raises:
+            TimeoutError: It has not come in time.
+            PipeError: The child has ended, or is mad.
+        """
+        deadline = time.monotonic() + limits.seconds
+        self.pipe.settimeout(limits.seconds)
+        send(self.pipe, dict(request))
+        return receive(self.pipe, most=limits.bytes + _MARGIN, deadline=deadline)
+
+    @property
+    def lives(self) -> bool:
+        return self.process.poll() is None
+
+    def end(self) -> int:
+        """Kill it, and return how it ended."""
+        self.process.kill()
+        code: int = self.process.wait()
+        self.pipe.close()
+        return code
+
+
+@dataclass(slots=True)
+class _Counts:
+    """Count what became of statements, and the processes that were started."""
+
+    started: int = 0
+    answered: int = 0
+    refused: int = 0
+    killed: int = 0
+    died: int = 0
+    startup_ms: float = 0.0
+
+
+@dataclass(slots=True)
+class _Seats:
+    """Say who is where: children that wait for work, those at work, statements that wait for a child."""
+
+    idle: list[_Child] = field(default_factory=list)
+    busy: set[_Child] = field(default_factory=set)
+    turns: int = 0
+    waiting: int = 0
+
+
+class _Pool:
+    """Keep children ready: one more than statements need just now.
+
+    All are started by one thread, which lives as long as the pool: with the thread that has started it the
+    kernel ends a child.
+    """
+
+    def __init__(self, path: Path, limits: SqlLimits) -> None:
+        self._path = path
+        self._limits = limits
+        self._pid = os.getpid()
+        self._changed = threading.Condition()
+        self._seats = _Seats()
+        self._counts = _Counts()
+        self._failure: ExpStoreError | None = None
+        self._closed = False
+        self._confined = ""
+        self._keeper = threading.Thread(target=self._keep, name="expstore-sql", daemon=True)
+        self._keeper.start()
+
+    # -- the keeper's thread ---------------------------------------------------------------------
+
+    def _keep(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._ended() or self._lacking())
+                if self._ended():
+                    return
+            child, failure = None, None
+            try:
+                child = _Child(self._path, self._limits)
+            except ExpStoreError as exc:
+                failure = exc
+            except Exception as exc:
+                failure = StateError(f"the process for SQL cannot be started: {exc}")
+            with self._changed:
+                self._failure = failure
+                if child is not None:
+                    self._counts.started += 1
+                    self._counts.startup_ms = round(child.seconds * 1e3, 1)
+                    self._confined = child.confined
+                    self._seats.idle.append(child)
+                    if self._ended():
+                        self._end_idle()
+                self._changed.notify_all()
+
+    def _lacking(self) -> bool:
+        """Say whether another child should be started."""
+        seats = self._seats
+        if self._failure is not None:
+            return False  # until the next statement comes
+        alive, needed = len(seats.idle) + len(seats.busy), len(seats.busy) + seats.waiting
+        return alive < min(max(needed, 1), self._limits.at_once) + 1
+
+    # -- statements ------------------------------------------------------------------------------
+
+    def check_open(self) -> None:
+        if self._closed:
+            raise StateError("the SQL worker is closed", hint="make another one")
+        if os.getpid() != self._pid:
+            raise StateError("the SQL worker belongs to the process that made it, and this is a fork of it")
+
+    @contextlib.contextmanager
+    def turn(self) -> Iterator[None]:
+        """Wait until fewer than `at_once` statements run."""
+        limits = self._limits
+        with self._changed:
+            free = self._changed.wait_for(
+                lambda: self._closed or self._seats.turns < limits.at_once, limits.wait
+            )
+            self.check_open()
+            if not free:
+                raise NotReadyError(
+                    f"{limits.at_once} queries have been running for {limits.wait:g} s",
+                    kind="busy",
+                    hint="try again",
+                )
+            self._seats.turns += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._seats.turns -= 1
+                self._changed.notify_all()
+
+    def ask(self, request: Mapping[str, Any]) -> Answer:
+        """Have a child answer a request."""
+        child = self._take()
+        keep = False
+        began = time.monotonic()
+        try:
+            words, body = child.ask(request, self._limits)
+            keep = not words.get("retire", True)
+        except TimeoutError:
+            self._count("killed")
+            raise self._too_slow() from None
+        except PipeError:
+            self._fall(child)
+        finally:
+            self._give_back(child, keep=keep)
+        if "error" in words:
+            self._count("refused")
+            raise _raised(words)
+        self._count("answered")
+        ms = round((time.monotonic() - began) * 1e3, 3)
+        return Answer(body, int(words["rows"]), bool(words["truncated"]), ms)
+
+    def _fall(self, child: _Child) -> NoReturn:
+        """Raise what the end of a child means."""
+        code = child.end()
+        self.check_open()  # or it was `close` that has ended it
+        if code == -signal.SIGALRM:  # this process was stopped meanwhile
+            self._count("killed")
+            raise self._too_slow() from None
+        self._count("died")
+        raise QueryError(
+            f"the process that ran the query died of it ({_ending(code)})",
+            kind="died",
+            hint="the next query has another one",
+        ) from None
+
+    def _too_slow(self) -> QueryError:
+        return QueryError(
+            f"the query took more than {self._limits.seconds:g} s",
+            kind="timeout",
+            hint="ask for less: fewer rows (WHERE _id ...), fewer columns",
+        )
+
+    def _take(self) -> _Child:
+        """Take a child that lives; wait for one that is being started."""
+        seats = self._seats
+        with self._changed:
+            self._failure = None
+            seats.waiting += 1
+            self._changed.notify_all()
+            try:
+                while True:
+                    self._changed.wait_for(lambda: self._closed or seats.idle or self._failure)
+                    self.check_open()
+                    if not seats.idle and self._failure is not None:
+                        raise self._failure
+                    child = seats.idle.pop()
+                    if child.lives:
+                        seats.busy.add(child)
+                        return child
+                    child.end()
+            finally:
+                seats.waiting -= 1
+                self._changed.notify_all()
+
+    def _give_back(self, child: _Child, *, keep: bool) -> None:
+        if not keep:
+            child.end()
+        with self._changed:
+            self._seats.busy.discard(child)
+            if keep:
+                self._seats.idle.append(child)
+            if self._ended():
+                self._end_idle()
+            self._changed.notify_all()
+
+    def _count(self, what: str) -> None:
+        with self._changed:
+            setattr(self._counts, what, getattr(self._counts, what) + 1)
+
+    # -- life ------------------------------------------------------------------------------------
+
+    def wait_for_first(self) -> None:
+        """Return when the first child is there; raise what is in its way."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._seats.idle or self._failure)
+            if self._failure is not None:
+                raise self._failure
+
+    def stats(self) -> dict[str, Any]:
+        with self._changed:
+            children = sorted(child.process.pid for child in (*self._seats.idle, *self._seats.busy))
+            return {**asdict(self._counts), "pids": children, "confined": self._confined}
+
+    def _ended(self) -> bool:
+        return self._closed
+
+    def _end_idle(self) -> None:
+        while self._seats.idle:
+            self._seats.idle.pop().end()
+
+    def close(self) -> None:
+        if os.getpid() != self._pid:
+            return  # they are the parent's
+        with self._changed:
+            if self._closed:
+                return
+            self._closed = True
+            for child in self._seats.busy:
+                child.process.kill()  # whoever asks it reaps it
+            self._end_idle()
+            self._changed.notify_all()
+        self._keeper.join()
+
+
+def _ending(code: int) -> str:
+    if code >= 0:
+        return f"exit code {code}"
+    with contextlib.suppress(ValueError):
+        return signal.Signals(-code).name
+    return f"signal {-code}"
+
+
+def _raised(words: Mapping[str, Any]) -> ExpStoreError:
+    """Return the error that a child tells of; only those of our tree can be."""
+    kind = getattr(errors, str(words["error"]), None) if words["error"] in errors.__all__ else None
+    kind = kind or ExpStoreError
+    made: ExpStoreError = kind(
+        str(words.get("message")), kind=str(words.get("kind")), hint=str(words.get("hint"))
+    )
+    return made

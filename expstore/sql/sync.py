@@ -1,0 +1,376 @@
+"""The index as a storage keeps it: opened when first needed, brought up to date, asked.
+
+Used by buffers for SQL and by storages before they cut the journal. The index only ever lags; what it
+lacks is handed to it before a query, so that users read their own writes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+
+from expstore.core.values import Array, IntArray, Window
+from expstore.episodes.log import LogEntry
+from expstore.episodes.segmentation import OPEN
+from expstore.errors import CorruptionError, ExpStoreError, QueryError, StateError
+from expstore.sql.row_source import history_of, readable, relations_of
+from expstore.storages.base import Storage
+from expstore.storages.batch import now_us
+from expstore.storages.engine.archive import Beside, with_left
+from expstore.storages.engine.backfill import unmoved
+from expstore.storages.episode_lookup import unknown_episode
+
+if TYPE_CHECKING:
+    from expstore.sql.index import Delta, Index, Result
+
+__all__ = ["Catalog"]
+
+_EPISODE_COLUMNS = (
+    "episode_id, source, trajectory_id, start_time, end_time, length, return, status, live_rows, info"
+)
+
+_Answer = TypeVar("_Answer")
+_log = logging.getLogger("expstore")
+_PATIENCE_SECONDS = 2.0  # how long a query is repeated whose rows another process keeps overwriting
+#: So many changed episodes are handed to the index in the background, to bound memory.
+MANY_CHANGES = 20_000
+
+
+class Catalog:
+    """Bring the index up to date and ask it.
+
+    Threads may query at once; one brings the index up to date at a time.
+
+    Args:
+        storage: Whose rows and episodes it knows.
+        config: Settings of DuckDB beside those of every index.
+    """
+
+    def __init__(self, storage: Storage, *, config: Mapping[str, str] | None = None) -> None:
+        self._storage = storage
+        self._config = config
+        self._lock = threading.RLock()
+        self._index: Index | None = None
+        self._closed = False
+        self._whole = False  # the next commit must hold everything
+        self._takeovers = storage.takeovers
+        self._pid = os.getpid()
+
+    def query(
+        self,
+        sql: str,
+        params: Sequence[object] | Mapping[str, object] | None,
+        read: Callable[[Any], Any] | None = None,
+    ) -> Result:
+        """Run one SELECT over the rows that are readable when it begins.
+
+        Args:
+            sql: The statement.
+            params: Values for its parameters.
+            read: As of `Index.query`; called again where rows were overwritten under the query.
+
+        Raises:
+            QueryError: It is not one SELECT, or DuckDB refuses it.
+            StateError: The store is closed.
+        """
+        return self._patiently(lambda: self._ask(sql, params, read))
+
+    def episodes(
+        self,
+        where: str | None,
+        order_by: str | None,
+        limit: int | None,
+        params: Sequence[object] | Mapping[str, object] | None,
+    ) -> Result:
+        """Return some of the rows of the relation `episodes`.
+
+        Raises:
+            QueryError: The expressions are none, or DuckDB refuses them.
+            StateError: The store is closed.
+        """
+        from expstore.sql.views import select_episodes
+
+        query = select_episodes(where, order_by, limit)
+        try:
+            return self.query(query, params)
+        except QueryError as exc:
+            if exc.kind != QueryError.default_kind:
+                raise
+            raise QueryError(exc.message, hint=f"the columns are {_EPISODE_COLUMNS}") from exc
+
+    def _ask(
+        self,
+        sql: str,
+        params: Sequence[object] | Mapping[str, object] | None,
+        read: Callable[[Any], Any] | None,
+    ) -> Result:
+        storage, until, attempt = self._storage, time.monotonic() + _PATIENCE_SECONDS, 0
+        while True:
+            # Rows that were overwritten under the query make it run again, then with the writer waiting;
+            # a writer in another process does not wait for us: we hope for a pause of its.
+            attempt += 1
+            alone = attempt > 1 and not storage.follows
+            with storage.lock if alone else contextlib.nullcontext():
+                archive = storage.archived() if "history" in sql.lower() else None
+                beside = None if archive is None else Beside(archive)  # before rows are looked for that left
+                index = self.catch_up()
+                window, changes = storage.query_window, storage.changes
+                result = unmoved(storage, partial(self._answer, index, sql, params, window, beside, read))
+                low = window.low if beside is None else with_left(storage, window, beside.through).low
+                oldest = np.array([low + 1])
+                moved = changes != storage.changes or changes & 1 or window.gaps != storage.query_window.gaps
+                if alone or (storage.intact(oldest) and not moved):
+                    return result
+            if attempt > 1 and time.monotonic() > until:
+                raise StateError(
+                    f"the writer overwrote rows while the query read them, {attempt} times in a row",
+                    hint="ask for less at once, or give the store a larger capacity",
+                )
+
+    def _answer(
+        self,
+        index: Index,
+        sql: str,
+        params: Sequence[object] | Mapping[str, object] | None,
+        window: Window,
+        beside: Beside | None,
+        read: Callable[[Any], Any] | None,
+    ) -> Result:
+        relations = relations_of(self._storage, window)
+        if beside is not None:
+            relations = replace(relations, history=history_of(self._storage, window, beside))
+        return index.query(sql, params, relations, read)
+
+    def find_episode(self, number: int) -> LogEntry:
+        """Return an episode as it stands, whether its rows can still be read or not; the lock is held.
+
+        Raises:
+            NotFoundError: There never was one of this id.
+        """
+        storage = self._storage
+        with storage.episode_lock:
+            known = storage.episodes.find(number)
+            if known is not None:
+                return known.entry(0, 0)
+        try:
+            found = self._up_to_date().find_episode(number)
+        except CorruptionError as exc:
+            if exc.kind != "index":
+                raise
+            _log.warning("%s", exc)
+            found = self.catch_up().find_episode(number)
+        if found is None:
+            raise unknown_episode(storage, number)
+        return found
+
+    def _up_to_date(self) -> Index:
+        """Return the index if all that it lacks is known of, else after it was brought up to date."""
+        with self._lock:
+            index, storage = self._index, self._storage
+            if index is None or self._lost(index, storage.content):
+                return self.catch_up()
+            return index
+
+    def _lost(self, index: Index, content: tuple[int, int]) -> bool:
+        """Say whether the index lacks more than the changes that are known of."""
+        storage = self._storage
+        # A store in RAM may have had another index, which took its changes with it.
+        nothing = index.position == (0, 0) and storage.write_count > 0
+        return self._whole or nothing or not storage.index_floor <= index.position <= content
+
+    def catch_up(self, last: Mapping[str, object] | None = None) -> Index:
+        """Hand the index what it lacks and return it; `last` is for `Index.commit`."""
+        self._storage.follow()
+        with self._lock:
+            index = self._index or self._open()
+            storage = self._storage
+            with storage.episode_lock:
+                content = storage.content
+                # What was taken over anew may lack rows of which no record speaks.
+                anew = storage.takeovers != self._takeovers and index.position > (0, 0)
+                self._takeovers = storage.takeovers
+                if index.position == content and not (self._whole or anew):
+                    return index
+                whole = anew or self._lost(index, content)
+                low = storage.query_window.low
+                delta = self._delta(content, whole)
+                storage.episodes.evict(low)
+                storage.episodes.settle()
+            self._whole = True
+            index.commit(delta, last=last)
+            self._whole = False
+            return index
+
+    def keep_up(self) -> None:
+        """Hand the index what it lacks, before the journal forgets it; once closed it lacks nothing."""
+        with self._lock:
+            if not self._closed:
+                self.catch_up()
+
+    def facts(self, names: Sequence[str], episodes: IntArray | None) -> Any:
+        """Return facts about episodes as an Arrow table, in no order.
+
+        Args:
+            names: Columns of the relation `episodes`, `episode_id` among them.
+            episodes: Their ids, each once; None: all that have rows. Shape `(n,)`.
+
+        Raises:
+            StateError: The store is closed.
+        """
+        return self._patiently(lambda: self._facts(names, episodes))
+
+    def _facts(self, names: Sequence[str], episodes: IntArray | None) -> Any:
+        from expstore.sql.expressions import table_of_facts
+        from expstore.sql.index import Relations
+
+        select = "SELECT " + ", ".join(f'"{name}"' for name in names) + " FROM episodes WHERE "
+        if episodes is None:
+            return self.catch_up().query(select + "live_rows > 0", None, Relations()).arrow()
+        select += "episode_id IN (SELECT unnest(?::BIGINT[]))"
+        if "source" in names:  # the names of some stand in the index alone
+            return self.catch_up().query(select, [episodes], Relations()).arrow()
+        with self._lock:
+            table, entries, rest = self._storage.episodes, [], []
+            with self._storage.episode_lock:
+                for number in episodes.tolist():
+                    known = table.find(number)
+                    if known is None:
+                        rest.append(number)
+                    else:
+                        entries.append(known.entry(0, 0))
+            found = None
+            if rest:
+                found = self._up_to_date().query(select, [rest], Relations()).arrow()
+            return table_of_facts(names, entries, found)
+
+    def _patiently(self, ask: Callable[[], _Answer]) -> _Answer:
+        """Ask; ask again if the index is found damaged, which has it made anew."""
+        if self._storage.closed:
+            raise StateError("the store is closed", hint="open it again with expstore.open()")
+        try:
+            return ask()
+        except CorruptionError as exc:
+            if exc.kind != "index":
+                raise
+            _log.warning("%s", exc)
+            return ask()
+
+    def busy(self) -> bool:
+        """Say whether many changes wait for the index."""
+        return self._storage.episodes.waiting > MANY_CHANGES
+
+    def close(self) -> None:
+        """Bring the index up to date for other programs, and let go of it."""
+        with self._lock:
+            self._closed = True  # the storage's last sync would open it once more, and nobody close it
+            storage = self._storage
+            try:
+                weighed = storage.priorities_set and storage.schema is not None
+                index = self.catch_up(None if weighed else storage.facts())
+                if weighed:
+                    window = storage.window
+                    parts = readable(storage, [storage.priority_place], window)[0]
+                    values = np.concatenate(parts) if parts else np.ones(0, np.float32)
+                    index.write_priorities(window.ids(), values)
+                if not index.complete:
+                    index.write_meta(storage.facts())
+            except ExpStoreError as exc:
+                # It is derived: what it lacks it gets, or it is built anew, when it is next asked.
+                _log.warning("the index could not be brought up to date: %s", exc)
+            try:
+                self.drop()
+            except ExpStoreError as exc:
+                _log.warning("the index could not be completed: %s", exc)
+
+    def drop(self) -> None:
+        """Let go of the index as it is."""
+        with self._lock:
+            if self._index is not None:
+                self._index.close()
+                self._index = None
+
+    def _open(self) -> Index:
+        from expstore.sql.index import Index  # loads DuckDB, which sampling does without
+
+        storage = self._storage
+        if storage.index_path is not None and os.getpid() != self._pid:
+            raise StateError(
+                "the index belongs to the process that opened the store, and this is a fork of it"
+            )
+        index = Index.open(
+            storage.index_path, disk=storage.disk, store_uuid=storage.uuid, config=self._config
+        )
+        if index.notice:
+            _log.warning("%s", index.notice)
+        self._index = index
+        return index
+
+    def _delta(self, content: tuple[int, int], whole: bool) -> Delta:
+        from expstore.sql.index import Delta
+
+        storage = self._storage
+        window, table = storage.query_window, storage.episodes
+        if whole:
+            sources, episodes = _latest(storage.log_entries())
+            episodes += table.open_entries()
+            touched = np.array([entry.episode for entry in episodes], np.int64)
+            chosen = table.fragments.rows
+        else:
+            sources, episodes, touched = table.changes(window.low)
+            changed = np.array([entry.episode for entry in episodes], np.int64)
+            chosen = table.fragments.rows
+            chosen = chosen[:, np.isin(chosen[0], np.append(changed, table.cut))]
+        return Delta(
+            position=content,
+            last_id=window.last,
+            low_id=window.low,
+            time=now_us(),
+            sources=[(s.source, s.text, s.named, s.generation) for s in sources],
+            episodes=_episode_columns(episodes),
+            fragments=dict(
+                zip(("episode_id", "first_step", "length", "first_id", "stride"), chosen.copy(), strict=True)
+            ),
+            live={"episode_id": touched, "live_rows": table.live_rows(touched, window.low)},
+            anew=table.cut,
+            complete=whole,
+        )
+
+
+def _latest(entries: Iterator[LogEntry]) -> tuple[list[LogEntry], list[LogEntry]]:
+    """Return the sources and the last entry of every episode that has ended."""
+    sources: dict[int, LogEntry] = {}
+    episodes: dict[int, LogEntry] = {}
+    for entry in entries:
+        if entry.episode:
+            episodes[entry.episode] = entry
+        else:
+            sources[entry.source] = entry
+    return list(sources.values()), [entry for entry in episodes.values() if entry.status != OPEN]
+
+
+def _episode_columns(entries: Sequence[LogEntry]) -> dict[str, Array]:
+    def ints(values: Iterator[Any]) -> IntArray:
+        return np.fromiter(values, np.int64, len(entries))
+
+    return {
+        "episode_id": ints(e.episode for e in entries),
+        "source": ints(e.source for e in entries),
+        "trajectory_id": ints(e.trajectory or 0 for e in entries),
+        "has_trajectory": np.array([e.trajectory is not None for e in entries], bool),
+        "start_time": ints(e.start for e in entries),
+        "end_time": ints(-1 if e.status == OPEN else e.end for e in entries),
+        "length": ints(e.length for e in entries),
+        "return": np.array([e.ret for e in entries], np.float64),
+        "status": np.array([e.status for e in entries], np.uint8),
+        "last_id": ints(e.last_id for e in entries),
+        "info": np.array([e.text or None for e in entries], object),
+    }

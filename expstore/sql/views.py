@@ -1,0 +1,422 @@
+"""What SQL sees of the running store: columns in memory under the names users gave their fields.
+
+Given by storages to the index, which puts these views on the cursor of one query. It copies no column
+and never touches a file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import duckdb
+import numpy as np
+import pyarrow as pa
+
+from expstore.core.values import Array, IntArray, Key, Window
+from expstore.errors import CorruptionError, ExpStoreError, QueryError
+from expstore.schema.schema import OBJECT
+from expstore.sql.arrow_values import Shown
+from expstore.sql.projection import named_members
+
+if TYPE_CHECKING:
+    from expstore.sql.history_view import History
+
+__all__ = ["ROW_COLUMNS", "Column", "Relations", "call_tops", "select_episodes"]
+
+#: The row columns of `transitions`, in their order, with their Arrow types.
+ROW_COLUMNS: dict[str, pa.DataType] = {
+    "_id": pa.int64(),
+    "_index": pa.int64(),
+    "_episode": pa.int64(),
+    "_step": pa.int64(),
+    "_time": pa.timestamp("us"),
+    "_priority": pa.float32(),
+    "_sampled": pa.uint32(),
+}
+#: Shown only where there is such a column.
+_OPTIONAL = {"_sampled"}
+
+# The Arrow table below the views. Fields cannot have this name: none begins with two underscores.
+_TABLE = "__columns"
+_HALF = {"float16", "bfloat16"}
+#: Statements that may ask for rows: these name the relations, or what can name them in other words, or list
+#: what there is. Views take up to 2 ms; where a name is hidden otherwise there is no such relation.
+_MAY_READ_ROWS = re.compile(
+    "transitions|priorities|query|show|desc|summar|schema|duckdb_|pragma|sqlite|pg_|u&"
+)
+#: The type of a column that cannot be read, and why.
+_Lost = tuple[pa.DataType, CorruptionError]
+#: Field dtype -> (how the bytes are shown to DuckDB, DuckDB's name of the type, values per item).
+_SHOWN: dict[str, tuple[str, str, int]] = {
+    "bool": ("u1", "BOOLEAN", 1),
+    "uint8": ("u1", "UTINYINT", 1),
+    "int8": ("i1", "TINYINT", 1),
+    "int16": ("<i2", "SMALLINT", 1),
+    "int32": ("<i4", "INTEGER", 1),
+    "int64": ("<i8", "BIGINT", 1),
+    "uint16": ("<u2", "USMALLINT", 1),
+    "uint32": ("<u4", "UINTEGER", 1),
+    "uint64": ("<u8", "UBIGINT", 1),
+    "float16": ("<u2", "FLOAT", 1),
+    "bfloat16": ("<u2", "FLOAT", 1),
+    "float32": ("<f4", "FLOAT", 1),
+    "float64": ("<f8", "DOUBLE", 1),
+    "complex64": ("<f4", "FLOAT", 2),
+    OBJECT: ("O", "VARCHAR", 1),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """Describe one column of the readable rows.
+
+    Args:
+        key: Path of the field, or one of the row columns such as `("_id",)`.
+        dtype: Dtype of the field as in the schema.
+        shape: Shape of one row's value.
+        parts: Views one behind another, each C-contiguous of shape `(n, *shape)`; together all rows,
+            in the same order in every column. bfloat16 comes as uint16 bits; objects are shown as text.
+        fault: Why it cannot be read; there are no parts then, and queries that need it are refused.
+        take: Of a column that cannot be viewed, which has no parts: copies rows out, by their numbers in
+            that order.
+        arrow: Of rows without a fixed size the text of their type, as `Field` has it; parts are pyarrow
+            Arrays then, and so is what `take` returns.
+        gather: Of a column that is put together where a query names it: returns its parts, of which it has
+            none yet.
+    """
+
+    key: Key
+    dtype: str
+    shape: tuple[int, ...]
+    parts: Sequence[Array]
+    fault: CorruptionError | None = None
+    take: Callable[[IntArray], Any] | None = None
+    arrow: str = ""
+    gather: Callable[[], Sequence[Array]] | None = None
+
+    def gathered(self) -> Column:
+        """Return the column with its parts, or with why it cannot be put together."""
+        if self.gather is None:
+            return self
+        try:
+            return dataclasses.replace(self, parts=self.gather())
+        except CorruptionError as exc:
+            return dataclasses.replace(self, fault=exc)
+
+
+@dataclass(frozen=True, slots=True)
+class Relations:
+    """Hold what one query sees beside the tables of the index.
+
+    Args:
+        columns: Row columns and fields; empty where no rows are at hand (a closed store's index): then
+            `transitions` has no rows and `priorities` is the table written last.
+        window: The readable ids, to which `fragments` is cut; None: those of the last commit.
+        capacity: Of a ring, from which `_index` follows where it is no column; None: unbounded.
+        tops: How the first parts of the fields' keys are called, as `call_tops` says of all fields; None: of
+            those in `columns`.
+        rows: Which row columns `columns` begins with, where fields of such names may follow that are none;
+            None: those that are there.
+        history: The same rows and those of an archive; None: nobody asks for them.
+    """
+
+    columns: Sequence[Column] = ()
+    window: Window | None = None
+    capacity: int | None = None
+    tops: Mapping[str, str] | None = None
+    rows: Collection[str] | None = None
+    history: History | None = None
+
+    def attach(self, cursor: duckdb.DuckDBPyConnection, sql: str) -> list[ExpStoreError]:
+        """Make the views that `sql` needs, for this cursor only; they last until it is closed.
+
+        Returns:
+            A list, to which is added what is wrong with a column that a query needs, or with the query.
+
+        Raises:
+            CorruptionError: No column can be read.
+        """
+        text = sql.lower()
+        if self.window is not None and "fragments" in text:
+            cursor.execute(_FRAGMENTS.format(low=int(self.window.low), high=int(self.window.last)))
+        refused: list[ExpStoreError] = []
+        if _MAY_READ_ROWS.search(text):
+            shown = self.show(cursor, sql, _TABLE, refused)
+            cursor.execute(f"CREATE TEMP VIEW transitions AS {shown}")
+            if self.columns and "priorities" in text:
+                cursor.execute(
+                    f"CREATE TEMP VIEW priorities AS SELECT _id AS id, _priority AS priority FROM {_TABLE}"
+                )
+        if self.history is not None:
+            self.history.attach(cursor, sql, refused)
+        return refused
+
+    def show(
+        self, cursor: duckdb.DuckDBPyConnection, sql: str, table: str, refused: list[ExpStoreError]
+    ) -> str:
+        """Register the columns that `sql` needs, for this cursor only; return the SELECT that shows them.
+
+        Args:
+            cursor: Of the query.
+            sql: The statement.
+            table: The name of the Arrow table below.
+            refused: To which is added, when columns are read, what is wrong with one.
+
+        Raises:
+            CorruptionError: No column can be read.
+        """
+        row, fields, lost = self._split()
+        names = [name for name in ROW_COLUMNS if name in {*row, *lost} or name not in _OPTIONAL]
+        tops = call_tops((column.key for column in fields), names) if self.tops is None else self.tops
+        items = [_Item(f"c{place}", column) for place, column in enumerate(fields)]
+        items = _without_unnamed(items, tops, cursor, sql)
+        for item in items:
+            item.column = item.column.gathered()
+        stored = [item for item in items if item.stored]
+        lost |= {item.name: (item.arrow_kind(), item.column.fault) for item in stored if item.column.fault}
+        texts = {item.name: item.column.parts for item in stored if item.column.dtype == OBJECT}
+        packed = {item.name: item.packed() for item in stored if item.column.take is not None}
+        data = {item.name: item.data() for item in stored if item.name not in {*lost, *texts, *packed}}
+        if lost and not row and not data:
+            raise next(fault for _, fault in lost.values())
+        rows = max(map(len, (*row.values(), *data.values())), default=0)
+        known = {*row, *lost}
+        missing = {name: pa.nulls(rows, ROW_COLUMNS[name]) for name in names if name not in known}
+        index = "_index" if "_index" in known else f"(_id - 1){_modulo(self.capacity)} AS _index"
+        raw = pa.table(row | missing | data)
+        half = {
+            item.name: item.column.dtype
+            for item in stored
+            if item.column.dtype in _HALF and item.name in {*data, *packed}
+        }
+        if half or lost or texts or packed:
+            from expstore.sql.arrow_dataset import (
+                ShownDataset,  # loads pyarrow.dataset, and with it pandas: 0.2 s
+            )
+
+            raw = ShownDataset(raw, half, lost, texts, packed, refused)
+        cursor.register(table, raw)
+        return f"SELECT {_select(items, names, index, tops)} FROM {table}"
+
+    def _split(self) -> tuple[dict[str, pa.ChunkedArray], list[Column], dict[str, _Lost]]:
+        """Take the row columns apart from fields, of which one may have such a name too; and damaged ones."""
+        row: dict[str, pa.ChunkedArray] = {}
+        fields: list[Column] = []
+        lost: dict[str, _Lost] = {}
+        own = ROW_COLUMNS if self.rows is None else self.rows
+        for column in self.columns:
+            name = column.key[0]
+            if len(column.key) != 1 or name not in own or name in row or name in lost:
+                fields.append(column)
+                continue
+            column = column.gathered()
+            if column.fault is not None:
+                lost[name] = ROW_COLUMNS[name], column.fault
+            else:
+                row[name] = _arrow(column.parts, ROW_COLUMNS[name], ())
+        return row, fields, lost
+
+
+class _Item:
+    """One field: the column below the views and the expression that shows it."""
+
+    def __init__(self, name: str, column: Column) -> None:
+        self.name = name
+        self.column = column
+        self.shape: tuple[int, ...] = ()
+        self.stored = True
+        self.loose = Shown(column.arrow) if column.arrow else None
+        if self.loose is not None:
+            return
+        shown, self.kind, width = _SHOWN[column.dtype]
+        self.dtype = np.dtype(shown)
+        self.shape = () if column.shape == (1,) else column.shape
+        if width > 1:
+            self.shape += (width,)
+        # DuckDB has no array of length 0: such a field is an empty list.
+        self.stored = 0 not in self.shape
+
+    def data(self) -> pa.ChunkedArray:
+        """Return the column as Arrow, not copied where DuckDB knows it as it lies."""
+        if self.loose is not None:
+            return pa.chunked_array(map(self.loose.of, self.column.parts), self.loose.kind)
+        parts = [np.ascontiguousarray(part).reshape(-1).view(self.dtype) for part in self.column.parts]
+        return _arrow(parts, pa.from_numpy_dtype(self.dtype), self.shape)
+
+    def packed(self) -> Packed:
+        """Return how rows of the column come out, as Arrow."""
+        if self.loose is not None:
+            return Packed(".".join(self.column.key), self.loose.kind, self._take)
+        kind: pa.DataType = pa.from_numpy_dtype(self.dtype)
+        for size in reversed(self.shape):
+            kind = pa.list_(kind, size)
+        return Packed(".".join(self.column.key), kind, self._take)
+
+    def _take(self, numbers: IntArray) -> pa.ChunkedArray:
+        rows = () if self.column.take is None else (self.column.take(numbers),)
+        if self.loose is not None:
+            return pa.chunked_array(map(self.loose.of, rows), self.loose.kind)
+        parts = [np.ascontiguousarray(part).reshape(-1).view(self.dtype) for part in rows]
+        return _arrow(parts, pa.from_numpy_dtype(self.dtype), self.shape)
+
+    def arrow_kind(self) -> pa.DataType:
+        """Return the type with which the column is shown."""
+        if self.loose is not None:
+            return self.loose.kind
+        kind = pa.float32() if self.column.dtype in _HALF else pa.from_numpy_dtype(self.dtype)
+        for size in reversed(self.shape):
+            kind = pa.list_(kind, size)
+        return kind
+
+    def expression(self) -> str:
+        """Write the column in SQL."""
+        if not self.stored:
+            return f"[]::{self.kind}[]"
+        if self.column.dtype == "bool":
+            return f"{self.name}::{self.kind}" + "".join(f"[{size}]" for size in reversed(self.shape))
+        return self.name
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """Say how rows of a column come out that cannot be viewed.
+
+    Args:
+        name: Of the field.
+        kind: The type of what comes out.
+        take: Copies rows out, by their numbers.
+    """
+
+    name: str
+    kind: pa.DataType
+    take: Callable[[IntArray], pa.ChunkedArray]
+
+
+def _without_unnamed(
+    items: Sequence[_Item], tops: Mapping[str, str], cursor: duckdb.DuckDBPyConnection, sql: str
+) -> list[_Item]:
+    """Leave out what a statement does not name: packed members of structs, and what is put together."""
+    members = {
+        item.name: (tops[item.column.key[0]], *item.column.key[1:])
+        for item in items
+        if item.column.gather is not None or (item.column.take is not None and len(item.column.key) > 1)
+    }
+    named = named_members(cursor, sql, members.values()) if members else set()
+    return [item for item in items if item.name not in members or members[item.name] in named]
+
+
+def _arrow(parts: Sequence[Array], kind: pa.DataType, shape: tuple[int, ...]) -> pa.ChunkedArray:
+    """See arrays as one Arrow column of nested lists of `shape`; copies nothing."""
+    arrays = []
+    for part in parts:
+        flat = np.ascontiguousarray(part).reshape(-1)
+        array = pa.Array.from_buffers(kind, len(flat), [None, pa.py_buffer(flat)])
+        for size in reversed(shape):
+            array = pa.FixedSizeListArray.from_arrays(array, size)
+        arrays.append(array)
+    for size in reversed(shape):
+        kind = pa.list_(kind, size)
+    return pa.chunked_array(arrays, type=kind)
+
+
+def _modulo(capacity: int | None) -> str:
+    return "" if capacity is None else f" % {int(capacity)}"
+
+
+def call_tops(keys: Iterable[Key], taken: Iterable[str]) -> dict[str, str]:
+    """Return the name under which views show the first part of each key: none like another's, or a taken one.
+
+    >>> call_tops([("a",), ("A",), ("next", "a"), ("next", "b"), ("_id",)], ["_id"])
+    {'a': 'a', 'A': 'A_', 'next': 'next', '_id': '_id_'}
+    """
+    used = {name.lower() for name in taken}
+    tops: dict[str, str] = {}
+    for top in dict.fromkeys(key[0] for key in keys):
+        name = top
+        while name.lower() in used:
+            name += "_"
+        used.add(name.lower())
+        tops[top] = name
+    return tops
+
+
+def _select(items: Sequence[_Item], names: Sequence[str], index: str, tops: Mapping[str, str]) -> str:
+    """Name all columns: first the row columns, then the fields, nested keys as structs."""
+    tree: dict[str, Any] = {}
+    for item in items:
+        branch = tree
+        for part in item.column.key[:-1]:
+            branch = branch.setdefault(part, {})
+        branch[item.column.key[-1]] = item.expression()
+    shown = [index if name == "_index" else name for name in names]
+    return ", ".join([*shown, *(f"{_struct(value)} AS {_quote(tops[top])}" for top, value in tree.items())])
+
+
+def _struct(value: str | dict[str, Any]) -> str:
+    # DuckDB reads all members, whichever of them a query names.
+    if isinstance(value, str):
+        return value
+    members = ", ".join(f"{_quote(name)} := {_struct(member)}" for name, member in value.items())
+    return f"struct_pack({members})"
+
+
+def _quote(name: str) -> str:
+    return '"' + name.replace('"', '""') + '"'
+
+
+def select_episodes(where: str | None, order_by: str | None, limit: int | None) -> str:
+    """Write the query for some of the episodes.
+
+    Raises:
+        QueryError: `where` is not one expression, or `order_by` no list of them.
+        ValueError: The limit is negative.
+    """
+    # Each on lines of its own: a comment at the end of one hides nothing.
+    parts = ["SELECT * FROM episodes"]
+    if where is not None:
+        _parse("where", where, where, "one SQL expression, as behind WHERE")
+        parts += ["WHERE (", where, ")"]
+    if order_by is not None:
+        _parse("order_by", order_by, f"first(0 ORDER BY {order_by}\n)", "SQL expressions, as behind ORDER BY")
+        parts += ["ORDER BY", order_by, ", episode_id"]
+    else:
+        parts.append("ORDER BY episode_id")
+    if limit is not None:
+        count = operator.index(limit)
+        if count < 0:
+            raise ValueError(f"limit must be at least 0, got {count}")
+        parts.append(f"LIMIT {count}")
+    return "\n".join(parts)
+
+
+def _parse(name: str, given: str, expression: str, expected: str) -> None:
+    try:
+        duckdb.SQLExpression(expression)
+    except duckdb.Error as exc:
+        reason = str(exc).strip().splitlines()[0]
+        raise QueryError(f"{name}={given!r} cannot be used: {reason}", hint=f"give {expected}") from exc
+
+
+# As the view of this name in the index, for the ids that this query sees.
+_FRAGMENTS = """
+CREATE TEMP VIEW fragments AS
+WITH clipped AS (
+    SELECT *,
+        CASE WHEN {low} < first_id THEN 0 ELSE ({low} - first_id) // greatest(stride, 1) + 1 END AS head,
+        CASE WHEN {high} >= last_id THEN 0 ELSE (last_id - {high} - 1) // greatest(stride, 1) + 1 END AS tail
+    FROM fragment_rows
+)
+SELECT
+    episode_id,
+    first_step + head AS first_step,
+    length - head - tail AS length,
+    first_id + head * stride AS first_id,
+    greatest(stride, 1) AS stride
+FROM clipped
+WHERE length > head + tail
+"""

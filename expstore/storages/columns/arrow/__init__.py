@@ -1,0 +1,1 @@
+"""Columns of variable length, in Arrow segments."""

@@ -1,0 +1,162 @@
+"""Segments of a store that is only read, beside a writer or after it.
+
+Used by followers, and by what reads versions. It finds what the writer has put into the files so far, and
+changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pyarrow as pa
+
+from expstore.core.values import Array, IntArray
+from expstore.disk.disk import Disk, File
+from expstore.errors import StorageError
+from expstore.schema.schema import Field
+from expstore.storages.columns.arrow.ipc import encode, read_header
+from expstore.storages.columns.arrow.segments import Segment, Segments
+from expstore.storages.format.manifest import Manifest
+from expstore.storages.format.writer_probe import Watch
+
+__all__ = ["SegmentReader"]
+
+
+class SegmentReader(Segments):
+    """Read rows without a fixed size.
+
+    Threads: one looks, any number take rows. Crashes: it changes nothing.
+
+    Args:
+        disk: Where files are touched.
+        folder: As `Segments`.
+        fields: As `Segments`.
+        slots: As `Segments`.
+    """
+
+    def __init__(self, disk: Disk, folder: Path, fields: Sequence[Field], slots: int | None) -> None:
+        super().__init__(disk, folder, fields, slots)
+        self._looked = False
+        self._last: tuple[File, Segment] | None = None  # the newest one, to which more batches may come
+        self._live = False
+
+    def open_all(self) -> None:
+        """Find all that is there, once; `look_to` finds what comes later."""
+        if not self._looked:
+            with self.changing:
+                self._look_anew()
+            self._looked = True
+
+    def _look_anew(self) -> None:
+        """Find all that is there, whatever is known; what was merged into another counts once."""
+        self._close_last()
+        found: list[Segment] = []
+        top = 0
+        for path in self.paths():
+            try:
+                file = self._disk.open(path, write=False)
+            except StorageError:
+                if self._disk.exists(path):
+                    raise
+                continue  # its rows are given up, or in another by now: that one was looked at before
+            segment = self.scan(path, file, size=file.size())
+            if segment.last > top:
+                found.append(segment)
+                top = segment.last
+                self._close_last()
+                self._last = file, segment
+            else:
+                file.close()
+        self.show_all(found)
+
+    def look_to(self, last: int) -> None:
+        """Find the rows up to this id, beside a writer that has written them."""
+        self._live = True
+        with self.changing:
+            if last > self.top and not self._read_on(last):
+                self._look_anew()
+            self._let_go_behind(last)
+            self.top = max(self.top, last)
+
+    def have_left(self, ids: IntArray) -> Array:
+        """Say which rows have left, by what the writer says before their files go. Shapes `(n,)`."""
+        store = self.folder.parent
+        left: Array = Manifest.load(self._disk, store).gaps.holds(ids)
+        view = Watch(self._disk, store).look() if self._live else None  # behind: it takes over gaps
+        return left if view is None else left | (ids <= view.retired)
+
+    def _read_on(self, last: int) -> bool:
+        """Find more batches of the newest segment; say whether the row is among them."""
+        if self._last is None:
+            return False
+        file, segment = self._last
+        known = len(segment.headers)
+        mapped = segment.addresses.size
+        self.scan(segment.path, file, size=min(mapped, file.size()), segment=segment)
+        if len(segment.headers) > known:
+            self.show(segment, segment.headers[known:], segment.offsets[known:])
+        return segment.last >= last
+
+    def lay(self, first_id: int, columns: Sequence[pa.Array]) -> None:
+        """Let rows be found that are in memory alone, behind all others: nobody writes them."""
+        message = encode(self.schema, columns, first=first_id, generation=0, compression=None)
+        header = read_header(message.tobytes())
+        assert header is not None
+        segment = Segment(self.path_of(first_id), message, self.own)
+        segment.add(header, 0)
+        with self.changing:
+            self._let_go_behind(first_id - 1)
+            self.segments.append(segment)
+            self.show(segment, [header], [0])
+
+    def _let_go_behind(self, last: int) -> None:
+        """Forget batches of rows that the writer has not published: it may write others in their place."""
+        if not self.segments or self.segments[-1].last <= last:
+            return
+        kept = []
+        for segment in self.segments:
+            while segment.headers and segment.headers[-1].first > last:
+                segment.headers.pop()
+                segment.end = segment.offsets.pop()
+                segment.sealed = False
+            if segment.headers:
+                kept.append(segment)
+        if not kept or (self._last is not None and kept[-1] is not self._last[1]):
+            self._close_last()
+        self.top = 0
+        self.show_all(kept)
+
+    def end_at(self, last: int) -> None:
+        """Let only rows up to this id be found; nobody writes any more."""
+        with self.changing:
+            self._let_go_behind(last)
+            self._close_last()
+            self.top = last
+
+    def take(self, ids: IntArray, numbers: Sequence[int]) -> list[pa.Array]:
+        """Copy rows out, as `Segments.take`; beside a writer after another look if some are missing.
+
+        Raises:
+            CorruptionError: Rows are missing or damaged.
+        """
+        if self._live and ids.size:
+            shown = self._shown
+            batches, _ = self._find(shown, ids)
+            if (batches < 0).any():
+                with self.changing:
+                    top = self.top
+                    self._look_anew()
+                    self._let_go_behind(top)
+                    self.top = top
+        return super().take(ids, numbers)
+
+    def _close_last(self) -> None:
+        if self._last is not None:
+            self._last[0].close()
+            self._last = None
+
+    def close(self) -> None:
+        """Close the files; what is mapped goes when nobody reads it any more."""
+        self._close_last()
+        super().close()

@@ -1,0 +1,596 @@
+"""Rows without a fixed size: Arrow IPC streams of batches, found by id and read through maps.
+
+Base of what writes segments and of what only reads them. A segment is a file named by its first id; an
+opening reads the headers of its batches, and rows stay where they are. It changes no file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import itertools
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+
+from expstore.core.values import Array, IntArray, key_name
+from expstore.disk.disk import Disk, File, load_compiled
+from expstore.disk.mapped import AddressRange
+from expstore.errors import CorruptionError
+from expstore.schema.arrow_types import to_type
+from expstore.schema.schema import Field
+from expstore.storages.columns.arrow.gather import Gather, Plan, unpack
+from expstore.storages.columns.arrow.int_widths import Widths, own_widths, read_widths
+from expstore.storages.columns.arrow.ipc import END, Header, crc_of, read_header
+
+__all__ = ["Segment", "Segments"]
+
+SUFFIX = ".arrows"
+#: Loads numba; in the background when segments are opened.
+GATHERING = "expstore.kernels.gather_runs"
+#: The same, for compressed batches.
+UNPACKING = "expstore.kernels.arrow_decode"
+#: So many bytes are read at a time where a header is looked for.
+_HEADER_BYTES = 2048
+#: Where the next one is looked for behind a damaged one.
+_SEARCH_BYTES = 1 << 20
+
+
+@dataclass(slots=True)
+class Segment:
+    """Know what is in a file of batches.
+
+    Args:
+        path: The file.
+        addresses: Where it is mapped, or an array in memory that takes its place.
+        widths: Of which types values are in it.
+        headers: Of its batches, in the order of their ids.
+        offsets: Where each begins in the file.
+        end: Where the last one ends.
+        sealed: Whether the stream has its end.
+        file: Opened for writing; None: nobody writes to it.
+    """
+
+    path: Path
+    addresses: AddressRange | Array
+    widths: Widths
+    headers: list[Header] = field(default_factory=list)
+    offsets: list[int] = field(default_factory=list)
+    end: int = 0
+    sealed: bool = False
+    file: File | None = None
+
+    @property
+    def first(self) -> int:
+        """Id of its first row; 0: it has none."""
+        return self.headers[0].first if self.headers else 0
+
+    @property
+    def last(self) -> int:
+        """Id of its last row; 0: it has none."""
+        return self.headers[-1].last if self.headers else 0
+
+    @property
+    def size(self) -> int:
+        """Length of the file, without what is not written yet."""
+        return self.end + (len(END) if self.sealed else 0)
+
+    @property
+    def address(self) -> int:
+        """Where it is in memory."""
+        place = self.addresses
+        return place.address if isinstance(place, AddressRange) else int(place.ctypes.data)
+
+    def add(self, header: Header, at: int) -> None:
+        """Be told of a batch behind the others."""
+        self.headers.append(header)
+        self.offsets.append(at)
+        self.end = at + header.size
+
+    def is_sound(self, number: int) -> bool:
+        """Say whether a batch has its checksum."""
+        header = self.headers[number]
+        data = self.read(self.offsets[number], header.size)
+        found = read_header(data)
+        return found is not None and crc_of(data, found) == found.crc == header.crc
+
+    def read(self, start: int, size: int) -> bytes:
+        """Copy bytes out of what is mapped."""
+        return ctypes.string_at(self.address + start, size)
+
+
+class _Shown(NamedTuple):
+    """Where batches are found just now; what it holds is filled behind `held` and never changed before.
+
+    Args:
+        held: How many batches there are.
+        firsts: Id of the first row of each. Shape `(m,)`, as the next seven; m is `held` at least.
+        lasts: Id of the last one.
+        at: Address of its message.
+        sizes: Length of that.
+        crcs: Its crc32c.
+        crc_at: Where that stands in it.
+        compressed: Whether its buffers are compressed.
+        checked: Whether its checksum was found to fit.
+        where: Address of each buffer, packed or not; 0: it is empty. Shape `(m, buffers)`.
+        bytes: Its length. Shape `(m, buffers)`.
+        lengths: How many values each node has. Shape `(m, nodes)`.
+        ways: Which of the known widths it has. Shape `(m,)`.
+        maps: What keeps them there as long as it is held.
+    """
+
+    held: int
+    firsts: IntArray
+    lasts: IntArray
+    at: IntArray
+    sizes: IntArray
+    crcs: IntArray
+    crc_at: IntArray
+    compressed: Array
+    checked: Array
+    where: IntArray
+    bytes: IntArray
+    lengths: IntArray
+    ways: IntArray
+    maps: tuple[Any, ...]
+
+
+class Segments:
+    """Find and copy rows of some fields.
+
+    Threads: any number take rows while one adds some. Crashes: it changes nothing.
+
+    Args:
+        disk: Where files are touched.
+        folder: `segments/`.
+        fields: Those without a fixed size, in the order of the schema.
+        slots: How many rows a ring has; None: it grows.
+    """
+
+    def __init__(self, disk: Disk, folder: Path, fields: Sequence[Field], slots: int | None) -> None:
+        self._disk, self.folder, self.fields, self.slots = disk, folder, tuple(fields), slots
+        self.kinds = tuple(to_type(entry.arrow) for entry in fields)
+        self.schema = pa.schema(
+            [(key_name(entry.key), kind) for entry, kind in zip(fields, self.kinds, strict=True)]
+        )
+        self.own = own_widths(self.schema)
+        self.plan = self.own.plan
+        #: All that segments have had; more come behind these.
+        self._widths = [self.own]
+        self._codes = self.own.codes[None]
+        self.segments: list[Segment] = []
+        #: Id of the last row that is here, or would be: other ids lie between after an `empty`.
+        self.top = 0
+        #: Held while segments come or go.
+        self.changing = threading.RLock()
+        self._loops: Any = None
+        self._unpacking: Any = None
+        self._shown = self._room(16)
+
+    def warm(self) -> None:
+        """Load the compiled loops, in the background."""
+        if self._loops is None:
+            threading.Thread(target=self._load, name="expstore-warm", daemon=True).start()
+
+    def _load(self) -> None:
+        with contextlib.suppress(ImportError):
+            self._loops = load_compiled(GATHERING)
+            self._unpacking = load_compiled(UNPACKING)
+
+    # -- what is there ---------------------------------------------------------------------------
+
+    def open_all(self) -> None:
+        """Find all that is there."""
+        raise NotImplementedError
+
+    def look_to(self, last: int) -> None:
+        """Find the rows up to this id, beside a writer that has written them."""
+        raise NotImplementedError
+
+    def have_left(self, ids: IntArray) -> Array:
+        """Say which rows have left the store, so that they may be missing here. Shapes `(n,)`."""
+        raise NotImplementedError
+
+    def end_at(self, last: int) -> None:
+        """Let only rows up to this id be found; nobody writes any more."""
+        raise NotImplementedError
+
+    def require(self, first_id: int, count: int) -> None:
+        """Raise CorruptionError if rows that can be read are not there."""
+        for missing, rows in self.missing(first_id, count):
+            raise CorruptionError(f"rows {missing} to {missing + rows - 1} are missing in {self.folder}")
+
+    def paths(self) -> list[Path]:
+        """Return the files, in the order of their ids."""
+        names = [name for name in self._disk.names(self.folder) if name.endswith(SUFFIX)]
+        return [self.folder / name for name in names]
+
+    def path_of(self, first_id: int) -> Path:
+        """Return the file that begins with a row."""
+        return self.folder / f"{first_id:019d}{SUFFIX}"
+
+    def scan(self, path: Path, file: File, *, size: int, segment: Segment | None = None) -> Segment:
+        """Find the batches of a file, behind those that are known.
+
+        Args:
+            path: Where it lies.
+            file: It.
+            size: Its length, which is mapped.
+            segment: What is known of it; None: nothing.
+        """
+        if segment is None:
+            addresses = AddressRange(max(1, size))
+            if size:
+                addresses.attach(file, at=0, size=size)
+            end, widths = self._begins(file)
+            segment = Segment(path, addresses, widths, end=end)
+        at = segment.end
+        while not segment.sealed and at < size:
+            header = self._header(file, at, size, segment.widths.plan)
+            if header is None:
+                segment.sealed = file.read(at, len(END)) == END and at + len(END) == file.size()
+                at = size if segment.sealed else self._next_message(file, at, size, segment.widths.plan)
+                continue
+            if segment.headers and header.first <= segment.last:
+                break  # left there by a life before
+            segment.add(header, at)
+            at = segment.end
+        return segment
+
+    def _next_message(self, file: File, at: int, size: int, plan: Plan) -> int:
+        """Return where another message may begin behind a damaged one; the end if there is none to be found.
+
+        In a segment that has its end all bytes up to there are batches; in others zeros follow the last one.
+        """
+        if file.size() > size or file.read(size - len(END), len(END)) != END:
+            return size
+        at += 8
+        while at < size:
+            data = file.read(at, _SEARCH_BYTES)
+            words = np.frombuffer(data[: len(data) // 8 * 8], "<u4")[::2]
+            for place in np.flatnonzero(words == 0xFFFFFFFF).tolist():
+                if self._header(file, at + 8 * place, size, plan) is not None:
+                    return at + 8 * place
+            at += _SEARCH_BYTES
+        return size
+
+    def _begins(self, file: File) -> tuple[int, Widths]:
+        """Return where the batches of a file begin, behind its schema, and their widths."""
+        head = file.read(0, max(_HEADER_BYTES, len(self.own.head)))
+        size = 8 + int.from_bytes(head[4:8], "little")
+        if head[:4] == END[:4] and size <= file.size():
+            widths = read_widths(head[:size] if size <= len(head) else file.read(0, size), self.own)
+            if widths is not None:
+                return size, widths
+        return 1 << 62, self.own  # nothing can be read
+
+    def _header(self, file: File, at: int, size: int, plan: Plan) -> Header | None:
+        """Return what a batch says that begins there and ends in the file; None: there is none."""
+        data = file.read(at, _HEADER_BYTES)
+        wanted = 8 + int.from_bytes(data[4:8], "little")
+        if len(data) == _HEADER_BYTES < wanted <= size - at:
+            data = file.read(at, wanted)
+        header = read_header(data)
+        if header is None or at + header.size > size:
+            return None
+        body = header.size - header.body
+        if header.compressed:
+            fits = len(header.lengths) == plan.nodes and len(header.buffers) == plan.buffers
+        else:
+            fits = plan.fits(header.rows, header.lengths, header.buffers, body)
+        return header if fits else None
+
+    # -- what is shown ---------------------------------------------------------------------------
+
+    def _room(self, size: int) -> _Shown:
+        ints = [np.zeros(size, np.int64) for _ in range(6)]
+        wide = [np.zeros((size, self.plan.buffers), np.int64) for _ in range(2)]
+        flags = [np.zeros(size, bool) for _ in range(2)]
+        lengths = np.zeros((size, self.plan.nodes), np.int64)
+        return _Shown._make([0, *ints, *flags, *wide, lengths, np.zeros(size, np.int64), ()])
+
+    def _way(self, widths: Widths) -> int:
+        """Return the number of widths, which are known from now on."""
+        for number, known in enumerate(self._widths):
+            if known is widths or known == widths:
+                return number
+        self._codes = np.concatenate([self._codes, widths.codes[None]])
+        self._widths.append(widths)
+        return len(self._widths) - 1
+
+    def show_all(self, segments: Sequence[Segment]) -> None:
+        """Let the batches of these segments be found, and no others."""
+        self.segments = list(segments)
+        shown = self._room(max(16, 2 * sum(len(segment.headers) for segment in segments)))
+        shown = shown._replace(maps=tuple(segment.addresses for segment in segments))
+        for segment in segments:
+            shown = self._put(shown, segment, segment.headers, segment.offsets)
+        self._shown = shown
+        self.top = max(self.top, *(segment.last for segment in segments), 0)
+
+    def replace(self, first: int, count: int, by: Sequence[Segment]) -> None:
+        """Let the batches of other segments be found in the place of some; nothing is read meanwhile.
+
+        Args:
+            first: Number of the first segment that goes.
+            count: How many go.
+            by: What comes.
+        """
+        shown, kept = self._shown, self.segments
+        low = sum(len(segment.headers) for segment in kept[:first])
+        high = low + sum(len(segment.headers) for segment in kept[first : first + count])
+        middle = self._room(max(1, sum(len(segment.headers) for segment in by)))
+        for segment in by:
+            middle = self._put(middle, segment, segment.headers, segment.offsets)
+        parts = [
+            np.concatenate([old[:low], new[: middle.held], old[high : shown.held]])
+            for old, new in zip(shown[1:-1], middle[1:-1], strict=True)
+        ]
+        self.segments = [*kept[:first], *by, *kept[first + count :]]
+        maps = tuple(segment.addresses for segment in self.segments)
+        self._shown = _Shown._make([shown.held - (high - low) + middle.held, *parts, maps])
+
+    def show(self, segment: Segment, headers: Sequence[Header], offsets: Sequence[int]) -> None:
+        """Let more batches of the last segment be found."""
+        shown = self._shown
+        if shown.held + len(headers) > shown.firsts.size:
+            longer = self._room(2 * (shown.held + len(headers)))
+            for old, new in zip(shown[1:-1], longer[1:-1], strict=True):
+                new[: shown.held] = old[: shown.held]
+            shown = longer._replace(held=shown.held, maps=shown.maps)
+        if not any(segment.addresses is known for known in shown.maps):
+            shown = shown._replace(maps=(*shown.maps, segment.addresses))
+        self._shown = self._put(shown, segment, headers, offsets)
+        self.top = max(self.top, segment.last)
+
+    def _put(
+        self, shown: _Shown, segment: Segment, headers: Sequence[Header], offsets: Sequence[int]
+    ) -> _Shown:
+        way, held = self._way(segment.widths), shown.held
+        for at, header, offset in zip(itertools.count(held), headers, offsets, strict=False):
+            address = segment.address + offset
+            shown.firsts[at], shown.lasts[at] = header.first, header.last
+            shown.at[at], shown.sizes[at] = address, header.size
+            shown.compressed[at], shown.checked[at] = header.compressed, False
+            shown.crcs[at], shown.crc_at[at] = header.crc, header.crc_at
+            starts, sizes = header.buffers[:, 0], header.buffers[:, 1]
+            shown.where[at] = np.where(sizes > 0, address + header.body + starts, 0)
+            shown.bytes[at] = sizes
+            shown.lengths[at], shown.ways[at] = header.lengths, way
+        return shown._replace(held=held + len(headers))
+
+    def lay(self, first_id: int, columns: Sequence[pa.Array]) -> None:
+        """Let rows be found that are in memory alone, behind all others."""
+        raise NotImplementedError
+
+    # -- reading ---------------------------------------------------------------------------------
+
+    def ids_of(self, slots: IntArray) -> IntArray:
+        """Return the newest ids that belong to slots. Shapes `(n,)`."""
+        if self.slots is None:
+            return slots + 1
+        newest: IntArray = self.top - (self.top - 1 - slots) % self.slots
+        return newest
+
+    def _find(self, shown: _Shown, ids: IntArray) -> tuple[IntArray, IntArray]:
+        """Return in which batch each row is, -1 for none, and the number that it has there."""
+        batches = np.searchsorted(shown.firsts[: shown.held], ids, side="right") - 1
+        missing = (batches < 0) | (ids > shown.lasts[batches])
+        inside = ids - shown.firsts[batches]
+        batches[missing] = -1
+        return batches, inside
+
+    def take(self, ids: IntArray, numbers: Sequence[int]) -> list[pa.Array]:
+        """Copy rows out; those that have left, or are older than all that are here, come as None.
+
+        Args:
+            ids: Shape `(n,)`.
+            numbers: Of the fields.
+
+        Raises:
+            CorruptionError: Rows are missing or damaged.
+        """
+        shown = self._shown
+        batches, inside = self._find(shown, ids)
+        missing = batches < 0
+        if not missing.any():
+            return self._take(shown, batches, inside, numbers)
+        self._explain(shown, ids[missing])
+        there = np.flatnonzero(~missing)
+        found = self._take(shown, batches[there], inside[there], numbers)
+        places = np.full(ids.size, there.size)
+        places[there] = np.arange(there.size)
+        return [pa.concat_arrays([rows, pa.nulls(1, rows.type)]).take(pa.array(places)) for rows in found]
+
+    def _explain(self, shown: _Shown, ids: IntArray) -> None:
+        """Raise CorruptionError if rows are missing that have not left."""
+        oldest = int(shown.firsts[0]) if shown.held else 1 << 62
+        young = ids[ids >= oldest]
+        if young.size:
+            young = young[~self.have_left(young)]
+        if young.size:
+            raise CorruptionError(f"row {young[0]} is missing in {self.folder}")
+
+    def _take(
+        self, shown: _Shown, batches: IntArray, inside: IntArray, numbers: Sequence[int]
+    ) -> list[pa.Array]:
+        if not batches.size:
+            return [pa.nulls(0, self.kinds[number]) for number in numbers]
+        loops, packed = self._loops, bool(shown.compressed[batches].any())
+        try:
+            if loops is None or (packed and self._unpacking is None):
+                return self._take_decoded(shown, batches, inside, numbers)
+            where, sizes, lengths, ways = shown.where, shown.bytes, shown.lengths, shown.ways
+            room: Array | None = None
+            if packed:
+                names, batches = np.unique(batches, return_inverse=True)
+                where, sizes, room = self._unpack(shown, names, numbers)
+                lengths, ways = lengths[names], ways[names]
+            gather = Gather(loops, where, sizes, lengths, ways, self._codes)
+            ones = np.ones(batches.size, np.int64)
+            found = [gather.take(self.plan.columns[number], batches, inside, ones) for number in numbers]
+            del room  # until now its addresses were read
+            return found
+        except CorruptionError as exc:
+            raise CorruptionError(f"rows of {self.folder} cannot be read: {exc.message}") from exc
+
+    def _unpack(
+        self, shown: _Shown, names: IntArray, numbers: Sequence[int]
+    ) -> tuple[IntArray, IntArray, Array]:
+        """Unpack the buffers of some fields; return where all are, how long, and what holds them."""
+        loops = self._unpacking
+        packed = names[shown.compressed[names]]
+        bad = loops.find_damaged(
+            shown.at[packed], shown.sizes[packed], shown.crc_at[packed], shown.crcs[packed]
+        )
+        if bad >= 0:
+            raise self._damaged(shown, int(packed[bad]))
+        columns = [self.plan.columns[number] for number in numbers]
+        compressed = shown.compressed[names]
+        return unpack(loops, columns, shown.where[names], shown.bytes[names], compressed)
+
+    def _take_decoded(
+        self, shown: _Shown, batches: IntArray, inside: IntArray, numbers: Sequence[int]
+    ) -> list[pa.Array]:
+        """Do the same where the loops are not there yet."""
+        names, which = np.unique(batches, return_inverse=True)
+        decoded = [self._decode(shown, int(name), numbers) for name in names]
+        starts = np.cumsum([0, *(batch.num_rows for batch in decoded)])
+        rows = pa.array(starts[which] + inside)
+        return [
+            pa.chunked_array([self._own(batch.column(place), number) for batch in decoded])
+            .take(rows)
+            .combine_chunks()
+            for place, number in enumerate(numbers)
+        ]
+
+    def _own(self, column: pa.Array, number: int) -> pa.Array:
+        """Return a column of a batch as one of the type that its field has."""
+        kind = self.kinds[number]
+        return column if column.type == kind else column.cast(kind)
+
+    def _decode(self, shown: _Shown, name: int, numbers: Sequence[int]) -> pa.RecordBatch:
+        """Return some columns of a batch, of which it keeps the memory."""
+        address, size = int(shown.at[name]), int(shown.sizes[name])
+        if not shown.checked[name]:  # pyarrow trusts what it reads
+            data = ctypes.string_at(address, size)
+            header = read_header(data)
+            if header is None or crc_of(data, header) != header.crc:
+                raise self._damaged(shown, name)
+            shown.checked[name] = True
+        buffer = pa.foreign_buffer(address, size, base=shown.maps)
+        schema = self._widths[shown.ways[name]].schema
+        return pa.ipc.read_record_batch(buffer, schema).select(list(numbers))
+
+    def _damaged(self, shown: _Shown, name: int) -> CorruptionError:
+        first, last = shown.firsts[name], shown.lasts[name]
+        return CorruptionError(f"the batch of rows {first} to {last} does not have its checksum")
+
+    def views(self, number: int, first_id: int, count: int) -> list[pa.Array]:
+        """Return a run of rows, an array per batch; what has its own width is not copied.
+
+        Rows that have left meanwhile are None.
+
+        Args:
+            number: Of the field.
+            first_id: Of the first row.
+            count: How many.
+
+        Raises:
+            CorruptionError: Rows are missing or damaged.
+        """
+        shown = self._shown
+        found, at = [], first_id
+        for name in self._names(shown, first_id, count):
+            if shown.firsts[name] > at:
+                found.append(self._none(number, at, int(shown.firsts[name])))
+                at = int(shown.firsts[name])
+            batch = self._decode(shown, name, [number])
+            start = at - int(shown.firsts[name])
+            some = min(int(shown.lasts[name]) + 1, first_id + count) - at
+            found.append(self._own(batch.column(0).slice(start, some), number))
+            at += some
+        if at < first_id + count:
+            found.append(self._none(number, at, first_id + count))
+        return found
+
+    def _none(self, number: int, first: int, end: int) -> pa.Array:
+        """Return what stands for rows that are not here; raise CorruptionError unless they have left."""
+        missing = np.arange(first, end)
+        young = missing[~self.have_left(missing)]
+        if young.size:
+            raise CorruptionError(f"row {young[0]} is missing in {self.folder}")
+        return pa.nulls(end - first, self.kinds[number])
+
+    def _names(self, shown: _Shown, first_id: int, count: int) -> Iterator[int]:
+        """Yield the batches in which rows of a run are."""
+        low = int(np.searchsorted(shown.lasts[: shown.held], first_id))
+        high = int(np.searchsorted(shown.firsts[: shown.held], first_id + count))
+        return iter(range(low, high))
+
+    @property
+    def mean_bytes(self) -> int:
+        """How many bytes a row takes, on average; 0: there are none."""
+        rows = sum(header.rows for segment in self.segments for header in segment.headers)
+        size = sum(header.size for segment in self.segments for header in segment.headers)
+        return size // rows if rows else 0
+
+    def field_bytes(self) -> tuple[int, list[int]]:
+        """Return how many rows are here, and what the buffers of each field take."""
+        headers = [header for segment in self.segments for header in segment.headers]
+        bounds = [column.buffer for column in self.plan.columns] + [self.plan.buffers]
+        sizes = [
+            sum(int(header.buffers[low:high, 1].sum()) for header in headers)
+            for low, high in itertools.pairwise(bounds)
+        ]
+        return sum(header.rows for header in headers), sizes
+
+    def covers(self, first_id: int, count: int) -> bool:
+        """Say whether all rows of a run are here, whole or not."""
+        return next(self.missing(first_id, count), None) is None
+
+    def missing(self, first_id: int, count: int) -> Iterator[tuple[int, int]]:
+        """Yield runs of rows that are not here: (first id, rows)."""
+        shown, at = self._shown, first_id
+        for name in self._names(shown, first_id, count):
+            if shown.firsts[name] > at:
+                yield at, int(shown.firsts[name]) - at
+            at = int(shown.lasts[name]) + 1
+        if at < first_id + count:
+            yield at, first_id + count - at
+
+    def checksums(self, first_id: int, count: int) -> list[int] | None:
+        """Return the checksums of the batches that make up a run of rows; None: it is not there whole."""
+        shown, at, found = self._shown, first_id, []
+        for name in self._names(shown, first_id, count):
+            data = ctypes.string_at(int(shown.at[name]), int(shown.sizes[name]))
+            header = read_header(data)
+            if header is None or header.first != at or crc_of(data, header) != header.crc:
+                return None
+            found.append(header.crc)
+            at = header.last + 1
+        return found if at == first_id + count else None
+
+    def is_whole(self, first_id: int, count: int) -> bool:
+        """Say whether no row of a run is missing, and their batches have their checksums."""
+        if not self.covers(first_id, count):
+            return False
+        shown = self._shown
+        for name in self._names(shown, first_id, count):
+            data = ctypes.string_at(int(shown.at[name]), int(shown.sizes[name]))
+            header = read_header(data)
+            if header is None or crc_of(data, header) != header.crc:
+                return False
+        return True
+
+    def close(self) -> None:
+        """Close the files; what is mapped goes when nobody reads it any more."""
+        for segment in self.segments:
+            if segment.file is not None:
+                segment.file.close()
+                segment.file = None

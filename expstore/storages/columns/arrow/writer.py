@@ -1,0 +1,504 @@
+"""Segments that are written: batches appended, sealed, merged, and removed when all their rows have left.
+
+Used by the Arrow storage. Rows come in the order of their ids. It decides nothing about order: what is
+published, marked or given up the storage says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from expstore.core.id_set import NO_GAPS, Gaps
+from expstore.core.values import Array, IntArray
+from expstore.disk.disk import Disk, File
+from expstore.disk.mapped import AddressRange
+from expstore.schema.schema import Field
+from expstore.storages.columns.arrow.compaction import MERGED_BYTES, merged, thinned, worth_merging
+from expstore.storages.columns.arrow.int_widths import Bounds, Widths, bounds_of, together, widths_for
+from expstore.storages.columns.arrow.ipc import END, encode, read_header
+from expstore.storages.columns.arrow.segments import Segment, Segments
+
+__all__ = ["SegmentWriter"]
+
+#: A segment gets so long, or as long as one write needs.
+SEGMENT_BYTES = 64 << 20
+#: Or so many batches.
+SEGMENT_BATCHES = 1024
+#: So long is a batch at most, about. One that is compressed is decoded whole, for one row of it.
+BATCH_BYTES = 8 << 20
+PACKED_BYTES = 16 << 10
+#: So many bytes are encoded before they are written.
+TOGETHER_BYTES = 16 << 20
+#: A segment that is made once more; it has no other name before it is complete.
+AGAIN = "again"
+
+
+class SegmentWriter(Segments):
+    """Keep rows without a fixed size.
+
+    Threads: one appends; one other may remove and merge meanwhile; any number take rows. Crashes: a batch
+    that was written can be found again after a kill; after a power cut as much as had been synced.
+
+    Args:
+        disk: Where files are touched.
+        folder: `segments/`.
+        fields: As `Segments`.
+        slots: As `Segments`.
+        compression: "narrow", "lz4" or "zstd"; None: none.
+        narrow: Whether integers lie in as few bytes as the values of a segment need.
+        generation: What batches are to say of who wrote them.
+    """
+
+    def __init__(
+        self,
+        disk: Disk,
+        folder: Path,
+        fields: Sequence[Field],
+        slots: int | None,
+        *,
+        compression: str | None = None,
+        narrow: bool = False,
+        generation: int = 0,
+    ) -> None:
+        super().__init__(disk, folder, fields, slots)
+        self.compression = None if compression == "narrow" else compression
+        self.narrow, self.generation = narrow, generation
+        self._needed: Bounds | None = None  # what the rows of the newest segment are
+        self._open: Segment | None = None
+        self._torn = False  # whether a write has failed behind the end of the open segment
+        self._finished: list[Segment] = []  # sealed, and not synced yet
+        self._marking: list[Segment] = []  # which the sync under way brings to the disk
+        self._marked = 0
+        self._low, self._gaps = 0, NO_GAPS  # rows up to this id have left, and these between others
+        self._unsound: set[Path] = set()  # what is found so stays, for a repair
+        self.touched: set[File] = set()
+        self.new_folders: set[Path] = set()
+        #: Bytes that were written since the last sync began.
+        self.unsynced_bytes = 0
+
+    # -- opening ---------------------------------------------------------------------------------
+
+    def open_all(self) -> None:
+        """Find all that is there; `settle` says afterwards what counts."""
+        self._disk.unlink(self.folder / AGAIN)  # of an opening or a merge that was killed
+        found: list[Segment] = []
+        top = 0
+        for path in self.paths():
+            file = self._disk.open(path)
+            segment = self.scan(path, file, size=file.size())
+            segment.file = file
+            if segment.last <= top:  # merged into another, or there is not one whole batch
+                file.close()
+                self._disk.unlink(path)
+                self.new_folders.add(self.folder)
+                continue
+            top = segment.last
+            found.append(segment)
+        self.show_all(found)
+
+    def settle(self, last: int, synced: int) -> None:
+        """Go on behind the last row that counts; the next sync brings that to the disk.
+
+        Bytes that no mark covers are written once more: after a sync that failed the system may call clean
+        what is not on the disk.
+
+        Args:
+            last: Id of the last row that counts.
+            synced: The newest one that a mark covers.
+        """
+        with self.changing:
+            self._cut(last)
+            for segment in self.segments:
+                if segment.last > synced and segment.file is not None:
+                    newer = [header.last > synced for header in segment.headers].index(True)
+                    start = segment.offsets[newer] if newer else 0
+                    segment.file.write(segment.read(start, segment.end - start), start)
+                    self.touched.add(segment.file)
+            if last > synced:
+                self.new_folders.add(self.folder)
+            self._go_on()
+            self.top = last
+
+    def _cut(self, last: int) -> None:
+        """Forget rows behind this one."""
+        kept = [segment for segment in self.segments if 0 < segment.first <= last]
+        for segment in self.segments[len(kept) :]:
+            self._remove(segment)
+        if kept and kept[-1].last > last:
+            kept[-1] = self._cut_segment(kept[-1], last)
+            if not kept[-1].headers:
+                self._remove(kept.pop())
+        self._open = None
+        self.top = 0
+        self.show_all(kept)
+
+    def _remove(self, segment: Segment) -> None:
+        if segment.file is not None:
+            self.touched.discard(segment.file)
+            segment.file.close()
+            segment.file = None
+        self._disk.unlink(segment.path)
+        self.new_folders.add(self.folder)
+
+    def _cut_segment(self, segment: Segment, last: int) -> Segment:
+        """Drop the rows of a segment behind this one; versions, and who reads it, keep the former file."""
+        number = next(i for i, header in enumerate(segment.headers) if header.last > last)
+        at, torn = segment.offsets[number], segment.headers[number]
+        messages: list[Array] = []
+        if torn.first <= last:  # of rows that were kept back the journal had some
+            rows = self.take(np.arange(torn.first, last + 1), range(len(self.fields)))
+            messages = self.encode(torn.first, rows, segment.widths)
+        return self._write_again(
+            segment, [np.frombuffer(segment.read(0, at), np.uint8), *messages], ends=False
+        )
+
+    def rewrite(self, path: Path, batches: Sequence[tuple[int, bytes]], widths: Widths) -> None:
+        """Make a segment of these batches, on the disk when this returns; nothing is open meanwhile.
+
+        Args:
+            path: Where it lies, or is to lie.
+            batches: Id of the first row of each, and the message.
+            widths: Theirs.
+        """
+        parts = [widths.head, *(message for _, message in sorted(batches))]
+        self._put_again(path, [np.frombuffer(part, np.uint8) for part in parts], ends=True)
+
+    def _write_again(self, segment: Segment, parts: Sequence[Array], *, ends: bool) -> Segment:
+        """Put a file of these bytes in the place of a segment, on the disk when this returns."""
+        self._put_again(segment.path, parts, ends=ends)
+        if segment.file is not None:
+            self.touched.discard(segment.file)
+            segment.file.close()
+            segment.file = None
+        file = self._disk.open(segment.path)
+        again = self.scan(segment.path, file, size=file.size())
+        again.file = file
+        return again
+
+    def _put_again(self, place: Path, parts: Sequence[Array], *, ends: bool) -> None:
+        path = self.folder / AGAIN
+        file = self._disk.open(path, create=True)
+        try:
+            file.truncate(0)
+            end = 0
+            for part in parts:
+                file.write(part, end)
+                end += part.nbytes
+            if ends:
+                file.write(END, end)
+            file.sync()
+        finally:
+            file.close()
+        self._disk.rename(path, place)
+        self._disk.sync_dir(self.folder)
+
+    def _go_on(self) -> None:
+        """Append to the last segment if it has no end yet; seal and close the others."""
+        for segment in self.segments[:-1]:
+            if not segment.sealed:
+                self._end(segment)
+            else:
+                self._let_go(segment)
+        if not self.segments:
+            return
+        newest = self.segments[-1]
+        if newest.sealed or newest.end + len(END) >= SEGMENT_BYTES or newest.file is None:
+            if not newest.sealed:
+                self._end(newest)
+            else:
+                self._let_go(newest)
+            return
+        newest.file.truncate(newest.end)  # what lies behind was never published
+        newest.file.truncate(SEGMENT_BYTES)
+        longer = AddressRange(SEGMENT_BYTES)
+        longer.attach(newest.file, at=0, size=SEGMENT_BYTES)
+        newest.addresses = longer
+        self._needed = newest.widths.limits
+        self.touched.add(newest.file)
+        self._open = newest
+        self.show_all(self.segments)
+
+    def _let_go(self, segment: Segment) -> None:
+        """Close the file of a segment whose bytes are on the disk, or are to be synced first."""
+        if segment.file is None:
+            return
+        if segment.file in self.touched:
+            self._finished.append(segment)
+        else:
+            segment.file.close()
+            segment.file = None
+
+    # -- writing ---------------------------------------------------------------------------------
+
+    def append(self, first_id: int, columns: Sequence[pa.Array]) -> list[int]:
+        """Write a run of rows; those that are there already, after a failure, are left out.
+
+        Args:
+            first_id: Of the first row.
+            columns: One array per field. Of length n.
+
+        Returns:
+            The checksums of their batches.
+        """
+        done = max(0, self.top + 1 - first_id)
+        if done:
+            columns = [column.slice(done) for column in columns]
+        checksums = []
+        at, count = 0, len(columns[0])
+        rows = self._rows_of_batch(columns, TOGETHER_BYTES)
+        while at < count:
+            some = [column.slice(at, min(rows, count - at)) for column in columns]
+            checksums += self._append(first_id + done + at, some)
+            at += rows
+        return checksums
+
+    def _rows_of_batch(self, columns: Sequence[pa.Array], size: int) -> int:
+        """Return how many rows make about so many bytes."""
+        held = sum(column.nbytes for column in columns)
+        return max(1, len(columns[0]) * size // max(1, int(held)))
+
+    def encode(self, first_id: int, columns: Sequence[pa.Array], widths: Widths) -> list[Array]:
+        """Return rows, whose values fit in these widths, as messages."""
+        columns = widths.narrow(columns)
+        rows = self._rows_of_batch(columns, PACKED_BYTES if self.compression else BATCH_BYTES)
+        return [
+            encode(
+                widths.schema,
+                [column.slice(at, rows) for column in columns],
+                first=first_id + at,
+                generation=self.generation,
+                compression=self.compression,
+            )
+            for at in range(0, len(columns[0]), rows)
+        ]
+
+    def widths_of(self, segments: Sequence[Segment]) -> Widths:
+        """Return widths that hold the rows of some segments."""
+        first, *others = (segment.widths for segment in segments)
+        if all(one == first for one in others):
+            return first
+        bounds = first.limits
+        for one in others:
+            bounds = together(bounds, one.limits)
+        return widths_for(self.own, bounds)
+
+    def _append(self, first_id: int, columns: Sequence[pa.Array]) -> list[int]:
+        """Write rows in one go, as batches of one segment."""
+        needed = bounds_of(columns) if self.narrow else self.own.limits
+        both = needed if self._needed is None else together(self._needed, needed)
+        segment, messages = self._open, list[Array]()
+        if segment is not None and segment.widths.holds(needed):
+            messages = self.encode(first_id, columns, segment.widths)
+        if segment is None or not messages or not _has_room(segment, messages):
+            widths = widths_for(self.own, both)
+            if segment is None or not messages or widths != segment.widths:
+                messages = self.encode(first_id, columns, widths)
+            segment = self._begin(first_id, sum(message.nbytes for message in messages), widths)
+            both = needed
+        checksums = self._write_batches(segment, messages)
+        self._needed = both
+        return checksums
+
+    def _write_batches(self, segment: Segment, messages: Sequence[Array]) -> list[int]:
+        headers, offsets, size = [], [], 0
+        for message in messages:
+            header = read_header(_head_of(message))
+            assert header is not None
+            headers.append(header)
+            offsets.append(size)
+            size += message.nbytes
+        assert segment.file is not None
+        at = segment.end
+        if self._torn:
+            length = segment.file.size()
+            segment.file.truncate(at)
+            segment.file.truncate(length)
+        self._torn = True
+        segment.file.write(messages[0] if len(messages) == 1 else np.concatenate(messages), at)
+        self._torn = False
+        self.touched.add(segment.file)
+        self.unsynced_bytes += size
+        with self.changing:
+            for header, offset in zip(headers, offsets, strict=True):
+                segment.add(header, at + offset)
+            if segment not in self.segments:
+                self.segments.append(segment)
+            self.show(segment, headers, [at + offset for offset in offsets])
+        return [header.crc for header in headers]
+
+    def _begin(self, first_id: int, size: int, widths: Widths) -> Segment:
+        """Open a new segment for so many bytes, and end the one before."""
+        if self._open is not None and self._open.headers:
+            self._end(self._open)
+            self._open = None
+        head = widths.head
+        bound = max(SEGMENT_BYTES, len(head) + size + len(END))
+        path = self.path_of(first_id)
+        if self._open is not None:  # one without rows, which was too short; others may have read its schema
+            self._disk.unlink(path)
+        file = self._disk.open(path, create=True)
+        try:
+            file.truncate(0)
+            file.truncate(bound)
+            file.write(head, 0)
+            addresses = AddressRange(bound)
+            addresses.attach(file, at=0, size=bound)
+        except BaseException:
+            file.close()
+            raise
+        if self._open is not None and self._open.file is not None:
+            self._open.file.close()
+        self.new_folders.add(self.folder)
+        self._torn = False
+        self._open = Segment(path, addresses, widths, end=len(head), file=file)
+        return self._open
+
+    def _end(self, segment: Segment) -> None:
+        """Seal a segment: nothing is ever written to it again."""
+        if segment.file is not None:
+            segment.file.write(END, segment.end)
+            segment.file.truncate(segment.end + len(END))
+            self.touched.add(segment.file)
+            self._finished.append(segment)
+        segment.sealed = True
+
+    # -- sync ------------------------------------------------------------------------------------
+
+    def note_left(self, low: int, gaps: Gaps) -> None:
+        """Be told which rows have left, as stands on the disk, or will with the next mark.
+
+        Args:
+            low: All up to this id.
+            gaps: Those between others.
+        """
+        self._low, self._gaps = low, gaps
+
+    def have_left(self, ids: IntArray) -> Array:
+        """Say which rows have left the store, so that they may be missing here. Shapes `(n,)`."""
+        left: Array = (ids <= self._low) | self._gaps.holds(ids)
+        return left
+
+    def begin_mark(self, last: int) -> None:
+        """Be told that what was touched is about to be synced, and a mark to follow.
+
+        Args:
+            last: Newest id that the mark is to cover.
+        """
+        self._marking += self._finished
+        self._finished = []
+        self._marked = last
+        self.unsynced_bytes = 0
+
+    def put_back(self) -> None:
+        """Be told that nothing of it was synced."""
+        self._finished = [*self._marking, *self._finished]
+        self._marking = []
+
+    def note_marked(self, *, tidy: bool) -> None:
+        """Be told that the mark is on the disk.
+
+        Args:
+            tidy: Whether files may go: nobody copies just now.
+        """
+        for segment in self._marking:
+            if segment.file is not None and segment.file not in self.touched:
+                segment.file.close()
+                segment.file = None
+        self._marking = []
+        if tidy:
+            self._drop()
+            self._merge(self._marked)
+
+    def give_up(self) -> None:
+        """Give back the space of rows that have left, as stands on the disk; no sync is under way.
+
+        Segments without others go. One at least half of whose rows have left is made once more, of the
+        others.
+        """
+        self._drop()
+        settled = self._settled()
+        for segment, live in zip(settled, self._live(settled), strict=True):
+            rows = sum(header.rows for header in segment.headers)
+            if 2 * live <= rows and self._is_whole(segment):
+                self._put_for([segment], thinned(self, segment, self._low, self._gaps))
+
+    def _settled(self) -> list[Segment]:
+        """Return the segments that are sealed, and on the disk."""
+        with self.changing:
+            return [segment for segment in self.segments if segment.sealed and segment.file is None]
+
+    def _live(self, segments: Sequence[Segment]) -> list[int]:
+        """Return how many rows of each segment have not left."""
+        first = np.array([max(segment.first, self._low + 1) for segment in segments], np.int64)
+        last = np.array([segment.last for segment in segments], np.int64)
+        left = self._gaps.counts(last) - self._gaps.counts(first - 1)
+        live: list[int] = np.where(first > last, 0, last + 1 - first - left).tolist()
+        return live
+
+    def _is_whole(self, segment: Segment) -> bool:
+        """Say whether a segment has no damaged batch: what is written anew has a sum of its own."""
+        if segment.path in self._unsound:
+            return False
+        whole = all(segment.is_sound(number) for number in range(len(segment.headers)))
+        if not whole:
+            self._unsound.add(segment.path)
+        return whole
+
+    def _drop(self) -> None:
+        """Remove the segments whose rows have all left."""
+        settled = self._settled()
+        gone = [one for one, live in zip(settled, self._live(settled), strict=True) if not live]
+        with self.changing:
+            for segment in gone:
+                self.replace(self._number(segment), 1, [])
+        for segment in gone:
+            self._disk.unlink(segment.path)
+
+    def _number(self, segment: Segment) -> int:
+        return next(number for number, one in enumerate(self.segments) if one is segment)
+
+    def _merge(self, marked: int) -> None:
+        """Make long batches of short ones, and long segments of short ones."""
+        settled = [segment for segment in self._settled() if segment.last <= marked]
+        settled = [segment for segment in settled if segment.path not in self._unsound]
+        size = PACKED_BYTES // 2 if self.compression else MERGED_BYTES
+        chosen = worth_merging(settled, segment_bytes=SEGMENT_BYTES, batch_bytes=size)
+        if chosen and all(self._is_whole(segment) for segment in chosen):
+            self._put_for(chosen, merged(self, chosen, size))
+
+    def _put_for(self, chosen: Sequence[Segment], parts: Sequence[Array]) -> None:
+        """Put a segment of these bytes in the place of some, neighbours."""
+        again = self._write_again(chosen[0], parts, ends=True)
+        self._let_go(again)
+        with self.changing:
+            self.replace(self._number(chosen[0]), len(chosen), [again])
+        for segment in chosen[1:]:
+            self._disk.unlink(segment.path)
+
+    def give_back(self) -> None:
+        """Give back disk space that only somebody who goes on writing needs."""
+        segment = self._open
+        if segment is not None and segment.file is not None and segment.headers:
+            segment.file.truncate(segment.end)
+
+    def close(self) -> None:
+        """Close the files; what is mapped goes when nobody reads it any more."""
+        super().close()
+        if self._open is not None and self._open.file is not None:
+            self._open.file.close()
+
+
+def _has_room(segment: Segment, messages: Sequence[Array]) -> bool:
+    """Say whether batches have room in a segment."""
+    room = segment.addresses.size - segment.end - len(END)
+    return sum(message.nbytes for message in messages) <= room and len(segment.headers) < SEGMENT_BATCHES
+
+
+def _head_of(message: Array) -> bytes:
+    """Return a message up to its body."""
+    size = 8 + int.from_bytes(message[4:8].tobytes(), "little")
+    return message[:size].tobytes()

@@ -1,0 +1,317 @@
+"""The file `checksums`: a crc32c per column for every block of 4096 slots, and a stamp that says since when.
+
+Used by the Zarr storage, which has the blocks summed that were touched since the last sync, by `verify`,
+and by snapshots, which need not copy what bears the same stamp. It never judges what it reads in columns.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import struct
+import time
+from collections.abc import Iterable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import google_crc32c
+import numpy as np
+from numpy.typing import NDArray
+
+from expstore.core.values import Array, IntArray
+from expstore.disk.disk import Disk, File
+from expstore.errors import CorruptionError
+from expstore.storages.columns.column_set import ColumnGroup
+from expstore.storages.columns.dedup import SharedColumn
+from expstore.storages.columns.flat import CHUNK_ROWS, Column
+
+__all__ = [
+    "BLOCK_ROWS",
+    "CHECKSUMS",
+    "Checksums",
+    "blocks_of",
+    "no_entries",
+    "pack_entries",
+    "read_entries",
+    "seal_entry",
+    "state_of",
+    "zeros_sum",
+]
+
+_logger = logging.getLogger("expstore")
+
+CHECKSUMS = "checksums"
+BLOCK_ROWS = CHUNK_ROWS
+HEADER_BYTES = 4096
+_MAGIC = b"EXPSUMS\0"
+_FORMAT = 1
+_HEADER = struct.Struct("<8sIIII")  # magic, format, slots per block, columns, crc32c of these
+
+#: What an entry says of its block.
+NOTHING, SUMMED, GIVEN_UP, DAMAGED = range(4)
+
+#: Between so many bytes or sums the thread lets others run: a waiting one would need 5 ms to get its turn.
+_PIECE_BYTES = 1 << 20
+_PIECES = 64
+
+
+def entry_dtype(columns: int) -> np.dtype[Any]:
+    """Return how an entry lies in the file: stamp, check of the entry itself, a sum per column."""
+    return np.dtype(
+        [("sequence", "<u8"), ("generation", "<u4"), ("check", "<u4"), ("sums", "<u4", (columns,))]
+    )
+
+
+def no_entries(columns: int) -> Array:
+    """Return the entries of a file that has none."""
+    return np.zeros(0, entry_dtype(columns))
+
+
+def blocks_of(pieces: Iterable[tuple[int, int, int]]) -> set[int]:
+    """Return the blocks that hold these slots, given as (first slot, anything, slots)."""
+    blocks: set[int] = set()
+    for slot, _, n in pieces:
+        if n > 0:
+            blocks.update(range(slot // BLOCK_ROWS, (slot + n - 1) // BLOCK_ROWS + 1))
+    return blocks
+
+
+@cache
+def zeros_sum(size: int) -> int:
+    """Return the crc32c of `size` zero bytes."""
+    crc, piece = 0, bytes(min(size, _PIECE_BYTES))
+    for start in range(0, size, _PIECE_BYTES):
+        crc = google_crc32c.extend(crc, piece[: size - start])
+    return crc
+
+
+def _header(columns: int) -> bytes:
+    head = _HEADER.pack(_MAGIC, _FORMAT, BLOCK_ROWS, columns, 0)[:-4]
+    crc: int = google_crc32c.value(head)
+    return (head + crc.to_bytes(4, "little")).ljust(HEADER_BYTES, b"\0")
+
+
+def _check(entry: Array) -> int:
+    data = entry.tobytes()
+    crc: int = google_crc32c.value(data[:12] + data[16:])
+    return crc
+
+
+def seal_entry(entry: Array, *, generation: int, sequence: int) -> None:
+    """Set the stamp of an entry whose sums are set, and the check over both."""
+    entry["sequence"], entry["generation"] = sequence, generation
+    entry["check"] = _check(entry)
+
+
+def pack_entries(entries: Array) -> bytes:
+    """Return a whole file of these entries, one per block."""
+    return _header(entries["sums"].shape[1]) + entries.tobytes()
+
+
+def state_of(entry: Array) -> int:
+    """Say what an entry of the table says of its block.
+
+    Returns:
+        NOTHING (never written to), SUMMED, GIVEN_UP (holds no readable row, and nobody knows what else),
+        or DAMAGED (the entry itself).
+    """
+    if int(entry["check"]) != _check(entry):
+        return DAMAGED if entry.tobytes().strip(b"\0") else NOTHING
+    return SUMMED if int(entry["sequence"]) else GIVEN_UP
+
+
+def read_entries(data: bytes, columns: int, path: Path) -> Array:
+    """Return the entries of a file, one per block; whether each is whole is for `state_of` to say.
+
+    Args:
+        data: The file's bytes.
+        columns: How many columns are summed.
+        path: For messages.
+
+    Raises:
+        CorruptionError: The file begins with something else, or speaks of another number of columns.
+    """
+    if data[:HEADER_BYTES] != _header(columns):
+        raise CorruptionError(
+            f"{path} is damaged: it does not begin as a file of checksums of {columns} columns"
+        )
+    dtype = entry_dtype(columns)
+    body = data[HEADER_BYTES:]
+    body = body.ljust(-(-len(body) // dtype.itemsize) * dtype.itemsize, b"\0")  # a cut one is damaged
+    return np.frombuffer(body, dtype).copy()
+
+
+class Checksums:
+    """Keep the sums of a store's blocks, on disk and in memory.
+
+    Threads: one at a time, the one that syncs or opens. Crashes: an entry may be lost, or speak of bytes
+    that were lost, for blocks touched since the last durable mark only; opening sums those anew.
+
+    Args:
+        disk: Where files are touched.
+        path: The file; made anew if it is missing or no such file.
+        group: The columns; all but the last (priority) are summed.
+    """
+
+    def __init__(self, disk: Disk, path: Path, group: ColumnGroup) -> None:
+        self._columns = group.summed
+        width = len(self._columns)
+        new = not disk.exists(path)
+        self.file: File = disk.open(path, create=True)
+        try:
+            data = self.file.read(0, self.file.size())
+            try:
+                self._entries = read_entries(data, width, path)
+            except CorruptionError as exc:
+                if not new:
+                    _logger.warning("%s; it is made anew", exc.message)
+                # The sums can be made again from the columns; only what they would have shown is lost.
+                self._entries = no_entries(width)
+                self.file.truncate(0)
+                self.file.write(_header(width), 0)
+                self.file.sync()
+                disk.sync_dir(path.parent)
+        except BaseException:
+            self.file.close()
+            raise
+
+    def stamps(self) -> IntArray:
+        """Return (generation, sequence) per block; equal ones mean that no byte has changed in between.
+
+        They are those of the last sync; a block that holds no sums has (0, 0), which says nothing.
+        Shape `(blocks, 2)`.
+        """
+        entries = self._entries
+        found = np.stack([entries["generation"], entries["sequence"]], axis=1).astype(np.int64)
+        found[entries["sequence"] == 0] = 0
+        return found
+
+    @property
+    def blocks(self) -> int:
+        """How many blocks have an entry."""
+        return int(self._entries.size)
+
+    def entry(self, block: int) -> Array:
+        """Return what is known of a block, as `entry_dtype` lays it out."""
+        entry: Array = self._entries[block]
+        return entry
+
+    def entries(self) -> Array:
+        """Return a copy of all entries, one per block, as they were at the last sync."""
+        return self._entries.copy()
+
+    def missing(self, blocks: Iterable[int]) -> set[int]:
+        """Return those of `blocks` that have no sums."""
+        return {
+            block
+            for block in blocks
+            if block >= self._entries.size or state_of(self._entries[block]) != SUMMED
+        }
+
+    def update(self, blocks: Iterable[int], *, generation: int, sequence: int) -> None:
+        """Sum blocks as they are now and write their entries; the caller syncs the file.
+
+        Args:
+            blocks: Which ones.
+            generation: The stamp: of the writer.
+            sequence: The stamp: of the last record whose rows are in the columns.
+        """
+        todo = sorted(blocks)
+        if not todo:
+            return
+        self._grow(todo[-1] + 1)
+        worked = 0
+        for block in todo:
+            entry = self._entries[block]
+            for place, column in enumerate(self._columns):
+                entry["sums"][place] = _sum_block(column, block)
+                worked += column.row_bytes * BLOCK_ROWS + _PIECE_BYTES // _PIECES
+                if worked > _PIECE_BYTES:
+                    worked = 0
+                    time.sleep(0)
+            seal_entry(entry, generation=generation, sequence=sequence)
+        self._write(todo)
+
+    def give_up(self, blocks: Iterable[int], *, generation: int) -> None:
+        """Note that nobody knows what these blocks hold; no row in them can be read."""
+        todo = sorted(blocks)
+        if not todo:
+            return
+        self._grow(todo[-1] + 1)
+        for block in todo:
+            entry = self._entries[block]
+            entry["sums"] = 0
+            seal_entry(entry, generation=generation, sequence=0)
+        self._write(todo)
+
+    def rearranged(self, places: Sequence[int], new: Column | None = None) -> bytes:
+        """Return a whole file for other columns: sums stay, and so do stamps; nothing is read but `new`.
+
+        Args:
+            places: Which column here each one is there; -1: `new`.
+            new: A column that is not summed yet.
+        """
+        found = np.zeros(self._entries.size, entry_dtype(len(places)))
+        for block, (old, entry) in enumerate(zip(self._entries, found, strict=True)):
+            state = state_of(old)
+            known = new is None or (block + 1) * BLOCK_ROWS <= new.ready
+            if state == NOTHING or (state == SUMMED and not known):
+                continue
+            if state == SUMMED:
+                entry["sums"] = [
+                    _sum_block(new, block) if place < 0 and new is not None else old["sums"][place]
+                    for place in places
+                ]
+            seal_entry(entry, generation=int(old["generation"]), sequence=int(old["sequence"]))
+            if state == DAMAGED:
+                entry["check"] ^= 1  # and stays so: nobody knows what the block held
+        return pack_entries(found)
+
+    def _grow(self, blocks: int) -> None:
+        if blocks > self._entries.size:
+            more = np.zeros(blocks - self._entries.size, self._entries.dtype)
+            self._entries = np.concatenate([self._entries, more])
+
+    def _write(self, blocks: list[int]) -> None:
+        size = self._entries.dtype.itemsize
+        for _, run in itertools.groupby(enumerate(blocks), lambda pair: pair[1] - pair[0]):
+            members = [block for _, block in run]
+            data = self._entries[members[0] : members[-1] + 1].tobytes()
+            self.file.write(data, HEADER_BYTES + members[0] * size)
+
+    def close(self) -> None:
+        """Close the file."""
+        self.file.close()
+
+
+def _sum_block(column: Column, block: int) -> int:
+    """Return the crc32c of a block of a column, written or not."""
+    size = BLOCK_ROWS * column.row_bytes
+    if column.packed:
+        return 0  # its chunks have checksums of their own
+    if column.blank:
+        return zeros_sum(size)  # a hole: reading it would fill memory with zeros
+    start, count = block * BLOCK_ROWS, BLOCK_ROWS
+    if isinstance(column, SharedColumn):
+        return _sum_shared(column, start, size)
+    rows: NDArray[np.uint8] = column.copy(start, count).reshape(-1).view(np.uint8)
+    if size <= _PIECE_BYTES:
+        crc: int = google_crc32c.value(rows)
+        return crc
+    crc = 0
+    for start in range(0, size, _PIECE_BYTES):
+        crc = google_crc32c.extend(crc, rows[start : start + _PIECE_BYTES])
+        time.sleep(0)
+    return crc
+
+
+def _sum_shared(column: SharedColumn, start: int, size: int) -> int:
+    """Return the crc32c of a block in which rows that lie elsewhere count as zeros."""
+    if column.distances.copy(start, BLOCK_ROWS).all():
+        return zeros_sum(size)
+    crc = 0
+    for part in column.parts_to_sum(start, BLOCK_ROWS):
+        crc = google_crc32c.extend(crc, part)
+        time.sleep(0)
+    return crc

@@ -1,0 +1,154 @@
+"""Which rows need not be stored again: their bytes are the next ones of an earlier row.
+
+Used where columns are written. It compares bytes, and never takes for granted how rows follow one
+another: lanes, workers and batches may be interleaved in any way.
+"""
+
+from __future__ import annotations
+
+import google_crc32c
+import numpy as np
+from numpy.typing import NDArray
+
+from expstore.core.values import Array, IntArray
+
+__all__ = ["NextRows"]
+
+#: So many distances are tried first: those that fitted last.
+_RECENT = 4
+Bytes = NDArray[np.uint8]
+
+
+class NextRows:
+    """Know the next rows of what was written last, and find others among them.
+
+    Threads: one. Crashes: it is in memory alone; a new one knows nothing, and finds less.
+
+    Args:
+        row_bytes: Length of a row.
+        reach: Among how many rows before it a row is looked for.
+
+    Example:
+        >>> known = NextRows(4, 8)
+        >>> frames = np.arange(10, dtype=np.int32)
+        >>> known.find(100, frames[:3], frames[1:4])  # row 101 has what comes next in row 100
+        array([0, 1, 1])
+        >>> known.find(103, frames[3:5], frames[4:6])
+        array([1, 1])
+        >>> known.find(205, frames[5:7], frames[6:8])  # others came in between
+        array([0, 1])
+    """
+
+    def __init__(self, row_bytes: int, reach: int) -> None:
+        self._reach, self._row_bytes = reach, row_bytes
+        self._word = np.uint64 if row_bytes % 8 == 0 else np.uint8  # compared at a time
+        self._rows: Bytes = np.empty((0, row_bytes), np.uint8)  # room for twice the reach, once it is needed
+        self._next = -1  # place of the row that comes next
+        self._first = 0  # place of the first row in `_rows`
+        self._held = 0  # how many are there
+        self._recent: list[int] = []
+        self._places: dict[int, int] = {}  # of the newest row with this checksum
+        self._summed = 0  # place up to which rows are in there
+        self._told = -1, np.empty(0, np.int64)  # what was asked last, and found
+
+    def find(self, place: int, rows: Array, next_rows: Array) -> IntArray:
+        """Return how many rows before each of a run a row has the same bytes next; 0: none has.
+
+        Args:
+            place: Of the first of them; if the rows before it were not told, nothing is known of them. The
+                last ones may come once more, followed by others.
+            rows: C-contiguous. Shape `(n, *row shape)`.
+            next_rows: What comes next after each. C-contiguous, same shape and dtype.
+        """
+        mine = rows.reshape(-1).view(np.uint8).reshape(-1, self._row_bytes)
+        theirs = next_rows.reshape(-1).view(np.uint8).reshape(-1, self._row_bytes)
+        found = np.zeros(len(mine), np.int64)
+        done = 0 if place == self._next else self._told_before(place, mine, theirs, found)
+        if not done and place != self._next:
+            self._begin(place)
+        for start in range(done, len(mine), self._reach):
+            part = slice(start, min(start + self._reach, len(mine)))
+            self._add(theirs[part])
+            self._find_some(mine[part], found[part])
+            self._next += part.stop - start
+        self._told = place, found
+        return found
+
+    def forget(self) -> None:
+        """Know nothing any more: what was told may have changed."""
+        self._begin(-1)
+        self._told = -1, np.empty(0, np.int64)
+
+    def _told_before(self, place: int, rows: Bytes, next_rows: Bytes, found: IntArray) -> int:
+        """Fill in what was found the last time, if the same rows come once more; return for how many."""
+        first, before = self._told
+        count = before.size
+        base = self._held - count
+        if place != first or place + count != self._next or count > len(rows) or base < 0:
+            return 0
+        at = np.flatnonzero(before)
+        theirs = base + at - before[at]
+        if (theirs < 0).any() or (rows[at] != self._rows[theirs]).any():
+            return 0
+        if (next_rows[:count] != self._rows[base : self._held]).any():
+            return 0
+        found[:count] = before
+        return count
+
+    def _begin(self, place: int) -> None:
+        if not len(self._rows):
+            self._rows = np.empty((2 * self._reach, self._row_bytes), np.uint8)
+        self._next = self._first = self._summed = place
+        self._held = 0
+        self._places.clear()
+
+    def _add(self, rows: Bytes) -> None:
+        """Add rows behind the others, of which no more than the reach need stay."""
+        if self._held + len(rows) > len(self._rows):
+            gone = self._held - min(self._held, self._reach)
+            self._rows[: self._held - gone] = self._rows[gone : self._held].copy()
+            self._held, self._first = self._held - gone, self._first + gone
+        self._rows[self._held : self._held + len(rows)] = rows
+        self._held += len(rows)
+
+    def _find_some(self, rows: Bytes, found: IntArray) -> None:
+        """Fill in the distances of rows whose next ones were added last."""
+        left = np.arange(len(rows))
+        for distance in list(self._recent):
+            if not left.size:
+                return
+            left = self._try(distance, rows, left, found)
+        while left.size:
+            row = int(left[0])
+            distance = self._look_up(self._next + row, rows[row])
+            if distance:
+                self._recent = [distance, *(one for one in self._recent if one != distance)][:_RECENT]
+                left = self._try(distance, rows, left, found)
+            else:
+                left = left[1:]
+
+    def _try(self, distance: int, rows: Bytes, left: IntArray, found: IntArray) -> IntArray:
+        """Give this distance to the rows that it fits; return the others."""
+        base = self._next - self._first - distance  # where the row would be that fits the first one
+        tried = left[left >= -base]
+        if not tried.size:
+            return left
+        first, stop = int(tried[0]), int(tried[-1]) + 1
+        if stop - first == tried.size:
+            mine, theirs = rows[first:stop], self._rows[base + first : base + stop]
+        else:
+            mine, theirs = rows[tried], self._rows[base + tried]
+        same = (mine.view(self._word) == theirs.view(self._word)).all(1)
+        found[tried[same]] = distance
+        return left[found[left] == 0] if same.any() else left
+
+    def _look_up(self, place: int, row: Bytes) -> int:
+        """Return how far before it a row has the same bytes next; 0: none was found."""
+        for other in range(max(self._summed, self._first), place):
+            self._places[google_crc32c.value(self._rows[other - self._first])] = other
+        self._summed = max(self._summed, place)
+        if len(self._places) > 4 * self._reach:
+            self._places = {crc: other for crc, other in self._places.items() if other >= self._first}
+        other = self._places.get(google_crc32c.value(row), -1)
+        near = max(self._first, place - self._reach) <= other < place
+        return place - other if near and (self._rows[other - self._first] == row).all() else 0

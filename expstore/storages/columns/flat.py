@@ -1,0 +1,368 @@
+"""Columns on disk: Zarr v3 arrays whose shard files are one memory map.
+
+Used by `ZarrStorage`. A shard is all its rows in C order, then a chunk index that is known beforehand
+(Zarr v3 sharding codec, index at the end); rows are written with pwrite and read through the map.
+zarr-python makes the metadata and never runs when rows are written or read.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from expstore.core.buffer_pool import Recycled
+from expstore.core.values import Array, IntArray
+from expstore.disk.disk import Disk, File, address_of
+from expstore.disk.mapped import AddressRange
+from expstore.errors import CorruptionError, StorageError
+from expstore.schema.schema import Field
+from expstore.storages.format.zarr_metadata import (
+    CHUNK_ROWS,
+    SEPARATOR,
+    Layout,
+    grow_shape,
+    shard_footer,
+    shard_name,
+)
+
+__all__ = ["CHUNK_ROWS", "REWRITE_BYTES", "Column", "shard_rows"]
+
+SHARD_ROWS = 1 << 20
+SHARD_BYTES = 1 << 30
+#: Below this row size np.take is the faster gather, above it torch.index_select.
+WIDE_ROW = 512
+#: So many bytes at a time are written again when a store is opened after a crash.
+REWRITE_BYTES = 8 << 20
+#: Up to so many runs of rows are written one by one, more by a compiled loop.
+_FEW_RUNS = 16
+#: Of rows of up to so many bytes those that would not change are left out.
+_NARROW = 4
+
+
+def shard_rows(row_bytes: int, slots: int | None) -> int:
+    """Return how many rows a shard has: a multiple of 4096, so that its bytes fill whole pages."""
+    rows = min(SHARD_ROWS, max(CHUNK_ROWS, SHARD_BYTES // row_bytes // CHUNK_ROWS * CHUNK_ROWS))
+    return rows if slots is None else min(rows, -(-slots // CHUNK_ROWS) * CHUNK_ROWS)
+
+
+class Column:
+    """Keep one field of all rows.
+
+    Shards are made when the first row comes that needs them; the file has its full length at once and
+    takes disk space as rows are written.
+
+    Args:
+        disk: Where files are touched.
+        folder: The Zarr array's folder.
+        entry: The field.
+        slots: How many rows a ring has; None: the column grows.
+        layout: How its shards are cut and named; None: as in a new store.
+        write: Whether shards are made and written to. Else they are opened for reading (`look`), no
+            descriptor stays open, and one that is damaged is refused when it is touched.
+        fills: Whether reading a hole through a map takes space, as in a file system in memory.
+    """
+
+    #: Whether rows lie in packed chunks.
+    packed = False
+    #: Whether all rows lie in `view`.
+    viewed = True
+
+    def __init__(
+        self,
+        disk: Disk,
+        folder: Path,
+        entry: Field,
+        slots: int | None,
+        *,
+        layout: Layout | None = None,
+        write: bool = True,
+        fills: bool = False,
+    ) -> None:
+        self.entry = entry
+        self.folder = folder
+        self.row_bytes = entry.row_bytes
+        self.rows = shard_rows(self.row_bytes, slots) if layout is None else layout.rows
+        self.separator = SEPARATOR if layout is None else layout.separator
+        self.files: list[File] = []
+        #: Reading a hole through the map takes space, which there may be none of.
+        self.fills = fills
+        #: Nothing but False was ever written: then nothing is written or read at all.
+        self.blank = write and entry.dtype == "bool" and not fills
+        #: Shards that cannot be read, and what is wrong with them.
+        self.damaged: dict[int, str] = {}
+        #: What makes the whole column unreadable.
+        self.fault: str | None = None
+        self.wide_row = WIDE_ROW
+        self._looked = 0  # shards that were looked at for reading only
+        self._wide: tuple[AddressRange, Any] | None = None  # the rows as integers, when torch is first needed
+        self._recycled = Recycled()
+        self._disk = disk
+        self._limit = None if slots is None else -(-slots // self.rows)
+        self._reserve(self._limit or 16)
+
+    @property
+    def ready(self) -> int:
+        """How many slots have a place in a shard."""
+        return (len(self.files) or self._looked) * self.rows
+
+    def _reserve(self, shards: int) -> None:
+        addresses = AddressRange(shards * self.rows * self.row_bytes)
+        for number, file in enumerate(self.files):
+            self._attach(addresses, number, file)
+        for number in range(self._looked):
+            self._look_at(addresses, number)
+        shape = (shards * self.rows, *self.entry.shape)
+        self._addresses, self._shards = addresses, shards
+        self.view: Array = addresses.array(self.entry.numpy_dtype, shape)
+
+    def _attach(self, addresses: AddressRange, number: int, file: File) -> None:
+        size = self.rows * self.row_bytes
+        addresses.attach(file, at=number * size, size=size)
+
+    def shard_path(self, number: int) -> Path:
+        """Return where a shard lies."""
+        return self.folder / shard_name(number, len(self.entry.shape), self.separator)
+
+    @property
+    def file_bytes(self) -> int:
+        """Length of a shard file."""
+        return self.rows * self.row_bytes + 16 * (self.rows // CHUNK_ROWS) + 4
+
+    def add_shard(self) -> list[Path]:
+        """Make the next shard; return the folders whose names must be synced with its first rows."""
+        number = len(self.files)
+        path = self.shard_path(number)
+        self._disk.make_dir(path.parent)
+        temp = path.with_name(path.name + ".tmp")
+        file = self._disk.open(temp, create=True)
+        try:
+            file.truncate(0)
+            file.truncate(self.file_bytes)
+            file.write(shard_footer(self.rows, self.row_bytes), self.rows * self.row_bytes)
+            self._disk.rename(temp, path)
+            file.path = path
+            if self._limit is None and number:
+                grow_shape(self._disk, self.folder, (number + 1) * self.rows)
+            if number == self._shards:
+                self._reserve(2 * self._shards)
+            self._attach(self._addresses, number, file)
+        except BaseException:
+            file.close()
+            raise
+        self.files.append(file)
+        parents = [path.parent]
+        while parents[-1] != self.folder:
+            parents.append(parents[-1].parent)
+        return parents
+
+    def open_shards(self) -> None:
+        """Open the shards that are there, up to the first one that is not whole."""
+        while self._limit is None or len(self.files) < self._limit:
+            number = len(self.files)
+            path = self.shard_path(number)
+            if self._disk.size(path) != self.file_bytes:
+                break
+            file = self._disk.open(path)
+            if number == self._shards:
+                self._reserve(2 * self._shards)
+            self._attach(self._addresses, number, file)
+            self.files.append(file)
+        if self._limit is None and len(self.files) > 1:
+            grow_shape(self._disk, self.folder, self.ready)
+
+    def look(self, slots: int, *, due: bool = True) -> None:
+        """Open, for reading only, the shards that slots 0 to `slots` - 1 need.
+
+        Args:
+            slots: How many.
+            due: Whether all of them must be there; else the first one that is not ends the look.
+        """
+        while self._looked * self.rows < slots:
+            if not due and self._disk.size(self.shard_path(self._looked)) != self.file_bytes:
+                break
+            if self._looked == self._shards:
+                self._reserve(2 * self._shards)
+            self._look_at(self._addresses, self._looked)
+            self._looked += 1
+
+    def _look_at(self, addresses: AddressRange, number: int) -> None:
+        if number in self.damaged:
+            return
+        if self.fault is not None:
+            self.damaged[number] = self.fault
+            return
+        path = self.shard_path(number)
+        try:
+            size = self._disk.size(path)
+            if size != self.file_bytes:
+                raise self._unfit(path, size)
+            file = self._disk.open(path, write=False)
+            try:
+                self._attach(addresses, number, file)
+            finally:
+                file.close()
+        except StorageError as exc:
+            self.damaged[number] = exc.message
+
+    def _unfit(self, path: Path, size: int) -> CorruptionError:
+        found = "is missing" if size < 0 else f"has {size} bytes"
+        return CorruptionError(f"{path} {found}, {self.file_bytes} bytes are expected")
+
+    def check(self, slots: IntArray) -> None:
+        """Raise CorruptionError if one of these slots lies in a damaged shard. Shape `(n,)`."""
+        numbers = slots // self.rows
+        for number, found in self.damaged.items():
+            if (numbers == number).any():
+                raise CorruptionError(f"rows of {self.folder} cannot be read: {found}")
+
+    def part(self, slot: int, count: int) -> Array:
+        """View a run of slots; unlike a slice of `view` it never touches a damaged shard.
+
+        Raises:
+            CorruptionError: A shard that it lies in is damaged.
+        """
+        self._check_run(slot, count)
+        return self.view[slot : slot + count]
+
+    def _check_run(self, slot: int, count: int) -> None:
+        if self.damaged and count:
+            self.check(np.arange(slot // self.rows, (slot + count - 1) // self.rows + 1) * self.rows)
+
+    def require(self, slots: int) -> None:
+        """Check that slots 0 to `slots` - 1 have a place.
+
+        Raises:
+            CorruptionError: A shard that holds rows is missing or has another length.
+        """
+        if self.ready < slots:
+            path = self.shard_path(len(self.files))
+            raise self._unfit(path, self._disk.size(path))
+
+    def require_rows(self, slot: int, count: int, turn: int) -> None:
+        """Check nothing: a row is there if its shard is."""
+
+    def look_for_true(self) -> None:
+        """Find out whether the column holds nothing but False."""
+        step = REWRITE_BYTES // self.row_bytes or 1
+        for start in range(0, self.ready if self.blank else 0, step):
+            if self.read(start, min(step, self.ready - start)).any():
+                self.blank = False
+                return
+
+    def read(self, slot: int, count: int) -> Array:
+        """Copy a run of slots out of the files: unlike the map it can be asked where there may be holes."""
+        parts = []
+        for number, row, _, n in self._runs(slot, count):
+            held = self.files[number] if self.files else None
+            file = held or self._disk.open(self.shard_path(number), write=False)
+            try:
+                parts.append(file.read(row * self.row_bytes, n * self.row_bytes))
+            finally:
+                if held is None:
+                    file.close()
+        values = np.frombuffer(b"".join(parts), self.entry.numpy_dtype)
+        return values.reshape(count, *self.entry.shape)
+
+    def copy(self, slot: int, count: int) -> Array:
+        """Return a run of slots, some of which may never have been written to; a view where that is safe.
+
+        Raises:
+            CorruptionError: A shard that it lies in is damaged.
+        """
+        if not self.fills:
+            return self.part(slot, count)
+        self._check_run(slot, count)
+        return self.read(slot, count)
+
+    def spans(self, slot: int, count: int) -> Iterator[tuple[File, int, int, int]]:
+        """Cut a run of slots at shard ends: (file, byte offset in it, first row of the run, rows)."""
+        for number, row, done, n in self._runs(slot, count):
+            yield self.files[number], row * self.row_bytes, done, n
+
+    def _runs(self, slot: int, count: int) -> Iterator[tuple[int, int, int, int]]:
+        """Cut a run of slots at shard ends: (shard, first row in it, first row of the run, rows)."""
+        done = 0
+        while done < count:
+            number, row = divmod(slot + done, self.rows)
+            n = min(count - done, self.rows - row)
+            yield number, row, done, n
+            done += n
+
+    def take(self, slots: IntArray) -> Array:
+        """Copy rows out. `slots` has shape `(n,)`, the result `(n, *row shape)`."""
+        if self.blank:
+            return np.zeros((slots.size, *self.entry.shape), np.bool_)
+        if self.damaged:
+            self.check(slots)
+        if self.row_bytes < self.wide_row:
+            return self.view.take(slots, axis=0)
+        return self._take_wide(slots)
+
+    def _take_wide(self, slots: IntArray) -> Array:
+        import torch  # only wide rows need it; this layer stays importable without
+
+        addresses, wide = self._addresses, self._wide
+        if wide is None or wide[0] is not addresses:  # the writer may have moved to a longer range
+            # Torch copies single bytes at half the speed of larger numbers.
+            size = next(size for size in (8, 4, 2, 1) if self.row_bytes % size == 0)
+            shape = (addresses.size // self.row_bytes, self.row_bytes // size)
+            flat = addresses.array(np.dtype(f"i{size}"), shape, writable_flag=True)
+            wide = self._wide = addresses, torch.from_numpy(flat)
+        rows = wide[1]
+        taken = self._recycled.empty((slots.size, *self.entry.shape), self.entry.numpy_dtype)
+        out = torch.from_numpy(
+            taken.reshape(slots.size, self.entry.row_items).view(f"i{rows.element_size()}")
+        )
+        torch.index_select(rows, 0, torch.from_numpy(slots), out=out)
+        return taken
+
+    def write_rows(self, slots: IntArray, values: Array) -> list[File]:
+        """Write single rows; return the files touched. Neighbours in order go in one write."""
+        if self.blank:
+            if not values.any():
+                return []
+            self.blank = False
+        touched: dict[File, None] = {}
+        cuts = np.flatnonzero(np.diff(slots) != 1) + 1
+        if cuts.size > _FEW_RUNS:
+            if (
+                self.entry.row_items == 1 and self.row_bytes <= _NARROW
+            ):  # flags and priorities are mostly what they were
+                bits = f"u{self.row_bytes}"
+                values = np.ascontiguousarray(values).reshape(-1)
+                other = self.take(slots).reshape(-1).view(bits) != values.view(bits)
+                slots, values = slots[other], values[other]
+            return self._scatter_rows(slots, values) if slots.size else []
+        bounds = [0, *cuts.tolist(), slots.size]
+        for start, stop in itertools.pairwise(bounds):
+            for file, offset, row, n in self.spans(int(slots[start]), stop - start):
+                file.write(np.ascontiguousarray(values[start + row : start + row + n]), offset)
+                touched[file] = None
+        return list(touched)
+
+    def _scatter_rows(self, slots: IntArray, values: Array) -> list[File]:
+        """Write single rows one by one, by a compiled loop."""
+        rows, count = np.ascontiguousarray(values).reshape(slots.size, -1), slots.size
+        numbers = slots // self.rows
+        shards = numbers.tolist()
+        held = np.array([file.fd for file in self.files])
+        files = [self.files[number] for number in shards]
+        self._disk.scatter(
+            rows,
+            files,
+            held[numbers],
+            address_of(rows) + self.row_bytes * np.arange(count),
+            np.full(count, self.row_bytes),
+            (slots - numbers * self.rows) * self.row_bytes,
+        )
+        return [self.files[number] for number in sorted(set(shards))]
+
+    def close(self) -> None:
+        """Close the files; the map goes when no array is over it any more."""
+        for file in self.files:
+            file.close()
+        self.files = []

@@ -1,0 +1,607 @@
+"""Rows of a packed field: where their chunks are, and how they are taken out of them.
+
+Base of the column that is written and of the one that is only read. Rows of a field may lie in the column
+of the next ones: then they are taken from there. It changes no file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import sys
+import threading
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from expstore.core.buffer_pool import Recycled
+from expstore.core.values import Array, IntArray, key_name
+from expstore.disk.disk import Disk, File, address_of, load_compiled
+from expstore.disk.mapped import AddressRange
+from expstore.errors import CorruptionError, SchemaError
+from expstore.schema.schema import Field
+from expstore.storages.columns.flat import Column
+from expstore.storages.columns.packed.open_chunk import PartialFile
+from expstore.storages.columns.packed.parts import Frame, Shown
+from expstore.storages.format.chunk_encoding import Packing
+from expstore.storages.format.chunk_file import (
+    ANY_TURN,
+    HEADER_BYTES,
+    Chunks,
+    index_bytes,
+    no_chunks,
+    read_index,
+    turn_of,
+)
+
+__all__ = ["Filling", "Frame", "PackedRows", "Source"]
+
+#: Loads numba; in the background when a column is opened.
+TAKING = "expstore.kernels.blosc_decode"
+PARTIAL = "partial"
+_NONE = np.empty(0, np.int64)
+
+
+@dataclass
+class Source:
+    """What was found of a shard when the column was opened.
+
+    Args:
+        shard: Its number.
+        turn: Of the ring.
+        addresses: Where it is mapped.
+        chunks: What is in it.
+        named: Whether it has its name.
+    """
+
+    shard: int
+    turn: int
+    addresses: AddressRange | Frame
+    chunks: Chunks
+    named: bool = False
+
+    def cut(self, turn: int, chunk: int) -> bool:
+        """Forget chunks from this one on in this turn, and of later turns; say whether anything is left."""
+        if turn <= self.turn < ANY_TURN:
+            first = 0 if self.turn > turn else max(0, chunk - self.shard * self.chunks.offsets.size)
+            self.chunks = self.chunks._replace(offsets=self.chunks.offsets.copy())
+            self.chunks.offsets[first:] = -1
+        return bool((self.chunks.offsets >= 0).any())
+
+
+@dataclass
+class Filling:
+    """A shard that is being filled, or that has no name yet.
+
+    Args:
+        shard: Its number.
+        turn: Of the ring.
+        file: Where it lies.
+        addresses: Where it is mapped.
+        chunks: What is in it.
+    """
+
+    shard: int
+    turn: int
+    file: File
+    addresses: AddressRange
+    chunks: Chunks
+
+    def add(self, number: int, chunk: bytes, head: int = HEADER_BYTES) -> int:
+        """Append a chunk, which begins with what says what it is; return where its frame begins.
+
+        One that is there already comes once more after a failure: the file has no room for two.
+
+        Args:
+            number: Its number in the shard.
+            chunk: It.
+            head: Length of what comes before its frame.
+        """
+        offsets, sizes, end = self.chunks
+        there = offsets[number] >= 0 and offsets[number] + sizes[number] == end
+        start = int(offsets[number]) if there else end + head
+        self.file.write(chunk, start - head)
+        offsets[number], sizes[number] = start, len(chunk) - head
+        self.chunks = Chunks(offsets, sizes, start - head + len(chunk))
+        return start
+
+
+class PackedRows(Column):
+    """Take rows out of packed chunks.
+
+    Threads: any number take rows while one adds some.
+
+    Args:
+        disk: Where files are touched.
+        folder: The Zarr array's folder.
+        entry: The field.
+        slots: How many rows a ring has; None: the column grows.
+        packing: How it is packed.
+        write: Whether the files are written to.
+    """
+
+    packed = True
+    viewed = False
+
+    def __init__(
+        self,
+        disk: Disk,
+        folder: Path,
+        entry: Field,
+        slots: int | None,
+        packing: Packing,
+        *,
+        write: bool = True,
+    ) -> None:
+        self.entry, self.folder, self.packing = entry, folder, packing
+        self.row_bytes = entry.row_bytes
+        self.rows = packing.shard
+        self.separator = "."
+        self.files: list[File] = []
+        self.blank = self.fills = False
+        self.fault: str | None = None
+        self.wide_row = 0
+        self._recycled = Recycled()
+        self.chunk_bytes = packing.rows * entry.row_bytes
+        #: Length of what comes before a chunk's frame.
+        self.head = HEADER_BYTES + packing.table_bytes
+        #: The column in which some rows lie; None: they lie here.
+        self.partner: PackedRows | None = None
+        #: Shards that cannot be read, and what is wrong with them.
+        self.damaged: dict[int, str] = {}
+        #: Raw rows as they were found, of chunks of which some are not whole, and which ones.
+        self._torn: list[tuple[Frame, Array]] = []
+        #: Slots of rows that should be there and are not. Only where nobody writes.
+        self._lost = np.empty(0, np.int64)
+        self._disk = disk
+        self.slots = slots
+        shards = 16 if slots is None else -(-slots // packing.shard)
+        where = np.zeros(shards * packing.chunks, np.int64)
+        self._shown = Shown(where, np.zeros_like(where), np.zeros_like(where), {}, 0, 0, self._new_rows())
+        self._partial = PartialFile(disk, folder / PARTIAL, packing.rows, entry.row_bytes, write=write)
+        self._take_rows: Any = None
+        self._take_distances: Any = None
+
+    def _new_rows(self) -> Array:
+        return np.zeros((self.packing.rows, *self.entry.shape), self.entry.numpy_dtype)
+
+    def warm(self) -> None:
+        """Load the compiled loop that takes rows, in the background."""
+        if self._take_rows is None:
+            threading.Thread(target=self._load, name="expstore-warm", daemon=True).start()
+
+    def _load(self) -> None:
+        with contextlib.suppress(ImportError):
+            loops = load_compiled(TAKING)
+            self._take_distances = loops.take_distances
+            self._take_rows = loops.take_rows if self.packing.means.is_blosc else None
+
+    # -- where chunks are ------------------------------------------------------------------------
+
+    def open_path(self, number: int, turn: int) -> Path:
+        """Return where a shard lies while it is filled, in its turn of the ring."""
+        return self.folder / f"open.{number}.{turn}"
+
+    @property
+    def _bound(self) -> int:
+        """How long a shard file can become."""
+        chunk = HEADER_BYTES + self.packing.most_bytes(self.chunk_bytes)
+        return self.packing.chunks * chunk + index_bytes(self.packing.chunks, table=self.packing.table_bytes)
+
+    def _map(self, file: File, size: int) -> AddressRange:
+        addresses = AddressRange(size)
+        addresses.attach(file, at=0, size=size)
+        return addresses
+
+    def _grow(self, shard: int) -> None:
+        """Have a place for the chunks of a shard."""
+        shown, needed = self._shown, (shard + 1) * self.packing.chunks
+        if shown.where.size < needed:
+            where = np.zeros(max(needed, 2 * shown.where.size), np.int64)
+            sizes, turns, known = np.zeros_like(where), np.zeros_like(where), shown.where.size
+            where[:known], sizes[:known], turns[:known] = shown.where, shown.sizes, shown.turns
+            self._shown = shown._replace(where=where, sizes=sizes, turns=turns)
+
+    def _show(self, shard: int, turn: int, addresses: AddressRange | Frame, chunks: Chunks) -> None:
+        """Let the chunks of a file be found, in the places of older ones."""
+        self._grow(shard)
+        shown = self._shown
+        held = shown.maps.get(shard, ())
+        self._shown = shown = shown._replace(maps=shown.maps | {shard: (*held, addresses)})
+        there = np.flatnonzero(chunks.offsets >= 0)
+        places = shard * self.packing.chunks + there
+        shown.sizes[places] = chunks.sizes[there] - 4
+        shown.turns[places] = turn
+        shown.where[places] = addresses.address + chunks.offsets[there]
+
+    def _leave_former(self, source: Source | Filling) -> None:
+        """Forget where the rows of the turn before were, in whose place a whole shard has come."""
+        shown, first = self._shown, source.shard * self.packing.chunks
+        missing = first + np.flatnonzero(source.chunks.offsets < 0)
+        shown.where[missing[missing < shown.where.size]] = 0
+        self._shown = shown._replace(maps=shown.maps | {source.shard: (source.addresses,)})
+
+    def _show_all(self, sources: Iterable[Source | Filling]) -> None:
+        """Let chunks be found, of later turns rather than of earlier, and nothing else."""
+        size = self._shown.where.size
+        self._shown = self._shown._replace(
+            where=np.zeros(size, np.int64), sizes=np.zeros(size, np.int64), maps={}, held=0
+        )
+        # Raw rows come first: they count less than the packed ones of their turn.
+        for source in sorted(sources, key=lambda source: source.turn):
+            self._show(source.shard, source.turn, source.addresses, source.chunks)
+
+    def paths(self) -> list[Path]:
+        """Return the files in which rows are."""
+        kept = ("c.", "open.", PARTIAL)
+        return [self.folder / name for name in self._disk.names(self.folder) if name.startswith(kept)]
+
+    def shards(self) -> Iterator[tuple[str, int, int]]:
+        """Yield what shards there are: "c" if they have their names, "open"; number; turn, -1 if unknown."""
+        for name in self._disk.names(self.folder):
+            kind, *numbers = name.split(".")
+            if kind in ("c", "open"):
+                yield kind, int(numbers[0]), int(numbers[1]) if kind == "open" else -1
+
+    def _read_shard(self, shard: int) -> Source | None:
+        """Return what is in a shard that has its name; None: there is none, or it is damaged."""
+        path = self.shard_path(shard)
+        if not self._disk.exists(path):
+            return None
+        file = self._disk.open(path, write=False)
+        try:
+            table = self.packing.table_bytes
+            chunks = read_index(file, self.packing.chunks, table=table)
+            turn = turn_of(file, chunks, table=table)
+            return Source(shard, turn, self._map(file, file.size()), chunks, named=True)
+        except CorruptionError as exc:
+            self.damaged[shard] = exc.message
+            return None
+        finally:
+            file.close()
+
+    def _areas(self) -> list[Source]:
+        """Return chunks of which raw rows are there as packed ones, in memory.
+
+        Of a row that is there twice the newer one counts; it may be torn, and the older one be what a mark
+        covers.
+        """
+        rows: dict[tuple[int, int], tuple[Array, Array]] = {}
+        for area in self._partial.areas():
+            fresh = np.zeros_like(area.rows), np.ones_like(area.whole)
+            held, lost = rows.setdefault((area.turn, area.chunk), fresh)
+            held[area.whole] = area.rows[area.whole]
+            lost &= ~area.whole
+        found = []
+        self._torn = []
+        for (turn, chunk), (data, lost) in rows.items():
+            shard, number = divmod(chunk, self.packing.chunks)
+            frame = Frame(self.packing.pack(data))
+            if lost.any():
+                self._torn.append((frame, lost))
+            chunks = no_chunks(self.packing.chunks)
+            table = self.packing.table_bytes
+            chunks.offsets[number], chunks.sizes[number] = table, frame.data.size - table
+            found.append(Source(shard, turn, frame, chunks))
+        return found
+
+    def as_now(self) -> PackedRows:
+        """Return the rows as they are at this moment: whoever writes goes on, and these stay.
+
+        No row may be added meanwhile.
+        """
+        now = PackedRows.__new__(PackedRows)
+        vars(now).update(vars(self))
+        shown = self._shown
+        now.damaged = dict(self.damaged)
+        now._shown = shown._replace(
+            where=shown.where.copy(), sizes=shown.sizes.copy(), rows=shown.rows.copy()
+        )
+        return now
+
+    def packed_chunks(self) -> tuple[IntArray, IntArray, int]:
+        """Return which packed chunks are in the files, of which turn of the ring, and the bytes they take."""
+        shown, table = self._shown, self.packing.table_bytes
+        maps = [held for several in shown.maps.values() for held in several]
+        raw = [frame.address + table for frame in maps if isinstance(frame, Frame)]
+        names = np.flatnonzero((shown.where > 0) & ~np.isin(shown.where, raw))
+        # A chunk's checksum is not part of its frame, and a chunk that has none says -4.
+        used = (
+            int((shown.sizes[names] + 4).sum())
+            + names.size * self.head
+            + index_bytes(names.size, table=table)
+        )
+        return names, shown.turns[names], used
+
+    @property
+    def shown(self) -> Shown:
+        """Where rows are found just now."""
+        return self._shown
+
+    # -- reading ---------------------------------------------------------------------------------
+
+    def take(self, slots: IntArray) -> Array:
+        """Copy rows out. `slots` has shape `(n,)`, the result `(n, *row shape)`.
+
+        Raises:
+            CorruptionError: They lie in a damaged chunk.
+        """
+        out = self._recycled.empty((slots.size, *self.entry.shape), self.entry.numpy_dtype)
+        goals, places = self._take_own(slots, np.arange(slots.size), out)
+        if places.size:
+            self._lender()._take_own(places, goals, out)
+        return out
+
+    def take_pair(self, slots: IntArray) -> tuple[Array, Array]:
+        """Copy rows out of this column and of its partner, each chunk of which is unpacked once.
+
+        Args:
+            slots: Shape `(n,)`.
+
+        Returns:
+            Rows of this one and of that one. Shapes `(n, *row shape)`.
+
+        Raises:
+            CorruptionError: They lie in a damaged chunk.
+        """
+        count = slots.size
+        both = self._recycled.empty((2 * count, *self.entry.shape), self.entry.numpy_dtype)
+        goals, places = self._take_own(slots, np.arange(count), both)
+        partner = self._lender()
+        partner._take_own(
+            np.concatenate([slots, places]), np.append(np.arange(count, 2 * count), goals), both
+        )
+        return both[:count], both[count:]
+
+    def _lender(self) -> PackedRows:
+        """Return the column that has rows of this one."""
+        if self.partner is None:
+            raise CorruptionError(f"rows of {self.folder} lie in a column that cannot be read")
+        return self.partner
+
+    def _take_own(self, slots: IntArray, goals: IntArray, out: Array) -> tuple[IntArray, IntArray]:
+        """Copy rows that lie here to their places in the result.
+
+        Args:
+            slots: Shape `(n,)`.
+            goals: Which row of the result each becomes. Shape `(n,)`.
+            out: The result.
+
+        Returns:
+            The same two of rows that lie with the partner: goals, and slots there.
+        """
+        if self._lost.size and np.isin(slots, self._lost).any():
+            raise CorruptionError(f"rows of {self._partial.path} are damaged")
+        shown = self._shown  # before the chunks: a chunk that gets full shows there first
+        chunks, inside = np.divmod(slots, self.packing.rows)
+        wanted = np.arange(slots.size)
+        if shown.held:
+            here = (chunks == shown.base // self.packing.rows) & (inside < shown.held)
+            if here.any():
+                out[goals[here]] = shown.rows[inside[here]]
+                wanted = np.flatnonzero(~here)
+        if not wanted.size:
+            return _NONE, _NONE
+        order = wanted[np.argsort(chunks[wanted], kind="stable")]
+        distances = self._take_packed(chunks[order], inside[order], goals[order], out)
+        if distances is None:
+            return _NONE, _NONE
+        away = order[distances > 0]
+        places = slots[away] - distances[distances > 0]
+        return goals[away], places if self.slots is None else places % self.slots
+
+    def _take_packed(
+        self, chunks: IntArray, inside: IntArray, goals: IntArray, out: Array
+    ) -> IntArray | None:
+        """Copy rows of chunks, which ascend, to their places in the result.
+
+        Returns:
+            How far before each row the one is that has its bytes at the partner's; 0: they are here. None:
+            all are. Shape `(n,)`.
+        """
+        new = np.ones(chunks.size, bool)
+        np.not_equal(chunks[1:], chunks[:-1], out=new[1:])
+        names, which = chunks[new], np.cumsum(new) - 1
+        former: Any = None
+        while True:
+            shown, where, sizes = self._find(names)
+            there = where > 0
+            rows = there[which]
+            if not there.all():
+                self._explain(names[~there], where[~there])
+                out[goals[~rows]] = 0
+            bad, distances = -1, None
+            if self.packing.shares:
+                bad, distances = self._read_tables(where, which, inside)
+                rows &= distances == 0
+            if bad < 0 and rows.all():
+                bad = self._unpack(where, sizes, which, inside, goals, out)
+            elif bad < 0 and rows.any():
+                frames, own = np.unique(which[rows], return_inverse=True)
+                bad = self._unpack(where[frames], sizes[frames], own, inside[rows], goals[rows], out)
+                bad = bad if bad < 0 else int(frames[bad])
+            if bad < 0:
+                return distances
+            if former is not None and (former == where).all():
+                raise CorruptionError(f"chunk {names[bad]} of {self.folder} is damaged")
+            former = where  # another chunk may have taken its place meanwhile: then that one is read
+            del shown
+
+    def _find(self, names: IntArray) -> tuple[Shown, IntArray, IntArray]:
+        """Return where chunks are, and what keeps them there as long as it is held."""
+        while True:
+            shown = self._shown
+            known = np.minimum(names, shown.where.size - 1)
+            where, sizes = shown.where[known], shown.sizes[known]
+            where[known != names] = 0
+            if shown.maps is self._shown.maps and shown.where is self._shown.where:
+                return shown, where, sizes
+
+    def _explain(self, names: IntArray, where: IntArray) -> None:
+        """Raise CorruptionError if chunks that are not there should be; others were never written."""
+        for name, address in zip(names.tolist(), where.tolist(), strict=True):
+            found = self.damaged.get(name // self.packing.chunks)
+            if found is not None:
+                raise CorruptionError(f"rows of {self.folder} cannot be read: {found}")
+            if address < 0:
+                raise CorruptionError(f"chunk {name} of {self.folder} is missing")
+
+    def _found(self) -> list[Source | Filling]:
+        """Return all files and raw chunks that were found when the column was opened."""
+        raise NotImplementedError
+
+    def _lost_slots(self, first: int, stop: int, turn: int) -> IntArray:
+        """Return which slots of a run hold no whole row of this turn; ascending.
+
+        As long as what was found is all there is: when a store is opened.
+        """
+        each, shown, chunks = self.packing.rows, self._shown, self.packing.chunks
+        low, high = first // each, -(-stop // each)
+        there = np.zeros(max(high, shown.where.size), bool)
+        raw: dict[int, Array] = {}
+        for source in self._found():
+            if source.turn not in (turn, ANY_TURN):
+                continue
+            places = source.shard * chunks + np.flatnonzero(source.chunks.offsets >= 0)
+            if isinstance(source.addresses, Frame):
+                gone = [lost for frame, lost in self._torn if frame is source.addresses]
+                raw |= dict.fromkeys(places.tolist(), gone[0] if gone else np.zeros(each, bool))
+            else:
+                there[places] = True
+        missing = low + np.flatnonzero(~there[low:high])
+        parts = [
+            name * each + np.flatnonzero(raw.get(name, np.ones(each, bool))) for name in missing.tolist()
+        ]
+        slots = np.concatenate([np.zeros(0, np.int64), *parts])
+        held = (slots >= shown.base) & (slots < shown.base + shown.held)
+        lost: IntArray = slots[(slots >= first) & (slots < stop) & ~held]
+        return lost
+
+    def require_rows(self, slot: int, count: int, turn: int) -> None:
+        """Raise CorruptionError if rows that can be read are not there.
+
+        Args:
+            slot: Of the first one.
+            count: How many.
+            turn: Of the ring.
+        """
+        lost = self._lost_slots(slot, slot + count, turn)
+        if lost.size:
+            self._explain(lost[:1] // self.packing.rows, np.full(1, -1))
+
+    def distances(self, slots: IntArray) -> IntArray:
+        """Return how many rows before each the one is whose bytes at the partner's it has; 0: it has its own.
+
+        Args:
+            slots: Ascending but at the ring's end. Shape `(n,)`.
+
+        Raises:
+            CorruptionError: A table is damaged.
+        """
+        each = self.packing.rows
+        if not self.packing.shares:
+            return np.zeros(slots.size, np.int64)
+        names, which = np.unique(slots // each, return_inverse=True)
+        shown, where, _ = self._find(names)
+        where = np.maximum(where, 0)
+        bad, found = self._read_tables(where, which, slots % each)
+        if bad >= 0:
+            raise CorruptionError(f"chunk {names[bad]} of {self.folder} is damaged")
+        del shown
+        return found
+
+    def lacks(self, slot: int, count: int, turn: int) -> bool:
+        """Say whether some rows of a run are not there as they were written in this turn.
+
+        When a store is opened: other rows may be found in their places, perhaps with the very same bytes.
+
+        Args:
+            slot: Of the first one.
+            count: How many.
+            turn: Of the ring.
+        """
+        each, shown = self.packing.rows, self._shown
+        low, high = slot // each, -(-(slot + count) // each)
+        if high <= shown.where.size:
+            turns, where = shown.turns[low:high], shown.where[low:high]
+            torn = [frame.address + self.packing.table_bytes for frame, _ in self._torn]
+            if (((turns == turn) | (turns == ANY_TURN)) & (where > 0) & ~np.isin(where, torn)).all():
+                return False
+        return bool(self._lost_slots(slot, slot + count, turn).size)
+
+    def _read_tables(self, where: IntArray, which: IntArray, inside: IntArray) -> tuple[int, IntArray]:
+        """Return which table is damaged, -1 for none, and what the tables say of rows."""
+        out = np.zeros(which.size, np.int64)
+        if self._take_distances is not None:
+            bad = self._take_distances(where, which, inside, self.packing.rows, out)
+            return int(bad), out
+        size = self.packing.table_bytes
+        for number, address in enumerate(where.tolist()):
+            mine = which == number
+            if address > 0:
+                try:
+                    out[mine] = self.packing.unpack_table(ctypes.string_at(address - size, size))[
+                        inside[mine]
+                    ]
+                except CorruptionError:
+                    return number, out
+        return -1, out
+
+    def _unpack(
+        self, where: IntArray, sizes: IntArray, which: IntArray, inside: IntArray, goals: IntArray, out: Array
+    ) -> int:
+        scratch = np.empty(self.chunk_bytes, np.uint8)
+        if self._take_rows is None:
+            return self._unpack_slowly(where, sizes, which, inside, goals, out)
+        told = where, sizes, which, inside, goals, self.row_bytes, self.chunk_bytes
+        return int(self._take_rows(*told, address_of(out), address_of(scratch)))
+
+    def _unpack_slowly(
+        self, where: IntArray, sizes: IntArray, which: IntArray, inside: IntArray, goals: IntArray, out: Array
+    ) -> int:
+        """Do the same by numcodecs, frame by frame: other codecs, and until the compiled loop is there."""
+        for number, (address, size) in enumerate(zip(where.tolist(), sizes.tolist(), strict=True)):
+            mine = which == number
+            if not mine.any():
+                continue
+            if size < 0:
+                return number
+            chunk = ctypes.string_at(address, size + 4)
+            try:
+                data = self.packing.unpack(chunk, self.chunk_bytes)
+            except CorruptionError:
+                return number
+            rows = data.view(self.entry.numpy_dtype).reshape(self.packing.rows, *self.entry.shape)
+            out[goals[mine]] = rows[inside[mine]]
+        return -1
+
+    @property
+    def ready(self) -> int:
+        """How many slots have a place; shards come as rows do."""
+        return sys.maxsize
+
+    def part(self, slot: int, count: int) -> Array:
+        """Copy a run of slots out."""
+        return self.take(np.arange(slot, slot + count))
+
+    read = copy = part
+
+    def spans(self, slot: int, count: int) -> Iterator[tuple[File, int, int, int]]:
+        """Yield nothing: a row has no place of its own in a file."""
+        return iter(())
+
+    def require(self, slots: int) -> None:
+        """Check nothing: `require_rows` does."""
+
+    def look_for_true(self) -> None:
+        """Do nothing: there are no flags here."""
+
+    def write_rows(self, slots: IntArray, values: Array) -> list[File]:
+        """Raise SchemaError: what is packed stays as it is."""
+        raise SchemaError(
+            f"field {key_name(self.entry.key)!r} is packed: its rows cannot be changed",
+            hint="give the field layout='flat' when the store is made",
+        )

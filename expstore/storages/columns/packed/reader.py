@@ -1,0 +1,202 @@
+"""A packed field of a store that is only read, beside a writer or after it.
+
+Used by followers, and by what reads versions. It finds what the writer has put into the files so far, and
+changes nothing.
+"""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+import numpy as np
+
+from expstore.core.values import Array, IntArray
+from expstore.disk.disk import Disk, File
+from expstore.errors import CorruptionError, StorageError
+from expstore.schema.schema import Field
+from expstore.storages.columns.packed.column import Filling, PackedRows, Source
+from expstore.storages.format.chunk_encoding import Packing
+from expstore.storages.format.chunk_file import Chunks, scan_chunks
+
+__all__ = ["PackedReader"]
+
+#: Looks at files that a writer renames and goes on with meanwhile.
+_LOOKS = 8
+_NEVER = 1 << 62
+
+
+class PackedReader(PackedRows):
+    """Read a packed field.
+
+    Threads: one looks, any number read. Crashes: it changes nothing.
+
+    Args:
+        disk: Where files are touched.
+        folder: The Zarr array's folder.
+        entry: The field.
+        slots: How many rows a ring has; None: the column grows.
+        packing: How it is packed.
+    """
+
+    def __init__(self, disk: Disk, folder: Path, entry: Field, slots: int | None, packing: Packing) -> None:
+        super().__init__(disk, folder, entry, slots, packing, write=False)
+        self._sources: list[Source] | None = None  # all that was found; None: nobody has looked
+        self._open: dict[tuple[int, int], tuple[File, Source]] = {}  # shards without a name: turn, number
+        self._none = np.ones(packing.chunks, bool)
+        self._looked = False  # whether what is missing was noted
+        self._at = (0, 0)  # turn and number of the shard up to which all was found
+
+    def look(self, slots: int, *, due: bool = True) -> None:
+        """Find all that is there, once; `look_to` finds what comes later."""
+        if self._sources is None:
+            self._find_all()
+
+    def _find_all(self) -> None:
+        self._let_go((_NEVER, 0))
+        found: dict[str, list[Source]] = {"c": [], "open": []}
+        for kind, shard, turn in self.shards():
+            looked = self._read_open(shard, turn) if kind == "open" else None
+            looked = looked or self._read_shard(shard)  # it may have got its name in between
+            if looked is not None:
+                found[kind].append(looked)
+        named, unnamed = found["c"], found["open"]
+        again = {(source.shard, source.turn) for source in unnamed}
+        named = [source for source in named if (source.shard, source.turn) not in again]
+        self._sources = [*self._areas(), *named, *unnamed]
+        self._at = max(((source.turn, source.shard) for source in self._sources), default=(0, 0))
+        self._show_all(self._sources)
+
+    def _read_open(self, shard: int, turn: int) -> Source | None:
+        """Return what is in a shard that has no name yet; None: it has got one, or there is none."""
+        path = self.open_path(shard, turn)
+        try:
+            file = self._disk.open(path, write=False)
+        except StorageError as exc:
+            if exc.errno != errno.ENOENT:  # not whether it exists now: it may come just behind the look
+                raise
+            return None
+        size = file.size()
+        if not size:  # a power cut has left its name alone
+            file.close()
+            return None
+        chunks = scan_chunks(file, self.packing.chunks, turn, table=self.packing.table_bytes)
+        found = Source(shard, turn, self._map(file, size), chunks)
+        self._open[turn, shard] = file, found
+        return found
+
+    def _let_go(self, before: tuple[int, int]) -> None:
+        """Close files of shards before this one, which are not looked at again."""
+        for place in [place for place in self._open if place < before]:
+            self._open.pop(place)[0].close()
+
+    def end_at(self, turn: int, slot: int) -> None:
+        """Let only rows be found that come before this place; nobody writes any more."""
+        each = self.packing.rows
+        inside = slot % each
+        lost = self._lost_slots(slot - inside, slot, turn)
+        try:
+            rows = self.part(slot - inside, inside)
+        except CorruptionError:
+            rows, lost = self._new_rows()[:inside], np.arange(slot - inside, slot)
+        self._sources = [source for source in self._sources or () if source.cut(turn, slot // each)]
+        self._show_all(self._sources)
+        self._show_rest(slot - inside, rows)
+        parts = [lost, self._lost_slots(0, slot - inside, turn)]
+        if turn and self.slots is not None:
+            parts.append(self._lost_slots(slot - inside + (each if inside else 0), self.slots, turn - 1))
+        self._lost = np.concatenate(parts)
+
+    def _found(self) -> list[Source | Filling]:
+        return [*(self._sources or ())]
+
+    def _miss(self, shard: int, chunks: IntArray) -> None:
+        """Let chunks of a shard that should be there, and are not, be damaged ones."""
+        self._grow(shard)
+        self._shown.where[shard * self.packing.chunks + chunks] = -1
+
+    def _note_missing(self) -> None:
+        """Do so when all was found that is there, but for the shard that is being filled."""
+        (turn, shard), each, chunks = self._at, self.packing.rows, self.packing.chunks
+        lost = self._lost_slots(0, shard * self.packing.shard, turn)
+        if turn and self.slots is not None and (shard + 1) * self.packing.shard < self.slots:
+            later = self._lost_slots((shard + 1) * self.packing.shard, self.slots, turn - 1)
+            lost = np.concatenate([lost, later])
+        for name in np.unique(lost // each).tolist():
+            self._miss(name // chunks, np.array([name % chunks]))
+
+    def _show_rest(self, base: int, rows: Array) -> None:
+        held = self._new_rows()
+        held[: len(rows)] = rows
+        self._shown = self._shown._replace(base=base, held=len(rows), rows=held)
+
+    def look_to(self, turn: int, slot: int) -> None:
+        """Find the rows before this place, which the writer has written.
+
+        Raises:
+            StorageError: They are not there: somebody else has come.
+        """
+        if not self._looked:
+            self._looked = True
+            self._note_missing()
+        for _ in range(_LOOKS):
+            if self._reach(turn, slot):
+                return
+        raise StorageError(f"rows of {self.folder} were not found where they should be", hint="try again")
+
+    def _reach(self, turn: int, slot: int) -> bool:
+        each, goal = self.packing.rows, (turn, slot // self.packing.shard)
+        shards = _NEVER if self.slots is None else -(-self.slots // self.packing.shard)
+        at = self._at
+        while at <= goal:
+            source = self._look_at_shard(*at)
+            if source is not None and at < goal:
+                self._leave_former(source)
+            if at < goal:
+                self._miss(at[1], np.flatnonzero(self._none if source is None else source.chunks.offsets < 0))
+            at = (at[0], at[1] + 1) if at[1] + 1 < shards else (at[0] + 1, 0)
+        self._at = goal
+        self._let_go(goal)
+        chunk, inside = divmod(slot, each)
+        held = self._open.get(goal)
+        if held is not None:
+            self._miss(goal[1], np.flatnonzero(held[1].chunks.offsets[: chunk % self.packing.chunks] < 0))
+        there = held is not None and held[1].chunks.offsets[chunk % self.packing.chunks] >= 0
+        if not inside or there:
+            self._show_rest(0, self._new_rows()[:0])
+            return True
+        rows = self._partial.find(turn, chunk, inside)
+        if rows is None:
+            return False
+        values = rows.reshape(-1).view(self.entry.numpy_dtype).reshape(inside, *self.entry.shape)
+        self._show_rest(slot - inside, values)
+        return True
+
+    def _look_at_shard(self, turn: int, shard: int) -> Source | None:
+        """Show what is in a shard, as far as it is of this turn; None: nothing is."""
+        if (turn, shard) in self._open:
+            file, source = self._open[turn, shard]
+            table = self.packing.table_bytes
+            self._show_more(source, scan_chunks(file, self.packing.chunks, turn, source.chunks, table=table))
+            return source
+        # In this order: it may get its name in between.
+        found = self._read_open(shard, turn) or self._read_shard(shard)
+        if found is None or found.turn != turn:
+            return None
+        self._show(found.shard, found.turn, found.addresses, found.chunks)
+        return found
+
+    def _show_more(self, source: Source, chunks: Chunks) -> None:
+        """Let the chunks of a file be found that it did not have before."""
+        shown = self._shown
+        first = source.shard * self.packing.chunks
+        there = np.flatnonzero(chunks.offsets >= 0)
+        shown.sizes[first + there] = chunks.sizes[there] - 4
+        shown.turns[first + there] = source.turn
+        shown.where[first + there] = source.addresses.address + chunks.offsets[there]
+        source.chunks = chunks
+
+    def close(self) -> None:
+        """Close the files; what is mapped goes when nobody reads it any more."""
+        self._let_go((_NEVER, 0))
+        self._partial.close()

@@ -1,0 +1,433 @@
+"""A wide field, packed: chunks of a few rows in Zarr shards that are never written to again.
+
+Used by the Zarr storage beside flat columns. Rows come in the order of their slots. A chunk is packed as
+soon as it is full and appended to the shard that is being filled; the rows of the chunk that is not stand
+in the file `partial`, and in memory. It knows slots and turns of the ring, not which rows can be read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from expstore.core.values import Array, IntArray
+from expstore.disk.disk import Disk, File, load_compiled
+from expstore.errors import StateError
+from expstore.schema.schema import Field
+from expstore.storages.columns.packed.column import Filling, Frame, Source
+from expstore.storages.columns.packed.gc import AGAIN, ThinningRows
+from expstore.storages.format.chunk_encoding import Packing
+from expstore.storages.format.chunk_file import (
+    Chunks,
+    no_chunks,
+    pack_chunk,
+    pack_index,
+    read_index,
+    scan_chunks,
+)
+from expstore.storages.format.zarr_metadata import grow_shape
+
+__all__ = ["PackedColumn"]
+
+PACKING = "expstore.kernels.blosc_encode"
+#: So many chunks are packed at a time, which then wait in memory.
+_TOGETHER = 64
+
+
+class PackedColumn(ThinningRows):
+    """Keep one wide field of all rows, packed.
+
+    Rows are written in the order of their slots, by one thread. What was written can be found again by
+    whoever opens the files after a kill; after a power cut as much as had been synced.
+
+    Crashes: a chunk's bytes are in the file before its rows leave `partial`, and those on which the last
+    mark depends stay there until another one covers the chunk.
+
+    Args:
+        disk: Where files are touched.
+        folder: The Zarr array's folder.
+        entry: The field.
+        slots: How many rows a ring has, a multiple of the rows of a chunk; None: the column grows.
+        packing: How it is packed.
+    """
+
+    def __init__(self, disk: Disk, folder: Path, entry: Field, slots: int | None, packing: Packing) -> None:
+        super().__init__(disk, folder, entry, slots, packing)
+        self._turn = self._next = 0  # where the next row goes
+        self._filling: Filling | None = None
+        self._finished: list[Filling] = []
+        self._sources: list[Source] = []
+        self._sources_new = False  # whether nothing of them is settled
+        self._scrap: list[Path] = []  # shards of rows that were never published
+        #: How far before each row of the chunk that is not full its bytes are the partner's; 0: nowhere.
+        self._away = np.zeros(packing.rows, np.int64)
+        self._former = 0  # length of the frame that was made last
+        self._pack_chunks: Any = None
+        self.touched: set[File] = set()
+        self.new_folders: set[Path] = set()
+
+    def _load(self) -> None:
+        super()._load()
+        with contextlib.suppress(ImportError):
+            self._pack_chunks = load_compiled(PACKING).pack_chunks
+
+    # -- writing ---------------------------------------------------------------------------------
+
+    def append(self, turn: int, slot: int, rows: Array, distances: IntArray | None = None) -> None:
+        """Write a run of rows.
+
+        Args:
+            turn: Of the ring; 0 without one.
+            slot: Of the first of them.
+            rows: C-contiguous. Shape `(n, *row shape)`.
+            distances: How many rows before each the partner has the same bytes, which stay as long as this
+                row can be read; 0: nowhere. None: all are 0. Shape `(n,)`.
+        """
+        if distances is None:
+            distances = np.zeros(len(rows), np.int64)
+        done = self._written_before(turn, slot, rows)
+        if not done and (turn, slot) != (self._turn, self._next):
+            self._move_to(turn, slot)
+        each = self.packing.rows
+        packed: list[bytes] = []  # chunks that come next
+        while done < len(rows):
+            inside = self._next % each
+            some = min(each - inside, len(rows) - done)
+            part = rows[done : done + some]
+            self._away[inside : inside + some] = distances[done : done + some]
+            if some == each:
+                packed = packed or self._pack_some(rows[done:])
+                self._add_chunk(part, packed.pop(0) if packed else b"")
+            else:
+                self._add_rows(inside, part)
+            done += some
+            self._next += some
+            if self._next == self.slots:
+                self._turn, self._next = self._turn + 1, 0
+
+    def _written_before(self, turn: int, slot: int, rows: Array) -> int:
+        """Return how many of these rows are there: they come once more if some could not be written.
+
+        Raises:
+            StateError: Others are there.
+        """
+        behind = self._next - slot + (0 if self.slots is None else (self._turn - turn) * self.slots)
+        count = min(behind, len(rows))
+        if count > 0 and self.part(slot, count).tobytes() != rows[:count].tobytes():
+            raise StateError(f"rows of {self.folder} are there already, and are others")
+        return max(count, 0)
+
+    def _move_to(self, turn: int, slot: int) -> None:
+        """Go on elsewhere: rows in between will never be read."""
+        each = self.packing.rows
+        if self._shown.held and (turn, slot // each) != (self._turn, self._next // each):
+            self._away[self._next % each :] = 0
+            self._next -= self._next % each
+            self._add_chunk(self._shown.rows)
+            self._end_partial()
+        filling = self._filling
+        if filling is not None and (filling.shard, filling.turn) != (slot // self.packing.shard, turn):
+            self._end_shard(filling)
+        inside = slot % each
+        held = min(self._shown.held, inside)
+        self._turn, self._next = turn, slot - inside + held
+        if held < inside:  # a follower finds a chunk's rows by their being all there
+            self._away[held:inside] = 0
+            self._add_rows(held, self._new_rows()[held:inside])
+            self._next = slot
+
+    def _add_rows(self, inside: int, rows: Array) -> None:
+        """Add rows to the chunk that is not full."""
+        shown, each = self._shown, self.packing.rows
+        base, count = self._next - inside, inside + len(rows)
+        if not shown.held:
+            if self._partial.file is None:
+                self.new_folders.add(self.folder)
+            self._partial.begin(self._turn, base // each)
+            shown = shown._replace(rows=self._new_rows())
+        shown.rows[inside:count] = rows
+        self._partial.write(inside, rows)
+        self._touch_partial()
+        if count == each:
+            self._next = base  # as for a whole chunk
+            self._add_chunk(shown.rows)
+            self._next = base + inside
+            self._end_partial()
+        else:
+            self._shown = shown._replace(base=base, held=count)
+
+    def _touch_partial(self) -> None:
+        if self._partial.file is not None:
+            self.touched.add(self._partial.file)
+
+    def _end_partial(self) -> None:
+        self._partial.end()
+        # Whoever holds the former ones goes on reading them.
+        self._shown = self._shown._replace(base=0, held=0)
+
+    def _pack_some(self, rows: Array) -> list[bytes]:
+        """Pack the first chunks of some rows on all cores, if that can be done."""
+        some = min(len(rows) // self.packing.rows, _TOGETHER)
+        how = self.packing.means.unshuffled
+        if self._pack_chunks is None or self.packing.shares or how is None:
+            return []
+        block = self.packing.block_bytes(self.chunk_bytes, self._former)
+        chunks: list[bytes] = self._pack_chunks(rows[: some * self.packing.rows], some, *how, block=block)
+        return chunks
+
+    def _add_chunk(self, rows: Array, chunk: bytes = b"") -> None:
+        """Write a full chunk, which begins at the next slot; pack it if that was not done."""
+        shard, number = divmod(self._next // self.packing.rows, self.packing.chunks)
+        filling = self._filling = self._filling or self._begin(shard, self._turn)
+        chunk = chunk or self.packing.pack(rows, self._away, former=self._former)
+        self._former = len(chunk) - self.packing.table_bytes or self._former
+        offset = filling.add(number, pack_chunk(number, self._turn, chunk), self.head)
+        self.touched.add(filling.file)
+        shown, place = self._shown, self._next // self.packing.rows
+        shown.sizes[place] = len(chunk) - self.packing.table_bytes - 4
+        shown.turns[place] = self._turn
+        shown.where[place] = filling.addresses.address + offset
+        if number == self.packing.chunks - 1 or self._next + self.packing.rows == self.slots:
+            self._end_shard(filling)
+
+    def _begin(self, shard: int, turn: int) -> Filling:
+        """Begin a shard."""
+        path = self.open_path(shard, turn)
+        file = self._disk.open(path, create=True)
+        try:
+            file.truncate(self._bound)
+            addresses = self._map(file, self._bound)
+            if self.slots is None and shard:
+                grow_shape(self._disk, self.folder, (shard + 1) * self.packing.shard)
+        except BaseException:
+            file.close()
+            raise
+        chunks = no_chunks(self.packing.chunks)
+        self._show(shard, turn, addresses, chunks)
+        self.new_folders.add(self.folder)
+        return Filling(shard, turn, file, addresses, chunks)
+
+    def _end_shard(self, filling: Filling) -> None:
+        self._finish(filling)
+        self._leave_former(filling)
+        self._filling = None
+
+    def _finish(self, filling: Filling) -> None:
+        """Make a shard of what is there; it gets its name with the next sync."""
+        index, end = pack_index(filling.chunks, table=self.packing.table_bytes), filling.chunks.end
+        filling.file.write(index, end)
+        filling.file.truncate(end + len(index))
+        self.touched.add(filling.file)
+        self._finished.append(filling)
+
+    def goes_on_at(self, place: tuple[int, int]) -> bool:
+        """Say whether it is settled, and the next row goes to this turn and slot."""
+        return not self._sources_new and place == (self._turn, self._next)
+
+    # -- sync ------------------------------------------------------------------------------------
+
+    def note_mark(self) -> list[Filling]:
+        """Be told that a mark is on its way; return the shards that it lets have their names."""
+        self._partial.note_mark()
+        finished, self._finished = self._finished, []
+        return finished
+
+    def note_marked(self) -> None:
+        """Be told that the mark is on the disk."""
+        self._partial.note_marked()
+
+    def name(self, finished: Sequence[Filling]) -> None:
+        """Give finished shards their names: their bytes are on the disk."""
+        while self._scrap:
+            self._disk.unlink(self._scrap.pop())
+            self.new_folders.add(self.folder)
+        for filling in finished:
+            self._disk.rename(filling.file.path, self.shard_path(filling.shard))
+            self.new_folders.add(self.folder)
+            filling.file.close()
+
+    def give_back(self) -> None:
+        """Give back disk space that only somebody who goes on writing needs."""
+        self._partial.give_back()
+
+    def put_back(self, finished: Sequence[Filling]) -> None:
+        """Take back what `note_mark` returned."""
+        self._finished = [*finished, *self._finished]
+
+    # -- opening ---------------------------------------------------------------------------------
+
+    def open_shards(self) -> None:
+        """Find all that is there, the newest rows of each slot; `settle` says afterwards what counts."""
+        self._disk.unlink(self.folder / AGAIN)  # of an opening that was killed
+        named = []
+        for kind, shard, turn in self.shards():
+            if kind == "open":
+                self._finished.append(self._open(shard, turn))
+            elif (looked := self._read_shard(shard)) is not None:
+                named.append(looked)
+        again = {(filling.shard, filling.turn) for filling in self._finished}  # see `_fill_again`
+        named = [source for source in named if (source.shard, source.turn) not in again]
+        self._sources, self._sources_new = [*self._areas(), *named], True
+        self._show_all([*self._sources, *self._unnamed])
+        if self.slots is None and (last := max((one.shard for one in self._found()), default=0)):
+            grow_shape(self._disk, self.folder, (last + 1) * self.packing.shard)
+
+    def _found(self) -> list[Source | Filling]:
+        return [*self._sources, *self._unnamed]
+
+    @property
+    def _unnamed(self) -> list[Filling]:
+        return [*self._finished, *([] if self._filling is None else [self._filling])]
+
+    def _open(self, shard: int, turn: int) -> Filling:
+        file = self._disk.open(self.open_path(shard, turn))
+        chunks = scan_chunks(file, self.packing.chunks, turn, table=self.packing.table_bytes)
+        if file.size() < self._bound:
+            file.truncate(self._bound)
+        return Filling(shard, turn, file, self._map(file, self._bound), chunks)
+
+    def settle(self, place: tuple[int, int], synced: tuple[int, int]) -> None:
+        """Go on behind the last row that counts; the next sync brings that to the disk.
+
+        All bytes on which rows depend are written once more: after a sync that failed the system may call
+        clean what is not on the disk.
+
+        Args:
+            place: Turn and slot of the row that comes next.
+            synced: The same of the first row that the last mark does not cover.
+        """
+        (turn, slot), each = place, self.packing.rows
+        shard, inside = slot // self.packing.shard, slot % each
+        rows = self.part(slot - inside, inside)
+        dead = [s for s in self._sources if s.named and (s.turn, s.shard) >= (turn, shard)]
+        self._scrap += [self.shard_path(source.shard) for source in dead]
+        kept = [source for source in self._sources if not any(source is one for one in dead)]
+        self._sources = [source for source in kept if source.cut(turn, slot // each)]
+        if self._sources_new:
+            self._partial.adopt(synced[0], synced[1] // each, synced[1] % each)
+            self._sources_new = False
+        if inside:  # before the chunk is cut off that may be all that has them
+            self._keep_rest(turn, slot // each, rows)
+        self._settle_files(place, again=dead)
+        self._show_all([*self._sources, *self._unnamed])
+        self._turn, self._next = turn, slot
+        self._away[:inside] = 0  # these stand as they are
+        if inside:
+            self._show_rest(slot // each, rows)
+
+    def _keep_rest(self, turn: int, chunk: int, rows: Array) -> None:
+        """Have the rows of the chunk that is not full in `partial`."""
+        if not self._partial.go_on(turn, chunk, rows):
+            made = self._partial.begin(turn, chunk)
+            self._partial.write(0, rows)
+            if self._partial.file is not None:
+                self._partial.file.sync()
+            if made:
+                self._disk.sync_dir(self.folder)
+        self._touch_partial()
+
+    def _show_rest(self, chunk: int, rows: Array) -> None:
+        """Let the rows of the chunk that is not full be found."""
+        held = self._new_rows()
+        held[: len(rows)] = rows
+        self._shown = self._shown._replace(rows=held, base=chunk * self.packing.rows, held=len(rows))
+
+    def _settle_files(self, place: tuple[int, int], *, again: Sequence[Source]) -> None:
+        """Find the shard that is filled, finish those before it, and remove those behind it."""
+        (turn, slot), each = place, self.packing.rows
+        goal = turn, slot // self.packing.shard
+        current = slot // each - goal[1] * self.packing.chunks
+        found, self._finished, self._filling = self._unnamed, [], None
+        for filling in found:
+            if (filling.turn, filling.shard) > goal:
+                self._disk.unlink(filling.file.path)
+                filling.file.close()
+                continue
+            if (filling.turn, filling.shard) < goal:
+                self._finished.append(filling)
+            else:
+                filling = self._filling = self._forget(filling, current)
+            end = filling.chunks.end
+            filling.file.truncate(end)  # what lies behind was never synced
+            filling.file.truncate(self._bound)
+            filling.file.write(filling.file.read(0, end), 0)
+            self.touched.add(filling.file)
+        if current and any((source.turn, source.shard) == goal for source in again):
+            former = self._disk.open(self.shard_path(goal[1]), write=False)
+            self._filling = self._fill_again(former, self._read_index(former), goal, current)
+            self.touched.add(self._filling.file)
+        self._add_full(goal)
+        older, self._finished = self._finished, []
+        for filling in older:
+            self._finish(filling)
+
+    def _add_full(self, current: tuple[int, int]) -> None:
+        """Add chunks that are full by now to the files in which they are missing: raw rows alone had them."""
+        fillings = {(filling.turn, filling.shard): filling for filling in self._unnamed}
+        newest: dict[int, int] = {}
+        shards: list[Filling | Source] = [*self._unnamed]
+        shards += [source for source in self._sources if source.named]
+        for known in shards:
+            newest[known.shard] = max(known.turn, newest.get(known.shard, -1))
+        for source in self._sources:
+            place, frame = (source.turn, source.shard), source.addresses
+            outdone = newest.get(source.shard, -1) >= source.turn and place not in fillings
+            if not isinstance(frame, Frame) or outdone or newest.get(source.shard, -1) > source.turn:
+                continue
+            for number in np.flatnonzero(source.chunks.offsets >= 0).tolist():
+                if place not in fillings:
+                    fillings[place] = self._begin(source.shard, source.turn)
+                    if place == current:
+                        self._filling = fillings[place]
+                    else:
+                        self._finished.append(fillings[place])
+                filling = fillings[place]
+                if filling.chunks.offsets[number] < 0:
+                    filling.add(number, pack_chunk(number, source.turn, frame.data.tobytes()), self.head)
+                    self.touched.add(filling.file)
+
+    def _read_index(self, file: File) -> Chunks:
+        return read_index(file, self.packing.chunks, table=self.packing.table_bytes)
+
+    def _fill_again(self, former: File, chunks: Chunks, place: tuple[int, int], first: int) -> Filling:
+        """Go on in a shard, up to a chunk, in a file of its own; the former one stays as it is.
+
+        Versions may share a shard that had got its name by rows that were never published. Where both are
+        there the new one counts: it gets its name when all that it takes over is on the disk.
+        """
+        path, end = self.folder / AGAIN, 0
+        file = self._disk.open(path, create=True)
+        try:
+            file.truncate(0)
+            for number in np.flatnonzero(chunks.offsets[:first] >= 0).tolist():
+                start, size = int(chunks.offsets[number]) - self.head, int(chunks.sizes[number]) + self.head
+                file.write(former.read(start, size), end)
+                end += size
+            file.sync()
+        finally:
+            former.close()
+            file.close()
+        turn, shard = place
+        self._disk.rename(path, self.open_path(shard, turn))
+        self.new_folders.add(self.folder)
+        return self._open(shard, turn)
+
+    def _forget(self, filling: Filling, first: int) -> Filling:
+        """Drop the chunks of a file from one on: some of their rows were never published.
+
+        Whoever reads others of them, or the handle that could not write them all, goes on in the former file.
+        """
+        if not (filling.chunks.offsets[first:] >= 0).any():
+            return filling
+        return self._fill_again(filling.file, filling.chunks, (filling.turn, filling.shard), first)
+
+    def close(self) -> None:
+        """Close the files; what is mapped goes when nobody reads it any more."""
+        for filling in self._unnamed:
+            filling.file.close()
+        self._finished, self._filling = [], None
+        self._partial.close()

@@ -1,0 +1,270 @@
+"""A storage on disk whose fields can become more, or fewer, while it runs.
+
+Part of the Zarr storage. The order of the acts on the disk is in `late`, the values of a field that comes in
+`coming`; this puts the columns together. Files of other fields are neither opened nor written to.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from expstore.core.values import Array, IntArray, Key, cut_run, key_name
+from expstore.disk.disk import File
+from expstore.errors import SchemaError, StateError, StorageError
+from expstore.schema.schema import Field, Schema
+from expstore.storages.columns.checksums import CHECKSUMS, Checksums
+from expstore.storages.columns.flat import Column
+from expstore.storages.engine.backfill import (
+    Coming,
+    Filler,
+    Reshaping,
+    check_coming,
+    check_going,
+    places_without,
+)
+from expstore.storages.engine.dedup import LendingStorage
+from expstore.storages.folder import COLUMNS, refuse_objects
+from expstore.storages.format.pending_swap import ASIDE, COLUMN, Plan, begin_late, commit_late, finish_late
+from expstore.storages.format.zarr_metadata import make_metadata
+
+__all__ = ["ReshapableStorage"]
+
+
+class ReshapableStorage(LendingStorage):
+    """Let fields come and go.
+
+    Threads: one field comes or goes at a time; others write and read meanwhile, and wait for the end of it.
+    Crashes: the field is there whole or not at all.
+    """
+
+    checksums: Checksums | None
+
+    def _begin_reshaping(self) -> None:
+        self._reshaping = Reshaping()
+
+    def add_field(self, coming: Coming) -> None:
+        """Have one more field; on the disk when this returns.
+
+        Args:
+            coming: Which one, and the values of the rows that are there.
+
+        Raises:
+            SchemaError: Rows cannot have such a field.
+            StateError: The store is closed or cannot be written, or has another content by now.
+            StorageError: The disk failed; nothing was changed.
+        """
+        with self._reshaping.act(), self._aside():
+            with self.lock:
+                self.check_writable()
+                check_coming(self, coming.entry)
+                schema = self.require_schema().grown(coming.entry, coming.default)
+                refuse_objects(schema)
+                plan = self._plan("add", coming.entry.key, self.require_schema())
+                with self.poisoning():
+                    building = _Building(self, plan, coming.entry)
+            with contextlib.closing(building):
+                filler = Filler(self, coming, building)
+                with self.poisoning():
+                    filler.run_ahead()
+                    building.sync()  # most of it: others wait for the rest
+                with self.lock:
+                    self.check_writable()
+                    if self.require_schema() is not building.schema:
+                        raise StateError("the store has other fields by now", hint="add the field again")
+                    with self.poisoning():
+                        building.reach()
+                        filler.finish()
+                    with self._one_act():
+                        building.sync()
+                        self._add(plan, schema, building, coming.specs)
+
+    def _add(self, plan: Plan, schema: Schema, building: _Building, specs: str) -> None:
+        group, sums, column = self.columns, self.checksums, building.column
+        assert group is not None
+        assert sums is not None
+        place = len(schema.fields) - 1
+        columns = [*group.columns[:place], column, *group.columns[place:]]
+        packed = sums.rearranged([*range(place), -1, *range(place, len(group.summed))], column)
+        begin_late(self.disk, self.path, plan, packed, built=building.about, folders=sorted(building.folders))
+        building.take_place()
+        self._commit(plan, schema, specs, columns)
+
+    def drop_field(self, key: Key, specs: str) -> None:
+        """Have one field less; on the disk when this returns.
+
+        Args:
+            key: Which one.
+            specs: What values fields may have from then on.
+
+        Raises:
+            SchemaError: There is no such field, or rows cannot be without it.
+            StateError: The store is closed or cannot be written; or its rows are ranked by the field.
+            StorageError: The disk failed; the store must be opened again.
+        """
+        with self._reshaping.act(), self._aside(), self.lock:
+            self.check_writable()
+            check_going(self, key)
+            if self.require_schema()[key].variable:
+                raise SchemaError(
+                    f"field {key_name(key)!r} has no fixed size: its rows lie with those of other such "
+                    "fields, and stay",
+                    hint="make another store for rows without it",
+                )
+            schema = self.require_schema().without(key)
+            place = self.place_of(key)
+            plan = self._plan("drop", key, schema)
+            group, sums = self.columns, self.checksums
+            assert group is not None
+            assert sums is not None
+            for leaning, other in group.pairs.items():
+                if other == place:
+                    name = key_name(group.columns[leaning].entry.key)
+                    raise SchemaError(
+                        f"rows of field {name!r} are kept with those of {key_name(key)!r}, which has to stay",
+                        hint="make the store with share_next=False for fields that may go",
+                    )
+            with self._one_act():
+                gone, rest = group.columns[place], places_without(len(group.columns), place)
+                gone_too = group.shared[place].distances if place in group.shared else None
+                summed = [n for n, c in enumerate(group.summed) if c is not gone and c is not gone_too]
+                begin_late(self.disk, self.path, plan, sums.rearranged(summed))
+                self._commit(plan, schema, specs, [group.columns[number] for number in rest])
+                for column in (gone, gone_too):
+                    if column is not None:
+                        self._touched -= set(column.files)
+                        column.close()
+
+    def _plan(self, act: str, key: Key, others: Schema) -> Plan:
+        return Plan.of("add" if act == "add" else "drop", key, others, self.manifest.column_set + 1)
+
+    @contextlib.contextmanager
+    def _aside(self) -> Iterator[None]:
+        """Remove what was built and is of no use."""
+        try:
+            yield
+        except BaseException:
+            with contextlib.suppress(StorageError):
+                if self._lock_file.held:
+                    self.disk.remove_tree(self.path / ASIDE)
+            raise
+
+    @contextlib.contextmanager
+    def _one_act(self) -> Iterator[None]:
+        """Let no record be that speaks of the former columns and is not on the disk; the lock is held.
+
+        What is read of the journal from then on is of the columns that there are then.
+        """
+        self.settle_changes()
+        self.sync()
+        with self._sync_lock, self.poisoning():
+            if self._unsure or self._half is not None or self.last > self._synced:
+                raise StateError(f"{self.path} could not be brought to the disk", hint="try again")
+            try:
+                yield
+            except BaseException:
+                self.note_interruption()  # the journal is read again, and what was begun ended or taken back
+                raise
+
+    def _commit(self, plan: Plan, schema: Schema, specs: str, columns: list[Column]) -> None:
+        group, sums = self.columns, self.checksums
+        assert group is not None
+        manifest = self.manifest.replace(schema=schema, specs=specs, column_set=plan.column_set)
+        commit_late(self.disk, self.path, manifest)
+        reshaped = group.reshaped(columns)
+        with self.episode_lock, self._other_fields(schema):
+            self.manifest, self.specs, self.columns = manifest, manifest.specs, reshaped
+            self._note_layout()
+        finish_late(self.disk, self.path)
+        self.checksums = Checksums(self.disk, self.path / CHECKSUMS, reshaped)
+        if sums is not None:
+            sums.close()
+
+    @contextlib.contextmanager
+    def _other_fields(self, schema: Schema) -> Iterator[None]:
+        """Have these fields; let who reads meanwhile know if their places are others than before."""
+        moves = self.schema is not None and not schema.same(self.schema)
+        with self.moving_places(moves):
+            yield
+            self.schema, self.keys = schema, self.resolve_keys(schema)
+            self.upheavals += moves
+
+
+class _Building:
+    """A column that is built aside: `coming.Place` for a field that comes.
+
+    Args:
+        storage: Where it is to be.
+        plan: What is done.
+        entry: The field.
+    """
+
+    def __init__(self, storage: ReshapableStorage, plan: Plan, entry: Field) -> None:
+        self._storage, self._plan, self._entry = storage, plan, entry
+        self.schema = storage.require_schema()
+        disk, slots = storage.disk, storage.slots
+        self._top = storage.path / ASIDE / COLUMN
+        self._below = Path(*entry.key[plan.top.count("/") + 1 :])
+        disk.remove_tree(storage.path / ASIDE)
+        folder = self._top / self._below
+        disk.make_dir(folder)
+        self.column = Column(
+            disk, folder, entry, slots, fills=storage.columns is not None and storage.columns.fills
+        )
+        #: Files whose bytes `begin_late` is to bring to the disk, and folders with new names.
+        self.about: list[Path] = []
+        self.folders = {p for p in (folder, *folder.parents) if p.is_relative_to(self._top)}
+        made = make_metadata([entry], [self.column.rows], slots, {})
+        for name, data in made.items():
+            if name.startswith(f"{plan.top}/"):
+                self.about.append(self._top / name.removeprefix(f"{plan.top}/"))
+                disk.put(self.about[-1], data)
+        self._touched: set[File] = set()
+        self.reach()
+
+    def reach(self, slots: int = 0) -> None:
+        """Have a place for so many slots, and for all that others have."""
+        group = self._storage.columns
+        while self.column.ready < max(slots, 0 if group is None else group.ready):
+            self.folders.update(self.column.add_shard())
+            self._touched.add(self.column.files[-1])
+
+    def lay(self, first_id: int, values: Array) -> None:
+        """Write the values of a run of rows."""
+        column, pieces = self.column, cut_run(first_id, len(values), self._storage.slots)
+        self.reach(max((slot + n for slot, _, n in pieces), default=0))
+        if not column.fills and not values.reshape(-1).view(np.uint8).any():
+            return  # holes read as zeros, and these were never written to
+        column.blank = False
+        for slot, offset, n in pieces:
+            for file, at, row, some in column.spans(slot, n):
+                file.write(values[offset + row : offset + row + some], at)
+                self._touched.add(file)
+
+    def lay_rows(self, ids: IntArray, values: Array) -> None:
+        """Write the values of single rows."""
+        if ids.size:
+            self._touched.update(self.column.write_rows(self._storage.slot_of(ids), values))
+
+    def sync(self) -> None:
+        """Bring to the disk what was written."""
+        touched, self._touched = self._touched, set()
+        self._storage.disk.sync_all(touched, [], None)
+
+    def take_place(self) -> None:
+        """Be told that the column lies where it is to stay."""
+        former, column = self.column.folder, self.column
+        column.folder = self._storage.path / COLUMNS / self._plan.top / self._below
+        for file in column.files:
+            file.path = column.folder / file.path.relative_to(former)
+        self._kept = True
+
+    _kept = False
+
+    def close(self) -> None:
+        """Close the files of a column that has found no place."""
+        if not self._kept:
+            self.column.close()

@@ -1,0 +1,419 @@
+"""A store of its own to which the rows go that leave a ring, each once, in the order of their ids.
+
+Used by the storages on disk: `archiving` says when rows are brought here. Rows keep episode, step and time,
+and the id that they had in the ring in a field, `archived.id`. It reads no ring, but for `with_left`, which
+finds the rows that have left and still lie there.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from expstore.core.id_set import Gaps
+from expstore.core.values import Array, IntArray, Key, Window, key_name
+from expstore.disk.disk import Disk
+from expstore.episodes.fragments import find_fragments
+from expstore.episodes.segmentation import CUT, OPEN, TERMINATED, TRUNCATED
+from expstore.episodes.table import HAS_TRAJECTORY, LAST, NEW, Assignment, Segment
+from expstore.errors import SchemaError, StateError
+from expstore.schema.field_roles import Keys
+from expstore.schema.schema import Field, Schema
+from expstore.storages.base import Storage
+from expstore.storages.batch import Rows
+from expstore.storages.engine.open_settings import Settings
+from expstore.storages.engine.process_exit import unregister
+from expstore.storages.format.layout import ColumnLayout
+from expstore.storages.format.manifest import MANIFEST, Manifest
+
+if TYPE_CHECKING:
+    from expstore.storages import ArrowStorage
+
+__all__ = [
+    "ARCHIVED_ID",
+    "Archive",
+    "Beside",
+    "Going",
+    "Left",
+    "archive_path",
+    "archived_schema",
+    "with_left",
+]
+
+#: The field with the id that a row had in its ring.
+ARCHIVED_ID: Key = ("archived", "id")
+#: In the archive's `meta`: whose it is; the first id of rows that come before the ring has them; the newest
+#: of those that had left when it was made; the ring's generation.
+_OF, _PENDING, _AFTER, _GENERATION = "archive_of", "pending", "after", "generation"
+#: The one source of an archive's episodes, which are told apart by their ids.
+_SOURCE = "archive"
+
+
+class Left:
+    """Rows that leave a ring, as its columns have them.
+
+    Args:
+        ids: Ascending. Shape `(n,)`, as the others.
+        columns: One array per field, in the schema's order. Shapes `(n, *row shape)`.
+        episodes: Episode id per row.
+        steps: Step per row.
+        times: When each was written, microseconds since 1970.
+    """
+
+    __slots__ = ("columns", "episodes", "ids", "steps", "times")
+
+    def __init__(
+        self,
+        ids: IntArray,
+        columns: Sequence[Array],
+        episodes: IntArray,
+        steps: IntArray,
+        times: IntArray,
+    ) -> None:
+        self.ids, self.columns = ids, columns
+        self.episodes, self.steps, self.times = episodes, steps, times
+
+
+#: Says of some episodes which have rows behind those that leave, or may get some: ids in, flags out. Shapes
+#: `(n,)`.
+Going = Callable[[IntArray], Array]
+
+
+class Archive:
+    """Append what leaves a ring.
+
+    Threads: one brings rows at a time, who holds `turn`; others read. Processes: the ring's writer alone.
+    Crashes: rows are here whole batch by batch; `settled` says which outlive a power cut. Its storage is
+    opened and closed with the ring, and goes on where it was: what is here says what is still to come.
+
+    Args:
+        storage: Where the rows are.
+        made: Whether it was made just now.
+    """
+
+    def __init__(self, storage: ArrowStorage, *, made: bool = False) -> None:
+        self.storage = storage
+        self._made = made
+        self.turn = threading.Lock()
+        self._takeovers = -1
+        #: Rows of the ring up to this id are here, or never came, or were given up there.
+        self.through = 0
+        #: The same of those that outlive a power cut.
+        self.settled = 0
+        self._look()
+
+    @classmethod
+    def open(cls, disk: Disk, path: Path, ring: Manifest, *, segment_bytes: int | None = None) -> Archive:
+        """Open a ring's archive, or make one.
+
+        Args:
+            disk: Where files are touched.
+            path: Its folder.
+            ring: What the ring is.
+            segment_bytes: Length of a segment of its journal; None: the library's own.
+
+        Raises:
+            LockedError: Somebody else has it open.
+            StateError: It is something else, or another store's.
+            CorruptionError: It is damaged.
+        """
+        from expstore.storages import (
+            ArrowStorage,
+        )  # by its name: it is a storage that may have an archive itself
+
+        settings = Settings(on_sigterm="ignore")
+        made = not disk.exists(path / MANIFEST)
+        if not made:
+            owner = Manifest.load(disk, path).meta.get(_OF)
+            if owner != ring.uuid:
+                raise StateError(
+                    f"{path} is {'the archive of another store' if owner else 'a store, and no archive'}",
+                    kind="mismatch",
+                    hint="give archive= a path at which there is nothing yet",
+                )
+        else:
+            settings = replace(
+                settings,
+                seed=ring.seed,
+                layout=ColumnLayout(**ring.layout),
+                compression=ring.compression,
+                meta={_OF: ring.uuid},
+                **{name: getattr(ring, name) for name in ("traj_key", "done_keys", "reward_key")},
+                flatten=True,
+            )
+        storage = ArrowStorage(path, settings=settings, disk=disk, segment_bytes=segment_bytes)
+        storage.warns_if_forgotten = False
+        unregister(storage)  # the ring closes it, before or after which nothing is lost
+        try:
+            return cls(storage, made=made)
+        except BaseException:
+            storage.close()
+            raise
+
+    def _look(self) -> None:
+        """Find out which rows are here, after another opening, too."""
+        storage = self.storage
+        if self._takeovers != storage.takeovers:
+            self._takeovers = storage.takeovers
+            self.through = self.settled = newest_id(storage, storage.window)
+
+    def check_fields(self, schema: Schema) -> None:
+        """Raise StateError if the ring's rows have other fields than those that are here."""
+        own = self.storage.schema
+        if own is not None and own.fields != archived_schema(schema).fields:
+            raise StateError(
+                f"the archive {self.storage.path} has {own!r}, the store {schema!r}",
+                kind="mismatch",
+                hint="give archive= another path, or False",
+            )
+
+    # -- rows come -------------------------------------------------------------------------------
+
+    def append(self, left: Left, keys: Keys, schema: Schema, going: Going, *, sure: bool) -> None:
+        """Take rows, which all come behind those that are here; `turn` is held.
+
+        Args:
+            left: The rows.
+            keys: Which fields say what a row is.
+            schema: The ring's fields.
+            going: Says which episodes go on.
+            sure: Whether a truncated one that does not cannot after all.
+
+        Raises:
+            StorageError: The disk failed; none of them are here.
+            StateError: A sync has failed here before.
+        """
+        storage = self.storage
+        with storage.lock:
+            storage.check_writable()
+            self._look()  # a failure may have had its journal read again
+            if int(left.ids[0]) <= self.through:
+                raise StateError(f"{storage.path} has rows up to {self.through} by now", hint="try again")
+            if storage.schema is None:
+                there = archived_schema(schema)
+                storage.prepare(there, storage.resolve_keys(there))
+            first, count = storage.last + 1, left.ids.size
+            ids = np.arange(first, first + count)
+            numbers = np.ascontiguousarray(np.stack([ids, left.episodes, left.steps, left.times]))
+            number = storage.episodes.named.get(_SOURCE)
+            new = [] if number is not None else [(storage.episodes.next_source, _SOURCE, True)]
+            source = new[0][0] if number is None else number
+            segments = _segments(left, first, source, _Facts(left.columns, keys, schema), going, sure)
+            segments = self._begun_again(segments)
+            assignment = Assignment(segments, numbers, new)
+            columns = [*left.columns, left.ids]
+            storage.write(Rows(first, count, columns, assignment, int(left.times.max())))
+            self.through = int(left.ids[-1])
+
+    def _begun_again(self, segments: Sequence[Segment]) -> list[Segment]:
+        """Begin anew episodes of which rows were given up here: they go on at an earlier step."""
+        found, seen = list(segments), set[int]()
+        for number, segment in enumerate(segments):
+            if segment.episode not in seen:
+                seen.add(segment.episode)
+                known = self.storage.episodes.find(segment.episode)
+                if known is not None and known.length != segment.step:
+                    found[number] = segment._replace(flags=segment.flags | NEW)
+        return found
+
+    def pass_over(self, through: int) -> None:
+        """Note that there are no other rows up to this id; `turn` is held."""
+        self.through = max(self.through, through)
+
+    def settle(self) -> None:
+        """Bring all rows that are here to the disk; `turn` is held.
+
+        Raises:
+            StorageError: The disk failed.
+        """
+        through, takeovers = self.through, self._takeovers
+        if through > self.settled:
+            self.storage.check_writable()
+            self.storage.sync()
+            if takeovers == self.storage.takeovers:
+                self.settled = through
+
+    @property
+    def most(self) -> int:
+        """How many rows may come at once."""
+        return max(1, self.storage.spare // 2) if self.storage.schema is not None else 1024
+
+    # -- rows that come before the ring has them ----------------------------------------------------
+
+    def expect(self, first_id: int) -> None:
+        """Note that rows from this id on come before the ring has them; on the disk when this returns."""
+        self._note({**self.storage.manifest.meta, _PENDING: first_id})
+
+    def meet(self, ring: Manifest, former: int, window: Window, path: Path) -> None:
+        """Agree with the ring, which has been opened, about which rows there are.
+
+        Args:
+            ring: What the ring is; its generation is on the disk.
+            former: Its generation before this opening.
+            window: Its rows.
+            path: Its folder, for a message.
+
+        Raises:
+            StateError: The ring is an older copy of the one whose rows are here.
+        """
+        storage, last = self.storage, window.last
+        storage.check_writable()
+        self._look()
+        meta = dict(storage.manifest.meta)
+        pending = meta.pop(_PENDING, None)
+        known = former >= meta.get(_GENERATION, 0) and (pending is not None or self.through <= last)
+        if known and self.through > window.low and not self._made:
+            # They came for a batch that never was, or the ring has gone back: they may be changed there yet.
+            self._give_up_from(window.low + 1)
+        if former < meta.get(_GENERATION, 0) or self.through > last:
+            raise StateError(
+                f"the archive {storage.path} is newer than {path}: it has rows up to {self.through} of it, "
+                f"which ends with {last}",
+                kind="mismatch",
+                hint="put back the archive of that time, too, or open the store with archive=False first",
+            )
+        if self._made and window.low:
+            meta[_AFTER] = self.through = self.settled = window.low
+        self._made = False
+        self._note(meta | {_GENERATION: ring.generation})
+
+    def _give_up_from(self, first_id: int) -> None:
+        """Give up the rows from this id of the ring on, which it does not have after all."""
+        storage = self.storage
+        ids = storage.window.ids()
+        (there,) = storage.read(ids, [storage.place_of(ARCHIVED_ID)])
+        storage.give_up_rows(Gaps.of_ids(ids[there >= first_id]))
+        self._takeovers = -1
+        self._look()
+
+    def _note(self, meta: dict[str, object]) -> None:
+        with self.storage.lock:
+            self.storage.check_writable()
+            if meta != self.storage.manifest.meta:
+                self.storage.note_meta(meta)
+
+
+class _Facts:
+    """Say of rows whether they end an episode, and what they are worth.
+
+    Args:
+        columns: Of the rows.
+        keys: Which fields say so.
+        schema: Of the columns.
+    """
+
+    def __init__(self, columns: Sequence[Array], keys: Keys, schema: Schema) -> None:
+        def flags(key: Key | None) -> Array | None:
+            return None if key is None else columns[schema.place(key)].reshape(-1) != 0
+
+        self.terminated, self.truncated, done = map(flags, (keys.terminated, keys.truncated, keys.done))
+        if done is not None:
+            rest = done if self.truncated is None else done & ~self.truncated
+            self.terminated = rest if self.terminated is None else self.terminated | rest
+        self.rewards: Array | None = None
+        if keys.reward is not None:
+            values = columns[schema.place(keys.reward)].reshape(-1)
+            if schema[keys.reward].dtype == "bfloat16":
+                values = (values.astype(np.uint32) << np.uint32(16)).view(np.float32)
+            self.rewards = values.real.astype(np.float64)
+
+    def status(self, row: int) -> int:
+        """Return how an episode stands behind a row."""
+        if self.terminated is not None and self.terminated[row]:
+            return TERMINATED
+        return TRUNCATED if self.truncated is not None and self.truncated[row] else OPEN
+
+
+def _segments(left: Left, first: int, source: int, facts: _Facts, going: Going, sure: bool) -> list[Segment]:
+    """Cut rows into runs of an episode each; the last one of an episode says how that ended."""
+    fragments = find_fragments(left.episodes, left.steps, np.arange(first, first + left.ids.size))
+    episodes = np.unique(left.episodes)
+    over = set(episodes[~going(episodes)].tolist())
+    found: list[Segment] = []
+    newest: dict[int, int] = {}
+    for episode, step, rows, start, stride in fragments.T.tolist():
+        at = start - first
+        worth = 0.0 if facts.rewards is None else float(facts.rewards[at :: max(1, stride)][:rows].sum())
+        flags = HAS_TRAJECTORY | (NEW if step == 0 else 0)
+        newest[episode] = len(found)
+        found.append(Segment(episode, episode, step, source, at, rows, stride, worth, OPEN, flags))
+    for episode in over & newest.keys():
+        segment = found[newest[episode]]
+        status = facts.status(segment.start + (segment.rows - 1) * segment.stride)
+        if sure or status == TERMINATED:
+            status = CUT if status == OPEN else status
+            found[newest[episode]] = segment._replace(status=status, flags=segment.flags | LAST)
+    return found
+
+
+def archived_schema(schema: Schema) -> Schema:
+    """Return the fields of a ring's archive: the same, and the id in the ring.
+
+    Raises:
+        SchemaError: The ring has such a field, or one in its way.
+    """
+    try:
+        return Schema((*schema.fields, Field(ARCHIVED_ID, "int64", ())))
+    except SchemaError as exc:
+        raise SchemaError(
+            f"an archive has a field {key_name(ARCHIVED_ID)!r} of its own: {exc.message}",
+            hint="rename the field, or open the store without archive=",
+        ) from exc
+
+
+def archive_path(ring: Path, noted: str) -> Path:
+    """Return where an archive lies that expstore.json notes as seen from the ring's folder."""
+    return Path(os.path.normpath(ring.resolve() / noted))
+
+
+def newest_id(archive: Storage, window: Window) -> int:
+    """Return the newest id of a ring's row that is in an archive, or that had left when there was none."""
+    if archive.schema is None or not window.rows:
+        return int(archive.meta().get(_AFTER, 0))
+    newest = window.nth(np.array([window.rows - 1]))
+    (ids,) = archive.read(newest, [archive.place_of(ARCHIVED_ID)])
+    return int(ids[0])
+
+
+class Beside:
+    """Hold an archive as one query sees it.
+
+    Args:
+        archive: Its storage.
+    """
+
+    __slots__ = ("archive", "through", "window")
+
+    def __init__(self, archive: Storage) -> None:
+        archive.follow()
+        self.archive = archive
+        self.window = archive.query_window
+        #: The newest id of the ring that is there.
+        self.through = newest_id(archive, self.window)
+
+
+def with_left(storage: Storage, window: Window, after: int) -> Window:
+    """Return a window that begins before another one: with rows that have left it and still lie in the ring.
+
+    Args:
+        storage: The ring.
+        window: What can be read of it.
+        after: Rows up to this id are not wanted.
+    """
+    after = max(after, storage.given_up)
+    if storage.schema is None or after >= window.low:
+        return replace(window, low=min(after, window.last))
+    depth = storage.depth
+    if depth is not None:  # what lies before has been overwritten
+        after = max(after, window.last - depth)
+    place = len(storage.schema.fields)  # of the ids in the columns: there may be none of that number
+    ids = np.arange(after + 1, window.low + 1)
+    parts = storage.views([place], after + 1, ids.size)[0] if ids.size else []
+    stored = np.concatenate(parts) if parts else np.zeros(0, np.int64)
+    return Window(after, window.last, window.gaps.joined(Gaps.of_ids(ids[stored != ids])))

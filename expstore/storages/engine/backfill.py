@@ -1,0 +1,285 @@
+"""A field that comes when there are rows already: what it is, and how these get their values.
+
+Used by storages. Values of rows that are there are computed while others go on reading and writing; only the
+last ones, and those that were changed meanwhile, while nobody writes. It never decides where values lie.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+import numpy as np
+
+from expstore.core.values import Array, IntArray, Key, key_name
+from expstore.errors import SchemaError, StateError
+from expstore.schema.schema import DTYPES, OBJECT, Field
+
+if TYPE_CHECKING:
+    from expstore.storages.base import Storage
+
+__all__ = ["Coming", "Compute", "Filler", "Progress", "Reshaping", "check_coming", "check_going", "unmoved"]
+
+#: Returns those of some rows that are still there, and their values: ids of shape `(n,)`, ascending.
+Compute = Callable[[IntArray], tuple[IntArray, Array]]
+#: Is told how many rows have their value, and of how many.
+Progress = Callable[[int, int], None]
+
+#: So many rows, and about so many bytes, at a time.
+_ROWS, _BYTES = 4096, 8 << 20
+#: So often rows that came meanwhile are done while others go on; few of them are left to the end anyway.
+_PASSES, _FEW = 20, 512
+
+_Found = TypeVar("_Found")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Coming:
+    """Say which field comes.
+
+    Args:
+        entry: The field.
+        default: What later rows have that come without it; None: they must not.
+        fill: What all rows have that are there; None: `compute` says it. Of the field's row shape.
+        compute: What each of them has. Shape `(n, *row shape)`.
+        rows: How many rows at a time `compute` is asked of at most.
+        specs: What values fields may have from then on, as `expstore.schema.spec_text` has it.
+        progress: Is told how far it has come.
+    """
+
+    entry: Field
+    default: Array | None = None
+    fill: Array | None = None
+    compute: Compute | None = None
+    rows: int = _ROWS
+    specs: str = ""
+    progress: Progress | None = None
+
+
+class Place(Protocol):
+    """Where the values of a field go."""
+
+    def lay(self, first_id: int, values: Array) -> None:
+        """Write the values of a run of rows."""
+
+    def lay_rows(self, ids: IntArray, values: Array) -> None:
+        """Write the values of single rows."""
+
+
+class Filler:
+    """Give all rows of a storage their values in a field that comes.
+
+    Args:
+        storage: Has the rows.
+        coming: The field.
+        place: Where the values go.
+    """
+
+    def __init__(self, storage: Storage, coming: Coming, place: Place) -> None:
+        self._storage, self._coming, self._place = storage, coming, place
+        self._done = 0  # the newest id that has its value
+        self._changes = storage.changes & ~1
+        self._takeovers = storage.takeovers
+        self._step = max(1, _BYTES // coming.entry.row_bytes)
+        if coming.fill is None:
+            self._step = min(self._step, coming.rows)
+
+    def run_ahead(self) -> None:
+        """Do what is there, while others go on."""
+        for _ in range(_PASSES):
+            self._run()
+            if self._storage.window.last - self._done <= _FEW:
+                return
+
+    def finish(self) -> None:
+        """Do the rest; the storage's lock is held.
+
+        Raises:
+            StateError: The storage has another content by now.
+        """
+        storage = self._storage
+        if storage.takeovers != self._takeovers:
+            raise StateError("the store got another content meanwhile", hint="add the field again")
+        if self._coming.compute is not None and storage.changes & ~1 != self._changes:
+            window = storage.window
+            slots = storage.changed_since(self._changes)
+            ids = window.ids() if slots is None else np.unique(storage.ids_in(slots, window))
+            ids = ids[window.holds(ids) & (ids <= self._done)]
+            for start in range(0, ids.size, self._step):
+                found, values = self._values(ids[start : start + self._step])
+                self._place.lay_rows(found, values)
+        self._run()
+        if storage.window.last > self._done or storage.takeovers != self._takeovers:
+            raise StateError("rows were written while the values of a field were computed", hint="only read")
+
+    def _run(self) -> None:
+        storage, coming = self._storage, self._coming
+        window = storage.window
+        for first, count in replace(window, low=max(window.low, min(self._done, window.last))).runs():
+            for start in range(first, first + count, self._step):
+                n = min(self._step, first + count - start)
+                self._place.lay(start, self._run_of(start, n))
+                if coming.progress is not None:
+                    coming.progress(start + n - 1 - window.low, window.size)
+        self._done = max(self._done, window.last)
+
+    def _run_of(self, first_id: int, count: int) -> Array:
+        """Return the values of a run of rows; zeros of those that have left by now."""
+        entry, fill = self._coming.entry, self._coming.fill
+        if fill is not None:
+            return np.ascontiguousarray(np.broadcast_to(fill, (count, *entry.shape)))
+        ids = np.arange(first_id, first_id + count)
+        found, values = self._values(ids)
+        if found.size == count:
+            return values
+        whole = np.zeros((count, *entry.shape), entry.numpy_dtype)
+        whole[found - first_id] = values
+        return whole
+
+    def _values(self, ids: IntArray) -> tuple[IntArray, Array]:
+        assert self._coming.compute is not None
+        return self._coming.compute(ids)
+
+
+class Reshaping:
+    """Let one field come or go at a time."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._inside = False
+
+    @contextmanager
+    def act(self) -> Iterator[None]:
+        """Wait until no other one does, for the block's length.
+
+        Raises:
+            StateError: This thread is in the middle of it.
+        """
+        with self._lock:
+            if self._inside:
+                raise StateError("a field comes or goes just now", hint="do one after the other")
+            self._inside = True
+            try:
+                yield
+            finally:
+                self._inside = False
+
+
+def unmoved(storage: Storage, act: Callable[[], _Found]) -> _Found:
+    """Return what an act finds, which reads fields by their places, while these do not change.
+
+    Where a field has come or gone meanwhile, whatever the act has found or raised is of no account: it is
+    asked again.
+
+    Args:
+        storage: Whose fields count.
+        act: Changes nothing, or the same each time.
+    """
+    while True:
+        before = storage.reshapes
+        if before & 1:
+            with storage.lock:  # a moment: whoever has it changes what is in memory
+                continue
+        try:
+            found = act()
+        except Exception as exc:
+            if storage.reshapes == before:
+                raise
+            _forget(exc)
+        else:
+            if storage.reshapes == before:
+                return found
+
+
+def _forget(exc: BaseException | None) -> None:
+    """Let go of what an error holds: cursors of a query that would keep a file open."""
+    while exc is not None:
+        traceback.clear_frames(exc.__traceback__)
+        exc = exc.__cause__ or exc.__context__
+
+
+def check_coming(storage: Storage, entry: Field) -> None:
+    """Check that a storage can have one more field.
+
+    Raises:
+        SchemaError: Rows are no TensorDicts, or cut into episodes by such a field; or it cannot be kept.
+        StateError: No rows have come yet, or rows are objects.
+    """
+    schema, name = storage.require_schema(), key_name(entry.key)
+    if storage.object_rows:
+        raise StateError(
+            f"a {type(storage).__name__} keeps rows as they are, without fields to which one could be added"
+        )
+    if entry.key in schema:
+        raise SchemaError(f"there is a field {name!r} already: {schema[entry.key]}", hint="drop it first")
+    if entry.dtype not in DTYPES or entry.dtype == OBJECT:
+        raise SchemaError(
+            f"field {name!r} has dtype {entry.dtype}, and a field that comes later has rows of a fixed size",
+            hint="give it one of the other dtypes",
+        )
+    inner = inner_dims(schema.form)
+    if inner is None:
+        raise SchemaError(
+            f"rows are no TensorDicts here, and have no place for another field {name!r}",
+            hint="make a store of TensorDicts",
+        )
+    if entry.shape[: len(inner)] != inner:
+        raise SchemaError(
+            f"rows have batch dims {list(inner)} of their own, and field {name!r} has shape "
+            f"{list(entry.shape)}",
+            hint=f"give it shape {[*inner, '...']}",
+        )
+    if storage.resolve_keys(schema.grown(entry, None)) != storage.keys:
+        raise SchemaError(
+            f"field {name!r} would say what rows are to their episodes, which rows that are there do not",
+            hint="give it another name",
+        )
+
+
+def check_going(storage: Storage, key: Key) -> None:
+    """Check that a storage can do without a field.
+
+    Raises:
+        SchemaError: There is no such field, it is the only one, or rows are cut into episodes by it.
+        StateError: Rows are ranked by it, or are no TensorDicts.
+    """
+    schema, name = storage.require_schema(), key_name(key)
+    storage.place_of(key)
+    if inner_dims(schema.form) is None:
+        raise SchemaError(f"rows are no TensorDicts here: they cannot be without {name!r}")
+    roles = storage.keys
+    for role in roles.__dataclass_fields__:
+        if getattr(roles, role) == key:
+            raise SchemaError(
+                f"field {name!r} says what rows are to their episodes ({role}): it has to stay",
+                hint="make another store for rows without it",
+            )
+    if storage.ranking is not None and storage.ranking.key == key:
+        raise StateError(f"rows are ranked by {name!r}: it has to stay", hint="set another writer first")
+    schema.without(key)
+
+
+def inner_dims(form: str) -> tuple[int, ...] | None:
+    """Return the dims that rows have themselves; None: they are no TensorDicts.
+
+    Args:
+        form: As a schema has it.
+    """
+    data = json.loads(form or "{}")
+    if set(data) - {"batch_size"}:
+        return None
+    return tuple(data.get("batch_size", ()))
+
+
+def places_without(count: int, place: int) -> Sequence[int]:
+    """Return the positions of what stays.
+
+    >>> places_without(4, 1)
+    [0, 2, 3]
+    """
+    return [number for number in range(count) if number != place]

@@ -1,0 +1,283 @@
+"""A storage that gives up rows that nobody wants, and gives their space back.
+
+Part of the Zarr storage, for stores that grow. Which rows go is said from outside
+(`expstore.buffers.retention`);
+here is in which order that happens: first a record that survives a power cut says that they are gone, only
+then are the bytes given back, in place, so that nothing is moved and every id stays. It never chooses rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from expstore.core.id_set import Gaps
+from expstore.core.values import IntArray
+from expstore.disk.disk import File
+from expstore.episodes.fragments import all_ids
+from expstore.errors import StateError
+from expstore.storages.columns.checksums import BLOCK_ROWS, Checksums
+from expstore.storages.columns.column_set import SEGMENTS
+from expstore.storages.columns.flat import Column
+from expstore.storages.columns.packed.writer import PackedColumn
+from expstore.storages.columns.sample_counts import SampledColumn
+from expstore.storages.engine.alter import ReshapableStorage
+from expstore.storages.folder import COLUMNS
+from expstore.storages.format.chunk_encoding import reach_for
+from expstore.storages.format.journal import Kind
+
+__all__ = ["GivenUp", "RetainingStorage"]
+
+_PAGE = 4096
+
+
+class GivenUp(NamedTuple):
+    """Say what has left.
+
+    Args:
+        episodes: How many.
+        rows: How many.
+        bytes: How much space the columns take less than before.
+    """
+
+    episodes: int = 0
+    rows: int = 0
+    bytes: int = 0
+
+
+class RetainingStorage(ReshapableStorage):
+    """Give up whole episodes.
+
+    Threads: others write and read meanwhile; who is reading rows that leave reads others in their place.
+    Crashes: a row is given up when a record on the disk says so, and no earlier; its space is given back
+    after that, or not at all if the process ends before, which costs space and nothing else.
+    """
+
+    checksums: Checksums | None
+    sampled: SampledColumn | None
+    _due: set[int]
+
+    def _begin_retaining(self) -> None:
+        self._emptied: set[int] = set()  # blocks without a row, that the next sync need not read
+
+    def note_policy(self, policy: Mapping[str, Any]) -> None:
+        """Keep which rows are to stay, as `expstore.core.retention_policy` writes it.
+
+        It is on the disk when this returns.
+
+        Raises:
+            StateError: The store is a ring, closed, or cannot be written.
+            StorageError: The disk failed; nothing was changed.
+        """
+        with self.lock:
+            self.check_writable()
+            if policy and self.capacity is not None:
+                raise StateError(
+                    f"{self.path} keeps its last {self.capacity} rows, and no policy says otherwise",
+                    hint="make a store without a capacity",
+                )
+            if policy != self.manifest.retain:
+                self._note_manifest(self.manifest.replace(retain=dict(policy)))
+
+    def columns_bytes(self) -> int:
+        """Return how much space the columns take on the disk."""
+        return self.disk.used(self.path / COLUMNS) + self.disk.used(self.path / SEGMENTS)
+
+    def bytes_per_row(self) -> float:
+        """Return how much space a row takes in the columns; of packed fields what it takes on average."""
+        group = self.columns
+        if group is None:
+            return 1.0
+        held = [column for place, column in enumerate(group.columns) if place not in group.segment_places]
+        flat = sum(column.row_bytes for column in held if not column.packed)
+        packed = sum(self.disk.used(column.folder) for column in held if column.packed)
+        apart = 0 if group.segments is None else group.segments.mean_bytes
+        return flat + apart + packed / max(1, len(self))
+
+    def rows_of(self, episodes: IntArray) -> Gaps:
+        """Return the ids of the readable rows of episodes, but for those that are open. The lock is held."""
+        window = self._window
+        with self.episode_lock:
+            still_open = [entry.episode for entry in self.episodes.open_entries()]
+            fragments = self.episodes.fragments.rows
+            going = np.isin(fragments[0], episodes) & ~np.isin(fragments[0], still_open)
+            found = _ids_of(fragments[:, going])
+        return found.between(window.low, window.last)
+
+    def give_up(self, episodes: IntArray) -> GivenUp:
+        """Give up all rows of episodes that have ended, for good; their facts stay.
+
+        Args:
+            episodes: Their ids. Shape `(n,)`.
+
+        Raises:
+            StateError: The store is a ring, closed, or cannot be written.
+            StorageError: The disk failed. What it says of the rows is what the next opening finds.
+        """
+        with self.lock:
+            self.check_writable()
+            if self.slots is not None:
+                raise StateError(f"{self.path} is a ring, whose rows leave by age")
+            if self.hold.first:
+                self._wait_for_copy(None)  # a version may lack them yet
+            going = self.rows_of(episodes)
+            if not going:
+                return GivenUp()
+            before, rows = self.columns_bytes(), len(self)
+            self.give_up_rows(going)
+            gone = int(np.unique(episodes).size)
+            return GivenUp(gone, rows - len(self), max(0, before - self.columns_bytes()))
+
+    def give_up_rows(self, going: Gaps) -> None:
+        """Give up rows of a store that grows, for good; see `give_up`."""
+        with self.lock:
+            self.check_writable()
+            if self.last > self._synced:
+                self.sync()  # else a power cut could have these ids given again
+            dead, pages = self._part_with(going)
+            try:
+                files = self._empty(dead, pages)
+            finally:
+                self._note_emptied(pages)
+            with self.episode_lock:
+                self._touched |= files
+            self._keeper.note()
+
+    def _part_with(self, going: Gaps) -> tuple[Gaps, Gaps]:
+        """Have it on the disk that rows are gone, then in memory.
+
+        Returns:
+            All rows that have left, and those about which bytes are to be given back.
+        """
+        window = self._window
+        gaps = window.gaps.joined(going)
+        through = window.low
+        if gaps and gaps.first[0] <= window.low + 1:
+            through = max(through, int(gaps.last[0]))
+        rest = gaps.between(through, window.last)
+        dead = gaps.joined(Gaps.of([(1, through)] if through else []))
+        # Whole pages of what has left before may have waited for neighbours.
+        pages = dead.common(going.widened(_PAGE))
+        body = b'{"through": %d, "blocks": %s}' % (through, str(_blocks_of(pages)).encode())
+        try:
+            with self._sync_lock:  # a cut would close segments under this sync
+                with self.episode_lock:
+                    # No mark covers it before the blocks are summed again.
+                    sequence = self._append(Kind.RETIRE, body)
+                    self._half = sequence - 1
+                    files, folders = self._journal.unsettled()
+                self._sync_journal(files, folders)
+            # Before gaps are taken out that it covers: who finds neither would miss their rows.
+            self._state.set("retired", max(self.retired, through))
+            manifest = self.manifest.replace(gaps=rest)
+            if rest != window.gaps:  # after the record: an index that lacks it is built anew
+                with self.poisoning():
+                    manifest.save(self.disk, self.path)
+            self._note_layout()  # followers look again; what they gather meanwhile is void
+            with self.episode_lock:
+                self.upheavals += 1
+                self.retired = max(self.retired, through)
+                self._window = replace(window, low=through, gaps=rest)
+                self.manifest = manifest
+                self.episodes.give_up(going)
+                self.content = (manifest.generation, sequence)
+        except BaseException:
+            self.note_interruption()
+            raise
+        self._state.set("sequence", sequence)
+        return dead, pages
+
+    def _note_emptied(self, pages: Gaps) -> None:
+        blocks = {block for start, stop in _blocks_of(pages) for block in range(start, stop)}
+        gaps, low = self._window.gaps, self._window.low
+        last = self._window.last
+        empty = {
+            block
+            for block in blocks
+            if (block + 1) * BLOCK_ROWS <= last
+            and not _live(gaps, low, block * BLOCK_ROWS, (block + 1) * BLOCK_ROWS)
+        }
+        with self.episode_lock:
+            self._changed |= blocks
+            self._emptied |= empty
+            self._half = None
+
+    def _take_emptied(self) -> set[int]:
+        """Return those of the blocks that a sync sums in which there are no rows any more."""
+        with self.episode_lock:
+            found, self._emptied = self._emptied & self._due, self._emptied - self._due
+        return found
+
+    # -- space -----------------------------------------------------------------------------------
+
+    def _empty(self, dead: Gaps, pages: Gaps) -> set[File]:
+        """Give back the space of rows that have left, about some; return the files changed in place."""
+        group = self.columns
+        files: set[File] = set()
+        if group is None:
+            return files
+        lenders = {other for place, other in group.pairs.items() if place in group.shared}
+        reach = max((reach_for(column.entry) for column in group.shared.values()), default=0)
+        columns = list(group.columns)
+        if self.sampled is not None:
+            columns.append(self.sampled.column)
+        for place, column in enumerate(columns):
+            if isinstance(column, PackedColumn):
+                leaning = [group.columns[one].entry for one, other in group.pairs.items() if other == place]
+                lent = max(map(reach_for, leaning), default=0)
+                near = dead.common(pages.widened(column.packing.rows + lent))
+                column.thin(dead, near, lent)
+            elif place not in group.segment_places and not column.blank:
+                # Rows that stay, or are still to come, may lie with those right before them.
+                unread = dead.shortened(reach).common(pages) if place in lenders else pages
+                files |= _punch(column, unread)
+        return files
+
+
+def _ids_of(fragments: IntArray) -> Gaps:
+    """Return the ids of all rows of fragments."""
+    _, _, count, first, stride = fragments
+    dense = (stride <= 1) | (count == 1)
+    found = Gaps.merged(first[dense], first[dense] + count[dense] - 1)
+    if dense.all():
+        return found
+    return found.joined(Gaps.of_ids(all_ids(fragments[:, ~dense])))
+
+
+def _live(gaps: Gaps, low: int, start: int, stop: int) -> bool:
+    """Say whether a row in slots `start` to `stop` - 1 of a store that grows can be read."""
+    first = max(start, low)
+    return first < stop and gaps.upto(stop) - gaps.upto(first) < stop - first
+
+
+def _blocks_of(ids: Gaps) -> list[list[int]]:
+    """Return the blocks of slots in which rows lie: first one and the one behind, of each run."""
+    blocks = Gaps.merged((ids.first - 1) // BLOCK_ROWS, (ids.last - 1) // BLOCK_ROWS)
+    return [[first, last + 1] for first, last in blocks]
+
+
+def _punch(column: Column, ids: Gaps) -> set[File]:
+    """Give back the pages of a column in which there are no other rows than these; return its files."""
+    size, shard = column.row_bytes, column.rows * column.row_bytes
+    starts = -(-(ids.first - 1) * size // _PAGE) * _PAGE
+    stops = np.minimum(ids.last * size // _PAGE * _PAGE, len(column.files) * shard)
+    some = starts < stops
+    files: set[File] = set()
+    for file, start, stop in _cut(column, starts[some], stops[some]):
+        file.punch(start, stop)
+        files.add(file)
+    return files
+
+
+def _cut(column: Column, starts: IntArray, stops: IntArray) -> Iterator[tuple[File, int, int]]:
+    """Cut runs of bytes at shard ends: (file, first byte in it, the byte behind)."""
+    shard = column.rows * column.row_bytes
+    for start, stop in zip(starts.tolist(), stops.tolist(), strict=True):
+        while start < stop:
+            number = start // shard
+            end = min(stop, (number + 1) * shard)
+            yield column.files[number], start - number * shard, end - number * shard
+            start = end

@@ -1,0 +1,368 @@
+"""How a folder becomes a store: the settings of an opening, held against what is there.
+
+Used by the Zarr storage. It takes the writer's lock and makes or reads expstore.json; it never touches
+rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import operator
+import os
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from expstore.core.geometry import check_ndim, round_up
+from expstore.core.retention_policy import Retain
+from expstore.core.values import Key, to_key
+from expstore.disk.disk import Disk
+from expstore.disk.filesystem import probe
+from expstore.disk.writer_lock import WriterLock
+from expstore.errors import CorruptionError, SchemaError, StateError, StorageError
+from expstore.schema.schema import Schema
+from expstore.schema.spec_text import check_specs, same_specs
+from expstore.storages.base import REWARD
+from expstore.storages.folder import REPAIR, VERSION, refuse_objects
+from expstore.storages.format.layout import ColumnLayout
+from expstore.storages.format.manifest import MANIFEST, Manifest
+from expstore.storages.format.pending_swap import finish_late
+from expstore.storages.snapshots.restore import finish_load
+
+__all__ = ["Settings", "enter", "look_up"]
+
+Mode = Literal["a", "r", "x", "w"]
+Durability = Literal["process", "sync"]
+KeyLike = str | tuple[str, ...]
+
+#: Kinds of storage on disk, and how rows without a fixed size may be compressed.
+STORAGES = ("zarr", "arrow")
+COMPRESSIONS = ("narrow", "lz4", "zstd")
+#: What a folder may hold in which a store is only being made.
+_BEGINNINGS = {"LOCK", "STATE", "journal", "episodes.log", "PROBE.tmp", MANIFEST + ".tmp"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Hold what `expstore.open` was asked for; None: as stored, or the default for a new store.
+
+    `mode`, `durability`, `min_free_bytes` and `on_sigterm` are this handle's and are not stored; `archive`
+    the storage puts into expstore.json, once there is one; `new_layout` is what a new store takes where
+    `layout` says nothing.
+    """
+
+    mode: Mode = "a"
+    storage: str | None = None
+    compression: str | None = None
+    seed: int | None = None
+    traj_key: KeyLike | None = None
+    done_keys: Sequence[KeyLike] | None = None
+    reward_key: KeyLike | None = None
+    meta: dict[str, Any] | None = None
+    flatten: bool = False
+    schema: Schema | None = None
+    specs: str = ""
+    ndim: int | None = None
+    layout: ColumnLayout | None = None
+    new_layout: ColumnLayout = field(default_factory=ColumnLayout)
+    durability: Durability = "process"
+    min_free_bytes: int = 0
+    on_sigterm: Literal["flush", "ignore"] = "flush"
+    retain: Retain | None = None
+    archive: str | Path | Literal[False] | None = None
+
+    def with_leaving(
+        self,
+        retain: Retain | Mapping[str, Any] | None,
+        archive: str | Path | Literal[False] | None = None,
+    ) -> Settings:
+        """Return the same with this policy, and where rows go that leave, as far as these are given."""
+        policy = self.retain if retain is None else Retain.of(retain)
+        return dataclasses.replace(self, retain=policy, archive=self.archive if archive is None else archive)
+
+
+def enter(
+    disk: Disk, path: Path, capacity: int | None, settings: Settings, kind: str
+) -> tuple[WriterLock, Manifest]:
+    """Lock the folder and return its manifest; make both for a new store.
+
+    Args:
+        disk: Where files are touched.
+        path: The folder.
+        capacity: Most readable rows; None: as stored, unbounded for a new store.
+        settings: What was asked for.
+        kind: Of the storage that opens it.
+
+    Raises:
+        LockedError: Another buffer has the store open.
+        StateError: The folder is in the way, or a setting contradicts the store.
+    """
+    if settings.mode not in ("a", "x", "w"):
+        raise ValueError(f"mode {settings.mode!r} is unknown; use 'a', 'x' or 'w', or 'r' to read only")
+    if settings.durability not in ("process", "sync"):
+        raise ValueError(f"durability {settings.durability!r} is unknown; use 'process' or 'sync'")
+    if settings.on_sigterm not in ("flush", "ignore"):
+        raise ValueError(f"on_sigterm {settings.on_sigterm!r} is unknown; use 'flush' or 'ignore'")
+    if settings.min_free_bytes < 0:
+        raise ValueError(f"min_free_bytes must not be negative, got {settings.min_free_bytes}")
+    capacity, settings = _plain(capacity, dataclasses.replace(settings, storage=settings.storage or kind))
+    if capacity is not None and capacity < 1:
+        raise ValueError(f"capacity must be at least 1, got {capacity}")
+    _check_meta(settings.meta)
+    if disk.exists(path / VERSION):
+        raise StateError(
+            f"{path} is a version, which is only read", hint="open it with mode='r', or loads() it"
+        )
+    exists = _look(disk, path)
+    if exists and settings.mode == "x":
+        raise _exists(path)
+    new = not exists or settings.mode == "w"
+    _check_archive(disk, path, capacity, settings.archive or None, new=new)
+    if exists and new:
+        _move_aside(disk, path)
+    disk.make_dir(path)
+    lock = WriterLock(disk, path / "LOCK")
+    try:
+        finish_load(disk, path)
+        finish_late(disk, path)
+        # Not before: what a load has moved away must stay so until it is done.
+        disk.make_dir(path / "journal")
+        if disk.exists(path / MANIFEST):
+            if settings.mode == "x":
+                raise _exists(path)  # made by another process just now
+            manifest = Manifest.load(disk, path)
+            _compare(path, manifest, capacity, settings)
+            _refuse_half_repaired(disk, path)
+            manifest = _with_policy(disk, path, manifest, settings.retain)
+            probe(disk, path, new=False)
+        else:
+            probe(disk, path, new=True)
+            manifest = _new(capacity, settings)
+            manifest.save(disk, path)
+            disk.sync_dir(path.absolute().parent)
+    except BaseException:
+        lock.release()
+        raise
+    return lock, manifest
+
+
+def _check_archive(
+    disk: Disk, path: Path, capacity: int | None, archive: str | Path | None, *, new: bool
+) -> None:
+    """Refuse an archive that this store cannot have."""
+    if not archive:
+        return
+    place, own = Path(archive).resolve(), path.resolve()
+    if place == own or own in place.parents or place in own.parents:
+        raise StateError(
+            f"{place} and {own} lie in one another", hint="give archive= a path beside the store"
+        )
+    if new and capacity is None:
+        raise ValueError("archive= takes rows that leave: give a capacity, or leave archive out")
+    if new and disk.exists(place / MANIFEST):
+        raise StateError(
+            f"{place} is a store, and no archive of a new one",
+            kind="mismatch",
+            hint="give archive= a path at which there is nothing yet",
+        )
+
+
+def _with_policy(disk: Disk, path: Path, manifest: Manifest, retain: Retain | None) -> Manifest:
+    """Return the manifest with another policy, if one is given; it is on the disk then."""
+    if retain is None or retain.to_json() == manifest.retain:
+        return manifest
+    if retain and manifest.capacity is not None:
+        raise StateError(
+            f"{path} keeps its last {manifest.capacity} rows, and no policy says otherwise",
+            kind="mismatch",
+            hint="leave retain out",
+        )
+    manifest = manifest.replace(retain=retain.to_json())
+    manifest.save(disk, path)
+    return manifest
+
+
+def look_up(disk: Disk, path: Path, capacity: int | None, settings: Settings) -> Manifest:
+    """Return the manifest of a store that is only read; the seed is the reader's own.
+
+    Raises:
+        NotFoundError: There is no store.
+        StateError: A setting contradicts the store.
+    """
+    capacity, settings = _plain(capacity, settings)
+    manifest = Manifest.load(disk, path)
+    _compare(path, manifest, capacity, dataclasses.replace(settings, seed=None))
+    _refuse_half_repaired(disk, path)
+    return manifest
+
+
+def _refuse_half_repaired(disk: Disk, path: Path) -> None:
+    if disk.exists(path / REPAIR):
+        raise CorruptionError(
+            f"{path} was being repaired when that was interrupted", hint="run `expstore repair` again"
+        )
+
+
+def _plain(capacity: int | None, settings: Settings) -> tuple[int | None, Settings]:
+    """Check what needs no store; return numbers as Python's own, which JSON can keep."""
+    if settings.storage not in (None, *STORAGES):
+        raise ValueError(
+            f"storage {settings.storage!r} is unknown; there are {', '.join(map(repr, STORAGES))}"
+        )
+    if settings.compression not in (None, *COMPRESSIONS):
+        raise SchemaError(
+            f"there is no compression {settings.compression!r}", hint="there are " + ", ".join(COMPRESSIONS)
+        )
+    if settings.ndim is not None:
+        settings = dataclasses.replace(settings, ndim=check_ndim(operator.index(settings.ndim)))
+    if settings.schema is not None:
+        refuse_objects(settings.schema)
+        check_specs(settings.specs, settings.schema)
+    if capacity is not None:
+        capacity = operator.index(capacity)
+        if settings.retain:
+            raise ValueError(f"with capacity={capacity} the last rows stay; leave it out, or retain")
+    given: object = settings.archive
+    if not (given is None or given is False or isinstance(given, Path) or (isinstance(given, str) and given)):
+        raise ValueError(f"archive is the path of a store, or False, got {given!r}")
+    if settings.seed is not None:
+        settings = dataclasses.replace(settings, seed=operator.index(settings.seed))
+    if settings.compression is not None and settings.storage == "zarr":
+        raise SchemaError(
+            "compression= is of rows without a fixed size, which a zarr storage does not keep",
+            hint='leave it out, or give storage="arrow"; layout="packed" packs fields of fixed size',
+        )
+    return capacity, settings
+
+
+def _exists(path: Path) -> StateError:
+    return StateError(f"{path} exists already", hint="open it with mode='a', or choose another path")
+
+
+def _look(disk: Disk, path: Path) -> bool:
+    """Say whether there is a store; refuse a folder that is somebody else's."""
+    if disk.exists(path / MANIFEST):
+        return True
+    if disk.exists(path) and not path.is_dir():
+        raise StateError(f"{path} is a file, a store is a folder", hint="choose another path")
+    foreign = [name for name in disk.names(path) if name not in _BEGINNINGS]
+    if not {"columns", "checksums", "segments"}.isdisjoint(foreign):
+        raise CorruptionError(f"{path} has columns but no {MANIFEST}")
+    if foreign:
+        raise StateError(
+            f"{path} is not empty and not a store: it holds {', '.join(foreign[:3])}",
+            hint="choose a new or empty folder",
+        )
+    return False
+
+
+def _move_aside(disk: Disk, path: Path) -> None:
+    WriterLock(disk, path / "LOCK").release()  # nobody has it open
+    number = 1
+    while disk.exists(path.with_name(f"{path.name}.old-{number}")):
+        number += 1
+    disk.rename(path, path.with_name(f"{path.name}.old-{number}"))
+
+
+def _check_meta(meta: dict[str, Any] | None) -> None:
+    try:
+        same = meta is None or json.loads(json.dumps(meta)) == meta
+    except (TypeError, ValueError):
+        same = False
+    if not same:
+        raise SchemaError("meta holds values that JSON cannot keep", hint="use numbers, text, lists, dicts")
+
+
+def _new(capacity: int | None, settings: Settings) -> Manifest:
+    seed = settings.seed
+    if seed is None:
+        # Kept in the store, so that every draw can be repeated.
+        seed = int.from_bytes(os.urandom(8), "little")
+    return Manifest(
+        uuid=uuid.uuid4().hex,
+        generation=0,
+        storage=settings.storage or STORAGES[0],
+        compression=settings.compression,
+        narrow=settings.compression is not None,
+        capacity=capacity,
+        spare=0,
+        seed=seed,
+        created=time.time(),
+        traj_key=None if settings.traj_key is None else to_key(settings.traj_key),
+        done_keys=_keys(settings.done_keys),
+        reward_key=REWARD if settings.reward_key is None else to_key(settings.reward_key),
+        flatten=settings.flatten,
+        ndim=settings.ndim or 1,
+        meta=settings.meta or {},
+        specs=settings.specs,
+        retain=settings.retain.to_json() if settings.retain else {},
+        layout=(settings.layout or ColumnLayout()).filled(settings.new_layout).to_json(),
+    )
+
+
+def _layout(settings: Settings, manifest: Manifest) -> dict[str, Any] | None:
+    """Return how columns would be made if that was done as asked for."""
+    if settings.layout is None:
+        return None
+    return settings.layout.filled(ColumnLayout(**manifest.layout)).to_json()
+
+
+def _keys(names: Sequence[KeyLike] | None) -> tuple[Key, ...] | None:
+    return None if names is None else tuple(to_key(name) for name in names)
+
+
+def _compare(path: Path, manifest: Manifest, capacity: int | None, settings: Settings) -> None:
+    asked: dict[str, Any] = {
+        "storage": settings.storage,
+        "compression": settings.compression,
+        "capacity": None if capacity is None else round_up(capacity, math.prod(manifest.dims)),
+        "seed": settings.seed,
+        "traj_key": None if settings.traj_key is None else to_key(settings.traj_key),
+        "done_keys": _keys(settings.done_keys),
+        "reward_key": None if settings.reward_key is None else to_key(settings.reward_key),
+        "meta": settings.meta,
+        "ndim": settings.ndim,
+        "layout": _layout(settings, manifest),
+        "schema": settings.schema if manifest.schema is not None else None,
+    }
+    if manifest.storage not in STORAGES:
+        raise StorageError(f"{path} has storage {manifest.storage!r}, which this version does not know")
+    for name, value in asked.items():
+        stored = getattr(manifest, name)
+        if value is not None and value != stored:
+            if name == "layout":
+                raise StateError(
+                    f"{path} was made with {ColumnLayout.words(stored, value)}, "
+                    f"opened with {ColumnLayout.words(value, stored)}",
+                    kind="mismatch",
+                    hint="leave layout, fields and share_next out to take them as stored, "
+                    "or use another path",
+                )
+            raise StateError(
+                f"{path} was made with {name}={stored!r}, opened with {name}={value!r}",
+                kind="mismatch",
+                hint=f"leave {name} out to take it as stored, or use another path",
+            )
+    _compare_specs(path, manifest, settings)
+
+
+def _compare_specs(path: Path, manifest: Manifest, settings: Settings) -> None:
+    """Refuse specs that are not the store's, or, where it has none yet, cannot be those of its rows."""
+    if not settings.specs:
+        return
+    if manifest.specs:
+        if not same_specs(settings.specs, manifest.specs):
+            raise StateError(
+                f"{path} has other specs than those that it is opened with",
+                kind="mismatch",
+                hint="leave specs out to take them as stored; set_specs of the buffer changes them",
+            )
+    elif settings.mode == "r":
+        raise StateError(f"{path} has no specs, and a reader gives it none", hint="leave specs out")
+    elif manifest.schema is not None:
+        check_specs(settings.specs, manifest.schema)

@@ -1,0 +1,243 @@
+"""Rows that take the places of others: in the journal and in memory at once, in the columns at the next sync.
+
+Base of the storage on disk. A row that is displaced lies anywhere, so that each newcomer costs a write per
+column, and the journal must be on the disk before: both are done for many rows together, beside the caller.
+It never chooses which rows go.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+
+from expstore.core.values import Array, IntArray
+from expstore.disk.disk import File
+from expstore.storages.columns.checksums import BLOCK_ROWS
+from expstore.storages.columns.column_set import ColumnGroup
+from expstore.storages.columns.column_set_writer import WritableColumns
+from expstore.storages.columns.overlay import Overlay
+from expstore.storages.engine.store import JournaledStorage
+from expstore.storages.format import records
+from expstore.storages.format.journal import Kind
+
+__all__ = ["DisplacingStorage"]
+
+#: So many bytes of rows wait at most; whoever brings more waits for a sync.
+WAITING_BYTES = 64 << 20
+
+
+class Waiting:
+    """Hold rows by slot, column by column.
+
+    Threads: one adds, any number take; a row that was taken is whole. Crashes: the journal has them.
+
+    Args:
+        slots: How many slots there are.
+        places: Which columns the rows have.
+        before: Sequence of the last record before the first of theirs.
+        segment: Where that one stands.
+    """
+
+    def __init__(self, slots: int, places: Sequence[int], before: int, segment: File) -> None:
+        self.before, self.segment = before, segment
+        self.places = list(places)
+        self.count = self.bytes = 0
+        self._at = np.full(slots, -1, np.int32)
+        self._rows: list[Array] = []
+
+    def add(self, slots: IntArray, columns: Sequence[Array]) -> None:
+        """Take rows, each slot once."""
+        end = self.count + slots.size
+        if not self._rows or end > len(self._rows[0]):
+            room = max(1024, 2 * end)
+            grown = [np.empty((room, *column.shape[1:]), column.dtype) for column in columns]
+            for new, old in zip(grown, self._rows, strict=False):
+                new[: self.count] = old[: self.count]
+            self._rows = grown
+        for rows, column in zip(self._rows, columns, strict=True):
+            rows[self.count : end] = column
+        self.bytes += sum(column.nbytes for column in columns)
+        self._at[slots] = np.arange(self.count, end)  # last: who finds a row finds all of it
+        self.count = end
+
+    def lay(self, slots: IntArray, wanted: Sequence[int], taken: Sequence[Array]) -> None:
+        """Put the rows that are here over what was read of the columns."""
+        at = self._at[slots]
+        here = at >= 0
+        if here.any():
+            rows = self._rows
+            for place, values in zip(wanted, taken, strict=True):
+                if place in self.places:
+                    values[here] = rows[self.places.index(place)][at[here]]
+
+    def columns(self) -> tuple[IntArray, list[Array]]:
+        """Return the slots, ascending, and their rows, column by column."""
+        slots = np.flatnonzero(self._at >= 0)
+        return slots, [rows[self._at[slots]] for rows in self._rows]
+
+
+class DisplacingStorage(JournaledStorage):
+    """Change rows in the columns; let those that displace others wait in memory for that.
+
+    Threads: as `Storage`; one settles at a time, under the sync's lock. Crashes: the journal has every row
+    when a call returns; the columns get them when that is on the disk, and no mark covers them before.
+    """
+
+    columns: WritableColumns | None
+    _priority_lock: threading.Lock
+    _touched: set[File]
+    _changed: set[int]  # blocks that the next sync has summed beside those of newer rows
+    _half_written: Overlay | None = None  # rows of a change that failed after it was recorded
+    _waiting: Waiting | None = None  # rows that the columns are to get
+    _settling: Waiting | None = None  # rows that they are getting
+
+    # -- in --------------------------------------------------------------------------------------
+
+    def _change(
+        self, ids: IntArray, places: Sequence[int], columns: Sequence[Array], *, replaces: bool
+    ) -> None:
+        group = self.columns
+        if group is not None and group.implied:
+            slots = self.slot_of(ids)
+            places, columns = group.implied.changed(places, columns, lambda more: self._take(slots, more))
+        size = sum(column.nbytes for column in columns)
+        if not replaces or self.slots is None or 2 * size > min(WAITING_BYTES, records.REDO_BYTES):
+            self.settle_changes()
+            super()._change(ids, places, columns, replaces=replaces)
+            return
+        if self.hold.first:
+            self._wait_for_copy(None)
+        waiting = self._waiting
+        if self.last > self._synced or (waiting is not None and waiting.bytes + size > WAITING_BYTES):
+            self.sync()  # a power cut must not bring a row in the place of one that it takes away
+        elif waiting is not None and 2 * waiting.bytes > WAITING_BYTES:
+            self._keeper.hurry()
+        try:
+            self._wait(ids, places, columns)
+        except BaseException:
+            self.note_interruption()
+            raise
+        self._keeper.note()
+
+    def _wait(self, ids: IntArray, places: Sequence[int], columns: Sequence[Array]) -> None:
+        """Record rows, and have them wait."""
+        body, slots = records.Redo(ids, list(places), columns, True).pack(), self.slot_of(ids)
+        with self.episode_lock:  # no mark comes between the record and the rows
+            sequence = self._append(Kind.REDO, body)
+            if self.durable:
+                self._settle_record()
+            waiting = self._waiting
+            if waiting is None:
+                segment = self._journal.sync_files()[-1]
+                waiting = Waiting(self.slots or 0, places, sequence - 1, segment)
+            waiting.add(slots, columns)
+            self._waiting = waiting
+            if self._half is None:
+                self._half, self._half_in = waiting.before, waiting.segment
+        with self._priority_lock:
+            self.priorities[slots] = columns[0]
+        self._note_priorities(slots)
+        self._changes += 2  # nothing is half changed meanwhile
+        self._in_place.note(self._changes, slots)
+
+    def _overwrite(self, slots: IntArray, places: Sequence[int], columns: Sequence[Array]) -> None:
+        if self.columns is None:
+            return
+        try:
+            touched = self._write_rows(self.columns, slots, places, columns)
+        except BaseException:
+            # The journal has the change; until it is read again nobody is to see half of one.
+            left = Overlay()
+            for place, values in zip(places, columns, strict=True):
+                left.put(place, slots, values)
+            self._half_written = left
+            raise
+        with self.episode_lock:
+            self._touched |= touched
+            self._changed.update((slots // BLOCK_ROWS).tolist())
+            self._half = None
+        self._keeper.note()
+
+    def _write_rows(
+        self, group: WritableColumns, slots: IntArray, places: Sequence[int], columns: Sequence[Array]
+    ) -> set[File]:
+        touched: set[File] = set()
+        for place, values in zip(places, columns, strict=True):
+            if place == self.priority_place:
+                with self._priority_lock:  # a page of older priorities must not be written after these
+                    self.priorities[slots] = values
+                    touched.update(group.columns[place].write_rows(slots, values))
+            else:
+                touched.update(group.columns[place].write_rows(slots, values))
+        return touched
+
+    # -- to the columns --------------------------------------------------------------------------
+
+    def settle_changes(self) -> None:
+        """Have the columns hold all rows; the storage's lock is held, so that none come meanwhile."""
+        if self._waiting is not None or self._settling is not None:
+            self.sync()
+
+    def _sync_now(self) -> File | None:
+        if self._waiting is not None or self._settling is not None:
+            self._settle_waiting()
+        return super()._sync_now()
+
+    def _settle_waiting(self) -> None:
+        """Bring the journal to the disk, then the rows that wait to the columns; the sync's lock is held."""
+        with self.episode_lock:
+            group = self.columns
+            if self._unsure or group is None or not self._lock_file.held:
+                return
+            if self._settling is None:  # else a failure has left it
+                self._settling, self._waiting = self._waiting, None
+            settling = self._settling
+            if settling is None:
+                return
+            segments, rotated = self._journal.sync_files(), self._journal.rotated
+        self._sync_journal(segments, [self._journal.folder] if rotated else [])
+        slots, columns = settling.columns()
+        self._note_change(slots)
+        # The first column is that of priorities, which may have been set since.
+        with self._priority_lock:
+            touched = set(group.columns[settling.places[0]].write_rows(slots, self.priorities[slots]))
+        touched |= self._write_rows(group, slots, settling.places[1:], columns[1:])
+        self._note_changed()
+        with self.episode_lock:
+            self._touched |= touched
+            self._changed.update((slots // BLOCK_ROWS).tolist())
+            self._settling, later = None, self._waiting
+            self._half = None if later is None else later.before
+            self._half_in = None if later is None else later.segment
+
+    # -- out -------------------------------------------------------------------------------------
+
+    def _taken(self, group: ColumnGroup, slots: IntArray, wanted: Sequence[int]) -> list[Array]:
+        """Copy rows out, those that wait from memory."""
+        waiting = (
+            self._waiting
+        )  # in this order: a row goes from the one to the other, and to the columns then
+        settling, half = self._settling, self._half_written
+        if half is not None:
+            return [half.take(place, group.columns[place], slots) for place in wanted]
+        taken = group.take(slots, wanted)
+        for held in (settling, waiting):
+            if held is not None:
+                held.lay(slots, wanted, taken)
+        return taken
+
+    def _over(self) -> Overlay | None:
+        """Return what lies over the columns; None: nothing does."""
+        waiting = self._waiting
+        settling, half = self._settling, self._half_written
+        if half is not None or (waiting is None and settling is None):
+            return half
+        over = Overlay()
+        for held in (settling, waiting):
+            if held is not None:
+                slots, columns = held.columns()
+                for place, values in zip(held.places, columns, strict=True):
+                    over.put(place, slots, values)
+        return over

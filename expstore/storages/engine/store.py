@@ -1,0 +1,516 @@
+"""A storage whose rows are published by a journal: open, publish, sync, change, close.
+
+The acts of PROTOCOL in their order, for any kind of columns; `zarr` supplies these. Opening's judgement
+of the past is in `recovery`. It never looks at values.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import time
+import warnings
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from expstore.core.retention_policy import Retain
+from expstore.core.values import Array, IntArray, Ranking
+from expstore.disk.disk import Disk, File
+from expstore.episodes.log import EpisodeLog, LogEntry
+from expstore.episodes.table import EpisodeTable
+from expstore.errors import CorruptionError, ExpStoreError, StateError
+from expstore.storages.base import Rows
+from expstore.storages.columns.column_set_writer import WritableColumns
+from expstore.storages.engine.background import Keeper
+from expstore.storages.engine.open_settings import Settings, enter
+from expstore.storages.engine.process_exit import register, unregister
+from expstore.storages.engine.write_keys import KeyKeepingStorage
+from expstore.storages.folder import JOURNAL, LOG, REDO, STATE
+from expstore.storages.format.control_page import PAGE, StatePage
+from expstore.storages.format.journal import (
+    SEGMENT_BYTES,
+    SYNC_SEGMENT_BYTES,
+    Journal,
+    Kind,
+    no_records,
+    read_journal,
+    settle_journal,
+)
+from expstore.storages.format.layout import LayoutName, ask_layout
+from expstore.storages.format.manifest import Manifest
+from expstore.storages.format.pending_swap import finish_late
+from expstore.storages.format.records import Publish, Redo, shelve_body
+from expstore.storages.recovery.recover import Past, describe_past, read_past, take_over
+from expstore.storages.snapshots.capture import base_of
+from expstore.storages.snapshots.restore import ContentLike, finish_load, read_content
+from expstore.storages.snapshots.versioned import VersionedStorage
+
+__all__ = ["JournaledStorage"]
+
+_logger = logging.getLogger("expstore")
+
+
+class JournaledStorage(KeyKeepingStorage, VersionedStorage):
+    """Publish rows in a journal.
+
+    Crashes: what `write` published survives the process at once, and the machine after the next `sync`.
+    A batch is there whole or not at all. Threads: as `Storage`. Processes: one writer, the next one gets
+    LockedError; a forked child cannot write.
+
+    Args:
+        path: The store's folder; made if it is missing.
+        capacity: Most readable rows; None: as stored, unbounded for a new store.
+        settings: Everything else; see `expstore.open`.
+        ndim: How many dims of a batch are rows; None: as stored, 1 for a new store.
+        layout: As of `expstore.open`; None: as stored, "flat" for a new store.
+        fields: As of `expstore.open`.
+        retain: As of `expstore.open`.
+        share_next: As of `expstore.open`; None: as stored, of packed fields alone for a new store.
+        disk: Where files are touched.
+        segment_bytes: Length of a journal segment; None: 4 MiB, or 64 MiB where records carry their rows.
+    """
+
+    columns: WritableColumns | None
+
+    def __init__(
+        self,
+        path: str | Path,
+        capacity: int | None = None,
+        *,
+        settings: Settings | None = None,
+        ndim: int | None = None,
+        layout: LayoutName | None = None,
+        fields: Mapping[str, Mapping[str, Any]] | None = None,
+        retain: Retain | Mapping[str, Any] | None = None,
+        share_next: bool | None = None,
+        disk: Disk | None = None,
+        segment_bytes: int | None = None,
+    ) -> None:
+        path, disk, settings = Path(path), disk or Disk(), (settings or Settings()).with_leaving(retain)
+        asked: dict[str, Any] = {"ndim": ndim, "layout": ask_layout(layout, fields, share_next)}
+        settings = dataclasses.replace(settings, **{name: v for name, v in asked.items() if v is not None})
+        durable = settings.durability == "sync"
+        self._segment_bytes = segment_bytes or (SYNC_SEGMENT_BYTES if durable else SEGMENT_BYTES)
+        self._lock_file, manifest = enter(disk, path, capacity, settings, self.kind)
+        super().__init__(path, manifest, disk, durable=durable, min_free=settings.min_free_bytes)
+        self.index_path = self.path / "index.duckdb"
+        self.asked_archive, self.archive_segment_bytes = settings.archive, segment_bytes
+        self._payload = b""
+        self._kept_back = False  # whether the columns lack the rows that are being published
+        self._begin()
+        self._pool = ThreadPoolExecutor(8, thread_name_prefix="expstore-sync")
+        self._uuid, self._boot = bytes.fromhex(self.uuid), disk.boot_id()
+        try:
+            lost = manifest.schema is not None and self.disk.size(self.path / STATE) < PAGE
+            self._state = StatePage(self.disk, self.path / STATE)
+            self._note_change(None)  # recovery may change rows that others are reading
+            self._open(first=True)
+            if lost:
+                _logger.warning("%s was missing or cut off and is made anew", self.path / STATE)
+        except BaseException:
+            self._let_go()
+            raise
+        self.flush_on_sigterm = settings.on_sigterm == "flush"
+        self._keeper = Keeper(self)
+        register(self)
+
+    # -- opening ---------------------------------------------------------------------------------
+
+    def _open(self, *, first: bool) -> None:
+        """Take over the last whole state, then start a journal segment of a new generation."""
+        first = self._finish_load() or first
+        self._half = self._half_in = None
+        manifest = self.manifest
+        past = self._read_past()
+        if past is not None and not past.clean:
+            settle_journal(self.disk, self.path / JOURNAL)
+        generation = self.episodes.generation
+        if first:  # an opening that was killed has raised it without writing anything
+            generation = past.base["generation"] if past else manifest.generation
+        self.episodes = EpisodeTable(generation=generation)
+        self._open_columns()
+        self._log = EpisodeLog(self.disk, self.path / LOG, length=past.log_length if past else 0)
+        cut: list[LogEntry] = []
+        if past is not None:
+            self._log.append(take_over(past, self))
+            self.content, self.index_floor = past.content, past.index_floor
+            self._adopt(past)
+            cut = self.episodes.cut_unnamed(past.sequence) if first else []
+            self._log.append(cut)
+        self._open_keys(past)
+        sequence = past.sequence if past else 0
+        self.manifest = manifest.replace(generation=manifest.generation + 1, gaps=self._window.gaps)
+        if cut:
+            self.content = (self.manifest.generation, sequence + 1)  # the index has not heard of these ends
+        if first:
+            self.episodes.generation = self.manifest.generation
+            self.counters.recovered = describe_past(past, len(cut)) if past else None
+        self._settle(past)
+        self.manifest.save(self.disk, self.path)
+        self._journal = Journal(
+            self.disk,
+            self.path / JOURNAL,
+            uuid=manifest.uuid,
+            generation=self.manifest.generation,
+            sequence=sequence,
+            segment_bytes=self._segment_bytes,
+        )
+        self._journal.start_segment(self._base(opening=True))
+        self.disk.sync_all(self._journal.sync_files(), [], None)
+        self.disk.sync_dir(self._journal.folder)
+        self._journal.cut()
+        self._claim_state(self._journal.sequence)
+        self.upheavals += 1
+        self.takeovers += 1
+        self._marked = (self._journal.sequence, self._draw)
+        self._synced = self.last
+
+    def _read_past(self) -> Past | None:
+        """Read the journal; None: there is none yet."""
+        folder = self.path / JOURNAL
+        records = read_journal(self.disk, folder)
+        if not records:
+            if self.manifest.schema is not None:
+                raise no_records(self.disk, folder)
+            return None
+        past = read_past(records, self.manifest.gaps)
+        known, last = self._state.get("sequence"), records[-1].sequence
+        # A record that was published outlives its writer; only the machine can lose it.
+        if self.same_boot and self._state.get("generation") == past.base["generation"] and known > last:
+            raise CorruptionError(f"{folder} ends with record {last}, though {known} was written")
+        return past
+
+    @property
+    def same_boot(self) -> bool:
+        """Whether STATE is this store's, of this start of the machine."""
+        return self._state.fits(self._uuid, self._boot, self.manifest.generation)
+
+    def _finish_load(self) -> bool:
+        """Move in a version's content that was left half way; say whether there was one."""
+        found = finish_load(self.disk, self.path)
+        if finish_late(self.disk, self.path) or found:
+            self.take_manifest(Manifest.load(self.disk, self.path))
+        if found:
+            self._draw = 0
+            self.unwatch_draws()
+        return found
+
+    def _adopt(self, past: Past) -> None:
+        """Take over numbers, window and priorities."""
+        self.retired, self.max_priority = past.retired, past.max_priority
+        self.horizon = past.last
+        self._window = past.window(self.capacity)
+        self._draw, self.progress = max(self._draw, past.draw), past.progress
+        self.randomness, self.limits = past.randomness, past.limits
+        same_boot = self._state.fits(self._uuid, self._boot, self.manifest.generation)
+        if same_boot and self._state.get("generation") >= past.base["generation"]:
+            # Otherwise it is of what a load has replaced.
+            self._draw = max(self._draw, self._state.get("draw"))
+            self.progress = self._state.get_progress() or self.progress
+            self.limits = self._state.get("sampled"), self._state.get("limiter")
+        if past.cut or not (same_boot or past.clean):
+            # The index may hold what the journal has lost.
+            for name in ("index.duckdb", "index.duckdb.wal"):
+                self.disk.unlink(self.path / name)
+        self._adopt_priorities(past, whole=same_boot or past.clean)
+
+    def _settle(self, past: Past | None) -> None:
+        """Bring what recovery accepted to the disk, before a new base says that it is there."""
+        self._flush_logs()
+        if past is None or (past.clean and not self._log.dirty and not self.write_keys.unsynced):
+            return
+        self._settle_files(*self._settle_columns(past))
+
+    def _base(self, *, opening: bool) -> dict[str, object]:
+        """Return what a base record keeps."""
+        own = {"opening": opening, "generation": self.manifest.generation, "log_length": self._log.length}
+        return base_of(self) | own | self._base_of_keys()
+
+    # -- extend ----------------------------------------------------------------------------------
+
+    def _make_room(self, count: int) -> None:
+        """Wait until rows in flight and rows not yet synced fit into the spare slots."""
+        self.check_space(count)
+        if count > self.spare:
+            self.sync()
+            if self.depth is not None:
+                through = min(self.last, self.last + count - self.depth)
+                if through > self._window.low:
+                    self.retire(through)
+            return
+        free = self.spare - (self.last - self._synced)
+        if 2 * (free - count) < self.spare:
+            self._keeper.hurry()
+        if count > free:
+            started = time.monotonic()
+            self._sync(lambda: self.last + count - self._synced <= self.spare)
+            self.counters.waits += 1
+            self.counters.wait_seconds += time.monotonic() - started
+
+    def _publish(self, rows: Rows, skipped: int, checksum: int) -> None:
+        payload, self._payload = self._payload, b""
+        assignment = rows.assignment
+        publish = Publish(
+            first_id=rows.first_id,
+            count=rows.count,
+            skipped=skipped,
+            draw=self._draw,
+            time=rows.time,
+            checksum=checksum,
+            priority=self.max_priority,
+            segments=assignment.segments,
+            sources=assignment.sources,
+            payload=payload,
+            info=rows.info,
+            column_set=self.manifest.column_set,
+            key=rows.key,
+        )
+        body = publish.parts()
+        with self.episode_lock:
+            try:
+                sequence = self._append(Kind.PUBLISH, *body)
+                if self.durable:
+                    self._settle_record()
+                entries = self.episodes.commit(
+                    assignment.segments,
+                    assignment.sources,
+                    first_id=rows.first_id,
+                    time=rows.time,
+                    sequence=sequence,
+                    info=rows.info,
+                )
+                self._log.append(entries)
+                self._advance(publish.last_id, count=rows.count)
+                self._note_key(rows)
+                self.content = (self.manifest.generation, sequence)
+            except BaseException:
+                self.note_interruption()  # before the lock goes: no mark may cover what memory lacks
+                raise
+        self._state.set("last", publish.last_id)
+        if not self._kept_back:
+            self._state.set("drained", publish.last_id)
+        self._state.set("sequence", sequence)
+        self._keeper.note()
+        if rows.count > self.spare:
+            self.sync()  # it has cost rows that were on the disk
+
+    def _annotate(self, entry: LogEntry) -> None:
+        sequence = self._append(Kind.ANNOTATE, entry.pack())
+        if self.durable:
+            self._settle_record()
+        self._log.append(self.episodes.annotate(entry, sequence))
+        self.content = (self.manifest.generation, sequence)
+        self._state.set("sequence", sequence)
+        self._keeper.note()
+
+    # -- change, retire, forget ------------------------------------------------------------------
+
+    def _record_change(
+        self, ids: IntArray, places: Sequence[int], columns: Sequence[Array], *, replaces: bool
+    ) -> None:
+        if self.last > self._synced:
+            self.sync()  # else a power cut could bring the change without the row it changes
+        redo = Redo(ids, list(places), columns, replaces)
+        number = self._journal.sequence + 1
+        body = shelve_body(self.disk, self.path / REDO, number, redo.pack(), settle=self.sync)
+        with self._sync_lock:  # a cut would close segments under this sync
+            with self.episode_lock:
+                self._half = self._append(Kind.REDO, body) - 1
+                files, folders = self._journal.unsettled()
+            self._sync_journal(files, folders)
+
+    def retire(self, through: int) -> None:
+        """Give up the rows with ids <= `through`, for good; on the disk when this returns."""
+        with self.episode_lock:
+            sequence = self._append(Kind.RETIRE, b'{"through": %d}' % through)
+            super().retire(through)
+            self.content = (self.manifest.generation, sequence)
+        self._state.set("retired", self.retired)
+        self.sync()
+
+    def _forget(self, last: int) -> None:
+        self.sync()
+        with self.episode_lock:
+            sequence = self._append(Kind.DELETE, b'{"last": %d}' % last)
+            super()._forget(last)
+            self.content = (self.manifest.generation, sequence)
+        self._note_forgotten(last)
+        self.sync()
+
+    def _note_ranking(self, ranking: Ranking | None) -> None:
+        self._note_manifest(self.manifest.replace(ranking=ranking))
+
+    # -- facts -----------------------------------------------------------------------------------
+
+    def log_entries(self) -> Iterator[LogEntry]:
+        """Return every entry of episodes.log in order."""
+        return self._log.read()
+
+    def log_bytes(self) -> bytes:
+        """Return all of episodes.log."""
+        with self.episode_lock:
+            self._log.flush()
+            file, length = self._log.file, self._log.length
+        return file.read(0, length)
+
+    @property
+    def can_write(self) -> bool:
+        """Whether the storage is open for writing and sound."""
+        sound = self._failure is None and not self._unsure
+        return not self._closed and self._lock_file.held and sound
+
+    def more_stats(self) -> dict[str, Any]:
+        """Return path, generation, what waits for the disk, and how that is."""
+        counters = self.counters
+        return {
+            "path": str(self.path),
+            "durability": "sync" if self.durable else "process",
+            "generation": self.manifest.generation,
+            "unsynced_rows": self.last - self._synced,
+            "fsyncs": self.disk.syncs,
+            "last_sync_seconds": counters.sync_seconds and round(counters.sync_seconds, 4),
+            "last_sync_age": counters.synced_at and round(time.monotonic() - counters.synced_at, 3),
+            "free_bytes": self.disk.free(self.path),
+            "poisoned": None if self._failure is None else str(self._failure),
+            "recovered": self.counters.recovered,
+        }
+
+    # -- life ------------------------------------------------------------------------------------
+
+    def check_writable(self) -> None:
+        """Raise StateError unless rows can be written; after an interruption read the journal again."""
+        super().check_writable()
+        if not self._lock_file.held:
+            raise StateError(
+                f"{self.path} was opened by another process, of which this one is a fork",
+                hint="open the store in the process that writes to it",
+            )
+        if self._failure is not None:
+            raise self._refusal()
+        if self._unsure:
+            # Who counts what they hand out must not go on with the counts that were open.
+            with self.lock, self._sync_lock, self.sampled_lock:
+                if self._unsure:
+                    with contextlib.suppress(ExpStoreError):
+                        self.flush_priorities()
+                    with self.changing():
+                        self._open_anew(first=False)
+                    self._unsure = False
+
+    def _open_anew(self, *, first: bool) -> None:
+        """Open what is on the disk now; if that fails, what was open stays so, and can be read."""
+        former = vars(self).copy()
+        try:
+            with self.poisoning():
+                self._open(first=first)
+        except BaseException:
+            failure = self._failure
+            _close(vars(self), but=former)
+            vars(self).update(former)
+            self._failure = failure
+            raise
+        if not first:
+            self.max_priority = former["max_priority"]  # the journal may not have it yet
+        _close(former, but=vars(self))
+
+    def close(self) -> None:
+        """Sync, note that all is well, and let others open the store."""
+        if self._closed:
+            return
+        with self.lock:
+            self._keeper.stop()
+            try:
+                if self.can_write:
+                    self._sync_for_good()
+                    with self.episode_lock:
+                        self._append(Kind.CLOSE, b"{}")
+                        self._give_back()
+                    self._sync_journal(self._journal.sync_files(), [])
+            finally:
+                self._closed = True
+                self._leave_state()
+                self._let_go()
+
+    def leave(self) -> None:
+        """Close what nobody has closed, and bring the index up to date."""
+        if self._closed or not self._lock_file.held:
+            return
+        try:
+            self.check_writable()
+            if (catalog := self.catalog) is not None:
+                catalog.close()
+        finally:
+            self.close()
+
+    def depart(self) -> None:
+        """Do what can be done before the process dies of a signal, while other threads go on."""
+        self.sync()
+
+    #: Whether somebody is to be told who lets go of it without closing it.
+    warns_if_forgotten = True
+
+    def __del__(self) -> None:
+        if "_keeper" in vars(self) and not self._closed and self._lock_file.held:
+            # In a cycle the threads of the pool have been told already that it is gone: they take no jobs.
+            self._pool.shutdown(wait=False)
+            with contextlib.suppress(ExpStoreError):
+                self.close()
+            if self.warns_if_forgotten:
+                warnings.warn(f"{self.path} was forgotten without close()", ResourceWarning, 2, self)
+
+    def _let_go(self) -> None:
+        """Close all files, as many as were opened, and let others write."""
+        unregister(self)
+        with self.sampled_lock:  # descriptors are not for somebody else's files while counts are written
+            _close(vars(self), but={})
+        self._lock_file.release()
+        with contextlib.suppress(RuntimeError):  # forgotten, and collected by a thread of the pool itself
+            self._pool.shutdown()
+
+    def load_version(self, folder: Path) -> None:
+        """Put the content of the version in a folder in the place of what there is.
+
+        Crashes: the store has its former content until the new one is complete, and that one then.
+        """
+        self.load_content(read_content(self.disk, folder))
+
+    def load_content(self, content: ContentLike) -> None:
+        """Put a content from elsewhere in the place of what there is, as `load_version` does."""
+        self._take_content(content)
+
+    # -- what the columns supply -----------------------------------------------------------------
+
+    @abstractmethod
+    def _take_content(self, content: ContentLike) -> None:
+        """Put a content in the place of what there is."""
+
+    @abstractmethod
+    def _begin(self) -> None:
+        """Set up what belongs to columns, before anything is opened."""
+
+    @abstractmethod
+    def _open_columns(self) -> None:
+        """Open the columns, if there are fields yet."""
+
+    @abstractmethod
+    def _adopt_priorities(self, past: Past, *, whole: bool) -> None:
+        """Load priorities; unless `whole`, those of rows after the mark come from their records."""
+
+    @abstractmethod
+    def _settle_columns(self, past: Past) -> tuple[set[File], set[Path]]:
+        """Write rows after the mark again; return the files and folders to be synced."""
+
+
+#: What a storage has open, under these names.
+_PARTS = ("_journal", "_log", "write_keys", "columns", "checksums", "sampled", "_state")
+
+
+def _close(held: Mapping[str, Any], *, but: Mapping[str, Any]) -> None:
+    for name in _PARTS:
+        part = held.get(name)
+        if part is not None and part is not but.get(name):
+            part.close()

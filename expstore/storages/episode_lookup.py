@@ -1,0 +1,57 @@
+"""Episodes as users ask for them, by their ids: which rows one has.
+
+Used by buffers and by the keeper of the index. It reads no field, and changes nothing.
+"""
+
+from __future__ import annotations
+
+import operator
+
+import numpy as np
+
+from expstore.core.values import IntArray
+from expstore.episodes.fragments import all_ids
+from expstore.errors import NotFoundError
+from expstore.storages.base import Storage
+
+__all__ = ["check_episode", "rows_of_episode", "unknown_episode"]
+
+
+def rows_of_episode(storage: Storage, episode_id: int) -> IntArray:
+    """Return the ids of an episode's readable rows, in the order of its steps. Shape `(n,)`, n > 0.
+
+    Raises:
+        NotFoundError: There never was such an episode, or none of its rows can be read.
+    """
+    number = check_episode(episode_id)
+    storage.follow()
+    with storage.episode_lock:
+        window = storage.query_window
+        fragments = storage.episodes.fragments.rows
+        own = fragments[:, fragments[0] == number]
+    ids = all_ids(own[:, np.argsort(own[1], kind="stable")])
+    ids = ids[window.holds(ids)]
+    if not ids.size:
+        if 0 < number < storage.episodes.next_episode:
+            raise NotFoundError(f"no row of episode {number} is left in the store")
+        raise unknown_episode(storage, number)
+    return ids
+
+
+def unknown_episode(storage: Storage, number: int) -> NotFoundError:
+    """Return what to raise for an episode id that was never given."""
+    newest = storage.episodes.next_episode - 1
+    known = f"their ids are 1 to {newest}" if newest else "there is none yet"
+    return NotFoundError(f"no episode {number}: {known}", hint="rb.episodes() shows those that there are")
+
+
+def check_episode(episode_id: int) -> int:
+    """Return an episode id as an int.
+
+    Raises:
+        TypeError: It is no integer.
+    """
+    try:
+        return operator.index(episode_id)
+    except TypeError:
+        raise TypeError(f"an episode id is an integer, not {type(episode_id).__name__}") from None

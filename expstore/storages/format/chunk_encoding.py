@@ -1,0 +1,213 @@
+"""How rows of a wide field are packed: codec, rows per chunk, rows per shard.
+
+Used by packed columns and by what makes their Zarr metadata. It knows numbers and codecs, and no files.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import google_crc32c
+import numpy as np
+
+from expstore.core.values import Array, IntArray
+from expstore.errors import CorruptionError, SchemaError
+from expstore.schema.schema import Field
+from expstore.storages.format.codecs import CODECS, DEFAULT_CODEC, Codec
+
+__all__ = ["Packing", "packing_for", "reach_for"]
+
+#: Rows that lie in so many bytes are packed together.
+CHUNK_BYTES = 256 * 1024
+#: A row is unpacked without the rows of the blocks before its own. Two blocks save a fifth of the time, and
+#: take a quarter more space; more save nothing, since most of a block's time goes to its first row.
+BLOCKS = 2
+#: Frames that are shorter by this are unpacked quickly enough: they have one block.
+_SHORT = 64
+CHUNK_ROWS = 64
+SHARD_ROWS = 4096
+#: Larger chunks cannot be asked for: one is unpacked for every row that is read.
+MOST_ROWS, MOST_BYTES = 4096, 16 << 20
+SHARD_BYTES = 1 << 30
+#: Longer shards rather than more files than this in a ring.
+MANY_SHARDS = 1024
+#: In a store without capacity.
+ENDLESS_SHARD_ROWS = 16384
+#: Rows are looked for among those before them: as many as make so many bytes, but no fewer and no more than
+#: these, and of the widest no more than make eight times as many bytes.
+REACH_BYTES = 4 << 20
+REACH_ROWS = 16, 1024
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Say how a field is packed.
+
+    A packed chunk is the codec's frame and the crc32c of it, as Zarr's codecs `bytes`, `blosc` (or another)
+    and `crc32c` make one; it is never longer than `most_bytes`.
+
+    Args:
+        codec: One of `CODECS`.
+        rows: Per chunk.
+        shard: Rows per shard, a multiple of `rows`.
+        shares: Whether rows may lie in the column of the next ones. Then a table stands before each frame:
+            the crc32c (u32) of what follows, and for each row (u16) how many rows before it the same bytes
+            are next ones; 0: they are in the frame, which has zeros for the others. Without any own row
+            there is no frame.
+
+    Example:
+        >>> packing = Packing("lz4hc", rows=16, shard=4096)
+        >>> rows = np.zeros((16, 84, 84), np.uint8)
+        >>> (packing.unpack(packing.pack(rows), rows.nbytes) == rows.tobytes()).all()
+        True
+    """
+
+    codec: str
+    rows: int
+    shard: int
+    shares: bool = False
+
+    def __post_init__(self) -> None:
+        if self.codec not in CODECS:
+            raise SchemaError(f"no codec {self.codec!r}", hint="there are " + ", ".join(CODECS))
+        if self.rows < 1 or self.shard % self.rows:
+            raise SchemaError(f"a shard of {self.shard} rows cannot have chunks of {self.rows}")
+
+    @property
+    def chunks(self) -> int:
+        """How many chunks a shard has."""
+        return self.shard // self.rows
+
+    @property
+    def means(self) -> Codec:
+        """The codec itself."""
+        return CODECS[self.codec]
+
+    def block_bytes(self, chunk_bytes: int, former: int) -> int:
+        """Return how long the blocks of a frame are; 0: the codec knows best.
+
+        Args:
+            chunk_bytes: Length of what is packed.
+            former: Length of the frame before; 0: there is none.
+        """
+        blocks = 1 if 0 < former * _SHORT <= chunk_bytes else BLOCKS
+        return -(-self.rows // blocks) * (chunk_bytes // self.rows) if self.means.has_blocks else 0
+
+    @property
+    def table_bytes(self) -> int:
+        """Length of the table before each frame."""
+        return 4 + 2 * self.rows if self.shares else 0
+
+    def pack(self, rows: Array, distances: IntArray | None = None, *, former: int = 0) -> bytes:
+        """Return the packed chunk of `rows` rows, behind its table if it has one.
+
+        Args:
+            rows: C-contiguous. Shape `(rows, *row shape)`.
+            distances: How many rows before each the same bytes are next ones; 0: nowhere. None: all are 0.
+                Shape `(rows,)`.
+            former: As of `block_bytes`.
+        """
+        if not self.shares:
+            return self._pack_frame(rows, former)
+        table = np.zeros(self.rows, "<u2")
+        if distances is not None:
+            table[:] = distances
+        crc: int = google_crc32c.value(table.tobytes())
+        data = crc.to_bytes(4, "little") + table.tobytes()
+        own = table == 0
+        if not own.any():
+            return data
+        if not own.all():
+            rows = rows.copy()
+            rows[~own] = 0
+        return data + self._pack_frame(rows, former)
+
+    def unpack_table(self, data: bytes) -> IntArray:
+        """Return the distances of a chunk's rows. Shape `(rows,)`.
+
+        Raises:
+            CorruptionError: The table is damaged.
+        """
+        table = data[4 : self.table_bytes]
+        if len(data) < self.table_bytes or google_crc32c.value(table) != int.from_bytes(data[:4], "little"):
+            raise CorruptionError("the table of a packed chunk is damaged: its checksum does not fit")
+        return np.frombuffer(table, "<u2").astype(np.int64)
+
+    def _pack_frame(self, rows: Array, former: int) -> bytes:
+        block = self.block_bytes(rows.nbytes, former)
+        frame = self.means.pack(rows.reshape(-1).view(np.uint8), block=block)
+        crc: int = google_crc32c.value(frame)
+        return frame + crc.to_bytes(4, "little")
+
+    def unpack(self, chunk: bytes | memoryview, size: int) -> Array:
+        """Return the bytes of a packed chunk. Shape `(size,)`, uint8.
+
+        Raises:
+            CorruptionError: It is damaged.
+        """
+        data = bytes(chunk)
+        frame = data[:-4]
+        if len(data) < 5 or google_crc32c.value(frame) != int.from_bytes(data[-4:], "little"):
+            raise CorruptionError("a packed chunk is damaged: its checksum does not fit")
+        return self.means.unpack(frame, size)
+
+    def most_bytes(self, size: int) -> int:
+        """Return how long the packed chunk of `size` bytes can become."""
+        return self.table_bytes + self.means.most_bytes(size) + 4
+
+    @classmethod
+    def of(cls, codecs: Any, *, rows: int, shard: int, shares: bool = False) -> Packing:
+        """Return the packing whose codecs zarr.json names.
+
+        Raises:
+            ValueError: There is none.
+        """
+        for name in CODECS:
+            found = cls(name, rows, shard, shares)
+            if found.means.reads(codecs[1]):
+                return found
+        raise ValueError(f"no packing has the codecs {codecs}")
+
+    @property
+    def zarr_codecs(self) -> list[dict[str, Any]]:
+        """The codecs of a chunk behind `bytes`, as zarr.json names them."""
+        return [self.means.in_zarr, {"name": "crc32c"}]
+
+
+def packing_for(
+    entry: Field,
+    slots: int | None,
+    *,
+    codec: str = DEFAULT_CODEC,
+    rows: int | None = None,
+    shares: bool = False,
+) -> Packing:
+    """Return how a field is packed best.
+
+    Args:
+        entry: The field.
+        slots: How many rows a ring has; None: the store grows.
+        codec: One of `CODECS`.
+        rows: Per chunk; None: as many as make about 256 KiB.
+        shares: As of `Packing`.
+    """
+    if rows is None:
+        rows = 1
+        while rows < CHUNK_ROWS and 2 * rows * entry.row_bytes <= CHUNK_BYTES:
+            rows *= 2
+    shard = ENDLESS_SHARD_ROWS if slots is None else SHARD_ROWS
+    while slots is not None and slots > shard * MANY_SHARDS:
+        shard *= 2
+    while shard > rows and shard * entry.row_bytes > SHARD_BYTES:
+        shard //= 2
+    if slots is not None:
+        shard = min(shard, -(-slots // rows) * rows)
+    return Packing(codec, rows, -(-shard // rows) * rows, shares)
+
+
+def reach_for(entry: Field) -> int:
+    """Return among how many rows before it a row is looked for."""
+    least, most = REACH_ROWS
+    widest = max(1, 8 * REACH_BYTES // entry.row_bytes)
+    return min(widest, max(least, min(most, REACH_BYTES // entry.row_bytes)))

@@ -1,0 +1,191 @@
+"""A file of packed chunks: one behind another while it grows, with an index once it is a Zarr shard.
+
+Used by packed columns. Each chunk comes after 16 bytes that say what it is, so that whoever finds an
+unfinished file knows what is in it; a finished one ends with the index of Zarr's sharding codec, for
+which those bytes are gaps. Where rows may lie in another column, a table stands before each chunk's frame,
+there may be no frame, and before Zarr's index stands another one, of all chunks. It never unpacks a chunk.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import NamedTuple
+
+import google_crc32c
+import numpy as np
+from numpy.typing import NDArray
+
+from expstore.disk.disk import File
+from expstore.errors import CorruptionError
+
+__all__ = [
+    "ANY_TURN",
+    "HEADER_BYTES",
+    "Chunks",
+    "index_bytes",
+    "no_chunks",
+    "pack_chunk",
+    "pack_index",
+    "read_index",
+    "scan_chunks",
+    "sum_chunk",
+    "turn_of",
+]
+
+#: u32 length, u32 number in the shard, u32 turn of the ring, u32 crc32c of these and of the chunk.
+_HEADER = struct.Struct("<IIII")
+HEADER_BYTES = _HEADER.size
+#: Of chunks of a version that are copies: all that are there count, of whichever turn.
+ANY_TURN = (1 << 32) - 1
+#: Where the index has no chunk.
+_MISSING = (1 << 64) - 1
+#: So many bytes are read at a time.
+_STEP = 4 << 20
+
+
+class Chunks(NamedTuple):
+    """Say where the chunks of a file are.
+
+    Args:
+        offsets: Of their frames; -1: there is no such chunk. Shape `(chunks,)`, int64.
+        sizes: The frames' lengths; 0: the table says all. Shape `(chunks,)`, int64.
+        end: Where the next one goes.
+    """
+
+    offsets: NDArray[np.int64]
+    sizes: NDArray[np.int64]
+    end: int
+
+
+def pack_chunk(number: int, turn: int, chunk: bytes) -> bytes:
+    """Return a chunk as it stands in the file, behind what says what it is."""
+    head = struct.pack("<III", len(chunk), number, turn)
+    return head + sum_chunk(head, chunk).to_bytes(4, "little") + chunk
+
+
+def sum_chunk(head: bytes, chunk: bytes) -> int:
+    """Return the crc32c of a head, and of a chunk's end, and of the rest.
+
+    A chunk ends with the crc32c of the rest: summed in their order, all chunks of one length are alike.
+    """
+    ended = google_crc32c.extend(google_crc32c.value(head), chunk[-4:])
+    crc: int = google_crc32c.extend(ended, chunk[:-4])
+    return crc
+
+
+def scan_chunks(file: File, count: int, turn: int, start: Chunks | None = None, *, table: int = 0) -> Chunks:
+    """Find the chunks of an unfinished file, up to the first bytes that are none.
+
+    Of two with one number the later counts.
+
+    Args:
+        file: Which one.
+        count: How many chunks a shard has.
+        turn: Which turn of the ring they are of.
+        start: What an earlier scan has found; it goes on there, and its arrays are filled.
+        table: Length of the table before each frame.
+    """
+    found = start or no_chunks(count)
+    offsets, sizes, end = found
+    data, base = b"", end
+    while True:
+        at = end - base
+        if at + HEADER_BYTES > len(data):
+            data, base, at = file.read(end, _STEP), end, 0
+            if len(data) < HEADER_BYTES:
+                break
+        size, number, told, crc = _HEADER.unpack_from(data, at)
+        if not size or size < table or number >= count or told != turn:
+            break
+        if at + HEADER_BYTES + size > len(data):
+            data, base, at = file.read(end, max(_STEP, HEADER_BYTES + size)), end, 0
+            if len(data) < HEADER_BYTES + size:
+                break
+        body = data[at + HEADER_BYTES : at + HEADER_BYTES + size]
+        if sum_chunk(data[at : at + 12], body) != crc:
+            break
+        offsets[number], sizes[number] = end + HEADER_BYTES + table, size - table
+        end += HEADER_BYTES + size
+    return Chunks(offsets, sizes, end)
+
+
+def turn_of(file: File, chunks: Chunks, *, table: int = 0) -> int:
+    """Return of which turn of the ring the chunks of a finished file are; -1: it has none.
+
+    Raises:
+        CorruptionError: No chunk is whole that could tell.
+    """
+    there = np.flatnonzero(chunks.offsets >= 0).tolist()
+    for number in there:
+        start, size = int(chunks.offsets[number]) - HEADER_BYTES - table, int(chunks.sizes[number]) + table
+        if start >= 0 and (turn := _turn_in(file.read(start, HEADER_BYTES + size), number, size)) >= 0:
+            return turn
+    if there:
+        raise CorruptionError(f"all chunks of {file.path} are damaged")
+    return -1
+
+
+def _turn_in(data: bytes, number: int, size: int) -> int:
+    """Return the turn that a chunk names, behind what says what it is; -1: it is damaged."""
+    if len(data) < HEADER_BYTES + size:
+        return -1
+    told, what, turn, crc = _HEADER.unpack_from(data)
+    chunk = data[HEADER_BYTES:]
+    whole = sum_chunk(data[:12], chunk) == crc
+    return int(turn) if whole and (told, what) == (size, number) else -1
+
+
+def no_chunks(count: int) -> Chunks:
+    """Return what is in an empty file."""
+    return Chunks(np.full(count, -1, np.int64), np.zeros(count, np.int64), 0)
+
+
+def index_bytes(count: int, *, table: int = 0) -> int:
+    """Return the length of what stands behind so many chunks."""
+    return (16 * count + 4) * (2 if table else 1)
+
+
+def pack_index(chunks: Chunks, *, table: int = 0) -> bytes:
+    """Return the index that makes the file a shard (Zarr v3 sharding codec, at the end, with crc32c).
+
+    Where there are tables another one comes first, which has the chunks without a frame, too.
+    """
+    if table:
+        return _pack_index(chunks, chunks.offsets >= 0) + _pack_index(chunks, chunks.sizes > 0)
+    return _pack_index(chunks, chunks.offsets >= 0)
+
+
+def _pack_index(chunks: Chunks, there: NDArray[np.bool_]) -> bytes:
+    index = np.full((chunks.offsets.size, 2), _MISSING, "<u8")
+    index[there, 0], index[there, 1] = chunks.offsets[there], chunks.sizes[there]
+    data = index.tobytes()
+    crc: int = google_crc32c.value(data)
+    return data + crc.to_bytes(4, "little")
+
+
+def read_index(file: File, count: int, *, table: int = 0) -> Chunks:
+    """Return what the index of a finished file says.
+
+    Raises:
+        CorruptionError: It is damaged.
+    """
+    size, length = file.size(), index_bytes(count, table=table)
+    end = size - length
+    data = file.read(end, length) if end >= 0 else b""
+    own = data[: 16 * count + 4]
+    if end < 0 or google_crc32c.value(own[:-4]) != int.from_bytes(own[-4:], "little"):
+        raise CorruptionError(f"the index of {file.path} is damaged")
+    chunks = _unpack_index(own, count, end, file)
+    if table and data != pack_index(chunks, table=table):
+        raise CorruptionError(f"the second index of {file.path} is damaged")
+    return chunks
+
+
+def _unpack_index(data: bytes, count: int, end: int, file: File) -> Chunks:
+    index = np.frombuffer(data[:-4], "<u8").reshape(count, 2)
+    there = index[:, 0] != _MISSING
+    stops = np.where(there, index[:, 0] + index[:, 1], 0)
+    if (stops > end).any():
+        raise CorruptionError(f"the index of {file.path} names bytes beyond its end")
+    offsets = np.where(there, index[:, 0], _MISSING).view(np.int64)  # all ones are -1
+    return Chunks(offsets, np.where(there, index[:, 1], 0).astype(np.int64), end)

@@ -1,0 +1,144 @@
+"""The codecs that pack rows, by name: how bytes become a frame, and what zarr.json says of it.
+
+Used by packed columns. It knows numcodecs, and no files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from expstore.core.values import Array
+from expstore.errors import CorruptionError
+
+__all__ = ["CODECS", "DEFAULT_CODEC", "ONLY_ZARR_PYTHON", "Codec"]
+
+#: What is said of codecs that are not of Zarr's core: TensorStore, for one, does not know them.
+ONLY_ZARR_PYTHON = "zarr-python only"
+_BLOSC_HEADER = 16
+#: Options that say how hard to try, and do not matter to who unpacks.
+_EFFORT = {"clevel", "level", "preset", "blocksize"}
+
+
+@dataclass(frozen=True)
+class Codec:
+    """Pack bytes into a frame, and unpack them.
+
+    Args:
+        name: As in zarr.json.
+        options: As there, its `configuration`.
+        interop: Who can read it; "": every reader of Zarr v3.
+
+    Example:
+        >>> codec = CODECS["lz4hc"]
+        >>> codec.unpack(codec.pack(np.zeros(1000, np.uint8)), 1000).sum()
+        0
+    """
+
+    name: str
+    options: Mapping[str, Any] = field(hash=False)
+    interop: str = ""
+
+    @property
+    def is_blosc(self) -> bool:
+        """Whether frames are blosc's, which a compiled loop unpacks; else numcodecs does, one by one."""
+        return self.name == "blosc"
+
+    @property
+    def unshuffled(self) -> tuple[str, int] | None:
+        """Blosc's compressor and level, which a compiled loop packs by; None: it does not."""
+        plain = self.is_blosc and self.options["shuffle"] == "noshuffle"
+        return (self.options["cname"], self.options["clevel"]) if plain else None
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether rows of a frame are unpacked without the blocks before theirs."""
+        plain = self.unshuffled
+        return plain is not None and plain[0] in ("lz4", "lz4hc")
+
+    @cached_property
+    def _numcodec(self) -> Any:
+        import numcodecs
+
+        if self.is_blosc:
+            return self._blosc(0)
+        return numcodecs.get_codec({"id": self.name.removeprefix("numcodecs."), **self.options})
+
+    def _blosc(self, block: int) -> Any:
+        import numcodecs
+
+        shuffle = {"noshuffle": numcodecs.Blosc.NOSHUFFLE, "shuffle": numcodecs.Blosc.SHUFFLE}
+        given = self.options
+        return numcodecs.Blosc(given["cname"], given["clevel"], shuffle[given["shuffle"]], block)
+
+    def pack(self, data: Array, *, block: int = 0) -> bytes:
+        """Return the frame of bytes.
+
+        Args:
+            data: Shape `(n,)`, uint8, C-contiguous.
+            block: Length of the blocks that blosc packs each by itself; 0: as it likes best.
+        """
+        if not self.is_blosc:
+            return bytes(self._numcodec.encode(data))
+        size = self.options["typesize"]  # blosc takes it from the dtype
+        data = data.view(f"u{size}") if data.size % size == 0 else data
+        return bytes((self._blosc(block) if block else self._numcodec).encode(data))
+
+    def unpack(self, frame: bytes, size: int) -> Array:
+        """Return the bytes of a frame whose checksum fits. Shape `(size,)`, uint8.
+
+        Raises:
+            CorruptionError: It holds another number of bytes, or is none.
+        """
+        if self.is_blosc:
+            if len(frame) < _BLOSC_HEADER or int.from_bytes(frame[4:8], "little") != size:
+                raise CorruptionError(f"a packed chunk does not hold {size} bytes")
+            out = np.empty(size, np.uint8)
+            self._numcodec.decode(frame, out)
+            return out
+        try:
+            found: Array = np.frombuffer(self._numcodec.decode(frame), np.uint8)
+        except Exception as exc:  # each codec has errors of its own
+            raise CorruptionError(f"a packed chunk cannot be unpacked: {exc}") from exc
+        if found.size != size:
+            raise CorruptionError(f"a packed chunk does not hold {size} bytes")
+        return found
+
+    def most_bytes(self, size: int) -> int:
+        """Return how long the frame of `size` bytes can become, where nothing can be packed."""
+        return size + _BLOSC_HEADER if self.is_blosc else size + size // 64 + 1024
+
+    def reads(self, named: Mapping[str, Any]) -> bool:
+        """Say whether it unpacks what zarr.json names: with whatever effort that was packed."""
+        found = named.get("configuration", {})
+        wanted = {name: value for name, value in self.options.items() if name not in _EFFORT}
+        return bool(named["name"] == self.name and wanted.items() <= found.items())
+
+    @property
+    def in_zarr(self) -> dict[str, Any]:
+        """What zarr.json says."""
+        return {"name": self.name, "configuration": dict(self.options)}
+
+
+def _blosc(cname: str, level: int, shuffle: str = "noshuffle", typesize: int = 1) -> Codec:
+    options = {"typesize": typesize, "cname": cname, "clevel": level, "shuffle": shuffle, "blocksize": 0}
+    return Codec("blosc", options)
+
+
+DEFAULT_CODEC = "lz4hc"
+#: Those that end in shuffle take 4-byte numbers apart, byte by byte, as suits float32.
+CODECS: dict[str, Codec] = {
+    "lz4hc": _blosc("lz4hc", 5),
+    "lz4": _blosc("lz4", 9),
+    "zstd": _blosc("zstd", 4),  # from 4 on a chunk is one block
+    "zlib": _blosc("zlib", 5),
+    "lz4hc-shuffle": _blosc("lz4hc", 5, "shuffle", 4),
+    "zstd-shuffle": _blosc("zstd", 4, "shuffle", 4),
+    "gzip": Codec("gzip", {"level": 5}),
+    "numcodecs.bz2": Codec("numcodecs.bz2", {"level": 9}, ONLY_ZARR_PYTHON),
+    "numcodecs.lzma": Codec("numcodecs.lzma", {"preset": 6}, ONLY_ZARR_PYTHON),
+}

@@ -1,0 +1,183 @@
+"""The STATE page: the few numbers that must outlive the process but not the machine.
+
+The writer keeps it current with plain stores into a shared mapping; the next opening and readers in
+other processes look at it. It is never synced and never trusted across a restart of the machine.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from expstore.disk.disk import Disk
+
+__all__ = ["PAGE", "StatePage", "StateView"]
+
+PAGE = 4096
+_MAGIC = int.from_bytes(b"EXPSTATE", "little")
+_FORMAT = 2
+# There stores are seen in the order in which they were made.
+_ORDERED = os.uname().machine in {"x86_64", "i686", "AMD64"}
+
+# Word numbers (8 bytes each) within the page; ARCHITECTURE.md has the table.
+_WORDS = {
+    "generation": 6,
+    "sequence": 7,
+    "horizon": 8,
+    "last": 9,
+    "draw": 10,
+    "change": 11,
+    "change_low": 12,
+    "change_high": 13,
+    "layout": 14,
+    "heartbeat": 15,
+    "drained": 16,
+    "retired": 17,
+    "since": 18,
+    "inode": 19,
+    "sampled": 20,
+    "limiter": 21,
+}
+#: Two places for a sampler's progress, written in turn: a count, then four words.
+_PROGRESS = (24, 32)
+_GENERATION, _HORIZON, _LAST, _CHANGE, _LAYOUT, _DRAINED, _RETIRED = (
+    _WORDS[name] for name in ("generation", "horizon", "last", "change", "layout", "drained", "retired")
+)
+
+
+class StateView(NamedTuple):
+    """Words of one look at the page.
+
+    Args:
+        generation: Of the writer; 0 while the page is claimed.
+        layout: Moves when fields or the columns' files change.
+        horizon: Newest id whose slot may have been written to.
+        change: Odd while rows are changed in place.
+        last: Newest id that is published, and whose bytes stand in the columns.
+        retired: Newest id given up for other reasons than age.
+    """
+
+    generation: int
+    layout: int
+    horizon: int
+    change: int
+    last: int
+    retired: int
+
+
+class StatePage:
+    """Map STATE and read or set its words.
+
+    One writer, any number of readers; every word is stored in one piece. What is stored survives the
+    process, not the machine.
+
+    Args:
+        disk: Where files are touched.
+        path: The file; made if it is missing.
+        write: Whether words will be set; else the file must be there.
+    """
+
+    def __init__(self, disk: Disk, path: Path, *, write: bool = True) -> None:
+        self._order = threading.Lock()
+        if not write:
+            file = disk.open(path, write=False)
+            try:
+                self._map = file.map_readable(PAGE)
+                #: Of the file; a page that names another one has been copied from a running store.
+                self.inode = file.inode()
+            finally:
+                file.close()
+            self._words = memoryview(self._map).cast("q")
+            return
+        file = disk.open(path, create=True)
+        try:
+            if file.size() < PAGE:
+                # Written, not only stretched: a store into a hole could meet a full disk (SIGBUS).
+                file.write(bytes(PAGE), 0)
+            self._map = file.map_writable(PAGE)
+            self.inode = file.inode()
+        finally:
+            file.close()
+        self._words = memoryview(self._map).cast("q")
+
+    def fits(self, uuid: bytes, boot: bytes, generation: int) -> bool:
+        """Say whether the page speaks of this store since this start of the machine.
+
+        A generation behind `generation` fits: openings that were killed have drawn nothing.
+        """
+        head = bytes(self._map[16:48])
+        known = self._words[0] == _MAGIC and self._words[1] == _FORMAT
+        return known and head == uuid + boot and self.get("generation") <= generation
+
+    def look(self) -> StateView:
+        """Return what readers need, in an order that fits the writer's: no id without its limits."""
+        words = self._words
+        if not _ORDERED:
+            self._fence()
+        last, drained = words[_LAST], words[_DRAINED]
+        if not _ORDERED:
+            self._fence()
+        retired, horizon, change, layout = words[_RETIRED], words[_HORIZON], words[_CHANGE], words[_LAYOUT]
+        generation = words[_GENERATION] if words[0] == _MAGIC else 0
+        return StateView(generation, layout, horizon, change, min(last, drained), retired)
+
+    def claim(self, uuid: bytes, boot: bytes, **words: int) -> None:
+        """Start the page anew for a writer."""
+        self._words[0] = 0
+        self._map[16:48] = uuid + boot
+        for place in _PROGRESS:
+            self._words[place] = 0
+        for name, value in words.items():
+            self.set(name, value)
+        self._words[1] = _FORMAT
+        self._words[0] = _MAGIC
+
+    def set_progress(self, progress: Sequence[int]) -> None:
+        """Set the four words of a sampler's progress as one: a kill leaves these or those before."""
+        words = self._words
+        count = max(words[place] for place in _PROGRESS) + 1
+        place = _PROGRESS[count & 1]
+        words[place] = 0
+        for number, value in enumerate(progress):
+            words[place + 1 + number] = value
+        words[place] = count
+
+    def get_progress(self) -> tuple[int, ...] | None:
+        """Return the words that were set last; None if none were."""
+        place = max(_PROGRESS, key=self._words.__getitem__)
+        return tuple(self._words[place + 1 : place + 5]) if self._words[place] else None
+
+    def get(self, name: str) -> int:
+        """Return a word by name."""
+        return self._words[_WORDS[name]]
+
+    def set(self, name: str, value: int) -> None:
+        """Set a word by name; readers see words in the order in which they were set."""
+        self._words[_WORDS[name]] = value
+        if not _ORDERED:
+            self._fence()
+
+    def begin_change(self, low: int, high: int) -> None:
+        """Tell readers that slots `low` to `high` are about to be changed in place."""
+        self.set("change_low", low)
+        self.set("change_high", high)
+        self.set("change", self.get("change") | 1)
+
+    def end_change(self) -> None:
+        """Tell readers that the change is complete."""
+        self.set("change", self.get("change") + 1 & ~1)
+
+    def _fence(self) -> None:
+        """Keep loads and stores before it before those after it: a release, then an acquire, of one lock."""
+        with self._order:
+            pass
+        with self._order:
+            pass
+
+    def close(self) -> None:
+        """Unmap the page."""
+        self._words.release()
+        self._map.close()

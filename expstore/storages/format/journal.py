@@ -1,0 +1,418 @@
+"""The journal: the records that publish, change and delete rows, in order.
+
+Used by storages only. It frames, appends, syncs, rotates and reads records; what their bodies mean to
+rows and episodes is not its business. ARCHITECTURE.md has the byte table.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import struct
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+import google_crc32c
+import numpy as np
+
+from expstore.disk.disk import Disk, File
+from expstore.errors import CorruptionError, StorageError
+
+__all__ = [
+    "Journal",
+    "Kind",
+    "Record",
+    "cut_off",
+    "no_records",
+    "read_journal",
+    "segment_faults",
+    "settle_journal",
+]
+
+ALIGN = 64
+SEGMENT_BYTES = 4 << 20
+#: Where every record is synced before the next one: longer, because beginning a segment costs three syncs.
+SYNC_SEGMENT_BYTES = 64 << 20
+
+# length of the body, crc32c, salt, sequence, kind; 7 bytes zero.
+HEADER = struct.Struct("<IIQQB7x")
+
+
+class Kind(IntEnum):
+    """What a record does."""
+
+    BASE = 1
+    PUBLISH = 2
+    REDO = 3
+    DELETE = 4
+    RETIRE = 5
+    MOVE = 6
+    MARK = 7
+    SHARD = 8
+    CLOSE = 9
+    ANNOTATE = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One entry of the journal."""
+
+    sequence: int
+    kind: Kind
+    body: bytes
+
+    def json(self) -> Any:
+        """Return the body of a record that keeps JSON."""
+        return json.loads(self.body)
+
+
+def _frame(salt: int, sequence: int, kind: Kind, *body: bytes) -> bytes:
+    """Return a record; its body may come in parts, which are copied once."""
+    size = sum(map(len, body))
+    head = HEADER.pack(size, 0, salt, sequence, kind)
+    crc = google_crc32c.value(head[:4] + head[8:])
+    for part in body:
+        crc = google_crc32c.extend(crc, part)
+    padding = bytes(-(HEADER.size + size) % ALIGN)
+    return b"".join((head[:4], crc.to_bytes(4, "little"), head[8:], *body, padding))
+
+
+def parse_record(data: bytes, at: int, salt: int | None) -> tuple[Record, int, int] | None:
+    """Return the record at `at`, its salt and where the next one begins; None if there is none."""
+    if at + HEADER.size > len(data):
+        return None
+    length, crc, own_salt, sequence, kind = HEADER.unpack_from(data, at)
+    end = at + HEADER.size + length
+    if (salt is not None and own_salt != salt) or end > len(data) or kind not in Kind.__members__.values():
+        return None
+    body = data[at + HEADER.size : end]
+    head = data[at : at + 4] + data[at + 8 : at + HEADER.size]
+    if google_crc32c.extend(google_crc32c.value(head), body) != crc:
+        return None
+    return Record(sequence, Kind(kind), body), own_salt, at + -(-(end - at) // ALIGN) * ALIGN
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    path: Path
+    number: int
+    records: list[Record]
+    covered: int  # the highest record that a mark in it, before or after its end, says is on the disk
+    salt: int
+    end: int  # where the next record begins
+
+
+def read_segment(path: Path, data: bytes) -> Segment | None:
+    """Read one segment up to its end; None if its base record is not whole.
+
+    Raises:
+        CorruptionError: It ends before a record that one of its marks says is on the disk.
+    """
+    first = parse_record(data, 0, None)
+    if first is None or first[0].kind is not Kind.BASE:
+        return None
+    record, salt, at = first
+    if len(data) < record.json().get("bytes", 0):
+        raise CorruptionError(f"{path} has {len(data)} bytes, {record.json()['bytes']} are expected")
+    records = [record]
+    while (found := parse_record(data, at, salt)) is not None and found[0].sequence == records[
+        -1
+    ].sequence + 1:
+        records.append(found[0])
+        at = found[2]
+    marks = [r for r in records if r.kind is Kind.MARK] + _marks_beyond(data, at, salt)
+    covered = max((int.from_bytes(mark.body[:8], "little") for mark in marks), default=0)
+    if covered > records[-1].sequence:
+        raise CorruptionError(
+            f"{path} is damaged at byte {at}: the record after number {records[-1].sequence} cannot be read, "
+            f"though records up to {covered} were brought to the disk",
+        )
+    return Segment(path, int(path.name), records, covered, salt, at)
+
+
+def _marks_beyond(data: bytes, at: int, salt: int) -> list[Record]:
+    """Return the marks that stand beyond the segment's end: a torn record may lie before them."""
+    words = np.frombuffer(data, "<u8", max(0, len(data) - at) // ALIGN * (ALIGN // 8), min(at, len(data)))
+    if not words.any():
+        return []  # what a segment has not used yet, all 4 MiB of it as a rule
+    words = words.reshape(-1, ALIGN // 8)
+    places = np.flatnonzero((words[:, 1] == salt) & ((words[:, 3] & 0xFF) == Kind.MARK))
+    found = [parse_record(data, at + int(place) * ALIGN, salt) for place in places]
+    return [entry[0] for entry in found if entry is not None]
+
+
+def read_journal(disk: Disk, folder: Path) -> list[Record]:
+    """Return the records that count, the first a base record; see `read_segments`."""
+    return [record for segment in read_segments(disk, folder) for record in segment.records]
+
+
+def read_segments(disk: Disk, folder: Path) -> list[Segment]:
+    """Return the segments whose records count.
+
+    They begin at the newest segment with a whole base that an opening wrote (all before it was on the
+    disk then) or that has no predecessor any more. Segments follow one another without a gap in their
+    sequence; one whose base is not whole, or that begins beyond the end of its predecessor, was never
+    synced and is dropped with what follows.
+
+    Raises:
+        CorruptionError: A record is damaged that a durable mark covers, or the first base.
+    """
+    names = sorted((name for name in disk.names(folder) if name.isdigit()), key=int)
+    paths = [folder / name for name in names]
+    segments = [read_segment(path, disk.read_whole(path)) for path in paths]
+    if not any(segments):
+        return []  # nothing, or a first segment whose base was never whole
+    numbers = {int(path.name) for path in paths}
+    start = 0
+    for place, segment in enumerate(segments):
+        if segment is not None and (
+            segment.records[0].json().get("opening") or segment.number - 1 not in numbers
+        ):
+            start = place
+    found: list[Segment] = []
+    for place in range(start, len(segments)):
+        segment = segments[place]
+        if segment is None:
+            if not found:
+                raise CorruptionError(f"{paths[place]} is damaged: its first record cannot be read")
+            break
+        if found and segment.records[0].sequence != found[-1].records[-1].sequence + 1:
+            if segment.covered > found[-1].records[-1].sequence:
+                raise CorruptionError(f"{paths[place - 1]} is damaged: it ends before {paths[place]} begins")
+            break
+        found.append(segment)
+    return found
+
+
+def no_records(disk: Disk, folder: Path) -> CorruptionError:
+    """Return what to raise where there must be records and `read_journal` found none."""
+    names = sorted((name for name in disk.names(folder) if name.isdigit()), key=int)
+    if not names:
+        return CorruptionError(f"{folder} has no segment, though rows were written")
+    return CorruptionError(f"{folder / names[-1]} is damaged: its first record cannot be read")
+
+
+def segment_faults(disk: Disk, folder: Path) -> list[tuple[Path, int, str]]:
+    """Return what stands in the segments that count and is neither a record nor zeros: (file, byte, text).
+
+    Also a record that is cut off says so here; whether its loss matters is for `read_journal` to say.
+    """
+    faults: list[tuple[Path, int, str]] = []
+    names = sorted((name for name in disk.names(folder) if name.isdigit()), key=int, reverse=True)
+    for name in names:  # the newest first: an opening's base makes those before it needless
+        path = folder / name
+        data = disk.read_whole(path)
+        first = parse_record(data, 0, None)
+        if first is None or first[0].kind is not Kind.BASE:
+            faults.append((path, 0, "its first record cannot be read"))
+            continue
+        base, salt, _ = first
+        found: tuple[Record, int, int] | None = first
+        end, sequence = 0, base.sequence - 1
+        while found is not None and found[0].sequence == sequence + 1:
+            start, end, sequence = end, found[2], found[0].sequence
+            padding = data[start + HEADER.size + len(found[0].body) : end]
+            if padding.strip(b"\0"):
+                faults.append((path, start, "there is something between this record and the next"))
+            found = parse_record(data, end, salt)
+        rest = data[end:].lstrip(b"\0")
+        if rest:
+            faults.append((path, len(data) - len(rest), "what stands after the last record is none"))
+        if len(data) < base.json().get("bytes", 0):
+            faults.append((path, len(data), f"it is cut off, {base.json()['bytes']} bytes are expected"))
+        if base.json().get("opening"):
+            break
+    return faults
+
+
+def cut_off(disk: Disk, folder: Path, path: Path, at: int) -> None:
+    """Forget what a segment holds from a byte on, and all segments after it; the names are synced."""
+    data = disk.read_whole(path)
+    base = parse_record(data, 0, None)
+    length = max(len(data), 0 if base is None else base[0].json().get("bytes", 0))
+    disk.write_whole(path, data[:at].ljust(length, b"\0"))
+    for name in disk.names(folder):
+        if name.isdigit() and int(name) > int(path.name):
+            disk.unlink(folder / name)
+    disk.sync_dir(folder)
+
+
+def settle_journal(disk: Disk, folder: Path) -> None:
+    """Bring what stands in the segments to the disk, before anything is done in its name.
+
+    The bytes are written again: after a failed fsync the page cache may call lost ones clean.
+    """
+    for name in disk.names(folder):
+        if name.isdigit():
+            data = disk.read_whole(folder / name).rstrip(b"\0")  # a segment is longer than its records
+            file = disk.open(folder / name)
+            try:
+                file.write(data, 0)
+                file.sync()
+            finally:
+                file.close()
+    disk.sync_dir(folder)
+
+
+class Journal:
+    """Append records to the newest segment.
+
+    Not locked: the storage calls it under its own lock, except `sync_files`, whose result one thread
+    at a time brings to the disk. A record is published as soon as `append` returned; it survives the
+    process then, and the machine after a mark that covers it.
+
+    Args:
+        disk: Where files are touched.
+        folder: The folder of the segments.
+        uuid: The store's, mixed into the salts.
+        generation: This opening's number, likewise.
+        sequence: Of the last record that counts.
+        segment_bytes: Length of a segment; a larger record gets a longer one.
+    """
+
+    def __init__(
+        self,
+        disk: Disk,
+        folder: Path,
+        *,
+        uuid: str,
+        generation: int,
+        sequence: int,
+        segment_bytes: int = SEGMENT_BYTES,
+    ) -> None:
+        self._disk = disk
+        self._folder = folder
+        self._key = f"{uuid}/{generation}"
+        self._segment_bytes = segment_bytes
+        self.sequence = sequence
+        self._number = max((int(n) for n in disk.names(folder) if n.isdigit()), default=0)
+        self._file: File | None = None
+        self._older: list[File] = []
+        self._fresh = True  # older segments, or the newest one's name, may not be on the disk yet
+        self._room = 0
+        self._at = 0
+        self._salt = 0
+
+    def start_segment(self, base: dict[str, Any], *, room: int = 0) -> None:
+        """Make a segment whose first record is `base`, and append there from now on.
+
+        Args:
+            base: The state after the last record.
+            room: Bytes that the next record needs.
+        """
+        if self._older:
+            # A segment may only be missing if it was cut: its name must last before its successor's can.
+            self._disk.sync_dir(self._folder)
+        self._number += 1
+        path = self._folder / f"{self._number:06d}"
+        salt_text = f"{self._key}/{self._number}".encode()
+        salt = int.from_bytes(hashlib.blake2b(salt_text, digest_size=8).digest(), "little")
+        text = json.dumps(base)[:-1]  # long where many episodes are open: once is enough
+
+        def framed(size: int) -> bytes:
+            # Its own length goes with it, so that a file that is cut off is known.
+            return _frame(salt, self.sequence + 1, Kind.BASE, f'{text}, "bytes": {size}}}'.encode())
+
+        longest = len(framed(1 << 50))
+        file = self._disk.open(path, create=True)
+        try:
+            size = self._reserve(file, longest + room + 4 * ALIGN)
+            frame = framed(size)
+            file.write(frame, 0)
+        except BaseException:
+            self._number -= 1
+            file.close()
+            with contextlib.suppress(StorageError):  # what is left there is written over, or dropped
+                self._disk.unlink(path)
+            raise
+        if self._file is not None:
+            self._older.append(self._file)
+        self._file, self._room, self._at, self._salt = file, size, len(frame), salt
+        self._fresh = True
+        self.sequence += 1
+
+    def _reserve(self, file: File, need: int) -> int:
+        """Give a segment its length: less than usual on a disk that is nearly full."""
+        size = max(self._segment_bytes, need)
+        for length in (size, max(size // 64, need)):
+            try:
+                file.allocate(length)
+            except StorageError as exc:
+                if exc.kind != "disk_full":
+                    raise
+                file.truncate(0)
+            else:
+                return length
+        file.allocate(need)
+        return need
+
+    def fits(self, size: int) -> bool:
+        """Say whether a record with a body of `size` bytes has room; two marks always have."""
+        return self._at + HEADER.size + size + 4 * ALIGN <= self._room
+
+    def append(self, kind: Kind, *body: bytes) -> int:
+        """Append a record, whose body may come in parts, and return its sequence number."""
+        assert self._file is not None
+        frame = _frame(self._salt, self.sequence + 1, kind, *body)
+        self._file.write(frame, self._at)
+        self.sequence += 1
+        self._at += len(frame)
+        return self.sequence
+
+    @property
+    def length(self) -> int:
+        """How many bytes the records of the newest segment take."""
+        return self._at
+
+    @property
+    def rotated(self) -> bool:
+        """Whether older segments wait to be cut."""
+        return bool(self._older)
+
+    def sync_files(self) -> list[File]:
+        """Return the files whose bytes make up the records appended so far."""
+        return [*self._older, *([self._file] if self._file else [])]
+
+    def unsettled(self) -> tuple[list[File], list[Path]]:
+        """Return what must be synced for the newest record to last: mostly one file."""
+        files = self.sync_files()
+        return (files, [self._folder]) if self._fresh else (files[-1:], [])
+
+    def settle(self) -> None:
+        """Be told that all of `unsettled` was synced, with no record between."""
+        self._fresh = False
+
+    @property
+    def folder(self) -> Path:
+        """Where the segments lie."""
+        return self._folder
+
+    def cut(self, keep: File | None = None) -> None:
+        """Remove the segments before `keep`; without it, all but the newest.
+
+        The caller has synced what remains, and the folder.
+        """
+        files = self.sync_files()
+        first = len(files) - 1 if keep is None else files.index(keep)
+        for file in files[:first]:
+            file.close()
+        self._older = files[first:-1]
+        names = {file.path.name for file in files[first:]}
+        for name in self._disk.names(self._folder):
+            if name not in names:
+                self._disk.unlink(self._folder / name)
+
+    def end(self) -> None:
+        """Give back the disk space that was reserved for more records: none come any more."""
+        if self._file is not None:
+            self._file.release(self._at, self._room)
+
+    def close(self) -> None:
+        """Close the files."""
+        for file in self.sync_files():
+            file.close()
+        self._older.clear()
+        self._file = None

@@ -1,0 +1,331 @@
+"""How the fields of a store lie on disk: flat, or packed.
+
+Settings of a new store; the Zarr storage asks when its first rows come. Afterwards each array's zarr.json
+says how it lies, and this is not asked again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from expstore.core.values import Key, Ranking, key_name, to_key
+from expstore.errors import SchemaError
+from expstore.schema.field_roles import find_keys
+from expstore.schema.schema import Field
+from expstore.storages.format.chunk_encoding import MOST_BYTES, MOST_ROWS, Packing, packing_for, reach_for
+from expstore.storages.format.codecs import CODECS, DEFAULT_CODEC
+from expstore.storages.format.derived import implied_keys
+from expstore.storages.format.manifest import Manifest
+
+__all__ = [
+    "LAYOUTS",
+    "LENT_BYTES",
+    "WIDE_BYTES",
+    "ColumnLayout",
+    "LayoutName",
+    "ask_layout",
+    "implied_of",
+    "layout_of",
+]
+
+LayoutName = Literal["flat", "packed", "auto"]
+LAYOUTS = ("flat", "packed", "auto")
+#: With "auto" rows of at least so many bytes are packed.
+WIDE_BYTES = 1024
+#: Rows of flat fields that the next ones have already are left out from so many bytes on.
+LENT_BYTES = 1024
+_OPTIONS = {"layout", "codec", "rows", "share_next"}
+
+
+@dataclass(frozen=True)
+class ColumnLayout:
+    """Say how fields lie on disk.
+
+    Args:
+        layout: "flat": rows one behind another, read by a copy each, changed in place. "packed": chunks of
+            a few rows, compressed, which stay as they are. "auto": packed from 1 KiB per row on. None: nobody
+            has said; columns are flat then.
+        fields: The same for single fields, by name: their `layout`, `codec` (its `interop` says who reads
+            it), `rows` per chunk and `share_next`.
+        share_next: Whether rows of a field are left out where the field's next rows, those of
+            `("next", name)`, have them already: of packed fields, and of flat ones of at least 1 KiB per
+            row. None: nobody has said; packed ones are then.
+
+    Raises:
+        SchemaError: There is no such layout, codec or option.
+    """
+
+    layout: LayoutName | None = None
+    fields: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    share_next: bool | None = None
+
+    def __post_init__(self) -> None:
+        of_all = {} if self.layout is None else {"layout": self.layout}
+        for name, asked in (("", of_all), *self.fields.items()):
+            whose = f"field {name!r}: " if name else ""
+            if unknown := asked.keys() - _OPTIONS:
+                raise SchemaError(
+                    f"{whose}no option {min(unknown, key=str)!r}",
+                    hint="there are " + ", ".join(sorted(_OPTIONS)),
+                )
+            if asked.get("layout", "flat") not in LAYOUTS:
+                raise SchemaError(
+                    f"{whose}no layout {asked['layout']!r}", hint="there are " + ", ".join(LAYOUTS)
+                )
+            codec = asked.get("codec", DEFAULT_CODEC)
+            if not isinstance(codec, str) or codec not in CODECS:
+                raise SchemaError(f"{whose}no codec {codec!r}", hint="there are " + ", ".join(CODECS))
+            shared = asked.get("share_next", self.share_next)
+            if not isinstance(shared, bool | None):
+                raise SchemaError(f"{whose}share_next must be True or False, got {shared!r}")
+            if asked.get("layout") == "flat":
+                _refuse_idle(whose, asked, packed=False, fault=None)
+            rows = asked.get("rows", 1)
+            whole = isinstance(rows, int) and not isinstance(rows, bool)
+            if not whole or not 1 <= rows <= MOST_ROWS or rows & (rows - 1):
+                raise SchemaError(
+                    f"{whose}rows per chunk must be a power of two, got {rows!r}",
+                    hint=f"use a whole number from 1 to {MOST_ROWS}, or leave rows out",
+                )
+
+    @classmethod
+    def of(cls, stored: Mapping[str, Any], ranking: Ranking | None) -> ColumnLayout:
+        """Return how the columns of a store are made.
+
+        Args:
+            stored: What expstore.json says.
+            ranking: By what it keeps the best rows: these come in the places of others, which needs places.
+        """
+        return cls() if ranking is not None else cls(**stored)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what expstore.json keeps: nothing of what is flat anyway."""
+        if self.layout in (None, "flat") and not self.fields and self.share_next is None:
+            return {}
+        kept: dict[str, Any] = {
+            "layout": self.layout or "flat",
+            "fields": {k: dict(v) for k, v in self.fields.items()},
+        }
+        return kept if self.share_next is None else {**kept, "share_next": self.share_next}
+
+    def filled(self, other: ColumnLayout) -> ColumnLayout:
+        """Return what this one says, and where it says nothing the other."""
+        return ColumnLayout(
+            self.layout or other.layout,
+            self.fields or other.fields,
+            other.share_next if self.share_next is None else self.share_next,
+        )
+
+    @staticmethod
+    def words(stored: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+        """Return what `to_json` made in the words of the arguments, where the other one is not alike."""
+        said = {"layout": "flat", **stored}
+        return ", ".join(
+            f"{name}={value!r}"
+            for name, value in said.items()
+            if value != {} and (name == "layout" or value != other.get(name))
+        )
+
+    def check(self, fields: tuple[Field, ...], capacity: int | None) -> None:
+        """Check that what is asked of single fields has a meaning for these.
+
+        Args:
+            fields: Those that users have.
+            capacity: Most readable rows; None: the store grows.
+
+        Raises:
+            SchemaError: There is no such field, an option has no effect on it, or its chunks are too large.
+        """
+        known = {key_name(entry.key): entry for entry in fields}
+        for name, asked in self.fields.items():
+            entry = known.get(name)
+            if entry is None:
+                raise SchemaError(
+                    f"fields= speaks of {name!r}, which is no field",
+                    hint=_anew(f"there are {', '.join(sorted(known))}"),
+                )
+            packed = self._packing(entry, None) is not None
+            _refuse_idle(f"field {name!r}: ", asked, packed=packed, fault=self._fault(entry, fields))
+            rows = asked.get("rows", 1)
+            most = max(1, min(MOST_BYTES // max(1, entry.row_bytes), capacity or rows))
+            if rows > most:
+                raise SchemaError(
+                    f"field {name!r}: chunks of {rows} rows of {entry.row_bytes} bytes are too large",
+                    hint=_anew(
+                        f"a chunk has {MOST_BYTES >> 20} MiB and the rows of a ring at most: here {most}"
+                    ),
+                )
+
+    @property
+    def asks_packed(self) -> bool:
+        """Whether it asks for packed fields, rather than leave that to their width."""
+        return "packed" in (self.layout, *(asked.get("layout") for asked in self.fields.values()))
+
+    @property
+    def asks_lent(self) -> bool:
+        """Whether it asks for flat fields of which rows are left out, by name."""
+        return any(
+            asked.get("layout") == "flat" and asked.get("share_next") for asked in self.fields.values()
+        )
+
+    def packings(self, fields: tuple[Field, ...], slots: int | None, reach: int) -> list[Packing | None]:
+        """Return how fields are packed; None: one is flat.
+
+        Args:
+            fields: All of a store.
+            slots: How many rows a ring has; None: the store grows.
+            reach: How many rows behind the oldest one stay, in a ring.
+        """
+        shared = self._shared(fields) if slots is None or reach else frozenset()
+        return [self._packing(entry, slots, shares=entry.key in shared) for entry in fields]
+
+    def lent(self, fields: tuple[Field, ...], slots: int | None, reach: int) -> frozenset[Key]:
+        """Return the flat fields of which rows may lie with the next ones; as `packings`."""
+        shared = self._shared(fields) if slots is None or reach else frozenset()
+        return frozenset(e.key for e in fields if e.key in shared and self._packing(e, None) is None)
+
+    def reach(self, fields: tuple[Field, ...], capacity: int | None = None) -> int:
+        """Return how many rows behind the oldest one must stay for rows that lie with the next ones.
+
+        Args:
+            fields: All of a store.
+            capacity: Most readable rows. Of flat fields, whose slots take space even so, no more than a
+                quarter of them stay, or 16.
+        """
+        shared, most = self._shared(fields), max(16, (capacity or 0) // 4)
+        return max(
+            (
+                reach_for(entry) if self._packing(entry, None) else min(most, reach_for(entry))
+                for entry in fields
+                if entry.key in shared
+            ),
+            default=0,
+        )
+
+    def _shared(self, fields: tuple[Field, ...]) -> frozenset[Key]:
+        """Return the fields of which rows may lie with the next ones."""
+        found = set()
+        for entry in fields:
+            usual = self._packing(entry, None) is not None
+            asked = self.fields.get(key_name(entry.key), {}).get("share_next", self.share_next)
+            if (usual if asked is None else asked) and self._fault(entry, fields) is None:
+                found.add(entry.key)
+        return frozenset(found)
+
+    def _fault(self, entry: Field, fields: tuple[Field, ...]) -> str | None:
+        """Return why no rows of a field can lie with the next ones; None: some can."""
+        if entry.variable:
+            return "its rows have no fixed size, and it is neither packed nor flat"
+        packed = self._packing(entry, None) is not None
+        for other in fields:
+            if other.key == ("next", *entry.key) and (self._packing(other, None) is not None) is packed:
+                if (other.dtype, other.shape) != (entry.dtype, entry.shape):
+                    continue
+                if packed:
+                    return None
+                if entry.key[0] == "next":
+                    return "it is a next one itself"
+                if entry.row_bytes < LENT_BYTES:
+                    return (
+                        f"it is flat, and of rows of {entry.row_bytes} bytes that saves little and slows "
+                        f"reading: they need {LENT_BYTES}"
+                    )
+                return None
+        kind = "packed" if packed else "flat"
+        return f"it is {kind}, and among {kind} next ones has none of its dtype and shape"
+
+    def _packing(self, entry: Field, slots: int | None, *, shares: bool = False) -> Packing | None:
+        own = self.fields.get(key_name(entry.key), {})
+        layout = own.get("layout", self.layout or "flat")
+        if (
+            entry.variable
+            or entry.key[0] == "_row"
+            or layout == "flat"
+            or (layout == "auto" and entry.row_bytes < WIDE_BYTES)
+        ):
+            return None
+        codec, rows = own.get("codec", DEFAULT_CODEC), own.get("rows")
+        return packing_for(entry, slots, codec=codec, rows=rows, shares=shares)
+
+    def packs(self, fields: tuple[Field, ...]) -> bool:
+        """Return whether one of these fields is packed."""
+        return any(self._packing(entry, None) is not None for entry in fields)
+
+    def chunk_rows(self, fields: tuple[Field, ...]) -> int:
+        """Return of how many rows the number of slots must be a multiple."""
+        packings = [self._packing(entry, None) for entry in fields]
+        return max((packing.rows for packing in packings if packing is not None), default=1)
+
+
+def layout_of(manifest: Manifest) -> ColumnLayout:
+    """Return how the columns of a store are made that is built anew."""
+    layout, slots = ColumnLayout.of(manifest.layout, manifest.ranking), manifest.slots
+    fields = () if manifest.schema is None else manifest.schema.fields
+    if slots is not None and slots % layout.chunk_rows(fields):
+        return ColumnLayout()  # a store that kept the best rows till now: its slots are no whole chunks
+    return layout
+
+
+def implied_of(manifest: Manifest) -> tuple[Key, ...]:
+    """Return of which flags is kept where they do not follow from others, in a store that is built anew."""
+    schema = manifest.schema
+    if schema is None:
+        return ()
+    ends, reward = manifest.done_keys, manifest.reward_key
+    keys = find_keys(schema, trajectory=manifest.traj_key, ends=ends, reward=reward)
+    packings = layout_of(manifest).packings(schema.fields, manifest.slots, manifest.reach)
+    return implied_keys(schema.fields, keys, packings)
+
+
+def ask_layout(
+    layout: LayoutName | None,
+    fields: Mapping[str, Mapping[str, Any]] | None,
+    share_next: bool | None = None,
+) -> ColumnLayout | None:
+    """Return what was asked for; None: nothing, as stored.
+
+    Raises:
+        SchemaError: There is no such layout, codec or option.
+    """
+    if layout is None and fields is None and share_next is None:
+        return None
+    return ColumnLayout(layout, {} if fields is None else _by_name(fields), share_next)
+
+
+def _by_name(fields: Any) -> dict[str, dict[str, Any]]:
+    """Return what was asked of single fields by their names; raise SchemaError if it is none of that."""
+    form = "it is a dict like {'pixels': {'layout': 'packed'}}"
+    if not isinstance(fields, Mapping):
+        raise SchemaError(f"fields= must be a dict, got {fields!r}", hint=form)
+    named: dict[str, dict[str, Any]] = {}
+    for key, asked in fields.items():
+        try:
+            name = key_name(to_key(key))
+        except TypeError as exc:
+            raise SchemaError(f"fields=: {exc}", hint=form) from None
+        if not isinstance(asked, Mapping):
+            raise SchemaError(f"field {name!r}: options must be a dict, got {asked!r}", hint=form)
+        if name in named:
+            raise SchemaError(f"field {name!r}: it is in fields= twice", hint="leave one out")
+        named[name] = dict(asked)
+    return named
+
+
+def _refuse_idle(whose: str, asked: Mapping[str, Any], *, packed: bool, fault: str | None) -> None:
+    """Raise SchemaError for an option that has no effect; `fault` is why rows cannot be shared."""
+    for option in ("codec", "rows"):
+        if option in asked and not packed:
+            raise SchemaError(
+                f"{whose}{option}={asked[option]!r} is of packed fields, and this one is flat",
+                hint=_anew(f"leave {option} out, or ask for 'layout': 'packed'"),
+            )
+    if asked.get("share_next") and fault is not None:
+        raise SchemaError(
+            f"{whose}share_next=True has no meaning: {fault}", hint=_anew("leave share_next out")
+        )
+
+
+def _anew(hint: str) -> str:
+    return f"{hint}; a store that was made already is made anew with mode='w', or in another folder"

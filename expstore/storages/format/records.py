@@ -1,0 +1,294 @@
+"""Bodies of the journal's records: what publish, redo, mark and the others say.
+
+Used by the Zarr storage and by recovery. The frame around a body is the journal's; ARCHITECTURE.md has
+the byte table.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import google_crc32c
+import numpy as np
+
+from expstore.core.draw_state import Randomness, from_bytes, to_bytes
+from expstore.core.idempotency import NO_KEY, WriteKey
+from expstore.core.values import Array, IntArray
+from expstore.disk.disk import Disk
+from expstore.episodes.table import SEGMENT_BYTES, Segment, pack_segments, unpack_segments
+from expstore.errors import CorruptionError
+from expstore.schema.schema import Schema
+from expstore.storages.base import ROW_FIELDS
+
+__all__ = ["Mark", "Publish", "Redo", "fetch_body", "shelve_body"]
+
+# first id, draw, time | rows, rows not written, segments, bytes of the source list, crc32c of the payload,
+# number of the column set | priority of its rows | idempotency key, digest of the body | bytes of info
+_PUBLISH = struct.Struct("<QQqIIIIIIf16s16sI")
+_PUBLISH_HEAD = struct.Struct("<QQqI")
+#: Redo records keep up to this many bytes themselves; more go to a file of their own.
+REDO_BYTES = 64 << 20
+#: Then 12 digits and a crc32c; of rows that take the places of others also how many, and their priority.
+_SHELVED, _SHELVED_BYTES = b"file", 20
+_REPLACED = struct.Struct("<If")
+_DROPPED = 1 << 31
+_MARK = struct.Struct("<QQQQQfI4Q")
+_SET_BACK, _LIMITED = 1, 2
+_LIMITS = struct.Struct("<QQ")
+_REDO = struct.Struct("<II")
+_REPLACES = 1 << 31
+
+
+@dataclass(slots=True)
+class Publish:
+    """Make rows readable.
+
+    Args:
+        first_id: Of the batch.
+        count: Rows of the batch.
+        skipped: How many of them, from the front, were never written (a batch longer than the ring).
+        draw: Batches handed out so far.
+        time: Microseconds since 1970.
+        checksum: crc32c of the payload.
+        priority: Of all its rows.
+        segments: Which rows belong to which episode.
+        sources: New sources: (number, name, named).
+        payload: The rows' bytes, column by column, where they were not written to the columns first.
+        info: What is noted about all its episodes, as JSON text.
+        column_set: Which columns payload and checksum are of: how often fields had come or gone.
+        key: The idempotency key under which they were written; None: there is none.
+    """
+
+    first_id: int
+    count: int
+    skipped: int
+    draw: int
+    time: int
+    checksum: int
+    priority: float
+    segments: Sequence[Segment]
+    sources: Sequence[tuple[int, str, bool]]
+    payload: bytes = b""
+    info: str = ""
+    column_set: int = 0
+    key: WriteKey | None = None
+
+    @property
+    def last_id(self) -> int:
+        """Id of its last row."""
+        return self.first_id + self.count - 1
+
+    @property
+    def written(self) -> tuple[int, int]:
+        """The rows that stand in the columns: id of the first, and how many."""
+        return self.first_id + self.skipped, self.count - self.skipped
+
+    @staticmethod
+    def last_of(body: bytes) -> int:
+        """Return the id of the last row of a packed record."""
+        first, _, _, count = _PUBLISH_HEAD.unpack_from(body)
+        return int(first + count - 1)
+
+    @staticmethod
+    def rows_of(body: bytes) -> int:
+        """Return how many rows a packed record brings."""
+        return int(_PUBLISH_HEAD.unpack_from(body)[3])
+
+    def pack(self) -> bytes:
+        """Return the body."""
+        return b"".join(self.parts())
+
+    def parts(self) -> tuple[bytes, bytes]:
+        """Return the body in two parts, the payload by itself: it may be long."""
+        names = json.dumps(self.sources).encode() if self.sources else b""
+        info = self.info.encode()
+        count, segments, key, skipped = self.count, len(self.segments), self.key, self.skipped
+        name, digest = (NO_KEY, NO_KEY) if key is None else (key.name, key.digest)
+        if key is not None and key.dropped:
+            skipped |= _DROPPED
+        head = _PUBLISH.pack(
+            self.first_id, self.draw, self.time,
+            count, skipped, segments, len(names), self.checksum, self.column_set,
+            self.priority, name, digest, len(info),
+        )  # fmt: skip
+        return b"".join((head, pack_segments(self.segments), names, info)), self.payload
+
+    @classmethod
+    def unpack(cls, body: bytes) -> Publish:
+        """Read what `pack` returned."""
+        first, draw, time, count, skipped, segments, names, crc, column_set, priority, name, digest, info = (
+            _PUBLISH.unpack_from(body)
+        )
+        middle = _PUBLISH.size + SEGMENT_BYTES * segments
+        end = middle + names
+        return cls(
+            first_id=first,
+            count=count,
+            skipped=skipped & ~_DROPPED,
+            draw=draw,
+            time=time,
+            checksum=crc,
+            priority=priority,
+            segments=unpack_segments(body[_PUBLISH.size : middle]) if segments else [],
+            sources=[(n, name, named) for n, name, named in json.loads(body[middle:end])] if names else [],
+            payload=body[end + info :],
+            info=body[end : end + info].decode(),
+            column_set=column_set,
+            key=None if name == NO_KEY else WriteKey(name, digest, bool(skipped & _DROPPED)),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """Say that everything up to a record is on the disk.
+
+    Args:
+        sequence: Of that record.
+        last_id: Published by it and those before.
+        log_length: Bytes of episodes.log that are on the disk.
+        draw: Batches handed out.
+        write_count: Rows ever written.
+        max_priority: The largest priority so far.
+        progress: How far a sampler has come: four numbers.
+        set_back: Whether `draw` counts even if records before have a larger one.
+        randomness: Number of a draw and the state of the user's generator before it.
+        limits: What a rate limiter has counted, as a storage keeps it.
+    """
+
+    sequence: int
+    last_id: int
+    log_length: int
+    draw: int
+    write_count: int
+    max_priority: float
+    progress: tuple[int, ...] = (0, 0, 0, 0)
+    set_back: bool = False
+    randomness: Randomness | None = None
+    limits: tuple[int, int] = (0, 0)
+
+    def pack(self) -> bytes:
+        """Return the body."""
+        numbers = self.sequence, self.last_id, self.log_length, self.draw, self.write_count
+        limits = _LIMITS.pack(*self.limits) if self.limits[1] else b""
+        flags = (_SET_BACK if self.set_back else 0) | (_LIMITED if limits else 0)
+        head = _MARK.pack(*numbers, self.max_priority, flags, *self.progress)
+        return head + limits + to_bytes(self.randomness)
+
+    @classmethod
+    def unpack(cls, body: bytes) -> Mark:
+        """Read what `pack` returned."""
+        body = body.ljust(_MARK.size, b"\0")  # once marks held no progress
+        sequence, last_id, log_length, draw, write_count, largest, flags, *progress = _MARK.unpack_from(body)
+        limits, end = (0, 0), _MARK.size
+        if flags & _LIMITED:
+            limits, end = _LIMITS.unpack_from(body, end), end + _LIMITS.size
+        return cls(
+            sequence=sequence,
+            last_id=last_id,
+            log_length=log_length,
+            draw=draw,
+            write_count=write_count,
+            max_priority=largest,
+            progress=tuple(progress),
+            set_back=bool(flags & _SET_BACK),
+            randomness=from_bytes(body[end:]),
+            limits=limits,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Redo:
+    """Hold new values of rows that are about to be changed in place.
+
+    Args:
+        ids: Which rows. Shape `(n,)`.
+        places: Positions of the columns: the schema's fields, then `ROW_FIELDS`.
+        columns: Their new values. Shapes `(n, *row shape)`.
+        replaces: Whether these are other rows, which take the places of the former ones: their priorities
+            come first then, their times last.
+    """
+
+    ids: IntArray
+    places: Sequence[int]
+    columns: Sequence[Array]
+    replaces: bool = False
+
+    def pack(self) -> bytes:
+        """Return the body."""
+        head = _REDO.pack(self.ids.size, len(self.places) | (_REPLACES if self.replaces else 0))
+        places = np.array(self.places, "<i8").tobytes()
+        return b"".join((head, places, self.ids.tobytes(), *[column.tobytes() for column in self.columns]))
+
+    @classmethod
+    def unpack(cls, body: bytes, schema: Schema) -> Redo:
+        """Read what `pack` returned."""
+        n, wide = _REDO.unpack_from(body)
+        replaces, wide = bool(wide & _REPLACES), wide & ~_REPLACES
+        fields = (*schema.fields, *ROW_FIELDS)
+        at = _REDO.size
+        places = np.frombuffer(body, "<i8", wide, at).tolist()
+        at += 8 * wide
+        ids = np.frombuffer(body, "<i8", n, at)
+        at += 8 * n
+        columns = []
+        for place in places:
+            entry = fields[place]
+            values = np.frombuffer(body, entry.numpy_dtype, n * entry.row_items, at)
+            columns.append(values.reshape(n, *entry.shape))
+            at += n * entry.row_bytes
+        return cls(ids, places, columns, replaces)
+
+    @staticmethod
+    def replaced(body: bytes) -> tuple[int, float]:
+        """Return how many rows a packed record puts in the places of others, and their priority."""
+        if body[:4] == _SHELVED:
+            return _REPLACED.unpack_from(body, _SHELVED_BYTES) if len(body) > _SHELVED_BYTES else (0, 0.0)
+        n, wide = _REDO.unpack_from(body)
+        if not (wide & _REPLACES and n):
+            return 0, 0.0
+        (priority,) = struct.unpack_from("<f", body, _REDO.size + 8 * (wide & ~_REPLACES) + 8 * n)
+        return n, priority
+
+    def cut(self, keep: Array, columns: slice = slice(None)) -> Redo:
+        """Return what it says of some of the rows, and of some of the columns."""
+        chosen = [values[keep] for values in self.columns[columns]]
+        return Redo(self.ids[keep], self.places[columns], chosen, self.replaces)
+
+
+def shelve_body(disk: Disk, folder: Path, number: int, body: bytes, *, settle: Callable[[], None]) -> bytes:
+    """Return what the journal keeps of a redo record: its body, or the name of a file that has it.
+
+    Former files are removed when `settle` has synced what they changed: nobody reads them again then.
+    """
+    if len(body) <= REDO_BYTES:
+        return body
+    if not disk.exists(folder):
+        disk.make_dir(folder)
+        disk.sync_dir(folder.parent)
+    former = disk.names(folder)
+    if former:
+        settle()
+    for name in former:
+        disk.unlink(folder / name)
+    disk.write_whole(folder / f"{number:012d}", body)
+    crc: int = google_crc32c.value(body)
+    rows, priority = Redo.replaced(body)
+    more = _REPLACED.pack(rows, priority) if rows else b""
+    return _SHELVED + f"{number:012d}".encode() + crc.to_bytes(4, "little") + more
+
+
+def fetch_body(disk: Disk, folder: Path, body: bytes) -> bytes:
+    """Return the body of a redo record that `shelve_body` made."""
+    if body[:4] != _SHELVED:
+        return body
+    path = folder / body[4:16].decode()
+    if not disk.exists(path):
+        raise CorruptionError(f"{path} is missing, which holds a change that was not finished")
+    shelved = disk.read_whole(path)
+    if len(body) > 16 and google_crc32c.value(shelved) != int.from_bytes(body[16:20], "little"):
+        raise CorruptionError(f"{path} does not have its checksum")
+    return shelved

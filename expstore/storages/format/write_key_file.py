@@ -1,0 +1,219 @@
+"""The file `keys`: the newest idempotency keys of a store, a ring of entries of 64 bytes.
+
+Used by storages on disk. A key is in the publish record of its rows first; a sync brings it here before
+the mark that lets the record go. ARCHITECTURE.md has the byte table. It knows nothing of records or rows.
+"""
+
+from __future__ import annotations
+
+import logging
+import struct
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import google_crc32c
+import numpy as np
+
+from expstore.core import idempotency as writekeys
+from expstore.core.idempotency import ENTRY, KEPT_US, WriteKeys
+from expstore.core.values import Array
+from expstore.disk.disk import Disk, File
+
+__all__ = ["HEADER_BYTES", "KEYS", "KeyFile", "KeysFound", "count_keys", "read_keys"]
+
+_logger = logging.getLogger("expstore")
+
+KEYS = "keys"
+HEADER_BYTES = ENTRY.size
+_MAGIC, _FORMAT = b"EXPKEYS\0", 1
+_HEADER = struct.Struct("<8sIII")  # magic, format, entries in the ring, crc32c of these
+_DTYPE = np.dtype(
+    [
+        ("check", "<u4"),
+        ("rows", "<u4"),
+        ("number", "<u8"),
+        ("key", "V16"),
+        ("digest", "V16"),
+        ("first", "<u8"),
+        ("time", "<i8"),
+    ]
+)
+
+
+def _header(slots: int) -> bytes:
+    head = _HEADER.pack(_MAGIC, _FORMAT, slots, 0)[:-4]
+    crc: int = google_crc32c.value(head)
+    return (head + crc.to_bytes(4, "little")).ljust(HEADER_BYTES, b"\0")
+
+
+@dataclass(frozen=True, slots=True)
+class KeysFound:
+    """Hold what a file of keys says.
+
+    Args:
+        entries: Those that count, in the order of their numbers, which follow one another in a whole file.
+        number: Of the next key.
+        stale: Slots of entries that must not count later either: of rows that a power cut may have taken.
+        damage: What is wrong with the file; "": nothing.
+    """
+
+    entries: Array
+    number: int
+    stale: list[int]
+    damage: str
+
+
+def read_keys(data: bytes | None, *, slots: int, kept: int, covered: int, known: int) -> KeysFound:
+    """Judge the bytes of a file of keys.
+
+    Args:
+        data: They; None: it is missing.
+        slots: Entries in the ring.
+        kept: How many keys count at most.
+        covered: Newest id that a durable mark covers: those of later rows are in the journal.
+        known: So many keys had been noted in it when the journal began.
+    """
+    found = _read(data, slots, kept, covered, known)
+    damage, lost = "", min(max(known, found.number), kept) - found.entries.size
+    if data is None:
+        damage = "is missing" if known else ""
+    elif data[:HEADER_BYTES] != _header(slots):
+        damage = "is damaged: it does not begin as a file of keys"
+    elif lost:
+        damage = f"is damaged: {lost} keys are lost"
+    return replace(found, damage=damage)
+
+
+def count_keys(disk: Disk, path: Path) -> int:
+    """Return how many keys the file in a store's folder holds that count; the newest may not be there yet."""
+    data = disk.read_whole(path / KEYS) if disk.exists(path / KEYS) else None
+    found = _read(data, writekeys.SLOTS, writekeys.KEPT_KEYS, 1 << 62, 0)
+    return int(np.count_nonzero(time.time_ns() // 1000 - found.entries["time"] <= KEPT_US))
+
+
+def _read(data: bytes | None, slots: int, kept: int, covered: int, known: int) -> KeysFound:
+    body = (data or b"")[HEADER_BYTES : HEADER_BYTES + slots * ENTRY.size]
+    entries = np.frombuffer(body[: len(body) // ENTRY.size * ENTRY.size], _DTYPE)
+    sums = google_crc32c.value
+    checks = [sums(body[at + 4 : at + ENTRY.size]) for at in range(0, entries.nbytes, ENTRY.size)]
+    places = np.arange(entries.size)
+    last = entries["first"].astype(np.int64) + (entries["rows"] & 0x7FFFFFFF) - 1
+    whole = entries["check"] == np.array(checks, np.uint32)
+    whole &= (entries["number"] % slots).astype(np.int64) == places
+    counts = whole & (last <= covered)
+    numbers = entries["number"].astype(np.int64)
+    number = int(numbers[counts].max()) + 1 if counts.any() else 0
+    stale = np.flatnonzero(whole & ~counts).tolist()
+    chosen = np.flatnonzero(counts & (numbers >= max(known, number) - kept))
+    return KeysFound(entries[chosen[np.argsort(numbers[chosen])]], number, stale, "")
+
+
+class KeyFile(WriteKeys):
+    """Keep keys in a file, too: those of rows that a mark covers.
+
+    Threads: as `WriteKeys`; one at a time syncs. Crashes: `flush` writes what is newer than the last
+    mark, whoever opens the store next judges it by the marks that survive, and takes the others from the
+    publish records behind. The file is made for the first key.
+
+    Args:
+        disk: Where files are touched.
+        path: The file.
+        expected: Whether the store has taken keys; if not, there is no file, or one that never counted.
+        covered: Newest id that a durable mark covers.
+        known: So many keys had been noted when the journal began.
+        now: Microseconds since 1970.
+    """
+
+    def __init__(self, disk: Disk, path: Path, *, expected: bool, covered: int, known: int, now: int) -> None:
+        super().__init__()
+        self._disk, self._path = disk, path
+        self._file: File | None = None
+        self._stale: list[int] = []
+        self._written = self._safe = 0  # numbers before which entries are in the file, and on the disk
+        if not expected:
+            return
+        data = disk.read_whole(path) if disk.exists(path) else None
+        found = read_keys(data, slots=self.slots, kept=self._kept, covered=covered, known=known)
+        if found.damage:
+            _logger.warning("%s %s; it is made anew", path, found.damage)
+            found = _renumbered(found)
+            disk.write_whole(path, _header(self.slots) + found.entries.tobytes())
+        elif data is None:
+            return
+        self._take(found, now)
+        self._file = disk.open(path)
+
+    def _take(self, found: KeysFound, now: int) -> None:
+        """Know what the file says; older entries than these stay there till they are written over."""
+        entries, self.number, self._stale = found.entries, found.number, found.stale
+        self._oldest = found.number - entries.size
+        self._ring = bytearray(ENTRY.size * min(found.number, self.slots))
+        ring = np.frombuffer(self._ring, _DTYPE)
+        ring[entries["number"].astype(np.int64) % self.slots] = entries
+        del ring  # a bytearray that is looked at cannot grow
+        known = entries[now - entries["time"] <= KEPT_US]
+        self._numbers = dict(zip(known["key"].tolist(), known["number"].tolist(), strict=True))
+        self._written = self._safe = found.number
+
+    @property
+    def spare(self) -> int:
+        """How many keys may be noted between two marks."""
+        return self.slots - self._kept
+
+    @property
+    def room(self) -> int:
+        """How many keys may be noted before the next mark."""
+        return self.spare - (self.number - self._safe)
+
+    @property
+    def waiting(self) -> bool:
+        """Whether there are keys that no mark covers."""
+        return self.number > self._safe
+
+    @property
+    def unsynced(self) -> set[File]:
+        """The file, if it has bytes that no mark covers."""
+        dirty = self._file is not None and (self._written > self._safe or self._stale)
+        return {self._file} if self._file is not None and dirty else set()
+
+    def flush(self) -> None:
+        """Write what no mark covers; called again it writes the same again."""
+        if self._safe == self.number and not self._stale:
+            return
+        if self._file is None:
+            self._disk.write_whole(self._path, _header(self.slots))
+            self._file = self._disk.open(self._path)
+        for slot in self._stale:
+            self._file.write(bytes(ENTRY.size), HEADER_BYTES + slot * ENTRY.size)
+        number = self._safe
+        while number < self.number:
+            start = number % self.slots
+            count = min(self.number - number, self.slots - start)
+            at = start * ENTRY.size
+            self._file.write(bytes(self._ring[at : at + count * ENTRY.size]), HEADER_BYTES + at)
+            number += count
+        self._written = self.number
+
+    def settle(self) -> None:
+        """Be told that what `flush` wrote is on the disk, and a mark that covers it."""
+        self._safe, self._stale = self._written, []
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+
+
+def _renumbered(found: KeysFound) -> KeysFound:
+    """Return entries for a file of its own, numbered from 0 on."""
+    entries = found.entries
+    packed = b"".join(_pack(number, entry) for number, entry in enumerate(entries.tolist()))
+    return KeysFound(np.frombuffer(packed, _DTYPE), len(entries), [], "")
+
+
+def _pack(number: int, entry: tuple[Any, ...]) -> bytes:
+    rest = ENTRY.pack(0, entry[1], number, *entry[3:])[4:]
+    crc: int = google_crc32c.value(rest)
+    return crc.to_bytes(4, "little") + rest

@@ -1,0 +1,107 @@
+"""Another process's STATE page: whether its writer lives, and what it lets others read.
+
+Used by followers. It takes no lock, and believes the page only where store and machine start fit.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import numpy as np
+
+from expstore.core.values import IntArray
+from expstore.disk.disk import Disk
+from expstore.disk.writer_lock import read_owner
+from expstore.storages.folder import LOCK, STATE, VERSION
+from expstore.storages.format.control_page import PAGE, StatePage, StateView
+
+__all__ = ["Watch"]
+
+#: A writer beats four times a second at least, unless it is stopped or starved.
+_FRESH_SECONDS = 2.0
+
+
+class Watch:
+    """Look at a store's STATE. Threads: any number.
+
+    Args:
+        disk: Where files are touched; only read.
+        path: The store's folder.
+    """
+
+    def __init__(self, disk: Disk, path: Path) -> None:
+        self._disk, self._lock_path, self._path = disk, path / LOCK, path / STATE
+        self._sealed = disk.exists(path / VERSION)  # nobody will ever write there
+        self._page = self._open()
+
+    def _open(self) -> StatePage | None:
+        if self._sealed or self._disk.size(self._path) < PAGE:
+            return None
+        return StatePage(self._disk, self._path, write=False)
+
+    def look(self) -> StateView | None:
+        """Return what readers need; None: there is no page, and nobody writes here."""
+        page = self._page
+        if page is None and not self._sealed:
+            self._page = page = self._open()  # a writer may have come
+        return None if page is None else page.look()
+
+    def fits(self, uuid: str, generation: int) -> bool:
+        """Say whether the page speaks of this store, since this start of the machine."""
+        page = self._page
+        return page is not None and page.fits(bytes.fromhex(uuid), self._disk.boot_id(), generation)
+
+    def writer_lives(self, *, unseen: bool = False) -> bool:
+        """Say whether the process that claimed the page still writes.
+
+        Args:
+            unseen: It was at work though no such process could be seen: its heartbeat decides.
+        """
+        page = self._page
+        if page is None or page.get("inode") != page.inode:
+            return False
+        beat, owner = page.get("heartbeat"), read_owner(self._disk, self._lock_path)
+        if not beat or owner is None or owner.stamp != page.get("since"):
+            return False  # it has closed the store; or somebody is only opening it
+        lives = owner.lives(self._disk)
+        if lives is None or unseen:
+            return lives or time.monotonic_ns() - beat < _FRESH_SECONDS * 1e9
+        return lives
+
+    @property
+    def change(self) -> int:
+        """A number that is odd while rows are changed in place."""
+        page = self._page
+        return 0 if page is None else page.get("change")
+
+    def touched(self, slots: IntArray, before: int) -> bool:
+        """Say whether any of these slots may have been changed in place.
+
+        Args:
+            slots: Which ones. Shape `(n,)`.
+            before: What `change` was before they were read.
+        """
+        page = self._page
+        after = self.change
+        if page is None or (after == before and not before & 1):
+            return False
+        if after > (before & ~1) + 2:
+            return True  # several changes: the page names the slots of one
+        low, high = page.get("change_low"), page.get("change_high")
+        return self.change != after or bool(((slots >= low) & (slots <= high)).any())
+
+    def changed_since(self, before: int) -> IntArray | None:
+        """Return a run of slots that holds all that were changed since `change` was this even number.
+
+        Shape `(n,)`; None: they may be any.
+        """
+        page, now = self._page, self.change & ~1
+        if page is None or now != before + 2:
+            return np.empty(0, np.int64) if now == before else None
+        low, high = page.get("change_low"), page.get("change_high")
+        return np.arange(low, high + 1) if self.change == now and high < 1 << 62 else None
+
+    def close(self) -> None:
+        """Let go of the page, once nobody looks at it."""
+        self._page, self._sealed = None, True

@@ -1,0 +1,297 @@
+"""What is Zarr about a store's columns: metadata (made with zarr-python, read without) and shard indexes.
+
+Used by `columns`. Only small JSON files are made and read here; rows never pass through it.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import google_crc32c
+import numpy as np
+
+from expstore.core.values import Key
+from expstore.disk.disk import Disk
+from expstore.errors import CorruptionError, StorageError
+from expstore.schema.schema import Field
+from expstore.storages.format.chunk_encoding import Packing
+from expstore.storages.format.derived import causes_of
+
+__all__ = [
+    "CHUNK_ROWS",
+    "SEPARATOR",
+    "Layout",
+    "distance_field",
+    "grow_shape",
+    "make_metadata",
+    "read_layout",
+    "read_packing",
+    "read_sharing",
+    "shard_footer",
+    "shard_name",
+]
+
+#: Rows of an inner chunk; a shard has a multiple of them.
+CHUNK_ROWS = 4096
+#: Between the numbers in a shard's name, in a store.
+SEPARATOR = "/"
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Say how an array is cut.
+
+    Args:
+        rows: Per shard.
+        length: Of the array.
+        separator: Between the numbers in a shard's name.
+    """
+
+    rows: int
+    length: int
+    separator: str
+
+
+def make_metadata(
+    fields: Sequence[Field],
+    rows: Sequence[int],
+    slots: int | None,
+    attributes: dict[str, Any],
+    *,
+    separator: str = SEPARATOR,
+    packings: Sequence[Packing | None] = (),
+    lent: Collection[Key] = (),
+    implied: Collection[Key] = (),
+) -> dict[str, bytes]:
+    """Return the files of the Zarr v3 group: relative name -> bytes.
+
+    Args:
+        fields: One array each.
+        rows: Rows per shard of each.
+        slots: How many rows the arrays have; None: one shard of them; `grow_shape` adds more.
+        attributes: Of the group.
+        separator: What stands between the numbers in a shard's name; "." where an array is packed.
+        packings: How each array is packed; None: it is not.
+        lent: The flat ones of which rows may lie with the next ones.
+        implied: Flags of which is kept where they do not follow from others.
+    """
+    import zarr
+    from zarr.core.sync import sync
+    from zarr.storage import MemoryStore
+
+    store = MemoryStore()
+    group = zarr.create_group(store=store, attributes=attributes)
+    for entry, shard, packing in zip(fields, rows, packings or [None] * len(fields), strict=True):
+        about = _about(entry, packing, lent=entry.key in lent) | _of_flag(entry, implied)
+        length = shard if packing is None else packing.shard
+        group.create_array(
+            entry.path,
+            shape=(slots or length, *entry.shape),
+            chunks=(CHUNK_ROWS if packing is None else packing.rows, *entry.shape),
+            shards=(length, *entry.shape),
+            dtype=entry.numpy_dtype,
+            compressors=None if packing is None else packing.zarr_codecs,
+            filters=None,
+            chunk_key_encoding={"name": "default", "separator": separator if packing is None else "."},
+            attributes={"expstore": about},
+        )
+
+    async def collect() -> dict[str, bytes]:
+        found = {}
+        async for name in store.list():
+            data = await store.get(name, zarr.core.buffer.default_buffer_prototype())
+            if data is not None:
+                found[name] = data.to_bytes()
+        return found
+
+    return sync(collect())
+
+
+def distance_field(key: Key) -> Field:
+    """Return the column that says how many rows before each of a flat field the next ones have it."""
+    return Field(("_row", "distance", *key), "uint16", ())
+
+
+def _about(entry: Field, packing: Packing | None, *, lent: bool) -> dict[str, Any]:
+    """Return what an array says of itself beyond what Zarr knows."""
+    partner = "/".join(("next", *entry.key))
+    if packing is None and lent:
+        # Rows that other readers find as zeros, or as anything: earlier ones of that array have them.
+        shared = {"with": partner, "distances": distance_field(entry.key).path}
+        return {"dtype": entry.dtype, "shared": shared}
+    if packing is None:
+        return {"dtype": entry.dtype}
+    # Files that other readers do not look for: the shard being filled, and the rows of its last chunk.
+    beside = {"filling": "open.<shard>.<turn>", "rest": "partial"}
+    about = {"dtype": entry.dtype, "layout": "packed", "beside": beside}
+    if packing.shares:
+        # Rows that other readers find as zeros: earlier ones of that array have them, see the tables.
+        about["shared"] = {"with": partner, "table_bytes": packing.table_bytes}
+    return about
+
+
+def _of_flag(entry: Field, implied: Collection[Key]) -> dict[str, Any]:
+    """Return what the array of a flag says if it follows from others: how other readers find its values."""
+    if entry.key not in implied:
+        return {}
+    causes = ["/".join(key) for key in causes_of(entry.key)]
+    return {"implied": {"by": causes, "value": "this array XOR any of those"}}
+
+
+#: What Zarr may leave out where it is empty.
+_OPTIONAL = ("attributes", "dimension_names", "storage_transformers")
+
+
+def parse_metadata(data: bytes) -> Any:
+    """Return what a zarr.json says, without what says nothing.
+
+    Raises:
+        ValueError: It is no JSON.
+    """
+    found = json.loads(data)
+    if isinstance(found, dict):
+        for name in _OPTIONAL:
+            if name in found and not found[name]:
+                del found[name]
+    return found
+
+
+def check_metadata(disk: Disk, folder: Path, fields: Sequence[Field], rows: Sequence[int]) -> None:
+    """Check what rows and other programs depend on: that each zarr.json is there and describes its column.
+
+    Args:
+        disk: Where files are touched.
+        folder: The group's folder.
+        fields: One array each.
+        rows: Rows per shard of each.
+
+    Raises:
+        CorruptionError: One is missing or says something else.
+    """
+    for entry, shard in zip(fields, rows, strict=True):
+        if entry.variable:
+            continue
+        path = folder.joinpath(*entry.key, "zarr.json")
+        if (
+            read_packing(disk, path.parent, entry) is None
+            and read_layout(disk, path.parent, entry).rows != shard
+        ):
+            raise CorruptionError(f"{path} does not describe a column in shards of {shard} rows")
+    groups = {parent for entry in fields if not entry.variable for parent in Path(*entry.key).parents}
+    for group in sorted(groups):
+        path = folder / group / "zarr.json"
+        try:
+            fits = _read_json(disk, path)["node_type"] == "group"
+        except (ValueError, KeyError, TypeError) as exc:
+            raise CorruptionError(f"{path} cannot be read: {exc}") from exc
+        if not fits:
+            raise CorruptionError(f"{path} does not describe a group")
+
+
+def _read_json(disk: Disk, path: Path) -> Any:
+    """Return what a file says; raise CorruptionError if it is missing, StorageError if the disk fails."""
+    try:
+        return json.loads(disk.read_whole(path))
+    except StorageError as exc:
+        if exc.errno not in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR):
+            raise
+        raise CorruptionError(f"{path} cannot be read: {exc}") from exc
+
+
+def read_packing(disk: Disk, folder: Path, entry: Field) -> Packing | None:
+    """Return how an array is packed; None: it is not.
+
+    Raises:
+        CorruptionError: zarr.json cannot be read, or does not describe a column of this field.
+    """
+    path = folder / "zarr.json"
+    try:
+        data = _read_json(disk, path)
+        about = data["attributes"].get("expstore", {})
+        if about.get("layout") != "packed":
+            return None
+        shard, *rest = data["chunk_grid"]["configuration"]["chunk_shape"]
+        inner = data["codecs"][0]["configuration"]
+        rows = int(inner["chunk_shape"][0])
+        packing = Packing.of(inner["codecs"], rows=rows, shard=int(shard), shares="shared" in about)
+        fits = tuple(rest) == entry.shape and data["data_type"] == entry.numpy_dtype.name
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, ArithmeticError) as exc:
+        raise CorruptionError(f"{path} cannot be read: {exc}") from exc
+    if not fits:
+        raise CorruptionError(f"{path} does not describe a column of {entry}")
+    return packing
+
+
+def read_sharing(disk: Disk, folder: Path) -> bool:
+    """Say whether rows of an array may lie with the next ones, and how far away each does in a column.
+
+    Raises:
+        CorruptionError: zarr.json cannot be read.
+    """
+    path = folder / "zarr.json"
+    try:
+        about = _read_json(disk, path)["attributes"].get("expstore", {})
+        return about.get("layout") != "packed" and "shared" in about
+    except (ValueError, KeyError, TypeError, AttributeError) as exc:
+        raise CorruptionError(f"{path} cannot be read: {exc}") from exc
+
+
+def read_layout(disk: Disk, folder: Path, entry: Field) -> Layout:
+    """Return how an array is cut.
+
+    Args:
+        disk: Where files are touched.
+        folder: The array's folder.
+        entry: The field it holds.
+
+    Raises:
+        CorruptionError: zarr.json is missing or does not describe a column of this field.
+    """
+    path = folder / "zarr.json"
+    try:
+        data = _read_json(disk, path)
+        rows, *rest = data["chunk_grid"]["configuration"]["chunk_shape"]
+        keys = data["chunk_key_encoding"]
+        layout = Layout(int(rows), int(data["shape"][0]), keys["configuration"]["separator"])
+        fits = data["node_type"] == "array" and tuple(rest) == entry.shape and rows % CHUNK_ROWS == 0
+        fits = fits and keys["name"] == "default" and layout.separator in ("/", ".")
+        fits = fits and data["data_type"] == entry.numpy_dtype.name and data["shape"][1:] == rest
+    except (ValueError, KeyError, TypeError, IndexError) as exc:
+        raise CorruptionError(f"{path} cannot be read: {exc}") from exc
+    if not fits or rows < 1:
+        raise CorruptionError(f"{path} does not describe a column of {entry}")
+    return layout
+
+
+def shard_name(number: int, dims: int, separator: str) -> str:
+    """Return where a shard lies in its array's folder.
+
+    >>> shard_name(3, 1, "/"), shard_name(3, 0, ".")
+    ('c/3/0', 'c.3')
+    """
+    return separator.join(["c", str(number), *["0"] * dims])
+
+
+def grow_shape(disk: Disk, folder: Path, rows: int) -> None:
+    """Let an array be at least `rows` long."""
+    path = folder / "zarr.json"
+    data = json.loads(disk.read_whole(path))
+    if data["shape"][0] < rows:
+        data["shape"][0] = rows
+        disk.write_whole(path, json.dumps(data, indent=1).encode())
+
+
+def shard_footer(rows: int, row_bytes: int) -> bytes:
+    """Return the chunk index at the end of a shard, which is known beforehand: chunks in their order."""
+    chunk = CHUNK_ROWS * row_bytes
+    index = np.empty((rows // CHUNK_ROWS, 2), "<u8")
+    index[:, 0] = np.arange(index.shape[0]) * chunk
+    index[:, 1] = chunk
+    data = index.tobytes()
+    crc: int = google_crc32c.value(data)
+    return data + crc.to_bytes(4, "little")

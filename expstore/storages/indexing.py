@@ -1,0 +1,382 @@
+"""A storage's rows by index: `get` and `set`, as torchrl's storages have them, and `[]`.
+
+Used by storages and buffers. It puts rows together by the storage's form; what it writes goes through
+`Storage.change` or `Storage.write`, and so it promises what they do.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from expstore.core.values import Array, IntArray
+from expstore.errors import NoRowError, SchemaError, StateError
+from expstore.schema.schema import Schema
+from expstore.schema.take_rows import in_shape, pick
+from expstore.storages.batch import Rows, now_us
+
+if TYPE_CHECKING:
+    import torch
+
+    from expstore.core.idempotency import WriteKey
+    from expstore.data.batch import Batch
+    from expstore.data.containers import Layout
+    from expstore.episodes.table import Steps
+    from expstore.storages.base import Storage
+
+__all__ = [
+    "OVERTAKEN",
+    "PATIENCE",
+    "append",
+    "append_rows",
+    "contains",
+    "find",
+    "get",
+    "layout_of",
+    "prepare",
+    "put",
+    "read_present",
+    "read_rows",
+    "replace_rows",
+    "rows_along",
+    "rows_of",
+]
+
+PATIENCE = 3  # reads that may meet overwritten rows before the writer is asked to wait
+OVERTAKEN = "the writer overwrites rows faster than they can be read"
+
+
+def layout_of(storage: Storage, dim: int | None = None) -> Layout:
+    """Return which dims of a batch make the rows of a storage; `dim` is time, by default the last of them."""
+    from expstore.data.containers import Layout
+
+    return Layout(
+        all_dims=storage.flatten,
+        ndim=storage.ndim,
+        dim=storage.ndim - 1 if dim is None else dim,
+        objects=storage.object_rows,
+        typed=storage.keeps_variable and not storage.keeps_objects,
+    )
+
+
+def find(storage: Storage, index: Any, dim: int = 0) -> tuple[IntArray, tuple[int, ...]]:
+    """Return the ids of the rows that an index means, and the shape of what it takes.
+
+    Args:
+        storage: Where they are.
+        index: As for a tensor of all rows: integers, slices, arrays, masks, tuples of them.
+        dim: Which dim of that tensor is time: it is swapped with the first.
+
+    Returns:
+        Ids, flat, and the shape that they have together; `()`: one row without a dim.
+
+    Raises:
+        NotFoundError: There is no such row.
+    """
+    index = _plain(index)
+    if storage.ndim == 1 and not dim:
+        return _find_flat(storage, index)
+    ids = _sorted(storage)
+    grid = ids.reshape(-1, *storage.dims).swapaxes(0, dim)
+    try:
+        chosen = np.asarray(grid[index])
+    except IndexError as exc:
+        raise NoRowError(f"no rows at {index!r}: the store has them in shape {list(grid.shape)}") from exc
+    return chosen.reshape(-1), chosen.shape
+
+
+def _plain(index: Any) -> Any:
+    """Return an index in terms of NumPy's: torch's tensors, and ranges, are none."""
+    if isinstance(index, tuple):
+        return tuple(map(_plain, index))
+    if index is Ellipsis:
+        return slice(None)
+    if hasattr(index, "detach"):
+        index = index.detach().cpu().numpy()
+    elif isinstance(index, range):
+        index = np.arange(index.start, index.stop, index.step)
+    return index
+
+
+def _sorted(storage: Storage) -> IntArray:
+    """Return the ids that can be read, in the order of their numbers; whole steps. Shape `(rows,)`."""
+    window = storage.window
+    ids = window.ids()
+    if window.gaps and storage.lanes > 1:  # a repair may have given up some cells of a step
+        _, step, cells = np.unique((ids - 1) // storage.lanes, return_inverse=True, return_counts=True)
+        ids = ids[cells[step] == storage.lanes]
+    ordered: IntArray = ids[np.argsort(storage.index_of(ids), kind="stable")]
+    return ordered
+
+
+def _find_flat(storage: Storage, index: Any) -> tuple[IntArray, tuple[int, ...]]:
+    if isinstance(index, tuple) and len(index) == 1:
+        index = index[0]
+    if isinstance(index, slice):
+        ids = _sorted(storage)[index]
+        return ids, ids.shape
+    numbers = np.asarray(index)
+    if numbers.dtype == np.bool_:
+        if numbers.shape != (len(storage),):
+            raise NoRowError(f"the mask has shape {numbers.shape}, the store {len(storage)} rows")
+        ids = _sorted(storage)[numbers.astype(bool)]
+        return ids, ids.shape
+    if numbers.size and numbers.dtype.kind not in "iu":
+        raise TypeError(f"rows are found by integers, not {numbers.dtype}")
+    shape, numbers = numbers.shape, numbers.reshape(-1).astype(np.int64)
+    # Where rows were given up without newer ones in their place, the newest is still number -1.
+    end = storage.last if storage.capacity is None else storage.window.size
+    return storage.ids_at(np.where(numbers < 0, numbers + end, numbers)), shape
+
+
+def read_rows(
+    storage: Storage,
+    locate: Callable[[], IntArray],
+    places: Sequence[int] | None = None,
+    *,
+    read: Callable[[IntArray], tuple[list[Array], bool]] | None = None,
+) -> tuple[IntArray, list[Array]]:
+    """Copy rows out that nobody overwrites meanwhile.
+
+    Args:
+        storage: Where they are.
+        locate: Returns their ids; asked again where the writer was faster.
+        places: Positions of the fields wanted; None: all.
+        read: Copies rows and says whether all that it has read is whole; None: the storage does.
+
+    Returns:
+        Ids, and one array per field. Shapes `(n,)` and `(n, *row shape)`.
+
+    Raises:
+        NotFoundError: There is no such row.
+        StateError: The storage is closed; or a writer in another process overwrites the rows too fast.
+    """
+    if storage.closed:
+        raise StateError("the store is closed", hint="open it again with expstore.open()")
+
+    def copy(ids: IntArray) -> tuple[list[Array], bool]:
+        columns = storage.read(ids, places)
+        return columns, storage.intact(ids)
+
+    take = copy if read is None else read
+    for _ in range(PATIENCE):
+        ids = locate()
+        columns, whole = take(ids)
+        if whole:
+            return ids, columns
+    with storage.lock:
+        ids = locate()
+        columns, whole = take(ids)
+    if storage.follows and not whole:
+        raise StateError(OVERTAKEN, hint="read fewer rows at once, or give the store a larger capacity")
+    return ids, columns
+
+
+def read_present(
+    storage: Storage, ids: IntArray, places: Sequence[int] | None = None
+) -> tuple[IntArray, list[Array]]:
+    """Copy out those of some rows that are still there.
+
+    Args:
+        storage: Where they are.
+        ids: Theirs. Shape `(n,)`.
+        places: Positions of the fields wanted; None: all.
+
+    Returns:
+        Ids, in the same order, and one array per field. Shapes `(m,)` and `(m, *row shape)`.
+
+    Raises:
+        StateError: As `read_rows`.
+    """
+    return read_rows(storage, lambda: ids[storage.window.holds(ids)], places)
+
+
+def get(storage: Storage, index: Any, dim: int = 0) -> Any:
+    """Read rows by index, put together as they came.
+
+    Args:
+        storage: Where they are.
+        index: As `find`.
+        dim: As `find`.
+    """
+    from expstore.data.containers import form_of
+
+    shape: tuple[int, ...] = ()
+
+    def locate() -> IntArray:
+        nonlocal shape
+        ids, shape = find(storage, index, dim)
+        return ids
+
+    _, columns = read_rows(storage, locate)
+    form = form_of(storage)
+    rows = form.build(in_shape(columns, shape), shape, {})
+    return rows if storage.device is None or storage.device.type == "cpu" else _moved(rows, storage.device)
+
+
+def _moved(rows: Any, device: torch.device) -> Any:
+    from torch.utils._pytree import tree_map
+
+    def can_move(thing: Any) -> bool:
+        return hasattr(thing, "to")
+
+    return tree_map(lambda thing: thing.to(device) if can_move(thing) else thing, rows, is_leaf=can_move)
+
+
+def contains(storage: Storage, item: Any) -> Any:
+    """Say which indices rows can be read at, as torchrl's storages do."""
+    import torch
+
+    numbers = np.asarray(_plain(item))
+    if numbers.dtype.kind not in "iu":
+        raise TypeError(f"rows are found by integers, not {type(item).__name__}")
+    there = np.zeros(storage.max_size if storage.capacity is not None else storage.last, bool)
+    there[storage.index_of(storage.window.ids())] = True
+    size = len(storage)
+    wrapped = np.where(numbers < 0, numbers + size, numbers)
+    inside = (wrapped >= 0) & (wrapped < there.size)
+    found = inside & there[np.where(inside, wrapped, 0)] if there.size else inside
+    return torch.from_numpy(np.asarray(found)) if isinstance(item, torch.Tensor) else bool(found)
+
+
+def rows_of(storage: Storage) -> Iterator[Any]:
+    """Yield row after row, in the order of their indices; of time, where `ndim` is larger than 1."""
+    rows = len(storage) if storage.lanes == 1 else _sorted(storage).size // storage.lanes
+    for number in range(rows):
+        yield get(storage, number)
+
+
+def put(storage: Storage, index: Any, data: Any) -> None:
+    """Replace rows by index; rows right behind the last one are appended.
+
+    Args:
+        storage: Where they are.
+        index: One integer, several, or a slice; of time where `ndim` is larger than 1.
+        data: One row for one integer, otherwise as many.
+
+    Raises:
+        NotFoundError: There is no such row, nor would it be the next.
+        SchemaError: The rows do not fit.
+    """
+    from expstore.data.containers import take
+
+    index = _plain(index)
+    single = not isinstance(index, (slice, tuple)) and np.ndim(index) == 0
+    with storage.lock:
+        storage.check_writable()
+        batch = take(data, layout_of(storage, 0), single=single)
+        if _is_next(storage, index, batch):
+            _append(storage, batch)
+        else:
+            replace_rows(storage, find(storage, index)[0], batch)
+
+
+def _is_next(storage: Storage, index: Any, batch: Batch) -> bool:
+    """Say whether an index means the rows right behind the last one, of which there are none yet."""
+    if isinstance(index, (slice, tuple)) or np.asarray(index).dtype.kind not in "iu":
+        return False
+    lanes, count = math.prod(batch.dims), batch.count
+    have, numbers = storage.window.size // lanes, np.asarray(index).reshape(-1)
+    room = storage.capacity is None or storage.window.size + count <= storage.capacity
+    if not room or not numbers.size or numbers[0] != have:
+        return False
+    return bool((np.diff(numbers) == 1).all()) and numbers.size * lanes == count
+
+
+def rows_along(data: Any, ndim: int) -> tuple[int, ...]:
+    """Return how many rows a batch has along its first dims.
+
+    Args:
+        data: As `extend` takes it: a TensorDict, a tensor, a tree of tensors.
+        ndim: How many dims are rows.
+
+    Raises:
+        SchemaError: It has fewer dims, or cannot be kept.
+    """
+    from expstore.data.containers import Layout, take
+
+    batch = take(data, Layout(ndim=ndim))
+    return (batch.count // math.prod(batch.dims), *batch.dims)
+
+
+def append(storage: Storage, data: Any) -> None:
+    """Append a batch to a storage that nobody samples from; its first `ndim` dims are rows."""
+    from expstore.data.containers import take
+
+    with storage.lock:
+        storage.check_writable()
+        _append(storage, take(data, layout_of(storage, 0)))
+
+
+def _append(storage: Storage, batch: Batch) -> None:
+    """Append rows to a storage that nobody samples from."""
+    from expstore.data.batch import StepReader
+
+    schema = prepare(storage, batch)
+    columns = batch.columns(schema)
+    steps = StepReader(schema, storage.keys).read(columns, batch)
+    append_rows(storage, columns, steps)
+
+
+def append_rows(
+    storage: Storage,
+    columns: Sequence[Array],
+    steps: Steps,
+    *,
+    source: str | None = None,
+    info: str = "",
+    key: WriteKey | None = None,
+) -> IntArray:
+    """Give rows the next ids and write them; the storage's lock is held. Returns the ids, of shape `(n,)`."""
+    first, time = storage.last + 1, now_us()
+    low = storage.window.low
+    assignment = storage.episodes.assign(steps, source=source, low=low, first_id=first, time=time)
+    rows = Rows(first, steps.count, columns, assignment, time, info, key)
+    storage.write(rows)
+    return rows.ids
+
+
+def prepare(storage: Storage, batch: Batch) -> Schema:
+    """Return the schema, which the first rows fix.
+
+    Raises:
+        SchemaError: Rows of the batch are put together in another way than those in the storage.
+    """
+    from expstore.data.containers import check_form
+
+    if storage.schema is None:
+        schema = Schema.infer(batch.signature(), batch.form)
+        storage.prepare(schema, storage.resolve_keys(schema), batch.dims)
+        storage.row_class = batch.kind
+        return storage.require_schema()
+    check_form(batch, storage.schema)
+    storage.check_dims(batch.dims)
+    return storage.schema
+
+
+def replace_rows(storage: Storage, ids: IntArray, batch: Batch) -> None:
+    """Put a batch in the place of rows; the storage's lock is held.
+
+    Args:
+        storage: Where they are.
+        ids: Which rows; of one given twice the last value counts. Shape `(n,)`.
+        batch: One row for each. A field that came later and is not in it stays as it is.
+
+    Raises:
+        SchemaError: They are not as many, or do not fit.
+    """
+    if batch.count != ids.size:
+        raise SchemaError(f"{ids.size} rows are to be replaced by {batch.count}")
+    from expstore.data.containers import check_form
+
+    schema = storage.require_schema()
+    check_form(batch, schema)
+    places, columns = batch.given(schema)
+    if ids.size > 1:
+        count = ids.size
+        ids, last = np.unique(ids[::-1], return_index=True)
+        columns = [pick(column, count - 1 - last) for column in columns]
+    storage.change(ids, places, columns)

@@ -1,0 +1,179 @@
+"""What the journal of a store says, told without writing anything.
+
+Used by followers. The judgement is recovery's (a batch after the last durable mark must be whole), but
+what recovery would write to the columns is laid over them in memory.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from expstore.core.values import Array, IntArray
+from expstore.episodes.log import LogEntry
+from expstore.episodes.table import EpisodeTable
+from expstore.errors import CorruptionError
+from expstore.storages.base import ROW_FIELDS
+from expstore.storages.columns.column_set import ColumnGroup
+from expstore.storages.columns.overlay import Overlay
+from expstore.storages.columns.payload import join_segments, split_payload
+from expstore.storages.folder import COLUMNS, JOURNAL, FolderStorage
+from expstore.storages.format.journal import no_records, read_journal
+from expstore.storages.format.records import Publish
+from expstore.storages.recovery.recover import Past, pending_changes, read_past, retell, verify
+
+__all__ = ["Replay", "episode_rows", "open_columns", "replay"]
+
+_logger = logging.getLogger("expstore")
+
+
+@dataclass(slots=True)
+class Replay:
+    """Hold what the journal and the columns say together.
+
+    Args:
+        past: The records; None: there are none yet.
+        columns: Opened for reading; None: there are no fields yet.
+        overlay: What the columns lack.
+        table: Episodes.
+        write_count: Rows ever written.
+        entries: Log entries of what came after the mark.
+    """
+
+    past: Past | None
+    columns: ColumnGroup | None
+    overlay: Overlay
+    table: EpisodeTable
+    write_count: int = 0
+    entries: list[LogEntry] = field(default_factory=list)
+
+
+def open_columns(storage: FolderStorage) -> ColumnGroup | None:
+    """Open a store's columns for reading; None: there are no fields yet."""
+    schema = storage.manifest.schema
+    if schema is None:
+        return None
+    fields = (*schema.fields, *ROW_FIELDS)
+    how: Any = {"write": False, "implied": storage.manifest.implied}
+    return ColumnGroup(storage.disk, storage.path / COLUMNS, fields, storage.slots, **how)
+
+
+def replay(storage: FolderStorage, *, same_boot: bool) -> Replay:
+    """Follow the journal of a store that nobody writes to.
+
+    Args:
+        storage: Whose folder and settings count; it is not changed.
+        same_boot: Whether the machine has run on since the store was written to: then what was
+            published is there.
+
+    Raises:
+        CorruptionError: The journal is damaged, or missing though rows were written.
+        StorageError: A file could not be read; a writer that has just come may have removed it.
+    """
+    records = read_journal(storage.disk, storage.path / JOURNAL)
+    columns = open_columns(storage)
+    if not records:
+        if columns is not None:
+            raise no_records(storage.disk, storage.path / JOURNAL)
+        return Replay(None, columns, Overlay(), EpisodeTable())
+    past = read_past(records, storage.manifest.gaps)
+    found = Replay(past, columns, Overlay(), EpisodeTable(generation=past.base["generation"]))
+    if columns is not None:
+        columns.look(_slots_of(storage, past.synced))
+    column_set = storage.manifest.column_set
+    verify(past, lambda publish: _whole(publish, found, storage, same_boot), column_set)
+    schema = storage.manifest.schema
+    if columns is not None:
+        columns.end_at(past.last)
+    if schema is not None and columns is not None:
+        stamps, place = columns.columns[-2], len(columns.columns) - 2
+
+        def times(ids: IntArray) -> IntArray:
+            return found.overlay.take(place, stamps, storage.slot_of(ids))
+
+        known = times if same_boot or past.clean else None
+        for redo in pending_changes(past, storage.slots, lambda body: storage.load_redo(body, schema), known):
+            slots = storage.slot_of(redo.ids)
+            for place, values in zip(redo.places, redo.columns, strict=True):
+                found.overlay.put(place, slots, values)
+    if columns is not None and not (same_boot or past.clean):
+        for publish in past.unsynced():
+            _lay_priorities(publish, found, storage.pieces(*publish.written))
+    low = past.window_low(storage.capacity)
+
+    def rows(first_id: int, count: int) -> tuple[IntArray, IntArray] | None:
+        if columns is None:
+            return None
+        return episode_rows(columns, found.overlay, storage.pieces(first_id, count))
+
+    found.write_count, found.entries = retell(past, found.table, low, rows)
+    return found
+
+
+def _slots_of(storage: FolderStorage, last: int) -> int:
+    """Return how many slots the ids up to `last` take."""
+    return last if storage.slots is None else min(last, storage.slots)
+
+
+def _whole(publish: Publish, found: Replay, storage: FolderStorage, same_boot: bool) -> bool:
+    columns = found.columns
+    if columns is None:
+        return False
+    pieces = storage.pieces(*publish.written)
+    columns.look(max(slot + n for slot, _, n in pieces), due=False)
+    try:
+        if not columns.lacks(*publish.written) and columns.checksum(*publish.written) == publish.checksum:
+            return True
+    except CorruptionError:
+        if same_boot:  # whoever touches the file will be told
+            return True
+    if publish.payload:
+        _lay_over(publish, found, pieces)
+    return bool(publish.payload)
+
+
+def _lay_over(publish: Publish, found: Replay, pieces: list[tuple[int, int, int]]) -> None:
+    """Lay the rows that a record has over the columns."""
+    assert found.columns is not None
+    slots, group = _slots_in(pieces), found.columns
+    parts = split_payload(group, publish.payload, publish.count)
+    for place, (column, part) in enumerate(zip(group.columns[:-1], parts, strict=False)):
+        if not column.entry.variable:
+            rows: Array = np.frombuffer(part, column.entry.numpy_dtype)
+            found.overlay.put(place, slots, rows.reshape(publish.count, *column.entry.shape))
+    if group.segments is not None and not group.segments.is_whole(publish.first_id, publish.count):
+        group.segments.lay(publish.first_id, join_segments(group, parts[-1]))
+    _lay_priorities(publish, found, pieces)
+
+
+def _lay_priorities(publish: Publish, found: Replay, pieces: list[tuple[int, int, int]]) -> None:
+    """Lay the priority that a record gives its rows over theirs."""
+    assert found.columns is not None
+    place, slots = len(found.columns.columns) - 1, _slots_in(pieces)
+    found.overlay.put(place, slots, np.full(slots.size, publish.priority, np.float32))
+
+
+def _slots_in(pieces: list[tuple[int, int, int]]) -> IntArray:
+    return np.concatenate([np.arange(slot, slot + n) for slot, _, n in pieces])
+
+
+def episode_rows(
+    columns: ColumnGroup, overlay: Overlay, pieces: list[tuple[int, int, int]]
+) -> tuple[IntArray, IntArray] | None:
+    """Copy episodes and steps of a run of rows out; None where they cannot be read."""
+    fields = len(columns.columns) - len(ROW_FIELDS)
+    found: list[IntArray] = []
+    for place in (fields + 1, fields + 2):
+        parts: list[Array] = []
+        try:
+            for slot, _, n in pieces:
+                parts += overlay.parts(place, columns.columns[place], slot, n)
+        except CorruptionError as exc:
+            # Rows can be read without; queries touch the same file, and say so.
+            _logger.warning("episodes of older rows are not known: %s", exc)
+            return None
+        found.append(np.concatenate(parts))
+    return found[0], found[1]

@@ -1,0 +1,208 @@
+"""A storage as it is at one moment, to be copied while others go on reading and writing.
+
+Used by snapshots. Nothing is copied here but priorities, counts and numbers: rows are views, which a
+`Hold` keeps from being overwritten until whoever copies says that they are done, or packed chunks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from expstore.core.draw_state import to_json
+from expstore.core.values import Array, Window
+from expstore.episodes.fragments import clip
+from expstore.schema.schema import Field
+from expstore.storages.base import ROW_FIELDS, Storage
+from expstore.storages.columns.dedup_capture import SharedNow
+from expstore.storages.columns.packed.column import PackedRows
+from expstore.storages.columns.sample_counts_file import SAMPLED
+from expstore.storages.folder import FolderStorage
+from expstore.storages.format.derived import Implied
+from expstore.storages.format.manifest import Manifest
+from expstore.storages.format.zarr_metadata import distance_field
+from expstore.storages.snapshot_pin import Hold
+
+if TYPE_CHECKING:
+    from expstore.storages.columns.arrow.capture import Held
+
+__all__ = ["Frozen", "base_of", "frozen", "manifest_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    """Hold a storage's state at one moment.
+
+    Args:
+        manifest: What the store is.
+        base: What a journal's base record keeps.
+        window: The rows.
+        pieces: Where they lie: (first slot, offset in the run, rows).
+        columns: Per column, in the order of `fields`, a view of each piece as it is kept; nothing of those
+            that are `apart`.
+        packed: These, by place.
+        segments: Where fields without a fixed size are, and which they are, in a store on disk.
+        shared: Flat ones of which rows may lie with the next ones, by place.
+        counted: Whether the last column is how often each row was handed out.
+        log: The bytes of episodes.log.
+        episodes: How many episodes have rows.
+        sums: What tells blocks of 4096 slots that have changed since from those that have not, an entry
+            per block; None where nothing does.
+        hold: Told which rows are copied.
+    """
+
+    manifest: Manifest
+    base: dict[str, Any]
+    window: Window
+    pieces: Sequence[tuple[int, int, int]]
+    columns: Sequence[Sequence[Array]]
+    packed: Mapping[int, PackedRows]
+    segments: Mapping[tuple[int, ...], Sequence[Held]]
+    shared: Mapping[int, SharedNow]
+    counted: bool
+    log: bytes
+    episodes: int
+    sums: Array | None
+    hold: Hold
+
+    @property
+    def fields(self) -> tuple[Field, ...]:
+        """The columns' fields, first those that have checksums; none before the first rows."""
+        schema = self.manifest.schema
+        if schema is None:
+            return ()
+        distances = [distance_field(rows.entry.key) for rows in self.shared.values()]
+        return (
+            *schema.fields,
+            *ROW_FIELDS[:-1],
+            *distances,
+            ROW_FIELDS[-1],
+            *([SAMPLED] if self.counted else []),
+        )
+
+    def parts(self, place: int) -> Sequence[Array]:
+        """Return the values of a column, packed ones unpacked: an array per piece."""
+        if place in self.shared:
+            return self.shared[place].parts()
+        if place in self.packed:
+            return [self.packed[place].part(slot, n) for slot, _, n in self.pieces]
+        implied = Implied.of(self.manifest.implied, self.fields)
+        return implied.views([place], lambda places: [list(self.columns[p]) for p in places])[0]
+
+    @property
+    def apart(self) -> set[int]:
+        """Columns that are no flat arrays."""
+        return {*self.packed, *(place for places in self.segments for place in places)}
+
+    @property
+    def summed(self) -> int:
+        """How many columns, from the first on, have checksums."""
+        return max(0, len(self.fields) - (2 if self.counted else 1))
+
+
+def base_of(storage: Storage) -> dict[str, Any]:
+    """Return what a journal's base record keeps of a storage's present state."""
+    return {
+        "content": storage.content,
+        "last": storage.last,
+        "retired": storage.retired,
+        "draw": storage.draw,
+        "progress": storage.progress,
+        "limits": storage.limits,
+        "randomness": to_json(storage.note_randomness()),
+        "max_priority": storage.max_priority,
+        "write_count": storage.write_count,
+        "episodes": storage.episodes.to_base(),
+    }
+
+
+def manifest_of(storage: Storage) -> Manifest:
+    """Return what a storage's expstore.json says, or would say if it had one."""
+    if isinstance(storage, FolderStorage):
+        return storage.manifest
+    return Manifest(
+        uuid=storage.uuid,
+        generation=storage.content[0],
+        storage="zarr",
+        capacity=storage.capacity,
+        spare=storage.spare,
+        reach=storage.reach,
+        seed=storage.seed,
+        created=time.time(),
+        schema=storage.schema,
+        flatten=storage.flatten,
+        ndim=storage.ndim,
+        dims=storage.dims,
+        ranking=storage.ranking,
+        specs=storage.specs,
+        column_set=storage.reshapes // 2,
+    )
+
+
+@contextmanager
+def frozen(storage: Storage) -> Iterator[Frozen]:
+    """Keep a storage's rows as they are, for the block's length.
+
+    Rows can still be added; who would overwrite one of these, or change one in place, waits for
+    `hold.move`.
+
+    Raises:
+        StateError: The storage is closed, or open for reading only.
+        StorageError: Rows could not be brought to the disk.
+    """
+    with storage.hold.turn():
+        storage.sync()
+        with storage.lock:
+            storage.check_writable()
+            storage.settle_changes()
+            state = _freeze(storage)
+            storage.hold.move(state.window.low + 1)
+        yield state
+
+
+def _freeze(storage: Storage) -> Frozen:
+    window = storage.window
+    columns: list[list[Array]] = []
+    packed: Mapping[int, PackedRows] = {}
+    segments: Mapping[tuple[int, ...], Sequence[Held]] = {}
+    if storage.schema is not None:
+        places = range(len(storage.schema.fields) + len(ROW_FIELDS))
+        packed, segments = storage.packed_now(), storage.segments_now(window.low)
+        apart = {*packed, *(place for held in segments for place in held)}
+        flat = [place for place in places if place not in {*apart, *storage.shared_columns}]
+        found = dict(zip(flat, storage.kept_views(flat, window.low + 1, window.size), strict=True))
+        columns = [found.get(place, []) for place in places]
+        columns[-1] = [part.copy() for part in columns[-1]]  # priorities may be set while rows are copied
+    pieces = storage.pieces(window.low + 1, window.size)
+    sampled = storage.sampled
+    if sampled is not None:
+        with storage.sampled_lock:
+            columns.append([part.copy() for part in sampled.views(pieces)])
+    shared = {
+        place: SharedNow.of(column, pieces, window)
+        for place, column in (storage.shared_columns if storage.schema is not None else {}).items()
+    }
+    if storage.schema is not None:
+        behind = len(storage.schema.fields) + len(ROW_FIELDS) - 1
+        columns[behind:behind] = [list(rows.distances) for rows in shared.values()]
+    live = clip(storage.episodes.fragments.rows, window.low)
+    return Frozen(
+        manifest=manifest_of(storage).replace(keyed=False),  # whoever writes to a copy is somebody else
+        base=base_of(storage),
+        window=window,
+        pieces=pieces,
+        columns=columns,
+        packed=packed,
+        segments=segments,
+        shared=shared,
+        counted=sampled is not None,
+        log=storage.log_bytes(),
+        episodes=np.unique(live[0]).size,
+        sums=storage.block_sums(),
+        hold=storage.hold,
+    )

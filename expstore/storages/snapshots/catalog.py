@@ -1,0 +1,267 @@
+"""The versions in a folder of snapshots: list them, find one, keep so many.
+
+Used by buffers, the door and the command line; `dumping` makes what is listed here. A version is a folder
+`vNNNN` that holds a complete, closed store and `version.json`; whatever ends in `.tmp` is not one. It never
+changes a file of a version.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import google_crc32c
+
+from expstore.disk.bulk import remove_files
+from expstore.disk.disk import Disk
+from expstore.errors import CorruptionError, NotFoundError, SnapshotError
+from expstore.storages.folder import VERSION
+from expstore.storages.format.manifest import MANIFEST
+
+__all__ = [
+    "CURRENT",
+    "LOCK",
+    "OWN_FOLDER",
+    "Version",
+    "check_tag",
+    "find_version",
+    "foreign_names",
+    "is_snapshots",
+    "list_versions",
+    "next_number",
+    "prune",
+    "remove_scraps",
+    "store_meant",
+    "version_name",
+    "versions",
+]
+
+#: Names the newest version; replaced by rename.
+CURRENT = "CURRENT"
+#: Where `tag` puts versions, inside a store's folder.
+OWN_FOLDER = "versions"
+SCRAP = ".tmp"
+#: Held by whoever makes a version.
+LOCK = "LOCK"
+
+_NAME = re.compile(r"v(\d{4,})")
+_TAG = re.compile(r"(?!v?\d+$)[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Version:
+    """Describe one version.
+
+    Args:
+        number: 1, 2, 3, ... in the order in which they were made.
+        tag: Its name, if it was given one; then it is kept for good.
+        time: When it was made, seconds since 1970.
+        rows: How many it holds.
+        episodes: How many episodes have rows in it.
+        new_bytes: How many bytes were written for it; the others it shares with the version before.
+        disk_bytes: How many it takes on the disk, what it shares included; 0 where that was not looked up.
+        path: Its folder.
+    """
+
+    number: int
+    tag: str | None
+    time: float
+    rows: int
+    episodes: int
+    new_bytes: int
+    disk_bytes: int = 0
+    path: Path = Path()
+
+    def pack(self) -> bytes:
+        """Return the content of version.json."""
+        data = dataclasses.asdict(self)
+        del data["disk_bytes"], data["path"]
+        data["crc32c"] = _checksum(data)
+        return json.dumps(data, indent=1).encode()
+
+    @classmethod
+    def load(cls, disk: Disk, folder: Path) -> Version:
+        """Read a version's description.
+
+        Raises:
+            CorruptionError: It is damaged or missing.
+        """
+        path = folder / VERSION
+        try:
+            data = json.loads(disk.read_whole(path))
+            checksum = data.pop("crc32c")
+            if checksum != _checksum(data):
+                raise ValueError("its checksum does not fit")
+            return cls(**data, path=folder)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as exc:
+            raise CorruptionError(f"{path} is damaged: {exc}", hint="open another version") from exc
+
+
+def _checksum(data: dict[str, Any]) -> str:
+    text = json.dumps(data, sort_keys=True, separators=(",", ":"))
+    return f"{google_crc32c.value(text.encode()):08x}"
+
+
+def version_name(number: int) -> str:
+    """Return the name of a version's folder.
+
+    >>> version_name(7)
+    'v0007'
+    """
+    return f"v{number:04d}"
+
+
+def check_tag(tag: str) -> None:
+    """Raise SnapshotError unless a version may bear this name."""
+    if not isinstance(tag, str) or not _TAG.fullmatch(tag):
+        raise SnapshotError(
+            f"{tag!r} is no name for a version",
+            hint="give 1 to 100 letters, digits or . _ - that are not a number",
+        )
+
+
+def _numbers(disk: Disk, path: Path) -> list[int]:
+    found = [_NAME.fullmatch(name) for name in disk.names(path)]
+    return sorted(int(match[1]) for match in found if match)
+
+
+def next_number(disk: Disk, place: Path) -> int:
+    """Return the number of the next version."""
+    return max(_numbers(disk, place), default=0) + 1
+
+
+def foreign_names(disk: Disk, place: Path) -> list[str]:
+    """Return what a folder holds that has nothing to do with versions."""
+    own = {CURRENT, CURRENT + SCRAP, LOCK}
+    names = [name for name in disk.names(place) if name not in own]
+    return [name for name in names if not _NAME.fullmatch(name.removesuffix(SCRAP))]
+
+
+def is_snapshots(disk: Disk, path: Path) -> bool:
+    """Say whether a folder holds versions, as `dumps` makes it."""
+    # A crash may have come after the very first version and before CURRENT.
+    some = disk.exists(path / CURRENT) or disk.exists(path / version_name(1))
+    return some and not disk.exists(path / MANIFEST)
+
+
+def list_versions(disk: Disk, path: Path) -> list[Version]:
+    """Return the versions in a folder, the oldest first; one whose description is damaged is left out."""
+    found = []
+    for number in _numbers(disk, path):
+        try:
+            found.append(Version.load(disk, path / version_name(number)))
+        except CorruptionError:
+            continue
+    return found
+
+
+def versions(path: str | Path) -> list[Version]:
+    """List the versions that `dumps` or `tag` have made.
+
+    Args:
+        path: What `dumps` was given, or a store, of which those made by `tag` are listed.
+
+    Returns:
+        The oldest first; none where there are none.
+
+    Raises:
+        NotFoundError: There is no such folder.
+
+    Example:
+        >>> for version in expstore.versions("backup"):
+        ...     print(version.number, version.rows)
+    """
+    disk, path = Disk(), Path(path)
+    if not disk.exists(path):
+        raise NotFoundError(f"{path} does not exist")
+    found = list_versions(disk, place_of(disk, path))
+    return [dataclasses.replace(version, disk_bytes=disk.used(version.path)) for version in found]
+
+
+def place_of(disk: Disk, path: Path) -> Path:
+    """Return the folder that holds versions: `path`, or the one inside the store at `path`."""
+    return path / OWN_FOLDER if disk.exists(path / MANIFEST) else path
+
+
+def find_version(disk: Disk, path: Path, version: int | str | None = None) -> Path:
+    """Return the folder of one version.
+
+    Args:
+        disk: Where files are touched.
+        path: What `dumps` was given; a store that has tagged versions; or a version itself.
+        version: Its number or tag; None: the newest, which CURRENT names.
+
+    Raises:
+        SnapshotError: There is no such version; the message lists those that there are.
+    """
+    if disk.exists(path / VERSION) and version is None:
+        return path
+    place = place_of(disk, path)
+    numbers = _numbers(disk, place)
+    if version is None:
+        number = _current(disk, place) if numbers else 0
+    elif isinstance(version, str) and not re.fullmatch(r"v?\d+", version):
+        tags = {known.tag: known.number for known in list_versions(disk, place)}
+        number = tags.get(version, 0)
+    else:
+        number = int(str(version).removeprefix("v"))
+    if number not in numbers:
+        raise _missing(disk, path, place, version)
+    return place / version_name(number)
+
+
+def store_meant(disk: Disk, path: Path) -> Path:
+    """Return the folder of the store that is meant: of a folder of versions the newest one."""
+    return find_version(disk, path) if is_snapshots(disk, path) else path
+
+
+def _missing(disk: Disk, path: Path, place: Path, version: int | str | None) -> SnapshotError:
+    known = [str(v.number) + (f" ({v.tag})" if v.tag else "") for v in list_versions(disk, place)]
+    listed = f"there are {', '.join(known)}" if known else "there are none"
+    asked = "version" if version is None else f"version {version!r}"
+    hint = "" if known else "make one with dumps() or tag()"
+    if not known and disk.exists(path / "buffer_metadata.json"):
+        hint = "torchrl has written it: load it there, and extend() a buffer here by its rows"
+    return SnapshotError(f"{path} has no {asked}: {listed}", hint=hint)
+
+
+def _current(disk: Disk, place: Path) -> int:
+    """Return the number of the newest version; without CURRENT, which comes after it, the last one."""
+    text = disk.read_whole(place / CURRENT).decode(errors="replace") if disk.exists(place / CURRENT) else ""
+    match = _NAME.fullmatch(text.strip())
+    return int(match[1]) if match else _numbers(disk, place)[-1]
+
+
+# -- clearing up -----------------------------------------------------------------------------------
+
+
+def remove_scraps(disk: Disk, place: Path) -> None:
+    """Remove what was not finished, or was being removed."""
+    for name in disk.names(place):
+        if name.endswith(SCRAP):
+            path = place / name
+            (disk.remove_tree if _NAME.match(name) else disk.unlink)(path)
+
+
+def prune(disk: Disk, place: Path, keep: int, pool: ThreadPoolExecutor) -> None:
+    """Remove the oldest versions without a tag, but for `keep` of them; never the newest of all.
+
+    A crash leaves each whole or under a name that is not a version's.
+    """
+    known = [version for version in list_versions(disk, place) if version.tag is None]
+    newest = max(_numbers(disk, place), default=0)
+    old = [version for version in known[:-keep] if version.number != newest]
+    if not old:
+        return
+    scraps = [version.path.with_name(version.path.name + SCRAP) for version in old]
+    for version, scrap in zip(old, scraps, strict=True):
+        disk.rename(version.path, scrap)
+    disk.sync_dir(place)  # else a power cut could bring the name back and not what was in it
+    for scrap in scraps:
+        remove_files(disk, scrap, pool)
+        disk.remove_tree(scrap)

@@ -1,0 +1,474 @@
+"""Make a version: copy a storage as it is at one moment, while others go on reading and writing.
+
+Used by buffers. What has not changed since the version before is a hard link to its files, so a version
+costs what changed; it is built under a name that is no version's, synced, and renamed. It never opens a
+file of the store itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import google_crc32c
+import numpy as np
+from numpy.typing import NDArray
+
+from expstore.core.values import Array, key_name
+from expstore.disk.bulk import Links, read_all, start_links, sync_paths
+from expstore.disk.disk import Disk
+from expstore.disk.writer_lock import WriterLock
+from expstore.errors import LockedError, SnapshotError, StorageError
+from expstore.storages.base import Storage
+from expstore.storages.columns.checksums import (
+    BLOCK_ROWS,
+    CHECKSUMS,
+    blocks_of,
+    entry_dtype,
+    pack_entries,
+    seal_entry,
+    zeros_sum,
+)
+from expstore.storages.columns.column_set import SEGMENTS
+from expstore.storages.folder import COLUMNS, JOURNAL, LOG, ORIGIN, VERSION, FolderStorage
+from expstore.storages.format.journal import ALIGN, Journal, Kind
+from expstore.storages.format.manifest import MANIFEST
+from expstore.storages.format.zarr_metadata import make_metadata, shard_footer, shard_name
+from expstore.storages.snapshots.capture import Frozen, frozen
+from expstore.storages.snapshots.capture_packed import link_packed, packings_of
+from expstore.storages.snapshots.catalog import (
+    CURRENT,
+    LOCK,
+    SCRAP,
+    Version,
+    check_tag,
+    foreign_names,
+    list_versions,
+    next_number,
+    prune,
+    remove_scraps,
+    version_name,
+)
+from expstore.storages.snapshots.previous import Former, find_former
+
+__all__ = ["dump"]
+
+SHARD_ROWS = 8192
+#: Longer shards rather than more files than this.
+MANY_FILES = 16_000
+#: Between the numbers in a shard's name: all shards of an array lie in one folder, which is synced once.
+SEPARATOR = "."
+_THREADS = 8
+
+BoolArray = NDArray[np.bool_]
+
+
+def dump(storage: Storage, path: str | Path, *, keep: int | None = None, tag: str | None = None) -> Version:
+    """Make a version of a storage.
+
+    Args:
+        storage: What is to be kept.
+        path: The folder of versions; made if it is missing.
+        keep: How many versions without a tag remain; None: all of them.
+        tag: A name for this one.
+
+    Raises:
+        SnapshotError: The folder holds something else, the tag is taken or no name, or rows hold objects.
+        LockedError: Somebody else makes a version there just now.
+        StateError: The storage is closed, or open for reading only.
+        StorageError: The disk failed or is full; what was there before is as it was.
+    """
+    if keep is not None and keep < 1:
+        raise ValueError(f"keep must be at least 1, got {keep}")
+    if tag is not None:
+        check_tag(tag)
+    storage.check_writable()
+    _refuse_objects(storage)
+    storage.before_dump()
+    disk, place = storage.disk, Path(path)
+    _make_place(disk, place)
+    with _turn(disk, place), ThreadPoolExecutor(_THREADS, thread_name_prefix="expstore-dump") as pool:
+        remove_scraps(disk, place)
+        known = list_versions(disk, place)
+        if tag is not None and tag in [version.tag for version in known]:
+            raise SnapshotError(f"{place} has a version {tag!r} already", hint="choose another tag")
+        number = next_number(disk, place)
+        name, current = version_name(number), place / (CURRENT + SCRAP)
+        scrap = place / (name + SCRAP)
+        try:
+            build = _Build(disk, scrap, pool)
+            state = _copy(build, storage, known)
+            version = Version(
+                number=number,
+                tag=tag,
+                time=time.time(),
+                rows=state.window.rows,
+                episodes=state.episodes,
+                new_bytes=build.new_bytes,
+                path=place / name,
+            )
+            build.put(VERSION, version.pack())
+            disk.put(current, name.encode())
+            sync_paths(disk, [*build.written, current], sorted(build.folders), pool)
+            disk.rename(scrap, place / name)
+        except BaseException:
+            with contextlib.suppress(StorageError):
+                disk.unlink(current)
+                disk.remove_tree(scrap)
+            raise
+        disk.sync_dir(place)  # before CURRENT says that it is there
+        disk.rename(current, place / CURRENT)
+        disk.sync_dir(place)
+        if keep is not None:
+            prune(disk, place, keep, pool)
+    return version
+
+
+def _refuse_objects(storage: Storage) -> None:
+    schema = storage.schema
+    if schema is not None and schema.variable and not isinstance(storage, FolderStorage):
+        raise SnapshotError(
+            f"field {key_name(schema.variable[0])!r} has rows of no fixed size, which only a store on disk "
+            "has versions of",
+            hint="state_dict() keeps them",
+        )
+    if schema is not None and schema.objects:
+        field = f"field {key_name(schema.objects[0])!r}"
+        raise SnapshotError(
+            f"{'the storage' if storage.object_rows else field} holds objects, for which files have no form",
+            hint="make tensors of them, or save them yourself",
+        )
+
+
+def _copy(build: _Build, storage: Storage, known: Sequence[Version]) -> Frozen:
+    """Copy a storage into a folder; return what it was."""
+    with frozen(storage) as state:
+        former = find_former(build.disk, known[-1].path, state) if known else None
+        _Copy(build, state, former).run()
+    return state
+
+
+def _make_place(disk: Disk, place: Path) -> None:
+    """Make the folder of versions, or look whether it is one."""
+    new = [folder for folder in (place, *place.parents) if not disk.exists(folder)]
+    if not new:
+        if disk.exists(place / MANIFEST):
+            raise SnapshotError(f"{place} is a store or a version", hint="give another folder, or use tag()")
+        # A store may lie beside its versions: torchrl's users dump into the folder above the scratch_dir.
+        foreign = [name for name in foreign_names(disk, place) if not disk.exists(place / name / MANIFEST)]
+        if foreign:
+            raise SnapshotError(
+                f"{place} is not a folder of versions: it holds {', '.join(foreign[:3])}",
+                hint="give a new or empty folder",
+            )
+    disk.make_dir(place)
+    for folder in reversed(new):
+        disk.sync_dir(folder.parent)
+
+
+@contextmanager
+def _turn(disk: Disk, place: Path) -> Iterator[None]:
+    """Be the only one who makes versions in a folder."""
+    try:
+        lock = WriterLock(disk, place / LOCK)
+    except LockedError as exc:
+        raise LockedError(f"somebody else makes a version in {place}", hint="try again later") from exc
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+class _Build:
+    """Put files into a folder that is to become a version, and know what must be synced."""
+
+    def __init__(self, disk: Disk, folder: Path, pool: ThreadPoolExecutor) -> None:
+        self.disk = disk
+        self.folder = folder
+        self.pool = pool
+        self.written: list[Path] = []
+        self.folders: set[Path] = set()
+        self.new_bytes = 0
+        self.make_folder(folder)
+
+    def make_folder(self, folder: Path) -> None:
+        """Make a folder inside, and those above it."""
+        self.disk.make_dir(folder)
+        while folder not in self.folders and folder.is_relative_to(self.folder):
+            self.folders.add(folder)
+            folder = folder.parent
+
+    def put(self, name: str, data: bytes) -> None:
+        """Write a whole file."""
+        path = self.folder / name
+        self.disk.put(path, data)
+        self.note(path, len(data))
+
+    def note(self, path: Path, size: int) -> None:
+        """Be told of a file that was written: it holds `size` bytes, the rest is holes."""
+        self.written.append(path)
+        self.new_bytes += size
+
+
+def _shard_rows(columns: int, slots: int) -> int:
+    """Return how many rows a shard has in a version with so many columns and slots."""
+    rows = SHARD_ROWS
+    while columns * -(-slots // rows) > MANY_FILES:
+        rows *= 2
+    return rows
+
+
+class _Copy:
+    """Copy the rows of a frozen storage, or link what the version before has already."""
+
+    def __init__(self, build: _Build, state: Frozen, former: Former | None) -> None:
+        self.build, self.state = build, state
+        self.disk = build.disk
+        self.fields = state.fields
+        slots = state.manifest.slots
+        last = state.window.last
+        used = last if slots is None else min(last, slots)
+        self.rows = _shard_rows(len(self.fields), used if slots is None else slots)
+        self.shards = -(-used // self.rows)
+        #: How many rows the arrays have.
+        self.length = max(1, self.shards) * self.rows if slots is None else slots
+        fits = former is not None and former.layout.rows == self.rows and former.layout.separator == SEPARATOR
+        self.former = former if fits else None
+        self._widths = [entry.row_bytes for entry in self.fields]
+        self.footers = [shard_footer(self.rows, width) for width in self._widths]
+        #: Length of a shard file, per column.
+        self._sizes = [self.rows * w + len(f) for w, f in zip(self._widths, self.footers, strict=True)]
+        blocks = self.shards * self.rows // BLOCK_ROWS
+        #: Those that hold rows which can be read.
+        self.blocks = blocks_of(state.pieces)
+        #: A checksum per block and column that has them.
+        self.sums = np.zeros(blocks, entry_dtype(state.summed))
+
+    def run(self) -> None:
+        """Copy all rows, oldest first, and let the writer have the slots of those that are copied."""
+        state = self.state
+        if not self.fields:
+            _describe(self.build, state)
+            return
+        self._make_arrays()
+        former = None if self.former is None else self.former.folder / COLUMNS
+        if state.segments:
+            from expstore.storages.columns.arrow.capture import link_segments  # loads pyarrow
+        for held in state.segments.values():
+            self.build.make_folder(self.build.folder / SEGMENTS)
+            for path, size in link_segments(self.disk, held, self.build.folder / SEGMENTS):
+                self.build.note(path, size)
+        packed = link_packed(self.disk, state, self.build.folder / COLUMNS, former)
+        linked = self._link_unchanged()
+        start = state.pieces[0][0]
+        first = start // self.rows
+        ahead = (state.manifest.slots or 0) - start
+        for shard in (*range(first, self.shards), *range(min(first, self.shards))):
+            passed = shard * self.rows + (ahead if shard < first else -start)
+            if passed > 0:
+                state.hold.move(state.window.low + 1 + passed)
+            for place in range(len(self.fields)):
+                if not linked[place, shard]:
+                    self._write_shard(place, shard)
+        state.hold.move(0)
+        for column in packed:  # the writer takes nothing away from these
+            for path, size in column.copy():
+                self.build.note(path, size)
+        stamp = state.base["content"]
+        for entry in self.sums:
+            seal_entry(entry, generation=stamp[0], sequence=max(1, stamp[1]))
+        self.build.put(CHECKSUMS, pack_entries(self.sums))
+        if state.sums is not None:
+            self.build.put(ORIGIN, pack_entries(state.sums))
+
+    def _make_arrays(self) -> None:
+        """Make the folders and zarr.json of all arrays."""
+        top, former = self.build.folder / COLUMNS, self.former
+        arrays = [place for place, entry in enumerate(self.fields) if not entry.variable]
+        fields = [self.fields[place] for place in arrays]
+        for entry in fields:
+            self.build.make_folder(top / entry.path)
+        if (
+            former is not None
+            and former.shared.all()
+            and former.layout.length == self.length
+            and former.counted >= self.state.counted
+        ):
+            paths = {Path(entry.path) for entry in fields}
+            names = {Path(), *paths, *(parent for path in paths for parent in path.parents)}
+            links = [Path(COLUMNS) / name / "zarr.json" for name in sorted(names)]
+            if all(self.disk.link(former.folder / link, self.build.folder / link) for link in links):
+                return
+        slots = self.state.manifest.slots
+        attributes = {"expstore": {"capacity": self.state.manifest.capacity, "slots": slots}}
+        packings, lent = packings_of(self.state), {now.entry.key for now in self.state.shared.values()}
+        made = make_metadata(
+            fields,
+            [self.rows] * len(fields),
+            self.length,
+            attributes,
+            separator=SEPARATOR,
+            packings=[packings[place] for place in arrays],
+            lent=lent,
+            implied=self.state.manifest.implied,
+        )
+        for name, data in made.items():
+            self.build.put(f"{COLUMNS}/{name}", data)
+
+    def _unchanged(self) -> BoolArray:
+        """Say which shards the version before has with the same rows. Shape `(shards,)`."""
+        former, now = self.former, self.state.sums
+        same = np.zeros(self.sums.size, bool)
+        if former is None or now is None:
+            return np.zeros(self.shards, bool)
+        both = min(same.size, now.size, former.origin.size)
+        at, then = now[:both], former.origin[:both]
+        same[:both] = at["sequence"] != 0
+        for name in ("generation", "sequence"):
+            same[:both] &= at[name] == then[name]
+        same[:both] &= (at["sums"] == then["sums"])[:, former.shared].all(axis=1)
+        same[[block for block in range(same.size) if block not in self.blocks]] = True  # no row to be read
+        known = min(same.size, former.whole.size)
+        same[:known] &= former.whole[:known]
+        same[known:] = False
+        by_shard = same.reshape(self.shards, self.rows // BLOCK_ROWS)
+        return np.array([blocks.all() for blocks in by_shard], bool)
+
+    def _parts(self, place: int, slot: int, count: int) -> Iterator[tuple[int, Array]]:
+        """Yield what can be read of a run of slots, where it lies there: (offset in the run, rows)."""
+        if place in self.state.shared:
+            yield from self.state.shared[place].runs(slot, count)
+            return
+        for (start, _, n), rows in zip(self.state.pieces, self.state.columns[place], strict=True):
+            low, high = max(slot, start), min(slot + count, start + n)
+            if low < high:
+                yield low - slot, rows[low - start : high - start]
+
+    def _link_unchanged(self) -> BoolArray:
+        """Link what the version before has already; say which. Shape `(columns, shards)`."""
+        former, summed = self.former, self.state.summed
+        done = np.zeros((len(self.fields), self.shards), bool)
+        if former is None:
+            _describe(self.build, self.state)
+            done[list(self.state.apart)] = True
+            return done
+        same = self._unchanged()
+        done[:summed] = same & former.shared[:, None]
+        done[list(self.state.apart)] = True  # these have files of their own
+        for number, (place, now) in enumerate(self.state.shared.items()):
+            # Some rows are whole here that were not in the version before, and are not in the store.
+            changed = now.shards(self.rows)
+            done[place, changed] = done[summed - len(self.state.shared) + number, changed] = False
+        blocks = np.flatnonzero(np.repeat(same, self.rows // BLOCK_ROWS))
+        self.sums["sums"][blocks] = former.sums["sums"][blocks]
+        end = start_links(self.disk, self._links(former, done, range(summed)), self.build.pool)
+        others = range(summed, len(self.fields))
+        try:
+            _describe(self.build, self.state)  # meanwhile
+            for place in others:
+                done[place] = self._same_values(former, place)
+        finally:
+            left = end()
+        left += start_links(self.disk, self._links(former, done, others), self.build.pool)()
+        for place, names in enumerate(left):
+            done[place, [self._number(name) for name in names]] = False
+        return done
+
+    def _links(self, former: Former, done: BoolArray, places: Iterable[int]) -> list[Links]:
+        """Name the shards of some columns that are to be links."""
+        groups = []
+        for place in places:
+            folder = Path(COLUMNS, self.fields[place].path)
+            shards = [] if place in self.state.apart else np.flatnonzero(done[place]).tolist()
+            names = [self._name(place, shard) for shard in shards]
+            groups.append(
+                Links(former.folder / folder, self.build.folder / folder, names, self._sizes[place])
+            )
+        return groups
+
+    def _number(self, name: str) -> int:
+        return int(name.split(SEPARATOR)[1])
+
+    def _name(self, place: int, shard: int) -> str:
+        return shard_name(shard, len(self.fields[place].shape), SEPARATOR)
+
+    def _same_values(self, former: Former, place: int) -> BoolArray:
+        """Say in which shards a column without checksums is as in the version before. Shape `(shards,)`."""
+        same = np.zeros(self.shards, bool)
+        known = min(self.shards, former.sums.size * BLOCK_ROWS // self.rows)
+        names = [self._name(place, shard) for shard in range(known)]
+        folder = former.folder / COLUMNS / self.fields[place].path
+        for shard, found in enumerate(read_all(self.disk, folder, names, size=self._sizes[place])):
+            wanted = self._block(place, shard * self.rows, self.rows)
+            same[shard] = found[: wanted.nbytes] == wanted.tobytes()
+        return same
+
+    def _block(self, place: int, slot: int, count: int) -> Array:
+        """Return the rows of a run of slots, zeros where none can be read. Shape `(count, *row shape)`."""
+        parts = list(self._parts(place, slot, count))
+        if len(parts) == 1 and len(parts[0][1]) == count:
+            return parts[0][1]
+        entry = self.fields[place]
+        block = np.zeros((count, *entry.shape), entry.numpy_dtype)
+        for at, rows in parts:
+            block[at : at + len(rows)] = rows
+        return block
+
+    def _write_shard(self, place: int, shard: int) -> None:
+        """Write a shard of a column, and sum its blocks."""
+        entry, width, footer = self.fields[place], self._widths[place], self.footers[place]
+        path = self.build.folder / COLUMNS / entry.path / self._name(place, shard)
+        written = len(footer)
+        file = self.disk.open(path, create=True)
+        try:
+            file.truncate(self._sizes[place])
+            for number in range(self.rows // BLOCK_ROWS):
+                slot = shard * self.rows + number * BLOCK_ROWS
+                hole = slot // BLOCK_ROWS not in self.blocks
+                block = None if hole else self._block(place, slot, BLOCK_ROWS)
+                if block is None or (entry.dtype == "bool" and not block.any()):
+                    crc = zeros_sum(BLOCK_ROWS * width)  # a hole reads as zeros
+                elif place in self.state.shared:
+                    for at, rows in self._parts(place, slot, BLOCK_ROWS):
+                        file.write(rows, (number * BLOCK_ROWS + at) * width)
+                        written += rows.nbytes
+                    crc = google_crc32c.value(block.reshape(-1).view(np.uint8))
+                else:
+                    file.write(block, number * BLOCK_ROWS * width)
+                    crc = google_crc32c.value(block.reshape(-1).view(np.uint8))
+                    written += block.nbytes
+                if place < self.state.summed:
+                    self.sums["sums"][slot // BLOCK_ROWS, place] = crc
+            file.write(footer, self.rows * width)
+        finally:
+            file.close()
+        self.build.note(path, written)
+
+
+def _describe(build: _Build, state: Frozen) -> None:
+    """Write what a closed store has beside its columns."""
+    manifest, disk = state.manifest, build.disk
+    build.put(MANIFEST, manifest.replace(archive="").pack())  # rows leave the store, not its versions
+    build.put(LOG, state.log)
+    folder = build.folder / JOURNAL
+    build.make_folder(folder)
+    journal = Journal(
+        disk,
+        folder,
+        uuid=manifest.uuid,
+        generation=manifest.generation,
+        sequence=state.base["content"][1],
+        segment_bytes=ALIGN,
+    )
+    try:
+        beside = {"opening": True, "generation": manifest.generation, "log_length": len(state.log)}
+        journal.start_segment(state.base | beside)
+        journal.append(Kind.CLOSE, b"{}")
+        for file in journal.sync_files():
+            build.note(file.path, file.size())
+    finally:
+        journal.close()

@@ -1,0 +1,100 @@
+"""Storages whose rows go with the process, and into `state_dict`.
+
+Base of those in RAM, and of those in a folder for one run. What a content looks like is in `contents`; this
+never touches a file.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+from expstore.errors import SnapshotError
+from expstore.storages.base import Storage
+from expstore.storages.snapshots.restore import ContentLike
+from expstore.storages.snapshots.state_dict import changed_by, content_of, read_state
+from expstore.storages.stateful import Hook
+
+__all__ = ["PortableStorage"]
+
+
+class PortableStorage(Storage):
+    """Carry the whole content in a state.
+
+    Threads: others go on reading and adding rows meanwhile. Processes and crashes: as the storage.
+
+    Example:
+        >>> state = storage.state_dict()
+        >>> other = MemoryStorage(storage.capacity)
+        >>> other.load_state_dict(state)
+    """
+
+    _save_hooks: tuple[Hook, ...] = ()
+    _load_hooks: tuple[Hook, ...] = ()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the whole content as tensors and plain values, which torch.save can keep.
+
+        Rows, ids, priorities, counts, episodes and the number of the next draw; nothing of it is shared with
+        the storage. Objects are copied; torch.save can keep them if pickle can.
+
+        Returns:
+            `rows`: field name -> a tensor of all rows, oldest first (objects: a list), with ids, episodes,
+            steps, times and priorities under `_row.`; the rest is for `load_state_dict`.
+
+        Raises:
+            StateError: The storage is closed.
+        """
+        return content_of(self, self._save_hooks)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Put a content that `state_dict` returned in the place of what there is.
+
+        All of it or nothing. As after `loads`, the capacity stays, ids and episode ids go on above those of
+        both (where there never were rows they stay), and the next batches are those that would have come.
+        Nothing is shared with the state.
+
+        Raises:
+            StateError: The state holds no rows, or the storage is closed.
+            SchemaError: This storage has other fields, or that is no such state.
+            CorruptionError: What the state says of the storage is damaged.
+        """
+        self.check_writable()
+        self._take_content(read_state(state_dict, self._load_hooks))
+        self.tell_holders()
+
+    def register_save_hook(self, hook: Hook) -> None:
+        """Have `state_dict` keep what a hook returns for the rows it is given; hooks run in their order.
+
+        `dumps` shows them the rows, too, but keeps these as they are: a hook that returns others stops it.
+
+        Args:
+            hook: Takes field name -> rows. Its attributes `shift` and `is_full`, if it has any, are told the
+                index of the next row, and whether the storage is full.
+        """
+        self._save_hooks = (*self._save_hooks, hook)
+
+    def register_load_hook(self, hook: Hook) -> None:
+        """Have `load_state_dict` take what a hook returns for what was kept; hooks run in their order.
+
+        Args:
+            hook: Returns field name -> rows.
+        """
+        self._load_hooks = (*self._load_hooks, hook)
+
+    def before_dump(self) -> None:
+        """Show hooks the rows of which a version is made.
+
+        Raises:
+            SnapshotError: A hook returned something else.
+        """
+        if self._save_hooks and changed_by(self, self._save_hooks):
+            raise SnapshotError(
+                "a save hook has changed the rows, and versions hold them as they are",
+                hint="state_dict() keeps what hooks return",
+            )
+
+    @abstractmethod
+    def _take_content(self, content: ContentLike) -> None:
+        """Put a content in the place of what there is."""

@@ -1,0 +1,102 @@
+"""The version before the one that is being made: what of its files may be shared.
+
+Used by snapshots. It compares stamps and sums, and never reads a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from expstore.core.values import Array
+from expstore.disk.disk import Disk
+from expstore.errors import MigrationError, NotFoundError, StorageError
+from expstore.storages.base import ROW_FIELDS
+from expstore.storages.columns.checksums import CHECKSUMS, SUMMED, entry_dtype, read_entries, state_of
+from expstore.storages.columns.sample_counts import has_sampled
+from expstore.storages.folder import COLUMNS, ORIGIN
+from expstore.storages.format.manifest import Manifest
+from expstore.storages.format.zarr_metadata import Layout, distance_field, read_layout
+from expstore.storages.snapshots.capture import Frozen
+from expstore.storages.snapshots.capture_packed import same_packings
+
+__all__ = ["Former", "find_former"]
+
+BoolArray = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class Former:
+    """The version before.
+
+    Args:
+        folder: Its folder.
+        sums: Its checksums, by the columns that there are now.
+        origin: The store's when it was made, likewise.
+        whole: Which entries of `sums` are. Shape `(blocks,)`.
+        shared: Which of the columns that have sums it has, too. Shape `(columns,)`.
+        layout: How its arrays are cut.
+        counted: Whether it has counts.
+    """
+
+    folder: Path
+    sums: Array
+    origin: Array
+    whole: BoolArray
+    shared: BoolArray
+    layout: Layout
+    counted: bool
+
+
+def find_former(disk: Disk, folder: Path, state: Frozen) -> Former | None:
+    """Return a version if its files may be shared; None if everything is to be copied.
+
+    Args:
+        disk: Where files are touched.
+        folder: The version's; columns that came or went since are not shared.
+        state: What is to be kept now.
+    """
+    if state.manifest.schema is None or state.sums is None:
+        return None
+    try:
+        manifest = Manifest.load(disk, folder)
+        users = () if manifest.schema is None else manifest.schema.fields
+        others = [(entry, distance_field(entry.key)) for entry in users]
+        lent = {entry: other for entry, other in others if disk.exists(folder / COLUMNS / other.path)}
+        fields = (*users, *ROW_FIELDS[:-1], *lent.values()) if users else ()
+        sums = read_entries(disk.read_whole(folder / CHECKSUMS), len(fields), folder / CHECKSUMS)
+        origin = read_entries(disk.read_whole(folder / ORIGIN), len(fields), folder / ORIGIN)
+        layout = read_layout(disk, folder / COLUMNS / ROW_FIELDS[0].path, ROW_FIELDS[0])
+    except (StorageError, NotFoundError, MigrationError):
+        return None  # it cannot be trusted, or was made before the first rows
+    lent_now = {now.entry for now in state.shared.values()}
+    same = manifest.uuid == state.manifest.uuid and manifest.implied == state.manifest.implied
+    # A field that went and came again may lie otherwise than before.
+    same = same and all((entry in lent) == (entry in lent_now) for entry in users if entry in state.fields)
+    same = same and (manifest.capacity, manifest.slots) == (state.manifest.capacity, state.manifest.slots)
+    if not (same and same_packings(disk, folder / COLUMNS, state, set(fields))):
+        return None
+    places = [fields.index(entry) if entry in fields else -1 for entry in state.fields[: state.summed]]
+    return Former(
+        folder=folder,
+        sums=_by_place(sums, places),
+        origin=_by_place(origin, places),
+        whole=np.array([state_of(entry) == SUMMED for entry in sums], bool),
+        shared=np.array(places, np.int64) >= 0,
+        layout=layout,
+        counted=has_sampled(disk, folder / COLUMNS),
+    )
+
+
+def _by_place(entries: Array, places: Sequence[int]) -> Array:
+    """Return entries with the sums of the columns at these places, 0 at place -1."""
+    found = np.zeros(entries.size, entry_dtype(len(places)))
+    found["generation"], found["sequence"] = entries["generation"], entries["sequence"]
+    for new, old in enumerate(places):
+        if old >= 0:
+            found["sums"][:, new] = entries["sums"][:, old]
+    return found

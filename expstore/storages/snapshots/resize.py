@@ -1,0 +1,208 @@
+"""A store's own rows for another capacity: what stays keeps its id, and lies in another slot.
+
+Used by the storage on disk, which has it built aside as a version's content would be. It never changes what
+it reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from expstore.core.geometry import round_up
+from expstore.core.id_set import NO_GAPS
+from expstore.core.values import Array, IntArray, Ranking
+from expstore.episodes.log import LogEntry
+from expstore.errors import StateError
+from expstore.schema.ranking import rank_rows
+from expstore.storages.base import ROW_FIELDS
+from expstore.storages.folder import FolderStorage
+from expstore.storages.format.layout import implied_of
+from expstore.storages.format.manifest import Manifest
+from expstore.storages.snapshots.capture import base_of, manifest_of
+from expstore.storages.snapshots.restore import STEP_BYTES, Arrival
+
+__all__ = ["Progress", "capacity_for", "resized", "surplus"]
+
+#: Is told bytes done and bytes in all.
+Progress = Callable[[int, int], None]
+
+
+def capacity_for(storage: FolderStorage, capacity: int | None) -> int | None:
+    """Return the capacity that a store gets which is asked for one: whole steps of time."""
+    return None if capacity is None else round_up(capacity, storage.lanes)
+
+
+def surplus(storage: FolderStorage, capacity: int | None) -> int:
+    """Return how many of a store's rows do not fit into a capacity."""
+    window = storage.window
+    if capacity is None or window.size <= capacity:
+        return 0
+    if storage.ranking is not None:
+        return max(0, window.rows - capacity)
+    ids = np.arange(window.low + 1, window.last - capacity + 1)
+    return int(window.holds(ids).sum())
+
+
+def resized(storage: FolderStorage, capacity: int | None, progress: Progress | None = None) -> Arrival:
+    """Return a store's own content as it is to be for another capacity.
+
+    Args:
+        storage: The store's, whose lock is held and which has nothing that waits.
+        capacity: As `capacity_for` returned it.
+        progress: Is told how far reading has come.
+    """
+    told = progress or (lambda done, total: None)
+    if storage.ranking is not None and capacity is not None and storage.window.size > capacity:
+        return _Best(storage, storage.ranking, capacity, told)
+    return _Newest(storage, capacity, told)
+
+
+@dataclass(frozen=True, slots=True)
+class _Own:
+    """Show what a store holds; its rows are copies.
+
+    Args:
+        storage: The store's.
+        manifest: What it is.
+        base: Its state, as a journal's base record keeps it.
+        entries: Of episodes.log.
+    """
+
+    storage: FolderStorage
+    manifest: Manifest
+    base: dict[str, Any]
+    entries: Sequence[LogEntry]
+
+    @classmethod
+    def of(cls, storage: FolderStorage) -> _Own:
+        """Return what it holds now."""
+        return cls(storage, manifest_of(storage), base_of(storage), list(storage.log_entries()))
+
+    @property
+    def name(self) -> str:
+        """Return the folder's."""
+        return str(self.storage.path)
+
+    @property
+    def places(self) -> range:
+        """Of all columns, those of the row fields behind the others."""
+        return range(len(self.storage.require_schema().fields) + len(ROW_FIELDS))
+
+    @property
+    def row_bytes(self) -> int:
+        """How many bytes a row takes."""
+        fields = (*self.storage.require_schema().fields, *ROW_FIELDS)
+        return sum(entry.row_bytes for entry in fields)
+
+    @property
+    def counted(self) -> bool:
+        """Whether it says how often each row was handed out."""
+        return self.storage.sampled is not None
+
+    @property
+    def low(self) -> int:
+        """The newest id that cannot be read."""
+        return self.storage.window.low
+
+    def rows(self, first_id: int, count: int) -> list[Array]:
+        """Copy a run of rows, all columns."""
+        return self.storage.read(np.arange(first_id, first_id + count), self.places)
+
+    def counts(self, first_id: int, count: int) -> Array:
+        """Copy how often a run of rows was handed out. Shape `(count,)`, uint32."""
+        sampled = self.storage.sampled
+        if sampled is None:
+            return np.zeros(count, np.uint32)
+        with self.storage.sampled_lock:
+            return np.concatenate(sampled.views(self.storage.pieces(first_id, count)))
+
+
+class _Newest(Arrival):
+    """Keep ids, episodes and numbers as they are; the oldest rows go if there are too many."""
+
+    def __init__(self, storage: FolderStorage, capacity: int | None, progress: Progress) -> None:
+        self.content = content = _Own.of(storage)
+        self._progress = progress
+        self._ids = self._episodes = 0
+        last = storage.last
+        self._low = content.low if capacity is None else max(content.low, last - capacity)
+        self.count = last - self._low
+        self.manifest = _manifest_for(storage, content.manifest, capacity)
+
+    def runs(self) -> Iterator[tuple[int, list[Array]]]:
+        """Yield all rows, oldest first: (first id, one array per field and row field)."""
+        done, total = 0, self.count * self.content.row_bytes if self.count else 0
+        for first, arrays in super().runs():
+            yield first, arrays
+            done += len(arrays[0]) * self.content.row_bytes
+            self._progress(done, total)
+
+
+class _Best(Arrival):
+    """Keep the best rows, the earlier place of those that rank alike.
+
+    Their ids are those of places there are no more: they get new ones, above all that there were.
+    """
+
+    content: _Own
+
+    def __init__(self, storage: FolderStorage, ranking: Ranking, capacity: int, progress: Progress) -> None:
+        self.content = _Own.of(storage)
+        self._storage, self._progress = storage, progress
+        self._kept = _best_ids(storage, ranking, capacity)
+        self.count = self._kept.size
+        self._low, self._ids, self._episodes = 0, storage.last, 0
+        self.manifest = _manifest_for(storage, self.content.manifest, capacity).replace(gaps=NO_GAPS)
+
+    def runs(self) -> Iterator[tuple[int, list[Array]]]:
+        """Yield the rows that stay: (first id, one array per field and row field)."""
+        each = self.content.row_bytes
+        step = max(1, STEP_BYTES // each)
+        for start in range(0, self.count, step):
+            ids = self._kept[start : start + step]
+            arrays = self._storage.read(ids, self.content.places)
+            first = self.low + 1 + start
+            arrays[-5] = np.arange(first, first + ids.size)
+            yield first, arrays
+            self._progress((start + ids.size) * each, self.count * each)
+
+
+def _best_ids(storage: FolderStorage, ranking: Ranking, count: int) -> IntArray:
+    """Return the ids of so many rows, ascending."""
+    schema, window = storage.require_schema(), storage.window
+    if storage.sampled is not None:
+        raise StateError("a store that keeps the best rows does not count how often they are handed out")
+    place, found = schema.place(ranking.key), []
+    ids = np.arange(window.low + 1, window.last + 1)
+    ids = ids[window.holds(ids)]
+    step = max(1, STEP_BYTES // schema.fields[place].row_bytes)
+    for start in range(0, ids.size, step):
+        (column,) = storage.read(ids[start : start + step], [place])
+        found.append(rank_rows(schema.fields[place], column, ranking.reduction))
+    order = np.argsort(-np.concatenate(found), kind="stable")
+    kept: IntArray = np.sort(ids[order[:count]])
+    return kept
+
+
+def _manifest_for(storage: FolderStorage, own: Manifest, capacity: int | None) -> Manifest:
+    """Return what expstore.json says afterwards.
+
+    Raises:
+        SchemaError: Chunks of packed fields were asked for that are longer than the capacity.
+        StateError: Whole episodes leave it, which is for stores without bound.
+    """
+    if own.retain and capacity is not None:
+        raise StateError(
+            "this store says by retain= which rows stay, and with a capacity the last ones do",
+            hint="open it with retain={} first",
+        )
+    spare = reach = 0
+    if storage.schema is not None:
+        spare = storage.spare_for(storage.schema, capacity, storage.lanes)
+        reach = storage.reach_for(storage.schema, capacity, storage.lanes)
+    made = own.replace(generation=own.generation + 1, capacity=capacity, spare=spare, reach=reach)
+    return made.replace(implied=implied_of(made)) if own.implied else made

@@ -1,0 +1,569 @@
+"""A version's content in the place of a store's own: all of it or nothing.
+
+Used by storages. What a version holds is read here and numbered anew; a store on disk has it built aside,
+in `load.tmp`. Its new name, `load`, is the commit: whoever opens the store next, or goes on with it, moves
+what is in there to its place. It never changes a version.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from expstore.core.geometry import round_up
+from expstore.core.values import Array, Key, cut_run, key_name
+from expstore.disk.bulk import sync_paths
+from expstore.disk.disk import Disk
+from expstore.episodes.log import LogEntry, read_log
+from expstore.errors import CorruptionError, SchemaError, StateError, StorageError
+from expstore.schema.schema import Schema
+from expstore.schema.spec_text import check_specs
+from expstore.storages.base import ROW_FIELDS, Storage
+from expstore.storages.columns.checksums import CHECKSUMS, Checksums, blocks_of
+from expstore.storages.columns.column_set import SEGMENTS, ColumnGroup
+from expstore.storages.columns.column_set_writer import WritableColumns
+from expstore.storages.columns.flat import Column
+from expstore.storages.columns.sample_counts import SampledColumn, find_sampled
+from expstore.storages.folder import COLUMNS, JOURNAL, LOG
+from expstore.storages.format.chunk_encoding import Packing
+from expstore.storages.format.journal import ALIGN, Journal, Kind, read_journal
+from expstore.storages.format.layout import ColumnLayout, implied_of, layout_of
+from expstore.storages.format.manifest import MANIFEST, Manifest
+from expstore.storages.snapshots.capture import manifest_of
+
+__all__ = [
+    "STEP_BYTES",
+    "Arrival",
+    "Content",
+    "ContentLike",
+    "build_load",
+    "commit_load",
+    "finish_load",
+    "join_parts",
+    "read_content",
+    "refuse_half_loaded",
+]
+
+LOAD, ASIDE = "load", "load.tmp"
+_OLD = "old"
+#: What of expstore.json stays as a storage has it.
+_OWN = (
+    *("uuid", "created", "capacity", "ndim", "dims", "layout", "storage", "compression", "narrow", "keyed"),
+    "archive",
+)
+#: Ids are not shifted further than this for the sake of slots: there are 2^63 of them.
+_FURTHEST = 1 << 50
+#: So many bytes are copied at a time.
+STEP_BYTES = 8 << 20
+
+
+class ContentLike(Protocol):
+    """What is to be a storage's content."""
+
+    @property
+    def name(self) -> str:
+        """What to call it in a message."""
+
+    @property
+    def manifest(self) -> Manifest:
+        """What it is."""
+
+    @property
+    def base(self) -> dict[str, Any]:
+        """Its state, as a journal's base record keeps it."""
+
+    @property
+    def entries(self) -> Sequence[LogEntry]:
+        """What became of its episodes."""
+
+    @property
+    def low(self) -> int:
+        """The newest id that cannot be read."""
+
+    @property
+    def row_bytes(self) -> int:
+        """How many bytes a row takes."""
+
+    @property
+    def counted(self) -> bool:
+        """Whether it says how often each row was handed out."""
+
+    def rows(self, first_id: int, count: int) -> list[Array]:
+        """Copy a run of rows, all columns."""
+
+    def counts(self, first_id: int, count: int) -> Array:
+        """Copy how often a run of rows was handed out. Shape `(count,)`, uint32."""
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """Hold what a version holds.
+
+    Args:
+        folder: Its folder.
+        manifest: What it is.
+        base: Its state, as a journal's base record keeps it.
+        entries: Of episodes.log.
+        columns: Opened for reading; None: it has no fields.
+        sampled: The same, of how often each row was handed out; None: it does not say.
+    """
+
+    folder: Path
+    manifest: Manifest
+    base: dict[str, Any]
+    entries: Sequence[LogEntry]
+    columns: ColumnGroup | None
+    sampled: Column | None
+
+    @property
+    def name(self) -> str:
+        """Return the folder's."""
+        return str(self.folder)
+
+    @property
+    def row_bytes(self) -> int:
+        """How many bytes a row takes, about."""
+        if self.columns is None:
+            return 1
+        segments = self.columns.segments
+        return self.columns.row_bytes + (0 if segments is None else segments.mean_bytes)
+
+    @property
+    def counted(self) -> bool:
+        """Whether it says how often each row was handed out."""
+        return self.sampled is not None
+
+    @property
+    def low(self) -> int:
+        """The newest id that cannot be read."""
+        capacity, last, retired = self.manifest.capacity, self.base["last"], self.base["retired"]
+        return int(retired if capacity is None else max(retired, last - capacity))
+
+    def rows(self, first_id: int, count: int) -> list[Array]:
+        """Copy a run of rows, all columns.
+
+        Raises:
+            CorruptionError: A shard is damaged.
+        """
+        if self.columns is None:
+            return []
+        columns = self.columns.columns
+        return self.columns.implied.values(
+            range(len(columns)), lambda places: self._parts([columns[p] for p in places], first_id, count)
+        )
+
+    def counts(self, first_id: int, count: int) -> Array:
+        """Copy how often a run of rows was handed out. Shape `(count,)`, uint32.
+
+        Raises:
+            CorruptionError: A shard is damaged.
+        """
+        if self.sampled is None:
+            return np.zeros(count, np.uint32)
+        return self._parts([self.sampled], first_id, count)[0]
+
+    def _parts(self, columns: Sequence[Column], first_id: int, count: int) -> list[Array]:
+        pieces = cut_run(first_id, count, self.manifest.slots)
+        return [join_parts([column.part(slot, n) for slot, _, n in pieces]) for column in columns]
+
+
+def join_parts(parts: Sequence[Any]) -> Any:
+    """Return the rows of a column that come in parts."""
+    if isinstance(parts[0], np.ndarray):
+        return np.concatenate(parts)
+    import pyarrow as pa
+
+    return pa.concat_arrays(parts)
+
+
+def read_content(disk: Disk, folder: Path) -> Content:
+    """Read a version; its rows when they are asked for.
+
+    Raises:
+        CorruptionError: It is damaged.
+    """
+    manifest = Manifest.load(disk, folder)
+    records = read_journal(disk, folder / JOURNAL)
+    if [record.kind for record in records] != [Kind.BASE, Kind.CLOSE]:
+        raise CorruptionError(f"{folder / JOURNAL} is not that of a version", hint="load another version")
+    base = records[0].json()
+    entries = list(read_log(disk, folder / LOG, base["log_length"]))
+    columns, sampled = None, None
+    if manifest.schema is not None:
+        fields = (*manifest.schema.fields, *ROW_FIELDS)
+        how: Any = {"write": False, "implied": manifest.implied}
+        columns = ColumnGroup(disk, folder / COLUMNS, fields, manifest.slots, **how)
+        last: int = base["last"]
+        used = last if manifest.slots is None else min(last, manifest.slots)
+        columns.look(used)
+        columns.end_at(last)
+        sampled = find_sampled(disk, folder / COLUMNS, manifest.slots)
+        if sampled is not None:
+            sampled.look(used)
+    return Content(folder, manifest, base, entries, columns, sampled)
+
+
+class Arrival:
+    """A version's content with the numbers that it gets in a storage.
+
+    Ids and episode ids go on above those of both, so that nobody's old ones mean another row; where there
+    never were rows they stay. Ids are
+    shifted by a multiple of the capacity, and in a ring so far that all of the storage's former ids count
+    as overwritten: whoever has just drawn some draws again.
+
+    Args:
+        content: The version.
+        storage: Where it is to be; its lock is held.
+
+    Raises:
+        SchemaError: The storage has other fields, or rows of other dims.
+        StateError: It has no room for all of the best rows, or packed fields, which cannot give way.
+    """
+
+    def __init__(self, content: ContentLike, storage: Storage) -> None:
+        self.content = content
+        base, own = content.base, manifest_of(storage)
+        schema = _fit(content.manifest, own, storage, content.name)
+        others = storage.schema is not None and schema is not None and not schema.same(storage.schema)
+        _fit_layout(own, content)
+        own = _fit_dims(own, content)
+        lanes = math.prod(own.dims)
+        spare, reach = own.spare, own.reach
+        if storage.schema is None and schema is not None:
+            spare = storage.spare_for(schema, own.capacity, lanes)
+            reach = storage.reach_for(schema, own.capacity, lanes)
+        self.manifest = content.manifest.replace(
+            generation=max(own.generation, content.manifest.generation) + 1,
+            spare=spare,
+            reach=reach,
+            schema=schema,
+            specs=_fit_specs(content.manifest.specs, storage.specs, schema, storage.schema),
+            column_set=max(own.column_set, content.manifest.column_set) + others,
+            implied=own.implied,
+            **{name: getattr(own, name) for name in _OWN},
+        )
+        if storage.schema is None or own.implied:  # else flags are kept as they always were there
+            self.manifest = self.manifest.replace(implied=implied_of(self.manifest))
+        last = base["last"]
+        self._low: int = content.low if own.capacity is None else max(content.low, last - own.capacity)
+        self.count: int = last - self._low
+        if content.manifest.ranking is not None and self._low > content.low:
+            raise StateError(
+                f"{content.name} holds the best {last - content.low} rows by {content.manifest.ranking}; "
+                f"there is room for {own.capacity}, and the first to come would go, not the worst",
+                hint="load it into a store of that capacity",
+            )
+        former = max(storage.last, storage.horizon)
+        # Where there never were rows, ids stay as they are: nobody knows them as those of others.
+        shift: int = max(former, last) - self._low if former else 0
+        if own.capacity is not None:
+            slots = own.capacity + spare + reach
+            if former:
+                shift = max(shift, former + slots - last)
+            step = own.capacity
+            if (content.manifest.capacity, content.manifest.slots) == (own.capacity, slots):
+                # Slots are the same as well then, and with them what a sum tree finds for a number.
+                both = math.lcm(step, slots)
+                step = both if both <= _FURTHEST else step
+            shift = round_up(shift, step)
+        self._ids = shift
+        self.manifest = self.manifest.replace(gaps=content.manifest.gaps.shifted(shift))
+        self._episodes = max(storage.episodes.next_episode, base["episodes"]["next_episode"]) - 1
+
+    @property
+    def low(self) -> int:
+        """The newest id that cannot be read, in the storage."""
+        return self._low + self._ids
+
+    @property
+    def last(self) -> int:
+        """The newest id, in the storage."""
+        return self.low + self.count
+
+    def base(self, content: tuple[int, int]) -> dict[str, Any]:
+        """Return the state that a base record keeps; `content` is its position."""
+        episodes = dict(self.content.base["episodes"])
+        episodes["next_episode"] += self._episodes
+        episodes["open"] = [
+            values | {"episode": values["episode"] + self._episodes, "last_id": values["last_id"] + self._ids}
+            for values in episodes["open"]
+        ]
+        numbers = {"content": content, "last": self.last, "retired": self.low, "episodes": episodes}
+        return self.content.base | numbers
+
+    def entries(self) -> Iterator[LogEntry]:
+        """Yield what episodes.log says."""
+        for entry in self.content.entries:
+            if entry.episode:
+                moved, last = entry.episode + self._episodes, entry.last_id + self._ids
+                entry = dataclasses.replace(entry, episode=moved, last_id=last)
+            yield entry
+
+    def runs(self) -> Iterator[tuple[int, list[Array]]]:
+        """Yield all rows, oldest first: (first id, one array per field and row field)."""
+        if self.manifest.schema is None:
+            return
+        step = max(1, STEP_BYTES // self.content.row_bytes)
+        for start in range(0, self.count, step):
+            arrays = self.content.rows(self._low + 1 + start, min(step, self.count - start))
+            arrays[-5] += self._ids
+            arrays[-4] += self._episodes
+            yield self.low + 1 + start, arrays
+
+    @property
+    def counted(self) -> bool:
+        """Whether the version says how often each row was handed out."""
+        return self.content.counted
+
+    def counts(self) -> Array:
+        """Return how often each row was handed out, oldest first. Shape `(count,)`, uint32."""
+        return self.content.counts(self._low + 1, self.count) if self.count else np.zeros(0, np.uint32)
+
+
+def _fit(there: Manifest, here: Manifest, storage: Storage, name: str) -> Schema | None:
+    """Return the schema that a storage has afterwards; a version of its own brings its fields, too."""
+    offered = there.schema
+    own = storage.schema
+    if offered is not None:
+        storage.check_kept(offered)
+    if offered is None or own is None:
+        return offered or own
+    if there.uuid == here.uuid and int(here.uuid, 16):
+        return offered
+    asked, found = ({entry.key: entry for entry in schema.fields} for schema in (own, offered))
+    if asked != found:
+        differ = [
+            f"{key_name(key)}: {found.get(key, 'missing')}, expected {asked.get(key, 'no such field')}"
+            for key in sorted(asked | found)
+            if asked.get(key) != found.get(key)
+        ]
+        raise SchemaError(
+            f"{name} holds other fields than this store ({', '.join(differ[:3])})",
+            hint="load it into a store of its own",
+        )
+    return offered
+
+
+def _fit_layout(own: Manifest, content: ContentLike) -> None:
+    """Raise StateError if a storage cannot go on as the content's did."""
+    if content.manifest.ranking is not None and ColumnLayout(**own.layout).asks_packed:
+        raise StateError(
+            f"{content.name} holds the best rows, and this store was made with packed fields, whose rows "
+            "cannot give way to better ones",
+            hint="load it into a store with layout='flat'",
+        )
+
+
+def _fit_specs(offered: str, own: str, schema: Schema | None, former: Schema | None) -> str:
+    """Return what a storage knows of its fields' values afterwards: what came with the rows, else its own."""
+    if schema is not None and former is not None and schema != former:
+        return offered  # it was of other fields
+    if not offered and own and schema is not None:
+        check_specs(own, schema)
+    return offered or own
+
+
+def _fit_dims(own: Manifest, content: ContentLike) -> Manifest:
+    """Return what a storage is, with the dims that its rows have afterwards."""
+    there = content.manifest
+    if own.schema is None and there.schema is not None:
+        lanes = math.prod(there.dims)
+        capacity = None if own.capacity is None else round_up(own.capacity, lanes)
+        return own.replace(capacity=capacity, ndim=there.ndim, dims=there.dims)
+    if there.schema is not None and own.dims != there.dims:
+        found, asked = _more(there.dims), _more(own.dims)
+        raise SchemaError(
+            f"{content.name} holds rows of dims [time{found}], this store those of [time{asked}]",
+            hint="load it into a store of its own",
+        )
+    return own
+
+
+def _more(dims: tuple[int, ...]) -> str:
+    return "".join(f", {size}" for size in dims)
+
+
+# -- on disk ---------------------------------------------------------------------------------------
+
+
+def build_load(storage: Storage, path: Path, arrival: Arrival, *, sequence: int, ready: int) -> None:
+    """Build what is to be a store's content beside it, and bring it to the disk.
+
+    Args:
+        storage: The store's.
+        path: Its folder.
+        arrival: The content.
+        sequence: Of the last record in its journal.
+        ready: How many slots its columns have a place for: as many must be there for whoever reads.
+    """
+    disk, aside = storage.disk, path / ASIDE
+    disk.remove_tree(aside)
+    try:
+        _build(disk, aside, arrival, sequence=sequence, ready=ready)
+    except BaseException:
+        with contextlib.suppress(StorageError):  # else the next opening removes it
+            disk.remove_tree(aside)
+        raise
+
+
+def _build(disk: Disk, aside: Path, arrival: Arrival, *, sequence: int, ready: int) -> None:
+    manifest = arrival.manifest
+    disk.make_dir(aside)
+    written, folders = [aside / MANIFEST, aside / LOG], {aside, aside / JOURNAL}
+    stamp = (manifest.generation, sequence + 1)
+    with ThreadPoolExecutor(8, thread_name_prefix="expstore-load") as pool:
+        if manifest.schema is not None:
+            paths, more = _build_columns(disk, aside, arrival, manifest.schema, stamp, ready, pool)
+            written += paths
+            folders |= more
+        disk.put(aside / MANIFEST, manifest.pack())
+        log = b"".join(entry.pack() for entry in arrival.entries())
+        disk.put(aside / LOG, log)
+        disk.make_dir(aside / JOURNAL)
+        written += _build_journal(disk, aside / JOURNAL, arrival, stamp, len(log))
+        sync_paths(disk, written, sorted(folders), pool)
+
+
+def _build_columns(
+    disk: Disk,
+    aside: Path,
+    arrival: Arrival,
+    schema: Schema,
+    stamp: tuple[int, int],
+    ready: int,
+    pool: ThreadPoolExecutor,
+) -> tuple[list[Path], set[Path]]:
+    """Write the rows; return the files and folders to be synced."""
+    manifest = arrival.manifest
+    fields, slots = (*schema.fields, *ROW_FIELDS), manifest.slots
+    attributes = {"expstore": {"capacity": manifest.capacity, "slots": slots}}
+    how = _packings(manifest, schema)
+    ColumnGroup.create(disk, aside / COLUMNS, fields, slots, pool, attributes, *how, manifest.implied)
+    group = WritableColumns(
+        disk,
+        aside / COLUMNS,
+        fields,
+        slots,
+        reach=manifest.reach,
+        compression=manifest.compression,
+        narrow=manifest.narrow,
+        implied=manifest.implied,
+    )
+    try:
+        group.ensure(ready)
+        blocks: set[int] = set()
+        for first, arrays in arrival.runs():
+            pieces = cut_run(first, len(arrays[0]), slots)
+            group.write(pieces, arrays[:-5], np.stack(arrays[-5:-1]), arrays[-1])
+            blocks |= blocks_of(pieces)
+        sums = Checksums(disk, aside / CHECKSUMS, group)
+        try:
+            sums.update(blocks, generation=stamp[0], sequence=stamp[1])
+        finally:
+            sums.close()
+        group.name(group.take_packed()[1])  # all is synced below, before anybody finds these names
+        written = [file.path for column in group.arrays for file in column.files]
+        written += [path for _, column in group.packed for path in column.paths()]
+        if group.segments is not None:
+            group.segments.give_back()
+            written += group.segments.paths()
+        written += _build_sampled(disk, aside / COLUMNS, arrival, group.ready, pool)
+        return [aside / CHECKSUMS, *written], group.new_folders
+    finally:
+        group.close()
+
+
+def _packings(manifest: Manifest, schema: Schema) -> tuple[list[Packing | None], frozenset[Key]]:
+    """Return how the columns are packed, and of which flat ones rows may lie elsewhere."""
+    layout, slots, fields = layout_of(manifest), manifest.slots, (*schema.fields, *ROW_FIELDS)
+    return layout.packings(fields, slots, manifest.reach), layout.lent(fields, slots, manifest.reach)
+
+
+def _build_sampled(
+    disk: Disk, folder: Path, arrival: Arrival, ready: int, pool: ThreadPoolExecutor
+) -> list[Path]:
+    """Write how often each row was handed out, if the version says so; return the files to be synced."""
+    if not arrival.counted:
+        return []
+    slots = arrival.manifest.slots
+    SampledColumn.make(disk, folder, slots, ready=ready, pool=pool)
+    sampled = SampledColumn(disk, folder, slots)
+    try:
+        sampled.put(cut_run(arrival.low + 1, arrival.count, slots), arrival.counts())
+        return [file.path for file in sampled.column.files]
+    finally:
+        sampled.close()
+
+
+def _build_journal(
+    disk: Disk, folder: Path, arrival: Arrival, stamp: tuple[int, int], log_length: int
+) -> list[Path]:
+    """Write a journal that says: this is the state, and all is well."""
+    manifest = arrival.manifest
+    journal = Journal(
+        disk,
+        folder,
+        uuid=manifest.uuid,
+        generation=manifest.generation,
+        sequence=stamp[1],
+        segment_bytes=ALIGN,
+    )
+    try:
+        beside = {"opening": True, "generation": manifest.generation, "log_length": log_length}
+        journal.start_segment(arrival.base(stamp) | beside)
+        journal.append(Kind.CLOSE, b"{}")
+        return [file.path for file in journal.sync_files()]
+    finally:
+        journal.close()
+
+
+def commit_load(disk: Disk, path: Path) -> None:
+    """Make what was built the store's content; from here on `finish_load` must follow."""
+    disk.rename(path / ASIDE, path / LOAD)
+    disk.sync_dir(path)
+
+
+def refuse_half_loaded(disk: Disk, path: Path) -> None:
+    """Raise StorageError if a load was left while the parts of a store were moved to their places."""
+    if disk.exists(path / LOAD):
+        raise StorageError(
+            f"{path} was left in the middle of loads() or a change of its capacity",
+            kind="half_loaded",
+            hint="open it for writing once, which brings that to its end",
+        )
+
+
+def finish_load(disk: Disk, path: Path) -> bool:
+    """Move a content that was committed to its place; whoever has the writer's lock may, again and again.
+
+    Returns:
+        Whether there was one.
+    """
+    load, old = path / LOAD, path / LOAD / _OLD
+    if not disk.exists(load):
+        disk.remove_tree(path / ASIDE)
+        return False
+    disk.make_dir(old)
+    for name in (COLUMNS, SEGMENTS, JOURNAL):
+        # A folder cannot be replaced by a rename: the old one makes room first.
+        if disk.exists(load / name) and disk.exists(path / name):
+            disk.rename(path / name, old / name)
+    disk.sync_dir(old)
+    disk.sync_dir(path)
+    for name in (COLUMNS, SEGMENTS, CHECKSUMS, LOG, JOURNAL, MANIFEST):
+        if disk.exists(load / name):
+            disk.rename(load / name, path / name)
+    disk.sync_dir(path)
+    disk.sync_dir(load)
+    disk.rename(load, path / ASIDE)
+    disk.sync_dir(path)
+    disk.remove_tree(path / ASIDE)
+    return True

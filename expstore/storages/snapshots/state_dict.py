@@ -1,0 +1,244 @@
+"""A storage's whole content as tensors and plain values, and such a content in a storage's place.
+
+Used by storages for `state_dict` and `load_state_dict`. What it returns shares no memory with the storage; it
+touches no file.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from expstore.core.values import Array, key_name
+from expstore.episodes.log import LogEntry, unpack_entries
+from expstore.errors import CorruptionError, SchemaError, StateError
+from expstore.schema.schema import OBJECT, Field
+from expstore.storages.base import ROW_FIELDS, Storage
+from expstore.storages.columns.sample_counts_file import SAMPLED
+from expstore.storages.format.manifest import Manifest
+from expstore.storages.snapshots.capture import Frozen, frozen
+from expstore.storages.stateful import Hook
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Carried", "changed_by", "content_of", "read_state"]
+
+#: What `base` must say.
+_NUMBERS = {"draw", "episodes", "last", "max_priority", "progress", "randomness", "retired", "write_count"}
+_PARTS = {"manifest": str, "base": str, "log": object, "rows": object}
+
+
+def content_of(storage: Storage, hooks: Sequence[Hook] = ()) -> dict[str, Any]:
+    """Return a storage's content at one moment: what `read_state` takes.
+
+    Others go on reading and adding; who would overwrite or change a row waits.
+
+    Args:
+        storage: It is open for writing.
+        hooks: Each is given the rows and returns what is kept instead.
+
+    Returns:
+        `rows`, unless hooks say otherwise: name -> a tensor of all rows, oldest first (objects: a list; of no
+        fixed size: the bytes of an Arrow IPC stream), row fields under `_row.`; `log`: uint8, what became of
+        episodes; `manifest` and `base`: JSON.
+
+    Raises:
+        StateError: The storage is closed, or open for reading only.
+        StorageError: Rows could not be brought to the disk.
+    """
+    with frozen(storage) as state:
+        rows: Any = _rows(state)
+        found = _describe(state)
+    for hook in hooks:
+        _tell(hook, state)
+        rows = hook(rows)
+    return found | {"rows": rows}
+
+
+def changed_by(storage: Storage, hooks: Sequence[Hook]) -> bool:
+    """Show hooks a storage's rows; say whether one of them returns others."""
+    with frozen(storage) as state:
+        rows = _rows(state)
+    for hook in hooks:
+        _tell(hook, state)
+        kept = hook(dict(rows))
+        if kept.keys() != rows.keys() or any(kept[name] is not rows[name] for name in rows):
+            return True
+    return False
+
+
+def _rows(state: Frozen) -> dict[str, Any]:
+    inner = {("_row", "distance")}  # where rows lie on a disk is not theirs
+    return {
+        key_name(entry.key): _join(entry, state.parts(place))
+        for place, entry in enumerate(state.fields)
+        if entry.key[:2] not in inner
+    }
+
+
+def _tell(hook: Hook, state: Frozen) -> None:
+    """Tell a hook what it wants to know, as torchrl does."""
+    capacity = state.manifest.capacity
+    if hasattr(hook, "is_full"):
+        hook.is_full = capacity is not None and state.window.rows == capacity
+    if hasattr(hook, "shift"):
+        hook.shift = state.window.last if capacity is None else state.window.last % capacity
+
+
+def _describe(state: Frozen) -> dict[str, Any]:
+    import torch
+
+    return {
+        "manifest": state.manifest.pack().decode(),
+        "base": json.dumps(state.base),
+        "log": torch.from_numpy(np.frombuffer(state.log, np.uint8).copy()),
+    }
+
+
+def _join(entry: Field, parts: Sequence[Array]) -> torch.Tensor | list[Any]:
+    import torch
+
+    if entry.dtype == OBJECT:
+        return copy.deepcopy([value for part in parts for value in part])
+    if entry.variable:
+        from expstore.storages.columns.object_cells import to_bytes
+
+        return torch.from_numpy(np.frombuffer(to_bytes(entry, parts), np.uint8).copy())
+    rows = np.concatenate(parts) if parts else np.empty((0, *entry.shape), entry.numpy_dtype)
+    tensor = torch.from_numpy(rows)
+    return tensor.view(torch.bfloat16) if entry.dtype == "bfloat16" else tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Carried:
+    """Hold a content that `content_of` returned, for `loading.Arrival`.
+
+    Args:
+        manifest: What the storage was.
+        base: Its state, as a journal's base record keeps it.
+        entries: What became of its episodes.
+        columns: All rows, oldest first: fields, row fields, and counts if there are any.
+    """
+
+    manifest: Manifest
+    base: dict[str, Any]
+    entries: Sequence[LogEntry]
+    columns: Sequence[Array]
+
+    name = "the state"
+
+    @property
+    def low(self) -> int:
+        """The newest id that cannot be read."""
+        return int(self.base["last"]) - (len(self.columns[0]) if self.columns else 0)
+
+    @property
+    def row_bytes(self) -> int:
+        """How many bytes a row takes."""
+        return sum(column[:1].nbytes for column in self.columns) or 1
+
+    @property
+    def _own(self) -> int:
+        schema = self.manifest.schema
+        return 0 if schema is None else len(schema.fields) + len(ROW_FIELDS)
+
+    @property
+    def counted(self) -> bool:
+        """Whether it says how often each row was handed out."""
+        return len(self.columns) > self._own
+
+    def rows(self, first_id: int, count: int) -> list[Array]:
+        """Copy a run of rows, all columns."""
+        start = first_id - self.low - 1
+        parts = [column[start : start + count] for column in self.columns[: self._own]]
+        return [_copy(part) for part in parts]
+
+    def counts(self, first_id: int, count: int) -> Array:
+        """Copy how often a run of rows was handed out. Shape `(count,)`, uint32."""
+        start = first_id - self.low - 1
+        return self.columns[-1][start : start + count] if self.counted else np.zeros(count, np.uint32)
+
+
+def _copy(part: Any) -> Any:
+    if not isinstance(part, np.ndarray):
+        return part  # Arrow arrays never change
+    return copy.deepcopy(part) if part.dtype.hasobject else part.copy()
+
+
+def read_state(state: Mapping[str, Any], hooks: Sequence[Hook] = ()) -> Carried:
+    """Read what `content_of` returned.
+
+    Args:
+        state: It; nothing of it is kept or changed.
+        hooks: Each is given what is kept and returns the rows.
+
+    Raises:
+        StateError: It holds no rows: it is of a store on disk.
+        SchemaError: It is no such state, or its rows are not those that it speaks of.
+        CorruptionError: What it says of the storage is damaged.
+    """
+    if not isinstance(state, Mapping) or "uuid" in state:
+        raise StateError(
+            "this state holds no rows: it is that of a store on disk, which keeps them itself",
+            hint="bring them over with dumps() and loads()",
+        )
+    for name, kind in _PARTS.items():
+        if state.get(name) is None or not isinstance(state[name], kind):
+            raise SchemaError(f"this is no state of a storage: {name!r} is missing", hint="see state_dict()")
+    manifest = Manifest.unpack(state["manifest"].encode(), "the state's manifest")
+    log = np.asarray(state["log"], np.uint8).tobytes()
+    rows = state["rows"]
+    for hook in hooks:
+        rows = hook(rows)
+    schema = manifest.schema
+    fields = () if schema is None else (*schema.fields, *ROW_FIELDS)
+    if key_name(SAMPLED.key) in rows:
+        fields = (*fields, SAMPLED)
+    columns = [_part(entry, rows) for entry in fields]
+    if len({len(column) for column in columns}) > 1 or len(rows) != len(fields):
+        raise SchemaError("the state's fields are not those that it speaks of, or of different lengths")
+    return Carried(manifest, _base(state["base"]), list(unpack_entries(log, "the state's log")), columns)
+
+
+def _base(text: str) -> dict[str, Any]:
+    try:
+        base = json.loads(text)
+        missing = _NUMBERS - set(base)
+    except (TypeError, ValueError) as exc:
+        raise CorruptionError(f"the state's base is damaged: {exc}") from exc
+    if missing:
+        raise CorruptionError(f"the state's base lacks {', '.join(sorted(missing))}")
+    return dict(base)
+
+
+def _part(entry: Field, rows: Mapping[str, Any]) -> Any:
+    import torch
+
+    name = key_name(entry.key)
+    values = rows.get(name)
+    if entry.dtype == OBJECT:
+        if not isinstance(values, list):
+            raise SchemaError(f"the state has no list of objects {name!r}")
+        found = np.empty(len(values), object)
+        found[:] = values
+        return found
+    if not isinstance(values, torch.Tensor):
+        raise SchemaError(f"the state has no tensor {name!r}")
+    values = values.detach().cpu()
+    if entry.variable:
+        from expstore.storages.columns.object_cells import from_bytes
+
+        return from_bytes(entry, values.numpy().tobytes())
+    array: Array = (values.view(torch.uint16) if values.dtype is torch.bfloat16 else values).numpy()
+    bits = (values.dtype is torch.bfloat16) == (entry.dtype == "bfloat16")
+    if not bits or array.dtype != entry.numpy_dtype or array.shape[1:] != entry.shape:
+        raise SchemaError(
+            f"the state's {name!r} is {values.dtype}{list(values.shape)}, expected rows of {entry}"
+        )
+    return array

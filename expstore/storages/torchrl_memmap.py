@@ -1,0 +1,206 @@
+"""Rows in a folder that need not outlive the process, under the name and with the arguments of TorchRL.
+
+What users of TorchRL hold where rows do not fit into RAM. It is a `ZarrStorage`, which may remove its folder;
+it never removes one that was given unless it is asked to.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+import os
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from expstore.core.values import Array, IntArray
+from expstore.disk.disk import Disk, File
+from expstore.errors import ExpStoreError, StateError, StorageError
+from expstore.storages.batch import Rows
+from expstore.storages.engine.open_settings import Settings
+from expstore.storages.format.manifest import MANIFEST
+from expstore.storages.snapshots.portable import PortableStorage
+from expstore.storages.snapshots.restore import ContentLike
+from expstore.storages.torchrl_options import find_device, find_seed, refuse
+from expstore.storages.zarr import ZarrStorage
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["LazyMemmapStorage"]
+
+#: So often a folder is removed in which another thread may be making files.
+_TRIES = 100
+
+
+def _in_the_way(folder: str) -> StateError:
+    return StateError(
+        f"{folder} holds rows already",
+        hint="existsok=True goes on with them; loads() or empty() puts others in their place",
+    )
+
+
+class _ScratchDisk(Disk):
+    """Act on files that go with the process: none of them is worth waiting for."""
+
+    def sync_all(
+        self, files: Iterable[File], folders: Iterable[Path], pool: ThreadPoolExecutor | None
+    ) -> None:
+        """Do nothing."""
+
+    def sync_dir(self, path: Path) -> None:
+        """Do nothing."""
+
+
+class LazyMemmapStorage(ZarrStorage, PortableStorage):
+    """Keep rows of tensors in files, which are mapped when they are read.
+
+    With a `scratch_dir` it is a store like any other, which `expstore.open` opens, too. Without one it lies
+    in a folder of its own among the system's temporary files, which nothing is synced in, and which goes with
+    the storage.
+
+    Crashes: a store in a `scratch_dir` as `ZarrStorage`; a temporary folder is left behind by a kill only.
+    Threads: one writes at a time, any number read. Processes: one writer; a forked child reads. The folder is
+    only ever removed by the process that opened it.
+
+    Args:
+        max_size: Most readable rows.
+        scratch_dir: The folder; None: a temporary one.
+        device: Only the CPU: files are mapped into host memory.
+        ndim: How many dims of a batch are rows, time being the first; see `Storage`.
+        existsok: Go on with the rows of a store that is there. Otherwise they can be read, and `loads` or
+            `empty` puts others in their place, but none can be added or changed before.
+        compilable: Only False: torch.compile does not look into a storage.
+        shared_init: Only False: one process writes to a storage.
+        auto_cleanup: Remove the folder when the storage is closed or forgotten, or the process ends; None: a
+            temporary one only.
+        seed: Key of all draws of a new store; None: a number from torch's generator, so that
+            `torch.manual_seed` decides.
+
+    Raises:
+        StateError: There is a store in the folder with other settings; or one that `auto_cleanup` would
+            remove, and `existsok` is False.
+        LockedError: Somebody has it open.
+        ValueError: An argument is out of range, or has no meaning here.
+
+    Example:
+        >>> rb = ReplayBuffer(storage=LazyMemmapStorage(1_000_000), batch_size=32)
+    """
+
+    warns_if_forgotten = False  # programs written for TorchRL never close a storage
+
+    def __init__(
+        self,
+        max_size: int,
+        *,
+        scratch_dir: str | Path | None = None,
+        device: torch.device | str = "cpu",
+        ndim: int = 1,
+        existsok: bool = False,
+        compilable: bool = False,
+        shared_init: bool = False,
+        auto_cleanup: bool | None = None,
+        seed: int | None = None,
+    ) -> None:
+        refuse(compilable=compilable, shared_init=shared_init)
+        self.device = find_device(device)
+        if self.device is not None and self.device.type != "cpu":
+            raise ValueError(
+                "Memory map device other than CPU isn't supported: rows lie in files; give the buffer the "
+                "device on which batches are to be handed out"
+            )
+        self._owner = os.getpid()
+        self._removes = scratch_dir is None if auto_cleanup is None else auto_cleanup
+        self._removed = True  # until there is something to remove
+        disk = _ScratchDisk() if scratch_dir is None else Disk()
+        known = scratch_dir is not None and disk.exists(Path(scratch_dir) / MANIFEST)
+        if known and not existsok and auto_cleanup:
+            raise _in_the_way(str(scratch_dir))
+        settings = Settings(seed=None if known else find_seed(seed))
+        path = disk.make_temp_dir("expstore-") if scratch_dir is None else Path(scratch_dir)
+        try:
+            super().__init__(path, operator.index(max_size), settings=settings, ndim=ndim, disk=disk)
+        except BaseException:
+            if scratch_dir is None:
+                disk.remove_tree(path)
+            raise
+        self._removed = False
+        #: Whether there are rows of which the program does not know.
+        self._unasked = known and not existsok and self.schema is not None
+
+    @property
+    def scratch_dir(self) -> str:
+        """The folder."""
+        return str(self.path)
+
+    def write(self, rows: Rows) -> None:
+        """Make rows readable, all of them or none.
+
+        Raises:
+            StateError: The store is closed, or there were rows before and `existsok` is False.
+            StorageError: The disk failed; nothing is published.
+        """
+        self._refuse_unasked()
+        super().write(rows)
+
+    def _change(
+        self, ids: IntArray, places: Sequence[int], columns: Sequence[Array], *, replaces: bool
+    ) -> None:
+        self._refuse_unasked()
+        super()._change(ids, places, columns, replaces=replaces)
+
+    def _refuse_unasked(self) -> None:
+        if self._unasked:
+            raise _in_the_way(self.scratch_dir)
+
+    def _forget(self, last: int) -> None:
+        super()._forget(last)
+        self._unasked = False
+
+    def _take_content(self, content: ContentLike) -> None:
+        super()._take_content(content)
+        self._unasked = False
+
+    def cleanup(self) -> bool:
+        """Close the storage and remove its folder, a given one too.
+
+        Returns:
+            Whether rows were removed with it: False the second time, in a forked child, or where there were
+            none.
+
+        Raises:
+            StorageError: The folder cannot be removed.
+        """
+        if self._removed or os.getpid() != self._owner:
+            return False
+        self._removed = True
+        found = self.schema is not None and self.disk.exists(self.path)
+        with contextlib.suppress(ExpStoreError):  # what cannot be brought to the disk is not to stay there
+            super().close()
+        self.disk.remove_tree(self.path)
+        return found
+
+    def close(self) -> None:
+        """Sync and let go, and remove the folder if it is not to stay; a second call does nothing."""
+        if self._removes:
+            self.cleanup()
+        else:
+            super().close()
+
+    def leave(self) -> None:
+        """Close what nobody has closed."""
+        if self._removes:
+            self.cleanup()
+        else:
+            super().leave()
+
+    def depart(self) -> None:
+        """Do what can be done before the process dies of a signal: its threads go on meanwhile."""
+        if not self._removes or os.getpid() != self._owner:
+            super().depart()
+            return
+        for _ in range(_TRIES):
+            with contextlib.suppress(StorageError):
+                self.disk.remove_tree(self.path)
+                return

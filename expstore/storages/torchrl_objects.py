@@ -1,0 +1,103 @@
+"""Rows that are any Python object, under the names and with the arguments of TorchRL.
+
+What users of TorchRL hold for rows of different shapes, text or things of their own. Rows lie in RAM as they
+are; it never looks into them, and never copies one.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import TYPE_CHECKING
+
+from expstore.core.values import key_name
+from expstore.data.containers import DATA
+from expstore.errors import SchemaError
+from expstore.schema.spec_text import leaves_of
+from expstore.storages.memory import MemoryStorage
+from expstore.storages.torchrl_options import find_device, find_seed, refuse
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["LazyStackStorage", "ListStorage"]
+
+
+class ListStorage(MemoryStorage):
+    """Keep objects of any kind in RAM, one per row.
+
+    Threads: one writes at a time, any number read. Processes: a forked child has its own copy. Crashes:
+    nothing survives the process; versions of such a storage cannot be made, files have no form for objects.
+    SQL shows text and what JSON can keep, in the column `_data`.
+
+    Args:
+        max_size: Most readable rows; None: unbounded.
+        compilable: Only False: torch.compile does not look into a storage.
+        device: Where rows are handed out, if they can be moved; None: where they are.
+        seed: Key of all draws; None: a number from torch's generator, so that `torch.manual_seed` decides.
+
+    Raises:
+        ValueError: An argument is out of range, or has no meaning here.
+
+    Example:
+        >>> rb = ReplayBuffer(storage=ListStorage(100), collate_fn=list, batch_size=2)
+        >>> rb.extend(["a", "longer text", {"any": "thing"}])
+    """
+
+    object_rows = True
+
+    def __init__(
+        self,
+        max_size: int | None = None,
+        *,
+        compilable: bool = False,
+        device: torch.device | str | int | None = None,
+        seed: int | None = None,
+    ) -> None:
+        refuse(compilable=compilable)
+        super().__init__(None if max_size is None else operator.index(max_size), seed=find_seed(seed))
+        self.device = find_device(device)
+
+    def describe_fields(self, specs: str) -> None:
+        """Keep the specs; a SchemaError if they speak of fields: a row is an object, and has none."""
+        fields = [key_name(key) for key in leaves_of(specs) if key != DATA]
+        if fields:
+            raise SchemaError(
+                f"the specs speak of {fields[0]!r}, and rows of a {type(self).__name__} are objects, without "
+                "fields of their own",
+                hint="rows with fields are kept by LazyTensorStorage, MemoryStorage, or expstore.open()",
+            )
+        super().describe_fields(specs)
+
+
+class LazyStackStorage(ListStorage):
+    """Keep TensorDicts of any shapes in RAM; several are handed out as a lazy stack of them.
+
+    Threads, processes and crashes as `ListStorage`.
+
+    Args:
+        max_size: Most readable rows; None: unbounded.
+        compilable: Only False: torch.compile does not look into a storage.
+        stack_dim: The dim of a stack along which its rows lie; negative: counted from its end.
+        device: Where rows are handed out; None: where they are.
+        seed: As `ListStorage`.
+
+    Raises:
+        ValueError: An argument is out of range, or has no meaning here.
+
+    Example:
+        >>> rb = ReplayBuffer(storage=LazyStackStorage(100), batch_size=2)
+        >>> rb.add(TensorDict({"tokens": torch.arange(3)}))
+        >>> rb.add(TensorDict({"tokens": torch.arange(5)}))
+    """
+
+    def __init__(
+        self,
+        max_size: int | None = None,
+        *,
+        compilable: bool = False,
+        stack_dim: int = 0,
+        device: torch.device | str | int | None = None,
+        seed: int | None = None,
+    ) -> None:
+        super().__init__(max_size, compilable=compilable, device=device, seed=seed)
+        self.stack_dim = operator.index(stack_dim)

@@ -1,0 +1,469 @@
+"""Trajectories as users see them, and conditions on them: `traj.reward.sum() > 100`.
+
+Used by `rb.query`, and by users on plain TensorDicts. It never reads a store.
+"""
+
+from __future__ import annotations
+
+import operator
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from tensordict import TensorClass, TensorDictBase, is_non_tensor
+
+from expstore.core.values import IntArray, Key, to_key
+from expstore.errors import NotFoundError
+
+__all__ = [
+    "Condition",
+    "Trajectory",
+    "TrajectoryPredicate",
+    "check_predicate",
+    "filter_trajectories",
+    "find_entry",
+    "iter_trajectories",
+    "split",
+    "traj",
+]
+
+#: Which fields name trajectories, and which end them, where the user does not say.
+NAMES: tuple[Key, ...] = (("collector", "traj_ids"), ("traj_ids",), ("episode",))
+_ENDS = ("done", "terminated", "truncated")
+
+
+class Trajectory(TensorClass["nocast"]):  # type: ignore[misc, name-defined]
+    """Hold the transitions of one trajectory, in the order of its steps.
+
+    `trajectory.reward` is the entry `reward`, or else `("next", "reward")`; `trajectory["next", "reward"]` is
+    the entry itself. Slices of it are trajectories; `tensordict.lazy_stack` makes one batch of trajectories
+    of different lengths. Threads, processes and crashes: as the TensorDict in it.
+
+    Args:
+        data: The transitions. One batch dim.
+
+    Raises:
+        ValueError: It has another number of batch dims.
+
+    Example:
+        >>> trajectory = Trajectory(TensorDict({"reward": torch.ones(3)}, [3]))
+        >>> trajectory.length, trajectory.total_reward
+        (3, tensor(3.))
+    """
+
+    data: TensorDictBase
+    if TYPE_CHECKING:
+        batch_size: torch.Size
+
+    def __post_init__(self) -> None:
+        """Take over the batch size."""
+        if not self.batch_size and self.data is not None and self.data.batch_dims:
+            if self.data.batch_dims != 1:
+                raise ValueError(
+                    "Trajectory expects data with a single batch dimension, got "
+                    f"batch_size={self.data.batch_size}."
+                )
+            self.batch_size = self.data.batch_size
+
+    @property
+    def length(self) -> int:
+        """How many transitions it has."""
+        return int(self.batch_size[0])
+
+    @property
+    def total_reward(self) -> torch.Tensor:
+        """The sum of its rewards."""
+        return torch.as_tensor(self.reward).sum()
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        """Return an entry, of the root or else below `next`; `default` if there is none."""
+        value = find_entry(self.data, key)
+        return default if value is None else value
+
+    def keys(self, *args: Any, **options: Any) -> Any:
+        """Return the keys of the TensorDict; arguments as there."""
+        return self.data.keys(*args, **options)
+
+
+def find_entry(data: TensorDictBase, key: Any) -> Any:
+    """Return an entry, of the root or else below `next`; None if there is none."""
+    for place in (key, ("next", key)) if isinstance(key, str) else (key,):
+        value = data.get(place, None)
+        if value is not None:
+            return value
+    return None
+
+
+# A tensorclass gets these methods when the class is made: what is added to them comes afterwards.
+_own_getattr, _own_getitem = Trajectory.__getattr__, Trajectory.__getitem__
+
+
+def _getattr(self: Any, name: str) -> Any:
+    try:
+        return _own_getattr(self, name)
+    except AttributeError:
+        if name.startswith("_"):
+            raise
+        value = self.get(name)
+        if value is None:
+            there = sorted(map(str, self.data.keys(include_nested=True, leaves_only=True)))
+            raise AttributeError(
+                f"Trajectory has no entry {name!r} at its root or below 'next'; it has {there}"
+            ) from None
+        return value
+
+
+def _getitem(self: Any, index: Any) -> Any:
+    if isinstance(index, str) or (isinstance(index, tuple) and index and isinstance(index[0], str)):
+        return self.data[index]
+    return _own_getitem(self, index)
+
+
+def _repr(self: Any) -> str:
+    size = f"length={self.length}" if len(self.batch_size) == 1 else f"batch_size={tuple(self.batch_size)}"
+    return f"Trajectory({size}, keys={sorted(map(str, self.data.keys()))})"
+
+
+for _method in (_getattr, _getitem, _repr):
+    setattr(Trajectory, f"_{_method.__name__}__", _method)
+
+# -- conditions ---------------------------------------------------------------------------------------
+
+#: The fields that an expression reads; None: nobody knows.
+Keys = frozenset[str | Key] | None
+
+
+def _both(first: Keys, second: Keys) -> Keys:
+    return None if first is None or second is None else first | second
+
+
+class TrajectoryPredicate:
+    """Say of a trajectory whether it meets a condition; join with `&`, `|` and `~`.
+
+    Threads: any number may ask. Crashes: it keeps nothing.
+
+    Args:
+        fn: The condition.
+        description: How it is shown.
+        keys: The fields that it reads; None: nobody knows.
+
+    Example:
+        >>> condition = (traj.reward.sum() > 2) & (traj.length < 200)
+        >>> condition(Trajectory(TensorDict({"reward": torch.ones(3)}, [3])))
+        True
+    """
+
+    def __init__(self, fn: Callable[[Any], Any], description: str = "predicate", keys: Keys = None) -> None:
+        self._fn, self._text, self._keys = fn, description, keys
+
+    def required_keys(self) -> Keys:
+        """Return the fields that it reads; None: nobody knows."""
+        return self._keys
+
+    def __call__(self, trajectory: Any) -> bool:
+        """Say whether a trajectory meets the condition."""
+        return bool(self._fn(trajectory))
+
+    def __and__(self, other: TrajectoryPredicate) -> TrajectoryPredicate:
+        return self._with(other, "&", lambda t: self(t) and other(t))
+
+    def __or__(self, other: TrajectoryPredicate) -> TrajectoryPredicate:
+        return self._with(other, "|", lambda t: self(t) or other(t))
+
+    def _with(self, other: Any, sign: str, fn: Callable[[Any], bool]) -> TrajectoryPredicate:
+        if not isinstance(other, TrajectoryPredicate):
+            if isinstance(other, _PerStep):
+                other()
+            raise TypeError(f"{self!r} {sign} {other!r}: both must be conditions made of traj")
+        kind = _kind_of(self, other)
+        return kind(fn, f"({self._text} {sign} {other._text})", _both(self._keys, other._keys))
+
+    def __invert__(self) -> TrajectoryPredicate:
+        return _kind_of(self)(lambda t: not self(t), f"~{self._text}", self._keys)
+
+    def __bool__(self) -> bool:
+        raise TypeError(f"{self._text} is true of some trajectories only: join conditions with &, | and ~")
+
+    def __repr__(self) -> str:
+        return f"TrajectoryPredicate({self._text})"
+
+
+class Condition(TrajectoryPredicate):
+    """Be made of `traj` alone: it asks a trajectory for `get`, `length` and `total_reward`, and no more."""
+
+
+def _kind_of(*parts: TrajectoryPredicate) -> type[TrajectoryPredicate]:
+    """Return what is made of these."""
+    return Condition if all(isinstance(part, Condition) for part in parts) else TrajectoryPredicate
+
+
+class _Expression:
+    """Be computed from a trajectory."""
+
+    def __init__(self, value: Callable[[Any], Any], text: str, keys: Keys) -> None:
+        self._value, self._text, self._keys = value, text, keys
+
+    def _compared(self, compare: Callable[[Any, Any], Any], sign: str, other: Any) -> Any:
+        value, keys = self._value, self._keys
+        text = f"({self._text} {sign} {other!r})"
+        if isinstance(other, _Expression):
+            given, keys = other._value, _both(keys, other._keys)
+            text = f"({self._text} {sign} {other._text})"
+            return self._result(lambda t: compare(value(t), given(t)), text, keys)
+        return self._result(lambda t: compare(value(t), other), text, keys)
+
+    def _result(self, fn: Callable[[Any], Any], text: str, keys: Keys) -> Any:
+        return Condition(fn, text, keys)
+
+    def __gt__(self, other: Any) -> Any:
+        return self._compared(operator.gt, ">", other)
+
+    def __ge__(self, other: Any) -> Any:
+        return self._compared(operator.ge, ">=", other)
+
+    def __lt__(self, other: Any) -> Any:
+        return self._compared(operator.lt, "<", other)
+
+    def __le__(self, other: Any) -> Any:
+        return self._compared(operator.le, "<=", other)
+
+    def __eq__(self, other: object) -> Any:
+        return self._compared(operator.eq, "==", other)
+
+    def __ne__(self, other: object) -> Any:
+        return self._compared(operator.ne, "!=", other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return self._text
+
+
+class _PerStep(_Expression):
+    """Have a value per step: a field, or a comparison of one."""
+
+    def any(self) -> TrajectoryPredicate:
+        """Be true where it is at some step."""
+        return Condition(lambda t: self._value(t).any(), f"{self._text}.any()", self._keys)
+
+    def all(self) -> TrajectoryPredicate:
+        """Be true where it is at every step."""
+        return Condition(lambda t: self._value(t).all(), f"{self._text}.all()", self._keys)
+
+    def _result(self, fn: Callable[[Any], Any], text: str, keys: Keys) -> Any:
+        return _PerStep(fn, text, keys)
+
+    def __call__(self, trajectory: Any = None) -> bool:
+        """Refuse.
+
+        Raises:
+            TypeError: Always.
+        """
+        raise TypeError(
+            f"{self._text} compares per-transition values and is ambiguous as a trajectory filter. Call "
+            ".any() or .all() to reduce it to a single boolean."
+        )
+
+
+class _Field(_PerStep):
+    """Be a field of a trajectory."""
+
+    def __init__(self, key: Any, text: str) -> None:
+        path = to_key(key)
+        key = path if len(path) > 1 else path[0]
+
+        def value(trajectory: Any) -> Any:
+            found = trajectory.get(key)
+            if found is None:
+                raise NotFoundError(f"Key {key!r} not found in trajectory (at its root, or below 'next').")
+            return found
+
+        super().__init__(value, text, frozenset({key}))
+
+    def _reduced(self, reduce: Callable[[Any], Any], word: str) -> _Expression:
+        return _Expression(lambda t: reduce(self._value(t)), f"{self._text}.{word}()", self._keys)
+
+    def sum(self) -> _Expression:
+        """Add up all its values."""
+        return self._reduced(torch.sum, "sum")
+
+    def mean(self) -> _Expression:
+        """Take the mean of its values."""
+        return self._reduced(lambda values: values.double().mean(), "mean")
+
+    def max(self) -> _Expression:
+        """Take the largest of its values."""
+        return self._reduced(torch.max, "max")
+
+    def min(self) -> _Expression:
+        """Take the smallest of its values."""
+        return self._reduced(torch.min, "min")
+
+    def first(self) -> _Expression:
+        """Take its value at the first step."""
+        return self._reduced(lambda values: _plain(values[0]), "first")
+
+    def last(self) -> _Expression:
+        """Take its value at the last step."""
+        return self._reduced(lambda values: _plain(values[-1]), "last")
+
+
+def _plain(value: Any) -> Any:
+    """Return what tensordict wraps: a text compares, its wrapping does not."""
+    return value.data if is_non_tensor(value) else value
+
+
+class _Trajectories:
+    """Begin expressions: `traj.reward` is a field of every trajectory, `traj["next", "reward"]` by its key.
+
+    Fields have `sum`, `mean`, `max`, `min`, `first`, `last`, and compare step by step, to be reduced by `any`
+    or `all`. `traj.length` and `traj.total_reward` are numbers.
+    """
+
+    @property
+    def length(self) -> _Expression:
+        """How many transitions it has."""
+        return _Expression(lambda t: t.length, "traj.length", frozenset())
+
+    @property
+    def total_reward(self) -> _Expression:
+        """The sum of its rewards."""
+        return _Expression(lambda t: t.total_reward, "traj.total_reward", frozenset({"reward"}))
+
+    def __getattr__(self, name: str) -> _Field:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return _Field(name, f"traj.{name}")
+
+    def __getitem__(self, key: str | tuple[str, ...]) -> _Field:
+        """Return a field by its key."""
+        return _Field(key, f"traj[{key!r}]")
+
+    def __repr__(self) -> str:
+        return "traj"
+
+
+traj = _Trajectories()
+
+
+def check_predicate(predicate: Any) -> None:
+    """Raise TypeError if a condition has a value per step, or is none.
+
+    Raises:
+        TypeError: It cannot say of a trajectory whether it meets it.
+    """
+    if isinstance(predicate, _PerStep):
+        predicate()
+    if predicate is not None and not callable(predicate):
+        raise TypeError(f"a condition is made of traj, or a function of a trajectory; got {predicate!r}")
+
+
+# -- plain data ---------------------------------------------------------------------------------------
+
+
+def split(data: TensorDictBase, trajectory_key: str | Key | None = None) -> tuple[IntArray, IntArray]:
+    """Find the trajectories in rows that follow one another.
+
+    Args:
+        data: The rows. One batch dim.
+        trajectory_key: The field that names trajectories; None: one that torchrl would take, or else the
+            flags that end them, with a warning.
+
+    Returns:
+        First row of each, and the row after its last. Shapes `(trajectories,)`.
+
+    Raises:
+        NotFoundError: There is no such field, or none of those that part trajectories.
+    """
+    rows = data.batch_size[0]
+    names = NAMES if trajectory_key is None else (to_key(trajectory_key),)
+    found = next((ids for ids in (_flat(data, key) for key in names) if ids is not None), None)
+    if found is None and trajectory_key is not None:
+        raise NotFoundError(f"trajectory_key {trajectory_key!r} not found in data.")
+    cuts = _ends(data)[:-1] if found is None else found[1:] != found[:-1]
+    starts = np.concatenate([np.zeros(min(rows, 1), np.int64), np.flatnonzero(cuts) + 1])
+    return starts, np.append(starts[1:], rows)[: starts.size]
+
+
+def _flat(data: TensorDictBase, key: Key) -> Any:
+    values = data.get(key if len(key) > 1 else key[0], None)
+    return None if values is None else values.reshape(data.batch_size[0]).cpu().numpy()
+
+
+def _ends(data: TensorDictBase) -> Any:
+    """Return which rows end a trajectory, by the flags below `next`, or else those at the root."""
+    for group in (("next",), ()):
+        keys = [(*group, name) for name in _ENDS]
+        flags = {key: flag for key in keys if (flag := _flat(data, key)) is not None}
+        if flags:
+            warnings.warn(
+                f"No field names trajectories: they are parted by the end-of-episode flags {list(flags)}. "
+                "One whose last row bears none is taken together with the next; give trajectory_key, or "
+                "store trajectory ids.",
+                UserWarning,
+                stacklevel=4,
+            )
+            return np.logical_or.reduce([flag.astype(np.bool_) for flag in flags.values()])
+    raise NotFoundError(
+        "Cannot split data into trajectories: there is no field that names them "
+        f"{[*NAMES]} or ends them {[*_ENDS]}",
+        hint="give trajectory_key",
+    )
+
+
+def iter_trajectories(data: Any, trajectory_key: str | Key | None = None) -> Iterator[Any]:
+    """Yield the trajectories in a batch whose rows follow one another.
+
+    Args:
+        data: A TensorDict with one batch dim.
+        trajectory_key: The field that names trajectories; None: `("collector", "traj_ids")`, `traj_ids` or
+            `episode`, or else the flags that end them, with a warning.
+
+    Raises:
+        NotFoundError: There is no such field, or none of those that part trajectories.
+        TypeError: It is no TensorDict.
+        ValueError: It has another number of batch dims.
+
+    Example:
+        >>> data = TensorDict({"episode": torch.tensor([0, 0, 1]), "reward": torch.ones(3)}, [3])
+        >>> [trajectory.length for trajectory in iter_trajectories(data)]
+        [2, 1]
+    """
+    if not isinstance(data, TensorDictBase):
+        raise TypeError(
+            f"iter_trajectories expects a TensorDictBase, got {type(data)}: other rows have no fields."
+        )
+    if data.batch_dims != 1:
+        raise ValueError(
+            "iter_trajectories expects data with a single batch dimension (flat transitions), got "
+            f"batch_size={data.batch_size}."
+        )
+    if data.batch_size[0]:
+        starts, stops = split(data, trajectory_key)
+        for start, stop in zip(starts.tolist(), stops.tolist(), strict=True):
+            yield Trajectory(data[start:stop])
+
+
+def filter_trajectories(
+    data: Any, predicate: Callable[[Any], Any] | None = None, *, trajectory_key: str | Key | None = None
+) -> list[Any]:
+    """Return the trajectories in a batch that meet a condition.
+
+    Args:
+        data: As `iter_trajectories`.
+        predicate: Made of `traj`, or a function of a trajectory; None: all of them.
+        trajectory_key: As `iter_trajectories`.
+
+    Raises:
+        TypeError: The condition has a value per step.
+
+    Example:
+        >>> data = TensorDict({"episode": torch.tensor([0, 0, 1]), "reward": torch.ones(3)}, [3])
+        >>> len(filter_trajectories(data, traj.reward.sum() > 1))
+        1
+    """
+    check_predicate(predicate)
+    every: Sequence[Any] = list(iter_trajectories(data, trajectory_key))
+    return [one for one in every if predicate is None or predicate(one)]

@@ -1,0 +1,266 @@
+"""Trajectories out of batches: a padded row for each, and where each begins and ends.
+
+Used by users on what a collector gave, or on tensors in the order of a ring. It never reads a store: those
+know their episodes, see `rb.episodes`, `rb.trajectory` and `rb.query`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorDict, TensorDictBase
+
+from expstore.core.values import Key, given_key, key_name, to_key
+from expstore.errors import SchemaError
+
+__all__ = ["DEFAULT_DONE_KEYS", "find_start_stop_traj", "split_trajectories"]
+
+#: The flags that end an episode, by their last name: any of them does.
+DEFAULT_DONE_KEYS = ("done", "truncated", "terminated")
+
+
+def split_trajectories(
+    rollout_tensordict: TensorDictBase,
+    *,
+    prefix: str | tuple[str, ...] | None = None,
+    trajectory_key: str | tuple[str, ...] | None = None,
+    done_key: str | tuple[str, ...] | None = None,
+    as_nested: bool | torch.layout = False,
+) -> TensorDictBase:
+    """Make a batch with one row for each trajectory, filled up with zeros.
+
+    What a batch holds is what is split: a trajectory that goes on in the next batch ends here.
+
+    Args:
+        rollout_tensordict: Steps of trajectories, one behind another along the last batch dim; the other
+            batch dims are lanes, whose trajectories are never joined. It is not changed.
+        prefix: Where the names of trajectories are looked for (`traj_ids`), and the mask is written. None:
+            "collector" if there is such an entry, else the root.
+        trajectory_key: The field that says to which trajectory a step belongs; before `prefix`.
+        done_key: The field below "next" that is True in the last step of each trajectory, where nothing
+            names them; None: "done". The names that follow from it, from 0 on, are written to `traj_ids`.
+        as_nested: Return nested tensors without zeros and mask instead, of the layout given, or else
+            `torch.strided`.
+
+    Returns:
+        A new TensorDict. Batch size `(trajectories, longest)`; `mask`, beside the names, is True where
+        there is a step. Where all trajectories are as long as the last dim, the batch as it is, with
+        the mask (one without lanes gets a dim in front).
+
+    Raises:
+        TypeError: It is no TensorDict, or what names a field is no key.
+        SchemaError: It has no batch dims or no steps, or the field that tells trajectories apart is not
+            there or holds more than one value per step.
+
+    Example:
+        >>> done = torch.tensor([False, False, True, False, False])
+        >>> data = TensorDict({"x": torch.arange(5), ("next", "done"): done}, [5])
+        >>> split_trajectories(data)["x"]
+        tensor([[0, 1, 2],
+                [3, 4, 0]])
+    """
+    if not isinstance(rollout_tensordict, TensorDictBase):
+        raise TypeError(
+            "split_trajectories takes steps as a TensorDict, as collectors give them, got "
+            f"{type(rollout_tensordict).__name__}"
+        )
+    for name, key in {"trajectory_key": trajectory_key, "done_key": done_key}.items():
+        if key is not None:
+            given_key(name, key)
+    if prefix is not None and prefix != ():
+        given_key("prefix", prefix)
+    if 0 in rollout_tensordict.shape or not rollout_tensordict.ndim:
+        raise SchemaError(f"there are no steps to split in a batch of size {[*rollout_tensordict.shape]}")
+    lazy = isinstance(rollout_tensordict, LazyStackedTensorDict)  # those take no index of several dims
+    batch = rollout_tensordict.contiguous() if lazy else rollout_tensordict.copy()
+    names_key, mask_key = _keys(batch, prefix, trajectory_key)
+    names = batch.get(names_key, None)
+    if names is None:
+        names = _named(batch, ("next", *to_key("done" if done_key is None else done_key)))
+        batch.set(names_key, names)
+    names = _one_per_step(names, batch, names_key)
+    lengths = _lengths(names)
+    longest = int(lengths.max())
+    if longest == int(lengths.min()) == names.shape[-1]:
+        batch.set(mask_key, torch.ones(batch.shape, dtype=torch.bool, device=batch.device))
+        return batch if batch.ndim > 1 else batch.unsqueeze(0)
+    flat, sizes = batch.reshape(-1), lengths.tolist()
+    if as_nested:
+        return _nested(flat, sizes, as_nested if isinstance(as_nested, torch.layout) else torch.strided)
+    place = torch.arange(longest, device=lengths.device)
+    mask = place < lengths[:, None]
+    starts = (lengths.cumsum(0) - lengths)[:, None]
+    padded = _zeroed(flat[torch.where(mask, starts + place, starts)], ~mask)
+    for key, values in _lists(flat):
+        parts = (part.tolist() for part in values.split(sizes))
+        rows = (NonTensorStack(*part, *[None] * (longest - len(part))) for part in parts)
+        padded.set(key, NonTensorStack(*rows))
+    padded.set(mask_key, mask)
+    return padded
+
+
+def _keys(batch: TensorDictBase, prefix: Any, trajectory_key: Any) -> tuple[Key, Key]:
+    """Return where the names of trajectories and the mask stand."""
+    if trajectory_key is not None:
+        key = to_key(trajectory_key)
+        return key, (*key[:-1], "mask")
+    if prefix is None and batch.get("collector", None) is not None:
+        prefix = "collector"
+    place = () if prefix is None or prefix == () else to_key(prefix)
+    return (*place, "traj_ids"), (*place, "mask")
+
+
+def _named(batch: TensorDictBase, key: Key) -> torch.Tensor:
+    """Return a name for the trajectory of each step, of the flags that end them."""
+    done = batch.get(key, None)
+    if done is None:
+        raise SchemaError(
+            f"nothing tells trajectories apart: the batch has no {key_name(key)!r}",
+            hint="give trajectory_key= or done_key=",
+        )
+    done = _one_per_step(done, batch, key).bool()
+    first = torch.zeros_like(done)
+    first[..., 1:] = done[..., :-1]
+    first[..., 0] = True
+    return first.reshape(-1).cumsum(0).reshape(done.shape) - 1
+
+
+def _one_per_step(values: torch.Tensor, batch: TensorDictBase, key: Key) -> torch.Tensor:
+    if values.numel() != batch.shape.numel():
+        raise SchemaError(
+            f"{key_name(key)!r} has shape {[*values.shape]} in a batch of size {[*batch.shape]}: "
+            "trajectories are told apart by one value per step"
+        )
+    return values.reshape(batch.shape)
+
+
+def _lengths(names: torch.Tensor) -> torch.Tensor:
+    """Return the lengths of the stretches of equal names, which end with their lane. Shape `(n,)`, int64."""
+    first = torch.ones(names.shape, dtype=torch.bool, device=names.device)
+    first[..., 1:] = names[..., 1:] != names[..., :-1]
+    starts = first.reshape(-1).nonzero()[:, 0]
+    return torch.diff(starts, append=starts.new_tensor([names.numel()]))
+
+
+def _zeroed(batch: TensorDictBase, where: torch.Tensor) -> TensorDictBase:
+    """Return a batch with zeros in some places; what is no tensor stays."""
+
+    def fill(values: torch.Tensor) -> torch.Tensor:
+        wide = where.reshape(*where.shape, *(1 for _ in values.shape[where.ndim :]))
+        return values.masked_fill(wide, 0)
+
+    return batch.apply(fill, filter_empty=False)
+
+
+def _lists(batch: TensorDictBase) -> list[tuple[Any, NonTensorStack]]:
+    """Return the entries that are objects, one per row; one for all rows is what it is in any row."""
+    entries = batch.items(True, is_leaf=lambda kind: issubclass(kind, NonTensorData | NonTensorStack))
+    return [(key, values) for key, values in entries if isinstance(values, NonTensorStack)]
+
+
+def _nested(batch: TensorDictBase, sizes: list[int], layout: torch.layout) -> TensorDictBase:
+    """Return a TensorDict of nested tensors. Batch size `(trajectories, -1)`."""
+    entries: dict[str, Any] = {}
+    for name in list(batch.keys()):
+        values = batch.get(name)
+        if isinstance(values, NonTensorStack):
+            entries[name] = NonTensorStack(*(part.tolist() for part in values.split(sizes)))
+        elif isinstance(values, NonTensorData):
+            entries[name] = NonTensorData(values.data, batch_size=[len(sizes)])
+        elif isinstance(values, TensorDictBase):
+            entries[name] = _nested(values, sizes, layout)
+        else:
+            entries[name] = torch.nested.as_nested_tensor([*values.split(sizes)], layout=layout)
+    # No check of shapes: torch's jagged tensors have a symbol where the batch size has -1.
+    return TensorDict._new_unsafe(entries, torch.Size([len(sizes), -1]), device=batch.device)
+
+
+def find_start_stop_traj(
+    *,
+    trajectory: torch.Tensor | None = None,
+    end: torch.Tensor | None = None,
+    at_capacity: bool,
+    cursor: int | torch.Tensor | range | None = None,
+    device: torch.device | str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Find the trajectories in rows that lie as in a ring.
+
+    Args:
+        trajectory: To which trajectory each row belongs. Shape `(T, ...)`, time first. It or `end`.
+        end: Whether a row is the last of its trajectory. Shape `(T, ...)`, bool, time first.
+        at_capacity: Whether the ring is full: a trajectory that does not end with the last row goes on in
+            the first one, unless nothing ends at all. Otherwise the last row is an end.
+        cursor: The row that was written last, or several, of which the last counts: in a full ring it is
+            an end, since what followed it has been overwritten.
+        device: Where to compute; None: where the rows are.
+
+    Returns:
+        First and last rows of the trajectories, shape `(n, dims)`, int64: the time, then the place along
+        the other dims; and their lengths, shape `(n,)`. Sorted by place, then by last row. Of one that goes
+        on at the ring's beginning the first row is behind the last.
+
+    Raises:
+        TypeError: Both or none of `trajectory` and `end` are given.
+        RuntimeError: There are no rows, or `cursor` is none.
+
+    Example:
+        >>> end = torch.tensor([False, False, True, False, False])
+        >>> start, stop, lengths = find_start_stop_traj(end=end, at_capacity=True)
+        >>> start[:, 0], stop[:, 0], lengths
+        (tensor([3]), tensor([2]), tensor([5]))
+    """
+    given = trajectory if trajectory is not None else end
+    if given is None or (trajectory is not None and end is not None):
+        raise TypeError(
+            "Exactly one of `trajectory` and `end` must be provided, got "
+            f"trajectory={trajectory} and end={end}."
+        )
+    if given.ndim == 0:
+        raise RuntimeError("Expected the end-of-trajectory signal to be at least 1-dimensional.")
+    if given.shape[0] == 0:
+        raise RuntimeError("Cannot recover trajectory boundaries from an empty (T=0) input.")
+    there = given.device if device is None else torch.device(device)
+    last = given.to(there)
+    last = last != last.roll(-1, 0) if trajectory is not None else last.bool().clone()
+    if not at_capacity:
+        last[-1] = True
+    elif cursor is not None:
+        last[_row(cursor)] = True
+    last[-1] |= ~last.any(0)
+    return _spans(last, given.device)
+
+
+def _row(cursor: Any) -> int:
+    """Return the last of the rows that a cursor names."""
+    if isinstance(cursor, torch.Tensor):
+        cursor = cursor.reshape(-1)
+        if not cursor.numel():
+            raise RuntimeError("cursor must not be an empty tensor.")
+        cursor = cursor[-1].item()
+    elif isinstance(cursor, range):
+        if not cursor:
+            raise RuntimeError("cursor must not be an empty range.")
+        cursor = cursor[-1]
+    if isinstance(cursor, np.ndarray) and cursor.ndim == 0:
+        cursor = cursor.item()
+    if isinstance(cursor, bool) or not isinstance(cursor, int | np.integer):
+        raise RuntimeError("cursor should be an integer or a 1d tensor or a range.")
+    return int(cursor)
+
+
+def _spans(last: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the first and last rows between ends, of which each place has one, and their lengths."""
+    # Places first, so that trajectories of one place follow one another.
+    found = last.transpose(0, -1).nonzero()
+    stop = torch.cat([found[:, -1:], found[:, 1:-1], found[:, :1]], 1)[:, : last.ndim]
+    lane = stop[:, 1:]
+    ending = torch.ones(len(stop), dtype=torch.bool, device=last.device)
+    ending[:-1] = (lane[1:] != lane[:-1]).any(1)
+    before = stop[:, 0].roll(1)
+    before[ending.roll(1)] = stop[ending, 0]  # the first of a place follows on its last one
+    start = stop.clone()
+    start[:, 0] = (before + 1) % last.shape[0]
+    lengths = (stop[:, 0] - start[:, 0]) % last.shape[0] + 1
+    return start.to(device), stop.to(device), lengths.to(device)

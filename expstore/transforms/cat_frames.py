@@ -1,0 +1,197 @@
+"""Stacks of the last frames of an episode, made when rows are sampled.
+
+Buffers are given it as a transform. It acts on what is sampled: each frame is stored once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from expstore.core.values import Key, key_name, to_key
+from expstore.errors import NotFoundError
+from expstore.transforms.base import (
+    StepTransform,
+    StepView,
+    check_fill,
+    given_fill,
+    keys_of,
+    refuse_given,
+)
+
+__all__ = ["CatFrames"]
+
+NestedKey = str | tuple[str, ...]
+
+
+@dataclass(slots=True)
+class _Stack:
+    """The frames of a field, of which the last (with `future` the first) may be the batch's own.
+
+    Shape of the frames `(n, N, *row shape)`; of what is there `(n, N)`.
+    """
+
+    frames: torch.Tensor
+    there: NDArray[np.bool_]
+    own: bool
+
+
+@dataclass(slots=True)
+class _Seen:
+    stacks: list[_Stack] = field(default_factory=list)
+    padded: NDArray[np.bool_] | None = None
+
+
+class CatFrames(StepTransform):
+    """Stack each row's frame and the N - 1 before it in its episode (Mnih et al. 2013).
+
+    Frames are found wherever they lie: across batches, interleaved workers and the end of a ring, so that
+    rows may be sampled one by one. A stack of ("next", key) is that of the next step: it ends with
+    ("next", key), before which stand the frames of `key`; after a `MultiStepTransform` those before the last
+    step that is summed up. Where an episode has no earlier frame its first one stands, or a value. Earlier
+    frames that have left the store count as not there: while a ring goes round that is so for the N - 1
+    oldest rows of an episode that is half gone. Episodes go on after a truncation in the same trajectory, as
+    they do in the store.
+
+    Threads, processes and crashes as `StepTransform`.
+
+    Args:
+        N: How many frames.
+        dim: Along which dim of a row they are put together; negative.
+        in_keys: The frames; `["pixels"]` by default. A name, or a tuple of names, is one key.
+        out_keys: Where the stacks go; `in_keys` by default.
+        padding: What stands where no frame is: "same": the first one that is there. "constant": a value.
+        padding_value: Which.
+        as_inverse: True would store every frame N times: refused.
+        reset_key: Means nothing here, where no environment is reset. Refused if given.
+        done_key: Means nothing here: frames follow the store's episodes. Refused if given.
+        future: The N - 1 frames that come after a row instead, itself the first; of ("next", key) too.
+        mask_key: Where to write which frames were not there. Shape `(n, N)`, bool.
+
+    Raises:
+        TypeError: An argument is of another kind.
+        ValueError: An argument means nothing here or is out of range; there are not as many `out_keys` as
+            `in_keys`.
+
+    Example:
+        >>> rb.append_transform(CatFrames(4, dim=-3, in_keys=["pixels", ("next", "pixels")]))
+        >>> rb.sample()["pixels"].shape  # of frames of shape (1, 84, 84)
+        torch.Size([32, 4, 84, 84])
+    """
+
+    def __init__(
+        self,
+        N: int,
+        dim: int,
+        in_keys: Sequence[NestedKey] | None = None,
+        out_keys: Sequence[NestedKey] | None = None,
+        padding: Literal["same", "constant"] = "same",
+        padding_value: float = 0,
+        as_inverse: bool = False,
+        reset_key: NestedKey | None = None,
+        done_key: NestedKey | None = None,
+        future: bool = False,
+        mask_key: NestedKey | None = None,
+    ) -> None:
+        if isinstance(N, bool) or not isinstance(N, int) or N < 1:
+            raise ValueError(f"N must be a positive whole number, got {N!r}")
+        if isinstance(dim, bool) or not isinstance(dim, int):
+            raise TypeError(f"dim is a dim of a row, a negative whole number, got {dim!r}")
+        if dim >= 0:
+            raise ValueError(
+                "dim must be < 0 to accommodate for tensordict of different batch-sizes (since negative dims "
+                "are batch invariant)."
+            )
+        if padding not in ("same", "constant"):
+            raise ValueError(f"padding must be one of 'same' and 'constant', got {padding!r}")
+        refuse_given("CatFrames", "every frame would be stored N times", as_inverse=(as_inverse, False))
+        refuse_given("CatFrames", "no environment is reset", reset_key=(reset_key, None))
+        done = None if done_key == "done" else done_key
+        refuse_given("CatFrames", "frames follow the episodes of the store", done_key=(done, None))
+        self.N, self.dim = N, dim
+        self.in_keys, self.out_keys = keys_of(in_keys, out_keys, ["pixels"])
+        self.padding, self.padding_value = padding, given_fill("padding_value", padding_value)
+        self.future, self.mask_key = bool(future), mask_key
+
+    def look(self, view: StepView) -> _Seen:
+        """Read the frames.
+
+        Raises:
+            SchemaError: There is no such field, or it has too few dims.
+            ValueError: It cannot hold the padding value.
+        """
+        seen = _Seen()
+        begin = 0 if self.future else 1 - self.N
+        ids, there = view.at(view.ids, np.arange(begin, begin + self.N))
+        if self.mask_key is not None:
+            seen.padded = ~there
+        of_next = None
+        for name in self.in_keys:
+            key = to_key(name)
+            if key[0] != "next":
+                seen.stacks.append(_Stack(view.tensor(ids, key), there, own=bool(view.seen)))
+                continue
+            if of_next is None:
+                of_next = view.at(view.next_ids, np.arange(begin, begin + self.N + 1))
+            seen.stacks.append(self._next(view, key, *of_next))
+        if self.padding == "constant":
+            for name, stack in zip(self.in_keys, seen.stacks, strict=True):
+                check_fill("padding_value", self.padding_value, name, stack.frames.dtype)
+        return seen
+
+    def _next(self, view: StepView, key: Key, ids: NDArray[np.int64], there: NDArray[np.bool_]) -> _Stack:
+        """Return the frames of a field below "next"; `ids` has one column more than there are frames."""
+        if not self.future and key[1:] in view.storage.require_schema():
+            # The last stands for the next frame, which the batch has.
+            frames, there = view.tensor(ids[:, 1:], key[1:]), there[:, 1:].copy()
+            there[:, -1] = True
+            return _Stack(frames, there, own=True)
+        return _Stack(view.tensor(ids[:, :-1], key), there[:, :-1], own=bool(view.seen))
+
+    def apply(self, batch: Any, seen: _Seen) -> Any:
+        """Write the stacks.
+
+        Raises:
+            NotFoundError: The batch has no such field.
+            ValueError: A frame has too few dims.
+        """
+        made = []
+        for name, stack in zip(self.in_keys, seen.stacks, strict=True):
+            frames = stack.frames
+            if stack.own:
+                frames[:, 0 if self.future else -1] = _own(batch, to_key(name))
+            if self.padding == "constant":
+                frames[torch.from_numpy(~stack.there)] = self.padding_value
+            made.append(self._joined(frames, name))
+        for key, stacked in zip(self.out_keys, made, strict=True):
+            batch.set(key, stacked)
+        if self.mask_key is not None and seen.padded is not None:
+            batch.set(self.mask_key, torch.from_numpy(seen.padded))
+        return batch
+
+    def _joined(self, frames: torch.Tensor, name: NestedKey) -> torch.Tensor:
+        """Put frames together along the dim. Shape `(n, *row shape)`, N times as large there."""
+        place = frames.ndim + self.dim
+        if place < 2:
+            raise ValueError(
+                f"dim={self.dim} is none of {key_name(to_key(name))!r}, of row shape {list(frames.shape[2:])}"
+            )
+        return frames.movedim(1, place - 1).flatten(place - 1, place)
+
+    def __repr__(self) -> str:
+        return f"CatFrames(N={self.N}, dim={self.dim}, in_keys={self.in_keys}, out_keys={self.out_keys})"
+
+
+def _own(batch: Any, key: Key) -> torch.Tensor:
+    values: torch.Tensor | None = batch.get(key, None)
+    if values is None:
+        raise NotFoundError(
+            f"no field {key_name(key)!r} in what was read",
+            hint="store it, or put a NextStateReconstructor before CatFrames",
+        )
+    return values

@@ -1,0 +1,638 @@
+"""Rows as Arrow record batches and back: what the HTTP layer and its client send one another.
+
+A field is one column, named by its key's parts with dots between. A row of one value is a plain number; other
+shapes are Arrow's `fixed_shape_tensor`, the one extension type; complex64 has a last dim of two float32,
+bfloat16 is widened to float32. Rows without a fixed size have the type of their segments. What Arrow's types
+do not say stands in the schema's metadata under `expstore`, as JSON: key, dtype and shape of each field, and
+the batch size; whoever does not know it reads the rows all the same. It touches no files and no sockets.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import torch
+from tensordict import TensorDict, TensorDictBase
+
+from expstore.core.values import Array, Key, key_name
+from expstore.data import containers as forms
+from expstore.data.batch import Batch, Builder
+from expstore.data.leaves import leaves_of, to_columns
+from expstore.errors import CorruptionError, SchemaError
+from expstore.schema.arrow_types import to_type, type_text
+from expstore.schema.schema import ARROW, DTYPES, OBJECT, Field, Schema
+from expstore.wire.frames import HEAD_BYTES, Frame, FrameForm, frame_of
+
+__all__ = [
+    "Codec",
+    "Coded",
+    "Decoder",
+    "Encoder",
+    "Message",
+    "columns_of",
+    "join_columns",
+    "meaning_of",
+    "plain_columns",
+    "wishes_of",
+    "with_wishes",
+]
+
+_ABOUT = b"expstore"
+_WISHES = b"expstore.wishes"
+_FORMAT = 1
+#: Arrow's type of one value of a dtype.
+_ARROW: dict[str, Any] = {
+    name: pa.from_numpy_dtype(dtype) for name, dtype in DTYPES.items() if dtype.kind in "biuf"
+} | {"bfloat16": pa.float32(), "complex64": pa.float32()}
+#: NumPy's dtype of what Arrow holds.
+_WIRE = DTYPES | {"bfloat16": np.dtype("<f4"), "complex64": np.dtype("<f4")}
+_NAMES = {kind: name for name, kind in _ARROW.items() if name not in ("bfloat16", "complex64")}
+_LAYOUT = forms.Layout(typed=True)
+#: So many kinds of batches an encoder remembers.
+_KINDS = 16
+
+
+@dataclass(frozen=True)
+class Coded:
+    """Say what the columns of a record batch are.
+
+    Args:
+        schema: The fields.
+        batch_size: Of the batch; () where nothing says so: as many rows as there are.
+        names: Of its dims.
+    """
+
+    schema: Schema
+    batch_size: tuple[int, ...] = ()
+    names: tuple[str | None, ...] = ()
+
+
+def columns_of(data: TensorDictBase, known: Schema | None = None) -> tuple[Schema, list[Any]]:
+    """Return the fields of a batch, and their values, all batch dims in one.
+
+    Args:
+        data: Rows; on any device.
+        known: Of the store that they are of: its fields without a fixed size are of its types, which not
+            every batch shows.
+
+    Returns:
+        The fields, and a column each. Shapes `(n, *row shape)`; of rows without a fixed size pyarrow Arrays.
+
+    Raises:
+        SchemaError: An entry cannot be sent.
+    """
+    flat = data if data.ndim == 1 else data.reshape(-1)
+    batch = forms.take(flat, _LAYOUT)
+    schema = _schema_of(batch, known)
+    if schema.objects:
+        raise SchemaError(
+            f"field {key_name(schema.objects[0])!r} holds objects, which are not sent",
+            hint="send tensors, text, bytes, numbers, lists and dicts of them",
+        )
+    return schema, batch.columns(schema)
+
+
+def _schema_of(batch: Batch, known: Schema | None) -> Schema:
+    if known is None or not known.variable:
+        return Schema.infer(batch.signature())
+    rest = [place for place, key in enumerate(batch.keys) if key not in known or not known[key].variable]
+    others = Batch(
+        [batch.keys[place] for place in rest], [batch.dtypes[place] for place in rest],
+        [batch.arrays[place] for place in rest], batch.count,
+    )  # fmt: skip
+    found = {entry.key: entry for entry in Schema.infer(others.signature()).fields} if rest else {}
+    return Schema([found.get(key) or known[key] for key in batch.keys])
+
+
+class Codec:
+    """Turn rows of one schema into record batches and back.
+
+    Threads may share one.
+
+    Args:
+        schema: The fields.
+
+    Raises:
+        SchemaError: A field holds objects.
+    """
+
+    def __init__(self, schema: Schema) -> None:
+        self.schema = schema
+        self.names = [key_name(entry.key) for entry in schema.fields]  # a schema has none of them twice
+        self._types = [_type_of(entry) for entry in schema.fields]
+        self._builder = Builder(schema)
+        #: Values per row, as Arrow has them.
+        self._items = [
+            math.prod(entry.shape) * (2 if entry.dtype == "complex64" else 1) for entry in schema.fields
+        ]
+
+    def arrow_schema(self, batch_size: Sequence[int] = (), names: Sequence[str | None] = ()) -> Any:
+        """Return the schema of record batches.
+
+        Args:
+            batch_size: Of the batch, if it is not just rows.
+            names: Of its dims.
+        """
+        facts: dict[str, Any] = {"format": _FORMAT, "fields": self.schema.to_json()}
+        if len(batch_size) > 1 or any(names):
+            facts |= {"batch_size": list(batch_size), "names": list(names)}
+        fields = [
+            pa.field(name, kind, nullable=entry.variable)
+            for name, kind, entry in zip(self.names, self._types, self.schema.fields, strict=True)
+        ]
+        return pa.schema(fields, metadata={_ABOUT: json.dumps(facts).encode()})
+
+    def encode(self, columns: Sequence[Any], arrow_schema: Any) -> Any:
+        """Return rows as a record batch, which may share their memory.
+
+        Args:
+            columns: In the schema's order. Shapes `(n, *row shape)`.
+            arrow_schema: As the method of this name has made it.
+        """
+        arrays = [
+            _to_arrow(entry, kind, column)
+            for entry, kind, column in zip(self.schema.fields, self._types, columns, strict=True)
+        ]
+        return pa.RecordBatch.from_arrays(arrays, schema=arrow_schema)
+
+    def decode(self, batch: Any, memory: Any = None) -> list[Any]:
+        """Return the columns of a record batch, in the schema's order.
+
+        Args:
+            batch: With the columns of `check`.
+            memory: The writable memory that holds the batch: what is returned are views of it. None: copies.
+
+        Returns:
+            Shapes `(n, *row shape)`; pyarrow Arrays of rows without a fixed size.
+
+        Raises:
+            SchemaError: A value is missing, or no bfloat16.
+        """
+        base = None if memory is None else _Memory(memory)
+        found, columns = batch.schema.names, batch.columns
+        if found != self.names:
+            columns = [columns[found.index(name)] for name in self.names]
+        return [
+            _from_arrow(entry, column, base)
+            for entry, column in zip(self.schema.fields, columns, strict=True)
+        ]
+
+    def buffers(self, arrow_schema: Any) -> list[int] | None:
+        """Return which buffer of a record batch has the values of each field; None: they are not in one.
+
+        Args:
+            arrow_schema: With the columns of `check`.
+        """
+        if self.schema.variable:
+            return None
+        values, count = {}, 0
+        for column in arrow_schema:
+            # Whether there is a value, for rows and each dim of theirs; then the values
+            # (https://arrow.apache.org/docs/format/Columnar.html, "Fixed-Size List Layout").
+            count += _depth(column.type) + 2
+            values[column.name] = count - 1
+        return [values[name] for name in self.names]
+
+    def read(self, frame: Frame, buffers: Sequence[int]) -> list[Array]:
+        """Return the columns of a plain record batch, in the schema's order, as views of its memory.
+
+        Args:
+            frame: With the columns of `check`.
+            buffers: What the method of this name says of its schema.
+
+        Returns:
+            Shapes `(n, *row shape)`.
+
+        Raises:
+            SchemaError: A value is no bfloat16; or there are fewer than rows.
+        """
+        body, rows, bounds = frame.memory[frame.body :], frame.rows, frame.bounds.tolist()
+        columns = []
+        for entry, number, items in zip(self.schema.fields, buffers, self._items, strict=True):
+            begin, size = bounds[number]
+            part, count = body[begin : begin + size], rows * items
+            wire = _WIRE[entry.dtype]
+            if len(part) < (-(-count // 8) if wire.kind == "b" else count * wire.itemsize):
+                raise SchemaError(f"the values of {key_name(entry.key)!r} end before their last row")
+            if wire.kind == "b":  # one bit each in Arrow
+                values = np.unpackbits(part, count=count, bitorder="little").view(wire)
+            else:
+                values = part[: count * wire.itemsize].view(wire)
+            columns.append(_shaped(entry, values, rows))
+        return columns
+
+    def check(self, arrow_schema: Any) -> None:
+        """Look whether record batches of this schema have the fields, each of its type.
+
+        Raises:
+            SchemaError: They have not; the message names one.
+        """
+        found = list(arrow_schema.names)
+        if sorted(found) != sorted(self.names):
+            missing, surplus = set(self.names) - set(found), set(found) - set(self.names)
+            trouble = [f"misses {min(missing)!r}"] if missing else []
+            trouble += [f"has {min(surplus)!r}, which is none"] if surplus else []
+            trouble = trouble or ["has a column twice"]
+            raise SchemaError(
+                f"the body {' and '.join(trouble)} of the fields", hint=f"send {', '.join(self.names)}"
+            )
+        for name, kind, entry in zip(self.names, self._types, self.schema.fields, strict=True):
+            got = arrow_schema.field(name).type
+            if _plain(got, entry) != _plain(kind, entry):
+                raise SchemaError(f"column {name!r} is {got}", hint=f"the field is {entry}: send {kind}")
+
+    def build(
+        self, columns: Sequence[Any], batch_size: Sequence[int] = (), names: Sequence[str | None] = ()
+    ) -> TensorDict:
+        """Return columns as a TensorDict that shares their memory.
+
+        Args:
+            columns: In the schema's order. Shapes `(n, *row shape)`.
+            batch_size: Of the result; (): `(n,)`.
+            names: Of its dims.
+
+        Raises:
+            SchemaError: There are not as many rows as the batch size says.
+        """
+        count = len(columns[0])
+        size = torch.Size(batch_size or (count,))
+        if size.numel() != count:
+            raise SchemaError(f"the batch size is {list(size)}, and there are {count} rows")
+        if len(size) > 1:
+            columns = [
+                column.reshape(*size, *entry.shape) if isinstance(column, np.ndarray) else column
+                for column, entry in zip(columns, self.schema.fields, strict=True)
+            ]
+        built = self._builder.build(columns, size, {})
+        if any(names):
+            built.names = list(names)
+        return built
+
+
+class Message(NamedTuple):
+    """A record batch as it is sent.
+
+    Args:
+        schema: Arrow's.
+        data: Its bytes.
+    """
+
+    schema: Any
+    data: Any
+
+
+class _Kind:
+    """What an encoder knows of batches that differ in their values alone."""
+
+    def __init__(self, schema: Schema, data: TensorDictBase) -> None:
+        self.codec = Codec(schema)
+        self.arrow_schema = self.codec.arrow_schema(data.batch_size, _names_of(data))
+        self._form: FrameForm | None = None
+        self._buffers = self.codec.buffers(self.arrow_schema)
+
+    def message(self, columns: Sequence[Any]) -> Any:
+        """Return rows as the bytes of a message."""
+        if self._form is not None:
+            return self._form.write(columns)
+        data = self.codec.encode(columns, self.arrow_schema).serialize()
+        buffers, self._buffers = self._buffers, None
+        if buffers is not None:
+            memory, (head,) = np.frombuffer(data, np.uint8), struct.unpack_from("<i", data, 4)
+            form = FrameForm(frame_of(self.arrow_schema, memory, HEAD_BYTES + head), buffers)
+            with contextlib.suppress(ValueError):
+                if np.array_equal(form.write(columns), memory):  # not of bfloat16, which is sent as float32
+                    self._form = form
+        return data
+
+
+class Encoder:
+    """Turn batches into record batches, fast where one is like another before.
+
+    Threads may share one.
+
+    Args:
+        schema: Returns the fields of the store that they are of; None: they say themselves what they are.
+    """
+
+    def __init__(self, schema: Callable[[], Schema | None] = lambda: None) -> None:
+        self._schema = schema
+        self._known: dict[Any, _Kind] = {}
+
+    def encode(self, data: TensorDictBase) -> Any:
+        """Return rows as a record batch, with what they are in its schema's metadata.
+
+        Args:
+            data: Rows; on any device.
+
+        Raises:
+            SchemaError: An entry cannot be sent.
+        """
+        kind, columns = self._taken(data)
+        return kind.codec.encode(columns, kind.arrow_schema)
+
+    def message(self, data: TensorDictBase) -> Message:
+        """Return rows as what `encode` returns is sent, made faster.
+
+        Args:
+            data: Rows; on any device.
+
+        Raises:
+            SchemaError: An entry cannot be sent.
+        """
+        kind, columns = self._taken(data)
+        return Message(kind.arrow_schema, kind.message(columns))
+
+    def _taken(self, data: TensorDictBase) -> tuple[_Kind, Sequence[Any]]:
+        """Return what a batch is, and its columns."""
+        keys: list[Key] = []
+        leaves: list[Any] = []
+        dims = data.ndim
+        try:
+            leaves_of(data, (), frozenset(), keys, leaves)  # not of rows that differ in shape
+            alike = (
+                data.batch_size,
+                tuple(data.names),
+                *zip(
+                    keys, [leaf.dtype for leaf in leaves], [leaf.shape[dims:] for leaf in leaves], strict=True
+                ),
+            )
+            store = self._schema()
+            loose = store is not None and bool(store.variable)
+            plain = not loose and not any(leaf.is_nested for leaf in leaves)
+        except (AttributeError, RuntimeError):
+            plain = False
+        if not plain:
+            schema, columns = columns_of(data, self._schema())
+            return _Kind(schema, data), columns
+        kind = self._known.get(alike)
+        if kind is None:
+            schema, _ = columns_of(data)
+            if len(self._known) >= _KINDS:
+                self._known.clear()
+            kind = self._known[alike] = _Kind(schema, data)
+        return kind, to_columns(keys, leaves)[0]
+
+
+def _names_of(data: TensorDictBase) -> Sequence[str | None]:
+    return data.names if any(data.names) else ()
+
+
+def with_wishes(batch: Any, wishes: Mapping[str, Any]) -> Any:
+    """Return a record batch that says in its schema's metadata what is to be done with its rows.
+
+    Args:
+        batch: Rows.
+        wishes: By name; what JSON can keep.
+    """
+    return batch.replace_schema_metadata({**(batch.schema.metadata or {}), _WISHES: json.dumps(wishes)})
+
+
+def wishes_of(arrow_schema: Any) -> dict[str, Any]:
+    """Return what `with_wishes` has said.
+
+    Raises:
+        SchemaError: It is no JSON object.
+    """
+    try:
+        found = json.loads((arrow_schema.metadata or {}).get(_WISHES, b"{}"))
+        if isinstance(found, dict):
+            return found
+    except (ValueError, RecursionError):
+        pass
+    raise SchemaError("what the metadata says is to be done with the rows cannot be read")
+
+
+class _Known(NamedTuple):
+    """What a decoder knows of batches of one schema."""
+
+    schema: Any
+    told: Coded
+    codec: Codec
+    buffers: list[int] | None
+
+
+class Decoder:
+    """Turn record batches into TensorDicts, by what their schemas say; it knows the last ones again.
+
+    Threads may share one.
+    """
+
+    def __init__(self) -> None:
+        self._last: tuple[_Known, ...] = ()
+
+    def decode(self, batch: Any, memory: Any = None) -> TensorDict:
+        """Return a batch's rows.
+
+        Args:
+            batch: As an `Encoder` makes one, or with plain columns.
+            memory: As in `Codec.decode`.
+
+        Raises:
+            SchemaError: They are no rows.
+        """
+        known = self._known(batch.schema)
+        return known.codec.build(known.codec.decode(batch, memory), known.told.batch_size, known.told.names)
+
+    def read(self, frame: Frame) -> TensorDict:
+        """Return the rows of a batch that came in a stream, in its memory.
+
+        Raises:
+            SchemaError: They are no rows.
+        """
+        known = self._known(frame.schema)
+        if known.buffers is None or not frame.plain:
+            return self.decode(frame.batch(), frame.memory if frame.plain else None)
+        columns = known.codec.read(frame, known.buffers)
+        return known.codec.build(columns, known.told.batch_size, known.told.names)
+
+    def _known(self, schema: Any) -> _Known:
+        for known in self._last:
+            if known.schema is schema or known.schema.equals(schema, check_metadata=True):
+                return known
+        told = meaning_of(schema)
+        codec = Codec(told.schema)
+        made = _Known(schema, told, codec, codec.buffers(schema))
+        self._last = (*self._last[-7:], made)
+        return made
+
+
+def join_columns(parts: Sequence[Any]) -> Any:
+    """Return columns one behind another as one."""
+    return np.concatenate(parts) if isinstance(parts[0], np.ndarray) else pa.concat_arrays(parts)
+
+
+def plain_columns(batch: Any) -> list[list[Any]]:
+    """Return the columns of a record batch as lists of Python's values."""
+    return [
+        column.to_numpy_ndarray().tolist()
+        if isinstance(column, pa.FixedShapeTensorArray)
+        else column.to_pylist()
+        for column in batch.columns
+    ]
+
+
+def meaning_of(arrow_schema: Any, known: Codec | None = None) -> Coded:
+    """Return what the columns of a record batch are: by its metadata, or else by names and types.
+
+    Args:
+        arrow_schema: The batch's.
+        known: Of rows that are to have just these fields; None: what they are is told.
+
+    Raises:
+        SchemaError: A column is of a type that no field has, or not of the field's; or the metadata does not
+            fit the columns.
+    """
+    if known is not None:
+        known.check(arrow_schema)
+    text = (arrow_schema.metadata or {}).get(_ABOUT)
+    if text is None:
+        found = known and known.schema
+        return Coded(found or Schema([_field_of(entry.name, entry.type) for entry in arrow_schema]))
+    try:
+        facts = json.loads(text)
+        if int(facts["format"]) > _FORMAT:
+            raise SchemaError(
+                f"the rows are in format {facts['format']}, this version reads format {_FORMAT}",
+                hint="take a newer expstore at this end",
+            )
+        schema = Schema.from_json(facts["fields"]) if known is None else known.schema
+        size = tuple(int(part) for part in facts.get("batch_size", ()))
+        names = tuple(None if name is None else str(name) for name in facts.get("names", ()))
+        if any(part < 0 for part in size) or len(names) not in (0, len(size)):
+            raise ValueError(f"a batch of size {size} with dims {names}")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, CorruptionError) as exc:
+        if isinstance(exc, SchemaError):
+            raise
+        raise SchemaError(f"what the metadata says of the columns cannot be read: {exc}") from exc
+    if known is None:
+        Codec(schema).check(arrow_schema)
+    return Coded(schema, size, names)
+
+
+def _type_of(entry: Field) -> Any:
+    """Return the Arrow type of a field's column."""
+    if entry.dtype == OBJECT:
+        raise SchemaError(f"field {key_name(entry.key)!r} holds objects, which are not sent")
+    if entry.variable:
+        return to_type(entry.arrow)
+    kind = _ARROW[entry.dtype]
+    shape = (*entry.shape, 2) if entry.dtype == "complex64" else entry.shape
+    return kind if shape in ((), (1,)) else pa.fixed_shape_tensor(kind, shape)
+
+
+def _field_of(name: str, kind: Any) -> Field:
+    """Return the field that a column of somebody else's is."""
+    key: Key = tuple(name.split("."))
+    shape: tuple[int, ...] = ()
+    plain = kind
+    if isinstance(plain, pa.FixedShapeTensorType):
+        plain, shape = plain.value_type, tuple(plain.shape)
+    while pa.types.is_fixed_size_list(plain):
+        plain, shape = plain.value_type, (*shape, plain.list_size)
+    if plain in _NAMES:
+        return Field(key, _NAMES[plain], shape)
+    if isinstance(plain, pa.BaseExtensionType) or shape:
+        raise SchemaError(f"column {name!r} is of type {kind}, which no field has")
+    return Field(key, ARROW, (), type_text(kind))
+
+
+def _plain(kind: Any, entry: Field) -> Any:
+    """Return a type as far as it matters: (value type, values per row), or of others the type."""
+    count = 1
+    if entry.variable:
+        return kind
+    if isinstance(kind, pa.FixedShapeTensorType):
+        kind = kind.storage_type
+    while pa.types.is_fixed_size_list(kind):
+        count, kind = count * kind.list_size, kind.value_type
+    return kind, count
+
+
+def _depth(kind: Any) -> int:
+    """Return how many lists of a fixed size a type is."""
+    depth = 0
+    if isinstance(kind, pa.BaseExtensionType):
+        kind = kind.storage_type
+    while pa.types.is_fixed_size_list(kind):
+        depth, kind = depth + 1, kind.value_type
+    return depth
+
+
+def _to_arrow(entry: Field, kind: Any, column: Any) -> Any:
+    if entry.variable:
+        return column if column.type == kind else column.cast(kind)
+    flat = np.ascontiguousarray(column).reshape(-1)
+    if entry.dtype == "bfloat16":
+        flat = (flat.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    elif entry.dtype == "complex64":
+        flat = flat.view(np.float32)
+    values = pa.array(flat)
+    if not isinstance(kind, pa.FixedShapeTensorType):
+        return values
+    storage = pa.FixedSizeListArray.from_arrays(values, kind.storage_type.list_size)
+    return pa.ExtensionArray.from_storage(kind, storage)
+
+
+class _Memory:
+    """Find arrays again in the memory that holds them, which can be written to."""
+
+    def __init__(self, memory: Any) -> None:
+        self._bytes = np.frombuffer(memory, np.uint8)
+        self._start = self._bytes.ctypes.data
+
+    def view(self, array: Any, dtype: np.dtype[Any]) -> Array:
+        """Return plain values of Arrow's as an array."""
+        at = array.buffers()[1].address - self._start + array.offset * dtype.itemsize
+        inside: Array = self._bytes[at : at + len(array) * dtype.itemsize].view(dtype)
+        return inside
+
+
+def _from_arrow(entry: Field, array: Any, base: _Memory | None) -> Any:
+    if entry.variable:
+        return array.combine_chunks() if isinstance(array, pa.ChunkedArray) else array
+    count = len(array)
+    while True:
+        if array.null_count:
+            raise SchemaError(f"column {key_name(entry.key)!r} has rows without a value")
+        if isinstance(array, pa.ExtensionArray):
+            array = array.storage
+        elif isinstance(array, pa.FixedSizeListArray):
+            inner = array.values  # of all rows that the memory holds; a slice has fewer
+            whole = not array.offset and len(inner) == len(array) * array.type.list_size
+            array = inner if whole else array.flatten()
+        else:
+            break
+    return _shaped(entry, _values(array, _WIRE[entry.dtype], base), count)
+
+
+def _shaped(entry: Field, values: Array, count: int) -> Array:
+    """Return so many rows of a field, of the values that Arrow has for it."""
+    if entry.dtype == "bfloat16":
+        bits = values.view(np.uint32)
+        if (bits & np.uint32(0xFFFF)).any():
+            raise SchemaError(
+                f"column {key_name(entry.key)!r} has values that bfloat16 has not", hint="round them first"
+            )
+        values = (bits >> np.uint32(16)).astype(np.uint16)
+    elif entry.dtype == "complex64":
+        values = values.view(np.complex64)
+    return values.reshape(count, *entry.shape)
+
+
+def _values(array: Any, dtype: np.dtype[Any], base: _Memory | None) -> Array:
+    """Return plain values as an array that can be written to."""
+    if isinstance(array, pa.BooleanArray):  # one bit each in Arrow
+        spread: Array = array.to_numpy(zero_copy_only=False)
+        return spread
+    if base is not None and len(array):
+        return base.view(array, dtype)
+    values: Array = array.to_numpy().copy()
+    return values

@@ -1,0 +1,147 @@
+"""Record batches as they lie in a stream: where each buffer is, without an object of Arrow's for each column.
+
+Used by framing and the codec. Where things are is told by a message's metadata, a flatbuffer
+(https://github.com/apache/arrow/blob/main/format/Message.fbs; https://flatbuffers.dev/internals): batches
+that differ in their values alone have the same. It never looks at values.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+
+from expstore.core.values import Array, IntArray
+
+__all__ = ["HEAD_BYTES", "Frame", "FrameForm", "frame_of", "is_packed", "size_of_body"]
+
+#: What comes before a message: the mark, and the length of its metadata.
+HEAD_BYTES = 8
+# Fields of the tables Message and RecordBatch, by number.
+_HEADER, _BODY_SIZE = 2, 3
+_LENGTH, _NODES, _BUFFERS, _COMPRESSION = 0, 1, 2, 3
+
+
+class Frame(NamedTuple):
+    """A record batch in the memory that it came into.
+
+    Args:
+        schema: Arrow's.
+        rows: How many.
+        memory: The whole message: head, metadata, body. uint8.
+        body: Where its body begins.
+        bounds: Offset in the body, and length, of each buffer. Shape `(buffers, 2)`, int64.
+        plain: Whether no value is missing, and no buffer is packed: each lies there as it is.
+    """
+
+    schema: Any
+    rows: int
+    memory: Array
+    body: int
+    bounds: IntArray
+    plain: bool
+
+    def batch(self) -> Any:
+        """Return it as Arrow's record batch, in the same memory."""
+        message = pa.ipc.read_message(pa.BufferReader(pa.py_buffer(self.memory)))
+        return pa.ipc.read_record_batch(message, self.schema)
+
+
+class FrameForm:
+    """Write record batches that differ in their values alone: their bytes, without Arrow's objects.
+
+    Threads may share one.
+
+    Args:
+        frame: One of them, plain.
+        buffers: Which of its buffers has the values of each column; no other has any bytes.
+    """
+
+    def __init__(self, frame: Frame, buffers: Sequence[int]) -> None:
+        begins, sizes = frame.body + frame.bounds[buffers, 0], frame.bounds[buffers, 1]
+        self._head = frame.memory[: frame.body].copy()
+        self._size = frame.memory.size
+        self._places = list(zip(begins.tolist(), (begins + sizes).tolist(), strict=True))
+        ends = [frame.body, *(end for _, end in sorted(self._places))]
+        nexts = [*(begin for begin, _ in sorted(self._places)), self._size]
+        self._padding = [(end, begin) for end, begin in zip(ends, nexts, strict=True) if end < begin]
+
+    def write(self, columns: Sequence[Array]) -> Array:
+        """Return the message of a batch. Shape `(bytes,)`, uint8.
+
+        Args:
+            columns: Its values, as Arrow holds them but for booleans. Shapes `(n, *row shape)`.
+        """
+        message = np.empty(self._size, np.uint8)
+        message[: self._head.size] = self._head
+        for end, begin in self._padding:
+            message[end:begin] = 0  # memory that was somebody else's goes to nobody
+        for (begin, end), column in zip(self._places, columns, strict=True):
+            if column.dtype == np.bool_:  # one bit each in Arrow
+                message[begin:end] = np.packbits(column, bitorder="little")
+            else:
+                message[begin:end].view(column.dtype).reshape(column.shape)[...] = column
+        return message
+
+
+def frame_of(schema: Any, memory: Array, body: int) -> Frame:
+    """Return the record batch of a message.
+
+    Args:
+        schema: Of the stream.
+        memory: The message. uint8.
+        body: Where its body begins.
+
+    Raises:
+        ValueError, struct.error: The message is none, or holds no record batch.
+    """
+    metadata = memory.data[HEAD_BYTES:body]
+    header = _header(metadata)
+    nodes, bounds = (_pairs(metadata, _field(metadata, header, number)) for number in (_NODES, _BUFFERS))
+    at = _field(metadata, header, _LENGTH)
+    rows = int(struct.unpack_from("<q", metadata, at)[0]) if at else 0
+    plain = not (nodes[:, 1].any() or _field(metadata, header, _COMPRESSION))
+    return Frame(schema, rows, memory, body, bounds, plain)
+
+
+def size_of_body(metadata: Any) -> int:
+    """Return how many bytes follow a message's metadata."""
+    at = _field(metadata, _root(metadata), _BODY_SIZE)
+    return int(struct.unpack_from("<q", metadata, at)[0]) if at else 0
+
+
+def is_packed(metadata: Any) -> bool:
+    """Say whether the buffers of a record batch are compressed."""
+    return _field(metadata, _header(metadata), _COMPRESSION) != 0
+
+
+def _root(metadata: Any) -> int:
+    return int(struct.unpack_from("<I", metadata, 0)[0])
+
+
+def _header(metadata: Any) -> int:
+    """Return where the message's own table is."""
+    at = _field(metadata, _root(metadata), _HEADER)
+    return at + int(struct.unpack_from("<I", metadata, at)[0])
+
+
+def _field(metadata: Any, table: int, number: int) -> int:
+    """Return where a field of a table is; 0: it has its default."""
+    (back,) = struct.unpack_from("<i", metadata, table)
+    fields = table - back
+    (size,) = struct.unpack_from("<H", metadata, fields)
+    slot = 4 + 2 * number
+    step = struct.unpack_from("<H", metadata, fields + slot)[0] if slot < size else 0
+    return table + int(step) if step else 0
+
+
+def _pairs(metadata: Any, at: int) -> IntArray:
+    """Return a vector of structs of two int64. Shape `(n, 2)`."""
+    if not at:
+        return np.zeros((0, 2), np.int64)
+    at += struct.unpack_from("<I", metadata, at)[0]
+    (count,) = struct.unpack_from("<I", metadata, at)
+    return np.frombuffer(metadata, "<i8", 2 * count, at + 4).reshape(count, 2)

@@ -1,0 +1,274 @@
+"""Arrow IPC streams, message by message: what comes from strangers is checked before it is read.
+
+Used by the codec's callers at both ends of a connection. It knows frames, not fields.
+
+Arrow's own reader takes a stream that was cut between two messages for a whole one, unpacks what is packed
+inside, and trusts lengths; so the end mark, the kinds of messages and each batch's buffers are looked at here
+(https://arrow.apache.org/docs/format/Columnar.html: "Encapsulated message format", "IPC Streaming Format").
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from expstore.errors import SchemaError
+from expstore.wire.frames import HEAD_BYTES, Frame, frame_of, is_packed, size_of_body
+
+__all__ = [
+    "END",
+    "StreamWriter",
+    "batches_of",
+    "frames_in",
+    "read_batches",
+    "read_each",
+    "read_table",
+    "table_stream",
+    "write_stream",
+]
+
+#: What ends a stream.
+END = b"\xff\xff\xff\xff\x00\x00\x00\x00"
+#: Most metadata of a schema, and of a batch: deeply nested ones would overflow the stack of Arrow's reader.
+_SCHEMA_BYTES = 64 * 1024
+_BATCH_BYTES = 1024 * 1024
+
+
+def _bad(reason: str, hint: str = "") -> SchemaError:
+    return SchemaError(
+        f"the body is no Arrow IPC stream that can be taken: {reason}", kind="arrow", hint=hint
+    )
+
+
+def write_stream(batch: Any, *, compression: str | None = None) -> Any:
+    """Return a record batch as a whole stream: schema, batch, end mark. A pyarrow Buffer."""
+    sink = pa.BufferOutputStream()
+    options = pa.ipc.IpcWriteOptions(compression=compression)
+    with pa.ipc.new_stream(sink, batch.schema, options=options) as writer:
+        writer.write_batch(batch)
+    return sink.getvalue()
+
+
+class StreamWriter:
+    """Write record batches of one schema as a stream, and take its bytes away part by part.
+
+    Args:
+        compression: Of their buffers: "lz4", "zstd" or None.
+    """
+
+    def __init__(self, compression: str | None = None) -> None:
+        self._options = pa.ipc.IpcWriteOptions(compression=compression)
+        self._schema: Any = None
+        self._parts: list[Any] = []
+        self.pending = 0
+
+    def write(self, batch: Any) -> None:
+        """Add a record batch.
+
+        Raises:
+            SchemaError: It is of another schema than the first.
+        """
+        self._begin(batch.schema)
+        self._add(batch.serialize() if self._options.compression is None else self._packed(batch))
+
+    def write_message(self, schema: Any, message: Any) -> None:
+        """Add a record batch as it is sent: its buffers are not compressed.
+
+        Args:
+            schema: Its own.
+            message: Its bytes.
+
+        Raises:
+            SchemaError: It is of another schema than the first.
+        """
+        self._begin(schema)
+        self._add(message)
+
+    def _begin(self, schema: Any) -> None:
+        if self._schema is None:
+            self._schema = schema
+            self._add(schema.serialize())
+        elif schema is not self._schema and not schema.equals(self._schema):
+            raise SchemaError("the fields have changed since the stream began", kind="changed",
+                              hint="ask for another stream")  # fmt: skip
+
+    def _packed(self, batch: Any) -> Any:
+        whole = write_stream(batch, compression=self._options.compression)
+        head = len(batch.schema.serialize())
+        return whole.slice(head, len(whole) - head - len(END))
+
+    def end(self) -> None:
+        """Add the end mark."""
+        self._add(END)
+
+    def _add(self, part: Any) -> None:
+        self._parts.append(part)
+        self.pending += len(part)
+
+    def take(self) -> bytes | memoryview:
+        """Return the bytes that were added since they were last taken."""
+        parts, self._parts, self.pending = [memoryview(part) for part in self._parts], [], 0
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def table_stream(table: Any) -> Any:
+    """Return a table as a whole stream. A pyarrow Buffer."""
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    return sink.getvalue()
+
+
+def batches_of(data: Any) -> tuple[list[str], list[Any]]:
+    """Return the names of the columns, and the record batches, of a stream of somebody trusted."""
+    with pa.ipc.open_stream(data) as reader:
+        return list(reader.schema.names), list(reader)
+
+
+def read_batches(body: Any, check: Callable[[Any], None], *, rows: int) -> tuple[Any, list[Any]]:
+    """Return the schema and the record batches of a stranger's stream.
+
+    Args:
+        body: The bytes; batches are views of them.
+        check: Is given the schema before any batch is looked at, and raises if it will not do.
+        rows: At most so many.
+
+    Raises:
+        SchemaError: It is no such stream, ends early, goes on after its end, holds other messages than
+            batches, packed buffers, or lengths that do not fit one another.
+    """
+    view = memoryview(body)
+    source = pa.BufferReader(pa.py_buffer(body))
+    schema, batches, count = None, [], 0
+    while True:
+        at = source.tell()
+        size = _metadata_size(view, at)
+        if size == 0:
+            if len(view) != at + HEAD_BYTES:
+                raise _bad(f"{len(view) - at - HEAD_BYTES} bytes follow its end mark")
+            break
+        if size > (_SCHEMA_BYTES if schema is None else _BATCH_BYTES):
+            raise _bad(f"a message has {size} bytes of metadata")
+        try:
+            message = pa.ipc.read_message(source)
+            if schema is None:
+                if message.type != "schema":  # Arrow takes the caller's word for it
+                    raise _bad(f"it begins with a message of type {message.type!r}")
+                schema = pa.ipc.read_schema(message)
+                check(schema)
+                continue
+            _check_message(message)
+            batch = pa.ipc.read_record_batch(message, schema)
+            batch.validate(full=True)
+        except (pa.ArrowException, EOFError, OSError, ValueError) as exc:
+            if isinstance(exc, SchemaError):
+                raise
+            raise _bad(str(exc).splitlines()[0][:200] if str(exc) else type(exc).__name__) from exc
+        count += batch.num_rows
+        if count > rows:
+            raise SchemaError(
+                f"the body has more than {rows:,} rows", kind="too_large", hint="send them in several calls"
+            )
+        batches.append(batch)
+    if schema is None:
+        raise _bad("it has no schema")
+    return schema, batches
+
+
+def _metadata_size(view: memoryview, at: int) -> int:
+    """Return how many bytes of metadata the message at `at` has; 0: the stream ends there."""
+    if len(view) < at + HEAD_BYTES:
+        raise _bad("it has no end mark, so rows may be missing", "close the writer before you send")
+    mark, size = struct.unpack_from("<Ii", view, at)
+    if mark != 0xFFFFFFFF or size < 0:
+        raise _bad("a message does not begin as one")
+    return int(size)
+
+
+def _check_message(message: Any) -> None:
+    """Raise SchemaError unless a message is a batch whose buffers lie there as they are."""
+    if message.type != "record batch":
+        raise _bad(f"it holds a message of type {message.type!r}", "send plain columns, no dictionaries")
+    try:
+        packed = is_packed(memoryview(message.metadata))  # Arrow has verified the flatbuffer
+    except struct.error as exc:
+        raise _bad("a message's metadata cannot be read") from exc
+    if packed:
+        raise _bad("its buffers are compressed", "send it without compression")
+
+
+def read_each(readinto: Callable[[Any], int]) -> Iterator[Frame]:
+    """Read a stream of somebody trusted as it comes.
+
+    Args:
+        readinto: Fills memory, and returns how many bytes; fewer: there are no more.
+
+    Yields:
+        Record batches, each in memory that is nobody else's.
+
+    Raises:
+        EOFError, OSError: It breaks off, or its source fails.
+    """
+
+    def fill(piece: Any) -> Any:
+        if len(piece) and readinto(piece) != len(piece):
+            raise EOFError("it breaks off")
+        return piece
+
+    schema, head = None, bytearray(HEAD_BYTES)
+    try:
+        while size := _metadata_size(memoryview(fill(head)), 0):
+            metadata = fill(bytearray(size))
+            body = HEAD_BYTES + size
+            # Not zeros first: a batch may be many MiB.
+            message = np.empty(body + size_of_body(metadata), np.uint8)
+            view = message.data
+            view[:HEAD_BYTES], view[HEAD_BYTES:body] = head, metadata
+            fill(view[body:])
+            if schema is None:
+                schema = pa.ipc.read_schema(pa.py_buffer(message))
+            else:
+                yield frame_of(schema, message, body)
+    except (pa.ArrowInvalid, struct.error, ValueError) as exc:
+        raise EOFError(str(exc).splitlines()[0]) from exc
+
+
+def frames_in(body: bytearray) -> list[Frame]:
+    """Return the record batches of a whole stream of somebody trusted, in its own memory.
+
+    Raises:
+        SchemaError: It is none.
+    """
+    schema, found, memory, at = None, [], np.frombuffer(body, np.uint8), 0
+    try:
+        while size := _metadata_size(memory.data, at):
+            begin = HEAD_BYTES + size
+            whole = begin + size_of_body(memory.data[at + HEAD_BYTES : at + begin])
+            message = memory[at : at + whole]
+            if schema is None:
+                schema = pa.ipc.read_schema(pa.py_buffer(message))
+            else:
+                found.append(frame_of(schema, message, begin))
+            at += whole
+    except (pa.ArrowInvalid, struct.error, ValueError) as exc:
+        if isinstance(exc, SchemaError):
+            raise
+        raise _bad(str(exc).splitlines()[0][:200]) from exc
+    return found
+
+
+def read_table(body: Any) -> Any:
+    """Return a stream of somebody trusted as one table, which shares the body's memory.
+
+    Raises:
+        SchemaError: It is none.
+    """
+    try:
+        with pa.ipc.open_stream(pa.py_buffer(body)) as reader:
+            return reader.read_all()
+    except (pa.ArrowException, OSError) as exc:
+        raise _bad(str(exc).splitlines()[0][:200]) from exc

@@ -1,0 +1,549 @@
+"""Where new rows go: their ids, and through them their places.
+
+Buffers take one of these, and hand it rows of which is known what they are. It never looks at what users
+handed over, and draws nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import numpy as np
+import torch
+
+from expstore.core.members import Members
+from expstore.core.values import Array, IntArray, Ranking, key_name, to_key
+from expstore.episodes.table import Steps
+from expstore.errors import NotFoundError, SchemaError, StateError
+from expstore.schema.ranking import rank_rows, reduce_values
+from expstore.schema.schema import Schema
+from expstore.schema.take_rows import pick
+from expstore.storages.base import Storage
+from expstore.storages.indexing import append_rows
+
+if TYPE_CHECKING:
+    from expstore.core.idempotency import WriteKey
+    from expstore.kernels.rank_tree import RankTree
+
+__all__ = [
+    "ImmutableDatasetWriter",
+    "RoundRobinWriter",
+    "TensorDictMaxValueWriter",
+    "TensorDictRoundRobinWriter",
+    "Writer",
+    "WriterEnsemble",
+    "default_writer",
+]
+
+Reduction = Literal["sum", "max", "min", "mean", "median"]
+
+
+class Writer(ABC):
+    """Place batches of rows.
+
+    A writer keeps nothing that rows, schema and settings of a storage do not say: it may be made anew at
+    any time, and goes on where it was.
+    """
+
+    #: Whether samples say how many rows each place had before: `index_generation`.
+    tracks_generations = False
+    #: Whether a batch is written as a whole, under one record, which can keep an idempotency key.
+    keeps_keys = False
+    _storage: weakref.ref[Storage] | None = None
+
+    def register_storage(self, storage: Storage) -> None:
+        """Be told over which storage a buffer uses this writer.
+
+        Raises:
+            ValueError: It can do nothing there.
+        """
+        self._storage = weakref.ref(storage)
+
+    def generations_of(self, index: int | torch.Tensor) -> torch.Tensor:
+        """Return how many rows had these places before the ones that are there; -1: there is none.
+
+        A writer that does not track generations says -1 of all.
+
+        Args:
+            index: Which places, as `extend` returns them. Shape `()`, `(n,)`, or `(n, ndim)`.
+
+        Returns:
+            Shape `()` or `(n,)`, int64.
+        """
+        numbers = torch.as_tensor(index)
+        storage = None if self._storage is None else self._storage()
+        if storage is not None and storage.ndim > 1 and numbers.ndim > 1:
+            places = storage.ravel(numbers.cpu().numpy().reshape(-1, storage.ndim))
+            numbers = torch.from_numpy(places).to(numbers.device)
+        if storage is None or not self.tracks_generations:
+            return torch.full(numbers.shape, -1, dtype=torch.int64, device=numbers.device)
+        found = storage.generations_at(numbers.cpu().numpy().astype(np.int64))
+        return torch.from_numpy(found).to(numbers.device)
+
+    def check(self) -> None:
+        """Raise StateError if no rows are taken, or given up, at all."""
+
+    def check_fields(self, schema: Schema) -> None:
+        """Raise an error if rows with these fields cannot be taken; asked before they are fixed."""
+
+    def begin(self, storage: Storage) -> None:
+        """Be told that the first rows of a storage are about to come, which fix how it keeps them."""
+
+    @abstractmethod
+    def write(
+        self,
+        storage: Storage,
+        columns: Sequence[Array],
+        steps: Steps,
+        *,
+        source: str | None,
+        info: str,
+        key: WriteKey | None = None,
+    ) -> IntArray:
+        """Give every row of a batch its id, episode and step, and write it: all rows or none.
+
+        Args:
+            storage: Where the rows go; its lock is held.
+            columns: One array per field, in the schema's order. Shapes `(n, *row shape)`.
+            steps: What the rows are in the eyes of their collector.
+            source: Name of the stream, or None for the handle's own.
+            info: What is noted about all their episodes, as JSON text.
+            key: The idempotency key of the batch; only writers that keep keys are given one.
+
+        Returns:
+            Id of each row; -1 for rows that were not taken in. Shape `(n,)`, int64.
+        """
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what `load_state_dict` takes: settings; where rows go follows from the storage."""
+        return {}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Check that this is what `state_dict` of such a writer returned.
+
+        Raises:
+            ValueError: It was set up otherwise.
+        """
+        own = self.state_dict()
+        for name, value in own.items():
+            if name in state_dict and state_dict[name] != value:
+                raise ValueError(f"this writer has {name}={value!r}, the state {name}={state_dict[name]!r}")
+
+    def dumps(self, path: str | Path) -> None:
+        """Write nothing: what a writer needs to know stands with the rows."""
+
+    def loads(self, path: str | Path) -> None:
+        """Read nothing, as `dumps` writes nothing."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy needs; the buffer that gets it registers its storage."""
+        return {name: value for name, value in self.__dict__.items() if name != "_storage"}
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
+
+class RoundRobinWriter(Writer):
+    """Append rows; in a ring the newest take the places of the oldest.
+
+    Args:
+        compilable: False; nothing here is traced by `torch.compile`.
+        track_generations: Let samples carry `index_generation`, for `update_if_present`; `id` does the same.
+
+    Example:
+        >>> rb = ReplayBuffer(storage=MemoryStorage(100), writer=RoundRobinWriter(), batch_size=8)
+    """
+
+    keeps_keys = True
+
+    def __init__(self, compilable: bool = False, *, track_generations: bool = False) -> None:
+        _refuse_compilable(compilable)
+        self.tracks_generations = track_generations
+
+    def write(
+        self,
+        storage: Storage,
+        columns: Sequence[Array],
+        steps: Steps,
+        *,
+        source: str | None,
+        info: str,
+        key: WriteKey | None = None,
+    ) -> IntArray:
+        """Give every row of a batch the next ids.
+
+        Raises:
+            StateError: The storage keeps the best rows, which the newest would push out.
+        """
+        if storage.ranking is not None:
+            _end_ranking(storage, storage.ranking)
+        return append_rows(storage, columns, steps, source=source, info=info, key=key)
+
+
+class TensorDictRoundRobinWriter(RoundRobinWriter):
+    """Do as `RoundRobinWriter`, under the name that torchrl has for rows that are TensorDicts.
+
+    Example:
+        >>> rb = TensorDictReplayBuffer(storage=MemoryStorage(100), writer=TensorDictRoundRobinWriter())
+    """
+
+
+class ImmutableDatasetWriter(Writer):
+    """Refuse new rows, for data that is complete; `set_writer` returns the writer that takes some.
+
+    Args:
+        compilable: False; nothing here is traced by `torch.compile`.
+
+    Example:
+        >>> former = rb.set_writer(ImmutableDatasetWriter())
+    """
+
+    def __init__(self, compilable: bool = False) -> None:
+        _refuse_compilable(compilable)
+
+    def check(self) -> None:
+        """Refuse.
+
+        Raises:
+            StateError: Always.
+        """
+        raise self._refusal()
+
+    def _refusal(self) -> StateError:
+        return StateError(
+            "This dataset doesn't allow writing.", hint="set_writer() another writer, if it is to change"
+        )
+
+    def write(
+        self,
+        storage: Storage,
+        columns: Sequence[Array],
+        steps: Steps,
+        *,
+        source: str | None,
+        info: str,
+        key: WriteKey | None = None,
+    ) -> IntArray:
+        """Refuse a batch.
+
+        Raises:
+            StateError: Always.
+        """
+        raise self._refusal()
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """Hold the ranks of a storage's rows, and when they were that."""
+
+    storage: weakref.ref[Storage]
+    tree: RankTree
+    last: int
+    changes: int
+    moves: tuple[int, int]
+
+
+class TensorDictMaxValueWriter(Writer):
+    """Keep the best rows: once the storage is full, a row that ranks above the worst takes its place.
+
+    Rows that rank no higher are not taken in: `extend` returns -1 for them, `add` too. Of equal ranks the
+    row that came first stays. A row that takes a place takes over its index and id as well: an id is that
+    of the place, as an index is. It begins at the largest priority.
+
+    Rows are single facts here: they have no trajectories, whatever their fields say, and each source is one
+    endless episode. Slices of such a store have no meaning.
+
+    Threads as the storage; followers see rows that displace others with the next sync. Crashes: a row is
+    there whole or not at all, and is only displaced by a better one. What an `extend` displaces goes at once;
+    where it fills the storage up as well, that is done first. Ranks are read out of the rows, so that they
+    are right after a restart, `loads` or `rb[i] =`.
+    The storage keeps by what it is ranked: other writers are refused until it is empty.
+
+    Args:
+        rank_key: The field by which rows are ranked; ("next", "reward") by default. Numbers are compared as
+            float64, NaN ranks below all.
+        reduction: How several values of a row become one: "sum", "max", "min", "mean" or "median" (the
+            lower one of an even number).
+        compilable: False; nothing here is traced by `torch.compile`.
+
+    Raises:
+        ValueError: There is no such reduction.
+
+    Example:
+        >>> rb = TensorDictReplayBuffer(
+        ...     storage=MemoryStorage(2), writer=TensorDictMaxValueWriter("score"), batch_size=2
+        ... )
+        >>> rb.extend(TensorDict({"score": torch.tensor([1.0, 5.0, 0.0, 3.0])}, [4]))
+        tensor([-1,  1, -1,  0])
+    """
+
+    def __init__(
+        self,
+        rank_key: str | tuple[str, ...] | None = None,
+        reduction: Reduction = "sum",
+        compilable: bool = False,
+    ) -> None:
+        _refuse_compilable(compilable)
+        if reduction not in get_args(Reduction):
+            known = ", ".join(map(repr, get_args(Reduction)))
+            raise ValueError(f"reduction {reduction!r} is unknown; use one of {known}")
+        self._ranking = Ranking(("next", "reward") if rank_key is None else to_key(rank_key), reduction)
+        self._known: _Known | None = None
+
+    def register_storage(self, storage: Storage) -> None:
+        """Refuse storages with several dims.
+
+        Raises:
+            ValueError: It has.
+        """
+        if storage.ndim > 1:
+            raise ValueError(
+                "TensorDictMaxValueWriter is not compatible with storages with more than one dimension: "
+                "the places of a row would be those of others; keep whole trajectories as rows (ndim=1)"
+            )
+        super().register_storage(storage)
+
+    def begin(self, storage: Storage) -> None:
+        """Have the storage know by what rows are ranked: what is packed could not give way.
+
+        Raises:
+            StateError: It was made with packed fields.
+        """
+        storage.rank_by(self._ranking)
+
+    def check_fields(self, schema: Schema) -> None:
+        """Refuse rows that cannot be ranked.
+
+        Raises:
+            NotFoundError: They lack the field.
+            SchemaError: It holds no numbers.
+            StateError: They have no named fields at all.
+        """
+        key, form = self._ranking.key, json.loads(schema.form or "{}")
+        if "objects" in form:
+            return  # each row is looked at by itself
+        if key not in schema and "tree" in form:
+            raise self._no_collection()
+        if key not in schema:
+            raise self._no_key(f"the rows have {schema!r}")
+        entry = schema[key]
+        if entry.variable or entry.numpy_dtype.kind not in "fiub" or not entry.row_items:
+            raise SchemaError(f"rows cannot be ranked by {key_name(key)!r}: {entry.dtype} {entry.shape}")
+
+    def write(
+        self,
+        storage: Storage,
+        columns: Sequence[Array],
+        steps: Steps,
+        *,
+        source: str | None,
+        info: str,
+        key: WriteKey | None = None,
+    ) -> IntArray:
+        """Append rows while there is room, then let better ones take the places of the worst.
+
+        Raises:
+            StateError: The storage holds rows that were ranked otherwise or not at all, or counts how often
+                rows are handed out.
+            ValueError: There is something to note about episodes.
+        """
+        self._check(storage, info)
+        ranks = self._rank(storage.require_schema(), columns[self._place(storage)])
+        if storage.ranking != self._ranking:
+            storage.rank_by(self._ranking)
+        if storage.capacity is None:
+            return append_rows(storage, columns, Steps(ranks.size), source=source, info="")
+        known = self._catch_up(storage, storage.capacity)
+        self._known = None  # what fails in between leaves ranks of rows that are not there
+        batch = _Batch.place(storage, storage.capacity, known.tree, ranks)
+        if batch.appended.size:
+            chosen = [pick(column, batch.appended) for column in columns]
+            append_rows(storage, chosen, Steps(batch.appended.size), source=source, info="")
+        if batch.displaced.size:
+            storage.replace(batch.displaced, [pick(column, batch.replacing) for column in columns])
+        self._known = self._stamp(storage, known.tree)
+        return batch.ids
+
+    def _check(self, storage: Storage, info: str) -> None:
+        if info:
+            raise ValueError(
+                "episode_info is for episodes, and the rows of a TensorDictMaxValueWriter are in none of "
+                "their own; leave it out"
+            )
+        if storage.sampled is not None:
+            raise StateError(
+                "the storage counts how often each row was handed out, and rows that take the places of "
+                "others would inherit their counts",
+                hint="keep the best rows in a store of their own",
+            )
+        if storage.ranking != self._ranking and storage.window.size:
+            found = "in the order they came" if storage.ranking is None else f"by {storage.ranking}"
+            raise StateError(
+                f"the storage keeps its rows {found}, and is to keep them by {self._ranking}",
+                hint="use the writer that it was filled by, or empty() it first",
+            )
+
+    def _place(self, storage: Storage) -> int:
+        """Return the position of the field by which rows are ranked, or of rows that are objects."""
+        return 0 if storage.object_rows else storage.place_of(self._ranking.key)
+
+    def _rank(self, schema: Schema, column: Array) -> Array:
+        """Return a number per row, -inf for NaN. Shapes `(n, *row shape)` and `(n,)`."""
+        if column.dtype == object:
+            reduction = self._ranking.reduction
+            return np.array([reduce_values(self._values_of(row)[None], reduction)[0] for row in column])
+        return rank_rows(schema[self._ranking.key], column, self._ranking.reduction)
+
+    def _values_of(self, row: Any) -> Array:
+        """Return the values by which a row that is an object is ranked. Shape `(values,)`."""
+        from tensordict import is_tensor_collection
+
+        if not is_tensor_collection(row):
+            raise self._no_collection()
+        found = row.get(self._ranking.key, None)
+        if found is None:
+            raise self._no_key(f"the row has {sorted(map(str, row.keys()))}")
+        values: Array = found.detach().cpu().double().numpy().reshape(-1)
+        return values
+
+    def _no_collection(self) -> StateError:
+        return StateError(
+            "TensorDictMaxValueWriter expects data to be a tensor collection, whose field "
+            f"{key_name(self._ranking.key)!r} ranks the rows; this one has no such field",
+            hint="put it into a TensorDict",
+        )
+
+    def _no_key(self, hint: str) -> NotFoundError:
+        return NotFoundError(f"Rank key {key_name(self._ranking.key)!r} not found in data.", hint=hint)
+
+    def _catch_up(self, storage: Storage, capacity: int) -> _Known:
+        """Return the ranks of all readable rows, by index."""
+        known, window = self._known, storage.window
+        now = (storage.upheavals, storage.takeovers)
+        slots = None
+        if (
+            known is not None
+            and known.storage() is storage
+            and (known.tree.size, known.last, known.moves) == (capacity, storage.last, now)
+        ):
+            if known.changes == storage.changes:
+                return known
+            slots = storage.changed_since(known.changes)
+        if known is None or slots is None:
+            from expstore.kernels.rank_tree import (
+                RankTree,  # compiles; who appends in order is to start without
+            )
+
+            known = self._stamp(storage, RankTree(capacity))
+            for first, count in window.runs() if window.size else ():
+                for start in range(first, first + count, _STEP):
+                    ids = np.arange(start, min(start + _STEP, first + count))
+                    self._read_ranks(storage, known.tree, ids)
+            return known
+        ids = np.unique(storage.ids_in(slots, window))
+        self._read_ranks(storage, known.tree, ids[window.holds(ids)])
+        return known
+
+    def _read_ranks(self, storage: Storage, tree: RankTree, ids: IntArray) -> None:
+        (column,) = storage.read(ids, [self._place(storage)])
+        tree.set(storage.index_of(ids), self._rank(storage.require_schema(), column))
+
+    @staticmethod
+    def _stamp(storage: Storage, tree: RankTree) -> _Known:
+        moves = (storage.upheavals, storage.takeovers)
+        return _Known(weakref.ref(storage), tree, storage.last, storage.changes, moves)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the settings; ranks are read out of the rows."""
+        return {"rank_key": list(self._ranking.key), "reduction": self._ranking.reduction}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy needs: no ranks, which are read anew."""
+        return super().__getstate__() | {"_known": None}
+
+
+#: So many rows at a time are read to be ranked.
+_STEP = 65_536
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """Say what becomes of a batch's rows, given by their numbers.
+
+    Args:
+        ids: Id of each; -1: not taken in. Shape `(n,)`.
+        appended: The rows that get the next ids, in their order.
+        replacing: The rows that take the places of stored ones.
+        displaced: The ids of these.
+    """
+
+    ids: IntArray
+    appended: IntArray
+    replacing: IntArray
+    displaced: IntArray
+
+    @classmethod
+    def place(cls, storage: Storage, capacity: int, tree: RankTree, ranks: Array) -> _Batch:
+        """Let rows in one after the other, free places first; the tree is that of all of them then."""
+        room = min(capacity - storage.window.size, ranks.size)
+        first = storage.last + 1
+        appended, ids = np.arange(room), np.full(ranks.size, -1)
+        ids[:room] = first + appended
+        tree.set(storage.index_of(ids[:room]), ranks[:room])
+        places = tree.take(ranks[room:])
+        taken = np.flatnonzero(places >= 0)
+        # Of the rows that took the same place one after the other the last one has it.
+        held, at = np.unique(places[taken][::-1], return_index=True)
+        rows = room + taken[::-1][at]
+        offsets = (held - (first - 1)) % capacity
+        new = offsets < room
+        ids[appended[offsets[new]]] = -1
+        appended[offsets[new]] = rows[new]
+        displaced = storage.ids_at(held[~new])
+        ids[rows[new]], ids[rows[~new]] = first + offsets[new], displaced
+        return cls(ids, appended, rows[~new], displaced)
+
+
+def default_writer(storage: Storage) -> Writer:
+    """Return the writer of a storage that is given none: the one that it was filled by."""
+    ranking = storage.ranking
+    if ranking is None:
+        return RoundRobinWriter()
+    return TensorDictMaxValueWriter(ranking.key, ranking.reduction)  # type: ignore[arg-type]
+
+
+def _end_ranking(storage: Storage, ranking: Ranking) -> None:
+    """Let an empty storage keep the newest rows again."""
+    if storage.window.size:
+        raise StateError(
+            f"the storage keeps the best rows by {ranking}; rows that are appended would push them out",
+            hint="use TensorDictMaxValueWriter, or empty() the store first",
+        )
+    storage.rank_by(None)
+
+
+def _refuse_compilable(compilable: bool) -> None:
+    if compilable:
+        raise ValueError("compilable=True has no meaning here: nothing is traced; leave it False")
+
+
+class WriterEnsemble(Members):
+    """Hold the writers of an ensemble of buffers.
+
+    Threads, processes and crashes as the writers.
+
+    Args:
+        members: One writer per member.
+
+    Example:
+        >>> len(WriterEnsemble(RoundRobinWriter(), RoundRobinWriter()))
+        2
+    """
+
+    _word = "writers"
