@@ -12,18 +12,13 @@ import anyio.to_thread
 from fastapi import FastAPI
 
 import expstore
-from expstore.api import errors as failures
+from expstore.api import errors
 from expstore.api.auth import Guard
 from expstore.api.body_limits import Incoming
 from expstore.api.metrics import Metrics
 from expstore.api.openapi import RouteTable
 from expstore.api.request_log import Watch
-from expstore.api.routes import health
-from expstore.api.routes import query as asking
-from expstore.api.routes import read as reading
-from expstore.api.routes import sample as sampling
-from expstore.api.routes import snapshots as versions
-from expstore.api.routes import write as writing
+from expstore.api.routes import health, query, read, sample, snapshots, write
 from expstore.api.settings import Settings
 from expstore.api.stores import Stores
 
@@ -58,17 +53,17 @@ def create_app(settings: Settings) -> FastAPI:
     )
     metrics = Metrics()
     app.state.settings, app.state.stores, app.state.metrics = settings, stores, metrics
-    failures.install(app)
+    errors.install(app)
     # The last is the outermost.
     app.add_middleware(Incoming, settings=settings)
     app.add_middleware(Guard, settings=settings)
     app.add_middleware(Watch, routes=RouteTable(app.openapi), metrics=metrics)
     app.include_router(health.router)
-    app.include_router(reading.router, prefix="/v1")
-    app.include_router(sampling.router, prefix="/v1")
-    app.include_router(asking.router, prefix="/v1")
-    app.include_router(versions.router, prefix="/v1")
+    app.include_router(read.router, prefix="/v1")
+    app.include_router(sample.router, prefix="/v1")
+    app.include_router(query.router, prefix="/v1")
+    app.include_router(snapshots.router, prefix="/v1")
     if not settings.read_only:
-        app.include_router(writing.router, prefix="/v1")
-        app.include_router(versions.changing, prefix="/v1")
+        app.include_router(write.router, prefix="/v1")
+        app.include_router(snapshots.changing, prefix="/v1")
     return app

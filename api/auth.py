@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from expstore.api.errors import Refusal, refuse
 from expstore.api.openapi import SAFE, Need, Routed
-from expstore.api.rates import Rates
+from expstore.api.rate_limits import Rates
 from expstore.api.settings import Settings
 
 __all__ = ["Guard", "is_loopback"]

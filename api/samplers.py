@@ -16,9 +16,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 import expstore
 from expstore import samplers
-from expstore.api.conditions import check_condition
 from expstore.api.errors import Refusal
-from expstore.buffers.seeded import SeededReplayBuffer
+from expstore.api.where_conditions import check_condition
+from expstore.buffers.seeded_buffer import SeededReplayBuffer
 from expstore.buffers.tensordict import TensorDictReplayBuffer
 from expstore.core.rate_limiters import RateLimiter
 from expstore.errors import NotFoundError, StateError

@@ -23,7 +23,7 @@ from expstore.api.app import create_app
 from expstore.api.auth import is_loopback
 from expstore.api.connections import connections_of
 from expstore.api.settings import Settings
-from expstore.disk.disk import ReadingDisk
+from expstore.disk.files import ReadingDisk
 from expstore.errors import NotFoundError, StateError
 
 __all__ = ["Listening", "configure", "serve"]

@@ -23,7 +23,7 @@ from expstore.api.samplers import Drawers
 from expstore.api.settings import Settings
 from expstore.buffers.tensordict import TensorDictReplayBuffer
 from expstore.core.rate_limiters import RateLimiter
-from expstore.disk.disk import ReadingDisk
+from expstore.disk.files import ReadingDisk
 from expstore.errors import ExpStoreError, NotFoundError, NotReadyError, StateError
 from expstore.schema.schema import Schema
 from expstore.sql.sandbox.pool import SqlLimits, SqlWorker

@@ -25,7 +25,7 @@ from benchmarks.report import Report, Result, options, span  # noqa: E402
 from benchmarks.timing import Series  # noqa: E402
 from benchmarks.vs_torchrl import scratch  # noqa: E402
 from benchmarks.workloads import LOCOMOTION, Stream, Workload  # noqa: E402
-from expstore.disk.disk import Disk  # noqa: E402
+from expstore.disk.files import Disk  # noqa: E402
 
 SIZES = (1, 10, 100, 1000)
 

@@ -124,10 +124,10 @@ _HOME = {
     "filter_trajectories": "expstore.trajectories.predicates",
     "find_start_stop_traj": "expstore.trajectories.splitting",
     "iter_trajectories": "expstore.trajectories.predicates",
-    "merge": "expstore.maintenance.merging",
+    "merge": "expstore.maintenance.merge",
     "open": "expstore._open",
     "prefill_replay_buffer": "expstore.buffers.offline_to_online",
-    "resize": "expstore.maintenance.resizing",
+    "resize": "expstore.maintenance.resize",
     "split_trajectories": "expstore.trajectories.splitting",
     "traj": "expstore.trajectories.predicates",
     "versions": "expstore.storages.snapshots.catalog",
@@ -286,8 +286,8 @@ if TYPE_CHECKING:
     )
     from expstore.integrations.torchrl_storage import ExpStorage
     from expstore.integrations.torchrl_trainer import ReplayBufferTrainer
-    from expstore.maintenance.merging import merge
-    from expstore.maintenance.resizing import resize
+    from expstore.maintenance.merge import merge
+    from expstore.maintenance.resize import resize
     from expstore.remote.client import RemoteReplayBuffer, connect
     from expstore.remote.transport import Retries
     from expstore.samplers import (

@@ -10,17 +10,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from expstore.buffers.arguments import check_drawing
 from expstore.buffers.domain_checks import row_text
-from expstore.buffers.keywords import check_drawing
 from expstore.buffers.sample_units import SampleUnit, check_unit
 from expstore.buffers.tensordict import TensorDictReplayBuffer
 from expstore.core.rate_limiters import RateLimiter
 from expstore.core.retention_policy import Retain
-from expstore.disk.disk import ReadingDisk
+from expstore.disk.files import ReadingDisk
 from expstore.errors import StateError
 from expstore.samplers.base import Sampler
 from expstore.samplers.consuming import consume_after
-from expstore.schema.parse import schema_of
+from expstore.schema.field_parser import schema_of
 from expstore.schema.schema import Schema
 from expstore.storages.engine.open_settings import Durability, Mode, Settings
 from expstore.storages.factory import open_storage

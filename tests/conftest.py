@@ -88,7 +88,7 @@ def forking() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def no_syncs() -> Iterator[None]:
     """Nothing waits for the disk: whether bytes reach it is for the crash tests."""
-    from expstore.disk import disk as files
+    from expstore.disk import files
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(files, "_sync_data", os.fstat)  # which a closed descriptor does not pass

@@ -20,10 +20,10 @@ import torch
 from tensordict import TensorDict
 
 import expstore
-from expstore.disk import disk as files
+from expstore.disk import files
 from expstore.errors import CorruptionError
 from expstore.maintenance import repair, verify
-from expstore.storages.columns import flat as columns
+from expstore.storages.columns import flat
 
 __all__ = [
     "BLOCK",
@@ -49,14 +49,14 @@ def without_disk(monkeypatch: pytest.MonkeyPatch, *, shard_rows: int = BLOCK) ->
     """Sync nothing for real, and let a ring have several shards."""
     monkeypatch.setattr(files, "_sync_data", os.fstat)
     monkeypatch.setattr(os, "fsync", lambda fd: None)
-    monkeypatch.setattr(columns, "SHARD_ROWS", shard_rows)
+    monkeypatch.setattr(flat, "SHARD_ROWS", shard_rows)
 
 
 def make_sound(factory: pytest.TempPathFactory) -> Path:
     """Make a ring of three shards that has turned: ids 7001 to 12,000, the newest in slots 0 to 2903."""
     path = factory.mktemp("sound") / "sound.exp"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(columns, "SHARD_ROWS", BLOCK)
+        patch.setattr(flat, "SHARD_ROWS", BLOCK)
         fill(path)
     return path
 

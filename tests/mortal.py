@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from expstore.disk.disk import Disk, File
+from expstore.disk.files import Disk, File
 
 __all__ = ["NEVER", "Killed", "MortalDisk", "MortalLife"]
 

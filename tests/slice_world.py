@@ -23,8 +23,8 @@ from tensordict import TensorDict
 import expstore
 from expstore import MemoryStorage, TensorDictReplayBuffer
 from expstore.core.id_set import Gaps
-from expstore.disk import disk as files
-from expstore.disk.disk import Disk
+from expstore.disk import files
+from expstore.disk.files import Disk
 from expstore.storages import base
 from expstore.storages.format.manifest import Manifest
 

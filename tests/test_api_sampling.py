@@ -17,8 +17,8 @@ from test_api import ARROW, batch_of, body_of, rows_of
 
 import expstore
 from expstore.api import Settings
-from expstore.api.conditions import check_condition
 from expstore.api.errors import Refusal
+from expstore.api.where_conditions import check_condition
 from expstore.samplers import PrioritizedSampler, SliceSampler
 from expstore.wire.codec import Codec, meaning_of
 

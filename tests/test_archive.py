@@ -20,12 +20,12 @@ from tensordict import NonTensorStack, TensorDict
 import expstore
 from expstore import SchemaError, StateError, StorageError, TensorDictMaxValueWriter
 from expstore.cli.app import run
-from expstore.disk.disk import Disk
+from expstore.disk.files import Disk
 from expstore.maintenance import verify
 from expstore.sql.sandbox.pool import SqlLimits, SqlWorker
 from expstore.storages import base
 from expstore.storages.engine.archive import Archive
-from expstore.storages.format import chunk_encoding as packing
+from expstore.storages.format import chunk_encoding
 from expstore.storages.format.manifest import Manifest
 
 pytestmark = pytest.mark.index
@@ -72,7 +72,7 @@ def short_spare(monkeypatch: pytest.MonkeyPatch) -> None:
         return own(capacity, row_bytes) if capacity is None else SPARE
 
     monkeypatch.setattr(base, "spare_slots", few)
-    monkeypatch.setattr(packing, "REACH_ROWS", (4, 8))
+    monkeypatch.setattr(chunk_encoding, "REACH_ROWS", (4, 8))
 
 
 class World:

@@ -33,7 +33,7 @@ from expstore.samplers import (
     StalenessAwareSampler,
 )
 from expstore.schema.arrow_types import type_text
-from expstore.schema.parse import schema_of
+from expstore.schema.field_parser import schema_of
 from tests.loose import jagged, plain, rollouts
 
 

@@ -16,7 +16,7 @@ from test_variable_fields import SCHEMA, check, columns_of, put, window_ids
 
 import expstore
 from expstore.core.values import Ranking
-from expstore.disk import disk as files
+from expstore.disk import files
 from expstore.episodes.table import Steps
 from expstore.errors import CorruptionError, SchemaError, StateError, StorageError
 from expstore.maintenance import repair, verify
@@ -25,8 +25,7 @@ from expstore.schema.field_roles import find_keys
 from expstore.schema.schema import ARROW, Field, Schema
 from expstore.storages import base
 from expstore.storages.arrow import ArrowStorage
-from expstore.storages.columns.arrow import compaction as merging
-from expstore.storages.columns.arrow import writer as segmentwriter
+from expstore.storages.columns.arrow import compaction, writer
 from expstore.storages.engine.open_settings import Settings
 from expstore.storages.follower import FollowerStorage
 from expstore.storages.memory import MemoryStorage
@@ -48,13 +47,13 @@ def compression(request: pytest.FixtureRequest) -> Any:
 
 def small(patch: pytest.MonkeyPatch) -> None:
     """Make segments, batches and merges so small that some hundred rows have all of them."""
-    patch.setattr(segmentwriter, "SEGMENT_BYTES", 16_000)
-    patch.setattr(segmentwriter, "SEGMENT_BATCHES", 20)
-    patch.setattr(segmentwriter, "BATCH_BYTES", 3000)
-    patch.setattr(segmentwriter, "PACKED_BYTES", 900)
-    patch.setattr(segmentwriter, "TOGETHER_BYTES", 6000)
-    patch.setattr(segmentwriter, "MERGED_BYTES", 2000)
-    patch.setattr(merging, "MANY", 4)
+    patch.setattr(writer, "SEGMENT_BYTES", 16_000)
+    patch.setattr(writer, "SEGMENT_BATCHES", 20)
+    patch.setattr(writer, "BATCH_BYTES", 3000)
+    patch.setattr(writer, "PACKED_BYTES", 900)
+    patch.setattr(writer, "TOGETHER_BYTES", 6000)
+    patch.setattr(writer, "MERGED_BYTES", 2000)
+    patch.setattr(compaction, "MANY", 4)
 
 
 @pytest.fixture
@@ -215,7 +214,7 @@ def test_what_is_emptied_frees_its_segments(tmp_path: Path, tiny: None) -> None:
 
 @pytest.mark.some(1)
 def test_small_batches_are_merged(tmp_path: Path, monkeypatch: Any, compression: Any) -> None:
-    monkeypatch.setattr(segmentwriter, "SEGMENT_BATCHES", 100)
+    monkeypatch.setattr(writer, "SEGMENT_BATCHES", 100)
     storage = new(tmp_path / "a.exp", compression=compression)
     storage._keeper.stop()
     for _ in range(950):
@@ -237,13 +236,13 @@ def test_small_batches_are_merged(tmp_path: Path, monkeypatch: Any, compression:
 
 
 def test_merging_that_the_disk_refuses_costs_nothing(tmp_path: Path, tiny: None, monkeypatch: Any) -> None:
-    monkeypatch.setattr(segmentwriter, "MERGED_BYTES", 12_000)
+    monkeypatch.setattr(writer, "MERGED_BYTES", 12_000)
     storage = new(tmp_path / "a.exp")
     storage._keeper.stop()
     real = storage.disk.gate
 
     def full(act: str, path: Path) -> None:
-        if path.name == segmentwriter.AGAIN and act == "write":
+        if path.name == writer.AGAIN and act == "write":
             raise StorageError("no space", kind="disk_full")
         real(act, path)
 
@@ -347,9 +346,7 @@ def test_rows_that_were_never_published_are_cut(tmp_path: Path, tiny: None, lost
     assert found is not None
     for last in (42 - lost, 30, 29):
         path = leave(storage, tmp_path)
-        copied = segmentwriter.SegmentWriter(
-            storage.disk, path / "segments", found.fields, None, compression=None
-        )
+        copied = writer.SegmentWriter(storage.disk, path / "segments", found.fields, None, compression=None)
         copied.open_all()
         copied.settle(last, 25)
         ids = np.arange(1, last + 1)
@@ -638,7 +635,7 @@ def test_a_segment_begins_where_values_need_more_bytes(tmp_path: Path, packing: 
 
 
 def test_one_wide_value_does_not_make_all_later_segments_wide(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(segmentwriter, "SEGMENT_BYTES", 4000)
+    monkeypatch.setattr(writer, "SEGMENT_BYTES", 4000)
     storage = ArrowStorage(tmp_path / "a.exp", compression="narrow")
     storage.prepare(TOKENS, find_keys(TOKENS))
     for number in range(12):
@@ -651,8 +648,8 @@ def test_one_wide_value_does_not_make_all_later_segments_wide(tmp_path: Path, mo
 
 @pytest.mark.parametrize("merged_bytes", [300, 1 << 20], ids=["batches stay", "batches are joined"])
 def test_segments_of_several_widths_are_merged(tmp_path: Path, monkeypatch: Any, merged_bytes: int) -> None:
-    monkeypatch.setattr(segmentwriter, "SEGMENT_BATCHES", 1)
-    monkeypatch.setattr(segmentwriter, "MERGED_BYTES", merged_bytes)
+    monkeypatch.setattr(writer, "SEGMENT_BATCHES", 1)
+    monkeypatch.setattr(writer, "MERGED_BYTES", merged_bytes)
     storage = ArrowStorage(tmp_path / "a.exp", compression="narrow")
     storage.prepare(TOKENS, find_keys(TOKENS))
     storage._keeper.stop()

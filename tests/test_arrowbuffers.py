@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from expstore.disk.disk import address_of
-from expstore.kernels import arrow_decode as arrowbuffers
+from expstore.disk.files import address_of
+from expstore.kernels import arrow_decode
 
 
 def packed(data: bytes, codec: str | None) -> np.ndarray:
@@ -28,13 +28,13 @@ def unpack(buffers: list[np.ndarray]) -> list[bytes] | int:
     sources = np.array([address_of(buffer) for buffer in buffers], np.int64)
     sizes = np.array([buffer.size for buffer in buffers], np.int64)
     lengths = np.empty_like(sizes)
-    arrowbuffers.find_lengths(sources, sizes, lengths)
+    arrow_decode.find_lengths(sources, sizes, lengths)
     if (lengths < 0).any():
         return int(np.flatnonzero(lengths < 0)[0])
     # Around each a byte that nobody may write to.
     rooms = [np.full(length + 2, 0xA5, np.uint8) for length in lengths.tolist()]
     goals = np.array([address_of(room) + 1 for room in rooms], np.int64)
-    bad = arrowbuffers.unpack_buffers(sources, sizes, goals, lengths)
+    bad = arrow_decode.unpack_buffers(sources, sizes, goals, lengths)
     for room in rooms:
         assert room[0] == room[-1] == 0xA5
     return bad if bad >= 0 else [room[1:-1].tobytes() for room in rooms]
@@ -90,11 +90,11 @@ def test_messages_bear_their_checksums() -> None:
         crcs.append(google_crc32c.value(bare.tobytes()))
     sources = np.array([address_of(message) for message in messages])
     sizes = np.array([message.size for message in messages])
-    assert arrowbuffers.find_damaged(sources, sizes, places, np.array(crcs)) == -1
+    assert arrow_decode.find_damaged(sources, sizes, places, np.array(crcs)) == -1
     messages[3][699] ^= 1
-    assert arrowbuffers.find_damaged(sources, sizes, places, np.array(crcs)) == 3
+    assert arrow_decode.find_damaged(sources, sizes, places, np.array(crcs)) == 3
     messages[3][699] ^= 1
     messages[3][700:708] = 0  # its own place
-    assert arrowbuffers.find_damaged(sources, sizes, places, np.array(crcs)) == -1
+    assert arrow_decode.find_damaged(sources, sizes, places, np.array(crcs)) == -1
     messages[3][708] ^= 128
-    assert arrowbuffers.find_damaged(sources, sizes, places, np.array(crcs)) == 3
+    assert arrow_decode.find_damaged(sources, sizes, places, np.array(crcs)) == 3

@@ -17,7 +17,7 @@ import expstore
 from expstore.buffers.replay_buffer import ReplayBuffer
 from expstore.buffers.tensordict import TensorDictReplayBuffer
 from expstore.core.values import Selection
-from expstore.disk import disk as files
+from expstore.disk import files
 from expstore.errors import (
     NotFoundError,
     NotReadyError,
@@ -29,7 +29,7 @@ from expstore.errors import (
 from expstore.samplers import RandomSampler, Sampler
 from expstore.sql.sync import Catalog
 from expstore.storages import base
-from expstore.storages.columns import flat as columns
+from expstore.storages.columns import flat
 from expstore.storages.memory import MemoryStorage
 from expstore.storages.zarr import ZarrStorage
 from expstore.writers.writers import RoundRobinWriter
@@ -797,7 +797,7 @@ def test_batches_are_whole_while_a_writer_turns_the_ring(make: Make, monkeypatch
 
 
 def test_readers_while_an_unbounded_store_grows(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(columns, "SHARD_ROWS", 4096)
+    monkeypatch.setattr(flat, "SHARD_ROWS", 4096)
     rb = make(None, batch_size=64)
     rb.extend(rows(range(1, 10)))
     stop = threading.Event()

@@ -17,7 +17,7 @@ from damaged import BLOCK, batch, without_disk
 
 import expstore
 from expstore.buffers.tensordict import TensorDictReplayBuffer
-from expstore.disk import disk as files
+from expstore.disk import files
 from expstore.errors import CorruptionError
 from expstore.storages.columns.checksums import (
     DAMAGED,

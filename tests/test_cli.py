@@ -30,7 +30,7 @@ from commands import Cli, Done
 from tensordict import TensorDict
 
 import expstore
-from expstore.disk.disk import Disk
+from expstore.disk.files import Disk
 from expstore.maintenance import survey
 from expstore.storages.format import manifest
 

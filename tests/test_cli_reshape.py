@@ -15,7 +15,7 @@ from commands import Cli
 from tensordict import TensorDict
 
 import expstore
-from expstore.cli import reshape as cli_reshape
+from expstore.cli import reshape
 
 pytestmark = [pytest.mark.index, pytest.mark.usefixtures("no_syncs")]
 
@@ -61,7 +61,7 @@ def test_resize_asks_before_rows_are_given_up(
         if len(asked) == 1:
             raise typer.Abort
 
-    monkeypatch.setattr(cli_reshape.typer, "confirm", answer)
+    monkeypatch.setattr(reshape.typer, "confirm", answer)
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
     assert cli("resize", path, "--capacity", 12)[0] == 130
     assert capacity_of(path) is None
@@ -100,8 +100,8 @@ def test_merge(tmp_path: Path, cli: Cli) -> None:
 
 STOPPED = """
 import os, signal, sys
-from expstore.cli import app as cli
-from expstore.disk.disk import Disk
+from expstore.cli import app
+from expstore.disk.files import Disk
 from expstore.storages.columns.column_set_writer import WritableColumns
 
 def interrupted(call):
@@ -112,7 +112,7 @@ def interrupted(call):
 
 WritableColumns.write = interrupted(WritableColumns.write)
 Disk.remove_tree = interrupted(Disk.remove_tree)
-cli.main()
+app.main()
 """
 
 

@@ -33,7 +33,7 @@ from expstore import (
     TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
 )
-from expstore.disk.disk import Disk
+from expstore.disk.files import Disk
 from expstore.errors import CorruptionError
 from expstore.maintenance.repair import repair
 from expstore.maintenance.verify import verify
@@ -251,7 +251,7 @@ def test_a_handle_that_is_poisoned_hands_nothing_out(tmp_path: Path, monkeypatch
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     with monkeypatch.context() as patched:
-        patched.setattr("expstore.disk.disk._sync_data", fail)
+        patched.setattr("expstore.disk.files._sync_data", fail)
         patched.setattr(rb.storage.disk, "kernels", None)
         with pytest.raises(StorageError):
             rb.flush()

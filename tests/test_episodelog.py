@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from expstore.disk.disk import Disk
+from expstore.disk.files import Disk
 from expstore.episodes.log import EpisodeLog, LogEntry
 from expstore.errors import CorruptionError
 

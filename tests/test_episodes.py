@@ -23,7 +23,7 @@ from expstore.episodes.table import (
     unpack_segments,
 )
 from expstore.errors import SchemaError
-from expstore.kernels import file_loops as kernels
+from expstore.kernels import file_loops
 
 # ---------------------------------------------------------------------------------------------------
 # The reference: plain Python, one row after the other.
@@ -191,9 +191,9 @@ class World:
 
     def __init__(self, capacity: int | None, kernels: ModuleType | None = None) -> None:
         self.capacity = capacity
-        self.kernels = kernels
+        self.kernels = file_loops
         self.table = EpisodeTable(generation=1)
-        self.table.kernels = kernels
+        self.table.kernels = file_loops
         self.reference = Reference()
         self.handle = 1
         self.log: list[LogEntry] = []
@@ -342,7 +342,7 @@ def facts_told(told: Told) -> tuple[Any, ...]:
 def test_numbers_fragments_log_and_index_follow_the_reference(
     plan: list[tuple[Any, ...]], capacity: int | None, with_trajectories: bool, flags: bool, compiled: bool
 ) -> None:
-    world = World(capacity, kernels if compiled else None)
+    world = World(capacity, file_loops if compiled else None)
     for time, spec in enumerate(plan, 1):
         batch = make(spec, with_trajectories=with_trajectories, time=time)
         if batch is not None:

@@ -22,11 +22,11 @@ import expstore
 from expstore import exchange
 from expstore.cli.app import run
 from expstore.errors import NotFoundError, SchemaError, StateError, StorageError
-from expstore.exchange import base, export_hdf5, export_npz, import_hdf5, import_npz, naming, zarr_group
-from expstore.exchange import rows as chosen_rows
+from expstore.exchange import base, export_hdf5, export_npz, field_names, import_hdf5, import_npz, zarr_group
+from expstore.exchange import rows as exchange_rows
 from expstore.exchange.base import required
 from expstore.exchange.formats import EXPORTS
-from expstore.schema import arrow_types as arrowtypes
+from expstore.schema import arrow_types
 from expstore.schema.schema import Field, Schema
 
 h5py = pytest.importorskip("h5py", reason="the extra expstore[h5] is not installed")
@@ -366,8 +366,8 @@ def test_no_export_holds_more_than_a_piece(
         asked.append(ids.size)
         return read(storage, ids, places)
 
-    read = chosen_rows.read_present
-    monkeypatch.setattr(chosen_rows, "read_present", counted)
+    read = exchange_rows.read_present
+    monkeypatch.setattr(exchange_rows, "read_present", counted)
     for module in (base, zarr_group):
         monkeypatch.setattr(module, "PIECE_ROWS", 16)
     told: list[int] = []
@@ -391,7 +391,7 @@ def test_fields_without_a_fixed_size_are_refused_by_name(tmp_path: Path, name: s
             Field(("observation",), "float32", (2,)),
             Field(("next", "observation"), "float32", (2,)),
             Field(("next", "reward"), "float32", ()),
-            Field(("prompt",), "arrow", (), arrow=arrowtypes.type_text(pa.string())),
+            Field(("prompt",), "arrow", (), arrow=arrow_types.type_text(pa.string())),
         ]
     )
     storage.prepare(schema, storage.resolve_keys(schema))
@@ -421,4 +421,4 @@ def test_names_lead_there_and_back() -> None:
         ("x", "y"),
         ("next", "z"),
     ]:
-        assert naming.our_key(naming.their_path(key), {}) == key
+        assert field_names.our_key(field_names.their_path(key), {}) == key

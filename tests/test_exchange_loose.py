@@ -36,8 +36,8 @@ from expstore.exchange import (
     export_parquet,
     import_arrow,
     import_parquet,
-    pacing,
     parquet,
+    row_pieces,
 )
 from expstore.exchange.rows import Rows
 from expstore.exchange.variable_rows import file_type, from_file, to_file
@@ -179,7 +179,7 @@ def test_whatever_rows_come_back(
     out, back = FORMS[form]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(base, "PIECE_ROWS", 16)
-        patch.setattr(pacing, "MOST_ROWS", 7)
+        patch.setattr(row_pieces, "MOST_ROWS", 7)
         rb = expstore.ReplayBuffer(storage=storage)
         assert out(rb, folder / "out").left_out == 0
         rb.close()
@@ -324,7 +324,7 @@ def test_rows_of_any_length_are_read_in_pieces_that_fit(tmp_path: Path) -> None:
     rb = expstore.ReplayBuffer(storage=storage)
     rows = Rows.choose(storage)
     most = 1 << 20
-    pieces = list(pacing.read_pieces(rows, rows.by_id(65_536), most))
+    pieces = list(row_pieces.read_pieces(rows, rows.by_id(65_536), most))
     assert np.concatenate([piece.ids for piece in pieces]).tolist() == list(range(1, len(lengths) + 1))
     assert pa.concat_arrays([piece.columns[0] for piece in pieces]) == column
     sizes = [int(piece.columns[0].nbytes) for piece in pieces]
@@ -332,7 +332,7 @@ def test_rows_of_any_length_are_read_in_pieces_that_fit(tmp_path: Path) -> None:
     assert max(long[1:]) <= 2 * most  # the first of them came unannounced
     assert 4 < len(pieces) < 60
     whole = sum(lengths) / len(lengths)
-    assert 0.3 * whole < pacing.mean_bytes(rows) < 30 * whole
+    assert 0.3 * whole < row_pieces.mean_bytes(rows) < 30 * whole
     done = export_parquet(rb, tmp_path / "out")
     assert done.rows == len(lengths)
     rb.close()
@@ -357,7 +357,7 @@ def test_rows_that_are_more_than_an_arrow_array_holds_are_read_by_fewer(tmp_path
                 raise SchemaError("these rows hold too many values")
             return rows.read(ids, places)
 
-    pieces = list(pacing.read_pieces(Narrow(), rows.by_id(65_536)))  # type: ignore[arg-type]
+    pieces = list(row_pieces.read_pieces(Narrow(), rows.by_id(65_536)))  # type: ignore[arg-type]
     assert np.concatenate([piece.ids for piece in pieces]).tolist() == list(range(1, 51))
     assert sum(piece.asked for piece in pieces) == 50
     assert max(asked) > 3
@@ -367,7 +367,7 @@ def test_rows_that_are_more_than_an_arrow_array_holds_are_read_by_fewer(tmp_path
             raise SchemaError("these rows hold too many values")
 
     with pytest.raises(SchemaError, match="too many values"):
-        list(pacing.read_pieces(Never(), rows.by_id(65_536)))  # type: ignore[arg-type]
+        list(row_pieces.read_pieces(Never(), rows.by_id(65_536)))  # type: ignore[arg-type]
     rb.close()
 
 

@@ -28,7 +28,7 @@ from tensordict import TensorDict
 
 import expstore
 from expstore.cli.app import run
-from expstore.disk.disk import Disk
+from expstore.disk.files import Disk
 from expstore.disk.writer_lock import WriterLock
 from expstore.errors import LockedError, NotFoundError, SchemaError, StateError, StorageError
 from expstore.exchange import base, export_arrow, export_parquet, import_arrow, import_parquet, parquet
@@ -522,8 +522,8 @@ def test_nothing_is_left_of_what_ended_early(tmp_path: Path, form: str) -> None:
 
 STOPPED = """
 import os, signal, sys
-from expstore.cli import app as cli
-from expstore.exchange import base, rows, tables, fill as filling
+from expstore.cli import app
+from expstore.exchange import base, rows, tables, fill
 
 def interrupted(call):
     def wrapped(*args, **named):
@@ -536,8 +536,8 @@ base.PIECE_ROWS = 64
 if sys.argv[1] == "export":
     rows.Rows.read = interrupted(rows.Rows.read)
 else:
-    filling.Filler.put = interrupted(filling.Filler.put)
-cli.main()
+    fill.Filler.put = interrupted(fill.Filler.put)
+app.main()
 """
 
 

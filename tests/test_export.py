@@ -18,11 +18,11 @@ from commands import Cli
 from tensordict import TensorDict
 
 import expstore
-from expstore.disk.disk import Disk
+from expstore.disk.files import Disk
 from expstore.disk.writer_lock import WriterLock
 from expstore.errors import LockedError, SchemaError, StateError, StorageError
 from expstore.exchange import export_zarr, zarr_group
-from expstore.exchange import rows as read_rows
+from expstore.exchange import rows as exchange_rows
 
 pytestmark = pytest.mark.usefixtures("no_syncs")
 
@@ -117,8 +117,8 @@ def test_rows_are_read_a_piece_at_a_time(tmp_path: Path, monkeypatch: pytest.Mon
         asked.append(ids.size)
         return read(storage, ids, places)
 
-    read = read_rows.read_present
-    monkeypatch.setattr(read_rows, "read_present", counted)
+    read = exchange_rows.read_present
+    monkeypatch.setattr(exchange_rows, "read_present", counted)
     told = []
     with make(tmp_path / "run.exp", 230) as rb:
         done = export_zarr(rb.storage, tmp_path / "out.zarr", progress=lambda *how_far: told.append(how_far))
@@ -269,9 +269,9 @@ def test_a_target_in_a_store_or_nowhere_is_refused(tmp_path: Path, cli: Cli) -> 
 
 STOPPED = """
 import os, signal, sys
-from expstore.cli import app as cli
+from expstore.cli import app
 from expstore.exchange import zarr_group
-from expstore.disk.disk import Disk
+from expstore.disk.files import Disk
 
 def interrupted(call):
     def wrapped(*args):
@@ -282,7 +282,7 @@ def interrupted(call):
 zarr_group._Group._write = interrupted(zarr_group._Group._write)
 Disk.remove_tree = interrupted(Disk.remove_tree)
 zarr_group.PIECE_BYTES = 64 * 4000
-cli.main()
+app.main()
 """
 
 

@@ -13,7 +13,7 @@ from tensordict import TensorDict
 
 import expstore
 from expstore.errors import SchemaError
-from expstore.schema.parse import schema_of
+from expstore.schema.field_parser import schema_of
 from expstore.schema.schema import Field, Schema
 
 

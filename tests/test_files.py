@@ -14,10 +14,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from expstore.disk import disk as files
-from expstore.disk.bulk import Links, read_all, remove_files, start_links
-from expstore.disk.disk import KEEP_GIL_BYTES, Disk, address_of
-from expstore.disk.mapped import AddressRange
+from expstore.disk import files
+from expstore.disk.bulk_files import Links, read_all, remove_files, start_links
+from expstore.disk.files import KEEP_GIL_BYTES, Disk, address_of
+from expstore.disk.mapped_files import AddressRange
 from expstore.errors import StorageError
 
 

@@ -14,11 +14,10 @@ from tensordict import TensorDict
 
 import expstore
 from expstore.errors import CorruptionError, NotFoundError, NotReadyError, StateError
-from expstore.sql import sync as catalog
+from expstore.sql import sync
 from expstore.sql.sync import Catalog
 from expstore.storages import FollowerStorage
-from expstore.storages.columns import column_set as columngroup
-from expstore.storages.columns import flat as columns
+from expstore.storages.columns import column_set, flat
 
 if TYPE_CHECKING:
     from expstore import TensorDictReplayBuffer
@@ -127,12 +126,12 @@ def test_sql_waits_for_a_pause_of_the_writer(
 
         monkeypatch.setattr(Catalog, "_answer", change_under_it)
         if not pauses:
-            monkeypatch.setattr(catalog, "_PATIENCE_SECONDS", 0.0)
+            monkeypatch.setattr(sync, "_PATIENCE_SECONDS", 0.0)
             with pytest.raises(
                 StateError, match=r"while the query read them, 2 times in a row; ask for less"
             ):
                 follower.sql("SELECT min(a), max(a) FROM transitions")
-        monkeypatch.setattr(catalog, "_PATIENCE_SECONDS", 60.0)
+        monkeypatch.setattr(sync, "_PATIENCE_SECONDS", 60.0)
         assert follower.sql("SELECT min(a), max(a) FROM transitions").fetchone() == (10, 1007)
         assert len(asked) == 8
 
@@ -195,7 +194,7 @@ def test_a_store_without_rows(store_path: Path) -> None:
 
 
 def test_an_unbounded_store(store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(columns, "SHARD_ROWS", 4096)
+    monkeypatch.setattr(flat, "SHARD_ROWS", 4096)
     with expstore.open(store_path) as rb:
         for start in range(0, 90_000, 10_000):
             rb.extend(rows(10_000, start))
@@ -215,7 +214,7 @@ def test_priorities_are_the_writers(
     store_path: Path, capacity: int | None, fills: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As rows come, and after a refresh; also where holes take space when they are looked at."""
-    monkeypatch.setattr(columngroup, "fills_holes", lambda disk, folder: fills)
+    monkeypatch.setattr(column_set, "fills_holes", lambda disk, folder: fills)
 
     def priorities(rb: TensorDictReplayBuffer) -> list[float]:
         ids = rb.storage.window.ids()
@@ -252,7 +251,7 @@ def test_no_descriptor_stays_open(closed: Path) -> None:
 
 
 def test_shards_are_as_long_as_zarr_json_says(store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(columns, "SHARD_ROWS", 4096)
+    monkeypatch.setattr(flat, "SHARD_ROWS", 4096)
     with expstore.open(store_path, capacity=9000) as rb:
         rb.extend(rows(9000))
     monkeypatch.undo()
@@ -267,7 +266,7 @@ def test_shards_are_as_long_as_zarr_json_says(store_path: Path, monkeypatch: pyt
 def test_a_damaged_shard_is_refused_and_the_rest_is_read(
     store_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
 ) -> None:
-    monkeypatch.setattr(columns, "SHARD_ROWS", 4096)
+    monkeypatch.setattr(flat, "SHARD_ROWS", 4096)
     with expstore.open(store_path, capacity=9000) as rb:
         rb.extend(rows(9000))
     file = store_path / "columns" / "wide" / "c" / "1" / "0"

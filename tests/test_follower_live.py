@@ -21,12 +21,12 @@ from test_follower import check_rows, contents, rows
 
 import expstore
 from expstore.buffers.rng import Draws
-from expstore.disk.disk import Disk, ReadingDisk
+from expstore.disk.files import Disk, ReadingDisk
 from expstore.errors import NotReadyError, StateError
-from expstore.sql import sync as catalog
+from expstore.sql import sync
 from expstore.storages import FollowerStorage, ZarrStorage, base, follower
 from expstore.storages.engine.open_settings import Settings
-from expstore.storages.format import writer_probe as watch
+from expstore.storages.format import writer_probe
 from expstore.storages.format.control_page import StatePage
 
 if TYPE_CHECKING:
@@ -325,11 +325,11 @@ def test_sql_that_is_overtaken_runs_again(
         return found
 
     monkeypatch.setattr(FollowerStorage, "views", views)
-    monkeypatch.setattr(catalog, "_PATIENCE_SECONDS", 60.0)
+    monkeypatch.setattr(sync, "_PATIENCE_SECONDS", 60.0)
     query = "SELECT count(*) FILTER (a <> _id - 1), max(_id) FROM transitions"
     assert seen.sql(query).fetchall() == [(0, rb.storage.last)]
     times[0] = 2
-    monkeypatch.setattr(catalog, "_PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr(sync, "_PATIENCE_SECONDS", 0.0)
     with pytest.raises(StateError, match="overwrote rows while the query read them, 2 times in a row"):
         seen.sql(query)
 
@@ -579,7 +579,7 @@ def test_a_writer_out_of_sight_is_known_by_its_heartbeat(
         assert seen.stats()["live"]
     monkeypatch.undo()
     monkeypatch.setattr(Disk, "process_start", lambda self, pid: None)
-    monkeypatch.setattr(watch, "_FRESH_SECONDS", 60.0)
+    monkeypatch.setattr(writer_probe, "_FRESH_SECONDS", 60.0)
     with expstore.open(rb.storage.path, mode="r") as seen:  # type: ignore[attr-defined]
         assert not seen.stats()["live"]  # taken for dead
         put(rb, rows(5, 20))

@@ -16,7 +16,7 @@ from tensordict import TensorDict
 
 import expstore
 from expstore.buffers.rng import Draws
-from expstore.disk.disk import Disk
+from expstore.disk.files import Disk
 from expstore.maintenance import verify
 from expstore.maintenance.upgrade import upgrade
 from expstore.storages.format.manifest import FORMAT, Manifest

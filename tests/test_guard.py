@@ -19,7 +19,7 @@ from expstore.api import Settings, create_app
 from expstore.api.auth import is_loopback
 from expstore.api.errors import KINDS, STATUS, status_of
 from expstore.api.openapi import Need, RouteTable
-from expstore.api.rates import Rates
+from expstore.api.rate_limits import Rates
 
 TOKEN, READ_TOKEN = b"writes-7a", b"reads-3c"
 HEADERS = {"Authorization": f"Bearer {TOKEN.decode()}"}

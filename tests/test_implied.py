@@ -24,15 +24,14 @@ from expstore import (
     StateError,
     TensorDictReplayBuffer,
 )
-from expstore.disk.disk import Disk
+from expstore.disk.files import Disk
 from expstore.exchange import export_zarr
 from expstore.maintenance import repair, verify
 from expstore.maintenance.disk_usage import store_size
 from expstore.schema.field_roles import find_keys
 from expstore.schema.schema import Field, Schema
 from expstore.storages import base, zarr
-from expstore.storages.columns import column_set as columngroup
-from expstore.storages.columns import flat as columns
+from expstore.storages.columns import column_set, flat
 from expstore.storages.format import layout
 from expstore.storages.format.derived import Implied, causes_of, implied_keys
 from expstore.storages.format.manifest import Manifest
@@ -47,7 +46,7 @@ CAPACITY = 60
 @pytest.fixture(autouse=True)
 def short_rings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(base, "spare_slots", lambda capacity, row_bytes: 20)
-    monkeypatch.setattr(columns, "SHARD_ROWS", 4096)
+    monkeypatch.setattr(flat, "SHARD_ROWS", 4096)
 
 
 def batch(first: int, count: int, *, lawless: bool = False) -> TensorDict:
@@ -171,7 +170,7 @@ def test_whatever_is_done_it_reads_as_given(
 ) -> None:
     """Rows come, some lawless, the ring turns, each flag is changed alone and with others, rows go."""
     if not holes:  # as on tmpfs, where reading them takes space
-        monkeypatch.setattr(columngroup, "fills_holes", lambda disk, folder: True)
+        monkeypatch.setattr(column_set, "fills_holes", lambda disk, folder: True)
     rng, path = np.random.default_rng(seed), tmp_path / "a.exp"
     how: dict[str, Any] = {"capacity": capacity, "storage": ("zarr", "arrow")[seed % 2]}
     rb, follower = expstore.open(path, **how), None
@@ -242,7 +241,7 @@ def test_a_change_half_made_is_made_again(
     wanted[:, :2] = ~wanted[:, :2]
     rb = expstore.open(path, capacity=CAPACITY)
     rb.extend(batch(0, 20))
-    write = columns.Column.write_rows
+    write = flat.Column.write_rows
 
     def fail(column: Any, *given: Any) -> Any:
         if column.entry.key == broken:
@@ -250,7 +249,7 @@ def test_a_change_half_made_is_made_again(
         return write(column, *given)
 
     with monkeypatch.context() as patch:
-        patch.setattr(columns.Column, "write_rows", fail)
+        patch.setattr(flat.Column, "write_rows", fail)
         values = {key: torch.from_numpy(wanted[:, place, None]) for place, key in enumerate(FLAGS[:2])}
         with pytest.raises(InterruptedError):
             rb.update_if_present(id=torch.arange(1, 21), patch=values)

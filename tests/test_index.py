@@ -25,7 +25,7 @@ import pytest
 import warm
 
 from expstore.core.values import Window
-from expstore.disk.disk import Disk
+from expstore.disk.files import Disk
 from expstore.errors import (
     CorruptionError,
     ExpStoreError,
@@ -847,7 +847,7 @@ import sys
 from pathlib import Path
 sys.path[:0] = [sys.argv[2], sys.argv[3]]
 from test_index import UUID, delta, episode
-from expstore.disk.disk import Disk
+from expstore.disk.files import Disk
 from expstore.sql.index import Index
 index = Index.open(Path(sys.argv[1]), disk=Disk(), store_uuid=UUID)
 for sequence in range(index.position[1] + 1, 10_000):
@@ -1206,7 +1206,7 @@ def test_a_leftover_of_a_broken_rebuild_is_no_trouble(path: Path) -> None:
 
 INTERRUPTED = """
 import atexit, os, signal, sys, threading, time
-from expstore.disk.disk import Disk
+from expstore.disk.files import Disk
 from expstore.sql.index import Index, Relations
 
 index = Index.open(None, disk=Disk(), store_uuid="0" * 32)

@@ -17,9 +17,9 @@ from tensordict import TensorDict
 import expstore
 from expstore.buffers.tensordict import TensorDictReplayBuffer
 from expstore.storages import base
-from expstore.storages.columns import flat as columns
+from expstore.storages.columns import flat
 from expstore.storages.engine.open_settings import Settings
-from expstore.storages.format import chunk_encoding as packing
+from expstore.storages.format import chunk_encoding
 from expstore.storages.format.codecs import CODECS
 from expstore.storages.format.layout import ColumnLayout
 from expstore.storages.zarr import ZarrStorage
@@ -99,7 +99,7 @@ def facts(rb: TensorDictReplayBuffer) -> tuple[dict[tuple[str, ...], np.ndarray]
 def test_zarr_and_tensorstore_read_a_closed_store(
     store_path: Path, monkeypatch: pytest.MonkeyPatch, capacity: int | None
 ) -> None:
-    monkeypatch.setattr(columns, "SHARD_ROWS", 4096)
+    monkeypatch.setattr(flat, "SHARD_ROWS", 4096)
     monkeypatch.setattr(base, "spare_slots", lambda capacity, row_bytes: 500)
     with expstore.open(store_path, capacity=capacity) as rb:
         for first in range(0, 9000, 450):
@@ -130,7 +130,7 @@ def test_a_killed_writers_shapes_are_made_good_at_opening(
     store_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A shard may be there before the array's shape says so."""
-    monkeypatch.setattr(columns, "SHARD_ROWS", 4096)
+    monkeypatch.setattr(flat, "SHARD_ROWS", 4096)
     with expstore.open(store_path) as rb:
         rb.extend(rows(0, 5000))
         held, ids = facts(rb)
@@ -223,8 +223,8 @@ def test_zarr_and_tensorstore_read_packed_shards(
     store_path: Path, monkeypatch: pytest.MonkeyPatch, capacity: int | None, codec: str
 ) -> None:
     """Those that are full, whatever is being filled beside them."""
-    monkeypatch.setattr(packing, "SHARD_ROWS", 64)
-    monkeypatch.setattr(packing, "ENDLESS_SHARD_ROWS", 64)
+    monkeypatch.setattr(chunk_encoding, "SHARD_ROWS", 64)
+    monkeypatch.setattr(chunk_encoding, "ENDLESS_SHARD_ROWS", 64)
     packed = {"layout": "packed", "rows": 8, "codec": codec}
     names = ("image", "next.observation", "all.bfloat16", "all.bool", "all.complex64")
     layout = ColumnLayout(fields=dict.fromkeys(names, packed))

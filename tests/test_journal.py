@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from expstore.disk.disk import Disk
+from expstore.disk.files import Disk
 from expstore.errors import CorruptionError, StorageError
 from expstore.storages.format.journal import ALIGN, Journal, Kind, read_journal, settle_journal
 from expstore.storages.format.records import Mark, Publish, Redo

@@ -20,9 +20,9 @@ import expstore
 from expstore.buffers.ensemble import ReplayBufferEnsemble
 from expstore.buffers.tensordict import TensorDictReplayBuffer
 from expstore.cli.info import facts_of
-from expstore.core import idempotency as writekeys
+from expstore.core import idempotency
 from expstore.core.rate_limiters import SampleToInsertRatio
-from expstore.disk.disk import Disk
+from expstore.disk.files import Disk
 from expstore.errors import NotReadyError, StateError, StorageError
 from expstore.maintenance import repair, verify
 from expstore.storages.format.manifest import Manifest
@@ -318,8 +318,8 @@ def test_stores_without_keys_have_no_file_and_their_former_format(tmp_path: Path
 def test_more_keys_than_the_file_may_owe_wait_for_a_sync(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writekeys, "KEPT_KEYS", 20)
-    monkeypatch.setattr(writekeys, "SLOTS", 26)
+    monkeypatch.setattr(idempotency, "KEPT_KEYS", 20)
+    monkeypatch.setattr(idempotency, "SLOTS", 26)
     rb = disk(tmp_path, 1000)
     for number in range(100):
         rb.add(batch(1, number)[0], idempotency_key=str(number))

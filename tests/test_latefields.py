@@ -25,13 +25,13 @@ from expstore import (
     SliceSampler,
     TensorDictReplayBuffer,
 )
-from expstore.disk.disk import Disk
+from expstore.disk.files import Disk
 from expstore.errors import CorruptionError, QueryError, SchemaError, StateError
 from expstore.maintenance import verify
 from expstore.specs import Binary, Composite, Unbounded
 from expstore.storages import ZarrStorage, base
 from expstore.storages.columns.checksums import CHECKSUMS, SUMMED, Checksums, state_of
-from expstore.storages.engine import alter as reshapable
+from expstore.storages.engine import alter
 from expstore.storages.format.manifest import Manifest
 from expstore.writers.writers import TensorDictMaxValueWriter
 
@@ -787,7 +787,7 @@ def test_killed_before_a_part_of_the_act(store_path: Path, act: str, moment: str
         rb.add_column("early", fill=1)
     pid = os.fork()
     if not pid:
-        setattr(reshapable, moment, lambda *given, **more: os._exit(0))
+        setattr(alter, moment, lambda *given, **more: os._exit(0))
         rb = in_folder(store_path, 5000)
         rb.extend(rows(4500, 20))
         if act == "add":

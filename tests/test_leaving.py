@@ -18,7 +18,7 @@ from tensordict import TensorDict
 
 import expstore
 from expstore.errors import LockedError
-from expstore.storages.engine import process_exit as leaving
+from expstore.storages.engine import process_exit
 
 pytestmark = pytest.mark.index
 
@@ -246,8 +246,8 @@ def test_a_disk_that_hangs_is_not_waited_for(store_path: Path) -> None:
     code, said, _ = run(
         store_path,
         """
-from expstore.storages.engine import process_exit as leaving
-leaving.GRACE_SECONDS = 0.2
+from expstore.storages.engine import process_exit
+process_exit.GRACE_SECONDS = 0.2
 rb = held(expstore.open(path, capacity=100))
 rb.storage.sync = lambda: (say("hangs"), time.sleep(60), say("never"))
 say("ready")
@@ -305,5 +305,7 @@ def test_other_threads_install_no_handler(store_path: Path) -> None:
     thread.join()
     assert signal.getsignal(signal.SIGTERM) is former
     with expstore.open(store_path):
-        assert isinstance(signal.getsignal(signal.SIGTERM), leaving._Farewell) == (former is signal.SIG_DFL)
+        assert isinstance(signal.getsignal(signal.SIGTERM), process_exit._Farewell) == (
+            former is signal.SIG_DFL
+        )
     assert signal.getsignal(signal.SIGTERM) is former

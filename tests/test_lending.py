@@ -17,15 +17,13 @@ from twolanes import CAPACITY, TwoLanes, after
 import expstore
 from expstore import SchemaError, StateError, TensorDictMaxValueWriter
 from expstore.buffers.tensordict import TensorDictReplayBuffer
-from expstore.cli import info as cli_info
-from expstore.disk.disk import Disk
+from expstore.cli import info
+from expstore.disk.files import Disk
 from expstore.maintenance import repair, verify
 from expstore.maintenance.disk_usage import store_size
 from expstore.storages import base
-from expstore.storages.columns import dedup as sharedcolumn
-from expstore.storages.columns import flat as columns
-from expstore.storages.format import chunk_encoding as packing
-from expstore.storages.format import layout
+from expstore.storages.columns import dedup, flat
+from expstore.storages.format import chunk_encoding, layout
 from expstore.storages.format.layout import ColumnLayout
 from expstore.storages.format.manifest import Manifest
 from expstore.storages.memory import MemoryStorage
@@ -43,12 +41,12 @@ def short_rings(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def shorten(patch: pytest.MonkeyPatch) -> None:
     """Let narrow rows be shared in short rings, and their space be given back byte by byte."""
-    patch.setattr(packing, "REACH_ROWS", (4, 8))
+    patch.setattr(chunk_encoding, "REACH_ROWS", (4, 8))
     patch.setattr(base, "spare_slots", lambda capacity, row_bytes: 20)
-    patch.setattr(columns, "SHARD_ROWS", 4096)
+    patch.setattr(flat, "SHARD_ROWS", 4096)
     patch.setattr(layout, "LENT_BYTES", 64)
-    patch.setattr(sharedcolumn, "PAGE", 1)
-    patch.setattr(sharedcolumn, "GIVE_BACK_BYTES", 256)
+    patch.setattr(dedup, "PAGE", 1)
+    patch.setattr(dedup, "GIVE_BACK_BYTES", 256)
 
 
 def frames(numbers: Any) -> torch.Tensor:
@@ -228,7 +226,7 @@ def test_a_change_half_made_is_made_again(tmp_path: Path, monkeypatch: pytest.Mo
         path = tmp_path / "-".join(broken)
         rb = buffer(path)
         rb.extend(batch(0, 20))
-        write = columns.Column.write_rows
+        write = flat.Column.write_rows
         with monkeypatch.context() as patch:
 
             def fail(column: Any, *given: Any, broken: Any = broken, write: Any = write) -> Any:
@@ -236,7 +234,7 @@ def test_a_change_half_made_is_made_again(tmp_path: Path, monkeypatch: pytest.Mo
                     raise InterruptedError
                 return write(column, *given)
 
-            patch.setattr(columns.Column, "write_rows", fail)
+            patch.setattr(flat.Column, "write_rows", fail)
             with pytest.raises(InterruptedError):
                 rb[[8]] = batch(500, 1)
             cut = Path(shutil.copytree(path, tmp_path / ("cut-" + "-".join(broken))))
@@ -419,7 +417,7 @@ def test_info_says_which_part_is_shared(tmp_path: Path, capsys: pytest.CaptureFi
     assert alike > 0.9
     assert fields["frame"].layout == "flat"
     assert fields["next.frame"].shared is None
-    cli_info.show_facts(cli_info.facts_of(path))
+    info.show_facts(info.facts_of(path))
     assert f"flat, {alike:.0%} shared" in capsys.readouterr().out
 
 

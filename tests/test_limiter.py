@@ -28,7 +28,7 @@ from expstore.buffers.replay_buffer import ReplayBuffer
 from expstore.buffers.sample_units import Sequence
 from expstore.buffers.tensordict import TensorDictReplayBuffer
 from expstore.core.rate_limiters import MinSize, RateLimiter, SampleToInsertRatio
-from expstore.disk.disk import Disk
+from expstore.disk.files import Disk
 from expstore.storages.format.journal import Kind, read_journal
 from expstore.storages.format.records import Mark
 from expstore.storages.memory import MemoryStorage

@@ -13,14 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from expstore.disk.disk import Disk
+from expstore.disk.files import Disk
 from expstore.disk.writer_lock import WriterLock
 from expstore.errors import LockedError, StateError, StorageError
 
 HOLD = """
 import sys
 from pathlib import Path
-from expstore.disk.disk import Disk
+from expstore.disk.files import Disk
 from expstore.disk.writer_lock import WriterLock
 lock = WriterLock(Disk(), Path(sys.argv[1]))
 print("held", flush=True)

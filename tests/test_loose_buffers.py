@@ -22,7 +22,7 @@ from expstore.samplers import (
     SliceSampler,
     StalenessAwareSampler,
 )
-from expstore.sql import arrow_dataset as halves
+from expstore.sql import arrow_dataset
 from expstore.storages.memory import MemoryStorage
 from expstore.transforms import MultiStepTransform
 from tests.loose import TypedMemory, buffer, jagged, plain, rollouts
@@ -157,9 +157,9 @@ def test_only_what_a_query_names_is_read(
 
 def test_queries_that_need_too_much_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     rb = buffer()
-    monkeypatch.setattr(halves, "PACKED_BYTES", 300)
-    monkeypatch.setattr(halves, "_FIRST_ROWS", 4)
-    monkeypatch.setattr(halves, "_BATCH_BYTES", 64)
+    monkeypatch.setattr(arrow_dataset, "PACKED_BYTES", 300)
+    monkeypatch.setattr(arrow_dataset, "_FIRST_ROWS", 4)
+    monkeypatch.setattr(arrow_dataset, "_BATCH_BYTES", 64)
     with pytest.raises(QueryError, match="rows of tokens"):
         rb.sql("SELECT tokens FROM transitions")
     assert rb.sql("SELECT tokens FROM transitions WHERE number < 5").shape == (5, 1)

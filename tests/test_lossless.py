@@ -28,9 +28,8 @@ from expstore.buffers.tensordict import TensorDictReplayBuffer
 from expstore.maintenance import verify
 from expstore.schema.schema import DTYPES, OBJECT
 from expstore.storages import base
-from expstore.storages.columns import dedup as sharedcolumn
-from expstore.storages.format import chunk_encoding as packing
-from expstore.storages.format import layout
+from expstore.storages.columns import dedup
+from expstore.storages.format import chunk_encoding, layout
 
 pytestmark = pytest.mark.usefixtures("no_syncs")
 
@@ -42,12 +41,12 @@ _TORCH = {"bool": torch.bool, "bfloat16": torch.bfloat16, "complex64": torch.com
 def short_shards() -> Iterator[None]:
     """Shards of 16 rows and little spare; narrow flat rows are shared, their space is given back at once."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(packing, "SHARD_ROWS", 16)
-        patch.setattr(packing, "ENDLESS_SHARD_ROWS", 16)
+        patch.setattr(chunk_encoding, "SHARD_ROWS", 16)
+        patch.setattr(chunk_encoding, "ENDLESS_SHARD_ROWS", 16)
         patch.setattr(base, "spare_slots", lambda capacity, row_bytes: 12)
         patch.setattr(layout, "LENT_BYTES", 1)
-        patch.setattr(sharedcolumn, "PAGE", 1)
-        patch.setattr(sharedcolumn, "GIVE_BACK_BYTES", 8)
+        patch.setattr(dedup, "PAGE", 1)
+        patch.setattr(dedup, "GIVE_BACK_BYTES", 8)
         yield
 
 

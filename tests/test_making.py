@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from expstore.disk.atomic_build import making
-from expstore.disk.disk import Disk
+from expstore.disk.files import Disk
 from expstore.disk.writer_lock import WriterLock
 from expstore.errors import LockedError, StateError
 

@@ -10,7 +10,7 @@ import pytest
 
 from expstore.core.id_set import Gaps
 from expstore.core.values import Ranking
-from expstore.disk.disk import Disk
+from expstore.disk.files import Disk
 from expstore.errors import CorruptionError, MigrationError, NotFoundError
 from expstore.schema.schema import Field, Schema
 from expstore.storages.format.manifest import MANIFEST, Manifest

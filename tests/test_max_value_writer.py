@@ -27,7 +27,7 @@ from expstore.errors import NotFoundError, SchemaError, StateError
 from expstore.kernels.rank_tree import RankTree
 from expstore.samplers import ConsumingSampler, PrioritizedSampler
 from expstore.sql.sync import Catalog
-from expstore.storages.engine import replace as displacing
+from expstore.storages.engine import replace
 from expstore.storages.memory import MemoryStorage
 from expstore.writers.writers import RoundRobinWriter, TensorDictMaxValueWriter
 
@@ -362,7 +362,7 @@ def test_a_kill_leaves_rows_with_their_priorities(
     """Of rows that wait for their columns none has the priority of the row before it."""
     path = tmp_path / "best.exp"
     if not waits:
-        monkeypatch.setattr(displacing, "WAITING_BYTES", 0)
+        monkeypatch.setattr(replace, "WAITING_BYTES", 0)
 
     def life() -> None:
         rb = expstore.open(path, capacity=30, writer=TensorDictMaxValueWriter("score"))
@@ -451,7 +451,7 @@ def test_rows_are_whole_while_others_take_their_places(tmp_path: Path) -> None:
 
 
 def test_more_rows_than_may_wait_are_settled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(displacing, "WAITING_BYTES", 40_000)
+    monkeypatch.setattr(replace, "WAITING_BYTES", 40_000)
     with expstore.open(tmp_path / "best.exp", capacity=100, writer=TensorDictMaxValueWriter("score")) as rb:
         rb.extend(rows(range(100)))
         for turn in range(20):

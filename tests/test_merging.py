@@ -16,7 +16,7 @@ from tensordict import TensorDict
 
 import expstore
 from expstore import TensorDictMaxValueWriter, TensorDictReplayBuffer
-from expstore.disk.disk import Disk
+from expstore.disk.files import Disk
 from expstore.disk.writer_lock import WriterLock
 from expstore.errors import LockedError, NotFoundError, SchemaError, StateError
 from expstore.maintenance import verify

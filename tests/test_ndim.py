@@ -19,7 +19,7 @@ from tensordict import TensorDict
 from expstore._open import open as open_store
 from expstore.buffers.replay_buffer import ReplayBuffer
 from expstore.core.id_set import NO_GAPS, Gaps
-from expstore.disk.disk import Disk
+from expstore.disk.files import Disk
 from expstore.episodes.table import Steps
 from expstore.errors import NotFoundError, SchemaError, StateError, StorageError
 from expstore.schema.field_roles import find_keys

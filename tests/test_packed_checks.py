@@ -22,10 +22,10 @@ from expstore.cli.app import run
 from expstore.errors import CorruptionError, StorageError
 from expstore.maintenance import repair, verify
 from expstore.storages import base
-from expstore.storages.columns.packed import writer as packed
+from expstore.storages.columns.packed import writer
 from expstore.storages.columns.packed.column import PackedRows
 from expstore.storages.engine.open_settings import Settings
-from expstore.storages.format import chunk_encoding as packing
+from expstore.storages.format import chunk_encoding
 from expstore.storages.format.layout import ColumnLayout
 from expstore.storages.zarr import ZarrStorage
 
@@ -39,12 +39,12 @@ LAYOUT = ColumnLayout(fields={"frame": {"layout": "packed", "rows": 4}})
 @pytest.fixture(autouse=True)
 def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     shorten(monkeypatch)
-    monkeypatch.setattr(packing, "ENDLESS_SHARD_ROWS", 16)
+    monkeypatch.setattr(chunk_encoding, "ENDLESS_SHARD_ROWS", 16)
 
 
 def shorten(patch: pytest.MonkeyPatch) -> None:
     """Let stores have short shards and a short ring."""
-    patch.setattr(packing, "SHARD_ROWS", 16)
+    patch.setattr(chunk_encoding, "SHARD_ROWS", 16)
     patch.setattr(base, "spare_slots", lambda capacity, row_bytes: 28)
 
 
@@ -218,7 +218,7 @@ def test_a_kill_before_the_shape_has_grown_is_no_damage(
 ) -> None:
     """The first chunk of a shard is there, and zarr.json does not know of it; the next opening tells it."""
     path, cut = tmp_path / "run.exp", tmp_path / "cut.exp"
-    grow_shape = packed.grow_shape
+    grow_shape = writer.grow_shape
 
     def leave(*told: Any) -> None:
         shutil.copytree(path, cut)
@@ -227,7 +227,7 @@ def test_a_kill_before_the_shape_has_grown_is_no_damage(
     with buffer(path, None) as rb:
         rb.extend(batch(0, 32))
         with monkeypatch.context() as patch:
-            patch.setattr(packed, "grow_shape", leave)
+            patch.setattr(writer, "grow_shape", leave)
             rb.extend(batch(32, 15))
     assert verify(cut) == []
     shape = cut / "columns/frame/zarr.json"

@@ -18,10 +18,10 @@ from tensordict import TensorDict
 import expstore
 from expstore.buffers.replay_buffer import ReplayBuffer
 from expstore.buffers.tensordict import TensorDictReplayBuffer
-from expstore.disk.disk import Disk
+from expstore.disk.files import Disk
 from expstore.errors import CorruptionError, StateError
 from expstore.storages.engine.open_settings import Settings
-from expstore.storages.format import chunk_encoding as packing
+from expstore.storages.format import chunk_encoding
 from expstore.storages.format.layout import ColumnLayout
 from expstore.storages.memory import MemoryStorage
 from expstore.storages.snapshots.state_dict import content_of
@@ -36,8 +36,8 @@ PACKED = ColumnLayout(fields={"frame": {"layout": "packed", "rows": 4}})
 @pytest.fixture(autouse=True)
 def short_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shards of four chunks."""
-    monkeypatch.setattr(packing, "SHARD_ROWS", 16)
-    monkeypatch.setattr(packing, "ENDLESS_SHARD_ROWS", 16)
+    monkeypatch.setattr(chunk_encoding, "SHARD_ROWS", 16)
+    monkeypatch.setattr(chunk_encoding, "ENDLESS_SHARD_ROWS", 16)
 
 
 @pytest.fixture

@@ -12,11 +12,11 @@ from tensordict import TensorDict
 import expstore
 from expstore.buffers.tensordict import TensorDictReplayBuffer
 from expstore.errors import CorruptionError, QueryError
-from expstore.sql import arrow_dataset as halves
+from expstore.sql import arrow_dataset
 from expstore.sql.projection import named_members
-from expstore.storages.columns.packed import column as packedrows
+from expstore.storages.columns.packed import column
 from expstore.storages.engine.open_settings import Settings
-from expstore.storages.format import chunk_encoding as packing
+from expstore.storages.format import chunk_encoding
 from expstore.storages.format.layout import ColumnLayout
 from expstore.storages.memory import MemoryStorage
 from expstore.storages.zarr import ZarrStorage
@@ -30,21 +30,21 @@ CAPACITY = 500
 @pytest.fixture(autouse=True)
 def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shards of few rows."""
-    monkeypatch.setattr(packing, "SHARD_ROWS", 64)
+    monkeypatch.setattr(chunk_encoding, "SHARD_ROWS", 64)
 
 
 @pytest.fixture
 def unpacked(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """Count rows that are taken out of packed columns, by field."""
     counts: dict[str, int] = {}
-    take = packedrows.PackedRows.take
+    take = column.PackedRows.take
 
-    def counted(self: packedrows.PackedRows, slots: Any) -> Any:
+    def counted(self: column.PackedRows, slots: Any) -> Any:
         name = ".".join(self.entry.key)
         counts[name] = counts.get(name, 0) + slots.size
         return take(self, slots)
 
-    monkeypatch.setattr(packedrows.PackedRows, "take", counted)
+    monkeypatch.setattr(column.PackedRows, "take", counted)
     return counts
 
 
@@ -123,8 +123,8 @@ def test_answers_are_those_of_a_flat_store(store_path: Path, query: str) -> None
 def test_all_fields_packed_and_read_in_many_batches(
     store_path: Path, monkeypatch: pytest.MonkeyPatch, query: str
 ) -> None:
-    monkeypatch.setattr(halves, "_BATCH_ROWS", 64)
-    monkeypatch.setattr(halves, "_BATCH_BYTES", 200)
+    monkeypatch.setattr(arrow_dataset, "_BATCH_ROWS", 64)
+    monkeypatch.setattr(arrow_dataset, "_BATCH_BYTES", 200)
     flat = fill(TensorDictReplayBuffer(storage=MemoryStorage(CAPACITY, seed=0)))
     settings = Settings(flatten=True, seed=0, layout=ColumnLayout("packed"))
     with TensorDictReplayBuffer(storage=ZarrStorage(store_path, CAPACITY, settings=settings)) as rb:
@@ -169,7 +169,7 @@ def test_only_rows_that_pass_are_unpacked(store_path: Path, unpacked: dict[str, 
 def test_a_limit_ends_the_unpacking(
     store_path: Path, unpacked: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(halves, "_BATCH_BYTES", 6 * 4)
+    monkeypatch.setattr(arrow_dataset, "_BATCH_BYTES", 6 * 4)
     with make(store_path, times=10) as rb:  # on a busy machine threads read some hundred rows ahead
         unpacked.clear()
         assert len(rb.sql("SELECT image FROM transitions LIMIT 3").fetchall()) == 3
@@ -177,8 +177,8 @@ def test_a_limit_ends_the_unpacking(
 
 
 def test_too_much_at_once_is_refused(store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(halves, "PACKED_BYTES", 100 * 6)
-    monkeypatch.setattr(halves, "_BATCH_BYTES", 10 * 6)
+    monkeypatch.setattr(arrow_dataset, "PACKED_BYTES", 100 * 6)
+    monkeypatch.setattr(arrow_dataset, "_BATCH_BYTES", 10 * 6)
     with make(store_path) as rb:
         with pytest.raises(QueryError, match="more than 100 rows of image, which are packed") as caught:
             rb.sql("SELECT sum(image[1][1]) FROM transitions")

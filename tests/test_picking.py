@@ -8,8 +8,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from expstore.schema.row_selection import in_shape, no_rows, pick
 from expstore.schema.schema import ARROW, Field
-from expstore.schema.take_rows import in_shape, no_rows, pick
 
 
 @pytest.mark.parametrize("column", [np.arange(5), pa.array([0, 1, 2, 3, 4])])

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tensordict import TensorDict
 
-from expstore.disk.disk import Disk, File
+from expstore.disk.files import Disk, File
 from expstore.disk.filesystem import file_system, fills_holes, probe
 from expstore.errors import StorageError
 from expstore.storages.zarr import ZarrStorage

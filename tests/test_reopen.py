@@ -19,7 +19,7 @@ import expstore
 from expstore.buffers.rng import Draws
 from expstore.buffers.tensordict import TensorDictReplayBuffer
 from expstore.maintenance import verify
-from expstore.storages.columns import flat as columns
+from expstore.storages.columns import flat
 from expstore.storages.memory import MemoryStorage
 
 pytestmark = [pytest.mark.index, pytest.mark.usefixtures("no_syncs")]
@@ -393,7 +393,7 @@ def test_priorities_survive(store_path: Path) -> None:
 def test_an_unbounded_store_grows_over_shards_and_lives(
     store_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(columns, "SHARD_ROWS", 4096)
+    monkeypatch.setattr(flat, "SHARD_ROWS", 4096)
     for life in range(4):
 
         def grow(tell: Callable[[Any], None], life: int = life) -> None:

@@ -21,7 +21,7 @@ from expstore.buffers.tensordict import TensorDictReplayBuffer
 from expstore.cli.app import run
 from expstore.core.id_set import Gaps
 from expstore.core.values import Window
-from expstore.disk.disk import Disk
+from expstore.disk.files import Disk
 from expstore.episodes.fragments import cut_out
 from expstore.episodes.log import LogEntry, fill_up, salvage
 from expstore.errors import CorruptionError, LockedError, NotFoundError, StateError

@@ -20,12 +20,12 @@ from tensordict import TensorDict
 import expstore
 from expstore import ConsumingSampler, TensorDictMaxValueWriter, TensorDictReplayBuffer
 from expstore.core.draw_state import NO_PROGRESS
-from expstore.disk.disk import Disk
+from expstore.disk.files import Disk
 from expstore.errors import LockedError, NotFoundError, SchemaError, StateError, StorageError
 from expstore.maintenance import verify
 from expstore.storages import base
 from expstore.storages.engine.open_settings import Settings
-from expstore.storages.format import chunk_encoding as packing
+from expstore.storages.format import chunk_encoding
 from expstore.storages.format.layout import ColumnLayout
 from expstore.storages.zarr import ZarrStorage
 
@@ -44,9 +44,9 @@ EPISODE = 5
 def short() -> Iterator[None]:
     """Short shards and little spare."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(packing, "SHARD_ROWS", 32)
-        patch.setattr(packing, "ENDLESS_SHARD_ROWS", 32)
-        patch.setattr(packing, "REACH_ROWS", (4, 8))
+        patch.setattr(chunk_encoding, "SHARD_ROWS", 32)
+        patch.setattr(chunk_encoding, "ENDLESS_SHARD_ROWS", 32)
+        patch.setattr(chunk_encoding, "REACH_ROWS", (4, 8))
         patch.setattr(base, "spare_slots", lambda capacity, row_bytes: 12)
         yield
 

@@ -25,7 +25,7 @@ from expstore import CorruptionError, Retain, StateError
 from expstore.buffers import retention
 from expstore.cli.app import run
 from expstore.core.id_set import Gaps
-from expstore.disk.disk import Disk, File
+from expstore.disk.files import Disk, File
 from expstore.maintenance import verify
 from expstore.samplers import (
     ConsumingSampler,
@@ -37,7 +37,7 @@ from expstore.samplers import (
 )
 from expstore.storages import ZarrStorage
 from expstore.storages.base import ROW_FIELDS
-from expstore.storages.columns.arrow import writer as segmentwriter
+from expstore.storages.columns.arrow import writer
 from expstore.storages.format.manifest import Manifest
 
 Rows = 600  # of an episode
@@ -201,7 +201,7 @@ TEXTS = "SELECT number, count(*) FROM transitions WHERE text LIKE number || ' %'
 @pytest.fixture
 def pairs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two episodes make a segment."""
-    monkeypatch.setattr(segmentwriter, "SEGMENT_BATCHES", 2)
+    monkeypatch.setattr(writer, "SEGMENT_BATCHES", 2)
 
 
 @pytest.mark.some(1)
@@ -290,7 +290,7 @@ def test_rows_are_taken_while_their_segment_goes(
             assert not reader.storage.intact(ids)
             # Space is given back late: no gap is told of any more, and a segment is older than what is
             # missed.
-            monkeypatch.setattr(segmentwriter.SegmentWriter, "give_up", lambda self: None)
+            monkeypatch.setattr(writer.SegmentWriter, "give_up", lambda self: None)
             rb.storage.give_up(np.array([1, 2]))
             assert not rb.storage.window.gaps
             assert list(segments(store_path)) == [1, 1 + 4 * Rows, 1 + 6 * Rows]
@@ -637,7 +637,7 @@ def test_never_a_row_that_the_policy_keeps(
 ) -> None:
     kept = Kept(tmp_path_factory.mktemp("keep") / "a.exp", layout)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(segmentwriter, "SEGMENT_BATCHES", 2)
+        patch.setattr(writer, "SEGMENT_BATCHES", 2)
         rb = kept.open()
         try:
             for act in [("extend", Rows, 0), *acts]:
@@ -657,7 +657,7 @@ def test_never_a_row_that_the_policy_keeps_through_kills(
     tmp_path: Path, layout: str, long_seed: int, count_cases: Callable[..., None], monkeypatch: Any
 ) -> None:
     """Each life is killed when its last act has returned, the background at whatever it is about."""
-    monkeypatch.setattr(segmentwriter, "SEGMENT_BATCHES", 2)
+    monkeypatch.setattr(writer, "SEGMENT_BATCHES", 2)
     chance = random.Random(long_seed)
     for number in range(20):
         count_cases()

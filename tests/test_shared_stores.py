@@ -15,11 +15,11 @@ from twolanes import CAPACITY, TwoLanes
 
 import expstore
 from expstore.buffers.tensordict import TensorDictReplayBuffer
-from expstore.disk.disk import Disk
+from expstore.disk.files import Disk
 from expstore.errors import SchemaError
 from expstore.maintenance import repair, verify
 from expstore.storages import base
-from expstore.storages.format import chunk_encoding as packing
+from expstore.storages.format import chunk_encoding
 from expstore.storages.format.chunk_file import scan_chunks
 from expstore.storages.format.layout import ColumnLayout
 from expstore.storages.memory import MemoryStorage
@@ -37,9 +37,9 @@ def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def shorten(patch: pytest.MonkeyPatch) -> None:
     """Let stores have short shards and a short ring: 60 readable rows of 96."""
-    patch.setattr(packing, "SHARD_ROWS", 32)
-    patch.setattr(packing, "ENDLESS_SHARD_ROWS", 32)
-    patch.setattr(packing, "REACH_ROWS", (4, 8))
+    patch.setattr(chunk_encoding, "SHARD_ROWS", 32)
+    patch.setattr(chunk_encoding, "ENDLESS_SHARD_ROWS", 32)
+    patch.setattr(chunk_encoding, "REACH_ROWS", (4, 8))
     patch.setattr(base, "spare_slots", lambda capacity, row_bytes: 20)
 
 
@@ -266,7 +266,7 @@ def test_a_version_holds_older_rows_of_a_shard_that_is_being_filled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The oldest row that can be read is the first of its chunk, and lies with one of the chunk before."""
-    monkeypatch.setattr(packing, "SHARD_ROWS", 64)
+    monkeypatch.setattr(chunk_encoding, "SHARD_ROWS", 64)
     with buffer(tmp_path / "a.exp") as rb:
         for first in range(0, 100, 10):
             rb.extend(batch(first, 10))

@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from expstore.core.values import cut_run
-from expstore.disk.disk import Disk, File
+from expstore.disk.files import Disk, File
 from expstore.errors import CorruptionError
 from expstore.schema.schema import Field
 from expstore.storages.base import ROW_FIELDS
-from expstore.storages.columns import dedup as sharedcolumn
+from expstore.storages.columns import dedup
 from expstore.storages.columns.checksums import BLOCK_ROWS, Checksums
 from expstore.storages.columns.column_set import ColumnGroup
 from expstore.storages.columns.column_set_writer import WritableColumns
@@ -112,8 +112,8 @@ class Rows:
 @pytest.fixture
 def no_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give back space byte by byte, and soon: a byte too much is a row that is lost."""
-    monkeypatch.setattr(sharedcolumn, "PAGE", 1)
-    monkeypatch.setattr(sharedcolumn, "GIVE_BACK_BYTES", 2 * WIDTH)
+    monkeypatch.setattr(dedup, "PAGE", 1)
+    monkeypatch.setattr(dedup, "GIVE_BACK_BYTES", 2 * WIDTH)
 
 
 @pytest.mark.usefixtures("no_pages")

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from mortal import NEVER, Killed, MortalLife
 
 from expstore.core.values import cut_run
-from expstore.disk.disk import Disk
+from expstore.disk.files import Disk
 from expstore.errors import CorruptionError
 from expstore.schema.schema import Field
 from expstore.storages.base import ROW_FIELDS

@@ -20,7 +20,7 @@ import expstore
 from expstore.buffers.replay_buffer import ReplayBuffer
 from expstore.buffers.tensordict import TensorDictReplayBuffer
 from expstore.data.containers import form_of
-from expstore.disk.disk import Disk
+from expstore.disk.files import Disk
 from expstore.disk.writer_lock import WriterLock
 from expstore.errors import (
     CorruptionError,
@@ -34,8 +34,7 @@ from expstore.maintenance import survey, verify
 from expstore.samplers import PrioritizedSampler, Sampler, SamplerWithoutReplacement
 from expstore.storages.memory import MemoryStorage
 from expstore.storages.snapshot_pin import Hold
-from expstore.storages.snapshots import create as dumping
-from expstore.storages.snapshots import restore as loading
+from expstore.storages.snapshots import create, restore
 from expstore.storages.snapshots.catalog import find_version
 from expstore.storages.zarr import ZarrStorage
 
@@ -146,7 +145,7 @@ def test_an_empty_store_has_versions(store_path: Path, place: Path, make_batch: 
 def test_shards_grow_where_there_would_be_too_many_files(
     store_path: Path, place: Path, make_batch: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dumping, "MANY_FILES", 40)
+    monkeypatch.setattr(create, "MANY_FILES", 40)
     with expstore.open(store_path, capacity=40_000) as rb:
         rb.extend(make_batch(30_000))
         rb.dumps(place)
@@ -804,8 +803,8 @@ def test_a_failure_leaves_nothing_behind(
             raise StorageError("no space left", kind="disk_full")
 
         with monkeypatch.context() as patch:
-            patch.setattr(dumping, "sync_paths", full)
-            patch.setattr(loading, "sync_paths", full)
+            patch.setattr(create, "sync_paths", full)
+            patch.setattr(restore, "sync_paths", full)
             with pytest.raises(StorageError, match="no space"):
                 rb.dumps(place)
             with pytest.raises(StorageError, match="no space"):

@@ -17,10 +17,9 @@ import torch
 from tensordict import TensorDict
 
 import expstore
-from expstore.disk.disk import Disk
+from expstore.disk.files import Disk
 from expstore.errors import StorageError
-from expstore.storages.engine import checkpointer as synced
-from expstore.storages.engine import store as journaled
+from expstore.storages.engine import checkpointer, store
 from expstore.storages.engine.open_settings import Settings
 from expstore.storages.zarr import ZarrStorage
 
@@ -171,7 +170,7 @@ def _no_keeper(monkeypatch: pytest.MonkeyPatch) -> None:
 
         def stop(self) -> None: ...
 
-    monkeypatch.setattr(journaled, "Keeper", NoKeeper)
+    monkeypatch.setattr(store, "Keeper", NoKeeper)
 
 
 def opened(path: Path, disk: Disk, capacity: int | None, floor: int) -> expstore.TensorDictReplayBuffer:
@@ -249,7 +248,7 @@ def test_a_closed_store_takes_little_beside_its_rows(store_path: Path, make_batc
 def test_a_closed_store_keeps_no_long_journal(
     store_path: Path, make_batch: MakeBatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(synced, "KEPT_BYTES", 2000)
+    monkeypatch.setattr(checkpointer, "KEPT_BYTES", 2000)
     for first in (0, 60):
         with expstore.open(store_path, capacity=1000, seed=1) as rb:
             assert rb.recovered is None

@@ -33,7 +33,7 @@ from expstore import (
     Unbounded,
 )
 from expstore.collectors.gymnasium import Collector
-from expstore.specs.spaces import from_space, to_space
+from expstore.specs.gymnasium_spaces import from_space, to_space
 
 shapes = st.lists(st.integers(1, 3), min_size=1, max_size=2).map(tuple)
 
@@ -176,7 +176,7 @@ def test_what_is_no_space_is_refused() -> None:
 
 def test_gymnasium_is_imported_when_a_space_is_made() -> None:
     code = (
-        "import sys, expstore.specs.spaces as s\n"
+        "import sys, expstore.specs.gymnasium_spaces as s\n"
         "assert 'gymnasium' not in sys.modules\n"
         "from expstore import Categorical\n"
         "print(s.to_space(Categorical(3)), 'gymnasium' in sys.modules)"

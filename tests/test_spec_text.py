@@ -38,8 +38,8 @@ from expstore.specs import (
     TensorSpec,
     Unbounded,
 )
-from expstore.specs.foreign import from_env, from_torchrl, to_torchrl
-from expstore.specs.text import from_text, to_text
+from expstore.specs.json_text import from_text, to_text
+from expstore.specs.torchrl_specs import from_env, from_torchrl, to_torchrl
 
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -317,7 +317,7 @@ def test_rows_of_torchrls_collectors_fit_the_specs_of_their_environment() -> Non
 
 def test_nothing_imports_torchrl_before_it_is_asked_for() -> None:
     code = (
-        "import sys, expstore.specs, expstore.specs.foreign, expstore.specs.text\n"
+        "import sys, expstore.specs, expstore.specs.torchrl_specs, expstore.specs.json_text\n"
         "assert 'torchrl' not in sys.modules, 'imported'"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -11,7 +11,7 @@ import torch
 from tensordict import TensorDict
 
 import expstore
-from expstore.storages.columns.packed import column as packedrows
+from expstore.storages.columns.packed import column
 
 pytestmark = [
     pytest.mark.index,
@@ -52,14 +52,14 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def unpacked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Count rows that are taken out of packed columns."""
-    take = packedrows.PackedRows.take
+    take = column.PackedRows.take
     counts: list[int] = []
 
     def counted(self: Any, slots: Any) -> Any:
         counts.append(slots.size)
         return take(self, slots)
 
-    monkeypatch.setattr(packedrows.PackedRows, "take", counted)
+    monkeypatch.setattr(column.PackedRows, "take", counted)
     return counts
 
 

@@ -23,7 +23,7 @@ from hostile import ARGUMENTS, CONTAINED, REFUSED, SLOW
 
 import expstore
 from expstore.errors import ExpStoreError, NotFoundError, NotReadyError, QueryError, StateError
-from expstore.sql.sandbox import child as sqlchild
+from expstore.sql.sandbox import child as sandbox_child
 from expstore.sql.sandbox import confine, pipes
 from expstore.sql.sandbox.pool import Answer, SqlLimits, SqlWorker
 
@@ -682,6 +682,6 @@ def test_messages_that_are_none_of_ours_are_refused() -> None:
 
 
 def test_rows_are_taken_in_small_steps() -> None:
-    assert sqlchild._step(["BIGINT"]) == 2048
-    assert sqlchild._step(["UTINYINT[84][84]", "VARCHAR"]) == (4 << 20) // (84 * 84 * 8 + 8)
-    assert sqlchild._step(["FLOAT[100000000]"]) == 1
+    assert sandbox_child._step(["BIGINT"]) == 2048
+    assert sandbox_child._step(["UTINYINT[84][84]", "VARCHAR"]) == (4 << 20) // (84 * 84 * 8 + 8)
+    assert sandbox_child._step(["FLOAT[100000000]"]) == 1

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from expstore.disk.disk import Disk
+from expstore.disk.files import Disk
 from expstore.storages.format.control_page import PAGE, StatePage
 
 UUID, BOOT = b"u" * 16, b"b" * 16

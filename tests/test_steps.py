@@ -28,8 +28,7 @@ from expstore import (
     traj,
 )
 from expstore.storages.memory import MemoryStorage
-from expstore.transforms import Compose, StepTransform, StepView
-from expstore.transforms import compose as chains
+from expstore.transforms import Compose, StepTransform, StepView, compose
 from expstore.transforms.base import Overtaken
 
 X = ("x",)
@@ -156,7 +155,7 @@ def test_rows_that_have_left_are_looked_for_no_further() -> None:
         with pytest.raises(Overtaken):
             look(view)
         assert not view.intact
-    view = chains.Compose(Around()).look(rb.storage, np.array([3, 30]))
+    view = compose.Compose(Around()).look(rb.storage, np.array([3, 30]))
     assert view is not None
     assert not view.intact
 
@@ -312,7 +311,7 @@ def test_there_is_no_look_without_a_step_transform(monkeypatch: pytest.MonkeyPat
     def fail(*given: Any) -> None:
         raise AssertionError("looked")
 
-    monkeypatch.setattr(chains, "StepView", fail)
+    monkeypatch.setattr(compose, "StepView", fail)
     rb = ReplayBuffer(storage=MemoryStorage(20), batch_size=4, transform=lambda batch: batch)
     rb.extend(rows(1, 10))
     assert rb.sample().shape == (4,)

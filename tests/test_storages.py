@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from expstore.disk.disk import Disk
+from expstore.disk.files import Disk
 from expstore.episodes.table import EpisodeTable, Steps
 from expstore.errors import (
     CorruptionError,
@@ -26,8 +26,7 @@ from expstore.schema.field_roles import find_keys
 from expstore.schema.schema import Field, Schema
 from expstore.storages import base
 from expstore.storages.base import Storage, spare_slots
-from expstore.storages.columns import column_set as columngroup
-from expstore.storages.columns import flat as columns
+from expstore.storages.columns import column_set, flat
 from expstore.storages.engine.open_settings import Settings
 from expstore.storages.format.journal import Kind, read_journal
 from expstore.storages.format.records import Mark
@@ -372,12 +371,12 @@ def test_keys_that_were_asked_for_must_be_there(options: dict[str, Any]) -> None
 
 @pytest.fixture
 def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(columns, "SHARD_ROWS", 4096)
+    monkeypatch.setattr(flat, "SHARD_ROWS", 4096)
 
 
 @pytest.mark.usefixtures("small_shards")
 def test_an_unbounded_store_grows_over_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(columns.Column, "_reserve", starts_with_two_shards(columns.Column._reserve))
+    monkeypatch.setattr(flat.Column, "_reserve", starts_with_two_shards(flat.Column._reserve))
     storage = ZarrStorage(tmp_path / "run.exp")
     storage.prepare(SCHEMA, find_keys(SCHEMA))
     for count in (4000, 200, 1, 5, 9000, 7, 4096, 3000):
@@ -462,13 +461,13 @@ def test_a_lost_or_short_shard_is_damage(tmp_path: Path) -> None:
 
 def test_a_wide_column_read_while_it_moves(tmp_path: Path, small_shards: None, monkeypatch: Any) -> None:
     """A reader that sees the old mapping must not make it the one that stays."""
-    monkeypatch.setattr(columns.Column, "_reserve", starts_with_two_shards(columns.Column._reserve))
+    monkeypatch.setattr(flat.Column, "_reserve", starts_with_two_shards(flat.Column._reserve))
     storage = ZarrStorage(tmp_path / "run.exp")
     storage.prepare(SCHEMA, find_keys(SCHEMA))
     put(storage, 8000)
     assert storage.columns is not None
     wide = storage.columns.columns[2]
-    real = columns.AddressRange.array
+    real = flat.AddressRange.array
     grown = False
 
     def grow_first(self: Any, *args: Any, **options: Any) -> np.ndarray:
@@ -479,7 +478,7 @@ def test_a_wide_column_read_while_it_moves(tmp_path: Path, small_shards: None, m
             put(storage, 4000)  # a writer comes in between: the mapping moves
         return found
 
-    monkeypatch.setattr(columns.AddressRange, "array", grow_first)
+    monkeypatch.setattr(flat.AddressRange, "array", grow_first)
     check(storage, np.array([1, 8000]))
     assert grown
     assert wide.ready == 12_288
@@ -730,15 +729,15 @@ def test_rows_can_be_read_while_the_journal_is_read_again(
     storage.prepare(SCHEMA, find_keys(SCHEMA))
     put(storage, 30)
     storage.sync()
-    real = columngroup.ColumnGroup.open_shards
+    real = column_set.ColumnGroup.open_shards
 
-    def look(self: columngroup.ColumnGroup) -> None:
+    def look(self: column_set.ColumnGroup) -> None:
         assert storage.columns is not self
         assert storage.changes % 2, "rows may be redone under a reader's eyes"
         check(storage, np.arange(1, 31))
         real(self)
 
-    monkeypatch.setattr(columngroup.ColumnGroup, "open_shards", look)
+    monkeypatch.setattr(column_set.ColumnGroup, "open_shards", look)
     storage.note_interruption()
     put(storage, 1)
     check(storage, np.arange(1, 32))

@@ -30,8 +30,8 @@ from expstore import (
     SchemaError,
     StateError,
 )
-from expstore.buffers import domain_checks as domains
-from expstore.disk.disk import Disk
+from expstore.buffers import domain_checks
+from expstore.disk.files import Disk
 from expstore.errors import CorruptionError, StorageError
 from expstore.storages.zarr import ZarrStorage
 
@@ -319,14 +319,14 @@ def test_values_are_looked_at_when_asked_for(tmp_path: Path) -> None:
 
 def test_specs_are_read_once_until_they_are_others(monkeypatch: pytest.MonkeyPatch) -> None:
     reads = 0
-    real = domains.read_stored
+    real = domain_checks.read_stored
 
     def read(text: str) -> Any:
         nonlocal reads
         reads += 1
         return real(text)
 
-    monkeypatch.setattr(domains, "read_stored", read)
+    monkeypatch.setattr(domain_checks, "read_stored", read)
     rb = expstore.TensorDictReplayBuffer(storage=MemoryStorage(100, seed=0))
     rb.set_specs(specs())
     for _ in range(3):

@@ -19,11 +19,11 @@ from tensordict import TensorDict
 
 import expstore
 from expstore.buffers.tensordict import TensorDictReplayBuffer
-from expstore.disk.disk import Disk
+from expstore.disk.files import Disk
 from expstore.errors import StateError, StorageError
 from expstore.storages import base
-from expstore.storages.engine import checkpointer as synced
-from expstore.storages.engine import store as journaled
+from expstore.storages.engine import checkpointer
+from expstore.storages.engine import store as store_module
 from expstore.storages.engine.open_settings import Settings
 from expstore.storages.indexing import find
 from expstore.storages.zarr import ZarrStorage
@@ -70,7 +70,7 @@ def open_store(
     store_path: Path, disk: Watching, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[..., TensorDictReplayBuffer]]:
     """A factory of buffers in sync mode without a background thread."""
-    monkeypatch.setattr(journaled, "Keeper", NoKeeper)
+    monkeypatch.setattr(store_module, "Keeper", NoKeeper)
     opened = []
 
     def make(capacity: int | None = None, *, path: Path = store_path, **more: Any) -> TensorDictReplayBuffer:
@@ -335,7 +335,7 @@ def test_the_door_passes_it_on(store_path: Path, make_batch: MakeBatch) -> None:
 
 
 def test_riding_bytes_fit_into_a_segment() -> None:
-    assert synced.RIDING_BYTES * 2 < journaled.SYNC_SEGMENT_BYTES
+    assert checkpointer.RIDING_BYTES * 2 < store_module.SYNC_SEGMENT_BYTES
 
 
 def test_a_sync_that_fails_before_it_syncs_gives_back_what_it_took(

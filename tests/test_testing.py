@@ -19,8 +19,8 @@ from expstore import MemoryStorage, SchemaError, Storage, ZarrStorage
 from expstore.core.values import Array, IntArray
 from expstore.storages.engine.open_settings import Settings
 from expstore.testing import StorageSuite
-from expstore.testing.expect import raises, same
-from expstore.testing.machine import machine_of
+from expstore.testing.assertions import raises, same
+from expstore.testing.state_machine import machine_of
 
 pytestmark = pytest.mark.usefixtures("no_syncs")
 

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map
 
 import expstore
 from expstore.buffers.replay_buffer import ReplayBuffer
-from expstore.disk.disk import Disk
+from expstore.disk.files import Disk
 from expstore.errors import LockedError, SchemaError, SnapshotError, StateError
 from expstore.storages import (
     LazyMemmapStorage,

@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 
 from expstore.core.values import Array, IntArray
-from expstore.kernels import blosc_decode as unpacking
-from expstore.kernels import native
+from expstore.kernels import blosc_decode, native
 from expstore.kernels.blosc_decode import take_rows
 from expstore.storages.format.chunk_encoding import Packing
 from expstore.storages.format.codecs import CODECS
@@ -26,7 +25,7 @@ WIDTH = 10_000  # blosc makes no shorter blocks of LZ4 than 64 KiB
 def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     number: int = request.param
     monkeypatch.setattr(native, "THREADS", number)
-    monkeypatch.setattr(unpacking, "EACH_BYTES", 1)
+    monkeypatch.setattr(blosc_decode, "EACH_BYTES", 1)
     return number
 
 

@@ -14,7 +14,7 @@ from commands import Cli
 from tensordict import TensorDict
 
 import expstore
-from expstore.disk.disk import Disk
+from expstore.disk.files import Disk
 from expstore.errors import CorruptionError, LockedError, MigrationError, NotFoundError, StorageError
 from expstore.maintenance.upgrade import Upgrade, upgrade
 from expstore.sql import migrate

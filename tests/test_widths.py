@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from expstore.kernels import gather_runs as gathering
-from expstore.storages.columns.arrow import int_widths as module
+from expstore.kernels import gather_runs
+from expstore.storages.columns.arrow import int_widths
 from expstore.storages.columns.arrow.gather import Gather
 from expstore.storages.columns.arrow.int_widths import (
     bounds_of,
@@ -100,7 +100,7 @@ def test_values_come_back_from_the_narrowest_types(first: Any, second: Any, data
         lengths.append([n for column in batch.columns for n in _lengths(column)])
     codes = np.stack([widths.codes for widths, _ in batches])
     assert codes.shape == (2, plan.nodes)
-    gather = Gather(gathering, np.array(where), np.array(sizes), np.array(lengths), np.arange(2), codes)
+    gather = Gather(gather_runs, np.array(where), np.array(sizes), np.array(lengths), np.arange(2), codes)
     count = data.draw(st.integers(1, 12))
     which = np.array([data.draw(st.integers(0, 1)) for _ in range(count)])
     inside = np.array([data.draw(st.integers(0, batches[b][1].num_rows - 1)) for b in which.tolist()])
@@ -190,6 +190,6 @@ def test_heads_of_others_are_not_read() -> None:
         assert read_widths(other.head, OWN) is None
     assert read_widths(b"", OWN) is None
     assert read_widths(widths.head[:-8], OWN) is None
-    assert module.read_widths(OWN.head, OWN) is OWN
+    assert int_widths.read_widths(OWN.head, OWN) is OWN
     with pa.ipc.open_stream(widths.head + b"\xff\xff\xff\xff\0\0\0\0") as reader:
         assert reader.schema.metadata[b"expstore.types"].startswith(b'["struct<')

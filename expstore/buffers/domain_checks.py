@@ -19,13 +19,13 @@ from expstore.data.leaves import to_objects
 from expstore.data.nested_tensors import to_tensor
 from expstore.errors import SchemaError, StateError
 from expstore.schema.arrow_types import ragged_of
+from expstore.schema.row_selection import pick
 from expstore.schema.schema import Field, Schema
 from expstore.schema.spec_text import describe, unpack_specs
-from expstore.schema.take_rows import pick
 from expstore.specs import Composite, TensorSpec
 from expstore.specs.base import LeafSpec
+from expstore.specs.json_text import read_stored, to_text
 from expstore.specs.shapes import safe
-from expstore.specs.text import read_stored, to_text
 from expstore.storages.base import Storage
 
 __all__ = ["NO_DOMAIN", "Domain", "asks_for_domain", "check_domain", "fitting", "row_text", "specs_of"]

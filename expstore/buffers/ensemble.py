@@ -16,12 +16,12 @@ import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 
+from expstore.buffers.arguments import check_batch_size, refuse
 from expstore.buffers.ensemble_batches import columns_of, cut, join, pairs, told_of
 from expstore.buffers.ensemble_routing import Route
 from expstore.buffers.ensemble_updates import MemberPatching
 from expstore.buffers.idempotency import make_key
 from expstore.buffers.indexing import along
-from expstore.buffers.keywords import check_batch_size, refuse
 from expstore.buffers.open_streams import Tails
 from expstore.buffers.replay_buffer import ReplayBuffer
 from expstore.buffers.rng import Draws

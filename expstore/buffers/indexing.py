@@ -24,8 +24,8 @@ from expstore.data.nested_rows import take_rows
 from expstore.data.nested_tensors import to_values
 from expstore.errors import NotFoundError, SchemaError, StateError
 from expstore.samplers.base import Sampler
+from expstore.schema.row_selection import in_shape
 from expstore.schema.schema import OBJECT
-from expstore.schema.take_rows import in_shape
 from expstore.storages.base import Storage
 from expstore.storages.engine.backfill import unmoved
 from expstore.storages.episode_lookup import rows_of_episode

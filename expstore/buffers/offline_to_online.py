@@ -14,13 +14,13 @@ import numpy as np
 import torch
 from tensordict import TensorDictBase
 
-from expstore.buffers.keywords import check_batch_size
+from expstore.buffers.arguments import check_batch_size
 from expstore.buffers.replay_buffer import ReplayBuffer
 from expstore.buffers.rng import Draws
 from expstore.core.values import key_name, to_key
 from expstore.errors import SchemaError
 from expstore.storages.base import Storage
-from expstore.storages.torchrl import LazyTensorStorage
+from expstore.storages.torchrl_tensors import LazyTensorStorage
 from expstore.transforms import Compose
 
 __all__ = ["OfflineToOnlineReplayBuffer", "prefill_replay_buffer"]

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from expstore.buffers.keywords import made
+from expstore.buffers.arguments import made
 from expstore.buffers.replay_buffer import ReplayBuffer
 from expstore.buffers.tensordict import TensorDictReplayBuffer
 from expstore.samplers.prioritized import PrioritizedSampler, Reduction

@@ -15,11 +15,18 @@ import numpy as np
 import torch
 from tensordict import is_tensor_collection
 
-from expstore.buffers import idempotency as keyed
+from expstore.buffers import idempotency
 from expstore.buffers.add_column import LateFields
+from expstore.buffers.arguments import (
+    called,
+    check_batch_size,
+    check_drawing,
+    check_predictable,
+    made,
+    refuse,
+)
 from expstore.buffers.domain_checks import NO_DOMAIN, asks_for_domain, check_domain
 from expstore.buffers.indexing import ShapingHandle, to_array
-from expstore.buffers.keywords import called, check_batch_size, check_drawing, check_predictable, made, refuse
 from expstore.buffers.rng import Turn
 from expstore.buffers.sample_units import SampleUnit, check_unit
 from expstore.buffers.torch_dataset import RowKind, RowsDataset, SlicesDataset, make_dataset
@@ -34,8 +41,8 @@ from expstore.errors import SchemaError, StateError
 from expstore.samplers.base import Sampler
 from expstore.samplers.consuming import consume_after
 from expstore.samplers.torchrl_adapter import adapt
+from expstore.schema.row_selection import pick
 from expstore.schema.schema import Schema
-from expstore.schema.take_rows import pick
 from expstore.storages.base import Storage
 from expstore.storages.engine.backfill import unmoved
 from expstore.storages.indexing import OVERTAKEN, PATIENCE, prepare
@@ -199,8 +206,8 @@ class ReplayBuffer(Patching, LateFields, Direct):
             StorageError: The disk failed; nothing was added.
         """
         info, domain = pack_info(episode_info), validate != "schema" and asks_for_domain(validate)
-        key = keyed.make_key(self._writer, idempotency_key, digest)
-        known = None if key is None else keyed.known_numbers(self._storage, key, return_ids)
+        key = idempotency.make_key(self._writer, idempotency_key, digest)
+        known = None if key is None else idempotency.known_numbers(self._storage, key, return_ids)
         if known is not None:
             return self._indices(known, flat=return_ids)
         batch = self._taken(data)
@@ -230,7 +237,7 @@ class ReplayBuffer(Patching, LateFields, Direct):
         if self._limiter is None:
             return self._take_in(batch, source, return_ids, info, key)
         self._storage.check_writable()
-        with self._limiter.inserting(batch.count, needless=partial(keyed.is_known, self._storage, key)):
+        with self._limiter.inserting(batch.count, needless=partial(idempotency.is_known, self._storage, key)):
             return self._take_in(batch, source, return_ids, info, key)
 
     def _take_in(
@@ -240,9 +247,9 @@ class ReplayBuffer(Patching, LateFields, Direct):
         with storage.turn, storage.lock:
             storage.check_writable()
             self._writer.check()
-            written = None if key is None else keyed.find_write(storage, key)
+            written = None if key is None else idempotency.find_write(storage, key)
             if written is not None and not written.dropped:
-                return keyed.numbers_of(storage, written, return_ids)
+                return idempotency.numbers_of(storage, written, return_ids)
             if batch.count == 0:
                 return np.zeros(0, np.int64)
             if batch.validated:
@@ -251,7 +258,7 @@ class ReplayBuffer(Patching, LateFields, Direct):
             columns = batch.columns(schema)
             kept = reader.transitions(columns)
             if written is not None:
-                return keyed.numbers_in_part(storage, written, kept, return_ids)
+                return idempotency.numbers_in_part(storage, written, kept, return_ids)
             more: dict[str, Any] = {} if key is None else {"key": replace(key, dropped=kept is not None)}
             if kept is not None:
                 batch, columns = batch.keep(kept), [pick(column, kept) for column in columns]
@@ -266,7 +273,7 @@ class ReplayBuffer(Patching, LateFields, Direct):
                 storage.set_priorities(ids, priorities)
             self._sampler.on_write(ids if run else ids[ids != -1])
         numbers = ids if return_ids else storage.numbers_of(ids, run=run)
-        return numbers if kept is None else keyed.spread(numbers, kept)
+        return numbers if kept is None else idempotency.spread(numbers, kept)
 
     def _given_priorities(self, schema: Schema, columns: Sequence[Array]) -> Array | None:
         """Return the priorities that come with new rows. Shape `(n,)`."""
@@ -382,8 +389,8 @@ class ReplayBuffer(Patching, LateFields, Direct):
             digest: As in `extend`.
         """
         info, domain = pack_info(episode_info), validate != "schema" and asks_for_domain(validate)
-        key = keyed.make_key(self._writer, idempotency_key, digest)
-        numbers = None if key is None else keyed.known_numbers(self._storage, key, return_ids=False)
+        key = idempotency.make_key(self._writer, idempotency_key, digest)
+        numbers = None if key is None else idempotency.known_numbers(self._storage, key, return_ids=False)
         if numbers is None:
             batch = self._taken(data, single=True)
             if batch is None:

@@ -17,7 +17,7 @@ from tensordict import TensorDictBase
 
 from expstore.buffers.prefetch import Made, Prefetcher
 from expstore.buffers.rng import Draws, GivenDraws, Turn, set_state
-from expstore.buffers.session import StoreHandle
+from expstore.buffers.store_handle import StoreHandle
 from expstore.core.rate_limiters import RateLimiter
 from expstore.core.values import Selection
 from expstore.errors import StateError

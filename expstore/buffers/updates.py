@@ -23,8 +23,8 @@ from expstore.core.values import Array, IntArray, Key, key_name, to_key
 from expstore.data.variable_rows import fit_values
 from expstore.errors import NotFoundError, SchemaError, StateError
 from expstore.samplers.base import Sampler
+from expstore.schema.row_selection import pick
 from expstore.schema.schema import OBJECT, Field
-from expstore.schema.take_rows import pick
 from expstore.storages.base import Storage
 from expstore.storages.indexing import find
 from expstore.writers.writers import Writer

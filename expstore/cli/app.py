@@ -19,14 +19,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 import typer
 
 from expstore import __version__
-from expstore.cli import checks as cli_checks
-from expstore.cli import columns as cli_columns
-from expstore.cli import export as cli_export
-from expstore.cli import reshape as cli_reshape
-from expstore.cli import retain as cli_retain
-from expstore.cli import serve as cli_serve
-from expstore.cli import snapshots as cli_snapshots
-from expstore.cli import upgrade as cli_migrate
+from expstore.cli import checks, export, migrate, reshape, retain, serve, snapshots
+from expstore.cli.columns import add_column, drop_column
 from expstore.cli.exit_codes import DAMAGED, FAILED, INTERRUPTED, LOCKED, USAGE
 from expstore.cli.info import facts_of, show_facts
 from expstore.cli.output import print_csv, print_json, print_rows, print_table
@@ -220,15 +214,15 @@ def collect(
     as_json: Json = False,
 ) -> int:
     """Collect transitions from an environment into a store."""
-    from expstore import _open as door
-    from expstore.disk.disk import Disk
+    from expstore import _open
+    from expstore.disk.files import Disk
     from expstore.storages.format.manifest import MANIFEST
 
     disk = Disk()
     with _Interrupts() as interrupts, contextlib.closing(_environments(env, envs, autoreset)) as lanes:
         new = not disk.exists(path / MANIFEST)
         asked: LayoutName | None = None if layout is None else layout.value
-        with door.open(path, capacity=capacity, layout=asked, seed=seed if new else None) as rb:
+        with _open.open(path, capacity=capacity, layout=asked, seed=seed if new else None) as rb:
             if rb.recovered:
                 typer.echo(f"note: {rb.recovered}", err=True)
             typer.echo(
@@ -339,12 +333,12 @@ def info(paths: Stores, as_json: Json = False) -> int:
 app.command(
     epilog="Nothing is changed. Priorities have no checksum; STATE and LOCK hold nothing that is missed. "
     "Exit codes: 0 nothing found, 1 findings, 3 somebody writes to the store, 4 no row can be read."
-)(cli_checks.verify)
+)(checks.verify)
 
 app.command(
     epilog="Without --drop-damaged nothing is lost. Killed in the middle it can be run again. "
     "Exit codes: 0 all is repaired, 1 something is left, 3 somebody writes there, 4 no row can be read."
-)(cli_checks.repair)
+)(checks.repair)
 
 
 # -- retain ----------------------------------------------------------------------------------------
@@ -352,7 +346,7 @@ app.command(
 app.command(
     epilog="Without options the policy that the store has is applied. What has left is gone for good; facts "
     "of episodes stay."
-)(cli_retain.retain)
+)(retain.retain)
 
 
 # -- sql -------------------------------------------------------------------------------------------
@@ -406,33 +400,33 @@ def sql(
 # -- fields ----------------------------------------------------------------------------------------
 
 app.command(epilog="Other fields are not touched; after any crash the field is there whole or not at all.")(
-    cli_columns.add_column
+    add_column
 )
-app.command(epilog="Fields by which rows are cut into episodes have to stay.")(cli_columns.drop_column)
+app.command(epilog="Fields by which rows are cut into episodes have to stay.")(drop_column)
 
 # -- versions --------------------------------------------------------------------------------------
 
-app.command(epilog="Opening a store does this by itself, without keeping the old index.")(cli_migrate.migrate)
-app.command(epilog="What has not changed since the version before is shared with it.")(cli_snapshots.dumps)
-app.command(epilog="After any crash the store holds its former rows or the version's.")(cli_snapshots.loads)
-app.command(epilog="Of a store, those that were made inside it with a tag.")(cli_snapshots.versions)
+app.command(epilog="Opening a store does this by itself, without keeping the old index.")(migrate.migrate)
+app.command(epilog="What has not changed since the version before is shared with it.")(snapshots.dumps)
+app.command(epilog="After any crash the store holds its former rows or the version's.")(snapshots.loads)
+app.command(epilog="Of a store, those that were made inside it with a tag.")(snapshots.versions)
 
 # -- resize, merge ---------------------------------------------------------------------------------
 
 app.command(
     epilog="Rows keep their ids. After any crash the store has its former capacity or the new one; Ctrl-C "
     "leaves the former one."
-)(cli_reshape.resize)
+)(reshape.resize)
 app.command(
     epilog="Fields must be the same. Sources keep their names, each behind its store's. The new store is "
     "there whole or not at all."
-)(cli_reshape.merge)
+)(reshape.merge)
 
 # -- export ----------------------------------------------------------------------------------------
 
-app.command(epilog=cli_export.EXPORT_NOTES)(cli_export.export)
-app.command("import", epilog=cli_export.IMPORT_NOTES)(cli_export.import_)
+app.command(epilog=export.EXPORT_NOTES)(export.export)
+app.command("import", epilog=export.IMPORT_NOTES)(export.import_)
 
 # -- serve -----------------------------------------------------------------------------------------
 
-app.command(epilog=cli_serve.SERVE_NOTES)(cli_serve.serve)
+app.command(epilog=serve.SERVE_NOTES)(serve.serve)

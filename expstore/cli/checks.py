@@ -23,13 +23,13 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 def verify(path: Store, as_json: Json = False) -> int:
     """Hold every file of a store against its checksums, and against the others."""
-    from expstore import maintenance as checks
-    from expstore.disk.disk import Disk
+    from expstore import maintenance
+    from expstore.disk.files import Disk
     from expstore.storages.snapshots.catalog import store_meant
 
     path = store_meant(Disk(), path)
     with show_progress("checking") as progress:
-        found = checks.verify(path, progress=progress)
+        found = maintenance.verify(path, progress=progress)
     fatal = any(finding.fatal for finding in found)
     if as_json:
         print_json({"path": str(path), "findings": [asdict(finding) for finding in found]})
@@ -49,10 +49,10 @@ def repair(
     as_json: Json = False,
 ) -> int:
     """Build anew what is derived; give up what is lost, if that is asked for."""
-    from expstore import maintenance as checks
+    from expstore import maintenance
 
     with show_progress("reading") as progress:
-        done = checks.repair(path, drop_damaged=drop_damaged, dry_run=dry_run, progress=progress)
+        done = maintenance.repair(path, drop_damaged=drop_damaged, dry_run=dry_run, progress=progress)
     if as_json:
         print_json(asdict(done) | {"path": str(path), "dry_run": dry_run})
     else:

@@ -105,12 +105,12 @@ def _shape(text: str) -> tuple[int, ...]:
 
 @contextmanager
 def _open(store: Path) -> Iterator[TensorDictReplayBuffer]:
-    from expstore import _open as door
-    from expstore.disk.disk import Disk
+    import expstore
+    from expstore.disk.files import Disk
     from expstore.storages.format.manifest import Manifest
 
     Manifest.load(Disk(), store)  # a new store is not what is asked for
-    with door.open(store) as rb:
+    with expstore.open(store) as rb:
         if rb.recovered:
             typer.echo(f"note: {rb.recovered}", err=True)
         yield rb

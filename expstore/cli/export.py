@@ -13,7 +13,7 @@ import typer
 
 from expstore.cli.interrupt import stoppable
 from expstore.cli.output import print_json, show_progress, size_text
-from expstore.exchange.losses import LOSSES, LOST_BY_ALL
+from expstore.exchange.format_limits import LOSSES, LOST_BY_ALL
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

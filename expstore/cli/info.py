@@ -22,7 +22,7 @@ __all__ = ["facts_of", "show_facts"]
 def facts_of(path: Path) -> dict[str, Any]:
     """Return the facts about a store, or a version, as `expstore info --json` prints them."""
     from expstore.core.values import key_name
-    from expstore.disk.disk import Disk
+    from expstore.disk.files import Disk
     from expstore.maintenance import survey
     from expstore.maintenance.disk_usage import store_size
     from expstore.schema.spec_text import unpack_specs
@@ -73,7 +73,7 @@ def facts_of(path: Path) -> dict[str, Any]:
 
 def _archive_facts(path: Path, noted: str) -> dict[str, Any]:
     """Say where rows go that leave, and how many are there; None: it is not where it was."""
-    from expstore.disk.disk import Disk
+    from expstore.disk.files import Disk
     from expstore.maintenance import survey
     from expstore.storages.engine.archive import archive_path
     from expstore.storages.format.manifest import MANIFEST

@@ -15,7 +15,7 @@ from typing import Any
 
 import typer
 
-from expstore.disk.disk import Disk
+from expstore.disk.files import Disk
 from expstore.errors import QueryError
 from expstore.sql.index import Result
 from expstore.sql.sync import Catalog

@@ -17,7 +17,7 @@ from expstore.cli.output import print_json, show_progress
 from expstore.errors import StateError
 
 if TYPE_CHECKING:
-    from expstore.maintenance.resizing import Resized
+    from expstore.maintenance.resize import Resized
 
 __all__ = ["merge", "resize"]
 
@@ -36,7 +36,7 @@ def resize(
     """Give a store that nobody writes to another capacity."""
     if (capacity is None) != unbounded:
         raise typer.BadParameter("say either this or --unbounded", param_hint="--capacity")
-    from expstore.maintenance.resizing import planned
+    from expstore.maintenance.resize import planned
 
     with planned(store, capacity=capacity) as (outcome, run):
         if outcome.recovered:
@@ -69,7 +69,7 @@ def merge(
     as_json: Json = False,
 ) -> int:
     """Make a new store of the rows of several that nobody writes to."""
-    from expstore.maintenance.merging import merge as join
+    from expstore.maintenance.merge import merge as join
 
     with show_progress("merging") as show, stoppable(show) as progress:
         made = join(stores, out=out, capacity=capacity, progress=progress)

@@ -33,7 +33,7 @@ def retain(
     """Let whole episodes leave a store that nobody else writes to, once, and give their space back."""
     from expstore.buffers.retention import retention_of
     from expstore.core.retention_policy import Retain
-    from expstore.disk.disk import Disk
+    from expstore.disk.files import Disk
     from expstore.sql.sync import Catalog
     from expstore.storages.arrow import ArrowStorage
     from expstore.storages.format.manifest import Manifest

@@ -117,7 +117,7 @@ def _token(path: Path | None) -> bytes | None:
         StateError: It holds none.
         StorageError: It cannot be read.
     """
-    from expstore.disk.disk import Disk
+    from expstore.disk.files import Disk
 
     if path is None:
         return None

@@ -37,7 +37,7 @@ def dumps(
     as_json: Json = False,
 ) -> int:
     """Make a version of a store that nobody else writes to."""
-    from expstore.disk.disk import Disk
+    from expstore.disk.files import Disk
     from expstore.storages.format.manifest import Manifest
     from expstore.storages.snapshots.create import dump
 
@@ -66,7 +66,7 @@ def loads(
     as_json: Json = False,
 ) -> int:
     """Put a version's rows in the place of a store's, or into a new store."""
-    from expstore.disk.disk import Disk
+    from expstore.disk.files import Disk
     from expstore.storages.format.manifest import MANIFEST, Manifest
     from expstore.storages.snapshots.catalog import find_version
 

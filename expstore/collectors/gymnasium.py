@@ -19,11 +19,11 @@ from numpy.typing import NDArray
 from tensordict import TensorDict
 
 from expstore.buffers.domain_checks import fitting
-from expstore.buffers.session import StoreHandle
+from expstore.buffers.store_handle import StoreHandle
 from expstore.core.values import Array, IntArray, Key, key_name
 from expstore.errors import SchemaError, StateError
 from expstore.specs import Categorical, TensorSpec, Unbounded
-from expstore.specs.spaces import from_space
+from expstore.specs.gymnasium_spaces import from_space
 
 try:
     import gymnasium as gym

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from expstore.disk.disk import Disk
+from expstore.disk.files import Disk
 from expstore.errors import StorageError
 
 __all__ = ["file_system", "fills_holes", "probe"]

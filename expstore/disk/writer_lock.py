@@ -14,7 +14,7 @@ import weakref
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from expstore.disk.disk import Disk, File
+from expstore.disk.files import Disk, File
 from expstore.errors import LockedError
 
 __all__ = ["Owner", "WriterLock", "read_owner"]

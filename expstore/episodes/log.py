@@ -13,7 +13,7 @@ from pathlib import Path
 
 import google_crc32c
 
-from expstore.disk.disk import Disk, File
+from expstore.disk.files import Disk, File
 from expstore.errors import CorruptionError
 
 __all__ = ["EpisodeLog", "LogEntry", "fill_up", "read_log", "salvage", "unpack_entry"]

@@ -13,10 +13,10 @@ if TYPE_CHECKING:
     from expstore.exchange.base import Exported, Imported
     from expstore.exchange.hdf5 import export_hdf5, import_hdf5
     from expstore.exchange.minari import export_minari
-    from expstore.exchange.minari_in import import_minari
+    from expstore.exchange.minari_import import import_minari
     from expstore.exchange.npz import export_npz, import_npz
     from expstore.exchange.parquet import export_parquet
-    from expstore.exchange.tables_in import import_arrow, import_parquet
+    from expstore.exchange.table_import import import_arrow, import_parquet
     from expstore.exchange.zarr_group import export_zarr
 
 __all__ = [
@@ -44,11 +44,11 @@ _HOMES = {
     "export_npz": "npz",
     "export_parquet": "parquet",
     "export_zarr": "zarr_group",
-    "import_arrow": "tables_in",
+    "import_arrow": "table_import",
     "import_hdf5": "hdf5",
-    "import_minari": "minari_in",
+    "import_minari": "minari_import",
     "import_npz": "npz",
-    "import_parquet": "tables_in",
+    "import_parquet": "table_import",
 }
 
 

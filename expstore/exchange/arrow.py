@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from expstore.disk.disk import Disk
+from expstore.disk.files import Disk
 from expstore.exchange.base import (
     DiskFile,
     Exported,
@@ -20,7 +20,7 @@ from expstore.exchange.base import (
     piece_rows,
 )
 from expstore.exchange.export import Tally, exporting
-from expstore.exchange.pacing import read_pieces
+from expstore.exchange.row_pieces import read_pieces
 from expstore.exchange.rows import Episodes, Exchanged, Rows
 from expstore.exchange.tables import check_names, rows_schema, to_batch
 

@@ -16,8 +16,8 @@ from typing import Any, Self
 import numpy as np
 
 from expstore.disk.atomic_build import LOCK
-from expstore.disk.bulk import sync_paths
-from expstore.disk.disk import Disk, File, ReadingDisk
+from expstore.disk.bulk_files import sync_paths
+from expstore.disk.files import Disk, File, ReadingDisk
 from expstore.errors import NotFoundError
 
 __all__ = [

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from expstore.disk.atomic_build import making
-from expstore.disk.disk import Disk
+from expstore.disk.files import Disk
 from expstore.exchange.base import Exported, Progress, names_of, sync_tree
-from expstore.exchange.losses import lost_by
-from expstore.exchange.pacing import Piece, mean_bytes
+from expstore.exchange.format_limits import lost_by
+from expstore.exchange.row_pieces import Piece, mean_bytes
 from expstore.exchange.rows import Episodes, Exchanged, Rows, opened
 from expstore.storages.format.manifest import check_target
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from expstore.core.values import Array, IntArray
 from expstore.disk.atomic_build import making
-from expstore.disk.disk import Disk
+from expstore.disk.files import Disk
 from expstore.episodes.fragments import find_fragments
 from expstore.episodes.segmentation import OPEN, TERMINATED, TRUNCATED
 from expstore.episodes.sources import lane_names
@@ -26,8 +26,8 @@ from expstore.episodes.table import HAS_TRAJECTORY, NEW, Assignment, Segment
 from expstore.errors import ExpStoreError
 from expstore.exchange.base import Imported, names_of
 from expstore.exchange.bfloat16 import widened
+from expstore.schema.row_selection import pick
 from expstore.schema.schema import Schema
-from expstore.schema.take_rows import pick
 from expstore.sql.sync import Catalog
 from expstore.storages.batch import Rows, now_us
 from expstore.storages.engine.open_settings import Settings

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from expstore import exchange
-from expstore.disk.disk import ReadingDisk
+from expstore.disk.files import ReadingDisk
 from expstore.errors import NotFoundError, SchemaError
 from expstore.exchange.base import Exported, Imported, open_to_read
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from expstore.core.values import Array
-from expstore.disk.disk import Disk
+from expstore.disk.files import Disk
 from expstore.errors import StorageError
 from expstore.exchange.base import (
     DiskFile,
@@ -26,7 +26,7 @@ from expstore.exchange.base import (
     required,
 )
 from expstore.exchange.export import exporting
-from expstore.exchange.flat import ABOUT, Column, fill_flat, plan_columns, write_flat
+from expstore.exchange.flat_files import ABOUT, Column, fill_flat, plan_columns, write_flat
 from expstore.exchange.rows import Episodes, Exchanged
 
 __all__ = ["datasets_in", "export_hdf5", "import_hdf5", "reading_hdf5"]

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from expstore.core.values import Array, IntArray, Key, key_name
-from expstore.disk.disk import Disk
+from expstore.disk.files import Disk
 from expstore.errors import SchemaError
 from expstore.exchange.base import (
     DiskFile,
@@ -27,9 +27,9 @@ from expstore.exchange.base import (
     required,
 )
 from expstore.exchange.export import exporting
-from expstore.exchange.flat import rows_differ, to_stored
+from expstore.exchange.flat_files import rows_differ, to_stored
 from expstore.exchange.rows import Episodes, Exchanged, Rows
-from expstore.exchange.spacetext import nested_space, space_of
+from expstore.exchange.space_json import nested_space, space_of
 from expstore.schema.schema import Field
 
 __all__ = [

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from expstore.core.values import Array, Key
-from expstore.disk.disk import Disk
+from expstore.disk.files import Disk
 from expstore.errors import SchemaError, StorageError
 from expstore.exchange.base import (
     DiskFile,
@@ -27,7 +27,7 @@ from expstore.exchange.base import (
     open_to_read,
 )
 from expstore.exchange.export import exporting
-from expstore.exchange.flat import ABOUT, Column, fill_flat, plan_columns, write_flat
+from expstore.exchange.flat_files import ABOUT, Column, fill_flat, plan_columns, write_flat
 from expstore.exchange.rows import Episodes, Exchanged
 
 __all__ = ["export_npz", "import_npz"]

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from expstore.core.values import key_name
-from expstore.disk.disk import Disk
+from expstore.disk.files import Disk
 from expstore.errors import SchemaError
 from expstore.exchange.base import (
     PIECE_BYTES,
@@ -25,7 +25,7 @@ from expstore.exchange.base import (
     piece_rows,
 )
 from expstore.exchange.export import Tally, exporting
-from expstore.exchange.pacing import read_pieces
+from expstore.exchange.row_pieces import read_pieces
 from expstore.exchange.rows import Episodes, Exchanged, Rows
 from expstore.exchange.tables import arrow_type, check_names, rows_schema, to_batch
 from expstore.schema.schema import Field

@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 
 from expstore.core.values import IntArray, Window, key_name
-from expstore.disk.disk import Disk
+from expstore.disk.files import Disk
 from expstore.episodes.fragments import all_ids
 from expstore.errors import NotFoundError, SchemaError, StateError
+from expstore.schema.row_selection import no_rows
 from expstore.schema.schema import OBJECT, Field, Schema
-from expstore.schema.take_rows import no_rows
 from expstore.sql.sync import Catalog
 from expstore.storages.base import ROW_FIELDS, Storage
 from expstore.storages.folder import FolderStorage

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 
 from expstore.core.values import Array
-from expstore.disk.bulk import sync_paths
-from expstore.disk.disk import Disk
+from expstore.disk.bulk_files import sync_paths
+from expstore.disk.files import Disk
 from expstore.exchange.base import PIECE_BYTES, PIECE_ROWS, Exported, Progress, no_progress
 from expstore.exchange.export import Tally, exporting
-from expstore.exchange.pacing import read_pieces
+from expstore.exchange.row_pieces import read_pieces
 from expstore.exchange.rows import Episodes, Exchanged, Rows
 from expstore.schema.schema import Field
 

@@ -11,8 +11,8 @@ from typing import Any, cast
 import torch
 from tensordict import TensorDictBase, is_tensor_collection, pad
 
+from expstore.buffers.arguments import check_batch_size
 from expstore.buffers.ensemble import ReplayBufferEnsemble
-from expstore.buffers.keywords import check_batch_size
 from expstore.buffers.replay_buffer import ReplayBuffer
 from expstore.buffers.tensordict import TensorDictReplayBuffer
 from expstore.errors import SchemaError, StateError

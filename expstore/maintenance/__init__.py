@@ -5,8 +5,8 @@ Used by the command line and by programs that keep stores for long. Only `repair
 """
 
 from expstore.maintenance.findings import Finding
+from expstore.maintenance.inspection import Survey, Writer, survey
 from expstore.maintenance.repair import Outcome, repair
-from expstore.maintenance.survey import Survey, Writer, survey
 from expstore.maintenance.verify import verify
 
 __all__ = ["Finding", "Outcome", "Survey", "Writer", "repair", "survey", "verify"]

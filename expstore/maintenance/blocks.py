@@ -14,7 +14,7 @@ import google_crc32c
 import numpy as np
 
 from expstore.core.values import Array, key_name
-from expstore.disk.disk import File
+from expstore.disk.files import File
 from expstore.errors import CorruptionError, StorageError
 from expstore.maintenance.dedup import check_shared, own_ids, read_shared, read_slots, sum_shared
 from expstore.maintenance.findings import Finding, Inspection, Progress, runs_of

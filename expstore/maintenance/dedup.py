@@ -12,7 +12,7 @@ import google_crc32c
 import numpy as np
 
 from expstore.core.values import Array, IntArray, key_name
-from expstore.disk.disk import Disk
+from expstore.disk.files import Disk
 from expstore.maintenance.findings import Finding, Inspection, runs_of
 from expstore.storages.columns.checksums import BLOCK_ROWS
 from expstore.storages.columns.dedup import SharedColumn

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from expstore.disk.disk import Disk
+from expstore.disk.files import Disk
 from expstore.errors import StorageError
 from expstore.storages.base import ROW_FIELDS
 from expstore.storages.columns.column_set import ColumnGroup

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from expstore.core.values import IntArray, Window, cut_run
-from expstore.disk.disk import Disk
+from expstore.disk.files import Disk
 from expstore.maintenance.packed import PackedFiles
 from expstore.storages.columns.column_set import ColumnGroup
 from expstore.storages.columns.flat import Column

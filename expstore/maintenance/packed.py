@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from expstore.core.values import Array, IntArray
-from expstore.disk.disk import Disk, File
+from expstore.disk.files import Disk, File
 from expstore.errors import CorruptionError
 from expstore.storages.columns.packed.column import PARTIAL
 from expstore.storages.columns.packed.open_chunk import PartialFile

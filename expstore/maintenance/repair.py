@@ -16,7 +16,7 @@ import numpy as np
 
 from expstore.core.id_set import Gaps
 from expstore.core.values import Runs, key_name, merge_runs
-from expstore.disk.disk import Disk
+from expstore.disk.files import Disk
 from expstore.errors import CorruptionError, StateError
 from expstore.maintenance.blocks import metadata_of
 from expstore.maintenance.episode_log import restore_log

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 
 from expstore.core.values import IntArray, Runs, merge_runs
-from expstore.disk.disk import Disk
+from expstore.disk.files import Disk
 from expstore.maintenance.findings import Finding, Inspection, runs_of
 from expstore.storages.columns.arrow.int_widths import Widths
 from expstore.storages.columns.arrow.ipc import read_header

@@ -10,7 +10,7 @@ import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 
-from expstore.disk.disk import Disk
+from expstore.disk.files import Disk
 from expstore.errors import ExpStoreError
 from expstore.sql.migrate import migrations, steps_in
 from expstore.sql.sync import Catalog

@@ -12,13 +12,13 @@ from typing import Any
 
 import google_crc32c
 
-from expstore.disk.disk import Disk, ReadingDisk
+from expstore.disk.files import Disk, ReadingDisk
 from expstore.errors import CorruptionError, LockedError, StorageError
 from expstore.maintenance.blocks import check_blocks, check_metadata, read_column
 from expstore.maintenance.findings import Finding, Inspection, Progress
+from expstore.maintenance.inspection import find_writer
 from expstore.maintenance.packed import PackedFiles
 from expstore.maintenance.rows import check_ids, check_index, check_log, check_rows
-from expstore.maintenance.survey import find_writer
 from expstore.maintenance.write_keys import check_keys
 from expstore.storages.base import ROW_FIELDS
 from expstore.storages.columns.checksums import BLOCK_ROWS, DAMAGED, read_entries, state_of
@@ -26,7 +26,7 @@ from expstore.storages.columns.column_set import ColumnGroup, add_batches
 from expstore.storages.columns.flat import Column
 from expstore.storages.columns.packed.column import PARTIAL
 from expstore.storages.columns.packed.reader import PackedReader
-from expstore.storages.columns.sample_counts import find_sampled
+from expstore.storages.columns.sample_counts_column import find_sampled
 from expstore.storages.folder import COLUMNS, JOURNAL, ORIGIN, REDO, REPAIR, VERSION
 from expstore.storages.format.journal import Record, no_records, read_journal, segment_faults
 from expstore.storages.format.layout import ColumnLayout

@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase, lazy_stack
 
+from expstore.buffers.arguments import check_batch_size
 from expstore.buffers.domain_checks import asks_for_domain
 from expstore.buffers.indexing import to_array
-from expstore.buffers.keywords import check_batch_size
 from expstore.core.values import IntArray, key_name, to_key
 from expstore.episodes.annotations import pack_info
 from expstore.errors import NotFoundError, QueryError, RemoteError, SchemaError, StateError

@@ -19,7 +19,7 @@ from expstore.samplers.window_sum_tree import WindowTree, warm
 if TYPE_CHECKING:
     from expstore.kernels.sum_tree import SumTree
     from expstore.storages.base import Storage
-    from expstore.storages.columns.sample_counts_file import Sampled
+    from expstore.storages.columns.sample_counts import Sampled
 
 __all__ = ["ConsumingSampler", "consume_after"]
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from expstore.core.values import Array, IntArray, Selection
-from expstore.disk.disk import load_compiled
+from expstore.disk.files import load_compiled
 from expstore.errors import NotReadyError
 from expstore.samplers.base import Sampler
 from expstore.samplers.window_sum_tree import TREES, WindowTree, warm

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from expstore.core.values import Array, IntArray, Selection
-from expstore.disk.disk import load_compiled
+from expstore.disk.files import load_compiled
 from expstore.samplers.base import Sampler
 from expstore.samplers.keyed_trajectories import Trajectories
 from expstore.samplers.slice_options import (

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from expstore.core.values import IntArray
-from expstore.disk.disk import load_compiled
+from expstore.disk.files import load_compiled
 from expstore.samplers.filter import Filter
 from expstore.samplers.slice_options import Slicing
 from expstore.samplers.window_sum_tree import TREES

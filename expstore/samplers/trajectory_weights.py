@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from expstore.core.values import Array, IntArray
-from expstore.disk.disk import load_compiled
+from expstore.disk.files import load_compiled
 from expstore.samplers.window_sum_tree import TREES
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from expstore.core.values import Array, IntArray, Window
-from expstore.disk.disk import load_compiled
+from expstore.disk.files import load_compiled
 from expstore.samplers.filter import Filter
 
 if TYPE_CHECKING:

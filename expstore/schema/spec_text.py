@@ -32,7 +32,7 @@ def pack_specs(node: dict[str, Any]) -> str:
     """Return the text of a spec.
 
     Args:
-        node: It, as `expstore.specs.text` describes it: JSON's own values, without NaN and infinities.
+        node: It, as `expstore.specs.json_text` describes it: JSON's own values, without NaN and infinities.
     """
     return json.dumps({"version": VERSION, "spec": node}, allow_nan=False, separators=(",", ":"))
 

@@ -9,12 +9,12 @@ from expstore.specs.bounded import Bounded, BoundedContinuous, BoundedDiscrete
 from expstore.specs.boxes import BinaryBox, Box, BoxList, CategoricalBox, ContinuousBox
 from expstore.specs.categorical import Categorical, OneHot
 from expstore.specs.composite import Composite
-from expstore.specs.foreign import from_env, from_torchrl, to_torchrl
+from expstore.specs.gymnasium_spaces import from_space, to_space
+from expstore.specs.json_text import from_text, to_text
 from expstore.specs.multi import MultiCategorical, MultiOneHot
-from expstore.specs.nontensor import Choice, NonTensor
-from expstore.specs.spaces import from_space, to_space
+from expstore.specs.non_tensor import Choice, NonTensor
 from expstore.specs.stacked import Stacked, StackedComposite
-from expstore.specs.text import from_text, to_text
+from expstore.specs.torchrl_specs import from_env, from_torchrl, to_torchrl
 from expstore.specs.unbounded import Unbounded, UnboundedContinuous, UnboundedDiscrete
 
 #: Older names of the same classes.

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from expstore.specs.boxes import Box
-from expstore.specs.numbers import as_tensor
+from expstore.specs.integers import as_tensor
 from expstore.specs.shapes import (
     Move,
     as_size,

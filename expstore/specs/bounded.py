@@ -12,7 +12,7 @@ import torch
 
 from expstore.specs.base import LeafSpec
 from expstore.specs.boxes import ContinuousBox
-from expstore.specs.numbers import as_ordered, check_bound, draw_integers, from_ordered, in_order, saturated
+from expstore.specs.integers import as_ordered, check_bound, draw_integers, from_ordered, in_order, saturated
 from expstore.specs.shapes import Move, as_size, broadcast, safe
 
 __all__ = ["Bounded", "BoundedContinuous", "BoundedDiscrete"]

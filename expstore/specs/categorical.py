@@ -11,8 +11,8 @@ import torch
 
 from expstore.specs.base import LeafSpec
 from expstore.specs.boxes import CategoricalBox
+from expstore.specs.integers import as_count, saturated
 from expstore.specs.masks import as_mask, draw_allowed, list_allowed, same_mask
-from expstore.specs.numbers import as_count, saturated
 from expstore.specs.shapes import Move, as_size, broadcast, safe
 
 __all__ = ["Categorical", "OneHot"]

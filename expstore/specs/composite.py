@@ -16,7 +16,7 @@ from tensordict import TensorDict, TensorDictBase, is_tensor_collection
 
 from expstore.core.values import to_key
 from expstore.specs.base import TensorSpec, as_device
-from expstore.specs.batchdims import BatchDims, Entries
+from expstore.specs.batch_dims import BatchDims, Entries
 from expstore.specs.locking import Lockable
 from expstore.specs.shapes import as_size, safe
 from expstore.specs.views import ItemsView, KeysView, NestedKey, ValuesView

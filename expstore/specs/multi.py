@@ -14,8 +14,8 @@ import torch
 from expstore.specs.base import LeafSpec
 from expstore.specs.boxes import Box, BoxList, CategoricalBox
 from expstore.specs.categorical import Categorical, OneHot, refuse_register
+from expstore.specs.integers import as_count
 from expstore.specs.masks import as_mask, draw_allowed, list_allowed, same_mask
-from expstore.specs.numbers import as_count
 from expstore.specs.shapes import Move, as_size, indexing, safe, split_last
 
 __all__ = ["MultiCategorical", "MultiOneHot"]

@@ -17,7 +17,7 @@ from tensordict import LazyStackedTensorDict
 
 from expstore.core.values import to_key
 from expstore.specs.base import TensorSpec, implements, stack_equal
-from expstore.specs.batchdims import Entries
+from expstore.specs.batch_dims import Entries
 from expstore.specs.composite import Composite
 from expstore.specs.shapes import as_size, sizes_of
 from expstore.specs.views import NestedKey

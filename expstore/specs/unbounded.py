@@ -13,7 +13,7 @@ import torch
 from expstore.specs.base import LeafSpec
 from expstore.specs.bounded import Bounded
 from expstore.specs.boxes import ContinuousBox
-from expstore.specs.numbers import UNSIGNED, as_ordered, draw_integers, from_ordered, saturated
+from expstore.specs.integers import UNSIGNED, as_ordered, draw_integers, from_ordered, saturated
 from expstore.specs.shapes import Move, safe
 
 __all__ = ["Unbounded", "UnboundedContinuous", "UnboundedDiscrete"]

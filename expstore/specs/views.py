@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 
 from expstore.core.values import to_key
 from expstore.specs.base import TensorSpec
-from expstore.specs.batchdims import BatchDims
+from expstore.specs.batch_dims import BatchDims
 
 __all__ = ["ItemsView", "KeysView", "NestedKey", "ValuesView"]
 

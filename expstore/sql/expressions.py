@@ -24,8 +24,8 @@ from expstore.episodes.log import LogEntry
 from expstore.episodes.segmentation import OPEN
 from expstore.episodes.table import STATUS
 from expstore.errors import ExpStoreError, QueryError
+from expstore.schema.row_selection import no_rows
 from expstore.schema.schema import Schema
-from expstore.schema.take_rows import no_rows
 from expstore.sql.index import CONFIG
 from expstore.sql.views import ROW_COLUMNS, Column, Relations, call_tops
 

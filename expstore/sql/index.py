@@ -19,8 +19,8 @@ from typing import Any
 import duckdb
 
 from expstore.core.values import Array
-from expstore.disk.disk import Disk
-from expstore.disk.interruptible import Aside
+from expstore.disk.files import Disk
+from expstore.disk.interruptible_calls import Aside
 from expstore.episodes.log import LogEntry
 from expstore.errors import (
     CorruptionError,
@@ -31,7 +31,7 @@ from expstore.errors import (
     StateError,
     StorageError,
 )
-from expstore.sql import delta as tables
+from expstore.sql import delta as delta_tables
 from expstore.sql.delta import Delta, Position
 from expstore.sql.migrate import create, migrate
 from expstore.sql.result import Result
@@ -157,7 +157,7 @@ class Index:
                 return
             else:
                 with self._cursor("commit") as cursor:
-                    tables.apply(cursor, delta)
+                    delta_tables.apply(cursor, delta)
             self.position = delta.position
 
     def query(
@@ -195,7 +195,7 @@ class Index:
         """
         self._check_open()
         with self._cursor("query") as cursor:
-            return tables.find_episode(cursor, number)
+            return delta_tables.find_episode(cursor, number)
 
     def write_priorities(self, ids: Array, priorities: Array) -> None:
         """Replace the table `priorities`.
@@ -211,7 +211,7 @@ class Index:
         """
         self._check_open()
         with self._committing, self._cursor("commit") as cursor:
-            tables.replace_priorities(cursor, ids, priorities)
+            delta_tables.replace_priorities(cursor, ids, priorities)
 
     def write_meta(self, meta: Mapping[str, object]) -> None:
         """Replace the table `meta`; values are what JSON can say.
@@ -226,7 +226,7 @@ class Index:
         with self._committing:
             self._meta = texts
             with self._cursor("commit") as cursor:
-                tables.replace_meta(cursor, texts)
+                delta_tables.replace_meta(cursor, texts)
 
     def close(self) -> None:
         """Bring everything into the file and let go of it; a second call does nothing.
@@ -275,7 +275,7 @@ class Index:
                     raise KeyboardInterrupt from exc
                 raise
             finally:
-                tables.rollback(cursor)
+                delta_tables.rollback(cursor)
                 cursor.close()
 
     def _explain(self, exc: duckdb.Error, act: str) -> ExpStoreError:
@@ -333,8 +333,8 @@ class Index:
             if found != [(self._uuid,)]:
                 raise CorruptionError(f"it belongs to store {found}, not {self._uuid}")
             migrate(con)
-            self.position = tables.last_position(con)
-            self._meta = tables.read_meta(con)
+            self.position = delta_tables.last_position(con)
+            self._meta = delta_tables.read_meta(con)
             self._con, self._filed, con = con, True, None
         except duckdb.Error as exc:
             raise self._outside(exc) or CorruptionError(str(exc).strip().splitlines()[0]) from exc
@@ -346,11 +346,11 @@ class Index:
         """Make a database with all tables, and the rows of a delta that is complete; without one no rows."""
         con = duckdb.connect(":memory:" if path is None else str(path), config=self._config)
         try:
-            with tables.transaction(con):
+            with delta_tables.transaction(con):
                 create(con)
                 con.execute("INSERT INTO store VALUES (?)", [self._uuid])
                 if delta is not None:
-                    tables.fill(con, delta, self._meta)
+                    delta_tables.fill(con, delta, self._meta)
             con.execute("CHECKPOINT")
         except BaseException:
             con.close()
@@ -438,7 +438,7 @@ def read_tables(path: Path, *, store_uuid: str) -> tuple[Position, dict[str, lis
                 name: con.execute(f"SELECT * FROM {name} ORDER BY ALL").fetchall()
                 for name in ("sources", "episodes", "fragments")
             }
-            return tables.last_position(con), rows
+            return delta_tables.last_position(con), rows
     except duckdb.Error as exc:
         first_line = str(exc).strip().splitlines()[0]
         raise index._outside(exc) or CorruptionError(f"{path} cannot be read: {first_line}") from exc

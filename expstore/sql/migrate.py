@@ -15,7 +15,7 @@ from pathlib import Path
 
 import duckdb
 
-from expstore.disk.disk import Disk
+from expstore.disk.files import Disk
 from expstore.errors import CorruptionError, LockedError, MigrationError
 
 __all__ = ["Migration", "applied", "check", "create", "migrate", "migrations", "steps_in"]

@@ -16,7 +16,7 @@ import numpy as np
 from expstore.core.values import Array, IntArray, Window
 from expstore.errors import CorruptionError
 from expstore.storages.base import ROW_FIELDS, Storage
-from expstore.storages.columns.sample_counts_file import SAMPLED, Sampled
+from expstore.storages.columns.sample_counts import SAMPLED, Sampled
 from expstore.storages.engine.archive import ARCHIVED_ID, Beside, with_left
 
 if TYPE_CHECKING:

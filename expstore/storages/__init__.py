@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from expstore.storages.ensemble import StorageEnsemble
     from expstore.storages.follower import FollowerStorage
     from expstore.storages.memory import MemoryStorage
-    from expstore.storages.torchrl import LazyTensorStorage, TensorStorage
     from expstore.storages.torchrl_memmap import LazyMemmapStorage
     from expstore.storages.torchrl_objects import LazyStackStorage, ListStorage
+    from expstore.storages.torchrl_tensors import LazyTensorStorage, TensorStorage
     from expstore.storages.zarr import ZarrStorage
 
 __all__ = [
@@ -38,12 +38,12 @@ _HOME = {
     "FollowerStorage": "follower",
     "LazyMemmapStorage": "torchrl_memmap",
     "LazyStackStorage": "torchrl_objects",
-    "LazyTensorStorage": "torchrl",
+    "LazyTensorStorage": "torchrl_tensors",
     "ListStorage": "torchrl_objects",
     "MemoryStorage": "memory",
     "Storage": "base",
     "StorageEnsemble": "ensemble",
-    "TensorStorage": "torchrl",
+    "TensorStorage": "torchrl_tensors",
     "ZarrStorage": "zarr",
 }
 

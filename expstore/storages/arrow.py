@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from expstore.core.id_set import NO_GAPS, Gaps
 from expstore.core.values import Array, IntArray, Ranking
-from expstore.disk.disk import Disk, File
+from expstore.disk.files import Disk, File
 from expstore.errors import SchemaError, StorageError
 from expstore.schema.schema import Schema
 from expstore.storages.base import Keys

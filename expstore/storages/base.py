@@ -24,8 +24,8 @@ from expstore.core.geometry import Grid, check_ndim, round_up
 from expstore.core.idempotency import WriteKeys
 from expstore.core.spare_slots import spare_slots
 from expstore.core.values import Array, IntArray, Key, Ranking, Window, cut_run, key_name
-from expstore.disk.disk import Disk
 from expstore.disk.fair_lock import FairLock
+from expstore.disk.files import Disk
 from expstore.episodes.log import LogEntry
 from expstore.episodes.table import EpisodeTable
 from expstore.errors import NotFoundError, SchemaError, StateError
@@ -33,14 +33,14 @@ from expstore.schema.field_roles import REWARD, Keys, find_keys
 from expstore.schema.schema import Field, Schema
 from expstore.storages.batch import Rows, now_us
 from expstore.storages.columns.priorities import Watcher, check_priorities
-from expstore.storages.columns.sample_counts_file import Sampled
+from expstore.storages.columns.sample_counts import Sampled
 from expstore.storages.field_specs import Described
+from expstore.storages.idempotency import Keyed
 from expstore.storages.index_protocol import CatalogLike
-from expstore.storages.keyed import Keyed
 from expstore.storages.list_methods import Indexed
 from expstore.storages.run_index import Runs
 from expstore.storages.snapshot_pin import Hold
-from expstore.storages.stateful import Stateful
+from expstore.storages.state_dict_methods import Stateful
 from expstore.storages.stats import Counters
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from expstore.disk.disk import Disk, ReadingDisk
+from expstore.disk.files import Disk, ReadingDisk
 from expstore.storages.engine.open_settings import Settings
 from expstore.storages.format.manifest import MANIFEST, Manifest
 from expstore.storages.zarr import ZarrStorage

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from expstore.core.values import key_name
-from expstore.disk.disk import Disk
+from expstore.disk.files import Disk
 from expstore.errors import SchemaError
 from expstore.schema.schema import Schema
 from expstore.storages.base import Keys, Storage, find_keys

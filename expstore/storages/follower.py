@@ -16,7 +16,7 @@ from typing import Any, NoReturn, TypeVar
 import numpy as np
 
 from expstore.core.values import Array, IntArray, Window
-from expstore.disk.disk import Disk, ReadingDisk
+from expstore.disk.files import Disk, ReadingDisk
 from expstore.disk.writer_lock import Owner, read_owner
 from expstore.episodes.log import LogEntry, read_log
 from expstore.episodes.table import EpisodeTable

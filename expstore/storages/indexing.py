@@ -14,8 +14,8 @@ import numpy as np
 
 from expstore.core.values import Array, IntArray
 from expstore.errors import NoRowError, SchemaError, StateError
+from expstore.schema.row_selection import in_shape, pick
 from expstore.schema.schema import Schema
-from expstore.schema.take_rows import in_shape, pick
 from expstore.storages.batch import Rows, now_us
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from expstore.episodes.table import EpisodeTable
 from expstore.errors import StateError
 from expstore.schema.schema import Field, Schema
 from expstore.storages.base import ROW_FIELDS, Keys, Rows, find_keys
-from expstore.storages.columns.sample_counts_file import Sampled
+from expstore.storages.columns.sample_counts import Sampled
 from expstore.storages.engine.backfill import (
     Coming,
     Filler,
@@ -30,9 +30,9 @@ from expstore.storages.engine.backfill import (
     check_going,
     places_without,
 )
-from expstore.storages.snapshots.portable import PortableStorage
+from expstore.storages.snapshots.portable_storage import PortableStorage
 from expstore.storages.snapshots.restore import Arrival, ContentLike, read_content
-from expstore.storages.snapshots.versioned import VersionedStorage
+from expstore.storages.snapshots.snapshot_methods import VersionedStorage
 
 if TYPE_CHECKING:
     from expstore.storages.columns.object_cells import Cells

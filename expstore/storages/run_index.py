@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from expstore.core.values import Array, IntArray, Window
-from expstore.disk.disk import load_compiled
+from expstore.disk.files import load_compiled
 from expstore.errors import StateError
 
 if TYPE_CHECKING:

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from expstore.core.values import Array, IntArray
-from expstore.disk.disk import Disk, File
+from expstore.disk.files import Disk, File
 from expstore.errors import ExpStoreError, StateError, StorageError
 from expstore.storages.batch import Rows
 from expstore.storages.engine.open_settings import Settings
 from expstore.storages.format.manifest import MANIFEST
-from expstore.storages.snapshots.portable import PortableStorage
+from expstore.storages.snapshots.portable_storage import PortableStorage
 from expstore.storages.snapshots.restore import ContentLike
 from expstore.storages.torchrl_options import find_device, find_seed, refuse
 from expstore.storages.zarr import ZarrStorage

@@ -15,7 +15,7 @@ import google_crc32c
 import numpy as np
 
 from expstore.core.values import Array, IntArray, Key
-from expstore.disk.disk import File
+from expstore.disk.files import File
 from expstore.errors import StateError, StorageError
 from expstore.schema.schema import Field, Schema
 from expstore.storages.base import ROW_FIELDS, Keys, Rows
@@ -23,8 +23,8 @@ from expstore.storages.columns.checksums import BLOCK_ROWS, CHECKSUMS, Checksums
 from expstore.storages.columns.column_set_writer import WritableColumns, taken
 from expstore.storages.columns.memtable import TAIL_BYTES, TAIL_ROWS, Tail
 from expstore.storages.columns.payload import payload_parts
-from expstore.storages.columns.sample_counts import SampledColumn, has_sampled
-from expstore.storages.engine.archiving import ArchivingStorage
+from expstore.storages.columns.sample_counts_column import SampledColumn, has_sampled
+from expstore.storages.engine.archive_before_evict import ArchivingStorage
 from expstore.storages.engine.checkpointer import RIDING_BYTES
 from expstore.storages.folder import COLUMNS
 from expstore.storages.format.derived import implied_keys

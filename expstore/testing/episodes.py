@@ -12,11 +12,11 @@ import numpy as np
 
 from expstore.errors import NotFoundError, QueryError, SchemaError
 from expstore.samplers.slices import SliceSampler
-from expstore.testing.declared import Declared
-from expstore.testing.expect import expect, raises, same
-from expstore.testing.life import Life
+from expstore.testing.assertions import expect, raises, same
+from expstore.testing.buffer_and_model import Life
+from expstore.testing.declaration import Declared
 from expstore.testing.model import Cell
-from expstore.testing.rows import hold
+from expstore.testing.model_rows import hold
 
 __all__ = ["EpisodeSuite"]
 

@@ -16,10 +16,10 @@ from expstore.buffers.replay_buffer import ReplayBuffer
 from expstore.errors import NoRowError
 from expstore.samplers.without_replacement import SamplerWithoutReplacement
 from expstore.schema.schema import DTYPES, OBJECT
-from expstore.testing.declared import Declared
-from expstore.testing.expect import expect, raises, same
-from expstore.testing.life import Life
-from expstore.testing.rows import hold
+from expstore.testing.assertions import expect, raises, same
+from expstore.testing.buffer_and_model import Life
+from expstore.testing.declaration import Declared
+from expstore.testing.model_rows import hold
 
 __all__ = ["RingSuite"]
 

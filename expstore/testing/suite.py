@@ -5,13 +5,13 @@ What users subclass. Every test is in a part of it; this one only puts them toge
 
 from __future__ import annotations
 
-from expstore.testing.anylength import AnyLengthSuite
-from expstore.testing.changing import ChangeSuite
-from expstore.testing.drawing import DrawingSuite
 from expstore.testing.episodes import EpisodeSuite
-from expstore.testing.machine import LifeSuite
-from expstore.testing.outliving import OutlivingSuite
+from expstore.testing.persistence import OutlivingSuite
 from expstore.testing.rings import RingSuite
+from expstore.testing.sampling import DrawingSuite
+from expstore.testing.state_machine import LifeSuite
+from expstore.testing.updates import ChangeSuite
+from expstore.testing.variable_length import AnyLengthSuite
 
 __all__ = ["StorageSuite"]
 

@@ -21,8 +21,8 @@ from expstore.data.containers import form_of
 from expstore.data.nested_rows import take_rows
 from expstore.errors import NotFoundError, StateError
 from expstore.samplers.keyed_trajectories import Trajectories
+from expstore.schema.row_selection import no_rows
 from expstore.schema.schema import Schema
-from expstore.schema.take_rows import no_rows
 from expstore.storages.base import Storage
 from expstore.storages.indexing import read_present
 from expstore.trajectories.predicates import NAMES, Condition, Trajectory, check_predicate, find_entry, split

@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 
 from expstore.core.values import Array, IntArray, Key, given_key, key_name, to_key
 from expstore.errors import SchemaError, StateError
+from expstore.schema.row_selection import in_shape
 from expstore.schema.schema import ARROW, OBJECT
-from expstore.schema.take_rows import in_shape
 
 if TYPE_CHECKING:
     from expstore.storages.base import Storage

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from expstore.core.values import Array, IntArray, Key, given_key, key_name, to_key
-from expstore.disk.disk import load_compiled
+from expstore.disk.files import load_compiled
 from expstore.errors import NotFoundError
 from expstore.schema.schema import Schema
 from expstore.transforms.base import (

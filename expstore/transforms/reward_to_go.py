@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from expstore.core.values import Array, IntArray, given_key, to_key
-from expstore.disk.disk import load_compiled
+from expstore.disk.files import load_compiled
 from expstore.transforms.base import SUMS, StepTransform, StepView, below_next, given_discount, keys_of
 
 __all__ = ["Reward2GoTransform"]

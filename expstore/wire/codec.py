@@ -23,7 +23,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 from expstore.core.values import Array, Key, key_name
-from expstore.data import containers as forms
+from expstore.data import containers
 from expstore.data.batch import Batch, Builder
 from expstore.data.leaves import leaves_of, to_columns
 from expstore.errors import CorruptionError, SchemaError
@@ -55,7 +55,7 @@ _ARROW: dict[str, Any] = {
 #: NumPy's dtype of what Arrow holds.
 _WIRE = DTYPES | {"bfloat16": np.dtype("<f4"), "complex64": np.dtype("<f4")}
 _NAMES = {kind: name for name, kind in _ARROW.items() if name not in ("bfloat16", "complex64")}
-_LAYOUT = forms.Layout(typed=True)
+_LAYOUT = containers.Layout(typed=True)
 #: So many kinds of batches an encoder remembers.
 _KINDS = 16
 
@@ -90,7 +90,7 @@ def columns_of(data: TensorDictBase, known: Schema | None = None) -> tuple[Schem
         SchemaError: An entry cannot be sent.
     """
     flat = data if data.ndim == 1 else data.reshape(-1)
-    batch = forms.take(flat, _LAYOUT)
+    batch = containers.take(flat, _LAYOUT)
     schema = _schema_of(batch, known)
     if schema.objects:
         raise SchemaError(

@@ -22,8 +22,8 @@ from expstore.core.values import Array, IntArray, Ranking, key_name, to_key
 from expstore.episodes.table import Steps
 from expstore.errors import NotFoundError, SchemaError, StateError
 from expstore.schema.ranking import rank_rows, reduce_values
+from expstore.schema.row_selection import pick
 from expstore.schema.schema import Schema
-from expstore.schema.take_rows import pick
 from expstore.storages.base import Storage
 from expstore.storages.indexing import append_rows
 

@@ -16,25 +16,23 @@ import numpy as np
 from expstore.episodes.log import LogEntry
 from expstore.storages.arrow import ArrowStorage
 from expstore.storages.base import Rows, Storage
-from expstore.storages.columns import column_set_writer as columnwriter
-from expstore.storages.columns import dedup_finder as sharing
+from expstore.storages.columns import column_set_writer, dedup_finder
 from expstore.storages.columns.arrow.writer import SegmentWriter
 from expstore.storages.columns.column_set_writer import WritableColumns
 from expstore.storages.columns.packed.open_chunk import PartialFile
 from expstore.storages.columns.packed.writer import PackedColumn
-from expstore.storages.columns.sample_counts import SampledColumn
-from expstore.storages.engine import alter as reshapable
+from expstore.storages.columns.sample_counts_column import SampledColumn
+from expstore.storages.engine import alter
 from expstore.storages.engine.archive import Archive
-from expstore.storages.engine.archiving import ArchivingStorage
-from expstore.storages.engine.dedup import LendingStorage
-from expstore.storages.engine.packed import PackableStorage
+from expstore.storages.engine.archive_before_evict import ArchivingStorage
+from expstore.storages.engine.dedup_columns import LendingStorage
+from expstore.storages.engine.packed_columns import PackableStorage
 from expstore.storages.engine.store import JournaledStorage
 from expstore.storages.engine.write_keys import KeyKeepingStorage
-from expstore.storages.format import write_key_file as keyfile
+from expstore.storages.format import write_key_file
 from expstore.storages.format.journal import Kind
 from expstore.storages.format.records import Publish
-from expstore.storages.snapshots import create as dumping
-from expstore.storages.snapshots import restore as loading
+from expstore.storages.snapshots import create, restore
 from expstore.storages.zarr import ZarrStorage
 
 __all__ = ["BREAKS", "break_protocol"]
@@ -118,12 +116,12 @@ def break_sync_mode() -> None:
 
 def break_dumps() -> None:
     """A snapshot gets its name before its files are on the disk."""
-    dumping._Build.note = lambda self, path, size: None  # type: ignore[method-assign]
+    create._Build.note = lambda self, path, size: None  # type: ignore[method-assign]
 
 
 def break_loads() -> None:
     """What is loaded gets its name before its files are on the disk."""
-    loading.sync_paths = lambda disk, paths, folders, pool: None
+    restore.sync_paths = lambda disk, paths, folders, pool: None
 
 
 def break_counts() -> None:
@@ -257,7 +255,7 @@ def break_segments_first() -> None:
 
 def break_late() -> None:
     """expstore.json says that there is another field before that is on the disk."""
-    reshapable._Building.sync = lambda self: None  # type: ignore[method-assign]
+    alter._Building.sync = lambda self: None  # type: ignore[method-assign]
 
 
 def break_copies() -> None:
@@ -297,7 +295,7 @@ def break_reach() -> None:
         return 0 if capacity is None else lanes
 
     PackableStorage.reach_for = reach  # type: ignore[method-assign]
-    columnwriter.NextRows = lambda row_bytes, reach: sharing.NextRows(row_bytes, 24)  # type: ignore[assignment,misc]
+    column_set_writer.NextRows = lambda row_bytes, reach: dedup_finder.NextRows(row_bytes, 24)  # type: ignore[assignment,misc]
 
 
 def break_lenders() -> None:
@@ -339,13 +337,13 @@ def break_key_order() -> None:
 
 def break_key_cuts() -> None:
     """Keys stay whose rows a power cut took."""
-    read = keyfile.read_keys
-    keyfile.read_keys = lambda data, **how: read(data, **how | {"covered": 1 << 62})
+    read = write_key_file.read_keys
+    write_key_file.read_keys = lambda data, **how: read(data, **how | {"covered": 1 << 62})
 
 
 def break_key_syncs() -> None:
     """A mark is made without a sync of the file of keys."""
-    keyfile.KeyFile.unsynced = property(lambda self: set())  # type: ignore[assignment, method-assign]
+    write_key_file.KeyFile.unsynced = property(lambda self: set())  # type: ignore[assignment, method-assign]
 
 
 def break_archive_order() -> None:

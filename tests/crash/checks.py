@@ -20,14 +20,14 @@ from ledger import Ledger, Op
 
 import expstore
 from expstore.buffers.tensordict import TensorDictReplayBuffer
-from expstore.core import idempotency as writekeys
+from expstore.core import idempotency
 from expstore.core.idempotency import WriteKey
-from expstore.disk.disk import Disk
+from expstore.disk.files import Disk
 from expstore.errors import NotReadyError
 from expstore.storages.base import ROW_FIELDS, Storage
 from expstore.storages.batch import now_us
 from expstore.storages.columns.checksums import BLOCK_ROWS, GIVEN_UP, NOTHING, SUMMED, blocks_of, state_of
-from expstore.storages.columns.sample_counts import find_sampled
+from expstore.storages.columns.sample_counts_column import find_sampled
 from expstore.storages.engine.archive import ARCHIVED_ID, Beside, with_left
 from expstore.storages.snapshots.catalog import list_versions
 
@@ -66,7 +66,7 @@ def key_of(key: str) -> dict[str, Any]:
 def check_keys(rb: Any, state: Ledger) -> None:
     """Hold the idempotency keys that are known against those of the newest writes; try these again."""
     row = facts.batch(state.spec, Op("extend"), np.ones(1, np.int64))
-    kept, newest = rb.storage, list(state.keys.items())[-writekeys.KEPT_KEYS :]
+    kept, newest = rb.storage, list(state.keys.items())[-idempotency.KEPT_KEYS :]
     for key, (first, count) in newest:
         given = rb.extend(row, return_ids=True, **key_of(key)).tolist()
         wanted = list(range(first, first + count))

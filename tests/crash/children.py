@@ -54,21 +54,19 @@ import expstore.kernels.gather_runs
 import expstore.kernels.rank_tree
 import expstore.kernels.sum_tree  # noqa: F401
 from expstore.buffers.tensordict import TensorDictReplayBuffer
-from expstore.core import idempotency as writekeys
-from expstore.disk.disk import Disk
+from expstore.core import idempotency
+from expstore.disk.files import Disk
 from expstore.episodes.annotations import merge_info, pack_info
 from expstore.storages import base, zarr
 from expstore.storages.arrow import ArrowStorage
-from expstore.storages.columns import dedup as sharedcolumn
-from expstore.storages.columns import flat as columns
-from expstore.storages.columns.arrow import compaction as merging
-from expstore.storages.columns.arrow import writer as segmentwriter
+from expstore.storages.columns import dedup, flat
+from expstore.storages.columns.arrow import compaction
+from expstore.storages.columns.arrow import writer as segment_writer
 from expstore.storages.columns.memtable import TAIL_BYTES
 from expstore.storages.engine.open_settings import Settings
 from expstore.storages.engine.store import JournaledStorage
-from expstore.storages.format import chunk_encoding as packing
-from expstore.storages.format import layout as layouts
-from expstore.storages.format import records
+from expstore.storages.format import chunk_encoding, records
+from expstore.storages.format import layout as layout_module
 from expstore.storages.format.layout import ColumnLayout
 from expstore.storages.zarr import ZarrStorage
 from expstore.writers.writers import TensorDictMaxValueWriter
@@ -159,24 +157,24 @@ def archive_of(path: Path) -> Path:
 #: What `fit_constants` sets.
 CONSTANTS = (
     (base, "spare_slots"),
-    (columns, "SHARD_ROWS"),
-    (packing, "SHARD_ROWS"),
-    (packing, "ENDLESS_SHARD_ROWS"),
-    (packing, "REACH_ROWS"),
+    (flat, "SHARD_ROWS"),
+    (chunk_encoding, "SHARD_ROWS"),
+    (chunk_encoding, "ENDLESS_SHARD_ROWS"),
+    (chunk_encoding, "REACH_ROWS"),
     (records, "REDO_BYTES"),
     (zarr, "TAIL_BYTES"),
-    (layouts, "LENT_BYTES"),
-    (sharedcolumn, "PAGE"),
-    (sharedcolumn, "GIVE_BACK_BYTES"),
-    (segmentwriter, "SEGMENT_BYTES"),
-    (segmentwriter, "SEGMENT_BATCHES"),
-    (segmentwriter, "BATCH_BYTES"),
-    (segmentwriter, "PACKED_BYTES"),
-    (segmentwriter, "TOGETHER_BYTES"),
-    (segmentwriter, "MERGED_BYTES"),
-    (merging, "MANY"),
-    (writekeys, "KEPT_KEYS"),
-    (writekeys, "SLOTS"),
+    (layout_module, "LENT_BYTES"),
+    (dedup, "PAGE"),
+    (dedup, "GIVE_BACK_BYTES"),
+    (segment_writer, "SEGMENT_BYTES"),
+    (segment_writer, "SEGMENT_BATCHES"),
+    (segment_writer, "BATCH_BYTES"),
+    (segment_writer, "PACKED_BYTES"),
+    (segment_writer, "TOGETHER_BYTES"),
+    (segment_writer, "MERGED_BYTES"),
+    (compaction, "MANY"),
+    (idempotency, "KEPT_KEYS"),
+    (idempotency, "SLOTS"),
 )
 
 
@@ -184,20 +182,20 @@ def fit_constants(spec: Spec) -> None:
     """Set the library's sizes to the spec's; children inherit them."""
     if spec.spare is not None:
         base.spare_slots = lambda capacity, row_bytes: spec.spare  # type: ignore[assignment]
-    columns.SHARD_ROWS = spec.shard_rows
+    flat.SHARD_ROWS = spec.shard_rows
     if spec.packed:
-        packing.SHARD_ROWS = packing.ENDLESS_SHARD_ROWS = 16
-        packing.REACH_ROWS = 4, 8
+        chunk_encoding.SHARD_ROWS = chunk_encoding.ENDLESS_SHARD_ROWS = 16
+        chunk_encoding.REACH_ROWS = 4, 8
     if spec.ragged:
-        segmentwriter.SEGMENT_BYTES, segmentwriter.SEGMENT_BATCHES = 6000, 12
-        segmentwriter.BATCH_BYTES, segmentwriter.PACKED_BYTES = 1500, 500
-        segmentwriter.TOGETHER_BYTES, segmentwriter.MERGED_BYTES = 3000, 1500
-        merging.MANY = 4
+        segment_writer.SEGMENT_BYTES, segment_writer.SEGMENT_BATCHES = 6000, 12
+        segment_writer.BATCH_BYTES, segment_writer.PACKED_BYTES = 1500, 500
+        segment_writer.TOGETHER_BYTES, segment_writer.MERGED_BYTES = 3000, 1500
+        compaction.MANY = 4
     if spec.keyed:
-        writekeys.KEPT_KEYS, writekeys.SLOTS = 7, 12
+        idempotency.KEPT_KEYS, idempotency.SLOTS = 7, 12
     if spec.lent:
-        packing.REACH_ROWS = 4, 8
-        layouts.LENT_BYTES, sharedcolumn.PAGE, sharedcolumn.GIVE_BACK_BYTES = 1, 8, 128
+        chunk_encoding.REACH_ROWS = 4, 8
+        layout_module.LENT_BYTES, dedup.PAGE, dedup.GIVE_BACK_BYTES = 1, 8, 128
     records.REDO_BYTES = spec.redo_bytes
     zarr.TAIL_BYTES = TAIL_BYTES if spec.tail else 0
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from expstore.disk.disk import Disk, File
+from expstore.disk.files import Disk, File
 
 __all__ = ["KillingDisk", "PlainDisk", "machine"]
 

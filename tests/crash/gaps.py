@@ -36,7 +36,7 @@ from children import (
 from disks import KillingDisk
 from ledger import Ledger, Op, Spec
 
-from expstore.storages.engine import store as journaled
+from expstore.storages.engine import store
 
 __all__ = ["PHASES", "NoKeeper", "Phase", "enumerate_gaps"]
 
@@ -433,7 +433,7 @@ def enumerate_gaps(
         most: Of each phase so many acts at most, spread evenly: half of them change names; None: all.
         act: The one act that is met; None: all of them.
     """
-    journaled.Keeper = NoKeeper  # type: ignore[assignment,misc]
+    store.Keeper = NoKeeper  # type: ignore[assignment,misc]
     started = time.monotonic()
     run = _Run(folder, seed, torn, again, syncs, stop, most, act)
     for phase in PHASES:

@@ -31,16 +31,15 @@ import expstore.kernels.sum_tree
 import expstore.sql.index
 from expstore.buffers import retention
 from expstore.buffers.tensordict import TensorDictReplayBuffer
-from expstore.disk.disk import ReadingDisk
+from expstore.disk.files import ReadingDisk
 from expstore.storages import MemoryStorage, base
-from expstore.storages.columns import dedup as sharedcolumn
-from expstore.storages.columns.arrow import writer as segmentwriter
-from expstore.storages.engine import store as journaled
+from expstore.storages.columns import dedup
+from expstore.storages.columns.arrow import writer
+from expstore.storages.engine import store
 from expstore.storages.folder import FolderStorage
-from expstore.storages.format import chunk_encoding as packing
-from expstore.storages.format import layout as layouts
+from expstore.storages.format import chunk_encoding, layout
 from expstore.testing.model import Row
-from expstore.testing.rows import columns_of, make_batch, patch_of
+from expstore.testing.model_rows import columns_of, make_batch, patch_of
 
 __all__ = ["KINDS", "SAMPLERS", "SEED", "SPARE", "Dead", "Hand", "Host", "fields_of"]
 
@@ -107,11 +106,11 @@ def _shrink() -> None:
     """Let all happen in short lives: short shards and segments, no threads but the one that is told."""
     torch.set_num_threads(1)
     base.spare_slots = lambda capacity, row_bytes: SPARE  # type: ignore[assignment]
-    packing.SHARD_ROWS = packing.ENDLESS_SHARD_ROWS = 16
-    layouts.LENT_BYTES, sharedcolumn.PAGE, sharedcolumn.GIVE_BACK_BYTES = 1, 1, 8
-    segmentwriter.SEGMENT_BYTES, segmentwriter.SEGMENT_BATCHES = 6000, 6
-    journaled.SEGMENT_BYTES = 8192
-    journaled.Keeper = NoKeeper  # type: ignore[assignment,misc]
+    chunk_encoding.SHARD_ROWS = chunk_encoding.ENDLESS_SHARD_ROWS = 16
+    layout.LENT_BYTES, dedup.PAGE, dedup.GIVE_BACK_BYTES = 1, 1, 8
+    writer.SEGMENT_BYTES, writer.SEGMENT_BATCHES = 6000, 6
+    store.SEGMENT_BYTES = 8192
+    store.Keeper = NoKeeper  # type: ignore[assignment,misc]
     retention.Retention.start = lambda kept: None  # type: ignore[method-assign]
 
 
@@ -309,7 +308,7 @@ class Here:
 def _serve(pipe: Connection, near: Connection, given: Any, at: int, torn: float | None) -> None:
     near.close()
     disk = KillingDisk(at, torn=torn, in_turn=True)
-    journaled.Disk = lambda: disk  # type: ignore[assignment,misc]
+    store.Disk = lambda: disk  # type: ignore[assignment,misc]
     ReadingDisk.boot_id = disk.boot_id  # type: ignore[method-assign]  # a follower knows the writer
     _shrink()
     hand: Hand | None = None

@@ -42,7 +42,7 @@ from gaps import PHASES, enumerate_gaps
 from ledger import Spec
 from power import POWER_SPECS, power_cuts
 
-from expstore.disk.disk import Disk
+from expstore.disk.files import Disk
 
 __all__ = ["SPECS", "TEETH", "main", "random_kills"]
 

@@ -49,9 +49,8 @@ from recording import Event, RecordingDisk
 
 import expstore
 from expstore import StorageError
-from expstore.storages.columns import column_set as columngroup
-from expstore.storages.engine import background as keeper
-from expstore.storages.engine import store as journaled
+from expstore.storages.columns import column_set
+from expstore.storages.engine import background, store
 
 __all__ = ["POWER_SPECS", "power_cuts"]
 
@@ -192,7 +191,7 @@ def _record(job: Job, base: Path) -> Taken:
     machine.boot = job.boot
     write_tree(job.tree, base)
     if not job.free:
-        journaled.Keeper = NoKeeper  # type: ignore[assignment,misc]
+        store.Keeper = NoKeeper  # type: ignore[assignment,misc]
     stores = [base / "run.exp", *([archive_of(base / "run.exp")] if job.spec.archived else [])]
     disk = RecordingDisk(*stores, in_turn=not job.free)
     taken = Taken(base, disk.events, None)
@@ -376,7 +375,7 @@ class _History:
 def _check(states: Sequence[State], folder: Path, *, boot: int, seed: int, sql: float) -> list[Ledger | str]:
     """Open stores, look, write on, close, open once more; SQL is asked in a share of them."""
     machine.boot = boot
-    journaled.Keeper = NoKeeper  # type: ignore[assignment,misc]
+    store.Keeper = NoKeeper  # type: ignore[assignment,misc]
     found = []
     for number, state in enumerate(states):
         base = folder / str(number)
@@ -467,7 +466,7 @@ def power_cuts(
             break
         part, begun = Report(), time.monotonic()
         fills = random.Random(f"holes {seed}/{number}").random() < 0.5  # whatever file system this is
-        with patch.object(columngroup, "fills_holes", lambda *_, fills=fills: fills):
+        with patch.object(column_set, "fills_holes", lambda *_, fills=fills: fills):
             _round(POWER_SPECS[kinds[number % len(kinds)]], number, seed, folder, part, free, stop)
         part.seconds = round(time.monotonic() - begun, 1)
         report.add(vars(part))
@@ -481,7 +480,7 @@ def _round(spec: Spec, number: int, seed: int, folder: Path, report: Report, fre
     """Record a life; cut it; record what follows some of the cuts, unless one is enough; cut that."""
     fit_constants(spec)
     # The background thread is to come between the calls of these short lives, too.
-    keeper.SYNC_SECONDS, keeper.PRIORITY_SECONDS = 0.02, 0.005
+    background.SYNC_SECONDS, background.PRIORITY_SECONDS = 0.02, 0.005
     chance = random.Random(f"{seed}/{number}")
     rng = np.random.default_rng([seed, number])
     label = f"{spec.name}, seed {seed}, round {number}"

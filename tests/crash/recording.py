@@ -17,7 +17,7 @@ from typing import Any
 
 from disks import machine
 
-from expstore.disk.disk import Disk, File
+from expstore.disk.files import Disk, File
 
 __all__ = ["Event", "RecordingDisk"]
 

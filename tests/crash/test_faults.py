@@ -27,10 +27,10 @@ from gaps import NoKeeper
 from ledger import Ledger, Op, Spec
 
 from expstore.buffers.tensordict import TensorDictReplayBuffer
-from expstore.disk import disk as files
-from expstore.disk.disk import Disk, File, _failed
+from expstore.disk import files
+from expstore.disk.files import Disk, File, _failed
 from expstore.errors import ExpStoreError, LockedError, StateError, StorageError
-from expstore.storages.engine import store as journaled
+from expstore.storages.engine import store
 from expstore.storages.zarr import ZarrStorage
 
 pytestmark = pytest.mark.index
@@ -173,7 +173,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Put back what `fit_constants` changes; sync nothing for real, which would take minutes."""
     monkeypatch.setattr(files, "_sync_data", lambda fd: None)
     monkeypatch.setattr(os, "fsync", lambda fd: None)
-    monkeypatch.setattr(journaled, "Keeper", NoKeeper)
+    monkeypatch.setattr(store, "Keeper", NoKeeper)
     for module, name in CONSTANTS:
         monkeypatch.setattr(module, name, getattr(module, name))
 
@@ -388,7 +388,7 @@ def test_a_reading_again_that_fails_leaves_what_was_open(
         raise StorageError("not now")
 
     with monkeypatch.context() as patched:
-        patched.setattr(journaled if step == "take_over" else ZarrStorage, step, fail)
+        patched.setattr(store if step == "take_over" else ZarrStorage, step, fail)
         for _ in range(2):
             with pytest.raises(StorageError, match="not now"):
                 rb.flush()

@@ -19,13 +19,11 @@ from tensordict import NonTensorStack, TensorDict
 import expstore
 from expstore import CorruptionError
 from expstore.core.id_set import Gaps
-from expstore.disk.disk import Disk
+from expstore.disk.files import Disk
 from expstore.maintenance import verify
 from expstore.storages import ArrowStorage, ZarrStorage
-from expstore.storages.columns.arrow import writer as segmentwriter
-from expstore.storages.engine import background as keeper
-from expstore.storages.engine import delete as retaining
-from expstore.storages.engine import store as journaled
+from expstore.storages.columns.arrow import writer
+from expstore.storages.engine import background, delete, store
 from expstore.storages.engine.open_settings import Settings
 
 pytestmark = pytest.mark.index
@@ -41,7 +39,7 @@ LAYOUTS: dict[str, Any] = {
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two extends make a segment."""
-    monkeypatch.setattr(segmentwriter, "SEGMENT_BATCHES", 2)
+    monkeypatch.setattr(writer, "SEGMENT_BATCHES", 2)
 
 
 def filled(path: Path, episodes: int, **more: Any) -> None:
@@ -89,7 +87,7 @@ def killed(path: Path, at: int, act: Callable[[ZarrStorage], Any], monkeypatch: 
     child = os.fork()
     if not child:
         try:
-            monkeypatch.setattr(keeper, "SYNC_SECONDS", 1e9)
+            monkeypatch.setattr(background, "SYNC_SECONDS", 1e9)
             disk = KillingDisk(in_turn=True)
             storage = open_with(path, disk)
             disk.arm(at)
@@ -180,7 +178,7 @@ def look(path: Path) -> frozenset[int]:
 def cut_anywhere(tmp_path: Path, cuts: int, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut the power while episodes leave twice; what stays is whole, what left before a sync stays gone."""
     monkeypatch.setattr(machine, "boot", 7)
-    monkeypatch.setattr(journaled, "Keeper", NoKeeper)
+    monkeypatch.setattr(store, "Keeper", NoKeeper)
     place, disks, outcomes = tmp_path / "place", tmp_path / "disks", set()
     place.mkdir()
     disks.mkdir()
@@ -227,12 +225,12 @@ def give_back_first(storage: Any, going: Gaps) -> tuple[Gaps, Gaps]:
     return PART_WITH(storage, going)
 
 
-PART_WITH = retaining.RetainingStorage._part_with
+PART_WITH = delete.RetainingStorage._part_with
 
 
 @pytest.mark.timeout(1200)
 def test_space_given_back_before_the_record_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retaining.RetainingStorage, "_part_with", give_back_first)
+    monkeypatch.setattr(delete.RetainingStorage, "_part_with", give_back_first)
     with pytest.raises((AssertionError, CorruptionError)):
         kill_everywhere(tmp_path, "segments", [1, 3, 4], monkeypatch, step=1)
 
@@ -247,7 +245,7 @@ def give_back_unsynced(storage: Any, going: Gaps) -> tuple[Gaps, Gaps]:
 @pytest.mark.usefixtures("no_syncs")
 @pytest.mark.timeout(1200)
 def test_a_record_that_is_not_synced_first_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retaining.RetainingStorage, "_part_with", give_back_unsynced)
-    monkeypatch.setattr(retaining, "_punch", lambda column, ids: set())  # segments alone are to tell
+    monkeypatch.setattr(delete.RetainingStorage, "_part_with", give_back_unsynced)
+    monkeypatch.setattr(delete, "_punch", lambda column, ids: set())  # segments alone are to tell
     with pytest.raises(CorruptionError, match="is missing|are missing"):
         cut_anywhere(tmp_path, 40, 0, monkeypatch)

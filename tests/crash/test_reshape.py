@@ -20,11 +20,11 @@ from disks import KillingDisk, machine
 from tensordict import TensorDict
 
 import expstore
-from expstore.disk.disk import Disk
+from expstore.disk.files import Disk
 from expstore.maintenance import verify
 from expstore.storages import base
-from expstore.storages.engine import store as journaled
-from expstore.storages.format import chunk_encoding as packing
+from expstore.storages.engine import store
+from expstore.storages.format import chunk_encoding
 
 pytestmark = [pytest.mark.index, pytest.mark.usefixtures("no_syncs", "short")]
 
@@ -44,11 +44,11 @@ def short() -> Iterator[None]:
         def stop(self) -> None: ...
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(packing, "SHARD_ROWS", 16)
-        patch.setattr(packing, "ENDLESS_SHARD_ROWS", 16)
-        patch.setattr(packing, "REACH_ROWS", (4, 8))
+        patch.setattr(chunk_encoding, "SHARD_ROWS", 16)
+        patch.setattr(chunk_encoding, "ENDLESS_SHARD_ROWS", 16)
+        patch.setattr(chunk_encoding, "REACH_ROWS", (4, 8))
         patch.setattr(base, "spare_slots", lambda capacity, row_bytes: 8)
-        patch.setattr(journaled, "Keeper", NoKeeper)
+        patch.setattr(store, "Keeper", NoKeeper)
         yield
 
 

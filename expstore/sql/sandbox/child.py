@@ -21,7 +21,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from expstore.disk.disk import Disk, File
+from expstore.disk.files import Disk, File
 from expstore.errors import CorruptionError, ExpStoreError, QueryError
 from expstore.sql.sandbox.confine import bound, bound_data, die_with_parent, restrict
 from expstore.sql.sandbox.pipes import PipeError, receive, send

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from expstore import errors
-from expstore.disk.disk import Disk
+from expstore.disk.files import Disk
 from expstore.errors import ExpStoreError, NotReadyError, QueryError, StateError
 from expstore.sql.sandbox.pipes import PipeError, receive, send
 from expstore.storages.snapshots.catalog import store_meant

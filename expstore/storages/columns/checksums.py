@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from expstore.core.values import Array, IntArray
-from expstore.disk.disk import Disk, File
+from expstore.disk.files import Disk, File
 from expstore.errors import CorruptionError
 from expstore.storages.columns.column_set import ColumnGroup
 from expstore.storages.columns.dedup import SharedColumn

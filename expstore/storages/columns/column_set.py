@@ -15,7 +15,7 @@ import google_crc32c
 import numpy as np
 
 from expstore.core.values import Array, IntArray, Key, cut_run
-from expstore.disk.disk import Disk, File
+from expstore.disk.files import Disk, File
 from expstore.disk.filesystem import fills_holes
 from expstore.errors import StorageError
 from expstore.schema.schema import Field

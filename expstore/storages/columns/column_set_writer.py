@@ -17,7 +17,7 @@ import google_crc32c
 import numpy as np
 
 from expstore.core.values import Array, IntArray, Key
-from expstore.disk.disk import KEEP_GIL_BYTES, Disk, File, address_of
+from expstore.disk.files import KEEP_GIL_BYTES, Disk, File, address_of
 from expstore.schema.schema import Field
 from expstore.storages.columns.column_set import SEGMENTS, ColumnGroup, add_batches
 from expstore.storages.columns.dedup_finder import NextRows

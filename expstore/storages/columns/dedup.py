@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from expstore.core.values import Array, IntArray
-from expstore.disk.disk import Disk, File
+from expstore.disk.files import Disk, File
 from expstore.errors import CorruptionError
 from expstore.schema.schema import Field
 from expstore.storages.columns.flat import Column

@@ -16,8 +16,8 @@ import numpy as np
 
 from expstore.core.buffer_pool import Recycled
 from expstore.core.values import Array, IntArray
-from expstore.disk.disk import Disk, File, address_of
-from expstore.disk.mapped import AddressRange
+from expstore.disk.files import Disk, File, address_of
+from expstore.disk.mapped_files import AddressRange
 from expstore.errors import CorruptionError, StorageError
 from expstore.schema.schema import Field
 from expstore.storages.format.zarr_metadata import (

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from expstore.core.values import Array, IntArray, Key, cut_run, key_name
-from expstore.disk.disk import File
+from expstore.disk.files import File
 from expstore.errors import SchemaError, StateError, StorageError
 from expstore.schema.schema import Field, Schema
 from expstore.storages.columns.checksums import CHECKSUMS, Checksums
@@ -26,7 +26,7 @@ from expstore.storages.engine.backfill import (
     check_going,
     places_without,
 )
-from expstore.storages.engine.dedup import LendingStorage
+from expstore.storages.engine.dedup_columns import LendingStorage
 from expstore.storages.folder import COLUMNS, refuse_objects
 from expstore.storages.format.pending_swap import ASIDE, COLUMN, Plan, begin_late, commit_late, finish_late
 from expstore.storages.format.zarr_metadata import make_metadata

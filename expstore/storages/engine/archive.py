@@ -18,7 +18,7 @@ import numpy as np
 
 from expstore.core.id_set import Gaps
 from expstore.core.values import Array, IntArray, Key, Window, key_name
-from expstore.disk.disk import Disk
+from expstore.disk.files import Disk
 from expstore.episodes.fragments import find_fragments
 from expstore.episodes.segmentation import CUT, OPEN, TERMINATED, TRUNCATED
 from expstore.episodes.table import HAS_TRAJECTORY, LAST, NEW, Assignment, Segment

@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from expstore.disk.disk import Disk, File
+from expstore.disk.files import Disk, File
 from expstore.episodes.log import EpisodeLog
 from expstore.errors import ExpStoreError, StateError, StorageError
 from expstore.schema.schema import Schema

@@ -21,7 +21,7 @@ from typing import Any, Literal
 from expstore.core.geometry import check_ndim, round_up
 from expstore.core.retention_policy import Retain
 from expstore.core.values import Key, to_key
-from expstore.disk.disk import Disk
+from expstore.disk.files import Disk
 from expstore.disk.filesystem import probe
 from expstore.disk.writer_lock import WriterLock
 from expstore.errors import CorruptionError, SchemaError, StateError, StorageError

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from expstore.core.values import Array, IntArray
-from expstore.disk.disk import File
+from expstore.disk.files import File
 from expstore.storages.columns.checksums import BLOCK_ROWS
 from expstore.storages.columns.column_set import ColumnGroup
 from expstore.storages.columns.column_set_writer import WritableColumns

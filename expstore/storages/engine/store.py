@@ -19,7 +19,7 @@ from typing import Any
 
 from expstore.core.retention_policy import Retain
 from expstore.core.values import Array, IntArray, Ranking
-from expstore.disk.disk import Disk, File
+from expstore.disk.files import Disk, File
 from expstore.episodes.log import EpisodeLog, LogEntry
 from expstore.episodes.table import EpisodeTable
 from expstore.errors import CorruptionError, ExpStoreError, StateError
@@ -47,7 +47,7 @@ from expstore.storages.format.records import Publish, Redo, shelve_body
 from expstore.storages.recovery.recover import Past, describe_past, read_past, take_over
 from expstore.storages.snapshots.capture import base_of
 from expstore.storages.snapshots.restore import ContentLike, finish_load, read_content
-from expstore.storages.snapshots.versioned import VersionedStorage
+from expstore.storages.snapshots.snapshot_methods import VersionedStorage
 
 __all__ = ["JournaledStorage"]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from expstore.disk.disk import File
+from expstore.disk.files import File
 from expstore.storages.base import Rows, now_us
 from expstore.storages.engine.checkpointer import SyncedStorage
 from expstore.storages.format.write_key_file import KEYS, KeyFile

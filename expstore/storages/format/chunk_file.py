@@ -15,7 +15,7 @@ import google_crc32c
 import numpy as np
 from numpy.typing import NDArray
 
-from expstore.disk.disk import File
+from expstore.disk.files import File
 from expstore.errors import CorruptionError
 
 __all__ = [

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from expstore.disk.disk import Disk
+from expstore.disk.files import Disk
 
 __all__ = ["PAGE", "StatePage", "StateView"]
 

@@ -18,7 +18,7 @@ from typing import Any
 import google_crc32c
 import numpy as np
 
-from expstore.disk.disk import Disk, File
+from expstore.disk.files import Disk, File
 from expstore.errors import CorruptionError, StorageError
 
 __all__ = [

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from expstore.disk.disk import Disk, File
+from expstore.disk.files import Disk, File
 from expstore.storages.format.journal import (
     HEADER,
     Record,

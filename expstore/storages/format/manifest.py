@@ -19,7 +19,7 @@ import numpy as np
 
 from expstore.core.id_set import NO_GAPS, Gaps
 from expstore.core.values import Key, Ranking, key_name, to_key
-from expstore.disk.disk import Disk
+from expstore.disk.files import Disk
 from expstore.errors import CorruptionError, MigrationError, NotFoundError, StateError
 from expstore.schema.schema import Schema
 

@@ -17,8 +17,8 @@ from typing import Literal
 import google_crc32c
 
 from expstore.core.values import Key
-from expstore.disk.bulk import sync_paths
-from expstore.disk.disk import Disk
+from expstore.disk.bulk_files import sync_paths
+from expstore.disk.files import Disk
 from expstore.errors import CorruptionError, StateError
 from expstore.schema.schema import Schema
 from expstore.storages.columns.checksums import CHECKSUMS

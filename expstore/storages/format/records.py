@@ -18,7 +18,7 @@ import numpy as np
 from expstore.core.draw_state import Randomness, from_bytes, to_bytes
 from expstore.core.idempotency import NO_KEY, WriteKey
 from expstore.core.values import Array, IntArray
-from expstore.disk.disk import Disk
+from expstore.disk.files import Disk
 from expstore.episodes.table import SEGMENT_BYTES, Segment, pack_segments, unpack_segments
 from expstore.errors import CorruptionError
 from expstore.schema.schema import Schema

@@ -16,10 +16,10 @@ from typing import Any
 import google_crc32c
 import numpy as np
 
-from expstore.core import idempotency as writekeys
+from expstore.core import idempotency
 from expstore.core.idempotency import ENTRY, KEPT_US, WriteKeys
 from expstore.core.values import Array
-from expstore.disk.disk import Disk, File
+from expstore.disk.files import Disk, File
 
 __all__ = ["HEADER_BYTES", "KEYS", "KeyFile", "KeysFound", "count_keys", "read_keys"]
 
@@ -89,7 +89,7 @@ def read_keys(data: bytes | None, *, slots: int, kept: int, covered: int, known:
 def count_keys(disk: Disk, path: Path) -> int:
     """Return how many keys the file in a store's folder holds that count; the newest may not be there yet."""
     data = disk.read_whole(path / KEYS) if disk.exists(path / KEYS) else None
-    found = _read(data, writekeys.SLOTS, writekeys.KEPT_KEYS, 1 << 62, 0)
+    found = _read(data, idempotency.SLOTS, idempotency.KEPT_KEYS, 1 << 62, 0)
     return int(np.count_nonzero(time.time_ns() // 1000 - found.entries["time"] <= KEPT_US))
 
 

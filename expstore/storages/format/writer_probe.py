@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from expstore.core.values import IntArray
-from expstore.disk.disk import Disk
+from expstore.disk.files import Disk
 from expstore.disk.writer_lock import read_owner
 from expstore.storages.folder import LOCK, STATE, VERSION
 from expstore.storages.format.control_page import PAGE, StatePage, StateView

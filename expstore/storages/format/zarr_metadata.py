@@ -16,7 +16,7 @@ import google_crc32c
 import numpy as np
 
 from expstore.core.values import Key
-from expstore.disk.disk import Disk
+from expstore.disk.files import Disk
 from expstore.errors import CorruptionError, StorageError
 from expstore.schema.schema import Field
 from expstore.storages.format.chunk_encoding import Packing

@@ -21,7 +21,7 @@ from expstore.schema.schema import Field
 from expstore.storages.base import ROW_FIELDS, Storage
 from expstore.storages.columns.dedup_capture import SharedNow
 from expstore.storages.columns.packed.column import PackedRows
-from expstore.storages.columns.sample_counts_file import SAMPLED
+from expstore.storages.columns.sample_counts import SAMPLED
 from expstore.storages.folder import FolderStorage
 from expstore.storages.format.derived import Implied
 from expstore.storages.format.manifest import Manifest

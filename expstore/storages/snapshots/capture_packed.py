@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 
 from expstore.core.values import IntArray, cut_run
-from expstore.disk.disk import Disk
-from expstore.disk.mapped import AddressRange
+from expstore.disk.files import Disk
+from expstore.disk.mapped_files import AddressRange
 from expstore.errors import CorruptionError
 from expstore.schema.schema import Field
 from expstore.storages.columns.packed.column import PackedRows

@@ -17,8 +17,8 @@ from typing import Any
 
 import google_crc32c
 
-from expstore.disk.bulk import remove_files
-from expstore.disk.disk import Disk
+from expstore.disk.bulk_files import remove_files
+from expstore.disk.files import Disk
 from expstore.errors import CorruptionError, NotFoundError, SnapshotError
 from expstore.storages.folder import VERSION
 from expstore.storages.format.manifest import MANIFEST

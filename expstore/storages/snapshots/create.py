@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from expstore.core.values import Array, key_name
-from expstore.disk.bulk import Links, read_all, start_links, sync_paths
-from expstore.disk.disk import Disk
+from expstore.disk.bulk_files import Links, read_all, start_links, sync_paths
+from expstore.disk.files import Disk
 from expstore.disk.writer_lock import WriterLock
 from expstore.errors import LockedError, SnapshotError, StorageError
 from expstore.storages.base import Storage
@@ -53,7 +53,7 @@ from expstore.storages.snapshots.catalog import (
     remove_scraps,
     version_name,
 )
-from expstore.storages.snapshots.previous import Former, find_former
+from expstore.storages.snapshots.previous_snapshot import Former, find_former
 
 __all__ = ["dump"]
 

@@ -20,8 +20,8 @@ import numpy as np
 
 from expstore.core.geometry import round_up
 from expstore.core.values import Array, Key, cut_run, key_name
-from expstore.disk.bulk import sync_paths
-from expstore.disk.disk import Disk
+from expstore.disk.bulk_files import sync_paths
+from expstore.disk.files import Disk
 from expstore.episodes.log import LogEntry, read_log
 from expstore.errors import CorruptionError, SchemaError, StateError, StorageError
 from expstore.schema.schema import Schema
@@ -31,7 +31,7 @@ from expstore.storages.columns.checksums import CHECKSUMS, Checksums, blocks_of
 from expstore.storages.columns.column_set import SEGMENTS, ColumnGroup
 from expstore.storages.columns.column_set_writer import WritableColumns
 from expstore.storages.columns.flat import Column
-from expstore.storages.columns.sample_counts import SampledColumn, find_sampled
+from expstore.storages.columns.sample_counts_column import SampledColumn, find_sampled
 from expstore.storages.folder import COLUMNS, JOURNAL, LOG
 from expstore.storages.format.chunk_encoding import Packing
 from expstore.storages.format.journal import ALIGN, Journal, Kind, read_journal

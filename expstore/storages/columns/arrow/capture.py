@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from expstore.disk.disk import Disk
+from expstore.disk.files import Disk
 from expstore.storages.columns.arrow.ipc import END, Header, crc_of, read_header
 from expstore.storages.columns.arrow.segments import Segments
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from expstore.core.values import Array, IntArray, key_name
-from expstore.disk.disk import File
+from expstore.disk.files import File
 from expstore.errors import SchemaError
 from expstore.schema.schema import Field
 from expstore.storages.columns.arrow.segments import Segments

@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 
 from expstore.core.values import Array, IntArray
-from expstore.disk.disk import address_of
+from expstore.disk.files import address_of
 from expstore.errors import CorruptionError, SchemaError
 
 __all__ = ["Gather", "Plan", "unpack"]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from expstore.core.values import Array, IntArray
-from expstore.disk.disk import Disk, File
+from expstore.disk.files import Disk, File
 from expstore.errors import StorageError
 from expstore.schema.schema import Field
 from expstore.storages.columns.arrow.ipc import encode, read_header

@@ -19,8 +19,8 @@ import numpy as np
 import pyarrow as pa
 
 from expstore.core.values import Array, IntArray, key_name
-from expstore.disk.disk import Disk, File, load_compiled
-from expstore.disk.mapped import AddressRange
+from expstore.disk.files import Disk, File, load_compiled
+from expstore.disk.mapped_files import AddressRange
 from expstore.errors import CorruptionError
 from expstore.schema.arrow_types import to_type
 from expstore.schema.schema import Field

@@ -14,8 +14,8 @@ import pyarrow as pa
 
 from expstore.core.id_set import NO_GAPS, Gaps
 from expstore.core.values import Array, IntArray
-from expstore.disk.disk import Disk, File
-from expstore.disk.mapped import AddressRange
+from expstore.disk.files import Disk, File
+from expstore.disk.mapped_files import AddressRange
 from expstore.schema.schema import Field
 from expstore.storages.columns.arrow.compaction import MERGED_BYTES, merged, thinned, worth_merging
 from expstore.storages.columns.arrow.int_widths import Bounds, Widths, bounds_of, together, widths_for

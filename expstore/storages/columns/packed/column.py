@@ -19,8 +19,8 @@ import numpy as np
 
 from expstore.core.buffer_pool import Recycled
 from expstore.core.values import Array, IntArray, key_name
-from expstore.disk.disk import Disk, File, address_of, load_compiled
-from expstore.disk.mapped import AddressRange
+from expstore.disk.files import Disk, File, address_of, load_compiled
+from expstore.disk.mapped_files import AddressRange
 from expstore.errors import CorruptionError, SchemaError
 from expstore.schema.schema import Field
 from expstore.storages.columns.flat import Column

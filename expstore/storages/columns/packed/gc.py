@@ -12,7 +12,7 @@ import numpy as np
 
 from expstore.core.id_set import Gaps
 from expstore.core.values import IntArray
-from expstore.disk.disk import File
+from expstore.disk.files import File
 from expstore.storages.columns.packed.column import PackedRows, Source
 from expstore.storages.format.chunk_file import Chunks, no_chunks, pack_index, read_index
 

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from expstore.core.values import Array
-from expstore.disk.disk import Disk, File
+from expstore.disk.files import Disk, File
 from expstore.errors import StateError
 
 __all__ = ["Area", "PartialFile"]

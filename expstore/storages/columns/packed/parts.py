@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from expstore.core.values import Array, IntArray
-from expstore.disk.mapped import AddressRange
+from expstore.disk.mapped_files import AddressRange
 
 __all__ = ["Frame", "Shown"]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from expstore.core.values import Array, IntArray
-from expstore.disk.disk import Disk, File
+from expstore.disk.files import Disk, File
 from expstore.errors import CorruptionError, StorageError
 from expstore.schema.schema import Field
 from expstore.storages.columns.packed.column import Filling, PackedRows, Source

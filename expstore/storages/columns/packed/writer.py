@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from expstore.core.values import Array, IntArray
-from expstore.disk.disk import Disk, File, load_compiled
+from expstore.disk.files import Disk, File, load_compiled
 from expstore.errors import StateError
 from expstore.schema.schema import Field
 from expstore.storages.columns.packed.column import Filling, Frame, Source

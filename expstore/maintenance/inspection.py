@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from expstore.disk.disk import Disk
+from expstore.disk.files import Disk
 from expstore.episodes.table import STATUS
 from expstore.storages.follower import FollowerStorage
 from expstore.storages.format.manifest import Manifest

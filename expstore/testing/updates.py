@@ -13,11 +13,11 @@ import numpy as np
 import torch
 
 from expstore.errors import NoRowError, NotFoundError, SchemaError, StateError
-from expstore.testing.declared import Declared
-from expstore.testing.expect import expect, raises, same
-from expstore.testing.life import Life
+from expstore.testing.assertions import expect, raises, same
+from expstore.testing.buffer_and_model import Life
+from expstore.testing.declaration import Declared
 from expstore.testing.model import Cell
-from expstore.testing.rows import make_batch, patch_of
+from expstore.testing.model_rows import make_batch, patch_of
 from expstore.writers.writers import TensorDictMaxValueWriter
 
 __all__ = ["ChangeSuite"]

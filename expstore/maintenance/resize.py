@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from expstore.disk.disk import Disk
+from expstore.disk.files import Disk
 from expstore.storages.engine.open_settings import Settings
 from expstore.storages.factory import open_storage
 from expstore.storages.format.manifest import Manifest

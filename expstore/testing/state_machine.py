@@ -8,8 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from expstore.testing.declared import Declared
-from expstore.testing.life import Life
+from expstore.testing.buffer_and_model import Life
+from expstore.testing.declaration import Declared
 from expstore.testing.model import Cell
 
 if TYPE_CHECKING:

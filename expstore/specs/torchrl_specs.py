@@ -9,8 +9,8 @@ import importlib
 from typing import Any
 
 from expstore import specs
-from expstore.specs.anatomy import build, take_apart
 from expstore.specs.base import TensorSpec
+from expstore.specs.spec_tree import build, take_apart
 
 __all__ = ["from_env", "from_torchrl", "to_torchrl"]
 

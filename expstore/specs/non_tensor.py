@@ -19,7 +19,7 @@ from tensordict import (
 )
 
 from expstore.specs.base import LeafSpec, TensorSpec, described
-from expstore.specs.numbers import as_tensor
+from expstore.specs.integers import as_tensor
 from expstore.specs.shapes import Move, as_size, safe
 
 __all__ = ["Choice", "NonTensor"]

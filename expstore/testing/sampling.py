@@ -15,9 +15,9 @@ import torch
 from expstore.errors import NotReadyError, PriorityError, QueryError
 from expstore.samplers.prioritized import PrioritizedSampler
 from expstore.samplers.random import RandomSampler
-from expstore.testing.declared import Declared
-from expstore.testing.expect import expect, raises, same
-from expstore.testing.life import Life
+from expstore.testing.assertions import expect, raises, same
+from expstore.testing.buffer_and_model import Life
+from expstore.testing.declaration import Declared
 
 __all__ = ["DrawingSuite"]
 

@@ -18,13 +18,13 @@ from typing import Any
 import numpy as np
 
 from expstore.core.values import Array, Key
-from expstore.disk.disk import Disk, ReadingDisk
+from expstore.disk.files import Disk, ReadingDisk
 from expstore.episodes.annotations import pack_info
 from expstore.episodes.segmentation import OPEN, TERMINATED, TRUNCATED
 from expstore.errors import NotFoundError, SchemaError, StorageError
 from expstore.exchange.base import Imported, Progress, no_progress, piece_rows
 from expstore.exchange.fill import Facts, Filler, new_store
-from expstore.exchange.flat import Column, from_stored, to_field
+from expstore.exchange.flat_files import Column, from_stored, to_field
 from expstore.exchange.hdf5 import datasets_in, reading_hdf5
 from expstore.exchange.minari import (
     DATA,

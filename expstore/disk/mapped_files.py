@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from expstore.disk.disk import File
+from expstore.disk.files import File
 from expstore.errors import StorageError
 
 __all__ = ["AddressRange"]

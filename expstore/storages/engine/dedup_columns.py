@@ -13,7 +13,7 @@ from expstore.core.values import Array, IntArray, Ranking, key_name
 from expstore.errors import SchemaError, StateError
 from expstore.storages.columns.column_set_writer import WritableColumns
 from expstore.storages.columns.dedup import SharedColumn
-from expstore.storages.engine.packed import PackableStorage
+from expstore.storages.engine.packed_columns import PackableStorage
 from expstore.storages.format.chunk_encoding import REACH_ROWS
 from expstore.storages.format.layout import ColumnLayout
 

@@ -19,7 +19,7 @@ import numpy as np
 from expstore.core.draw_state import NO_PROGRESS
 from expstore.core.values import Array, IntArray, key_name
 from expstore.disk.atomic_build import making
-from expstore.disk.disk import Disk
+from expstore.disk.files import Disk
 from expstore.episodes.log import LogEntry
 from expstore.episodes.segmentation import CUT
 from expstore.errors import LockedError, SchemaError, StateError

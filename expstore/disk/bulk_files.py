@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from expstore.disk.disk import Disk, File, link_error, link_if
+from expstore.disk.files import Disk, File, link_error, link_if
 from expstore.errors import StorageError
 
 __all__ = ["Links", "read_all", "remove_files", "start_links", "sync_paths"]

@@ -15,14 +15,14 @@ from typing import Any, Protocol
 import numpy as np
 
 from expstore.core.values import Array, IntArray, Key, key_name
-from expstore.disk.disk import Disk
+from expstore.disk.files import Disk
 from expstore.errors import SchemaError
 from expstore.exchange.base import Imported, Progress, piece_rows
 from expstore.exchange.bfloat16 import narrowed, widened
 from expstore.exchange.export import Tally
+from expstore.exchange.field_names import FLAGS, SCALARS, check_keys, check_map, our_key, their_path
 from expstore.exchange.fill import new_store, settings_of
-from expstore.exchange.naming import FLAGS, SCALARS, check_keys, check_map, our_key, their_path
-from expstore.exchange.pacing import Piece
+from expstore.exchange.row_pieces import Piece
 from expstore.exchange.rows import Rows
 from expstore.schema.schema import DTYPES, Field, Schema
 

@@ -19,8 +19,8 @@ from tensordict import NonTensorData, NonTensorStack
 from expstore import specs
 from expstore.errors import CorruptionError, SchemaError
 from expstore.schema.spec_text import pack_specs, unpack_specs
-from expstore.specs.anatomy import Tree, build, take_apart
 from expstore.specs.base import TensorSpec
+from expstore.specs.spec_tree import Tree, build, take_apart
 
 __all__ = ["from_text", "read_stored", "to_text"]
 

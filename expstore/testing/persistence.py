@@ -15,11 +15,11 @@ from expstore.errors import LockedError, NotFoundError, SnapshotError, StateErro
 from expstore.samplers.prioritized import PrioritizedSampler
 from expstore.samplers.without_replacement import SamplerWithoutReplacement
 from expstore.storages.base import Storage
-from expstore.testing.declared import Declared
-from expstore.testing.expect import expect, raises, same
-from expstore.testing.life import Life
+from expstore.testing.assertions import expect, raises, same
+from expstore.testing.buffer_and_model import Life
+from expstore.testing.declaration import Declared
 from expstore.testing.model import Cell
-from expstore.testing.rows import hold, make_batch
+from expstore.testing.model_rows import hold, make_batch
 
 __all__ = ["OutlivingSuite"]
 

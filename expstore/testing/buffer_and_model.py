@@ -18,9 +18,9 @@ import torch
 from expstore.buffers.tensordict import TensorDictReplayBuffer
 from expstore.errors import NoRowError
 from expstore.storages.base import Storage
-from expstore.testing.expect import expect, raises, same
+from expstore.testing.assertions import expect, raises, same
 from expstore.testing.model import Cell, Model, Row
-from expstore.testing.rows import hold, make_batch, patch_of
+from expstore.testing.model_rows import hold, make_batch, patch_of
 
 __all__ = ["Life", "Maker"]
 

@@ -21,8 +21,8 @@ from expstore.schema.arrow_types import ragged_text, to_type, type_text
 from expstore.schema.field_roles import find_keys
 from expstore.schema.schema import ARROW, Field, Schema
 from expstore.storages.base import Storage
-from expstore.testing.declared import Declared
-from expstore.testing.expect import raises, same
+from expstore.testing.assertions import raises, same
+from expstore.testing.declaration import Declared
 from expstore.writers.writers import RoundRobinWriter
 
 __all__ = ["AnyLengthSuite"]

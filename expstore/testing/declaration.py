@@ -14,7 +14,7 @@ from expstore.maintenance import verify
 from expstore.storages.base import Storage
 from expstore.storages.folder import FolderStorage
 from expstore.storages.follower import FollowerStorage
-from expstore.testing.life import Life
+from expstore.testing.buffer_and_model import Life
 
 __all__ = ["Declared"]
 

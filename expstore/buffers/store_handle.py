@@ -32,7 +32,7 @@ from expstore.storages.folder import FolderStorage
 from expstore.storages.follower import Origin
 from expstore.storages.snapshots.catalog import OWN_FOLDER, Version, find_version
 from expstore.storages.snapshots.create import dump
-from expstore.storages.stateful import Hook
+from expstore.storages.state_dict_methods import Hook
 from expstore.storages.stats import describe
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ def space_of(storage: Storage, entry: Field) -> dict[str, Any]:
 
 def _from_spec(storage: Storage, entry: Field) -> dict[str, Any] | None:
     from expstore.buffers.domain_checks import specs_of  # which loads torch
-    from expstore.specs.spaces import to_space
+    from expstore.specs.gymnasium_spaces import to_space
 
     specs = specs_of(storage)
     spec = None if specs is None else specs.get(entry.key, None)

@@ -19,17 +19,17 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from expstore.core.values import Array, IntArray
-from expstore.disk.disk import Disk, ReadingDisk
+from expstore.disk.files import Disk, ReadingDisk
 from expstore.episodes.annotations import pack_info
 from expstore.episodes.segmentation import OPEN
 from expstore.episodes.table import STATUS
 from expstore.errors import NotFoundError, SchemaError
 from expstore.exchange.base import Imported, Progress, no_progress, open_to_read, piece_rows
 from expstore.exchange.fill import Facts, new_store, settings_of
-from expstore.exchange.layout import Layout, Table, needs_survey, read_layout
-from expstore.exchange.survey import Survey
 from expstore.exchange.table_files import ArrowPart, ParquetPart, Part, reading_arrow
-from expstore.schema.take_rows import pick
+from expstore.exchange.table_layout import Layout, Table, needs_survey, read_layout
+from expstore.exchange.table_survey import Survey
+from expstore.schema.row_selection import pick
 from expstore.storages.snapshots.restore import join_parts
 
 __all__ = ["import_arrow", "import_parquet"]

@@ -17,7 +17,7 @@ import pyarrow as pa
 from expstore.core.values import Array, Key, key_name
 from expstore.errors import SchemaError
 from expstore.exchange.bfloat16 import narrowed
-from expstore.exchange.survey import Seen, Survey
+from expstore.exchange.table_survey import Seen, Survey
 from expstore.exchange.tables import ABOUT, FORMAT, OWN, VALUES, arrow_type, row_values
 from expstore.exchange.variable_rows import from_file, suits, text_of
 from expstore.schema.arrow_types import ragged_text

@@ -14,7 +14,7 @@ import torch
 from tensordict import TensorDict
 
 from expstore.core.values import Array
-from expstore.testing.expect import same
+from expstore.testing.assertions import same
 from expstore.testing.model import Row
 
 __all__ = ["CHANGEABLE", "columns_of", "hold", "make_batch", "patch_of"]

@@ -14,7 +14,7 @@ from expstore.errors import SnapshotError
 from expstore.storages.base import Storage
 from expstore.storages.snapshots.restore import ContentLike
 from expstore.storages.snapshots.state_dict import changed_by, content_of, read_state
-from expstore.storages.stateful import Hook
+from expstore.storages.state_dict_methods import Hook
 
 __all__ = ["PortableStorage"]
 

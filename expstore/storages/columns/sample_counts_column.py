@@ -1,0 +1,207 @@
+"""The column `_row/sampled`: how often each row was handed out, on disk.
+
+Used by the Zarr storage, and by what loads and checks stores. It is made when a sampler first counts, and
+is no part of any checksum. It never decides which counts hold after a crash: the storage does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from expstore.core.values import IntArray
+from expstore.disk.files import Disk, File, address_of
+from expstore.errors import CorruptionError, StorageError
+from expstore.storages.columns.column_set import ColumnGroup
+from expstore.storages.columns.flat import Column
+from expstore.storages.columns.sample_counts import SAMPLED, Sampled
+from expstore.storages.format.zarr_metadata import make_metadata, read_layout
+
+__all__ = ["SampledColumn", "find_sampled", "has_sampled"]
+
+_WIDTH = SAMPLED.row_bytes
+
+
+class SampledColumn(Sampled):
+    """Count in RAM and in a column, which is written before a batch is handed out.
+
+    Threads: as `Sampled`; a sync takes `touched` and `new_folders` without the lock. Processes: one, the
+    store's writer. Crashes: what `add` counted survives the process at once, and the machine after the
+    next sync. One that is killed in the middle may have counted rows that nobody got.
+
+    Args:
+        disk: Where files are touched.
+        folder: `columns/`, with the column in it.
+        slots: How many rows a ring has; None: it grows.
+
+    Raises:
+        CorruptionError: zarr.json is missing or says something else.
+
+    Example:
+        >>> SampledColumn.make(disk, folder, 1000, ready=0)
+        >>> sampled = SampledColumn(disk, folder, 1000)
+    """
+
+    def __init__(self, disk: Disk, folder: Path, slots: int | None) -> None:
+        self._disk = disk
+        self.column = Column(disk, _place(folder), SAMPLED, slots)
+        if read_layout(disk, self.column.folder, SAMPLED).rows != self.column.rows:
+            raise CorruptionError(
+                f"{self.column.folder / 'zarr.json'} does not describe a column in shards of "
+                f"{self.column.rows} rows"
+            )
+        self.column.open_shards()
+        #: Files, and folders with new names, that the next sync brings to the disk.
+        self.touched: set[File] = set()
+        self.new_folders: set[Path] = set()
+        #: Slots that may hold more on disk than here: `add` did not come to its end.
+        self._owed: list[IntArray] = []
+        super().__init__(0)
+        self._take_over()
+
+    @classmethod
+    def make(
+        cls,
+        disk: Disk,
+        folder: Path,
+        slots: int | None,
+        *,
+        ready: int,
+        pool: ThreadPoolExecutor | None = None,
+    ) -> None:
+        """Make the column: all of it or, after any crash, nothing. Every count is 0, and takes no space.
+
+        Args:
+            disk: Where files are touched.
+            folder: `columns/`.
+            slots: How many rows a ring has; None: it grows.
+            ready: How many slots it must have a place for.
+            pool: To sync with.
+        """
+        place = _place(folder)
+        aside = place.with_name(place.name + ".tmp")
+        disk.remove_tree(aside)
+        disk.make_dir(aside)
+        column = Column(disk, aside, SAMPLED, slots)
+        made = make_metadata([SAMPLED], [column.rows], slots, {})
+        disk.put(aside / "zarr.json", made[f"{SAMPLED.path}/zarr.json"])
+        folders = {aside}
+        try:
+            while column.ready < ready:
+                folders.update(column.add_shard())
+            about = disk.open(aside / "zarr.json")
+            try:
+                disk.sync_all([about, *column.files], sorted(folders), pool)
+            finally:
+                about.close()
+        finally:
+            column.close()
+        disk.rename(aside, place)
+        disk.sync_dir(place.parent)
+
+    def _take_over(self) -> None:
+        """Read what stands in the column beyond what is known here."""
+        known, ready = self.values.size, self.column.ready
+        if ready > known:
+            found = self.column.read(known, ready - known).astype(np.uint32)
+            self.values = np.concatenate([self.values, found])
+
+    def require(self, slots: int) -> None:
+        """Check that slots 0 to `slots` - 1 have a place.
+
+        Raises:
+            CorruptionError: A shard is missing or has another length.
+        """
+        self.column.require(slots)
+
+    def rewrite(self, pieces: Iterable[tuple[int, int, int]]) -> None:
+        """Write the counts of runs of rows as they are here; make shards that they lack."""
+        for slot, _, n in pieces:
+            self._reach(slot + n)
+            self._keep_run(slot, self.values[slot : slot + n].copy())
+
+    def forget(self, pieces: Iterable[tuple[int, int, int]]) -> None:
+        """Begin at 0 for these rows; `rewrite` brings it to the column."""
+        for slot, _, n in pieces:
+            self.values[slot : slot + n] = 0
+
+    def add(self, slots: IntArray) -> None:
+        """Count rows as handed out once more, on disk first."""
+        self._owed.append(slots)
+        super().add(slots)
+        self._owed.pop()
+
+    @property
+    def owes(self) -> bool:
+        """Whether the column may say more than is counted here; whoever asks without the lock looks again."""
+        return bool(self._owed)
+
+    def settle(self) -> None:
+        """Write again what a failure has left; where that fails too, the next call does it."""
+        if self._owed:
+            slots = np.unique(np.concatenate(self._owed))
+            self._owed = [slots]
+            with contextlib.suppress(StorageError):
+                self._keep(slots, self.values[slots])
+                self._owed = []
+
+    def close(self) -> None:
+        """Close the files."""
+        self.column.close()
+
+    def _reach(self, size: int) -> None:
+        while self.column.ready < size:
+            self.new_folders.update(self.column.add_shard())
+            self.touched.add(self.column.files[-1])
+        self._take_over()
+
+    def _is_counted(self, slot: int, n: int) -> bool:
+        owed = any(bool(((slots >= slot) & (slots < slot + n)).any()) for slots in self._owed)
+        return owed or super()._is_counted(slot, n)
+
+    def _keep(self, slots: IntArray, values: NDArray[np.uint32]) -> None:
+        column, count = self.column, slots.size
+        numbers = slots // column.rows
+        held = np.array([file.fd for file in column.files])
+        files = [column.files[number] for number in numbers.tolist()]
+        self._disk.scatter(
+            values.reshape(-1, 1),
+            files,
+            held[numbers],
+            address_of(values) + _WIDTH * np.arange(count),
+            np.full(count, _WIDTH),
+            (slots - numbers * column.rows) * _WIDTH,
+        )
+        self.touched.update(files)
+
+    def _keep_run(self, slot: int, values: NDArray[np.uint32]) -> None:
+        for file, offset, row, n in self.column.spans(slot, values.size):
+            file.write(values[row : row + n], offset)
+            self.touched.add(file)
+
+
+def has_sampled(disk: Disk, folder: Path) -> bool:
+    """Say whether there is such a column in `columns/`."""
+    return disk.is_dir(_place(folder))
+
+
+def find_sampled(disk: Disk, folder: Path, slots: int | None) -> Column | None:
+    """Return the column for reading; None: the store or version has none.
+
+    Args:
+        disk: Where files are touched.
+        folder: `columns/`.
+        slots: How many rows a ring has; None: it grows.
+    """
+    if not has_sampled(disk, folder):
+        return None
+    return ColumnGroup(disk, folder, (SAMPLED,), slots, write=False).columns[0]
+
+
+def _place(folder: Path) -> Path:
+    return folder.joinpath(*SAMPLED.key)
