@@ -30,15 +30,15 @@ help:  ## list the targets
 run: .venv  ## collect CartPole into ./runs/cartpole.exp and train on it
 	$(BIN)/python examples/cartpole_dqn.py
 
-.venv/.loops: .venv/.installed tests/loops.py $(shell grep -rl compiled expstore --include='*.py')
-	$(BIN)/python tests/loops.py
+.venv/.loops: .venv/.installed tests/support/compile_loops.py $(shell grep -rl compiled expstore --include='*.py')
+	$(BIN)/python -m tests.support.compile_loops
 	@touch $@
 
 test: .venv .venv/.loops  ## run the tests
 	$(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder --durations=10 -m "not torture"
 
 torture: .venv  ## kill it ten thousand times (an hour; what was cut short goes on)
-	$(BIN)/python tests/torturing.py
+	$(BIN)/python -m tests.support.torture
 
 lint: .venv  ## check format, style and types
 	$(BIN)/ruff format --check .

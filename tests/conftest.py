@@ -17,15 +17,17 @@ from typing import TYPE_CHECKING
 import hypothesis
 import numpy as np
 import pytest
-from portions import leave_the_rest
+
+from tests.support.case_selection import leave_the_rest
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # Shells start what runs in the background so, and it is inherited: no child could be interrupted.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 if TYPE_CHECKING:
-    from commands import Cli
     from tensordict import TensorDict
+
+    from tests.support.commands import Cli
 
 # Before torch is loaded: tests fork, and in a fork the threads of a pool that was used before are gone.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -197,9 +199,8 @@ def store(store_path: Path, make_batch: Callable[..., TensorDict]) -> Path:
 @pytest.fixture
 def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
     """Run a command in this process: `cli("info", path, "--json")`."""
-    from commands import Done
-
     from expstore.cli.app import run
+    from tests.support.commands import Done
 
     def call(*arguments: object) -> Done:
         capsys.readouterr()

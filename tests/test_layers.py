@@ -13,12 +13,11 @@ import tokenize
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import Literal
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+from tests.support.paths import ROOT
 
 # ---------------------------------------------------------------------------------------------------
 # The rules. Modules are named without `expstore.`; a package stands for everything in it.
@@ -866,7 +865,7 @@ def test_no_module_stands_on_two_lines() -> None:
 
 
 def test_imports_point_down() -> None:
-    # The package itself names what it loads late; test_import.py holds that it does.
+    # The package itself names what it loads late; tests/unit/test_imports.py holds that it does.
     hold(fault for module in MODULES.values() if module.name for fault in layer_faults(module, MODULES))
 
 

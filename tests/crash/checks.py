@@ -14,9 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import google_crc32c
-import ledger as facts
 import numpy as np
-from ledger import Ledger, Op
 
 import expstore
 from expstore.buffers.tensordict import TensorDictReplayBuffer
@@ -30,6 +28,8 @@ from expstore.storages.columns.checksums import BLOCK_ROWS, GIVEN_UP, NOTHING, S
 from expstore.storages.columns.sample_counts_column import find_sampled
 from expstore.storages.engine.archive import ARCHIVED_ID, Beside, with_left
 from expstore.storages.snapshots.catalog import list_versions
+from tests.crash import ledger as facts
+from tests.crash.ledger import Ledger, Op
 
 __all__ = [
     "Wrong",

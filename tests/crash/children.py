@@ -1,7 +1,7 @@
 """Children that write to a store and are killed, and children that look at what is left.
 
-Used by killing.py and gaps.py, which fork them and know from a ledger what must be there. Acks and expected
-rows go through pipes; nothing of them touches the store's folder.
+Used by harness.py and kill_points.py, which fork them and know from a ledger what must be there. Acks and
+expected rows go through pipes; nothing of them touches the store's folder.
 """
 
 from __future__ import annotations
@@ -24,28 +24,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import ledger as facts
 import numpy as np
 import pandas  # noqa: F401  # pyarrow looks for it; the children are to find it there
 import torch
 import zarr as zarr_python  # noqa: F401  # and this
-from checks import (
-    Wrong,
-    check_archive,
-    check_episodes,
-    check_info,
-    check_keys,
-    check_rows,
-    check_sample,
-    check_sampled,
-    check_sql,
-    check_sums,
-    check_versions,
-    expect,
-    key_of,
-)
-from disks import KillingDisk
-from ledger import SEED, Ledger, Op, Spec
 
 # Compiled loops, which take a second to load: the children are to find them there.
 import expstore.kernels.blosc_decode
@@ -70,6 +52,24 @@ from expstore.storages.format import layout as layout_module
 from expstore.storages.format.layout import ColumnLayout
 from expstore.storages.zarr import ZarrStorage
 from expstore.writers.writers import TensorDictMaxValueWriter
+from tests.crash import ledger as facts
+from tests.crash.checks import (
+    Wrong,
+    check_archive,
+    check_episodes,
+    check_info,
+    check_keys,
+    check_rows,
+    check_sample,
+    check_sampled,
+    check_sql,
+    check_sums,
+    check_versions,
+    expect,
+    key_of,
+)
+from tests.crash.killing_disks import KillingDisk
+from tests.crash.ledger import SEED, Ledger, Op, Spec
 
 __all__ = [
     "CONSTANTS",

@@ -1,6 +1,6 @@
 """Start the harness: it forks children from a process that has opened no store, which pytest may have.
 
-Loaded by pytest before the crash tests. It only runs killing.py and reads what that prints.
+Loaded by pytest before the crash tests. It only runs harness.py and reads what that prints.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.paths import ROOT
+
 Reports = dict[str, dict[str, Any]]
 
 #: Large pages make the many forks cheap (on other systems these are not known, and do nothing).
@@ -29,7 +31,8 @@ MEMORY_BYTES = 2 << 30
 def start(*arguments: str, folder: str) -> subprocess.Popen[str]:
     """Start the harness; it makes its stores in a folder."""
     return subprocess.Popen(
-        [sys.executable, Path(__file__).with_name("killing.py"), *arguments],
+        [sys.executable, "-m", "tests.crash.harness", *arguments],
+        cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

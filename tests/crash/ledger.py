@@ -1,6 +1,6 @@
 """What must be in a store: rows that are functions of their id, and a ledger of what was done.
 
-Used by killing.py on both sides of the pipe: the child does what the plan says, the parent knows from the
+Used by harness.py on both sides of the pipe: the child does what the plan says, the parent knows from the
 same plan what must be there. It never looks into a store.
 """
 

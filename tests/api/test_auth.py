@@ -1,0 +1,382 @@
+"""Who may ask for what, by every route; what is logged and counted of it."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from expstore import errors
+from expstore.api import Settings, create_app
+from expstore.api.auth import is_loopback
+from expstore.api.errors import KINDS, STATUS, status_of
+from expstore.api.openapi import Need, RouteTable
+from expstore.api.rate_limits import Rates
+from tests.support.servers import Serving
+
+TOKEN, READ_TOKEN = b"writes-7a", b"reads-3c"
+HEADERS = {"Authorization": f"Bearer {TOKEN.decode()}"}
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    settings = Settings(path=tmp_path_factory.mktemp("runs"), token=TOKEN, read_token=READ_TOKEN)
+    with Serving(settings) as server, httpx.Client(base_url=server.url, headers=HEADERS) as client:
+        assert client.put("/v1/stores/run", json={"fields": {"x": "int64"}}).status_code == 201
+        assert client.post("/v1/stores/run/add", json={"x": [1]}).status_code == 200
+        yield server
+
+
+@pytest.fixture(scope="module")
+def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    with Serving(Settings(path=tmp_path_factory.mktemp("runs"), hosts=("trainer.example",))) as server:
+        yield server
+
+
+def routes_of(app: Any) -> list[tuple[str, str, dict[str, Any]]]:
+    """Return method, path and description of every route, with names that are there."""
+    found = []
+    for path, acts in app.openapi()["paths"].items():
+        for method, act in acts.items():
+            told = path.replace("{name}", "run").replace("{episode}", "1").replace("{sampler}", "mine")
+            found.append((method.upper(), told.replace("{", "").replace("}", ""), act))
+    return found
+
+
+def error_of(answer: httpx.Response) -> dict[str, str]:
+    error: dict[str, str] = answer.json()["error"]
+    assert set(error) == {"kind", "message", "hint"}
+    return error
+
+
+# -- tokens --------------------------------------------------------------------------------------------
+
+
+def test_no_route_answers_without_its_token(guarded: Serving) -> None:
+    bodies = set()
+    with httpx.Client(base_url=guarded.url) as client:
+        routes = [*routes_of(guarded.app), ("GET", "/openapi.json", {}), ("POST", "/nowhere", {})]
+        assert len(routes) > 12
+        for method, path, _ in routes:
+            if path == "/healthz":
+                continue
+            for borne in (
+                None, "Bearer wrong", "Bearer", f"Basic {TOKEN.decode()}", TOKEN.decode(),
+                b"Bearer \xc3\xa4\xff", "Bearer " + "x" * 5000, f"Bearer {TOKEN.decode()}x",
+            ):  # fmt: skip
+                headers = [] if borne is None else [("Authorization", borne)]
+                answer = client.request(method, path, headers=headers, content=b"not looked at")
+                assert answer.status_code == 401, (method, path, borne)
+                assert answer.headers["WWW-Authenticate"] == "Bearer"
+                bodies.add(answer.content)
+            twice = client.request(method, path, headers=[("Authorization", f"Bearer {TOKEN.decode()}")] * 2)
+            assert twice.status_code == 401
+    assert len(bodies) == 1
+    assert b"not looked at" not in bodies.pop()
+
+
+def test_the_read_token_only_reads(guarded: Serving) -> None:
+    writing = set()
+    headers = {"Authorization": f"bearer {READ_TOKEN.decode()}"}
+    with httpx.Client(base_url=guarded.url, headers=headers, timeout=30) as client:
+        for method, path, act in routes_of(guarded.app):
+            answer = client.request(method, path, json={"batches": 1})
+            writes = method == "POST" and act["tags"][0] in ("writing", "versions")
+            reads = method == "GET" or (method == "POST" and not writes)
+            assert (answer.status_code == 403) is not reads, (method, path, answer.text)
+            if not reads:
+                writing.add(f"{method} {path}")
+                assert error_of(answer)["kind"] == "forbidden"
+        assert client.post("/v1/nowhere").status_code == 403
+        assert client.delete("/v1/stores/run").status_code == 403
+    assert writing >= {
+        "PUT /v1/stores/run", "POST /v1/stores/run/extend", "POST /v1/stores/run/add",
+        "POST /v1/stores/run/priorities", "POST /v1/stores/run/flush", "PUT /v1/stores/run/samplers/mine",
+        "DELETE /v1/stores/run/samplers/mine", "POST /v1/stores/run/dumps", "POST /v1/stores/run/loads",
+    }  # fmt: skip
+
+
+def test_the_token_does_all(guarded: Serving) -> None:
+    with httpx.Client(base_url=guarded.url, headers=HEADERS) as client:
+        for method, path, _ in routes_of(guarded.app):
+            assert client.request(method, path, json={"batches": 1}).status_code not in (401, 403), (
+                method,
+                path,
+            )
+
+
+def test_every_route_says_who_may_ask(guarded: Serving) -> None:
+    """A route without a tag that is known needs the token that writes."""
+    for _, path, act in routes_of(guarded.app):
+        assert set(act.get("tags", ())) <= {"asking", "open", "reading", "sampling", "versions", "writing"}, (
+            path
+        )
+        assert act.get("tags"), path
+    table = RouteTable(lambda: {"paths": {"/new/{it}": {"get": {}, "post": {"tags": ["other"]}}}})
+    assert table.find("GET", "/new/1").need == Need.WRITE
+    assert table.find("POST", "/new/1").need == Need.WRITE
+    assert table.find("POST", "/new/1/2").path == "(none)"
+
+
+def test_without_a_token_others_are_not_answered(tmp_path: Path) -> None:
+    """Whatever serves the application: an address that others reach needs a token."""
+    for server, status in (("127.0.0.1", 200), ("::1", 200), ("10.1.2.3", 403), ("2001:db8::1", 403)):
+        host = f"[{server}]" if ":" in server else server
+        assert status_from(create_app(Settings(path=tmp_path)), server, host) == status
+    assert status_from(create_app(Settings(path=tmp_path, token=b"t")), "10.1.2.3", "10.1.2.3") == 200
+    assert all(map(is_loopback, ("127.8.0.1", "::1", "::ffff:127.0.0.1")))
+    assert not any(map(is_loopback, ("0.0.0.0", "::", "fe80::1%eth0", "10.0.0.1")))
+
+
+def status_from(app: Any, server: str, host: str) -> int:
+    """Ask an application for /healthz as a server would that listens on an address."""
+    scope = {
+        "type": "http", "method": "GET", "path": "/healthz", "raw_path": b"/healthz", "query_string": b"",
+        "root_path": "", "scheme": "http", "http_version": "1.1", "server": (server, 80),
+        "client": ("10.9.9.9", 1), "headers": [(b"host", host.encode())],
+    }  # fmt: skip
+    sent: list[Any] = []
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    asyncio.run(app(scope, receive, send))
+    return int(sent[0]["status"])
+
+
+def test_settings_whose_tokens_protect_nothing_are_refused(tmp_path: Path) -> None:
+    for bad in ({"token": b""}, {"token": b"a", "read_token": b"a"}, {"read_token": b"a"}):
+        with pytest.raises(errors.StateError) as caught:
+            Settings(path=tmp_path, **bad)
+        assert caught.value.kind == "token"
+    settings = Settings(path=tmp_path, read_token=b"a", read_only=True)
+    assert "b'a'" not in repr(settings)
+
+
+# -- hosts and pages -----------------------------------------------------------------------------------
+
+
+def test_only_its_own_names_are_answered(opened: Serving) -> None:
+    port = opened.port
+    good = ("localhost", "LOCALHOST:1", "127.0.0.1", f"127.0.0.1:{port}", "[::1]:80", "Trainer.example:8420")
+    bad = (
+        "evil.example",
+        "localhost.evil.example",
+        "127.0.0.1.evil.example",
+        "",
+        "[::2]",
+        "10.0.0.1",
+        "@",
+        ":",
+    )
+    with httpx.Client(base_url=opened.url) as client:
+        for host in good + bad:
+            for path in ("/healthz", "/v1/stores", "/nowhere"):
+                answer = client.get(path, headers={"Host": host})
+                assert (answer.status_code == 400) is (host in bad), (host, path)
+                if host in bad:
+                    assert error_of(answer)["kind"] == "host"
+
+
+def test_pages_of_other_sites_change_nothing(opened: Serving) -> None:
+    here = f"127.0.0.1:{opened.port}"
+    cases: list[tuple[dict[str, str], bool]] = [
+        ({}, True),
+        ({"Origin": f"http://{here}"}, True),
+        ({"Sec-Fetch-Site": "same-origin", "Origin": f"http://{here}"}, True),
+        ({"Sec-Fetch-Site": "none"}, True),
+        ({"Sec-Fetch-Site": "cross-site"}, False),
+        ({"Sec-Fetch-Site": "same-site"}, False),
+        ({"Origin": "http://evil.example"}, False),
+        ({"Origin": "null"}, False),
+        ({"Origin": ""}, False),
+        ({"Origin": "http://[broken"}, False),
+        ({"Origin": "http://127.0.0.1:1"}, False),
+        ({"Origin": f"http://evil.example@{here}.evil.example"}, False),
+    ]
+    numbers = itertools.count()
+    with httpx.Client(base_url=opened.url) as client:
+        for headers, allowed in cases:
+            name = f"page{next(numbers)}"
+            made = client.put(f"/v1/stores/{name}", json={}, headers=headers)
+            assert made.status_code == (201 if allowed else 403), headers
+            assert (name in client.get("/v1/stores").json()["stores"]) is allowed
+            assert client.get("/v1/stores", headers=headers).status_code == 200
+
+
+def test_a_form_or_plain_text_is_no_request(opened: Serving) -> None:
+    """What a page may send without asking first is not what routes take; and no page is ever allowed."""
+    with httpx.Client(base_url=opened.url) as client:
+        client.put("/v1/stores/plain", json={"fields": {"x": "int64"}})
+        for kind in (
+            "text/plain",
+            "application/x-www-form-urlencoded",
+            "multipart/form-data; boundary=x",
+            "",
+        ):
+            for path in ("extend", "add", "priorities", "rows"):
+                body = b'{"x": [1], "ids": [1], "priorities": [1]}'
+                answer = client.post(f"/v1/stores/plain/{path}", content=body, headers={"Content-Type": kind})
+                assert answer.status_code in (415, 422), (kind, path)
+        assert client.get("/v1/stores/plain").json()["rows"] == 0
+        asked = client.options(
+            "/v1/stores/plain/extend",
+            headers={"Origin": "http://evil.example", "Access-Control-Request-Method": "POST"},
+        )
+        assert asked.status_code == 405
+        assert not [name for name in asked.headers if name.startswith("access-control")]
+
+
+# -- rates ---------------------------------------------------------------------------------------------
+
+
+def test_a_client_that_asks_too_often_waits(tmp_path: Path) -> None:
+    settings = Settings(path=tmp_path, token=TOKEN, read_token=READ_TOKEN, rate=5.0)
+    with Serving(settings) as server, httpx.Client(base_url=server.url) as client:
+        codes = [client.get("/v1/stores", headers=HEADERS).status_code for _ in range(40)]
+        assert codes[:5] == [200] * 5
+        assert codes.count(429) > 20
+        refused = next(answer for answer in (client.get("/v1/stores", headers=HEADERS) for _ in range(40))
+                       if answer.status_code == 429)  # fmt: skip
+        assert error_of(refused)["kind"] == "too_many"
+        assert int(refused.headers["Retry-After"]) >= 1
+        # Who guesses tokens shares nothing with those who have one.
+        wrong = {"Authorization": "Bearer guess"}
+        assert [client.get("/v1/stores", headers=wrong).status_code for _ in range(40)].count(429) > 20
+        reader = {"Authorization": f"Bearer {READ_TOKEN.decode()}"}
+        assert client.get("/v1/stores", headers=reader).status_code == 200
+
+
+def test_buckets_fill_steadily() -> None:
+    rates = Rates(2.0)
+    assert [rates.wait("a", 0.0) for _ in range(4)] == [0.0, 0.0, 0.5, 0.5]
+    assert rates.wait("b", 0.0) == 0.0
+    assert rates.wait("a", 0.5) == 0.0
+    assert rates.wait("a", 0.75) == pytest.approx(0.25)
+    assert [rates.wait("a", 100.0) for _ in range(3)] == [0.0, 0.0, 0.5]
+    slow = Rates(0.1)
+    assert (slow.wait("a", 0.0), slow.wait("a", 0.0)) == (0.0, pytest.approx(10.0))
+    for number in range(20_000):
+        rates.wait(number, 100.0)
+    assert len(rates._clients) == 10_000
+
+
+# -- what requests leave behind ------------------------------------------------------------------------
+
+
+def test_requests_have_ids(guarded: Serving) -> None:
+    with httpx.Client(base_url=guarded.url, headers=HEADERS) as client:
+        assert (
+            client.get("/healthz", headers={"X-Request-ID": "mine-1.2"}).headers["X-Request-ID"] == "mine-1.2"
+        )
+        made = {
+            client.get("/nowhere", headers={"X-Request-ID": bad}).headers["X-Request-ID"]
+            for bad in ("", "a b", "x" * 200, 'quote"', b"\xe9")
+        }
+        assert len(made) == 5
+        assert all(len(name) < 40 for name in made)
+
+
+def test_the_access_log_tells_no_secrets(guarded: Serving, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "expstore.access"):
+        with httpx.Client(base_url=guarded.url, headers=HEADERS) as client:
+            headers = {"X-Request-ID": "seen"}
+            client.post("/v1/stores/run/add?source=hidden", json={"x": [424242]}, headers=headers)
+            client.get("/v1/stores/a%0Ab%22", headers={"Authorization": "Bearer guessed"})
+            client.get("/healthz")
+    lines = [record.getMessage() for record in caplog.records if record.name == "expstore.access"]
+    first, second = map(json.loads, lines[:2])  # what comes last may be answered before it is noted
+    assert first["id"] == "seen"
+    assert (first["method"], first["route"]) == ("POST", "/v1/stores/{name}/add")
+    assert (first["status"], first["may"], first["client"]) == (200, "write", "127.0.0.1")
+    assert (first["rows_in"], first["bytes_in"]) == (1, len(b'{"x":[424242]}'))
+    assert (second["status"], second["may"], second["path"]) == (401, "nothing", '/v1/stores/a\nb"')
+    assert all("\n" not in line for line in lines)
+    for secret in (TOKEN.decode(), "guessed", "424242", "hidden"):
+        assert secret not in "".join(lines)
+
+
+def test_figures_are_counted(tmp_path: Path) -> None:
+    with Serving(Settings(path=tmp_path)) as server, httpx.Client(base_url=server.url) as client:
+        client.put("/v1/stores/run", json={"fields": {"x": "int64"}})
+        for first in (0, 10):
+            client.post("/v1/stores/run/extend", json={"x": list(range(first, first + 10))})
+        client.post("/v1/stores/run/rows", json={"ids": [1, 2, 3]})
+        client.post("/v1/stores/run/sample/stream", json={"batch_size": 7, "batches": 3})
+        client.get("/v1/stores/other")
+        client.request("BREW", "/v1/coffee")
+        answer = client.get("/metrics")
+    assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
+    found = dict(line.rsplit(" ", 1) for line in answer.text.splitlines() if not line.startswith("#"))
+    extend = 'route="/v1/stores/{name}/extend"'
+    assert found[f'expstore_requests_total{{{extend},method="POST",status="200"}}'] == "2"
+    assert found['expstore_requests_total{route="/v1/stores/{name}",method="GET",status="404"}'] == "1"
+    assert found['expstore_requests_total{route="(none)",method="other",status="404"}'] == "1"
+    assert found[f'expstore_request_seconds_bucket{{{extend},le="+Inf"}}'] == "2"
+    assert float(found[f"expstore_request_seconds_sum{{{extend}}}"]) > 0
+    assert found[f"expstore_rows_in_total{{{extend}}}"] == "20"
+    assert found['expstore_rows_out_total{route="/v1/stores/{name}/rows"}'] == "3"
+    assert found['expstore_rows_out_total{route="/v1/stores/{name}/sample/stream"}'] == "21"
+    assert int(found[f"expstore_bytes_in_total{{{extend}}}"]) > 40
+    assert found["expstore_requests_in_flight"] == "1"  # this one
+    assert found["expstore_stores_open"] == "1"
+    assert found['expstore_store_rows{store="run"}'] == "20"
+
+
+# -- errors --------------------------------------------------------------------------------------------
+
+
+def test_every_error_has_a_status() -> None:
+    tree = [getattr(errors, name) for name in errors.__all__]
+    assert len(tree) > 10
+    for kind in tree:
+        status = status_of(kind("text"))
+        assert status == STATUS.get(kind, status)
+        assert 400 <= status < 600
+        for word, expected in KINDS.items():
+            assert status_of(kind("text", kind=word)) == expected
+    assert set(STATUS) <= set(tree)
+    refused = {errors.SchemaError: 422, errors.NoRowError: 404, errors.LockedError: 423,
+               errors.CorruptionError: 500, errors.StackError: 422, errors.StateError: 409}  # fmt: skip
+    assert {kind: status_of(kind("text")) for kind in refused} == refused
+
+
+def test_what_fails_inside_stays_inside(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    server = Serving(Settings(path=tmp_path))
+
+    @server.app.get("/broken", tags=["reading"])
+    def broken() -> None:
+        raise RuntimeError(f"secret of {tmp_path}")
+
+    @server.app.get("/disk", tags=["reading"])
+    def disk() -> None:
+        raise errors.StorageError(f"cannot read {tmp_path}/x")
+
+    with server, httpx.Client(base_url=server.url) as client:
+        for path, kind in (("/broken", "internal"), ("/disk", "storage")):
+            answer = client.get(path, headers={"X-Request-ID": "failed"})
+            assert answer.status_code == 500
+            assert error_of(answer)["kind"] == kind
+            assert str(tmp_path) not in answer.text
+            assert answer.headers["X-Request-ID"] == "failed"
+        (tmp_path / "full.exp").mkdir()
+        (tmp_path / "full.exp" / "x").touch()
+        refused = error_of(client.put("/v1/stores/full", json={}))
+        assert refused["message"] == "full.exp is not empty and not a store: it holds x"
+        for path, status in (("/nowhere", 404), ("/v1/stores/none", 404), ("/healthz", 405)):
+            answer = client.request("DELETE" if status == 405 else "GET", path)
+            assert answer.status_code == status
+            assert str(tmp_path) not in json.dumps(error_of(answer))
+    logged = [record for record in caplog.records if "request failed" in record.getMessage()]
+    assert any(record.exc_info and "secret" in str(record.exc_info[1]) for record in logged)
+    assert any(str(tmp_path) in record.getMessage() for record in logged)

@@ -1,0 +1,156 @@
+"""Questions over HTTP: episodes, SQL in its own process, versions, and how fast rows come and go."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pyarrow as pa
+import pytest
+
+from expstore.api import Settings
+from tests.api.test_routes import ARROW, batch_of, body_of, rows_of
+from tests.support.servers import Serving
+
+pytestmark = pytest.mark.index
+
+RUN = "/v1/stores/run"
+SETTINGS = Settings(path=Path(), sql_rows=100, wait_seconds=20)
+
+
+@pytest.fixture
+def client(tmp_path: Path) -> Iterator[httpx.Client]:
+    settings = replace(SETTINGS, path=tmp_path)
+    with Serving(settings) as server, httpx.Client(base_url=server.url, timeout=60) as client:
+        client.put(RUN, json={"seed": 3}).raise_for_status()
+        yield client
+
+
+def fill(client: httpx.Client, count: int = 30, first: int = 0, **params: Any) -> httpx.Response:
+    body = body_of(batch_of(count, first))
+    return client.post(f"{RUN}/extend", content=body, headers=ARROW, params=params)
+
+
+def ask(client: httpx.Client, query: str, **more: Any) -> Any:
+    answer = client.post(f"{RUN}/sql", json={"query": query, **more})
+    assert answer.status_code == 200, answer.text
+    return answer.json()["rows"]
+
+
+def test_episodes_are_listed(client: httpx.Client) -> None:
+    fill(client, 25, source="left")
+    fill(client, 20, 100, source="right")
+    told = client.get(f"{RUN}/episodes").json()
+    rows = [dict(zip(told["columns"], row, strict=True)) for row in told["rows"]]
+    assert [row["episode_id"] for row in rows] == [1, 2, 3, 4, 5]
+    assert [row["length"] for row in rows] == [10, 10, 5, 10, 10]
+    right = client.get(f"{RUN}/episodes", params={"source": "right", "after": 4}).json()["rows"]
+    assert [row[0] for row in right] == [5]
+    assert [row[0] for row in client.get(f"{RUN}/episodes", params={"status": "open"}).json()["rows"]] == [3]
+    assert client.get(f"{RUN}/episodes", params={"source": "x' OR 'a'='a"}).json()["rows"] == []
+    whole = client.get(f"{RUN}/episodes", headers={"Accept": ARROW["Content-Type"]})
+    assert pa.ipc.open_stream(whole.content).read_all()["length"].to_pylist() == [10, 10, 5, 10, 10]
+    assert client.get(f"{RUN}/episodes", params={"status": "odd"}).status_code == 422
+
+
+def test_sql_reads_what_was_written_before_it_came(client: httpx.Client) -> None:
+    fill(client)
+    assert ask(client, "SELECT count(*), max(action) FROM transitions") == [[30, 29]]
+    fill(client, 1, 30)
+    assert ask(client, "SELECT count(*), max(action) FROM transitions") == [[31, 30]]
+    assert ask(client, "SELECT action FROM transitions WHERE action > ? ORDER BY 1", params=[28]) == [
+        [29],
+        [30],
+    ]
+    whole = client.post(
+        f"{RUN}/sql",
+        json={"query": "SELECT * FROM range(1000)"},
+        headers={"Accept": ARROW["Content-Type"]},
+    )
+    assert whole.headers["X-Truncated"] == "true"
+    assert pa.ipc.open_stream(whole.content).read_all().num_rows == 100
+    assert len(ask(client, "SELECT * FROM range(1000)", limit=7)) == 7
+
+
+def test_sql_that_is_refused(client: httpx.Client, tmp_path: Path) -> None:
+    fill(client)
+    (tmp_path / "secret").write_text("canary")
+    for query in (
+        "DELETE FROM transitions",
+        "SELECT 1; SELECT 2",
+        "SELEC",
+        f"FROM read_text('{tmp_path}/secret')",
+    ):
+        refused = client.post(f"{RUN}/sql", json={"query": query})
+        assert refused.status_code == 422, refused.text
+        assert "canary" not in refused.text
+    slow = client.post(f"{RUN}/sql", json={"query": "SELECT count(*) FROM range(1000000000000)"})
+    assert (slow.status_code, slow.json()["error"]["kind"]) == (504, "timeout")
+    assert ask(client, "SELECT 1") == [[1]]
+
+
+def test_servers_without_sql(tmp_path: Path) -> None:
+    with (
+        Serving(replace(SETTINGS, path=tmp_path, sql=False)) as server,
+        httpx.Client(base_url=server.url) as client,
+    ):
+        client.put(RUN, json={})
+        fill(client)
+        assert client.post(f"{RUN}/sql", json={"query": "SELECT 1"}).status_code == 403
+        assert len(client.get(f"{RUN}/episodes").json()["rows"]) == 3
+
+
+def test_versions_are_made_and_gone_back_to(client: httpx.Client) -> None:
+    fill(client)
+    made = client.post(f"{RUN}/dumps", json={"tag": "first"})
+    assert (made.status_code, made.json()["rows"]) == (201, 30), made.text
+    fill(client, 10, 30)
+    assert client.post(f"{RUN}/dumps", json={}).json()["number"] == 2
+    told = client.get(f"{RUN}/versions").json()["versions"]
+    assert [(version["number"], version["tag"], version["rows"]) for version in told] == [
+        (1, "first", 30),
+        (2, None, 40),
+    ]
+    before = rows_of(client.post(f"{RUN}/sample", json={"seed": 1, "draw": 0, "batch_size": 8}).content)
+    assert client.post(f"{RUN}/loads", json={"version": "first"}).json()["rows"] == 30
+    after = rows_of(client.post(f"{RUN}/sample", json={"seed": 1, "draw": 0, "batch_size": 8}).content)
+    assert (before["action"] != after["action"]).any()
+    assert (after["action"] < 30).all()
+    assert ask(client, "SELECT count(*) FROM transitions") == [[30]]
+    for bad, status in (({"version": "other"}, 409), ({"version": "../x"}, 409), ({"version": -1}, 409)):
+        assert client.post(f"{RUN}/loads", json=bad).status_code == status
+    assert client.post(f"{RUN}/dumps", json={"tag": "../x"}).status_code == 422
+    assert client.post(f"{RUN}/dumps", json={"tag": "first"}).status_code == 409
+
+
+def test_who_is_too_fast_waits(tmp_path: Path) -> None:
+    settings = replace(SETTINGS, path=tmp_path, min_size=20, samples_per_insert=1.0, error_buffer=20.0)
+    with (
+        Serving(settings) as server,
+        httpx.Client(base_url=server.url, timeout=60) as client,
+        httpx.Client(base_url=server.url, timeout=60) as other,
+    ):
+        client.put(RUN, json={})
+        early = client.post(f"{RUN}/sample", json={"batch_size": 10})
+        assert (early.status_code, early.json()["error"]["kind"]) == (429, "rate_limited")
+        assert fill(client, 20).status_code == 200
+        assert fill(client, 20, 20).status_code == 200
+        refused = fill(client, 10, 40)
+        assert (refused.status_code, refused.json()["error"]["kind"]) == (429, "rate_limited")
+        assert refused.headers["Retry-After"]
+        answers: list[int] = []
+        waiting = threading.Thread(target=lambda: answers.append(fill(other, 10, 40, wait=20).status_code))
+        waiting.start()
+        for asked in ({}, {"seed": 1, "draw": 0}):  # draws by number count, too
+            assert client.post(f"{RUN}/sample", json={"batch_size": 10} | asked).status_code == 200
+        waiting.join(30)
+        assert answers == [200]
+
+
+def test_limits_that_could_stop_both_sides_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="error_buffer"):
+        replace(SETTINGS, path=tmp_path, samples_per_insert=4.0).limiter()

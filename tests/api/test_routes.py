@@ -1,0 +1,123 @@
+"""The HTTP layer by its routes: rows in, batches out, errors in one form."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from tensordict import TensorDict
+
+import expstore
+from expstore.api import Settings
+from expstore.wire.codec import Codec, Encoder, meaning_of
+from expstore.wire.stream import write_stream
+from tests.support.servers import Serving
+
+pytestmark = pytest.mark.index
+
+ARROW = {"Content-Type": "application/vnd.apache.arrow.stream"}
+
+
+@pytest.fixture
+def client(tmp_path: Path) -> Iterator[httpx.Client]:
+    with Serving(Settings(path=tmp_path)) as server, httpx.Client(base_url=server.url) as client:
+        yield client
+
+
+def batch_of(count: int, first: int = 0) -> TensorDict:
+    numbers = torch.arange(first, first + count)
+    done = (numbers % 10 == 9)[:, None]
+    return TensorDict(
+        {
+            "observation": torch.stack([numbers, numbers * 2], 1).float(),
+            "action": numbers,
+            "next": {
+                "observation": torch.stack([numbers + 1, numbers * 2 + 2], 1).float(),
+                "reward": numbers[:, None].float(),
+                "done": done,
+                "terminated": done,
+            },
+        },
+        [count],
+    )
+
+
+def body_of(data: TensorDict) -> bytes:
+    return write_stream(Encoder().encode(data)).to_pybytes()
+
+
+def rows_of(content: bytes) -> TensorDict:
+    with pa.ipc.open_stream(content) as reader:
+        told, table = meaning_of(reader.schema), reader.read_all()
+    codec = Codec(told.schema)
+    return codec.build(codec.decode(table.combine_chunks().to_batches()[0]), told.batch_size, told.names)
+
+
+def test_rows_go_in_and_come_out(client: httpx.Client, tmp_path: Path) -> None:
+    assert client.put("/v1/stores/run", json={"capacity": 100, "seed": 3}).json() == {"name": "run"}
+    data = batch_of(30)
+    answer = client.post("/v1/stores/run/extend", content=body_of(data), headers=ARROW)
+    assert answer.json() == {"first_id": 1, "count": 30, "generation": 1}, answer.text
+    read = rows_of(client.post("/v1/stores/run/rows", json={"ids": [3, 1, 30]}).content)
+    assert read["id"].tolist() == [3, 1, 30]
+    assert (read.exclude("id", "index") == data[[2, 0, 29]]).all()
+    episode = rows_of(client.get("/v1/stores/run/episodes/2").content)
+    assert (episode.exclude("id", "index") == data[10:20]).all()
+    assert client.get("/v1/stores").json() == {"stores": ["run"]}
+    assert client.post("/v1/stores/run/flush").json() == {"status": "ok"}
+
+
+def test_lanes_keep_their_episodes(client: httpx.Client, tmp_path: Path) -> None:
+    client.put("/v1/stores/run", json={})
+    data = torch.stack([batch_of(20), batch_of(20, 100)])
+    data.names = [None, "time"]
+    assert client.post("/v1/stores/run/extend", content=body_of(data), headers=ARROW).status_code == 200
+    read = rows_of(client.get("/v1/stores/run/episodes/1").content)
+    assert len({int(number) // 100 for number in read["action"]}) == 1
+    assert read["action"].diff().eq(1).all()
+
+
+def test_json_is_taken_as_it_is_meant(client: httpx.Client) -> None:
+    fields = {"x": ["float32", [2]], "n": "uint8", "next.reward": ["float32", [1]]}
+    client.put("/v1/stores/run", json={"fields": fields})
+    row = {"x": [[1, 2.5]], "n": [7], "next.reward": [0.5]}
+    assert client.post("/v1/stores/run/add", json=row).json()["first_id"] == 1
+    read = client.post("/v1/stores/run/rows", json={"ids": [1]}, headers={"Accept": "application/json"})
+    assert read.json()["rows"] == {"x": [[1.0, 2.5]], "n": [7], "next.reward": [0.5], "index": [0], "id": [1]}
+    for bad in ({"n": [300]}, {"n": [1.5]}, {"n": [True]}, {"x": [[1]]}, {"x": [["a", "b"]]}, {"x": 3}):
+        refused = client.post("/v1/stores/run/add", json=row | bad)
+        assert refused.status_code == 422, (bad, refused.text)
+        assert refused.json()["error"]["kind"] == "schema"
+    assert client.get("/v1/stores/run").json()["rows"] == 1
+
+
+def test_fields_that_came_late_may_be_missing(client: httpx.Client, tmp_path: Path) -> None:
+    with expstore.open(tmp_path / "run.exp", schema={"x": "int64", "y": "float32"}) as rb:
+        rb.extend(TensorDict({"x": torch.arange(3), "y": torch.zeros(3)}, [3]))
+        rb.add_column("score", fill=torch.tensor(7.0))
+    without = TensorDict({"x": torch.arange(2), "y": torch.ones(2)}, [2])
+    for sent in (
+        {"content": body_of(without), "headers": ARROW},
+        {"json": {"x": [5], "y": [1.5]}},
+        {"content": body_of(without.set("score", torch.ones(2))), "headers": ARROW},
+    ):
+        answer = client.post("/v1/stores/run/extend", **sent)
+        assert answer.status_code == 200, answer.text
+    read = rows_of(client.post("/v1/stores/run/rows", json={"ids": list(range(1, 9))}).content)
+    assert read["score"].tolist() == [7.0] * 6 + [1.0] * 2
+    for bad in (body_of(without.exclude("y")), body_of(without.set("other", torch.ones(2)))):
+        assert client.post("/v1/stores/run/extend", content=bad, headers=ARROW).status_code == 422
+
+
+def test_what_is_written_over_http_is_the_stores(client: httpx.Client, tmp_path: Path) -> None:
+    client.put("/v1/stores/run", json={"seed": 1})
+    data = batch_of(20)
+    client.post("/v1/stores/run/extend", content=body_of(data), headers=ARROW)
+    client.post("/v1/stores/run/flush")
+    with expstore.open(tmp_path / "run.exp", mode="r") as rb:
+        np.testing.assert_array_equal(rb[:]["action"], data["action"])

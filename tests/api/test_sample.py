@@ -1,0 +1,228 @@
+"""Batches over HTTP: the same as in-process, streams, samplers with names, conditions."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pyarrow as pa
+import pytest
+from tensordict import TensorDict
+
+import expstore
+from expstore.api import Settings
+from expstore.api.errors import Refusal
+from expstore.api.where_conditions import check_condition
+from expstore.samplers import PrioritizedSampler, SliceSampler
+from expstore.wire.codec import Codec, meaning_of
+from tests.api.test_routes import ARROW, batch_of, body_of, rows_of
+from tests.support.servers import Serving
+
+pytestmark = pytest.mark.index
+
+RUN = "/v1/stores/run"
+
+
+@pytest.fixture
+def client(tmp_path: Path) -> Iterator[httpx.Client]:
+    settings = Settings(path=tmp_path, wait_seconds=20)
+    with Serving(settings) as server, httpx.Client(base_url=server.url, timeout=30) as client:
+        client.put(RUN, json={"capacity": 1000, "seed": 3}).raise_for_status()
+        yield client
+
+
+def fill(client: httpx.Client, count: int = 300, first: int = 0) -> None:
+    client.post(f"{RUN}/extend", content=body_of(batch_of(count, first)), headers=ARROW).raise_for_status()
+
+
+def sample(client: httpx.Client, **asked: Any) -> TensorDict:
+    answer = client.post(f"{RUN}/sample", json=asked)
+    assert answer.status_code == 200, answer.text
+    return rows_of(answer.content)
+
+
+def streamed(client: httpx.Client, **asked: Any) -> list[TensorDict]:
+    answer = client.post(f"{RUN}/sample/stream", json=asked)
+    assert answer.status_code == 200, answer.text
+    with pa.ipc.open_stream(answer.content) as reader:
+        codec = Codec(meaning_of(reader.schema).schema)
+        return [codec.build(codec.decode(batch)) for batch in reader]
+
+
+def test_batches_are_those_of_the_store(client: httpx.Client, tmp_path: Path) -> None:
+    fill(client)
+    drawn = [sample(client, batch_size=32)["id"].tolist() for _ in range(3)]
+    with expstore.open(tmp_path / "other.exp", capacity=1000, seed=3) as rb:
+        rb.extend(batch_of(300))
+        assert drawn == [rb.sample(32)["id"].tolist() for _ in range(3)]
+
+
+@pytest.mark.some(2)
+@pytest.mark.parametrize(
+    ("spec", "sampler"),
+    [
+        (None, None),
+        ({"kind": "prioritized", "alpha": 0.8, "beta": 0.5}, PrioritizedSampler(alpha=0.8, beta=0.5)),
+        ({"kind": "slices", "slice_len": 4}, SliceSampler(slice_len=4)),
+    ],
+)
+def test_a_seed_draws_the_same_everywhere(
+    client: httpx.Client, tmp_path: Path, spec: Any, sampler: Any
+) -> None:
+    fill(client)
+    ids = list(range(1, 301))
+    priorities = [float(number % 7 + 1) for number in ids]
+    updated = client.post(f"{RUN}/priorities", json={"ids": [*ids, 5000], "priorities": [*priorities, 1.0]})
+    assert updated.json() == {"updated": 300}
+    asked = {"batch_size": 32, "sampler": spec, "seed": 7}
+    drawn = [sample(client, **asked, draw=number) for number in range(3)]
+    # A stream of them is the same; so are those whose numbers the server counts.
+    assert [batch["id"].tolist() for batch in streamed(client, **asked, draw=0, batches=3)] == [
+        batch["id"].tolist() for batch in drawn
+    ]
+    assert [sample(client, **asked)["id"].tolist() for _ in range(2)] == [
+        batch["id"].tolist() for batch in drawn[:2]
+    ]
+    client.post(f"{RUN}/flush")
+    with expstore.open(tmp_path / "run.exp", mode="r", seed=7, sampler=sampler) as rb:
+        for batch in drawn:
+            mine = rb.sample(32)
+            assert set(mine.keys(True, True)) == set(batch.keys(True, True))
+            assert (mine == batch).all()
+
+
+def test_samplers_with_names_are_shared(client: httpx.Client) -> None:
+    fill(client, 100)
+    spec = {"sampler": {"kind": "without_replacement"}, "seed": 1}
+    for _ in range(2):  # the same one again changes nothing
+        assert client.put(f"{RUN}/samplers/pass", json=spec).status_code == 201
+    drawn: list[int] = []
+
+    def draw() -> None:
+        for _ in range(5):
+            drawn.extend(sample(client, sampler="pass", batch_size=10)["id"].tolist())
+
+    threads = [threading.Thread(target=draw) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(drawn) == list(range(1, 101))  # every row once, whoever asked
+    other = client.put(f"{RUN}/samplers/pass", json=spec | {"seed": 2})
+    assert (other.status_code, other.json()["error"]["kind"]) == (409, "exists")
+    assert list(client.get(f"{RUN}/samplers").json()["samplers"]) == ["pass"]
+    assert client.delete(f"{RUN}/samplers/pass").status_code == 200
+    assert client.post(f"{RUN}/sample", json={"sampler": "pass"}).status_code == 404
+
+
+def test_rows_are_consumed_by_all_clients_together(client: httpx.Client) -> None:
+    fill(client, 40)
+    client.put(f"{RUN}/samplers/once", json={"sampler": {"kind": "consuming"}})
+    drawn = [sample(client, sampler="once", batch_size=15)["id"].tolist() for _ in range(3)]
+    assert [len(ids) for ids in drawn] == [15, 15, 10]
+    empty = client.post(f"{RUN}/sample", json={"sampler": "once", "batch_size": 15})
+    assert (empty.status_code, empty.json()["error"]["kind"]) == (409, "not_ready")
+    assert empty.headers["Retry-After"] == "1"
+    fill(client, 5, 40)
+    assert sorted(sample(client, sampler="once", batch_size=15)["id"].tolist()) == [41, 42, 43, 44, 45]
+
+
+def test_who_waits_is_given_rows_when_they_come(client: httpx.Client) -> None:
+    with httpx.Client(base_url=client.base_url, timeout=30) as other:
+        found: list[int] = []
+        waiting = threading.Thread(
+            target=lambda: found.extend(sample(other, batch_size=8, wait=20)["id"].tolist())
+        )
+        waiting.start()
+        fill(client, 20)
+        waiting.join(25)
+    assert len(found) == 8
+    refused = client.post(f"{RUN}/sample", json={"batch_size": 8, "where": "action > 1000"})
+    assert (refused.status_code, refused.json()["error"]["kind"]) == (409, "not_ready")
+
+
+def test_conditions(client: httpx.Client) -> None:
+    fill(client)
+    drawn = sample(client, batch_size=64, where='next.reward >= 100 AND "action" <> 150', seed=1, draw=0)
+    assert (drawn["action"] >= 100).all()
+    for bad in (
+        "lpad('x', 2000000000, 'y') = 'x'",
+        "action IN (SELECT 1)",
+        "repeat ('x', 9) = 'x'",
+        "\"repeat\"('x', 9) = 'x'",
+        "action = 1; DROP TABLE x",
+        "action::HUGEINT = 1",
+        "action = $1",
+        "",
+        "action -- a comment",
+        "action = [x for x in range(3)]",
+        "(" * 60 + "true" + ")" * 60,
+    ):
+        refused = client.post(f"{RUN}/sample", json={"where": bad})
+        assert refused.status_code == 422, (bad, refused.text)
+    unknown = client.post(f"{RUN}/sample", json={"where": "speed > 1"})
+    assert (unknown.status_code, unknown.json()["error"]["kind"]) == (422, "query")
+
+
+@pytest.mark.parametrize("good", ["a.b > -1.5e3", "x IN (1, 2)", "NOT (x IS NULL) AND y BETWEEN 1 AND (2)"])
+def test_conditions_that_may_be_said(good: str) -> None:
+    assert check_condition(good) == good
+
+
+def test_like_is_no_word_of_conditions() -> None:
+    with pytest.raises(Refusal, match="calls"):
+        check_condition("x LIKE ('%' || y)")
+
+
+def test_streams_are_whole_or_say_so(client: httpx.Client) -> None:
+    fill(client)
+    asked = {"batch_size": 256, "batches": 40, "seed": 1}
+    assert len(streamed(client, **asked)) == 40
+    packed = client.post(
+        f"{RUN}/sample/stream",
+        json=asked,
+        headers={"Accept": "application/vnd.apache.arrow.stream;compression=zstd"},
+    )
+    with pa.ipc.open_stream(packed.content) as reader:
+        assert sum(batch.num_rows for batch in reader) == 40 * 256
+    refused = client.post(f"{RUN}/sample/stream", json=asked, headers={"Accept": "application/json"})
+    assert refused.status_code == 406
+    with client.stream("POST", f"{RUN}/sample/stream", json={"batch_size": 256}) as endless:
+        size = 0
+        for part in endless.iter_raw():
+            size += len(part)
+            if size > 3_000_000:
+                break
+    fill(client, 10, 300)  # the server goes on
+
+
+def test_bad_requests(client: httpx.Client) -> None:
+    fill(client)
+    for asked in (
+        {"batch_size": 0},
+        {"batch_size": -1},
+        {"batch_size": "x"},
+        {"draw": 3},
+        {"sampler": {"kind": "other"}},
+        {"sampler": {"kind": "slices"}},
+        {"sampler": {"kind": "slices", "slice_len": 2, "num_slices": 2}},
+        {"sampler": {"kind": "without_replacement"}},
+        {"sampler": "no/name"},
+        {"unknown": 1},
+        {"seed": 1 << 63},
+        {"batch_size": 10**9},
+    ):
+        refused = client.post(f"{RUN}/sample", json=asked)
+        assert refused.status_code == 422, (asked, refused.text)
+        assert set(refused.json()["error"]) == {"kind", "message", "hint"}
+
+
+def test_json_answers(client: httpx.Client) -> None:
+    fill(client)
+    asked = {"batch_size": 4, "seed": 5, "draw": 2}
+    told = client.post(f"{RUN}/sample", json=asked, headers={"Accept": "application/json"}).json()["rows"]
+    np.testing.assert_array_equal(told["observation"], sample(client, **asked)["observation"].numpy())

@@ -1,0 +1,220 @@
+"""The server as a process of its own: where it listens, how it ends, what it keeps."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+from tensordict import TensorDict
+
+import expstore
+from expstore.cli.app import run
+from expstore.wire.stream import END
+from tests.support.servers import process, serving
+
+pytestmark = pytest.mark.index
+
+PATIENCE = 60.0
+
+
+def make_store(path: Path, rows: int = 10) -> None:
+    with expstore.open(path, schema={"x": "int64"}) as rb:
+        rb.extend(TensorDict({"x": torch.arange(rows)}, [rows]))
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, dict[str, str]]:
+    """Run the command in this process, which it does not outlive; return its exit code and its error."""
+    code = run(["serve", *map(str, arguments), "--json"])
+    error: dict[str, str] = json.loads(capsys.readouterr().out)["error"]
+    return code, error
+
+
+def listens(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port), PATIENCE).close()
+    except OSError:
+        return False
+    return True
+
+
+def test_a_folder_is_served_until_a_signal_comes(tmp_path: Path) -> None:
+    make_store(tmp_path / "old.exp")
+    with serving(tmp_path) as (child, facts):
+        assert facts["stores"] == ["old"]
+        assert (facts["read_only"], facts["token"], facts["pid"]) == (False, False, child.pid)
+        with httpx.Client(base_url=facts["listening"]) as client:
+            assert client.get("/v1/stores/old").json()["rows"] == 10
+            client.put("/v1/stores/new", json={"fields": {"x": "int64"}})
+            assert client.post("/v1/stores/new/extend", json={"x": [1, 2]}).json()["count"] == 2
+        child.send_signal(signal.SIGTERM)
+        out, err = child.communicate(timeout=PATIENCE)
+        assert (child.returncode, json.loads(out), err) == (0, {"stopped": True}, "")
+    for name, rows in (("old", 10), ("new", 2)):
+        with expstore.open(tmp_path / f"{name}.exp") as rb:
+            assert len(rb) == rows
+            assert not rb.recovered  # it was closed, not left
+
+
+def test_others_are_answered_if_they_have_the_token(tmp_path: Path) -> None:
+    make_store(tmp_path / "run.exp")
+    token = tmp_path / "token"
+    token.write_bytes(b"  secret-1 \n")
+    token.chmod(0o644)
+    arguments = (
+        tmp_path / "run.exp",
+        "--host",
+        "0.0.0.0",
+        "--port",
+        0,
+        "--token-file",
+        token,
+        "--access-log",
+    )
+    with process(*arguments) as child:
+        assert child.stdout is not None
+        line = child.stdout.readline()
+        said = line.split()[-1]
+        assert line == f"serving {tmp_path}/run.exp at {said}\n"
+        url = said.replace("0.0.0.0", "127.0.0.1")
+        assert httpx.get(f"{url}/v1/stores").status_code == 401
+        borne = {"Authorization": "Bearer secret-1"}
+        assert httpx.get(f"{url}/readyz", headers=borne).json()["stores"] == {"run": 10}
+        child.send_signal(signal.SIGINT)
+        out, err = child.communicate(timeout=PATIENCE)
+    assert (child.returncode, out) == (0, "")
+    warning, *lines = err.splitlines()
+    assert f"can read {token}: chmod 600" in warning
+    assert [json.loads(line)["status"] for line in lines] == [401, 200]
+    assert "secret-1" not in err
+
+
+def test_what_cannot_be_served_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert refusal(capsys, tmp_path / "none") == (2, {
+        "kind": "not_found", "message": f"{tmp_path}/none is no store, and no folder of stores",
+        "hint": "make it first",
+    })  # fmt: skip
+    code, error = refusal(capsys, tmp_path, "--host", "0.0.0.0", "--port", 0)
+    assert (code, error["kind"]) == (2, "unprotected")
+    code, error = refusal(capsys, tmp_path, "--host", "no.such.name.invalid")
+    assert (code, error["kind"]) == (2, "address")
+    assert refusal(capsys, tmp_path, "--samples-per-insert", 2)[0] == 2
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        code, error = refusal(capsys, tmp_path, "--port", other.getsockname()[1])
+    assert (code, error["kind"]) == (2, "address")
+
+
+def test_files_without_a_token_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    token = tmp_path / "token"
+    for bad in (b"", b" \n ", b"two words", b"caf\xc3\xa9", b"nul\x00"):
+        token.write_bytes(bad)
+        code, error = refusal(capsys, tmp_path, "--token-file", token)
+        assert (code, error["kind"]) == (2, "token"), bad
+        assert bad.decode().strip() == "" or bad.decode() not in json.dumps(error)
+    code, error = refusal(capsys, tmp_path, "--token-file", tmp_path / "missing")
+    assert (code, error["kind"]) == (1, "storage")
+
+
+def test_a_store_that_somebody_writes_to_is_followed_or_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run.exp"
+    with expstore.open(path, schema={"x": "int64"}) as rb:
+        rb.extend(TensorDict({"x": torch.arange(3)}, [3]))
+        code, error = refusal(capsys, path, "--port", 0)
+        assert (code, error["kind"]) == (3, "locked")
+        with serving(path, "--read-only") as (_, facts), httpx.Client(base_url=facts["listening"]) as client:
+            assert facts["read_only"]
+            assert client.get("/v1/stores/run").json()["rows"] == 3
+            assert client.post("/v1/stores/run/extend", json={"x": [1]}).status_code in (404, 405)
+
+
+def test_a_client_that_holds_a_half_body_does_not_keep_it(tmp_path: Path) -> None:
+    make_store(tmp_path / "run.exp")
+    head = b"POST /v1/stores/run/extend HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    with serving(tmp_path, "--shutdown-seconds", 1) as (child, facts):
+        port = int(facts["listening"].rsplit(":")[-1])
+        with socket.create_connection(("127.0.0.1", port), PATIENCE) as half:
+            half.sendall(head + b"Content-Length: 1000\r\nExpect: 100-continue\r\n\r\n")
+            assert half.recv(100).startswith(b"HTTP/1.1 100")  # its route waits for the body now
+            half.sendall(b'{"x": [1')
+            child.send_signal(signal.SIGTERM)
+            answer = b"".join(iter(lambda: half.recv(1000), b""))
+            out, err = child.communicate(timeout=PATIENCE)
+        assert answer.startswith(b"HTTP/1.1 503")
+        assert b'"kind":"busy"' in answer
+        assert (child.returncode, json.loads(out)) == (0, {"stopped": True}), err
+    with expstore.open(tmp_path / "run.exp") as rb:
+        assert len(rb) == 10
+        assert not rb.recovered
+
+
+def test_a_stream_without_an_end_keeps_no_server(tmp_path: Path) -> None:
+    make_store(tmp_path / "run.exp")
+    with serving(tmp_path, "--shutdown-seconds", 1000) as (child, facts):
+        with httpx.Client(base_url=facts["listening"], timeout=PATIENCE) as client:
+            with client.stream("POST", "/v1/stores/run/sample/stream", json={"batch_size": 4}) as endless:
+                parts = endless.iter_raw()
+                last = next(parts)
+                child.send_signal(signal.SIGTERM)
+                for part in parts:
+                    last = (last + part)[-len(END) :]
+        assert last != END  # who reads it sees that more was to come
+        out, err = child.communicate(timeout=PATIENCE)
+        assert (child.returncode, json.loads(out)) == (0, {"stopped": True}), err
+
+
+def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
+    make_store(tmp_path / "run.exp")
+    with serving(tmp_path, "--shutdown-seconds", 1000) as (child, facts):
+        port = int(facts["listening"].rsplit(":")[-1])
+        with socket.create_connection(("127.0.0.1", port), PATIENCE) as half:
+            half.sendall(
+                b"POST /v1/stores/run/rows HTTP/1.1\r\nHost: localhost\r\nExpect: 100-continue\r\n"
+                b"Content-Type: application/json\r\nContent-Length: 1000\r\n\r\n"
+            )
+            assert half.recv(100).startswith(b"HTTP/1.1 100")
+            child.send_signal(signal.SIGTERM)
+            while listens(port):  # then the first signal has been taken
+                pass
+            assert child.poll() is None
+            child.send_signal(signal.SIGTERM)
+            assert child.wait(PATIENCE) == -signal.SIGTERM
+
+
+def test_what_was_acknowledged_survives_a_kill(tmp_path: Path) -> None:
+    with serving(tmp_path) as (child, facts), httpx.Client(base_url=facts["listening"]) as client:
+        client.put("/v1/stores/run", json={"fields": {"x": "int64"}})
+        acknowledged = 0
+        killer = threading.Timer(1.0, child.kill)
+        killer.start()
+        try:
+            while True:
+                rows = list(range(acknowledged, acknowledged + 7))
+                answer = client.post("/v1/stores/run/extend", json={"x": rows})
+                acknowledged += answer.json()["count"]
+        except httpx.TransportError:
+            killer.join()
+        assert child.wait(PATIENCE) == -signal.SIGKILL
+    assert acknowledged > 7
+    with expstore.open(tmp_path / "run.exp") as rb:
+        values = rb[:]["x"].tolist()
+    assert values[:acknowledged] == list(range(acknowledged))
+    assert len(values) in (acknowledged, acknowledged + 7)
+
+
+def test_answers_wait_for_nothing(tmp_path: Path) -> None:
+    times = []
+    with serving(tmp_path) as (_, facts), httpx.Client(base_url=facts["listening"]) as client:
+        for _ in range(30):
+            started = time.perf_counter()
+            client.get("/healthz")
+            times.append(time.perf_counter() - started)
+    # A head that waits for the acknowledgement of what was sent before takes 40 ms, each time.
+    assert min(times) < 0.03

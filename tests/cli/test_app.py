@@ -1,0 +1,748 @@
+"""The command line: what it prints, its exit codes, how long it takes.
+
+Run with the other tests. Most commands run in this process; those whose exit code, locks or time count
+run in one of their own.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import io
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from tensordict import TensorDict
+
+import expstore
+from expstore.disk.files import Disk
+from expstore.maintenance import survey
+from expstore.storages.format import manifest
+from tests.support.commands import Cli, Done
+
+pytestmark = pytest.mark.index
+
+#: Seconds for `info` and `sql` over a million rows: one on a quiet machine; three times that on a busy one.
+BOUND = 3.0
+COMMANDS = (
+    "add-column",
+    "collect",
+    "drop-column",
+    "dumps",
+    "export",
+    "info",
+    "loads",
+    "migrate",
+    "repair",
+    "sql",
+    "verify",
+    "versions",
+)
+
+HOLDER = """
+import sys
+from expstore.storages.zarr import ZarrStorage
+storage = ZarrStorage(sys.argv[1])
+print("open", flush=True)
+sys.stdin.read()
+storage.close()
+"""
+
+
+def apart(*arguments: object) -> Done:
+    """Run a command in a process of its own."""
+    command = [sys.executable, "-m", "expstore", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return Done(done.returncode, done.stdout, done.stderr)
+
+
+def rows(count: int, *, start: int = 0, length: int = 10, wide: bool = False) -> TensorDict:
+    """Rows whose values follow from their number; every `length`-th ends an episode."""
+    number = torch.arange(start, start + count)
+    ended = ((number + 1) % length == 0)[:, None]
+    after = {"reward": number[:, None].float() / 4, "terminated": ended, "truncated": torch.zeros_like(ended)}
+    batch: dict[str, Any] = {"observation": number[:, None].float() + torch.arange(5), "next": after}
+    if wide:
+        batch["frame"] = torch.zeros(count, 24, 24, dtype=torch.uint8)
+    return TensorDict(batch, [count])
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Stores to copy: `closed`, and `killed`, which is what a killed writer of `closed` leaves."""
+    folder = tmp_path_factory.mktemp("models")
+    with expstore.open(folder / "work", capacity=100, meta={"by": "a test"}) as rb:
+        rb.extend(rows(25))
+    shutil.copytree(folder / "work", folder / "closed")
+    with expstore.open(folder / "work") as rb:
+        rb.extend(rows(5, start=100), source="a")
+        shutil.copytree(folder / "work", folder / "killed")
+    with expstore.open(folder / "wide", capacity=100) as rb:
+        rb.extend(rows(60, wide=True))
+    return folder
+
+
+@pytest.fixture
+def store(models: Path, tmp_path: Path) -> Path:
+    """A closed store of 25 rows: two episodes that terminated, an open one."""
+    return Path(shutil.copytree(models / "closed", tmp_path / "run.exp"))
+
+
+@pytest.fixture
+def wide(models: Path, tmp_path: Path) -> Path:
+    """A closed store of 60 rows, with one field more, of images."""
+    return Path(shutil.copytree(models / "wide", tmp_path / "wide.exp"))
+
+
+@pytest.fixture
+def left_open(models: Path, tmp_path: Path) -> Path:
+    """A store of 30 rows whose writer was killed."""
+    return Path(shutil.copytree(models / "killed", tmp_path / "killed.exp"))
+
+
+@pytest.fixture(scope="module")
+def million(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("million") / "run.exp"
+    with expstore.open(path) as rb:
+        for start in range(0, 1_000_000, 100_000):
+            rb.extend(rows(100_000, start=start, length=250))
+    return path
+
+
+@pytest.fixture
+def holder(store: Path) -> Iterator[int]:
+    """Another process that has the store open; its id."""
+    command = [sys.executable, "-c", HOLDER, str(store)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "open\n"
+        yield process.pid
+        process.communicate()
+    assert process.returncode == 0
+
+
+def contents(folder: Path) -> dict[str, str]:
+    return {
+        str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest()
+        for file in sorted(folder.rglob("*"))
+        if file.is_file()
+    }
+
+
+def damage(file: Path, at: int) -> None:
+    data = bytearray(file.read_bytes())
+    data[at] ^= 1
+    file.write_bytes(data)
+
+
+def is_one_error(done: Done, *words: str) -> bool:
+    lines = done.err.splitlines()
+    return len(lines) == 1 and lines[0].startswith("error: ") and all(word in lines[0] for word in words)
+
+
+# -- the whole -------------------------------------------------------------------------------------
+
+
+def test_help_lists_the_commands(cli: Cli) -> None:
+    done = cli("--help")
+    assert done.code == 0
+    assert all(name in done.out for name in COMMANDS)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help_and_json(cli: Cli, command: str) -> None:
+    done = cli(command, "--help")
+    assert done.code == 0
+    assert "--json" in done.out
+
+
+def test_without_arguments_it_shows_help(cli: Cli) -> None:
+    done = cli()
+    assert done.code == 2
+    assert "Usage" in done.out
+
+
+def test_the_version(cli: Cli) -> None:
+    assert cli("--version") == Done(0, f"expstore {expstore.__version__}\n", "")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("burn",),
+        ("--burn",),
+        ("info",),
+        ("sql",),
+        ("sql", "SELECT 1"),
+        ("sql", "run.exp", "SELECT 1", "--limit", "0"),
+        ("sql", "run.exp", "SELECT 1", "--csv", "--json"),
+        ("collect", "CartPole-v1"),
+        ("collect", "CartPole-v1", "run.exp"),
+        ("collect", "CartPole-v1", "run.exp", "--steps", "many"),
+        ("collect", "CartPole-v1", "run.exp", "--steps", "9", "--policy", "wise"),
+    ],
+)
+def test_wrong_usage_exits_2(
+    cli: Cli, arguments: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = cli(*arguments)
+    assert done.code == 2
+    if "--json" in arguments:
+        assert done.json["error"]["kind"] == "usage"
+    else:
+        assert is_one_error(done)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_process_exits_with_the_code(store: Path) -> None:
+    done = apart("sql", store, "SELEC 1")
+    assert done.code == 2
+    assert is_one_error(done, "SELEC")
+    assert done.out == ""
+
+
+def test_a_pipe_that_closes_is_no_error(store: Path) -> None:
+    command = [sys.executable, "-m", "expstore", "sql", str(store), "SELECT repeat('x', 1000000)", "--csv"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == ""
+
+
+@pytest.mark.parametrize("arguments", [("info",), ("sql", "SELECT 1"), ("sql", "SELECT 1", "--parquet", "x")])
+@pytest.mark.parametrize("kind", ["missing", "folder", "file"])
+def test_what_is_no_store_stays_as_it_is(
+    cli: Cli, tmp_path: Path, arguments: tuple[str, ...], kind: str
+) -> None:
+    path = tmp_path / "a"
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "file":
+        path.write_text("mine")
+    before = contents(tmp_path)
+    command, *others = arguments
+    done = cli(command, path, *others)
+    assert done.code == 2
+    assert is_one_error(done, "is not a store")
+    assert contents(tmp_path) == before
+    assert path.exists() == (kind != "missing")
+
+
+@pytest.mark.parametrize("arguments", [("info",), ("sql", "SELECT 1"), ("collect", "--steps", "9")])
+def test_a_damaged_store_exits_4(cli: Cli, store: Path, arguments: tuple[str, ...]) -> None:
+    file = store / "expstore.json"
+    damage(file, file.read_bytes().index(b"capacity"))
+    command, *others = arguments
+    name = ["CartPole-v1"] if command == "collect" else []
+    done = cli(command, *name, store, *others)
+    assert done.code == 4
+    assert "damaged" in done.err
+    done = cli(command, *name, store, *others, "--json")
+    assert done.code == 4
+    assert done.json["error"]["kind"] == "corruption"
+
+
+def test_a_damaged_journal_exits_4(cli: Cli, store: Path) -> None:
+    (segment,) = (store / "journal").iterdir()
+    damage(segment, 40)
+    assert cli("info", store).code == 4
+    assert cli("sql", store, "SELECT 1").code == 4
+
+
+def test_a_newer_store_is_not_called_damaged(cli: Cli, store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = manifest.Manifest.load(Disk(), store)
+    with monkeypatch.context() as patch:
+        patch.setattr(manifest, "FORMAT", 99)
+        kept.replace(implied=(("done",),)).save(Disk(), store)
+    done = cli("info", store)
+    assert done.code == 1
+    assert is_one_error(done, "99", "newer expstore")
+
+
+def test_a_locked_store(cli: Cli, store: Path, holder: int) -> None:
+    collect = ("collect", "CartPole-v1", store, "--steps", 9)
+    done = cli(*collect)
+    assert done.code == 3
+    assert is_one_error(done, str(holder), socket.gethostname())
+    done = cli(*collect, "--json")
+    assert done.code == 3
+    assert done.json["error"]["kind"] == "locked"
+    done = cli("sql", store, "SELECT count(*) AS n FROM transitions", "--json")
+    assert done.json == [{"n": 25}]
+    done = cli("info", store)
+    assert done.code == 0
+    assert f"open in process {holder} on {socket.gethostname()}" in done.out
+    (facts,) = cli("info", store, "--json").json["stores"]
+    assert facts["open_in"]["pid"] == holder
+    assert facts["rows"] == 25
+
+
+# -- info ------------------------------------------------------------------------------------------
+
+
+def test_info_in_json(cli: Cli, store: Path) -> None:
+    (facts,) = cli("info", store, "--json").json["stores"]
+    assert facts["path"] == str(store)
+    assert facts["rows"] == facts["written"] == 25
+    assert facts["capacity"] == 100
+    assert facts["generation"] == 1
+    assert facts["episodes"] == {"open": 1, "terminated": 2, "truncated": 0, "cut": 0}
+    first = facts["fields"][0]
+    assert first.pop("disk_bytes") > 0
+    assert first.pop("million_rows_bytes") == 20_000_000
+    assert first == {
+        "name": "observation",
+        "dtype": "float32",
+        "shape": [5],
+        "row_bytes": 20,
+        "layout": "flat",
+        "codec": None,
+        "interop": "",
+        "chunk_rows": None,
+        "compression": None,
+        "shared": None,
+    }
+    assert facts["row_bytes"] == sum(field["row_bytes"] for field in facts["fields"]) + 36
+    assert facts["disk_bytes"] > 25 * facts["row_bytes"]
+    assert facts["free_bytes"] > 0
+    assert facts["million_rows_bytes"] <= 1_000_000 * facts["row_bytes"]
+    assert facts["more_rows_fit"] > 1000
+    assert facts["ring_fits"] is True
+    assert facts["created"] <= facts["last_write"]
+    assert facts["open_in"] is None
+    assert facts["unclean_stop"] is False
+    assert facts["meta"] == {"by": "a test"}
+
+
+def test_info_for_people(cli: Cli, store: Path) -> None:
+    done = cli("info", store)
+    assert done.code == 0
+    assert "25 (capacity 100), 25 written in all" in done.out
+    assert "1 open, 2 terminated, 0 truncated, 0 cut" in done.out
+    assert "closed" in done.out
+    assert "next.reward" in done.out
+    assert "free: enough for all of the ring" in done.out
+
+
+def test_info_says_for_how_many_rows_there_is_room(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row of it takes 10 kB and 36 bytes of the store's own."""
+    for name, capacity in (("ring", 1000), ("endless", None)):
+        with expstore.open(tmp_path / name, capacity=capacity, layout="flat") as rb:
+            rb.extend(TensorDict({"noise": torch.rand(100, 2500)}, [100]))
+    monkeypatch.setattr(Disk, "free", lambda disk, path: 1_000_000)
+    ring, endless = cli("info", tmp_path / "ring", tmp_path / "endless", "--json").json["stores"]
+    for facts in (ring, endless):
+        assert facts["more_rows_fit"] == 99
+        assert facts["fields"][0]["million_rows_bytes"] == 10_000_000_000
+        assert facts["million_rows_bytes"] == pytest.approx(10_036_000_000, rel=1e-3)
+    assert (ring["ring_fits"], endless["ring_fits"]) == (False, None)
+    done = cli("info", tmp_path / "ring", tmp_path / "endless")
+    assert "1 MB free: room for 99 more rows, not for all of the ring\n" in done.out
+    assert "1 MB free: room for 99 more rows\n" in done.out
+    monkeypatch.setattr(Disk, "free", lambda disk, path: 90_000_000)  # 4096 spare slots, too
+    assert "90 MB free: enough for all of the ring" in cli("info", tmp_path / "ring").out
+
+
+def test_info_counts_as_the_store_does(cli: Cli, store: Path) -> None:
+    with expstore.open(store) as rb:
+        rb.extend(rows(90, start=1000), source="a")
+        rb.extend(rows(2, start=2000), source="b")
+        rb.add(rows(1, start=2002)[0], source="b")
+        held, written = len(rb), rb.write_count
+        episodes = dict(rb.sql("SELECT status, count(*) FROM episodes GROUP BY 1").fetchall())
+        (running,) = cli("info", store, "--json").json["stores"]
+    (closed,) = cli("info", store, "--json").json["stores"]
+    for facts in (running, closed):
+        assert (facts["rows"], facts["written"]) == (held, written) == (100, 118)
+        assert {name: count for name, count in facts["episodes"].items() if count} == episodes
+    assert running["open_in"]["pid"] == os.getpid()
+    assert running["unclean_stop"] is None
+    assert closed["unclean_stop"] is False
+
+
+def test_info_after_rows_were_forgotten(cli: Cli, store: Path) -> None:
+    with expstore.open(store) as rb:
+        rb.empty()
+    (facts,) = cli("info", store, "--json").json["stores"]
+    assert (facts["rows"], facts["written"]) == (0, 25)
+
+
+def test_info_of_a_store_without_rows(cli: Cli, tmp_path: Path) -> None:
+    expstore.open(tmp_path / "new.exp").close()
+    (facts,) = cli("info", tmp_path / "new.exp", "--json").json["stores"]
+    assert (facts["rows"], facts["capacity"], facts["fields"]) == (0, None, [])
+    assert facts["last_write"] is None
+    done = cli("info", tmp_path / "new.exp")
+    assert (done.code, done.err) == (0, "")
+    assert "never" in done.out
+
+
+def test_info_changes_nothing_after_a_kill(cli: Cli, left_open: Path) -> None:
+    before = contents(left_open)
+    (facts,) = cli("info", left_open, "--json").json["stores"]
+    assert facts["unclean_stop"] is True
+    assert facts["open_in"] is None
+    assert facts["rows"] == 30
+    assert contents(left_open) == before
+    done = cli("sql", left_open, "SELECT count(*) AS n FROM transitions", "--json")
+    assert done.json == [{"n": 30}]
+    assert done.err.startswith("note: ")
+    assert "did not close" in done.err
+    assert contents(left_open) == before
+
+
+def test_info_of_several_shows_the_good_ones(cli: Cli, store: Path, tmp_path: Path) -> None:
+    done = cli("info", tmp_path / "none", store)
+    assert done.code == 2
+    assert "25 (capacity 100)" in done.out
+    assert is_one_error(done, "none")
+    done = cli("info", tmp_path / "none", store, "--json")
+    assert done.code == 2
+    assert done.json["error"]["kind"] == done.json["stores"][0]["error"]["kind"] == "not_found"
+    assert done.json["stores"][1]["rows"] == 25
+
+
+def test_a_writer_may_work_while_it_is_looked_at(store: Path) -> None:
+    with expstore.open(store) as rb:
+        for number in range(20):
+            rb.extend(rows(10, start=10 * number), source="a")
+            found = survey(store)
+            assert found.written == rb.write_count
+            assert found.writer is not None
+
+
+# -- sql -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("query", "words"),
+    [
+        ("SELEC 1", ["SELEC"]),
+        ("SELECT nope FROM episodes", ["nope"]),
+        ("SELECT * FROM nope", ["nope", "transitions"]),
+        ("SELECT 1; SELECT 2", ["2 statements"]),
+        ("DROP TABLE episode_rows", ["DROP"]),
+        ("", ["0 statements"]),
+    ],
+)
+def test_bad_sql_exits_2(cli: Cli, store: Path, query: str, words: list[str]) -> None:
+    done = cli("sql", store, query)
+    assert done.code == 2
+    assert is_one_error(done, *words)
+
+
+def test_bad_sql_in_json(cli: Cli, store: Path) -> None:
+    done = cli("sql", store, "SELECT nope FROM episodes", "--json")
+    assert (done.code, done.err) == (2, "")
+    error = done.json["error"]
+    assert sorted(error) == ["hint", "kind", "message"]
+    assert error["kind"] == "query"
+    assert "nope" in error["message"]
+
+
+def test_a_table(cli: Cli, store: Path) -> None:
+    done = cli(
+        "sql", store, 'SELECT episode_id AS e, status, "return" AS r, end_time FROM episodes ORDER BY 1'
+    )
+    assert done.code == 0
+    lines = [line.split() for line in done.out.splitlines()]
+    assert lines[0] == ["e", "status", "r", "end_time"]
+    assert lines[1][:3] == ["1", "terminated", "11.25"]
+    assert lines[3][:3] == ["3", "open", "27.5"]
+
+
+def test_a_table_shortens_what_is_wide(cli: Cli, wide: Path) -> None:
+    done = cli("sql", wide, "SELECT *, repeat('x', 999) FROM transitions")
+    assert done.code == 0
+    assert len(done.out.splitlines()) == 51
+    assert max(map(len, done.out.splitlines())) < 500
+    assert "... 24]" in done.out
+    assert "--limit" in done.err
+
+
+def test_a_terminal_gets_what_fits(cli: Cli, store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    done = cli("sql", store, "SELECT 1 AS a, NULL AS b, '[x]' AS c, repeat('x', 30) AS d")
+    assert done.code == 0
+    assert "NULL" in done.out
+    assert "[x]" in done.out
+    assert "too narrow for d" in done.err
+
+
+@pytest.mark.parametrize(
+    ("query", "expected"),
+    [
+        ("SELECT _id FROM transitions ORDER BY _id DESC", [25, 24, 23]),
+        ("SELECT _id FROM transitions ORDER BY _id LIMIT 2;", [1, 2]),
+        ("SELECT _id FROM transitions ORDER BY _id DESC LIMIT 20 -- the newest", [25, 24, 23]),
+        ("SELECT _id FROM transitions ORDER BY _id OFFSET 20;", [21, 22, 23]),
+        ("VALUES (1), (2), (3), (4)", [1, 2, 3]),
+    ],
+)
+def test_the_limit(cli: Cli, store: Path, query: str, expected: list[int]) -> None:
+    done = cli("sql", store, query, "--limit", 3, "--json")
+    assert [next(iter(row.values())) for row in done.json] == expected
+
+
+def test_csv(cli: Cli, store: Path) -> None:
+    query = "SELECT _id, next.reward, observation, 'a,\"b\"\n' AS t, '' AS e, NULL AS n FROM transitions"
+    done = cli("sql", store, query, "--csv")
+    assert done.out.splitlines()[0] == "_id,reward,observation,t,e,n"
+    assert '"",\n' in done.out  # an empty text is not NULL
+    _, *read = csv.reader(io.StringIO(done.out))
+    assert len(read) == 25
+    for number, row in enumerate(read):
+        expected = [number + 1, number / 4, [number + k for k in range(5)]]
+        assert [int(row[0]), float(row[1]), json.loads(row[2])] == expected
+        assert row[3:] == ['a,"b"\n', "", ""]
+
+
+def test_json_rows(cli: Cli, store: Path) -> None:
+    query = (
+        "SELECT 1 AS a, 2 AS a, NULL AS n, 'NaN'::DOUBLE AS x, '-inf'::DOUBLE AS y, DATE '2026-01-02' AS d"
+    )
+    assert cli("sql", store, query, "--json").json == [
+        {"a": 1, "a_": 2, "n": None, "x": "NaN", "y": "-Infinity", "d": "2026-01-02"}
+    ]
+    assert cli("sql", store, "SELECT 1 WHERE false", "--json").json == []
+    (row,) = cli("sql", store, "SELECT observation, next FROM transitions LIMIT 1", "--json").json
+    assert row["observation"] == [0, 1, 2, 3, 4]
+    assert row["next"] == {"reward": 0, "terminated": False, "truncated": False}
+
+
+def test_parquet(cli: Cli, store: Path, tmp_path: Path) -> None:
+    file = tmp_path / "rows.parquet"
+    query = "SELECT _id, observation, next.reward AS r FROM transitions ORDER BY _id"
+    done = cli("sql", store, query, "--parquet", file)
+    assert done.out == f"25 rows written to {file}\n"
+    table = pq.read_table(file)
+    with expstore.open(store) as rb:
+        assert table.to_pylist() == rb.sql(query).arrow().to_pylist()
+    done = cli("sql", store, query, "--parquet", file, "--limit", 4, "--json")
+    assert done.json == {"file": str(file), "rows": 4, "columns": ["_id", "observation", "r"]}
+    assert pq.read_table(file).num_rows == 4
+
+
+def test_a_file_that_cannot_be_written(cli: Cli, store: Path, tmp_path: Path) -> None:
+    done = cli("sql", store, "SELECT 1", "--parquet", tmp_path / "no" / "x")
+    assert done.code == 1
+    assert is_one_error(done, "cannot write")
+
+
+def test_several_stores(cli: Cli, store: Path, wide: Path, tmp_path: Path) -> None:
+    new = tmp_path / "new.exp"
+    expstore.open(new).close()
+    done = cli("sql", store, wide, new, "SELECT count(*) AS n FROM transitions", "--json")
+    names = map(str, (store, wide, new))
+    assert done.json == [{"store": name, "n": n} for name, n in zip(names, (25, 60, 0), strict=True)]
+    done = cli(
+        "sql", wide, store, "SELECT _id, next.reward FROM transitions WHERE _id > 24", "--limit", 37, "--csv"
+    )
+    read = list(csv.reader(io.StringIO(done.out)))
+    assert [row[0] for row in read] == ["store", *[str(wide)] * 36, str(store)]
+    assert [int(row[1]) for row in read[1:]] == [*range(25, 61), 25]
+    done = cli("sql", store, store, "SELECT _id FROM transitions WHERE _id = 0")
+    assert (done.code, done.out.split()) == (0, ["store", "_id"])
+
+
+def test_stores_that_differ(cli: Cli, store: Path, wide: Path) -> None:
+    done = cli("sql", store, wide, "SELECT * FROM transitions")
+    assert done.code == 2
+    assert is_one_error(done, "run.exp", "wide.exp", "frame")
+    done = cli("sql", store, wide, "SELECT frame FROM transitions")
+    assert done.code == 2
+    assert is_one_error(done, "run.exp: ", "frame")
+
+
+def test_ctrl_c_ends_a_long_query(store: Path) -> None:
+    query = "SELECT sum(a.range * b.range) FROM range(1000000) a, range(1000000) b"
+    command = [sys.executable, "-m", "expstore", "sql", str(store), query]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        maps = Path(f"/proc/{process.pid}/maps")
+        while "_row/priority/c/0" not in maps.read_text():
+            assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=30) in (-signal.SIGINT, 130)
+
+
+# -- time ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.some(1)
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("info",),
+        ("sql", "SELECT count(*), avg(next.reward) FROM transitions"),
+    ],
+)
+def test_a_million_rows(million: Path, arguments: tuple[str, ...]) -> None:
+    command, *others = arguments
+    took = []
+    while not took or (len(took) < 3 and min(took) > BOUND):
+        began = time.perf_counter()
+        done = apart(command, million, *others)
+        took.append(time.perf_counter() - began)
+        assert (done.code, "error" in done.err) == (0, False)
+    assert min(took) < BOUND
+
+
+def test_only_collect_loads_torch(store: Path) -> None:
+    code = f"""
+import sys
+from expstore.cli.app import run
+assert run(["info", {str(store)!r}]) == 0
+assert not {{"duckdb", "pyarrow"}} & set(sys.modules)
+assert run(["sql", {str(store)!r}, "SELECT * FROM transitions"]) == 0
+assert not {{"torch", "tensordict", "gymnasium", "zarr"}} & set(sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+# -- collect ---------------------------------------------------------------------------------------
+
+
+class Alarm(gymnasium.Env[Any, Any]):
+    """Presses Ctrl-C `times` times at step 100."""
+
+    observation_space = gymnasium.spaces.Box(-1, 1, (2,))
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def __init__(self, times: int = 1) -> None:
+        self.steps, self.times = 0, times
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        return np.zeros(2, np.float32), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self.steps += 1
+        if self.steps == 100:
+            for _ in range(self.times):
+                signal.raise_signal(signal.SIGINT)
+        return np.zeros(2, np.float32), 1.0, self.steps % 20 == 0, False, {}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def alarms() -> Iterator[None]:
+    for times in (1, 2):
+        gymnasium.register(f"Alarm{times}-v0", Alarm, kwargs={"times": times}, disable_env_checker=True)
+    yield
+    for times in (1, 2):
+        gymnasium.registry.pop(f"Alarm{times}-v0")
+
+
+def test_collect_and_go_on(cli: Cli, tmp_path: Path) -> None:
+    path = tmp_path / "run.exp"
+    command = ("collect", "CartPole-v1", path, "--envs", 4, "--seed", 7)
+    done = cli(*command, "--steps", 300, "--capacity", 1000)
+    assert done.code == 0
+    first = survey(path)
+    assert 300 <= first.rows < 304
+    assert f"{first.rows} transitions stored" in done.out
+    done = cli(*command, "--steps", 200, "--json", "--autoreset", "same-step")
+    second = survey(path)
+    assert done.json == {
+        "path": str(path),
+        "stored": second.rows - first.rows,
+        "rows": second.rows,
+        "interrupted": False,
+    }
+    assert 200 <= second.rows - first.rows < 204
+    # The same seed does not store the same episodes again.
+    query = "SELECT count(DISTINCT observation) = count(*) AS distinct FROM transitions WHERE _step = 0"
+    assert cli("sql", path, query, "--json").json == [{"distinct": True}]
+
+
+def test_collect_makes_the_layout_that_is_asked_for(cli: Cli, tmp_path: Path) -> None:
+    """Rows of CartPole are narrow: without an option none of their fields is packed."""
+    command = ("--steps", 50, "--envs", 2, "--seed", 0)
+    for name, *asked in (("auto",), ("packed", "--layout", "packed")):
+        assert cli("collect", "CartPole-v1", tmp_path / name, *command, *asked).code == 0
+    auto, packed = cli("info", tmp_path / "auto", tmp_path / "packed", "--json").json["stores"]
+    assert {field["layout"] for field in auto["fields"]} == {"flat"}
+    assert {field["layout"] for field in packed["fields"]} == {"packed"}
+    done = cli("collect", "CartPole-v1", tmp_path / "packed", *command, "--layout", "flat")
+    assert (done.code, "layout" in done.err) == (2, True)
+    assert cli("collect", "CartPole-v1", tmp_path / "packed", *command).code == 0
+
+
+def test_the_seed_decides(cli: Cli, tmp_path: Path) -> None:
+    found = []
+    for name in ("a", "b"):
+        path = tmp_path / name
+        assert cli("collect", "CartPole-v1", path, "--steps", 100, "--envs", 2, "--seed", 7).code == 0
+        found.append(cli("sql", path, "SELECT action, observation, next FROM transitions", "--json").json)
+    assert found[0] == found[1]
+
+
+def test_ctrl_c_keeps_what_was_collected(cli: Cli, tmp_path: Path) -> None:
+    path = tmp_path / "run.exp"
+    done = cli("collect", "Alarm1-v0", path, "--steps", 10_000, "--envs", 1)
+    found = survey(path)
+    assert done.code == 130
+    assert found.rows >= 100
+    assert found.unclean is False
+    assert f"stopped: {found.rows} transitions stored" in done.out
+    done = cli("collect", "Alarm1-v0", path, "--steps", 10_000, "--envs", 1, "--json")
+    assert done.code == 130
+    assert done.json["interrupted"] is True
+    assert done.json["rows"] == survey(path).rows == done.json["stored"] + found.rows
+
+
+def test_a_second_ctrl_c_does_not_wait(cli: Cli, tmp_path: Path) -> None:
+    path = tmp_path / "run.exp"
+    assert cli("collect", "Alarm2-v0", path, "--steps", 10_000, "--envs", 1).code == 130
+    found = survey(path)
+    assert found.rows == 99  # the step that was interrupted is not known to have happened
+    assert found.unclean is False
+
+
+def test_an_unknown_environment_makes_no_store(cli: Cli, tmp_path: Path) -> None:
+    done = cli("collect", "Nowhere-v0", tmp_path / "run.exp", "--steps", 9)
+    assert done.code == 2
+    assert is_one_error(done, "Nowhere")
+    assert not (tmp_path / "run.exp").exists()
+
+
+def test_without_gymnasium_it_says_what_to_install(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "gymnasium", None)
+    done = cli("collect", "CartPole-v1", tmp_path / "run.exp", "--steps", 9)
+    assert done.code == 2
+    assert is_one_error(done, "expstore[gym]")
+    assert not (tmp_path / "run.exp").exists()
+
+
+def test_a_setting_that_contradicts_the_store(cli: Cli, store: Path) -> None:
+    done = cli("collect", "CartPole-v1", store, "--steps", 9, "--capacity", 7)
+    assert done.code == 2
+    assert is_one_error(done, "capacity=100", "capacity=7")
+
+
+def test_an_environment_with_other_fields(cli: Cli, store: Path) -> None:
+    done = cli("collect", "CartPole-v1", store, "--steps", 9, "--json")
+    assert done.code == 2
+    assert done.json["error"]["kind"] == "schema"
+    assert survey(store).rows == 25

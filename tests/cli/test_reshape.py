@@ -1,0 +1,150 @@
+"""`expstore resize` and `expstore merge`, as typed: what they ask, say and leave."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import typer
+from tensordict import TensorDict
+
+import expstore
+from expstore.cli import reshape
+from tests.support.commands import Cli
+
+pytestmark = [pytest.mark.index, pytest.mark.usefixtures("no_syncs")]
+
+
+def make(path: Path, rows: int = 30, capacity: int | None = None) -> Path:
+    with expstore.open(path, capacity=capacity) as rb:
+        rb.extend(TensorDict({"x": torch.arange(rows)}, [rows]), source="arm")
+    return path
+
+
+def capacity_of(path: Path) -> int | None:
+    with expstore.open(path, mode="r") as rb:
+        capacity: int | None = rb.storage.capacity
+        return capacity
+
+
+def test_resize(tmp_path: Path, cli: Cli) -> None:
+    path = make(tmp_path / "run.exp")
+    code, out, err = cli("resize", path, "--capacity", 50)
+    assert (code, err) == (0, "")
+    assert out == f"{path} holds 30 rows; capacity 50, before unbounded\n"
+    code, out, _ = cli("resize", path, "--capacity", 12, "--yes", "--json")
+    assert code == 0
+    facts = {"path": str(path), "former": 50, "capacity": 12, "rows": 12, "given_up": 18}
+    assert json.loads(out) == facts
+    code, out, _ = cli("resize", path, "--unbounded")
+    assert (code, out) == (0, f"{path} holds 12 rows; capacity unbounded, before 12\n")
+    code, out, _ = cli("resize", path, "--capacity", 5, "--yes")
+    assert out == f"{path} holds 5 rows, 7 are given up; capacity 5, before unbounded\n"
+
+
+def test_resize_asks_before_rows_are_given_up(
+    tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = make(tmp_path / "run.exp")
+    code, _, err = cli("resize", path, "--capacity", 12)
+    assert code == 2  # nobody is there to be asked
+    assert "18 of 30 rows do not fit and are given up; say --yes if that is meant" in err
+    asked: list[str] = []
+
+    def answer(text: str, **_: object) -> None:
+        asked.append(text)
+        if len(asked) == 1:
+            raise typer.Abort
+
+    monkeypatch.setattr(reshape.typer, "confirm", answer)
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
+    assert cli("resize", path, "--capacity", 12)[0] == 130
+    assert capacity_of(path) is None
+    assert cli("resize", path, "--capacity", 12)[0] == 0
+    assert capacity_of(path) == 12
+    assert asked == ["18 of 30 rows do not fit and are given up. Go on?"] * 2
+    assert cli("resize", path, "--capacity", 90)[0] == 0  # nothing is lost: nothing is asked
+    assert len(asked) == 2
+
+
+def test_resize_is_told_one_capacity(tmp_path: Path, cli: Cli) -> None:
+    path = make(tmp_path / "run.exp")
+    for arguments in ((), ("--capacity", 5, "--unbounded")):
+        code, _, err = cli("resize", path, *arguments)
+        assert (code, "say either this or --unbounded" in err) == (2, True)
+    assert cli("resize", tmp_path / "no.exp", "--unbounded")[0] == 2
+    assert os.listdir(tmp_path) == ["run.exp"]
+    with expstore.open(path):
+        assert cli("resize", path, "--capacity", 99)[0] == 3
+
+
+def test_merge(tmp_path: Path, cli: Cli) -> None:
+    a, b, out = make(tmp_path / "a.exp", 5), make(tmp_path / "b.exp", 7, 6), tmp_path / "c.exp"
+    code, said, err = cli("merge", a, b, "--out", out)
+    assert (code, err) == (0, "")
+    assert said == (
+        f"{a}: 5 rows, 1 episodes; sources a/...\n{b}: 6 rows, 1 episodes; sources b/...\n"
+        f"{out} holds 11 rows\n"
+    )
+    code, said, _ = cli("merge", a, b, "--out", tmp_path / "d.exp", "--capacity", 4, "--json")
+    found = json.loads(said)
+    assert (code, found["rows"], found["given_up"]) == (0, 4, 7)
+    assert found["runs"][1] == {"path": str(b), "name": "b", "rows": 6, "episodes": 1}
+    assert cli("merge", a, "--out", out)[0] == 2
+
+
+STOPPED = """
+import os, signal, sys
+from expstore.cli import app
+from expstore.disk.files import Disk
+from expstore.storages.columns.column_set_writer import WritableColumns
+
+def interrupted(call):
+    def wrapped(*args):
+        os.kill(os.getpid(), signal.SIGINT)
+        return call(*args)
+    return wrapped
+
+WritableColumns.write = interrupted(WritableColumns.write)
+Disk.remove_tree = interrupted(Disk.remove_tree)
+app.main()
+"""
+
+
+@pytest.mark.some(1)
+@pytest.mark.parametrize("command", ["resize", "merge"])
+def test_any_number_of_interrupts_leaves_nothing(tmp_path: Path, command: str) -> None:
+    a, b = make(tmp_path / "a.exp"), make(tmp_path / "b.exp")
+    arguments = {
+        "resize": ["resize", str(a), "--capacity", "99"],
+        "merge": ["merge", str(a), str(b), "--out", str(tmp_path / "c.exp")],
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", STOPPED, *arguments[command]], capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout) == (130, "")
+    assert "Traceback" not in done.stderr
+    assert sorted(os.listdir(tmp_path)) == ["a.exp", "b.exp"]
+    assert [name for name in os.listdir(a) if name.startswith("load")] == []
+    with expstore.open(a) as rb:
+        assert (len(rb), rb.storage.capacity) == (30, None)
+
+
+ALONE = """
+import sys
+from expstore.cli.app import run
+assert run(["resize", sys.argv[1], "--capacity", "99"]) == 0
+assert run(["merge", sys.argv[1], "--out", sys.argv[2]]) == 0
+print("torch" in sys.modules)
+"""
+
+
+def test_neither_loads_torch(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", ALONE, str(make(tmp_path / "a.exp")), str(tmp_path / "b.exp")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.endswith("False\n")

@@ -1,0 +1,84 @@
+"""The commands `dumps`, `loads` and `versions`: what they print, their exit codes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tensordict import TensorDict
+
+import expstore
+from expstore.storages.zarr import ZarrStorage
+from tests.support.commands import Cli
+
+pytestmark = pytest.mark.index
+
+Make = Callable[..., TensorDict]
+
+
+def test_there_and_back(cli: Cli, store: Path, tmp_path: Path, make_batch: Make) -> None:
+    place, new = tmp_path / "backup", tmp_path / "new.exp"
+    code, out, _ = cli("dumps", store, place, "--tag", "start")
+    assert (code, out.split(",")[0]) == (0, "version 1 (start): 30 rows")
+    for _ in range(3):
+        made = json.loads(cli("dumps", store, place, "--keep", 2, "--json")[1])
+    assert (made["number"], made["rows"], made["tag"]) == (4, 30, None)
+    found = json.loads(cli("versions", place, "--json")[1])["versions"]
+    assert [(v["number"], v["tag"], v["episodes"]) for v in found] == [
+        (1, "start", 3),
+        (3, None, 3),
+        (4, None, 3),
+    ]
+    assert all(v["disk_bytes"] >= v["new_bytes"] > 0 for v in found)
+    table = cli("versions", place)[1].splitlines()
+    assert table[0].split()[:3] == ["version", "tag", "made"]
+    assert table[1].split()[:2] == ["1", "start"]
+    code, out, _ = cli("loads", new, place, "--version", "start")
+    assert code == 0
+    assert out.strip() == f"{new} holds the 30 rows of {place / 'v0001'}"
+    with expstore.open(new) as rb:
+        assert (len(rb), rb.storage.capacity) == (30, 50)  # as the version's
+        rb.extend(make_batch(9))
+    assert json.loads(cli("loads", new, place, "--json")[1])["rows"] == 30
+
+
+def test_a_folder_of_versions_means_its_newest(cli: Cli, store: Path, tmp_path: Path) -> None:
+    place = tmp_path / "backup"
+    for _ in range(2):
+        cli("dumps", store, place)
+    assert json.loads(cli("info", place, "--json")[1])["stores"][0]["path"] == str(place / "v0002")
+    assert json.loads(cli("sql", place, "SELECT count(*) AS n FROM transitions", "--json")[1]) == [{"n": 30}]
+    assert cli("verify", place)[:2] == (0, f"{place / 'v0002'}: nothing found\n")
+
+
+def test_exit_codes(cli: Cli, store: Path, tmp_path: Path) -> None:
+    place = tmp_path / "backup"
+    assert cli("dumps", tmp_path / "nothing.exp", place)[0] == 2
+    assert not (tmp_path / "nothing.exp").exists()
+    assert cli("versions", place)[0] == 2
+    assert cli("dumps", store, place, "--tag", "7")[0] == 2
+    assert cli("dumps", store, place)[0] == 0
+    code, _, err = cli("loads", store, place, "--version", "best")
+    assert (code, "there are 1" in err) == (2, True)
+    held = ZarrStorage(store)
+    assert cli("dumps", store, place)[0] == 3
+    assert cli("loads", store, place)[0] == 3
+    held.close()
+    (place / "v0001/columns/action/c.0").unlink()
+    code, _, err = cli("loads", store, place)
+    assert (code, "action" in err) == (4, True)
+
+
+def test_they_do_without_torch(store: Path, tmp_path: Path) -> None:
+    program = (
+        "import sys; from expstore.cli.app import run; "
+        f"code = run(['dumps', {str(store)!r}, {str(tmp_path / 'b')!r}]); "
+        f"code += run(['loads', {str(store)!r}, {str(tmp_path / 'b')!r}]); "
+        "sys.exit(code + ('torch' in sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

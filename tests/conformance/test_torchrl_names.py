@@ -1,0 +1,244 @@
+"""Every public name of TorchRL's replay buffers is in docs/torchrl.md, and what is offered takes its words.
+
+The table there says of each name whether it is the same, better or not offered. TorchRL is asked as it is
+installed: its names, its signatures, the members of its buffers. Names of its other modules are in the table
+where they are offered.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torchrl.data.replay_buffers as theirs
+
+import expstore
+from tests.support.paths import ROOT
+from tests.support.torchrl_names import MODULES, NAMES, module, their
+
+DOCUMENT = ROOT / "docs" / "torchrl.md"
+STATUSES = ("same", "better", "not offered")
+
+#: Members of our ReplayBuffer that TorchRL's has not.
+BEYOND = {
+    "add_column": "a field that comes later",
+    "annotate": "facts about episodes that are known later",
+    "apply_retention": "rows that nobody wants leave now",
+    "close": "a store on disk has an end: what is pending is written, the lock is given back",
+    "drop_column": "a field that goes",
+    "episodes": "episodes are counted, and their rows looked up, without reading rows",
+    "flush": "the moment from which on rows survive a power cut",
+    "meta": "the user's facts about the store as a whole",
+    "recovered": "what opening found after a crash",
+    "refresh": "a follower in another process looks for new rows; filters take them in",
+    "retain": "which rows of a store without a capacity stay",
+    "retained": "what `retain` has said",
+    "schema": "which fields are stored, with shapes and dtypes",
+    "set_specs": "what values fields may have, told later",
+    "specs": "what values fields may have",
+    "sql": "questions about everything in the store",
+    "tag": "a version with a name that stays",
+    "to_torch_dataset": "for torch's DataLoader",
+    "trajectory": "all rows of an episode in order",
+    "by_id": "rows by id, which no other row ever has",
+}
+
+#: Members of TorchRL's ReplayBuffer that ours has not.
+WITHOUT = {
+    "as_remote": "other processes open the store, or get the buffer pickled",
+    "prioritized_sampler": "`sampler` is the only one: writers in other processes need none of their own",
+}
+
+_REST = ("args", "kwargs")
+
+#: The buffers, and what they cannot do without.
+BUFFERS: dict[str, dict[str, Any]] = {
+    "ReplayBuffer": {},
+    "PrioritizedReplayBuffer": {"alpha": 0.7, "beta": 0.9},
+    "TensorDictReplayBuffer": {},
+    "TensorDictPrioritizedReplayBuffer": {"alpha": 0.7, "beta": 0.9},
+    "HERReplayBuffer": {"reward_fn": len},
+}
+
+
+def table() -> dict[str, tuple[str, str]]:
+    """Return what docs/torchrl.md says of each name: the status and how, or why not."""
+    found: dict[str, tuple[str, str]] = {}
+    for line in DOCUMENT.read_text().splitlines():
+        if not line.startswith("| `"):
+            continue
+        names, status, how = (cell.strip() for cell in line.strip("| ").split(" | "))
+        for name in re.findall(r"`(\w+)`", names):
+            assert name not in found, f"{name} stands there twice"
+            found[name] = (status, how)
+    return found
+
+
+TABLE = table()
+OFFERED = sorted(name for name, (status, _) in TABLE.items() if status != "not offered")
+
+
+def test_every_name_is_in_the_table() -> None:
+    assert set(TABLE) == set(NAMES)
+    assert {status for status, _ in TABLE.values()} == set(STATUSES)
+    assert not [name for name, (_, how) in TABLE.items() if len(how) < 8]
+
+
+def test_what_has_a_name_of_torchrls_is_in_the_table() -> None:
+    offered = set(expstore.__all__)
+    for place in MODULES:
+        assert {name for name in dir(module(place)) if name in offered} <= set(NAMES), place
+
+
+def test_what_is_offered_can_be_imported_and_nothing_else() -> None:
+    assert [name for name in TABLE if hasattr(expstore, name)] == [name for name in TABLE if name in OFFERED]
+    assert set(OFFERED) <= set(expstore.__all__)
+
+
+def constructors(cls: type) -> Iterator[inspect.Parameter]:
+    """Yield the parameters of a class, those too that it hands on to its bases by keyword."""
+    for base in cls.__mro__:
+        if "__init__" not in vars(base) or base is object:
+            continue
+        parameters = [*inspect.signature(vars(base)["__init__"]).parameters.values()][1:]
+        yield from (one for one in parameters if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL))
+        if not any(one.kind is one.VAR_KEYWORD and one.name != "torchrl" for one in parameters):
+            return
+
+
+def first_by_name(parameters: Iterable[inspect.Parameter]) -> dict[str, inspect.Parameter]:
+    """Return parameters by name, in their order; a class's own before those of its bases."""
+    found: dict[str, inspect.Parameter] = {}
+    for one in parameters:
+        found.setdefault(one.name, one)
+    return found
+
+
+_COMPILE = "nothing here is compiled with torch.compile"
+
+#: Parameters of TorchRL's that ours do not have.
+LESS: dict[str, dict[str, str]] = {
+    name: dict.fromkeys(
+        (
+            *("checkpointer", "compilable", "delayed_init", "sampler_device", "service_backend"),
+            *("service_backend_options", "shared", "sync", "transport", "transport_options"),
+        ),
+        "taken at their defaults, otherwise refused with the reason",
+    )
+    for name in BUFFERS
+} | {
+    "ReplayBufferEnsemble": dict.fromkeys(
+        (
+            *("checkpointer", "compilable", "consume_after_n_samples", "delayed_init", "dim_extend"),
+            *("pin_memory", "prefetch", "sample_unit", "sampler", "service_backend", "storage", "writer"),
+            *("service_backend_options", "shared", "transform_factory", "transport", "transport_options"),
+        ),
+        "taken at their defaults, otherwise its members' affair, or refused with the reason",
+    ),
+    **{
+        name: {"_encode_memo_dict": "encoding keeps nothing"}
+        for name in ("Bounded", "TensorSpec", "Unbounded", "UnboundedContinuous", "UnboundedDiscrete")
+    },
+    "ContinuousBox": dict.fromkeys(("_batch_size", "_high", "_low", "device"), "it is `low` and `high`"),
+    "Composite": {"_encode_memo_dict": "encoding keeps nothing"},
+    "NonTensor": dict.fromkeys(("_encode_memo_dict", "domain", "space"), "nothing is said of objects"),
+    "Storage": {
+        "checkpointer": "`dumps` has one format",
+        "compilable": _COMPILE,
+        "max_size": "called capacity, in all storages that are not TorchRL's",
+    },
+    "Writer": {"compilable": _COMPILE},
+    "ConditionalUpdateResult": dict.fromkeys(("batch_size", "device", "names"), "it is no tensorclass"),
+}
+
+
+def positional(parameters: Iterable[inspect.Parameter], less: Iterable[str] = ()) -> list[str]:
+    """Return the names of those that can be given by position, without some."""
+    return [one.name for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD and one.name not in less]
+
+
+@pytest.mark.parametrize("name", OFFERED)
+def test_constructors_take_torchrls_arguments(name: str) -> None:
+    own, other = getattr(expstore, name), their(name)
+    if inspect.isfunction(other):
+        assert inspect.signature(own).parameters.keys() == inspect.signature(other).parameters.keys()
+    if not inspect.isclass(other):
+        pytest.skip("not a class")
+    ours, asked = (first_by_name(constructors(cls)) for cls in (own, other))
+    assert set(asked) - set(ours) == set(LESS.get(name, {})) & set(asked)
+    for parameter in set(asked) & set(ours):
+        default = asked[parameter].default
+        told = default is not inspect.Parameter.empty and not isinstance(default, property)
+        same = ours[parameter].default == default or repr(ours[parameter].default) == repr(default) == "nan"
+        assert not told or same, parameter
+    positions = positional(asked.values(), LESS.get(name, {}))
+    assert positional(ours.values())[: len(positions)] == positions
+
+
+#: Values that ask for what has no meaning here.
+ASKED: dict[str, object] = {
+    "checkpointer": object(),
+    "compilable": True,
+    "delayed_init": True,
+    "sampler_device": "cuda",
+    "service_backend": "ray",
+    "service_backend_options": {"max_restarts": 1},
+    "shared": True,
+    "sync": False,
+    "transport": "distributed",
+    "transport_options": {"port": 1},
+}
+
+
+@pytest.mark.parametrize("name", BUFFERS)
+def test_what_has_no_meaning_is_refused_but_for_its_default(name: str) -> None:
+    make = partial(getattr(expstore, name), **BUFFERS[name])
+    for parameter in constructors(getattr(theirs, name)):
+        if parameter.name in LESS[name]:
+            make(**{parameter.name: parameter.default})
+            with pytest.raises(ValueError, match=rf"(?s){parameter.name}.{{20,}}"):
+                make(**{parameter.name: ASKED[parameter.name]})
+    with pytest.raises(TypeError, match="no_such_keyword"):
+        make(no_such_keyword=1)
+
+
+def members(cls: type) -> set[str]:
+    return {name for name in dir(cls) if not name.startswith("_")}
+
+
+@pytest.mark.parametrize("name", BUFFERS)
+def test_public_members_are_those_of_the_list(name: str) -> None:
+    ours, asked = members(getattr(expstore, name)), members(getattr(theirs, name))
+    attributes = {one.name for one in constructors(getattr(theirs, name))}  # which objects have, not classes
+    assert ours - asked - attributes == set(BEYOND)
+    assert asked - ours == set(WITHOUT) & asked
+    assert len(BEYOND) <= 20
+    assert not [why for why in (*BEYOND.values(), *WITHOUT.values()) if len(why) < 8]
+
+
+#: Parameters of methods that ours do not have.
+METHODS_LESS: dict[tuple[str, str], str] = {}
+#: Names by which nobody calls an only argument.
+CALLED = {"tensordicts": "data"}
+
+
+@pytest.mark.parametrize("name", BUFFERS)
+def test_methods_take_torchrls_arguments(name: str) -> None:
+    own, other = getattr(expstore, name), getattr(theirs, name)
+    for member in sorted(members(other) & members(own)):
+        ours, asked = getattr(own, member), getattr(other, member)
+        if isinstance(ours, property) or isinstance(asked, property):
+            assert isinstance(ours, property) == isinstance(asked, property), member
+            continue
+        taken = {one.name: one for one in inspect.signature(ours).parameters.values()}
+        wanted = [one for one in inspect.signature(asked).parameters.values() if one.name not in _REST]
+        less = {one.name for one in wanted if CALLED.get(one.name, one.name) not in taken}
+        assert {(member, one) for one in less} == {
+            pair for pair in METHODS_LESS if pair[0] == member and pair[1] in {one.name for one in wanted}
+        }, member
+        places = [CALLED.get(one, one) for one in positional(wanted, less)]
+        assert positional(taken.values())[: len(places)] == places, member

@@ -1,0 +1,331 @@
+"""A buffer in a process of its own, which does what it is told, and can be killed at any act on files.
+
+Used by tests/property/test_whole_buffer.py. Children are forked from a process that has opened no store;
+calls and answers go through pipes. In RAM the buffer lives in the caller's process.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import traceback
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import NonTensorStack, TensorDict
+
+import expstore.kernels.blosc_decode
+
+# What children need: they are to find it there.
+import expstore.kernels.blosc_encode
+import expstore.kernels.gather_runs
+import expstore.kernels.rank_tree
+import expstore.kernels.sum_tree
+import expstore.sql.index
+from expstore.buffers import retention
+from expstore.buffers.tensordict import TensorDictReplayBuffer
+from expstore.disk.files import ReadingDisk
+from expstore.storages import MemoryStorage, base
+from expstore.storages.columns import dedup
+from expstore.storages.columns.arrow import writer
+from expstore.storages.engine import store
+from expstore.storages.folder import FolderStorage
+from expstore.storages.format import chunk_encoding, layout
+from expstore.testing.model import Row
+from expstore.testing.model_rows import columns_of, make_batch, patch_of
+from tests.crash.kill_points import NoKeeper
+from tests.crash.killing_disks import KillingDisk
+
+__all__ = ["KINDS", "SAMPLERS", "SEED", "SPARE", "Dead", "Hand", "Host", "fields_of"]
+
+SEED, BATCH = 7, 6
+#: Longer than any extend: what longer ones give up is for the other crash tests.
+SPARE = 40
+_SMALL = {"rows": 4}
+_PACKED = {"layout": "packed", **_SMALL}
+KINDS: dict[str, dict[str, Any]] = {
+    "flat": {"layout": "flat", "share_next": False},
+    "shared": {"layout": "flat", "share_next": True},
+    "packed": {
+        "layout": "flat",
+        "fields": {"pixels": _PACKED, "observation": _PACKED, "next.observation": _PACKED},
+    },
+    "arrow": {"storage": "arrow"},
+    "memory": {},
+}
+SAMPLERS: dict[str, Any] = {
+    "random": expstore.RandomSampler,
+    "prioritized": lambda: expstore.PrioritizedSampler(1000, 0.7, 0.5),
+    "without replacement": expstore.SamplerWithoutReplacement,
+    "slices": lambda: expstore.SliceSampler(num_slices=2, strict_length=False, truncated_key=None),
+}
+_ROWS = "SELECT _id, number, _episode, _step FROM transitions ORDER BY _id"
+_EPISODES = (
+    "SELECT episode_id, CASE WHEN source NOT LIKE '@%' THEN source END, length, status, live_rows "
+    "FROM episodes ORDER BY episode_id"
+)
+
+
+class Dead(Exception):
+    """The process was killed while it did something."""
+
+
+def fields_of(rows: Sequence[Row], kind: str) -> dict[tuple[str, ...], Any]:
+    """Return all fields of rows."""
+    found: dict[tuple[str, ...], Any] = dict(columns_of(rows))
+    if kind == "arrow":
+        found["text",] = [
+            None if row.serial % 5 == 3 else f"é{row.serial}" * (row.serial % 4) for row in rows
+        ]
+    return found
+
+
+def _batch(rows: Sequence[Row], kind: str) -> TensorDict:
+    batch = make_batch(rows)
+    if kind == "arrow":
+        batch["text"] = NonTensorStack(*fields_of(rows, kind)["text",])
+    return batch
+
+
+def _plain(data: TensorDict) -> dict[tuple[str, ...], Any]:
+    """Return a batch in what a pipe carries."""
+    found: dict[tuple[str, ...], Any] = {}
+    for key in data.keys(True, True):
+        found[key if isinstance(key, tuple) else (key,)] = data[key].numpy()
+    if "text" in data:
+        found["text",] = list(data["text"])
+    return found
+
+
+def _shrink() -> None:
+    """Let all happen in short lives: short shards and segments, no threads but the one that is told."""
+    torch.set_num_threads(1)
+    base.spare_slots = lambda capacity, row_bytes: SPARE  # type: ignore[assignment]
+    chunk_encoding.SHARD_ROWS = chunk_encoding.ENDLESS_SHARD_ROWS = 16
+    layout.LENT_BYTES, dedup.PAGE, dedup.GIVE_BACK_BYTES = 1, 1, 8
+    writer.SEGMENT_BYTES, writer.SEGMENT_BATCHES = 6000, 6
+    store.SEGMENT_BYTES = 8192
+    store.Keeper = NoKeeper  # type: ignore[assignment,misc]
+    retention.Retention.start = lambda kept: None  # type: ignore[method-assign]
+
+
+class Hand:
+    """Do what is told to a buffer; answers are plain."""
+
+    def __init__(self, folder: Path, kind: str, capacity: int | None, sampler: str, mode: Any = "a") -> None:
+        self._folder, self._kind = folder, kind
+        how: dict[str, Any] = {"batch_size": BATCH, "sampler": SAMPLERS[sampler]()}
+        self.rb: Any
+        if kind == "memory":
+            kept = MemoryStorage(capacity, seed=SEED)
+            self.rb = TensorDictReplayBuffer(storage=kept, with_ids=True, **how)
+        else:
+            made = KINDS[kind] if mode == "a" else {}
+            self.rb = expstore.open(
+                folder / "run.exp", capacity=capacity, mode=mode, seed=SEED, **how, **made
+            )
+
+    def recovered(self) -> str | None:
+        return getattr(self.rb, "recovered", None)
+
+    def extend(self, rows: Sequence[Row], source: str | None) -> list[int]:
+        return sorted(self.rb.extend(_batch(rows, self._kind), source=source, return_ids=True).tolist())
+
+    def add(self, row: Row, source: str | None) -> int:
+        return int(self.rb.add(_batch([row], self._kind)[0], source=source))
+
+    def put(self, index: Sequence[int], rows: Sequence[Row], late: dict[str, list[int]]) -> None:
+        batch = _batch(rows, self._kind)
+        for name, values in late.items():
+            batch[name] = torch.tensor(values)
+        self.rb[torch.tensor(index)] = batch
+
+    def patch(self, ids: Sequence[int], rows: Sequence[Row]) -> int:
+        return int(self.rb.update_if_present(id=torch.tensor(ids), patch=patch_of(rows)).updated_count)
+
+    def prioritise(self, values: dict[int, float]) -> int:
+        given = torch.tensor(list(values.values()), dtype=torch.float32)
+        return int(self.rb.update_priority(id=torch.tensor(list(values)), priority=given))
+
+    def sample(self) -> tuple[list[int], dict[tuple[str, ...], Any]]:
+        batch = self.rb.sample()
+        return batch["id"].tolist(), _plain(batch)
+
+    def set_sampler(self, name: str) -> None:
+        self.rb.set_sampler(SAMPLERS[name]())
+
+    def empty(self) -> None:
+        self.rb.empty()
+
+    def flush(self) -> None:
+        self.rb.flush()
+
+    def tick(self) -> None:
+        """Do what the background thread does ten times a second."""
+        self.rb.storage.flush_priorities()
+
+    def retain(self, least: int) -> None:
+        self.rb.retain({"where": f"number >= {least}"})
+        self.rb.apply_retention()
+        self.rb.retain(None)
+
+    def add_column(self, name: str, value: int, later: int | None) -> None:
+        if later is None:
+            self.rb.add_column(name, fill=torch.tensor(value))
+        else:
+            how = {"dtype": "int64", "shape": (), "default": later}
+            self.rb.add_column(name, function=lambda rows: rows["number"] * value, **how)
+
+    def drop_column(self, name: str) -> None:
+        self.rb.drop_column(name)
+
+    def dumps(self, keep: int) -> int:
+        return int(self.rb.dumps(self._folder / "versions", keep=keep).number)
+
+    def loads(self, number: int) -> int:
+        self.rb.loads(self._folder / "versions", number)
+        return int(self.rb.storage.last)
+
+    def versions(self) -> list[int]:
+        path = self._folder / "versions"
+        return [version.number for version in expstore.versions(path)] if path.exists() else []
+
+    def look_at_version(self, number: int) -> dict[str, Any]:
+        with expstore.open(self._folder / "versions", version=number) as rb:
+            return _look(rb)
+
+    def sql(self) -> tuple[list[Any], list[Any]]:
+        return self.rb.sql(_ROWS).fetchall(), self.rb.sql(_EPISODES).fetchall()
+
+    def look(self) -> dict[str, Any]:
+        return _look(self.rb)
+
+    def follow(self) -> dict[str, Any]:
+        self.rb.refresh()
+        return _look(self.rb)
+
+    def close(self) -> None:
+        self.rb.close()
+
+
+def _look(rb: Any) -> dict[str, Any]:
+    """Return all that can be seen of a buffer."""
+    kept = rb.storage
+    ids = kept.window.ids()
+    found = {
+        "ids": ids.tolist(), "last": int(kept.last), "len": len(rb), "written": int(rb.write_count),
+        "largest": float(kept.max_priority), "draw": int(kept.draw), "fields": {}, "rows": None,
+    }  # fmt: skip
+    if kept.schema is not None:
+        found["names"] = {field.key for field in kept.schema.fields}
+    if ids.size:
+        own = len(kept.require_schema().fields)
+        places = [own, own + 1, own + 2, kept.priority_place]
+        if isinstance(kept, FolderStorage):
+            columns = kept.read(ids, places)
+        else:
+            columns = [np.concatenate(parts) for parts in kept.views(places, int(ids[0]), ids.size)]
+        found["rows"] = [column.tolist() for column in columns]
+        found["fields"] = _plain(rb[:])
+    if hasattr(kept, "log_entries"):
+        entries = {e.episode: e for e in kept.log_entries() if e.episode}
+        entries |= {e.episode: e for e in kept.episodes.open_entries()}
+        found["episodes"] = {n: (e.length, int(e.status)) for n, e in entries.items()}
+    return found
+
+
+class Host:
+    """A hand in a process of its own.
+
+    Args:
+        at: At which act on files it is killed; 0: at none. A write is torn there: so much of it is done.
+        given: As for `Hand`.
+
+    Raises:
+        Dead: It was killed while it opened the store.
+    """
+
+    def __init__(self, *given: Any, at: int = 0, torn: float | None = None) -> None:
+        self._pipe, far = multiprocessing.Pipe()
+        self._child = multiprocessing.get_context("fork").Process(
+            target=_serve, args=(far, self._pipe, given, at, torn), daemon=True
+        )
+        self._child.start()
+        far.close()
+        try:
+            self._answer("open")
+        except BaseException:
+            self.end()
+            raise
+
+    def call(self, name: str, *given: Any) -> Any:
+        """Have something done; return the answer.
+
+        Raises:
+            Dead: It was killed before it had answered.
+            AssertionError: It raised something.
+        """
+        self._pipe.send((name, given))
+        return self._answer(name)
+
+    def _answer(self, name: str) -> Any:
+        if not self._pipe.poll(100):
+            raise AssertionError(f"{name} has not come to an end")
+        try:
+            fine, answer = self._pipe.recv()
+        except EOFError:
+            self._child.join()
+            assert self._child.exitcode == -signal.SIGKILL, f"{name} ended the process"
+            raise Dead from None
+        assert fine, f"{name} failed: {answer}"
+        return answer
+
+    def end(self) -> None:
+        """Kill it, if it is still there."""
+        self._child.kill()
+        self._child.join()
+        self._pipe.close()
+
+
+class Here:
+    """A hand in this process; it cannot be killed."""
+
+    def __init__(self, *given: Any) -> None:
+        self._hand = Hand(*given)
+
+    def call(self, name: str, *given: Any) -> Any:
+        return getattr(self._hand, name)(*given)
+
+    def end(self) -> None:
+        self._hand.close()
+
+
+def _serve(pipe: Connection, near: Connection, given: Any, at: int, torn: float | None) -> None:
+    near.close()
+    disk = KillingDisk(at, torn=torn, in_turn=True)
+    store.Disk = lambda: disk  # type: ignore[assignment,misc]
+    ReadingDisk.boot_id = disk.boot_id  # type: ignore[method-assign]  # a follower knows the writer
+    _shrink()
+    hand: Hand | None = None
+    name, more = "open", given
+    while True:
+        try:
+            if name == "open":
+                hand, answer = Hand(*more), None
+            elif name == "arm":
+                disk.torn = more[1]
+                answer = disk.arm(more[0])
+            else:
+                answer = getattr(hand, name)(*more)
+            pipe.send((True, answer))
+        except BaseException:
+            pipe.send((False, traceback.format_exc()))
+        try:
+            name, more = pipe.recv()
+        except EOFError:
+            os._exit(0)

@@ -1,0 +1,412 @@
+"""The protocol, broken in one place each: a harness that does not notice is worth nothing.
+
+Run through harness.py before it forks, so that every child has the fault. It never touches the library's
+files: it replaces functions in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import google_crc32c
+import numpy as np
+
+from expstore.episodes.log import LogEntry
+from expstore.storages.arrow import ArrowStorage
+from expstore.storages.base import Rows, Storage
+from expstore.storages.columns import column_set_writer, dedup_finder
+from expstore.storages.columns.arrow.writer import SegmentWriter
+from expstore.storages.columns.column_set_writer import WritableColumns
+from expstore.storages.columns.packed.open_chunk import PartialFile
+from expstore.storages.columns.packed.writer import PackedColumn
+from expstore.storages.columns.sample_counts_column import SampledColumn
+from expstore.storages.engine import alter
+from expstore.storages.engine.archive import Archive
+from expstore.storages.engine.archive_before_evict import ArchivingStorage
+from expstore.storages.engine.dedup_columns import LendingStorage
+from expstore.storages.engine.packed_columns import PackableStorage
+from expstore.storages.engine.store import JournaledStorage
+from expstore.storages.engine.write_keys import KeyKeepingStorage
+from expstore.storages.format import write_key_file
+from expstore.storages.format.journal import Kind
+from expstore.storages.format.records import Publish
+from expstore.storages.snapshots import create, restore
+from expstore.storages.zarr import ZarrStorage
+
+__all__ = ["BREAKS", "break_protocol"]
+
+
+def _journal_first(kept: ZarrStorage, rows: Rows, skipped: int) -> None:
+    """The record is appended, and a sync may cover it, before the columns are written."""
+    for slot, _, n in kept.pieces(rows.first_id + skipped, rows.count - skipped):
+        kept.columns.ensure(slot + n)  # a sync sums up what the columns hold
+    extra = (
+        rows.ids,
+        rows.assignment.episodes,
+        rows.assignment.steps,
+        np.full(rows.count, rows.time, np.int64),
+    )
+    checksum = 0
+    for array in (*rows.columns, *extra):
+        checksum = google_crc32c.extend(checksum, np.ascontiguousarray(array[skipped:]).tobytes())
+    kept._publish(rows, skipped, checksum)
+    kept.sync()
+    kept._put(rows, skipped)
+
+
+def break_journal_first() -> None:
+    def write(self: Any, rows: Rows) -> None:
+        self.check_writable()
+        self._make_room(rows.count)
+        _journal_first(self, rows, 0 if self.capacity is None else max(0, rows.count - self.capacity))
+
+    Storage.write = write  # type: ignore[method-assign]
+
+
+def break_waiting() -> None:
+    """Slots are reused whether or not a durable mark covers what pushed their rows out."""
+
+    def make_room(self: Any, count: int) -> None:
+        pass
+
+    JournaledStorage._make_room = make_room  # type: ignore[method-assign]
+
+
+def break_redo() -> None:
+    """Rows are changed in place although no mark covers their publish record."""
+    record_change = JournaledStorage._record_change
+
+    def record(self: Any, *given: Any, **more: Any) -> None:
+        self.sync = lambda: None
+        try:
+            record_change(self, *given, **more)
+        finally:
+            del self.sync
+
+    JournaledStorage._record_change = record  # type: ignore[method-assign]
+
+
+def break_sync() -> None:
+    """A mark is made without a sync of the columns."""
+    collect = ZarrStorage._unsynced_columns
+
+    def nothing(self: Any) -> tuple[set[Any], set[Path]]:
+        collect(self)
+        return set(), set()
+
+    ZarrStorage._unsynced_columns = nothing  # type: ignore[method-assign]
+
+
+def break_recovery() -> None:
+    """What opening found is not brought to the disk before a new base says that it is there."""
+    JournaledStorage._settle = lambda self, past: None  # type: ignore[method-assign]
+
+
+def break_marks() -> None:
+    """A mark covers a change in place whose columns are not all written."""
+    JournaledStorage._half = property(lambda self: None, lambda self, value: None)  # type: ignore[assignment]
+
+
+def break_sync_mode() -> None:
+    """With durability="sync" a call returns before its record is on the disk."""
+    JournaledStorage._settle_record = lambda self: None  # type: ignore[method-assign]
+
+
+def break_dumps() -> None:
+    """A snapshot gets its name before its files are on the disk."""
+    create._Build.note = lambda self, path, size: None  # type: ignore[method-assign]
+
+
+def break_loads() -> None:
+    """What is loaded gets its name before its files are on the disk."""
+    restore.sync_paths = lambda disk, paths, folders, pool: None
+
+
+def break_counts() -> None:
+    """A batch is handed out before it is counted on disk."""
+    SampledColumn._keep = lambda self, slots, values: None  # type: ignore[method-assign]
+
+
+def break_renewal() -> None:
+    """A new row takes over the count that its slot had on disk."""
+    SampledColumn._keep_run = lambda self, slot, values: None  # type: ignore[method-assign]
+
+
+def break_count_syncs() -> None:
+    """Counts are written and not synced."""
+    unsynced = ZarrStorage._unsynced_columns
+
+    def others(self: Any) -> tuple[set[Any], set[Path]]:
+        files, folders = unsynced(self)
+        return {file for file in files if "sampled" not in str(file.path)}, folders
+
+    ZarrStorage._unsynced_columns = others  # type: ignore[method-assign]
+
+
+def break_notes() -> None:
+    """What is noted about an episode is in memory, and in no record."""
+
+    def annotate(self: Any, entry: LogEntry) -> None:
+        self._log.append(self.episodes.annotate(entry, self._journal.sequence))
+
+    JournaledStorage._annotate = annotate  # type: ignore[method-assign]
+
+
+def break_changes() -> None:
+    """Rows are changed in place, or displaced, and no record says so."""
+    append = JournaledStorage._append
+
+    def others(self: Any, kind: Kind, *body: bytes) -> int:
+        return self._journal.sequence if kind is Kind.REDO else append(self, kind, *body)
+
+    JournaledStorage._append = others  # type: ignore[method-assign]
+
+
+def break_packed_syncs() -> None:
+    """A mark is made without a sync of packed columns."""
+    take = WritableColumns.take_packed
+
+    def nothing(self: WritableColumns) -> tuple[set[Any], Any]:
+        return set(), take(self)[1]
+
+    WritableColumns.take_packed = nothing  # type: ignore[method-assign]
+
+
+def break_packed_names() -> None:
+    """A finished shard gets its name before its bytes are on the disk."""
+    note_mark = PackedColumn.note_mark
+
+    def name_at_once(self: Any) -> Any:
+        finished = note_mark(self)
+        for filling in finished:
+            self._disk.rename(filling.file.path, self.shard_path(filling.shard))
+            self._disk.sync_dir(self.folder)
+        return finished
+
+    def close(self: Any, finished: Any) -> None:
+        for filling in finished:
+            filling.file.close()
+
+    PackedColumn.note_mark = name_at_once  # type: ignore[method-assign]
+    PackedColumn.name = close  # type: ignore[method-assign]
+
+
+def break_packed_areas() -> None:
+    """Raw rows are written over that the last mark covers."""
+    PartialFile.note_mark = PartialFile.note_marked = lambda self: None  # type: ignore[method-assign]
+
+
+def break_packed_rows() -> None:
+    """Rows of a chunk that is not full are in memory alone."""
+    PartialFile.write = lambda self, first, rows: None  # type: ignore[method-assign]
+
+
+def break_packed_recovery() -> None:
+    """What opening found in packed columns is not brought to the disk."""
+    settle = PackedColumn.settle
+
+    def settle_only(self: Any, place: Any, synced: Any) -> None:
+        settle(self, place, synced)
+        self.touched.clear()
+
+    PackedColumn.settle = settle_only  # type: ignore[method-assign]
+
+
+def break_segment_syncs() -> None:
+    """A mark is made without a sync of segments."""
+    take = WritableColumns.take_packed
+
+    def nothing(self: WritableColumns) -> tuple[set[Any], Any]:
+        if self.segments is not None:
+            self.segments.touched.clear()
+        return take(self)
+
+    WritableColumns.take_packed = nothing  # type: ignore[method-assign]
+
+
+def break_segment_cuts() -> None:
+    """What was never published stays in the segments when a store is opened."""
+
+    def keep(self: Any, last: int) -> None:
+        self._open = None
+        self.show_all(self.segments)
+
+    SegmentWriter._cut = keep  # type: ignore[method-assign]
+
+
+def break_segments_first() -> None:
+    """The record is appended, and a sync covers it, before rows without a fixed size are written."""
+
+    def write(self: Any, rows: Rows) -> None:
+        self.check_writable()
+        self._make_room(rows.count)
+        skipped = 0 if self.capacity is None else max(0, rows.count - self.capacity)
+        group, first = self.columns, rows.first_id + skipped
+        for slot, _, n in self.pieces(first, rows.count - skipped):
+            group.ensure(slot + n)
+        self._publish(rows, skipped, 0)
+        self.sync()
+        self._put(rows, skipped)
+
+    ArrowStorage.write = write  # type: ignore[method-assign]
+
+
+def break_late() -> None:
+    """expstore.json says that there is another field before that is on the disk."""
+    alter._Building.sync = lambda self: None  # type: ignore[method-assign]
+
+
+def break_copies() -> None:
+    """Next rows are changed, and those that lie with them are left to it."""
+    LendingStorage._with_copies = lambda self, group, ids, places, columns: (ids, places, columns)  # type: ignore[method-assign]
+
+
+def break_copy_record() -> None:
+    """The copies are made, and the record has the change alone."""
+    copies = LendingStorage._with_copies
+
+    def apart(self: Any, group: Any, ids: Any, places: Any, columns: Any) -> Any:
+        every, wanted, values = copies(self, group, ids, places, columns)
+        for place, rows in zip(wanted, values, strict=True):
+            if place in group.shared and every is not ids:
+                group.columns[place].write_rows(self.slot_of(every), rows)
+        return ids, places, columns
+
+    LendingStorage._with_copies = apart  # type: ignore[method-assign]
+
+
+def break_flag_record() -> None:
+    """What a flag follows from is recorded, and what is kept of the flag itself is only written."""
+    record = JournaledStorage._record_change
+
+    def apart(self: Any, ids: Any, places: Any, columns: Any, *, replaces: bool) -> None:
+        kept = {p: c for p, c in zip(places, columns, strict=True) if p not in self.columns.implied.places}
+        record(self, ids, list(kept), list(kept.values()), replaces=replaces)
+
+    JournaledStorage._record_change = apart  # type: ignore[method-assign]
+
+
+def break_reach() -> None:
+    """Rows lie with others that are overwritten before them."""
+
+    def reach(self: Any, schema: Any, capacity: int | None, lanes: int) -> int:
+        return 0 if capacity is None else lanes
+
+    PackableStorage.reach_for = reach  # type: ignore[method-assign]
+    column_set_writer.NextRows = lambda row_bytes, reach: dedup_finder.NextRows(row_bytes, 24)  # type: ignore[assignment,misc]
+
+
+def break_lenders() -> None:
+    """A mark is made without a sync of the rows with which others lie."""
+    unsynced = ZarrStorage._unsynced_columns
+
+    def others(self: Any) -> tuple[set[Any], set[Path]]:
+        files, folders = unsynced(self)
+        return {file for file in files if "/next/frame/" not in str(file.path)}, folders
+
+    ZarrStorage._unsynced_columns = others  # type: ignore[method-assign]
+
+
+def break_key_records() -> None:
+    """A publish record does not say under which key its rows were written."""
+    parts = Publish.parts
+
+    def keyless(self: Publish) -> tuple[bytes, bytes]:
+        self.key = None
+        return parts(self)
+
+    Publish.parts = keyless  # type: ignore[method-assign]
+
+
+def break_key_order() -> None:
+    """A key is in the file, and believed, before there is a record of its rows."""
+    expect = KeyKeepingStorage._expect_key
+
+    def note(self: Any, rows: Rows) -> None:
+        expect(self, rows)
+        if rows.key is not None:
+            self.write_keys.note(rows.key, rows.first_id, rows.count, rows.time)
+            self.write_keys.flush()
+
+    KeyKeepingStorage._expect_key = note  # type: ignore[method-assign]
+    KeyKeepingStorage._note_key = lambda self, rows: None  # type: ignore[method-assign]
+    break_key_cuts()
+
+
+def break_key_cuts() -> None:
+    """Keys stay whose rows a power cut took."""
+    read = write_key_file.read_keys
+    write_key_file.read_keys = lambda data, **how: read(data, **how | {"covered": 1 << 62})
+
+
+def break_key_syncs() -> None:
+    """A mark is made without a sync of the file of keys."""
+    write_key_file.KeyFile.unsynced = property(lambda self: set())  # type: ignore[assignment, method-assign]
+
+
+def break_archive_order() -> None:
+    """Rows go to the archive when others may have their slots."""
+    write = ArchivingStorage.write
+
+    def late(self: Any, rows: Rows) -> None:
+        write(self, rows)
+        self.archive_left()
+
+    ArchivingStorage._archive_for = lambda self, archive, through: None  # type: ignore[method-assign]
+    ArchivingStorage.write = late  # type: ignore[method-assign]
+
+
+def break_archive_syncs() -> None:
+    """Slots are given to others before the archive has their rows on its disk."""
+
+    def settle(self: Any) -> None:
+        self.settled = self.through
+
+    Archive.settle = settle  # type: ignore[method-assign]
+
+
+#: Fault -> what puts it in.
+BREAKS: dict[str, Callable[[], None]] = {
+    "journal first": break_journal_first,
+    "no waiting": break_waiting,
+    "redo without sync": break_redo,
+    "mark without sync": break_sync,
+    "recovery without sync": break_recovery,
+    "mark over half a change": break_marks,
+    "sync mode without sync": break_sync_mode,
+    "snapshot without sync": break_dumps,
+    "loads without sync": break_loads,
+    "counted after": break_counts,
+    "counts of older rows": break_renewal,
+    "counts without sync": break_count_syncs,
+    "notes without a record": break_notes,
+    "change without a record": break_changes,
+    "packed without sync": break_packed_syncs,
+    "packed shards named before a sync": break_packed_names,
+    "raw rows written over": break_packed_areas,
+    "raw rows in memory": break_packed_rows,
+    "packed recovery without sync": break_packed_recovery,
+    "segments without sync": break_segment_syncs,
+    "segments not cut": break_segment_cuts,
+    "segments last": break_segments_first,
+    "no copies for lent rows": break_copies,
+    "copies in no record": break_copy_record,
+    "flags in no record": break_flag_record,
+    "rows too far away": break_reach,
+    "lenders without sync": break_lenders,
+    "late column without sync": break_late,
+    "keys in no record": break_key_records,
+    "keys before rows": break_key_order,
+    "keys not cut": break_key_cuts,
+    "keys without sync": break_key_syncs,
+    "archived after": break_archive_order,
+    "archive without sync": break_archive_syncs,
+}
+
+
+def break_protocol(names: Sequence[str]) -> None:
+    """Put the faults of these names in."""
+    for name in names:
+        BREAKS[name]()

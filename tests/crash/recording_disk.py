@@ -1,0 +1,223 @@
+"""A file layer that notes every act with its bytes, so that all a power cut may leave can be built from it.
+
+Used by the children of power_cuts.py in place of the library's own. Nothing is brought to a real disk: what a
+sync makes lasting is worked out in disk_states.py. Files that others write (STATE through its map, the index
+through DuckDB) are looked at before every act that changes names, and at every word of the child.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from expstore.disk.files import Disk, File
+from tests.crash.killing_disks import machine
+
+__all__ = ["Event", "RecordingDisk"]
+
+#: The acts that are recorded; another one would be a hole in what the power cuts prove.
+_KNOWN = {
+    "write", "sync", "truncate", "allocate", "create", "rename", "link", "unlink", "mkdir", "rmtree",
+    "sync_dir", "punch",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One act, or one word of the child (`act` "say").
+
+    Args:
+        act: What was done.
+        path: To which name.
+        inode: To which file.
+        at: Offset of a write or of bytes that are given back, or the new length.
+        data: What was written, how many bytes are given back, the name that it had before, or the word.
+    """
+
+    act: str
+    path: Path = Path()
+    inode: int = 0
+    at: int = 0
+    data: Any = b""
+
+
+class _RecordedFile(File):
+    disk: RecordingDisk
+
+    def write(self, data: Any, offset: int) -> None:
+        raw = data if isinstance(data, bytes) else data.tobytes()
+        self.disk.meanwhile()
+        with self.disk.turn:
+            super().write(raw, offset)
+            self._note("write", offset, raw)
+
+    def truncate(self, size: int) -> None:
+        with self.disk.turn:
+            super().truncate(size)
+            self._note("truncate", size)
+
+    def punch(self, start: int, stop: int) -> None:
+        with self.disk.turn:
+            super().punch(start, stop)
+            self.disk.events.append(Event("punch", self.path, os.fstat(self.fd).st_ino, start, stop - start))
+
+    def allocate(self, size: int) -> None:
+        with self.disk.turn:
+            super().allocate(size)
+            self._note("truncate", self.size())
+
+    def sync(self) -> None:
+        with self.disk.turn:
+            self.disk.gate("sync", self.path)
+            self.disk.syncs += 1
+            self._note("sync")
+
+    def _note(self, act: str, at: int = 0, data: bytes = b"") -> None:
+        self.disk.events.append(Event(act, self.path, os.fstat(self.fd).st_ino, at, data))
+
+
+class RecordingDisk(Disk):
+    """Note every act below a folder.
+
+    Args:
+        stores: The folders of the stores.
+        in_turn: Sync files one after another in the order of their names, so that runs are alike.
+    """
+
+    def __init__(self, *stores: Path, in_turn: bool = True) -> None:
+        super().__init__()
+        self.events: list[Event] = []
+        self.turn = threading.RLock()
+        self._stores = stores
+        self._in_turn = in_turn
+        self._seen: dict[Path, _Seen] = {}
+        self._lasting = False
+        #: What may happen before a write: the background thread's turn.
+        self.meanwhile: Callable[[], None] = lambda: None
+
+    def say(self, word: str) -> None:
+        """Note a word of the child. From "closing" on the index is on the disk: DuckDB syncs it then."""
+        with self.turn:
+            self._look_around()
+            self._lasting |= word == "closing"
+            self.events.append(Event("say", data=word))
+
+    def gate(self, act: str, path: Path) -> None:
+        if act not in _KNOWN:
+            raise AssertionError(f"{act} {path.name}: an act that the power cuts do not know")
+
+    def open(self, path: Path, *, create: bool = False, write: bool = True) -> File:
+        with self.turn:
+            self._look_around()
+            file = super().open(path, create=create, write=write)
+            self.events.append(Event("open", path, os.fstat(file.fd).st_ino))
+            return _RecordedFile(self, path, file.fd)
+
+    def rename(self, old: Path, new: Path) -> None:
+        with self.turn:
+            self._look_around()
+            super().rename(old, new)
+            self.events.append(Event("rename", new, data=old))
+            if old in self._seen:
+                self._seen[new] = self._seen.pop(old)
+
+    def link(self, old: Path, new: Path) -> bool:
+        with self.turn:
+            done = super().link(old, new)
+            if done:
+                self.events.append(Event("link", new, data=old))
+            return done
+
+    def unlink(self, path: Path) -> None:
+        with self.turn:
+            self._look_around()
+            if path.exists():
+                self.events.append(Event("unlink", path))
+            super().unlink(path)
+            self._seen.pop(path, None)
+
+    def make_dir(self, path: Path) -> None:
+        with self.turn:
+            new = [folder for folder in (path, *path.parents) if not folder.exists()]
+            super().make_dir(path)
+            self.events += [Event("mkdir", folder) for folder in reversed(new)]
+
+    def remove_tree(self, path: Path) -> None:
+        with self.turn:
+            if path.exists():
+                self.events.append(Event("rmtree", path))
+            super().remove_tree(path)
+
+    def sync_dir(self, path: Path) -> None:
+        with self.turn:
+            self._look_around()
+            self.gate("sync_dir", path)
+            self.syncs += 1
+            self.events.append(Event("sync_dir", path))
+
+    def sync_all(self, files: Iterable[File], folders: Iterable[Path], pool: Any) -> None:
+        if not self._in_turn:
+            super().sync_all(files, folders, pool)
+            return
+        for file in sorted(files, key=lambda file: str(file.path)):
+            file.sync()
+        for folder in sorted(folders):
+            self.sync_dir(folder)
+
+    def write_beside(self, pool: Any, file: File, data: Any, offset: int) -> Future[None] | None:
+        if not self._in_turn:
+            return super().write_beside(pool, file, data, offset)
+        file.write(data, offset)
+        return None
+
+    def boot_id(self) -> bytes:
+        return machine.boot.to_bytes(16, "big")
+
+    # -- what others write -----------------------------------------------------------------------------
+
+    def _look_around(self) -> None:
+        """Note what files written by others have become since."""
+        names = [path for store in self._stores for path in sorted(store.glob("index.*"))]
+        names += [path for store in self._stores if (path := store / "STATE").exists()]
+        for path in sorted(set(self._seen) - set(names)):
+            del self._seen[path]
+            self.events.append(Event("unlink", path))
+        for path in names:
+            status = path.stat()
+            seen = self._seen.get(path)
+            if seen is None or seen.inode != status.st_ino:
+                # Never closed: with the first descriptor that is, DuckDB's lock would go.
+                seen = self._seen[path] = _Seen(status.st_ino, os.open(path, os.O_RDONLY))
+                self.events.append(Event("open", path, seen.inode))
+            stamp = (status.st_mtime_ns, status.st_size)
+            # What is stored through a map need not change the times of the file.
+            if stamp != seen.stamp or path.name == "STATE":
+                seen.stamp = stamp
+                self.events += seen.changes(path, status.st_size)
+            if self._lasting and path.name != "STATE":
+                self.events.append(Event("sync", path, seen.inode))
+
+
+@dataclass
+class _Seen:
+    """A file that others write, as it was when last looked at."""
+
+    inode: int
+    fd: int
+    data: bytes = b""
+    stamp: tuple[int, int] = (0, 0)
+
+    def changes(self, path: Path, size: int) -> list[Event]:
+        """Return what was done to it since."""
+        data, old = os.pread(self.fd, size, 0), self.data
+        self.data = data
+        events = [Event("truncate", path, self.inode, size)] if len(data) < len(old) else []
+        for at in range(0, len(data), 4096):
+            if data[at : at + 4096] != old[at : at + 4096]:
+                events.append(Event("write", path, self.inode, at, data[at : at + 4096]))
+        return events

@@ -1,0 +1,248 @@
+"""A store that gets another capacity, and stores that are merged: killed at any act, the power cut anywhere.
+
+Whoever opens what is left finds the former store or the new one, and of a merged store all or nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+
+import expstore
+from expstore.disk.files import Disk
+from expstore.maintenance import verify
+from expstore.storages import base
+from expstore.storages.engine import store
+from expstore.storages.format import chunk_encoding
+from tests.crash.folder_power_cuts import disks_after
+from tests.crash.killing_disks import KillingDisk, machine
+
+pytestmark = [pytest.mark.index, pytest.mark.usefixtures("no_syncs", "short")]
+
+FIELDS = {"frame": {"layout": "packed", "rows": 4}, "next.frame": {"layout": "packed", "rows": 4}}
+FORMER, NEW, ROWS = 24, 40, 50
+CUTS = [24, pytest.param(1500, marks=pytest.mark.torture)]
+
+
+@pytest.fixture(scope="module")
+def short() -> Iterator[None]:
+    """Short shards, little spare, and nobody who syncs in the background."""
+
+    class NoKeeper:
+        def __init__(self, storage: object) -> None: ...
+        def note(self) -> None: ...
+        def hurry(self) -> None: ...
+        def stop(self) -> None: ...
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chunk_encoding, "SHARD_ROWS", 16)
+        patch.setattr(chunk_encoding, "ENDLESS_SHARD_ROWS", 16)
+        patch.setattr(chunk_encoding, "REACH_ROWS", (4, 8))
+        patch.setattr(base, "spare_slots", lambda capacity, row_bytes: 8)
+        patch.setattr(store, "Keeper", NoKeeper)
+        yield
+
+
+def batch(first: int, count: int) -> TensorDict:
+    number = np.arange(first, first + count)
+
+    def frames(of: np.ndarray) -> torch.Tensor:
+        rows = [np.random.default_rng(int(n)).integers(0, 256, 40, np.uint8) for n in of]
+        return torch.from_numpy(np.array(rows))
+
+    after = {"frame": frames(number + 1), "done": torch.from_numpy(number % 7 == 6)[:, None]}
+    return TensorDict({"frame": frames(number), "number": torch.from_numpy(number), "next": after}, [count])
+
+
+def make(path: Path, first: int = 0, capacity: int | None = FORMER) -> Path:
+    with expstore.open(path, capacity=capacity, fields=FIELDS, seed=1) as rb:
+        for start in range(first, first + ROWS, 10):
+            rb.extend(batch(start, 10), source="arm")
+        rb.update_priority(id=[ROWS], priority=[4.0])
+        rb.tag("one")
+    return path
+
+
+def picture(path: Path, mode: Any = "a", *, sql: bool = False) -> dict[str, Any]:
+    """What a store says of itself; of its episodes only if it is asked in SQL, which takes longer."""
+    with expstore.open(path, mode=mode) as rb:
+        storage = rb.storage
+        ids = storage.window.ids()
+        columns = storage.read(ids, range(len(storage.schema.fields) + 5))
+        episodes = rb.sql("SELECT * FROM episodes ORDER BY ALL").fetchall() if sql else []
+        if not sql:
+            (rb.storage if mode == "a" else rb).close()  # without an index
+        return {
+            "capacity": storage.capacity,
+            "ids": ids.tolist(),
+            "rows": [column.tobytes() for column in columns],
+            "log": [e.text for e in storage.log_entries()] if sql else [],
+            "episodes": episodes,
+            "versions": [version.tag for version in expstore.versions(path)],
+        }
+
+
+def killed_at(act: Callable[[Disk], Any], at: int) -> None:
+    """Act in a child that is killed at this act on the disk, if it comes to that."""
+    pid = os.fork()
+    if not pid:
+        try:
+            act(KillingDisk(at, torn=0.5 if at % 3 == 0 else None, in_turn=True))
+        finally:
+            os._exit(0)
+    _, status = os.waitpid(pid, 0)
+    assert status == 0 or os.WTERMSIG(status) == signal.SIGKILL
+
+
+def moments(trace: Sequence[str], stride: int) -> Iterator[int]:
+    """Yield numbers of acts: each that changes what stands outside of what is built, some of the others."""
+    names = (
+        "rename load",
+        "rename columns",
+        "rename journal",
+        "rename checksums",
+        "rename out.exp",
+        "rmtree",
+    )
+    for at, act in enumerate(trace, 1):
+        if act.startswith(names) or trace[at - 2].startswith(names) or at % stride == 1 % stride:
+            yield at
+
+
+SOME = [pytest.param(23, id="some"), pytest.param(1, marks=pytest.mark.torture, id="all")]
+
+
+@pytest.mark.some(1)
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("stride", SOME)
+@pytest.mark.parametrize("new", [NEW, 9])
+def test_a_resize_is_killed(tmp_path: Path, new: int, stride: int, count_cases: Callable[..., None]) -> None:
+    model, copy = make(tmp_path / "model.exp"), tmp_path / "copy.exp"
+    expected, disk = shutil.copytree(model, tmp_path / "expected.exp"), KillingDisk(in_turn=True)
+    former, former_told = picture(model), picture(model, sql=True)
+    expstore.resize(expected, capacity=new, disk=disk)
+    wanted, told = picture(expected), picture(expected, sql=True)
+    found, refused = [], 0
+    for number, at in enumerate(moments(disk.trace, stride)):
+        count_cases()
+        shutil.copytree(model, copy)
+        killed_at(lambda disk: expstore.resize(copy, capacity=new, disk=disk), at)
+        try:
+            seen = picture(copy, "r")
+        except expstore.StorageError as exc:  # while the parts are moved; a writer brings that to its end
+            if exc.kind != "half_loaded":
+                raise
+            refused, seen = refused + 1, wanted
+        now = picture(copy, sql=number % 5 == 0)
+        found.append(now["capacity"])
+        if number % 5 == 0:
+            assert now == (former_told if now["capacity"] == FORMER else told), f"act {at}"
+            assert verify(copy) == []
+        else:
+            assert now == seen == (former if now["capacity"] == FORMER else wanted), f"act {at}"
+        assert seen["ids"] == now["ids"]
+        assert [name for name in os.listdir(copy) if name.startswith("load")] == []
+        shutil.rmtree(copy)
+    assert sorted(found, key=lambda capacity: capacity != FORMER) == found  # there is no way back
+    assert found.count(FORMER) > 8
+    assert found.count(new) > 8
+    assert refused < 16
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("stride", SOME)
+def test_a_merge_is_killed(tmp_path: Path, stride: int, count_cases: Callable[..., None]) -> None:
+    paths = [make(tmp_path / "a.exp"), make(tmp_path / "b.exp", 100, None)]
+    before, out, disk = [picture(path) for path in paths], tmp_path / "out.exp", KillingDisk(in_turn=True)
+    expstore.merge(paths, out=out, fields=FIELDS, disk=disk)
+    wanted, there = picture(out), []
+    assert len(wanted["ids"]) == FORMER + ROWS
+    shutil.rmtree(out)
+    for number, at in enumerate(moments(disk.trace, stride)):
+        count_cases()
+        killed_at(lambda disk: expstore.merge(paths, out=out, fields=FIELDS, disk=disk), at)
+        there.append(out.exists())
+        if not there[-1] and number % 9 == 5:  # what the killed one left is in nobody's way
+            expstore.merge(paths, out=out, fields=FIELDS)
+            assert sorted(os.listdir(tmp_path)) == ["a.exp", "b.exp", "out.exp"]
+        if out.exists():
+            assert picture(out) == wanted
+            assert verify(out) == []
+            shutil.rmtree(out)
+    assert [picture(path) for path in paths] == before
+    assert sorted(there) == there
+    assert there.count(False) > 8
+    assert there[-1]
+
+
+# -- power cuts --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where disks are made; whoever opens one has been started anew."""
+    monkeypatch.setattr(machine, "boot", 7)
+    made = tmp_path / "disks"
+    made.mkdir()
+    return made
+
+
+@pytest.mark.parametrize("cuts", CUTS)
+@pytest.mark.timeout(1200)
+def test_the_power_goes_while_a_store_is_resized(
+    tmp_path: Path, folder: Path, cuts: int, long_seed: int, count_cases: Callable[..., None]
+) -> None:
+    place = tmp_path / "place"
+    place.mkdir()
+    model = make(place / "run.exp")
+    former = picture(model)
+    expected = shutil.copytree(model, tmp_path / "expected.exp")
+    expstore.resize(expected, capacity=9)
+    wanted, found = picture(expected), set()
+
+    def act(disk: Disk) -> None:
+        expstore.resize(model, capacity=9, disk=disk)
+
+    for over, at in disks_after(place, act, folder, cuts, long_seed):
+        count_cases()
+        now = picture(at / "run.exp")
+        assert now == (former if now["capacity"] == FORMER else wanted)
+        assert now["capacity"] == 9 or not over
+        found.add(now["capacity"])
+    assert found == {FORMER, 9}
+
+
+@pytest.mark.parametrize("cuts", CUTS)
+@pytest.mark.timeout(1200)
+def test_the_power_goes_while_stores_are_merged(
+    tmp_path: Path, folder: Path, cuts: int, long_seed: int, count_cases: Callable[..., None]
+) -> None:
+    paths = [make(tmp_path / "a.exp"), make(tmp_path / "b.exp", 100, None)]
+    place = tmp_path / "place"
+    place.mkdir()
+
+    def act(disk: Disk) -> None:
+        expstore.merge(paths, out=place / "out.exp", fields=FIELDS, disk=disk)
+
+    wanted, there = None, set()
+    for over, at in disks_after(place, act, folder, cuts, long_seed):
+        count_cases()
+        out = at / "out.exp"
+        there.add(out.exists())
+        assert out.exists() or not over
+        if out.exists():
+            found = picture(out)
+            wanted = wanted or found
+            assert found == wanted
+    assert there == {True, False}
+    assert wanted is not None
+    assert len(wanted["ids"]) == FORMER + ROWS

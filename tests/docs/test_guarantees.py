@@ -1,0 +1,57 @@
+"""GUARANTEES.md names tests: each is there, and each promise has one.
+
+Run with the other tests. Names are looked up in the source; in a run of the whole suite they must also be
+among what pytest has collected.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.support.paths import ROOT
+
+TEXT = (ROOT / "GUARANTEES.md").read_text()
+NAMED = sorted(set(re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", TEXT)))
+#: Where no test is asked for: what is not promised has none.
+NOT_PROMISED = "## What is not promised"
+
+
+def definition(path: str, name: str) -> ast.FunctionDef | None:
+    """Find a test function at the top of a module."""
+    tree = ast.parse((ROOT / path).read_text())
+    found = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name]
+    return found[0] if found else None
+
+
+def is_long(path: str, test: ast.FunctionDef) -> bool:
+    """Say whether a test is left out of `make test`."""
+    marks = [ast.unparse(mark) for mark in test.decorator_list]
+    return any("torture" in mark and "param" not in mark for mark in marks)
+
+
+def test_named_tests_are_there(request: pytest.FixtureRequest) -> None:
+    config = request.config
+    whole = config.args == config.getini("testpaths") and not config.option.keyword
+    collected = {item.nodeid.partition("[")[0] for item in request.session.items}
+    for path, name in NAMED:
+        assert re.fullmatch(r"test_\w+\.py", Path(path).name)
+        assert name.startswith("test_")
+        test = definition(path, name)
+        assert test is not None, f"GUARANTEES.md names {path}::{name}"
+        assert not whole or is_long(path, test) or f"{path}::{name}" in collected
+
+
+def test_every_promise_names_a_test() -> None:
+    promised = TEXT[: TEXT.index(NOT_PROMISED)]
+    points = [" ".join(point.split()) for point in re.findall(r"^- (?:.+\n)+?(?=- |\n|\Z)", promised, re.M)]
+    assert len(points) > 20
+    assert not [point for point in points if "::test_" not in point]
+    assert len(NAMED) > 30
+
+
+def test_the_readme_links_to_it() -> None:
+    assert "](GUARANTEES.md)" in (ROOT / "README.md").read_text()

@@ -1,0 +1,9 @@
+"""Where the checkout is, for tests that run programs or read documents."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+__all__ = ["ROOT"]
+
+ROOT = Path(__file__).resolve().parents[2]

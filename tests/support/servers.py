@@ -1,0 +1,90 @@
+"""A real server on a free port: in a thread of the test, or in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Self
+
+import uvicorn
+
+from expstore.api import Settings, create_app
+from expstore.api.server import configure
+from tests.support import warm_processes
+
+
+class Serving:
+    """Serve within a `with` block.
+
+    Args:
+        settings: The server's.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self.root = settings.path
+        self.app = create_app(settings)
+        config = configure(self.app, settings)
+        config.port = 0
+        self._server = uvicorn.Server(config)
+        self._started = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def _run(self) -> None:
+        startup = self._server.startup
+
+        async def started(sockets: object = None) -> None:
+            await startup()
+            self._started.set()
+
+        self._server.startup = started  # type: ignore[method-assign,assignment]
+        self._server.run()
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        assert self._started.wait(30), "the server did not start"
+        (server,) = self._server.servers
+        self.port = server.sockets[0].getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        return self
+
+    @property
+    def connections(self) -> set[Any]:
+        """The connections that are open."""
+        return self._server.server_state.connections
+
+    def __exit__(self, *_: object) -> None:
+        self._server.should_exit = True
+        self._thread.join(30)
+        assert not self._thread.is_alive(), "the server does not end"
+
+
+@contextmanager
+def process(*arguments: object) -> Iterator[subprocess.Popen[str]]:
+    """Run `expstore serve` with arguments; it is dead behind the block."""
+    command = [sys.executable, "-m", "expstore", "serve", *map(str, arguments)]
+    with warm_processes.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    ) as child:
+        try:
+            yield child
+        finally:
+            child.kill()
+
+
+@contextmanager
+def serving(*arguments: object) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
+    """Serve on a free port; yield the process and what it says of itself."""
+    with process(*arguments, "--port", 0, "--json") as child:
+        assert child.stdout is not None
+        line = child.stdout.readline()
+        assert line, child.stderr and child.stderr.read()
+        yield child, json.loads(line)

@@ -1,0 +1,339 @@
+"""Run the long suites: kills, power cuts, failing disks, damage, hostile requests, lives. `make torture`.
+
+Run as a program; torture_suites.py says what there is to do. Work
+is cut into units of a minute or two, each a process of its own with a seed of its own. What is done is noted
+in a folder, and a run that was cut short goes on with the rest. It never looks into a store.
+
+    python -m tests.support.torture                  go on with the last run, or begin one
+    python -m tests.support.torture --again cuts/17  run one unit once more, as it was
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import json
+import os
+import random
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.support.paths import ROOT
+from tests.support.torture_reports import KINDS, Result, Summary, read_result, render
+from tests.support.torture_suites import Suite, Unit, all_suites
+
+__all__ = ["Run", "main"]
+
+#: Large pages make the many forks cheap (on other systems these are not known, and do nothing).
+ENVIRONMENT = {"PYTHONMALLOC": "malloc", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+#: Files in memory are as good as others where no test really syncs, and faster.
+MEMORY, MEMORY_BYTES = Path("/dev/shm"), 2 << 30
+#: A unit that takes longer hangs.
+UNIT_SECONDS = 2400
+INTERRUPTED = 130
+PREFIX = "torture-"
+
+
+def fingerprint() -> str:
+    """Return a hash of the library and its tests: what was found with other ones says nothing of these."""
+    found = hashlib.sha256()
+    for folder in ("expstore", "tests"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            found.update(f"{path.relative_to(ROOT)}\n".encode() + path.read_bytes())
+    return found.hexdigest()[:12]
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a run is: noted first, and held against what is asked for."""
+
+    seed: int
+    scale: float
+    sources: str
+    suites: list[str]
+    begun: str
+
+
+@dataclass
+class Run:
+    """A run: what is to be done, and what has been.
+
+    Args:
+        folder: Where it is noted.
+        header: What it is.
+        units: All of them, in the order in which they are begun.
+        results: Of those that are done, by name.
+        before: Seconds that earlier parts of the run took.
+    """
+
+    folder: Path
+    header: Header
+    units: list[Unit]
+    results: dict[str, Result] = field(default_factory=dict)
+    before: float = 0.0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _running: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
+    _over: bool = False
+
+    @property
+    def log(self) -> Path:
+        """Where it is noted: the header, then a line per unit."""
+        return self.folder / "run.jsonl"
+
+    @property
+    def left(self) -> list[Unit]:
+        """The units that are not done."""
+        return [unit for unit in self.units if unit.name not in self.results]
+
+    # -- what is noted -------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Note a new run, or take over what is noted of this one."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        lines = read_lines(self.log)
+        if lines and lines[0] == asdict(self.header):
+            known = {unit.name for unit in self.units}
+            found = [Result(**line) for line in lines[1:] if "unit" in line]
+            self.results = {result.unit: result for result in found if result.unit in known}
+            self.before = sum(line["lasted"] for line in lines[1:] if "lasted" in line)
+            # A line that was cut off would spoil the next one.
+            whole = "".join(json.dumps(line) + "\n" for line in lines)
+            self.log.write_text(whole)
+            return
+        self.log.write_text(json.dumps(asdict(self.header)) + "\n")
+
+    def note(self, line: dict[str, Any]) -> None:
+        """Note a line."""
+        with self.log.open("a") as out:
+            out.write(json.dumps(line) + "\n")
+
+    # -- work ----------------------------------------------------------------------------------------
+
+    def work(self, jobs: int) -> None:
+        """Run what is left: so many units at once, and those that need the machine for themselves at the end.
+
+        Raises:
+            KeyboardInterrupt: What was running has been killed, and is not done.
+        """
+        started = time.monotonic()
+        try:
+            for alone, many in ((False, jobs), (True, 1)):
+                units = [unit for unit in self.left if unit.alone == alone]
+                with ThreadPoolExecutor(many) as pool:
+                    try:
+                        for _ in pool.map(self._run, units):
+                            pass
+                    except BaseException:
+                        pool.shutdown(wait=False, cancel_futures=True)
+                        self._stop()
+                        raise
+        finally:
+            self.note({"lasted": round(time.monotonic() - started, 1)})
+
+    def _stop(self) -> None:
+        """Begin no more, and end what is running."""
+        with self._lock:
+            self._over = True
+            for process in self._running.values():
+                kill_group(process)
+
+    def _run(self, unit: Unit) -> None:
+        result = self.run(unit)
+        with self._lock:
+            if self._over or result is None:
+                return
+            self.results[unit.name] = result
+            self.note(asdict(result))
+            done, wrong = len(self.results), len(result.failures)
+            say = f"[{done}/{len(self.units)}] {unit.name}: {result.cases} cases, {result.seconds:.0f} s"
+            print(f"{say}, seed {unit.seed}" + (f", {wrong} FAILED" if wrong else ""), flush=True)
+            for kind, text in result.failures[:3]:
+                print(f"  {kind}: {text[:600]}\n  again: {again(unit, self.folder)}", flush=True)
+
+    def run(self, unit: Unit, *, show: bool = False) -> Result | None:
+        """Run a unit in a process of its own; return what it found, None if all is to stop."""
+        started = time.monotonic()
+        memory = unit.memory and MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > MEMORY_BYTES
+        with tempfile.TemporaryDirectory(
+            prefix=f"{PREFIX}{os.getpid()}-", dir=MEMORY if memory else None
+        ) as name:
+            here = Path(name)
+            out, err, report = here / "out", here / "err", here / "report.xml"
+            # What is tried is what lies here, wherever an installed one may.
+            paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+            environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": paths, "SEED": str(unit.seed)}
+            environment |= {"TMPDIR": name, **unit.more}
+            environment.pop("PYTEST_ADDOPTS", None)
+            command = [sys.executable, *unit.command]
+            if unit.reads == "pytest":
+                command += [
+                    f"--junitxml={report}",
+                    "-o",
+                    "junit_family=xunit1",
+                    f"--basetemp={here / 'pytest'}",
+                ]
+            with out.open("wb") as stdout, err.open("wb") as stderr:
+                with self._lock:
+                    if self._over:
+                        return None
+                    process = subprocess.Popen(
+                        command,
+                        cwd=ROOT,
+                        stdout=stdout,
+                        stderr=stderr,
+                        env=environment,
+                        start_new_session=True,
+                    )
+                    self._running[process.pid] = process
+                try:
+                    code = process.wait(UNIT_SECONDS)
+                except subprocess.TimeoutExpired:
+                    code = None
+                finally:
+                    kill_group(process)  # what it has left behind
+                    with self._lock:
+                        del self._running[process.pid]
+            if show:
+                sys.stdout.write(out.read_text(errors="replace") + err.read_text(errors="replace"))
+            seconds = round(time.monotonic() - started, 1)
+            return read_result(unit, code, out, err, report, seconds)
+
+
+def kill_group(process: subprocess.Popen[bytes]) -> None:
+    """End a process and all that it has begun, and wait for it."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def sweep() -> None:
+    """Remove what runs that were killed have left."""
+    for place in (MEMORY, Path(tempfile.gettempdir())):
+        for path in place.glob(f"{PREFIX}*-*"):
+            if not Path(f"/proc/{path.name.split('-')[1]}").exists():
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Read what is noted; a last line that was cut off does not count."""
+    text = path.read_text() if path.exists() else ""
+    return [json.loads(line) for line in text.split("\n")[:-1]]
+
+
+def again(unit: Unit, folder: Path) -> str:
+    """Say how a unit is run once more."""
+    return shlex.join(
+        ["python", "-m", "tests.support.torture", "--folder", str(folder), "--again", unit.name]
+    )
+
+
+def in_order(suites: Iterable[Suite]) -> list[Unit]:
+    """Mix the units of all suites: a run that is cut short has some of each."""
+    placed = [
+        ((number + 0.5) / len(suite.units), suite.name, unit)
+        for suite in suites
+        for number, unit in enumerate(suite.units)
+    ]
+    return [unit for _, _, unit in sorted(placed, key=lambda found: found[:2])]
+
+
+def settle(given: argparse.Namespace, available: Sequence[str]) -> Header:
+    """Return what is to be run: what was begun and not ended with these sources, or something new."""
+    sources, asked = fingerprint(), given.suites or list(available)
+    lines = read_lines(given.folder / "run.jsonl")
+    if lines and not given.new:
+        old = Header(**lines[0])
+        same = old.sources == sources and given.seed in (None, old.seed)
+        same &= given.scale in (None, old.scale) and (not given.suites or given.suites == old.suites)
+        if same and not any("ended" in line for line in lines):
+            return old
+        if given.again:
+            if old.sources != sources:
+                print("the library or its tests have changed since", flush=True)
+            return old
+    seed = random.SystemRandom().randrange(1, 1 << 31) if given.seed is None else given.seed
+    begun = time.strftime("%Y-%m-%d %H:%M:%S")
+    return Header(seed, given.scale or 1.0, sources, asked, begun)
+
+
+def run_again(run: Run, name: str) -> int:
+    """Run one unit as it was, and show what it prints."""
+    (unit,) = [unit for unit in run.units if unit.name == name]
+    print(f"SEED={unit.seed}", shlex.join(["python", *unit.command]), flush=True)
+    result = run.run(unit, show=True)
+    assert result is not None  # nobody stops it
+    for kind, text in result.failures:
+        print(f"{kind}: {text}")
+    print(f"{unit.name}: {result.cases} cases, {len(result.failures)} failures, {result.seconds} s")
+    return bool(result.failures)
+
+
+def arguments() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    seed = os.environ.get("SEED")
+    parser.add_argument(
+        "--seed", type=int, default=int(seed) if seed else None, help="of all units; or SEED="
+    )
+    scale = os.environ.get("SCALE")
+    parser.add_argument(
+        "--scale", type=float, default=float(scale) if scale else None, help="more or less of it; or SCALE="
+    )
+    parser.add_argument("--suites", nargs="+", help="some of them only")
+    parser.add_argument("--folder", type=Path, default=ROOT / ".torture", help="where it is noted")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="how many units at once")
+    parser.add_argument("--new", action="store_true", help="begin anew, whatever has been done")
+    parser.add_argument("--again", metavar="UNIT", help="run one unit of the last run once more")
+    parser.add_argument("--list", action="store_true", help="list units and end")
+    return parser.parse_args()
+
+
+def main(given: argparse.Namespace | None = None, suites: Sequence[Suite] | None = None) -> int:
+    """Run what the command line says; return the exit code."""
+    given = given or arguments()
+    names = [suite.name for suite in suites] if suites else list(KINDS)
+    header = settle(given, names)
+    made = suites or all_suites(header.seed, header.scale, header.suites)
+    run = Run(given.folder, header, in_order(made))
+    if given.list:
+        print("\n".join(f"{unit.name}: {shlex.join(unit.command)}" for unit in run.units))
+        return 0
+    if given.again:
+        return run_again(run, given.again)
+    sweep()
+    run.begin()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    print(f"seed {header.seed}, scale {header.scale:g}, sources {header.sources}; noted in {run.log}")
+    if run.results:
+        print(f"going on: {len(run.results)} of {len(run.units)} units are done", flush=True)
+    interrupted = False
+    try:
+        run.work(given.jobs)
+    except KeyboardInterrupt:
+        interrupted = True
+    summary = Summary.of(run.units, run.results, made, asdict(header))
+    text = render(summary)
+    (run.folder / "summary.md").write_text(text)
+    (run.folder / "summary.json").write_text(json.dumps(asdict(summary), indent=1) + "\n")
+    print("\n" + text)
+    if interrupted:
+        print("cut short; the same command goes on with the rest")
+        return INTERRUPTED
+    run.note({"ended": True})
+    return bool(summary.failures)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,250 @@
+"""Python programs in processes of their own that need not import torch first: forked from one that has.
+
+Used by tests of programs and servers, of which each would spend three seconds of a processor on imports. A
+program gets its arguments, environment, folder and streams as from `subprocess`, is killed and waited for as
+there, and ends as Python does. It is not for what is about imports, memory or a start itself.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import gc
+import importlib
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import traceback
+import types
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from tests.support import compile_loops
+from tests.support.paths import ROOT
+
+__all__ = ["Popen", "run"]
+
+_STATUS = struct.Struct("<q")
+_LONGEST = 1 << 20
+#: What a program may have imported before it begins; not DuckDB, which tells at the end of a fork of a fork
+#: what that has left alone.
+_IMPORTS = (
+    "torch",
+    "tensordict",
+    "pyarrow",
+    "expstore.cli.app",
+    "expstore.buffers.replay_buffer",
+    "expstore.api.server",
+)
+
+
+class _Parent:
+    """The process that has imported it all, begun when the first program is; it ends with this one."""
+
+    def __init__(self) -> None:
+        self._here: socket.socket | None = None
+        self._process: subprocess.Popen[Any] | None = None
+        self._owner = 0
+
+    def fork(self, told: dict[str, Any], streams: Sequence[int]) -> tuple[int, int]:
+        """Return the id of a process that runs a program, and where its end will be told."""
+        if self._here is None or self._owner != os.getpid():
+            self._begin()
+        assert self._here is not None
+        ended, end = os.pipe()
+        try:
+            data = json.dumps(told).encode()
+            socket.send_fds(self._here, [struct.pack("<I", len(data))], [*streams, end])
+            self._here.sendall(data)
+        finally:
+            os.close(end)
+        return _STATUS.unpack(_read(ended, _STATUS.size))[0], ended
+
+    def _begin(self) -> None:
+        self._here, there = socket.socketpair()
+        self._owner = os.getpid()
+        with there:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tests.support.warm_processes", str(there.fileno())],
+                cwd=ROOT,
+                pass_fds=[there.fileno()],
+                stdin=subprocess.DEVNULL,
+                env=os.environ | {"OMP_NUM_THREADS": "1"},
+            )
+        atexit.register(self._end)
+
+    def _end(self) -> None:
+        if self._owner == os.getpid() and self._here is not None and self._process is not None:
+            self._here.close()
+            self._process.wait()
+
+
+_PARENT = _Parent()
+
+
+class _Forked(subprocess.Popen[Any]):
+    """A process as `subprocess.Popen` begins it, of `[sys.executable, ...]`."""
+
+    _ended = -1
+
+    def _execute_child(self, args: Any, *more: Any) -> None:
+        _, _, _, _, cwd, env, _, _, _, *pipes = more
+        stdin, _, _, stdout, _, stderr, *rest = pipes
+        assert args[0] == sys.executable, args
+        told = {
+            "arguments": [os.fspath(argument) for argument in args[1:]],
+            "environment": dict(os.environ if env is None else env),
+            "folder": os.fspath(cwd or os.getcwd()),
+            "session": bool(rest[5]),
+        }
+        streams = [own if own != -1 else usual for usual, own in enumerate((stdin, stdout, stderr))]
+        self.pid, self._ended = _PARENT.fork(told, streams)
+        self._child_created = True
+        self._close_pipe_fds(*pipes[:6])  # type: ignore[attr-defined]
+
+    def _internal_poll(self, *_: object, **__: object) -> int | None:
+        return self._look(0)
+
+    def _wait(self, timeout: float | None) -> int:
+        code = self._look(timeout)
+        if code is None:
+            raise subprocess.TimeoutExpired(self.args, timeout or 0)
+        return code
+
+    def _look(self, seconds: float | None) -> int | None:
+        if self.returncode is None:
+            waits = select.poll()  # select knows no descriptors above 1,024
+            waits.register(self._ended)
+            if not waits.poll(None if seconds is None else max(0.0, 1000 * seconds)):
+                return None
+            status = os.read(self._ended, _STATUS.size)
+            self.returncode = os.waitstatus_to_exitcode(_STATUS.unpack(status)[0])
+            os.close(self._ended)
+        return self.returncode
+
+
+#: `subprocess.Popen` of a Python program.
+Popen: Any = _Forked if sys.platform == "linux" else subprocess.Popen
+
+
+def run(
+    args: Sequence[Any], *, check: bool = False, timeout: float | None = None, **more: Any
+) -> subprocess.CompletedProcess[Any]:
+    """Run a Python program as `subprocess.run` does."""
+    if more.pop("capture_output", False):
+        more |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    given = more.pop("input", None)
+    if given is not None:
+        more["stdin"] = subprocess.PIPE
+    with Popen(list(args), **more) as process:
+        try:
+            out, err = process.communicate(given, timeout)
+        except BaseException:
+            process.kill()
+            raise
+    done = subprocess.CompletedProcess(args, process.returncode, out, err)
+    if check:
+        done.check_returncode()
+    return done
+
+
+def _read(fd: int, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        part = os.read(fd, size - len(data))
+        assert part, "the process that forks programs has ended"
+        data += part
+    return data
+
+
+# -- the other side ----------------------------------------------------------------------------------
+
+
+def _serve(here: socket.socket) -> dict[str, Any] | None:
+    """Fork a process for each program asked for; return in it what it is told, here None at the end."""
+    while True:
+        head, fds, _, _ = socket.recv_fds(here, 4, 8)
+        if not head:
+            return None
+        told: dict[str, Any] = json.loads(_read(here.fileno(), struct.unpack("<I", head)[0]))
+        *streams, end = fds
+        if not os.fork():  # the program's parent, which tells how that ends
+            here.close()
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            if not (pid := os.fork()):
+                os.close(end)
+                os.setsid() if told["session"] else os.setpgid(0, 0)
+                for number, fd in enumerate(streams):
+                    os.dup2(fd, number)
+                    os.close(fd)
+                return told
+            os.write(end, _STATUS.pack(pid))
+            for fd in streams:
+                os.close(fd)
+            os.write(end, _STATUS.pack(os.waitpid(pid, 0)[1]))
+            os._exit(0)
+        for fd in fds:
+            os.close(fd)
+
+
+def _become(told: dict[str, Any]) -> NoReturn:
+    """Be the program that is told, and end as Python does; but what was imported is not taken apart."""
+    os.environ.clear()
+    os.environ.update(told["environment"])
+    os.chdir(told["folder"])
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(write_through=bool(os.environ.get("PYTHONUNBUFFERED")))  # type: ignore[union-attr]
+    code: Any = 0
+    try:
+        _run(told["arguments"])
+    except SystemExit as exc:
+        code = exc.code
+        if not isinstance(code, int | None):
+            print(code, file=sys.stderr)
+            code = 1
+    except BaseException as exc:
+        traceback.print_exception(exc)
+        code = -signal.SIGINT if isinstance(exc, KeyboardInterrupt) else 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    if told["arguments"][0] == "-c":
+        sys.modules["__main__"].__dict__.clear()
+    gc.collect()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    if code == -signal.SIGINT:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    os._exit((code or 0) & 0xFF)
+
+
+def _run(arguments: list[str]) -> None:
+    kind, *rest = arguments
+    if kind == "-c":
+        sys.argv[:], sys.path[0] = ["-c", *rest[1:]], ""
+        main = sys.modules["__main__"] = types.ModuleType("__main__")
+        exec(compile(rest[0], "<string>", "exec"), main.__dict__)
+    elif kind == "-m":
+        sys.argv[:], sys.path[0] = rest, os.getcwd()
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv[:], sys.path[0] = [kind, *rest], os.path.dirname(os.path.abspath(kind))
+        runpy.run_path(kind, run_name="__main__")
+
+
+if __name__ == "__main__":
+    for name in (*_IMPORTS, *compile_loops.modules()):
+        importlib.import_module(name)
+    gc.freeze()  # to look through it would copy it, page by page
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those who wait
+    asked = _serve(socket.socket(fileno=int(sys.argv[1])))
+    if asked is not None:
+        _become(asked)

@@ -1,0 +1,439 @@
+"""Episodes as users ask for them: which there are, their rows, and what is noted about them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+
+import expstore
+from expstore import NotFoundError, QueryError, SchemaError, StateError
+from expstore.buffers.replay_buffer import ReplayBuffer
+from expstore.buffers.tensordict import TensorDictReplayBuffer
+from expstore.cli.app import run
+from expstore.storages.memory import MemoryStorage
+from tests.support import warm_processes
+
+pytestmark = pytest.mark.index
+
+MakeBatch = Callable[..., TensorDict]
+
+
+def steps(count: int, first: int, *, end: str | None = None) -> TensorDict:
+    """Rows numbered from `first`; the last one ends its episode, if it is said how."""
+    ended = torch.zeros(count, 1, dtype=torch.bool)
+    over = {name: ended.clone() for name in ("terminated", "truncated")}
+    if end is not None:
+        over[end][-1] = True
+    number = torch.arange(first, first + count)
+    return TensorDict({"number": number, "next": {"reward": torch.ones(count, 1), **over}}, [count])
+
+
+def infos(rb: ReplayBuffer) -> dict[int, Any]:
+    """What is noted, by episode, as SQL shows it."""
+    rows = rb.sql("SELECT episode_id, info::VARCHAR FROM episodes ORDER BY 1").fetchall()
+    return {episode: None if text is None else json.loads(text) for episode, text in rows}
+
+
+@pytest.fixture(params=["zarr", "memory"])
+def rb(request: pytest.FixtureRequest, store_path: Path) -> Any:
+    """A ring of 12 rows with three episodes: 1 has ended, 2 and 3 are open and interleaved."""
+    if request.param == "memory":
+        made: Any = TensorDictReplayBuffer(storage=MemoryStorage(12), with_ids=True, batch_size=4)
+    else:
+        made = expstore.open(store_path, capacity=12, batch_size=4)
+    with made:
+        made.extend(steps(4, 0, end="terminated"), source="a")
+        for turn in range(2):
+            made.extend(steps(2, 10 + 2 * turn), source="a")
+            made.extend(steps(1, 20 + turn), source="b")
+        yield made
+
+
+# -- episodes ----------------------------------------------------------------------------------------
+
+
+def test_episodes_are_the_relation_or_some_of_it(rb: Any) -> None:
+    everything = rb.episodes()
+    assert everything.fetchall() == rb.sql("SELECT * FROM episodes ORDER BY episode_id").fetchall()
+    assert [row[0] for row in everything] == [1, 2, 3]
+    assert [row[0] for row in rb.episodes("status = 'open'")] == [2, 3]
+    assert [row[0] for row in rb.episodes(order_by='"return", episode_id DESC')] == [3, 2, 1]
+    assert [row[0] for row in rb.episodes("length > ?", "length", 1, params=[2])] == [1]
+    assert [row[0] for row in rb.episodes("source = $who -- b's", params={"who": "b"})] == [3]
+    assert [row[0] for row in rb.episodes(order_by="length -- shortest first", limit=2)] == [3, 1]
+    assert len(rb.episodes(limit=0)) == 0
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"where": "true; DROP TABLE episodes"}, "where='true; DROP"),
+        ({"where": "true) OR (true"}, "where="),
+        ({"where": "true GROUP BY 1"}, "where="),
+        ({"where": ""}, "where="),
+        ({"order_by": "length; SELECT 1"}, "order_by="),
+        ({"order_by": "length LIMIT 1"}, "order_by="),
+        ({"order_by": ""}, "order_by="),
+        ({"where": "lenght > 2"}, "the columns are episode_id, source"),
+        ({"order_by": "nowhere"}, "the columns are episode_id, source"),
+    ],
+)
+def test_what_is_no_expression_is_refused_in_words(rb: Any, asked: dict[str, str], said: str) -> None:
+    with pytest.raises(QueryError, match=said):
+        rb.episodes(**asked)
+    with pytest.raises(ValueError, match="limit must be at least 0, got -1"):
+        rb.episodes(limit=-1)
+    assert len(rb.episodes()) == 3
+
+
+# -- a trajectory ------------------------------------------------------------------------------------
+
+
+def test_a_trajectory_is_in_step_order_though_its_rows_are_interleaved(rb: Any) -> None:
+    found = rb.trajectory(2)
+    assert (found.batch_size, found.names) == (torch.Size([4]), ["time"])
+    assert found["number"].tolist() == [10, 11, 12, 13]
+    assert found["id"].tolist() == [5, 6, 8, 9]
+    assert torch.equal(rb[found["index"]]["number"], found["number"])
+    assert rb.trajectory(np.int64(3))["number"].tolist() == [20, 21]
+    assert rb.trajectory(1)["next", "terminated"].flatten().tolist() == [False] * 3 + [True]
+
+
+def test_a_trajectory_is_cut_where_its_rows_have_left(rb: Any) -> None:
+    rb.extend(steps(4, 14), source="a")  # 14 rows for 12 places: 1 and 2 have left
+    assert rb.trajectory(1)["number"].tolist() == [2, 3]
+    assert rb.trajectory(2)["number"].tolist() == [*range(10, 18)]
+    rb.extend(steps(8, 18, end="truncated"), source="a")
+    assert rb.trajectory(2)["id"].tolist() == [*range(11, 23)]
+    with pytest.raises(NotFoundError, match="no row of episode 1 is left"):
+        rb.trajectory(1)
+    rb.empty()
+    with pytest.raises(NotFoundError, match="no row of episode 2 is left"):
+        rb.trajectory(2)
+
+
+def test_who_asks_for_no_episode_is_told_which_there_are(rb: Any) -> None:
+    for wrong in (0, 4, -1):
+        with pytest.raises(NotFoundError, match=f"no episode {wrong}: their ids are 1 to 3"):
+            rb.trajectory(wrong)
+        with pytest.raises(NotFoundError, match=f"no episode {wrong}: their ids are 1 to 3"):
+            rb.annotate(wrong, x=1)
+    with pytest.raises(TypeError, match="an integer, not str"):
+        rb.trajectory("1")
+    with pytest.raises(TypeError, match="an integer, not float"):
+        rb.annotate(1.0, x=1)
+    with pytest.raises(NotFoundError, match="there is none yet"):
+        ReplayBuffer(storage=MemoryStorage(5)).trajectory(1)
+
+
+def test_every_trajectory_of_random_interleavings_is_what_was_written(
+    store_path: Path, rng: np.random.Generator
+) -> None:
+    """Lanes of random lengths, a ring that wraps, restarts: beside a list of what each source wrote."""
+    written: dict[int, list[tuple[int, int]]] = {}
+    number = 0
+    for _ in range(3):
+        with expstore.open(store_path, capacity=60) as rb:
+            for _ in range(40):
+                count = int(rng.integers(1, 7))
+                end = rng.choice(["", "", "terminated", "truncated"])
+                batch = steps(count, number, end=str(end) or None)
+                ids = rb.extend(batch, source=str(rng.choice(["a", "b", "c"])), return_ids=True).tolist()
+                episodes = rb.sql("SELECT _episode FROM transitions WHERE _id >= ?", [ids[0]]).fetchall()
+                for (episode,), i, n in zip(episodes, ids, range(number, number + count), strict=True):
+                    written.setdefault(episode, []).append((i, n))
+                number += count
+                low = rb.storage.window.low
+                for episode in rng.choice(list(written), 3):
+                    left = [(i, n) for i, n in written[episode] if i > low]
+                    if left:
+                        found = rb.trajectory(episode)
+                        assert list(zip(found["id"].tolist(), found["number"].tolist(), strict=True)) == left
+
+
+def test_a_trajectory_read_beside_a_writer_is_whole(store_path: Path) -> None:
+    """Each read is some steps in a row, up to the newest, with the bytes of these very rows."""
+    with expstore.open(store_path, capacity=64) as rb:
+        rb.extend(steps(8, 1), source="a")
+        over, faults, reads = threading.Event(), [], []
+
+        def read() -> None:
+            while not over.is_set() or not reads:
+                found = rb.trajectory(1)
+                ids, numbers = found["id"].tolist(), found["number"].tolist()
+                if numbers != ids or ids != list(range(ids[0], ids[-1] + 1)):
+                    faults.append((ids, numbers))
+                reads.append(len(ids))
+
+        reader = threading.Thread(target=read)
+        reader.start()
+        for first in range(9, 4000, 8):
+            rb.extend(steps(8, first), source="a")
+        over.set()
+        reader.join()
+        assert not faults
+        assert reads
+
+
+def test_rows_that_are_overwritten_while_they_are_read_are_read_again(
+    rb: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rb.extend(steps(4, 14), source="a")
+    read, turns = rb.storage.read, iter(range(100))
+
+    def slow(*asked: Any) -> Any:
+        if next(turns) < 2:
+            rb.extend(steps(5000, 18), source="a")  # longer than the ring and its spare slots
+        return read(*asked)
+
+    monkeypatch.setattr(rb.storage, "read", slow)
+    found = rb.trajectory(2)
+    assert found["number"].tolist() == [*range(5006, 5018)]
+    assert found["id"].tolist() == [*range(10003, 10015)]
+
+
+def test_followers_find_trajectories_and_what_is_noted(store_path: Path) -> None:
+    with expstore.open(store_path, capacity=12) as rb, expstore.open(store_path, mode="r") as other:
+        rb.extend(steps(4, 0), source="a", episode_info={"site": 1})
+        rb.flush()
+        assert other.trajectory(1)["number"].tolist() == [0, 1, 2, 3]
+        assert infos(other) == {1: {"site": 1}}
+        rb.annotate(1, good=True)
+        rb.extend(steps(2, 4, end="terminated"), source="a")
+        rb.annotate(1, site=None)
+        rb.flush()
+        assert infos(other) == {1: {"good": True}}
+        rb.extend(steps(11, 6), source="b")
+        rb.annotate(1, late=[1, {"x": None}])
+        rb.flush()
+        assert infos(other) == {1: {"good": True, "late": [1, {"x": None}]}, 2: None}
+        assert other.trajectory(1)["number"].tolist() == [5]
+        rb.extend(steps(1, 17), source="b")
+        rb.flush()
+        with pytest.raises(NotFoundError, match="no row of episode 1 is left"):
+            other.trajectory(1)
+        assert infos(other)[1] == {"good": True, "late": [1, {"x": None}]}
+        rb.annotate(1, late=None)
+        assert infos(other)[1] == {"good": True}
+        with pytest.raises(StateError, match="open for reading only"):
+            other.annotate(1, x=1)
+
+
+def test_rows_that_were_given_up_are_left_out(store_path: Path) -> None:
+    with expstore.open(store_path, capacity=None) as rb:
+        rb.extend(steps(9000, 0, end="terminated"))
+    shard = store_path / "columns" / "number" / "c" / "0"
+    data = bytearray(shard.read_bytes())
+    data[4096 * 8 + 100] ^= 1
+    shard.write_bytes(bytes(data))
+    assert run(["repair", "--drop-damaged", str(store_path)]) == 0
+    with expstore.open(store_path) as rb:
+        assert rb.trajectory(1)["number"].tolist() == [*range(4096), *range(8192, 9000)]
+
+
+# -- what is noted -----------------------------------------------------------------------------------
+
+
+def test_notes_are_merged_and_none_removes(rb: Any) -> None:
+    assert rb.annotate(2, success=True, tags=["a", "ß"]) == {"success": True, "tags": ["a", "ß"]}
+    assert rb.annotate(2, success=None, score=1.5) == {"tags": ["a", "ß"], "score": 1.5}
+    assert rb.annotate(2) == {"tags": ["a", "ß"], "score": 1.5}
+    assert infos(rb) == {1: None, 2: {"tags": ["a", "ß"], "score": 1.5}, 3: None}
+    assert rb.annotate(2, tags=None, score=None, nothing=None) == {}
+    assert rb.annotate(1, episode_id=7, self="me") == {"episode_id": 7, "self": "me"}
+    assert infos(rb) == {1: {"episode_id": 7, "self": "me"}, 2: None, 3: None}
+    assert rb.sql("SELECT info->>'$.self' FROM episodes WHERE episode_id = 1").fetchall() == [("me",)]
+    assert [row[0] for row in rb.episodes("info->>'$.self' = ?", params=["me"])] == [1]
+
+
+def test_open_ended_and_evicted_episodes_keep_all_else_when_they_are_noted(rb: Any) -> None:
+    """Also those of which the index has heard long ago, and again after more rows."""
+    rb.extend(steps(2, 14, end="truncated"), source="a")
+    before = rb.sql("SELECT * EXCLUDE (info) FROM episodes ORDER BY 1").fetchall()
+    for episode in (1, 2, 3):
+        rb.annotate(episode, n=episode)
+    assert rb.sql("SELECT * EXCLUDE (info) FROM episodes ORDER BY 1").fetchall() == before
+    rb.extend(steps(12, 30), source="b")
+    before = rb.sql("SELECT * EXCLUDE (info) FROM episodes ORDER BY 1").fetchall()
+    for episode in (1, 2, 3):
+        rb.annotate(episode, more=[episode])
+    assert rb.sql("SELECT * EXCLUDE (info) FROM episodes ORDER BY 1").fetchall() == before
+    assert infos(rb) == {episode: {"n": episode, "more": [episode]} for episode in (1, 2, 3)}
+
+
+def test_info_that_comes_with_rows_is_merged_into_every_episode_they_touch(rb: Any) -> None:
+    rb.annotate(2, a=1, b=2)
+    rb.extend(steps(2, 30, end="terminated"), source="a", episode_info={"b": None, "c": {"d": [1]}})
+    assert infos(rb) == {1: None, 2: {"a": 1, "c": {"d": [1]}}, 3: None}
+    both = torch.cat([steps(1, 22, end="terminated"), steps(1, 0)])
+    rb.extend(both, source="b", episode_info={"late": True})
+    assert infos(rb) == {1: None, 2: {"a": 1, "c": {"d": [1]}}, 3: {"late": True}, 4: {"late": True}}
+    rb.add(steps(1, 1)[0], source="b", episode_info={"late": False})
+    assert infos(rb)[4] == {"late": False}
+    assert infos(rb)[3] == {"late": True}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"x": torch.tensor(1)},
+        {"x": np.float32(1)},
+        {"x": np.array([1])},
+        {"x": {1, 2}},
+        {"x": b"bytes"},
+        {"x": float("nan")},
+        {"x": [1, {"y": float("inf")}]},
+        {"x": {1: 2}},
+        {"x": "\ud800"},
+    ],
+)
+def test_what_json_cannot_say_changes_nothing(rb: Any, wrong: dict[str, Any]) -> None:
+    rb.annotate(2, x=0)
+    before = rb.storage.content, rb.storage.last
+    with pytest.raises(SchemaError, match="info"):
+        rb.annotate(2, **wrong)
+    with pytest.raises(SchemaError, match="info"):
+        rb.extend(steps(1, 0), source="a", episode_info=wrong)
+    with pytest.raises(SchemaError, match="a key is text, not int"):
+        rb.extend(steps(1, 0), source="a", episode_info={5: 1})
+    assert (rb.storage.content, rb.storage.last) == before
+    assert infos(rb)[2] == {"x": 0}
+
+
+def test_a_first_batch_with_bad_info_does_not_fix_the_fields(store_path: Path) -> None:
+    with expstore.open(store_path) as rb:
+        with pytest.raises(SchemaError):
+            rb.extend(steps(1, 0), episode_info={"x": {1}})
+        assert rb.schema is None
+
+
+def test_notes_survive_reopening_and_the_loss_of_the_index(store_path: Path) -> None:
+    wanted = {1: {"n": 1}, 2: {"late": True, "n": 2}, 3: {"n": 3}}
+    with expstore.open(store_path, capacity=6) as rb:
+        rb.extend(steps(3, 0, end="terminated"), source="a")
+        rb.extend(steps(3, 0, end="truncated"), source="b", episode_info={"late": True})
+        rb.extend(steps(6, 0), source="c")
+        for episode in (1, 2, 3):
+            rb.annotate(episode, n=episode)
+    with expstore.open(store_path) as rb:
+        assert infos(rb) == wanted
+    (store_path / "index.duckdb").unlink()
+    with expstore.open(store_path) as rb:
+        assert infos(rb) == wanted
+        assert rb.annotate(3, n=None) == {}
+        assert rb.annotate(1, m=1) == {"n": 1, "m": 1}
+    with expstore.open(store_path, mode="r") as rb:
+        assert infos(rb) == wanted | {1: {"n": 1, "m": 1}, 3: None}
+
+
+def test_notes_go_into_versions_and_come_back_with_them(store_path: Path, tmp_path: Path) -> None:
+    with expstore.open(store_path, capacity=20) as rb:
+        rb.extend(steps(3, 0, end="terminated"), source="a", episode_info={"n": 1})
+        rb.extend(steps(3, 3), source="b")
+        rb.annotate(2, n=2)
+        rb.dumps(tmp_path / "versions")
+        rb.annotate(1, n=None)
+        rb.annotate(2, n=7)
+        rb.loads(tmp_path / "versions")
+        loaded = [episode for episode, info in infos(rb).items() if info in ({"n": 1}, {"n": 2})]
+        assert len(loaded) == 2
+        assert rb.trajectory(loaded[1])["number"].tolist() == [3, 4, 5]
+        rb.annotate(loaded[0], again=True)
+    with expstore.open(tmp_path / "versions") as rb:
+        assert infos(rb) == {1: {"n": 1}, 2: {"n": 2}}
+    with expstore.open(store_path) as rb:
+        assert infos(rb) == {loaded[0]: {"n": 1, "again": True}, loaded[1]: {"n": 2}}
+    assert run(["verify", str(store_path)]) == 0
+
+
+KILLED = """
+import os, signal, sys
+import torch
+from pathlib import Path
+from tensordict import TensorDict
+import expstore
+
+def steps(count, end):
+    over = torch.zeros(count, 1, dtype=torch.bool)
+    over[-1] = end
+    return TensorDict({"x": torch.arange(count), "next": {"terminated": over}}, [count])
+
+rb = expstore.open(sys.argv[1], capacity=8, durability=sys.argv[2])
+rb.extend(steps(3, True), source="a")
+rb.extend(steps(2, False), source="b", episode_info={"with": "rows"})
+rb.annotate(1, ended=True)
+rb.flush()
+rb.episodes()
+rb.annotate(1, more=1)
+rb.annotate(2, open=True)
+rb.extend(steps(9, False), source="c")
+rb.annotate(1, evicted=[1])
+rb.add(steps(1, False)[0], source="b", episode_info={"with": None, "added": 1})
+rb.episodes()
+rb.annotate(3, last=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.some(1)
+@pytest.mark.parametrize("durability", ["process", "sync"])
+def test_a_kill_loses_nothing_that_was_noted(store_path: Path, durability: str) -> None:
+    command = [sys.executable, "-c", KILLED, str(store_path), durability]
+    done = warm_processes.run(command, check=False, capture_output=True, text=True)
+    assert done.returncode == -9, done.stderr
+    wanted = {1: {"ended": True, "more": 1, "evicted": [1]}, 2: {"open": True, "added": 1}, 3: {"last": True}}
+    twin = store_path.with_name("twin.exp")
+    shutil.copytree(store_path, twin)
+    with expstore.open(store_path, mode="r") as rb:
+        assert infos(rb) == wanted
+    with expstore.open(store_path) as rb:
+        assert infos(rb) == wanted
+        rb.annotate(2, open=None)
+    with expstore.open(store_path) as rb:
+        assert infos(rb) == wanted | {2: {"added": 1}}
+    (twin / "index.duckdb").unlink(missing_ok=True)
+    with expstore.open(twin) as rb:
+        assert infos(rb) == wanted
+
+
+def test_the_command_line_shows_what_is_noted(store_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with expstore.open(store_path) as rb:
+        rb.extend(steps(2, 0), episode_info={"site": "lab 3"})
+        rb.flush()
+        assert run(["sql", str(store_path), "SELECT info FROM episodes"]) == 0
+    assert "lab 3" in capsys.readouterr().out
+
+
+def test_a_note_that_the_disk_refuses_is_not_there(store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with expstore.open(store_path) as rb:
+        rb.extend(steps(2, 0), source="a", episode_info={"a": 1})
+
+        def refuse(*_: Any) -> int:
+            raise expstore.StorageError("the disk refuses")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(rb.storage._journal, "append", refuse)
+            with pytest.raises(expstore.StorageError, match="the disk refuses"):
+                rb.annotate(1, b=2)
+        assert infos(rb) == {1: {"a": 1}}
+        assert rb.annotate(1, c=3) == {"a": 1, "c": 3}
+    with expstore.open(store_path) as rb:
+        assert infos(rb) == {1: {"a": 1, "c": 3}}
+
+
+@pytest.mark.parametrize("info", [[{"a": 1}], "a", 5, torch.zeros(1)])
+def test_facts_come_as_a_dict(info: Any) -> None:
+    rb = TensorDictReplayBuffer(storage=MemoryStorage(10))
+    with pytest.raises(SchemaError, match="the info of episodes is a"):
+        rb.extend(TensorDict({"x": torch.arange(3)}, [3]), episode_info=info)
+    assert len(rb) == 0

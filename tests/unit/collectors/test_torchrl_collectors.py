@@ -1,0 +1,221 @@
+"""TorchRL's collectors write into buffers of expstore: in this process, by themselves or batch by batch.
+
+Each row says which step of which episode it is (`counting`), so that it is known what must be stored.
+"""
+
+from __future__ import annotations
+
+import pickle
+import threading
+import warnings
+from collections.abc import Callable
+from multiprocessing.context import set_spawning_popen
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+import expstore
+from tests.support.counting_env import EPISODES, Make
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # some of its modules use what other ones call deprecated
+    from torchrl import data as theirs
+    from torchrl.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
+    from torchrl.envs import SerialEnv
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:torchrl"),
+    pytest.mark.filterwarnings("ignore::FutureWarning:torchrl"),
+]
+
+TOTAL = 120
+
+Row = tuple[int, int, int]
+
+
+def one() -> Any:
+    return Make(2)()
+
+
+def three() -> Any:
+    return SerialEnv(3, [Make(worker) for worker in range(3)])
+
+
+def stored(rb: expstore.ReplayBuffer) -> list[list[Row]]:
+    """Return the rows of each episode in the order of its steps; each must be what one episode showed."""
+    episodes = []
+    for (episode,) in rb.sql("SELECT episode_id FROM episodes ORDER BY 1").fetchall():
+        found = [tuple(row) for row in rb.trajectory(episode)["observation"].tolist()]
+        worker, number, _ = found[0]
+        assert found == [(worker, number, step) for step in range(len(found))]
+        episodes.append(found)
+    return episodes
+
+
+def expected(make: Callable[[], Any], **keywords: Any) -> set[Row]:
+    """Return what a collector hands over that is not given a buffer."""
+    collector = Collector(make(), None, total_frames=TOTAL, **keywords)
+    try:
+        return {tuple(row) for batch in collector for row in batch["observation"].reshape(-1, 3).tolist()}
+    finally:
+        collector.shutdown()
+
+
+CASES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
+    "one": (one, {"frames_per_batch": 5}),
+    "three": (three, {"frames_per_batch": 15}),
+    "row-by-row": (one, {"frames_per_batch": 5, "extend_buffer": False}),
+    "postproc": (three, {"frames_per_batch": 15, "postproc": lambda data: data.exclude("action")}),
+    "truncated": (one, {"frames_per_batch": 5, "set_truncated": True}),
+    "reset": (three, {"frames_per_batch": 30, "reset_at_each_iter": True}),
+}
+
+
+@pytest.mark.some(2)
+@pytest.mark.parametrize("case", CASES)
+def test_a_collector_writes_by_itself(case: str, store_path: Path) -> None:
+    make, keywords = CASES[case]
+    with expstore.open(store_path, batch_size=8, seed=1) as rb:
+        collector = Collector(make(), None, total_frames=TOTAL, replay_buffer=rb, **keywords)
+        assert all(batch is None for batch in collector)
+        collector.shutdown()
+        assert rb.write_count == TOTAL
+        episodes = stored(rb)
+        asked = {name: value for name, value in keywords.items() if name not in ("extend_buffer", "postproc")}
+        assert {row for episode in episodes for row in episode} == expected(make, **asked)
+        # An episode is as long as the environment's, but for those that have not ended.
+        ended = rb.sql("SELECT count(*) FROM episodes WHERE status = 'terminated'").fetchone()
+        whole = [episode for episode in episodes if len(episode) == EPISODES[episode[0][0]]]
+        assert ended == (len(whole),)
+        assert len(whole) > 5
+
+
+@pytest.mark.parametrize("make", [one, three])
+def test_whole_trajectories_are_written(make: Callable[[], Any], store_path: Path) -> None:
+    with expstore.open(store_path, batch_size=8, seed=1) as rb:
+        collector = Collector(
+            make(), None, frames_per_batch=15, total_frames=TOTAL, trajs_per_batch=2, replay_buffer=rb
+        )
+        for _ in collector:
+            pass
+        collector.shutdown()
+        episodes = stored(rb)
+        assert {len(episode) for episode in episodes} == set(EPISODES if make is three else EPISODES[2:])
+        assert all(len(episode) == EPISODES[episode[0][0]] for episode in episodes)
+        statuses = rb.sql("SELECT DISTINCT status FROM episodes").fetchall()
+        assert statuses == [("terminated",)]
+
+
+def test_random_frames_are_counted_across_restarts(store_path: Path) -> None:
+    """A collector counts by what the buffer has stored."""
+
+    def run() -> list[bool]:
+        asked = []
+
+        def policy(data: TensorDict) -> TensorDict:
+            asked.append(True)
+            return data.set("action", torch.tensor(0))
+
+        with expstore.open(store_path, seed=1) as rb:
+            collector = Collector(
+                one(),
+                policy,
+                frames_per_batch=10,
+                total_frames=30,
+                init_random_frames=40,
+                replay_buffer=rb,
+                trust_policy=True,
+            )
+            asked.clear()
+            for _ in collector:
+                pass
+            collector.shutdown()
+        return asked
+
+    assert run() == []
+    assert len(run()) == 20
+
+
+def test_a_thread_collects_while_another_samples(store_path: Path) -> None:
+    with expstore.open(store_path, batch_size=8, seed=1) as rb:
+        collector = Collector(one(), None, frames_per_batch=10, total_frames=-1, replay_buffer=rb)
+        enough, extend = threading.Event(), rb.extend
+
+        def counted(*args: Any, **keywords: Any) -> Any:
+            index = extend(*args, **keywords)
+            if rb.write_count >= TOTAL:
+                enough.set()
+            return index
+
+        rb.extend = counted  # type: ignore[method-assign]
+        collector.start()
+        assert collector.getattr_rb("write_count") >= 0
+        assert enough.wait(60)
+        sample = rb.sample()
+        assert torch.equal(sample["next", "observation"][:, 2], sample["observation"][:, 2] + 1)
+        collector.async_shutdown()
+        stored(rb)
+
+
+def test_batches_that_are_handed_over_one_by_one(store_path: Path) -> None:
+    """Iterate and extend, through whatever has become of a batch meanwhile."""
+    with expstore.open(store_path, batch_size=8, seed=1) as rb:
+        collector = Collector(three(), None, frames_per_batch=15, total_frames=TOTAL)
+        for batch in collector:
+            rb.extend(batch)
+        collector.shutdown()
+        assert {row for episode in stored(rb) for row in episode} == expected(three, frames_per_batch=15)
+
+
+@pytest.mark.parametrize("make", [one, three])
+def test_torchrls_buffer_over_a_store_is_written_by_a_collector(
+    make: Callable[[], Any], store_path: Path
+) -> None:
+    lanes = 3 if make is three else 1
+    own = expstore.ZarrStorage(store_path, 300, ndim=2 if lanes > 1 else 1)
+    storage = expstore.ExpStorage(own)
+    with storage.buffer as kept:
+        rb = theirs.TensorDictReplayBuffer(storage=storage, batch_size=8)
+        collector = Collector(make(), None, frames_per_batch=15, total_frames=TOTAL, replay_buffer=rb)
+        for _ in collector:
+            pass
+        collector.shutdown()
+        assert len(rb) == kept.write_count == TOTAL
+        assert {row for episode in stored(kept) for row in episode} == expected(make, frames_per_batch=15)
+
+
+# -- several processes ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [MultiSyncCollector, MultiAsyncCollector])
+def test_collectors_of_several_processes_are_refused_before_they_start(
+    make: Callable[..., Any], store_path: Path
+) -> None:
+    makers = [Make(0), Make(1)]
+    with expstore.open(store_path, seed=1) as rb:
+        for buffer in (rb, expstore.ReplayBuffer()):
+            with pytest.raises(expstore.StateError, match="other processes cannot write to this buffer"):
+                make(makers, None, frames_per_batch=10, total_frames=50, replay_buffer=buffer)
+        assert rb.share(False) is rb
+        with pytest.raises(expstore.StateError, match="Collector.*which runs in this process"):
+            expstore.ReplayBufferEnsemble(rb).share()
+
+
+def test_torchrls_buffer_over_a_store_is_refused_before_they_start(store_path: Path) -> None:
+    """Also before a row is there, when a collector would write one to learn the fields."""
+    with expstore.ExpStorage(store_path, capacity=50).buffer as kept:
+        rb = theirs.TensorDictReplayBuffer(storage=expstore.ExpStorage(kept))
+        with pytest.raises(expstore.StateError, match="could only follow it"):
+            MultiSyncCollector(
+                [Make(0), Make(1)], None, frames_per_batch=10, total_frames=50, replay_buffer=rb
+            )
+        assert kept.write_count == 0
+        set_spawning_popen(object())
+        try:
+            with pytest.raises(expstore.StateError, match="collectors of several processes cannot write"):
+                pickle.dumps(rb)
+        finally:
+            set_spawning_popen(None)

@@ -1,0 +1,424 @@
+"""Rows as HDF5 and NPZ files with D4RL's names, and back; and files of others."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tensordict import NonTensorStack, TensorDict
+
+import expstore
+from expstore import exchange
+from expstore.cli.app import run
+from expstore.errors import NotFoundError, SchemaError, StateError, StorageError
+from expstore.exchange import base, export_hdf5, export_npz, field_names, import_hdf5, import_npz, zarr_group
+from expstore.exchange import rows as exchange_rows
+from expstore.exchange.base import required
+from expstore.exchange.formats import EXPORTS
+from expstore.schema import arrow_types
+from expstore.schema.schema import Field, Schema
+from tests.support.buffer_bytes import held
+from tests.support.case_selection import in_full, share
+
+h5py = pytest.importorskip("h5py", reason="the extra expstore[h5] is not installed")
+
+FORMS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "hdf5": (export_hdf5, import_hdf5),
+    "npz": (export_npz, import_npz),
+}
+
+
+pytestmark = pytest.mark.usefixtures("no_syncs")
+
+
+@pytest.fixture(params=sorted(FORMS))
+def form(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def rows(first: int, count: int, every: int = 9) -> TensorDict:
+    number = torch.arange(first, first + count)
+    data = TensorDict({"action": number % 4}, [count])
+    data["observation", "pixels"] = (number[:, None, None] + torch.arange(36).reshape(6, 6)).to(torch.uint8)
+    data["observation", "state"] = number[:, None].to(torch.bfloat16) * torch.ones(3, dtype=torch.bfloat16)
+    data["next", "observation", "pixels"] = data["observation", "pixels"] + 1
+    data["next", "reward"] = torch.where(number % 5 == 0, -0.0, number.float())[:, None]
+    data["next", "terminated"] = (number % every == every - 1)[:, None]
+    data["next", "truncated"] = (number % 20 == 15)[:, None]
+    data["collector", "traj_ids"] = number // every
+    data["wave"] = torch.complex(number.float(), -number.float())
+    return data
+
+
+#: Formats whose rows stand episode after episode.
+BY_STEPS = "_episode, _step"
+EPISODES = (
+    "SELECT length, \"return\", CASE WHEN status = 'open' THEN 'cut' ELSE status END FROM episodes "
+    "WHERE live_rows > 0 ORDER BY episode_id"
+)
+
+
+def arrays_of(path: Path) -> dict[str, np.ndarray]:
+    if path.suffix == ".npz":
+        with np.load(path) as found:
+            return dict(found)
+    arrays: dict[str, np.ndarray] = {}
+    with h5py.File(path) as file:
+        file.visititems(
+            lambda name, it: arrays.update({name: it[()]}) if isinstance(it, h5py.Dataset) else None
+        )
+    return arrays
+
+
+@pytest.mark.some(1)
+@pytest.mark.parametrize("capacity", [None, 200])
+def test_rows_come_back_as_they_were(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str, capacity: int | None
+) -> None:
+    """Those of an episode behind one another, in several pieces, from two lanes that interleave."""
+    monkeypatch.setattr(base, "PIECE_ROWS", 64)
+    out, back = FORMS[form]
+    path = tmp_path / f"out.{form}"
+    with expstore.open(tmp_path / "run.exp", capacity=capacity, meta={"a": [1]}) as rb:
+        for first in range(0, 280, 20):
+            rb.extend(torch.stack([rows(first, 20), rows(first + 1000, 20)]))
+        done = out(rb, path)
+        assert done.rows == len(rb)
+        arrays = arrays_of(path)
+        assert back(path, tmp_path / "back.exp").rows == done.rows
+        with expstore.open(tmp_path / "back.exp", mode="r") as again:
+            assert held(rb, BY_STEPS) == held(again, BY_STEPS)
+            assert rb.schema == again.schema
+            assert again.meta == {"a": [1]}
+            assert again.storage.capacity == capacity
+            if capacity is None:
+                assert rb.sql(EPISODES).fetchall() == again.sql(EPISODES).fetchall()
+    shapes = {name: array.shape[1:] for name, array in arrays.items()}
+    shapes.pop("expstore", None)
+    assert shapes == {
+        **{"actions": (), "rewards": (), "terminals": (), "timeouts": (), "_episode": (), "wave": ()},
+        **{"observations/pixels": (6, 6), "observations/state": (3,), "next_observations/pixels": (6, 6)},
+        "collector/traj_ids": (),
+    }
+    assert arrays["terminals"].dtype == bool
+    assert arrays["observations/state"].dtype == np.float32
+    assert (arrays["next_observations/pixels"] == arrays["observations/pixels"] + 1).all()
+    assert sorted(os.listdir(tmp_path)) == ["back.exp", f"out.{form}", "run.exp"]
+    assert run(["verify", str(tmp_path / "back.exp")]) == 0
+
+
+def test_ends_are_there_though_no_field_says_them(tmp_path: Path, form: str) -> None:
+    out, back = FORMS[form]
+    path = tmp_path / f"out.{form}"
+    with expstore.open(tmp_path / "run.exp") as rb:
+        for lane in range(3):
+            data = rows(100 * lane, 10).select("action", ("collector", "traj_ids"))
+            data["collector", "traj_ids"] = torch.full((10,), lane)
+            rb.extend(data, source=f"robot {lane}")
+        out(rb, path, fields=["action"])
+        arrays = arrays_of(path)
+        assert np.flatnonzero(arrays["timeouts"]).tolist() == [9, 19, 29]
+        assert not arrays["terminals"].any()
+        back(path, tmp_path / "back.exp")
+        with expstore.open(tmp_path / "back.exp", mode="r") as again:
+            assert again.schema.keys == (("action",),)
+            assert again.sql("SELECT length, status FROM episodes").fetchall() == [(10, "cut")] * 3
+
+
+DTYPES = ["?", "u1", "i1", "i2", "i4", "i8", "u2", "u4", "u8", "f2", "f4", "f8", "c8"]
+
+
+@share(0.25, of=20)  # each makes two stores
+@given(
+    kinds=st.lists(st.sampled_from(DTYPES), min_size=1, max_size=4),
+    shape=st.sampled_from([(), (1,), (2, 3)]),
+    count=st.integers(1, 20),
+    seed=st.integers(0, 99),
+    form=st.sampled_from(sorted(FORMS)),
+)
+def test_whatever_bits_come_back(
+    tmp_path_factory: pytest.TempPathFactory,
+    kinds: list[str],
+    shape: tuple[int, ...],
+    count: int,
+    seed: int,
+    form: str,
+) -> None:
+    folder, rng = tmp_path_factory.mktemp("bits"), np.random.default_rng(seed)
+    data = TensorDict({}, [count])
+    names = ["observation", ("next", "observation"), ("info", "a"), ("deep", "x", "y")]
+    for name, kind in zip(names, kinds, strict=False):
+        raw = rng.integers(0, 256, (count, *shape, np.dtype(kind).itemsize), dtype=np.uint8)
+        data[name] = torch.from_numpy((raw & 1 if kind == "?" else raw).view(kind).reshape(count, *shape))
+    out, back = FORMS[form]
+    with expstore.open(folder / "run.exp") as rb:
+        rb.extend(data)
+        out(rb, folder / f"out.{form}")
+        back(folder / f"out.{form}", folder / "back.exp")
+        with expstore.open(folder / "back.exp", mode="r") as again:
+            assert held(rb, BY_STEPS) == held(again, BY_STEPS)
+            assert rb.schema == again.schema
+
+
+test_whatever_bits_come_back_in_full = pytest.mark.torture(in_full(test_whatever_bits_come_back))
+
+
+# -- files of others ------------------------------------------------------------------------------------
+
+
+def save(path: Path, arrays: dict[str, Any]) -> Path:
+    if path.suffix == ".npz":
+        np.savez(path, **arrays)
+    else:
+        with h5py.File(path, "w") as file:
+            for name, array in arrays.items():
+                file.create_dataset(name, data=array)
+    return path
+
+
+def d4rl(path: Path, lengths: tuple[int, ...] = (4, 5, 3), **more: Any) -> Path:
+    """Three episodes, as D4RL has them: one terminates, one is truncated, one is cut without a word."""
+    ends = np.cumsum(lengths) - 1
+    full = [np.arange(100 * n, 100 * n + length + 1) for n, length in enumerate(lengths, 1)]
+    observations = np.concatenate([part[:-1] for part in full])[:, None].repeat(3, 1).astype("f4")
+    following = np.concatenate([part[1:] for part in full])[:, None].repeat(3, 1).astype("f4")
+    flags = np.zeros((2, sum(lengths)), bool)
+    flags[0, ends[0]] = flags[1, ends[1]] = True
+    arrays = {
+        "observations": observations,
+        "next_observations": following,
+        "actions": np.zeros((sum(lengths), 2), "f4"),
+        "rewards": np.arange(sum(lengths), dtype="f4"),
+        "terminals": flags[0],
+        "timeouts": flags[1],
+        "infos/qpos": observations[:, :2],
+    }
+    return save(path, {name: array for name, array in {**arrays, **more}.items() if array is not None})
+
+
+def test_a_d4rl_file_becomes_a_store(tmp_path: Path, form: str) -> None:
+    path = d4rl(tmp_path / f"x.{form}", **{"metadata/algorithm": np.bytes_("SAC")} if form == "hdf5" else {})
+    done = FORMS[form][1](path, tmp_path / "x.exp")
+    assert (done.rows, done.kept, done.episodes) == (12, 12, 3)
+    assert set(done.fields) == {
+        *("observation", "action", "info.qpos"),
+        *("next.observation", "next.reward", "next.terminated", "next.truncated"),
+    }
+    with expstore.open(tmp_path / "x.exp", mode="r") as rb:
+        found = rb.sql('SELECT length, status, "return" FROM episodes ORDER BY episode_id').fetchall()
+        assert found == [(4, "terminated", 6.0), (5, "truncated", 30.0), (3, "cut", 30.0)]
+        assert rb.schema["next", "reward"].shape == rb.schema["next", "terminated"].shape == (1,)
+        assert rb.trajectory(2)["next", "observation"][:, 0].tolist() == [201, 202, 203, 204, 205]
+
+
+@pytest.mark.some(1)
+def test_seams_without_a_flag_end_episodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    """Also where a piece begins; without next observations only flags do."""
+    none = np.zeros(12, "f4")
+    path = d4rl(tmp_path / f"x.{form}", terminals=none, timeouts=none)
+    for size in (1, 4, 5, 100):
+        monkeypatch.setattr(base, "PIECE_ROWS", size)
+        assert FORMS[form][1](path, tmp_path / f"{size}.exp").episodes == 3
+        with expstore.open(tmp_path / f"{size}.exp", mode="r") as rb:
+            found = rb.sql("SELECT _episode, _step FROM transitions ORDER BY _id").fetchall()
+            assert found == [(n, s) for n, c in ((1, 4), (2, 5), (3, 3)) for s in range(c)]
+    path = d4rl(tmp_path / f"y.{form}", next_observations=None, timeouts=None, terminals=np.eye(12)[5] * 2)
+    assert FORMS[form][1](path, tmp_path / "y.exp").episodes == 2
+    with expstore.open(tmp_path / "y.exp", mode="r") as rb:
+        assert rb.sql("SELECT length, status FROM episodes").fetchall() == [(6, "terminated"), (6, "cut")]
+        assert rb.schema["next", "terminated"].dtype == "bool"
+
+
+def test_names_can_be_mapped(tmp_path: Path, capsys: pytest.CaptureFixture[str], form: str) -> None:
+    count = np.arange(6)
+    arrays = {
+        "o/eye": count,
+        "a": count,
+        "r": count * 1.0,
+        "label": np.array(["x"] * 6, "S1"),
+        "odd": count[:2],
+    }
+    path = str(save(tmp_path / f"x.{form}", arrays))
+    store = str(tmp_path / "x.exp")
+    names = ["--map", "o=observation", "--map", "r=next.reward", "--map", "label=", "--map", "odd="]
+    assert run(["import", path, store, *names, "--json"]) == 0
+    assert set(json.loads(capsys.readouterr().out)["fields"]) == {"observation.eye", "a", "next.reward"}
+    with expstore.open(store, mode="r") as rb:
+        assert (rb.schema["next", "reward"].dtype, rb.schema["next", "reward"].shape) == ("float64", (1,))
+    for wrong, words in (
+        (["label="], "'odd' has 2 rows"),
+        (["odd="], "'label' holds values of type |S1, which no field has"),
+        (["label=", "odd=", "ghost=x"], "there is no 'ghost' to map"),
+        (["label=", "odd=", "a=r"], "two of the names there stand for 'r'"),
+        (["label"], "not of the form THEIRS=OURS"),
+        (["label=", "odd=", "a=b/c"], "cannot be a path"),
+    ):
+        options = [part for name in wrong for part in ("--map", name)]
+        assert run(["import", path, str(tmp_path / "y.exp"), *options]) == 2
+        assert words in capsys.readouterr().err
+    assert sorted(os.listdir(tmp_path)) == ["x.exp", f"x.{form}"]
+    assert run(["export", store, str(tmp_path / f"z.{form}"), f"--{form}"]) == 0
+    assert "which rows interleave" in capsys.readouterr().err
+
+
+def test_bad_files_are_refused_and_leave_nothing(tmp_path: Path, form: str) -> None:
+    (tmp_path / "in").mkdir()
+    count = np.arange(6)
+    bad: list[tuple[Path, type[Exception], str]] = [
+        (tmp_path / "in/none", NotFoundError, "there is no file"),
+        (tmp_path / "in", NotFoundError, "there is no file"),
+        (
+            save(tmp_path / f"in/lengths.{form}", {"a": count, "b": count[:3]}),
+            SchemaError,
+            "'b' has 3 rows, and 'a' has 6",
+        ),
+        (save(tmp_path / f"in/none.{form}", {}), SchemaError, "nothing that can be a field"),
+        (
+            save(tmp_path / f"in/text.{form}", {"a": np.array(["x"] * 6, "S1")}),
+            SchemaError,
+            r"'a' holds values of type \|S1",
+        ),
+        (
+            save(tmp_path / f"in/wide.{form}", {"rewards": np.ones((6, 2))}),
+            SchemaError,
+            r"'rewards' has \[2\] values per row",
+        ),
+        (save(tmp_path / f"in/big.{form}", {"a": np.ones(6, "c16")}), SchemaError, "of type complex128"),
+    ]
+    for name, data in (("text", b"hello"), ("zero", b""), ("half", bad[2][0].read_bytes()[:300])):
+        (tmp_path / "in" / name).write_bytes(data)
+        bad.append((tmp_path / "in" / name, StorageError, "cannot read"))
+    for path, kind, words in bad:
+        with pytest.raises(kind, match=words):
+            FORMS[form][1](path, tmp_path / "back.exp")
+    assert os.listdir(tmp_path) == ["in"]
+
+
+class Bomb:
+    """Do harm when it is unpickled."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, ("harm",)
+
+
+def test_nothing_is_unpickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    objects = np.empty(2, object)
+    objects[:] = Bomb()
+    np.savez(tmp_path / "x.npz", a=np.arange(2), bomb=objects)
+    np.savez(tmp_path / "y.npz", a=np.arange(2), expstore=np.array(Bomb(), object))
+    with pytest.raises(SchemaError, match="'bomb' holds values of type object"):
+        import_npz(tmp_path / "x.npz", tmp_path / "x.exp")
+    assert import_npz(tmp_path / "x.npz", tmp_path / "x.exp", names={"bomb": ""}).fields == ("a",)
+    done = import_npz(tmp_path / "y.npz", tmp_path / "y.exp")
+    assert done.notes == ("'expstore' is one value for all rows, and left out",)
+    assert sorted(os.listdir(tmp_path)) == ["x.exp", "x.npz", "y.exp", "y.npz"]
+
+
+def test_nothing_is_left_of_what_ended_early(tmp_path: Path, form: str) -> None:
+    def stop(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    out, back = FORMS[form]
+    path = tmp_path / f"out.{form}"
+    with expstore.open(tmp_path / "run.exp") as rb:
+        rb.extend(rows(0, 50))
+        with pytest.raises(KeyboardInterrupt):
+            out(rb, path, progress=stop)
+        assert os.listdir(tmp_path) == ["run.exp"]
+        with pytest.raises(StateError, match="would lie inside the store"):
+            out(rb, tmp_path / f"run.exp/out.{form}")
+        out(rb, path)
+        with pytest.raises(StateError, match="exists already"):
+            out(rb, path)
+    with pytest.raises(KeyboardInterrupt):
+        back(path, tmp_path / "back.exp", progress=stop)
+    assert sorted(os.listdir(tmp_path)) == [f"out.{form}", "run.exp"]
+
+
+def test_two_fields_of_one_name_are_refused(tmp_path: Path, form: str) -> None:
+    with expstore.open(tmp_path / "run.exp") as rb:
+        rb.extend(TensorDict({"action": torch.zeros(3), "actions": torch.zeros(3)}, [3]))
+        with pytest.raises(SchemaError, match="two fields would be called 'actions'"):
+            FORMS[form][0](rb, tmp_path / f"out.{form}")
+    assert os.listdir(tmp_path) == ["run.exp"]
+
+
+@pytest.mark.some(2)
+@pytest.mark.parametrize("name", EXPORTS)
+def test_no_export_holds_more_than_a_piece(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    asked = []
+
+    def counted(storage: Any, ids: Any, places: Any) -> Any:
+        asked.append(ids.size)
+        return read(storage, ids, places)
+
+    read = exchange_rows.read_present
+    monkeypatch.setattr(exchange_rows, "read_present", counted)
+    for module in (base, zarr_group):
+        monkeypatch.setattr(module, "PIECE_ROWS", 16)
+    told: list[int] = []
+    with expstore.open(tmp_path / "run.exp") as rb:
+        rb.extend(rows(0, 200, every=50))
+        fields = ["observation.pixels", "next.observation.pixels", "action", "next.reward"]
+        export = getattr(exchange, f"export_{name}")
+        done = export(rb, tmp_path / "out", fields=fields, progress=lambda done, total: told.append(done))
+    assert max(asked) <= 16
+    assert sum(asked) == done.rows == 200
+    assert told == sorted(told)
+    assert len(told) > 10
+
+
+@pytest.mark.parametrize("name", ["hdf5", "minari", "npz", "zarr"])
+def test_fields_without_a_fixed_size_are_refused_by_name(tmp_path: Path, name: str) -> None:
+    storage = expstore.MemoryStorage(10)
+    schema = Schema(
+        [
+            Field(("action",), "float32", ()),
+            Field(("observation",), "float32", (2,)),
+            Field(("next", "observation"), "float32", (2,)),
+            Field(("next", "reward"), "float32", ()),
+            Field(("prompt",), "arrow", (), arrow=arrow_types.type_text(pa.string())),
+        ]
+    )
+    storage.prepare(schema, storage.resolve_keys(schema))
+    with expstore.TensorDictReplayBuffer(storage=storage) as rb:
+        after = {"observation": torch.ones(2, 2), "reward": torch.zeros(2)}
+        rows = {"action": torch.zeros(2), "observation": torch.ones(2, 2), "next": after}
+        rb.extend(TensorDict(rows | {"prompt": NonTensorStack("a", "bc")}, [2]))
+        with pytest.raises(SchemaError, match="field 'prompt' is string: exports to"):
+            getattr(exchange, f"export_{name}")(rb, tmp_path / "out")
+        assert os.listdir(tmp_path) == []
+        others = ["action", "observation", "next.observation", "next.reward"]
+        assert getattr(exchange, f"export_{name}")(rb, tmp_path / "out", fields=others).rows == 2
+
+
+def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "h5py", None)
+    with pytest.raises(ModuleNotFoundError, match=r"needs h5py.*pip install 'expstore\[h5\]'"):
+        required("h5py")
+
+
+def test_names_lead_there_and_back() -> None:
+    for key in [
+        ("observation",),
+        ("next", "observation", "a"),
+        ("action", "0"),
+        ("next", "reward"),
+        ("x", "y"),
+        ("next", "z"),
+    ]:
+        assert field_names.our_key(field_names.their_path(key), {}) == key

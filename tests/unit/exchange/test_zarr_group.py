@@ -1,0 +1,313 @@
+"""Rows as a plain Zarr group: what other programs read there is what the store holds."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorstore
+import torch
+import zarr
+from tensordict import TensorDict
+
+import expstore
+from expstore.disk.files import Disk
+from expstore.disk.writer_lock import WriterLock
+from expstore.errors import LockedError, SchemaError, StateError, StorageError
+from expstore.exchange import export_zarr, zarr_group
+from expstore.exchange import rows as exchange_rows
+from tests.support.commands import Cli
+
+pytestmark = pytest.mark.usefixtures("no_syncs")
+
+DTYPES = [
+    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64),
+]
+OWN = ("id", "episode", "step", "time", "priority")
+
+
+def rows(first: int, count: int) -> TensorDict:
+    """Rows that follow from their number; with zeros that have a sign, and no numbers."""
+    number = torch.arange(first, first + count)
+    frame = (number[:, None, None] + torch.arange(40 * 40).reshape(40, 40)).to(torch.uint8)
+    odd = torch.where(number[:, None] % 3 == 0, -0.0, torch.nan) * torch.ones(3)
+    data = TensorDict({"number": number, "frame": frame, "next": {"frame": frame + 1, "odd": odd}}, [count])
+    data["next", "done"] = (number % 9 == 8)[:, None]
+    for dtype in DTYPES:
+        data["all", str(dtype).removeprefix("torch.")] = (number % 100).to(dtype)
+    return data
+
+
+def make(path: Path, count: int, **settings: Any) -> expstore.TensorDictReplayBuffer:
+    rb = expstore.open(path, seed=0, **settings)
+    for first in range(0, count, 50):
+        rb.extend(rows(first, min(50, count - first)))
+    return rb
+
+
+def held(rb: expstore.TensorDictReplayBuffer) -> dict[str, np.ndarray]:
+    """Return what is to be exported, by the name of the array."""
+    query = "SELECT _id, _episode, _step, epoch_us(_time) AS _time, _priority FROM transitions ORDER BY _id"
+    table = rb.sql(query).df()
+    found = {f"_row/{name}": table[f"_{name}"].to_numpy() for name in OWN}
+    whole = rb[rb.storage.index_of(found["_row/id"])]
+    for key in whole.keys(True, True):
+        tensor = whole[key]
+        values = (tensor.view(torch.uint16) if tensor.dtype is torch.bfloat16 else tensor).numpy()
+        found["/".join((key,) if isinstance(key, str) else key)] = values
+    return {name: values for name, values in found.items() if name not in ("id", "index")}
+
+
+def arrays_of(path: Path) -> dict[str, np.ndarray]:
+    """Return all arrays of a group, which zarr-python and TensorStore must read alike."""
+    group = zarr.open_group(path, mode="r")
+    found = {}
+    for name, array in group.members(max_depth=None):
+        if isinstance(array, zarr.Array):
+            spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": str(path / name)}}
+            other = tensorstore.open(spec, open=True, read=True).result().read().result()
+            found[name] = np.asarray(array[:])
+            assert found[name].tobytes() == other.tobytes(), name
+    return found
+
+
+def check_same(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
+    assert found.keys() == expected.keys()
+    for name, values in expected.items():
+        assert (found[name].dtype, found[name].shape) == (values.dtype, values.shape), name
+        assert found[name].tobytes() == np.ascontiguousarray(values).tobytes(), name
+
+
+@pytest.mark.some(2)
+@pytest.mark.parametrize("layout", ["flat", "auto"])
+@pytest.mark.parametrize("piece", [1 << 20, 64 * 4000])
+@pytest.mark.parametrize(("capacity", "count"), [(None, 230), (200, 500), (200, 0)])
+def test_other_programs_read_what_the_store_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capacity: int, count: int, piece: int, layout: str
+) -> None:
+    """In one piece that is not full, and in several."""
+    monkeypatch.setattr(zarr_group, "PIECE_BYTES", piece)
+    with make(tmp_path / "run.exp", count or 50, capacity=capacity, layout=layout) as rb:
+        if not count:
+            rb.empty()
+        rb.update_priority(rb.storage.index_of(np.array([rb.storage.last])), [4.0]) if count else None
+        expected = held(rb)
+        done = export_zarr(rb.storage, tmp_path / "out.zarr")
+    found = arrays_of(tmp_path / "out.zarr")
+    check_same(found, expected)
+    assert (done.rows, done.left_out) == (len(found["number"]), 0)
+    assert done.rows == min(count, capacity or count)
+    if piece < 1 << 20 and count:
+        assert len(list((tmp_path / "out.zarr/frame/c").iterdir())) > 2
+    assert sorted(os.listdir(tmp_path)) == ["out.zarr", "run.exp"]
+
+
+def test_rows_are_read_a_piece_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(zarr_group, "PIECE_BYTES", 64 * 4000)
+    asked = []
+
+    def counted(storage: Any, ids: Any, places: Any) -> Any:
+        asked.append(ids.size)
+        return read(storage, ids, places)
+
+    read = exchange_rows.read_present
+    monkeypatch.setattr(exchange_rows, "read_present", counted)
+    told = []
+    with make(tmp_path / "run.exp", 230) as rb:
+        done = export_zarr(rb.storage, tmp_path / "out.zarr", progress=lambda *how_far: told.append(how_far))
+    assert max(asked) <= 64
+    assert sum(asked) == done.rows == 230
+    assert [bytes_done for bytes_done, _ in told] == sorted({bytes_done for bytes_done, _ in told})
+    assert told[-1][0] == told[-1][1]
+
+
+def test_only_some_fields(tmp_path: Path) -> None:
+    with make(tmp_path / "run.exp", 60) as rb:
+        expected = held(rb)
+        done = export_zarr(rb.storage, tmp_path / "out.zarr", fields=["next.frame", "number"])
+        with pytest.raises(SchemaError, match=r"no field 'next.frames'.*next\.frame"):
+            export_zarr(rb.storage, tmp_path / "other.zarr", fields=["number", "next.frames"])
+    own = {f"_row/{name}" for name in OWN}
+    check_same(
+        arrays_of(tmp_path / "out.zarr"),
+        {name: values for name, values in expected.items() if name in own | {"next/frame", "number"}},
+    )
+    assert done.fields == ("number", "next.frame")
+    assert sorted(os.listdir(tmp_path)) == ["out.zarr", "run.exp"]
+
+
+def test_a_target_that_is_there_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "out.zarr").mkdir()
+    (tmp_path / "file.zarr").write_text("mine")
+    with make(tmp_path / "run.exp", 60) as rb:
+        for name in ("out.zarr", "file.zarr", "run.exp"):
+            with pytest.raises(StateError, match=f"{name} exists already"):
+                export_zarr(rb.storage, tmp_path / name)
+    assert list((tmp_path / "out.zarr").iterdir()) == []
+    assert (tmp_path / "file.zarr").read_text() == "mine"
+    with pytest.raises(StateError), expstore.open(tmp_path / "new.exp") as rb:
+        export_zarr(rb.storage, tmp_path / "new.zarr")
+    assert sorted(os.listdir(tmp_path)) == ["file.zarr", "new.exp", "out.zarr", "run.exp"]
+
+
+class FullDisk(Disk):
+    """Have no space for arrays."""
+
+    def put(self, path: Path, data: bytes, *, sync: bool = False) -> None:
+        if "frame" in path.parts:
+            raise StorageError(f"cannot write {path}: no space left on device")
+        super().put(path, data, sync=sync)
+
+
+def test_nothing_is_left_of_one_that_ended_early(tmp_path: Path) -> None:
+    def stop(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    with make(tmp_path / "run.exp", 60) as rb:
+        with pytest.raises(KeyboardInterrupt):
+            export_zarr(rb.storage, tmp_path / "out.zarr", progress=stop)
+        assert os.listdir(tmp_path) == ["run.exp"]
+        with pytest.raises(StorageError, match="no space"):
+            export_zarr(rb.storage, tmp_path / "out.zarr", disk=FullDisk())
+        assert os.listdir(tmp_path) == ["run.exp"]
+        scrap = tmp_path / "out.zarr.tmp"  # of one that was killed
+        (scrap / "frame/c").mkdir(parents=True)
+        (scrap / "number").write_text("half")
+        lock = WriterLock(Disk(), scrap / "LOCK")
+        with pytest.raises(LockedError, match=r"somebody else exports to .*out\.zarr"):
+            export_zarr(rb.storage, tmp_path / "out.zarr")
+        assert (scrap / "number").read_text() == "half"
+        lock.release()
+        expected = held(rb)
+        export_zarr(rb.storage, tmp_path / "out.zarr")
+    check_same(arrays_of(tmp_path / "out.zarr"), expected)
+    assert sorted(os.listdir(tmp_path)) == ["out.zarr", "run.exp"]
+    assert "LOCK" not in os.listdir(tmp_path / "out.zarr")
+
+
+def test_rows_that_are_overwritten_meanwhile_are_left_out_everywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A writer turns the ring while another process exports; what is there are whole rows."""
+    monkeypatch.setattr(zarr_group, "PIECE_BYTES", 64 * 4000)
+    written = []
+    with (
+        make(tmp_path / "run.exp", 500, capacity=200) as writer,
+        expstore.open(tmp_path / "run.exp", mode="r") as reader,
+    ):
+
+        def go_on(done: int, total: int) -> None:
+            if len(written) < 2:
+                first = 500 + 80 * len(written)
+                writer.extend(rows(first, 80))
+                written.append(first)
+
+        done = export_zarr(reader.storage, tmp_path / "out.zarr", progress=go_on)
+    found = arrays_of(tmp_path / "out.zarr")
+    # 64 are read before each extend, then those up to the 80th, and the 160th, are gone.
+    assert (done.rows, done.left_out) == (200 - 48, 48)
+    number = found["number"]
+    assert (np.diff(number) > 0).all()
+    assert number[-1] == 499
+    expected = rows(0, 500)[torch.from_numpy(number)]
+    assert (found["frame"] == expected["frame"].numpy()).all()
+    assert (found["next/frame"] == expected["next", "frame"].numpy()).all()
+    assert (found["_row/id"] == number + 1).all()
+
+
+def test_from_the_command_line(tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a store in use, of a version, of the newest one."""
+    store, versions = tmp_path / "run.exp", tmp_path / "versions"
+    with make(store, 60) as rb:
+        rb.dumps(versions)
+        rb.extend(rows(60, 30))
+        rb.tag("best")
+        rb.extend(rows(90, 30))
+        code, out, err = cli("export", store, tmp_path / "all.zarr", "--zarr")
+        assert (code, err.count("\n")) == (0, 1)
+        assert "statuses and infos of episodes" in err
+        assert "all.zarr holds 120 rows" in out
+        check_same(arrays_of(tmp_path / "all.zarr"), held(rb))
+    asked = ("--zarr", "--fields", "number, next.frame", "--json")
+    code, out, _ = cli("export", store, tmp_path / "best.zarr", "--version", "best", *asked)
+    facts = json.loads(out)
+    assert (code, facts["rows"], facts["left_out"]) == (0, 90, 0)
+    assert facts["fields"] == ["number", "next.frame"]
+    assert facts["disk_bytes"] == Disk().used(tmp_path / "best.zarr")
+    assert len(arrays_of(tmp_path / "best.zarr")["number"]) == 90
+    assert cli("export", versions, tmp_path / "old.zarr", "--zarr")[0] == 0
+    assert len(arrays_of(tmp_path / "old.zarr")["number"]) == 60
+    code, _, err = cli("export", store, tmp_path / "old.zarr", "--zarr")
+    assert (code, "exists already" in err) == (2, True)
+    code, _, err = cli("export", store, tmp_path / "x.zarr")
+    assert (code, "say in which form: --arrow, " in err, "OUT" in err) == (2, True, False)
+    monkeypatch.setattr(zarr_group, "_copy", interrupt)
+    assert cli("export", store, tmp_path / "x.zarr", "--zarr")[0] == 130
+    assert not [name for name in os.listdir(tmp_path) if name.startswith("x")]
+
+
+def test_a_target_in_a_store_or_nowhere_is_refused(tmp_path: Path, cli: Cli) -> None:
+    store = tmp_path / "run.exp"
+    make(store, 60).close()
+    (tmp_path / "link").symlink_to(store / "columns")
+    before = sorted(store.rglob("*"))
+    for target in (store / "x.zarr", store / "columns/x.zarr", tmp_path / "link/x.zarr"):
+        code, _, err = cli("export", store, target, "--zarr")
+        assert (code, f"would lie inside the store {store}" in err) == (2, True)
+    assert sorted(store.rglob("*")) == before
+    code, _, err = cli("export", store, tmp_path / "no/such/x.zarr", "--zarr")
+    assert (code, f"there is no folder {tmp_path / 'no/such'}" in err) == (2, True)
+    assert sorted(os.listdir(tmp_path)) == ["link", "run.exp"]
+
+
+STOPPED = """
+import os, signal, sys
+from expstore.cli import app
+from expstore.exchange import zarr_group
+from expstore.disk.files import Disk
+
+def interrupted(call):
+    def wrapped(*args):
+        os.kill(os.getpid(), signal.SIGINT)
+        return call(*args)
+    return wrapped
+
+zarr_group._Group._write = interrupted(zarr_group._Group._write)
+Disk.remove_tree = interrupted(Disk.remove_tree)
+zarr_group.PIECE_BYTES = 64 * 4000
+app.main()
+"""
+
+
+def test_a_second_interrupt_does_not_disturb_the_cleaning_up(tmp_path: Path) -> None:
+    make(tmp_path / "run.exp", 300).close()
+    arguments = ["export", str(tmp_path / "run.exp"), str(tmp_path / "out.zarr"), "--zarr"]
+    done = subprocess.run([sys.executable, "-c", STOPPED, *arguments], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (130, "")
+    assert os.listdir(tmp_path) == ["run.exp"]
+
+
+def interrupt(*_: object) -> int:
+    raise KeyboardInterrupt
+
+
+ALONE = """
+import sys
+from expstore.cli.app import run
+assert run(["export", sys.argv[1], sys.argv[2], "--zarr"]) == 0
+print("torch" in sys.modules)
+"""
+
+
+def test_a_packed_store_needs_no_torch(tmp_path: Path) -> None:
+    make(tmp_path / "run.exp", 60).close()
+    command = [sys.executable, "-c", ALONE, str(tmp_path / "run.exp"), str(tmp_path / "out.zarr")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.endswith("False\n")

@@ -1,0 +1,691 @@
+"""The client against a real server: what a buffer does, done over a connection that may break."""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensordict import NonTensorData, TensorDict
+
+import expstore
+from expstore import RemoteReplayBuffer, Retries
+from expstore.api import Settings
+from expstore.errors import (
+    NotFoundError,
+    NotReadyError,
+    PriorityError,
+    QueryError,
+    RemoteError,
+    SchemaError,
+    SnapshotError,
+    StateError,
+)
+from expstore.remote.transport import Address
+from tests.api.test_routes import batch_of
+from tests.support import warm_processes
+from tests.support.servers import Serving
+from tests.support.tcp_proxy import Proxy
+
+pytestmark = pytest.mark.index
+
+SOON = Retries(seconds=20, first=0.01, longest=0.05, seed=3)
+ONCE = Retries(seconds=0)
+OWN = ("index", "id", "priority_weight")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("stores")
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[Serving]:
+    with Serving(Settings(path=folder)) as server:
+        yield server
+
+
+@pytest.fixture
+def name(folder: Path, request: pytest.FixtureRequest) -> str:
+    """Return the name of a new store."""
+    name = "".join(letter for letter in request.node.name if letter.isalnum())[:60]
+    expstore.open(folder / f"{name}.exp", mode="x", seed=3).close()
+    return name
+
+
+def connect(server: Any, name: str, **options: Any) -> RemoteReplayBuffer:
+    options.setdefault("retries", SOON)
+    found = expstore.connect(f"http://127.0.0.1:{server.port}/{name}", **options)
+    _connected.append(found)
+    return found
+
+
+_connected: list[RemoteReplayBuffer] = []
+
+
+@pytest.fixture(autouse=True)
+def _closed() -> Iterator[None]:
+    yield
+    while _connected:
+        _connected.pop().close()
+
+
+def same(one: TensorDict, other: TensorDict) -> bool:
+    return set(one.keys(True, True)) == set(other.keys(True, True)) and bool((one == other).all())
+
+
+def test_rows_go_in_and_come_out_as_in_process(server: Serving, folder: Path, name: str) -> None:
+    data = batch_of(30)
+    with connect(server, name) as rb:
+        assert rb.schema is None
+        assert len(rb) == 0
+        assert rb.extend(data).tolist() == list(range(1, 31))
+        assert rb.add(batch_of(1, 30)[0]) == 31
+        assert len(rb) == 31
+        read = rb.by_id(torch.tensor([3, 1, 31]))
+        assert read["id"].tolist() == [3, 1, 31]
+        assert same(read[:2].exclude(*OWN), data[[2, 0]])
+        assert same(rb.trajectory(2).exclude(*OWN), data[10:20])
+        assert rb.stats()["write_count"] == 31
+        assert rb.meta == {}
+        rb.flush()
+        with expstore.open(folder / f"{name}.exp", mode="r") as local:
+            assert rb.schema == local.schema
+            assert same(local.by_id([31]), rb.by_id([31]))
+
+
+@pytest.mark.parametrize("sampler", [None, {"kind": "prioritized", "alpha": 0.7, "beta": 0.5}])
+def test_draws_of_a_seed_are_those_of_a_reader(
+    server: Serving, folder: Path, name: str, sampler: dict[str, Any] | None
+) -> None:
+    with connect(server, name, batch_size=8, seed=11, sampler=sampler) as rb:
+        rb.extend(batch_of(50))
+        rb.update_priority(id=torch.arange(1, 51), priority=torch.arange(50.0))
+        rb.flush()
+        own = expstore.PrioritizedSampler(alpha=0.7, beta=0.5) if sampler else None
+        with expstore.open(folder / f"{name}.exp", mode="r", seed=11, sampler=own, batch_size=8) as local:
+            wanted = [local.sample() for _ in range(9)]
+        # one by one, as a stream, one by one again, and what a stream has made ahead meanwhile is passed over
+        found = [rb.sample(), rb.sample(), *rb.stream(2)]
+        stream = rb.stream()
+        found += [next(stream), rb.sample(), next(stream)]
+        batch, info = rb.sample(return_info=True)
+        assert set(info) == {key for key in OWN if key in batch}
+        found += [batch, rb.sample()]
+        for one, other in zip(found, wanted, strict=True):
+            assert same(one, other)
+        assert rb.draw == 9
+        assert ("priority_weight" in found[0]) == (sampler is not None)
+        later = connect(server, name, batch_size=8, seed=11, draw=4, sampler=sampler)
+        assert same(later.sample(), wanted[4])
+        later.close()
+
+
+def test_batches_are_the_callers_own(server: Serving, name: str) -> None:
+    with connect(server, name, batch_size=4, seed=1) as rb:
+        rb.extend(batch_of(20))
+        for one in (rb.sample(), next(rb.stream()), rb.by_id([1, 2]), rb.trajectory(1)):
+            kept = one.clone()
+            one["observation"].fill_(-1)
+            one["next", "reward"] += 1
+            rb.sample()
+            assert (one["observation"] == -1).all()
+            assert (one["next", "reward"] == kept["next", "reward"] + 1).all()
+        assert rb.extend(rb.sample()).tolist() == [21, 22, 23, 24]  # without what says which rows they were
+        bare = rb.sample(include_info=False)
+        assert not {"id", "index"} & set(bare.keys())
+
+
+def test_iteration_goes_on_and_ends(server: Serving, name: str) -> None:
+    with connect(server, name, batch_size=4) as rb:
+        with pytest.raises(NotReadyError):
+            next(iter(rb))
+        rb.extend(batch_of(20))
+        assert [batch.batch_size for batch in rb.stream(3)] == [torch.Size([4])] * 3
+        assert [len(batch) for batch in rb.stream(2, batch_size=7)] == [7, 7]
+        for count, batch in enumerate(rb):
+            assert batch["id"].shape == (4,)
+            if count == 20:
+                break
+        assert rb.next()["id"].shape == rb.next()["id"].shape == (4,)
+        before = threading.active_count()
+    assert threading.active_count() < before  # the thread of next() has ended with the buffer
+    with pytest.raises(StateError, match="closed"):
+        rb.sample()
+
+
+def test_values_of_all_types(server: Serving, name: str) -> None:
+    numbers = torch.arange(-6, 6)
+    data = TensorDict(
+        {
+            **{
+                str(kind).removeprefix("torch."): numbers.to(kind)
+                for kind in (
+                    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
+                    torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64,
+                )
+            },
+            "deep": {"er": {"matrix": torch.randn(12, 3, 4, generator=torch.Generator().manual_seed(1))}},
+            "one": numbers[:, None].float(),
+            "bits": torch.eye(12) > 0,
+        },
+        [12],
+    )  # fmt: skip
+    with connect(server, name, batch_size=5, seed=2) as rb:
+        rb.extend(data)
+        read = rb.by_id(range(1, 13)).exclude(*OWN)
+        assert same(read, data)
+        for batch in (rb.sample(), next(rb.stream())):
+            assert same(batch.exclude(*OWN), data[batch["id"] - 1])
+            assert {key: batch[key].dtype for key in data.keys(True, True)} == {
+                key: data[key].dtype for key in data.keys(True, True)
+            }
+
+
+def test_rows_of_no_fixed_size(server: Serving, folder: Path, name: str) -> None:
+    texts = ["one", "", "drei", "vier"]
+    rows = [
+        TensorDict(
+            {
+                "tokens": torch.arange(size),
+                "prompt": NonTensorData(text),
+                "facts": NonTensorData({"n": size, "tags": texts[:size]}),
+                "reward": torch.tensor([float(size)]),
+            }
+        )
+        for size, text in enumerate(texts)
+    ]
+    with expstore.open(folder / f"{name}2.exp", mode="x", storage="arrow", seed=3):
+        pass
+    with connect(server, f"{name}2", batch_size=3, seed=2) as rb:
+        assert rb.extend(rows).tolist() == [1, 2, 3, 4]
+        # Rows that happen to be of one size, and lists that happen to be empty, are of the store's types.
+        assert rb.extend([rows[0], rows[0]]).tolist() == [5, 6]
+        assert rb.extend(torch.stack([rows[2], rows[2]])).tolist() == [7, 8]
+        rows += [rows[0], rows[0], rows[2], rows[2]]
+        rb.flush()
+        with expstore.open(folder / f"{name}2.exp", mode="r", seed=2, batch_size=3) as local:
+            wanted = [local.sample(), local.sample()]
+        for one, other in zip([rb.sample(), next(rb.stream())], wanted, strict=True):
+            assert one["id"].tolist() == other["id"].tolist()
+            assert one["prompt"] == other["prompt"] == [rows[number - 1]["prompt"] for number in one["id"]]
+            assert one["facts"] == other["facts"]
+            assert [row.tolist() for row in one["tokens"].unbind()] == [
+                row.tolist() for row in other["tokens"].unbind()
+            ]
+
+
+def test_stores_that_keep_the_best_rows_are_written_to(server: Serving, folder: Path, name: str) -> None:
+    def scored(*scores: float) -> TensorDict:
+        return TensorDict({"score": torch.tensor(scores)}, [len(scores)])
+
+    writer = expstore.TensorDictMaxValueWriter(rank_key="score")
+    with expstore.open(folder / f"{name}-best.exp", capacity=3, writer=writer) as rb:
+        rb.extend(scored(1.0, 2.0, 3.0))
+    with connect(server, f"{name}-best") as remote:
+        remote.extend(scored(0.5, 7.0, 8.0))
+        remote.extend(scored(9.0))
+        assert sorted(remote.sample(64)["score"].unique().tolist()) == [7.0, 8.0, 9.0]
+
+
+def test_lanes_keep_their_episodes(server: Serving, name: str) -> None:
+    data = torch.stack([batch_of(20), batch_of(20, 100)])
+    data.names = [None, "time"]
+    with connect(server, name) as rb:
+        ids = rb.extend(data)
+        assert ids.shape == (40,)
+        assert same(rb.by_id(ids).exclude(*OWN), data.reshape(-1))
+        first, second = rb.trajectory(1)["action"], rb.trajectory(3)["action"]
+        assert {len({int(x) // 100 for x in part}) for part in (first, second)} == {1}
+
+
+def test_rows_that_are_not_taken_in(server: Serving, name: str) -> None:
+    data = batch_of(6)
+    data["collector", "mask"] = torch.tensor([True, False, True, True, False, True])
+    with connect(server, name) as rb:
+        assert rb.extend(data).tolist() == [1, -1, 2, 3, -1, 4]
+        data["collector", "mask"][:] = False
+        assert rb.extend(data).tolist() == [-1] * 6
+        assert rb.extend(data[:0]).tolist() == []
+        assert len(rb) == 4
+
+
+def test_what_goes_with_rows(server: Serving, folder: Path, name: str) -> None:
+    with connect(server, name) as rb:
+        rb.extend(batch_of(15), source="robot", episode_info={"task": "peg", "n": 3})
+        with pytest.raises(SchemaError, match="JSON"):
+            rb.extend(batch_of(1), episode_info={"x": object()})
+        with pytest.raises(StateError, match="specs"):
+            rb.extend(batch_of(1), validate="domain")
+        with pytest.raises(ValueError, match="validate"):
+            rb.extend(batch_of(1), validate="all")  # type: ignore[arg-type]
+        rb.flush()
+        assert len(rb) == 15
+    with expstore.open(folder / f"{name}.exp", mode="r") as local:
+        found = local.sql("SELECT source, info FROM episodes ORDER BY episode_id").fetchall()
+    assert [source for source, _ in found] == ["robot", "robot"]
+    assert all('"peg"' in str(info) for _, info in found)
+
+
+def test_priorities_are_set_by_id(server: Serving, name: str) -> None:
+    with connect(server, name, batch_size=32, sampler={"kind": "prioritized"}, seed=1) as rb:
+        rb.extend(batch_of(10))
+        batch = rb.sample()
+        batch["td_error"] = (batch["id"] == 4).float()[:, None]
+        assert rb.update_priority(batch) == 32
+        rest = torch.tensor([number for number in range(1, 11) if number != 4])
+        assert rb.update_priority(id=rest, priority=0.0) == 9
+        assert rb.update_priority(id=[4], priority=[2.0]) == 1
+        assert set(rb.sample()["id"].tolist()) == {4}
+        assert rb.update_priority(id=[99], priority=1.0) == 0
+        with pytest.raises(PriorityError):
+            rb.update_priority(id=[1, 2], priority=[1.0, float("nan")])
+        with pytest.raises(RemoteError, match="by index"):
+            rb.update_priority(torch.arange(3), torch.ones(3))
+        with pytest.raises(SchemaError, match="td_error"):
+            rb.update_priority(rb.sample())
+        with pytest.raises(SchemaError, match="2 rows are given 3"):
+            rb.update_priority(id=[1, 2], priority=[1.0, 2.0, 3.0])
+
+
+def test_what_is_wrong_is_said_as_in_process(server: Serving, name: str) -> None:
+    with connect(server, name, batch_size=4) as rb:
+        with pytest.raises(NotReadyError) as caught:
+            rb.sample()
+        assert caught.value.status == 409
+        rb.extend(batch_of(5))
+        with pytest.raises(SchemaError):
+            rb.extend(batch_of(3).exclude("action"))
+        with pytest.raises(SchemaError):
+            rb.extend(torch.zeros(3))  # type: ignore[arg-type]
+        with pytest.raises(SchemaError):
+            rb.extend(batch_of(3).set("action", torch.zeros(3, 2)))
+        with pytest.raises(NotFoundError):
+            rb.by_id([1, 77])
+        with pytest.raises(NotFoundError):
+            rb.trajectory(77)
+        with pytest.raises(NotFoundError, match="sampler"):
+            connect(server, name, batch_size=4, sampler="nobody").sample()
+        with pytest.raises(NotFoundError, match="sampler"):
+            next(connect(server, name, batch_size=4, sampler="nobody").stream())
+        assert len(rb) == 5
+        with pytest.raises(StateError, match="batch_size"):
+            next(iter(connect(server, name)))
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        lambda rb: rb[0],
+        lambda rb: rb.__setitem__(0, 1),
+        lambda rb: rb.append_transform(len),
+        lambda rb: rb.add_column("return", fill=0.0),
+        lambda rb: rb.storage,
+        lambda rb: rb.set_sampler(None),
+        lambda rb: rb.state_dict(),
+        lambda rb: rb.extend(batch_of(1), return_ids=False),
+    ],
+)
+def test_what_needs_the_rows_at_hand_says_what_to_do(server: Serving, folder: Path, act: Any) -> None:
+    rb = RemoteReplayBuffer(
+        expstore.remote.transport.Connection(Address("http://nowhere", "x"), None, timeout=1)
+    )
+    with pytest.raises(RemoteError) as caught:
+        act(rb)
+    assert caught.value.kind == "local_only"
+    assert caught.value.hint
+
+
+def test_every_name_of_the_buffer_is_there() -> None:
+    buffer, remote = (
+        {name for name in dir(cls) if not name.startswith("_")}
+        for cls in (expstore.TensorDictReplayBuffer, RemoteReplayBuffer)
+    )
+    assert buffer <= remote
+
+
+def test_samplers_with_names_are_shared(server: Serving, name: str) -> None:
+    passes = {"kind": "without_replacement", "shuffle": False}
+    with connect(server, name) as rb, connect(server, name, sampler="once", batch_size=3) as other:
+        first = rb.extend(batch_of(6))
+        for _ in range(2):  # the same one again changes nothing
+            rb.name_sampler("once", passes, where="_step < 6", seed=4)
+        assert rb.samplers()["once"]["kind"] == "without_replacement"
+        with connect(server, name, sampler="once", batch_size=3) as third:
+            drawn = [buffer.sample()["id"].tolist() for buffer in (other, third, other, third)]
+        assert drawn == [first[:3].tolist(), first[3:].tolist()] * 2
+        with pytest.raises(StateError, match="another sampler"):
+            rb.name_sampler("once", {"kind": "consuming"})
+        rb.dumps()
+        rb.extend(batch_of(5))
+        rb.loads()
+        assert rb.by_id(other.sample()["id"])["action"].tolist() == batch_of(6)["action"][:3].tolist()
+        rb.forget_sampler("once")
+        assert rb.samplers() == {}
+        with pytest.raises(NotFoundError, match="sampler"):
+            rb.forget_sampler("once")
+        with pytest.raises(NotFoundError, match="sampler"):
+            other.sample()
+
+
+def test_samplers_are_described(server: Serving, name: str) -> None:
+    with pytest.raises(RemoteError, match="describe it"):
+        connect(server, name, sampler=expstore.PrioritizedSampler())
+    with pytest.raises(ValueError, match="seed"):
+        connect(server, name, draw=3)
+    with pytest.raises(ValueError, match="prefetch"):
+        connect(server, name, prefetch=0)
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["", "run", "ftp://host/run", "http://host", "http://host/", "http://u:p@host/run", "http://h/r?x=1"],
+)
+def test_addresses(url: str) -> None:
+    with pytest.raises(ValueError, match="address"):
+        expstore.connect(url)
+    found = Address.of("https://host:1/behind/a%20name/")
+    assert (found.root, found.name) == ("https://host:1/behind", "a name")
+    assert found.path("sample") == "/behind/v1/stores/a%20name/sample"
+
+
+def test_a_wrong_name_and_a_server_that_is_gone(server: Serving) -> None:
+    with pytest.raises(NotFoundError, match="nothing"):
+        connect(server, "nothing")
+    with Proxy(server.port, lambda _: "refuse") as proxy:
+        with pytest.raises(RemoteError) as caught:
+            connect(proxy, "nothing", retries=Retries(seconds=0.2, first=0.01, longest=0.02, seed=1))
+        assert caught.value.kind == "unreachable"
+        assert isinstance(caught.value, ConnectionError)
+        assert proxy.connections > 3
+        before = proxy.connections
+        with pytest.raises(RemoteError):
+            connect(proxy, "nothing", retries=ONCE)
+        assert proxy.connections == before + 1
+
+
+@pytest.mark.parametrize("trouble", ["refuse", "answer", "half"])
+def test_a_write_whose_answer_is_lost_happens_once(server: Serving, name: str, trouble: str) -> None:
+    with Proxy(server.port, lambda number: trouble if number % 3 != 2 else "") as proxy:
+        with connect(proxy, name, batch_size=4) as rb:
+            for number in range(4):
+                assert rb.extend(batch_of(10, 10 * number)).tolist() == list(
+                    range(10 * number + 1, 10 * number + 11)
+                )
+                proxy.cut()  # the next one needs a new connection
+            assert rb.add(batch_of(1)[0]) == 41
+            assert len(rb) == 41
+            assert rb.sample()["id"].shape == (4,)
+        assert proxy.connections >= 12
+
+
+def test_a_key_is_of_one_write(server: Serving, name: str) -> None:
+    with connect(server, name) as rb:
+        mine = rb._connection._here()
+        rb.extend(batch_of(3))
+        mine.numbers = iter([1])  # type: ignore[assignment]
+        with pytest.raises(StateError) as caught:
+            rb.extend(batch_of(4))
+        assert (caught.value.kind, caught.value.status) == ("key_reused", 409)
+        mine.numbers = iter([1])  # type: ignore[assignment]
+        assert rb.extend(batch_of(3)).tolist() == [1, 2, 3]
+        assert len(rb) == 3
+
+
+def test_a_stream_that_breaks_goes_on(server: Serving, name: str) -> None:
+    with connect(server, name, batch_size=5000, seed=5) as rb:
+        rb.extend(batch_of(50))
+        wanted = list(rb.stream(12))
+    with Proxy(server.port, lambda number: "half" if number in (1, 3) else "") as proxy:
+        with connect(proxy, name, batch_size=5000, seed=5, prefetch=1) as rb:
+            found = []
+            for batch in rb.stream(12):
+                found.append(batch)
+                if len(found) in (3, 6):
+                    proxy.cut()
+        assert proxy.connections > 3
+    same_rows = [torch.equal(one["id"], other["id"]) for one, other in zip(found, wanted, strict=True)]
+    assert same_rows == [True] * 12
+
+
+def test_threads_share_a_buffer(server: Serving, name: str) -> None:
+    with connect(server, name, batch_size=4) as rb:
+        ids: list[int] = []
+
+        def work(number: int) -> None:
+            for turn in range(5):
+                ids.extend(rb.extend(batch_of(4, 100 * number + 10 * turn)).tolist())
+                assert rb.sample()["id"].shape == (4,)
+
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert sorted(ids) == list(range(1, 121))
+        assert len(rb) == 120
+
+
+def _child(rb: RemoteReplayBuffer, held: Any, pipe: Any) -> None:
+    with pytest.raises(StateError, match="another process"):
+        next(held)
+    pipe.send((rb.extend(batch_of(3)).tolist(), next(rb.stream(1))["id"].tolist(), rb.draw))
+
+
+@pytest.mark.some(1)
+@pytest.mark.parametrize("method", ["fork", "pickle"])
+def test_other_processes_have_connections_of_their_own(server: Serving, name: str, method: str) -> None:
+    with connect(server, name, batch_size=4, seed=1) as rb:
+        rb.extend(batch_of(10))
+        wanted = connect(server, name, batch_size=4, seed=1).sample()["id"].tolist()
+        if method == "pickle":
+            copy = pickle.loads(pickle.dumps(rb))
+            assert copy._connection._mine == {}
+            assert copy.sample()["id"].tolist() == wanted
+            copy.close()
+            return
+        held = rb.stream()
+        next(held)
+        draw = rb.draw
+        here, there = multiprocessing.Pipe()
+        child = multiprocessing.get_context("fork").Process(target=_child, args=(rb, held, there))
+        child.start()
+        assert here.poll(60), "the child says nothing"
+        ids, _, drawn = here.recv()
+        child.join(60)
+        assert child.exitcode == 0
+        assert (ids, drawn, rb.draw) == ([11, 12, 13], draw + 1, draw)
+        assert rb.extend(batch_of(3)).tolist() == [14, 15, 16]
+        assert next(held)["id"].shape == (4,)
+        held.close()  # type: ignore[attr-defined]
+
+
+def test_an_interruption_ends_a_wait(server: Serving, name: str) -> None:
+    with connect(server, name, batch_size=4, wait=60.0, timeout=60.0) as rb:
+        timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            next(iter(rb))  # there are no rows
+        timer.join()
+        rb.extend(batch_of(5))
+        assert rb.sample()["id"].shape == (4,)
+
+
+def test_closing_wakes_who_waits_for_a_server(server: Serving, name: str) -> None:
+    with Proxy(server.port, lambda number: "" if number == 0 else "refuse") as proxy:
+        rb = connect(proxy, name, batch_size=4, retries=Retries(seconds=100, first=50, longest=50))
+        proxy.cut()
+        found: list[BaseException] = []
+
+        def wait() -> None:
+            try:
+                rb.extend(batch_of(3))
+            except StateError as exc:
+                found.append(exc)
+
+        thread = threading.Thread(target=wait)
+        thread.start()
+        while proxy.connections < 2:
+            pass
+        rb.close()
+        thread.join(20)
+        assert not thread.is_alive()
+        assert len(found) == 1
+
+
+def test_questions(server: Serving, name: str) -> None:
+    with connect(server, name) as rb:
+        rb.extend(batch_of(25))
+        found = rb.sql("SELECT count(*) AS n, sum(action) AS s FROM transitions WHERE action >= ?", [5])
+        assert found.fetchall() == [(20, 290)]
+        assert rb.sql("SELECT action FROM transitions WHERE _id = $id", {"id": 4}).fetchone() == (3,)
+        assert rb.sql("SELECT _id FROM transitions ORDER BY _id", limit=3).fetchall() == [(1,), (2,), (3,)]
+        episodes = rb.episodes("length >= $n", "length DESC", params={"n": 10})
+        assert [row[0] for row in episodes.fetchall()] == [1, 2]
+        assert len(rb.episodes(limit=2)) == 2
+        for bad in ("DELETE FROM transitions", "SELECT nothing FROM transitions"):
+            with pytest.raises(QueryError):
+                rb.sql(bad)
+        with pytest.raises(QueryError) as caught:
+            rb.sql("SELECT * FROM range(20000)")
+        assert caught.value.kind == "truncated"
+        assert len(rb.sql("SELECT * FROM range(20000)", limit=9000)) == 9000
+
+
+def test_versions_lie_with_the_store(server: Serving, name: str) -> None:
+    with connect(server, name) as rb:
+        rb.extend(batch_of(5))
+        made = rb.tag("five")
+        assert (made.number, made.tag, made.rows) == (1, "five", 5)
+        rb.extend(batch_of(3))
+        assert rb.dumps().rows == 8
+        assert [version.tag for version in rb.versions()] == ["five", None]
+        with pytest.raises(SnapshotError):
+            rb.tag("five")
+        rb.loads(version="five")
+        assert len(rb) == 5
+        with pytest.raises(RemoteError, match="path"):
+            rb.dumps("elsewhere")  # type: ignore[arg-type]
+        rb.extend(batch_of(4))
+        assert rb.save().rows == rb.write_count == 9
+        rb.load(version="five")
+
+
+def test_what_cannot_be_known_again_is_not_sent_again(server: Serving, name: str) -> None:
+    with Proxy(server.port, lambda number: "answer" if number == 1 else "") as proxy:
+        with connect(proxy, name) as rb:
+            rb.extend(batch_of(5))
+            proxy.cut()
+            with pytest.raises(RemoteError):
+                rb.dumps()
+            assert len(rb.versions()) == 1
+
+
+def test_tokens(tmp_path: Path) -> None:
+    expstore.open(tmp_path / "run.exp").close()
+    with Serving(Settings(path=tmp_path, token=b"let me in please")) as server:
+        with connect(server, "run", token="let me in please") as rb:
+            assert rb.extend(batch_of(3)).tolist() == [1, 2, 3]
+            assert next(rb.stream(1, batch_size=2))["id"].shape == (2,)
+        for token in (None, "let me in"):
+            with pytest.raises(RemoteError) as caught:
+                connect(server, "run", token=token)
+            assert caught.value.status == 401
+        with pytest.raises(ValueError, match="token"):
+            connect(server, "run", token="two\nlines")
+
+
+class _Process:
+    """`expstore serve`, which can be killed and comes back on the same port."""
+
+    def __init__(self, folder: Path) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.port = free.getsockname()[1]
+        self._command = [sys.executable, "-m", "expstore", "serve", str(folder), "--port", str(self.port)]
+        self.begin()
+
+    def begin(self) -> None:
+        self._child = warm_processes.Popen(self._command, stdout=subprocess.DEVNULL)
+
+    def kill(self) -> None:
+        self._child.kill()
+        self._child.wait()
+
+    @property
+    def most_memory(self) -> int:
+        """Return the most memory that it had, in KiB."""
+        text = Path(f"/proc/{self._child.pid}/status").read_text()
+        return int(text.split("VmHWM:")[1].split()[0])
+
+
+def _write(server: _Process, number: int, until: float, written: dict[int, int]) -> None:
+    with connect(server, "run", timeout=60, retries=Retries(seconds=100, seed=number)) as rb:
+        for turn in itertools.count():
+            data = batch_of(20, (number << 32) + turn * 20)
+            ids = rb.extend(data).tolist()
+            assert not written.keys() & set(ids), "an id came twice"
+            written.update(zip(ids, data["action"].tolist(), strict=True))
+            if time.monotonic() > until:
+                return
+
+
+def _sample(server: _Process, number: int, until: float) -> None:
+    options: dict[str, Any] = {"timeout": 60, "wait": 30.0, "retries": Retries(seconds=100, seed=number)}
+    with connect(server, "run", batch_size=32, **options) as rb:
+        while time.monotonic() < until:
+            batch = rb.sample()
+            assert (batch["observation"][:, 0] == batch["action"].float()).all()
+
+
+def _live_through_a_kill(folder: Path, clients: int, seconds: float) -> None:
+    expstore.open(folder / "run.exp", mode="x", seed=1).close()
+    server = _Process(folder)
+    try:
+        connect(server, "run").close()  # it answers
+        until, written = time.monotonic() + seconds, [dict[int, int]() for _ in range(clients // 2)]
+        with ThreadPoolExecutor(clients) as pool:
+            writers = [
+                pool.submit(_write, server, number, until, mine) for number, mine in enumerate(written)
+            ]
+            samplers = [pool.submit(_sample, server, number, until) for number in range(clients // 2)]
+            threading.Event().wait(seconds / 2)  # in the middle
+            server.kill()
+            before = sum(map(len, written))
+            server.begin()
+            for client in (*writers, *samplers):
+                client.result(seconds + 200)  # who saw an error other than the gap's has raised it
+        with connect(server, "run") as rb:
+            found = rb.sql("SELECT count(*), count(DISTINCT _id), count(DISTINCT action) FROM transitions")
+            total = sum(map(len, written))
+            assert found.fetchall() == [(total, total, total)]
+            assert 0 < before < total
+        assert server.most_memory < 2 << 20
+    finally:
+        server.kill()
+    acknowledged = {number: action for mine in written for number, action in mine.items()}
+    assert len(acknowledged) == total, "two clients were given one id"
+    with expstore.open(folder / "run.exp", mode="r") as rb:
+        assert dict(rb.sql("SELECT _id, action FROM transitions").fetchall()) == acknowledged
+
+
+def test_what_was_acknowledged_is_there_once_after_a_kill(tmp_path: Path) -> None:
+    _live_through_a_kill(tmp_path, 8, 6)
+
+
+@pytest.mark.torture
+@pytest.mark.timeout(600)
+def test_32_clients_and_a_kill(tmp_path: Path) -> None:
+    _live_through_a_kill(tmp_path, 32, 60)

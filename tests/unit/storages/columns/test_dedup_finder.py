@@ -1,0 +1,417 @@
+"""Rows that lie with the next ones of earlier rows: every life leaves both as they were, byte for byte."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from expstore.core.values import cut_run
+from expstore.disk.files import Disk
+from expstore.errors import CorruptionError
+from expstore.schema.schema import Field
+from expstore.storages.base import ROW_FIELDS
+from expstore.storages.columns.column_set import ColumnGroup
+from expstore.storages.columns.column_set_writer import WritableColumns
+from expstore.storages.columns.dedup_finder import NextRows
+from expstore.storages.columns.packed.column import PackedRows
+from expstore.storages.format.chunk_encoding import Packing, reach_for
+from expstore.storages.format.chunk_file import pack_index, read_index
+from tests.support.part_restarts import NEVER, Killed, MortalLife
+
+pytestmark = pytest.mark.usefixtures("no_syncs")
+
+WIDTH = 3
+FIELDS = (Field(("a",), "uint8", (WIDTH,)), Field(("next", "a"), "uint8", (WIDTH,)), *ROW_FIELDS)
+
+
+class Frames:
+    """Give steps of some environments, one after another or in any order, few of them alike by chance."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.now: dict[int, Any] = {}
+        self.random = np.random.default_rng(1)
+
+    def fresh(self) -> Any:
+        self.count += 1
+        return np.array([self.count % 251, self.count // 251, self.count % 7], np.uint8)
+
+    def step(self, lane: int) -> tuple[Any, Any]:
+        before, self.now[lane] = self.now.get(lane, self.fresh()), self.fresh()
+        return before, self.now[lane]
+
+    def rows(self, kind: str, count: int, lanes: int) -> tuple[Any, Any]:
+        pairs = []
+        for row in range(count):
+            if kind == "noise":  # alike by chance, near and far
+                pairs.append((self.random.integers(0, 2, WIDTH), self.random.integers(0, 2, WIDTH)))
+            elif kind == "still":
+                pairs.append((np.zeros(WIDTH), np.zeros(WIDTH)))
+            else:
+                if kind == "resets" and self.random.integers(0, 4) == 0:
+                    self.now.pop(row % lanes, None)
+                pairs.append(self.step(row % lanes if kind != "workers" else row * lanes // count))
+        observed, following = zip(*pairs, strict=True)
+        return np.array(observed, np.uint8), np.array(following, np.uint8)
+
+
+@dataclass
+class Life(MortalLife):
+    """Two columns, and what of them was published and synced."""
+
+    folder: Path
+    capacity: int | None
+    spare: int
+    reach: int
+    each: tuple[int, int]
+    chunks: int
+    now: list[tuple[dict[int, PackedRows], Any, Any]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.slots = None if self.capacity is None else self.capacity + self.spare + self.reach
+        packings = [
+            Packing("lz4hc", self.each[0], self.each[0] * self.chunks, shares=True),
+            Packing("lz4hc", self.each[1], self.each[1] * self.chunks),
+            *[None] * len(ROW_FIELDS),
+        ]
+        WritableColumns.create(Disk(), self.folder / "columns", FIELDS, self.slots, None, {}, packings)
+        self.frames = Frames()
+        self.columns = self.make()
+
+    def make(self) -> WritableColumns:
+        return WritableColumns(self.disk, self.folder / "columns", FIELDS, self.slots, reach=self.reach)
+
+    def extend(self, count: int, kind: str = "steps", lanes: int = 1) -> None:
+        count = min(count, self.spare)
+        if self.last + count - self.synced > self.spare:
+            self.sync()
+        observed, following = self.frames.rows(kind, count, lanes)
+        ids = np.arange(self.last + 1, self.last + count + 1)
+        numbers = np.stack([ids, ids, ids, ids])
+        pieces = cut_run(self.last + 1, count, self.slots)
+        self.columns.write(pieces, [observed, following], numbers, np.ones(count, np.float32))
+        both = zip(observed, following, strict=True)
+        self.rows.update(zip(ids.tolist(), both, strict=True))
+        self.last += count
+
+    def sync(self) -> None:
+        last, (_, finished) = self.last, self.columns.take_packed()
+        self.columns.name(finished)
+        self.disk.gate("mark", self.folder)
+        self.synced = last
+        self.columns.note_marked()
+
+    def end(self) -> None:
+        self.columns.close()
+        super().end()
+
+    def settle(self) -> None:
+        self.columns = self.make()
+        self.columns.open_shards()
+        first = max(self.first, self.low + 1)
+        assert not self.columns.lacks(first, self.last + 1 - first)
+        self.columns.require_rows(first, self.last + 1 - first)
+        self.columns.settle(self.last, self.synced)
+        self.sync()
+
+    def kill(self, acts: int, count: int, *how: Any, in_sync: bool, again: int) -> None:
+        super().kill(acts, count, *how, in_sync=in_sync, again=again)
+        self.frames.now.clear()
+
+    @property
+    def low(self) -> int:
+        return 0 if self.capacity is None else max(0, self.last - self.capacity)
+
+    def wanted(self) -> tuple[Any, list[Any]]:
+        """Slots of all rows that can be read, in any order and some twice, and their values."""
+        ids = np.array([one for one in range(self.low + 1, self.last + 1) if one in self.rows], np.int64)
+        ids = np.random.default_rng(self.last).permutation(np.concatenate([ids, ids[:3]]))
+        values = [np.array([self.rows[one][n] for one in ids.tolist()], np.uint8) for n in (0, 1)]
+        slots = ids - 1 if self.slots is None else (ids - 1) % self.slots
+        return slots, [value.reshape(-1, WIDTH) for value in values]
+
+    def keep(self) -> None:
+        """Keep the rows as they are now: whoever writes goes on, and these stay."""
+        self.now.append((self.columns.packed_now(), *self.wanted()))
+
+    def check(self) -> None:
+        slots, values = self.wanted()
+        same(self.columns.take(slots, [0, 1]), values)
+        same(self.columns.take(slots, [1, 0])[::-1], values)
+        same([column.take(slots) for column in self.columns.columns[:2]], values)
+        for kept, places, held in self.now:
+            same([kept[0].take(places), kept[1].take(places)], held)
+        if not slots.size:
+            return
+        fresh = ColumnGroup(Disk(), self.folder / "columns", FIELDS, self.slots, write=False)
+        self.reader = self.reader or ColumnGroup(
+            Disk(), self.folder / "columns", FIELDS, self.slots, write=False
+        )
+        for reader in (fresh, self.reader):
+            reader.look(0)
+            reader.look_to(self.last)
+            same(reader.take(slots, [0, 1]), values)
+
+
+def same(found: list[Any], wanted: list[Any]) -> None:
+    for one, other in zip(found, wanted, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+KINDS = st.sampled_from(["steps", "resets", "noise", "still", "workers"])
+ACTS = st.one_of(
+    st.tuples(st.just("extend"), st.integers(1, 40), KINDS, st.integers(1, 4)),
+    st.tuples(st.just("extend"), st.integers(1, 3), KINDS, st.integers(1, 4)),
+    st.tuples(st.just("sync")),
+    st.tuples(st.just("keep")),
+    st.tuples(st.just("open again")),
+    st.tuples(st.just("jump"), st.integers(1, 60)),
+    st.tuples(
+        st.just("kill"), st.integers(0, 60), st.integers(1, 40), KINDS, st.booleans(), st.integers(0, 40)
+    ),
+)
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    each=st.tuples(st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2, 4, 8])),
+    chunks=st.integers(1, 4),
+    capacity=st.one_of(st.none(), st.integers(1, 12)),
+    reach=st.integers(1, 6),
+    acts=st.lists(ACTS, min_size=1, max_size=25),
+)
+def test_every_life_keeps_both(
+    each: tuple[int, int], chunks: int, capacity: int | None, reach: int, acts: list[tuple[Any, ...]]
+) -> None:
+    most = max(each)
+    room = None if capacity is None else capacity * most
+    with tempfile.TemporaryDirectory() as name:
+        life = Life(Path(name), room, 3 * most, (reach + 1) * most, each, chunks)
+        for act, *numbers in acts:
+            if act == "extend":
+                life.extend(*numbers)
+            elif act == "kill":
+                left, count, kind, in_sync, again = numbers
+                life.kill(left, count, kind, in_sync=in_sync, again=again)
+            elif act == "open again":
+                life.reader = None
+                life.open_again()
+            elif act == "jump":
+                life.jump(*numbers)
+            else:
+                getattr(life, act)()
+            life.check()
+        life.end()
+
+
+@pytest.mark.some(1)
+@pytest.mark.parametrize("capacity", [None, 24])
+def test_killed_at_every_act(tmp_path: Path, capacity: int | None) -> None:
+    """One run of writes and syncs over several shards and turns, killed at each of its acts in turn."""
+    killed = acts = 0
+    while killed == acts:
+        folder = tmp_path / str(acts)
+        folder.mkdir()
+        life = Life(folder, capacity, 16, 12, (4, 4), 4)
+        life.disk.left = acts
+        try:
+            for count in (3, 13, 1, 16, 7, 16, 2, 14):
+                life.extend(count, lanes=2)
+                if count % 2:
+                    life.sync()
+        except Killed:
+            killed += 1
+        life.disk.left = NEVER
+        life.open_again()
+        life.check()
+        life.extend(9)
+        life.check()
+        life.open_again()
+        life.check()
+        life.end()
+        acts += 5
+        killed += 4 if killed else 0
+    assert acts > 60
+
+
+@pytest.fixture
+def life(tmp_path: Path) -> Iterator[Life]:
+    """80 rows of two lanes, of which 64 can be read; all but the first of each lie with the next ones."""
+    made = Life(tmp_path, 64, 24, 24, (4, 8), 4)
+    for _ in range(5):
+        made.extend(16, lanes=2)
+    made.sync()
+    yield made
+    made.end()
+
+
+def test_what_was_kept_stays_when_the_ring_turns(life: Life) -> None:
+    life.keep()
+    for _ in range(9):
+        life.extend(16, lanes=2)
+        life.check()
+
+
+def test_rows_are_stored_once(life: Life) -> None:
+    column = life.columns.columns[0]
+    assert isinstance(column, PackedRows)
+    np.testing.assert_array_equal(column.distances(np.arange(80)), [0, 0, *[2] * 78])
+    life.check()
+    files = {path.name: path.stat().st_size for path in column.paths() if path.name.startswith("c.")}
+    # Headers, tables and two indexes; no frame.
+    assert files["c.2.0"] == 4 * (16 + 4 + 8) + 2 * (4 * 16 + 4)
+    assert files["c.0.0"] > files["c.2.0"]
+
+
+def test_other_readers_find_the_same_or_zeros(life: Life) -> None:
+    import zarr
+
+    group = zarr.open_group(life.folder / "columns", mode="r")
+    observed, following = group["a"], group["next/a"]
+    assert observed.attrs["expstore"]["shared"]["with"] == "next/a"
+    distances = life.columns.columns[0].distances(np.arange(80))
+    wanted = np.array([life.rows[one][0] for one in range(1, 81)])
+    wanted[distances > 0] = 0
+    np.testing.assert_array_equal(observed[:80], wanted)
+    np.testing.assert_array_equal(following[:64], [life.rows[one][1] for one in range(1, 65)])
+
+
+def test_rows_that_lie_with_lost_ones_are_refused(life: Life) -> None:
+    """The chunk of next rows 33 to 40 is gone: that costs rows 35 to 42, and no other."""
+    life.end()
+    path = life.folder / "columns/next/a/c.1.0"
+    data = bytearray(path.read_bytes())
+    with path.open("rb") as file:
+        opened = Disk().open(path, write=False)
+        chunks = read_index(opened, 4)
+        opened.close()
+        assert file.read(4)
+    data[int(chunks.offsets[0]) + 20] ^= 1
+    path.write_bytes(data)
+    reader = ColumnGroup(Disk(), life.folder / "columns", FIELDS, life.slots, write=False)
+    reader.look(0)
+    reader.look_to(80)
+    for one in range(17, 81):
+        slots = np.array([one - 1])
+        for place, lost in ((0, range(35, 43)), (1, range(33, 41))):
+            if one in lost:
+                with pytest.raises(CorruptionError, match="next/a"):
+                    reader.columns[place].take(slots)
+            else:
+                np.testing.assert_array_equal(reader.columns[place].take(slots)[0], life.rows[one][place])
+        if 33 <= one < 43:
+            with pytest.raises(CorruptionError, match="next/a"):
+                reader.take(slots, [0, 1])
+
+
+@pytest.mark.parametrize("loaded", [False, True])
+def test_a_bit_in_a_table_is_noticed(life: Life, loaded: bool) -> None:
+    life.end()
+    path = life.folder / "columns/a/c.2.0"
+    clean = path.read_bytes()
+    for at in range(16, 28):
+        data = bytearray(clean)
+        data[at] ^= 4
+        path.write_bytes(data)
+        reader = ColumnGroup(Disk(), life.folder / "columns", FIELDS, life.slots, write=False)
+        column = reader.columns[0]
+        assert isinstance(column, PackedRows)
+        if loaded:
+            column._load()
+        reader.look(0)
+        reader.look_to(80)
+        with pytest.raises(CorruptionError, match="/a"):
+            reader.take(np.arange(32, 36), [0, 1])
+        same(reader.take(np.arange(48, 64), [0, 1]), life_rows(life, 48, 16))
+
+
+def life_rows(life: Life, first: int, count: int) -> list[Any]:
+    return [
+        np.array([life.rows[one][n] for one in range(first + 1, first + count + 1)], np.uint8) for n in (0, 1)
+    ]
+
+
+def test_a_bit_in_either_index_is_noticed(life: Life) -> None:
+    life.end()
+    path = life.folder / "columns/a/c.2.0"
+    clean = path.read_bytes()
+    opened = Disk().open(path, write=False)
+    for at in range(4 * 28, len(clean)):
+        data = bytearray(clean)
+        data[at] ^= 16
+        path.write_bytes(data)
+        with pytest.raises(CorruptionError, match="index"):
+            read_index(opened, 4, table=12)
+    path.write_bytes(clean)
+    assert pack_index(read_index(opened, 4, table=12), table=12) == clean[4 * 28 :]
+    opened.close()
+
+
+def test_rows_before_the_oldest_one_must_be_there(life: Life) -> None:
+    """Next rows 1 to 32 are gone: rows 33 and 34 lie with the last two of them."""
+    life.end()
+    (life.folder / "columns/next/a/c.0.0").unlink()
+    columns = life.make()
+    columns.open_shards()
+    for first in (17, 33, 34):
+        with pytest.raises(CorruptionError, match="next/a"):
+            columns.require_rows(first, 81 - first)
+    columns.require_rows(35, 46)
+    columns.close()
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    reach=st.integers(1, 9),
+    width=st.sampled_from([1, 3, 8]),
+    letters=st.integers(1, 6),
+    parts=st.lists(st.tuples(st.integers(1, 30), st.booleans()), min_size=1, max_size=6),
+)
+def test_what_is_found_is_there(reach: int, width: int, letters: int, parts: list[tuple[int, bool]]) -> None:
+    random, known = np.random.default_rng(7), NextRows(width, reach)
+    place, told, missed = 100, {}, 0
+    for count, gap in parts:
+        if gap:
+            place, told = place + 50, {}
+        rows, following = random.integers(0, letters, (2, count, width), np.uint8)
+        told.update(zip(range(place, place + count), following, strict=True))
+        for row, distance in enumerate(known.find(place, rows, following).tolist()):
+            at = place + row
+            if distance:
+                assert 1 <= distance <= reach
+                np.testing.assert_array_equal(told[at - distance], rows[row])
+            else:
+                near = [told[n] for n in range(max(place - 500, at - reach), at) if n in told]
+                missed += any((rows[row] == one).all() for one in near)
+        place += count
+    assert missed == 0
+
+
+@pytest.mark.parametrize(
+    ("width", "reach"), [(64, 1024), (7056, 594), (1 << 20, 16), (8 << 20, 4), (1 << 30, 1)]
+)
+def test_wide_rows_are_looked_for_among_few(width: int, reach: int) -> None:
+    """They are kept in memory, and a ring has as many slots more."""
+    assert reach_for(Field(("a",), "uint8", (width,))) == reach
+
+
+def test_the_same_rows_come_once_more_after_a_failure() -> None:
+    """Their distances are the same then: the chunk is as it was, and the file has room for no other."""
+    frames = np.arange(40, dtype=np.uint16).reshape(20, 2)
+    known = NextRows(4, 4)
+    first = known.find(7, frames[:3], frames[1:4])
+    found = known.find(10, frames[3:6], frames[4:7])
+    np.testing.assert_array_equal(first, [0, 1, 1])
+    np.testing.assert_array_equal(known.find(10, frames[3:6], frames[4:7]), found)
+    np.testing.assert_array_equal(known.find(10, frames[3:9], frames[4:10]), [1] * 6)
+    np.testing.assert_array_equal(known.find(16, frames[9:10], frames[10:11]), [1])
+    others = known.find(16, frames[12:14], frames[13:15])  # not the same: nothing is known before them
+    np.testing.assert_array_equal(others, [0, 1])

@@ -1,0 +1,331 @@
+"""Stores whose observations lie with next ones: read, emptied, put into versions, damaged and repaired."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+
+import expstore
+from expstore.buffers.tensordict import TensorDictReplayBuffer
+from expstore.disk.files import Disk
+from expstore.errors import SchemaError
+from expstore.maintenance import repair, verify
+from expstore.storages import base
+from expstore.storages.format import chunk_encoding
+from expstore.storages.format.chunk_file import scan_chunks
+from expstore.storages.format.layout import ColumnLayout
+from expstore.storages.memory import MemoryStorage
+from expstore.storages.zarr import ZarrStorage
+from tests.support.damaged_stores import Broken, flip, in_child, lost_ids
+from tests.support.two_lanes import CAPACITY, TwoLanes
+
+pytestmark = pytest.mark.usefixtures("no_syncs")
+
+FIELDS = {"frame": {"layout": "packed", "rows": 4}, "next.frame": {"layout": "packed", "rows": 8}}
+
+
+@pytest.fixture(autouse=True)
+def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    shorten(monkeypatch)
+
+
+def shorten(patch: pytest.MonkeyPatch) -> None:
+    """Let stores have short shards and a short ring: 60 readable rows of 96."""
+    patch.setattr(chunk_encoding, "SHARD_ROWS", 32)
+    patch.setattr(chunk_encoding, "ENDLESS_SHARD_ROWS", 32)
+    patch.setattr(chunk_encoding, "REACH_ROWS", (4, 8))
+    patch.setattr(base, "spare_slots", lambda capacity, row_bytes: 20)
+
+
+def frames(numbers: Any) -> torch.Tensor:
+    """Rows that follow from a running number; half of each is noise, half is flat."""
+    noise = [np.random.default_rng(int(n)).integers(0, 256, (4, 16), np.uint8) for n in numbers]
+    parts = [np.array(noise).reshape(-1, 4, 16), np.zeros((len(noise), 4, 16), np.uint8)]
+    return torch.from_numpy(np.concatenate(parts, axis=1))
+
+
+ROWS = TwoLanes(frames, ColumnLayout(fields=FIELDS))
+batch, buffer, right, numbers_in = ROWS.batch, ROWS.buffer, ROWS.right, ROWS.numbers_in
+
+
+def fill(path: Path, capacity: int | None = CAPACITY, rows: int = 150) -> None:
+    with buffer(path, capacity) as rb:
+        for first in range(0, rows, 10):
+            rb.extend(batch(first, 10))
+            if first % 50 == 0:
+                rb.flush()
+
+
+def shared(path: Path) -> int:
+    """How many bytes the frames take that are not next ones."""
+    return sum(file.stat().st_size for file in (path / "columns/frame").glob("c.*"))
+
+
+@pytest.mark.some(1)
+@pytest.mark.parametrize("capacity", [None, CAPACITY])
+def test_both_read_as_they_were_given(tmp_path: Path, capacity: int | None) -> None:
+    path, first = tmp_path / "a.exp", 0
+    for life in range(4):
+        with buffer(path, capacity) as rb:
+            for count in (3, 10, 1, 22, 7):
+                rb.extend(batch(first, count))
+                first += count
+                wanted = list(range(0 if capacity is None else max(0, first - capacity), first))
+                assert numbers_in(rb) == wanted
+                if life % 2:
+                    with expstore.open(path, mode="r") as follower:
+                        assert numbers_in(follower) == wanted
+        with expstore.open(path, mode="r") as follower:
+            assert numbers_in(follower) == wanted
+    assert verify(path) == []
+    assert rb.storage.slots == (None if capacity is None else 60 + 20 + 16)
+
+
+def test_rows_after_an_empty_store_lie_with_rows_before(tmp_path: Path) -> None:
+    path = tmp_path / "a.exp"
+    with buffer(path) as rb:
+        rb.extend(batch(0, 45))
+        rb.empty()
+        rb.extend(batch(45, 33))
+        assert numbers_in(rb) == list(range(45, 78))
+        made = rb.dumps(tmp_path / "backup")
+    assert verify(path) == []
+    for store in (path, made.path):
+        with expstore.open(store, mode="r") as rb:
+            assert numbers_in(rb) == list(range(45, 78))
+    with buffer(path) as rb:
+        assert numbers_in(rb) == list(range(45, 78))
+
+
+def test_a_batch_longer_than_the_spare(tmp_path: Path) -> None:
+    """It gives up rows before it overwrites what others lie with."""
+    with buffer(tmp_path / "a.exp") as rb:
+        first = 0
+        for count in (30, 21, 35, 61, 50, 200, 79, 25):
+            rb.extend(batch(first, count))
+            first += count
+            found = numbers_in(rb)
+            assert found == list(range(first - len(found), first))
+            assert len(found) >= min(first, 50)
+
+
+@pytest.mark.some(1)
+@pytest.mark.parametrize(
+    ("rows", "capacity"),
+    [
+        *[(71, None), (333, CAPACITY)],
+        *(
+            pytest.param(rows, capacity, marks=pytest.mark.torture)
+            for rows, capacity in [(9, None), (333, None), (9, CAPACITY), (71, CAPACITY)]
+        ),
+    ],
+)
+def test_versions_hold_what_rows_lie_with(tmp_path: Path, capacity: int | None, rows: int) -> None:
+    path, place = tmp_path / "a.exp", tmp_path / "backup"
+    wanted = list(range(0 if capacity is None else max(0, rows - capacity), rows))
+    with buffer(path, capacity) as rb:
+        for first in range(0, rows, 11):
+            rb.extend(batch(first, min(11, rows - first)))
+        first_made = rb.dumps(place)
+        rb.extend(batch(rows, 20))
+        made = rb.dumps(place)
+        rb.extend(batch(rows + 20, 120))
+    shutil.rmtree(path)
+    for version, numbers in (
+        (first_made, wanted),
+        (made, [*wanted, *range(rows, rows + 20)][-len(wanted) - 20 :]),
+    ):
+        numbers = numbers if capacity is None else numbers[-capacity:]
+        with expstore.open(place, version=version.number, mode="r") as rb:
+            assert numbers_in(rb) == numbers
+    for number, size in enumerate((None, 60, 25)):
+        with buffer(tmp_path / f"{number}.exp", size) as rb:
+            rb.extend(batch(5000, 30))
+            rb.loads(place)
+            loaded = numbers if size is None else numbers[-size:]
+            assert numbers_in(rb) == loaded
+            rb.extend(batch(rows + 20, 15))
+            assert numbers_in(rb)[-15:] == list(range(rows + 20, rows + 35))
+        assert verify(tmp_path / f"{number}.exp") == []
+    with TensorDictReplayBuffer(storage=MemoryStorage(), batch_size=8) as rb:
+        rb.loads(place)
+        assert numbers_in(rb) == numbers
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("sound") / "sound.exp"
+    with pytest.MonkeyPatch.context() as patch:
+        shorten(patch)
+        fill(path)
+    return path
+
+
+@pytest.fixture
+def broken(sound: Path) -> Broken:
+    return Broken(sound, ["frame", "next/frame"], right, range(90, 150))
+
+
+@pytest.mark.parametrize("count", [10, pytest.param(30, marks=pytest.mark.torture)])
+def test_damage_anywhere_is_an_error_and_never_other_rows(broken: Broken, tmp_path: Path, count: int) -> None:
+    assert in_child(lambda: broken.faults(tmp_path, count, 1)) == []
+
+
+def test_verify_names_the_rows_that_lie_with_damaged_ones_and_repair_costs_these(
+    sound: Path, tmp_path: Path
+) -> None:
+    """Next rows 104 to 111 are damaged; 106 to 113 lie with them, but for one after the end of an episode."""
+    store = Path(shutil.copytree(sound, tmp_path / "broken.exp"))
+    assert verify(store) == []
+    path = store / "columns/next/frame/c.0.0.0"
+    index = np.frombuffer(path.read_bytes()[-4 - 16 * 4 : -4], "<u8").reshape(4, 2)
+    flip(path, int(index[1, 0]) + 30, 3)
+    lost = {*range(104, 112), *range(106, 114)}
+    found = verify(store)
+    assert {(finding.kind, finding.path) for finding in found} == {("payload", "columns/next/frame/c.0.0.0")}
+    assert {finding.column for finding in found} == {"frame", "next.frame"}
+    assert lost_ids(store) == {n for n in lost if n < 112 or (n - 2) % 17 != 5}
+    assert repair(store).left
+    named = lost_ids(store)
+    assert repair(store, drop_damaged=True).lost_rows == len(named)
+    assert verify(store) == []
+    with buffer(store) as rb:
+        assert numbers_in(rb) == sorted(set(range(90, 150)) - named)
+        rb.extend(batch(150, 30))
+        assert numbers_in(rb) == sorted(set(range(120, 180)) - named)
+        rb.dumps(tmp_path / "backup")
+    with expstore.open(tmp_path / "backup", mode="r") as rb:
+        assert numbers_in(rb) == sorted(set(range(120, 180)) - named)
+
+
+@pytest.mark.parametrize("count", [4, pytest.param(12, marks=pytest.mark.torture)])
+def test_a_repair_costs_the_rows_that_were_named_and_no_others(
+    broken: Broken, tmp_path: Path, count: int
+) -> None:
+    assert in_child(lambda: broken.repairs(tmp_path, count, 3)) == []
+
+
+def test_share_next_can_be_left_out(tmp_path: Path) -> None:
+    sizes = []
+    for name, layout in {
+        "shared": ColumnLayout(fields=FIELDS),
+        "whole": ColumnLayout(fields=FIELDS, share_next=False),
+        "field": ColumnLayout(fields=FIELDS | {"frame": FIELDS["frame"] | {"share_next": False}}),
+        "other": ColumnLayout(
+            fields=FIELDS | {"frame": FIELDS["frame"] | {"share_next": True}}, share_next=False
+        ),
+    }.items():
+        with buffer(tmp_path / name, None, layout) as rb:
+            rb.extend(batch(0, 64))
+        with expstore.open(tmp_path / name, batch_size=8) as rb:  # what it was made with counts
+            rb.extend(batch(64, 32))
+            assert numbers_in(rb) == list(range(96))
+        sizes.append(shared(tmp_path / name))
+    assert sizes[1] == sizes[2] > 2 * sizes[0]
+    assert sizes[3] == sizes[0]
+    with pytest.raises(SchemaError, match="True or False"):
+        ColumnLayout(fields={"frame": {"share_next": "yes"}})
+
+
+def test_frames_that_never_change_cost_no_store_in_a_power_cut(tmp_path: Path) -> None:
+    """A chunk is lost, and the one of the turn before has the very same bytes: its rows are not there."""
+    still = TensorDict({"frame": torch.zeros(20, 8, 16, dtype=torch.uint8)}, [20])
+    path, layout = tmp_path / "a.exp", ColumnLayout(fields={"frame": {"layout": "packed", "rows": 4}})
+    rb = buffer(path, CAPACITY, layout)
+    for _ in range(6):
+        rb.extend(still)
+    rb.flush()
+    rb.storage._keeper.stop()  # no mark covers what is extended now
+    rb.extend(still)  # ids 121 to 140 of a ring of 80: the turn before had all of their slots
+    rb.storage.drain()
+    cut = Path(shutil.copytree(path, tmp_path / "cut.exp"))
+    rb.close()
+    (cut / "STATE").unlink()
+    (filling,) = (cut / "columns/frame").glob("open.*")
+    file = Disk().open(filling, write=False)
+    chunks = scan_chunks(file, 8, 1)
+    file.close()
+    filling.write_bytes(filling.read_bytes()[: int(chunks.offsets[2]) - 10])  # slots 32 to 39 had been synced
+    assert newest(cut, "r") == newest(cut, "a") == 120
+
+
+def newest(path: Path, mode: Any) -> int:
+    """The newest row, all of which are read."""
+    with expstore.open(path, mode=mode) as rb:
+        assert not rb[:]["frame"].any()
+        return rb.storage.last
+
+
+def test_a_version_holds_older_rows_of_a_shard_that_is_being_filled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The oldest row that can be read is the first of its chunk, and lies with one of the chunk before."""
+    monkeypatch.setattr(chunk_encoding, "SHARD_ROWS", 64)
+    with buffer(tmp_path / "a.exp") as rb:
+        for first in range(0, 100, 10):
+            rb.extend(batch(first, 10))
+        made = rb.dumps(tmp_path / "backup")
+    with expstore.open(made.path, mode="r") as rb:
+        assert numbers_in(rb) == list(range(40, 100))
+
+
+def test_a_long_batch_that_ends_early_leaves_what_older_rows_lie_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, cut = tmp_path / "a.exp", tmp_path / "cut.exp"
+    publish = ZarrStorage._publish
+
+    def leave(storage: ZarrStorage, *args: Any) -> None:
+        shutil.copytree(path, cut)
+        publish(storage, *args)
+
+    with buffer(path) as rb:
+        for first in range(0, 90, 10):
+            rb.extend(batch(first, 10))
+        with monkeypatch.context() as patch:
+            patch.setattr(ZarrStorage, "_publish", leave)
+            rb.extend(batch(90, 48))
+    with expstore.open(cut) as rb:  # rows 91 to 138 were never published, and had 58 older ones given up
+        assert numbers_in(rb) == list(range(58, 90))
+
+
+@pytest.mark.some(2)
+@pytest.mark.parametrize("shares", [True, False])
+@pytest.mark.parametrize("over", [0, 1, 4, 7])
+def test_rows_in_flight_hide_none_that_can_be_read(tmp_path: Path, shares: bool, over: int) -> None:
+    """As many as there are spare slots, and the newest chunk of the next turn has begun."""
+    fields = {**FIELDS, "frame": {**FIELDS["frame"], "share_next": shares}}
+    with buffer(tmp_path / "a.exp", layout=ColumnLayout(fields=fields)) as rb:
+        storage, last = rb.storage, 0
+        rb.extend(batch(0, 1))
+        for last in range(1, 2 * storage.slots + over - storage.spare, 1):
+            rb.extend(batch(last, 1))
+        rb.flush()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(storage, "_publish", stop)
+            with pytest.raises(InterruptedError):
+                rb.extend(batch(last + 1, storage.spare))
+        with expstore.open(tmp_path / "a.exp", mode="r") as reader:
+            assert numbers_in(reader) == list(range(last + 1 - CAPACITY, last + 1))
+
+
+def test_rows_before_the_spare_are_not_taken_for_whole(tmp_path: Path) -> None:
+    """Their own slots are as they were for longer, but not what they may lie with."""
+    with buffer(tmp_path / "a.exp") as rb:
+        for first in range(0, 150, 10):
+            rb.extend(batch(first, 10))
+        with expstore.open(tmp_path / "a.exp", mode="r") as reader:
+            for storage in (rb.storage, reader.storage):
+                assert storage.slots == CAPACITY + 20 + 16
+                assert not storage.intact(np.array([150 - CAPACITY - 20, 150]))
+                assert storage.intact(np.array([150 - CAPACITY - 20 + 1, 150]))
+
+
+def stop(*_: Any, **__: Any) -> None:
+    raise InterruptedError

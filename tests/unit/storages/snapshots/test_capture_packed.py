@@ -1,0 +1,363 @@
+"""Versions of packed fields: shards are the store's own files, rows those of one moment, for every reader."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import zarr
+from hypothesis import HealthCheck, given
+from hypothesis import strategies as st
+from tensordict import TensorDict
+
+import expstore
+from expstore.buffers.replay_buffer import ReplayBuffer
+from expstore.buffers.tensordict import TensorDictReplayBuffer
+from expstore.disk.files import Disk
+from expstore.errors import CorruptionError, StateError
+from expstore.storages.engine.open_settings import Settings
+from expstore.storages.format import chunk_encoding
+from expstore.storages.format.layout import ColumnLayout
+from expstore.storages.memory import MemoryStorage
+from expstore.storages.snapshots.state_dict import content_of
+from expstore.storages.zarr import ZarrStorage
+from expstore.writers.writers import TensorDictMaxValueWriter
+from tests.support.case_selection import in_full, share
+
+pytestmark = pytest.mark.usefixtures("no_syncs")
+
+PACKED = ColumnLayout(fields={"frame": {"layout": "packed", "rows": 4}})
+
+
+@pytest.fixture(autouse=True)
+def short_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shards of four chunks."""
+    monkeypatch.setattr(chunk_encoding, "SHARD_ROWS", 16)
+    monkeypatch.setattr(chunk_encoding, "ENDLESS_SHARD_ROWS", 16)
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    return tmp_path / "backup"
+
+
+def make(
+    path: Path, capacity: int | None = None, layout: ColumnLayout = PACKED, disk: Disk | None = None
+) -> TensorDictReplayBuffer:
+    options = Settings(flatten=True, seed=0, layout=layout)
+    return TensorDictReplayBuffer(
+        storage=ZarrStorage(path, capacity, settings=options, disk=disk), batch_size=8
+    )
+
+
+def rows(start: int, count: int) -> TensorDict:
+    """Frames that follow from the rows' numbers."""
+    number = torch.arange(start, start + count)
+    frame = (number[:, None] * 7 + torch.arange(64)[None]).to(torch.uint8)
+    return TensorDict({"frame": frame, "number": number}, [count])
+
+
+def content(rb: ReplayBuffer) -> tuple[list[int], np.ndarray]:
+    window = rb.storage.window
+    ids = window.ids()
+    frame, number = rb.storage.read(ids) if ids.size else (np.zeros((0, 64)), np.zeros(0, int))
+    return number.tolist(), np.asarray(frame)
+
+
+def holds(rb: ReplayBuffer, first: int, count: int) -> bool:
+    number, frame = content(rb)
+    return number == list(range(first, first + count)) and bool(
+        (frame == rows(first, count)["frame"].numpy()).all()
+    )
+
+
+def shards(version: Path) -> dict[str, int]:
+    folder = version / "columns" / "frame"
+    return {p.name: p.stat().st_ino for p in folder.iterdir() if p.name != "zarr.json"}
+
+
+@pytest.mark.some(2)
+@pytest.mark.parametrize(
+    ("capacity", "count"), [(None, 3), (None, 64), (None, 75), (40, 39), (40, 75), (40, 333)]
+)
+def test_a_version_is_the_store_as_it_was(
+    tmp_path: Path, place: Path, capacity: int | None, count: int
+) -> None:
+    with make(tmp_path / "store", capacity) as rb:
+        for start in range(0, count, 11):
+            rb.extend(rows(start, min(11, count - start)))
+        first = max(0, count - (capacity or count))
+        assert holds(rb, first, count - first)
+        made = rb.dumps(place)
+        rb.extend(rows(count, 90))
+        assert holds(rb, max(0, count + 90 - (capacity or 1000)), min(count + 90, capacity or 1000))
+    assert made.rows == count - first
+    with expstore.open(place) as old:
+        assert holds(old, first, count - first)
+    # All shards are finished: whoever reads Zarr sees the rows, too.
+    assert {name.split(".")[0] for name in shards(made.path)} == {"c"}
+    group = zarr.open_group(made.path / "columns", mode="r")
+    ids = np.arange(first + 1, count + 1)
+    slots = ids - 1 if capacity is None else (ids - 1) % group["_row/id"].shape[0]
+    assert (group["_row/id"][:][slots] == ids).all()
+    assert (group["frame"][:][slots] == rows(first, count - first)["frame"].numpy()).all()
+
+
+def test_finished_shards_are_the_stores_own_files(tmp_path: Path, place: Path) -> None:
+    with make(tmp_path / "store") as rb:
+        rb.extend(rows(0, 70))
+        one = rb.dumps(place)
+        own = shards(tmp_path / "store")
+        assert {name: own[name] for name in ("c.0.0", "c.1.0", "c.2.0", "c.3.0")}.items() <= shards(
+            one.path
+        ).items()
+        two = rb.dumps(place)  # and what is not finished is shared by versions
+        assert shards(two.path) == shards(one.path)
+        rb.extend(rows(70, 12))
+        three = rb.dumps(place)
+        assert shards(three.path)["c.4.0"] != shards(one.path)["c.4.0"]
+        rb.flush()
+        assert shards(three.path)["c.4.0"] == shards(tmp_path / "store")["c.4.0"]
+        assert two.new_bytes < one.new_bytes
+
+
+def test_bytes_that_were_written_are_counted(tmp_path: Path, place: Path) -> None:
+    flat, packed = tmp_path / "flat", tmp_path / "packed"
+    new = []
+    for path, layout in ((flat, ColumnLayout()), (packed, PACKED)):
+        with make(path, layout=layout) as rb:
+            rb.extend(rows(0, 6400))
+            new.append(rb.dumps(place / path.name).new_bytes)
+    frames = 8192 * 64
+    assert new[0] - new[1] == pytest.approx(frames, rel=0.05)
+
+
+class NoLinks(Disk):
+    """A disk where no file has two names."""
+
+    def link(self, old: Path, new: Path) -> bool:
+        return False
+
+
+def test_where_there_are_no_links_all_is_copied(tmp_path: Path, place: Path) -> None:
+    with make(tmp_path / "store", 40, disk=NoLinks()) as rb:
+        rb.extend(rows(0, 30))
+        rb.extend(rows(30, 37))
+        made = rb.dumps(place)
+        assert not set(shards(made.path).values()) & set(shards(tmp_path / "store").values())
+    with expstore.open(place) as old:
+        assert holds(old, 27, 40)
+
+
+class Replacing(Disk):
+    """A disk on which another turn of the ring takes a shard's name just before it is linked."""
+
+    victim: Path | None = None
+
+    def link(self, old: Path, new: Path) -> bool:
+        if self.victim is not None and old.name == "c.0.0":
+            data = self.victim.read_bytes()
+            old.unlink()
+            old.write_bytes(data)
+        return super().link(old, new)
+
+
+def test_a_shard_that_is_replaced_meanwhile_is_copied(tmp_path: Path, place: Path) -> None:
+    disk = Replacing()
+    with make(tmp_path / "store", disk=disk) as rb:
+        rb.extend(rows(0, 64))
+        rb.flush()
+        disk.victim = tmp_path / "store" / "columns" / "frame" / "c.1.0"
+        made = rb.dumps(place)
+    with expstore.open(place) as old:
+        assert holds(old, 0, 64)
+    assert shards(made.path)["c.0.0"] != shards(tmp_path / "store")["c.0.0"]
+
+
+class Meanwhile(Disk):
+    """A disk that lets something be done once the moment of a version is chosen."""
+
+    act: Any = None
+
+    def link(self, old: Path, new: Path) -> bool:
+        self._do_it()
+        return super().link(old, new)
+
+    def _do_it(self) -> None:
+        act, self.act = self.act, None
+        if act is not None:
+            act()
+
+
+def test_rows_that_come_meanwhile_are_not_in_the_version(tmp_path: Path, place: Path) -> None:
+    disk = Meanwhile()
+    with make(tmp_path / "store", disk=disk) as rb:
+        rb.extend(rows(0, 70))
+
+        def go_on() -> None:
+            for start in range(70, 150, 10):
+                rb.extend(rows(start, 10))
+
+        disk.act = go_on
+        made = rb.dumps(place)
+        assert len(rb) == 150
+    assert made.rows == 70
+    with expstore.open(place) as old:
+        assert holds(old, 0, 70)
+    with make(tmp_path / "again") as rb:
+        rb.loads(place)
+        assert holds(rb, 0, 70)
+
+
+LAYOUTS = {"flat": ColumnLayout(), "packed": PACKED}
+
+
+@pytest.mark.some(2)
+@pytest.mark.parametrize("other", LAYOUTS)
+@pytest.mark.parametrize("own", LAYOUTS)
+@pytest.mark.parametrize("before", [57, pytest.param(0, marks=pytest.mark.torture)])
+@pytest.mark.parametrize("capacity", [None, 40])
+def test_versions_are_put_back_whatever_the_layouts(
+    tmp_path: Path, place: Path, own: str, other: str, before: int, capacity: int | None
+) -> None:
+    with make(tmp_path / "store", 40, LAYOUTS[other]) as rb:
+        rb.extend(rows(0, 30))
+        rb.extend(rows(30, 37))
+        rb.dumps(place)
+    with make(tmp_path / "target", capacity, LAYOUTS[own]) as rb:
+        if before:
+            rb.extend(rows(1000, before))
+        rb.loads(place)
+        assert holds(rb, 27, 40)
+        assert bool(rb.storage.packed_now()) == (own == "packed")
+        rb.extend(rows(67, 25))
+    for _ in range(2):  # the second time what the first one left
+        with make(tmp_path / "target", capacity, LAYOUTS[own]) as rb:
+            first = 52 if capacity else 27
+            assert holds(rb, first, 92 - first)
+            assert bool(rb.storage.packed_now()) == (own == "packed")
+            rb.flush()
+    with expstore.open(tmp_path / "target", mode="r") as seen:
+        assert holds(seen, first, 92 - first)
+
+
+def test_a_version_comes_back_into_memory(tmp_path: Path, place: Path) -> None:
+    with make(tmp_path / "store", 40) as rb:
+        rb.extend(rows(0, 67))
+        rb.dumps(place)
+    rb = TensorDictReplayBuffer(storage=MemoryStorage(40, seed=0), batch_size=8)
+    rb.loads(place)
+    assert holds(rb, 27, 40)
+
+
+def test_a_tag_keeps_packed_rows(tmp_path: Path) -> None:
+    with make(tmp_path / "store", 40) as rb:
+        rb.extend(rows(0, 67))
+        rb.tag("early")
+        rb.extend(rows(67, 100))
+    with expstore.open(tmp_path / "store", mode="r", version="early") as old:
+        assert holds(old, 27, 40)
+
+
+def test_a_state_holds_packed_rows(tmp_path: Path) -> None:
+    with make(tmp_path / "store", 40) as rb:
+        rb.extend(rows(0, 67))
+        state = content_of(rb.storage)
+    assert (state["rows"]["frame"] == rows(27, 40)["frame"]).all()
+
+
+def test_the_best_rows_are_not_put_into_packed_fields(tmp_path: Path, place: Path) -> None:
+    writer = TensorDictMaxValueWriter(rank_key="number")
+    storage = ZarrStorage(tmp_path / "best", 20, settings=Settings(flatten=True, seed=0))
+    with TensorDictReplayBuffer(storage=storage, writer=writer, batch_size=8) as rb:
+        rb.extend(rows(0, 30))
+        rb.dumps(place)
+    with make(tmp_path / "store", 40) as rb:
+        rb.extend(rows(500, 3))
+        with pytest.raises(StateError, match="cannot give way to better ones"):
+            rb.loads(place)
+        assert holds(rb, 500, 3)
+
+
+@pytest.mark.parametrize("disk", [Disk, NoLinks])
+def test_damage_stays_damage(tmp_path: Path, place: Path, disk: type[Disk]) -> None:
+    with make(tmp_path / "store") as rb:
+        rb.extend(rows(0, 64))
+    path = tmp_path / "store" / "columns" / "frame" / "c.1.0"
+    data = bytearray(path.read_bytes())
+    data[100] ^= 1
+    path.write_bytes(data)
+    with make(tmp_path / "store", disk=disk()) as rb:
+        rb.dumps(place)
+    with expstore.open(place) as old:
+        with pytest.raises(CorruptionError):
+            old.storage.read(np.arange(17, 18))
+        kept = np.r_[1:17, 21:65]
+        frame = rows(0, 64)["frame"].numpy()[kept - 1]
+        assert (old.storage.read(kept)[0] == frame).all()
+    with make(tmp_path / "other") as rb:
+        rb.extend(rows(500, 3))
+        with pytest.raises(CorruptionError):
+            rb.loads(place)
+        assert holds(rb, 500, 3)
+
+
+ACTS = st.lists(
+    st.one_of(
+        st.integers(1, 60).map(lambda count: ("extend", count)),
+        st.sampled_from([("dump", 0), ("dump", 0), ("load", 0), ("reopen", 0), ("flush", 0), ("empty", 0)]),
+    ),
+    max_size=14,
+)
+
+
+@share(0.2, of=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(ACTS, st.sampled_from([None, 24, 40]))
+def test_lives_with_versions(
+    tmp_path_factory: pytest.TempPathFactory, acts: list[tuple[str, int]], capacity: int | None
+) -> None:
+    folder = tmp_path_factory.mktemp("life")
+    rb, serial = make(folder / "store", capacity), itertools.count()
+    have: list[int] = []
+    kept: list[list[int]] = []
+    try:
+        for act, count in acts:
+            if act == "extend":
+                first = next(serial) * 100
+                rb.extend(rows(first, count))
+                have = [*have, *range(first, first + count)]
+                have = have if capacity is None else have[-capacity:]
+            elif act == "dump":
+                rb.dumps(folder / "versions")
+                kept.append(have)
+            elif act == "load" and kept:
+                rb.loads(folder / "versions")
+                have = kept[-1]
+            elif act == "reopen":
+                rb.close()
+                rb = make(folder / "store", capacity)
+            elif act == "flush":
+                rb.flush()
+            elif act == "empty":
+                rb.empty()
+                have = []
+            check(rb, have)
+    finally:
+        rb.close()
+    for number, wanted in enumerate(kept):
+        with expstore.open(folder / "versions" / f"v{number + 1:04d}", mode="r") as old:
+            check(old, wanted)
+
+
+test_lives_with_versions_in_full = pytest.mark.torture(in_full(test_lives_with_versions))
+
+
+def check(rb: ReplayBuffer, wanted: list[int]) -> None:
+    number, frame = content(rb)
+    assert number == wanted
+    if wanted:
+        assert (frame == np.concatenate([rows(n, 1)["frame"].numpy() for n in wanted])).all()

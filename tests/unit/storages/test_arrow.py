@@ -1,0 +1,782 @@
+"""The Arrow storage: segments through reopening, rings, followers, versions, loads, and what it refuses."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import expstore
+from expstore.core.values import Ranking
+from expstore.disk import files
+from expstore.episodes.table import Steps
+from expstore.errors import CorruptionError, SchemaError, StateError, StorageError
+from expstore.maintenance import repair, verify
+from expstore.schema.arrow_types import ragged_text
+from expstore.schema.field_roles import find_keys
+from expstore.schema.schema import ARROW, Field, Schema
+from expstore.storages import base
+from expstore.storages.arrow import ArrowStorage
+from expstore.storages.columns.arrow import compaction, writer
+from expstore.storages.engine.open_settings import Settings
+from expstore.storages.follower import FollowerStorage
+from expstore.storages.memory import MemoryStorage
+from expstore.storages.zarr import ZarrStorage
+from expstore.writers.writers import RoundRobinWriter
+from tests.support.case_selection import in_full, share
+from tests.unit.storages.test_variable_fields import SCHEMA, check, columns_of, put, window_ids
+
+
+@pytest.fixture(autouse=True)
+def no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing here is about what a power cut leaves."""
+    monkeypatch.setattr(files, "_sync_data", os.fstat)
+    monkeypatch.setattr(os, "fsync", lambda fd: None)
+
+
+@pytest.fixture(params=[None, "narrow", "lz4", "zstd"])
+def compression(request: pytest.FixtureRequest) -> Any:
+    return request.param
+
+
+def small(patch: pytest.MonkeyPatch) -> None:
+    """Make segments, batches and merges so small that some hundred rows have all of them."""
+    patch.setattr(writer, "SEGMENT_BYTES", 16_000)
+    patch.setattr(writer, "SEGMENT_BATCHES", 20)
+    patch.setattr(writer, "BATCH_BYTES", 3000)
+    patch.setattr(writer, "PACKED_BYTES", 900)
+    patch.setattr(writer, "TOGETHER_BYTES", 6000)
+    patch.setattr(writer, "MERGED_BYTES", 2000)
+    patch.setattr(compaction, "MANY", 4)
+
+
+@pytest.fixture
+def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    small(monkeypatch)
+
+
+def new(path: Path, capacity: int | None = None, **options: Any) -> ArrowStorage:
+    storage = ArrowStorage(path, capacity, **options)
+    if storage.schema is None:
+        storage.prepare(SCHEMA, find_keys(SCHEMA))
+    return storage
+
+
+def segments(path: Path) -> list[Path]:
+    return sorted((path / "segments").iterdir())
+
+
+def rows_in(path: Path) -> int:
+    """Read a segment as any other program would."""
+    with pa.ipc.open_stream(path) as reader:
+        table = reader.read_all()
+    table.validate(full=True)
+    return int(table.num_rows)
+
+
+acts = st.one_of(
+    st.tuples(st.just("put"), st.integers(1, 9)),
+    st.tuples(st.just("put"), st.integers(10, 70)),
+    st.tuples(st.sampled_from(["clear", "sync", "sync", "reopen", "dumps", "loads", "change"]), st.just(0)),
+)
+
+
+@share(0.4, of=20, deadline=None)
+@given(
+    plan=st.lists(acts, min_size=1, max_size=20),
+    capacity=st.sampled_from([None, 7, 40]),
+    compression=st.sampled_from([None, "narrow", "lz4", "zstd"]),
+    seed=st.integers(0, 2**31),
+)
+def test_rows_against_a_model(
+    tmp_path_factory: pytest.TempPathFactory,
+    plan: list[tuple[str, int]],
+    capacity: int | None,
+    compression: Any,
+    seed: int,
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        small(patch)
+        no_sync(patch)
+        patch.setattr(base, "spare_slots", lambda capacity, row_bytes: 6)
+        folder = tmp_path_factory.mktemp("model")
+        path, rng = folder / "run.exp", np.random.default_rng(seed)
+        storage = new(path, capacity, compression=compression)
+        born: dict[int, int] = {}  # id -> the number that its values follow from
+        kept: dict[int, int] | None = None
+        for act, number in plan:
+            if act == "put":
+                born |= {id: id for id in put(storage, number).tolist()}
+            elif act == "clear":
+                storage.clear()
+                born.clear()
+            elif act == "sync":
+                storage.sync()
+            elif act == "reopen":
+                storage.close()
+                storage = new(path)
+            elif act == "dumps":
+                storage.dumps(folder / "versions")
+                kept = dict(born)
+            elif act == "loads" and kept is not None:
+                storage.loads(folder / "versions")
+                last = storage.last
+                born = {last - max(kept) + id: number for id, number in kept.items()} if kept else {}
+            elif act == "change" and born:
+                chosen = np.array(sorted(born)[:2])
+                storage.change(chosen, [0], [np.zeros((chosen.size, 3), np.float32)])
+                storage.change(chosen, [0], [columns_of(np.array([born[i] for i in chosen.tolist()]))[0]])
+            if capacity is not None:
+                born = {id: n for id, n in born.items() if id > storage.last - capacity}
+            ids = np.array(sorted(born), np.int64)
+            np.testing.assert_array_equal(window_ids(storage), ids)
+            drawn = rng.choice(ids, min(ids.size, 12)) if ids.size else ids
+            numbers = np.array([born[i] for i in drawn.tolist()], np.int64)
+            for found, expected in zip(storage.read(drawn), columns_of(numbers), strict=True):
+                assert found.tolist() == expected.tolist()
+        storage.close()
+        with_follower = FollowerStorage(path)
+        numbers = np.array([born[i] for i in ids.tolist()], np.int64)
+        for found, expected in zip(with_follower.read(ids), columns_of(numbers), strict=True):
+            assert found.tolist() == expected.tolist()
+        with_follower.close()
+
+
+test_rows_against_a_model_in_full = pytest.mark.torture(in_full(test_rows_against_a_model))
+
+
+def no_sync(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(files, "_sync_data", os.fstat)
+    patch.setattr(os, "fsync", lambda fd: None)
+
+
+# ---------------------------------------------------------------------------------------------------
+# Segments.
+
+
+def test_segments_can_be_read_by_any_program_open_or_sealed(
+    tmp_path: Path, tiny: None, compression: Any
+) -> None:
+    storage = new(tmp_path / "a.exp", compression=compression)
+    for count in (30, 40, 1, 1, 25, 60):
+        put(storage, count)
+    storage.sync()
+    paths = segments(tmp_path / "a.exp")
+    assert len(paths) > 2
+    assert sum(map(rows_in, paths)) == storage.last == 157
+    assert [path.name for path in paths] == sorted(path.name for path in paths)
+    storage.close()
+    assert sum(map(rows_in, segments(tmp_path / "a.exp"))) == 157
+
+
+def test_segments_whose_rows_have_left_a_ring_go_after_the_mark(
+    tmp_path: Path, tiny: None, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(base, "spare_slots", lambda capacity, row_bytes: 10)
+    storage = new(tmp_path / "a.exp", 30)
+    storage._keeper.stop()
+    names = set()
+    for _ in range(20):
+        put(storage, 9)
+        names |= {path.name for path in segments(storage.path)}
+    storage.sync()
+    storage.sync()
+    assert len(segments(storage.path)) <= 3 < len(names)
+    assert storage._segments is not None
+    assert all(s.last > storage.last - storage.slots for s in storage._segments.segments)  # type: ignore[operator]
+    check(storage, window_ids(storage))
+    storage.close()
+    storage = new(tmp_path / "a.exp")
+    check(storage, window_ids(storage))
+    storage.close()
+
+
+def test_what_is_emptied_frees_its_segments(tmp_path: Path, tiny: None) -> None:
+    storage = new(tmp_path / "a.exp")
+    for _ in range(8):
+        put(storage, 30)
+    storage.sync()
+    assert len(segments(storage.path)) > 3
+    storage.clear()
+    put(storage, 60)
+    storage.sync()
+    storage.sync()
+    assert sum(map(rows_in, segments(storage.path))) < 120
+    check(storage, window_ids(storage))
+    storage.close()
+
+
+@pytest.mark.some(1)
+def test_small_batches_are_merged(tmp_path: Path, monkeypatch: Any, compression: Any) -> None:
+    monkeypatch.setattr(writer, "SEGMENT_BATCHES", 100)
+    storage = new(tmp_path / "a.exp", compression=compression)
+    storage._keeper.stop()
+    for _ in range(950):
+        put(storage, 1)
+        storage.drain()  # as the keeper does ten times a second
+    for _ in range(20):
+        storage.sync()
+        put(storage, 1)
+    found = storage._segments
+    assert found is not None
+    assert sum(len(segment.headers) for segment in found.segments) < 250
+    assert len(found.segments) < 5
+    assert sum(map(rows_in, segments(storage.path))) >= 950
+    check(storage, window_ids(storage))
+    storage.close()
+    storage = new(tmp_path / "a.exp")
+    check(storage, window_ids(storage))
+    storage.close()
+
+
+def test_merging_that_the_disk_refuses_costs_nothing(tmp_path: Path, tiny: None, monkeypatch: Any) -> None:
+    monkeypatch.setattr(writer, "MERGED_BYTES", 12_000)
+    storage = new(tmp_path / "a.exp")
+    storage._keeper.stop()
+    real = storage.disk.gate
+
+    def full(act: str, path: Path) -> None:
+        if path.name == writer.AGAIN and act == "write":
+            raise StorageError("no space", kind="disk_full")
+        real(act, path)
+
+    monkeypatch.setattr(storage.disk, "gate", full)
+    for _ in range(60):
+        put(storage, 1)
+        storage.drain()
+    storage.sync()
+    storage.sync()
+    check(storage, window_ids(storage))
+    monkeypatch.setattr(storage.disk, "gate", real)
+    assert storage._segments is not None
+    batches = sum(len(segment.headers) for segment in storage._segments.segments)
+    for _ in range(4):  # one segment per sync
+        put(storage, 1)
+        storage.sync()
+    assert sum(len(segment.headers) for segment in storage._segments.segments) < batches - 20
+    check(storage, window_ids(storage))
+    storage.close()
+
+
+@pytest.mark.parametrize("count", [11, 20, 21, 26, 60, 200])
+def test_an_extend_longer_than_spare_and_ring_leaves_the_newest(
+    tmp_path: Path, tiny: None, monkeypatch: Any, count: int
+) -> None:
+    monkeypatch.setattr(base, "spare_slots", lambda capacity, row_bytes: 5)
+    storage = new(tmp_path / "a.exp", 20)
+    put(storage, 7)
+    put(storage, count)
+    check(storage, window_ids(storage))
+    put(storage, 3)
+    check(storage, window_ids(storage))
+    storage.close()
+    storage = new(tmp_path / "a.exp")
+    assert storage.last == 10 + count
+    check(storage, window_ids(storage))
+    storage.close()
+
+
+# ---------------------------------------------------------------------------------------------------
+# What a writer leaves that nobody closed.
+
+
+def leave(storage: ArrowStorage, tmp_path: Path) -> Path:
+    """Return a copy of a store as a kill would leave it."""
+    import shutil
+
+    path = tmp_path / "left.exp"
+    shutil.rmtree(path, ignore_errors=True)
+    shutil.copytree(storage.path, path)
+    return path
+
+
+LEFT = [(1,), (3, 2, 1), (20,), (1, 30, 1), (30, 1, 1), (1, 1, 200)]
+
+
+@pytest.mark.some(2)
+@pytest.mark.parametrize(
+    ("counts", "durability"),
+    [
+        *((counts, "process") for counts in LEFT),
+        ((1, 30, 1), "sync"),
+        *(pytest.param(counts, "sync", marks=pytest.mark.torture) for counts in LEFT if counts != (1, 30, 1)),
+    ],
+)
+def test_what_returned_is_there_when_nobody_closed_the_store(
+    tmp_path: Path, tiny: None, compression: Any, counts: tuple[int, ...], durability: Any
+) -> None:
+    storage = new(
+        tmp_path / "a.exp", compression=compression, settings=Settings(durability=durability, storage="arrow")
+    )
+    storage._keeper.stop()  # a copy is to be of one moment
+    for count in (5, *counts):
+        put(storage, count)
+        path = leave(storage, tmp_path)
+        follower = FollowerStorage(path)
+        np.testing.assert_array_equal(window_ids(follower), window_ids(storage))
+        check(follower, window_ids(storage))
+        follower.close()
+        other = new(path)
+        np.testing.assert_array_equal(window_ids(other), window_ids(storage))
+        check(other, window_ids(storage))
+        put(other, 4)
+        check(other, window_ids(other))
+        other.close()
+    storage.close()
+
+
+@pytest.mark.some(2)
+@pytest.mark.parametrize("lost", [1, 3, 8])
+def test_rows_that_were_never_published_are_cut(tmp_path: Path, tiny: None, lost: int) -> None:
+    """A batch that was drained may hold rows of records that a power cut took."""
+    storage = new(tmp_path / "a.exp")
+    storage._keeper.stop()
+    put(storage, 30)
+    storage.sync()
+    for _ in range(12):
+        put(storage, 1)
+    storage.drain()
+    found = storage._segments
+    assert found is not None
+    for last in (42 - lost, 30, 29):
+        path = leave(storage, tmp_path)
+        copied = writer.SegmentWriter(storage.disk, path / "segments", found.fields, None, compression=None)
+        copied.open_all()
+        copied.settle(last, 25)
+        ids = np.arange(1, last + 1)
+        for number, rows in enumerate(copied.take(ids, range(len(found.fields)))):
+            assert rows.to_pylist() == columns_of(ids)[1 + number].to_pylist()
+        assert not copied.covers(last + 1, 1)
+        copied.append(
+            last + 1, [c for c in columns_of(np.arange(last + 1, last + 9)) if isinstance(c, pa.Array)]
+        )
+        assert copied.is_whole(1, last + 8)
+        copied.close()
+    storage.close()
+
+
+def test_a_full_disk_leaves_the_store_as_it_was(tmp_path: Path, tiny: None, monkeypatch: Any) -> None:
+    storage = new(tmp_path / "a.exp")
+    put(storage, 30)
+    real = storage.disk.gate
+
+    def full(act: str, path: Path) -> None:
+        if path.parent.name == "segments" and act in ("write", "truncate"):
+            raise StorageError("no space", kind="disk_full")
+        real(act, path)
+
+    for count in (40, 2):
+        monkeypatch.setattr(storage.disk, "gate", full)
+        before = storage.last
+        if count > 8:
+            with pytest.raises(StorageError, match="no space"):
+                put(storage, count)
+            assert storage.last == before
+        else:
+            put(storage, count)  # in the journal
+        check(storage, window_ids(storage))
+        monkeypatch.setattr(storage.disk, "gate", real)
+        put(storage, count)
+        check(storage, window_ids(storage))
+    storage.close()
+    storage = new(tmp_path / "a.exp")
+    check(storage, window_ids(storage))
+    storage.close()
+
+
+def test_an_extend_that_would_leave_too_little_space_is_refused(tmp_path: Path, monkeypatch: Any) -> None:
+    storage = new(tmp_path / "a.exp", settings=Settings(min_free_bytes=1 << 20, storage="arrow"))
+    put(storage, 10)
+    size = sum(c.nbytes for c in columns_of(np.arange(11, 21)) if isinstance(c, pa.Array))
+    monkeypatch.setattr(storage.disk, "free", lambda path: (1 << 20) + size - 1)
+    with pytest.raises(StorageError, match="min_free_bytes"):
+        put(storage, 10)
+    monkeypatch.setattr(storage.disk, "free", lambda path: (1 << 20) + size + 100_000)
+    put(storage, 10)
+    check(storage, window_ids(storage))
+    storage.close()
+
+
+# ---------------------------------------------------------------------------------------------------
+# Readers, versions, what is refused.
+
+
+@pytest.mark.some(2)
+def test_a_follower_reads_rows_as_they_come(tmp_path: Path, tiny: None, compression: Any) -> None:
+    storage = new(tmp_path / "a.exp", 60, compression=compression)
+    put(storage, 5)
+    follower = FollowerStorage(tmp_path / "a.exp")
+    assert follower.kind == "arrow"
+    for count in (1, 40, 3, 25, 90, 2, 2, 30, 30, 30, 30, 70):
+        put(storage, count)
+        storage.drain()
+        if count % 3 == 0:
+            storage.sync()
+        ids = window_ids(follower)
+        np.testing.assert_array_equal(ids, window_ids(storage))
+        check(follower, ids)
+    storage.clear()
+    put(storage, 12)
+    np.testing.assert_array_equal(window_ids(follower), window_ids(storage))
+    check(follower, window_ids(storage))
+    storage.close()
+    follower.follow()
+    check(follower, window_ids(follower))
+    follower.close()
+
+
+def test_versions_share_finished_segments(tmp_path: Path, tiny: None) -> None:
+    storage = new(tmp_path / "a.exp")
+    for _ in range(6):
+        put(storage, 40)
+    storage.sync()
+    storage.sync()
+    first = storage.dumps(tmp_path / "versions")
+    put(storage, 20)
+    second = storage.dumps(tmp_path / "versions")
+    own, links = ({p.name: p.stat().st_ino for p in segments(at)} for at in (storage.path, first.path))
+    shared = [name for name in links if own.get(name) == links[name]]
+    assert len(shared) >= len(links) - 1 > 1
+    assert second.new_bytes < first.new_bytes * 3
+    for version, rows in ((first, 240), (second, 260)):
+        with expstore.open(version.path, mode="r") as rb:
+            assert rb._storage.last == rows
+            check(rb._storage, np.arange(1, rows + 1))
+    put(storage, 100)
+    storage.loads(tmp_path / "versions", version=1)
+    numbers = np.arange(1, 241)
+    for found, expected in zip(storage.read(window_ids(storage)), columns_of(numbers), strict=True):
+        assert found.tolist() == expected.tolist()
+    memory = MemoryStorage()
+    memory.loads(tmp_path / "versions")
+    check(memory, window_ids(memory))
+    flat = ZarrStorage(tmp_path / "flat.exp")
+    with pytest.raises(SchemaError, match='storage="arrow"'):
+        flat.loads(tmp_path / "versions")
+    flat.close()
+    storage.close()
+
+
+def test_rows_of_fixed_size_can_be_changed_and_others_not(tmp_path: Path) -> None:
+    storage = new(tmp_path / "a.exp")
+    ids = put(storage, 20)
+    number = len(SCHEMA.fields) - 1
+    storage.change(ids[3:5], [number], [np.array([7, 8])])
+    assert storage.read(ids[3:5], [number])[0].tolist() == [7, 8]
+    with pytest.raises(SchemaError, match="'tokens' "):
+        storage.change(ids[3:5], [2], [columns_of(ids[3:5])[2]])
+    with pytest.raises(SchemaError, match="'blob' .*'text' "):
+        storage.change(ids[3:5], range(len(SCHEMA.fields)), columns_of(ids[3:5]))
+    storage.close()
+    storage = new(tmp_path / "a.exp")
+    assert storage.read(ids[3:5], [number])[0].tolist() == [7, 8]
+    assert storage.read(ids[3:5], [2])[0].equals(columns_of(ids[3:5])[2])
+    storage.close()
+
+
+def test_stores_of_the_best_rows_keep_no_such_fields(tmp_path: Path) -> None:
+    storage = new(tmp_path / "a.exp", 10)
+    with pytest.raises(SchemaError, match="better ones"):
+        storage.rank_by(Ranking(("x",), "sum"))
+    storage.close()
+    storage = ArrowStorage(tmp_path / "b.exp", 10)
+    storage.rank_by(Ranking(("x",), "sum"))
+    with pytest.raises(SchemaError, match="better ones"):
+        storage.prepare(SCHEMA, find_keys(SCHEMA))
+    storage.close()
+
+
+def test_a_store_is_opened_as_what_it_was_made(tmp_path: Path) -> None:
+    path = tmp_path / "a.exp"
+    with expstore.open(path, storage="arrow", compression="zstd", schema=SCHEMA) as rb:
+        assert isinstance(rb._storage, ArrowStorage)
+    with expstore.open(path) as rb:
+        assert isinstance(rb._storage, ArrowStorage)
+        assert rb._storage.manifest.compression == "zstd"
+    with pytest.raises(StateError, match="storage='arrow', opened with storage='zarr'"):
+        expstore.open(path, storage="zarr")
+    with pytest.raises(StateError, match="compression='zstd', opened with compression='lz4'"):
+        expstore.open(path, compression="lz4")
+    with pytest.raises(SchemaError, match="'gzip'"):
+        ArrowStorage(tmp_path / "b.exp", compression="gzip")  # type: ignore[arg-type]
+    with pytest.raises(SchemaError, match='storage="arrow"'):
+        expstore.open(tmp_path / "c.exp", schema=SCHEMA)
+    with pytest.raises(SchemaError, match="compression"):
+        expstore.open(tmp_path / "d.exp", storage="zarr", compression="lz4")
+    with expstore.open(path, mode="w") as rb:
+        assert type(rb._storage) is ZarrStorage
+
+
+def test_a_lost_segment_is_damage(tmp_path: Path, tiny: None) -> None:
+    storage = new(tmp_path / "a.exp")
+    for _ in range(5):
+        put(storage, 40)
+    storage.close()
+    path = segments(tmp_path / "a.exp")[1]
+    held = path.read_bytes()
+    path.unlink()
+    with pytest.raises(CorruptionError, match="are missing in"):
+        ArrowStorage(tmp_path / "a.exp")
+    follower = FollowerStorage(tmp_path / "a.exp")
+    follower.read(np.arange(1, 200), [0])
+    follower.read(np.arange(1, 5), [1])
+    with pytest.raises(CorruptionError, match="is missing in"):
+        follower.read(np.arange(1, 200), [1])
+    follower.close()
+    path.write_bytes(held)
+    storage = new(tmp_path / "a.exp")
+    check(storage, window_ids(storage))
+    storage.close()
+
+
+# ---------------------------------------------------------------------------------------------------
+# Checks.
+
+
+def flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 0x10
+    path.write_bytes(data)
+
+
+@pytest.mark.some(2)
+@pytest.mark.parametrize("where", ["body", "header", "missing", "first"])
+def test_damage_is_found_and_repaired_at_the_cost_of_its_rows(
+    tmp_path: Path, tiny: None, compression: Any, where: str
+) -> None:
+    storage = new(tmp_path / "a.exp", compression=compression)
+    for _ in range(6):
+        put(storage, 30)
+    found = storage._segments
+    assert found is not None
+    chosen = found.segments[0 if where == "first" else 1]
+    number = len(chosen.headers) // 2
+    header, at = chosen.headers[number], chosen.offsets[number]
+    storage.close()
+    assert verify(tmp_path / "a.exp") == []
+    if where == "missing":
+        chosen.path.unlink()
+        lost = {id for one in chosen.headers for id in range(one.first, one.last + 1)}
+    else:
+        flip(chosen.path, at + (20 if where == "header" else header.size - 8))
+        lost = set(range(header.first, header.last + 1))
+    findings = verify(tmp_path / "a.exp")
+    ids = {id for finding in findings for a, b in finding.ids for id in range(a, b + 1)}
+    assert ids == lost
+    assert {finding.path for finding in findings} == {f"segments/{chosen.path.name}"}
+    left = repair(tmp_path / "a.exp")
+    assert left.left == findings
+    outcome = repair(tmp_path / "a.exp", drop_damaged=True)
+    assert outcome.lost_rows == len(lost)
+    assert not outcome.left
+    assert verify(tmp_path / "a.exp") == []
+    storage = new(tmp_path / "a.exp")
+    ids_left = np.array(sorted(set(range(1, 181)) - lost))
+    np.testing.assert_array_equal(storage.window.ids(), ids_left)
+    check(storage, ids_left)
+    put(storage, 20)
+    check(storage, storage.window.ids())
+    storage.close()
+
+
+# ---------------------------------------------------------------------------------------------------
+# Integers in as few bytes as they need.
+
+TOKENS = Schema([Field(("tokens",), ARROW, (), ragged_text("int32", (None,)))])
+
+
+def put_tokens(storage: ArrowStorage, rows: list[list[int]]) -> None:
+    with storage.lock:
+        columns = [pa.array(rows, pa.list_(pa.int32()))]
+        RoundRobinWriter().write(storage, columns, Steps(len(rows)), source=None, info="")
+
+
+def widths_in(path: Path) -> list[str]:
+    """Return the types of the values in each segment, as any other program reads them."""
+    found = []
+    for segment in segments(path):
+        with pa.ipc.open_stream(segment) as reader:
+            found.append(str(reader.schema.field("tokens").type.value_type))
+    return found
+
+
+@pytest.mark.parametrize("packing", ["narrow", "lz4", "zstd"])
+def test_a_segment_begins_where_values_need_more_bytes(tmp_path: Path, packing: Any) -> None:
+    storage = ArrowStorage(tmp_path / "a.exp", compression=packing, settings=Settings(min_free_bytes=0))
+    storage.prepare(TOKENS, find_keys(TOKENS))
+    storage._keeper.stop()
+    rows: list[list[int]] = []
+    for values in ([7, 255], [256, 3], [1, 2], [-1, 70_000], [5, -6], [2**31 - 1], [9]):
+        rows += [values] * 40
+        put_tokens(storage, rows[-40:])
+    assert widths_in(storage.path) == ["uint8", "uint16", "int32"]
+    assert storage.manifest.format == 5
+    follower = FollowerStorage(storage.path)
+    mixed = np.array([1, 100, 280, 41, 161, 2, 240])
+    for reader in (storage, follower):
+        (found,) = reader.read(mixed)
+        assert found.type == pa.list_(pa.int32())
+        assert found.to_pylist() == [rows[i - 1] for i in mixed.tolist()]
+    storage.close()
+    follower.close()
+    assert verify(storage.path) == []
+    storage = ArrowStorage(storage.path)
+    put_tokens(storage, [[1 << 20]] * 40)
+    assert widths_in(storage.path) == ["uint8", "uint16", "int32"]  # what was not full goes on
+    (found,) = storage.read(mixed)
+    assert found.to_pylist() == [rows[i - 1] for i in mixed.tolist()]
+    storage.close()
+
+
+def test_one_wide_value_does_not_make_all_later_segments_wide(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(writer, "SEGMENT_BYTES", 4000)
+    storage = ArrowStorage(tmp_path / "a.exp", compression="narrow")
+    storage.prepare(TOKENS, find_keys(TOKENS))
+    for number in range(12):
+        put_tokens(storage, [[-1 << 20 if number == 4 else 300] * 15] * 40)
+    found = widths_in(storage.path)
+    assert found.count("int32") <= 3
+    assert {*found[:2], *found[-3:]} == {"uint16"}
+    storage.close()
+
+
+@pytest.mark.parametrize("merged_bytes", [300, 1 << 20], ids=["batches stay", "batches are joined"])
+def test_segments_of_several_widths_are_merged(tmp_path: Path, monkeypatch: Any, merged_bytes: int) -> None:
+    monkeypatch.setattr(writer, "SEGMENT_BATCHES", 1)
+    monkeypatch.setattr(writer, "MERGED_BYTES", merged_bytes)
+    storage = ArrowStorage(tmp_path / "a.exp", compression="narrow")
+    storage.prepare(TOKENS, find_keys(TOKENS))
+    storage._keeper.stop()
+    rows = [[number % 200 if number < 160 else number * (-1) ** number * 1000] * 9 for number in range(360)]
+    for start in range(0, 360, 40):
+        put_tokens(storage, rows[start : start + 40])
+    assert widths_in(storage.path) == ["uint8"] * 4 + ["int32"] * 5
+    for _ in range(2):
+        storage.sync()
+    assert widths_in(storage.path) == ["int32"] * 2
+    for _ in range(2):
+        (found,) = storage.read(np.arange(1, 361))
+        assert found.to_pylist() == rows
+        assert sum(map(rows_in, segments(storage.path))) == 360
+        storage.close()
+        assert verify(storage.path) == []
+        storage = ArrowStorage(storage.path)
+    storage.close()
+
+
+def test_sql_sees_widened_values(tmp_path: Path) -> None:
+    with expstore.open(tmp_path / "a.exp", storage="arrow", compression="narrow", schema=TOKENS) as rb:
+        for values in ([200, 100], [-5, 1 << 30]):
+            put_tokens(rb._storage, [values] * 40)  # type: ignore[arg-type]
+        query = (
+            "SELECT any_value(typeof(tokens)), max(list_max(tokens)), min(list_min(tokens)) FROM transitions"
+        )
+        assert rb.sql(query).fetchall() == [("INTEGER[]", 1 << 30, -5)]
+        assert rb.sql("SELECT sum(list_sum(tokens)) FROM transitions WHERE _index < 40").fetchall() == [
+            (12_000,)
+        ]
+
+
+def test_a_damaged_schema_of_a_segment_is_damage(tmp_path: Path) -> None:
+    storage = ArrowStorage(tmp_path / "a.exp", compression="narrow")
+    storage.prepare(TOKENS, find_keys(TOKENS))
+    put_tokens(storage, [[300, 40_000]] * 40)
+    storage.close()
+    (path,) = segments(storage.path)
+    data = path.read_bytes()
+    with pa.ipc.open_stream(path) as reader:
+        plain = reader.schema
+    # Its types are others now, which could be read as well.
+    shorter = plain.set(0, plain.field("tokens").with_type(pa.list_(pa.uint8()))).serialize().to_pybytes()
+    head = plain.serialize().to_pybytes()
+    assert data.startswith(head)
+    assert len(shorter) == len(head)
+    path.write_bytes(shorter + data[len(head) :])
+    findings = verify(storage.path)
+    assert [finding.ids for finding in findings] == [((1, 40),)]
+    with pytest.raises(CorruptionError):
+        ArrowStorage(storage.path)
+    path.write_bytes(data)
+    assert verify(storage.path) == []
+
+
+def test_a_write_that_failed_leaves_no_schema_of_other_widths(tmp_path: Path, monkeypatch: Any) -> None:
+    storage = ArrowStorage(tmp_path / "a.exp", compression="narrow")
+    storage.prepare(TOKENS, find_keys(TOKENS))
+    real, writes = storage.disk.gate, []
+
+    def full(act: str, path: Path) -> None:
+        if path.parent.name == "segments" and act == "write":
+            writes.append(path)
+            if len(writes) > 1:
+                raise StorageError("no space", kind="disk_full")
+        real(act, path)
+
+    monkeypatch.setattr(storage.disk, "gate", full)
+    with pytest.raises(StorageError, match="no space"):
+        put_tokens(storage, [[7]] * 40)
+    monkeypatch.setattr(storage.disk, "gate", real)
+    put_tokens(storage, [[300]] * 40)
+    assert widths_in(storage.path) == ["uint16"]
+    (found,) = storage.read(np.arange(1, 41))
+    assert found.to_pylist() == [[300]] * 40
+    storage.close()
+    storage = ArrowStorage(storage.path)
+    (found,) = storage.read(np.arange(1, 41))
+    assert found.to_pylist() == [[300]] * 40
+    storage.close()
+
+
+# ---------------------------------------------------------------------------------------------------
+# Compressed batches, unpacked by compiled loops.
+
+
+@pytest.mark.parametrize("packing", ["lz4", "zstd"])
+def test_compressed_rows_are_unpacked_without_pyarrow(tmp_path: Path, monkeypatch: Any, packing: Any) -> None:
+    storage = new(tmp_path / "a.exp", 400, compression=packing)
+    ids = put(storage, 300)
+    long = [[7 * number % 90_000 for number in range(size)] for size in (70_000, 1, 90_000, 0)]
+    columns = columns_of(np.arange(301, 305))
+    columns[2] = pa.array(long, pa.list_(pa.int32()))
+    with storage.lock:
+        RoundRobinWriter().write(storage, columns, Steps(4), source=None, info="")
+    found = storage._segments
+    assert found is not None
+    found._load()
+    monkeypatch.setattr(found, "_decode", lambda *given: pytest.fail("pyarrow was asked"))
+    rng = np.random.default_rng(0)
+    for count in (1, 7, 300):
+        check(storage, rng.choice(ids, count))
+    assert storage.read(np.array([304, 301, 5, 303, 302]), [2])[0].to_pylist() == [
+        long[3],
+        long[0],
+        columns_of(np.array([5]))[2][0].as_py(),
+        long[2],
+        long[1],
+    ]
+    storage.close()
+
+
+@pytest.mark.parametrize("packing", ["lz4", "zstd"])
+def test_a_damaged_compressed_batch_is_not_unpacked(tmp_path: Path, packing: Any) -> None:
+    storage = new(tmp_path / "a.exp", compression=packing)
+    put(storage, 300)
+    found = storage._segments
+    assert found is not None
+    chosen = found.segments[0]
+    assert len(chosen.headers) > 2
+    header, at = chosen.headers[1], chosen.offsets[1]
+    flip(chosen.path, at + header.size - 20)  # what is mapped changes with it
+    found._load()
+    check(storage, np.array([1, header.last + 1]))
+    with pytest.raises(
+        CorruptionError, match=f"rows {header.first} to {header.last} does not have its checksum"
+    ):
+        storage.read(np.array([1, header.first]), [2])
+    storage.close()

@@ -1,0 +1,76 @@
+"""Two followers sample, index and query beside a writer that wraps its ring: no torn or mixed row.
+
+Rows are functions of their ids (`crowd`). The long form is `make torture`; how much the writer is slowed
+is for `benchmarks/followers.py` to say.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from tests.support import store_processes
+
+pytestmark = pytest.mark.index
+
+
+def run(answers: Any, name: str, work: Callable[..., Any], *arguments: Any) -> None:
+    torch.set_num_threads(1)
+    try:
+        answers.put((name, work(*arguments)))
+    except BaseException as exc:
+        answers.put((name, {"wrong": repr(exc)}))
+
+
+@pytest.mark.parametrize("seconds", [3.0, pytest.param(30.0, marks=pytest.mark.torture)])
+def test_followers_beside_a_writer(store_path: Path, seconds: float) -> None:
+    context = multiprocessing.get_context("fork")
+    answers, made, ready = context.Queue(), context.Event(), context.Barrier(3)
+    tasks = [
+        ("writer", store_processes.write, store_path, seconds + 1, made, ready),
+        *((f"follower {n}", store_processes.follow, store_path, seconds, made, ready, n) for n in range(2)),
+    ]
+    processes = [context.Process(target=run, args=(answers, *task)) for task in tasks]
+    for process in processes:
+        process.start()
+    found = dict(answers.get(timeout=90) for _ in processes)
+    for process in processes:
+        process.join()
+    for name, answer in found.items():
+        assert not answer.get("wrong"), f"{name}: {answer['wrong']}"
+    writer = found.pop("writer")
+    assert writer["laps"] > 3, writer
+    assert writer["changes"] > 2, writer
+    for answer in found.values():
+        assert answer["samples"] >= 40, answer
+        assert answer["queries"] >= 2, answer
+        assert answer["last"] - answer["first"] > 2 * store_processes.CAPACITY, answer
+
+
+def faulty(**changes: Any) -> TensorDict:
+    batch = store_processes.rows(100, 5)
+    for name, place in changes.items():
+        batch[name][place] += 1
+    return batch
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({}, ""),
+        ({"number": 2}, "hold"),
+        ({"frame": (3, 299)}, "torn frame"),
+        ({"again": 4}, "half a change"),
+        ({"version": 0}, "half a change"),
+    ],
+)
+def test_what_is_wrong_is_seen(changes: dict[str, Any], words: str) -> None:
+    said = store_processes.faults(faulty(**changes), torch.arange(100, 105))
+    assert words in said
+    assert bool(said) == bool(words)

@@ -1,0 +1,651 @@
+"""Storages under TorchRL's names: their arguments, where rows lie, and what becomes of their folders."""
+
+from __future__ import annotations
+
+import gc
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tensordict import LazyStackedTensorDict, TensorDict, tensorclass
+from torch.utils._pytree import tree_map
+
+import expstore
+from expstore.buffers.replay_buffer import ReplayBuffer
+from expstore.disk.files import Disk
+from expstore.errors import LockedError, SchemaError, SnapshotError, StateError
+from expstore.storages import (
+    LazyMemmapStorage,
+    LazyStackStorage,
+    LazyTensorStorage,
+    ListStorage,
+    MemoryStorage,
+    Storage,
+    TensorStorage,
+    ZarrStorage,
+)
+from tests.support import warm_processes
+from tests.support.paths import ROOT
+
+
+@pytest.fixture(autouse=True)
+def own_temporary_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the system keeps temporary files, in this test."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    return folder
+
+
+def filled(storage: Storage, rows: int = 5) -> ReplayBuffer:
+    rb = ReplayBuffer(storage=storage, batch_size=4)
+    rb.extend(TensorDict({"a": torch.arange(rows)}, [rows]))
+    return rb
+
+
+# ---------------------------------------------------------------------------------------------------
+# Arguments.
+
+
+@pytest.mark.parametrize("kind", [LazyTensorStorage, LazyMemmapStorage, ListStorage, LazyStackStorage])
+@pytest.mark.parametrize("size", [7, np.int64(7)])
+def test_sizes(kind: Callable[..., Storage], size: Any) -> None:
+    storage = kind(size)
+    assert (storage.max_size, storage.capacity, len(storage), storage.ndim) == (7, 7, 0, 1)
+    assert type(storage.max_size) is int
+    for wrong in (0, -3):
+        with pytest.raises(ValueError, match="capacity must be at least 1"):
+            kind(wrong)
+    with pytest.raises(TypeError):
+        kind(2.5)
+    storage.close()
+
+
+@pytest.mark.parametrize("kind", [ListStorage, LazyStackStorage])
+def test_lists_without_bound(kind: Callable[..., Storage]) -> None:
+    assert (kind().max_size, kind().capacity) == (2**63 - 1, None)
+    assert kind().object_rows
+    assert not LazyTensorStorage(3).object_rows
+    assert (kind(3).stack_dim, LazyStackStorage(3, stack_dim=-1).stack_dim) == (
+        None if kind is ListStorage else 0,
+        -1,
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "option", "plain"),
+    [
+        (LazyTensorStorage, "compilable", False),
+        (LazyTensorStorage, "consolidated", False),
+        (LazyTensorStorage, "shared_init", False),
+        (LazyTensorStorage, "cleanup_memmap", True),
+        (LazyMemmapStorage, "compilable", False),
+        (LazyMemmapStorage, "shared_init", False),
+        (ListStorage, "compilable", False),
+        (LazyStackStorage, "compilable", False),
+    ],
+)
+def test_what_has_no_meaning_is_refused_with_a_reason(
+    kind: Callable[..., Storage], option: str, plain: bool, own_temporary_files: Path
+) -> None:
+    kind(10, **{option: plain}).close()
+    with pytest.raises(ValueError, match=f"{option} cannot be set: .{{20}}"):
+        kind(10, **{option: not plain})
+    assert list(own_temporary_files.iterdir()) == []
+
+
+def test_devices() -> None:
+    assert LazyTensorStorage(3).device == torch.device("cpu")
+    assert LazyTensorStorage(3, device="auto").device == torch.device("cpu")
+    assert LazyTensorStorage(3, device=torch.device("cuda:1")).device == torch.device("cuda:1")
+    assert ListStorage(3).device is None
+    assert LazyStackStorage(3, device="cpu").device == torch.device("cpu")
+    with pytest.raises(ValueError, match="Memory map device other than CPU isn't supported"):
+        LazyMemmapStorage(3, device="cuda")
+
+
+@pytest.mark.parametrize("kind", [LazyTensorStorage, LazyMemmapStorage])
+def test_dims(kind: Callable[..., Storage]) -> None:
+    storage = kind(100, ndim=2)
+    assert (storage.ndim, storage.max_size) == (2, 100)
+    storage.close()
+    with pytest.raises(ValueError, match="ndim must be at least 1"):
+        kind(100, ndim=0)
+
+
+@pytest.mark.parametrize("kind", [LazyTensorStorage, LazyMemmapStorage, ListStorage, LazyStackStorage])
+def test_torch_decides_what_is_drawn(kind: Callable[..., Storage]) -> None:
+    def seeds() -> list[int]:
+        made = [kind(3) for _ in range(2)]
+        for storage in made:
+            storage.close()
+        return [storage.seed for storage in made]
+
+    torch.manual_seed(5)
+    first = seeds()
+    assert first[0] != first[1]
+    torch.manual_seed(5)
+    assert seeds() == first
+    torch.manual_seed(6)
+    assert first[0] not in seeds()
+    before = torch.get_rng_state()
+    storage = kind(3, seed=11)
+    assert storage.seed == 11
+    assert torch.equal(torch.get_rng_state(), before)
+    storage.close()
+
+
+@pytest.mark.parametrize("kind", [LazyTensorStorage, LazyMemmapStorage])
+def test_rows_of_tensors(kind: Callable[..., Storage]) -> None:
+    rb = filled(kind(4), rows=6)
+    assert rb[:]["a"].tolist() == [4, 5, 2, 3]
+    assert set(rb.sample(100)["a"].tolist()) == {2, 3, 4, 5}
+    rb.close()
+
+
+def test_what_a_storage_is() -> None:
+    assert issubclass(LazyStackStorage, ListStorage)
+    assert issubclass(LazyTensorStorage, TensorStorage)
+    assert issubclass(TensorStorage, MemoryStorage)
+    assert issubclass(LazyMemmapStorage, ZarrStorage)
+
+
+# ---------------------------------------------------------------------------------------------------
+# Folders.
+
+
+def test_a_temporary_folder_goes_with_its_storage(own_temporary_files: Path) -> None:
+    storage = LazyMemmapStorage(10)
+    folder = Path(storage.scratch_dir)
+    assert folder.parent == own_temporary_files
+    assert folder.stat().st_mode & 0o077 == 0  # nobody else's
+    rb = filled(storage)
+    rb.flush()
+    assert storage.cleanup() is True
+    assert not folder.exists()
+    assert storage.closed
+    assert storage.cleanup() is False
+    rb.close()
+
+    rb = filled(LazyMemmapStorage(10))
+    rb.close()
+    rb.close()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        rb = filled(LazyMemmapStorage(10))
+        folder = Path(rb.storage.scratch_dir)
+        del rb
+        gc.collect()
+    assert not folder.exists()
+    assert LazyMemmapStorage(10).cleanup() is False  # no rows were there
+    assert list(own_temporary_files.iterdir()) == []
+
+
+def test_nothing_in_a_temporary_folder_waits_for_the_disk(tmp_path: Path) -> None:
+    rb = filled(LazyMemmapStorage(1000))
+    before = rb.storage.disk.syncs
+    rb.extend(TensorDict({"a": torch.arange(900)}, [900]))
+    rb.flush()
+    assert rb.storage.disk.syncs == before
+    rb.close()
+    rb = filled(LazyMemmapStorage(1000, scratch_dir=tmp_path / "kept"))
+    before = rb.storage.disk.syncs
+    rb.flush()
+    assert rb.storage.disk.syncs > before
+    rb.close()
+
+
+def test_a_given_folder_stays(tmp_path: Path) -> None:
+    folder = tmp_path / "scratch"
+    folder.mkdir()
+    storage = LazyMemmapStorage(10, scratch_dir=folder)
+    filled(storage).close()
+    with expstore.open(folder) as rb:
+        assert rb[:]["a"].tolist() == [0, 1, 2, 3, 4]
+    storage = LazyMemmapStorage(10, scratch_dir=str(folder), existsok=True)
+    assert storage.cleanup() is True
+    assert not folder.exists()
+
+
+def test_a_given_folder_goes_if_that_is_asked_for(tmp_path: Path) -> None:
+    folder = tmp_path / "scratch"
+    rb = filled(LazyMemmapStorage(10, scratch_dir=folder, auto_cleanup=True))
+    assert (folder / "expstore.json").exists()
+    rb.close()
+    assert not folder.exists()
+    storage = LazyMemmapStorage(10, auto_cleanup=False)
+    filled(storage).close()
+    assert Path(storage.scratch_dir).exists()
+
+
+def test_a_folder_that_is_gone_already(tmp_path: Path) -> None:
+    rb = filled(LazyMemmapStorage(10))
+    os.rename(rb.storage.scratch_dir, tmp_path / "elsewhere")
+    assert rb.storage.cleanup() is False
+
+
+def test_a_store_that_is_there(tmp_path: Path) -> None:
+    folder = tmp_path / "scratch"
+    rb = filled(LazyMemmapStorage(10, scratch_dir=folder, seed=3), rows=12)
+    for existsok in (False, True):
+        with pytest.raises(LockedError):
+            LazyMemmapStorage(10, scratch_dir=folder, existsok=existsok)
+    for _ in range(2):
+        rb.sample()
+    rb.close()
+    with pytest.raises(StateError, match="existsok"):  # auto_cleanup is no way to lose it either
+        LazyMemmapStorage(10, scratch_dir=folder, auto_cleanup=True)
+    with pytest.raises(StateError, match="capacity=10"):
+        LazyMemmapStorage(11, scratch_dir=folder, existsok=True, auto_cleanup=True)
+    with pytest.raises(StateError, match="ndim"):
+        LazyMemmapStorage(10, scratch_dir=folder, existsok=True, ndim=2)
+    unasked = ReplayBuffer(storage=LazyMemmapStorage(10, scratch_dir=folder), batch_size=4)
+    for act in (
+        lambda: unasked.extend(TensorDict({"a": torch.arange(3)}, [3])),
+        lambda: unasked.add(TensorDict({"a": torch.tensor(3)})),
+        lambda: unasked.__setitem__(0, TensorDict({"a": torch.tensor(3)})),
+    ):
+        with pytest.raises(StateError, match="holds rows already; existsok=True goes on"):
+            act()
+    assert unasked[:]["a"].tolist() == [10, 11, 2, 3, 4, 5, 6, 7, 8, 9]
+    unasked.close()
+    again = ReplayBuffer(
+        storage=LazyMemmapStorage(10, scratch_dir=folder, existsok=True, seed=99), batch_size=4
+    )
+    assert (again.storage.seed, again.storage.draw, again.write_count) == (3, 2, 12)
+    assert again[:]["a"].tolist() == [10, 11, 2, 3, 4, 5, 6, 7, 8, 9]
+    again.extend(TensorDict({"a": torch.tensor([12])}, [1]))
+    assert again[2]["a"] == 12
+    again.close()
+
+
+@pytest.mark.parametrize("how", ["loads", "empty"])
+def test_rows_that_are_there_may_make_room(tmp_path: Path, how: str) -> None:
+    """TorchRL's users dump into the folder above the scratch_dir, and load into a new storage over it."""
+    folder = tmp_path / "dump" / "storage"
+    rb = filled(LazyMemmapStorage(10, scratch_dir=folder))
+    rb.dumps(tmp_path / "dump")
+    rb.extend(TensorDict({"a": torch.arange(50, 53)}, [3]))
+    rb.close()
+    rb = ReplayBuffer(storage=LazyMemmapStorage(10, scratch_dir=folder))
+    if how == "loads":
+        rb.loads(tmp_path / "dump")
+    else:
+        rb.empty()
+    rb.extend(TensorDict({"a": torch.tensor([9])}, [1]))
+    assert rb[:]["a"].tolist() == ([0, 1, 2, 3, 4] if how == "loads" else []) + [9]
+    rb.close()
+
+
+def test_a_folder_that_is_somebody_elses(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    for options in ({}, {"existsok": True}, {"auto_cleanup": True}):
+        with pytest.raises(StateError, match=r"notes\.txt"):
+            LazyMemmapStorage(10, scratch_dir=tmp_path, **options)
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+def test_a_storage_that_cannot_be_made_leaves_nothing(
+    own_temporary_files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise StateError("no")
+
+    monkeypatch.setattr("expstore.storages.engine.store.JournaledStorage._open", fail)
+    with pytest.raises(StateError, match="no"):
+        LazyMemmapStorage(10)
+    assert list(own_temporary_files.iterdir()) == []
+
+
+#: A program that fills a storage and says so; what it does then comes behind it.
+PROGRAM = """
+import os, signal, sys
+import numpy as np
+from expstore.episodes.table import Steps
+from expstore.schema.schema import Field, Schema
+from expstore.storages import LazyMemmapStorage
+from expstore.schema.field_roles import find_keys
+from expstore.writers.writers import RoundRobinWriter
+
+folder = sys.argv[1] if len(sys.argv) > 1 else None
+storage = LazyMemmapStorage(10, device=None, seed=1, scratch_dir=folder, auto_cleanup=True)
+schema = Schema([Field(("a",), "int64", ())])
+storage.prepare(schema, find_keys(schema))
+RoundRobinWriter().write(storage, [np.arange(3)], Steps(3), source=None, info="")
+print(storage.scratch_dir, flush=True)
+"""
+
+
+def start(then: str, *given: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", PROGRAM + then, *given]
+    return warm_processes.Popen(
+        command, stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True, cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)}, stderr=subprocess.PIPE,
+    )  # fmt: skip
+
+
+@pytest.mark.some(1)
+@pytest.mark.parametrize("given", [False, True])
+def test_a_folder_goes_when_the_program_ends(tmp_path: Path, given: bool) -> None:
+    with start("", *([str(tmp_path / "scratch")] if given else [])) as program:
+        out, err = program.communicate(timeout=60)
+    assert (program.returncode, err) == (0, "")
+    assert not Path(out.strip()).exists()
+
+
+@pytest.mark.some(1)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_folder_goes_when_the_program_is_told_to_end(number: int) -> None:
+    with start("while True:\n    signal.pause()") as program:
+        assert program.stdout is not None
+        folder = Path(program.stdout.readline().strip())
+        assert (folder / "expstore.json").exists()
+        program.send_signal(number)
+        program.communicate(timeout=60)
+    assert program.returncode != 0
+    assert not folder.exists()
+
+
+def test_children_remove_nothing() -> None:
+    child = """
+import multiprocessing
+if os.fork() == 0:
+    storage.cleanup()
+    storage.close()
+    del storage
+    sys.exit()
+assert os.waitstatus_to_exitcode(os.wait()[1]) == 0
+worker = multiprocessing.get_context("fork").Process(target=lambda: storage.leave())
+worker.start()
+worker.join()
+assert worker.exitcode == 0
+assert storage.read(np.arange(1, 4))[0].tolist() == [0, 1, 2]
+print(os.path.exists(storage.scratch_dir), flush=True)
+"""
+    with start(child) as program:
+        out, err = program.communicate(timeout=60)
+    folder, there = out.split()
+    assert (program.returncode, err, there) == (0, "", "True")
+    assert not Path(folder).exists()
+
+
+# ---------------------------------------------------------------------------------------------------
+# Rows of every kind.
+
+
+@tensorclass
+class Pair:
+    """Two tensors."""
+
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+KINDS_OF_ROWS: dict[str, Callable[[], Any]] = {
+    "tensor": lambda: torch.arange(15).reshape(5, 3),
+    "TensorDict": lambda: TensorDict({"a": torch.arange(5), "b": {"c": torch.ones(5, 2)}}, [5]),
+    "tensorclass": lambda: Pair(x=torch.arange(5), y=torch.ones(5, 2), batch_size=[5]),
+    "tree": lambda: {"a": torch.arange(5), 30: (torch.ones(5, 2), [torch.zeros(5)])},
+}
+
+
+def same(one: Any, two: Any) -> bool:
+    """Say whether two things are of one kind, with equal tensors."""
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, two)
+    if isinstance(one, dict):
+        return list(one) == list(two) and all(same(one[key], two[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return type(one) is type(two) and all(map(same, one, two))
+    return type(one) is type(two) and bool((one == two).all())
+
+
+@pytest.mark.parametrize("kind", KINDS_OF_ROWS)
+def test_rows_that_are_there_already(kind: str) -> None:
+    rows = KINDS_OF_ROWS[kind]()
+    storage = TensorStorage(rows)
+    assert (len(storage), storage.max_size, storage.shape) == (5, 5, (5,))
+    assert same(storage.get(range(5)), KINDS_OF_ROWS[kind]())
+    storage.set(range(5), tree_map(torch.zeros_like, rows))
+    assert same(storage.get(range(5)), tree_map(torch.zeros_like, rows))
+    assert same(rows, KINDS_OF_ROWS[kind]())  # they were copied
+    rb = ReplayBuffer(storage=storage, batch_size=2)
+    assert rb.extend(tree_map(lambda leaf: leaf[:2], rows)).tolist() == [0, 1]
+    assert len(rb) == 5
+    assert isinstance(TensorStorage(rows, max_size=5), MemoryStorage)
+    assert TensorStorage(rows, 5, seed=3).seed == 3
+
+
+def test_rows_that_are_there_in_several_dims() -> None:
+    storage = TensorStorage(TensorDict({"a": torch.arange(12).reshape(4, 3)}, [4, 3]), ndim=2)
+    assert (storage.ndim, storage.dims, storage.shape, len(storage)) == (2, (3,), (4, 3), 12)
+    assert storage.get((2, 1))["a"] == 7
+    assert storage.get(slice(1, 3))["a"].tolist() == [[3, 4, 5], [6, 7, 8]]
+
+
+def test_rows_that_are_not_there() -> None:
+    with pytest.raises(ValueError, match="Expected storage to be non-null"):
+        TensorStorage(None)
+    with pytest.raises(ValueError, match="Expected storage to be non-null"):
+        TensorStorage(None, max_size=4)
+    with pytest.raises(ValueError, match="The max-size and the storage shape mismatch: got max_size=4"):
+        TensorStorage(torch.zeros(3), max_size=4)
+    with pytest.raises(ValueError, match="compilable cannot be set"):
+        TensorStorage(torch.zeros(3), compilable=True)
+    with pytest.raises(SchemaError):
+        TensorStorage(torch.tensor(3.0))
+    with pytest.raises(SchemaError, match="leaf 'b'"):
+        TensorStorage({"a": torch.zeros(3), "b": torch.zeros(4)})
+
+
+@pytest.mark.parametrize("kind", KINDS_OF_ROWS)
+@pytest.mark.parametrize("storage", [LazyTensorStorage, LazyMemmapStorage])
+def test_states_and_versions_keep_the_kind_of_rows(storage: Any, kind: str, tmp_path: Path) -> None:
+    first, second, third = (storage(8) for _ in range(3))
+    rb = ReplayBuffer(storage=first)
+    rb.extend(KINDS_OF_ROWS[kind]())
+    second.load_state_dict(first.state_dict())
+    assert same(second.get(range(5)), KINDS_OF_ROWS[kind]())
+    rb.dumps(tmp_path / "versions")
+    ReplayBuffer(storage=third).loads(tmp_path / "versions")
+    assert same(third.get(range(5)), KINDS_OF_ROWS[kind]())
+    ReplayBuffer(storage=second).extend(KINDS_OF_ROWS[kind]())
+    assert len(second) == 8
+    for each in (first, second, third):
+        each.close()
+
+
+def test_any_object_in_a_list() -> None:
+    things: list[Any] = ["text", {"deep": [1]}, None, torch.arange(3), TensorDict({"a": torch.ones(2)}, [2])]
+    rb = ReplayBuffer(storage=ListStorage(4), collate_fn=list, batch_size=3)
+    assert rb.extend(things).tolist() == [0, 1, 2, 3, 0]
+    assert rb[1] is things[1]
+    assert rb[2] is None
+    assert torch.equal(rb[3], torch.arange(3))
+    assert rb[0]["a"].tolist() == [1, 1]
+    rb[1] = "other"
+    assert rb[1] == "other"
+    assert len(rb.sample()) == 3
+    assert rb.sql("SELECT _data FROM transitions WHERE _index = 1").fetchall() == [("other",)]
+    assert (rb.add("more"), len(rb)) == (1, 4)
+    with pytest.raises(SnapshotError, match="holds objects"):
+        rb.dumps("anywhere")
+    state, again = rb.storage.state_dict(), ListStorage(4)
+    again.load_state_dict(state)
+    assert again.get(1) == "more"
+    rb.empty()
+    assert len(rb) == 0
+    assert rb.add("first") == 0
+
+
+def test_rows_of_different_shapes() -> None:
+    storage = LazyStackStorage(10, stack_dim=-1)
+    rb = ReplayBuffer(storage=storage, batch_size=4)
+    for length in (3, 5, 2):
+        rb.add(TensorDict({"tokens": torch.arange(length), "text": "x" * length}))
+    sample = rb.sample()
+    assert isinstance(sample, LazyStackedTensorDict)
+    assert sample.batch_size == torch.Size([4])
+    assert {len(row["tokens"]) for row in sample.unbind(0)} <= {3, 5, 2}
+    assert storage.get(1)["tokens"].tolist() == [0, 1, 2, 3, 4]
+    assert storage.get([0, 2]).get("tokens", as_list=True)[1].tolist() == [0, 1]
+
+
+def test_rows_are_handed_out_on_the_storages_device() -> None:
+    storage = LazyTensorStorage(10, device="meta")
+    rb = filled(storage)
+    assert storage.get(range(3))["a"].device.type == "meta"
+    assert rb.sample()["a"].device.type == "meta"
+    assert rb[:]["a"].device.type == "meta"
+    things = ListStorage(10, device="meta")
+    ReplayBuffer(storage=things).extend([{"t": torch.ones(2)}, "text"])
+    assert things.get(0)["t"].device.type == "meta"
+    assert things.get(1) == "text"
+    assert filled(LazyTensorStorage(10)).sample()["a"].device.type == "cpu"
+
+
+# ---------------------------------------------------------------------------------------------------
+# Versions.
+
+
+@pytest.mark.parametrize("kind", [LazyTensorStorage, LazyMemmapStorage, MemoryStorage])
+def test_versions_of_a_storage_alone(kind: Callable[..., Any], tmp_path: Path) -> None:
+    first, second = kind(6), kind(6)
+    filled(first, rows=8)
+    assert first.dumps(tmp_path / "versions").number == 1
+    filled(first, rows=1)
+    assert [first.dump(tmp_path / "versions").number, first.save(tmp_path / "versions").number] == [2, 3]
+    second.loads(tmp_path / "versions", 1)
+    assert ReplayBuffer(storage=second)[:]["a"].tolist() == [6, 7, 2, 3, 4, 5]
+    second.load(tmp_path / "versions")
+    assert ReplayBuffer(storage=second)[:]["a"].tolist() == [6, 7, 0, 3, 4, 5]
+    for storage in (first, second):
+        storage.close()
+
+
+def test_hooks_see_the_rows_of_a_version(tmp_path: Path) -> None:
+    class Seen:
+        shift = None
+        is_full = None
+
+        def __call__(self, rows: dict[str, Any], path: Any = None) -> dict[str, Any]:
+            self.rows = rows["a"].tolist()
+            return rows
+
+    storage, hook = LazyMemmapStorage(10), Seen()
+    rb = filled(storage)
+    rb.register_save_hook(hook)
+    rb.dumps(tmp_path / "versions")
+    assert (hook.rows, hook.shift, hook.is_full) == ([0, 1, 2, 3, 4], 5, False)
+    storage.register_save_hook(lambda rows: rows | {"a": rows["a"] + 1})
+    with pytest.raises(SnapshotError, match="save hook has changed the rows"):
+        rb.dumps(tmp_path / "versions")
+    assert [path.name for path in (tmp_path / "versions").glob("v*")] == ["v0001"]
+    rb.close()
+
+
+# ---------------------------------------------------------------------------------------------------
+# Where TorchRL is wrong: named for the fault.
+
+
+@pytest.mark.parametrize("kind", [LazyTensorStorage, LazyMemmapStorage])
+def test_torchrls_fault_missing_key(kind: Callable[..., Storage]) -> None:
+    """TorchRL takes a batch that lacks a key, and hands out for it what lay in memory."""
+    rb = ReplayBuffer(storage=kind(10), batch_size=4)
+    rb.extend(TensorDict({"a": torch.arange(3), "b": torch.ones(3)}, [3]))
+    with pytest.raises(SchemaError, match="the batch lacks 'b'"):
+        rb.extend(TensorDict({"a": torch.arange(3)}, [3]))
+    with pytest.raises(SchemaError, match="has unknown 'c'"):
+        rb.add(TensorDict({"a": torch.tensor(1), "b": torch.tensor(1.0), "c": torch.tensor(1)}))
+    with pytest.raises(SchemaError, match="the batch lacks 'b'"):
+        rb[0:2] = TensorDict({"a": torch.arange(2)}, [2])
+    assert len(rb) == 3
+    assert set(rb.sample(20)["b"].tolist()) == {1.0}
+    rb.close()
+
+
+def test_torchrls_fault_pickle_in_loads(tmp_path: Path) -> None:
+    """TorchRL unpickles a file of the folder before it looks at anything: whoever put it there runs code."""
+    rb = filled(LazyTensorStorage(10))
+    version = rb.dumps(tmp_path / "versions")
+
+    class Planted:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return Path.touch, (tmp_path / "was-here",)
+
+    for name in ("prefetch.pkl", "transform.t", "sampler.pt"):
+        (version.path / name).write_bytes(pickle.dumps(Planted()))
+        pickle.loads(pickle.dumps(Planted()))
+        (tmp_path / "was-here").unlink()  # so it would have been
+    other = ReplayBuffer(storage=LazyTensorStorage(10), batch_size=4, prefetch=2)
+    other.loads(tmp_path / "versions")
+    assert other[:]["a"].tolist() == [0, 1, 2, 3, 4]
+    state = rb.storage.state_dict()
+    for part in ("rows", "log"):
+        with pytest.raises((SchemaError, TypeError, AttributeError)):
+            other.storage.load_state_dict(state | {part: Planted()})
+    assert not (tmp_path / "was-here").exists()
+
+
+def test_torchrls_fault_dumps_killed_half_way(tmp_path: Path) -> None:
+    """TorchRL writes a new dump over the old one: killed in between, it loads rows of both, mixed."""
+
+    class Deadly(Disk):
+        left = 0
+
+        def gate(self, act: str, path: Path) -> None:
+            self.left -= 1
+            if not self.left:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    def columns(number: int) -> TensorDict:
+        return TensorDict({name: torch.full((20,), number) for name in "abcd"}, [20])
+
+    storage = LazyTensorStorage(20)
+    rb = ReplayBuffer(storage=storage)
+    rb.extend(columns(0))
+    rb.dumps(tmp_path / "versions")
+    finished, number = False, 0
+    while not finished:
+        number += 1
+        rb.extend(columns(number))
+        child = os.fork()
+        if not child:
+            storage.disk = Deadly()
+            storage.disk.left = 1 + 7 * number
+            storage.dumps(tmp_path / "versions")
+            os._exit(0)
+        finished = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        other = ReplayBuffer(storage=LazyTensorStorage(20))
+        other.loads(tmp_path / "versions")
+        found = {int(value) for name in "abcd" for value in other[:][name]}
+        assert len(found) == 1
+        assert found <= {0, number} or not finished
+    assert number > 5
+    assert found == {number}
+
+
+def test_a_forked_child_draws_from_a_temporary_folder() -> None:
+    rb = filled(LazyMemmapStorage(10))
+    rb.flush()
+    folder = Path(rb.storage.scratch_dir)
+    child = os.fork()
+    if not child:
+        good = set(rb.sample(50)["a"].tolist()) <= set(range(5)) and len(rb) == 5
+        rb.close()
+        os._exit(0 if good else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert folder.exists()
+    assert rb.extend(TensorDict({"a": torch.arange(5, 8)}, [3])).tolist() == [5, 6, 7]
+    rb.close()
+    assert not folder.exists()

@@ -1,0 +1,356 @@
+"""expstore.open: what a folder becomes, what contradicts it, and who may have it."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+
+import expstore
+from expstore.errors import CorruptionError, LockedError, SchemaError, StateError
+from expstore.schema.schema import Field, Schema
+from expstore.sql.sync import Catalog
+from expstore.storages.format.manifest import MANIFEST
+from tests.support import warm_processes
+
+pytestmark = [pytest.mark.index, pytest.mark.usefixtures("no_syncs")]
+
+
+@pytest.fixture(autouse=True)
+def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing here is about the index of a closed store."""
+    monkeypatch.setattr(Catalog, "close", Catalog.drop)
+
+
+def rows(count: int, start: int = 0) -> TensorDict:
+    return TensorDict({"a": torch.arange(start, start + count)}, [count])
+
+
+def tree(path: Path) -> dict[str, bytes]:
+    """Every file below a folder, and what it holds."""
+    files = (p for p in sorted(path.rglob("*")) if p.is_file() and p.name != "LOCK")
+    return {str(p.relative_to(path)): p.read_bytes() for p in files}
+
+
+# ---------------------------------------------------------------------------------------------------
+# Modes.
+
+
+def test_a_opens_or_makes(store_path: Path) -> None:
+    with expstore.open(store_path, capacity=10) as rb:
+        rb.extend(rows(4))
+    with expstore.open(str(store_path), mode="a") as rb:
+        assert len(rb) == 4
+        assert rb.storage.capacity == 10
+        assert rb.recovered is None
+
+
+def test_x_only_makes(store_path: Path) -> None:
+    with expstore.open(store_path, mode="x") as rb:
+        rb.extend(rows(4))
+    before = tree(store_path)
+    with pytest.raises(StateError, match=rf"{store_path} exists already; open it with mode='a', or choose"):
+        expstore.open(store_path, mode="x")
+    assert tree(store_path) == before
+
+
+def test_w_moves_the_old_one_aside(store_path: Path) -> None:
+    for number in range(3):
+        with expstore.open(store_path, mode="w") as rb:
+            assert len(rb) == 0
+            rb.extend(rows(number + 1))
+    for name, size in (("run.exp", 3), ("run.exp.old-1", 1), ("run.exp.old-2", 2)):
+        with expstore.open(store_path.with_name(name)) as rb:
+            assert len(rb) == size
+
+
+def test_w_leaves_a_store_that_is_open_alone(store_path: Path) -> None:
+    with expstore.open(store_path) as rb:
+        rb.extend(rows(4))
+        with pytest.raises(LockedError, match="it is open here"):
+            expstore.open(store_path, mode="w")
+        rb.extend(rows(4))
+    assert os.listdir(store_path.parent) == ["run.exp"]
+
+
+NO_SETTINGS: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"mode": "r+"}, ValueError, "mode 'r\\+' is unknown; use 'a', 'x' or 'w'"),
+    ({"storage": "csv"}, ValueError, "storage 'csv' is unknown"),
+    ({"capacity": 0}, ValueError, "capacity must be at least 1, got 0"),
+    ({"capacity": 2.5}, TypeError, "integer"),
+    ({"seed": "x"}, TypeError, "integer"),
+    ({"meta": {"a": object()}}, SchemaError, "meta holds values that JSON cannot keep; use"),
+    ({"meta": {1: "a"}}, SchemaError, "meta"),
+    ({"meta": {"a": float("nan")}}, SchemaError, "meta"),
+    ({"batch_size": 0}, ValueError, "batch_size must be at least 1, got 0"),
+]
+
+
+@pytest.mark.parametrize("mode", ["a", "w"])
+def test_settings_that_are_none(store_path: Path, mode: Any) -> None:
+    with expstore.open(store_path) as rb:
+        rb.extend(rows(4))
+    before = tree(store_path)
+    for options, error, message in NO_SETTINGS:
+        for path in (store_path, store_path.with_name("new.exp")):
+            with pytest.raises(error, match=message):
+                expstore.open(path, **{"mode": mode, **options})
+        assert os.listdir(store_path.parent) == ["run.exp"], f"{options} touched the disk"
+        assert tree(store_path) == before, options
+    with expstore.open(store_path) as rb:
+        rb.extend(rows(1))  # nobody holds it
+
+
+def test_numbers_of_numpy_are_numbers(store_path: Path) -> None:
+    for _ in range(2):
+        with expstore.open(store_path, capacity=np.int64(7), seed=np.uint32(5)) as rb:
+            assert (rb.storage.capacity, rb.storage.seed) == (7, 5)
+
+
+# ---------------------------------------------------------------------------------------------------
+# As stored.
+
+
+def test_what_contradicts_the_store_names_both(store_path: Path) -> None:
+    made = {
+        "capacity": 10,
+        "seed": 3,
+        "traj_key": "a",
+        "done_keys": ["end"],
+        "reward_key": ("next", "r"),
+        "meta": {"env": "x"},
+    }
+    schema = Schema(
+        [Field(("a",), "int64", ()), Field(("end",), "bool", ()), Field(("next", "r"), "float32", ())]
+    )
+    with expstore.open(store_path, schema=schema, **made) as rb:
+        assert rb.meta == {"env": "x"}
+        assert rb.schema == schema
+    before = tree(store_path)
+    others = {
+        "capacity": 11,
+        "seed": 4,
+        "traj_key": ("b",),
+        "done_keys": ["end", "stop"],
+        "reward_key": "r",
+        "meta": {},
+        "schema": Schema(schema.fields[:2]),
+    }
+    for name, value in others.items():
+        with pytest.raises(
+            StateError, match=rf"made with {name}=.*opened with {name}=.*leave {name} out"
+        ) as caught:
+            expstore.open(store_path, **{name: value})
+        assert caught.value.kind == "mismatch"
+        assert str(store_path) in str(caught.value)
+        if name in made and not isinstance(made[name], (list, dict, str, tuple)):
+            assert f"{name}={made[name]!r}" in str(caught.value)
+            assert f"{name}={value!r}" in str(caught.value)
+    assert tree(store_path) == before
+    with expstore.open(store_path, schema=schema, **made) as rb:
+        assert rb.meta == {"env": "x"}
+
+
+def test_an_unbounded_store_stays_unbounded(store_path: Path) -> None:
+    expstore.open(store_path).close()
+    with pytest.raises(StateError, match="made with capacity=None, opened with capacity=10"):
+        expstore.open(store_path, capacity=10)
+
+
+def test_a_new_store_keeps_the_seed_it_picks(store_path: Path) -> None:
+    seeds = set()
+    for name in ("a.exp", "b.exp"):
+        for _ in range(2):
+            with expstore.open(store_path.with_name(name)) as rb:
+                seeds.add((name, rb.storage.seed))
+    assert len(seeds) == 2
+    assert len({seed for _, seed in seeds}) == 2
+
+
+def test_a_schema_given_at_the_door_is_demanded(store_path: Path) -> None:
+    schema = Schema([Field(("a",), "int64", ()), Field(("b",), "float32", (2,))])
+    with expstore.open(store_path, schema=schema) as rb:
+        with pytest.raises(SchemaError, match="lacks 'b'"):
+            rb.extend(rows(3))
+        rb.extend(rows(3).set("b", torch.zeros(3, 2)))
+    with pytest.raises(SchemaError, match="'nothing' is not a field"):
+        expstore.open(store_path.with_name("other.exp"), schema=schema, traj_key="nothing")
+
+
+# ---------------------------------------------------------------------------------------------------
+# Folders.
+
+
+def test_a_foreign_folder_is_refused_and_left_alone(store_path: Path) -> None:
+    store_path.mkdir()
+    (store_path / "notes.txt").write_text("mine")
+    for mode in ("a", "x", "w"):
+        with pytest.raises(
+            StateError, match=rf"{store_path} is not empty and not a store: it holds notes.txt; choose"
+        ):
+            expstore.open(store_path, mode=mode)
+    assert tree(store_path) == {"notes.txt": b"mine"}
+    file = store_path / "notes.txt"
+    with pytest.raises(StateError, match=rf"{file} is a file, a store is a folder"):
+        expstore.open(file)
+
+
+def test_an_empty_folder_will_do(store_path: Path) -> None:
+    store_path.mkdir()
+    with expstore.open(store_path, mode="x") as rb:
+        rb.extend(rows(2))
+    (store_path / "notes.txt").write_text("mine")  # what is added later disturbs nobody
+    with expstore.open(store_path) as rb:
+        assert len(rb) == 2
+
+
+def test_what_a_killed_first_opening_left_is_no_obstacle(store_path: Path) -> None:
+    (store_path / "journal").mkdir(parents=True)
+    for name in ("LOCK", "STATE", "PROBE.tmp", "expstore.json.tmp", "episodes.log"):
+        (store_path / name).touch()
+    with expstore.open(store_path) as rb:
+        rb.extend(rows(2))
+    with expstore.open(store_path) as rb:
+        assert rb["a"].tolist() == [0, 1]
+
+
+def test_a_store_without_its_manifest_is_damaged(store_path: Path) -> None:
+    with expstore.open(store_path) as rb:
+        rb.extend(rows(2))
+    (store_path / MANIFEST).unlink()
+    with pytest.raises(CorruptionError, match=rf"{store_path} has columns but no expstore.json"):
+        expstore.open(store_path)
+
+
+def test_a_store_without_its_journal_is_damaged(store_path: Path) -> None:
+    with expstore.open(store_path) as rb:
+        rb.extend(rows(2))
+    for path in (store_path / "journal").iterdir():
+        path.unlink()
+    for _ in range(2):  # a failed opening holds no lock
+        with pytest.raises(CorruptionError, match="journal has no segment"):
+            expstore.open(store_path)
+
+
+# ---------------------------------------------------------------------------------------------------
+# Who has it.
+
+
+def test_a_second_open_here_says_since_when(store_path: Path) -> None:
+    with expstore.open(store_path) as rb:
+        for _ in range(2):
+            with pytest.raises(
+                LockedError, match=rf"{store_path} for writing: it is open here.*since 20.*close\(\)"
+            ):
+                expstore.open(store_path)
+        rb.extend(rows(2))
+    expstore.open(store_path).close()
+
+
+WRITER = """
+import sys
+from expstore.storages.zarr import ZarrStorage
+storage = ZarrStorage(sys.argv[1])
+print("open", flush=True)
+sys.stdin.read()
+storage.close()
+"""
+
+SECOND = """
+import sys
+from expstore.errors import LockedError
+from expstore.storages.zarr import ZarrStorage
+try:
+    ZarrStorage(sys.argv[1])
+except LockedError as exc:
+    print(exc)
+"""
+
+
+def test_a_second_process_learns_who_has_it(store_path: Path) -> None:
+    import socket
+
+    with expstore.open(store_path) as rb:
+        rb.extend(rows(2))
+        out = warm_processes.run(
+            [sys.executable, "-c", SECOND, store_path], capture_output=True, text=True, check=True
+        )
+        assert f"process {os.getpid()} on {socket.gethostname()} has it open since" in out.stdout
+    child = warm_processes.Popen(
+        [sys.executable, "-c", WRITER, store_path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert child.stdout is not None
+    assert child.stdout.readline() == "open\n"
+    with pytest.raises(
+        LockedError, match=rf"process {child.pid} on {socket.gethostname()} has it open since"
+    ):
+        expstore.open(store_path)
+    child.communicate()
+    with expstore.open(store_path) as rb:
+        assert rb.recovered is None
+        assert len(rb) == 2
+
+
+def test_a_fork_leaves_the_parents_garbage_alone(store_path: Path) -> None:
+    """To free in a child what DuckDB's threads share with the parent ends the child."""
+    with expstore.open(store_path):
+        pid = os.fork()
+        if pid == 0:
+            os._exit(0 if gc.get_freeze_count() else 1)
+        assert os.waitpid(pid, 0)[1] == 0
+
+
+def test_a_fork_follows_and_does_not_write(store_path: Path) -> None:
+    with expstore.open(store_path, batch_size=4) as rb:
+        rb.extend(rows(20))
+        rb.add(rows(1, 20)[0])
+        read_end, write_end = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            text = ""
+            try:
+                for act in (
+                    lambda: rb.extend(rows(1)),
+                    lambda: rb.update_priority([0], 2.0),
+                    rb.flush,
+                    rb.empty,
+                    lambda: rb.__setitem__(0, rows(1)[0]),
+                ):
+                    with pytest.raises(StateError, match="fork"):
+                        act()
+                assert rb["a"].tolist() == list(range(21))
+                batch = rb.sample()
+                assert torch.equal(batch["a"], batch["id"] - 1)
+                assert rb.sql("SELECT count(*) FROM transitions").fetchall() == [(21,)]
+                rb.close()
+            except BaseException as exc:
+                text = repr(exc)
+            os.write(write_end, text.encode())
+            os._exit(0)
+        os.waitpid(pid, 0)
+        os.close(write_end)
+        assert os.read(read_end, 10_000) == b""
+        os.close(read_end)
+        assert not (store_path / "index.duckdb").exists()
+        rb.extend(rows(3, 21))
+        assert rb.sql("SELECT count(*) FROM transitions").fetchall() == [(24,)]
+        with pytest.raises(LockedError):
+            expstore.open(store_path)
+
+
+def test_a_forgotten_writer_in_a_dead_thread_does_not_stop_the_next(store_path: Path) -> None:
+    """Closing in whatever order and as often as one likes."""
+    rb = expstore.open(store_path)
+    rb.extend(rows(2))
+    rb.storage.close()
+    rb.close()
+    with expstore.open(store_path) as rb:
+        assert len(rb) == 2
