@@ -5,30 +5,6 @@ Names load when first used.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING
+from expstore._lazy import attach
 
-if TYPE_CHECKING:
-    from expstore.collectors.gymnasium import Collector, TransitionSink
-
-__all__ = [
-    "Collector",
-    "TransitionSink",
-]
-
-_HOME = {
-    "Collector": "gymnasium",
-    "TransitionSink": "gymnasium",
-}
-
-
-def __getattr__(name: str) -> object:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value: object = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOME})
+__getattr__, __dir__ = attach(__name__)

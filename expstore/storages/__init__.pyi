@@ -1,0 +1,11 @@
+from expstore.storages.arrow import ArrowStorage as ArrowStorage
+from expstore.storages.base import Storage as Storage
+from expstore.storages.ensemble import StorageEnsemble as StorageEnsemble
+from expstore.storages.follower import FollowerStorage as FollowerStorage
+from expstore.storages.memory import MemoryStorage as MemoryStorage
+from expstore.storages.torchrl_memmap import LazyMemmapStorage as LazyMemmapStorage
+from expstore.storages.torchrl_objects import LazyStackStorage as LazyStackStorage
+from expstore.storages.torchrl_objects import ListStorage as ListStorage
+from expstore.storages.torchrl_tensors import LazyTensorStorage as LazyTensorStorage
+from expstore.storages.torchrl_tensors import TensorStorage as TensorStorage
+from expstore.storages.zarr import ZarrStorage as ZarrStorage
