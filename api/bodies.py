@@ -99,7 +99,7 @@ def compression_of(request: Request) -> str | None:
 
 
 async def read_body(request: Request) -> bytearray:
-    """Return the whole body, which may be written to; `incoming` has its limits."""
+    """Return the whole body, which may be written to; `expstore.api.body_limits` has its limits."""
     body = bytearray()
     async for part in request.stream():
         body += part

@@ -1,6 +1,6 @@
 """How many requests a client may make: a bucket per client, which fills steadily.
 
-Used by the guard. It sleeps for nobody: who comes too early is told when to come again.
+Used by `expstore.api.auth`. It sleeps for nobody: who comes too early is told when to come again.
 """
 
 from __future__ import annotations

@@ -27,9 +27,9 @@ OUT = ROOT / "benchmarks" / "out"
 RESULTS = ROOT / "benchmarks" / "results"
 README = ROOT / "README.md"
 
-from benchmarks.parts import PARTS, Outcome, Part, fork_part, start_part  # noqa: E402
 from benchmarks.plots import draw  # noqa: E402
 from benchmarks.runs import Run, broken, load  # noqa: E402
+from benchmarks.suite import PARTS, Outcome, Part, fork_part, start_part  # noqa: E402
 from benchmarks.tables import embed, whole_table  # noqa: E402
 
 

@@ -19,8 +19,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # some distributions install a `benchmarks` of their own
 
 import expstore  # noqa: E402
+from benchmarks.adapters import disk_bytes  # noqa: E402
 from benchmarks.report import Bar, Report, Result, options, span  # noqa: E402
-from benchmarks.sides import disk_bytes  # noqa: E402
 from benchmarks.slices import adding, open_theirs, sampler, single_rows  # noqa: E402
 from benchmarks.timing import Series, Turn, alternate, touch_memory  # noqa: E402
 from benchmarks.vs_torchrl import scratch  # noqa: E402

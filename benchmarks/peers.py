@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # some distributions install a `benchmarks` of their own
 
+from benchmarks.adapters import BATCH, SIDES, Missing, Side, disk_bytes  # noqa: E402
 from benchmarks.atari import Rows, made_up, prepared  # noqa: E402
 from benchmarks.probes import rss_anon  # noqa: E402
 from benchmarks.report import Bar, Report, Result, options, span  # noqa: E402
-from benchmarks.sides import BATCH, SIDES, Missing, Side, disk_bytes  # noqa: E402
 from benchmarks.timing import Series, Turn, alternate, each_threads, touch_memory  # noqa: E402
 from benchmarks.vs_torchrl import scratch  # noqa: E402
 from benchmarks.workloads import LOCOMOTION, MIXED, WIDE, Workload  # noqa: E402

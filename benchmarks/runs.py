@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.parts import Outcome, Part
 from benchmarks.report import machine
+from benchmarks.suite import Outcome, Part
 
 __all__ = ["FORMAT", "Run", "broken", "load"]
 

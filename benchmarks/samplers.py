@@ -22,9 +22,9 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # some distributions install a `benchmarks` of their own
 
 import expstore  # noqa: E402
+from benchmarks.adapters import Cpprb  # noqa: E402
 from benchmarks.probes import Probes  # noqa: E402
 from benchmarks.report import Bar, Report, Result, options, span  # noqa: E402
-from benchmarks.sides import Cpprb  # noqa: E402
 from benchmarks.timing import Series, Turn, alternate, each_threads  # noqa: E402
 from benchmarks.vs_torchrl import FULL, QUICK, SMOKE, Effort, scratch  # noqa: E402
 from benchmarks.workloads import Stream  # noqa: E402

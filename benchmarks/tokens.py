@@ -26,7 +26,7 @@ sys.path.insert(0, str(ROOT))  # some distributions install a `benchmarks` of th
 from benchmarks.report import Bar, Report, Result, options  # noqa: E402
 from benchmarks.vs_torchrl import scratch  # noqa: E402
 from expstore.episodes.table import Steps  # noqa: E402
-from expstore.kernels.loader import load_compiled  # noqa: E402
+from expstore.kernels.loader import compiling  # noqa: E402
 from expstore.schema.arrow_types import ragged_text  # noqa: E402
 from expstore.schema.field_roles import find_keys  # noqa: E402
 from expstore.schema.schema import ARROW, Field, Schema  # noqa: E402
@@ -183,11 +183,9 @@ def measure(sides: dict[str, Any], effort: Effort) -> tuple[dict[str, Measured],
     first = [side.take(numbers) for side in sides.values()]
     if not all(rows.equals(first[0]) for rows in first):
         raise SystemExit("sides do not keep the same rows")
-    for name in (
-        "expstore.kernels.gather_runs",
-        "expstore.kernels.arrow_decode",
-    ):  # as the background does just now
-        load_compiled(name)
+    with compiling:  # as the background does just now
+        import expstore.kernels.arrow_decode
+        import expstore.kernels.gather_runs  # noqa: F401
     time.sleep(1)
     for done in range(0, effort.draws, TURN):
         drawn = rng.integers(0, effort.rows, (min(TURN, effort.draws - done), BATCH))

@@ -25,8 +25,9 @@ from expstore.specs import Composite
 from expstore.specs.base import TensorSpec
 from expstore.sql.sync import Catalog
 from expstore.storages.base import Storage
-from expstore.storages.engine.backfill import Coming, Progress, check_coming, check_going, unmoved
+from expstore.storages.engine.backfill import check_coming, check_going, unmoved
 from expstore.storages.indexing import read_present
+from expstore.storages.new_field import Coming, Progress
 
 if TYPE_CHECKING:
     from expstore.sql.expressions import Needs

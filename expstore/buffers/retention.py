@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from expstore.core import tuning
 from expstore.core.retention_policy import Retain
 from expstore.core.values import IntArray
 from expstore.episodes.fragments import all_ids
@@ -25,10 +26,8 @@ if TYPE_CHECKING:
     from expstore.samplers.filter import Filter
     from expstore.sql.sync import Catalog
 
-__all__ = ["ROUND_SECONDS", "Retention"]
+__all__ = ["Retention"]
 
-#: So often a policy is applied in the background.
-ROUND_SECONDS = 5.0
 
 _log = logging.getLogger("expstore")
 _FACTS = ("episode_id", "status", "end_time")
@@ -190,7 +189,7 @@ class Retention:
 
 
 def _rounds(held: weakref.ref[Retention], ended: threading.Event) -> None:
-    while not ended.wait(ROUND_SECONDS):
+    while not ended.wait(tuning.RETENTION_SECONDS):
         retention = held()
         if retention is None:
             return

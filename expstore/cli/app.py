@@ -214,7 +214,7 @@ def collect(
     as_json: Json = False,
 ) -> int:
     """Collect transitions from an environment into a store."""
-    from expstore import _open
+    from expstore._open import open as open_store
     from expstore.disk.files import Disk
     from expstore.storages.format.manifest import MANIFEST
 
@@ -222,7 +222,7 @@ def collect(
     with _Interrupts() as interrupts, contextlib.closing(_environments(env, envs, autoreset)) as lanes:
         new = not disk.exists(path / MANIFEST)
         asked: LayoutName | None = None if layout is None else layout.value
-        with _open.open(path, capacity=capacity, layout=asked, seed=seed if new else None) as rb:
+        with open_store(path, capacity=capacity, layout=asked, seed=seed if new else None) as rb:
             if rb.recovered:
                 typer.echo(f"note: {rb.recovered}", err=True)
             typer.echo(

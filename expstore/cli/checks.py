@@ -1,6 +1,6 @@
 """The commands that check and repair stores.
 
-Used by `cli`. They only ask and print; what they do is in `checks`.
+Used by `expstore.cli.app`. They only ask and print; what they do is in `expstore.maintenance`.
 """
 
 from __future__ import annotations

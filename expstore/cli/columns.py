@@ -1,6 +1,6 @@
 """The commands `add-column` and `drop-column`.
 
-Used by `cli`, which reports what they raise. They open the store as a buffer does.
+Used by `expstore.cli.app`, which reports what they raise. They open the store as a buffer does.
 """
 
 from __future__ import annotations
@@ -105,12 +105,12 @@ def _shape(text: str) -> tuple[int, ...]:
 
 @contextmanager
 def _open(store: Path) -> Iterator[TensorDictReplayBuffer]:
-    import expstore
+    from expstore._open import open as open_store
     from expstore.disk.files import Disk
     from expstore.storages.format.manifest import Manifest
 
     Manifest.load(Disk(), store)  # a new store is not what is asked for
-    with expstore.open(store) as rb:
+    with open_store(store) as rb:
         if rb.recovered:
             typer.echo(f"note: {rb.recovered}", err=True)
         yield rb

@@ -1,6 +1,6 @@
 """The commands `export` and `import`.
 
-Used by `cli`, which reports what they raise. Neither changes a store that is there.
+Used by `expstore.cli.app`, which reports what they raise. Neither changes a store that is there.
 """
 
 from __future__ import annotations

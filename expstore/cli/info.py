@@ -1,6 +1,6 @@
 """What `expstore info` says of a store.
 
-Used by `cli`. It never changes a store, and loads no torch.
+Used by `expstore.cli.app`. It never changes a store, and loads no torch.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ def facts_of(path: Path) -> dict[str, Any]:
     from expstore.disk.files import Disk
     from expstore.maintenance import survey
     from expstore.maintenance.disk_usage import store_size
+    from expstore.schema.row_fields import ROW_FIELDS
     from expstore.schema.spec_text import unpack_specs
-    from expstore.storages.base import ROW_FIELDS
-    from expstore.storages.folder import VERSION
+    from expstore.storages.format.paths import VERSION
     from expstore.storages.format.write_key_file import count_keys
     from expstore.storages.snapshots.catalog import store_meant
 

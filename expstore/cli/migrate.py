@@ -1,6 +1,6 @@
 """The command that brings a store to the present form.
 
-Used by `cli`. It only asks and prints; what it does is in `checks`.
+Used by `expstore.cli.app`. It only asks and prints; what it does is in `expstore.maintenance.upgrade`.
 """
 
 from __future__ import annotations

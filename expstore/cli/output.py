@@ -1,6 +1,6 @@
 """What the command line prints: tables, CSV, JSON and progress.
 
-Used by `cli`. Tables are made for eyes and shorten what is wide; CSV and JSON keep every value.
+Used by `expstore.cli.app`. Tables are made for eyes and shorten what is wide; CSV and JSON keep every value.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The commands `resize` and `merge`.
 
-Used by `cli`, which reports what they raise. Neither loads torch.
+Used by `expstore.cli.app`, which reports what they raise. Neither loads torch.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The command `retain`.
 
-Used by `cli`, which reports what it raises.
+Used by `expstore.cli.app`, which reports what it raises.
 """
 
 from __future__ import annotations

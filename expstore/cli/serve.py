@@ -1,6 +1,6 @@
 """The command that serves stores over HTTP.
 
-Used by `cli`. It reads options and token files, and prints; what serves is in `api`.
+Used by `expstore.cli.app`. It reads options and token files, and prints; what serves is in `expstore.api`.
 """
 
 from __future__ import annotations

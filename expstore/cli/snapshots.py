@@ -1,6 +1,6 @@
 """The commands `dumps`, `loads` and `versions`.
 
-Used by `cli`, which reports what they raise. None of them loads torch.
+Used by `expstore.cli.app`, which reports what they raise. None of them loads torch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Idempotency keys: which writes are known, and which rows came of them.
 
 Used by buffers, which ask before they write, and by storages, which note a key with the rows that were
-written under it; `keyfile` keeps the keys of a store on disk. It never sees a row.
+written under it; `expstore.storages.format.write_key_file` keeps the keys of a store on disk. It never sees a
+row.
 """
 
 from __future__ import annotations
@@ -12,17 +13,13 @@ from dataclasses import dataclass
 
 import google_crc32c
 
+from expstore.core import tuning
 from expstore.errors import StateError
 
 __all__ = ["ENTRY", "NO_KEY", "WriteKey", "WriteKeys", "Written", "key_reused", "pack_entry"]
 
-#: So many keys are known at most, the newest ones.
-KEPT_KEYS = 100_000
-#: And for so long, in microseconds: 24 hours.
+#: A key is remembered for 24 hours, in microseconds.
 KEPT_US = 24 * 3600 * 1_000_000
-#: Entries of the ring that they lie in. Those beyond `KEPT_KEYS` are for keys that no sync has brought to
-#: the disk yet: an entry that is known must not be written over before its successors are safe.
-SLOTS = 1 << 17
 
 #: crc32c of the rest, rows (bit 31: rows of the batch were dropped), number, key, digest, first id, time.
 ENTRY = struct.Struct("<IIQ16s16sQq")
@@ -102,7 +99,7 @@ class WriteKeys:
     """
 
     def __init__(self) -> None:
-        self.slots, self._kept = SLOTS, KEPT_KEYS
+        self.slots, self._kept = tuning.IDEMPOTENCY_SLOTS, tuning.IDEMPOTENCY_KEYS
         #: Of the next key.
         self.number = 0
         self._oldest = 0  # no entry before this one is in `_numbers`

@@ -5,10 +5,11 @@ Used by storages when the fields are fixed. It knows numbers only.
 
 from __future__ import annotations
 
+from expstore.core import tuning
+
 __all__ = ["spare_slots"]
 
-#: An unbounded store overwrites nothing; this many rows may wait for the disk.
-UNBOUNDED_SPARE = 65_536
+#: Bytes of rows that may wait for the disk in a store without capacity.
 UNBOUNDED_SPARE_BYTES = 256 << 20
 
 
@@ -21,5 +22,7 @@ def spare_slots(capacity: int | None, row_bytes: int) -> int:
     (4096, 125000)
     """
     if capacity is None:
-        return max(1, min(UNBOUNDED_SPARE, UNBOUNDED_SPARE_BYTES // row_bytes))
+        return max(1, min(tuning.UNBOUNDED_SPARE_ROWS, UNBOUNDED_SPARE_BYTES // row_bytes))
+    if tuning.SPARE_SLOTS is not None:
+        return tuning.SPARE_SLOTS
     return max(-(-capacity // 8), min(4096, max(64, (64 << 20) // row_bytes)))

@@ -1,6 +1,6 @@
 """Columns out of a TensorDict, and a TensorDict out of columns.
 
-Used by forms. It converts without copying where it can and knows nothing of storages.
+Used by `expstore.data.containers`. It converts without copying where it can and knows nothing of storages.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The leaves of what users hand over, and each of them as a column.
 
-Used by batches and forms. It converts without copying where it can, and knows nothing of rows that differ
-in size: those are `looserows`'s.
+Used by `expstore.data.batch` and `expstore.data.containers`. It converts without copying where it can, and
+knows nothing of rows that differ in size: those are in `expstore.data.variable_rows`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Rows of no fixed size in what users hand over, as columns: values of Python's own, tensors of any length.
 
-Used by batches and forms where a storage keeps such rows. It decides what a field is by what its rows hold
-in this batch, and never looks at a store.
+Used by `expstore.data.batch` and `expstore.data.containers` where a storage keeps such rows. It decides what
+a field is by what its rows hold in this batch, and never looks at a store.
 """
 
 from __future__ import annotations

@@ -137,7 +137,7 @@ def _side_by_side(
         pool: Has the other thread.
         act: The loop.
         facts: What it is told of the files. Shapes `(n,)`.
-        names: What they are called, at least one; it is told these as `kernels.link_files` has it.
+        names: What they are called, at least one; it is told these as `file_loops.link_files` has it.
         cut: So many are done there.
     """
     texts = [os.fsencode(name) + b"\0" for name in names]

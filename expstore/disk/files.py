@@ -29,9 +29,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from expstore.errors import StorageError
-from expstore.kernels.loader import load_compiled
+from expstore.kernels.loader import compiling, load_in_background
 
-__all__ = ["Disk", "File", "ReadingDisk", "address_of", "link_error", "link_if", "load_compiled"]
+__all__ = ["Disk", "File", "ReadingDisk", "address_of", "link_error", "link_if"]
 
 _Ints = NDArray[np.int64]
 
@@ -86,7 +86,7 @@ def address_of(array: NDArray[Any]) -> int:
 
 
 def link_if(name: str, old: File, new: File, size: int) -> int:
-    """Do for one name what `kernels.link_files` does for many; return its code."""
+    """Do for one name what `file_loops.link_files` does for many; return its code."""
     try:
         if os.stat(name, dir_fd=old.fd).st_size != size:
             return -1
@@ -303,11 +303,13 @@ class Disk:
             return
         self._warmed = True
         if type(self).gate is Disk.gate:
-            threading.Thread(target=self._load_kernel, name="expstore-warm", daemon=True).start()
+            load_in_background(self._load_kernel)
 
     def _load_kernel(self) -> None:
-        self.kernels = load_compiled("expstore.kernels.file_loops")  # a second of numba
-        self._kernel = self.kernels.write_pieces
+        with compiling:
+            from expstore.kernels import file_loops
+        self.kernels = file_loops
+        self._kernel = file_loops.write_pieces
 
     def scatter(
         self,

@@ -1,6 +1,7 @@
 """What kind of file system a folder lies on, and whether a store is safe there.
 
-Used by storages when they open a store for writing. It looks and tries; files are touched by `files`.
+Used by storages when they open a store for writing. It looks and tries; files are touched by
+`expstore.disk.files`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Many files under one run of addresses, so that a column is one flat array however many shards it has.
 
-Used by columns. It maps what `files` has opened, for reading only, and opens nothing itself.
+Used by columns. It maps what `expstore.disk.files` has opened, for reading only, and opens nothing itself.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Which episodes have changed lately.
 
-Kept by `episodes`, for filters that speak of episodes. It knows no facts about them.
+Kept by `expstore.episodes.table`, for filters that speak of episodes. It knows no facts about them.
 """
 
 from __future__ import annotations

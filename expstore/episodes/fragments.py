@@ -1,6 +1,6 @@
 """Where the rows of episodes lie: arithmetic runs of ids.
 
-Used by `episodes`. It knows neither sources nor trajectories, and touches no files.
+Used by `expstore.episodes.table`. It knows neither sources nor trajectories, and touches no files.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Batches cut into pieces that lie in one episode each.
 
-Used by `episodes`, which numbers them. It looks at one batch alone: it knows neither sources nor what came
-before.
+Used by `expstore.episodes.table`, which numbers them. It looks at one batch alone: it knows neither sources
+nor what came before.
 """
 
 from __future__ import annotations

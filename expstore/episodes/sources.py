@@ -1,6 +1,6 @@
 """How streams of experience are called: by the user or after their handle, and each lane by itself.
 
-Used by `episodes`. A lane's name cannot be a user's. It knows names only.
+Used by `expstore.episodes.table`. A lane's name cannot be a user's. It knows names only.
 """
 
 from __future__ import annotations

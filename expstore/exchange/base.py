@@ -15,14 +15,13 @@ from typing import Any, Self
 
 import numpy as np
 
+from expstore.core import tuning
 from expstore.disk.atomic_build import LOCK
 from expstore.disk.bulk_files import sync_paths
 from expstore.disk.files import Disk, File, ReadingDisk
 from expstore.errors import NotFoundError
 
 __all__ = [
-    "PIECE_BYTES",
-    "PIECE_ROWS",
     "DiskFile",
     "Exported",
     "Imported",
@@ -35,9 +34,6 @@ __all__ = [
     "sync_tree",
 ]
 
-#: Rows are read and written in pieces of about so many bytes, and at most so many rows.
-PIECE_BYTES = 64 << 20
-PIECE_ROWS = 65_536
 #: Is told how much is done and how much there is.
 Progress = Callable[[int, int], None]
 
@@ -94,7 +90,7 @@ def no_progress(done: int, total: int) -> None:
 
 def piece_rows(row_bytes: int) -> int:
     """Return how many rows of this size make up a piece."""
-    return max(1, min(PIECE_ROWS, PIECE_BYTES // max(1, row_bytes)))
+    return max(1, min(tuning.EXCHANGE_ROWS, tuning.EXCHANGE_BYTES // max(1, row_bytes)))
 
 
 def required(library: str) -> Any:

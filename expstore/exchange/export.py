@@ -35,7 +35,7 @@ _TITLES = {
 class Export:
     """Hold what is exported, and where to.
 
-    Threads, processes: one. Crashes: what `making` has not ended is a scrap.
+    Threads, processes: one. Crashes: what `expstore.disk.atomic_build` has not ended is a scrap.
 
     Args:
         name: Of the format.

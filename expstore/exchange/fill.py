@@ -46,7 +46,7 @@ class Facts:
 
     Args:
         length: How many steps it has had.
-        status: How it ended: `pieces.OPEN`, ...
+        status: How it ended: `segmentation.OPEN`, ...
         source: Name of the stream that it is of; None: of the import.
         named: Whether a user has chosen that name.
         trajectory: The collector's trajectory id, or None.

@@ -26,7 +26,7 @@ from expstore.exchange.base import Imported, Progress, no_progress, piece_rows
 from expstore.exchange.fill import Facts, Filler, new_store
 from expstore.exchange.flat_files import Column, from_stored, to_field
 from expstore.exchange.hdf5 import datasets_in, reading_hdf5
-from expstore.exchange.minari import (
+from expstore.exchange.minari_export import (
     DATA,
     INFO_ATTRIBUTE,
     MAIN,

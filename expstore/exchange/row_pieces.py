@@ -12,18 +12,16 @@ from typing import Any
 
 import numpy as np
 
+from expstore.core import tuning
 from expstore.core.values import IntArray
 from expstore.errors import SchemaError
-from expstore.exchange.base import PIECE_BYTES
 from expstore.exchange.rows import Rows
 from expstore.storages.snapshots.restore import join_parts
 
 __all__ = ["Piece", "mean_bytes", "read_pieces"]
 
-#: So many rows without a fixed size are read first, and at a time at most: all of them may be longer than
-#: those before. 256 rows of some bytes take 0.6 ms.
+#: Rows without a fixed size that are read first; later pieces grow up to `tuning.EXCHANGE_VARIABLE_ROWS`.
 FIRST_ROWS = 16
-MOST_ROWS = 256
 #: So many rows are looked at, so many at a time, to tell how long they are on the average.
 _SAMPLED, _TOGETHER = 64, 8
 
@@ -64,15 +62,19 @@ def mean_bytes(rows: Rows) -> int:
     return rows.row_bytes + -(-size // max(1, found))
 
 
-def read_pieces(rows: Rows, wanted: Iterable[IntArray], most: int = PIECE_BYTES) -> Iterator[Piece]:
+def read_pieces(rows: Rows, wanted: Iterable[IntArray], most: int | None = None) -> Iterator[Piece]:
     """Read rows, in the order that is asked for.
 
     Args:
         rows: Which can be read.
         wanted: Ids, as many at a time as fit by the fields of fixed size. Shapes `(n,)`.
-        most: A piece has about so many bytes at most, unless a row alone has more.
+        most: Bytes of a piece, about, unless a single row has more; None: `tuning.EXCHANGE_BYTES`.
     """
-    pace = _Pace(rows, most) if any(entry.variable for entry in rows.fields.values()) else None
+    pace = (
+        _Pace(rows, most or tuning.EXCHANGE_BYTES)
+        if any(entry.variable for entry in rows.fields.values())
+        else None
+    )
     for ids in wanted:
         if pace is None:
             yield Piece(ids.size, *rows.read(ids))
@@ -114,7 +116,7 @@ class _Pace:
                 ids = ids[: ids.size // 2]
         each = sum(column.nbytes for column in piece.columns) // max(1, piece.ids.size)
         self._each = max(1, each, self._each // 2)  # where there was a long one more may follow
-        self._next = max(1, min(self._most // (4 * self._each), 2 * ids.size, MOST_ROWS))
+        self._next = max(1, min(self._most // (4 * self._each), 2 * ids.size, tuning.EXCHANGE_VARIABLE_ROWS))
         return piece
 
 

@@ -20,10 +20,11 @@ from expstore.core.values import IntArray, Window, key_name
 from expstore.disk.files import Disk
 from expstore.episodes.fragments import all_ids
 from expstore.errors import NotFoundError, SchemaError, StateError
+from expstore.schema.row_fields import ROW_FIELDS
 from expstore.schema.row_selection import no_rows
 from expstore.schema.schema import OBJECT, Field, Schema
 from expstore.sql.sync import Catalog
-from expstore.storages.base import ROW_FIELDS, Storage
+from expstore.storages.base import Storage
 from expstore.storages.folder import FolderStorage
 from expstore.storages.follower import FollowerStorage
 from expstore.storages.indexing import read_present

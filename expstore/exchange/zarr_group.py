@@ -12,10 +12,11 @@ from typing import Any
 
 import numpy as np
 
+from expstore.core import tuning
 from expstore.core.values import Array
 from expstore.disk.bulk_files import sync_paths
 from expstore.disk.files import Disk
-from expstore.exchange.base import PIECE_BYTES, PIECE_ROWS, Exported, Progress, no_progress
+from expstore.exchange.base import Exported, Progress, no_progress
 from expstore.exchange.export import Tally, exporting
 from expstore.exchange.row_pieces import read_pieces
 from expstore.exchange.rows import Episodes, Exchanged, Rows
@@ -109,7 +110,7 @@ class _Group:
         self.written: list[Path] = []
         self.folders = {folder}
         fields = rows.fields.values()
-        self.piece = _power(PIECE_BYTES // rows.row_bytes, PIECE_ROWS)
+        self.piece = _power(tuning.EXCHANGE_BYTES // rows.row_bytes, tuning.EXCHANGE_ROWS)
         self._held = [np.empty((self.piece, *e.shape), e.numpy_dtype) for e in fields]
         self._count = 0
         self._made: dict[str, Any] = {}  # what zarr-python has made, by name
@@ -120,7 +121,7 @@ class _Group:
     def _make(self, group: Any, entry: Field) -> Any:
         from zarr.codecs import BloscCodec
 
-        chunk = min(self.piece, _power(CHUNK_BYTES // max(1, entry.row_bytes), PIECE_ROWS))
+        chunk = min(self.piece, _power(CHUNK_BYTES // max(1, entry.row_bytes), tuning.EXCHANGE_ROWS))
         size = entry.numpy_dtype.itemsize
         return group.create_array(
             entry.path,

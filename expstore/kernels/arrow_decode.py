@@ -24,7 +24,7 @@ __all__ = ["find_damaged", "find_lengths", "unpack_buffers"]
 Ints = NDArray[np.int64]
 
 _INT, _SIZE, _ADDRESS = types.int32, types.uintp, types.intp
-# Of numcodecs' own libraries, which `native` has made known.
+# Of numcodecs' own libraries, which `expstore.kernels.native` has made known.
 for _name in ("LZ4_decompress_safe_usingDict", "ZSTD_createDCtx", "ZSTD_decompressDCtx", "ZSTD_freeDCtx"):
     if llvmlite.binding.address_of_symbol(_name) is None:  # then pyarrow goes on alone
         raise ImportError(f"numcodecs does not show {_name}")

@@ -13,6 +13,7 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
+from expstore.core import tuning
 from expstore.kernels import native
 from expstore.kernels.file_loops import compiled, compiled_for_c
 from expstore.kernels.native import (
@@ -30,8 +31,6 @@ __all__ = ["take_distances", "take_rows"]
 
 Ints = NDArray[np.int64]
 
-#: A thread more for so many bytes that are to be unpacked: it costs 30 us.
-EACH_BYTES = 8 << 20
 #: Of a blosc frame whose blocks are LZ4 (lz4hc writes the same), neither shuffled nor split.
 _LZ4 = 32
 #: Frames of more blocks are unpacked whole.
@@ -199,7 +198,7 @@ def take_rows(
     Returns:
         The first frame that is damaged; -1: none.
     """
-    threads = min(native.THREADS, sources.size * chunk_bytes // EACH_BYTES)
+    threads = min(native.THREADS, sources.size * chunk_bytes // tuning.DECOMPRESS_THREAD_BYTES)
     if threads < 2:
         told = np.array([row_bytes, chunk_bytes, out, scratch, 0, which.size])
         return int(_take_some(sources, sizes, which, inside, goals, told))

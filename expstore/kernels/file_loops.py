@@ -1,7 +1,7 @@
 """Compiled loops: most keep the GIL, what goes over many files gives it away once.
 
-Used by `files` and `episodes`. Loading this module loads numba, so it is imported in the background
-when rows come; until then plain Python does the same work.
+Used by `expstore.disk` and `expstore.episodes`. Loading this module loads numba, so it is imported in the
+background when rows come; until then plain Python does the same work.
 """
 
 from __future__ import annotations

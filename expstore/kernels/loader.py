@@ -1,25 +1,43 @@
-"""How compiled loops are loaded: one thread at a time, and in no child that is forked meanwhile.
+"""Import compiled loops late, one thread at a time.
 
-Used by whatever has loops of numba's. It knows none of them.
+The modules of this package import numba, which takes a second, so every other package imports them where they
+are first needed, by an import statement under the lock `compiling`:
+
+    with compiling:
+        from expstore.kernels.sum_tree import SumTree
+
+numba cannot compile in two threads at once, and a child that is forked while the compiler runs crashes when
+it compiles itself: the lock prevents both.
 """
 
 from __future__ import annotations
 
-import importlib
 import os
+import sys
 import threading
-from types import ModuleType
+from collections.abc import Callable
 
-__all__ = ["load_compiled"]
+__all__ = ["compiling", "load_in_background"]
 
-# A child that is forked while the compiler runs would find it half way, and crash when it compiles itself.
-_compiling = threading.Lock()
+#: Hold it while importing a module of compiled loops.
+compiling = threading.Lock()
 os.register_at_fork(
-    before=_compiling.acquire, after_in_parent=_compiling.release, after_in_child=_compiling.release
+    before=compiling.acquire, after_in_parent=compiling.release, after_in_child=compiling.release
 )
 
 
-def load_compiled(name: str) -> ModuleType:
-    """Import a module of compiled loops; one thread at a time, since numba does not stand two."""
-    with _compiling:
-        return importlib.import_module(name)
+def load_in_background(load: Callable[[], object]) -> None:
+    """Call a function that imports compiled loops in a daemon thread.
+
+    An import that fails is reported like any exception of a thread, unless the interpreter is shutting down,
+    when no import succeeds.
+    """
+
+    def run() -> None:
+        try:
+            load()
+        except ImportError:
+            if not sys.is_finalizing():
+                raise
+
+    threading.Thread(target=run, name="expstore-warm", daemon=True).start()

@@ -21,7 +21,6 @@ from expstore.maintenance.findings import Finding, Inspection, Progress, runs_of
 from expstore.maintenance.packed import PackedFiles
 from expstore.storages.columns.checksums import (
     BLOCK_ROWS,
-    CHECKSUMS,
     GIVEN_UP,
     NOTHING,
     SUMMED,
@@ -34,6 +33,7 @@ from expstore.storages.columns.checksums import (
 from expstore.storages.columns.dedup import SharedColumn
 from expstore.storages.columns.flat import Column
 from expstore.storages.columns.packed.reader import PackedReader
+from expstore.storages.format.paths import CHECKSUMS
 from expstore.storages.format.pending_swap import sums_path
 from expstore.storages.format.zarr_metadata import SEPARATOR, make_metadata, parse_metadata, shard_footer
 

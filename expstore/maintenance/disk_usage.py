@@ -13,13 +13,13 @@ import numpy as np
 
 from expstore.disk.files import Disk
 from expstore.errors import StorageError
-from expstore.storages.base import ROW_FIELDS
+from expstore.schema.row_fields import ROW_FIELDS
 from expstore.storages.columns.column_set import ColumnGroup
 from expstore.storages.columns.dedup import SharedColumn
 from expstore.storages.columns.flat import Column
 from expstore.storages.columns.packed.reader import PackedReader
-from expstore.storages.folder import COLUMNS
 from expstore.storages.format.manifest import Manifest
+from expstore.storages.format.paths import COLUMNS
 
 __all__ = ["FieldSize", "StoreSize", "store_size"]
 

@@ -12,7 +12,7 @@ from expstore.episodes.segmentation import CUT
 from expstore.episodes.table import EpisodeTable
 from expstore.maintenance.findings import Inspection
 from expstore.maintenance.rows import ends_of, read_fragments
-from expstore.storages.folder import LOG
+from expstore.storages.format.paths import LOG
 from expstore.storages.recovery.recover import retell
 
 __all__ = ["Restored", "restore_log"]

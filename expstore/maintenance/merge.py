@@ -23,9 +23,9 @@ from expstore.disk.files import Disk
 from expstore.episodes.log import LogEntry
 from expstore.episodes.segmentation import CUT
 from expstore.errors import LockedError, SchemaError, StateError
+from expstore.schema.row_fields import ROW_FIELDS
 from expstore.schema.schema import Schema
 from expstore.schema.spec_text import same_specs
-from expstore.storages.base import ROW_FIELDS
 from expstore.storages.engine.open_settings import Settings
 from expstore.storages.factory import open_storage
 from expstore.storages.follower import FollowerStorage

@@ -25,11 +25,10 @@ from expstore.maintenance.packed import PackedFiles
 from expstore.maintenance.verify import inspect
 from expstore.sql.sync import Catalog
 from expstore.storages.columns.checksums import BLOCK_ROWS
-from expstore.storages.columns.column_set import SEGMENTS
 from expstore.storages.factory import open_storage
-from expstore.storages.folder import JOURNAL, LOG, REPAIR, STATE, VERSION
 from expstore.storages.format.journal import cut_off, segment_faults
 from expstore.storages.format.manifest import MANIFEST
+from expstore.storages.format.paths import JOURNAL, LOG, REPAIR, SEGMENTS, STATE, VERSION
 from expstore.storages.format.write_key_file import KEYS
 from expstore.storages.format.zarr_metadata import shard_footer
 

@@ -18,10 +18,10 @@ from expstore.episodes.table import EpisodeTable
 from expstore.errors import CorruptionError, LockedError, MigrationError, StorageError
 from expstore.maintenance.blocks import read_column
 from expstore.maintenance.findings import Finding, Inspection, runs_of
+from expstore.schema.row_fields import ROW_FIELDS
 from expstore.sql.sync import Catalog
-from expstore.storages.base import ROW_FIELDS
-from expstore.storages.folder import LOG
 from expstore.storages.follower import FollowerStorage
+from expstore.storages.format.paths import LOG
 from expstore.storages.format.records import Publish
 from expstore.storages.recovery.recover import Past, retell
 

@@ -20,17 +20,17 @@ from expstore.maintenance.inspection import find_writer
 from expstore.maintenance.packed import PackedFiles
 from expstore.maintenance.rows import check_ids, check_index, check_log, check_rows
 from expstore.maintenance.write_keys import check_keys
-from expstore.storages.base import ROW_FIELDS
+from expstore.schema.row_fields import ROW_FIELDS
 from expstore.storages.columns.checksums import BLOCK_ROWS, DAMAGED, read_entries, state_of
 from expstore.storages.columns.column_set import ColumnGroup, add_batches
 from expstore.storages.columns.flat import Column
 from expstore.storages.columns.packed.column import PARTIAL
 from expstore.storages.columns.packed.reader import PackedReader
 from expstore.storages.columns.sample_counts_column import find_sampled
-from expstore.storages.folder import COLUMNS, JOURNAL, ORIGIN, REDO, REPAIR, VERSION
 from expstore.storages.format.journal import Record, no_records, read_journal, segment_faults
 from expstore.storages.format.layout import ColumnLayout
 from expstore.storages.format.manifest import MANIFEST, Manifest
+from expstore.storages.format.paths import COLUMNS, JOURNAL, ORIGIN, REDO, REPAIR, VERSION
 from expstore.storages.format.records import Publish, Redo, fetch_body
 from expstore.storages.recovery.recover import read_past, unsettled_blocks
 from expstore.storages.recovery.recover import verify as walk

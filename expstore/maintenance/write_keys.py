@@ -5,7 +5,7 @@ It reads that file and what is known of the journal, and never a row.
 
 from __future__ import annotations
 
-from expstore.core import idempotency
+from expstore.core import tuning
 from expstore.maintenance.findings import Finding, Inspection
 from expstore.storages.format.write_key_file import KEYS, read_keys
 
@@ -19,8 +19,8 @@ def check_keys(inspection: Inspection) -> None:
         return
     found = read_keys(
         disk.read_whole(path) if disk.exists(path) else None,
-        slots=idempotency.SLOTS,
-        kept=idempotency.KEPT_KEYS,
+        slots=tuning.IDEMPOTENCY_SLOTS,
+        kept=tuning.IDEMPOTENCY_KEYS,
         covered=min(past.synced, past.last),
         known=past.base.get("write_keys", 0),
     )

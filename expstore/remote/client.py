@@ -1,7 +1,7 @@
 """`expstore.connect`: the address of a served store in, a replay buffer out.
 
-What programs use that train or act on other machines. Requests and their repetition are the connection's,
-rows the codec's; it keeps no rows, and touches no file.
+What programs use that train or act on other machines. Requests and their repetition are in
+`expstore.remote.transport`, rows in `expstore.wire.codec`; it keeps no rows, and touches no file.
 """
 
 from __future__ import annotations

@@ -15,10 +15,10 @@ import numpy as np
 import torch
 
 from expstore.core.values import Array, IntArray, Selection
-from expstore.disk.files import load_compiled
 from expstore.errors import NotReadyError
+from expstore.kernels.loader import compiling
 from expstore.samplers.base import Sampler
-from expstore.samplers.window_sum_tree import TREES, WindowTree, warm
+from expstore.samplers.window_sum_tree import WindowTree, warm
 
 if TYPE_CHECKING:
     from expstore.storages.base import Storage
@@ -173,7 +173,8 @@ class PrioritizedSampler(Sampler):
     # -- the tree --------------------------------------------------------------------------------
 
     def _weigh(self, storage: Storage, places: IntArray) -> Array:
-        raise_priorities = load_compiled(TREES).raise_priorities
+        with compiling:
+            from expstore.kernels.sum_tree import raise_priorities
         weights: Array = raise_priorities(storage.priorities, places, eps=self._eps, alpha=self._alpha)
         return weights
 

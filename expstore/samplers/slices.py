@@ -6,14 +6,13 @@ run of steps, and never reads rows.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from expstore.core.values import Array, IntArray, Selection
-from expstore.disk.files import load_compiled
+from expstore.kernels.loader import compiling, load_in_background
 from expstore.samplers.base import Sampler
 from expstore.samplers.keyed_trajectories import Trajectories
 from expstore.samplers.slice_options import (
@@ -27,8 +26,6 @@ from expstore.samplers.slice_options import (
 from expstore.samplers.slices_without_replacement import SliceSamplerWithoutReplacement
 from expstore.samplers.start_candidates import Candidates
 from expstore.samplers.trajectory_weights import RunWeights
-from expstore.samplers.window_sum_tree import TREES
-from expstore.storages.run_index import TABLES
 
 if TYPE_CHECKING:
     from expstore.storages.base import Storage
@@ -151,7 +148,7 @@ class SliceSampler(Sampler):
     def attach(self, storage: Storage) -> None:
         """Follow the episodes of a storage."""
         super().attach(storage)
-        threading.Thread(target=_warm, name="expstore-warm", daemon=True).start()
+        load_in_background(_compile_loops)
 
     def sample(self, storage: Storage, batch_size: int, generator: np.random.Generator) -> Selection:
         """Choose slices of `batch_size` rows together.
@@ -254,6 +251,7 @@ def _lengths(runs: Runs) -> IntArray:
     return have[have > 0]
 
 
-def _warm() -> None:
-    load_compiled(TREES)
-    load_compiled(TABLES)
+def _compile_loops() -> None:
+    with compiling:
+        import expstore.kernels.step_runs
+        import expstore.kernels.sum_tree  # noqa: F401

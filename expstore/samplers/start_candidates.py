@@ -12,10 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from expstore.core.values import IntArray
-from expstore.disk.files import load_compiled
 from expstore.samplers.filter import Filter
 from expstore.samplers.slice_options import Slicing
-from expstore.samplers.window_sum_tree import TREES
+from expstore.samplers.window_sum_tree import new_sum_tree
 
 if TYPE_CHECKING:
     from expstore.kernels.sum_tree import SumTree
@@ -62,7 +61,7 @@ class Candidates:
         changed = runs.changed_since(seen[1])
         count = runs.table.count
         if tree is None or self._runs is not runs or seen[0] != length or changed is None or moved is None:
-            tree = load_compiled(TREES).SumTree(max(256, 2 * count))
+            tree = new_sum_tree(max(256, 2 * count))
             changed = np.arange(count)
         elif moved.size:
             ids = np.unique(storage.ids_in(moved, storage.window))

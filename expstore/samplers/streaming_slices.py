@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from expstore.core import tuning
 from expstore.core.values import IntArray, Selection
 from expstore.samplers.slice_options import NestedKey, Span
 from expstore.samplers.slices import SliceSampler
@@ -23,9 +24,6 @@ if TYPE_CHECKING:
     from expstore.storages.run_index import Runs
 
 __all__ = ["StreamingSliceSampler"]
-
-#: So many rows are looked through at once for those that complete a slice.
-_CHUNK = 1 << 15
 
 
 class StreamingSliceSampler(SliceSampler):
@@ -169,7 +167,7 @@ class StreamingSliceSampler(SliceSampler):
         with runs.lock:
             end = min(end, runs.look().last)
             while start <= end and have < count:
-                ids = np.arange(start, min(start + _CHUNK, end + 1))
+                ids = np.arange(start, min(start + tuning.SLICE_SEARCH_ROWS, end + 1))
                 run, step = self._completing(storage, runs, ids, length)
                 whole = (run >= 0) & (step - length + 1 >= runs.first[np.maximum(run, 0)])
                 run, begins = run[whole][: count - have], step[whole][: count - have] - length + 1

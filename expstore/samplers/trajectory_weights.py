@@ -9,8 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from expstore.core.values import Array, IntArray
-from expstore.disk.files import load_compiled
-from expstore.samplers.window_sum_tree import TREES
+from expstore.samplers.window_sum_tree import new_sum_tree
 
 if TYPE_CHECKING:
     from expstore.kernels.sum_tree import SumTree
@@ -44,7 +43,7 @@ class RunWeights:
         changed = runs.changed_since(seen[2]) if seen is not None and known else None
         count = runs.table.count
         if tree is None or changed is None:
-            tree = load_compiled(TREES).SumTree(max(256, 2 * count))
+            tree = new_sum_tree(max(256, 2 * count))
             tree.fill(weigh(runs.stop - runs.first))
         elif changed.size:
             if count > tree.size:

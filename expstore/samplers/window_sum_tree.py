@@ -6,31 +6,34 @@ that are new and takes away those of rows that have left; it never chooses weigh
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from expstore.core.values import Array, IntArray, Window
-from expstore.disk.files import load_compiled
+from expstore.kernels.loader import compiling, load_in_background
 from expstore.samplers.filter import Filter
 
 if TYPE_CHECKING:
     from expstore.kernels.sum_tree import SumTree
     from expstore.storages.base import Storage
 
-__all__ = ["TREES", "WindowTree", "warm"]
-
-#: Loads numba: in the background when a buffer is made, at the latest with the first batch.
-TREES = "expstore.kernels.sum_tree"
+__all__ = ["WindowTree", "new_sum_tree", "warm"]
 
 Weigh = Callable[[IntArray], Array]
 
 
 def warm() -> None:
-    """Load the compiled loops in the background."""
-    threading.Thread(target=load_compiled, args=(TREES,), name="expstore-warm", daemon=True).start()
+    """Compile the sum tree in the background, when a buffer is made: the first batch needs it."""
+    load_in_background(lambda: new_sum_tree(1))
+
+
+def new_sum_tree(size: int) -> SumTree:
+    """Return a sum tree of `size` weights, all 0; the first call compiles it."""
+    with compiling:
+        from expstore.kernels.sum_tree import SumTree
+    return SumTree(size)
 
 
 class WindowTree:
@@ -98,7 +101,7 @@ class WindowTree:
         size = storage.slots or 1 << max(12, (window.last - 1).bit_length())
         followed = shown.low <= window.low <= shown.last <= window.last and shown.gaps == window.gaps
         if tree is None or upheavals != self.upheavals or not followed:
-            tree = load_compiled(TREES).SumTree(size)
+            tree = new_sum_tree(size)
             places = storage.slot_of(window.ids())
             weights = np.zeros(tree.size)
             weights[places] = weigh(places)

@@ -1,7 +1,7 @@
 """Columns that cannot be shown to DuckDB as they lie: 16-bit floats, objects, damaged and packed ones, and
 those whose rows have no fixed size.
 
-Used by `relations` for stores that have such fields. It copies no column whole.
+Used by `expstore.sql.views` for stores that have such fields. It copies no column whole.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.dataset as ds
 
+from expstore.core import tuning
 from expstore.core.values import Array, IntArray
 from expstore.errors import CorruptionError, ExpStoreError, QueryError
 
@@ -23,13 +24,6 @@ if TYPE_CHECKING:
 
 __all__ = ["ShownDataset"]
 
-_BATCH_ROWS = 65_536
-#: Packed rows are unpacked so many bytes at a time, as DuckDB asks for them,
-_BATCH_BYTES = 1 << 20
-#: and at most so many by one query.
-PACKED_BYTES = 1 << 30
-#: Of rows that have no fixed size, so many at first.
-_FIRST_ROWS = 256
 _NUMBER = "__number"
 
 
@@ -98,7 +92,7 @@ class ShownDataset(ds.InMemoryDataset):  # type: ignore[misc]
         return ds.Scanner.from_batches(batches, schema=schema, columns=columns, filter=filter, **options)
 
     def _batches(self, raw: pa.Table, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
-        for batch in raw.to_batches(max_chunksize=_BATCH_ROWS):
+        for batch in raw.to_batches(max_chunksize=tuning.SQL_BATCH_ROWS):
             arrays = [
                 _widen(column, self._half[name]) if name in self._half else _from_start(column)
                 for name, column in zip(raw.column_names, batch.columns, strict=True)
@@ -150,13 +144,13 @@ class _Pace:
         self._width = sum(width for width in widths if width is not None)
         self._done = self._found = 0
         #: How many rows to take next: where some have no fixed size, as those before were.
-        self.rows = max(1, _BATCH_BYTES // self._width) if not self._open else _FIRST_ROWS
+        self.rows = max(1, tuning.SQL_BATCH_BYTES // self._width) if not self._open else tuning.SQL_FIRST_ROWS
 
     def go_on(self, rows: int) -> None:
         """Raise QueryError if so many more rows are too many."""
         fixed = (self._done + rows) * self._width
-        if fixed + self._found > PACKED_BYTES:
-            fits = self._done if self._open else PACKED_BYTES // self._width
+        if fixed + self._found > tuning.SQL_PACKED_BYTES:
+            fits = self._done if self._open else tuning.SQL_PACKED_BYTES // self._width
             raise _too_much(self._names, fits, packed=not self._open)
 
     def count(self, rows: int, arrays: Sequence[pa.Array]) -> None:
@@ -165,7 +159,9 @@ class _Pace:
         if self._open:
             self._found += sum(arrays[place].nbytes for place in self._open)
             width = self._width + self._found // self._done
-            self.rows = max(1, min(2 * self.rows, _BATCH_BYTES // max(1, width), _BATCH_ROWS))
+            self.rows = max(
+                1, min(2 * self.rows, tuning.SQL_BATCH_BYTES // max(1, width), tuning.SQL_BATCH_ROWS)
+            )
 
 
 def _passing(batch: pa.RecordBatch, filter: Any) -> IntArray:
@@ -183,7 +179,7 @@ def _too_much(fields: Sequence[str], rows: int, *, packed: bool) -> QueryError:
     why, done = ("are packed", "unpacked") if packed else ("lie one by one", "read")
     return QueryError(
         f"the query needs more than {rows} rows of {', '.join(fields)}, which {why}: more than "
-        f"{PACKED_BYTES >> 20} MiB would have to be {done}",
+        f"{tuning.SQL_PACKED_BYTES >> 20} MiB would have to be {done}",
         hint="ask for fewer rows (WHERE _id ..., LIMIT), or for their _index and read them with rb[index]",
     )
 

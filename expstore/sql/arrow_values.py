@@ -1,7 +1,7 @@
 """Fields without a fixed size as DuckDB is shown them: nearly always as they lie.
 
-Used by `relations`. DuckDB knows no 16-bit floats, and no decimals of more than 38 digits: they become 32-bit
-floats and texts, wherever they are inside of a value.
+Used by `expstore.sql.views`. DuckDB knows no 16-bit floats, and no decimals of more than 38 digits: they
+become 32-bit floats and texts, wherever they are inside of a value.
 """
 
 from __future__ import annotations

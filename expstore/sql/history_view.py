@@ -1,7 +1,7 @@
 """What SQL sees of rows that have left a ring for its archive, together with those that are there.
 
-Given to `relations` by whoever has an archive; `attach` puts the view `history` on the cursor of one query.
-It copies no column: a query that names few reads few, on both sides.
+Given to `expstore.sql.views` by whoever has an archive; `attach` puts the view `history` on the cursor of one
+query. It copies no column: a query that names few reads few, on both sides.
 """
 
 from __future__ import annotations

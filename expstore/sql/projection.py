@@ -1,7 +1,7 @@
 """Which members of nested fields a statement names: DuckDB reads all of a struct, whichever are used.
 
-Used by `relations` for members that are costly to read. It never runs a statement, and where it cannot tell
-it says that all are named.
+Used by `expstore.sql.views` for members that are costly to read. It never runs a statement, and where it
+cannot tell it says that all are named.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The columns of a storage as SQL sees them: views where rows lie one behind another, else what copies them.
 
-Used by the catalog for a query. It decides neither which rows are shown nor under which names.
+Used by `expstore.sql.sync` for a query. It decides neither which rows are shown nor under which names.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import numpy as np
 
 from expstore.core.values import Array, IntArray, Window
 from expstore.errors import CorruptionError
-from expstore.storages.base import ROW_FIELDS, Storage
+from expstore.schema.row_fields import ROW_FIELDS
+from expstore.storages.base import Storage
 from expstore.storages.columns.sample_counts import SAMPLED, Sampled
 from expstore.storages.engine.archive import ARCHIVED_ID, Beside, with_left
 

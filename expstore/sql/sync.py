@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
+from expstore.core import tuning
 from expstore.core.values import Array, IntArray, Window
 from expstore.episodes.log import LogEntry
 from expstore.episodes.segmentation import OPEN
@@ -40,7 +41,6 @@ _EPISODE_COLUMNS = (
 
 _Answer = TypeVar("_Answer")
 _log = logging.getLogger("expstore")
-_PATIENCE_SECONDS = 2.0  # how long a query is repeated whose rows another process keeps overwriting
 #: So many changed episodes are handed to the index in the background, to bound memory.
 MANY_CHANGES = 20_000
 
@@ -113,7 +113,7 @@ class Catalog:
         params: Sequence[object] | Mapping[str, object] | None,
         read: Callable[[Any], Any] | None,
     ) -> Result:
-        storage, until, attempt = self._storage, time.monotonic() + _PATIENCE_SECONDS, 0
+        storage, until, attempt = self._storage, time.monotonic() + tuning.QUERY_RETRY_SECONDS, 0
         while True:
             # Rows that were overwritten under the query make it run again, then with the writer waiting;
             # a writer in another process does not wait for us: we hope for a pause of its.
@@ -269,9 +269,14 @@ class Catalog:
         return self._storage.episodes.waiting > MANY_CHANGES
 
     def close(self) -> None:
-        """Bring the index up to date for other programs, and let go of it."""
+        """Bring the index up to date for other programs and close it.
+
+        With `tuning.INDEX_ON_CLOSE` off, an index that was never opened stays as it is.
+        """
         with self._lock:
             self._closed = True  # the storage's last sync would open it once more, and nobody close it
+            if self._index is None and not tuning.INDEX_ON_CLOSE:
+                return
             storage = self._storage
             try:
                 weighed = storage.priorities_set and storage.schema is not None

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -30,9 +30,10 @@ from expstore.episodes.log import LogEntry
 from expstore.episodes.table import EpisodeTable
 from expstore.errors import NotFoundError, SchemaError, StateError
 from expstore.schema.field_roles import REWARD, Keys, find_keys
-from expstore.schema.schema import Field, Schema
+from expstore.schema.row_fields import ROW_BYTES, ROW_FIELDS
+from expstore.schema.schema import Schema
 from expstore.storages.batch import Rows, now_us
-from expstore.storages.columns.priorities import Watcher, check_priorities
+from expstore.storages.columns.priorities import check_priorities
 from expstore.storages.columns.sample_counts import Sampled
 from expstore.storages.field_specs import Described
 from expstore.storages.idempotency import Keyed
@@ -46,17 +47,14 @@ from expstore.storages.stats import Counters
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["REWARD", "ROW_FIELDS", "Keys", "Rows", "Storage", "find_keys", "now_us", "spare_slots"]
+__all__ = ["REWARD", "Keys", "Rows", "Storage", "Watcher", "find_keys", "now_us"]
 
-#: Columns that every store has beside the user's; `priority` comes last and is not part of a checksum.
-ROW_FIELDS = (
-    Field(("_row", "id"), "int64", ()),
-    Field(("_row", "episode"), "int64", ()),
-    Field(("_row", "step"), "int64", ()),
-    Field(("_row", "time"), "int64", ()),
-    Field(("_row", "priority"), "float32", ()),
-)
-ROW_BYTES = sum(entry.row_bytes for entry in ROW_FIELDS)
+
+class Watcher(Protocol):
+    """What a storage needs of an object that follows priorities."""
+
+    def on_priorities(self, storage: Storage, places: IntArray) -> None:
+        """Follow priorities of some slots that were just set. Shape `(n,)`."""
 
 
 class Storage(DrawPosition, Described, Grid, Indexed, Keyed, Stateful, ABC):

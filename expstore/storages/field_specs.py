@@ -17,7 +17,7 @@ from expstore.schema.spec_text import check_specs
 
 if TYPE_CHECKING:
     from expstore.storages.base import Storage
-    from expstore.storages.engine.backfill import Coming
+    from expstore.storages.new_field import Coming
 
 __all__ = ["Described"]
 

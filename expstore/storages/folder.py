@@ -15,30 +15,10 @@ from expstore.errors import SchemaError
 from expstore.schema.schema import Schema
 from expstore.storages.base import Keys, Storage, find_keys
 from expstore.storages.format.manifest import Manifest
+from expstore.storages.format.paths import REDO
 from expstore.storages.format.records import Redo, fetch_body
 
-__all__ = [
-    "COLUMNS",
-    "JOURNAL",
-    "LOCK",
-    "LOG",
-    "ORIGIN",
-    "REDO",
-    "REPAIR",
-    "STATE",
-    "VERSION",
-    "FolderStorage",
-    "refuse_objects",
-]
-
-COLUMNS, JOURNAL, LOG, REDO, STATE = "columns", "journal", "episodes.log", "redo", "STATE"
-LOCK = "LOCK"
-#: Says of a folder that it is a version, which nobody writes to.
-VERSION = "version.json"
-#: In a version: the store's own checksums when it was made; equal ones mean equal rows.
-ORIGIN = "origin"
-#: There while a repair cuts the journal; nobody else may open the store then.
-REPAIR = "REPAIR"
+__all__ = ["FolderStorage", "refuse_objects"]
 
 
 def refuse_objects(schema: Schema) -> None:

@@ -15,21 +15,24 @@ from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 
+from expstore.core import tuning
 from expstore.core.values import Array, IntArray, Window
 from expstore.disk.files import Disk, ReadingDisk
 from expstore.disk.writer_lock import Owner, read_owner
 from expstore.episodes.log import LogEntry, read_log
 from expstore.episodes.table import EpisodeTable
 from expstore.errors import StateError, StorageError
+from expstore.schema.row_fields import ROW_FIELDS
 from expstore.schema.schema import Schema
-from expstore.storages.base import ROW_FIELDS, Keys, Rows, Storage
+from expstore.storages.base import Keys, Rows, Storage
 from expstore.storages.columns.column_set import ColumnGroup
 from expstore.storages.columns.overlay import Overlay
 from expstore.storages.engine.archive import archive_path
 from expstore.storages.engine.open_settings import Settings, look_up
-from expstore.storages.folder import LOCK, LOG, FolderStorage
+from expstore.storages.folder import FolderStorage
 from expstore.storages.format.control_page import StateView
 from expstore.storages.format.manifest import Manifest
+from expstore.storages.format.paths import LOCK, LOG
 from expstore.storages.format.writer_probe import Watch
 from expstore.storages.recovery.cold_reader import Replay, episode_rows, open_columns, replay
 from expstore.storages.recovery.recover import describe_past
@@ -40,8 +43,6 @@ __all__ = ["FollowerStorage", "Origin"]
 
 #: A look at files that a writer removes meanwhile is repeated so often, after pauses that double.
 _LOOKS, _PAUSE_SECONDS = 7, 0.002
-#: So long readers wait for rows that are being changed in place.
-_CHANGE_SECONDS = 1.0
 _Found = TypeVar("_Found")
 
 
@@ -432,7 +433,7 @@ class FollowerStorage(FolderStorage):
             if not live or not watch.touched(slots, before):
                 return columns
             now = time.monotonic()
-            due = due or now + _CHANGE_SECONDS
+            due = due or now + tuning.CHANGE_SECONDS
             if now > due:
                 self._look_again()  # it may have died in the middle
                 if self._source.live:

@@ -1,6 +1,6 @@
 """What a storage asks of the keeper of the index, which stands above it.
 
-Used by `storages.base` alone. It does nothing.
+Used by `expstore.storages.base` alone. It does nothing.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """A storage as a list of rows: `get`, `set` and `[]`, under torchrl's names.
 
-Base of every storage. The work is done in `access`, which is loaded with torch when first needed.
+Base of every storage. The work is done in `expstore.storages.indexing`, which is loaded with torch when first
+needed.
 """
 
 from __future__ import annotations

@@ -19,17 +19,12 @@ from expstore.core.values import Array, IntArray, Key, Window, cut_run
 from expstore.episodes.log import LogEntry
 from expstore.episodes.table import EpisodeTable
 from expstore.errors import StateError
+from expstore.schema.row_fields import ROW_FIELDS
 from expstore.schema.schema import Field, Schema
-from expstore.storages.base import ROW_FIELDS, Keys, Rows, find_keys
+from expstore.storages.base import Keys, Rows, find_keys
 from expstore.storages.columns.sample_counts import Sampled
-from expstore.storages.engine.backfill import (
-    Coming,
-    Filler,
-    Reshaping,
-    check_coming,
-    check_going,
-    places_without,
-)
+from expstore.storages.engine.backfill import Filler, Reshaping, check_coming, check_going, places_without
+from expstore.storages.new_field import Coming
 from expstore.storages.snapshots.portable_storage import PortableStorage
 from expstore.storages.snapshots.restore import Arrival, ContentLike, read_content
 from expstore.storages.snapshots.snapshot_methods import VersionedStorage
@@ -312,7 +307,7 @@ def _part(column: Array | Cells, slot: int, count: int) -> Any:
 
 
 class _Column:
-    """A field that comes: `coming.Place` for it.
+    """A field that comes: `backfill.Place` for it.
 
     Args:
         storage: Where it is to be.

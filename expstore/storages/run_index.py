@@ -15,17 +15,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from expstore.core.values import Array, IntArray, Window
-from expstore.disk.files import load_compiled
 from expstore.errors import StateError
+from expstore.kernels.loader import compiling
 
 if TYPE_CHECKING:
     from expstore.kernels.step_runs import RunTable
     from expstore.storages.base import Storage
 
-__all__ = ["TABLES", "Runs", "Taken", "as_names"]
+__all__ = ["Runs", "Taken", "as_names"]
 
-#: Loads numba: in the background when a buffer is made, at the latest with the first look.
-TABLES = "expstore.kernels.step_runs"
 #: So many looks are remembered for those who ask what has changed.
 _REMEMBERED = 64
 #: Looks of a follower that may find all rows gone of which it knows episodes.
@@ -109,7 +107,10 @@ class Runs:
             if known.touched is None or not followed or not self._follow(known.touched, known.window.low):
                 if known.whole is None:
                     known = self._take(storage, whole=True)
-                self._number_anew(load_compiled(TABLES).RunTable(known.whole, known.window.low))
+                with compiling:
+                    from expstore.kernels.step_runs import RunTable
+                assert known.whole is not None
+                self._number_anew(RunTable(known.whole, known.window.low))
             self._known, self._window = known.of, known.window
             return known.window
 

@@ -1,6 +1,7 @@
 """What `state_dict` says of a storage that keeps its rows itself, and who is told when it has other ones.
 
-Base of every storage; those whose rows go with the process say more (`portable`). It never reads a row.
+Base of every storage; those whose rows go with the process say more
+(`expstore.storages.snapshots.portable_storage`). It never reads a row.
 """
 
 from __future__ import annotations

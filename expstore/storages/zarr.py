@@ -1,7 +1,7 @@
 """Rows on disk: Zarr v3 columns, published by a journal.
 
-The storage behind `expstore.open`. The files' layout is in `columns`, the order of the acts in
-`journaled`. It never runs zarr-python when rows are written or read.
+The storage behind `expstore.open`. The files' layout is in `expstore.storages.columns.flat`, the order of the
+acts in `expstore.storages.engine.store`. It never runs zarr-python when rows are written or read.
 """
 
 from __future__ import annotations
@@ -14,20 +14,22 @@ from typing import Any
 import google_crc32c
 import numpy as np
 
+from expstore.core import tuning
 from expstore.core.values import Array, IntArray, Key
 from expstore.disk.files import File
 from expstore.errors import StateError, StorageError
+from expstore.schema.row_fields import ROW_FIELDS
 from expstore.schema.schema import Field, Schema
-from expstore.storages.base import ROW_FIELDS, Keys, Rows
-from expstore.storages.columns.checksums import BLOCK_ROWS, CHECKSUMS, Checksums, blocks_of
+from expstore.storages.base import Keys, Rows
+from expstore.storages.columns.checksums import BLOCK_ROWS, Checksums, blocks_of
 from expstore.storages.columns.column_set_writer import WritableColumns, taken
-from expstore.storages.columns.memtable import TAIL_BYTES, TAIL_ROWS, Tail
+from expstore.storages.columns.memtable import TAIL_ROWS, Tail
 from expstore.storages.columns.payload import payload_parts
 from expstore.storages.columns.sample_counts_column import SampledColumn, has_sampled
 from expstore.storages.engine.archive_before_evict import ArchivingStorage
-from expstore.storages.engine.checkpointer import RIDING_BYTES
-from expstore.storages.folder import COLUMNS
+from expstore.storages.engine.delete import RetainingStorage
 from expstore.storages.format.derived import implied_keys
+from expstore.storages.format.paths import CHECKSUMS, COLUMNS
 from expstore.storages.format.zarr_metadata import check_metadata
 from expstore.storages.recovery.recover import Past, unsettled_blocks
 from expstore.storages.snapshots.resize import Progress, resized
@@ -106,6 +108,11 @@ class ZarrStorage(ArchivingStorage):
             self.sampled = SampledColumn(self.disk, group.folder, self.slots)
         elif self._counting:
             self._begin_sampled()
+
+    def _open_archive_storage(self, path: Path, **options: Any) -> RetainingStorage:
+        from expstore.storages.arrow import ArrowStorage  # late: an Arrow storage is a Zarr storage itself
+
+        return ArrowStorage(path, **options)
 
     def _make_columns(self, fields: Sequence[Field], implied: Sequence[Key]) -> WritableColumns:
         return WritableColumns(
@@ -261,7 +268,11 @@ class ZarrStorage(ArchivingStorage):
         assignment = rows.assignment
         count = rows.count
         self._payload = b""
-        self._kept_back = count <= TAIL_ROWS and columns.bytes_of(rows.columns, count) <= TAIL_BYTES
+        # The tail finds rows by their slots, so it cannot hold a batch that needs one slot twice.
+        self._kept_back = (
+            count <= min(TAIL_ROWS, self.spare)
+            and columns.bytes_of(rows.columns, count) <= tuning.MEMTABLE_BATCH_BYTES
+        )
         if self._kept_back:
             return self._put_in_tail(columns, rows)
         self.drain()
@@ -286,7 +297,7 @@ class ZarrStorage(ArchivingStorage):
         if (
             group is not None
             and count == rows.count <= self.spare
-            and group.bytes_of(arrays, count) <= RIDING_BYTES
+            and group.bytes_of(arrays, count) <= tuning.INLINE_BATCH_BYTES
         ):
             self._payload = b"".join(payload_parts(group, arrays, numbers))
         elif group is not None:

@@ -26,11 +26,8 @@ if TYPE_CHECKING:
     from expstore.storages.base import Storage
     from expstore.storages.run_index import Runs
 
-#: Loads numba, when rows are first looked at.
-SUMS = "expstore.kernels.step_sums"
 
 __all__ = [
-    "SUMS",
     "Overtaken",
     "StepTransform",
     "StepView",

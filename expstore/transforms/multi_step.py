@@ -13,11 +13,10 @@ import numpy as np
 import torch
 
 from expstore.core.values import Array, IntArray, Key, given_key, key_name, to_key
-from expstore.disk.files import load_compiled
 from expstore.errors import NotFoundError
+from expstore.kernels.loader import compiling
 from expstore.schema.schema import Schema
 from expstore.transforms.base import (
-    SUMS,
     StepTransform,
     StepView,
     below_next,
@@ -127,11 +126,12 @@ class MultiStepTransform(StepTransform):
         Raises:
             SchemaError: There is no such reward, or end, or other field that is to be left as it is.
         """
-        sums = load_compiled(SUMS)
+        with compiling:
+            from expstore.kernels import step_sums
         ids, there = view.at(view.ids, np.arange(self.n_steps))
-        steps = sums.count_steps(there, view.ends(ids, below_next(self.done_key)))
+        steps = step_sums.count_steps(there, view.ends(ids, below_next(self.done_key)))
         rewards = (view.floats(ids, below_next(key)) for key in self.reward_keys)
-        found = [sums.sum_steps(values, steps, self.gamma) for values in rewards]
+        found = [step_sums.sum_steps(values, steps, self.gamma) for values in rewards]
         view.next_ids = ids[np.arange(steps.size), steps - 1]
         view.moved |= self._moved_in(view.storage)
         return _Seen(steps, found)

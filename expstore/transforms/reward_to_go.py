@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from expstore.core.values import Array, IntArray, given_key, to_key
-from expstore.disk.files import load_compiled
-from expstore.transforms.base import SUMS, StepTransform, StepView, below_next, given_discount, keys_of
+from expstore.kernels.loader import compiling
+from expstore.transforms.base import StepTransform, StepView, below_next, given_discount, keys_of
 
 __all__ = ["Reward2GoTransform"]
 
@@ -69,7 +69,8 @@ class Reward2GoTransform(StepTransform):
         Raises:
             SchemaError: There is no such reward, or end.
         """
-        sums = load_compiled(SUMS)
+        with compiling:
+            from expstore.kernels import step_sums
         starts, run, beyond = _starts(view)
         ids, lengths = view.ahead(starts)
         stops = np.cumsum(lengths)
@@ -79,7 +80,7 @@ class Reward2GoTransform(StepTransform):
         found = []
         for key in self.in_keys:
             rewards = view.floats(ids, to_key(key))
-            total = sums.sum_from_each(
+            total = step_sums.sum_from_each(
                 rewards.reshape(ids.size, math.prod(rewards.shape[1:])).astype(np.float64), ends, self.gamma
             )
             found.append(total[place].reshape(view.ids.size, *rewards.shape[1:]))

@@ -1,8 +1,8 @@
 """Record batches as they lie in a stream: where each buffer is, without an object of Arrow's for each column.
 
-Used by framing and the codec. Where things are is told by a message's metadata, a flatbuffer
-(https://github.com/apache/arrow/blob/main/format/Message.fbs; https://flatbuffers.dev/internals): batches
-that differ in their values alone have the same. It never looks at values.
+Used by `expstore.wire.stream` and `expstore.wire.codec`. Where things are is told by a message's metadata, a
+flatbuffer (https://github.com/apache/arrow/blob/main/format/Message.fbs; https://flatbuffers.dev/internals):
+batches that differ in their values alone have the same. It never looks at values.
 """
 
 from __future__ import annotations

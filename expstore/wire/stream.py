@@ -1,6 +1,6 @@
 """Arrow IPC streams, message by message: what comes from strangers is checked before it is read.
 
-Used by the codec's callers at both ends of a connection. It knows frames, not fields.
+Used by the callers of `expstore.wire.codec` at both ends of a connection. It knows frames, not fields.
 
 Arrow's own reader takes a stream that was cut between two messages for a whole one, unpacks what is packed
 inside, and trusts lengths; so the end mark, the kinds of messages and each batch's buffers are looked at here

@@ -1,7 +1,7 @@
 """The process that runs SQL of strangers: it follows a store, answers what comes through its pipe, is killed.
 
-Started by `sqlworker`, with one socket as its standard input. It gives up what it does not need before it
-reads a first statement; it writes nothing, and loads no torch.
+Started by `expstore.sql.sandbox.pool`, with one socket as its standard input. It gives up what it does not
+need before it reads a first statement; it writes nothing, and loads no torch.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from expstore.sql.sandbox.confine import bound, bound_data, die_with_parent, res
 from expstore.sql.sandbox.pipes import PipeError, receive, send
 from expstore.sql.sync import Catalog
 from expstore.storages.engine.archive import archive_path
-from expstore.storages.folder import LOG
 from expstore.storages.follower import FollowerStorage, Origin
 from expstore.storages.format.manifest import Manifest
+from expstore.storages.format.paths import LOG
 
 __all__ = ["main"]
 

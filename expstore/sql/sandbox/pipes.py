@@ -1,7 +1,7 @@
 """Messages between a process and its child: a few words as JSON, and bytes behind them.
 
-Used by `sqlworker` and `sqlchild`. It reads no more than it was told to expect, and believes no length that
-is larger.
+Used by `expstore.sql.sandbox.pool` and `expstore.sql.sandbox.child`. It reads no more than it was told to
+expect, and believes no length that is larger.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """SQL of strangers over a store: run in child processes that can do nothing else, and are killed in time.
 
-Used by the HTTP layer. The children (`sqlchild`) follow the store by themselves; nothing that a statement
-does reaches this process, which never loads DuckDB for it.
+Used by the HTTP layer. The children (`expstore.sql.sandbox.child`) follow the store by themselves; nothing
+that a statement does reaches this process, which never loads DuckDB for it.
 """
 
 from __future__ import annotations

@@ -28,7 +28,6 @@ from expstore.storages.columns.flat import CHUNK_ROWS, Column
 
 __all__ = [
     "BLOCK_ROWS",
-    "CHECKSUMS",
     "Checksums",
     "blocks_of",
     "no_entries",
@@ -41,7 +40,6 @@ __all__ = [
 
 _logger = logging.getLogger("expstore")
 
-CHECKSUMS = "checksums"
 BLOCK_ROWS = CHUNK_ROWS
 HEADER_BYTES = 4096
 _MAGIC = b"EXPSUMS\0"

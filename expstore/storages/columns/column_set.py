@@ -1,7 +1,7 @@
 """All columns of a store: made, opened, looked at and read together.
 
-Used by `ZarrStorage`, followers and checks; `columnwriter` adds writing. Which of them are packed, and of
-which rows may lie elsewhere, says each array's own zarr.json.
+Used by `ZarrStorage`, followers and checks; `expstore.storages.columns.column_set_writer` adds writing. Which
+of them are packed, and of which rows may lie elsewhere, says each array's own zarr.json.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import google_crc32c
 import numpy as np
 
+from expstore.core import tuning
 from expstore.core.values import Array, IntArray, Key, cut_run
 from expstore.disk.files import Disk, File
 from expstore.disk.filesystem import fills_holes
@@ -23,9 +24,10 @@ from expstore.storages.columns.dedup import SharedColumn
 from expstore.storages.columns.flat import REWRITE_BYTES, Column, shard_rows
 from expstore.storages.columns.packed.column import PackedRows
 from expstore.storages.columns.packed.reader import PackedReader
-from expstore.storages.format.chunk_encoding import REACH_ROWS, Packing
+from expstore.storages.format.chunk_encoding import Packing
 from expstore.storages.format.chunk_file import ANY_TURN
 from expstore.storages.format.derived import Implied
+from expstore.storages.format.paths import SEGMENTS
 from expstore.storages.format.zarr_metadata import (
     distance_field,
     make_metadata,
@@ -37,10 +39,9 @@ from expstore.storages.format.zarr_metadata import (
 if TYPE_CHECKING:
     from expstore.storages.columns.arrow.segments import Segments
 
-__all__ = ["SEGMENTS", "ColumnGroup", "add_batches"]
+__all__ = ["ColumnGroup", "add_batches"]
 
 #: Beside the columns' folder: rows of fields without a fixed size.
-SEGMENTS = "segments"
 
 _ID = ("_row", "id")
 #: Slots that are looked at to learn how many rows a column's chunks hold.
@@ -358,7 +359,7 @@ class ColumnGroup:
         column = self.columns[place]
         if not isinstance(column, PackedRows) or not count:
             return np.empty(0, np.int64)
-        ids = np.arange(first_id, first_id + min(count, REACH_ROWS[1]))
+        ids = np.arange(first_id, first_id + min(count, tuning.PACKED_LOOKBACK_ROWS[1]))
         lent = ids - column.distances(ids - 1 if self.slots is None else (ids - 1) % self.slots)
         oldest = int(lent.min())
         return np.arange(oldest, max(oldest, int(lent[lent < first_id].max(initial=oldest - 1)) + 1))

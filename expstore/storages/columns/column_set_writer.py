@@ -19,13 +19,14 @@ import numpy as np
 from expstore.core.values import Array, IntArray, Key
 from expstore.disk.files import KEEP_GIL_BYTES, Disk, File, address_of
 from expstore.schema.schema import Field
-from expstore.storages.columns.column_set import SEGMENTS, ColumnGroup, add_batches
+from expstore.storages.columns.column_set import ColumnGroup, add_batches
 from expstore.storages.columns.dedup_finder import NextRows
 from expstore.storages.columns.flat import Column
 from expstore.storages.columns.packed.column import Filling, PackedRows
 from expstore.storages.columns.packed.writer import PackedColumn
 from expstore.storages.columns.payload import join_segments
 from expstore.storages.format.chunk_encoding import reach_for
+from expstore.storages.format.paths import SEGMENTS
 from expstore.storages.format.zarr_metadata import read_packing
 
 if TYPE_CHECKING:

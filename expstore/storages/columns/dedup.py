@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from expstore.core import tuning
 from expstore.core.values import Array, IntArray
 from expstore.disk.files import Disk, File
 from expstore.errors import CorruptionError
@@ -23,9 +24,6 @@ from expstore.storages.format.zarr_metadata import Layout
 
 __all__ = ["SharedColumn", "runs_of"]
 
-PAGE = 4096
-#: Space is given back as soon as so many bytes of it lie together.
-GIVE_BACK_BYTES = 1 << 20
 #: So many bytes at a time are summed.
 _PIECE_BYTES = 1 << 20
 
@@ -214,13 +212,15 @@ class SharedColumn(Column):
             return
         self._left = self._left[0], slot + count
         start, end = self._unneeded()
-        if end - start >= GIVE_BACK_BYTES:
+        if end - start >= tuning.DEDUP_FREE_BYTES:
             self.give_back()
 
     def _unneeded(self) -> tuple[int, int]:
         """Return the first byte, of all shards, that can be given back, and the one behind."""
         (first, stop), width = self._left, self.row_bytes
-        return max(self._given_back, -(-first * width // PAGE) * PAGE), stop * width // PAGE * PAGE
+        return max(
+            self._given_back, -(-first * width // tuning.DEDUP_PAGE_BYTES) * tuning.DEDUP_PAGE_BYTES
+        ), stop * width // tuning.DEDUP_PAGE_BYTES * tuning.DEDUP_PAGE_BYTES
 
     def give_back(self) -> None:
         """Give back the space of older rows in the slots that were left out last."""

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from expstore.core import tuning
 from expstore.core.buffer_pool import Recycled
 from expstore.core.values import Array, IntArray
 from expstore.disk.files import Disk, File, address_of
@@ -31,7 +32,6 @@ from expstore.storages.format.zarr_metadata import (
 
 __all__ = ["CHUNK_ROWS", "REWRITE_BYTES", "Column", "shard_rows"]
 
-SHARD_ROWS = 1 << 20
 SHARD_BYTES = 1 << 30
 #: Below this row size np.take is the faster gather, above it torch.index_select.
 WIDE_ROW = 512
@@ -45,7 +45,7 @@ _NARROW = 4
 
 def shard_rows(row_bytes: int, slots: int | None) -> int:
     """Return how many rows a shard has: a multiple of 4096, so that its bytes fill whole pages."""
-    rows = min(SHARD_ROWS, max(CHUNK_ROWS, SHARD_BYTES // row_bytes // CHUNK_ROWS * CHUNK_ROWS))
+    rows = min(tuning.FLAT_SHARD_ROWS, max(CHUNK_ROWS, SHARD_BYTES // row_bytes // CHUNK_ROWS * CHUNK_ROWS))
     return rows if slots is None else min(rows, -(-slots // CHUNK_ROWS) * CHUNK_ROWS)
 
 

@@ -20,11 +20,10 @@ if TYPE_CHECKING:
     from expstore.storages.columns.column_set_writer import WritableColumns
     from expstore.storages.columns.flat import Column
 
-__all__ = ["TAIL_BYTES", "TAIL_ROWS", "Tail"]
+__all__ = ["TAIL_ROWS", "Tail"]
 
 #: Batches of up to this many rows and bytes go to the tail.
 TAIL_ROWS = 8
-TAIL_BYTES = 16 * 1024
 #: So many rows are drained together.
 _FULL = 128
 

@@ -1,31 +1,19 @@
-"""What a priority may be, and who is told of it.
+"""What a priority may be.
 
 Used by storages and buffers. It keeps nothing.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
-
 import numpy as np
 
-from expstore.core.values import Array, IntArray
+from expstore.core.values import Array
 from expstore.errors import PriorityError
 
-if TYPE_CHECKING:
-    from expstore.storages.base import Storage
-
-__all__ = ["Watcher", "check_priorities"]
+__all__ = ["check_priorities"]
 
 
 _LARGEST = float(np.finfo(np.float32).max)
-
-
-class Watcher(Protocol):
-    """What a storage needs of whoever follows priorities."""
-
-    def on_priorities(self, storage: Storage, places: IntArray) -> None:
-        """Be told of slots whose priorities have been set."""
 
 
 def check_priorities(values: Array) -> Array:

@@ -24,7 +24,7 @@ class Sampled:
     """Count in RAM.
 
     Threads: whoever calls holds the storage's `sampled_lock`. Processes: each has its own. Crashes:
-    nothing outlives the process; `storages.sampledcolumn` keeps the same on disk.
+    nothing outlives the process; `sample_counts_column.SampledColumn` keeps the same on disk.
 
     Args:
         size: How many slots to begin with; there are more when rows need them.

@@ -1,7 +1,8 @@
 """A storage on disk whose fields can become more, or fewer, while it runs.
 
-Part of the Zarr storage. The order of the acts on the disk is in `late`, the values of a field that comes in
-`coming`; this puts the columns together. Files of other fields are neither opened nor written to.
+Part of the Zarr storage. The order of the acts on the disk is in `expstore.storages.format.pending_swap`, the
+values of a field that comes in `expstore.storages.engine.backfill`; this puts the columns together. Files of
+other fields are neither opened nor written to.
 """
 
 from __future__ import annotations
@@ -16,20 +17,15 @@ from expstore.core.values import Array, IntArray, Key, cut_run, key_name
 from expstore.disk.files import File
 from expstore.errors import SchemaError, StateError, StorageError
 from expstore.schema.schema import Field, Schema
-from expstore.storages.columns.checksums import CHECKSUMS, Checksums
+from expstore.storages.columns.checksums import Checksums
 from expstore.storages.columns.flat import Column
-from expstore.storages.engine.backfill import (
-    Coming,
-    Filler,
-    Reshaping,
-    check_coming,
-    check_going,
-    places_without,
-)
+from expstore.storages.engine.backfill import Filler, Reshaping, check_coming, check_going, places_without
 from expstore.storages.engine.dedup_columns import LendingStorage
-from expstore.storages.folder import COLUMNS, refuse_objects
+from expstore.storages.folder import refuse_objects
+from expstore.storages.format.paths import CHECKSUMS, COLUMNS
 from expstore.storages.format.pending_swap import ASIDE, COLUMN, Plan, begin_late, commit_late, finish_late
 from expstore.storages.format.zarr_metadata import make_metadata
+from expstore.storages.new_field import Coming
 
 __all__ = ["ReshapableStorage"]
 
@@ -194,7 +190,7 @@ class ReshapableStorage(LendingStorage):
 
 
 class _Building:
-    """A column that is built aside: `coming.Place` for a field that comes.
+    """A column that is built aside: `backfill.Place` for a field that comes.
 
     Args:
         storage: Where it is to be.

@@ -1,8 +1,8 @@
 """A store of its own to which the rows go that leave a ring, each once, in the order of their ids.
 
-Used by the storages on disk: `archiving` says when rows are brought here. Rows keep episode, step and time,
-and the id that they had in the ring in a field, `archived.id`. It reads no ring, but for `with_left`, which
-finds the rows that have left and still lie there.
+Used by the storages on disk: `expstore.storages.engine.archive_before_evict` says when rows are brought here.
+Rows keep episode, step and time, and the id that they had in the ring in a field, `archived.id`. It reads no
+ring, but for `with_left`, which finds the rows that have left and still lie there.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from expstore.storages.format.layout import ColumnLayout
 from expstore.storages.format.manifest import MANIFEST, Manifest
 
 if TYPE_CHECKING:
-    from expstore.storages import ArrowStorage
+    from expstore.storages.engine.delete import RetainingStorage
 
 __all__ = [
     "ARCHIVED_ID",
@@ -97,7 +97,7 @@ class Archive:
         made: Whether it was made just now.
     """
 
-    def __init__(self, storage: ArrowStorage, *, made: bool = False) -> None:
+    def __init__(self, storage: RetainingStorage, *, made: bool = False) -> None:
         self.storage = storage
         self._made = made
         self.turn = threading.Lock()
@@ -109,13 +109,22 @@ class Archive:
         self._look()
 
     @classmethod
-    def open(cls, disk: Disk, path: Path, ring: Manifest, *, segment_bytes: int | None = None) -> Archive:
+    def open(
+        cls,
+        disk: Disk,
+        path: Path,
+        ring: Manifest,
+        *,
+        open_storage: Callable[..., RetainingStorage],
+        segment_bytes: int | None = None,
+    ) -> Archive:
         """Open a ring's archive, or make one.
 
         Args:
             disk: Where files are touched.
             path: Its folder.
             ring: What the ring is.
+            open_storage: Opens the storage that the archive is, with the arguments of `ArrowStorage`.
             segment_bytes: Length of a segment of its journal; None: the library's own.
 
         Raises:
@@ -123,10 +132,6 @@ class Archive:
             StateError: It is something else, or another store's.
             CorruptionError: It is damaged.
         """
-        from expstore.storages import (
-            ArrowStorage,
-        )  # by its name: it is a storage that may have an archive itself
-
         settings = Settings(on_sigterm="ignore")
         made = not disk.exists(path / MANIFEST)
         if not made:
@@ -147,7 +152,7 @@ class Archive:
                 **{name: getattr(ring, name) for name in ("traj_key", "done_keys", "reward_key")},
                 flatten=True,
             )
-        storage = ArrowStorage(path, settings=settings, disk=disk, segment_bytes=segment_bytes)
+        storage = open_storage(path, settings=settings, disk=disk, segment_bytes=segment_bytes)
         storage.warns_if_forgotten = False
         unregister(storage)  # the ring closes it, before or after which nothing is lost
         try:

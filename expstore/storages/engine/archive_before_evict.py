@@ -19,11 +19,12 @@ import numpy as np
 from expstore.core.values import Array, IntArray, Key, Ranking, Window, key_name
 from expstore.episodes.fragments import last_ids
 from expstore.errors import ExpStoreError, StateError
+from expstore.schema.row_fields import ROW_FIELDS
 from expstore.schema.schema import Schema
-from expstore.storages.base import ROW_FIELDS, Keys, Rows, Storage
+from expstore.storages.base import Keys, Rows, Storage
 from expstore.storages.engine.archive import Archive, Going, Left, archive_path, archived_schema, with_left
-from expstore.storages.engine.backfill import Coming
 from expstore.storages.engine.delete import RetainingStorage
+from expstore.storages.new_field import Coming
 from expstore.storages.snapshots.restore import ContentLike
 
 __all__ = ["ArchivingStorage"]
@@ -69,10 +70,20 @@ class ArchivingStorage(RetainingStorage):
             return
         place = archive_path(self.path, noted) if asked is None else Path(asked).resolve()
         self._check_place(place, known=bool(noted))
-        self.archive = Archive.open(self.disk, place, self.manifest, segment_bytes=self.archive_segment_bytes)
+        self.archive = Archive.open(
+            self.disk,
+            place,
+            self.manifest,
+            open_storage=self._open_archive_storage,
+            segment_bytes=self.archive_segment_bytes,
+        )
         seen = os.path.relpath(place, self.path.resolve())
         if seen != noted:
             self._note_manifest(self.manifest.replace(archive=seen))
+
+    def _open_archive_storage(self, path: Path, **options: Any) -> RetainingStorage:
+        """Open the storage of the archive, or make one."""
+        raise NotImplementedError
 
     def _check_place(self, place: Path, *, known: bool) -> None:
         """Raise StateError where there can be no archive of this store."""
@@ -301,7 +312,7 @@ class ArchivingStorage(RetainingStorage):
             self._archive_for(archive, self.last - capacity)
 
     def load_content(self, content: ContentLike) -> None:
-        """Put a content from elsewhere in the place of what there is; see `JournaledStorage`.
+        """Put a content from elsewhere in the place of what there is; see `RetainingStorage`.
 
         Rows that it takes the place of do not go to the archive; those that had left before do.
 

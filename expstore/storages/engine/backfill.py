@@ -11,7 +11,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import numpy as np
@@ -19,16 +19,12 @@ import numpy as np
 from expstore.core.values import Array, IntArray, Key, key_name
 from expstore.errors import SchemaError, StateError
 from expstore.schema.schema import DTYPES, OBJECT, Field
+from expstore.storages.new_field import Coming
 
 if TYPE_CHECKING:
     from expstore.storages.base import Storage
 
-__all__ = ["Coming", "Compute", "Filler", "Progress", "Reshaping", "check_coming", "check_going", "unmoved"]
-
-#: Returns those of some rows that are still there, and their values: ids of shape `(n,)`, ascending.
-Compute = Callable[[IntArray], tuple[IntArray, Array]]
-#: Is told how many rows have their value, and of how many.
-Progress = Callable[[int, int], None]
+__all__ = ["Filler", "Reshaping", "check_coming", "check_going", "unmoved"]
 
 #: So many rows, and about so many bytes, at a time.
 _ROWS, _BYTES = 4096, 8 << 20
@@ -36,29 +32,6 @@ _ROWS, _BYTES = 4096, 8 << 20
 _PASSES, _FEW = 20, 512
 
 _Found = TypeVar("_Found")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Coming:
-    """Say which field comes.
-
-    Args:
-        entry: The field.
-        default: What later rows have that come without it; None: they must not.
-        fill: What all rows have that are there; None: `compute` says it. Of the field's row shape.
-        compute: What each of them has. Shape `(n, *row shape)`.
-        rows: How many rows at a time `compute` is asked of at most.
-        specs: What values fields may have from then on, as `expstore.schema.spec_text` has it.
-        progress: Is told how far it has come.
-    """
-
-    entry: Field
-    default: Array | None = None
-    fill: Array | None = None
-    compute: Compute | None = None
-    rows: int = _ROWS
-    specs: str = ""
-    progress: Progress | None = None
 
 
 class Place(Protocol):

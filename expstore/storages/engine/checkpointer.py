@@ -1,7 +1,7 @@
 """How records and rows get to the disk: append, sync, mark, cut, and what a failed sync leaves.
 
-The part of a storage on disk that counts fsyncs: `journaled` appends through it and opens and closes
-what it syncs. It never decides what is published, and never reads a row.
+The part of a storage on disk that counts fsyncs: `expstore.storages.engine.store` appends through it and
+opens and closes what it syncs. It never decides what is published, and never reads a row.
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from expstore.core import tuning
 from expstore.disk.files import Disk, File
 from expstore.episodes.log import EpisodeLog
 from expstore.errors import ExpStoreError, StateError, StorageError
+from expstore.schema.row_fields import ROW_BYTES
 from expstore.schema.schema import Schema
-from expstore.storages.base import ROW_BYTES, Keys
-from expstore.storages.engine.background import Keeper
+from expstore.storages.base import Keys
+from expstore.storages.engine.background_checkpoints import Keeper
 from expstore.storages.engine.shared_state import ShownStorage
 from expstore.storages.folder import refuse_objects
 from expstore.storages.format.journal import Journal, Kind
@@ -31,14 +33,10 @@ from expstore.storages.format.manifest import Manifest
 from expstore.storages.format.records import Mark
 from expstore.storages.format.write_key_file import KeyFile
 
-__all__ = ["RIDING_BYTES", "SyncedStorage"]
+__all__ = ["SyncedStorage"]
 
 _logger = logging.getLogger("expstore")
 _ENDLESS = sys.maxsize
-#: With durability="sync" the rows of a batch up to this many bytes ride in its publish record.
-RIDING_BYTES = 1 << 20
-#: Longer journals are not left behind by who closes a store.
-KEPT_BYTES = 128 * 1024
 
 
 class SyncedStorage(ShownStorage):
@@ -164,7 +162,7 @@ class SyncedStorage(ShownStorage):
             self._cut(keep)
 
     def _sync_now(self) -> File | None:
-        """Run the sync of PROTOCOL: columns, journal, mark, journal; return where to cut the journal."""
+        """Run a sync: columns, journal, mark, journal; return where to cut the journal."""
         self.flush_priorities()
         randomness = self.note_randomness()
         with self.episode_lock:
@@ -229,7 +227,7 @@ class SyncedStorage(ShownStorage):
     def _sync_for_good(self) -> None:
         """Sync, and keep no long journal of what is on the disk then: nobody writes any more."""
         with self.episode_lock:
-            if not self._unsure and self._journal.length > KEPT_BYTES:
+            if not self._unsure and self._journal.length > tuning.CLOSED_JOURNAL_BYTES:
                 with contextlib.suppress(StorageError):  # a full disk: then all of it is kept
                     self._journal.start_segment(self._base(opening=False))
         self.sync()

@@ -9,12 +9,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from expstore.core import tuning
 from expstore.core.values import Array, IntArray, Ranking, key_name
 from expstore.errors import SchemaError, StateError
 from expstore.storages.columns.column_set_writer import WritableColumns
 from expstore.storages.columns.dedup import SharedColumn
 from expstore.storages.engine.packed_columns import PackableStorage
-from expstore.storages.format.chunk_encoding import REACH_ROWS
 from expstore.storages.format.layout import ColumnLayout
 
 __all__ = ["LendingStorage"]
@@ -83,7 +83,7 @@ class LendingStorage(PackableStorage):
 
     def _lying_with(self, column: SharedColumn, ids: IntArray) -> IntArray:
         """Return the readable rows that lie with the next ones of some rows. Shape `(n,)`."""
-        first, last = int(ids.min()) + 1, min(int(ids.max()) + REACH_ROWS[1], self.last)
+        first, last = int(ids.min()) + 1, min(int(ids.max()) + tuning.PACKED_LOOKBACK_ROWS[1], self.last)
         if last < first:
             return np.empty(0, np.int64)
         parts = [column.distances.copy(slot, n) for slot, _, n in self.pieces(first, last + 1 - first)]

@@ -20,14 +20,13 @@ from expstore.disk.files import File
 from expstore.episodes.fragments import all_ids
 from expstore.errors import StateError
 from expstore.storages.columns.checksums import BLOCK_ROWS, Checksums
-from expstore.storages.columns.column_set import SEGMENTS
 from expstore.storages.columns.flat import Column
 from expstore.storages.columns.packed.writer import PackedColumn
 from expstore.storages.columns.sample_counts_column import SampledColumn
 from expstore.storages.engine.alter import ReshapableStorage
-from expstore.storages.folder import COLUMNS
 from expstore.storages.format.chunk_encoding import reach_for
 from expstore.storages.format.journal import Kind
+from expstore.storages.format.paths import COLUMNS, SEGMENTS
 
 __all__ = ["GivenUp", "RetainingStorage"]
 

@@ -28,9 +28,10 @@ from expstore.errors import CorruptionError, SchemaError, StateError, StorageErr
 from expstore.schema.schema import Schema
 from expstore.schema.spec_text import check_specs, same_specs
 from expstore.storages.base import REWARD
-from expstore.storages.folder import REPAIR, VERSION, refuse_objects
+from expstore.storages.folder import refuse_objects
 from expstore.storages.format.layout import ColumnLayout
 from expstore.storages.format.manifest import MANIFEST, Manifest
+from expstore.storages.format.paths import REPAIR, VERSION
 from expstore.storages.format.pending_swap import finish_late
 from expstore.storages.snapshots.restore import finish_load
 
@@ -248,7 +249,7 @@ def _look(disk: Disk, path: Path) -> bool:
     """Say whether there is a store; refuse a folder that is somebody else's."""
     if disk.exists(path / MANIFEST):
         return True
-    if disk.exists(path) and not path.is_dir():
+    if disk.exists(path) and not disk.is_dir(path):
         raise StateError(f"{path} is a file, a store is a folder", hint="choose another path")
     foreign = [name for name in disk.names(path) if name not in _BEGINNINGS]
     if not {"columns", "checksums", "segments"}.isdisjoint(foreign):

@@ -19,13 +19,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Protocol
 
+from expstore.core import tuning
 from expstore.errors import ExpStoreError
 
 __all__ = ["register", "unregister"]
 
 _logger = logging.getLogger("expstore")
-#: So long may flushing take after SIGTERM.
-GRACE_SECONDS = 10.0
 
 
 class _Leaver(Protocol):
@@ -83,7 +82,7 @@ class _Farewell:
         _thread.start_new_thread(self._flush, ())
 
     def _wait(self) -> None:
-        threading.Event().wait(GRACE_SECONDS)
+        threading.Event().wait(tuning.SIGTERM_SECONDS)
         _die()
 
     def _flush(self) -> None:

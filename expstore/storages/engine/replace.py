@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from expstore.core import tuning
 from expstore.core.values import Array, IntArray
 from expstore.disk.files import File
 from expstore.storages.columns.checksums import BLOCK_ROWS
@@ -23,9 +24,6 @@ from expstore.storages.format import records
 from expstore.storages.format.journal import Kind
 
 __all__ = ["DisplacingStorage"]
-
-#: So many bytes of rows wait at most; whoever brings more waits for a sync.
-WAITING_BYTES = 64 << 20
 
 
 class Waiting:
@@ -103,16 +101,22 @@ class DisplacingStorage(JournaledStorage):
             slots = self.slot_of(ids)
             places, columns = group.implied.changed(places, columns, lambda more: self._take(slots, more))
         size = sum(column.nbytes for column in columns)
-        if not replaces or self.slots is None or 2 * size > min(WAITING_BYTES, records.REDO_BYTES):
+        if (
+            not replaces
+            or self.slots is None
+            or 2 * size > min(tuning.REPLACED_ROWS_BYTES, tuning.REPLACE_RECORD_BYTES)
+        ):
             self.settle_changes()
             super()._change(ids, places, columns, replaces=replaces)
             return
         if self.hold.first:
             self._wait_for_copy(None)
         waiting = self._waiting
-        if self.last > self._synced or (waiting is not None and waiting.bytes + size > WAITING_BYTES):
+        if self.last > self._synced or (
+            waiting is not None and waiting.bytes + size > tuning.REPLACED_ROWS_BYTES
+        ):
             self.sync()  # a power cut must not bring a row in the place of one that it takes away
-        elif waiting is not None and 2 * waiting.bytes > WAITING_BYTES:
+        elif waiting is not None and 2 * waiting.bytes > tuning.REPLACED_ROWS_BYTES:
             self._keeper.hurry()
         try:
             self._wait(ids, places, columns)

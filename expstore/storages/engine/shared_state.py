@@ -1,7 +1,7 @@
 """What a writer shows other processes while it runs: the words of STATE.
 
 Base of the storages that write. The words are plain stores into a mapped page; what they mean to readers
-is in `follower` and in ARCHITECTURE.md. It never touches rows.
+is in `expstore.storages.follower` and in ARCHITECTURE.md. It never touches rows.
 """
 
 from __future__ import annotations

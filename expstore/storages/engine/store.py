@@ -1,7 +1,8 @@
 """A storage whose rows are published by a journal: open, publish, sync, change, close.
 
-The acts of PROTOCOL in their order, for any kind of columns; `zarr` supplies these. Opening's judgement
-of the past is in `recovery`. It never looks at values.
+The acts of the crash rule (ARCHITECTURE.md) in their order, for any kind of columns; `expstore.storages.zarr`
+supplies these. Opening's judgement of the past is in `expstore.storages.recovery.recover`. It never looks at
+values.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from expstore.core import tuning
 from expstore.core.retention_policy import Retain
 from expstore.core.values import Array, IntArray, Ranking
 from expstore.disk.files import Disk, File
@@ -25,14 +27,13 @@ from expstore.episodes.table import EpisodeTable
 from expstore.errors import CorruptionError, ExpStoreError, StateError
 from expstore.storages.base import Rows
 from expstore.storages.columns.column_set_writer import WritableColumns
-from expstore.storages.engine.background import Keeper
+from expstore.storages.engine.background_checkpoints import Keeper
 from expstore.storages.engine.open_settings import Settings, enter
 from expstore.storages.engine.process_exit import register, unregister
+from expstore.storages.engine.take_over import take_over
 from expstore.storages.engine.write_keys import KeyKeepingStorage
-from expstore.storages.folder import JOURNAL, LOG, REDO, STATE
 from expstore.storages.format.control_page import PAGE, StatePage
 from expstore.storages.format.journal import (
-    SEGMENT_BYTES,
     SYNC_SEGMENT_BYTES,
     Journal,
     Kind,
@@ -42,9 +43,10 @@ from expstore.storages.format.journal import (
 )
 from expstore.storages.format.layout import LayoutName, ask_layout
 from expstore.storages.format.manifest import Manifest
+from expstore.storages.format.paths import JOURNAL, LOG, REDO, STATE
 from expstore.storages.format.pending_swap import finish_late
 from expstore.storages.format.records import Publish, Redo, shelve_body
-from expstore.storages.recovery.recover import Past, describe_past, read_past, take_over
+from expstore.storages.recovery.recover import Past, describe_past, read_past
 from expstore.storages.snapshots.capture import base_of
 from expstore.storages.snapshots.restore import ContentLike, finish_load, read_content
 from expstore.storages.snapshots.snapshot_methods import VersionedStorage
@@ -94,7 +96,9 @@ class JournaledStorage(KeyKeepingStorage, VersionedStorage):
         asked: dict[str, Any] = {"ndim": ndim, "layout": ask_layout(layout, fields, share_next)}
         settings = dataclasses.replace(settings, **{name: v for name, v in asked.items() if v is not None})
         durable = settings.durability == "sync"
-        self._segment_bytes = segment_bytes or (SYNC_SEGMENT_BYTES if durable else SEGMENT_BYTES)
+        self._segment_bytes = segment_bytes or (
+            SYNC_SEGMENT_BYTES if durable else tuning.JOURNAL_SEGMENT_BYTES
+        )
         self._lock_file, manifest = enter(disk, path, capacity, settings, self.kind)
         super().__init__(path, manifest, disk, durable=durable, min_free=settings.min_free_bytes)
         self.index_path = self.path / "index.duckdb"

@@ -1,6 +1,7 @@
 """Idempotency keys on disk: opened with the store, known again from its journal, made room for.
 
-Base of the storages on disk. What the file looks like is in `keyfile`; `synced` writes it with each sync.
+Base of the storages on disk. What the file looks like is in `expstore.storages.format.write_key_file`;
+`expstore.storages.engine.checkpointer` writes it with each sync.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from typing import Any
 import google_crc32c
 import numpy as np
 
+from expstore.core import tuning
 from expstore.core.values import Array, IntArray
 from expstore.errors import CorruptionError, SchemaError
 from expstore.schema.schema import Field
@@ -26,18 +27,14 @@ BLOCKS = 2
 #: Frames that are shorter by this are unpacked quickly enough: they have one block.
 _SHORT = 64
 CHUNK_ROWS = 64
-SHARD_ROWS = 4096
 #: Larger chunks cannot be asked for: one is unpacked for every row that is read.
 MOST_ROWS, MOST_BYTES = 4096, 16 << 20
 SHARD_BYTES = 1 << 30
 #: Longer shards rather than more files than this in a ring.
 MANY_SHARDS = 1024
-#: In a store without capacity.
-ENDLESS_SHARD_ROWS = 16384
 #: Rows are looked for among those before them: as many as make so many bytes, but no fewer and no more than
 #: these, and of the widest no more than make eight times as many bytes.
 REACH_BYTES = 4 << 20
-REACH_ROWS = 16, 1024
 
 
 @dataclass(frozen=True)
@@ -196,7 +193,7 @@ def packing_for(
         rows = 1
         while rows < CHUNK_ROWS and 2 * rows * entry.row_bytes <= CHUNK_BYTES:
             rows *= 2
-    shard = ENDLESS_SHARD_ROWS if slots is None else SHARD_ROWS
+    shard = tuning.UNBOUNDED_PACKED_SHARD_ROWS if slots is None else tuning.PACKED_SHARD_ROWS
     while slots is not None and slots > shard * MANY_SHARDS:
         shard *= 2
     while shard > rows and shard * entry.row_bytes > SHARD_BYTES:
@@ -208,6 +205,6 @@ def packing_for(
 
 def reach_for(entry: Field) -> int:
     """Return among how many rows before it a row is looked for."""
-    least, most = REACH_ROWS
+    least, most = tuning.PACKED_LOOKBACK_ROWS
     widest = max(1, 8 * REACH_BYTES // entry.row_bytes)
     return min(widest, max(least, min(most, REACH_BYTES // entry.row_bytes)))

@@ -18,6 +18,7 @@ from typing import Any
 import google_crc32c
 import numpy as np
 
+from expstore.core import tuning
 from expstore.disk.files import Disk, File
 from expstore.errors import CorruptionError, StorageError
 
@@ -33,7 +34,6 @@ __all__ = [
 ]
 
 ALIGN = 64
-SEGMENT_BYTES = 4 << 20
 #: Where every record is synced before the next one: longer, because beginning a segment costs three syncs.
 SYNC_SEGMENT_BYTES = 64 << 20
 
@@ -270,7 +270,8 @@ class Journal:
         uuid: The store's, mixed into the salts.
         generation: This opening's number, likewise.
         sequence: Of the last record that counts.
-        segment_bytes: Length of a segment; a larger record gets a longer one.
+        segment_bytes: Length of a segment; a larger record gets a longer one. None:
+            `tuning.JOURNAL_SEGMENT_BYTES`.
     """
 
     def __init__(
@@ -281,12 +282,12 @@ class Journal:
         uuid: str,
         generation: int,
         sequence: int,
-        segment_bytes: int = SEGMENT_BYTES,
+        segment_bytes: int | None = None,
     ) -> None:
         self._disk = disk
         self._folder = folder
         self._key = f"{uuid}/{generation}"
-        self._segment_bytes = segment_bytes
+        self._segment_bytes = segment_bytes or tuning.JOURNAL_SEGMENT_BYTES
         self.sequence = sequence
         self._number = max((int(n) for n in disk.names(folder) if n.isdigit()), default=0)
         self._file: File | None = None

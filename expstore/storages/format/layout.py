@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from expstore.core import tuning
 from expstore.core.values import Key, Ranking, key_name, to_key
 from expstore.errors import SchemaError
 from expstore.schema.field_roles import find_keys
@@ -21,7 +22,6 @@ from expstore.storages.format.manifest import Manifest
 
 __all__ = [
     "LAYOUTS",
-    "LENT_BYTES",
     "WIDE_BYTES",
     "ColumnLayout",
     "LayoutName",
@@ -34,8 +34,6 @@ LayoutName = Literal["flat", "packed", "auto"]
 LAYOUTS = ("flat", "packed", "auto")
 #: With "auto" rows of at least so many bytes are packed.
 WIDE_BYTES = 1024
-#: Rows of flat fields that the next ones have already are left out from so many bytes on.
-LENT_BYTES = 1024
 _OPTIONS = {"layout", "codec", "rows", "share_next"}
 
 
@@ -227,10 +225,10 @@ class ColumnLayout:
                     return None
                 if entry.key[0] == "next":
                     return "it is a next one itself"
-                if entry.row_bytes < LENT_BYTES:
+                if entry.row_bytes < tuning.DEDUP_ROW_BYTES:
                     return (
                         f"it is flat, and of rows of {entry.row_bytes} bytes that saves little and slows "
-                        f"reading: they need {LENT_BYTES}"
+                        f"reading: they need {tuning.DEDUP_ROW_BYTES}"
                     )
                 return None
         kind = "packed" if packed else "flat"

@@ -1,6 +1,6 @@
 """expstore.json: what a store is, in one small file that says whether it is whole.
 
-Used by storages to open a store and by the door and the command line to look at one. Nothing that
+Used by storages to open a store and by `expstore.open` and the command line to look at one. Nothing that
 changes with every row is kept here.
 """
 

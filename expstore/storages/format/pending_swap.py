@@ -21,9 +21,8 @@ from expstore.disk.bulk_files import sync_paths
 from expstore.disk.files import Disk
 from expstore.errors import CorruptionError, StateError
 from expstore.schema.schema import Schema
-from expstore.storages.columns.checksums import CHECKSUMS
-from expstore.storages.folder import COLUMNS
 from expstore.storages.format.manifest import MANIFEST, Manifest
+from expstore.storages.format.paths import CHECKSUMS, COLUMNS
 from expstore.storages.format.zarr_metadata import distance_field
 
 __all__ = ["ASIDE", "COLUMN", "LATE", "Plan", "begin_late", "commit_late", "finish_late", "sums_path"]

@@ -15,14 +15,15 @@ from pathlib import Path
 import google_crc32c
 import numpy as np
 
+from expstore.core import tuning
 from expstore.core.draw_state import Randomness, from_bytes, to_bytes
 from expstore.core.idempotency import NO_KEY, WriteKey
 from expstore.core.values import Array, IntArray
 from expstore.disk.files import Disk
 from expstore.episodes.table import SEGMENT_BYTES, Segment, pack_segments, unpack_segments
 from expstore.errors import CorruptionError
+from expstore.schema.row_fields import ROW_FIELDS
 from expstore.schema.schema import Schema
-from expstore.storages.base import ROW_FIELDS
 
 __all__ = ["Mark", "Publish", "Redo", "fetch_body", "shelve_body"]
 
@@ -30,8 +31,6 @@ __all__ = ["Mark", "Publish", "Redo", "fetch_body", "shelve_body"]
 # number of the column set | priority of its rows | idempotency key, digest of the body | bytes of info
 _PUBLISH = struct.Struct("<QQqIIIIIIf16s16sI")
 _PUBLISH_HEAD = struct.Struct("<QQqI")
-#: Redo records keep up to this many bytes themselves; more go to a file of their own.
-REDO_BYTES = 64 << 20
 #: Then 12 digits and a crc32c; of rows that take the places of others also how many, and their priority.
 _SHELVED, _SHELVED_BYTES = b"file", 20
 _REPLACED = struct.Struct("<If")
@@ -264,7 +263,7 @@ def shelve_body(disk: Disk, folder: Path, number: int, body: bytes, *, settle: C
 
     Former files are removed when `settle` has synced what they changed: nobody reads them again then.
     """
-    if len(body) <= REDO_BYTES:
+    if len(body) <= tuning.REPLACE_RECORD_BYTES:
         return body
     if not disk.exists(folder):
         disk.make_dir(folder)

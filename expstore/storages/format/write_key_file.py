@@ -16,7 +16,7 @@ from typing import Any
 import google_crc32c
 import numpy as np
 
-from expstore.core import idempotency
+from expstore.core import tuning
 from expstore.core.idempotency import ENTRY, KEPT_US, WriteKeys
 from expstore.core.values import Array
 from expstore.disk.files import Disk, File
@@ -89,7 +89,7 @@ def read_keys(data: bytes | None, *, slots: int, kept: int, covered: int, known:
 def count_keys(disk: Disk, path: Path) -> int:
     """Return how many keys the file in a store's folder holds that count; the newest may not be there yet."""
     data = disk.read_whole(path / KEYS) if disk.exists(path / KEYS) else None
-    found = _read(data, idempotency.SLOTS, idempotency.KEPT_KEYS, 1 << 62, 0)
+    found = _read(data, tuning.IDEMPOTENCY_SLOTS, tuning.IDEMPOTENCY_KEYS, 1 << 62, 0)
     return int(np.count_nonzero(time.time_ns() // 1000 - found.entries["time"] <= KEPT_US))
 
 

@@ -10,16 +10,14 @@ from pathlib import Path
 
 import numpy as np
 
+from expstore.core import tuning
 from expstore.core.values import IntArray
 from expstore.disk.files import Disk
 from expstore.disk.writer_lock import read_owner
-from expstore.storages.folder import LOCK, STATE, VERSION
 from expstore.storages.format.control_page import PAGE, StatePage, StateView
+from expstore.storages.format.paths import LOCK, STATE, VERSION
 
 __all__ = ["Watch"]
-
-#: A writer beats four times a second at least, unless it is stopped or starved.
-_FRESH_SECONDS = 2.0
 
 
 class Watch:
@@ -66,7 +64,7 @@ class Watch:
             return False  # it has closed the store; or somebody is only opening it
         lives = owner.lives(self._disk)
         if lives is None or unseen:
-            return lives or time.monotonic_ns() - beat < _FRESH_SECONDS * 1e9
+            return lives or time.monotonic_ns() - beat < tuning.HEARTBEAT_SECONDS * 1e9
         return lives
 
     @property

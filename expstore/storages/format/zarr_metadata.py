@@ -1,6 +1,6 @@
 """What is Zarr about a store's columns: metadata (made with zarr-python, read without) and shard indexes.
 
-Used by `columns`. Only small JSON files are made and read here; rows never pass through it.
+Used by `expstore.storages.columns`. Only small JSON files are made and read here; rows never pass through it.
 """
 
 from __future__ import annotations

@@ -16,12 +16,13 @@ from expstore.core.values import Array, IntArray
 from expstore.episodes.log import LogEntry
 from expstore.episodes.table import EpisodeTable
 from expstore.errors import CorruptionError
-from expstore.storages.base import ROW_FIELDS
+from expstore.schema.row_fields import ROW_FIELDS
 from expstore.storages.columns.column_set import ColumnGroup
 from expstore.storages.columns.overlay import Overlay
 from expstore.storages.columns.payload import join_segments, split_payload
-from expstore.storages.folder import COLUMNS, JOURNAL, FolderStorage
+from expstore.storages.folder import FolderStorage
 from expstore.storages.format.journal import no_records, read_journal
+from expstore.storages.format.paths import COLUMNS, JOURNAL
 from expstore.storages.format.records import Publish
 from expstore.storages.recovery.recover import Past, pending_changes, read_past, retell, verify
 

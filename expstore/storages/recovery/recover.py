@@ -1,15 +1,14 @@
 """What opening a store does with its journal: find the last state that is whole, and take it over.
 
-Used by the Zarr storage, once per opening. The order is PROTOCOL's: verify what was published after the
-last durable mark, end at the first batch that is not whole, apply changes in place again, rebuild
-episodes. It writes only columns and episodes.log.
+Used by the Zarr storage, once per opening. The order (ARCHITECTURE.md, the crash rule): verify what was
+published after the last durable mark, end at the first batch that is not whole, apply changes in place again,
+rebuild episodes. It writes only columns and episodes.log.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,16 +19,12 @@ from expstore.core.values import IntArray, Window, cut_run
 from expstore.episodes.log import LogEntry, unpack_entry
 from expstore.episodes.table import EpisodeTable
 from expstore.errors import CorruptionError
-from expstore.schema.schema import Schema
-from expstore.storages.base import ROW_FIELDS
 from expstore.storages.columns.checksums import BLOCK_ROWS, blocks_of
-from expstore.storages.columns.payload import split_payload
 from expstore.storages.format.journal import Kind, Record
 from expstore.storages.format.records import Mark, Publish, Redo
 
 if TYPE_CHECKING:
-    from expstore.storages.columns.column_set_writer import WritableColumns
-    from expstore.storages.engine.store import JournaledStorage
+    pass
 
 __all__ = [
     "Past",
@@ -37,7 +32,6 @@ __all__ = [
     "read_past",
     "retell",
     "rows_written",
-    "take_over",
     "tell",
     "unsettled_blocks",
     "verify",
@@ -196,58 +190,6 @@ def verify(past: Past, whole: Callable[[Publish], bool], column_set: int | None 
             past.content = (past.base["generation"], record.sequence)
 
 
-def _whole(publish: Publish, columns: WritableColumns | None, storage: JournaledStorage, synced: int) -> bool:
-    if columns is None:
-        return False
-    if publish.payload:
-        _apply(publish, columns, storage, synced)
-        return True
-    written = storage.pieces(*publish.written)
-    if storage.same_boot:
-        columns.require(written)  # only the machine can lose a shard whose rows were published
-    # Other rows may be found in their places that have the very same bytes.
-    if columns.lacks(*publish.written) or columns.checksum(*publish.written) != publish.checksum:
-        return False
-    # The shard of their priorities may be lost, which have no checksum: they come from the record then.
-    columns.ensure(max((slot + n for slot, _, n in written), default=0))
-    return True
-
-
-def _apply(publish: Publish, columns: WritableColumns, storage: JournaledStorage, synced: int) -> None:
-    """Write rows to the columns whose bytes the record has."""
-    pieces = storage.pieces(publish.first_id, publish.count)
-    parts = split_payload(columns, publish.payload, publish.count)
-    # Priorities are written first, times last: where these are there, so are priorities, perhaps newer ones.
-    # Ids alone would not do: a life that a power cut has undone may have given the same ones.
-    ids, times = columns.columns[-len(ROW_FIELDS)], columns.columns[-2]
-    there = all(
-        slot + n <= columns.ready
-        and (ids.read(slot, n) == np.arange(n) + publish.first_id + offset).all()
-        and (times.read(slot, n) == publish.time).all()
-        for slot, offset, n in pieces
-    )
-    priorities = None if there else np.full(publish.count, publish.priority, np.float32)
-    columns.write_parts(pieces, parts, priorities, synced=synced)
-
-
-def take_over(past: Past, storage: JournaledStorage) -> list[LogEntry]:
-    """Bring storage, episodes and columns to the state that the records describe.
-
-    Returns:
-        Log entries of what was published after the mark: episodes.log may have lost them.
-    """
-    columns = storage.columns
-    column_set = storage.manifest.column_set
-    verify(past, lambda publish: _whole(publish, columns, storage, past.synced), column_set)
-    low = past.window_low(storage.capacity)
-    if columns is not None:
-        for first, count in Window(low, past.last, past.gaps).runs():
-            columns.require_rows(first, count)
-        _redo(past, storage, columns, storage.require_schema())
-    storage.write_count, entries = retell(past, storage.episodes, low, partial(_row_columns, storage))
-    return entries
-
-
 def retell(
     past: Past, table: EpisodeTable, low: int, rows: Callable[[int, int], tuple[IntArray, IntArray] | None]
 ) -> tuple[int, list[LogEntry]]:
@@ -349,18 +291,6 @@ def rows_written(record: Record) -> int:
     return Redo.replaced(record.body)[0] if record.kind is Kind.REDO else 0
 
 
-def _redo(past: Past, storage: JournaledStorage, columns: WritableColumns, schema: Schema) -> None:
-    """Apply changes in place again."""
-
-    def times(ids: IntArray) -> IntArray:
-        return columns.columns[-2].take(storage.slot_of(ids))
-
-    known = times if storage.same_boot or past.clean else None
-    for redo in pending_changes(past, storage.slots, lambda body: storage.load_redo(body, schema), known):
-        for place, values in zip(redo.places, redo.columns, strict=True):
-            columns.columns[place].write_rows(storage.slot_of(redo.ids), values)
-
-
 def unsettled_blocks(
     past: Past,
     *,
@@ -405,19 +335,6 @@ def _reach(past: Past, slots: int, spare: int, horizon: int | None) -> int:
         # Before a batch longer than the spare, rows are retired up to where it will have got.
         reach = past.synced + slots if past.retired >= past.synced else max(reach, past.retired + slots)
     return reach
-
-
-def _row_columns(storage: JournaledStorage, first_id: int, count: int) -> tuple[IntArray, IntArray] | None:
-    if storage.columns is None:
-        return None
-    schema = storage.require_schema()
-    places = [len(schema.fields) + 1, len(schema.fields) + 2]
-    parts = storage.views(places, first_id, count)
-    episodes, steps = (np.concatenate(part) for part in parts)
-    ids = np.arange(first_id, first_id + count)
-    if ((episodes < 1) & ~storage.manifest.gaps.holds(ids)).any():
-        raise CorruptionError(f"{storage.path}/columns/_row/episode has rows without an episode")
-    return episodes, steps
 
 
 def describe_past(past: Past, cut_episodes: int) -> str | None:

@@ -12,9 +12,10 @@ from expstore.core.values import IntArray
 from expstore.episodes.log import LogEntry, read_log
 from expstore.episodes.table import EpisodeTable
 from expstore.errors import CorruptionError
-from expstore.storages.folder import JOURNAL, LOG, FolderStorage
+from expstore.storages.folder import FolderStorage
 from expstore.storages.format.journal import Kind, Record
 from expstore.storages.format.journal_tail import JournalTail
+from expstore.storages.format.paths import JOURNAL, LOG
 from expstore.storages.format.records import Mark, Publish, Redo
 from expstore.storages.recovery.recover import TOLD, Past, read_past, retell, rows_written, tell, verify
 

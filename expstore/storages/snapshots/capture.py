@@ -17,8 +17,9 @@ import numpy as np
 from expstore.core.draw_state import to_json
 from expstore.core.values import Array, Window
 from expstore.episodes.fragments import clip
+from expstore.schema.row_fields import ROW_FIELDS
 from expstore.schema.schema import Field
-from expstore.storages.base import ROW_FIELDS, Storage
+from expstore.storages.base import Storage
 from expstore.storages.columns.dedup_capture import SharedNow
 from expstore.storages.columns.packed.column import PackedRows
 from expstore.storages.columns.sample_counts import SAMPLED

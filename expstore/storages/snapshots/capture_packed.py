@@ -12,13 +12,14 @@ from pathlib import Path
 
 import numpy as np
 
+from expstore.core import tuning
 from expstore.core.values import IntArray, cut_run
 from expstore.disk.files import Disk
 from expstore.disk.mapped_files import AddressRange
 from expstore.errors import CorruptionError
 from expstore.schema.schema import Field
 from expstore.storages.columns.packed.column import PackedRows
-from expstore.storages.format.chunk_encoding import REACH_ROWS, Packing
+from expstore.storages.format.chunk_encoding import Packing
 from expstore.storages.format.chunk_file import (
     ANY_TURN,
     HEADER_BYTES,
@@ -232,7 +233,7 @@ def link_packed(disk: Disk, state: Frozen, columns: Path, former: Path | None) -
     slots, window = state.manifest.slots, state.window
     pieces = [piece for first, n in window.runs() for piece in cut_run(first, n, slots)]
     # Rows of others may lie with those that cannot be read any more, or were given up.
-    before = max(0, window.low - (REACH_ROWS[1] if slots is None else state.manifest.reach))
+    before = max(0, window.low - (tuning.PACKED_LOOKBACK_ROWS[1] if slots is None else state.manifest.reach))
     older = cut_run(before + 1, window.last - before, slots)
     lent = {rows.partner for rows in state.packed.values()}
     found = []

@@ -1,8 +1,8 @@
 """The versions in a folder of snapshots: list them, find one, keep so many.
 
-Used by buffers, the door and the command line; `dumping` makes what is listed here. A version is a folder
-`vNNNN` that holds a complete, closed store and `version.json`; whatever ends in `.tmp` is not one. It never
-changes a file of a version.
+Used by buffers, `expstore.open` and the command line; `expstore.storages.snapshots.create` makes what is
+listed here. A version is a folder `vNNNN` that holds a complete, closed store and `version.json`; whatever
+ends in `.tmp` is not one. It never changes a file of a version.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import google_crc32c
 from expstore.disk.bulk_files import remove_files
 from expstore.disk.files import Disk
 from expstore.errors import CorruptionError, NotFoundError, SnapshotError
-from expstore.storages.folder import VERSION
 from expstore.storages.format.manifest import MANIFEST
+from expstore.storages.format.paths import VERSION
 
 __all__ = [
     "CURRENT",

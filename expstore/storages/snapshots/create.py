@@ -18,6 +18,7 @@ import google_crc32c
 import numpy as np
 from numpy.typing import NDArray
 
+from expstore.core import tuning
 from expstore.core.values import Array, key_name
 from expstore.disk.bulk_files import Links, read_all, start_links, sync_paths
 from expstore.disk.files import Disk
@@ -26,17 +27,16 @@ from expstore.errors import LockedError, SnapshotError, StorageError
 from expstore.storages.base import Storage
 from expstore.storages.columns.checksums import (
     BLOCK_ROWS,
-    CHECKSUMS,
     blocks_of,
     entry_dtype,
     pack_entries,
     seal_entry,
     zeros_sum,
 )
-from expstore.storages.columns.column_set import SEGMENTS
-from expstore.storages.folder import COLUMNS, JOURNAL, LOG, ORIGIN, VERSION, FolderStorage
+from expstore.storages.folder import FolderStorage
 from expstore.storages.format.journal import ALIGN, Journal, Kind
 from expstore.storages.format.manifest import MANIFEST
+from expstore.storages.format.paths import CHECKSUMS, COLUMNS, JOURNAL, LOG, ORIGIN, SEGMENTS, VERSION
 from expstore.storages.format.zarr_metadata import make_metadata, shard_footer, shard_name
 from expstore.storages.snapshots.capture import Frozen, frozen
 from expstore.storages.snapshots.capture_packed import link_packed, packings_of
@@ -58,8 +58,6 @@ from expstore.storages.snapshots.previous_snapshot import Former, find_former
 __all__ = ["dump"]
 
 SHARD_ROWS = 8192
-#: Longer shards rather than more files than this.
-MANY_FILES = 16_000
 #: Between the numbers in a shard's name: all shards of an array lie in one folder, which is synced once.
 SEPARATOR = "."
 _THREADS = 8
@@ -217,7 +215,7 @@ class _Build:
 def _shard_rows(columns: int, slots: int) -> int:
     """Return how many rows a shard has in a version with so many columns and slots."""
     rows = SHARD_ROWS
-    while columns * -(-slots // rows) > MANY_FILES:
+    while columns * -(-slots // rows) > tuning.SNAPSHOT_FILES:
         rows *= 2
     return rows
 

@@ -1,7 +1,7 @@
 """Storages whose rows go with the process, and into `state_dict`.
 
-Base of those in RAM, and of those in a folder for one run. What a content looks like is in `contents`; this
-never touches a file.
+Base of those in RAM, and of those in a folder for one run. What a content looks like is in
+`expstore.storages.snapshots.state_dict`; this never touches a file.
 """
 
 from __future__ import annotations

@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 from expstore.core.values import Array
 from expstore.disk.files import Disk
 from expstore.errors import MigrationError, NotFoundError, StorageError
-from expstore.storages.base import ROW_FIELDS
-from expstore.storages.columns.checksums import CHECKSUMS, SUMMED, entry_dtype, read_entries, state_of
+from expstore.schema.row_fields import ROW_FIELDS
+from expstore.storages.columns.checksums import SUMMED, entry_dtype, read_entries, state_of
 from expstore.storages.columns.sample_counts_column import has_sampled
-from expstore.storages.folder import COLUMNS, ORIGIN
 from expstore.storages.format.manifest import Manifest
+from expstore.storages.format.paths import CHECKSUMS, COLUMNS, ORIGIN
 from expstore.storages.format.zarr_metadata import Layout, distance_field, read_layout
 from expstore.storages.snapshots.capture import Frozen
 from expstore.storages.snapshots.capture_packed import same_packings

@@ -18,7 +18,7 @@ from expstore.core.values import Array, IntArray, Ranking
 from expstore.episodes.log import LogEntry
 from expstore.errors import StateError
 from expstore.schema.ranking import rank_rows
-from expstore.storages.base import ROW_FIELDS
+from expstore.schema.row_fields import ROW_FIELDS
 from expstore.storages.folder import FolderStorage
 from expstore.storages.format.layout import implied_of
 from expstore.storages.format.manifest import Manifest

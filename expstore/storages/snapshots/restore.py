@@ -24,19 +24,20 @@ from expstore.disk.bulk_files import sync_paths
 from expstore.disk.files import Disk
 from expstore.episodes.log import LogEntry, read_log
 from expstore.errors import CorruptionError, SchemaError, StateError, StorageError
+from expstore.schema.row_fields import ROW_FIELDS
 from expstore.schema.schema import Schema
 from expstore.schema.spec_text import check_specs
-from expstore.storages.base import ROW_FIELDS, Storage
-from expstore.storages.columns.checksums import CHECKSUMS, Checksums, blocks_of
-from expstore.storages.columns.column_set import SEGMENTS, ColumnGroup
+from expstore.storages.base import Storage
+from expstore.storages.columns.checksums import Checksums, blocks_of
+from expstore.storages.columns.column_set import ColumnGroup
 from expstore.storages.columns.column_set_writer import WritableColumns
 from expstore.storages.columns.flat import Column
 from expstore.storages.columns.sample_counts_column import SampledColumn, find_sampled
-from expstore.storages.folder import COLUMNS, JOURNAL, LOG
 from expstore.storages.format.chunk_encoding import Packing
 from expstore.storages.format.journal import ALIGN, Journal, Kind, read_journal
 from expstore.storages.format.layout import ColumnLayout, implied_of, layout_of
 from expstore.storages.format.manifest import MANIFEST, Manifest
+from expstore.storages.format.paths import CHECKSUMS, COLUMNS, JOURNAL, LOG, SEGMENTS
 from expstore.storages.snapshots.capture import manifest_of
 
 __all__ = [

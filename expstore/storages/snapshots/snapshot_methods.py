@@ -1,7 +1,8 @@
 """A storage's versions, under TorchRL's names: `dumps`, `loads`, and what they are called beside that.
 
-Base of the storages that can be written to. How a version is made and found is in `dumping` and `snapshots`.
-Who holds the storage is told of another content.
+Base of the storages that can be written to. How a version is made and found is in
+`expstore.storages.snapshots.create` and `expstore.storages.snapshots.catalog`. Who holds the storage is told
+of another content.
 """
 
 from __future__ import annotations

@@ -17,8 +17,9 @@ import numpy as np
 from expstore.core.values import Array, key_name
 from expstore.episodes.log import LogEntry, unpack_entries
 from expstore.errors import CorruptionError, SchemaError, StateError
+from expstore.schema.row_fields import ROW_FIELDS
 from expstore.schema.schema import OBJECT, Field
-from expstore.storages.base import ROW_FIELDS, Storage
+from expstore.storages.base import Storage
 from expstore.storages.columns.sample_counts import SAMPLED
 from expstore.storages.format.manifest import Manifest
 from expstore.storages.snapshots.capture import Frozen, frozen
@@ -117,7 +118,7 @@ def _join(entry: Field, parts: Sequence[Array]) -> torch.Tensor | list[Any]:
 
 @dataclass(frozen=True, slots=True)
 class Carried:
-    """Hold a content that `content_of` returned, for `loading.Arrival`.
+    """Hold a content that `content_of` returned, for `restore.Arrival`.
 
     Args:
         manifest: What the storage was.

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from expstore.core import tuning
 from expstore.core.id_set import Gaps
 from expstore.core.values import Array
 from expstore.storages.columns.arrow.ipc import Header
@@ -20,12 +21,8 @@ if TYPE_CHECKING:
 
 __all__ = ["merged", "thinned", "worth_merging"]
 
-#: So long a batch becomes, about.
-MERGED_BYTES = 1 << 20
 #: So many segments of about the same length become one.
 TOGETHER = 8
-#: A segment of more batches than this is made anew if they are short.
-MANY = 64
 _LEAST = 4096
 
 
@@ -41,7 +38,11 @@ def worth_merging(segments: Sequence[Segment], *, segment_bytes: int, batch_byte
     """
     for segment in reversed(segments):
         short = segment.size < len(segment.headers) * batch_bytes // 4
-        if len(segment.headers) > MANY and short and _shortens(segment, batch_bytes):
+        if (
+            len(segment.headers) > tuning.ARROW_COMPACTION_BATCHES
+            and short
+            and _shortens(segment, batch_bytes)
+        ):
             return [segment]
     levels = [_level(segment.size) for segment in segments]
     for end in range(len(segments), TOGETHER - 1, -1):

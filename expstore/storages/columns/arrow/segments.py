@@ -6,7 +6,6 @@ opening reads the headers of its batches, and rows stay where they are. It chang
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import itertools
 import threading
@@ -19,9 +18,10 @@ import numpy as np
 import pyarrow as pa
 
 from expstore.core.values import Array, IntArray, key_name
-from expstore.disk.files import Disk, File, load_compiled
+from expstore.disk.files import Disk, File
 from expstore.disk.mapped_files import AddressRange
 from expstore.errors import CorruptionError
+from expstore.kernels.loader import compiling, load_in_background
 from expstore.schema.arrow_types import to_type
 from expstore.schema.schema import Field
 from expstore.storages.columns.arrow.gather import Gather, Plan, unpack
@@ -31,10 +31,6 @@ from expstore.storages.columns.arrow.ipc import END, Header, crc_of, read_header
 __all__ = ["Segment", "Segments"]
 
 SUFFIX = ".arrows"
-#: Loads numba; in the background when segments are opened.
-GATHERING = "expstore.kernels.gather_runs"
-#: The same, for compressed batches.
-UNPACKING = "expstore.kernels.arrow_decode"
 #: So many bytes are read at a time where a header is looked for.
 _HEADER_BYTES = 2048
 #: Where the next one is looked for behind a damaged one.
@@ -175,12 +171,13 @@ class Segments:
     def warm(self) -> None:
         """Load the compiled loops, in the background."""
         if self._loops is None:
-            threading.Thread(target=self._load, name="expstore-warm", daemon=True).start()
+            load_in_background(self._load)
 
     def _load(self) -> None:
-        with contextlib.suppress(ImportError):
-            self._loops = load_compiled(GATHERING)
-            self._unpacking = load_compiled(UNPACKING)
+        with compiling:
+            from expstore.kernels import arrow_decode, gather_runs
+        self._loops = gather_runs
+        self._unpacking = arrow_decode
 
     # -- what is there ---------------------------------------------------------------------------
 

@@ -12,27 +12,19 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
+from expstore.core import tuning
 from expstore.core.id_set import NO_GAPS, Gaps
 from expstore.core.values import Array, IntArray
 from expstore.disk.files import Disk, File
 from expstore.disk.mapped_files import AddressRange
 from expstore.schema.schema import Field
-from expstore.storages.columns.arrow.compaction import MERGED_BYTES, merged, thinned, worth_merging
+from expstore.storages.columns.arrow.compaction import merged, thinned, worth_merging
 from expstore.storages.columns.arrow.int_widths import Bounds, Widths, bounds_of, together, widths_for
 from expstore.storages.columns.arrow.ipc import END, encode, read_header
 from expstore.storages.columns.arrow.segments import Segment, Segments
 
 __all__ = ["SegmentWriter"]
 
-#: A segment gets so long, or as long as one write needs.
-SEGMENT_BYTES = 64 << 20
-#: Or so many batches.
-SEGMENT_BATCHES = 1024
-#: So long is a batch at most, about. One that is compressed is decoded whole, for one row of it.
-BATCH_BYTES = 8 << 20
-PACKED_BYTES = 16 << 10
-#: So many bytes are encoded before they are written.
-TOGETHER_BYTES = 16 << 20
 #: A segment that is made once more; it has no other name before it is complete.
 AGAIN = "again"
 
@@ -206,16 +198,16 @@ class SegmentWriter(Segments):
         if not self.segments:
             return
         newest = self.segments[-1]
-        if newest.sealed or newest.end + len(END) >= SEGMENT_BYTES or newest.file is None:
+        if newest.sealed or newest.end + len(END) >= tuning.ARROW_SEGMENT_BYTES or newest.file is None:
             if not newest.sealed:
                 self._end(newest)
             else:
                 self._let_go(newest)
             return
         newest.file.truncate(newest.end)  # what lies behind was never published
-        newest.file.truncate(SEGMENT_BYTES)
-        longer = AddressRange(SEGMENT_BYTES)
-        longer.attach(newest.file, at=0, size=SEGMENT_BYTES)
+        newest.file.truncate(tuning.ARROW_SEGMENT_BYTES)
+        longer = AddressRange(tuning.ARROW_SEGMENT_BYTES)
+        longer.attach(newest.file, at=0, size=tuning.ARROW_SEGMENT_BYTES)
         newest.addresses = longer
         self._needed = newest.widths.limits
         self.touched.add(newest.file)
@@ -249,7 +241,7 @@ class SegmentWriter(Segments):
             columns = [column.slice(done) for column in columns]
         checksums = []
         at, count = 0, len(columns[0])
-        rows = self._rows_of_batch(columns, TOGETHER_BYTES)
+        rows = self._rows_of_batch(columns, tuning.ARROW_WRITE_BYTES)
         while at < count:
             some = [column.slice(at, min(rows, count - at)) for column in columns]
             checksums += self._append(first_id + done + at, some)
@@ -264,7 +256,9 @@ class SegmentWriter(Segments):
     def encode(self, first_id: int, columns: Sequence[pa.Array], widths: Widths) -> list[Array]:
         """Return rows, whose values fit in these widths, as messages."""
         columns = widths.narrow(columns)
-        rows = self._rows_of_batch(columns, PACKED_BYTES if self.compression else BATCH_BYTES)
+        rows = self._rows_of_batch(
+            columns, tuning.ARROW_COMPRESSED_BATCH_BYTES if self.compression else tuning.ARROW_BATCH_BYTES
+        )
         return [
             encode(
                 widths.schema,
@@ -336,7 +330,7 @@ class SegmentWriter(Segments):
             self._end(self._open)
             self._open = None
         head = widths.head
-        bound = max(SEGMENT_BYTES, len(head) + size + len(END))
+        bound = max(tuning.ARROW_SEGMENT_BYTES, len(head) + size + len(END))
         path = self.path_of(first_id)
         if self._open is not None:  # one without rows, which was too short; others may have read its schema
             self._disk.unlink(path)
@@ -465,8 +459,8 @@ class SegmentWriter(Segments):
         """Make long batches of short ones, and long segments of short ones."""
         settled = [segment for segment in self._settled() if segment.last <= marked]
         settled = [segment for segment in settled if segment.path not in self._unsound]
-        size = PACKED_BYTES // 2 if self.compression else MERGED_BYTES
-        chosen = worth_merging(settled, segment_bytes=SEGMENT_BYTES, batch_bytes=size)
+        size = tuning.ARROW_COMPRESSED_BATCH_BYTES // 2 if self.compression else tuning.ARROW_COMPACTED_BYTES
+        chosen = worth_merging(settled, segment_bytes=tuning.ARROW_SEGMENT_BYTES, batch_bytes=size)
         if chosen and all(self._is_whole(segment) for segment in chosen):
             self._put_for(chosen, merged(self, chosen, size))
 
@@ -495,7 +489,10 @@ class SegmentWriter(Segments):
 def _has_room(segment: Segment, messages: Sequence[Array]) -> bool:
     """Say whether batches have room in a segment."""
     room = segment.addresses.size - segment.end - len(END)
-    return sum(message.nbytes for message in messages) <= room and len(segment.headers) < SEGMENT_BATCHES
+    return (
+        sum(message.nbytes for message in messages) <= room
+        and len(segment.headers) < tuning.ARROW_SEGMENT_BATCHES
+    )
 
 
 def _head_of(message: Array) -> bytes:

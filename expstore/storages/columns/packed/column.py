@@ -6,10 +6,8 @@ of the next ones: then they are taken from there. It changes no file.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import sys
-import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,9 +17,10 @@ import numpy as np
 
 from expstore.core.buffer_pool import Recycled
 from expstore.core.values import Array, IntArray, key_name
-from expstore.disk.files import Disk, File, address_of, load_compiled
+from expstore.disk.files import Disk, File, address_of
 from expstore.disk.mapped_files import AddressRange
 from expstore.errors import CorruptionError, SchemaError
+from expstore.kernels.loader import compiling, load_in_background
 from expstore.schema.schema import Field
 from expstore.storages.columns.flat import Column
 from expstore.storages.columns.packed.open_chunk import PartialFile
@@ -39,8 +38,6 @@ from expstore.storages.format.chunk_file import (
 
 __all__ = ["Filling", "Frame", "PackedRows", "Source"]
 
-#: Loads numba; in the background when a column is opened.
-TAKING = "expstore.kernels.blosc_decode"
 PARTIAL = "partial"
 _NONE = np.empty(0, np.int64)
 
@@ -171,13 +168,13 @@ class PackedRows(Column):
     def warm(self) -> None:
         """Load the compiled loop that takes rows, in the background."""
         if self._take_rows is None:
-            threading.Thread(target=self._load, name="expstore-warm", daemon=True).start()
+            load_in_background(self._load)
 
     def _load(self) -> None:
-        with contextlib.suppress(ImportError):
-            loops = load_compiled(TAKING)
-            self._take_distances = loops.take_distances
-            self._take_rows = loops.take_rows if self.packing.means.is_blosc else None
+        with compiling:
+            from expstore.kernels.blosc_decode import take_distances, take_rows
+        self._take_distances = take_distances
+        self._take_rows = take_rows if self.packing.means.is_blosc else None
 
     # -- where chunks are ------------------------------------------------------------------------
 

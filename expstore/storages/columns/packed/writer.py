@@ -7,16 +7,17 @@ in the file `partial`, and in memory. It knows slots and turns of the ring, not 
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from expstore.core import tuning
 from expstore.core.values import Array, IntArray
-from expstore.disk.files import Disk, File, load_compiled
+from expstore.disk.files import Disk, File
 from expstore.errors import StateError
+from expstore.kernels.loader import compiling
 from expstore.schema.schema import Field
 from expstore.storages.columns.packed.column import Filling, Frame, Source
 from expstore.storages.columns.packed.gc import AGAIN, ThinningRows
@@ -32,10 +33,6 @@ from expstore.storages.format.chunk_file import (
 from expstore.storages.format.zarr_metadata import grow_shape
 
 __all__ = ["PackedColumn"]
-
-PACKING = "expstore.kernels.blosc_encode"
-#: So many chunks are packed at a time, which then wait in memory.
-_TOGETHER = 64
 
 
 class PackedColumn(ThinningRows):
@@ -72,8 +69,9 @@ class PackedColumn(ThinningRows):
 
     def _load(self) -> None:
         super()._load()
-        with contextlib.suppress(ImportError):
-            self._pack_chunks = load_compiled(PACKING).pack_chunks
+        with compiling:
+            from expstore.kernels.blosc_encode import pack_chunks
+        self._pack_chunks = pack_chunks
 
     # -- writing ---------------------------------------------------------------------------------
 
@@ -171,7 +169,7 @@ class PackedColumn(ThinningRows):
 
     def _pack_some(self, rows: Array) -> list[bytes]:
         """Pack the first chunks of some rows on all cores, if that can be done."""
-        some = min(len(rows) // self.packing.rows, _TOGETHER)
+        some = min(len(rows) // self.packing.rows, tuning.PACKED_CHUNKS_TOGETHER)
         how = self.packing.means.unshuffled
         if self._pack_chunks is None or self.packing.shares or how is None:
             return []

@@ -13,12 +13,11 @@ import weakref
 from collections.abc import Callable
 from typing import Protocol
 
+from expstore.core import tuning
 from expstore.errors import ExpStoreError
 
 __all__ = ["Keeper"]
 
-PRIORITY_SECONDS = 0.1
-SYNC_SECONDS = 1.0
 #: So often at least other processes are shown that this one lives.
 BEAT_SECONDS = 0.25
 
@@ -71,8 +70,10 @@ class Keeper:
                 self._act(lambda kept: kept.beat())
                 continue
             self._awake.clear()
-            due = time.monotonic() + SYNC_SECONDS
-            while not self._stopped and time.monotonic() < due and not self._hurry.wait(PRIORITY_SECONDS):
+            due = time.monotonic() + tuning.CHECKPOINT_SECONDS
+            while (
+                not self._stopped and time.monotonic() < due and not self._hurry.wait(tuning.PRIORITY_SECONDS)
+            ):
                 self._act(_tend)
             self._hurry.clear()
             if not self._stopped:

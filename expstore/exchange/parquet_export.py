@@ -13,11 +13,11 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from expstore.core import tuning
 from expstore.core.values import key_name
 from expstore.disk.files import Disk
 from expstore.errors import SchemaError
 from expstore.exchange.base import (
-    PIECE_BYTES,
     DiskFile,
     Exported,
     Progress,
@@ -32,9 +32,8 @@ from expstore.schema.schema import Field
 
 __all__ = ["export_parquet"]
 
-#: A file has about so many bytes of rows, before they are compressed, or so many rows.
+#: Bytes of rows of a file, about, before they are compressed.
 FILE_BYTES = 1 << 30
-FILE_ROWS = 1 << 20
 #: While a row group is packed its small numbers take 32 bits each, and more that says how lists are nested.
 _EXPANSION = 4
 
@@ -104,7 +103,7 @@ def _write_rows(disk: Disk, folder: Path, rows: Rows, progress: Progress) -> int
     schema = rows_schema(fields, rows.about())
     tally = Tally(rows, progress)
     size = piece_rows(_EXPANSION * rows.row_bytes)
-    ranges = rows.episode_ranges(min(FILE_ROWS, max(1, FILE_BYTES // tally.row_bytes)))
+    ranges = rows.episode_ranges(min(tuning.PARQUET_FILE_ROWS, max(1, FILE_BYTES // tally.row_bytes)))
     for number, (first, last) in enumerate(ranges or [(0, 0)]):  # a file without rows still says the fields
         ids = rows.of_episodes(first, last)
         with DiskFile(disk, folder / f"{number:05}.parquet", write=True) as file:
@@ -112,7 +111,7 @@ def _write_rows(disk: Disk, folder: Path, rows: Rows, progress: Progress) -> int
                 file, schema, compression="zstd", use_dictionary=_repetitive(schema)
             ) as out:
                 wanted = (ids[start : start + size] for start in range(0, ids.size, size))
-                for piece in read_pieces(rows, wanted, PIECE_BYTES // _EXPANSION):
+                for piece in read_pieces(rows, wanted, tuning.EXCHANGE_BYTES // _EXPANSION):
                     if piece.ids.size:
                         out.write_batch(
                             to_batch(schema, fields, piece.columns), row_group_size=piece.ids.size
