@@ -107,18 +107,27 @@ def _no_index(request: pytest.FixtureRequest) -> Iterator[None]:
     if request.node.get_closest_marker("index"):
         yield
         return
-    from expstore.sql.sync import Catalog
-
-    close = Catalog.close
-
-    def close_what_is_open(catalog: Catalog) -> None:
-        if catalog._index is not None:
-            close(catalog)
-        catalog._closed = True
+    from expstore.core import tuning
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Catalog, "close", close_what_is_open)
+        patch.setattr(tuning, "INDEX_ON_CLOSE", False)
         yield
+
+
+@pytest.fixture
+def no_index_on_close(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Close stores without bringing their index up to date, also one that was opened."""
+    from expstore.sql.sync import Catalog
+
+    monkeypatch.setattr(Catalog, "close", Catalog.drop)
+
+
+@pytest.fixture
+def short_flat_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give flat columns shards of one block, so that small stores have several."""
+    from expstore.core import tuning
+
+    monkeypatch.setattr(tuning, "FLAT_SHARD_ROWS", 4096)
 
 
 @pytest.fixture
@@ -158,42 +167,17 @@ def make_batch() -> Callable[..., TensorDict]:
     Every `episode_length`-th row terminates (0: none does).
     """
 
-    def make(rows: int, *, start: int = 0, episode_length: int = 0) -> TensorDict:
-        import torch
-        from tensordict import TensorDict
+    from tests.support.batches import transitions
 
-        number = torch.arange(start, start + rows)
-
-        def observation(of: torch.Tensor) -> torch.Tensor:
-            return of[:, None].float() + torch.arange(4) / 8
-
-        ended = torch.zeros_like(number, dtype=torch.bool)
-        if episode_length:
-            ended = (number + 1) % episode_length == 0
-        after = TensorDict(
-            {
-                "observation": observation(number + 1),
-                "reward": number[:, None].float() / 4,
-                "terminated": ended[:, None],
-                "truncated": torch.zeros_like(ended)[:, None],
-            },
-            batch_size=[rows],
-        )
-        return TensorDict(
-            {"observation": observation(number), "action": number % 3, "next": after}, batch_size=[rows]
-        )
-
-    return make
+    return transitions
 
 
 @pytest.fixture
 def store(store_path: Path, make_batch: Callable[..., TensorDict]) -> Path:
     """A closed store of 30 rows, three episodes, with room for 50."""
-    import expstore
+    from tests.support.stores import build_store
 
-    with expstore.open(store_path, capacity=50) as rb:
-        rb.extend(make_batch(30, episode_length=10))
-    return store_path
+    return build_store(store_path, make_batch(30, episode_length=10), capacity=50)
 
 
 @pytest.fixture

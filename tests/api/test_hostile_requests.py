@@ -24,12 +24,10 @@ import expstore
 from expstore.api import Settings
 from expstore.wire.codec import Encoder
 from expstore.wire.stream import write_stream
+from tests.support.arrow_bodies import ARROW
 from tests.support.servers import Serving, serving
 
 pytestmark = pytest.mark.index
-
-ARROW = {"Content-Type": "application/vnd.apache.arrow.stream"}
-
 
 # -- bodies --------------------------------------------------------------------------------------------
 

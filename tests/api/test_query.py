@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pyarrow as pa
 import pytest
 
 from expstore.api import Settings
-from tests.api.test_routes import ARROW, batch_of, body_of, rows_of
+from tests.support.arrow_bodies import ARROW, post_rows, rows_of
 from tests.support.servers import Serving
 
 pytestmark = pytest.mark.index
@@ -30,11 +31,6 @@ def client(tmp_path: Path) -> Iterator[httpx.Client]:
         yield client
 
 
-def fill(client: httpx.Client, count: int = 30, first: int = 0, **params: Any) -> httpx.Response:
-    body = body_of(batch_of(count, first))
-    return client.post(f"{RUN}/extend", content=body, headers=ARROW, params=params)
-
-
 def ask(client: httpx.Client, query: str, **more: Any) -> Any:
     answer = client.post(f"{RUN}/sql", json={"query": query, **more})
     assert answer.status_code == 200, answer.text
@@ -42,8 +38,8 @@ def ask(client: httpx.Client, query: str, **more: Any) -> Any:
 
 
 def test_episodes_are_listed(client: httpx.Client) -> None:
-    fill(client, 25, source="left")
-    fill(client, 20, 100, source="right")
+    post_rows(client, 25, source="left")
+    post_rows(client, 20, 100, source="right")
     told = client.get(f"{RUN}/episodes").json()
     rows = [dict(zip(told["columns"], row, strict=True)) for row in told["rows"]]
     assert [row["episode_id"] for row in rows] == [1, 2, 3, 4, 5]
@@ -58,9 +54,9 @@ def test_episodes_are_listed(client: httpx.Client) -> None:
 
 
 def test_sql_reads_what_was_written_before_it_came(client: httpx.Client) -> None:
-    fill(client)
+    post_rows(client, 30)
     assert ask(client, "SELECT count(*), max(action) FROM transitions") == [[30, 29]]
-    fill(client, 1, 30)
+    post_rows(client, 1, 30)
     assert ask(client, "SELECT count(*), max(action) FROM transitions") == [[31, 30]]
     assert ask(client, "SELECT action FROM transitions WHERE action > ? ORDER BY 1", params=[28]) == [
         [29],
@@ -77,7 +73,7 @@ def test_sql_reads_what_was_written_before_it_came(client: httpx.Client) -> None
 
 
 def test_sql_that_is_refused(client: httpx.Client, tmp_path: Path) -> None:
-    fill(client)
+    post_rows(client, 30)
     (tmp_path / "secret").write_text("canary")
     for query in (
         "DELETE FROM transitions",
@@ -99,16 +95,16 @@ def test_servers_without_sql(tmp_path: Path) -> None:
         httpx.Client(base_url=server.url) as client,
     ):
         client.put(RUN, json={})
-        fill(client)
+        post_rows(client, 30)
         assert client.post(f"{RUN}/sql", json={"query": "SELECT 1"}).status_code == 403
         assert len(client.get(f"{RUN}/episodes").json()["rows"]) == 3
 
 
 def test_versions_are_made_and_gone_back_to(client: httpx.Client) -> None:
-    fill(client)
+    post_rows(client, 30)
     made = client.post(f"{RUN}/dumps", json={"tag": "first"})
     assert (made.status_code, made.json()["rows"]) == (201, 30), made.text
-    fill(client, 10, 30)
+    post_rows(client, 10, 30)
     assert client.post(f"{RUN}/dumps", json={}).json()["number"] == 2
     told = client.get(f"{RUN}/versions").json()["versions"]
     assert [(version["number"], version["tag"], version["rows"]) for version in told] == [
@@ -137,13 +133,14 @@ def test_who_is_too_fast_waits(tmp_path: Path) -> None:
         client.put(RUN, json={})
         early = client.post(f"{RUN}/sample", json={"batch_size": 10})
         assert (early.status_code, early.json()["error"]["kind"]) == (429, "rate_limited")
-        assert fill(client, 20).status_code == 200
-        assert fill(client, 20, 20).status_code == 200
-        refused = fill(client, 10, 40)
+        assert post_rows(client, 20).status_code == 200
+        assert post_rows(client, 20, 20).status_code == 200
+        refused = post_rows(client, 10, 40)
         assert (refused.status_code, refused.json()["error"]["kind"]) == (429, "rate_limited")
         assert refused.headers["Retry-After"]
         answers: list[int] = []
-        waiting = threading.Thread(target=lambda: answers.append(fill(other, 10, 40, wait=20).status_code))
+        late = partial(post_rows, other, 10, 40, wait=20)
+        waiting = threading.Thread(target=lambda: answers.append(late().status_code))
         waiting.start()
         for asked in ({}, {"seed": 1, "draw": 0}):  # draws by number count, too
             assert client.post(f"{RUN}/sample", json={"batch_size": 10} | asked).status_code == 200

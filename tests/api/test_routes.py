@@ -7,55 +7,22 @@ from pathlib import Path
 
 import httpx
 import numpy as np
-import pyarrow as pa
 import pytest
 import torch
 from tensordict import TensorDict
 
 import expstore
 from expstore.api import Settings
-from expstore.wire.codec import Codec, Encoder, meaning_of
-from expstore.wire.stream import write_stream
+from tests.support.arrow_bodies import ARROW, batch_of, body_of, rows_of
 from tests.support.servers import Serving
 
 pytestmark = pytest.mark.index
-
-ARROW = {"Content-Type": "application/vnd.apache.arrow.stream"}
 
 
 @pytest.fixture
 def client(tmp_path: Path) -> Iterator[httpx.Client]:
     with Serving(Settings(path=tmp_path)) as server, httpx.Client(base_url=server.url) as client:
         yield client
-
-
-def batch_of(count: int, first: int = 0) -> TensorDict:
-    numbers = torch.arange(first, first + count)
-    done = (numbers % 10 == 9)[:, None]
-    return TensorDict(
-        {
-            "observation": torch.stack([numbers, numbers * 2], 1).float(),
-            "action": numbers,
-            "next": {
-                "observation": torch.stack([numbers + 1, numbers * 2 + 2], 1).float(),
-                "reward": numbers[:, None].float(),
-                "done": done,
-                "terminated": done,
-            },
-        },
-        [count],
-    )
-
-
-def body_of(data: TensorDict) -> bytes:
-    return write_stream(Encoder().encode(data)).to_pybytes()
-
-
-def rows_of(content: bytes) -> TensorDict:
-    with pa.ipc.open_stream(content) as reader:
-        told, table = meaning_of(reader.schema), reader.read_all()
-    codec = Codec(told.schema)
-    return codec.build(codec.decode(table.combine_chunks().to_batches()[0]), told.batch_size, told.names)
 
 
 def test_rows_go_in_and_come_out(client: httpx.Client, tmp_path: Path) -> None:

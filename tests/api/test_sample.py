@@ -19,7 +19,7 @@ from expstore.api.errors import Refusal
 from expstore.api.where_conditions import check_condition
 from expstore.samplers import PrioritizedSampler, SliceSampler
 from expstore.wire.codec import Codec, meaning_of
-from tests.api.test_routes import ARROW, batch_of, body_of, rows_of
+from tests.support.arrow_bodies import batch_of, post_rows, rows_of
 from tests.support.servers import Serving
 
 pytestmark = pytest.mark.index
@@ -33,10 +33,6 @@ def client(tmp_path: Path) -> Iterator[httpx.Client]:
     with Serving(settings) as server, httpx.Client(base_url=server.url, timeout=30) as client:
         client.put(RUN, json={"capacity": 1000, "seed": 3}).raise_for_status()
         yield client
-
-
-def fill(client: httpx.Client, count: int = 300, first: int = 0) -> None:
-    client.post(f"{RUN}/extend", content=body_of(batch_of(count, first)), headers=ARROW).raise_for_status()
 
 
 def sample(client: httpx.Client, **asked: Any) -> TensorDict:
@@ -54,7 +50,7 @@ def streamed(client: httpx.Client, **asked: Any) -> list[TensorDict]:
 
 
 def test_batches_are_those_of_the_store(client: httpx.Client, tmp_path: Path) -> None:
-    fill(client)
+    post_rows(client, 300).raise_for_status()
     drawn = [sample(client, batch_size=32)["id"].tolist() for _ in range(3)]
     with expstore.open(tmp_path / "other.exp", capacity=1000, seed=3) as rb:
         rb.extend(batch_of(300))
@@ -73,7 +69,7 @@ def test_batches_are_those_of_the_store(client: httpx.Client, tmp_path: Path) ->
 def test_a_seed_draws_the_same_everywhere(
     client: httpx.Client, tmp_path: Path, spec: Any, sampler: Any
 ) -> None:
-    fill(client)
+    post_rows(client, 300).raise_for_status()
     ids = list(range(1, 301))
     priorities = [float(number % 7 + 1) for number in ids]
     updated = client.post(f"{RUN}/priorities", json={"ids": [*ids, 5000], "priorities": [*priorities, 1.0]})
@@ -96,7 +92,7 @@ def test_a_seed_draws_the_same_everywhere(
 
 
 def test_samplers_with_names_are_shared(client: httpx.Client) -> None:
-    fill(client, 100)
+    post_rows(client, 100).raise_for_status()
     spec = {"sampler": {"kind": "without_replacement"}, "seed": 1}
     for _ in range(2):  # the same one again changes nothing
         assert client.put(f"{RUN}/samplers/pass", json=spec).status_code == 201
@@ -120,14 +116,14 @@ def test_samplers_with_names_are_shared(client: httpx.Client) -> None:
 
 
 def test_rows_are_consumed_by_all_clients_together(client: httpx.Client) -> None:
-    fill(client, 40)
+    post_rows(client, 40).raise_for_status()
     client.put(f"{RUN}/samplers/once", json={"sampler": {"kind": "consuming"}})
     drawn = [sample(client, sampler="once", batch_size=15)["id"].tolist() for _ in range(3)]
     assert [len(ids) for ids in drawn] == [15, 15, 10]
     empty = client.post(f"{RUN}/sample", json={"sampler": "once", "batch_size": 15})
     assert (empty.status_code, empty.json()["error"]["kind"]) == (409, "not_ready")
     assert empty.headers["Retry-After"] == "1"
-    fill(client, 5, 40)
+    post_rows(client, 5, 40).raise_for_status()
     assert sorted(sample(client, sampler="once", batch_size=15)["id"].tolist()) == [41, 42, 43, 44, 45]
 
 
@@ -138,7 +134,7 @@ def test_who_waits_is_given_rows_when_they_come(client: httpx.Client) -> None:
             target=lambda: found.extend(sample(other, batch_size=8, wait=20)["id"].tolist())
         )
         waiting.start()
-        fill(client, 20)
+        post_rows(client, 20).raise_for_status()
         waiting.join(25)
     assert len(found) == 8
     refused = client.post(f"{RUN}/sample", json={"batch_size": 8, "where": "action > 1000"})
@@ -146,7 +142,7 @@ def test_who_waits_is_given_rows_when_they_come(client: httpx.Client) -> None:
 
 
 def test_conditions(client: httpx.Client) -> None:
-    fill(client)
+    post_rows(client, 300).raise_for_status()
     drawn = sample(client, batch_size=64, where='next.reward >= 100 AND "action" <> 150', seed=1, draw=0)
     assert (drawn["action"] >= 100).all()
     for bad in (
@@ -179,7 +175,7 @@ def test_like_is_no_word_of_conditions() -> None:
 
 
 def test_streams_are_whole_or_say_so(client: httpx.Client) -> None:
-    fill(client)
+    post_rows(client, 300).raise_for_status()
     asked = {"batch_size": 256, "batches": 40, "seed": 1}
     assert len(streamed(client, **asked)) == 40
     packed = client.post(
@@ -197,11 +193,11 @@ def test_streams_are_whole_or_say_so(client: httpx.Client) -> None:
             size += len(part)
             if size > 3_000_000:
                 break
-    fill(client, 10, 300)  # the server goes on
+    post_rows(client, 10, 300).raise_for_status()  # the server goes on
 
 
 def test_bad_requests(client: httpx.Client) -> None:
-    fill(client)
+    post_rows(client, 300).raise_for_status()
     for asked in (
         {"batch_size": 0},
         {"batch_size": -1},
@@ -222,7 +218,7 @@ def test_bad_requests(client: httpx.Client) -> None:
 
 
 def test_json_answers(client: httpx.Client) -> None:
-    fill(client)
+    post_rows(client, 300).raise_for_status()
     asked = {"batch_size": 4, "seed": 5, "draw": 2}
     told = client.post(f"{RUN}/sample", json=asked, headers={"Accept": "application/json"}).json()["rows"]
     np.testing.assert_array_equal(told["observation"], sample(client, **asked)["observation"].numpy())

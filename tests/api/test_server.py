@@ -17,16 +17,13 @@ from tensordict import TensorDict
 import expstore
 from expstore.cli.app import run
 from expstore.wire.stream import END
+from tests.support.batches import numbered_rows
 from tests.support.servers import process, serving
+from tests.support.stores import build_store
 
 pytestmark = pytest.mark.index
 
 PATIENCE = 60.0
-
-
-def make_store(path: Path, rows: int = 10) -> None:
-    with expstore.open(path, schema={"x": "int64"}) as rb:
-        rb.extend(TensorDict({"x": torch.arange(rows)}, [rows]))
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, dict[str, str]]:
@@ -45,7 +42,7 @@ def listens(port: int) -> bool:
 
 
 def test_a_folder_is_served_until_a_signal_comes(tmp_path: Path) -> None:
-    make_store(tmp_path / "old.exp")
+    build_store(tmp_path / "old.exp", numbered_rows(10, key="x"))
     with serving(tmp_path) as (child, facts):
         assert facts["stores"] == ["old"]
         assert (facts["read_only"], facts["token"], facts["pid"]) == (False, False, child.pid)
@@ -63,7 +60,7 @@ def test_a_folder_is_served_until_a_signal_comes(tmp_path: Path) -> None:
 
 
 def test_others_are_answered_if_they_have_the_token(tmp_path: Path) -> None:
-    make_store(tmp_path / "run.exp")
+    build_store(tmp_path / "run.exp", numbered_rows(10, key="x"))
     token = tmp_path / "token"
     token.write_bytes(b"  secret-1 \n")
     token.chmod(0o644)
@@ -136,7 +133,7 @@ def test_a_store_that_somebody_writes_to_is_followed_or_refused(
 
 
 def test_a_client_that_holds_a_half_body_does_not_keep_it(tmp_path: Path) -> None:
-    make_store(tmp_path / "run.exp")
+    build_store(tmp_path / "run.exp", numbered_rows(10, key="x"))
     head = b"POST /v1/stores/run/extend HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     with serving(tmp_path, "--shutdown-seconds", 1) as (child, facts):
         port = int(facts["listening"].rsplit(":")[-1])
@@ -156,7 +153,7 @@ def test_a_client_that_holds_a_half_body_does_not_keep_it(tmp_path: Path) -> Non
 
 
 def test_a_stream_without_an_end_keeps_no_server(tmp_path: Path) -> None:
-    make_store(tmp_path / "run.exp")
+    build_store(tmp_path / "run.exp", numbered_rows(10, key="x"))
     with serving(tmp_path, "--shutdown-seconds", 1000) as (child, facts):
         with httpx.Client(base_url=facts["listening"], timeout=PATIENCE) as client:
             with client.stream("POST", "/v1/stores/run/sample/stream", json={"batch_size": 4}) as endless:
@@ -171,7 +168,7 @@ def test_a_stream_without_an_end_keeps_no_server(tmp_path: Path) -> None:
 
 
 def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
-    make_store(tmp_path / "run.exp")
+    build_store(tmp_path / "run.exp", numbered_rows(10, key="x"))
     with serving(tmp_path, "--shutdown-seconds", 1000) as (child, facts):
         port = int(facts["listening"].rsplit(":")[-1])
         with socket.create_connection(("127.0.0.1", port), PATIENCE) as half:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import parts, runs, tables
+from benchmarks import runs, suite, tables
 from benchmarks.profiles import shares
 from tests.support.paths import ROOT
 
@@ -184,18 +184,18 @@ time.sleep(600)
 
 
 @pytest.fixture
-def scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[parts.Part]:
+def scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[suite.Part]:
     (tmp_path / "benchmarks").mkdir()
     for name, text in SCRIPTS.items():
         (tmp_path / "benchmarks" / f"{name}.py").write_text(text)
-    monkeypatch.setattr(parts, "ROOT", tmp_path)
-    some = [parts.Part(name, name, limit=2 if name == "slow" else 60) for name in SCRIPTS]
+    monkeypatch.setattr(suite, "ROOT", tmp_path)
+    some = [suite.Part(name, name, limit=2 if name == "slow" else 60) for name in SCRIPTS]
     monkeypatch.setattr(entry, "PARTS", tuple(some))
     return some
 
 
 def test_parts_that_fail_stop_no_others_and_a_cut_run_goes_on(
-    scripts: list[parts.Part], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    scripts: list[suite.Part], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
     assert entry.main(["--only", "bad,slow,good", "--out", str(out)]) == 2

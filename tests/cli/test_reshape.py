@@ -6,24 +6,22 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
 import typer
-from tensordict import TensorDict
 
 import expstore
 from expstore.cli import reshape
+from tests.support.batches import numbered_rows
 from tests.support.commands import Cli
+from tests.support.stores import build_store
 
 pytestmark = [pytest.mark.index, pytest.mark.usefixtures("no_syncs")]
 
-
-def make(path: Path, rows: int = 30, capacity: int | None = None) -> Path:
-    with expstore.open(path, capacity=capacity) as rb:
-        rb.extend(TensorDict({"x": torch.arange(rows)}, [rows]), source="arm")
-    return path
+ROWS = numbered_rows(30, key="x")
+make = partial(build_store, source="arm")
 
 
 def capacity_of(path: Path) -> int | None:
@@ -33,7 +31,7 @@ def capacity_of(path: Path) -> int | None:
 
 
 def test_resize(tmp_path: Path, cli: Cli) -> None:
-    path = make(tmp_path / "run.exp")
+    path = make(tmp_path / "run.exp", ROWS)
     code, out, err = cli("resize", path, "--capacity", 50)
     assert (code, err) == (0, "")
     assert out == f"{path} holds 30 rows; capacity 50, before unbounded\n"
@@ -50,7 +48,7 @@ def test_resize(tmp_path: Path, cli: Cli) -> None:
 def test_resize_asks_before_rows_are_given_up(
     tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = make(tmp_path / "run.exp")
+    path = make(tmp_path / "run.exp", ROWS)
     code, _, err = cli("resize", path, "--capacity", 12)
     assert code == 2  # nobody is there to be asked
     assert "18 of 30 rows do not fit and are given up; say --yes if that is meant" in err
@@ -73,7 +71,7 @@ def test_resize_asks_before_rows_are_given_up(
 
 
 def test_resize_is_told_one_capacity(tmp_path: Path, cli: Cli) -> None:
-    path = make(tmp_path / "run.exp")
+    path = make(tmp_path / "run.exp", ROWS)
     for arguments in ((), ("--capacity", 5, "--unbounded")):
         code, _, err = cli("resize", path, *arguments)
         assert (code, "say either this or --unbounded" in err) == (2, True)
@@ -84,7 +82,8 @@ def test_resize_is_told_one_capacity(tmp_path: Path, cli: Cli) -> None:
 
 
 def test_merge(tmp_path: Path, cli: Cli) -> None:
-    a, b, out = make(tmp_path / "a.exp", 5), make(tmp_path / "b.exp", 7, 6), tmp_path / "c.exp"
+    a, b = make(tmp_path / "a.exp", ROWS[:5]), make(tmp_path / "b.exp", ROWS[:7], capacity=6)
+    out = tmp_path / "c.exp"
     code, said, err = cli("merge", a, b, "--out", out)
     assert (code, err) == (0, "")
     assert said == (
@@ -119,7 +118,7 @@ app.main()
 @pytest.mark.some(1)
 @pytest.mark.parametrize("command", ["resize", "merge"])
 def test_any_number_of_interrupts_leaves_nothing(tmp_path: Path, command: str) -> None:
-    a, b = make(tmp_path / "a.exp"), make(tmp_path / "b.exp")
+    a, b = make(tmp_path / "a.exp", ROWS), make(tmp_path / "b.exp", ROWS)
     arguments = {
         "resize": ["resize", str(a), "--capacity", "99"],
         "merge": ["merge", str(a), str(b), "--out", str(tmp_path / "c.exp")],
@@ -145,6 +144,7 @@ print("torch" in sys.modules)
 
 
 def test_neither_loads_torch(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", ALONE, str(make(tmp_path / "a.exp")), str(tmp_path / "b.exp")]
+    path = make(tmp_path / "a.exp", ROWS)
+    command = [sys.executable, "-c", ALONE, str(path), str(tmp_path / "b.exp")]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout.endswith("False\n")

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tensordict import TensorDict
 
 from expstore import (
     MemoryStorage,
@@ -20,6 +19,7 @@ from expstore import (
     Writer,
 )
 from expstore.core.values import Array, IntArray
+from tests.support.batches import numbered_rows
 
 
 class EverySecond(Writer):
@@ -59,20 +59,16 @@ class Oldest(Sampler):
         self.told.append(index.tolist())
 
 
-def rows(count: int) -> TensorDict:
-    return TensorDict({"a": torch.arange(count)}, [count])
-
-
 def test_a_writer_of_ones_own() -> None:
     with ReplayBuffer(storage=MemoryStorage(10), writer=EverySecond(), batch_size=3) as rb:
-        assert rb.extend(rows(5)).tolist() == [0, -1, 1, -1, 2]
+        assert rb.extend(numbered_rows(5, key="a")).tolist() == [0, -1, 1, -1, 2]
         assert rb[:]["a"].tolist() == [0, 2, 4]
-        assert rb.extend(rows(3), return_ids=True).tolist() == [4, -1, 5]
+        assert rb.extend(numbered_rows(3, key="a"), return_ids=True).tolist() == [4, -1, 5]
 
 
 def test_a_storage_of_ones_own() -> None:
     with ReplayBuffer(storage=Doubled(10), batch_size=3) as rb:
-        rb.extend(rows(5))
+        rb.extend(numbered_rows(5, key="a"))
         assert rb[:]["a"].tolist() == [0, 2, 4, 6, 8]
         assert rb.stats()["storage"] == "doubled"
 
@@ -80,7 +76,7 @@ def test_a_storage_of_ones_own() -> None:
 def test_a_sampler_written_for_torchrl() -> None:
     sampler = Oldest()
     with TensorDictReplayBuffer(storage=MemoryStorage(10), sampler=sampler, batch_size=3) as rb:
-        rb.extend(rows(5))
+        rb.extend(numbered_rows(5, key="a"))
         batch = rb.sample()
         assert batch["a"].tolist() == batch["index"].tolist() == [0, 1, 2]
         assert batch["age"].tolist() == [0, 0, 0]
@@ -92,7 +88,7 @@ def test_a_sampler_written_for_torchrl() -> None:
 def test_parts_may_be_made_by_functions_and_must_be_parts(name: str) -> None:
     made = {"storage": lambda: MemoryStorage(7), "sampler": Oldest, "writer": EverySecond}[name]
     with ReplayBuffer(**{name: made}, batch_size=2) as rb:
-        rb.extend(rows(4))
+        rb.extend(numbered_rows(4, key="a"))
         assert len(rb.sample()) == 2
     with pytest.raises(TypeError, match="list|Sampler"):
         ReplayBuffer(**{name: []})

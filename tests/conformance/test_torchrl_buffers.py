@@ -13,17 +13,11 @@ import torch
 from tensordict import TensorDict
 from torch.utils._pytree import tree_map
 
-from tests.support.torchrl_pair import OURS, Teller, same
+from tests.support.torchrl_pair import OURS, Teller, numbers, same
 
 TENSOR_STORAGES = ("LazyTensorStorage", "LazyMemmapStorage")
 STORAGES = (*TENSOR_STORAGES, "ListStorage")
 BUFFERS = ("ReplayBuffer", "TensorDictReplayBuffer")
-
-
-def numbers(first: int, count: int) -> TensorDict:
-    """Rows whose values are their numbers."""
-    x = torch.arange(first, first + count)
-    return TensorDict({"x": x, "deep": {"y": x[:, None].float()}}, [count])
 
 
 def as_taken(data: TensorDict, storage: str, buffer: str = "ReplayBuffer") -> Any:

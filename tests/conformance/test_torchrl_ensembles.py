@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,10 @@ import torch
 from tensordict import TensorDict
 from torchrl.envs import RenameTransform
 
-from tests.support.torchrl_pair import Teller, same
+from tests.support.batches import whole_trajectories
+from tests.support.torchrl_pair import Teller, numbers, same
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*end-of-episode:UserWarning")
-
-
-def numbers(first: int, count: int) -> TensorDict:
-    x = torch.arange(first, first + count)
-    return TensorDict({"x": x, "deep": {"y": x[:, None].float()}}, [count])
 
 
 def members(lib: Any, count: int = 3, **more: Any) -> list[Any]:
@@ -217,19 +214,7 @@ def test_data_sets_are_not_written(tmp_path: Path) -> None:
 # -- queries ---------------------------------------------------------------------------------------
 
 
-def trajectories(*lengths: int) -> TensorDict:
-    total = sum(lengths)
-    name = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-    done = torch.zeros(total, 1, dtype=torch.bool)
-    done[torch.tensor(lengths).cumsum(0) - 1] = True
-    return TensorDict(
-        {
-            "observation": torch.arange(total)[:, None].float(),
-            "collector": {"traj_ids": name},
-            "next": {"reward": name[:, None].float() + 1, "done": done},
-        },
-        [total],
-    )
+trajectories = partial(whole_trajectories, observation=lambda number: number[:, None].float())
 
 
 def test_trajectories_are_asked_for(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ What they draw differs, and is told by what holds of it: how many rows, which fi
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +14,10 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from tests.support.batches import whole_trajectories
 from tests.support.torchrl_pair import OURS, Teller, same
 
-
-def episodes(*lengths: int) -> TensorDict:
-    """Rows of episodes one after another, x their number."""
-    total = sum(lengths)
-    name = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-    done = torch.zeros(total, 1, dtype=torch.bool)
-    done[torch.tensor(lengths).cumsum(0) - 1] = True
-    return TensorDict({"x": torch.arange(total), "episode": name, "next": {"done": done}}, [total])
+episodes = partial(whole_trajectories, traj_key="episode", x=lambda number: number)
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,13 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torchrl.envs import Compose, DoubleToFloat, RenameTransform, RewardScaling, Transform
 
+from tests.support.batches import numbered_rows
 from tests.support.torchrl_pair import Teller, same
 
 STORAGES = ("LazyTensorStorage", "LazyMemmapStorage")
 
 
-def numbers(count: int) -> TensorDict:
-    return TensorDict({"x": torch.arange(count), "y": torch.arange(count).double()}, [count])
+numbers = partial(numbered_rows, key="x", y=torch.Tensor.double)
 
 
 def plus(number: int) -> Any:

@@ -29,17 +29,15 @@ import expstore.kernels.sum_tree
 import expstore.sql.index
 from expstore.buffers import retention
 from expstore.buffers.tensordict import TensorDictReplayBuffer
+from expstore.core import tuning
 from expstore.disk.files import ReadingDisk
-from expstore.storages import MemoryStorage, base
-from expstore.storages.columns import dedup
-from expstore.storages.columns.arrow import writer
+from expstore.storages import MemoryStorage
 from expstore.storages.engine import store
 from expstore.storages.folder import FolderStorage
-from expstore.storages.format import chunk_encoding, layout
 from expstore.testing.model import Row
 from expstore.testing.model_rows import columns_of, make_batch, patch_of
-from tests.crash.kill_points import NoKeeper
 from tests.crash.killing_disks import KillingDisk
+from tests.support.stores import NoKeeper
 
 __all__ = ["KINDS", "SAMPLERS", "SEED", "SPARE", "Dead", "Hand", "Host", "fields_of"]
 
@@ -105,11 +103,11 @@ def _plain(data: TensorDict) -> dict[tuple[str, ...], Any]:
 def _shrink() -> None:
     """Let all happen in short lives: short shards and segments, no threads but the one that is told."""
     torch.set_num_threads(1)
-    base.spare_slots = lambda capacity, row_bytes: SPARE  # type: ignore[assignment]
-    chunk_encoding.SHARD_ROWS = chunk_encoding.ENDLESS_SHARD_ROWS = 16
-    layout.LENT_BYTES, dedup.PAGE, dedup.GIVE_BACK_BYTES = 1, 1, 8
-    writer.SEGMENT_BYTES, writer.SEGMENT_BATCHES = 6000, 6
-    store.SEGMENT_BYTES = 8192
+    tuning.SPARE_SLOTS = tuning.UNBOUNDED_SPARE_ROWS = SPARE
+    tuning.PACKED_SHARD_ROWS = tuning.UNBOUNDED_PACKED_SHARD_ROWS = 16
+    tuning.DEDUP_ROW_BYTES, tuning.DEDUP_PAGE_BYTES, tuning.DEDUP_FREE_BYTES = 1, 1, 8
+    tuning.ARROW_SEGMENT_BYTES, tuning.ARROW_SEGMENT_BATCHES = 6000, 6
+    tuning.JOURNAL_SEGMENT_BYTES = 8192
     store.Keeper = NoKeeper  # type: ignore[assignment,misc]
     retention.Retention.start = lambda kept: None  # type: ignore[method-assign]
 

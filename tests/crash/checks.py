@@ -18,11 +18,12 @@ import numpy as np
 
 import expstore
 from expstore.buffers.tensordict import TensorDictReplayBuffer
-from expstore.core import idempotency
+from expstore.core import tuning
 from expstore.core.idempotency import WriteKey
 from expstore.disk.files import Disk
 from expstore.errors import NotReadyError
-from expstore.storages.base import ROW_FIELDS, Storage
+from expstore.schema.row_fields import ROW_FIELDS
+from expstore.storages.base import Storage
 from expstore.storages.batch import now_us
 from expstore.storages.columns.checksums import BLOCK_ROWS, GIVEN_UP, NOTHING, SUMMED, blocks_of, state_of
 from expstore.storages.columns.sample_counts_column import find_sampled
@@ -66,7 +67,7 @@ def key_of(key: str) -> dict[str, Any]:
 def check_keys(rb: Any, state: Ledger) -> None:
     """Hold the idempotency keys that are known against those of the newest writes; try these again."""
     row = facts.batch(state.spec, Op("extend"), np.ones(1, np.int64))
-    kept, newest = rb.storage, list(state.keys.items())[-idempotency.KEPT_KEYS :]
+    kept, newest = rb.storage, list(state.keys.items())[-tuning.IDEMPOTENCY_KEYS :]
     for key, (first, count) in newest:
         given = rb.extend(row, return_ids=True, **key_of(key)).tolist()
         wanted = list(range(first, first + count))

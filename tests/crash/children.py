@@ -36,19 +36,14 @@ import expstore.kernels.gather_runs
 import expstore.kernels.rank_tree
 import expstore.kernels.sum_tree  # noqa: F401
 from expstore.buffers.tensordict import TensorDictReplayBuffer
-from expstore.core import idempotency
+from expstore.core import tuning
+from expstore.core.spare_slots import spare_slots
 from expstore.disk.files import Disk
 from expstore.episodes.annotations import merge_info, pack_info
-from expstore.storages import base, zarr
+from expstore.storages import base
 from expstore.storages.arrow import ArrowStorage
-from expstore.storages.columns import dedup, flat
-from expstore.storages.columns.arrow import compaction
-from expstore.storages.columns.arrow import writer as segment_writer
-from expstore.storages.columns.memtable import TAIL_BYTES
 from expstore.storages.engine.open_settings import Settings
 from expstore.storages.engine.store import JournaledStorage
-from expstore.storages.format import chunk_encoding, records
-from expstore.storages.format import layout as layout_module
 from expstore.storages.format.layout import ColumnLayout
 from expstore.storages.zarr import ZarrStorage
 from expstore.writers.writers import TensorDictMaxValueWriter
@@ -154,50 +149,53 @@ def archive_of(path: Path) -> Path:
     return path.with_name(f"{path.stem}-archive.exp")
 
 
+#: The default, which `fit_constants` restores.
+MEMTABLE_BATCH_BYTES = tuning.MEMTABLE_BATCH_BYTES
 #: What `fit_constants` sets.
 CONSTANTS = (
-    (base, "spare_slots"),
-    (flat, "SHARD_ROWS"),
-    (chunk_encoding, "SHARD_ROWS"),
-    (chunk_encoding, "ENDLESS_SHARD_ROWS"),
-    (chunk_encoding, "REACH_ROWS"),
-    (records, "REDO_BYTES"),
-    (zarr, "TAIL_BYTES"),
-    (layout_module, "LENT_BYTES"),
-    (dedup, "PAGE"),
-    (dedup, "GIVE_BACK_BYTES"),
-    (segment_writer, "SEGMENT_BYTES"),
-    (segment_writer, "SEGMENT_BATCHES"),
-    (segment_writer, "BATCH_BYTES"),
-    (segment_writer, "PACKED_BYTES"),
-    (segment_writer, "TOGETHER_BYTES"),
-    (segment_writer, "MERGED_BYTES"),
-    (compaction, "MANY"),
-    (idempotency, "KEPT_KEYS"),
-    (idempotency, "SLOTS"),
+    (tuning, "SPARE_SLOTS"),
+    (tuning, "UNBOUNDED_SPARE_ROWS"),
+    (tuning, "FLAT_SHARD_ROWS"),
+    (tuning, "PACKED_SHARD_ROWS"),
+    (tuning, "UNBOUNDED_PACKED_SHARD_ROWS"),
+    (tuning, "PACKED_LOOKBACK_ROWS"),
+    (tuning, "REPLACE_RECORD_BYTES"),
+    (tuning, "MEMTABLE_BATCH_BYTES"),
+    (tuning, "DEDUP_ROW_BYTES"),
+    (tuning, "DEDUP_PAGE_BYTES"),
+    (tuning, "DEDUP_FREE_BYTES"),
+    (tuning, "ARROW_SEGMENT_BYTES"),
+    (tuning, "ARROW_SEGMENT_BATCHES"),
+    (tuning, "ARROW_BATCH_BYTES"),
+    (tuning, "ARROW_COMPRESSED_BATCH_BYTES"),
+    (tuning, "ARROW_WRITE_BYTES"),
+    (tuning, "ARROW_COMPACTED_BYTES"),
+    (tuning, "ARROW_COMPACTION_BATCHES"),
+    (tuning, "IDEMPOTENCY_KEYS"),
+    (tuning, "IDEMPOTENCY_SLOTS"),
 )
 
 
 def fit_constants(spec: Spec) -> None:
     """Set the library's sizes to the spec's; children inherit them."""
     if spec.spare is not None:
-        base.spare_slots = lambda capacity, row_bytes: spec.spare  # type: ignore[assignment]
-    flat.SHARD_ROWS = spec.shard_rows
+        tuning.SPARE_SLOTS = tuning.UNBOUNDED_SPARE_ROWS = spec.spare
+    tuning.FLAT_SHARD_ROWS = spec.shard_rows
     if spec.packed:
-        chunk_encoding.SHARD_ROWS = chunk_encoding.ENDLESS_SHARD_ROWS = 16
-        chunk_encoding.REACH_ROWS = 4, 8
+        tuning.PACKED_SHARD_ROWS = tuning.UNBOUNDED_PACKED_SHARD_ROWS = 16
+        tuning.PACKED_LOOKBACK_ROWS = 4, 8
     if spec.ragged:
-        segment_writer.SEGMENT_BYTES, segment_writer.SEGMENT_BATCHES = 6000, 12
-        segment_writer.BATCH_BYTES, segment_writer.PACKED_BYTES = 1500, 500
-        segment_writer.TOGETHER_BYTES, segment_writer.MERGED_BYTES = 3000, 1500
-        compaction.MANY = 4
+        tuning.ARROW_SEGMENT_BYTES, tuning.ARROW_SEGMENT_BATCHES = 6000, 12
+        tuning.ARROW_BATCH_BYTES, tuning.ARROW_COMPRESSED_BATCH_BYTES = 1500, 500
+        tuning.ARROW_WRITE_BYTES, tuning.ARROW_COMPACTED_BYTES = 3000, 1500
+        tuning.ARROW_COMPACTION_BATCHES = 4
     if spec.keyed:
-        idempotency.KEPT_KEYS, idempotency.SLOTS = 7, 12
+        tuning.IDEMPOTENCY_KEYS, tuning.IDEMPOTENCY_SLOTS = 7, 12
     if spec.lent:
-        chunk_encoding.REACH_ROWS = 4, 8
-        layout_module.LENT_BYTES, dedup.PAGE, dedup.GIVE_BACK_BYTES = 1, 8, 128
-    records.REDO_BYTES = spec.redo_bytes
-    zarr.TAIL_BYTES = TAIL_BYTES if spec.tail else 0
+        tuning.PACKED_LOOKBACK_ROWS = 4, 8
+        tuning.DEDUP_ROW_BYTES, tuning.DEDUP_PAGE_BYTES, tuning.DEDUP_FREE_BYTES = 1, 8, 128
+    tuning.REPLACE_RECORD_BYTES = spec.redo_bytes
+    tuning.MEMTABLE_BATCH_BYTES = MEMTABLE_BATCH_BYTES if spec.tail else 0
 
 
 def new_ledger(spec: Spec) -> Ledger:
@@ -205,7 +203,7 @@ def new_ledger(spec: Spec) -> Ledger:
     row_bytes = sum(
         a.nbytes for a in facts.values(spec, np.ones(1, np.int64), np.zeros(1, np.int64)).values()
     )
-    spare = base.spare_slots(spec.capacity, row_bytes + base.ROW_BYTES) if spec.spare is None else spec.spare
+    spare = spare_slots(spec.capacity, row_bytes + base.ROW_BYTES) if spec.spare is None else spec.spare
     # So far from their own places, and a chunk, rows may lie.
     reach = {"packed": 8 + 4, "lent": 8 + 1}["packed" if spec.packed else "lent"] if spec.follows else 0
     return Ledger(spec, spare=spare, reach=0 if spec.capacity is None else reach)

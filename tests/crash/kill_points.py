@@ -37,8 +37,9 @@ from tests.crash.children import (
 )
 from tests.crash.killing_disks import KillingDisk
 from tests.crash.ledger import Ledger, Op, Spec
+from tests.support.stores import NoKeeper
 
-__all__ = ["PHASES", "NoKeeper", "Phase", "enumerate_gaps"]
+__all__ = ["PHASES", "Phase", "enumerate_gaps"]
 
 LEAN = Spec("lean", 24, 8, frame=64, lean=True, segment_bytes=4096, tail=False)
 NARROW = Spec("narrow", 24, 8, frame=64, lean=True, segment_bytes=1536)
@@ -324,19 +325,6 @@ PHASES = (
     Phase("change new rows", LEAN, FEW, [_extend(4), _change(20, 24, 1, 2)], tooth=True),
     Phase("close with an index", LEAN, FEW, [_extend(2)], part="close", index=True),
 )
-
-
-class NoKeeper:
-    """Stand in for the background thread."""
-
-    def __init__(self, storage: object) -> None:
-        pass
-
-    def note(self) -> None: ...
-
-    def hurry(self) -> None: ...
-
-    def stop(self) -> None: ...
 
 
 def _copy(source: Path, target: Path) -> None:

@@ -26,8 +26,9 @@ import numpy as np
 
 import expstore
 from expstore import StorageError
+from expstore.core import tuning
 from expstore.storages.columns import column_set
-from expstore.storages.engine import background, store
+from expstore.storages.engine import store
 from tests.crash import ledger as facts
 from tests.crash.checks import check_archive, check_info, check_rows, check_versions
 from tests.crash.children import (
@@ -47,10 +48,10 @@ from tests.crash.children import (
     snapshots,
 )
 from tests.crash.disk_states import Platter, Tree, write_tree
-from tests.crash.kill_points import NoKeeper
 from tests.crash.killing_disks import machine
 from tests.crash.ledger import Ledger, Op, Spec
 from tests.crash.recording_disk import Event, RecordingDisk
+from tests.support.stores import NoKeeper
 
 __all__ = ["POWER_SPECS", "power_cuts"]
 
@@ -480,7 +481,7 @@ def _round(spec: Spec, number: int, seed: int, folder: Path, report: Report, fre
     """Record a life; cut it; record what follows some of the cuts, unless one is enough; cut that."""
     fit_constants(spec)
     # The background thread is to come between the calls of these short lives, too.
-    background.SYNC_SECONDS, background.PRIORITY_SECONDS = 0.02, 0.005
+    tuning.CHECKPOINT_SECONDS, tuning.PRIORITY_SECONDS = 0.02, 0.005
     chance = random.Random(f"{seed}/{number}")
     rng = np.random.default_rng([seed, number])
     label = f"{spec.name}, seed {seed}, round {number}"

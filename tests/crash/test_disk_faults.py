@@ -22,7 +22,6 @@ import pytest
 import torch
 
 from expstore.buffers.tensordict import TensorDictReplayBuffer
-from expstore.disk import files
 from expstore.disk.files import Disk, File, _failed
 from expstore.errors import ExpStoreError, LockedError, StateError, StorageError
 from expstore.storages.engine import store
@@ -47,10 +46,10 @@ from tests.crash.children import (
     open_store,
     perform,
 )
-from tests.crash.kill_points import NoKeeper
 from tests.crash.ledger import Ledger, Op, Spec
+from tests.support.stores import NoKeeper
 
-pytestmark = pytest.mark.index
+pytestmark = [pytest.mark.index, pytest.mark.usefixtures("no_syncs")]
 
 SPECS = (
     Spec("ring", 40, 12, frame=64, segment_bytes=4096, longest=14, lean=True),
@@ -187,9 +186,7 @@ class FaultyDisk(Disk):
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Put back what `fit_constants` changes; sync nothing for real, which would take minutes."""
-    monkeypatch.setattr(files, "_sync_data", lambda fd: None)
-    monkeypatch.setattr(os, "fsync", lambda fd: None)
+    """Put back what `fit_constants` changes, and write no checkpoints in the background."""
     monkeypatch.setattr(store, "Keeper", NoKeeper)
     for module, name in CONSTANTS:
         monkeypatch.setattr(module, name, getattr(module, name))

@@ -17,11 +17,11 @@ import torch
 from tensordict import TensorDict
 
 import expstore
+from expstore.core import tuning
 from expstore.disk.files import Disk
 from expstore.errors import StorageError
-from expstore.storages.engine import checkpointer, store
-from expstore.storages.engine.open_settings import Settings
-from expstore.storages.zarr import ZarrStorage
+from expstore.storages.engine import store
+from tests.support.stores import NoKeeper, open_zarr
 
 pytestmark = pytest.mark.index
 
@@ -161,27 +161,12 @@ class Small(Disk):
 
 @pytest.fixture(autouse=True)
 def _no_keeper(monkeypatch: pytest.MonkeyPatch) -> None:
-    class NoKeeper:
-        def __init__(self, storage: object) -> None: ...
-
-        def note(self) -> None: ...
-
-        def hurry(self) -> None: ...
-
-        def stop(self) -> None: ...
-
     monkeypatch.setattr(store, "Keeper", NoKeeper)
-
-
-def opened(path: Path, disk: Disk, capacity: int | None, floor: int) -> expstore.TensorDictReplayBuffer:
-    settings = Settings(flatten=True, seed=1, min_free_bytes=floor)
-    kept = ZarrStorage(path, capacity, settings=settings, disk=disk)
-    return expstore.TensorDictReplayBuffer(storage=kept, batch_size=8)
 
 
 def test_an_extend_that_would_leave_too_little_is_refused(store_path: Path, make_batch: MakeBatch) -> None:
     disk = Small()
-    rb = opened(store_path, disk, None, 800_000)
+    rb = open_zarr(store_path, None, disk=disk, seed=1, min_free_bytes=800_000)
     rb.extend(make_batch(100))
     disk.left = 810_000
     rb.flush()
@@ -201,7 +186,7 @@ def test_an_extend_that_would_leave_too_little_is_refused(store_path: Path, make
 
 
 def test_the_first_rows_are_refused_before_anything_is_made(store_path: Path, make_batch: MakeBatch) -> None:
-    rb = opened(store_path, Small(), 100, 1_000_001)
+    rb = open_zarr(store_path, 100, disk=Small(), seed=1, min_free_bytes=1_000_001)
     with pytest.raises(StorageError, match="min_free_bytes") as caught:
         rb.extend(make_batch(1))
     assert caught.value.kind == "disk_full"
@@ -211,7 +196,7 @@ def test_the_first_rows_are_refused_before_anything_is_made(store_path: Path, ma
 
 def test_rows_that_take_the_places_of_others_need_no_space(store_path: Path, make_batch: MakeBatch) -> None:
     disk = Small()
-    rb = opened(store_path, disk, 100, 500_000)
+    rb = open_zarr(store_path, 100, disk=disk, seed=1, min_free_bytes=500_000)
     for _ in range(3):
         rb.extend(make_batch(2000))  # 100 + 4096 slots, all of them written to
     disk.left = 0
@@ -224,7 +209,7 @@ def test_rows_that_take_the_places_of_others_need_no_space(store_path: Path, mak
 def test_the_disk_is_looked_at_once_per_sync(store_path: Path, make_batch: MakeBatch) -> None:
     disk = Small()
     disk.left = 1 << 40
-    rb = opened(store_path, disk, None, 1)
+    rb = open_zarr(store_path, None, disk=disk, seed=1, min_free_bytes=1)
     rb.extend(make_batch(10))
     before = disk.looks
     for _ in range(20):
@@ -248,7 +233,7 @@ def test_a_closed_store_takes_little_beside_its_rows(store_path: Path, make_batc
 def test_a_closed_store_keeps_no_long_journal(
     store_path: Path, make_batch: MakeBatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpointer, "KEPT_BYTES", 2000)
+    monkeypatch.setattr(tuning, "CLOSED_JOURNAL_BYTES", 2000)
     for first in (0, 60):
         with expstore.open(store_path, capacity=1000, seed=1) as rb:
             assert rb.recovered is None
@@ -280,7 +265,7 @@ def test_a_closed_store_keeps_no_raw_rows_that_are_packed(store_path: Path) -> N
 def test_without_a_limit_nobody_looks(store_path: Path, make_batch: MakeBatch) -> None:
     disk = Small()
     disk.left = 0
-    rb = opened(store_path, disk, None, 0)
+    rb = open_zarr(store_path, None, disk=disk, seed=1, min_free_bytes=0)
     rb.extend(make_batch(10))
     rb.flush()
     assert disk.looks == 0
@@ -294,7 +279,7 @@ def test_the_limit_is_checked(store_path: Path) -> None:
 
 
 def test_stats_say_how_the_disk_is(store_path: Path, make_batch: MakeBatch) -> None:
-    rb = opened(store_path, Disk(), 1000, 0)
+    rb = open_zarr(store_path, 1000, disk=Disk(), seed=1, min_free_bytes=0)
     stats = rb.stats()
     assert (stats["last_sync_seconds"], stats["last_sync_age"], stats["poisoned"]) == (None, None, None)
     rb.extend(make_batch(50))

@@ -12,19 +12,18 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
-from tensordict import TensorDict
 
 import expstore
+from expstore.core import tuning
 from expstore.disk.files import Disk
 from expstore.maintenance import verify
-from expstore.storages import base
 from expstore.storages.engine import store
-from expstore.storages.format import chunk_encoding
 from tests.crash.folder_power_cuts import disks_after
 from tests.crash.killing_disks import KillingDisk, machine
+from tests.support.framed_rows import framed_rows
+from tests.support.stores import NoKeeper
+from tests.support.tuned import set_spare_slots
 
 pytestmark = [pytest.mark.index, pytest.mark.usefixtures("no_syncs", "short")]
 
@@ -37,36 +36,19 @@ CUTS = [24, pytest.param(1500, marks=pytest.mark.torture)]
 def short() -> Iterator[None]:
     """Short shards, little spare, and nobody who syncs in the background."""
 
-    class NoKeeper:
-        def __init__(self, storage: object) -> None: ...
-        def note(self) -> None: ...
-        def hurry(self) -> None: ...
-        def stop(self) -> None: ...
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chunk_encoding, "SHARD_ROWS", 16)
-        patch.setattr(chunk_encoding, "ENDLESS_SHARD_ROWS", 16)
-        patch.setattr(chunk_encoding, "REACH_ROWS", (4, 8))
-        patch.setattr(base, "spare_slots", lambda capacity, row_bytes: 8)
+        patch.setattr(tuning, "PACKED_SHARD_ROWS", 16)
+        patch.setattr(tuning, "UNBOUNDED_PACKED_SHARD_ROWS", 16)
+        patch.setattr(tuning, "PACKED_LOOKBACK_ROWS", (4, 8))
+        set_spare_slots(patch, 8)
         patch.setattr(store, "Keeper", NoKeeper)
         yield
-
-
-def batch(first: int, count: int) -> TensorDict:
-    number = np.arange(first, first + count)
-
-    def frames(of: np.ndarray) -> torch.Tensor:
-        rows = [np.random.default_rng(int(n)).integers(0, 256, 40, np.uint8) for n in of]
-        return torch.from_numpy(np.array(rows))
-
-    after = {"frame": frames(number + 1), "done": torch.from_numpy(number % 7 == 6)[:, None]}
-    return TensorDict({"frame": frames(number), "number": torch.from_numpy(number), "next": after}, [count])
 
 
 def make(path: Path, first: int = 0, capacity: int | None = FORMER) -> Path:
     with expstore.open(path, capacity=capacity, fields=FIELDS, seed=1) as rb:
         for start in range(first, first + ROWS, 10):
-            rb.extend(batch(start, 10), source="arm")
+            rb.extend(framed_rows(10, start, shape=(40,)), source="arm")
         rb.update_priority(id=[ROWS], priority=[4.0])
         rb.tag("one")
     return path

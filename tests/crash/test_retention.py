@@ -16,15 +16,16 @@ from tensordict import NonTensorStack, TensorDict
 
 import expstore
 from expstore import CorruptionError
+from expstore.core import tuning
 from expstore.core.id_set import Gaps
 from expstore.disk.files import Disk
 from expstore.maintenance import verify
 from expstore.storages import ArrowStorage, ZarrStorage
-from expstore.storages.columns.arrow import writer
-from expstore.storages.engine import background, delete, store
+from expstore.storages.engine import delete, store
 from expstore.storages.engine.open_settings import Settings
 from tests.crash.folder_power_cuts import disks_after
 from tests.crash.killing_disks import KillingDisk, machine
+from tests.support.stores import NoKeeper
 
 pytestmark = pytest.mark.index
 
@@ -39,7 +40,7 @@ LAYOUTS: dict[str, Any] = {
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two extends make a segment."""
-    monkeypatch.setattr(writer, "SEGMENT_BATCHES", 2)
+    monkeypatch.setattr(tuning, "ARROW_SEGMENT_BATCHES", 2)
 
 
 def filled(path: Path, episodes: int, **more: Any) -> None:
@@ -87,7 +88,7 @@ def killed(path: Path, at: int, act: Callable[[ZarrStorage], Any], monkeypatch: 
     child = os.fork()
     if not child:
         try:
-            monkeypatch.setattr(background, "SYNC_SECONDS", 1e9)
+            monkeypatch.setattr(tuning, "CHECKPOINT_SECONDS", 1e9)
             disk = KillingDisk(in_turn=True)
             storage = open_with(path, disk)
             disk.arm(at)
@@ -154,15 +155,6 @@ def kill_everywhere(
         at += step
     assert outcomes >= {frozenset(stay), frozenset(range(1, 7))}
     return at - step
-
-
-class NoKeeper:
-    """Stand in for the background thread."""
-
-    def __init__(self, storage: object) -> None: ...
-    def note(self) -> None: ...
-    def hurry(self) -> None: ...
-    def stop(self) -> None: ...
 
 
 def look(path: Path) -> frozenset[int]:

@@ -25,11 +25,10 @@ from tensordict import TensorDict
 
 import expstore
 from expstore.buffers.tensordict import TensorDictReplayBuffer
+from expstore.core import tuning
 from expstore.maintenance import verify
 from expstore.schema.schema import DTYPES, OBJECT
-from expstore.storages import base
-from expstore.storages.columns import dedup
-from expstore.storages.format import chunk_encoding, layout
+from tests.support.tuned import set_spare_slots
 
 pytestmark = pytest.mark.usefixtures("no_syncs")
 
@@ -41,12 +40,12 @@ _TORCH = {"bool": torch.bool, "bfloat16": torch.bfloat16, "complex64": torch.com
 def short_shards() -> Iterator[None]:
     """Shards of 16 rows and little spare; narrow flat rows are shared, their space is given back at once."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chunk_encoding, "SHARD_ROWS", 16)
-        patch.setattr(chunk_encoding, "ENDLESS_SHARD_ROWS", 16)
-        patch.setattr(base, "spare_slots", lambda capacity, row_bytes: 12)
-        patch.setattr(layout, "LENT_BYTES", 1)
-        patch.setattr(dedup, "PAGE", 1)
-        patch.setattr(dedup, "GIVE_BACK_BYTES", 8)
+        patch.setattr(tuning, "PACKED_SHARD_ROWS", 16)
+        patch.setattr(tuning, "UNBOUNDED_PACKED_SHARD_ROWS", 16)
+        set_spare_slots(patch, 12)
+        patch.setattr(tuning, "DEDUP_ROW_BYTES", 1)
+        patch.setattr(tuning, "DEDUP_PAGE_BYTES", 1)
+        patch.setattr(tuning, "DEDUP_FREE_BYTES", 8)
         yield
 
 

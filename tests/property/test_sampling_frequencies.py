@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,7 @@ from expstore.buffers.rng import Draws
 from expstore.core.id_set import Gaps
 from expstore.samplers import Sampler
 from expstore.samplers.without_replacement import permute
+from tests.support.batches import memory_buffer, numbered_rows
 from tests.support.chi_square import (
     ERROR,
     Floats,
@@ -60,19 +62,16 @@ def test_the_distribution() -> None:
 # -- the shapes of a store ------------------------------------------------------------------------------
 
 
-def rows(count: int) -> TensorDict:
-    versions = torch.arange(count) % 5  # of no use but to one sampler
-    return TensorDict({"policy_version": versions, "number": torch.arange(count)}, [count])
+# The version is of use to one sampler only.
+rows = partial(numbered_rows, policy_version=lambda number: number % 5)
 
 
 def filling(sampler: Sampler) -> TensorDictReplayBuffer:
-    rb = TensorDictReplayBuffer(storage=MemoryStorage(50, seed=1), sampler=sampler)
-    rb.extend(rows(ROWS))
-    return rb
+    return memory_buffer(50, seed=1, sampler=sampler, rows=rows(ROWS))
 
 
 def wrapped(sampler: Sampler) -> TensorDictReplayBuffer:
-    rb = TensorDictReplayBuffer(storage=MemoryStorage(ROWS, seed=1), sampler=sampler)
+    rb = memory_buffer(ROWS, seed=1, sampler=sampler)
     for count in (10, ROWS + 5, 2 * ROWS, 7, 4110):  # round the spare slots, too
         rb.extend(rows(count))
         rb.sample(1)
@@ -80,8 +79,7 @@ def wrapped(sampler: Sampler) -> TensorDictReplayBuffer:
 
 
 def emptied(sampler: Sampler) -> TensorDictReplayBuffer:
-    rb = TensorDictReplayBuffer(storage=MemoryStorage(50, seed=1), sampler=sampler)
-    rb.extend(rows(30))
+    rb = memory_buffer(50, seed=1, sampler=sampler, rows=rows(30))
     rb.sample(1)
     rb.empty()
     rb.extend(rows(ROWS))
@@ -90,7 +88,7 @@ def emptied(sampler: Sampler) -> TensorDictReplayBuffer:
 
 def with_gaps(sampler: Sampler) -> TensorDictReplayBuffer:
     """As a repair leaves it, in a ring that is full: the oldest ids and two runs in the middle are gone."""
-    rb = TensorDictReplayBuffer(storage=MemoryStorage(24, seed=1), sampler=sampler)
+    rb = memory_buffer(24, seed=1, sampler=sampler)
     storage: Any = rb.storage
     rb.extend(rows(30))
     storage._window = replace(storage.window, gaps=Gaps.of([(3, 8), (11, 11), (20, 24)]))
@@ -98,8 +96,7 @@ def with_gaps(sampler: Sampler) -> TensorDictReplayBuffer:
 
 
 def unbounded(sampler: Sampler) -> TensorDictReplayBuffer:
-    rb = TensorDictReplayBuffer(storage=MemoryStorage(seed=1), sampler=sampler)
-    rb.extend(rows(50))
+    rb = memory_buffer(None, seed=1, sampler=sampler, rows=rows(50))
     rb.storage.retire(50 + 7 - ROWS)
     rb.extend(rows(7))
     return rb

@@ -25,7 +25,7 @@ from expstore import (
 from expstore.buffers.rng import Draws
 from tests.support.case_selection import in_full, share
 from tests.support.slice_model import Batch, Cell, Drawn, Fields, Model, cover
-from tests.support.slice_stores import Scenario, World, scenarios, small_and_without_a_disk
+from tests.support.slice_stores import Scenario, World, scenarios, use_short_rings
 
 #: Slices per batch, and how many batches may be drawn until all slices have come: that one of a chance of
 #: 1 in 10,000, which is less than any here has, stays away is less likely than 1e-17.
@@ -35,9 +35,12 @@ some = share(0.12)
 patient = pytest.mark.timeout(600)
 
 
+pytestmark = pytest.mark.usefixtures("no_syncs")
+
+
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    small_and_without_a_disk(monkeypatch)
+    use_short_rings(monkeypatch)
 
 
 # -- every slice there is, and no other -------------------------------------------------------------------

@@ -20,10 +20,9 @@ import torch
 from tensordict import TensorDict
 
 import expstore
-from expstore.disk import files
+from expstore.core import tuning
 from expstore.errors import CorruptionError
 from expstore.maintenance import repair, verify
-from expstore.storages.columns import flat
 
 __all__ = [
     "BLOCK",
@@ -38,25 +37,17 @@ __all__ = [
     "in_child",
     "lost_ids",
     "make_sound",
-    "without_disk",
 ]
 
 BLOCK = 4096
 CAPACITY, SLOTS, ROWS = 5000, 9096, 12_000
 
 
-def without_disk(monkeypatch: pytest.MonkeyPatch, *, shard_rows: int = BLOCK) -> None:
-    """Sync nothing for real, and let a ring have several shards."""
-    monkeypatch.setattr(files, "_sync_data", os.fstat)
-    monkeypatch.setattr(os, "fsync", lambda fd: None)
-    monkeypatch.setattr(flat, "SHARD_ROWS", shard_rows)
-
-
 def make_sound(factory: pytest.TempPathFactory) -> Path:
     """Make a ring of three shards that has turned: ids 7001 to 12,000, the newest in slots 0 to 2903."""
     path = factory.mktemp("sound") / "sound.exp"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(flat, "SHARD_ROWS", BLOCK)
+        patch.setattr(tuning, "FLAT_SHARD_ROWS", BLOCK)
         fill(path)
     return path
 

@@ -1,19 +1,18 @@
-"""What a process does that is killed the moment it is done: a store stays as a kill leaves it.
-
-Used by tests that go on in the parent with what must be there. What is done is theirs.
-"""
+"""Run a part of a test in a forked child that is killed at the end: a store stays as a kill leaves it."""
 
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import sys
 import traceback
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
-__all__ = ["in_child"]
+__all__ = ["collect_from_child", "in_child"]
 
 
 def in_child(act: Callable[[], object]) -> None:
@@ -31,3 +30,38 @@ def in_child(act: Callable[[], object]) -> None:
             os._exit(1)
     _, status = os.waitpid(pid, 0)
     assert os.WIFSIGNALED(status), "the child failed"
+
+
+def collect_from_child(work: Callable[[Callable[[Any], None]], None]) -> list[Any]:
+    """Run `work` in a forked child that is killed at the end; return what `work` passed to its argument."""
+    read_end, write_end = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(30)
+        torch.set_num_threads(1)  # OpenMP's threads were left behind in the parent
+        try:
+            os.close(read_end)
+
+            def tell(value: Any) -> None:
+                data = pickle.dumps(value)
+                os.write(write_end, len(data).to_bytes(8, "little") + data)
+
+            work(tell)
+        except BaseException as exc:
+            tell(exc)
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.close(write_end)
+    with os.fdopen(read_end, "rb") as pipe:
+        data = pipe.read()
+    _, status = os.waitpid(pid, 0)
+    told = []
+    while data:
+        size = int.from_bytes(data[:8], "little")
+        told.append(pickle.loads(data[8 : 8 + size]))
+        data = data[8 + size :]
+    for value in told:
+        if isinstance(value, BaseException):
+            raise value
+    assert os.WTERMSIG(status) == signal.SIGKILL, "the child hung"
+    return told

@@ -22,20 +22,17 @@ from tensordict import TensorDict
 import expstore
 from expstore import MemoryStorage, TensorDictReplayBuffer
 from expstore.core.id_set import Gaps
-from expstore.disk import files
 from expstore.disk.files import Disk
-from expstore.storages import base
 from expstore.storages.format.manifest import Manifest
 from tests.support.slice_model import Batch, Cell, Fields, Model
+from tests.support.tuned import set_spare_slots
 
 SPARE = 12
 
 
-def small_and_without_a_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let rings go round after a few rows; nothing is about what a power cut leaves."""
-    monkeypatch.setattr(base, "spare_slots", lambda capacity, row_bytes: SPARE)
-    monkeypatch.setattr(files, "_sync_data", os.fstat)
-    monkeypatch.setattr(os, "fsync", lambda fd: None)
+def use_short_rings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give rings few spare slots, so that they turn after a few rows."""
+    set_spare_slots(monkeypatch, SPARE)
 
 
 @st.composite

@@ -18,11 +18,11 @@ import numpy as np
 import pytest
 import torch
 import torchrl.data.replay_buffers as theirs
-from tensordict import is_tensor_collection
+from tensordict import TensorDict, is_tensor_collection
 
 import expstore
 
-__all__ = ["OURS", "THEIRS", "Teller", "plain", "same"]
+__all__ = ["OURS", "THEIRS", "Teller", "numbers", "plain", "same"]
 
 THEIRS = SimpleNamespace(
     name="torchrl", **{name: getattr(theirs, name) for name in theirs.__all__}, samplers=theirs.samplers
@@ -34,6 +34,12 @@ OURS = SimpleNamespace(
 )
 #: What rows are called here beside TorchRL's index.
 _MORE = frozenset({"id", "anchor_id"})
+
+
+def numbers(first: int, count: int) -> TensorDict:
+    """Return rows `first` to `first + count - 1`: `x` and `("deep", "y")` are their numbers."""
+    x = torch.arange(first, first + count)
+    return TensorDict({"x": x, "deep": {"y": x[:, None].float()}}, [count])
 
 
 def plain(value: Any) -> Any:

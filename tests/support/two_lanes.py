@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,9 +12,8 @@ import torch
 from tensordict import TensorDict
 
 from expstore.buffers.tensordict import TensorDictReplayBuffer
-from expstore.storages.engine.open_settings import Settings
 from expstore.storages.format.layout import ColumnLayout
-from expstore.storages.zarr import ZarrStorage
+from tests.support.stores import open_zarr
 
 __all__ = ["CAPACITY", "TwoLanes", "after"]
 
@@ -46,11 +45,15 @@ class TwoLanes:
         values = {"frame": self.frames(numbers), "next": following, "number": torch.from_numpy(numbers)}
         return TensorDict(values, [count])
 
+    def parts(self, count: int, size: int = 20) -> Iterator[TensorDict]:
+        """Yield so many rows, `size` at a time."""
+        for first in range(0, count, size):
+            yield self.batch(first, min(size, count - first))
+
     def buffer(
         self, path: Path, capacity: int | None = CAPACITY, layout: ColumnLayout | None = None
     ) -> TensorDictReplayBuffer:
-        options = Settings(flatten=True, seed=0, layout=layout or self.layout)
-        return TensorDictReplayBuffer(storage=ZarrStorage(path, capacity, settings=options), batch_size=8)
+        return open_zarr(path, capacity, layout=layout or self.layout)
 
     def right(self, data: TensorDict) -> bool:
         """Say whether rows have the frames that they must have, by their numbers."""

@@ -12,32 +12,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tensordict import TensorDict
 
 import expstore
 from expstore.errors import CorruptionError, LockedError, SchemaError, StateError
 from expstore.schema.schema import Field, Schema
-from expstore.sql.sync import Catalog
 from expstore.storages.format.manifest import MANIFEST
 from tests.support import warm_processes
+from tests.support.batches import numbered_rows
+from tests.support.stores import read_files
 
-pytestmark = [pytest.mark.index, pytest.mark.usefixtures("no_syncs")]
-
-
-@pytest.fixture(autouse=True)
-def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing here is about the index of a closed store."""
-    monkeypatch.setattr(Catalog, "close", Catalog.drop)
-
-
-def rows(count: int, start: int = 0) -> TensorDict:
-    return TensorDict({"a": torch.arange(start, start + count)}, [count])
-
-
-def tree(path: Path) -> dict[str, bytes]:
-    """Every file below a folder, and what it holds."""
-    files = (p for p in sorted(path.rglob("*")) if p.is_file() and p.name != "LOCK")
-    return {str(p.relative_to(path)): p.read_bytes() for p in files}
+pytestmark = [pytest.mark.index, pytest.mark.usefixtures("no_syncs", "no_index_on_close")]
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -46,7 +30,7 @@ def tree(path: Path) -> dict[str, bytes]:
 
 def test_a_opens_or_makes(store_path: Path) -> None:
     with expstore.open(store_path, capacity=10) as rb:
-        rb.extend(rows(4))
+        rb.extend(numbered_rows(4, key="a"))
     with expstore.open(str(store_path), mode="a") as rb:
         assert len(rb) == 4
         assert rb.storage.capacity == 10
@@ -55,18 +39,18 @@ def test_a_opens_or_makes(store_path: Path) -> None:
 
 def test_x_only_makes(store_path: Path) -> None:
     with expstore.open(store_path, mode="x") as rb:
-        rb.extend(rows(4))
-    before = tree(store_path)
+        rb.extend(numbered_rows(4, key="a"))
+    before = read_files(store_path, "LOCK")
     with pytest.raises(StateError, match=rf"{store_path} exists already; open it with mode='a', or choose"):
         expstore.open(store_path, mode="x")
-    assert tree(store_path) == before
+    assert read_files(store_path, "LOCK") == before
 
 
 def test_w_moves_the_old_one_aside(store_path: Path) -> None:
     for number in range(3):
         with expstore.open(store_path, mode="w") as rb:
             assert len(rb) == 0
-            rb.extend(rows(number + 1))
+            rb.extend(numbered_rows(number + 1, key="a"))
     for name, size in (("run.exp", 3), ("run.exp.old-1", 1), ("run.exp.old-2", 2)):
         with expstore.open(store_path.with_name(name)) as rb:
             assert len(rb) == size
@@ -74,10 +58,10 @@ def test_w_moves_the_old_one_aside(store_path: Path) -> None:
 
 def test_w_leaves_a_store_that_is_open_alone(store_path: Path) -> None:
     with expstore.open(store_path) as rb:
-        rb.extend(rows(4))
+        rb.extend(numbered_rows(4, key="a"))
         with pytest.raises(LockedError, match="it is open here"):
             expstore.open(store_path, mode="w")
-        rb.extend(rows(4))
+        rb.extend(numbered_rows(4, key="a"))
     assert os.listdir(store_path.parent) == ["run.exp"]
 
 
@@ -97,16 +81,16 @@ NO_SETTINGS: list[tuple[dict[str, Any], type[Exception], str]] = [
 @pytest.mark.parametrize("mode", ["a", "w"])
 def test_settings_that_are_none(store_path: Path, mode: Any) -> None:
     with expstore.open(store_path) as rb:
-        rb.extend(rows(4))
-    before = tree(store_path)
+        rb.extend(numbered_rows(4, key="a"))
+    before = read_files(store_path, "LOCK")
     for options, error, message in NO_SETTINGS:
         for path in (store_path, store_path.with_name("new.exp")):
             with pytest.raises(error, match=message):
                 expstore.open(path, **{"mode": mode, **options})
         assert os.listdir(store_path.parent) == ["run.exp"], f"{options} touched the disk"
-        assert tree(store_path) == before, options
+        assert read_files(store_path, "LOCK") == before, options
     with expstore.open(store_path) as rb:
-        rb.extend(rows(1))  # nobody holds it
+        rb.extend(numbered_rows(1, key="a"))  # nobody holds it
 
 
 def test_numbers_of_numpy_are_numbers(store_path: Path) -> None:
@@ -134,7 +118,7 @@ def test_what_contradicts_the_store_names_both(store_path: Path) -> None:
     with expstore.open(store_path, schema=schema, **made) as rb:
         assert rb.meta == {"env": "x"}
         assert rb.schema == schema
-    before = tree(store_path)
+    before = read_files(store_path, "LOCK")
     others = {
         "capacity": 11,
         "seed": 4,
@@ -154,7 +138,7 @@ def test_what_contradicts_the_store_names_both(store_path: Path) -> None:
         if name in made and not isinstance(made[name], (list, dict, str, tuple)):
             assert f"{name}={made[name]!r}" in str(caught.value)
             assert f"{name}={value!r}" in str(caught.value)
-    assert tree(store_path) == before
+    assert read_files(store_path, "LOCK") == before
     with expstore.open(store_path, schema=schema, **made) as rb:
         assert rb.meta == {"env": "x"}
 
@@ -179,8 +163,8 @@ def test_a_schema_given_at_the_door_is_demanded(store_path: Path) -> None:
     schema = Schema([Field(("a",), "int64", ()), Field(("b",), "float32", (2,))])
     with expstore.open(store_path, schema=schema) as rb:
         with pytest.raises(SchemaError, match="lacks 'b'"):
-            rb.extend(rows(3))
-        rb.extend(rows(3).set("b", torch.zeros(3, 2)))
+            rb.extend(numbered_rows(3, key="a"))
+        rb.extend(numbered_rows(3, key="a").set("b", torch.zeros(3, 2)))
     with pytest.raises(SchemaError, match="'nothing' is not a field"):
         expstore.open(store_path.with_name("other.exp"), schema=schema, traj_key="nothing")
 
@@ -197,7 +181,7 @@ def test_a_foreign_folder_is_refused_and_left_alone(store_path: Path) -> None:
             StateError, match=rf"{store_path} is not empty and not a store: it holds notes.txt; choose"
         ):
             expstore.open(store_path, mode=mode)
-    assert tree(store_path) == {"notes.txt": b"mine"}
+    assert read_files(store_path, "LOCK") == {"notes.txt": b"mine"}
     file = store_path / "notes.txt"
     with pytest.raises(StateError, match=rf"{file} is a file, a store is a folder"):
         expstore.open(file)
@@ -206,7 +190,7 @@ def test_a_foreign_folder_is_refused_and_left_alone(store_path: Path) -> None:
 def test_an_empty_folder_will_do(store_path: Path) -> None:
     store_path.mkdir()
     with expstore.open(store_path, mode="x") as rb:
-        rb.extend(rows(2))
+        rb.extend(numbered_rows(2, key="a"))
     (store_path / "notes.txt").write_text("mine")  # what is added later disturbs nobody
     with expstore.open(store_path) as rb:
         assert len(rb) == 2
@@ -217,14 +201,14 @@ def test_what_a_killed_first_opening_left_is_no_obstacle(store_path: Path) -> No
     for name in ("LOCK", "STATE", "PROBE.tmp", "expstore.json.tmp", "episodes.log"):
         (store_path / name).touch()
     with expstore.open(store_path) as rb:
-        rb.extend(rows(2))
+        rb.extend(numbered_rows(2, key="a"))
     with expstore.open(store_path) as rb:
         assert rb["a"].tolist() == [0, 1]
 
 
 def test_a_store_without_its_manifest_is_damaged(store_path: Path) -> None:
     with expstore.open(store_path) as rb:
-        rb.extend(rows(2))
+        rb.extend(numbered_rows(2, key="a"))
     (store_path / MANIFEST).unlink()
     with pytest.raises(CorruptionError, match=rf"{store_path} has columns but no expstore.json"):
         expstore.open(store_path)
@@ -232,7 +216,7 @@ def test_a_store_without_its_manifest_is_damaged(store_path: Path) -> None:
 
 def test_a_store_without_its_journal_is_damaged(store_path: Path) -> None:
     with expstore.open(store_path) as rb:
-        rb.extend(rows(2))
+        rb.extend(numbered_rows(2, key="a"))
     for path in (store_path / "journal").iterdir():
         path.unlink()
     for _ in range(2):  # a failed opening holds no lock
@@ -251,7 +235,7 @@ def test_a_second_open_here_says_since_when(store_path: Path) -> None:
                 LockedError, match=rf"{store_path} for writing: it is open here.*since 20.*close\(\)"
             ):
                 expstore.open(store_path)
-        rb.extend(rows(2))
+        rb.extend(numbered_rows(2, key="a"))
     expstore.open(store_path).close()
 
 
@@ -279,7 +263,7 @@ def test_a_second_process_learns_who_has_it(store_path: Path) -> None:
     import socket
 
     with expstore.open(store_path) as rb:
-        rb.extend(rows(2))
+        rb.extend(numbered_rows(2, key="a"))
         out = warm_processes.run(
             [sys.executable, "-c", SECOND, store_path], capture_output=True, text=True, check=True
         )
@@ -310,19 +294,19 @@ def test_a_fork_leaves_the_parents_garbage_alone(store_path: Path) -> None:
 
 def test_a_fork_follows_and_does_not_write(store_path: Path) -> None:
     with expstore.open(store_path, batch_size=4) as rb:
-        rb.extend(rows(20))
-        rb.add(rows(1, 20)[0])
+        rb.extend(numbered_rows(20, key="a"))
+        rb.add(numbered_rows(1, 20, key="a")[0])
         read_end, write_end = os.pipe()
         pid = os.fork()
         if pid == 0:
             text = ""
             try:
                 for act in (
-                    lambda: rb.extend(rows(1)),
+                    lambda: rb.extend(numbered_rows(1, key="a")),
                     lambda: rb.update_priority([0], 2.0),
                     rb.flush,
                     rb.empty,
-                    lambda: rb.__setitem__(0, rows(1)[0]),
+                    lambda: rb.__setitem__(0, numbered_rows(1, key="a")[0]),
                 ):
                     with pytest.raises(StateError, match="fork"):
                         act()
@@ -340,7 +324,7 @@ def test_a_fork_follows_and_does_not_write(store_path: Path) -> None:
         assert os.read(read_end, 10_000) == b""
         os.close(read_end)
         assert not (store_path / "index.duckdb").exists()
-        rb.extend(rows(3, 21))
+        rb.extend(numbered_rows(3, 21, key="a"))
         assert rb.sql("SELECT count(*) FROM transitions").fetchall() == [(24,)]
         with pytest.raises(LockedError):
             expstore.open(store_path)
@@ -349,7 +333,7 @@ def test_a_fork_follows_and_does_not_write(store_path: Path) -> None:
 def test_a_forgotten_writer_in_a_dead_thread_does_not_stop_the_next(store_path: Path) -> None:
     """Closing in whatever order and as often as one likes."""
     rb = expstore.open(store_path)
-    rb.extend(rows(2))
+    rb.extend(numbered_rows(2, key="a"))
     rb.storage.close()
     rb.close()
     with expstore.open(store_path) as rb:

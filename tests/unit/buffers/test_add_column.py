@@ -7,6 +7,7 @@ import pickle
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,33 +30,25 @@ from expstore.disk.files import Disk
 from expstore.errors import CorruptionError, QueryError, SchemaError, StateError
 from expstore.maintenance import verify
 from expstore.specs import Binary, Composite, Unbounded
-from expstore.storages import ZarrStorage, base
-from expstore.storages.columns.checksums import CHECKSUMS, SUMMED, Checksums, state_of
+from expstore.storages import ZarrStorage
+from expstore.storages.columns.checksums import SUMMED, Checksums, state_of
 from expstore.storages.engine import alter
 from expstore.storages.format.manifest import Manifest
+from expstore.storages.format.paths import CHECKSUMS
 from expstore.writers.writers import TensorDictMaxValueWriter
+from tests.support.batches import numbered_rows
+from tests.support.tuned import set_spare_slots
 
 MakeBatch = Callable[..., TensorDict]
 Open = Callable[..., TensorDictReplayBuffer]
 
 
-def rows(start: int, count: int, **more: torch.Tensor) -> TensorDict:
-    """Rows of which all values follow from their numbers."""
-    numbers = torch.arange(start, start + count)
-    batch = TensorDict(
-        {
-            "observation": numbers[:, None].expand(count, 4).float().clone(),
-            "action": numbers.clone(),
-            "next": {
-                "reward": numbers[:, None].float() / 4,
-                "terminated": (numbers % 10 == 9)[:, None],
-            },
-        },
-        [count],
-    )
-    for name, values in more.items():
-        batch[name] = values
-    return batch
+rows = partial(
+    numbered_rows,
+    key="action",
+    observation=lambda number: number[:, None].expand(-1, 4).float().clone(),
+    next=lambda number: {"reward": number[:, None] / 4, "terminated": (number % 10 == 9)[:, None]},
+)
 
 
 def in_folder(path: Path, capacity: int | None) -> TensorDictReplayBuffer:
@@ -69,7 +62,7 @@ KINDS = ("ring", "endless", "synced", "memory", "memory endless", "grid")
 def rb(request: pytest.FixtureRequest, store_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A store that holds rows 300 to 399 or, without bound, 0 to 399; of one with lanes 300 to 399, too."""
     kind = request.param
-    monkeypatch.setattr(base, "spare_slots", lambda capacity, row_bytes: 40)
+    set_spare_slots(monkeypatch, 40)
     if kind.startswith("memory"):
         made = TensorDictReplayBuffer(
             storage=MemoryStorage(None if "endless" in kind else 100), batch_size=16
@@ -82,7 +75,7 @@ def rb(request: pytest.FixtureRequest, store_path: Path, monkeypatch: pytest.Mon
         made = expstore.open(store_path, capacity=capacity, batch_size=16, durability=durability)
     made.kind = kind
     for start in range(0, 400, 20):
-        extend(made, rows(start, 20))
+        extend(made, rows(20, start))
     yield made
     made.close()
 
@@ -105,8 +98,8 @@ def test_one_value_for_all_rows(rb: TensorDictReplayBuffer) -> None:
     assert (after["late"] == 2.5).all()
     assert after["late"].dtype == torch.float32
     assert (after.exclude("late") == before).all()
-    extend(rb, rows(400, 20))
-    extend(rb, rows(420, 20, late=torch.arange(20.0)))
+    extend(rb, rows(20, 400))
+    extend(rb, rows(20, 420, late=torch.arange(20.0)))
     assert whole(rb)["late"][-40:].tolist() == [2.5] * 20 + list(range(20))
     assert rb.sample()["late"].shape == (16,)
     rb.drop_column("late")
@@ -126,9 +119,9 @@ def test_a_function_of_rows(rb: TensorDictReplayBuffer) -> None:
         assert (found["next", "value"] == 2 * found["observation"][:, :2] + 1).all()
     assert told[-1] == (len(rb.storage), len(rb.storage))
     with pytest.raises(SchemaError, match=r"lacks 'next.value'.*added later, without a default"):
-        extend(rb, rows(400, 20))
+        extend(rb, rows(20, 400))
     assert len(whole(rb)) == len(found)
-    batch = rows(400, 20)
+    batch = rows(20, 400)
     batch["next", "value"] = torch.zeros(20, 2)
     extend(rb, batch)
     assert (whole(rb)["next", "value"][-20:] == 0).all()
@@ -139,7 +132,7 @@ def test_an_expression(rb: TensorDictReplayBuffer) -> None:
     rb.add_column("late", sql="observation[1] * 2 + episode.length", dtype=torch.float32, default=-1.0)
     rb.add_column("flag", sql="next.terminated AND _step > 3", default=False)
     rb.add_column("list", sql="[action, _id]", default=torch.tensor([7, 8]))
-    extend(rb, rows(400, 20))
+    extend(rb, rows(20, 400))
     found = whole(rb)
     old, new = found[:-20], found[-20:]
     if rb.kind != "grid":
@@ -156,7 +149,7 @@ def test_an_expression(rb: TensorDictReplayBuffer) -> None:
 def test_rows_that_come_and_change_meanwhile(rb: TensorDictReplayBuffer) -> None:
     """What comes while values are computed gets them, and what is changed then has those of its new rows."""
     acts: list[Callable[[], Any]] = [
-        lambda: extend(rb, rows(400, 20)),
+        lambda: extend(rb, rows(20, 400)),
         lambda: rb.set_at_("action", torch.tensor(-5), (2, 0) if rb.kind == "grid" else 50),
     ]
 
@@ -177,7 +170,7 @@ def test_rows_that_come_and_change_meanwhile(rb: TensorDictReplayBuffer) -> None
 
 def test_after_another_opening(store_path: Path) -> None:
     with in_folder(store_path, 100) as rb:
-        rb.extend(rows(0, 130))
+        rb.extend(rows(130))
         rb.add_column(
             "late",
             fill=torch.tensor([1, 2], dtype=torch.int16),
@@ -186,7 +179,7 @@ def test_after_another_opening(store_path: Path) -> None:
         rb.add_column(("deep", "er", "late"), function=lambda batch: batch["action"].bool())
         rb.drop_column("action")
         rb.extend(
-            rows(130, 10)
+            rows(10, 130)
             .exclude("action")
             .update({"deep": {"er": {"late": torch.ones(10, dtype=torch.bool)}}})
         )
@@ -220,7 +213,7 @@ def test_other_columns_are_not_touched(store_path: Path) -> None:
         return found
 
     with in_folder(store_path, 5000) as rb:
-        rb.extend(rows(0, 6000))
+        rb.extend(rows(6000))
         rb.flush()
         before = files()
         rb.add_column("late", fill=1.0)
@@ -232,7 +225,7 @@ def test_other_columns_are_not_touched(store_path: Path) -> None:
 def test_sums_of_other_columns_stay(store_path: Path) -> None:
     """A flipped bit is found afterwards: sums were not taken anew."""
     with in_folder(store_path, None) as rb:
-        rb.extend(rows(0, 9000))
+        rb.extend(rows(9000))
         rb.flush()
         (shard,) = (store_path / "columns" / "action").rglob("c/*")
         with shard.open("r+b") as file:
@@ -261,7 +254,7 @@ def test_draws_go_on(store_path: Path, tmp_path: Path) -> None:
         for late in (False, True):
             path = tmp_path / f"{name}-{late}"
             with expstore.open(path, capacity=200, batch_size=16, seed=3, sampler=make()) as rb:
-                rb.extend(rows(0, 150))
+                rb.extend(rows(150))
                 found = [rb.sample()["id"].tolist() for _ in range(3)]
                 if late:
                     rb.add_column("late", fill=1.0)
@@ -278,9 +271,9 @@ def test_draws_go_on(store_path: Path, tmp_path: Path) -> None:
 def test_the_best_rows(store_path: Path) -> None:
     writer = TensorDictMaxValueWriter("observation", "max")
     with expstore.open(store_path, capacity=50, batch_size=8, writer=writer) as rb:
-        rb.extend(rows(0, 60))
+        rb.extend(rows(60))
         rb.add_column("late", function=lambda batch: batch["action"], default=-1)
-        rb.extend(rows(60, 20))
+        rb.extend(rows(20, 60))
         found = rb[:]
         assert sorted(found["action"].tolist()) == list(range(30, 80))
         assert (found["late"] == torch.where(found["action"] < 60, found["action"], -1)).all()
@@ -291,24 +284,24 @@ def test_the_best_rows(store_path: Path) -> None:
 
 def test_changed_in_place(store_path: Path) -> None:
     with in_folder(store_path, 100) as rb:
-        rb.extend(rows(0, 120))
+        rb.extend(rows(120))
         rb.add_column("late", fill=1)
         rb.set_at_("late", torch.tensor([5, 6]), [0, 1])
         assert rb["late"][:3].tolist() == [5, 6, 1]
-        rb[0] = rows(900, 1)[0]
+        rb[0] = rows(1, 900)[0]
         assert (int(rb[0]["late"]), int(rb[0]["action"])) == (5, 900)  # what it lacks stays
-        rb[1] = rows(901, 1, late=torch.tensor([9]))[0]
+        rb[1] = rows(1, 901, late=torch.tensor([9]))[0]
         assert (int(rb[1]["late"]), int(rb[1]["action"])) == (9, 901)
         with pytest.raises(SchemaError, match="lacks 'action'"):
-            rb[2] = rows(902, 1).exclude("action")[0]
+            rb[2] = rows(1, 902).exclude("action")[0]
 
 
 def test_batches_that_were_taken_before(store_path: Path) -> None:
     """A batch that another thread had looked at before the fields changed is arranged anew."""
     with in_folder(store_path, 100) as rb:
-        rb.extend(rows(0, 20))
+        rb.extend(rows(20))
         rb.extend(rows(20, 20))
-        early, late = rb._taken(rows(40, 20)), rb._taken(rows(60, 20))
+        early, late = rb._taken(rows(20, 40)), rb._taken(rows(20, 60))
         assert early is not None
         assert early.arranged is not None
         rb.add_column("late", fill=4)
@@ -328,7 +321,7 @@ def test_places_that_move_under_a_reader(
     """Whoever has found out where fields are, or has read them, before one goes, does so again."""
     kept: Any = MemoryStorage(100) if memory else ZarrStorage(store_path, 100)
     with TensorDictReplayBuffer(storage=kept, batch_size=16) as rb:
-        rb.extend(rows(0, 60))
+        rb.extend(rows(60))
         acts: list[Callable[[], None]] = []
 
         def before(name: str) -> None:
@@ -371,7 +364,7 @@ def test_places_that_move_under_a_reader(
 def test_while_others_sample_and_add(store_path: Path) -> None:
     """No batch mixes fields up: each value is that of its row, in all threads, all the time."""
     with expstore.open(store_path, capacity=400, batch_size=32, prefetch=2) as rb:
-        rb.extend(rows(0, 400))
+        rb.extend(rows(400))
         stop, wrong = threading.Event(), []
 
         def look() -> None:
@@ -389,7 +382,7 @@ def test_while_others_sample_and_add(store_path: Path) -> None:
             try:
                 number = 400
                 while not stop.is_set():
-                    batch = rows(number, 8)
+                    batch = rows(8, number)
                     batch["x"] = 2 * batch["observation"][:, 0]
                     try:
                         rb.extend(batch)
@@ -475,12 +468,12 @@ def test_what_cannot_be_added(rb: TensorDictReplayBuffer) -> None:
             rb.add_column(asked.pop("name"), **asked)
     assert rb.schema is schema
     assert (whole(rb) == before).all()
-    extend(rb, rows(400, 20))
+    extend(rb, rows(20, 400))
 
 
 def test_a_function_that_fails_leaves_nothing(store_path: Path) -> None:
     with in_folder(store_path, 100) as rb:
-        rb.extend(rows(0, 90))
+        rb.extend(rows(90))
         files = sorted(p.name for p in store_path.iterdir())
         calls = []
 
@@ -505,7 +498,7 @@ def test_a_function_that_fails_leaves_nothing(store_path: Path) -> None:
 def test_what_has_to_stay(store_path: Path) -> None:
     sampler = RandomSampler(where="observation[1] >= 0")
     with expstore.open(store_path, capacity=100, batch_size=4, sampler=sampler) as rb:
-        rb.extend(rows(0, 50))
+        rb.extend(rows(50))
         for name, text in (
             ("nothing", "no field 'nothing'"),
             (("next", "terminated"), "what rows are to their episodes"),
@@ -551,7 +544,7 @@ def test_rows_that_have_no_fields() -> None:
 
 def test_followers_may_not(store_path: Path) -> None:
     with in_folder(store_path, 100) as rb:
-        rb.extend(rows(0, 50))
+        rb.extend(rows(50))
         with expstore.open(store_path, mode="r") as seen:
             for act in (lambda: seen.add_column("x", fill=1), lambda: seen.drop_column("action")):
                 with pytest.raises(StateError, match="open for reading only"):
@@ -560,19 +553,19 @@ def test_followers_may_not(store_path: Path) -> None:
 
 def test_a_name_that_is_taken_on_the_disk(store_path: Path) -> None:
     with in_folder(store_path, 100) as rb:
-        rb.extend(rows(0, 50))
+        rb.extend(rows(50))
         (store_path / "columns" / "mine").mkdir()
         with pytest.raises(StateError, match="mine is in the way"):
             rb.add_column("mine", fill=1)
         assert (store_path / "columns" / "mine").is_dir()
         rb.add_column("other", fill=1)
-        rb.extend(rows(50, 10))
+        rb.extend(rows(10, 50))
 
 
 def test_specs(store_path: Path) -> None:
     specs = Composite(action=Unbounded((), dtype=torch.int64))
     with expstore.open(store_path, capacity=100, specs=specs, batch_size=4) as rb:
-        rb.extend(rows(0, 50))
+        rb.extend(rows(50))
         with pytest.raises(SchemaError, match="the store has specs, and none for 'late'"):
             rb.add_column("late", fill=1)
         with pytest.raises(SchemaError, match="the specs say"):
@@ -596,7 +589,7 @@ def test_specs(store_path: Path) -> None:
 )
 def test_dtypes(store_path: Path, dtype: str) -> None:
     with in_folder(store_path, 100) as rb:
-        rb.extend(rows(0, 50))
+        rb.extend(rows(50))
         value = torch.tensor([[1], [0]]).to(getattr(torch, dtype))
         rb.add_column("late", fill=value)
         rb.add_column("nothing", fill=torch.zeros_like(value))
@@ -606,7 +599,7 @@ def test_dtypes(store_path: Path, dtype: str) -> None:
             assert (batch["late"] == value).all()
             assert (batch["nothing"] == 0).all()
     with in_folder(store_path, 100) as rb:
-        rb.extend(rows(100, 5))
+        rb.extend(rows(5, 100))
         assert (rb["late"] == value).all()
     assert verify(store_path) == []
 
@@ -616,7 +609,7 @@ def test_dtypes(store_path: Path, dtype: str) -> None:
 
 def test_damaged_entries_stay_damaged(store_path: Path) -> None:
     with in_folder(store_path, None) as rb:
-        rb.extend(rows(0, 9000))
+        rb.extend(rows(9000))
     with (store_path / CHECKSUMS).open("r+b") as file:
         file.seek(4096 + 20)
         file.write(b"\xff\xff")
@@ -646,7 +639,7 @@ def test_versions_share_what_stays(store_path: Path, tmp_path: Path, layout: Any
     place = tmp_path / "versions"
     with expstore.open(store_path, capacity=20_000, batch_size=8, layout=layout) as rb:
         wide = torch.arange(9000 * 300).reshape(9000, 300).float()
-        rb.extend(rows(0, 9000, wide=wide))
+        rb.extend(rows(9000, wide=wide))
         first = rb.dumps(place)
         rb.add_column("late", fill=1.0)
         rb.add_column("later", function=lambda batch: batch["action"])
@@ -676,7 +669,7 @@ def test_versions_share_what_stays(store_path: Path, tmp_path: Path, layout: Any
 def test_loads_brings_the_fields_back(store_path: Path, tmp_path: Path) -> None:
     place = tmp_path / "versions"
     with in_folder(store_path, 200) as rb:
-        rb.extend(rows(0, 150))
+        rb.extend(rows(150))
         before = rb[:]
         rb.dumps(place)
         rb.add_column("late", fill=7)
@@ -685,11 +678,11 @@ def test_loads_brings_the_fields_back(store_path: Path, tmp_path: Path) -> None:
         rb.dumps(place)
         rb.loads(place, 1)
         assert (rb[:] == before).all()
-        rb.extend(rows(150, 20))
+        rb.extend(rows(20, 150))
         assert rb.sample().keys() == before.keys() | {"index", "id"}
         rb.loads(place, 2)
         assert (rb[:] == after).all()
-        rb.extend(rows(150, 20).exclude("action"))
+        rb.extend(rows(20, 150).exclude("action"))
         assert (rb["late"] == 7).all()
     with in_folder(store_path, 200) as rb:
         assert (rb["late"] == 7).all()
@@ -697,7 +690,7 @@ def test_loads_brings_the_fields_back(store_path: Path, tmp_path: Path) -> None:
     assert verify(store_path) == []
     with in_folder(tmp_path / "other", 200) as rb:
         rb.loads(place, 2)
-        rb.extend(rows(150, 20).exclude("action"))
+        rb.extend(rows(20, 150).exclude("action"))
         assert (rb["late"] == 7).all()
         with pytest.raises(SchemaError, match="holds other fields"):
             rb.loads(place, 1)
@@ -706,11 +699,11 @@ def test_loads_brings_the_fields_back(store_path: Path, tmp_path: Path) -> None:
 
 def test_states_of_rows_in_ram() -> None:
     rb = TensorDictReplayBuffer(storage=MemoryStorage(100), batch_size=4)
-    rb.extend(rows(0, 50))
+    rb.extend(rows(50))
     rb.add_column("late", fill=7)
     other = TensorDictReplayBuffer(storage=MemoryStorage(100), batch_size=4)
     other.load_state_dict(rb.state_dict())
-    other.extend(rows(50, 10))
+    other.extend(rows(10, 50))
     assert (other["late"] == 7).all()
     assert len(other) == 60
 
@@ -726,7 +719,7 @@ def test_followers_see_other_fields(store_path: Path) -> None:
             store_path, mode="r", batch_size=8, sampler=RandomSampler(where="observation[1] > 3")
         ) as picky,
     ):
-        rb.extend(rows(0, 100))
+        rb.extend(rows(100))
         assert len(seen.sample().keys()) == len(picky.sample().keys())
         rb.add_column("late", function=lambda batch: batch["action"] * 2)
         for reader in (seen, picky):
@@ -737,7 +730,7 @@ def test_followers_see_other_fields(store_path: Path) -> None:
             assert reader.sql("SELECT sum(late) FROM transitions").fetchall() == [(9900,)]
         assert (seen["late"] == 2 * seen["action"]).all()
         rb.drop_column("action")
-        rb.extend(rows(100, 20, late=torch.arange(20)).exclude("action"))
+        rb.extend(rows(20, 100, late=torch.arange(20)).exclude("action"))
         for reader in (seen, picky):
             reader.refresh()
             batch = reader.sample()
@@ -755,7 +748,7 @@ def test_followers_see_other_fields(store_path: Path) -> None:
 
 def test_forks_and_copies(store_path: Path) -> None:
     with in_folder(store_path, 200) as rb:
-        rb.extend(rows(0, 100))
+        rb.extend(rows(100))
         rb.add_column("early", fill=1)
         copy = pickle.loads(pickle.dumps(rb))
         assert copy.sample()["early"].sum() == 16
@@ -783,13 +776,13 @@ def test_forks_and_copies(store_path: Path) -> None:
 def test_killed_before_a_part_of_the_act(store_path: Path, act: str, moment: str) -> None:
     """What is left is checked and read as it stands; the next opening ends the act or takes it back."""
     with in_folder(store_path, 5000) as rb:
-        rb.extend(rows(0, 4500))
+        rb.extend(rows(4500))
         rb.add_column("early", fill=1)
     pid = os.fork()
     if not pid:
         setattr(alter, moment, lambda *given, **more: os._exit(0))
         rb = in_folder(store_path, 5000)
-        rb.extend(rows(4500, 20))
+        rb.extend(rows(20, 4500))
         if act == "add":
             rb.add_column("late", fill=2.5)
         else:
@@ -815,7 +808,7 @@ def test_killed_before_a_part_of_the_act(store_path: Path, act: str, moment: str
 
 def test_a_damaged_plan_is_damage(store_path: Path) -> None:
     with in_folder(store_path, 100) as rb:
-        rb.extend(rows(0, 20))
+        rb.extend(rows(20))
     (store_path / "late").mkdir()
     (store_path / "late" / "plan").write_bytes(b'{"plan": {"act": "drop"}, "crc32c": 1}')
     with pytest.raises(CorruptionError, match="plan is damaged"):

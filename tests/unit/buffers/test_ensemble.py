@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +29,10 @@ from expstore import (
     WriterEnsemble,
 )
 from expstore.errors import NotReadyError, StateError
+from tests.support.batches import trajectory_rows
 
-
-def rows(member: int, n: int, start: int = 0) -> TensorDict:
-    """Rows that say whose they are: 1000 for each member, and a number."""
-    return TensorDict({"x": 1000 * member + torch.arange(start, start + n), "action": torch.zeros(n, 2)}, [n])
+#: Rows of a member: `x` is 1000 * member + number.
+rows = partial(trajectory_rows, action=lambda x: torch.zeros(len(x), 2))
 
 
 def member(

@@ -22,20 +22,11 @@ from expstore.buffers.tensordict import TensorDictReplayBuffer
 from expstore.cli.app import run
 from expstore.storages.memory import MemoryStorage
 from tests.support import warm_processes
+from tests.support.batches import steps
 
 pytestmark = pytest.mark.index
 
 MakeBatch = Callable[..., TensorDict]
-
-
-def steps(count: int, first: int, *, end: str | None = None) -> TensorDict:
-    """Rows numbered from `first`; the last one ends its episode, if it is said how."""
-    ended = torch.zeros(count, 1, dtype=torch.bool)
-    over = {name: ended.clone() for name in ("terminated", "truncated")}
-    if end is not None:
-        over[end][-1] = True
-    number = torch.arange(first, first + count)
-    return TensorDict({"number": number, "next": {"reward": torch.ones(count, 1), **over}}, [count])
 
 
 def infos(rb: ReplayBuffer) -> dict[int, Any]:

@@ -8,7 +8,6 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +18,7 @@ import expstore
 from expstore.buffers.ensemble import ReplayBufferEnsemble
 from expstore.buffers.tensordict import TensorDictReplayBuffer
 from expstore.cli.info import facts_of
-from expstore.core import idempotency
+from expstore.core import tuning
 from expstore.core.rate_limiters import SampleToInsertRatio
 from expstore.disk.files import Disk
 from expstore.errors import NotReadyError, StateError, StorageError
@@ -29,21 +28,11 @@ from expstore.storages.format.write_key_file import KEYS
 from expstore.storages.memory import MemoryStorage
 from expstore.storages.zarr import ZarrStorage
 from expstore.writers.writers import TensorDictMaxValueWriter
-from tests.support.damaged_stores import without_disk
+from tests.support.batches import closing_factory, numbered_rows
 
-pytestmark = pytest.mark.index
+pytestmark = [pytest.mark.index, pytest.mark.usefixtures("no_syncs", "short_flat_shards")]
 
 DIGEST = b"0123456789abcdef"
-
-
-@pytest.fixture(autouse=True)
-def no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    without_disk(monkeypatch)
-
-
-def batch(count: int, start: int = 0, **more: Any) -> TensorDict:
-    numbers = torch.arange(start, start + count)
-    return TensorDict({"x": numbers, **more}, [count])
 
 
 def memory(path: Path, capacity: int | None) -> TensorDictReplayBuffer:
@@ -62,15 +51,8 @@ def durable(path: Path, capacity: int | None) -> TensorDictReplayBuffer:
 def make(
     request: pytest.FixtureRequest, tmp_path: Path
 ) -> Iterator[Callable[[int | None], TensorDictReplayBuffer]]:
-    made: list[TensorDictReplayBuffer] = []
-
-    def one(capacity: int | None = None) -> TensorDictReplayBuffer:
-        made.append(request.param(tmp_path, capacity))
-        return made[-1]
-
-    yield one
-    for rb in made:
-        rb.close()
+    with closing_factory(lambda capacity=None: request.param(tmp_path, capacity)) as factory:
+        yield factory
 
 
 Make = Callable[..., TensorDictReplayBuffer]
@@ -81,14 +63,18 @@ Make = Callable[..., TensorDictReplayBuffer]
 
 def test_a_write_is_made_once(make: Make) -> None:
     rb = make(20)
-    first = rb.extend(batch(3), idempotency_key="a", digest=DIGEST)
-    rb.extend(batch(2))
-    again = rb.extend(batch(3), idempotency_key="a", digest=DIGEST)
+    first = rb.extend(numbered_rows(3), idempotency_key="a", digest=DIGEST)
+    rb.extend(numbered_rows(2))
+    again = rb.extend(numbered_rows(3), idempotency_key="a", digest=DIGEST)
     assert again.tolist() == first.tolist() == [0, 1, 2]
     assert again.dtype == first.dtype
-    assert rb.extend(batch(3), idempotency_key="a", digest=DIGEST, return_ids=True).tolist() == [1, 2, 3]
-    assert rb.add(batch(1)[0], idempotency_key="b") == 5
-    assert rb.add(batch(1)[0], idempotency_key="b") == 5
+    assert rb.extend(numbered_rows(3), idempotency_key="a", digest=DIGEST, return_ids=True).tolist() == [
+        1,
+        2,
+        3,
+    ]
+    assert rb.add(numbered_rows(1)[0], idempotency_key="b") == 5
+    assert rb.add(numbered_rows(1)[0], idempotency_key="b") == 5
     assert rb.write_count == len(rb) == 6
     assert rb.stats()["write_keys"] == 2
     assert rb.stats()["extends"] == 3
@@ -96,10 +82,10 @@ def test_a_write_is_made_once(make: Make) -> None:
 
 def test_the_same_key_for_something_else_is_refused(make: Make) -> None:
     rb = make()
-    rb.extend(batch(3), idempotency_key="a", digest=DIGEST)
+    rb.extend(numbered_rows(3), idempotency_key="a", digest=DIGEST)
     for digest in (DIGEST[::-1], None):
         with pytest.raises(StateError, match="give each write a key of its own") as caught:
-            rb.extend(batch(2), idempotency_key="a", digest=digest)
+            rb.extend(numbered_rows(2), idempotency_key="a", digest=digest)
         assert caught.value.kind == "key_reused"
     with pytest.raises(StateError, match="of another write"):
         rb.add({"no": "such rows"}, idempotency_key="a", digest=DIGEST[::-1])
@@ -109,32 +95,32 @@ def test_the_same_key_for_something_else_is_refused(make: Make) -> None:
 def test_bad_keys_change_nothing(make: Make) -> None:
     rb = make()
     with pytest.raises(ValueError, match="empty"):
-        rb.extend(batch(1), idempotency_key="")
+        rb.extend(numbered_rows(1), idempotency_key="")
     with pytest.raises(ValueError, match="16 bytes"):
-        rb.extend(batch(1), idempotency_key="a", digest=b"short")
+        rb.extend(numbered_rows(1), idempotency_key="a", digest=b"short")
     with pytest.raises(TypeError, match="give both, or neither"):
-        rb.add(batch(1)[0], digest=DIGEST)
+        rb.add(numbered_rows(1)[0], digest=DIGEST)
     assert len(rb) == 0
     assert rb.stats()["write_keys"] == 0
 
 
 def test_rows_that_have_left_are_answered_for(make: Make) -> None:
     rb = make(10)
-    rb.extend(batch(4), idempotency_key="a")
+    rb.extend(numbered_rows(4), idempotency_key="a")
     for _ in range(10):
-        rb.extend(batch(7))
-    assert rb.extend(batch(4), idempotency_key="a").tolist() == [0, 1, 2, 3]
+        rb.extend(numbered_rows(7))
+    assert rb.extend(numbered_rows(4), idempotency_key="a").tolist() == [0, 1, 2, 3]
     rb.empty()
-    assert rb.extend(batch(4), idempotency_key="a", return_ids=True).tolist() == [1, 2, 3, 4]
+    assert rb.extend(numbered_rows(4), idempotency_key="a", return_ids=True).tolist() == [1, 2, 3, 4]
     assert len(rb) == 0
 
 
 def test_an_extend_longer_than_the_ring_is_answered_whole(make: Make) -> None:
     rb = make(10)
-    rb.extend(batch(7))
-    first = rb.extend(batch(200), idempotency_key="a", return_ids=True)
+    rb.extend(numbered_rows(7))
+    first = rb.extend(numbered_rows(200), idempotency_key="a", return_ids=True)
     assert first.tolist() == list(range(8, 208))
-    assert torch.equal(rb.extend(batch(200), idempotency_key="a", return_ids=True), first)
+    assert torch.equal(rb.extend(numbered_rows(200), idempotency_key="a", return_ids=True), first)
     assert rb.write_count == 207
 
 
@@ -162,11 +148,11 @@ def test_dropped_rows_keep_their_places(make: Make) -> None:
 
 def test_fields_that_came_since_do_not_matter(make: Make) -> None:
     rb = make(20)
-    first = rb.extend(batch(3), idempotency_key="a")
+    first = rb.extend(numbered_rows(3), idempotency_key="a")
     rb.add_column("late", fill=1.0)
-    assert torch.equal(rb.extend(batch(3), idempotency_key="a"), first)
-    rb.drop_column("x")
-    assert torch.equal(rb.extend(batch(3), idempotency_key="a"), first)
+    assert torch.equal(rb.extend(numbered_rows(3), idempotency_key="a"), first)
+    rb.drop_column("number")
+    assert torch.equal(rb.extend(numbered_rows(3), idempotency_key="a"), first)
 
 
 def test_transforms_do_not_see_a_repeated_write(make: Make) -> None:
@@ -183,7 +169,7 @@ def test_transforms_do_not_see_a_repeated_write(make: Make) -> None:
     rb = make(20)
     rb.append_transform(Seeing(), invert=False)
     for _ in range(3):
-        rb.extend(batch(3), idempotency_key="a")
+        rb.extend(numbered_rows(3), idempotency_key="a")
     assert seen == [3]
 
 
@@ -203,10 +189,10 @@ def test_several_dims(tmp_path: Path) -> None:
 
 
 def test_the_best_rows_take_no_keys(tmp_path: Path) -> None:
-    writer = TensorDictMaxValueWriter("x")
+    writer = TensorDictMaxValueWriter("number")
     rb = TensorDictReplayBuffer(storage=ZarrStorage(tmp_path / "run.exp", 5), writer=writer, batch_size=4)
     with pytest.raises(StateError, match="keeps no idempotency keys") as caught:
-        rb.extend(batch(3), idempotency_key="a")
+        rb.extend(numbered_rows(3), idempotency_key="a")
     assert caught.value.kind == "no_keys"
     assert len(rb) == 0
     rb.close()
@@ -216,13 +202,13 @@ def test_a_repeated_write_does_not_wait_for_samples(make: Make) -> None:
     rb = make(100)
     limiter = SampleToInsertRatio(1.0, min_size_to_sample=4, error_buffer=4.0, timeout=0)
     limited = TensorDictReplayBuffer(storage=rb.storage, batch_size=4, rate_limiter=limiter)
-    limited.extend(batch(4), idempotency_key="a")
-    limited.extend(batch(4, 50), idempotency_key="b")
+    limited.extend(numbered_rows(4), idempotency_key="a")
+    limited.extend(numbered_rows(4, 50), idempotency_key="b")
     with pytest.raises(NotReadyError):
-        limited.extend(batch(4))
+        limited.extend(numbered_rows(4))
     before = limiter.describe()
     for _ in range(3):
-        assert limited.extend(batch(4), idempotency_key="a").tolist() == [0, 1, 2, 3]
+        assert limited.extend(numbered_rows(4), idempotency_key="a").tolist() == [0, 1, 2, 3]
     assert limiter.describe() == before
 
 
@@ -233,7 +219,9 @@ def test_the_same_key_in_many_threads_at_once(make: Make) -> None:
     def extend(mine: dict[int, list[int]]) -> None:
         start.wait()
         for number in range(50):
-            mine[number] = rb.extend(batch(5, number), idempotency_key=str(number), return_ids=True).tolist()
+            mine[number] = rb.extend(
+                numbered_rows(5, number), idempotency_key=str(number), return_ids=True
+            ).tolist()
 
     threads = [threading.Thread(target=extend, args=(mine,)) for mine in answers]
     for thread in threads:
@@ -247,12 +235,12 @@ def test_the_same_key_in_many_threads_at_once(make: Make) -> None:
 def test_members_keep_a_key_each(tmp_path: Path) -> None:
     members = [disk(tmp_path / str(n), 50) for n in range(2) if (tmp_path / str(n)).mkdir() is None]
     both = ReplayBufferEnsemble(*members, routing_key="to")
-    data = batch(6, to=torch.tensor([0, 1, 1, 0, 0, 1]))
+    data = numbered_rows(6, to=torch.tensor([0, 1, 1, 0, 0, 1]))
     first = both.extend(data, idempotency_key="a", digest=DIGEST)
     again = both.extend(data, idempotency_key="a", digest=DIGEST)
     assert torch.equal(first["index"], again["index"])
     assert [rb.write_count for rb in members] == [3, 3]
-    members[1].set_writer(TensorDictMaxValueWriter("x"))
+    members[1].set_writer(TensorDictMaxValueWriter("number"))
     with pytest.raises(StateError, match="keeps no idempotency keys"):
         both.extend(data, idempotency_key="b")
     assert [rb.write_count for rb in members] == [3, 3]
@@ -285,7 +273,9 @@ def test_keys_are_known_after_a_kill_exactly_with_their_rows(tmp_path: Path, dur
         def work() -> None:
             rb = expstore.open(path, capacity=100, durability=durability)
             for number in range(first, first + 8):
-                rb.extend(batch(sizes[number % 8], number), idempotency_key=str(number), digest=DIGEST)
+                rb.extend(
+                    numbered_rows(sizes[number % 8], number), idempotency_key=str(number), digest=DIGEST
+                )
                 if number % 5 == 3:
                     rb.flush()
 
@@ -296,20 +286,22 @@ def test_keys_are_known_after_a_kill_exactly_with_their_rows(tmp_path: Path, dur
     with expstore.open(path) as rb:
         last = 0
         for number in range(24):
-            again = rb.extend(batch(1), idempotency_key=str(number), digest=DIGEST, return_ids=True).tolist()
+            again = rb.extend(
+                numbered_rows(1), idempotency_key=str(number), digest=DIGEST, return_ids=True
+            ).tolist()
             assert again == list(range(last + 1, last + 1 + sizes[number % 8]))
             last = again[-1]
         assert rb.write_count == last == 3 * sum(sizes)
-        assert rb.extend(batch(1), idempotency_key="24", return_ids=True).tolist() == [last + 1]
+        assert rb.extend(numbered_rows(1), idempotency_key="24", return_ids=True).tolist() == [last + 1]
     assert verify(path) == []
 
 
 def test_stores_without_keys_have_no_file_and_their_former_format(tmp_path: Path) -> None:
     with disk(tmp_path, 10) as rb:
-        rb.extend(batch(3))
+        rb.extend(numbered_rows(3))
         rb.flush()
         assert Manifest.load(Disk(), tmp_path / "run.exp").format == 1
-        rb.extend(batch(3), idempotency_key="a")
+        rb.extend(numbered_rows(3), idempotency_key="a")
         assert Manifest.load(Disk(), tmp_path / "run.exp").format == 6
     assert (tmp_path / "run.exp" / KEYS).exists()
     assert facts_of(tmp_path / "run.exp")["write_keys"] == 1
@@ -318,11 +310,11 @@ def test_stores_without_keys_have_no_file_and_their_former_format(tmp_path: Path
 def test_more_keys_than_the_file_may_owe_wait_for_a_sync(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(idempotency, "KEPT_KEYS", 20)
-    monkeypatch.setattr(idempotency, "SLOTS", 26)
+    monkeypatch.setattr(tuning, "IDEMPOTENCY_KEYS", 20)
+    monkeypatch.setattr(tuning, "IDEMPOTENCY_SLOTS", 26)
     rb = disk(tmp_path, 1000)
     for number in range(100):
-        rb.add(batch(1, number)[0], idempotency_key=str(number))
+        rb.add(numbered_rows(1, number)[0], idempotency_key=str(number))
         assert rb.storage.write_keys.room >= 0
     shutil.copytree(tmp_path / "run.exp", tmp_path / "copy.exp")  # as a kill leaves it
     rb.close()
@@ -330,59 +322,59 @@ def test_more_keys_than_the_file_may_owe_wait_for_a_sync(
         with expstore.open(tmp_path / name) as rb:
             assert rb.stats()["write_keys"] == 20
             for number in range(80, 100):
-                assert rb.add(batch(1)[0], idempotency_key=str(number)) == number
+                assert rb.add(numbered_rows(1)[0], idempotency_key=str(number)) == number
             assert rb.write_count == 100
-            assert rb.add(batch(1)[0], idempotency_key="79") == 100
+            assert rb.add(numbered_rows(1)[0], idempotency_key="79") == 100
     assert (tmp_path / "run.exp" / KEYS).stat().st_size == 27 * 64
 
 
 def test_keys_stay_where_another_content_comes(tmp_path: Path) -> None:
     rb = disk(tmp_path, 20)
-    rb.extend(batch(4), idempotency_key="a")
+    rb.extend(numbered_rows(4), idempotency_key="a")
     rb.dumps(tmp_path / "backup")
-    rb.extend(batch(4), idempotency_key="b")
+    rb.extend(numbered_rows(4), idempotency_key="b")
     rb.loads(tmp_path / "backup")
-    assert rb.extend(batch(4), idempotency_key="a", return_ids=True).tolist() == [1, 2, 3, 4]
-    assert rb.extend(batch(4), idempotency_key="b", return_ids=True).tolist() == [5, 6, 7, 8]
+    assert rb.extend(numbered_rows(4), idempotency_key="a", return_ids=True).tolist() == [1, 2, 3, 4]
+    assert rb.extend(numbered_rows(4), idempotency_key="b", return_ids=True).tolist() == [5, 6, 7, 8]
     assert len(rb) == 4
-    rb.extend(batch(2), idempotency_key="c")
+    rb.extend(numbered_rows(2), idempotency_key="c")
     rb.storage.resize(30)
     for key, count in (("a", 4), ("b", 4), ("c", 2)):
-        assert len(rb.extend(batch(count), idempotency_key=key)) == count
+        assert len(rb.extend(numbered_rows(count), idempotency_key=key)) == count
     assert len(rb) == 6
     rb.close()
     with disk(tmp_path, None) as rb:
-        assert rb.extend(batch(4), idempotency_key="b", return_ids=True).tolist() == [5, 6, 7, 8]
+        assert rb.extend(numbered_rows(4), idempotency_key="b", return_ids=True).tolist() == [5, 6, 7, 8]
     assert verify(tmp_path / "run.exp") == []
 
 
 def test_versions_and_copies_of_rows_know_no_keys(tmp_path: Path) -> None:
     rb = disk(tmp_path, 20)
-    rb.extend(batch(4), idempotency_key="a")
+    rb.extend(numbered_rows(4), idempotency_key="a")
     version = rb.dumps(tmp_path / "backup")
     assert not Manifest.load(Disk(), version.path).keyed
     assert verify(version.path) == []
     (tmp_path / "other").mkdir()
     other = disk(tmp_path / "other", 20)
     other.loads(tmp_path / "backup")
-    assert other.extend(batch(4), idempotency_key="a", return_ids=True).tolist() == [5, 6, 7, 8]
+    assert other.extend(numbered_rows(4), idempotency_key="a", return_ids=True).tolist() == [5, 6, 7, 8]
     other.close()
     rb.close()
 
 
 def test_a_follower_says_nothing_of_keys(tmp_path: Path) -> None:
     with disk(tmp_path, 20) as rb:
-        rb.extend(batch(4), idempotency_key="a")
+        rb.extend(numbered_rows(4), idempotency_key="a")
         with expstore.open(tmp_path / "run.exp", mode="r") as follower:
             assert follower.stats()["write_keys"] is None
             with pytest.raises(StateError):
-                follower.extend(batch(4), idempotency_key="a")
+                follower.extend(numbered_rows(4), idempotency_key="a")
 
 
 def test_a_damaged_file_is_named_and_made_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with disk(tmp_path, 20) as rb:
-        rb.extend(batch(4), idempotency_key="a")
-        rb.extend(batch(4), idempotency_key="b")
+        rb.extend(numbered_rows(4), idempotency_key="a")
+        rb.extend(numbered_rows(4), idempotency_key="b")
     path = tmp_path / "run.exp"
     data = bytearray((path / KEYS).read_bytes())
     data[80] ^= 4
@@ -400,8 +392,8 @@ def test_a_damaged_file_is_named_and_made_anew(tmp_path: Path, caplog: pytest.Lo
     ]
     assert verify(path) == []
     with disk(tmp_path, None) as rb:
-        assert rb.extend(batch(4), idempotency_key="b", return_ids=True).tolist() == [5, 6, 7, 8]
-        assert rb.extend(batch(4), idempotency_key="a", return_ids=True).tolist() == [9, 10, 11, 12]
+        assert rb.extend(numbered_rows(4), idempotency_key="b", return_ids=True).tolist() == [5, 6, 7, 8]
+        assert rb.extend(numbered_rows(4), idempotency_key="a", return_ids=True).tolist() == [9, 10, 11, 12]
 
 
 # -- what fails ------------------------------------------------------------------------------------------
@@ -428,12 +420,14 @@ class FailingOnce(Disk):
 def test_what_fails_half_way_is_tried_again_under_its_key(tmp_path: Path, act: int) -> None:
     failing = FailingOnce()
     rb = TensorDictReplayBuffer(storage=ZarrStorage(tmp_path / "run.exp", 50, disk=failing), batch_size=4)
-    rb.extend(batch(3))
+    rb.extend(numbered_rows(3))
     failing.left = act
     for number in range(6):
         for _ in range(3):
             try:
-                found = rb.extend(batch(12, 12 * number), idempotency_key=str(number), return_ids=True)
+                found = rb.extend(
+                    numbered_rows(12, 12 * number), idempotency_key=str(number), return_ids=True
+                )
                 if number % 2:
                     rb.flush()
                 break
@@ -444,7 +438,10 @@ def test_what_fails_half_way_is_tried_again_under_its_key(tmp_path: Path, act: i
     rb.close()
     with expstore.open(tmp_path / "run.exp") as again:
         for number in range(6):
-            assert again.extend(batch(12), idempotency_key=str(number), return_ids=True)[0] == 12 * number + 4
+            assert (
+                again.extend(numbered_rows(12), idempotency_key=str(number), return_ids=True)[0]
+                == 12 * number + 4
+            )
         assert again.write_count == 75
 
 
@@ -456,23 +453,23 @@ def test_an_interruption_after_the_record_is_answered_when_it_is_read_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rb = disk(tmp_path, 50)
-    rb.extend(batch(3))
+    rb.extend(numbered_rows(3))
     with monkeypatch.context() as patched:
         patched.setattr(rb.storage, "_note_key", interrupt)
         with pytest.raises(KeyboardInterrupt):
-            rb.extend(batch(4), idempotency_key="a")
-    assert rb.extend(batch(4), idempotency_key="a", return_ids=True).tolist() == [4, 5, 6, 7]
+            rb.extend(numbered_rows(4), idempotency_key="a")
+    assert rb.extend(numbered_rows(4), idempotency_key="a", return_ids=True).tolist() == [4, 5, 6, 7]
     assert rb.write_count == 7
     rb.close()
 
 
 def test_opening_takes_over_as_many_as_are_known(tmp_path: Path) -> None:
     rb = disk(tmp_path, 50)
-    rb.extend(batch(3), idempotency_key="a")
+    rb.extend(numbered_rows(3), idempotency_key="a")
     rb.flush()
     numbers = np.arange(3000)
     for number in numbers:
-        rb.add(batch(1, int(number))[0], idempotency_key=f"k{number}")
+        rb.add(numbered_rows(1, int(number))[0], idempotency_key=f"k{number}")
     shutil.copytree(tmp_path / "run.exp", tmp_path / "copy.exp")
     rb.close()
     with expstore.open(tmp_path / "copy.exp") as again:

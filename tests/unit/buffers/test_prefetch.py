@@ -30,6 +30,7 @@ from expstore import (
 from expstore.core.values import Selection
 from expstore.samplers.base import Sampler
 from expstore.storages.base import Storage
+from tests.support.batches import numbered_rows
 
 SAMPLERS: dict[str, Callable[[], Sampler]] = {
     "random": RandomSampler,
@@ -37,10 +38,6 @@ SAMPLERS: dict[str, Callable[[], Sampler]] = {
     "without": SamplerWithoutReplacement,
 }
 SIZE = 16
-
-
-def rows(count: int, first: int = 0) -> TensorDict:
-    return TensorDict({"number": torch.arange(first, first + count)}, [count])
 
 
 def in_memory(prefetch: int, sampler: str = "random", capacity: int = 1000, **more: Any) -> Any:
@@ -83,7 +80,7 @@ def test_the_batches_are_the_same(prefetch: int, sampler: str, generator: bool) 
     for ahead in (0, prefetch):
         given = torch.Generator().manual_seed(5) if generator else None
         rb = in_memory(ahead, sampler, generator=given)
-        rb.extend(rows(100))
+        rb.extend(numbered_rows(100))
         found.append(drawn(rb, 7) + drawn(rb, 3, 5) + drawn(rb, 7))
         found[-1] += [batch["number"].tolist() for batch in itertools.islice(rb, 7)]
         rb.close()
@@ -96,7 +93,7 @@ def test_they_are_made_before_they_are_asked_for(prefetch: int) -> None:
     rb = TensorDictReplayBuffer(
         storage=MemoryStorage(100), sampler=sampler, batch_size=SIZE, prefetch=prefetch
     )
-    rb.extend(rows(100))
+    rb.extend(numbered_rows(100))
     rb.sample()
     for _ in range(prefetch + 1):
         assert sampler.enough.acquire(timeout=60)
@@ -108,7 +105,7 @@ def test_they_are_made_before_they_are_asked_for(prefetch: int) -> None:
 
 def test_every_pass_ends_where_it_ends() -> None:
     rb = in_memory(3, "without", capacity=100)
-    rb.extend(rows(100))
+    rb.extend(numbered_rows(100))
     for _ in range(3):
         batches = [batch["number"].tolist() for batch in rb]
         assert [len(batch) for batch in batches] == [16] * 6 + [4]
@@ -120,7 +117,7 @@ def test_every_pass_ends_where_it_ends() -> None:
 def test_many_threads_are_served_once_each(sampler: str) -> None:
     rb, alone = in_memory(3, sampler), in_memory(0, sampler)
     for each in (rb, alone):
-        each.extend(rows(SIZE * 40))
+        each.extend(numbered_rows(SIZE * 40))
     found: list[list[int]] = []
     threads = [threading.Thread(target=lambda: found.extend(drawn(rb, 10))) for _ in range(4)]
     for thread in threads:
@@ -137,10 +134,10 @@ def test_many_threads_are_served_once_each(sampler: str) -> None:
 
 def test_no_row_that_was_overwritten_goes_out() -> None:
     rb = in_memory(4, capacity=64)
-    rb.extend(rows(64))
+    rb.extend(numbered_rows(64))
     for turn in range(1, 30):
         rb.sample()
-        rb.extend(rows(100, turn * 100))  # longer than ring and spare
+        rb.extend(numbered_rows(100, turn * 100))  # longer than ring and spare
         assert min(drawn(rb, 1)[0]) >= turn * 100 + 36
     rb.close()
 
@@ -148,20 +145,20 @@ def test_no_row_that_was_overwritten_goes_out() -> None:
 def test_rows_that_stay_are_not_drawn_again() -> None:
     sampler = Watched()
     rb = TensorDictReplayBuffer(storage=MemoryStorage(1000), sampler=sampler, batch_size=SIZE, prefetch=2)
-    rb.extend(rows(500))
+    rb.extend(numbered_rows(500))
     for turn in range(20):
         rb.sample()
-        rb.extend(rows(10, 1000 + turn * 10))
+        rb.extend(numbered_rows(10, 1000 + turn * 10))
     rb.close()
     assert len(sampler.made) <= 22
 
 
 def test_a_change_is_in_the_next_batch() -> None:
     rb = in_memory(4, capacity=64)
-    rb.extend(rows(64))
+    rb.extend(numbered_rows(64))
     for turn in range(1, 20):
         rb.sample()
-        rb[:] = rows(64, turn * 100)
+        rb[:] = numbered_rows(64, turn * 100)
         assert min(drawn(rb, 1)[0]) >= turn * 100
         assert rb.stats()["prefetch_queue_size"] == 4  # the next one is under way again
     rb.close()
@@ -169,12 +166,12 @@ def test_a_change_is_in_the_next_batch() -> None:
 
 def test_an_emptied_buffer_hands_out_nothing() -> None:
     rb = in_memory(4)
-    rb.extend(rows(100))
+    rb.extend(numbered_rows(100))
     rb.sample()
     rb.empty()
     with pytest.raises(NotReadyError):
         rb.sample()
-    rb.extend(rows(10, 500))
+    rb.extend(numbered_rows(10, 500))
     assert min(drawn(rb, 1)[0]) >= 500
     rb.close()
 
@@ -185,7 +182,7 @@ def test_no_batch_from_before_a_reseed(sampler: str) -> None:
     rb = in_memory(4, sampler, generator=generator)
     alone = in_memory(0, sampler, generator=torch.Generator().manual_seed(5))
     for each in (rb, alone):
-        each.extend(rows(100))
+        each.extend(numbered_rows(100))
         drawn(each, 3)
     generator.manual_seed(9)
     alone._generator.manual_seed(9)
@@ -213,11 +210,11 @@ def test_a_growing_store_begins_its_pass_anew() -> None:
     found = []
     for ahead in (0, 3):
         rb = in_memory(ahead, "without")
-        rb.extend(rows(50))
+        rb.extend(numbered_rows(50))
         batches = []
         for turn in range(10):
             batches += drawn(rb, 2)
-            rb.extend(rows(7, 100 + 10 * turn))
+            rb.extend(numbered_rows(7, 100 + 10 * turn))
         found.append(batches)
         rb.close()
     assert found[0] == found[1]
@@ -226,13 +223,13 @@ def test_a_growing_store_begins_its_pass_anew() -> None:
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_a_version_that_is_loaded_shows_at_once(tmp_path: Path, sampler: str) -> None:
     with expstore.open(tmp_path / "a.exp", capacity=100, seed=1, sampler=SAMPLERS[sampler]()) as other:
-        other.extend(rows(100, 700))
+        other.extend(numbered_rows(100, 700))
         other.dumps(tmp_path / "versions")
         wanted = drawn(other, 5, SIZE)
     with expstore.open(
         tmp_path / "b.exp", capacity=100, sampler=SAMPLERS[sampler](), batch_size=SIZE, prefetch=3
     ) as rb:
-        rb.extend(rows(100))
+        rb.extend(numbered_rows(100))
         drawn(rb, 2)
         rb.loads(tmp_path / "versions")
         assert drawn(rb, 5) == wanted
@@ -263,7 +260,7 @@ def test_a_killed_store_goes_on_with_what_was_not_handed_out(
     if child == 0:
         try:
             rb = open_with(4)
-            rb.extend(rows(100))
+            rb.extend(numbered_rows(100))
             drawn(rb, 5)
             rb.flush()
             drawn(rb, 3)
@@ -271,7 +268,7 @@ def test_a_killed_store_goes_on_with_what_was_not_handed_out(
             os.kill(os.getpid(), signal.SIGKILL)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
     alone = in_memory(0, sampler, 200, generator=torch.Generator().manual_seed(5) if generator else None)
-    alone.extend(rows(100))
+    alone.extend(numbered_rows(100))
     wanted = drawn(alone, 60)
     with open_with(0) as rb:
         assert rb.storage.draw == 8
@@ -294,7 +291,7 @@ def test_an_interrupted_call_loses_no_batch(
         for ahead in (3, 0)
     )
     for each in (rb, alone):
-        each.extend(rows(100))
+        each.extend(numbered_rows(100))
         drawn(each, 3)
 
     def interrupted(*_: object) -> None:
@@ -311,7 +308,7 @@ def test_an_interrupted_call_loses_no_batch(
 def test_a_failure_reaches_the_caller_and_passes() -> None:
     rb = in_memory(2, "without", capacity=20)
     rb.sampler.drop_last = True
-    rb.extend(rows(20))
+    rb.extend(numbered_rows(20))
     drawn(rb, 1)
     with pytest.raises(ValueError, match="greater than the storage capacity"):
         rb.sample(50)
@@ -334,7 +331,7 @@ def test_what_failed_ahead_is_made_when_it_is_asked_for() -> None:
     )
     alone = in_memory(0)
     for each in (rb, alone):
-        each.extend(rows(100))
+        each.extend(numbered_rows(100))
     assert drawn(rb, 5) == drawn(alone, 5)
     rb.close()
 
@@ -346,7 +343,7 @@ def test_what_failed_ahead_is_made_when_it_is_asked_for() -> None:
 def test_closing_ends_the_thread(store_path: Path) -> None:
     before = threading.active_count()
     rb = expstore.open(store_path, batch_size=SIZE, prefetch=2)
-    rb.extend(rows(100))
+    rb.extend(numbered_rows(100))
     rb.sample()
     rb.close()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("expstore-prefetch")]
@@ -358,7 +355,7 @@ def test_closing_ends_the_thread(store_path: Path) -> None:
 
 def test_a_forgotten_buffer_lets_the_store_go(store_path: Path) -> None:
     rb = expstore.open(store_path, batch_size=SIZE, prefetch=2)
-    rb.extend(rows(100))
+    rb.extend(numbered_rows(100))
     rb.sample()
     while not all(future.done() for _, future in list(rb._ahead._queue)):
         pass
@@ -372,7 +369,7 @@ def test_a_fork_draws_for_itself(store_path: Path) -> None:
     with expstore.open(
         store_path, batch_size=SIZE, prefetch=2, sampler=SamplerWithoutReplacement(), capacity=1000
     ) as rb:
-        rb.extend(rows(100))
+        rb.extend(numbered_rows(100))
         rb.sample()
         rb.flush()
         with rb.sampler._lock:  # type: ignore[attr-defined]  # as the thread that makes batches may hold it
@@ -397,7 +394,7 @@ def test_what_no_buffer_can_do_is_refused(store_path: Path) -> None:
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_batches_arrive_on_the_device(prefetch: int) -> None:
     rb = in_memory(prefetch, device="meta")
-    rb.extend(rows(100))
+    rb.extend(numbered_rows(100))
     batch, info = rb.sample(return_info=True)
     assert batch.device == info["index"].device == torch.device("meta")
     rb.close()
@@ -412,7 +409,7 @@ def test_pinned_batches_go_to_an_accelerator(prefetch: int) -> None:
     rb = in_memory(prefetch, device=device, pin_memory=True)
     pinned = in_memory(prefetch, pin_memory=True)
     for each in (plain, rb, pinned):
-        each.extend(rows(100))
+        each.extend(numbered_rows(100))
     wanted = drawn(plain, 50)
     assert drawn(rb, 50) == wanted
     for numbers in wanted:

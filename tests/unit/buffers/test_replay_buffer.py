@@ -16,6 +16,7 @@ from tensordict import TensorDict
 import expstore
 from expstore.buffers.replay_buffer import ReplayBuffer
 from expstore.buffers.tensordict import TensorDictReplayBuffer
+from expstore.core import tuning
 from expstore.core.values import Selection
 from expstore.disk import files
 from expstore.errors import (
@@ -27,42 +28,23 @@ from expstore.errors import (
     StorageError,
 )
 from expstore.samplers import RandomSampler, Sampler
-from expstore.sql.sync import Catalog
-from expstore.storages import base
-from expstore.storages.columns import flat
 from expstore.storages.memory import MemoryStorage
 from expstore.storages.zarr import ZarrStorage
 from expstore.writers.writers import RoundRobinWriter
+from tests.support.batches import buffer_factory
+from tests.support.tensor_bits import DTYPES, bits, random_bits
+from tests.support.tuned import set_spare_slots
 
-pytestmark = pytest.mark.usefixtures("no_syncs")
+pytestmark = pytest.mark.usefixtures("no_syncs", "no_index_on_close")
 
 Make = Callable[..., TensorDictReplayBuffer]
-
-
-@pytest.fixture(autouse=True)
-def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing here is about the index of a closed store."""
-    monkeypatch.setattr(Catalog, "close", Catalog.drop)
 
 
 @pytest.fixture(params=["memory", "zarr"])
 def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Make]:
     """A factory of buffers of transitions over both kinds of storage."""
-    made: list[TensorDictReplayBuffer] = []
-
-    def factory(capacity: int | None = None, **options: Any) -> TensorDictReplayBuffer:
-        if request.param == "zarr":
-            rb = expstore.open(tmp_path / f"{len(made)}.exp", capacity=capacity, seed=3, **options)
-        else:
-            storage = MemoryStorage(capacity, seed=3)
-            storage.flatten = True
-            rb = TensorDictReplayBuffer(storage=storage, with_ids=True, **options)
-        made.append(rb)
-        return rb
-
-    yield factory
-    for rb in made:
-        rb.close()
+    with buffer_factory(request.param, tmp_path) as factory:
+        yield factory
 
 
 def rows(ids: Any, **more: torch.Tensor) -> TensorDict:
@@ -131,7 +113,7 @@ def test_a_ring_keeps_the_newest(make: Make) -> None:
 def test_extends_longer_than_spare_and_capacity(
     make: Make, monkeypatch: pytest.MonkeyPatch, count: int
 ) -> None:
-    monkeypatch.setattr(base, "spare_slots", lambda capacity, row_bytes: 10)
+    set_spare_slots(monkeypatch, 10)
     rb = make(64, batch_size=64)
     rb.extend(rows(range(1, 31)))
     index = rb.extend(rows(range(31, 31 + count)))
@@ -142,8 +124,6 @@ def test_extends_longer_than_spare_and_capacity(
 
 
 def test_dtypes_and_shapes(make: Make) -> None:
-    from tests.unit.data.test_batch import DTYPES, bits, random_bits
-
     rng = np.random.default_rng(5)
     data = TensorDict({}, [40])
     for dtype in DTYPES:
@@ -754,7 +734,7 @@ def test_keys_by_another_name(tmp_path: Path) -> None:
 
 @pytest.mark.some(1)
 def test_batches_are_whole_while_a_writer_turns_the_ring(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(base, "spare_slots", lambda capacity, row_bytes: 200)
+    set_spare_slots(monkeypatch, 200)
     rb = make(800, batch_size=64)
     wide = torch.arange(300)
 
@@ -797,7 +777,7 @@ def test_batches_are_whole_while_a_writer_turns_the_ring(make: Make, monkeypatch
 
 
 def test_readers_while_an_unbounded_store_grows(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flat, "SHARD_ROWS", 4096)
+    monkeypatch.setattr(tuning, "FLAT_SHARD_ROWS", 4096)
     rb = make(None, batch_size=64)
     rb.extend(rows(range(1, 10)))
     stop = threading.Event()

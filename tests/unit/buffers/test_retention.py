@@ -21,8 +21,8 @@ from tensordict import NonTensorStack, TensorDict
 
 import expstore
 from expstore import CorruptionError, Retain, StateError
-from expstore.buffers import retention
 from expstore.cli.app import run
+from expstore.core import tuning
 from expstore.core.id_set import Gaps
 from expstore.disk.files import Disk, File
 from expstore.maintenance import verify
@@ -34,8 +34,8 @@ from expstore.samplers import (
     SamplerWithoutReplacement,
     SliceSampler,
 )
+from expstore.schema.row_fields import ROW_FIELDS
 from expstore.storages import ZarrStorage
-from expstore.storages.base import ROW_FIELDS
 from expstore.storages.columns.arrow import writer
 from expstore.storages.format.manifest import Manifest
 from tests.support.forks import in_child
@@ -201,7 +201,7 @@ TEXTS = "SELECT number, count(*) FROM transitions WHERE text LIKE number || ' %'
 @pytest.fixture
 def pairs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two episodes make a segment."""
-    monkeypatch.setattr(writer, "SEGMENT_BATCHES", 2)
+    monkeypatch.setattr(tuning, "ARROW_SEGMENT_BATCHES", 2)
 
 
 @pytest.mark.some(1)
@@ -400,7 +400,7 @@ def test_priorities_and_ids_stay(store_path: Path) -> None:
 
 
 def test_it_is_applied_in_the_background(store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retention, "ROUND_SECONDS", 0.01)
+    monkeypatch.setattr(tuning, "RETENTION_SECONDS", 0.01)
     rb = expstore.open(store_path, retain={"where": "number > 2"})
     for number in (1, 2, 3):
         rb.extend(episode(number))
@@ -637,7 +637,7 @@ def test_never_a_row_that_the_policy_keeps(
 ) -> None:
     kept = Kept(tmp_path_factory.mktemp("keep") / "a.exp", layout)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(writer, "SEGMENT_BATCHES", 2)
+        patch.setattr(tuning, "ARROW_SEGMENT_BATCHES", 2)
         rb = kept.open()
         try:
             for act in [("extend", Rows, 0), *acts]:
@@ -657,7 +657,7 @@ def test_never_a_row_that_the_policy_keeps_through_kills(
     tmp_path: Path, layout: str, long_seed: int, count_cases: Callable[..., None], monkeypatch: Any
 ) -> None:
     """Each life is killed when its last act has returned, the background at whatever it is about."""
-    monkeypatch.setattr(writer, "SEGMENT_BATCHES", 2)
+    monkeypatch.setattr(tuning, "ARROW_SEGMENT_BATCHES", 2)
     chance = random.Random(long_seed)
     for number in range(20):
         count_cases()

@@ -27,6 +27,7 @@ from expstore import (
 from expstore.core.values import Selection
 from expstore.samplers import ConsumingSampler, PrioritizedSampler, RandomSampler, SamplerWithoutReplacement
 from expstore.storages.memory import MemoryStorage
+from tests.support.batches import trajectory_rows
 
 UNITS = (
     {"length": 3},
@@ -35,12 +36,6 @@ UNITS = (
     {"length": 2, "episode_boundary": "stop", "burn_in": 1, "bootstrap": 2, "dilation": 2},
     {"length": 1, "burn_in": 3, "dilation": 3},
 )
-
-
-def rows(trajectory: int, count: int, first: int = 0) -> TensorDict:
-    """Rows of one trajectory; x is trajectory * 1000 + step."""
-    step = torch.arange(first, first + count)
-    return TensorDict({"x": trajectory * 1000 + step, "episode": torch.full((count,), trajectory)}, [count])
 
 
 @pytest.mark.parametrize("options", UNITS)
@@ -97,7 +92,7 @@ def test_windows_follow_episodes_that_come_in_turn(options: dict[str, Any], samp
     at = {1: 0, 2: 0, 3: 0}
     for turn in range(60):
         trajectory, count = 1 + turn % 3, 1 + turn % 4
-        rb.extend(rows(trajectory, count, at[trajectory]))
+        rb.extend(trajectory_rows(trajectory, count, at[trajectory]))
         at[trajectory] += count
         if turn < 10:
             continue
@@ -123,7 +118,7 @@ def test_priorities_go_to_anchors() -> None:
     rb = TensorDictPrioritizedReplayBuffer(
         alpha=1.0, beta=1.0, storage=MemoryStorage(20), sample_unit=Sequence(3, burn_in=1), batch_size=6
     )
-    rb.extend(rows(1, 8))
+    rb.extend(trajectory_rows(1, 8))
     batch = rb.sample()
     assert batch["priority_weight"].shape == (24,)
     batch["td_error"] = (batch["x"] * 7 % 11).float() + 100 * (~batch["validity_mask"]).float()
@@ -137,13 +132,13 @@ def test_priorities_go_to_anchors() -> None:
 
 def test_windows_are_not_taken_in_again() -> None:
     rb = TensorDictReplayBuffer(storage=MemoryStorage(20), sample_unit=Sequence(2), batch_size=2)
-    rb.extend(rows(1, 8))
+    rb.extend(trajectory_rows(1, 8))
     assert rb.extend(rb.sample()).tolist() == [8, 9, 10, 11]
 
 
 def test_plain_buffers_tell_in_the_info() -> None:
     rb = ReplayBuffer(storage=MemoryStorage(20), sample_unit=Sequence(2), batch_size=2)
-    rb.extend(rows(1, 8))
+    rb.extend(trajectory_rows(1, 8))
     batch, info = rb.sample(return_info=True)
     assert sorted(batch.keys()) == ["episode", "x"]
     assert {"anchor_index", "anchor_id", "learning_mask", "validity_mask", "sequence_id"} <= info.keys()
@@ -155,7 +150,7 @@ def test_a_field_may_end_sequences() -> None:
     rb = TensorDictReplayBuffer(
         storage=MemoryStorage(20), sample_unit=Sequence(6, done_key="cut"), batch_size=60
     )
-    rb.extend(rows(1, 6).set("cut", cut))
+    rb.extend(trajectory_rows(1, 6).set("cut", cut))
     batch = rb.sample()
     ends = {
         (int(anchor), int(x[valid].max()))
@@ -178,7 +173,7 @@ def test_the_one_row_unit_changes_nothing() -> None:
         for unit in (None, Transition())
     )
     for rb in (one, other):
-        rb.extend(rows(1, 20))
+        rb.extend(trajectory_rows(1, 20))
     assert one.sample()["x"].tolist() == other.sample()["x"].tolist()
 
 
@@ -190,8 +185,8 @@ def test_a_restart_and_prefetching_draw_the_same(store_path: Path, prefetch: int
 
     with opened(0, capacity=50, seed=4) as rb:
         for first in range(0, 30, 3):
-            rb.extend(rows(1, 3, first), source="a")
-            rb.extend(rows(2, 3, first), source="b")
+            rb.extend(trajectory_rows(1, 3, first), source="a")
+            rb.extend(trajectory_rows(2, 3, first), source="b")
         expected = [rb.sample() for _ in range(12)]
         assert {"id", "anchor_id", "anchor_index"} <= set(expected[0].keys())
         rb.storage.set_draws(0, rb.storage.progress)
@@ -204,7 +199,7 @@ def test_a_restart_and_prefetching_draw_the_same(store_path: Path, prefetch: int
 def test_anchors_that_have_left_are_drawn_again() -> None:
     unit = Sequence(2)
     rb = TensorDictReplayBuffer(storage=MemoryStorage(4), sample_unit=unit, batch_size=2)
-    rb.extend(rows(1, 9))
+    rb.extend(trajectory_rows(1, 9))
     assert unit.select(Selection(np.array([9, 1])), rb.storage) is None
     drawn = rb._sampler.sample
     tries = []
@@ -221,7 +216,7 @@ def test_anchors_that_have_left_are_drawn_again() -> None:
 
 def test_anchors_that_are_overwritten_while_they_are_looked_up_are_drawn_again() -> None:
     rb = TensorDictReplayBuffer(storage=MemoryStorage(10))
-    rb.extend(rows(1, 20))
+    rb.extend(trajectory_rows(1, 20))
     unit, anchors = Sequence(2), Selection(np.array([12, 15]))
     assert unit.select(anchors, rb.storage) is not None
     rb.storage.horizon = 12 + (rb.storage.slots or 0)  # as an extend does before it writes
@@ -232,7 +227,7 @@ def test_rows_that_are_consumed_are_the_anchors() -> None:
     rb = TensorDictReplayBuffer(
         storage=MemoryStorage(10), sampler=ConsumingSampler(), sample_unit=Sequence(3), batch_size=5
     )
-    rb.extend(rows(1, 10))
+    rb.extend(trajectory_rows(1, 10))
     found = [rb.sample()["anchor_index"].view(5, 3)[:, 0].tolist() for _ in range(2)]
     assert sorted(found[0] + found[1]) == list(range(10))
 
@@ -279,7 +274,7 @@ def test_units_that_do_not_fit_are_refused(store_path: Path) -> None:
 
 def test_there_are_batches_of_one_window() -> None:
     rb = TensorDictReplayBuffer(storage=MemoryStorage(10, seed=0), sample_unit=Sequence(3), batch_size=1)
-    rb.extend(rows(1, 10))
+    rb.extend(trajectory_rows(1, 10))
     x = rb.sample()["x"]
     assert x.tolist() == [x[0], min(x[0] + 1, 1009), min(x[0] + 2, 1009)]
 

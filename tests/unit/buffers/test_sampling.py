@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tensordict import TensorDict
 
 import expstore
 from expstore import (
@@ -24,6 +23,7 @@ from expstore import (
     TensorDictReplayBuffer,
 )
 from expstore.samplers.base import Sampler
+from tests.support.batches import numbered_rows
 
 SAMPLERS: dict[str, Callable[[], Sampler]] = {
     "random": RandomSampler,
@@ -32,10 +32,6 @@ SAMPLERS: dict[str, Callable[[], Sampler]] = {
     "consuming": lambda: ConsumingSampler(50),
     "recency": lambda: RecencySampler(half_life=50),
 }
-
-
-def rows(count: int, first: int = 0) -> TensorDict:
-    return TensorDict({"number": torch.arange(first, first + count)}, [count])
 
 
 def given(seed: int = 3) -> torch.Generator:
@@ -47,7 +43,7 @@ def drawn(rb: TensorDictReplayBuffer, batches: int, size: int = 16) -> list[list
 
 
 def fill(rb: TensorDictReplayBuffer, count: int = 100) -> None:
-    rb.extend(rows(count))
+    rb.extend(numbered_rows(count))
     rb.update_priority(range(count), torch.arange(1.0, count + 1))
 
 
@@ -145,7 +141,7 @@ def test_a_restart_goes_on(store_path: Path, sampler: str, end: str) -> None:
         drawn(rb, 7)
         rb.flush()
         if end == "later":
-            rb.extend(rows(50, 100))
+            rb.extend(numbered_rows(50, 100))
             drawn(rb, 5)
         return rb
 
@@ -241,7 +237,7 @@ def test_what_was_loaded_survives_a_kill(store_path: Path, sampler: str) -> None
         drawn(rb, 3)
         state = rb.state_dict()
         drawn(rb, 20)
-        rb.extend(rows(10, 100))
+        rb.extend(numbered_rows(10, 100))
         drawn(rb, 20)
         rb.flush()
         rb.load_state_dict(state)

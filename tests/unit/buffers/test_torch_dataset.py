@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tensordict import TensorDict
 from torch.utils.data import DataLoader
 
 import expstore
 from expstore.errors import NoRowError
+from tests.support.batches import episode_rows
 
 FORK = {"num_workers": 2, "multiprocessing_context": "fork"}
 
 
-def rows(first: int, count: int, every: int = 10) -> TensorDict:
-    """Rows that say by themselves whether they are whole."""
-    number = torch.arange(first, first + count)
-    data = TensorDict({"number": number, "frame": number[:, None].expand(-1, 300).contiguous()}, [count])
-    data["next", "reward"] = number[:, None].float()
-    data["next", "terminated"] = (number % every == every - 1)[:, None]
-    return data
+#: Rows that show whether they are whole: `frame` repeats the number 300 times.
+rows = partial(episode_rows, frame=lambda number: number[:, None].expand(-1, 300).contiguous())
 
 
 def check_whole(batch: Any) -> None:
@@ -44,7 +40,7 @@ class Writer:
     def _run(self) -> None:
         try:
             while not self._stop.is_set():
-                self._rb.extend(rows(self._first + self.written, self._count))
+                self._rb.extend(rows(self._count, self._first + self.written))
                 self.written += self._count
         except BaseException as exc:
             self.failure = exc
@@ -64,7 +60,7 @@ class Writer:
 @pytest.mark.parametrize("capacity", [None, 400])
 def test_each_row_comes_once_per_epoch_beside_a_writer(tmp_path: Path, capacity: int | None) -> None:
     with expstore.open(tmp_path / "run.exp", capacity=capacity) as rb:
-        rb.extend(rows(0, 400))
+        rb.extend(rows(400))
         dataset = rb.to_torch_dataset()
         loader = DataLoader(dataset, 32, shuffle=True, collate_fn=dataset.collate, **FORK)
         for _ in range(2):
@@ -85,7 +81,7 @@ def test_each_slice_is_one_workers(tmp_path: Path, workers: int) -> None:
     """Workers that know of other slices, because a writer goes on, repeat none and miss none."""
     options = FORK if workers else {}
     with expstore.open(tmp_path / "run.exp") as rb:
-        rb.extend(rows(0, 400))
+        rb.extend(rows(400))
         dataset = rb.to_torch_dataset(5)
         loader: Any = DataLoader(dataset, 4, collate_fn=dataset.collate, **options)
         orders = []
@@ -106,7 +102,7 @@ def test_each_slice_is_one_workers(tmp_path: Path, workers: int) -> None:
 
 def test_the_order_follows_from_torchs_seed(tmp_path: Path) -> None:
     with expstore.open(tmp_path / "run.exp") as rb:
-        rb.extend(rows(0, 200))
+        rb.extend(rows(200))
         found = []
         for seed in (0, 0, 1):
             torch.manual_seed(seed)
@@ -119,7 +115,7 @@ def test_the_order_follows_from_torchs_seed(tmp_path: Path) -> None:
 
 def test_slices_that_are_overwritten_are_left_out(tmp_path: Path) -> None:
     with expstore.open(tmp_path / "run.exp", capacity=300) as rb:
-        rb.extend(rows(0, 300))
+        rb.extend(rows(300))
         with Writer(rb, 300, 7):
             for _ in range(3):
                 for batch in DataLoader(rb.to_torch_dataset(4, rows="dict"), 2, drop_last=True, **FORK):
@@ -129,7 +125,7 @@ def test_slices_that_are_overwritten_are_left_out(tmp_path: Path) -> None:
 
 def test_slices_by_stride_and_length(tmp_path: Path) -> None:
     with expstore.open(tmp_path / "run.exp") as rb:
-        rb.extend(torch.stack([rows(0, 23, every=10), rows(1000, 23, every=1000)]))
+        rb.extend(torch.stack([rows(23, length=10), rows(23, 1000, length=1000)]))
 
         def slices(*arguments: Any, **options: Any) -> list[list[int]]:
             return [s["number"].tolist() for s in rb.to_torch_dataset(*arguments, shuffle=False, **options)]
@@ -151,7 +147,7 @@ def test_slices_by_stride_and_length(tmp_path: Path) -> None:
 
 def test_rows_one_by_one(tmp_path: Path) -> None:
     with expstore.open(tmp_path / "run.exp", capacity=50) as rb:
-        rb.extend(rows(0, 30))
+        rb.extend(rows(30))
         dataset = rb.to_torch_dataset(rows="dict")
         assert len(dataset) == 30
         assert dataset[3]["number"].item() == dataset[-27]["number"].item() == 3
@@ -162,13 +158,13 @@ def test_rows_one_by_one(tmp_path: Path) -> None:
         assert torch.cat([batch["next"]["reward"] for batch in batches])[:, 0].tolist() == list(range(30))
         rb.empty()
         assert (len(dataset), dataset.refresh(), len(dataset)) == (30, 0, 0)
-        rb.extend(rows(500, 20))
+        rb.extend(rows(20, 500))
         assert dataset.refresh() == 20
         assert [dataset[number]["number"].item() for number in range(20)] == list(range(500, 520))
     with expstore.open(tmp_path / "grown.exp") as rb:
-        rb.extend(rows(0, 30))
+        rb.extend(rows(30))
         rb.empty()
-        rb.extend(rows(100, 5))
+        rb.extend(rows(5, 100))
         assert [row["number"].item() for row in DataLoader(rb.to_torch_dataset(rows="dict"), 1)] == list(
             range(100, 105)
         )
@@ -178,7 +174,7 @@ def test_rows_of_small_batches_are_seen_by_workers(tmp_path: Path) -> None:
     """They are on their way to the columns when `add` returns, and are waited for."""
     with expstore.open(tmp_path / "run.exp") as rb:
         for number in range(40):
-            rb.add(rows(number, 1)[0])
+            rb.add(rows(1, number)[0])
         dataset = rb.to_torch_dataset(rows="dict")
         found = [number for batch in DataLoader(dataset, 8, **FORK) for number in batch["number"].tolist()]
         assert found == list(range(40))
@@ -186,7 +182,7 @@ def test_rows_of_small_batches_are_seen_by_workers(tmp_path: Path) -> None:
 
 def test_what_has_no_meaning_is_refused(tmp_path: Path) -> None:
     with expstore.open(tmp_path / "run.exp") as rb:
-        rb.extend(rows(0, 30))
+        rb.extend(rows(30))
         for options in ({"stride": 2}, {"shuffle": False}, {"strict_length": False}):
             with pytest.raises(ValueError, match="are of slices"):
                 rb.to_torch_dataset(**options)
@@ -197,7 +193,7 @@ def test_what_has_no_meaning_is_refused(tmp_path: Path) -> None:
                 rb.to_torch_dataset(wrong)
     storage = expstore.MemoryStorage(100, ndim=2)
     lanes = expstore.TensorDictReplayBuffer(storage=storage)
-    lanes.extend(torch.stack([rows(0, 30), rows(100, 30)]))
+    lanes.extend(torch.stack([rows(30), rows(30, 100)]))
     dataset = lanes.to_torch_dataset()
     assert len(dataset) == 60
     assert sorted(row["number"].item() for row in dataset) == [*range(30), *range(100, 130)]

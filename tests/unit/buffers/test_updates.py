@@ -16,44 +16,29 @@ from expstore import ConditionalUpdateResult
 from expstore.buffers.tensordict import TensorDictReplayBuffer
 from expstore.errors import NotFoundError, StateError
 from expstore.samplers import PrioritizedSampler
-from expstore.sql.sync import Catalog
 from expstore.storages.memory import MemoryStorage
 from expstore.writers.writers import (
     RoundRobinWriter,
     TensorDictMaxValueWriter,
     TensorDictRoundRobinWriter,
 )
+from tests.support.batches import buffer_factory
 
-pytestmark = pytest.mark.usefixtures("no_syncs")
+pytestmark = pytest.mark.usefixtures("no_syncs", "no_index_on_close")
 
 Make = Callable[..., TensorDictReplayBuffer]
-
-
-@pytest.fixture(autouse=True)
-def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing here is about the index of a closed store."""
-    monkeypatch.setattr(Catalog, "close", Catalog.drop)
 
 
 @pytest.fixture(params=["memory", "zarr"])
 def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Make]:
     """A factory of buffers over both kinds of storage, whose writer tracks generations."""
-    made: list[TensorDictReplayBuffer] = []
+    with buffer_factory(request.param, tmp_path) as factory:
 
-    def factory(capacity: int | None = 4, *, writer: Any = None, **options: Any) -> TensorDictReplayBuffer:
-        options["writer"] = RoundRobinWriter(track_generations=True) if writer is None else writer
-        if request.param == "zarr":
-            rb = expstore.open(tmp_path / f"{len(made)}.exp", capacity=capacity, seed=3, **options)
-        else:
-            storage = MemoryStorage(capacity, seed=3)
-            storage.flatten = True
-            rb = TensorDictReplayBuffer(storage=storage, with_ids=True, **options)
-        made.append(rb)
-        return rb
+        def tracking(capacity: int | None = 4, *, writer: Any = None, **options: Any) -> Any:
+            writer = RoundRobinWriter(track_generations=True) if writer is None else writer
+            return factory(capacity, writer=writer, **options)
 
-    yield factory
-    for rb in made:
-        rb.close()
+        yield tracking
 
 
 def rows(*numbers: int, version: int = 5) -> TensorDict:

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from expstore import traj
 from expstore.buffers.ensemble import ReplayBufferEnsemble
+from expstore.core import tuning
 from expstore.errors import QueryError, SchemaError
 from expstore.samplers import (
     PrioritizedSampler,
@@ -22,7 +23,6 @@ from expstore.samplers import (
     SliceSampler,
     StalenessAwareSampler,
 )
-from expstore.sql import arrow_dataset
 from expstore.storages.memory import MemoryStorage
 from expstore.transforms import MultiStepTransform
 from tests.support.variable_length import TypedMemory, buffer, jagged, plain, rollouts
@@ -157,9 +157,9 @@ def test_only_what_a_query_names_is_read(
 
 def test_queries_that_need_too_much_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     rb = buffer()
-    monkeypatch.setattr(arrow_dataset, "PACKED_BYTES", 300)
-    monkeypatch.setattr(arrow_dataset, "_FIRST_ROWS", 4)
-    monkeypatch.setattr(arrow_dataset, "_BATCH_BYTES", 64)
+    monkeypatch.setattr(tuning, "SQL_PACKED_BYTES", 300)
+    monkeypatch.setattr(tuning, "SQL_FIRST_ROWS", 4)
+    monkeypatch.setattr(tuning, "SQL_BATCH_BYTES", 64)
     with pytest.raises(QueryError, match="rows of tokens"):
         rb.sql("SELECT tokens FROM transitions")
     assert rb.sql("SELECT tokens FROM transitions WHERE number < 5").shape == (5, 1)

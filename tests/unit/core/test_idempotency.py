@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from expstore.core import idempotency
+from expstore.core import tuning
 from expstore.core.idempotency import KEPT_US, NO_KEY, WriteKey, WriteKeys, Written
 from expstore.errors import StateError
 
@@ -18,8 +18,8 @@ def key(name: str, digest: bytes | None = None) -> WriteKey:
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> WriteKeys:
     """Keys of which five are known, in a ring of eight."""
-    monkeypatch.setattr(idempotency, "KEPT_KEYS", 5)
-    monkeypatch.setattr(idempotency, "SLOTS", 8)
+    monkeypatch.setattr(tuning, "IDEMPOTENCY_KEYS", 5)
+    monkeypatch.setattr(tuning, "IDEMPOTENCY_SLOTS", 8)
     return WriteKeys()
 
 

@@ -11,6 +11,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +26,13 @@ import expstore
 from expstore import NotReadyError, StateError
 from expstore.buffers.replay_buffer import ReplayBuffer
 from expstore.buffers.sample_units import Sequence
-from expstore.buffers.tensordict import TensorDictReplayBuffer
 from expstore.core.rate_limiters import MinSize, RateLimiter, SampleToInsertRatio
 from expstore.disk.files import Disk
 from expstore.storages.format.journal import Kind, read_journal
 from expstore.storages.format.records import Mark
 from expstore.storages.memory import MemoryStorage
 from tests.support import warm_processes
+from tests.support.batches import memory_buffer, numbered_rows
 
 MakeBatch = Callable[..., TensorDict]
 
@@ -51,13 +52,7 @@ class Counts:
         self.limits = (sampled, settings)
 
 
-def rows(count: int) -> TensorDict:
-    return TensorDict({"x": torch.arange(count)}, [count])
-
-
-def buffer(limiter: RateLimiter, capacity: int | None = 100, **keywords: Any) -> TensorDictReplayBuffer:
-    storage = MemoryStorage(capacity)
-    return TensorDictReplayBuffer(storage=storage, batch_size=4, rate_limiter=limiter, **keywords)
+rows = partial(numbered_rows, key="x")
 
 
 # -- the law -----------------------------------------------------------------------------------------
@@ -111,7 +106,7 @@ def test_row_by_row_it_decides_as_reverb_does(
 
 
 def test_batches_count_as_so_many_rows() -> None:
-    rb = buffer(limiter := SampleToInsertRatio(2.0, 10, 12, timeout=0))
+    rb = memory_buffer(batch_size=4, rate_limiter=(limiter := SampleToInsertRatio(2.0, 10, 12, timeout=0)))
     rb.extend(rows(12))  # all inserts of stage 1 go on: the error is 24, of 8 to 32
     assert [limiter.can_sample(n) for n in (16, 17)] == [True, False]
     assert [limiter.can_insert(n) for n in (4, 5)] == [True, False]
@@ -134,7 +129,11 @@ def test_batches_count_as_so_many_rows() -> None:
 
 
 def test_rows_that_are_not_handed_out_do_not_count() -> None:
-    rb = buffer(limiter := SampleToInsertRatio(1.0, 4, 10, timeout=0), consume_after_n_samples=1)
+    rb = memory_buffer(
+        batch_size=4,
+        rate_limiter=(limiter := SampleToInsertRatio(1.0, 4, 10, timeout=0)),
+        consume_after_n_samples=1,
+    )
     rb.extend(rows(6))
     rb.sample(5)
     assert len(rb.sample(5)["x"]) == 1
@@ -149,7 +148,11 @@ def test_rows_that_are_not_handed_out_do_not_count() -> None:
 
 
 def test_of_sequences_the_anchors_count() -> None:
-    rb = buffer(limiter := SampleToInsertRatio(1.0, 4, 10, timeout=0), sample_unit=Sequence(3))
+    rb = memory_buffer(
+        batch_size=4,
+        rate_limiter=(limiter := SampleToInsertRatio(1.0, 4, 10, timeout=0)),
+        sample_unit=Sequence(3),
+    )
     rb.extend(rows(8))
     assert rb.sample()["x"].numel() == 12
     assert limiter.describe()["sampled"] == 4
@@ -173,11 +176,11 @@ def test_settings_that_have_no_meaning_are_refused(make: Callable[[], RateLimite
 
 def test_what_would_wait_for_ever_is_an_error_at_the_call(store_path: Path) -> None:
     with pytest.raises(ValueError, match="min_size_to_sample is 101, the store never holds more than 100"):
-        buffer(MinSize(101))
+        memory_buffer(batch_size=4, rate_limiter=MinSize(101))
     with pytest.raises(ValueError, match="never holds more than 100"):
         expstore.open(store_path, capacity=100, rate_limiter=MinSize(101))
     assert not store_path.exists()
-    rb = buffer(SampleToInsertRatio(2.0, 10, 12))
+    rb = memory_buffer(batch_size=4, rate_limiter=SampleToInsertRatio(2.0, 10, 12))
     with pytest.raises(ValueError, match="a sample of 25 rows moves the error by 25, more than the 24"):
         rb.sample(25)
     rb.extend(rows(12))
@@ -193,7 +196,7 @@ def test_what_would_wait_for_ever_is_an_error_at_the_call(store_path: Path) -> N
 
 
 def test_a_sample_waits_until_there_are_rows_enough() -> None:
-    rb = buffer(MinSize(10))
+    rb = memory_buffer(batch_size=4, rate_limiter=MinSize(10))
     with ThreadPoolExecutor(3) as pool:
         batches = [pool.submit(rb.sample) for _ in range(3)]
         for count in (4, 5):
@@ -204,7 +207,7 @@ def test_a_sample_waits_until_there_are_rows_enough() -> None:
 
 
 def test_timeouts_say_what_they_waited_for() -> None:
-    rb = buffer(MinSize(10, timeout=0.01))
+    rb = memory_buffer(batch_size=4, rate_limiter=MinSize(10, timeout=0.01))
     rb.extend(rows(3))
     with pytest.raises(
         NotReadyError, match=r"the store has 3 of min_size_to_sample = 10 rows \(waited 0.01 s\)"
@@ -320,7 +323,7 @@ def test_counts_survive_closing_and_versions(store_path: Path, tmp_path: Path) -
         rb.sample()
     with limited(store_path) as rb:
         assert counts(rb) == (20, 16)
-    memory = buffer(SampleToInsertRatio(2.0, 10, 40, timeout=0), 50)
+    memory = memory_buffer(50, batch_size=4, rate_limiter=SampleToInsertRatio(2.0, 10, 40, timeout=0))
     memory.loads(tmp_path / "versions")
     assert counts(memory) == (20, 8)
 
@@ -429,13 +432,13 @@ def test_followers_neither_wait_nor_count(store_path: Path) -> None:
 
 def test_a_limiter_has_one_buffer_at_a_time_and_does_not_keep_it(store_path: Path) -> None:
     limiter = MinSize(1)
-    rb = buffer(limiter)
+    rb = memory_buffer(batch_size=4, rate_limiter=limiter)
     with pytest.raises(StateError, match="another store's already"):
-        buffer(limiter)
+        memory_buffer(batch_size=4, rate_limiter=limiter)
     rb.close()
     with expstore.open(store_path, rate_limiter=limiter) as rb:
         rb.extend(rows(2))
-    rb = buffer(limiter)
+    rb = memory_buffer(batch_size=4, rate_limiter=limiter)
     kept = weakref.ref(rb.storage)
     del rb
     assert kept() is None

@@ -13,41 +13,7 @@ from expstore.data.batch import Batch, Builder, StepReader, flatten
 from expstore.errors import SchemaError
 from expstore.schema.field_roles import find_keys
 from expstore.schema.schema import Schema
-
-DTYPES = [
-    torch.bool,
-    torch.uint8,
-    torch.int8,
-    torch.int16,
-    torch.int32,
-    torch.int64,
-    torch.uint16,
-    torch.uint32,
-    torch.uint64,
-    torch.float16,
-    torch.bfloat16,
-    torch.float32,
-    torch.float64,
-    torch.complex64,
-]
-
-
-def random_bits(dtype: torch.dtype, shape: tuple[int, ...], rng: np.random.Generator) -> torch.Tensor:
-    """A tensor of any bits that the dtype has: NaN, infinities and negative zero too."""
-    if dtype is torch.bool:
-        return torch.from_numpy(rng.random(shape) < 0.5)
-    size = torch.empty((), dtype=dtype).element_size()
-    raw = rng.integers(0, 256, (*shape, size), np.uint8)
-    return torch.from_numpy(raw).view(dtype).reshape(shape)
-
-
-def bits(tensor: torch.Tensor) -> bytes:
-    kept = tensor.contiguous()
-    return (
-        kept.view(torch.uint8).numpy().tobytes()
-        if kept.dim()
-        else kept[None].view(torch.uint8).numpy().tobytes()
-    )
+from tests.support.tensor_bits import DTYPES, bits, random_bits
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -19,8 +19,9 @@ from tensordict import NonTensorStack, TensorDict
 import expstore
 from expstore import exchange
 from expstore.cli.app import run
+from expstore.core import tuning
 from expstore.errors import NotFoundError, SchemaError, StateError, StorageError
-from expstore.exchange import base, export_hdf5, export_npz, field_names, import_hdf5, import_npz, zarr_group
+from expstore.exchange import export_hdf5, export_npz, field_names, import_hdf5, import_npz
 from expstore.exchange import rows as exchange_rows
 from expstore.exchange.base import required
 from expstore.exchange.formats import EXPORTS
@@ -85,7 +86,7 @@ def test_rows_come_back_as_they_were(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str, capacity: int | None
 ) -> None:
     """Those of an episode behind one another, in several pieces, from two lanes that interleave."""
-    monkeypatch.setattr(base, "PIECE_ROWS", 64)
+    monkeypatch.setattr(tuning, "EXCHANGE_ROWS", 64)
     out, back = FORMS[form]
     path = tmp_path / f"out.{form}"
     with expstore.open(tmp_path / "run.exp", capacity=capacity, meta={"a": [1]}) as rb:
@@ -228,7 +229,7 @@ def test_seams_without_a_flag_end_episodes(
     none = np.zeros(12, "f4")
     path = d4rl(tmp_path / f"x.{form}", terminals=none, timeouts=none)
     for size in (1, 4, 5, 100):
-        monkeypatch.setattr(base, "PIECE_ROWS", size)
+        monkeypatch.setattr(tuning, "EXCHANGE_ROWS", size)
         assert FORMS[form][1](path, tmp_path / f"{size}.exp").episodes == 3
         with expstore.open(tmp_path / f"{size}.exp", mode="r") as rb:
             found = rb.sql("SELECT _episode, _step FROM transitions ORDER BY _id").fetchall()
@@ -368,8 +369,7 @@ def test_no_export_holds_more_than_a_piece(
 
     read = exchange_rows.read_present
     monkeypatch.setattr(exchange_rows, "read_present", counted)
-    for module in (base, zarr_group):
-        monkeypatch.setattr(module, "PIECE_ROWS", 16)
+    monkeypatch.setattr(tuning, "EXCHANGE_ROWS", 16)
     told: list[int] = []
     with expstore.open(tmp_path / "run.exp") as rb:
         rb.extend(rows(0, 200, every=50))

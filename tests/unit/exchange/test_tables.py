@@ -26,18 +26,15 @@ from tensordict import TensorDict
 
 import expstore
 from expstore.cli.app import run
+from expstore.core import tuning
 from expstore.disk.files import Disk
 from expstore.disk.writer_lock import WriterLock
 from expstore.errors import LockedError, NotFoundError, SchemaError, StateError, StorageError
-from expstore.exchange import base, export_arrow, export_parquet, import_arrow, import_parquet, parquet
+from expstore.exchange import export_arrow, export_parquet, import_arrow, import_parquet
 from tests.support.buffer_bytes import held
 from tests.support.case_selection import in_full, share
+from tests.support.typed_rows import typed_buffer, typed_rows
 
-DTYPES = [
-    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
-    *(torch.uint16, torch.uint32, torch.uint64),
-    *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64),
-]
 FORMS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "parquet": (export_parquet, import_parquet),
     "arrow": (export_arrow, import_arrow),
@@ -50,33 +47,6 @@ pytestmark = pytest.mark.usefixtures("no_syncs")
 @pytest.fixture(params=sorted(FORMS))
 def form(request: pytest.FixtureRequest) -> str:
     return str(request.param)
-
-
-def rows(first: int, count: int, every: int = 9) -> TensorDict:
-    """Rows that follow from their number; with zeros that have a sign, and numbers that are none."""
-    number = torch.arange(first, first + count)
-    frame = (number[:, None, None] + torch.arange(40 * 40).reshape(40, 40)).to(torch.uint8)
-    quotients = torch.arange(1, 7).reshape(2, 3)
-    odd = torch.tensor([0x7FC00001, -0x3FFFFF, 0x7F800000], dtype=torch.int32).view(torch.float32)
-    data = TensorDict({"number": number, "frame": frame}, [count])
-    data["next"] = TensorDict(
-        {"frame": frame + 1, "odd": torch.where(number[:, None] % 3 == 0, -0.0, odd)}, [count]
-    )
-    data["next", "reward"] = number[:, None].float()
-    data["next", "terminated"] = (number % every == every - 1)[:, None]
-    data["next", "truncated"] = torch.zeros(count, 1, dtype=torch.bool)
-    for dtype in DTYPES:
-        data["all", str(dtype).removeprefix("torch.")] = (number % 100).to(dtype)
-        name = str(dtype).removeprefix("torch.")
-        data["wide", name] = (number[:, None, None] % quotients).to(dtype)
-    return data
-
-
-def make(path: Path, count: int, **settings: Any) -> expstore.TensorDictReplayBuffer:
-    rb = expstore.open(path, seed=0, **settings)
-    for first in range(0, count, 50):
-        rb.extend(rows(first, min(50, count - first)))
-    return rb
 
 
 FACTS = (
@@ -112,9 +82,9 @@ def test_rows_come_back_as_they_were(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str, capacity: int, count: int, layout: str
 ) -> None:
     """In several files and row groups; each of which other programs read."""
-    monkeypatch.setattr(base, "PIECE_ROWS", 64)
-    monkeypatch.setattr(parquet, "FILE_ROWS", 100)
-    with make(tmp_path / "run.exp", count or 50, capacity=capacity, layout=layout) as rb:
+    monkeypatch.setattr(tuning, "EXCHANGE_ROWS", 64)
+    monkeypatch.setattr(tuning, "PARQUET_FILE_ROWS", 100)
+    with typed_buffer(tmp_path / "run.exp", count or 50, capacity=capacity, layout=layout) as rb:
         if not count:
             rb.empty()
         else:
@@ -137,7 +107,7 @@ def expstore_verify(path: Path) -> int:
 
 
 def test_other_programs_read_it_unaided(tmp_path: Path) -> None:
-    with make(tmp_path / "run.exp", 120) as rb:
+    with typed_buffer(tmp_path / "run.exp", 120) as rb:
         export_parquet(rb, tmp_path / "out")
         export_arrow(rb, tmp_path / "arrow")
         expected = rb[:]
@@ -162,10 +132,10 @@ def test_other_programs_read_it_unaided(tmp_path: Path) -> None:
 
 def test_a_file_has_whole_episodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lanes interleave in the store; each file has a range of episodes, in the order of ids."""
-    monkeypatch.setattr(parquet, "FILE_ROWS", 40)
+    monkeypatch.setattr(tuning, "PARQUET_FILE_ROWS", 40)
     with expstore.open(tmp_path / "run.exp") as rb:
         for first in range(0, 60, 4):
-            lanes = torch.stack([rows(first + 1000 * lane, 4, every=9 + lane) for lane in range(3)])
+            lanes = torch.stack([typed_rows(4, first + 1000 * lane, every=9 + lane) for lane in range(3)])
             rb.extend(lanes, source="robot")
         rb.annotate(2, success=True, note='a "b"')
         export_parquet(rb, tmp_path / "out")
@@ -187,7 +157,7 @@ def test_a_file_has_whole_episodes(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_only_some_episodes_and_fields(tmp_path: Path, form: str) -> None:
-    with make(tmp_path / "run.exp", 120) as rb:
+    with typed_buffer(tmp_path / "run.exp", 120) as rb:
         where = "episode_id BETWEEN 3 AND 4 OR status = 'open'"
         with there_and_back(form, rb, tmp_path, episodes=where, fields=["number", "next.reward"]) as again:
             numbers = [*range(18, 36), *range(117, 120)]
@@ -207,13 +177,13 @@ def test_only_some_episodes_and_fields(tmp_path: Path, form: str) -> None:
 def test_an_episode_without_its_beginning_counts_anew(tmp_path: Path, form: str) -> None:
     """Its steps follow one another; where some are missing in between, another one begins."""
     with expstore.open(tmp_path / "run.exp", capacity=40) as rb:
-        rb.extend(rows(0, 100, every=30))
+        rb.extend(typed_rows(100, every=30))
         with there_and_back(form, rb, tmp_path) as again:
             query = "SELECT _episode, _step FROM transitions ORDER BY _id"
             assert rb.sql(query).fetchall()[0] == (3, 0)
             found = rb.sql(query).fetchall()
             assert again.sql(query).fetchall() == found
-        rb.extend(rows(100, 10, every=30))
+        rb.extend(typed_rows(10, 100, every=30))
         there_and_back(form, rb, (tmp_path / "b")) if (tmp_path / "b").mkdir() else None
         out, back = FORMS[form]
         out(rb, tmp_path / "cut")
@@ -262,7 +232,7 @@ def test_rows_that_are_no_tensordicts_come_back(tmp_path: Path, form: str) -> No
 def test_storages_with_lanes_are_flattened(tmp_path: Path, form: str) -> None:
     storage = expstore.ZarrStorage(tmp_path / "run.exp", 400, ndim=2)
     with expstore.TensorDictReplayBuffer(storage=storage) as rb:
-        lanes = torch.stack([rows(0, 40), rows(500, 40, every=7)], 1)
+        lanes = torch.stack([typed_rows(40), typed_rows(40, 500, every=7)], 1)
         rb.extend(lanes)
         with there_and_back(form, rb, tmp_path) as again:
             assert again.storage.ndim == 1
@@ -270,7 +240,7 @@ def test_storages_with_lanes_are_flattened(tmp_path: Path, form: str) -> None:
             for query in FACTS:
                 assert rb.sql(query).fetchall() == again.sql(query).fetchall()
     with expstore.TensorDictReplayBuffer(storage=expstore.MemoryStorage(100)) as ram:
-        ram.extend(rows(0, 60))
+        ram.extend(typed_rows(60))
         FORMS[form][0](ram, tmp_path / "ram")
         FORMS[form][1](tmp_path / "ram", tmp_path / "ram.exp")
         with expstore.open(tmp_path / "ram.exp", mode="r") as again:
@@ -371,11 +341,11 @@ def test_rows_without_their_file_of_episodes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
 ) -> None:
     """Lanes that interleave stay apart, by the columns that say so; ends follow from flags."""
-    monkeypatch.setattr(base, "PIECE_ROWS", 64)
+    monkeypatch.setattr(tuning, "EXCHANGE_ROWS", 64)
     out, back = FORMS[form]
     with expstore.open(tmp_path / "run.exp") as rb:
         for first in range(0, 80, 8):
-            data = torch.stack([rows(first + 1000 * lane, 8, every=9 + lane) for lane in range(3)])
+            data = torch.stack([typed_rows(8, first + 1000 * lane, every=9 + lane) for lane in range(3)])
             data["collector", "traj_ids"] = data["number"] // torch.tensor([[9], [10], [11]])
             data["next", "truncated"] = (data["number"] % 5 == 0)[..., None]
             rb.extend(data)
@@ -392,7 +362,7 @@ def test_rows_without_their_file_of_episodes(
 
 
 def test_rows_that_others_took_out_leave_no_episode_that_seems_whole(tmp_path: Path) -> None:
-    with make(tmp_path / "run.exp", 18) as rb:
+    with typed_buffer(tmp_path / "run.exp", 18) as rb:
         export_parquet(rb, tmp_path / "out", fields=["number", "next.reward"])
     path = tmp_path / "out/rows/00000.parquet"
     pl.read_parquet(path).filter(pl.col("_step") != 4).write_parquet(path)
@@ -462,7 +432,7 @@ def test_files_that_do_not_belong_together_are_refused(tmp_path: Path, form: str
     with pytest.raises(SchemaError, match=r"b\.parquet has Schema\(b.*a\.parquet"):
         import_parquet(tmp_path / "in", tmp_path / "back.exp")
     out, back = FORMS[form]
-    with make(tmp_path / "run.exp", 60) as rb:
+    with typed_buffer(tmp_path / "run.exp", 60) as rb:
         out(rb, tmp_path / "all")
         out(rb, tmp_path / "few", episodes=[1, 2])
     name = f"episodes.{form}"
@@ -489,7 +459,7 @@ def test_nothing_is_left_of_what_ended_early(tmp_path: Path, form: str) -> None:
         raise KeyboardInterrupt
 
     out, back = FORMS[form]
-    with make(tmp_path / "run.exp", 60) as rb:
+    with typed_buffer(tmp_path / "run.exp", 60) as rb:
         with pytest.raises(KeyboardInterrupt):
             out(rb, tmp_path / "out", progress=stop)
         with pytest.raises(StorageError, match="No space"):
@@ -523,7 +493,8 @@ def test_nothing_is_left_of_what_ended_early(tmp_path: Path, form: str) -> None:
 STOPPED = """
 import os, signal, sys
 from expstore.cli import app
-from expstore.exchange import base, rows, tables, fill
+from expstore.core import tuning
+from expstore.exchange import rows, tables, fill
 
 def interrupted(call):
     def wrapped(*args, **named):
@@ -532,7 +503,7 @@ def interrupted(call):
     return wrapped
 
 number = int(sys.argv.pop())
-base.PIECE_ROWS = 64
+tuning.EXCHANGE_ROWS = 64
 if sys.argv[1] == "export":
     rows.Rows.read = interrupted(rows.Rows.read)
 else:
@@ -544,7 +515,7 @@ app.main()
 @pytest.mark.some(1)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_interrupted_or_killed_from_the_command_line(tmp_path: Path, form: str, number: int) -> None:
-    make(tmp_path / "run.exp", 300).close()
+    typed_buffer(tmp_path / "run.exp", 300).close()
     store, out, again = (str(tmp_path / name) for name in ("run.exp", "out", "back.exp"))
 
     def stopped(*arguments: str) -> int:
@@ -565,7 +536,7 @@ def test_interrupted_or_killed_from_the_command_line(tmp_path: Path, form: str, 
 
 @pytest.mark.some(1)
 def test_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], form: str) -> None:
-    make(tmp_path / "run.exp", 120).close()
+    typed_buffer(tmp_path / "run.exp", 120).close()
     out = tmp_path / "out"
     asked = ["export", str(tmp_path / "run.exp"), str(out), f"--{form}"]
     assert run([*asked, "--episodes", "1-3, 10-", "--json"]) == 0
@@ -603,7 +574,7 @@ print("torch" in sys.modules)
 
 
 def test_neither_needs_torch(tmp_path: Path) -> None:
-    make(tmp_path / "run.exp", 60).close()
+    typed_buffer(tmp_path / "run.exp", 60).close()
     paths = [str(tmp_path / name) for name in ("run.exp", "out", "back.exp")]
     done = subprocess.run([sys.executable, "-c", ALONE, *paths], capture_output=True, text=True, check=True)
     assert done.stdout.endswith("False\n")

@@ -26,26 +26,19 @@ from tensordict import TensorDict
 
 import expstore
 from expstore.cli.app import run
+from expstore.core import tuning
 from expstore.episodes.table import Steps
 from expstore.errors import SchemaError
-from expstore.exchange import (
-    base,
-    export_arrow,
-    export_parquet,
-    import_arrow,
-    import_parquet,
-    parquet,
-    row_pieces,
-)
+from expstore.exchange import export_arrow, export_parquet, import_arrow, import_parquet, row_pieces
 from expstore.exchange.rows import Rows
 from expstore.exchange.variable_rows import file_type, from_file, to_file
 from expstore.schema.arrow_types import Ragged, ragged_of, ragged_text, to_type, type_text
-from expstore.schema.field_roles import find_keys
 from expstore.schema.schema import ARROW, DTYPES, Field, Schema
 from expstore.schema.variable_tensors import join
 from expstore.storages.arrow import ArrowStorage
 from expstore.writers.writers import RoundRobinWriter
 from tests.support.case_selection import in_full, share
+from tests.support.stores import prepare
 from tests.support.variable_length import buffer, plain, rollouts
 
 FORMS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
@@ -160,8 +153,7 @@ def bits(array: Any) -> Any:
 
 
 def make(path: Path, schema: Schema, columns: list[Any], **options: Any) -> ArrowStorage:
-    storage = ArrowStorage(path, **options)
-    storage.prepare(schema, find_keys(schema))
+    storage = prepare(ArrowStorage(path, **options), schema)
     with storage.turn, storage.lock:
         RoundRobinWriter().write(storage, columns, Steps(len(columns[0])), source=None, info="")
     return storage
@@ -178,8 +170,8 @@ def test_whatever_rows_come_back(
     storage = make(folder / "run.exp", schema, columns, compression=compression)
     out, back = FORMS[form]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(base, "PIECE_ROWS", 16)
-        patch.setattr(row_pieces, "MOST_ROWS", 7)
+        patch.setattr(tuning, "EXCHANGE_ROWS", 16)
+        patch.setattr(tuning, "EXCHANGE_VARIABLE_ROWS", 7)
         rb = expstore.ReplayBuffer(storage=storage)
         assert out(rb, folder / "out").left_out == 0
         rb.close()
@@ -264,8 +256,8 @@ QUERIES = (
 def test_episodes_files_and_row_groups(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str, capacity: int | None
 ) -> None:
-    monkeypatch.setattr(base, "PIECE_ROWS", 32)
-    monkeypatch.setattr(parquet, "FILE_ROWS", 50)
+    monkeypatch.setattr(tuning, "EXCHANGE_ROWS", 32)
+    monkeypatch.setattr(tuning, "PARQUET_FILE_ROWS", 50)
     out, back = FORMS[form]
     with expstore.open(tmp_path / "run.exp", storage="arrow", capacity=capacity) as rb:
         for first in range(0, 200, 25):

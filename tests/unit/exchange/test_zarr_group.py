@@ -14,42 +14,19 @@ import pytest
 import tensorstore
 import torch
 import zarr
-from tensordict import TensorDict
 
 import expstore
+from expstore.core import tuning
 from expstore.disk.files import Disk
 from expstore.disk.writer_lock import WriterLock
 from expstore.errors import LockedError, SchemaError, StateError, StorageError
-from expstore.exchange import export_zarr, zarr_group
-from expstore.exchange import rows as exchange_rows
+from expstore.exchange import export_zarr, rows, zarr_group
 from tests.support.commands import Cli
+from tests.support.typed_rows import typed_buffer, typed_rows
 
 pytestmark = pytest.mark.usefixtures("no_syncs")
 
-DTYPES = [
-    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
-    *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64),
-]
 OWN = ("id", "episode", "step", "time", "priority")
-
-
-def rows(first: int, count: int) -> TensorDict:
-    """Rows that follow from their number; with zeros that have a sign, and no numbers."""
-    number = torch.arange(first, first + count)
-    frame = (number[:, None, None] + torch.arange(40 * 40).reshape(40, 40)).to(torch.uint8)
-    odd = torch.where(number[:, None] % 3 == 0, -0.0, torch.nan) * torch.ones(3)
-    data = TensorDict({"number": number, "frame": frame, "next": {"frame": frame + 1, "odd": odd}}, [count])
-    data["next", "done"] = (number % 9 == 8)[:, None]
-    for dtype in DTYPES:
-        data["all", str(dtype).removeprefix("torch.")] = (number % 100).to(dtype)
-    return data
-
-
-def make(path: Path, count: int, **settings: Any) -> expstore.TensorDictReplayBuffer:
-    rb = expstore.open(path, seed=0, **settings)
-    for first in range(0, count, 50):
-        rb.extend(rows(first, min(50, count - first)))
-    return rb
 
 
 def held(rb: expstore.TensorDictReplayBuffer) -> dict[str, np.ndarray]:
@@ -93,8 +70,8 @@ def test_other_programs_read_what_the_store_holds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capacity: int, count: int, piece: int, layout: str
 ) -> None:
     """In one piece that is not full, and in several."""
-    monkeypatch.setattr(zarr_group, "PIECE_BYTES", piece)
-    with make(tmp_path / "run.exp", count or 50, capacity=capacity, layout=layout) as rb:
+    monkeypatch.setattr(tuning, "EXCHANGE_BYTES", piece)
+    with typed_buffer(tmp_path / "run.exp", count or 50, capacity=capacity, layout=layout) as rb:
         if not count:
             rb.empty()
         rb.update_priority(rb.storage.index_of(np.array([rb.storage.last])), [4.0]) if count else None
@@ -110,17 +87,17 @@ def test_other_programs_read_what_the_store_holds(
 
 
 def test_rows_are_read_a_piece_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(zarr_group, "PIECE_BYTES", 64 * 4000)
+    monkeypatch.setattr(tuning, "EXCHANGE_BYTES", 64 * 4000)
     asked = []
 
     def counted(storage: Any, ids: Any, places: Any) -> Any:
         asked.append(ids.size)
         return read(storage, ids, places)
 
-    read = exchange_rows.read_present
-    monkeypatch.setattr(exchange_rows, "read_present", counted)
+    read = rows.read_present
+    monkeypatch.setattr(rows, "read_present", counted)
     told = []
-    with make(tmp_path / "run.exp", 230) as rb:
+    with typed_buffer(tmp_path / "run.exp", 230) as rb:
         done = export_zarr(rb.storage, tmp_path / "out.zarr", progress=lambda *how_far: told.append(how_far))
     assert max(asked) <= 64
     assert sum(asked) == done.rows == 230
@@ -129,7 +106,7 @@ def test_rows_are_read_a_piece_at_a_time(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_only_some_fields(tmp_path: Path) -> None:
-    with make(tmp_path / "run.exp", 60) as rb:
+    with typed_buffer(tmp_path / "run.exp", 60) as rb:
         expected = held(rb)
         done = export_zarr(rb.storage, tmp_path / "out.zarr", fields=["next.frame", "number"])
         with pytest.raises(SchemaError, match=r"no field 'next.frames'.*next\.frame"):
@@ -146,7 +123,7 @@ def test_only_some_fields(tmp_path: Path) -> None:
 def test_a_target_that_is_there_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "out.zarr").mkdir()
     (tmp_path / "file.zarr").write_text("mine")
-    with make(tmp_path / "run.exp", 60) as rb:
+    with typed_buffer(tmp_path / "run.exp", 60) as rb:
         for name in ("out.zarr", "file.zarr", "run.exp"):
             with pytest.raises(StateError, match=f"{name} exists already"):
                 export_zarr(rb.storage, tmp_path / name)
@@ -170,7 +147,7 @@ def test_nothing_is_left_of_one_that_ended_early(tmp_path: Path) -> None:
     def stop(done: int, total: int) -> None:
         raise KeyboardInterrupt
 
-    with make(tmp_path / "run.exp", 60) as rb:
+    with typed_buffer(tmp_path / "run.exp", 60) as rb:
         with pytest.raises(KeyboardInterrupt):
             export_zarr(rb.storage, tmp_path / "out.zarr", progress=stop)
         assert os.listdir(tmp_path) == ["run.exp"]
@@ -196,17 +173,17 @@ def test_rows_that_are_overwritten_meanwhile_are_left_out_everywhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A writer turns the ring while another process exports; what is there are whole rows."""
-    monkeypatch.setattr(zarr_group, "PIECE_BYTES", 64 * 4000)
+    monkeypatch.setattr(tuning, "EXCHANGE_BYTES", 64 * 4000)
     written = []
     with (
-        make(tmp_path / "run.exp", 500, capacity=200) as writer,
+        typed_buffer(tmp_path / "run.exp", 500, capacity=200) as writer,
         expstore.open(tmp_path / "run.exp", mode="r") as reader,
     ):
 
         def go_on(done: int, total: int) -> None:
             if len(written) < 2:
                 first = 500 + 80 * len(written)
-                writer.extend(rows(first, 80))
+                writer.extend(typed_rows(80, first))
                 written.append(first)
 
         done = export_zarr(reader.storage, tmp_path / "out.zarr", progress=go_on)
@@ -216,7 +193,7 @@ def test_rows_that_are_overwritten_meanwhile_are_left_out_everywhere(
     number = found["number"]
     assert (np.diff(number) > 0).all()
     assert number[-1] == 499
-    expected = rows(0, 500)[torch.from_numpy(number)]
+    expected = typed_rows(500)[torch.from_numpy(number)]
     assert (found["frame"] == expected["frame"].numpy()).all()
     assert (found["next/frame"] == expected["next", "frame"].numpy()).all()
     assert (found["_row/id"] == number + 1).all()
@@ -225,11 +202,11 @@ def test_rows_that_are_overwritten_meanwhile_are_left_out_everywhere(
 def test_from_the_command_line(tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a store in use, of a version, of the newest one."""
     store, versions = tmp_path / "run.exp", tmp_path / "versions"
-    with make(store, 60) as rb:
+    with typed_buffer(store, 60) as rb:
         rb.dumps(versions)
-        rb.extend(rows(60, 30))
+        rb.extend(typed_rows(30, 60))
         rb.tag("best")
-        rb.extend(rows(90, 30))
+        rb.extend(typed_rows(30, 90))
         code, out, err = cli("export", store, tmp_path / "all.zarr", "--zarr")
         assert (code, err.count("\n")) == (0, 1)
         assert "statuses and infos of episodes" in err
@@ -255,7 +232,7 @@ def test_from_the_command_line(tmp_path: Path, cli: Cli, monkeypatch: pytest.Mon
 
 def test_a_target_in_a_store_or_nowhere_is_refused(tmp_path: Path, cli: Cli) -> None:
     store = tmp_path / "run.exp"
-    make(store, 60).close()
+    typed_buffer(store, 60).close()
     (tmp_path / "link").symlink_to(store / "columns")
     before = sorted(store.rglob("*"))
     for target in (store / "x.zarr", store / "columns/x.zarr", tmp_path / "link/x.zarr"):
@@ -270,6 +247,7 @@ def test_a_target_in_a_store_or_nowhere_is_refused(tmp_path: Path, cli: Cli) -> 
 STOPPED = """
 import os, signal, sys
 from expstore.cli import app
+from expstore.core import tuning
 from expstore.exchange import zarr_group
 from expstore.disk.files import Disk
 
@@ -281,13 +259,13 @@ def interrupted(call):
 
 zarr_group._Group._write = interrupted(zarr_group._Group._write)
 Disk.remove_tree = interrupted(Disk.remove_tree)
-zarr_group.PIECE_BYTES = 64 * 4000
+tuning.EXCHANGE_BYTES = 64 * 4000
 app.main()
 """
 
 
 def test_a_second_interrupt_does_not_disturb_the_cleaning_up(tmp_path: Path) -> None:
-    make(tmp_path / "run.exp", 300).close()
+    typed_buffer(tmp_path / "run.exp", 300).close()
     arguments = ["export", str(tmp_path / "run.exp"), str(tmp_path / "out.zarr"), "--zarr"]
     done = subprocess.run([sys.executable, "-c", STOPPED, *arguments], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (130, "")
@@ -307,7 +285,7 @@ print("torch" in sys.modules)
 
 
 def test_a_packed_store_needs_no_torch(tmp_path: Path) -> None:
-    make(tmp_path / "run.exp", 60).close()
+    typed_buffer(tmp_path / "run.exp", 60).close()
     command = [sys.executable, "-c", ALONE, str(tmp_path / "run.exp"), str(tmp_path / "out.zarr")]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout.endswith("False\n")

@@ -12,8 +12,9 @@ import google_crc32c
 import numpy as np
 import pytest
 
+from expstore.core import tuning
 from expstore.core.values import Array, IntArray
-from expstore.kernels import blosc_decode, native
+from expstore.kernels import native
 from expstore.kernels.blosc_decode import take_rows
 from expstore.storages.format.chunk_encoding import Packing
 from expstore.storages.format.codecs import CODECS
@@ -25,7 +26,7 @@ WIDTH = 10_000  # blosc makes no shorter blocks of LZ4 than 64 KiB
 def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     number: int = request.param
     monkeypatch.setattr(native, "THREADS", number)
-    monkeypatch.setattr(blosc_decode, "EACH_BYTES", 1)
+    monkeypatch.setattr(tuning, "DECOMPRESS_THREAD_BYTES", 1)
     return number
 
 

@@ -14,27 +14,17 @@ import torch
 
 import expstore
 from expstore.buffers.tensordict import TensorDictReplayBuffer
+from expstore.core import tuning
 from expstore.errors import CorruptionError, ExpStoreError
 from expstore.maintenance import verify
-from expstore.storages.format import records
 from expstore.storages.zarr import ZarrStorage
-from tests.support.damaged_stores import CAPACITY, ROWS, batch, in_child, make_sound, without_disk
+from tests.support.damaged_stores import CAPACITY, ROWS, batch, in_child
 
-pytestmark = pytest.mark.index
+pytestmark = [pytest.mark.index, pytest.mark.usefixtures("no_syncs", "short_flat_shards")]
 
 #: What is made anew, with a line that says so where that is worth one.
 DERIVED = ("index.duckdb", "STATE", "LOCK", "checksums")
 FIELDS = ("number", "wide", "never", ("next", "reward"), ("next", "terminated"))
-
-
-@pytest.fixture(autouse=True)
-def no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    without_disk(monkeypatch)
-
-
-@pytest.fixture(scope="module")
-def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_sound(tmp_path_factory)
 
 
 def wanted() -> dict[str | tuple[str, ...], torch.Tensor]:
@@ -175,7 +165,7 @@ def test_a_lost_segment_is_not_taken_for_a_kill(store_path: Path) -> None:
 def test_the_bytes_of_an_unfinished_change_are_checked(
     store_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(records, "REDO_BYTES", 100)
+    monkeypatch.setattr(tuning, "REPLACE_RECORD_BYTES", 100)
 
     def work() -> list[str]:
         rb = expstore.open(store_path)

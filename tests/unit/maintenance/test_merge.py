@@ -21,19 +21,15 @@ from expstore.errors import LockedError, NotFoundError, SchemaError, StateError
 from expstore.maintenance import verify
 from expstore.storages.zarr import ZarrStorage
 from tests.support.case_selection import in_full, share
+from tests.support.framed_rows import framed_rows
 
 pytestmark = [pytest.mark.index, pytest.mark.usefixtures("no_syncs")]
 
 SHARED = {"frame": {"layout": "packed", "rows": 4}, "next.frame": {"layout": "packed", "rows": 4}}
 
 
-def batch(first: int, count: int) -> TensorDict:
-    """Rows of these numbers; each seventh ends an episode, and all bear one trajectory id."""
-    number = torch.arange(first, first + count)
-    frame = (number[:, None] * torch.tensor([1, 7, 31]) % 251).to(torch.uint8)
-    following = ((number + 1)[:, None] * torch.tensor([1, 7, 31]) % 251).to(torch.uint8)
-    after = {"frame": following, "reward": number[:, None].float(), "done": (number % 7 == 6)[:, None]}
-    return TensorDict({"frame": frame, "number": number, "traj_ids": number // 7, "next": after}, [count])
+def batch(count: int, start: int = 0) -> TensorDict:
+    return framed_rows(count, start, shape=(3,), traj_ids=lambda number: number // 7)
 
 
 def make(path: Path, first: int, count: int, **more: Any) -> Path:
@@ -41,7 +37,7 @@ def make(path: Path, first: int, count: int, **more: Any) -> Path:
     with expstore.open(path, seed=3, traj_key="traj_ids", **more) as rb:
         for start in range(first, first + count, 10):
             source = "arm" if start // 10 % 2 else None
-            rb.extend(batch(start, min(10, first + count - start)), source=source, episode_info={"at": start})
+            rb.extend(batch(min(10, first + count - start), start), source=source, episode_info={"at": start})
         if count:
             rb.update_priority(id=[rb.storage.last], priority=[first + 2.0])
     return path
@@ -101,7 +97,7 @@ def test_all_rows_of_all_stores_are_there(tmp_path: Path, fields: Any) -> None:
         assert not set(found["episode"][:45]) & set(found["episode"][45:])
         assert rb.meta["merged"][1]["rows"] == 33
         # It goes on as any store: a named source by its new name.
-        rb.extend(batch(5000, 20), source="a/arm")
+        rb.extend(batch(20, 5000), source="a/arm")
         assert len(rb) == 106
         numbers = rb.sql("SELECT DISTINCT source FROM episodes ORDER BY 1").fetchall()
         assert [name for (name,) in numbers] == sorted({row[0] for row in episodes} | {"a/arm"})
@@ -136,7 +132,7 @@ test_the_last_rows_stay_in_full = pytest.mark.torture(in_full(test_the_last_rows
 def test_versions_and_folders_of_versions(tmp_path: Path) -> None:
     with expstore.open(make(tmp_path / "a.exp", 0, 20)) as rb:
         rb.dumps(tmp_path / "backup")
-        rb.extend(batch(20, 5))
+        rb.extend(batch(5, 20))
         rb.dumps(tmp_path / "backup")
         made = expstore.merge([tmp_path / "backup/v0001", tmp_path / "backup"], out=tmp_path / "both.exp")
     assert [(run.name, run.rows) for run in made.runs] == [("v0001", 20), ("v0002", 25)]
@@ -145,7 +141,7 @@ def test_versions_and_folders_of_versions(tmp_path: Path) -> None:
 def test_rows_of_several_dims(tmp_path: Path) -> None:
     for name, first in (("a", 0), ("b", 100)):
         with TensorDictReplayBuffer(storage=ZarrStorage(tmp_path / name, 12, ndim=2), batch_size=2) as rb:
-            rb.extend(batch(first, 15).reshape(3, 5))
+            rb.extend(batch(15, first).reshape(3, 5))
     made = expstore.merge([tmp_path / "a", tmp_path / "b"], out=tmp_path / "c", capacity=17)
     assert (made.rows, made.given_up) == (18, 6)  # whole steps of three
     with expstore.open(tmp_path / "c", mode="r") as rb:
@@ -184,9 +180,9 @@ def test_the_best_rows_of_two(tmp_path: Path) -> None:
 def test_stores_that_do_not_fit_together(tmp_path: Path) -> None:
     a = make(tmp_path / "a.exp", 0, 5)
     rows = {
-        "dtype": batch(0, 3).update({"number": torch.arange(3, dtype=torch.int32)}),
-        "more": batch(0, 3).update({"extra": torch.arange(3)}),
-        "fewer": batch(0, 3).exclude("number"),
+        "dtype": batch(3).update({"number": torch.arange(3, dtype=torch.int32)}),
+        "more": batch(3).update({"extra": torch.arange(3)}),
+        "fewer": batch(3).exclude("number"),
     }
     said = {
         "dtype": r"dtype.exp does not fit to .*a.exp: field number is .*int32.*, there .*int64",
@@ -195,7 +191,7 @@ def test_stores_that_do_not_fit_together(tmp_path: Path) -> None:
         "key": r"key.exp does not fit to .*a.exp: reward_key is .*'number'.*, there .*'reward'",
     }
     with expstore.open(tmp_path / "key.exp", reward_key="number", traj_key="traj_ids") as rb:
-        rb.extend(batch(0, 3))
+        rb.extend(batch(3))
     for name, data in rows.items():
         with expstore.open(tmp_path / f"{name}.exp") as rb:
             rb.extend(data)
@@ -228,7 +224,7 @@ def test_what_is_missing_or_in_the_way(tmp_path: Path) -> None:
         expstore.merge([a, tmp_path / "empty.exp"], out=out)
     assert sorted(tmp_path.rglob("*")) == before
     with expstore.open(b) as rb:
-        rb.extend(batch(50, 1))
+        rb.extend(batch(1, 50))
         with pytest.raises(LockedError, match=f"b.exp is being written to by process {os.getpid()}"):
             expstore.merge([a, b], out=out)
     (tmp_path / "out.exp.tmp").mkdir()
@@ -258,7 +254,7 @@ def test_a_writer_that_comes_meanwhile_is_noticed(tmp_path: Path) -> None:
     def write(done: int, total: int) -> None:
         if not held:
             held.append(expstore.open(a))
-            held[0].extend(batch(70, 3))
+            held[0].extend(batch(3, 70))
 
     with pytest.raises(LockedError, match="a.exp is being written to"):
         expstore.merge([a, b], out=tmp_path / "out.exp", progress=write)

@@ -18,16 +18,17 @@ from tensordict import TensorDict
 import expstore
 from expstore.buffers.tensordict import TensorDictReplayBuffer
 from expstore.cli.app import run
+from expstore.core import tuning
 from expstore.errors import CorruptionError, StorageError
 from expstore.maintenance import repair, verify
-from expstore.storages import base
 from expstore.storages.columns.packed import writer
 from expstore.storages.columns.packed.column import PackedRows
-from expstore.storages.engine.open_settings import Settings
-from expstore.storages.format import chunk_encoding
 from expstore.storages.format.layout import ColumnLayout
-from expstore.storages.zarr import ZarrStorage
+from tests.support.batches import numbered_rows
 from tests.support.damaged_stores import Broken, flip, in_child, lost_ids
+from tests.support.framed_rows import half_noise_frames
+from tests.support.stores import extend_all, open_zarr
+from tests.support.tuned import set_spare_slots
 
 pytestmark = pytest.mark.usefixtures("no_syncs")
 
@@ -39,49 +40,25 @@ LAYOUT = ColumnLayout(fields={"frame": {"layout": "packed", "rows": 4}})
 @pytest.fixture(autouse=True)
 def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     shorten(monkeypatch)
-    monkeypatch.setattr(chunk_encoding, "ENDLESS_SHARD_ROWS", 16)
+    monkeypatch.setattr(tuning, "UNBOUNDED_PACKED_SHARD_ROWS", 16)
 
 
 def shorten(patch: pytest.MonkeyPatch) -> None:
     """Let stores have short shards and a short ring."""
-    patch.setattr(chunk_encoding, "SHARD_ROWS", 16)
-    patch.setattr(base, "spare_slots", lambda capacity, row_bytes: 28)
+    patch.setattr(tuning, "PACKED_SHARD_ROWS", 16)
+    set_spare_slots(patch, 28)
 
 
-def frames(first: int, count: int) -> torch.Tensor:
-    """Rows that follow from a running number; half of each is noise, half is flat."""
-    noise = [
-        np.random.default_rng(n).integers(0, 256, (4, 16), np.uint8) for n in range(first, first + count)
-    ]
-    return torch.from_numpy(np.concatenate([np.stack(noise), np.zeros((count, 4, 16), np.uint8)], axis=1))
-
-
-def batch(first: int, count: int) -> TensorDict:
-    return TensorDict({"frame": frames(first, count), "number": torch.arange(first, first + count)}, [count])
+def batch(count: int, start: int = 0) -> TensorDict:
+    return numbered_rows(count, start, frame=half_noise_frames)
 
 
 def buffer(path: Path, capacity: int | None = CAPACITY) -> TensorDictReplayBuffer:
-    return TensorDictReplayBuffer(
-        storage=ZarrStorage(path, capacity, settings=Settings(flatten=True, seed=0, layout=LAYOUT)),
-        batch_size=8,
-    )
-
-
-def fill(path: Path, capacity: int | None = CAPACITY) -> None:
-    with buffer(path, capacity) as rb:
-        for first in range(0, ROWS, 10):
-            rb.extend(batch(first, 10))
-            if first % 50 == 0:
-                rb.flush()
+    return open_zarr(path, capacity, layout=LAYOUT)
 
 
 def right(data: TensorDict) -> bool:
-    return torch.equal(data["frame"], wanted(data))
-
-
-def wanted(data: TensorDict) -> torch.Tensor:
-    """What the frames of these rows must be, by their numbers."""
-    return torch.cat([frames(n, 1) for n in data["number"].tolist()])
+    return torch.equal(data["frame"], half_noise_frames(data["number"]))
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +66,8 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("sound") / "sound.exp"
     with pytest.MonkeyPatch.context() as patch:
         shorten(patch)
-        fill(path)
+        with buffer(path) as rb:
+            extend_all(rb, *(batch(10, first) for first in range(0, ROWS, 10)), flush_every=5)
     return path
 
 
@@ -149,10 +127,10 @@ def test_verify_names_the_rows_of_a_damaged_chunk_and_repair_costs_these_alone(
     with expstore.open(store) as rb:
         data = rb[:]
         assert set(data["number"].tolist()) == set(range(50, 150)) - {88, 89, 90, 91}
-        assert torch.equal(data["frame"], wanted(data))
-        rb.extend(batch(150, 70))
+        assert right(data)
+        rb.extend(batch(70, 150))
         data = rb[:]
-        assert torch.equal(data["frame"], wanted(data))
+        assert right(data)
     assert verify(store) == []
 
 
@@ -168,7 +146,7 @@ def test_a_missing_shard_costs_its_rows(sound: Path, tmp_path: Path) -> None:
     with expstore.open(store) as rb:
         data = rb[:]
         assert len(data) == 84
-        assert torch.equal(data["frame"], wanted(data))
+        assert right(data)
 
 
 @pytest.mark.some(2)
@@ -190,7 +168,7 @@ def test_what_follows_from_the_rest_is_made_again_at_no_cost(sound: Path, tmp_pa
     with expstore.open(store) as rb:
         data = rb[:]
         assert len(data) == 100
-        assert torch.equal(data["frame"], wanted(data))
+        assert right(data)
 
 
 def test_rows_of_the_chunk_that_is_not_full_are_found_lost(sound: Path, tmp_path: Path) -> None:
@@ -200,10 +178,10 @@ def test_rows_of_the_chunk_that_is_not_full_are_found_lost(sound: Path, tmp_path
     assert repair(store, drop_damaged=True).lost_rows == 2
     assert verify(store) == []
     with expstore.open(store) as rb:
-        rb.extend(batch(150, 1))
+        rb.extend(batch(1, 150))
         data = rb[:]
         assert set(data["number"].tolist()) == {*range(51, 148), 150}
-        assert torch.equal(data["frame"], wanted(data))
+        assert right(data)
 
 
 @pytest.mark.parametrize("count", [4, pytest.param(12, marks=pytest.mark.torture)])
@@ -225,16 +203,16 @@ def test_a_kill_before_the_shape_has_grown_is_no_damage(
         grow_shape(*told)
 
     with buffer(path, None) as rb:
-        rb.extend(batch(0, 32))
+        rb.extend(batch(32))
         with monkeypatch.context() as patch:
             patch.setattr(writer, "grow_shape", leave)
-            rb.extend(batch(32, 15))
+            rb.extend(batch(15, 32))
     assert verify(cut) == []
     shape = cut / "columns/frame/zarr.json"
     assert json.loads(shape.read_bytes())["shape"][0] == 32
     with buffer(cut, None) as rb:
         assert json.loads(shape.read_bytes())["shape"][0] == 48
-        assert torch.equal(rb[:]["frame"], wanted(rb[:]))
+        assert right(rb[:])
     assert verify(cut) == []
 
 

@@ -35,26 +35,12 @@ from tests.support.damaged_stores import (
     batch,
     flip,
     in_child,
-    make_sound,
-    without_disk,
 )
+from tests.support.stores import read_files
+
+pytestmark = pytest.mark.usefixtures("no_syncs", "short_flat_shards")
 
 ALL = range(ROWS - CAPACITY + 1, ROWS + 1)
-
-
-@pytest.fixture(autouse=True)
-def no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    without_disk(monkeypatch)
-
-
-@pytest.fixture(scope="module")
-def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_sound(tmp_path_factory)
-
-
-@pytest.fixture
-def store(sound: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(sound, tmp_path / "run.exp"))
 
 
 def ids_in_slots(first: int, last: int) -> list[int]:
@@ -314,10 +300,10 @@ def place_of(number: int) -> int:
 @pytest.mark.parametrize("name", ["expstore.json", "journal/000001"])
 def test_what_cannot_be_repaired(store: Path, name: str) -> None:
     (store / name).write_bytes(b"nothing")
-    before = sorted((p, p.read_bytes()) for p in store.rglob("*") if p.is_file() and p.name != "LOCK")
+    before = read_files(store, "LOCK")
     done = repair(store, drop_damaged=True)
     assert any(finding.fatal for finding in done.left)
-    assert before == sorted((p, p.read_bytes()) for p in store.rglob("*") if p.is_file() and p.name != "LOCK")
+    assert before == read_files(store, "LOCK")
 
 
 def test_a_dry_run_changes_nothing(store: Path) -> None:
@@ -325,9 +311,9 @@ def test_a_dry_run_changes_nothing(store: Path) -> None:
     (store / "columns/number/c/1").unlink()
     flip(store / "episodes.log", 300, 0)
     (store / "columns/number/zarr.json").unlink()
-    before = sorted((p, p.read_bytes()) for p in store.rglob("*") if p.is_file())
+    before = read_files(store)
     done = repair(store, drop_damaged=True, dry_run=True)
-    assert before == sorted((p, p.read_bytes()) for p in store.rglob("*") if p.is_file())
+    assert before == read_files(store)
     assert done.lost == ((7001, 8192), (9097, 12_000))
     assert repair(store, drop_damaged=True).lost == done.lost
 

@@ -19,15 +19,18 @@ from tensordict import TensorDict
 
 import expstore
 from expstore import ConsumingSampler, TensorDictMaxValueWriter, TensorDictReplayBuffer
+from expstore.core import tuning
 from expstore.core.draw_state import NO_PROGRESS
 from expstore.disk.files import Disk
 from expstore.errors import LockedError, NotFoundError, SchemaError, StateError, StorageError
 from expstore.maintenance import verify
-from expstore.storages import base
 from expstore.storages.engine.open_settings import Settings
-from expstore.storages.format import chunk_encoding
 from expstore.storages.format.layout import ColumnLayout
 from expstore.storages.zarr import ZarrStorage
+from tests.support.batches import noise_frames
+from tests.support.framed_rows import framed_rows
+from tests.support.stores import read_files
+from tests.support.tuned import set_spare_slots
 
 pytestmark = [pytest.mark.index, pytest.mark.usefixtures("no_syncs", "short")]
 
@@ -37,32 +40,23 @@ LAYOUTS = {
     "packed": ColumnLayout(fields=PACKED, share_next=False),
     "shared": ColumnLayout(fields=PACKED),
 }
-EPISODE = 5
+EPISODE, SHAPE = 5, (6, 8)
 
 
 @pytest.fixture(scope="module")
 def short() -> Iterator[None]:
     """Short shards and little spare."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chunk_encoding, "SHARD_ROWS", 32)
-        patch.setattr(chunk_encoding, "ENDLESS_SHARD_ROWS", 32)
-        patch.setattr(chunk_encoding, "REACH_ROWS", (4, 8))
-        patch.setattr(base, "spare_slots", lambda capacity, row_bytes: 12)
+        patch.setattr(tuning, "PACKED_SHARD_ROWS", 32)
+        patch.setattr(tuning, "UNBOUNDED_PACKED_SHARD_ROWS", 32)
+        patch.setattr(tuning, "PACKED_LOOKBACK_ROWS", (4, 8))
+        set_spare_slots(patch, 12)
         yield
 
 
-def frames(numbers: Any) -> torch.Tensor:
-    """Frames that follow from running numbers."""
-    rows = [np.random.default_rng(int(n)).integers(0, 256, 48, np.uint8) for n in numbers]
-    return torch.from_numpy(np.array(rows, np.uint8).reshape(-1, 6, 8))
-
-
-def batch(first: int, count: int, *, start: int = 0) -> TensorDict:
-    """Rows of these numbers, the `start`-th of their source and the ones after it."""
-    number, step = np.arange(first, first + count), np.arange(start, start + count)
-    ended = torch.from_numpy(step % EPISODE == EPISODE - 1)[:, None]
-    after = {"frame": frames(number + 1), "reward": torch.from_numpy(number)[:, None].float(), "done": ended}
-    return TensorDict({"frame": frames(number), "number": torch.from_numpy(number), "next": after}, [count])
+def batch(count: int, start: int = 0, *, step: int = 0) -> TensorDict:
+    """Return rows of these numbers; `step` is the step of the first row in its source."""
+    return framed_rows(count, start, shape=SHAPE, every=EPISODE, step=step)
 
 
 def buffer(
@@ -130,7 +124,7 @@ class World:
 
     def extend(self, rb: TensorDictReplayBuffer, count: int, source: str) -> None:
         first, start = len(self.rows), self.counts.get(source, 0)
-        rb.extend(batch(first, count, start=start), source=source)
+        rb.extend(batch(count, first, step=start), source=source)
         self.rows += [(first + n, source, start + n, self.largest) for n in range(count)]
         self.counts[source] = start + count
         self.trim()
@@ -158,8 +152,8 @@ class World:
             numbers = np.array([row[0] for row in self.live], np.int64)
             np.testing.assert_array_equal(found["number"], numbers)
             np.testing.assert_array_equal(found["id"], numbers + 1)
-            np.testing.assert_array_equal(found["frame"], frames(numbers).numpy())
-            np.testing.assert_array_equal(found["next.frame"], frames(numbers + 1).numpy())
+            np.testing.assert_array_equal(found["frame"], noise_frames(numbers, *SHAPE).numpy())
+            np.testing.assert_array_equal(found["next.frame"], noise_frames(numbers + 1, *SHAPE).numpy())
             assert found["step"].tolist() == [which % EPISODE for _, _, which, _ in self.live]
             assert found["priority"].tolist() == [np.float32(row[3]) for row in self.live]
             named = [(source, which // EPISODE) for _, source, which, _ in self.live]
@@ -228,7 +222,7 @@ def fill(path: Path, capacity: int | None, layout: str, **more: Any) -> None:
     """Make a store with all there is to be kept; it was opened once more, which cuts open episodes."""
     with buffer(path, capacity, layout, **more) as rb:
         for first in range(0, 120, 15):
-            rb.extend(batch(first, 15, start=first), source="arm" if first % 2 else None)
+            rb.extend(batch(15, first, step=first), source="arm" if first % 2 else None)
             if first == 30:
                 rb.tag("early")
         rb.update_priority(id=[100, 101, 119], priority=[3.0, 0.25, 9.0])
@@ -308,7 +302,7 @@ def test_counts_stay(tmp_path: Path, new: int | None) -> None:
 
     with buffer(path, 60, sampler=ConsumingSampler(3)) as rb:
         for first in range(0, 90, 15):
-            rb.extend(batch(first, 15))
+            rb.extend(batch(15, first))
             rb.sample()
         before = counts(rb)
     assert set(before.tolist()) > {0, 1}
@@ -324,14 +318,14 @@ def test_rows_that_were_given_up_do_not_come_back(tmp_path: Path) -> None:
     expstore.resize(path, capacity=20)
     expstore.resize(path, capacity=None)
     with buffer(path) as rb:
-        assert rb.extend(batch(120, 3)).tolist() == [120, 121, 122]
+        assert rb.extend(batch(3, 120)).tolist() == [120, 121, 122]
         assert sorted(rb[:]["number"].tolist()) == list(range(100, 123))
 
 
 def test_rows_that_left_by_episodes_stay_away(tmp_path: Path) -> None:
     path = tmp_path / "run.exp"
     with expstore.open(path, retain={"where": "terminated"}) as rb:
-        rb.extend(batch(0, 20))
+        rb.extend(batch(20))
     with pytest.raises(StateError, match="says by retain= which rows stay"):
         expstore.resize(path, capacity=8)
     expstore.open(path, retain={}).close()
@@ -342,10 +336,10 @@ def test_rows_that_left_by_episodes_stay_away(tmp_path: Path) -> None:
 def test_open_episodes_go_on(tmp_path: Path) -> None:
     path = tmp_path / "run.exp"
     with buffer(path, 60) as rb:
-        rb.extend(batch(0, 13), source="arm")
+        rb.extend(batch(13), source="arm")
     expstore.resize(path, capacity=10)
     with buffer(path) as rb:
-        rb.extend(batch(13, 1, start=13), source="arm")
+        rb.extend(batch(1, 13, step=13), source="arm")
         assert columns_of(rb.storage)["step"].tolist()[-4:] == [0, 1, 2, 3]
 
 
@@ -354,7 +348,7 @@ def test_a_store_without_rows(tmp_path: Path) -> None:
     buffer(path, 60, "shared").close()
     assert expstore.resize(path, capacity=24).rows == 0
     with buffer(path) as rb:
-        rb.extend(batch(0, 30))
+        rb.extend(batch(30))
         assert sorted(rb[:]["number"].tolist()) == list(range(6, 30))
         assert rb.storage.capacity == 24
 
@@ -367,14 +361,14 @@ def test_rows_of_several_dims_are_whole_steps(
     path = tmp_path / "run.exp"
     with TensorDictReplayBuffer(storage=ZarrStorage(path, 60, ndim=2), batch_size=4) as rb:
         for first in range(0, 90, 15):
-            rb.extend(batch(first, 15).reshape(3, 5))
+            rb.extend(batch(15, first).reshape(3, 5))
         before = columns_of(rb.storage)
     assert expstore.resize(path, capacity=asked).capacity == capacity
     assert verify(path) == []
     with TensorDictReplayBuffer(storage=ZarrStorage(path), batch_size=4) as rb:
         same(columns_of(rb.storage), before, min(60, capacity or 60))
         assert rb.storage.dims == (3,)
-        rb.extend(batch(90, 6).reshape(3, 2))
+        rb.extend(batch(6, 90).reshape(3, 2))
         assert rb.storage.last == 96
 
 
@@ -458,21 +452,17 @@ def test_of_equal_rows_the_earlier_places_stay(tmp_path: Path) -> None:
 # -- what cannot be ----------------------------------------------------------------------------------
 
 
-def tree(path: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(path)): p.read_bytes() for p in sorted(path.rglob("*")) if p.is_file()}
-
-
 def test_what_cannot_be_changes_nothing(tmp_path: Path) -> None:
     path = tmp_path / "run.exp"
     fill(path, 60, "packed")
-    before = tree(path)
+    before = read_files(path)
     with pytest.raises(ValueError, match="capacity must be at least 1, got 0"):
         expstore.resize(path, capacity=0)
     with pytest.raises(NotFoundError, match="is not a store"):
         expstore.resize(tmp_path / "no.exp", capacity=5)
     with pytest.raises(StateError, match="is a version, which is only read"):
         expstore.resize(path / "versions/v0001", capacity=5)
-    assert tree(path) == before
+    assert read_files(path) == before
     assert os.listdir(tmp_path) == ["run.exp"]
     with buffer(path) as rb:
         with pytest.raises(LockedError, match="it is open here"):

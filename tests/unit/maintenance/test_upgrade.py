@@ -21,6 +21,7 @@ from expstore.sql.sync import Catalog
 from expstore.storages.format import manifest
 from expstore.storages.format.manifest import FORMAT, Manifest
 from tests.support.commands import Cli
+from tests.support.stores import read_files
 
 pytestmark = pytest.mark.index
 
@@ -46,19 +47,15 @@ def newer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return steps
 
 
-def contents(path: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(path)): p.read_bytes() for p in sorted(path.rglob("*")) if p.is_file()}
-
-
 def test_nothing_to_do_is_said_and_nothing_is_touched(store: Path, cli: Cli) -> None:
-    before = contents(store)
+    before = read_files(store)
     code, out, err = cli("migrate", store)
     assert (code, err) == (0, "")
     assert out.splitlines() == [
         f"{store}: format 1, index at step 1; this version knows format {FORMAT} and 1 steps",
         "nothing to do",
     ]
-    assert contents(store) == before
+    assert read_files(store) == before
 
 
 def test_without_an_index_there_is_nothing_to_do(store: Path) -> None:
@@ -67,13 +64,13 @@ def test_without_an_index_there_is_nothing_to_do(store: Path) -> None:
 
 
 def test_a_dry_run_says_what_would_be_done(store: Path, newer: Path, cli: Cli) -> None:
-    before = contents(store)
+    before = read_files(store)
     code, out, _ = cli("migrate", store, "--dry-run")
     assert code == 0
     assert out.splitlines()[1:] == [
         "would be: index.duckdb: built anew with 0002_notes; the old one is kept as index.duckdb.old-1"
     ]
-    assert contents(store) == before
+    assert read_files(store) == before
     code, out, _ = cli("migrate", store, "--dry-run", "--json")
     assert json.loads(out)["acts"]
     assert json.loads(out)["dry_run"] is True
@@ -129,11 +126,11 @@ def test_newer_ones_are_refused(store: Path, newer: Path, cli: Cli, monkeypatch:
 
 def test_one_that_is_open_is_locked(store: Path, newer: Path, cli: Cli) -> None:
     with expstore.open(store):
-        before = contents(store)
+        before = read_files(store)
         with pytest.raises(LockedError):
             upgrade(store)
         assert cli("migrate", store)[0] == 3
-        assert contents(store).keys() == before.keys()
+        assert read_files(store).keys() == before.keys()
 
 
 def test_other_failures(store: Path, tmp_path: Path, newer: Path, cli: Cli) -> None:

@@ -23,25 +23,9 @@ from tests.support.damaged_stores import (
     fill,
     flip,
     in_child,
-    make_sound,
-    without_disk,
 )
 
-
-@pytest.fixture(autouse=True)
-def no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    without_disk(monkeypatch)
-
-
-@pytest.fixture(scope="module")
-def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_sound(tmp_path_factory)
-
-
-@pytest.fixture
-def store(sound: Path, tmp_path: Path) -> Path:
-    """A copy that may be damaged."""
-    return Path(shutil.copytree(sound, tmp_path / "run.exp"))
+pytestmark = pytest.mark.usefixtures("no_syncs", "short_flat_shards")
 
 
 # ---------------------------------------------------------------------------------------------------

@@ -35,8 +35,8 @@ from expstore.errors import (
     StateError,
 )
 from expstore.remote.transport import Address
-from tests.api.test_routes import batch_of
 from tests.support import warm_processes
+from tests.support.arrow_bodies import batch_of
 from tests.support.servers import Serving
 from tests.support.tcp_proxy import Proxy
 

@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 import torch
 import torchrl.data as theirs
-from tensordict import TensorDict
 
 import expstore
 from expstore import (
@@ -32,26 +31,19 @@ from expstore import (
     TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
 )
+from expstore.core import tuning
 from expstore.disk.files import Disk
 from expstore.errors import CorruptionError
 from expstore.maintenance.repair import repair
 from expstore.maintenance.verify import verify
 from expstore.storages.engine.open_settings import Settings
 from expstore.storages.zarr import ZarrStorage
-from tests.unit.storages.engine.test_reopen import in_child
+from tests.support.batches import memory_buffer, numbered_rows
+from tests.support.forks import collect_from_child
+from tests.support.tuned import set_spare_slots
 
 SEED = 5
 COLUMN = "columns/_row/sampled"
-
-
-def rows(count: int, first: int = 0) -> TensorDict:
-    return TensorDict({"number": torch.arange(first, first + count)}, [count])
-
-
-def consuming(count: int, capacity: int | None = None, size: int = 7) -> TensorDictReplayBuffer:
-    return TensorDictReplayBuffer(
-        storage=MemoryStorage(capacity, seed=SEED), consume_after_n_samples=count, batch_size=size
-    )
 
 
 def opened(path: Path, count: int | None = 2, **keywords: Any) -> TensorDictReplayBuffer:
@@ -87,7 +79,7 @@ def test_lengths_counts_and_ends_are_those_of_torchrl(whose: str, limit: int, co
             rb.sample()
     handed: Counter[int] = Counter()
     for first in (0, count):
-        rb.extend(rows(count, first))
+        rb.extend(numbered_rows(count, first))
         left = count
         while left:
             assert len(rb) == left
@@ -105,10 +97,10 @@ def test_lengths_counts_and_ends_are_those_of_torchrl(whose: str, limit: int, co
 
 def test_iteration_ends_as_in_torchrl() -> None:
     other = theirs.ReplayBuffer(storage=theirs.LazyTensorStorage(20), consume_after_n_samples=1, batch_size=4)
-    own = consuming(1, 20, size=4)
+    own = memory_buffer(20, seed=SEED, consume_after_n_samples=1, batch_size=4)
     for first in (0, 10):
         for rb in (own, other):
-            rb.extend(rows(10, first))
+            rb.extend(numbered_rows(10, first))
         assert [len(batch) for batch in own] == [len(batch) for batch in other] == [4, 4, 2]
     for rb in (own, other):
         with pytest.raises(RuntimeError, match="Cannot sample"):
@@ -117,8 +109,8 @@ def test_iteration_ends_as_in_torchrl() -> None:
 
 def test_every_row_that_is_left_has_the_same_chance() -> None:
     """20,000 batches of 5 of 20 rows: a bias of 5 % is four standard deviations."""
-    rb = consuming(1 << 30, 40, size=5)
-    rb.extend(rows(30))
+    rb = memory_buffer(40, seed=SEED, consume_after_n_samples=1 << 30, batch_size=5)
+    rb.extend(numbered_rows(30))
     rb.storage.sampled.put([(20, 0, 10)], np.full(10, 1 << 30, np.uint32))
     found, pairs = np.zeros(30), np.zeros((30, 30))
     for _ in range(20_000):
@@ -140,11 +132,15 @@ def test_every_row_that_is_left_has_the_same_chance() -> None:
 def test_a_row_that_takes_a_slot_begins_at_0(kind: str, tmp_path: Path) -> None:
     """Rows in the tail and rows of a long batch, ring by ring, and longer than the spare slots."""
     settings = {"durability": "sync"} if kind == "sync" else {}
-    rb = consuming(2, 50) if kind == "memory" else opened(tmp_path / "a.exp", capacity=50, **settings)
+    rb = (
+        memory_buffer(50, seed=SEED, consume_after_n_samples=2, batch_size=7)
+        if kind == "memory"
+        else opened(tmp_path / "a.exp", capacity=50, **settings)
+    )
     handed: Counter[int] = Counter()
     first = 0
     for count in (50, 3, 40, 5000, 2, 300, 1, 1, 48, 60) * 2:
-        rb.extend(rows(count, first))
+        rb.extend(numbered_rows(count, first))
         first += count
         low = max(0, first - 50)
         wanted = {n: handed[n] for n in range(low, first)}
@@ -160,10 +156,10 @@ def test_a_row_that_takes_a_slot_begins_at_0(kind: str, tmp_path: Path) -> None:
 
 
 def test_an_unbounded_store_grows_over_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("expstore.storages.columns.flat.SHARD_ROWS", 4096)
+    monkeypatch.setattr(tuning, "FLAT_SHARD_ROWS", 4096)
     with opened(tmp_path / "a.exp", count=1) as rb:
         for step in range(4):
-            rb.extend(rows(3000, 3000 * step))
+            rb.extend(numbered_rows(3000, 3000 * step))
             rb.sample(1500)
         assert len(rb) == 6000
         expected = counts(rb)
@@ -182,7 +178,7 @@ def verify_later(rb: TensorDictReplayBuffer) -> list[Any]:
 
 def test_one_that_is_attached_later_counts_from_there(tmp_path: Path) -> None:
     with expstore.open(tmp_path / "a.exp", capacity=60, seed=SEED, batch_size=7) as rb:
-        rb.extend(rows(100))
+        rb.extend(numbered_rows(100))
         rb.sample()
         assert rb.storage.sampled is None
         assert "_sampled" not in rb.sql("SELECT * FROM transitions").df().columns
@@ -193,7 +189,7 @@ def test_one_that_is_attached_later_counts_from_there(tmp_path: Path) -> None:
         assert len(rb) == 25
     with expstore.open(tmp_path / "a.exp") as rb:  # nobody counts, and yet new rows begin at 0
         assert len(rb) == 60
-        rb.extend(rows(30, 100))
+        rb.extend(numbered_rows(30, 100))
     with opened(tmp_path / "a.exp", count=1) as rb:
         assert len(rb) == sum(n == 0 for n in counts(rb).values()) > 30
         assert [n for n in range(100, 130) if counts(rb)[n]] == []
@@ -207,7 +203,7 @@ def test_two_buffers_over_one_storage_count_together(tmp_path: Path) -> None:
         TensorDictReplayBuffer(storage=storage, sampler=sampler, batch_size=10)
         for sampler in (ConsumingSampler(), ConsumingSampler(), RandomSampler())
     )
-    one.extend(rows(100))
+    one.extend(numbered_rows(100))
     drawn = [n for _ in range(5) for rb in (one, two) for n in rb.sample()["number"].tolist()]
     assert sorted(drawn) == list(range(100))
     assert (len(one), len(two), len(all_rows)) == (0, 0, 100)
@@ -216,10 +212,10 @@ def test_two_buffers_over_one_storage_count_together(tmp_path: Path) -> None:
 
 def test_after_an_interruption_it_goes_on_as_before(tmp_path: Path) -> None:
     """The journal is read again, and with it the column; a batch that was interrupted does not count."""
-    whole = consuming(2, 100)
+    whole = memory_buffer(100, seed=SEED, consume_after_n_samples=2, batch_size=7)
     with opened(tmp_path / "a.exp", capacity=100) as rb:
         for each in (rb, whole):
-            each.extend(rows(90))
+            each.extend(numbered_rows(90))
         assert numbers(rb, 3) == numbers(whole, 3)
         rb.storage.note_interruption()
         assert numbers(rb, 3) == numbers(whole, 3)
@@ -236,7 +232,7 @@ def test_after_an_interruption_it_goes_on_as_before(tmp_path: Path) -> None:
         whole.storage.next_draw()
         assert counts(rb) == counts(whole)
         assert numbers(rb, 3) == numbers(whole, 3)
-        rb.extend(rows(4100, 90))
+        rb.extend(numbered_rows(4100, 90))
         expected = [counts(rb), len(rb)]
         assert expected == [dict.fromkeys(range(4090, 4190), 0), 100]
     with opened(tmp_path / "a.exp") as rb:
@@ -245,7 +241,7 @@ def test_after_an_interruption_it_goes_on_as_before(tmp_path: Path) -> None:
 
 def test_a_handle_that_is_poisoned_hands_nothing_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rb = opened(tmp_path / "a.exp", capacity=100)
-    rb.extend(rows(90))
+    rb.extend(numbered_rows(90))
 
     def fail(fd: int) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
@@ -305,8 +301,12 @@ def test_what_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["memory", "zarr"])
 def test_threads_never_hand_a_row_out_too_often(kind: str, tmp_path: Path) -> None:
     """Four draw while one writes and turns the ring; afterwards what is left is handed out, too."""
-    rb = consuming(2, 3000, 64) if kind == "memory" else opened(tmp_path / "a.exp", capacity=3000)
-    rb.extend(rows(3000))
+    rb = (
+        memory_buffer(3000, seed=SEED, consume_after_n_samples=2, batch_size=64)
+        if kind == "memory"
+        else opened(tmp_path / "a.exp", capacity=3000)
+    )
+    rb.extend(numbered_rows(3000))
     done, faults = threading.Event(), []
     drawn: list[list[int]] = []
 
@@ -324,7 +324,7 @@ def test_threads_never_hand_a_row_out_too_often(kind: str, tmp_path: Path) -> No
     for thread in threads:
         thread.start()
     for step in range(100):
-        rb.extend(rows(60, 3000 + 60 * step))
+        rb.extend(numbered_rows(60, 3000 + 60 * step))
     done.set()
     for thread in threads:
         thread.join()
@@ -339,9 +339,9 @@ def test_threads_never_hand_a_row_out_too_often(kind: str, tmp_path: Path) -> No
 
 def test_a_draw_that_is_overtaken_keeps_what_is_still_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that were overwritten while they were read are replaced; the others are not counted again."""
-    monkeypatch.setattr("expstore.storages.base.spare_slots", lambda capacity, row_bytes: 8)
-    rb = consuming(3, 100, size=60)
-    rb.extend(rows(100))
+    set_spare_slots(monkeypatch, 8)
+    rb = memory_buffer(100, seed=SEED, consume_after_n_samples=3, batch_size=60)
+    rb.extend(numbered_rows(100))
     storage = rb.storage
     read, handed = storage.read, []
 
@@ -350,7 +350,7 @@ def test_a_draw_that_is_overtaken_keeps_what_is_still_there(monkeypatch: pytest.
         if not handed:
             handed.append(ids)
             for step in range(5):
-                rb.extend(rows(8, 100 + 8 * step))
+                rb.extend(numbered_rows(8, 100 + 8 * step))
         return found
 
     storage.read = overtaken  # type: ignore[method-assign]
@@ -366,7 +366,7 @@ def test_a_draw_that_is_overtaken_keeps_what_is_still_there(monkeypatch: pytest.
 
 def test_who_cannot_write_cannot_count(tmp_path: Path) -> None:
     with opened(tmp_path / "a.exp", capacity=100) as rb:
-        rb.extend(rows(50))
+        rb.extend(numbered_rows(50))
         numbers(rb, 10)
         with opened(tmp_path / "a.exp", mode="r") as reader:
             assert len(reader) == 50
@@ -384,7 +384,7 @@ def test_who_cannot_write_cannot_count(tmp_path: Path) -> None:
             except StateError as exc:
                 tell((len(rb), rb[7]["number"].item(), str(exc)))
 
-        ((length, number, text),) = in_child(work)
+        ((length, number, text),) = collect_from_child(work)
         assert (length, number) == (50, 7)
         assert "fork" in text
         with expstore.open(tmp_path / "a.exp", mode="r", batch_size=50) as reader:
@@ -398,8 +398,11 @@ def test_who_cannot_write_cannot_count(tmp_path: Path) -> None:
 
 
 def test_sql_shows_it(tmp_path: Path) -> None:
-    for rb in (consuming(2, 20), opened(tmp_path / "a.exp", capacity=20)):
-        rb.extend(rows(30))
+    for rb in (
+        memory_buffer(20, seed=SEED, consume_after_n_samples=2, batch_size=7),
+        opened(tmp_path / "a.exp", capacity=20),
+    ):
+        rb.extend(numbered_rows(30))
         numbers(rb, 3)
         query = "SELECT number, _sampled FROM transitions ORDER BY 1"
         assert dict(rb.sql(query).fetchall()) == counts(rb)
@@ -413,7 +416,7 @@ def test_sql_shows_it(tmp_path: Path) -> None:
 def live(rb: TensorDictReplayBuffer) -> None:
     """Turn a ring of 200, with rows in all states of being handed out."""
     for step in range(12):
-        rb.extend(rows(40, 40 * step))
+        rb.extend(numbered_rows(40, 40 * step))
         numbers(rb, 3)
 
 
@@ -433,10 +436,10 @@ def test_a_restart_goes_on_with_the_next_batch(capacity: int | None, end: str, t
             rb.flush()
             tell(counts(rb))
 
-    told = in_child(life)
+    told = collect_from_child(life)
     if end.startswith("power"):
         (path / "STATE").write_bytes(bytes(4096))  # what a restart of the machine leaves of it
-    whole = consuming(2, capacity)
+    whole = memory_buffer(capacity, seed=SEED, consume_after_n_samples=2, batch_size=7)
     live(whole)
     with opened(path) as again:
         assert told in ([], [counts(again)])
@@ -445,7 +448,7 @@ def test_a_restart_goes_on_with_the_next_batch(capacity: int | None, end: str, t
             assert numbers(again, 1) == numbers(whole, 1)
             if step % 5 == 0:
                 for rb in (again, whole):
-                    rb.extend(rows(30, 480 + 6 * step))
+                    rb.extend(numbered_rows(30, 480 + 6 * step))
         assert len(again) == len(whole)
 
 
@@ -458,7 +461,7 @@ def test_killed_at_any_moment_nothing_that_was_returned_is_forgotten(tmp_path: P
         if pid == 0:
             torch.set_num_threads(1)
             rb = opened(path, capacity=3000)
-            rb.extend(rows(3000))
+            rb.extend(numbered_rows(3000))
             while len(rb):
                 os.write(into, rb.sample(20)["number"].numpy().astype("<i8").tobytes())
             os._exit(0)
@@ -469,8 +472,8 @@ def test_killed_at_any_moment_nothing_that_was_returned_is_forgotten(tmp_path: P
             data += pipe.read()
         os.waitpid(pid, 0)
         got = np.frombuffer(data[: len(data) // 160 * 160], "<i8").reshape(-1, 20).tolist()
-        whole = consuming(2, 3000, 20)
-        whole.extend(rows(3000))
+        whole = memory_buffer(3000, seed=SEED, consume_after_n_samples=2, batch_size=20)
+        whole.extend(numbered_rows(3000))
         assert numbers(whole, len(got)) == got
         acked = counts(whole)
         with opened(path) as again:
@@ -497,18 +500,18 @@ def test_rows_that_no_sync_has_seen_begin_at_0_after_a_power_cut(count: int, tmp
     def life(tell: Callable[[Any], None]) -> None:
         rb = opened(path, count=1, capacity=50)
         rb.storage._keeper.stop()
-        rb.extend(rows(50))
+        rb.extend(numbered_rows(50))
         turn = rb.storage.spare
-        rb.extend(rows(turn, 50))
+        rb.extend(numbered_rows(turn, 50))
         rb.sample(40)
         rb.flush()
         column = rb.storage.sampled.column.files[0]
-        rb.extend(rows(count, 50 + turn))
+        rb.extend(numbered_rows(count, 50 + turn))
         assert rb.storage.slot_of(np.array([rb.storage.last])) == count - 1
         tell(sorted(n for n, counted in counts(rb).items() if counted))
         column.write(np.ones(count, np.uint32), 0)  # as if the zeros had not reached the disk
 
-    (older,) = in_child(life)
+    (older,) = collect_from_child(life)
     assert bool(older) == (count < 50)
     (path / "STATE").write_bytes(bytes(4096))
     for _ in range(2):
@@ -535,8 +538,8 @@ def test_versions_carry_the_counts(capacity: int | None, how: str, tmp_path: Pat
     with opened(tmp_path / "b.exp", capacity=capacity) as copy, opened(tmp_path / "c.exp", None) as plain:
         plain.loads(made.path.parent, made.number)
         assert list(counts(plain).values()) == kept
-        for storage in (copy, consuming(2, capacity)):
-            storage.extend(rows(11))
+        for storage in (copy, memory_buffer(capacity, seed=SEED, consume_after_n_samples=2, batch_size=7)):
+            storage.extend(numbered_rows(11))
             numbers(storage, 2)
             storage.loads(made.path.parent, made.number)
             assert list(counts(storage).values()) == kept
@@ -551,10 +554,13 @@ def test_versions_carry_the_counts(capacity: int | None, how: str, tmp_path: Pat
 
 def test_a_version_without_counts_begins_at_0(tmp_path: Path) -> None:
     with expstore.open(tmp_path / "a.exp", capacity=100) as rb:
-        rb.extend(rows(80))
+        rb.extend(numbered_rows(80))
         rb.dumps(tmp_path / "versions")
-        for other in (consuming(1, 100), opened(tmp_path / "b.exp", count=1, capacity=100)):
-            other.extend(rows(50))
+        for other in (
+            memory_buffer(100, seed=SEED, consume_after_n_samples=1, batch_size=7),
+            opened(tmp_path / "b.exp", count=1, capacity=100),
+        ):
+            other.extend(numbered_rows(50))
             numbers(other, 3)
             other.loads(tmp_path / "versions")
             assert len(other) == 80
@@ -602,7 +608,7 @@ def test_on_a_full_disk_nothing_is_handed_out_that_is_not_counted(end: str, tmp_
 
     def life(tell: Callable[[Any], None]) -> None:
         rb = on(disk, path, 2, 10)
-        rb.extend(rows(100))
+        rb.extend(numbered_rows(100))
         rb.sample()
         disk.acts, disk.after = ("write",), 5
         for step in range(3):
@@ -612,7 +618,7 @@ def test_on_a_full_disk_nothing_is_handed_out_that_is_not_counted(end: str, tmp_
             assert (caught.value.kind, caught.value.errno) == ("disk_full", errno.ENOSPC)
             assert counts(rb) == before
             rb.flush()
-            rb.extend(rows(1, 100 + step))  # others have their space
+            rb.extend(numbered_rows(1, 100 + step))  # others have their space
         disk.acts = ()
         tell(counts(rb))
         if end == "go on":
@@ -624,7 +630,7 @@ def test_on_a_full_disk_nothing_is_handed_out_that_is_not_counted(end: str, tmp_
         elif end == "close":
             rb.close()
 
-    acked = in_child(life)[-1]
+    acked = collect_from_child(life)[-1]
     with opened(path) as rb:
         found = counts(rb)
         assert found.keys() == acked.keys()
@@ -635,9 +641,9 @@ def test_on_a_full_disk_nothing_is_handed_out_that_is_not_counted(end: str, tmp_
 
 def test_the_compiled_loop_fails_like_the_plain_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One of two shards cannot be written to: what the other was told is put right at the next flush."""
-    monkeypatch.setattr("expstore.storages.columns.flat.SHARD_ROWS", 4096)
+    monkeypatch.setattr(tuning, "FLAT_SHARD_ROWS", 4096)
     with opened(tmp_path / "a.exp", capacity=6000) as rb:
-        rb.extend(rows(6000))
+        rb.extend(numbered_rows(6000))
         rb.storage.disk._load_kernel()
         rb.sample(500)
         before = counts(rb)
@@ -668,17 +674,17 @@ def test_a_slot_whose_count_a_failure_has_raised_begins_at_0(tmp_path: Path) -> 
     def life(tell: Callable[[Any], None]) -> None:
         rb = on(disk, path, 1, 90)
         storage = rb.storage
-        rb.extend(rows(100))
+        rb.extend(numbered_rows(100))
         disk.acts, disk.after = ("write",), 89
         with pytest.raises(StorageError):
             rb.sample()
         disk.acts = ()
         storage.sampled.settle = lambda: None
         for first in range(100, 200 + storage.spare, 50):
-            rb.extend(rows(50, first))
+            rb.extend(numbered_rows(50, first))
         assert sorted(counts(rb).values()) == [0] * 100
 
-    in_child(life)
+    collect_from_child(life)
     with opened(path, count=1) as rb:
         assert len(rb) == 100
 
@@ -691,19 +697,19 @@ def test_a_disk_that_is_full_when_counting_begins(tmp_path: Path) -> None:
     rb = TensorDictReplayBuffer(storage=storage, consume_after_n_samples=1, batch_size=10)
     for _ in range(2):
         with pytest.raises(StorageError):
-            rb.extend(rows(10))
+            rb.extend(numbered_rows(10))
     disk.acts = ()
-    rb.extend(rows(10))
+    rb.extend(numbered_rows(10))
     rb.sample()
     assert (len(rb), len(rb.storage)) == (0, 10)
     rb.close()
     storage = ZarrStorage(tmp_path / "b.exp", 100, disk=disk)
     plain = TensorDictReplayBuffer(storage=storage, batch_size=10)
-    plain.extend(rows(10))
+    plain.extend(numbered_rows(10))
     disk.acts = ("create",)
     with pytest.raises(StorageError):
         TensorDictReplayBuffer(storage=storage, consume_after_n_samples=1, batch_size=10)
-    plain.extend(rows(10, 10))
+    plain.extend(numbered_rows(10, 10))
     disk.acts = ()
     rb = TensorDictReplayBuffer(storage=storage, consume_after_n_samples=1, batch_size=10)
     assert [len(batch) for batch in rb] == [10, 10]
@@ -716,7 +722,7 @@ def test_damage_of_the_column_is_found_and_repaired(damage: str, tmp_path: Path)
     """No row is lost by it; counts that are gone are 0 again."""
     path = tmp_path / "a.exp"
     with opened(path, capacity=5000) as rb:
-        rb.extend(rows(3000))
+        rb.extend(numbered_rows(3000))
         rb.sample(2000)
         before = counts(rb)
     shard, about = path / COLUMN / "c" / "0", path / COLUMN / "zarr.json"

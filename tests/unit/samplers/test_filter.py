@@ -10,6 +10,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,24 +37,14 @@ from expstore import (
 from expstore.samplers.base import Sampler
 from expstore.samplers.filter import Filter
 from expstore.sql.expressions import FACTS
+from tests.support.batches import episode_rows
 
 LIMIT = 20.0  # seconds after which what should come has not come
 DRAWS = 40_000
 
 
-def rows(count: int, *, start: int = 0, length: int = 10) -> TensorDict:
-    """Rows whose values follow from their number: `number`, `kind` (number % 7), `next.reward` (kind / 2).
-
-    Every `length`-th row ends an episode.
-    """
-    number = torch.arange(start, start + count)
-    ended = ((number + 1) % length == 0)[:, None]
-    after = {
-        "reward": (number % 7)[:, None] / 2.0,
-        "terminated": ended,
-        "truncated": torch.zeros_like(ended),
-    }
-    return TensorDict({"number": number, "kind": number % 7, "next": TensorDict(after, [count])}, [count])
+#: `kind` is the number modulo 7, the reward half of it.
+rows = partial(episode_rows, kind=lambda number: number % 7, reward=lambda number: number % 7 / 2)
 
 
 def in_memory(sampler: Sampler, capacity: int = 1000) -> TensorDictReplayBuffer:

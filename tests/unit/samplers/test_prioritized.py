@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tensordict import TensorDict
 
 import expstore
 from expstore import (
@@ -26,12 +25,9 @@ from expstore import (
     ZarrStorage,
 )
 from expstore.buffers.rng import Draws
+from tests.support.batches import numbered_rows
 
 ALPHA, BETA, EPS = 0.7, 0.5, 1e-8
-
-
-def rows(count: int, first: int = 0, **more: torch.Tensor) -> TensorDict:
-    return TensorDict({"number": torch.arange(first, first + count), **more}, [count])
 
 
 def buffer(storage: Any, size: int = 64, **keywords: Any) -> TensorDictReplayBuffer:
@@ -83,7 +79,7 @@ def test_rows_come_change_and_leave(kind: str, tmp_path: Path) -> None:
             rb.empty()
             known.clear()
             first = rb.storage.last
-        rb.extend(rows(count, first))
+        rb.extend(numbered_rows(count, first))
         known |= dict.fromkeys(range(first, first + count), largest)
         if bounded:
             known = {n: p for n, p in known.items() if n >= first + count - 20}
@@ -101,7 +97,7 @@ def test_a_tree_that_grew_draws_as_one_that_was_made_at_once(tmp_path: Path) -> 
     rb = buffer(ZarrStorage(tmp_path / "a.exp"), size=500)
     rng = np.random.default_rng(2)
     for count in (4000, 90, 20, 13_000, 700):
-        rb.extend(rows(count, rb.storage.last))
+        rb.extend(numbered_rows(count, rb.storage.last))
         rb.update_priority(id=rng.integers(1, rb.storage.last + 1, 200), priority=rng.random(200))
         rb.sample()
     other = PrioritizedSampler(None, ALPHA, BETA, EPS)
@@ -117,17 +113,17 @@ def test_a_tree_that_grew_draws_as_one_that_was_made_at_once(tmp_path: Path) -> 
 
 def test_priorities_may_be_set_before_the_first_batch_and_for_rows_that_have_left() -> None:
     rb = buffer(MemoryStorage(4))
-    rb.extend(rows(6))
+    rb.extend(numbered_rows(6))
     assert rb.update_priority(id=[1, 2, 3, 6], priority=[9.0, 9.0, 0.5, 2.0]) == 2
     expect_law(rb, {2: 0.5, 3: 1.0, 4: 1.0, 5: 2.0})
-    rb.extend(rows(1, 6))
+    rb.extend(numbered_rows(1, 6))
     expect_law(rb, {3: 1.0, 4: 1.0, 5: 2.0, 6: 2.0})
 
 
 @pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf"), 1e300])
 def test_a_bad_priority_changes_nothing(value: float) -> None:
     rb = buffer(MemoryStorage(4))
-    rb.extend(rows(4))
+    rb.extend(numbered_rows(4))
     with pytest.raises(PriorityError):
         rb.update_priority([0, 1], [5.0, value])
     expect_law(rb, dict.fromkeys(range(4), 1.0))
@@ -135,11 +131,11 @@ def test_a_bad_priority_changes_nothing(value: float) -> None:
 
 def test_priorities_that_come_with_rows() -> None:
     rb = TensorDictPrioritizedReplayBuffer(alpha=ALPHA, beta=BETA, storage=MemoryStorage(8), batch_size=4)
-    rb.extend(rows(3, td_error=torch.tensor([[0.5], [2.0], [1.0]])))
-    rb.add(rows(1, 3, td_error=torch.tensor([[4.0]]))[0])
+    rb.extend(numbered_rows(3, td_error=torch.tensor([[0.5], [2.0], [1.0]])))
+    rb.add(numbered_rows(1, 3, td_error=torch.tensor([[4.0]]))[0])
     expect_law(rb, {0: 0.5, 1: 2.0, 2: 1.0, 3: 4.0})
     with pytest.raises(PriorityError):
-        rb.extend(rows(2, 4, td_error=torch.tensor([[1.0], [-1.0]])))
+        rb.extend(numbered_rows(2, 4, td_error=torch.tensor([[1.0], [-1.0]])))
     assert len(rb) == 4
     batch = rb.sample()
     batch["td_error"] = torch.full((4, 1), 3.0)
@@ -151,14 +147,14 @@ def test_priorities_that_come_with_rows() -> None:
 )
 def test_several_priorities_for_one_row(reduction: Any, expected: float) -> None:
     rb = buffer(MemoryStorage(2), reduction=reduction)
-    rb.extend(rows(2))
+    rb.extend(numbered_rows(2))
     rb.update_priority([0, 1], torch.tensor([[1.0, 2.0, 3.0, 4.0], [2.0, 2.0, 2.0, 2.0]]))
     expect_law(rb, {0: expected, 1: 2.0})
 
 
 def test_index_minus_one_stands_for_no_row() -> None:
     rb = buffer(MemoryStorage(4))
-    rb.extend(rows(4))
+    rb.extend(numbered_rows(4))
     assert rb.update_priority(torch.tensor([0, -1, 2]), torch.tensor([3.0, 9.0, 2.0])) == 2
     expect_law(rb, {0: 3.0, 1: 1.0, 2: 2.0, 3: 1.0})
 
@@ -166,15 +162,15 @@ def test_index_minus_one_stands_for_no_row() -> None:
 def test_the_largest_ever_and_the_largest_there_is() -> None:
     for within, expected in ((False, 9.0), (True, 2.0)):
         rb = buffer(MemoryStorage(4), max_priority_within_buffer=within)
-        rb.extend(rows(4))
+        rb.extend(numbered_rows(4))
         rb.update_priority([0, 1, 2, 3], [9.0, 2.0, 0.5, 0.5])
-        rb.extend(rows(1, 4))  # takes the place of the row with 9.0
+        rb.extend(numbered_rows(1, 4))  # takes the place of the row with 9.0
         expect_law(rb, {1: 2.0, 2: 0.5, 3: 0.5, 4: expected})
 
 
 def test_alpha_beta_and_dtype() -> None:
     rb = buffer(MemoryStorage(4), dtype=torch.float64)
-    rb.extend(rows(4))
+    rb.extend(numbered_rows(4))
     rb.update_priority([0, 1, 2, 3], [1.0, 2.0, 3.0, 4.0])
     sampler: Any = rb._sampler
     sampler.alpha, sampler.beta = 0.0, 1.0
@@ -195,7 +191,7 @@ def test_what_is_refused() -> None:
     with pytest.raises(ValueError, match="max_capacity is 5"):
         TensorDictReplayBuffer(storage=MemoryStorage(10), sampler=PrioritizedSampler(5))
     rb = TensorDictReplayBuffer(storage=MemoryStorage(2), sampler=PrioritizedSampler(eps=0), batch_size=2)
-    rb.extend(rows(2))
+    rb.extend(numbered_rows(2))
     rb.update_priority([0, 1], 0.0)
     with pytest.raises(NotReadyError, match="priorities are 0"):
         rb.sample()
@@ -203,7 +199,7 @@ def test_what_is_refused() -> None:
 
 def test_buffers_without_tensordict_keys_say_it_beside_the_batch() -> None:
     rb = PrioritizedReplayBuffer(alpha=ALPHA, beta=BETA, storage=MemoryStorage(4), batch_size=3)
-    rb.extend(rows(4))
+    rb.extend(numbered_rows(4))
     batch, info = rb.sample(return_info=True)
     assert set(batch.keys()) == {"number"}
     assert info["index"].tolist() == batch["number"].tolist()
@@ -222,7 +218,7 @@ def test_a_restart_goes_on_with_the_next_batch(capacity: int | None, tmp_path: P
     def live(rb: TensorDictReplayBuffer, first: int) -> None:
         rng = np.random.default_rng(first)
         for step in range(12):
-            rb.extend(rows(9, first + 9 * step))
+            rb.extend(numbered_rows(9, first + 9 * step))
             rb.update_priority(id=rb.sample()["id"], priority=rng.random(16))
 
     with opened("whole") as whole, opened("parts") as parts:
@@ -242,12 +238,12 @@ def test_a_restart_goes_on_with_the_next_batch(capacity: int | None, tmp_path: P
 def test_an_interrupted_write_and_another_buffer_leave_the_tree_right(tmp_path: Path) -> None:
     storage = ZarrStorage(tmp_path / "a.exp", 100)
     rb = buffer(storage)
-    rb.extend(rows(50))
+    rb.extend(numbered_rows(50))
     rb.sample()
     storage.note_interruption()
     rb.update_priority(id=[50], priority=2.0)
     other = TensorDictReplayBuffer(storage=storage, sampler=RandomSampler(), batch_size=4)
-    other.extend(rows(10, 50))
+    other.extend(numbered_rows(10, 50))
     other.update_priority([3], 0.25)
     known = dict.fromkeys(range(50), 1.0) | dict.fromkeys(range(50, 60), 2.0) | {49: 2.0, 3: 0.25}
     expect_law(rb, known)
@@ -257,7 +253,7 @@ def test_an_interrupted_write_and_another_buffer_leave_the_tree_right(tmp_path: 
 def test_threads_sample_while_one_writes_and_sets() -> None:
     """Every row that is drawn could be read, and its weight is at most 1."""
     rb = buffer(MemoryStorage(2000), size=128)
-    rb.extend(rows(2000))
+    rb.extend(numbered_rows(2000))
     stop, faults = threading.Event(), []
 
     def sample() -> None:
@@ -274,7 +270,7 @@ def test_threads_sample_while_one_writes_and_sets() -> None:
     for thread in threads:
         thread.start()
     for step in range(300):
-        rb.extend(rows(100, 2000 + 100 * step))
+        rb.extend(numbered_rows(100, 2000 + 100 * step))
     stop.set()
     for thread in threads:
         thread.join()
@@ -289,7 +285,7 @@ def test_threads_sample_while_one_writes_and_sets() -> None:
 
 def test_a_reader_samples_by_the_priorities_on_the_disk(tmp_path: Path) -> None:
     with expstore.open(tmp_path / "a.exp", capacity=100) as writer:
-        writer.extend(rows(50))
+        writer.extend(numbered_rows(50))
         writer.update_priority(id=[7], priority=3.0)
         writer.flush()
         sampler = PrioritizedSampler(None, ALPHA, BETA)
@@ -300,7 +296,7 @@ def test_a_reader_samples_by_the_priorities_on_the_disk(tmp_path: Path) -> None:
             expect_law(copy, known)
             copy.close()
             writer.update_priority(id=[9], priority=0.5)
-            writer.extend(rows(60, 50))
+            writer.extend(numbered_rows(60, 50))
             writer.flush()
             reader.refresh()
             known = dict.fromkeys(range(10, 50), 1.0) | dict.fromkeys(range(50, 110), 3.0)

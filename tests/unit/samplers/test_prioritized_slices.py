@@ -9,25 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tensordict import TensorDict
 
 import expstore
 from expstore import NotReadyError, TensorDictReplayBuffer
 from expstore.samplers import PrioritizedSliceSampler
 from expstore.storages.memory import MemoryStorage
+from tests.support.batches import memory_buffer, trajectory_rows
 
 ALPHA, BETA = 0.7, 0.5
-
-
-def rows(trajectory: int, count: int, first: int = 0) -> TensorDict:
-    """Rows of one trajectory; x is trajectory * 1000 + step."""
-    step = torch.arange(first, first + count)
-    return TensorDict({"x": trajectory * 1000 + step, "episode": torch.full((count,), trajectory)}, [count])
-
-
-def buffer(capacity: int = 1000, **options: Any) -> TensorDictReplayBuffer:
-    sampler = PrioritizedSliceSampler(capacity, ALPHA, BETA, **options)
-    return TensorDictReplayBuffer(storage=MemoryStorage(capacity), sampler=sampler, batch_size=400)
 
 
 def law(rb: TensorDictReplayBuffer, least: int, *, strict: bool = True) -> dict[int, float]:
@@ -88,15 +77,17 @@ def prioritise(rb: TensorDictReplayBuffer, seed: int) -> None:
     ],
 )
 def test_first_rows_come_by_their_priorities(options: dict[str, Any], least: int) -> None:
-    rb = buffer(slice_len=4, **options)
+    rb = memory_buffer(
+        1000, sampler=PrioritizedSliceSampler(1000, ALPHA, BETA, slice_len=4, **options), batch_size=400
+    )
     strict = options.get("strict_length", True)
     for trajectory, count in enumerate((2, 4, 9, 5), start=1):
-        rb.extend(rows(trajectory, count))
+        rb.extend(trajectory_rows(trajectory, count))
     check(rb, 4, least, strict=strict)
     prioritise(rb, 1)
     check(rb, 4, least, strict=strict)
-    rb.extend(rows(1, 3, 2))  # one that was too short goes on
-    rb.extend(rows(3, 1, 9))
+    rb.extend(trajectory_rows(1, 3, 2))  # one that was too short goes on
+    rb.extend(trajectory_rows(3, 1, 9))
     check(rb, 4, least, strict=strict)
     prioritise(rb, 2)
     check(rb, 4, least, strict=strict)
@@ -104,12 +95,16 @@ def test_first_rows_come_by_their_priorities(options: dict[str, Any], least: int
 
 @pytest.mark.parametrize("strict", [True, False])
 def test_they_do_in_a_ring_that_turns(strict: bool) -> None:
-    rb = buffer(40, slice_len=4, strict_length=strict)
+    rb = memory_buffer(
+        40,
+        sampler=PrioritizedSliceSampler(40, ALPHA, BETA, slice_len=4, strict_length=strict),
+        batch_size=400,
+    )
     rng = np.random.default_rng(5)
     at = {1: 0, 2: 0, 3: 0}
     for turn in range(60):
         trajectory, count = int(rng.integers(1, 4)), int(rng.integers(1, 6))
-        rb.extend(rows(trajectory, count, at[trajectory]))
+        rb.extend(trajectory_rows(trajectory, count, at[trajectory]))
         at[trajectory] += count
         if len(rb) >= 8:
             rb.sample(8)
@@ -119,14 +114,16 @@ def test_they_do_in_a_ring_that_turns(strict: bool) -> None:
     rb.empty()
     with pytest.raises(NotReadyError, match="Cannot sample from an empty storage"):
         rb.sample(8)
-    rb.extend(rows(9, 6))
+    rb.extend(trajectory_rows(9, 6))
     check(rb, 4, 4, strict=strict)
 
 
 def test_another_length_finds_other_first_rows() -> None:
-    rb = buffer(num_slices=100)
-    rb.extend(rows(1, 6))
-    rb.extend(rows(2, 3))
+    rb = memory_buffer(
+        1000, sampler=PrioritizedSliceSampler(1000, ALPHA, BETA, num_slices=100), batch_size=400
+    )
+    rb.extend(trajectory_rows(1, 6))
+    rb.extend(trajectory_rows(2, 3))
     prioritise(rb, 4)
     for length in (4, 2, 4):
         rb._batch_size = 100 * length
@@ -134,14 +131,14 @@ def test_another_length_finds_other_first_rows() -> None:
 
 
 def test_there_may_be_nothing_to_draw() -> None:
-    rb = buffer(slice_len=4)
-    rb.extend(rows(1, 3))
+    rb = memory_buffer(1000, sampler=PrioritizedSliceSampler(1000, ALPHA, BETA, slice_len=4), batch_size=400)
+    rb.extend(trajectory_rows(1, 3))
     with pytest.raises(NotReadyError, match=r"length range: 3 - 3 / required=4"):
         rb.sample()
     none = TensorDictReplayBuffer(
         storage=MemoryStorage(10), sampler=PrioritizedSliceSampler(10, 1.0, 1.0, eps=0.0, slice_len=2)
     )
-    none.extend(rows(1, 3))
+    none.extend(trajectory_rows(1, 3))
     none.update_priority(torch.arange(3), torch.zeros(3))
     with pytest.raises(NotReadyError, match="all priorities are 0"):
         none.sample(2)
@@ -154,8 +151,8 @@ def test_a_left_span_is_turned_off_with_a_warning() -> None:
 
 
 def test_a_copy_finds_rows_by_itself() -> None:
-    rb = buffer(slice_len=3)
-    rb.extend(rows(1, 9))
+    rb = memory_buffer(1000, sampler=PrioritizedSliceSampler(1000, ALPHA, BETA, slice_len=3), batch_size=400)
+    rb.extend(trajectory_rows(1, 9))
     rb.sample(6)
     copied = pickle.loads(pickle.dumps(rb.sampler))
     assert repr(copied) == "PrioritizedSliceSampler(slice_len=3, alpha=0.7, beta=0.5, strict_length=True)"
@@ -171,10 +168,10 @@ def test_a_restart_goes_on_with_the_next_batch(store_path: Path) -> None:
     with opened(capacity=60, seed=3) as rb:
         for first in range(0, 40, 4):
             for trajectory in (1, 2, 3):
-                rb.extend(rows(trajectory, 4, first), source=f"w{trajectory}")
+                rb.extend(trajectory_rows(trajectory, 4, first), source=f"w{trajectory}")
                 rb.sample()
         prioritise(rb, 3)
-        rb.extend(rows(1, 2, 40), source="w1")
+        rb.extend(trajectory_rows(1, 2, 40), source="w1")
         draw = rb.storage.draw
         expected = [rb.sample()["x"].tolist() for _ in range(20)]
         rb.storage.set_draws(draw, rb.storage.progress)

@@ -14,6 +14,7 @@ from tensordict import TensorDict
 
 from expstore import LazyStackStorage, MemoryStorage, PromptGroupSampler, ReplayBuffer, TensorDictReplayBuffer
 from expstore.errors import NotReadyError
+from tests.support.batches import memory_buffer
 
 REWARDS = [3.0, 1.0, 9.0, 5.0]
 
@@ -31,9 +32,7 @@ def rows(groups: int, each: int = 4, **more: Any) -> TensorDict:
 
 def buffer(groups: int = 5, each: int = 4, *, size: int | None = None, **options: Any) -> Any:
     sampler = PromptGroupSampler(**options)
-    rb = TensorDictReplayBuffer(storage=MemoryStorage(100, seed=2), sampler=sampler, batch_size=size)
-    rb.extend(rows(groups, each))
-    return rb
+    return memory_buffer(seed=2, sampler=sampler, rows=rows(groups, each), batch_size=size)
 
 
 def test_a_batch_is_group_after_group() -> None:

@@ -17,22 +17,7 @@ from expstore import NotReadyError, ReplayBuffer, Schema, SchemaError, StateErro
 from expstore.samplers import PrioritizedSliceSampler, SliceSampler, SliceSamplerWithoutReplacement
 from expstore.samplers.slice_options import Slicing
 from expstore.storages.memory import MemoryStorage
-
-
-def rows(trajectory: int, count: int, first: int = 0, **more: torch.Tensor) -> TensorDict:
-    """Rows of one trajectory; x is trajectory * 1000 + step."""
-    step = torch.arange(first, first + count)
-    return TensorDict(
-        {"x": trajectory * 1000 + step, "episode": torch.full((count,), trajectory), **more}, [count]
-    )
-
-
-def buffer(*lengths: int, kind: Any = TensorDictReplayBuffer, batch_size: int = 8, **options: Any) -> Any:
-    """A buffer with trajectories 1, 2, ... of these lengths."""
-    rb = kind(storage=MemoryStorage(1000), sampler=SliceSampler(**options), batch_size=batch_size)
-    for number, length in enumerate(lengths, start=1):
-        rb.extend(rows(number, length))
-    return rb
+from tests.support.batches import trajectory_buffer, trajectory_rows
 
 
 def slices(batch: TensorDict) -> list[list[int]]:
@@ -50,7 +35,7 @@ def is_slice(found: list[int]) -> bool:
 
 
 def test_slices_follow_one_trajectory() -> None:
-    rb = buffer(5, 9, 4, num_slices=2)
+    rb = trajectory_buffer(5, 9, 4, sampler=SliceSampler(num_slices=2), batch_size=8)
     seen = set()
     for _ in range(200):
         found = slices(rb.sample())
@@ -61,23 +46,25 @@ def test_slices_follow_one_trajectory() -> None:
 
 
 def test_the_length_may_be_given_instead() -> None:
-    rb = buffer(5, 9, 4, slice_len=2)
+    rb = trajectory_buffer(5, 9, 4, sampler=SliceSampler(slice_len=2), batch_size=8)
     assert [len(one) for one in slices(rb.sample(6))] == [2, 2, 2]
 
 
 def test_a_length_of_its_own_in_each_call() -> None:
-    rb = buffer(5, 9, num_slices=2)
+    rb = trajectory_buffer(5, 9, sampler=SliceSampler(num_slices=2), batch_size=8)
     assert [[len(one) for one in slices(rb.sample(size))] for size in (4, 10, 4)] == [[2, 2], [5, 5], [2, 2]]
 
 
 def test_short_trajectories_make_short_slices_if_that_is_wanted() -> None:
-    rb = buffer(2, 9, num_slices=2, strict_length=False)
+    rb = trajectory_buffer(2, 9, sampler=SliceSampler(num_slices=2, strict_length=False), batch_size=8)
     lengths = {len(one) for _ in range(50) for one in slices(rb.sample())}
     assert lengths == {2, 4}
 
 
 def test_short_slices_are_filled_up_if_that_is_wanted() -> None:
-    rb = buffer(2, 9, num_slices=2, strict_length=False, pad_output=True)
+    rb = trajectory_buffer(
+        2, 9, sampler=SliceSampler(num_slices=2, strict_length=False, pad_output=True), batch_size=8
+    )
     filled = 0
     for _ in range(50):
         batch = rb.sample()
@@ -92,8 +79,8 @@ def test_short_slices_are_filled_up_if_that_is_wanted() -> None:
             assert ends[row].nonzero().tolist() == [[count - 1]]
             filled += count == 2
     assert filled
-    assert ("collector", "mask") not in buffer(
-        9, num_slices=2, strict_length=False, pad_output=True
+    assert ("collector", "mask") not in trajectory_buffer(
+        9, sampler=SliceSampler(num_slices=2, strict_length=False, pad_output=True), batch_size=8
     ).sample().keys(True)
 
 
@@ -102,7 +89,7 @@ def test_short_slices_are_filled_up_if_that_is_wanted() -> None:
     [(False, {4}, {4}), (True, {1, 2, 3, 4}, {1, 2, 3, 4}), ((2, 0), {2, 3, 4}, {4}), ((0, 1), {4}, {3, 4})],
 )
 def test_a_span_lets_slices_reach_beyond(span: Any, first: set[int], last: set[int]) -> None:
-    rb = buffer(9, num_slices=2, span=span)
+    rb = trajectory_buffer(9, sampler=SliceSampler(num_slices=2, span=span), batch_size=8)
     found = [one for _ in range(200) for one in slices(rb.sample())]
     assert all(is_slice(one) for one in found)
     assert {len(one) for one in found if one[0] == 1000} == first
@@ -112,7 +99,7 @@ def test_a_span_lets_slices_reach_beyond(span: Any, first: set[int], last: set[i
 
 @pytest.mark.parametrize("by", ["trajectory", "start"])
 def test_each_law_gives_each_place_its_chance(by: Any) -> None:
-    rb = buffer(4, 5, 12, slice_len=4, by=by, batch_size=400)
+    rb = trajectory_buffer(4, 5, 12, sampler=SliceSampler(slice_len=4, by=by), batch_size=400)
     counts: dict[int, int] = {}
     for _ in range(60):
         for one in slices(rb.sample()):
@@ -133,7 +120,7 @@ def test_ends_are_marked() -> None:
     done[5] = True
     rb = TensorDictReplayBuffer(storage=MemoryStorage(100), sampler=SliceSampler(slice_len=3), batch_size=3)
     stored = {"done": done, "truncated": torch.zeros(6, 1, dtype=torch.bool), "terminated": done}
-    rb.extend(rows(1, 6, next=TensorDict(stored, [6]), is_init=(torch.arange(6) == 2)[:, None]))
+    rb.extend(trajectory_rows(1, 6, next=TensorDict(stored, [6]), is_init=(torch.arange(6) == 2)[:, None]))
     seen = set()
     for _ in range(30):
         batch = rb.sample()
@@ -151,7 +138,7 @@ def test_a_truncation_that_goes_on_is_no_end_of_a_slice() -> None:
     """As where a collector marks the ends of its batches: the trajectory goes on in the next one."""
     rb = TensorDictReplayBuffer(storage=MemoryStorage(100), sampler=SliceSampler(slice_len=6), batch_size=6)
     cut = (torch.arange(6) % 3 == 2)[:, None]
-    rb.extend(rows(1, 6, next=TensorDict({"truncated": cut, "done": cut}, [6])))
+    rb.extend(trajectory_rows(1, 6, next=TensorDict({"truncated": cut, "done": cut}, [6])))
     batch = rb.sample()
     assert batch["x"].tolist() == list(range(1000, 1006))
     assert batch["next", "truncated"].view(-1).tolist() == [False] * 5 + [True]
@@ -160,7 +147,7 @@ def test_a_truncation_that_goes_on_is_no_end_of_a_slice() -> None:
 
 def test_marks_have_the_shape_and_dtype_of_what_is_stored() -> None:
     rb = TensorDictReplayBuffer(storage=MemoryStorage(100), sampler=SliceSampler(slice_len=2), batch_size=4)
-    rb.extend(rows(1, 6, next=TensorDict({"truncated": torch.zeros(6, dtype=torch.uint8)}, [6])))
+    rb.extend(trajectory_rows(1, 6, next=TensorDict({"truncated": torch.zeros(6, dtype=torch.uint8)}, [6])))
     batch = rb.sample()
     assert batch["next", "truncated"].dtype is torch.uint8
     assert batch["next", "truncated"].tolist() == [0, 1, 0, 1]
@@ -169,18 +156,20 @@ def test_marks_have_the_shape_and_dtype_of_what_is_stored() -> None:
 
 
 def test_nothing_is_marked_if_that_is_wanted() -> None:
-    rb = buffer(6, num_slices=2, truncated_key=None, init_key=None)
+    rb = trajectory_buffer(
+        6, sampler=SliceSampler(num_slices=2, truncated_key=None, init_key=None), batch_size=8
+    )
     assert sorted(rb.sample().keys(True, True), key=str) == ["episode", "index", "x"]
 
 
 def test_other_names_for_marks() -> None:
-    rb = buffer(6, num_slices=2, truncated_key="cut")
+    rb = trajectory_buffer(6, sampler=SliceSampler(num_slices=2, truncated_key="cut"), batch_size=8)
     assert rb.sample()["cut"].view(-1).tolist() == [False, False, False, True] * 2
     assert rb.sample().get("done") is not None
 
 
 def test_plain_buffers_tell_marks_in_the_info() -> None:
-    rb = buffer(6, kind=ReplayBuffer, num_slices=2)
+    rb = trajectory_buffer(6, sampler=SliceSampler(num_slices=2), kind=ReplayBuffer, batch_size=8)
     batch, info = rb.sample(return_info=True)
     assert batch.get("next") is None
     assert info["next", "truncated"].view(-1).tolist() == [False, False, False, True] * 2
@@ -197,7 +186,7 @@ def two_names() -> TensorDictReplayBuffer:
     for step in range(6):
         for trajectory in (1, 2):
             half = torch.tensor([trajectory + (0.5 if step >= 3 else 0.0)])
-            rb.extend(rows(trajectory, 1, step, half=half, cut=torch.tensor([[step == 1]])))
+            rb.extend(trajectory_rows(trajectory, 1, step, half=half, cut=torch.tensor([[step == 1]])))
     return rb
 
 
@@ -237,17 +226,25 @@ def test_they_are_kept_current(two_names: TensorDictReplayBuffer) -> None:
         return sorted({len(one) for _ in range(80) for one in slices(rb.sample(9))})
 
     assert found() == [3]
-    rb.extend(rows(1, 2, 6, half=torch.tensor([1.5, 7.0]), cut=torch.zeros(2, 1, dtype=torch.bool)))
+    rb.extend(
+        trajectory_rows(1, 2, 6, half=torch.tensor([1.5, 7.0]), cut=torch.zeros(2, 1, dtype=torch.bool))
+    )
     assert found() == [1, 3, 4]
     everything = rb[:]
     everything["half"][:] = 4.0
     rb[:] = everything
     assert found() == [9]
     rb.empty()
-    rb.extend(rows(3, 2, 0, half=torch.tensor([4.0, 4.0]), cut=torch.zeros(2, 1, dtype=torch.bool)))
+    rb.extend(
+        trajectory_rows(3, 2, 0, half=torch.tensor([4.0, 4.0]), cut=torch.zeros(2, 1, dtype=torch.bool))
+    )
     assert found() == [2]
     for number in range(200):
-        rb.extend(rows(4, 1, number, half=torch.tensor([float(number // 7)]), cut=torch.tensor([[False]])))
+        rb.extend(
+            trajectory_rows(
+                4, 1, number, half=torch.tensor([float(number // 7)]), cut=torch.tensor([[False]])
+            )
+        )
         rb.sample(9)
     assert found() == [4, 5, 7]  # of the 30 newest rows
 
@@ -302,25 +299,25 @@ def test_batches_that_cannot_be_cut() -> None:
     with pytest.raises(
         StateError, match="divisible by the number of slices, got batch_size=8 and num_slices=3"
     ):
-        buffer(5, num_slices=3).sample()
+        trajectory_buffer(5, sampler=SliceSampler(num_slices=3), batch_size=8).sample()
     with pytest.raises(StateError, match="divisible by the slice length, got batch_size=8 and slice_len=3"):
-        buffer(5, slice_len=3).sample()
+        trajectory_buffer(5, sampler=SliceSampler(slice_len=3), batch_size=8).sample()
     with pytest.raises(ValueError, match="strictly lower than the sequence length: 4 is not below 4"):
-        buffer(5, num_slices=2, span=4).sample()
+        trajectory_buffer(5, sampler=SliceSampler(num_slices=2, span=4), batch_size=8).sample()
 
 
 def test_no_trajectory_is_long_enough() -> None:
     with pytest.raises(NotReadyError, match=r"length \(length range: 2 - 3 / required=4\)"):
-        buffer(2, 3, num_slices=2).sample()
+        trajectory_buffer(2, 3, sampler=SliceSampler(num_slices=2), batch_size=8).sample()
     with pytest.raises(NotReadyError, match="Cannot sample from an empty storage"):
-        buffer(num_slices=2).sample()
+        trajectory_buffer(sampler=SliceSampler(num_slices=2), batch_size=8).sample()
 
 
 # -- copies and restarts ---------------------------------------------------------------------------------
 
 
 def test_a_copy_draws_the_same() -> None:
-    rb = buffer(5, 9, 4, num_slices=2)
+    rb = trajectory_buffer(5, 9, 4, sampler=SliceSampler(num_slices=2), batch_size=8)
     rb.sample()
     copied = pickle.loads(pickle.dumps(copy.copy(rb.sampler)))
     numbers = [np.random.default_rng(1) for _ in range(2)]
@@ -342,8 +339,8 @@ def test_buffers_may_share_a_sampler(kind: type[Any], filter: dict[str, str]) ->
     )
     for rb in (one, other):
         rb.storage.prepare(schema, rb.storage.resolve_keys(schema))
-    one.extend(rows(1, 100))
-    other.extend(rows(2, 30))
+    one.extend(trajectory_rows(1, 100))
+    other.extend(trajectory_rows(2, 30))
     for _ in range(3):
         assert (one.sample()["x"] // 1000 == 1).all()
         assert (other.sample()["x"] // 1000 == 2).all()
@@ -359,7 +356,7 @@ def test_a_restart_and_a_reader_draw_what_would_have_come(store_path: Path) -> N
     with opened(capacity=40, seed=3) as rb:
         for first in range(0, 24, 4):
             for trajectory in (1, 2, 3):
-                rb.extend(rows(trajectory, 4, first), source=f"w{trajectory}")
+                rb.extend(trajectory_rows(trajectory, 4, first), source=f"w{trajectory}")
                 rb.sample()  # so that it follows what comes
         draw = rb.storage.draw
         expected = batches(rb)

@@ -10,32 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from tensordict import TensorDict
 
 import expstore
 from expstore import NotReadyError, TensorDictReplayBuffer
 from expstore.samplers import SliceSamplerWithoutReplacement
-from expstore.storages.memory import MemoryStorage
-
-
-def rows(trajectory: int, count: int, first: int = 0) -> TensorDict:
-    """Rows of one trajectory; x is trajectory * 1000 + step."""
-    step = torch.arange(first, first + count)
-    return TensorDict({"x": trajectory * 1000 + step, "episode": torch.full((count,), trajectory)}, [count])
-
-
-def buffer(*lengths: int, batch_size: int = 6, prefetch: int = 0, **options: Any) -> TensorDictReplayBuffer:
-    """A buffer with trajectories 1, 2, ... of these lengths."""
-    rb = TensorDictReplayBuffer(
-        storage=MemoryStorage(1000),
-        sampler=SliceSamplerWithoutReplacement(**options),
-        batch_size=batch_size,
-        prefetch=prefetch,
-    )
-    for number, length in enumerate(lengths, start=1):
-        rb.extend(rows(number, length))
-    return rb
+from tests.support.batches import trajectory_buffer, trajectory_rows
 
 
 def trajectories(batch: TensorDict, length: int) -> list[int]:
@@ -48,7 +28,18 @@ def trajectories(batch: TensorDict, length: int) -> list[int]:
 @pytest.mark.parametrize("prefetch", [0, 2])
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_every_trajectory_comes_once_per_pass(shuffle: bool, prefetch: int) -> None:
-    rb = buffer(3, 9, 4, 3, 5, 2, 7, slice_len=3, shuffle=shuffle, prefetch=prefetch)
+    rb = trajectory_buffer(
+        3,
+        9,
+        4,
+        3,
+        5,
+        2,
+        7,
+        sampler=SliceSamplerWithoutReplacement(slice_len=3, shuffle=shuffle),
+        prefetch=prefetch,
+        batch_size=6,
+    )
     orders = []
     for _ in range(12):
         batches = [trajectories(batch, 3) for batch in rb]
@@ -60,14 +51,16 @@ def test_every_trajectory_comes_once_per_pass(shuffle: bool, prefetch: int) -> N
 
 
 def test_slices_begin_anywhere() -> None:
-    rb = buffer(5, slice_len=3, batch_size=3)
+    rb = trajectory_buffer(5, sampler=SliceSamplerWithoutReplacement(slice_len=3), batch_size=3)
     firsts = Counter(rb.sample()["x"][0].item() for _ in range(300))
     assert firsts.keys() == {1000, 1001, 1002}
     assert min(firsts.values()) > 60
 
 
 def test_what_does_not_fill_a_batch_may_be_dropped() -> None:
-    rb = buffer(3, 3, 3, 3, 3, slice_len=3, drop_last=True)
+    rb = trajectory_buffer(
+        3, 3, 3, 3, 3, sampler=SliceSamplerWithoutReplacement(slice_len=3, drop_last=True), batch_size=6
+    )
     assert [len(trajectories(batch, 3)) for batch in rb] == [2, 2]
     assert [len(trajectories(batch, 3)) for batch in rb] == [2, 2]
     with pytest.raises(ValueError, match="greater than the storage capacity"):
@@ -75,29 +68,31 @@ def test_what_does_not_fill_a_batch_may_be_dropped() -> None:
 
 
 def test_a_batch_larger_than_a_pass_is_short() -> None:
-    rb = buffer(3, 9, 4, num_slices=10, batch_size=30)
+    rb = trajectory_buffer(3, 9, 4, sampler=SliceSamplerWithoutReplacement(num_slices=10), batch_size=30)
     assert sorted(trajectories(rb.sample(), 3)) == [1, 2, 3]
 
 
 def test_short_trajectories_count_if_that_is_wanted() -> None:
-    rb = buffer(2, 9, slice_len=3, strict_length=False)
+    rb = trajectory_buffer(
+        2, 9, sampler=SliceSamplerWithoutReplacement(slice_len=3, strict_length=False), batch_size=6
+    )
     batch = rb.sample()
     assert sorted((batch["x"] // 1000).tolist()) == [1, 1, 2, 2, 2]
     with pytest.raises(NotReadyError, match="length range: 2 - 2 / required=3"):
-        buffer(2, slice_len=3).sample()
+        trajectory_buffer(2, sampler=SliceSamplerWithoutReplacement(slice_len=3), batch_size=6).sample()
 
 
 def test_a_pass_begins_anew_when_a_trajectory_comes() -> None:
-    rb = buffer(3, 3, 3, 3, slice_len=3)
+    rb = trajectory_buffer(3, 3, 3, 3, sampler=SliceSamplerWithoutReplacement(slice_len=3), batch_size=6)
     rb.sample()
-    rb.extend(rows(5, 3))
+    rb.extend(trajectory_rows(5, 3))
     assert sorted(chain.from_iterable(trajectories(rb.sample(), 3) for _ in range(3))) == [1, 2, 3, 4, 5]
-    rb.extend(rows(5, 4, 3))  # one that grows changes nothing
+    rb.extend(trajectory_rows(5, 4, 3))  # one that grows changes nothing
     assert sorted(chain.from_iterable(trajectories(rb.sample(), 3) for _ in range(3))) == [1, 2, 3, 4, 5]
 
 
 def test_rows_that_are_overwritten_are_drawn_again_of_the_same_trajectories() -> None:
-    rb = buffer(6, 6, 6, 6, slice_len=3)
+    rb = trajectory_buffer(6, 6, 6, 6, sampler=SliceSamplerWithoutReplacement(slice_len=3), batch_size=6)
     sampler, numbers = rb.sampler, np.random.Generator(np.random.Philox(key=np.array([1, 2])))
     for _ in range(5):
         first = sampler.sample(rb.storage, 6, numbers)
@@ -108,7 +103,15 @@ def test_rows_that_are_overwritten_are_drawn_again_of_the_same_trajectories() ->
 
 
 def test_a_pass_is_over_the_trajectories_in_which_a_row_matches() -> None:
-    rb = buffer(3, 9, 4, 3, 5, slice_len=3, where="x % 1000 >= 1 and episode.length > 3")
+    rb = trajectory_buffer(
+        3,
+        9,
+        4,
+        3,
+        5,
+        sampler=SliceSamplerWithoutReplacement(slice_len=3, where="x % 1000 >= 1 and episode.length > 3"),
+        batch_size=6,
+    )
     firsts = Counter()
     for _ in range(40):
         batches = [*rb]
@@ -116,18 +119,20 @@ def test_a_pass_is_over_the_trajectories_in_which_a_row_matches() -> None:
         assert sorted(chain.from_iterable(trajectories(batch, 3) for batch in batches)) == [2, 3, 5]
         firsts.update(x for batch in batches for x in batch["x"].view(-1, 3)[:, 0].tolist())
     assert firsts.keys() == {*range(2001, 2007), 3001, 5001, 5002}
-    rb.extend(rows(4, 2, 3))
+    rb.extend(trajectory_rows(4, 2, 3))
     rb.refresh()
     assert sorted(chain.from_iterable(trajectories(batch, 3) for batch in rb)) == [2, 3, 4, 5]
     with pytest.raises(NotReadyError, match="none of the 3 rows"):
-        buffer(3, slice_len=3, where="x < 0").sample()
+        trajectory_buffer(
+            3, sampler=SliceSamplerWithoutReplacement(slice_len=3, where="x < 0"), batch_size=6
+        ).sample()
     with pytest.raises(ValueError, match="once per pass"):
         SliceSamplerWithoutReplacement(slice_len=3, weight="x")
     assert "where='x < 0'" in repr(SliceSamplerWithoutReplacement(slice_len=3, where="x < 0"))
 
 
 def test_a_copy_goes_on_by_itself() -> None:
-    rb = buffer(3, 3, 3, slice_len=3)
+    rb = trajectory_buffer(3, 3, 3, sampler=SliceSamplerWithoutReplacement(slice_len=3), batch_size=6)
     rb.sample()
     copied = pickle.loads(pickle.dumps(rb.sampler))
     assert copied.sample(rb.storage, 6, np.random.Generator(np.random.Philox(1))).ids.size == 6
@@ -144,7 +149,7 @@ def test_a_restart_goes_on_within_the_pass(store_path: Path, stop: str) -> None:
 
     with opened(capacity=100, seed=3) as rb:
         for trajectory in range(7):
-            rb.extend(rows(trajectory, 4))
+            rb.extend(trajectory_rows(trajectory, 4))
         expected = [rb.sample()["x"].tolist() for _ in range(11)]
         rb.storage.set_draws(0, (0, 0, 0, 0))
     with opened() as rb:

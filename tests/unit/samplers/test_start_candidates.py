@@ -7,28 +7,24 @@ import pickle
 import threading
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from tensordict import TensorDict
 
 import expstore
 from expstore import NotReadyError, TensorDictReplayBuffer
-from expstore.samplers import PrioritizedSliceSampler, Sampler, SliceSampler
-from expstore.storages.memory import MemoryStorage
+from expstore.samplers import PrioritizedSliceSampler, SliceSampler
+from tests.support.batches import memory_buffer, trajectory_rows
 
 LENGTH = 3
 
 
-def rows(trajectory: int, count: int, first: int = 0) -> TensorDict:
-    """Rows of one trajectory; x is trajectory * 1000 + step, value a number from 0 to 4."""
-    step = torch.arange(first, first + count)
-    x = trajectory * 1000 + step
-    value = ((x * 7919) % 5).float()
-    return TensorDict({"x": x, "value": value, "episode": torch.full((count,), trajectory)}, [count])
+#: `value` is a number from 0 to 4.
+rows = partial(trajectory_rows, value=lambda x: (x * 7919 % 5).float())
 
 
 def held(rb: TensorDictReplayBuffer) -> dict[int, list[int]]:
@@ -97,10 +93,6 @@ def matches(x: int) -> float:
     return float(value_of(x) >= 3)
 
 
-def buffer(sampler: Sampler, capacity: int = 60) -> TensorDictReplayBuffer:
-    return TensorDictReplayBuffer(storage=MemoryStorage(capacity), sampler=sampler)
-
-
 def fill(rb: TensorDictReplayBuffer, at: dict[int, int], seed: int, turns: int) -> None:
     """Let trajectories grow in turn by a few rows each."""
     rng = np.random.default_rng(seed)
@@ -130,7 +122,7 @@ def test_slices_begin_where_rows_match(
     filter: dict[str, str],
     mass: Callable[[int], float],
 ) -> None:
-    rb = buffer(SliceSampler(slice_len=LENGTH, by=by, **options, **filter))
+    rb = memory_buffer(60, sampler=SliceSampler(slice_len=LENGTH, by=by, **options, **filter))
     at: dict[int, int] = {}
     for seed in range(3):
         fill(rb, at, seed, 12)
@@ -153,7 +145,7 @@ def _changed(x: int, changed: list[int], mass: Callable[[int], float]) -> float:
 
 def test_small_masses_count_beside_large_ones() -> None:
     weight = "CASE WHEN x < 2000 THEN 1e9 ELSE 1e-9 * (1 + x % 3) END"
-    rb = buffer(SliceSampler(slice_len=1, weight=weight), 2000)
+    rb = memory_buffer(2000, sampler=SliceSampler(slice_len=1, weight=weight))
     rb.extend(rows(1, 900))
     rb.extend(rows(2, 9))
     rb.refresh()
@@ -166,7 +158,7 @@ def test_small_masses_count_beside_large_ones() -> None:
 
 
 def test_a_fast_writer_does_not_make_a_draw_fail() -> None:
-    rb = buffer(SliceSampler(slice_len=LENGTH, where="x >= 0"), capacity=40)
+    rb = memory_buffer(40, sampler=SliceSampler(slice_len=LENGTH, where="x >= 0"))
     rb.extend(rows(1, 40))
     over, first = threading.Event(), itertools.count(2)
 
@@ -185,7 +177,7 @@ def test_a_fast_writer_does_not_make_a_draw_fail() -> None:
 
 
 def test_facts_of_episodes_decide_too() -> None:
-    rb = buffer(SliceSampler(slice_len=LENGTH, by="start", where="episode.length >= 8"))
+    rb = memory_buffer(60, sampler=SliceSampler(slice_len=LENGTH, by="start", where="episode.length >= 8"))
     for trajectory, count in ((1, 4), (2, 9), (3, 8)):
         rb.extend(rows(trajectory, count))
     rb.refresh()
@@ -196,7 +188,7 @@ def test_facts_of_episodes_decide_too() -> None:
 
 
 def test_rows_that_left_are_not_drawn_and_new_ones_join() -> None:
-    rb = buffer(SliceSampler(slice_len=LENGTH, where="value >= 3"), capacity=30)
+    rb = memory_buffer(30, sampler=SliceSampler(slice_len=LENGTH, where="value >= 3"))
     at: dict[int, int] = {}
     fill(rb, at, 0, 30)
     rb.sample(30)
@@ -211,7 +203,7 @@ def test_rows_that_left_are_not_drawn_and_new_ones_join() -> None:
 
 def test_priorities_count_beside_the_filter() -> None:
     sampler = PrioritizedSliceSampler(60, 0.6, 1.0, slice_len=LENGTH, where="value >= 3")
-    rb = buffer(sampler)
+    rb = memory_buffer(60, sampler=sampler)
     at: dict[int, int] = {}
     for seed in range(4):
         fill(rb, at, seed, 12)
@@ -231,7 +223,7 @@ def test_priorities_count_beside_the_filter() -> None:
 
 @pytest.mark.parametrize("kind", [SliceSampler, PrioritizedSliceSampler])
 def test_there_may_be_nowhere_to_begin(kind: type[Any]) -> None:
-    rb = buffer(kind(slice_len=LENGTH, where="value > 9"))
+    rb = memory_buffer(60, sampler=kind(slice_len=LENGTH, where="value > 9"))
     rb.extend(rows(1, 9))
     with pytest.raises(NotReadyError, match="none of the 9 rows can be drawn with where='value > 9'"):
         rb.sample(9)
@@ -265,7 +257,7 @@ def test_after_a_refresh_batches_follow_from_the_rows_alone(store_path: Path, by
 
 def test_copies_evaluate_for_themselves() -> None:
     sampler = SliceSampler(slice_len=LENGTH, where="value >= 3")
-    rb = buffer(sampler)
+    rb = memory_buffer(60, sampler=sampler)
     rb.extend(rows(1, 12))
     rb.sample(LENGTH)
     copied = pickle.loads(pickle.dumps(sampler))

@@ -6,6 +6,7 @@ import os
 import pickle
 import signal
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,24 +16,11 @@ from tensordict import TensorDict
 
 import expstore
 from expstore import MemoryStorage, StreamingSliceSampler, TensorDictReplayBuffer
+from expstore.core import tuning
 from expstore.errors import NotReadyError, StateError
+from tests.support.batches import memory_buffer, steps
 
-
-def steps(first: int, n: int, *, ends: bool = False, **more: Any) -> TensorDict:
-    """Steps whose values are numbers from `first` on; the last one may end its episode."""
-    done = torch.zeros(n, 1, dtype=torch.bool)
-    done[-1] = ends
-    flags = {"done": done, "terminated": done.clone(), "truncated": torch.zeros_like(done)}
-    return TensorDict({"value": torch.arange(first, first + n), "next": flags, **more}, [n])
-
-
-def buffer(length: int = 3, *, capacity: int = 100, size: int | None = None, **more: Any) -> Any:
-    return TensorDictReplayBuffer(
-        storage=MemoryStorage(capacity, seed=4),
-        sampler=StreamingSliceSampler(slice_len=length),
-        batch_size=size,
-        **more,
-    )
+values = partial(steps, key="value")
 
 
 def slices(batch: Any, length: int = 3) -> list[list[int]]:
@@ -41,13 +29,13 @@ def slices(batch: Any, length: int = 3) -> list[list[int]]:
 
 
 def test_new_slices_come_in_order_and_once() -> None:
-    rb = buffer(size=6)
-    rb.extend(steps(0, 13))
+    rb = memory_buffer(seed=4, sampler=StreamingSliceSampler(slice_len=3), batch_size=6)
+    rb.extend(values(13))
     assert slices(rb.sample()) == [[0, 1, 2], [3, 4, 5]]
     batch = rb.sample()
     assert slices(batch) == [[6, 7, 8], [9, 10, 11]]
     assert batch["next", "truncated"].flatten().tolist() == [False, False, True] * 2
-    rb.extend(steps(13, 2))  # completes 12 to 14
+    rb.extend(values(2, 13))  # completes 12 to 14
     first, second = slices(rb.sample())
     assert first == [12, 13, 14]
     assert second[0] + 2 == second[2]
@@ -56,10 +44,10 @@ def test_new_slices_come_in_order_and_once() -> None:
 
 
 def test_slices_do_not_cross_episodes_and_leave_what_is_over() -> None:
-    rb = buffer()
-    rb.extend(steps(0, 5, ends=True))
-    rb.extend(steps(10, 7, ends=True))
-    rb.extend(steps(20, 3))
+    rb = memory_buffer(seed=4, sampler=StreamingSliceSampler(slice_len=3))
+    rb.extend(values(5, end="terminated"))
+    rb.extend(values(7, 10, end="terminated"))
+    rb.extend(values(3, 20))
     assert slices(rb.sample(12)) == [[0, 1, 2], [10, 11, 12], [13, 14, 15], [20, 21, 22]]
 
 
@@ -68,31 +56,31 @@ def test_interleaved_lanes_are_told_apart() -> None:
     storage.flatten = True
     rb = TensorDictReplayBuffer(storage=storage, sampler=StreamingSliceSampler(slice_len=3))
     for start in (0, 2, 4):
-        rb.extend(torch.stack([steps(start, 2), steps(100 + start, 2)]))
+        rb.extend(torch.stack([values(2, start), values(2, 100 + start)]))
     assert sorted(slices(rb.sample(12))) == [[0, 1, 2], [3, 4, 5], [100, 101, 102], [103, 104, 105]]
 
 
 def test_slices_that_began_to_leave_are_left_out() -> None:
-    rb = buffer(capacity=10)
-    rb.extend(steps(0, 9))
-    rb.extend(steps(9, 5))  # 0 to 3 have left
+    rb = memory_buffer(10, seed=4, sampler=StreamingSliceSampler(slice_len=3))
+    rb.extend(values(9))
+    rb.extend(values(5, 9))  # 0 to 3 have left
     assert slices(rb.sample(6)) == [[6, 7, 8], [9, 10, 11]]
 
 
 def test_many_rows_are_looked_through_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("expstore.samplers.streaming_slices._CHUNK", 4)
-    rb = buffer()
-    rb.extend(steps(0, 30))
+    monkeypatch.setattr(tuning, "SLICE_SEARCH_ROWS", 4)
+    rb = memory_buffer(seed=4, sampler=StreamingSliceSampler(slice_len=3))
+    rb.extend(values(30))
     found = [one for _ in range(5) for one in slices(rb.sample(6))]
     assert found == [[start, start + 1, start + 2] for start in range(0, 30, 3)]
 
 
 def test_rows_from_before_are_not_new() -> None:
     rb = TensorDictReplayBuffer(storage=MemoryStorage(100, seed=4))
-    rb.extend(steps(0, 30))
+    rb.extend(values(30))
     rb.set_sampler(StreamingSliceSampler(slice_len=3))
     assert rb.sampler.state_dict() == {"written": 30}
-    rb.extend(steps(30, 3))
+    rb.extend(values(3, 30))
     assert [30, 31, 32] in slices(rb.sample(6))
 
 
@@ -111,7 +99,7 @@ def test_what_was_handed_out_does_not_come_again_after_a_restart(end: str, tmp_p
     if not child:
         try:
             rb = opened()
-            rb.extend(steps(0, 9))
+            rb.extend(values(9))
             rb.sample()
             if end == "close":
                 rb.close()
@@ -124,8 +112,8 @@ def test_what_was_handed_out_does_not_come_again_after_a_restart(end: str, tmp_p
 
 
 def test_batches_made_ahead_and_given_back_come_again() -> None:
-    rb = buffer(size=3, prefetch=2)
-    rb.extend(steps(0, 12))
+    rb = memory_buffer(seed=4, sampler=StreamingSliceSampler(slice_len=3), batch_size=3, prefetch=2)
+    rb.extend(values(12))
     assert slices(rb.sample()) == [[0, 1, 2]]
     rb.sampler.rewind(rb.storage)  # what a change of the generator does, for instance
     rb.set_rng(torch.Generator().manual_seed(0))
@@ -133,9 +121,12 @@ def test_batches_made_ahead_and_given_back_come_again() -> None:
 
 
 def test_the_state_goes_on_elsewhere_and_copies_too() -> None:
-    one, two = buffer(size=3), buffer(size=3)
+    one, two = (
+        memory_buffer(seed=4, sampler=StreamingSliceSampler(slice_len=3), batch_size=3),
+        memory_buffer(seed=4, sampler=StreamingSliceSampler(slice_len=3), batch_size=3),
+    )
     for rb in (one, two):
-        rb.extend(steps(0, 12))
+        rb.extend(values(12))
     one.sample()
     two.load_state_dict(one.state_dict())
     assert slices(two.sample()) == [[3, 4, 5]]
@@ -145,36 +136,36 @@ def test_the_state_goes_on_elsewhere_and_copies_too() -> None:
 
 
 def test_a_version_goes_on_where_it_was_made(tmp_path: Path) -> None:
-    rb = buffer(size=3)
-    rb.extend(steps(0, 12))
+    rb = memory_buffer(seed=4, sampler=StreamingSliceSampler(slice_len=3), batch_size=3)
+    rb.extend(values(12))
     rb.sample()
     rb.dumps(tmp_path / "versions")
     rb.sample()
     rb.loads(tmp_path / "versions")  # under other ids
-    rb.extend(steps(50, 3))
+    rb.extend(values(3, 50))
     assert [slices(rb.sample())[0] for _ in range(4)] == [[3, 4, 5], [6, 7, 8], [9, 10, 11], [50, 51, 52]]
 
 
 def test_what_comes_after_empty_is_new() -> None:
-    rb = buffer(size=3)
-    rb.extend(steps(0, 11, ends=True))
+    rb = memory_buffer(seed=4, sampler=StreamingSliceSampler(slice_len=3), batch_size=3)
+    rb.extend(values(11, end="terminated"))
     rb.sample()
     rb.empty()
-    rb.extend(steps(20, 6))
+    rb.extend(values(6, 20))
     assert [slices(rb.sample())[0] for _ in range(2)] == [[20, 21, 22], [23, 24, 25]]
     again = pickle.loads(pickle.dumps(rb.sampler))
-    rb.extend(steps(30, 3))
+    rb.extend(values(3, 30))
     rb.set_sampler(again)
     assert slices(rb.sample()) == [[30, 31, 32]]
 
 
 def test_beside_a_writer_every_slice_comes_at_most_once_and_whole() -> None:
-    rb = buffer(4, capacity=400, size=8)
-    rb.extend(steps(0, 40))
+    rb = memory_buffer(400, seed=4, sampler=StreamingSliceSampler(slice_len=4), batch_size=8)
+    rb.extend(values(40))
 
     def write() -> None:
         for start in range(40, 6000, 10):
-            rb.extend(steps(start, 10))
+            rb.extend(values(10, start))
 
     writer = threading.Thread(target=write)
     writer.start()
@@ -198,11 +189,11 @@ def test_what_is_refused() -> None:
     with pytest.raises(ValueError, match="positive integer"):
         StreamingSliceSampler(slice_len=0)
     with pytest.raises(ValueError, match="cannot hold one slice_len=3 window"):
-        buffer(capacity=2)
-    rb = buffer()
+        memory_buffer(2, seed=4, sampler=StreamingSliceSampler(slice_len=3))
+    rb = memory_buffer(seed=4, sampler=StreamingSliceSampler(slice_len=3))
     with pytest.raises(NotReadyError, match="Cannot sample from an empty storage"):
         rb.sample(3)
-    rb.extend(steps(0, 2))
+    rb.extend(values(2))
     with pytest.raises(NotReadyError, match="sufficient length"):
         rb.sample(3)
     with pytest.raises(StateError, match="divisible by the slice length"):
@@ -217,7 +208,7 @@ def keyed(capacity: int = 100, **options: Any) -> Any:
 def test_trajectories_by_other_names_are_cut_from_their_beginning() -> None:
     rb = keyed(traj_key="env")
     env = torch.tensor([0, 1, 0, 0, 1, 1, 0, 0, 0])
-    rb.extend(steps(0, 9, env=env))
+    rb.extend(values(9, env=env))
     assert [slices(rb.sample())[0] for _ in range(3)] == [[0, 2, 3], [1, 4, 5], [6, 7, 8]]
 
 
@@ -225,15 +216,15 @@ def test_other_ends_cut_trajectories() -> None:
     rb = keyed(end_key=("flags", "end"))
     end = torch.zeros(10, 1, dtype=torch.bool)
     end[3] = True
-    rb.extend(steps(0, 10, flags=TensorDict({"end": end}, [10])))
+    rb.extend(values(10, flags=TensorDict({"end": end}, [10])))
     assert [slices(rb.sample())[0] for _ in range(3)] == [[0, 1, 2], [4, 5, 6], [7, 8, 9]]
 
 
 def test_where_they_began_is_known_when_first_rows_have_left() -> None:
     rb = keyed(capacity=8, traj_key="env")
     for start in range(0, 20, 5):
-        rb.extend(steps(start, 5, env=torch.zeros(5, dtype=torch.int64)))
+        rb.extend(values(5, start, env=torch.zeros(5, dtype=torch.int64)))
         rb.sample()  # [0, 1, 2], [3, 4, 5], ...: some are overtaken, none shifted
-    rb.extend(steps(20, 4, env=torch.zeros(4, dtype=torch.int64)))
+    rb.extend(values(4, 20, env=torch.zeros(4, dtype=torch.int64)))
     assert slices(rb.sample())[0] == [18, 19, 20]
     assert slices(rb.sample())[0] == [21, 22, 23]

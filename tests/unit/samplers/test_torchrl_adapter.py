@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import pickle
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from expstore.samplers import (
 )
 from expstore.samplers.torchrl_adapter import AdaptedSampler, adapt
 from expstore.storages.memory import MemoryStorage
+from tests.support.batches import numbered_rows
 
 
 class Newest(Sampler):
@@ -91,9 +93,7 @@ class Chance:
         return (torch.randint(len(storage), (batch_size,), generator=self._rng),), {}
 
 
-def rows(n: int, start: int = 0) -> TensorDict:
-    number = torch.arange(start, start + n)
-    return TensorDict({"x": number, "next": {"reward": number[:, None].float()}}, [n])
+rows = partial(numbered_rows, key="x", next=lambda number: {"reward": number[:, None].float()})
 
 
 def make(sampler: Any, n: int = 5, kind: Any = ReplayBuffer, **more: Any) -> Any:

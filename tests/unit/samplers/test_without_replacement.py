@@ -12,21 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tensordict import TensorDict
 
 import expstore
-from expstore import MemoryStorage, NotReadyError, SamplerWithoutReplacement, TensorDictReplayBuffer
+from expstore import NotReadyError, SamplerWithoutReplacement, TensorDictReplayBuffer
 from expstore.buffers.rng import Draws
 from expstore.samplers.without_replacement import permute
-
-
-def rows(count: int, first: int = 0) -> TensorDict:
-    return TensorDict({"number": torch.arange(first, first + count)}, [count])
-
-
-def buffer(capacity: int, size: int, **keywords: Any) -> TensorDictReplayBuffer:
-    sampler = SamplerWithoutReplacement(**keywords)
-    return TensorDictReplayBuffer(storage=MemoryStorage(capacity), sampler=sampler, batch_size=size)
+from tests.support.batches import memory_buffer, numbered_rows
 
 
 def numbers(rb: TensorDictReplayBuffer) -> list[list[int]]:
@@ -38,8 +29,8 @@ def numbers(rb: TensorDictReplayBuffer) -> list[list[int]]:
     [(4, False, [4, 4, 2]), (4, True, [4, 4]), (5, True, [5, 5]), (16, False, [10])],
 )
 def test_a_pass(size: int, drop_last: bool, lengths: list[int]) -> None:
-    rb = buffer(10, size, drop_last=drop_last)
-    rb.extend(rows(10))
+    rb = memory_buffer(10, sampler=SamplerWithoutReplacement(drop_last=drop_last), batch_size=size)
+    rb.extend(numbered_rows(10))
     passes = [numbers(rb) for _ in range(20)]
     for batches in passes:
         assert [len(batch) for batch in batches] == lengths
@@ -49,14 +40,14 @@ def test_a_pass(size: int, drop_last: bool, lengths: list[int]) -> None:
 
 
 def test_in_order() -> None:
-    rb = buffer(10, 4, shuffle=False)
-    rb.extend(rows(10))
+    rb = memory_buffer(10, sampler=SamplerWithoutReplacement(shuffle=False), batch_size=4)
+    rb.extend(numbered_rows(10))
     assert numbers(rb) == numbers(rb) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
 
 
 def test_every_order_is_as_likely() -> None:
-    rb = buffer(4, 4)
-    rb.extend(rows(4))
+    rb = memory_buffer(4, sampler=SamplerWithoutReplacement(), batch_size=4)
+    rb.extend(numbered_rows(4))
     counts: dict[tuple[int, ...], int] = {}
     for _ in range(4800):
         order = tuple(rb.sample()["number"].tolist())
@@ -88,18 +79,18 @@ def test_large_passes_are_shuffled_well() -> None:
 
 
 def test_a_pass_begins_anew_when_the_number_of_rows_changes() -> None:
-    rb = buffer(10, 4)
-    rb.extend(rows(6))
+    rb = memory_buffer(10, sampler=SamplerWithoutReplacement(), batch_size=4)
+    rb.extend(numbered_rows(6))
     rb.sample()
-    rb.extend(rows(2, 6))
+    rb.extend(numbered_rows(2, 6))
     assert sorted(itertools.chain(*numbers(rb))) == list(range(8))
 
 
 def test_in_a_full_ring_an_index_stands_for_its_newest_row() -> None:
-    rb = buffer(10, 5)
-    rb.extend(rows(10))
+    rb = memory_buffer(10, sampler=SamplerWithoutReplacement(), batch_size=5)
+    rb.extend(numbered_rows(10))
     first = rb.sample()["index"].tolist()
-    rb.extend(rows(5, 10))
+    rb.extend(numbered_rows(5, 10))
     second = rb.sample()
     assert sorted(first + second["index"].tolist()) == list(range(10))
     assert (second["number"] == torch.where(second["index"] < 5, second["index"] + 10, second["index"])).all()
@@ -107,8 +98,8 @@ def test_in_a_full_ring_an_index_stands_for_its_newest_row() -> None:
 
 def test_rows_given_up_before_others_take_their_places() -> None:
     """A long extend does so: who has drawn such rows draws others, of those that are left."""
-    rb = buffer(10, 4)
-    rb.extend(rows(10))
+    rb = memory_buffer(10, sampler=SamplerWithoutReplacement(), batch_size=4)
+    rb.extend(numbered_rows(10))
     generator = Draws(1).generator(0)
     selection = rb.sampler.sample(rb.storage, 4, generator)
     rb.storage.retire(6)
@@ -117,17 +108,17 @@ def test_rows_given_up_before_others_take_their_places() -> None:
 
 
 def test_what_is_refused() -> None:
-    rb = buffer(10, 11, drop_last=True)
+    rb = memory_buffer(10, sampler=SamplerWithoutReplacement(drop_last=True), batch_size=11)
     with pytest.raises(NotReadyError, match="empty storage"):
         rb.sample()
-    rb.extend(rows(10))
+    rb.extend(numbered_rows(10))
     with pytest.raises(ValueError, match="batch size .* is greater than the storage capacity"):
         rb.sample()
 
 
 def test_threads_share_a_pass() -> None:
-    rb = buffer(3000, 10)
-    rb.extend(rows(3000))
+    rb = memory_buffer(3000, sampler=SamplerWithoutReplacement(), batch_size=10)
+    rb.extend(numbered_rows(3000))
     drawn: list[int] = []
 
     def work() -> None:
@@ -153,7 +144,7 @@ def opened(path: Path, **keywords: Any) -> TensorDictReplayBuffer:
 def test_a_restart_goes_on_in_the_middle_of_a_pass(capacity: int | None, end: str, tmp_path: Path) -> None:
     def live(path: Path) -> TensorDictReplayBuffer:
         rb = opened(path, capacity=capacity)
-        rb.extend(rows(120))
+        rb.extend(numbered_rows(120))
         for _ in range(10):
             rb.sample()
         return rb
@@ -176,13 +167,13 @@ def test_a_restart_goes_on_in_the_middle_of_a_pass(capacity: int | None, end: st
 
 def test_a_flush_keeps_the_place_across_a_power_cut(tmp_path: Path) -> None:
     with opened(tmp_path / "whole.exp", capacity=60) as whole:
-        whole.extend(rows(60))
+        whole.extend(numbered_rows(60))
         expected = [whole.sample()["number"].tolist() for _ in range(30)]
     pid = os.fork()
     if pid == 0:
         torch.set_num_threads(1)
         rb = opened(tmp_path / "parts.exp", capacity=60)
-        rb.extend(rows(60))
+        rb.extend(numbered_rows(60))
         for _ in range(12):
             rb.sample()
         rb.flush()
@@ -195,7 +186,7 @@ def test_a_flush_keeps_the_place_across_a_power_cut(tmp_path: Path) -> None:
 
 def test_a_snapshot_keeps_the_place(tmp_path: Path) -> None:
     with opened(tmp_path / "a.exp", capacity=60) as rb:
-        rb.extend(rows(60))
+        rb.extend(numbered_rows(60))
         for _ in range(3):
             rb.sample()
         rb.dumps(tmp_path / "versions")
@@ -206,9 +197,12 @@ def test_a_snapshot_keeps_the_place(tmp_path: Path) -> None:
 
 
 def test_state_dict_goes_to_another_sampler() -> None:
-    one, other = buffer(20, 6), buffer(20, 6)
+    one, other = (
+        memory_buffer(20, sampler=SamplerWithoutReplacement(), batch_size=6),
+        memory_buffer(20, sampler=SamplerWithoutReplacement(), batch_size=6),
+    )
     for rb in (one, other):
-        rb.extend(rows(20))
+        rb.extend(numbered_rows(20))
         rb.sample()
     one.sample()
     samplers: list[Any] = [one._sampler, other._sampler]

@@ -36,6 +36,7 @@ from expstore.errors import (
 )
 from expstore.sql.index import Column, Delta, Index, Position, Relations
 from tests.support import warm_processes
+from tests.support.batches import closing_factory
 
 pytestmark = pytest.mark.index
 
@@ -167,15 +168,11 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def open_index(path: Path) -> Iterator[Callable[..., Index]]:
-    opened: list[Index] = []
-
     def make(*, disk: Disk | None = None, uuid: str = UUID, memory: bool = False) -> Index:
-        opened.append(Index.open(None if memory else path, disk=disk or Disk(), store_uuid=uuid))
-        return opened[-1]
+        return Index.open(None if memory else path, disk=disk or Disk(), store_uuid=uuid)
 
-    yield make
-    for index in opened:
-        index.close()
+    with closing_factory(make) as factory:
+        yield factory
 
 
 @pytest.fixture(params=["file", "memory"])

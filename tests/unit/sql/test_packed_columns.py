@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +12,13 @@ from tensordict import TensorDict
 
 import expstore
 from expstore.buffers.tensordict import TensorDictReplayBuffer
+from expstore.core import tuning
 from expstore.errors import CorruptionError, QueryError
-from expstore.sql import arrow_dataset
 from expstore.sql.projection import named_members
 from expstore.storages.columns.packed import column
-from expstore.storages.engine.open_settings import Settings
-from expstore.storages.format import chunk_encoding
 from expstore.storages.format.layout import ColumnLayout
-from expstore.storages.memory import MemoryStorage
-from expstore.storages.zarr import ZarrStorage
+from tests.support.batches import counted_frames, memory_buffer, numbered_rows
+from tests.support.stores import extend_all, open_zarr
 
 pytestmark = pytest.mark.usefixtures("no_syncs")
 
@@ -30,7 +29,7 @@ CAPACITY = 500
 @pytest.fixture(autouse=True)
 def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shards of few rows."""
-    monkeypatch.setattr(chunk_encoding, "SHARD_ROWS", 64)
+    monkeypatch.setattr(tuning, "PACKED_SHARD_ROWS", 64)
 
 
 @pytest.fixture
@@ -48,41 +47,27 @@ def unpacked(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     return counts
 
 
-def batch(first: int, count: int) -> TensorDict:
-    """Rows that follow from their number."""
-    number = torch.arange(first, first + count)
-    image = (number[:, None, None] * 3 + torch.arange(6).reshape(2, 3)).to(torch.uint8)
-    return TensorDict(
-        {
-            "number": number,
-            "image": image,
-            "half": number[:, None].to(torch.float16) * torch.tensor([1.0, 0.5]).to(torch.float16),
-            "next": {
-                "image": image + 1,
-                "reward": number[:, None].float(),
-                "done": (number % 9 == 8)[:, None],
-            },
-        },
-        [count],
-    )
-
-
 def layout() -> ColumnLayout:
     packed = {"layout": "packed", "rows": 4}
     return ColumnLayout(fields={"image": packed, "next.image": packed, "half": packed})
 
 
-def fill(rb: TensorDictReplayBuffer, rows: int = ROWS) -> TensorDictReplayBuffer:
+def batches(rows: int) -> Iterator[TensorDict]:
+    """Yield numbered rows, 50 at a time."""
     for first in range(0, rows, 50):
-        rb.extend(batch(first, 50))
-    return rb
+        number = torch.arange(first, first + 50)
+        image = counted_frames(3 * number, 2, 3)
+        after = {"image": image + 1, "reward": number[:, None].float(), "done": (number % 9 == 8)[:, None]}
+        half = number[:, None].to(torch.float16) * torch.tensor([1.0, 0.5]).to(torch.float16)
+        yield numbered_rows(50, first, image=image, half=half, next=after)
 
 
 def make(path: Path, *, times: int = 1) -> TensorDictReplayBuffer:
-    settings = Settings(flatten=True, seed=0, layout=layout())
-    return fill(
-        TensorDictReplayBuffer(storage=ZarrStorage(path, times * CAPACITY, settings=settings)), times * ROWS
-    )
+    return extend_all(open_zarr(path, times * CAPACITY, layout=layout()), *batches(times * ROWS))
+
+
+def make_flat() -> TensorDictReplayBuffer:
+    return extend_all(memory_buffer(CAPACITY, seed=0), *batches(ROWS))
 
 
 SAME = [
@@ -103,7 +88,7 @@ SAME = [
 @pytest.mark.some(2)
 @pytest.mark.parametrize("query", SAME)
 def test_answers_are_those_of_a_flat_store(store_path: Path, query: str) -> None:
-    flat = fill(TensorDictReplayBuffer(storage=MemoryStorage(CAPACITY, seed=0)))
+    flat = make_flat()
     expected = flat.sql(query.replace(", _sampled", "")).arrow()
     with make(store_path) as rb:
         assert {".".join(rb.schema.fields[place].key) for place in rb.storage.unviewed_places} == {
@@ -123,12 +108,11 @@ def test_answers_are_those_of_a_flat_store(store_path: Path, query: str) -> None
 def test_all_fields_packed_and_read_in_many_batches(
     store_path: Path, monkeypatch: pytest.MonkeyPatch, query: str
 ) -> None:
-    monkeypatch.setattr(arrow_dataset, "_BATCH_ROWS", 64)
-    monkeypatch.setattr(arrow_dataset, "_BATCH_BYTES", 200)
-    flat = fill(TensorDictReplayBuffer(storage=MemoryStorage(CAPACITY, seed=0)))
-    settings = Settings(flatten=True, seed=0, layout=ColumnLayout("packed"))
-    with TensorDictReplayBuffer(storage=ZarrStorage(store_path, CAPACITY, settings=settings)) as rb:
-        fill(rb)
+    monkeypatch.setattr(tuning, "SQL_BATCH_ROWS", 64)
+    monkeypatch.setattr(tuning, "SQL_BATCH_BYTES", 200)
+    flat = make_flat()
+    with open_zarr(store_path, CAPACITY, layout=ColumnLayout("packed")) as rb:
+        extend_all(rb, *batches(ROWS))
         assert rb.schema is not None
         assert len(rb.storage.unviewed_places) == len(rb.schema.fields)
         query = query.replace(", _sampled", "")
@@ -169,7 +153,7 @@ def test_only_rows_that_pass_are_unpacked(store_path: Path, unpacked: dict[str, 
 def test_a_limit_ends_the_unpacking(
     store_path: Path, unpacked: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(arrow_dataset, "_BATCH_BYTES", 6 * 4)
+    monkeypatch.setattr(tuning, "SQL_BATCH_BYTES", 6 * 4)
     with make(store_path, times=10) as rb:  # on a busy machine threads read some hundred rows ahead
         unpacked.clear()
         assert len(rb.sql("SELECT image FROM transitions LIMIT 3").fetchall()) == 3
@@ -177,8 +161,8 @@ def test_a_limit_ends_the_unpacking(
 
 
 def test_too_much_at_once_is_refused(store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arrow_dataset, "PACKED_BYTES", 100 * 6)
-    monkeypatch.setattr(arrow_dataset, "_BATCH_BYTES", 10 * 6)
+    monkeypatch.setattr(tuning, "SQL_PACKED_BYTES", 100 * 6)
+    monkeypatch.setattr(tuning, "SQL_BATCH_BYTES", 10 * 6)
     with make(store_path) as rb:
         with pytest.raises(QueryError, match="more than 100 rows of image, which are packed") as caught:
             rb.sql("SELECT sum(image[1][1]) FROM transitions")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -13,31 +12,27 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import expstore
+from expstore.core import tuning
 from expstore.core.values import Ranking
-from expstore.disk import files
 from expstore.episodes.table import Steps
 from expstore.errors import CorruptionError, SchemaError, StateError, StorageError
 from expstore.maintenance import repair, verify
 from expstore.schema.arrow_types import ragged_text
 from expstore.schema.field_roles import find_keys
 from expstore.schema.schema import ARROW, Field, Schema
-from expstore.storages import base
 from expstore.storages.arrow import ArrowStorage
-from expstore.storages.columns.arrow import compaction, writer
+from expstore.storages.columns.arrow import writer
 from expstore.storages.engine.open_settings import Settings
 from expstore.storages.follower import FollowerStorage
 from expstore.storages.memory import MemoryStorage
 from expstore.storages.zarr import ZarrStorage
 from expstore.writers.writers import RoundRobinWriter
 from tests.support.case_selection import in_full, share
-from tests.unit.storages.test_variable_fields import SCHEMA, check, columns_of, put, window_ids
+from tests.support.stores import prepare, window_ids
+from tests.support.tuned import set_spare_slots
+from tests.support.variable_fields import SCHEMA, check, columns_of, put
 
-
-@pytest.fixture(autouse=True)
-def no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing here is about what a power cut leaves."""
-    monkeypatch.setattr(files, "_sync_data", os.fstat)
-    monkeypatch.setattr(os, "fsync", lambda fd: None)
+pytestmark = pytest.mark.usefixtures("no_syncs")  # nothing here is about what a power cut leaves
 
 
 @pytest.fixture(params=[None, "narrow", "lz4", "zstd"])
@@ -47,13 +42,13 @@ def compression(request: pytest.FixtureRequest) -> Any:
 
 def small(patch: pytest.MonkeyPatch) -> None:
     """Make segments, batches and merges so small that some hundred rows have all of them."""
-    patch.setattr(writer, "SEGMENT_BYTES", 16_000)
-    patch.setattr(writer, "SEGMENT_BATCHES", 20)
-    patch.setattr(writer, "BATCH_BYTES", 3000)
-    patch.setattr(writer, "PACKED_BYTES", 900)
-    patch.setattr(writer, "TOGETHER_BYTES", 6000)
-    patch.setattr(writer, "MERGED_BYTES", 2000)
-    patch.setattr(compaction, "MANY", 4)
+    patch.setattr(tuning, "ARROW_SEGMENT_BYTES", 16_000)
+    patch.setattr(tuning, "ARROW_SEGMENT_BATCHES", 20)
+    patch.setattr(tuning, "ARROW_BATCH_BYTES", 3000)
+    patch.setattr(tuning, "ARROW_COMPRESSED_BATCH_BYTES", 900)
+    patch.setattr(tuning, "ARROW_WRITE_BYTES", 6000)
+    patch.setattr(tuning, "ARROW_COMPACTED_BYTES", 2000)
+    patch.setattr(tuning, "ARROW_COMPACTION_BATCHES", 4)
 
 
 @pytest.fixture
@@ -62,10 +57,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def new(path: Path, capacity: int | None = None, **options: Any) -> ArrowStorage:
-    storage = ArrowStorage(path, capacity, **options)
-    if storage.schema is None:
-        storage.prepare(SCHEMA, find_keys(SCHEMA))
-    return storage
+    return prepare(ArrowStorage(path, capacity, **options), SCHEMA)
 
 
 def segments(path: Path) -> list[Path]:
@@ -103,8 +95,7 @@ def test_rows_against_a_model(
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         small(patch)
-        no_sync(patch)
-        patch.setattr(base, "spare_slots", lambda capacity, row_bytes: 6)
+        set_spare_slots(patch, 6)
         folder = tmp_path_factory.mktemp("model")
         path, rng = folder / "run.exp", np.random.default_rng(seed)
         storage = new(path, capacity, compression=compression)
@@ -151,11 +142,6 @@ def test_rows_against_a_model(
 test_rows_against_a_model_in_full = pytest.mark.torture(in_full(test_rows_against_a_model))
 
 
-def no_sync(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(files, "_sync_data", os.fstat)
-    patch.setattr(os, "fsync", lambda fd: None)
-
-
 # ---------------------------------------------------------------------------------------------------
 # Segments.
 
@@ -178,7 +164,7 @@ def test_segments_can_be_read_by_any_program_open_or_sealed(
 def test_segments_whose_rows_have_left_a_ring_go_after_the_mark(
     tmp_path: Path, tiny: None, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr(base, "spare_slots", lambda capacity, row_bytes: 10)
+    set_spare_slots(monkeypatch, 10)
     storage = new(tmp_path / "a.exp", 30)
     storage._keeper.stop()
     names = set()
@@ -214,7 +200,7 @@ def test_what_is_emptied_frees_its_segments(tmp_path: Path, tiny: None) -> None:
 
 @pytest.mark.some(1)
 def test_small_batches_are_merged(tmp_path: Path, monkeypatch: Any, compression: Any) -> None:
-    monkeypatch.setattr(writer, "SEGMENT_BATCHES", 100)
+    monkeypatch.setattr(tuning, "ARROW_SEGMENT_BATCHES", 100)
     storage = new(tmp_path / "a.exp", compression=compression)
     storage._keeper.stop()
     for _ in range(950):
@@ -236,7 +222,7 @@ def test_small_batches_are_merged(tmp_path: Path, monkeypatch: Any, compression:
 
 
 def test_merging_that_the_disk_refuses_costs_nothing(tmp_path: Path, tiny: None, monkeypatch: Any) -> None:
-    monkeypatch.setattr(writer, "MERGED_BYTES", 12_000)
+    monkeypatch.setattr(tuning, "ARROW_COMPACTED_BYTES", 12_000)
     storage = new(tmp_path / "a.exp")
     storage._keeper.stop()
     real = storage.disk.gate
@@ -268,7 +254,7 @@ def test_merging_that_the_disk_refuses_costs_nothing(tmp_path: Path, tiny: None,
 def test_an_extend_longer_than_spare_and_ring_leaves_the_newest(
     tmp_path: Path, tiny: None, monkeypatch: Any, count: int
 ) -> None:
-    monkeypatch.setattr(base, "spare_slots", lambda capacity, row_bytes: 5)
+    set_spare_slots(monkeypatch, 5)
     storage = new(tmp_path / "a.exp", 20)
     put(storage, 7)
     put(storage, count)
@@ -608,8 +594,9 @@ def widths_in(path: Path) -> list[str]:
 
 @pytest.mark.parametrize("packing", ["narrow", "lz4", "zstd"])
 def test_a_segment_begins_where_values_need_more_bytes(tmp_path: Path, packing: Any) -> None:
-    storage = ArrowStorage(tmp_path / "a.exp", compression=packing, settings=Settings(min_free_bytes=0))
-    storage.prepare(TOKENS, find_keys(TOKENS))
+    storage = prepare(
+        ArrowStorage(tmp_path / "a.exp", compression=packing, settings=Settings(min_free_bytes=0)), TOKENS
+    )
     storage._keeper.stop()
     rows: list[list[int]] = []
     for values in ([7, 255], [256, 3], [1, 2], [-1, 70_000], [5, -6], [2**31 - 1], [9]):
@@ -635,9 +622,8 @@ def test_a_segment_begins_where_values_need_more_bytes(tmp_path: Path, packing: 
 
 
 def test_one_wide_value_does_not_make_all_later_segments_wide(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(writer, "SEGMENT_BYTES", 4000)
-    storage = ArrowStorage(tmp_path / "a.exp", compression="narrow")
-    storage.prepare(TOKENS, find_keys(TOKENS))
+    monkeypatch.setattr(tuning, "ARROW_SEGMENT_BYTES", 4000)
+    storage = prepare(ArrowStorage(tmp_path / "a.exp", compression="narrow"), TOKENS)
     for number in range(12):
         put_tokens(storage, [[-1 << 20 if number == 4 else 300] * 15] * 40)
     found = widths_in(storage.path)
@@ -648,10 +634,9 @@ def test_one_wide_value_does_not_make_all_later_segments_wide(tmp_path: Path, mo
 
 @pytest.mark.parametrize("merged_bytes", [300, 1 << 20], ids=["batches stay", "batches are joined"])
 def test_segments_of_several_widths_are_merged(tmp_path: Path, monkeypatch: Any, merged_bytes: int) -> None:
-    monkeypatch.setattr(writer, "SEGMENT_BATCHES", 1)
-    monkeypatch.setattr(writer, "MERGED_BYTES", merged_bytes)
-    storage = ArrowStorage(tmp_path / "a.exp", compression="narrow")
-    storage.prepare(TOKENS, find_keys(TOKENS))
+    monkeypatch.setattr(tuning, "ARROW_SEGMENT_BATCHES", 1)
+    monkeypatch.setattr(tuning, "ARROW_COMPACTED_BYTES", merged_bytes)
+    storage = prepare(ArrowStorage(tmp_path / "a.exp", compression="narrow"), TOKENS)
     storage._keeper.stop()
     rows = [[number % 200 if number < 160 else number * (-1) ** number * 1000] * 9 for number in range(360)]
     for start in range(0, 360, 40):
@@ -684,8 +669,7 @@ def test_sql_sees_widened_values(tmp_path: Path) -> None:
 
 
 def test_a_damaged_schema_of_a_segment_is_damage(tmp_path: Path) -> None:
-    storage = ArrowStorage(tmp_path / "a.exp", compression="narrow")
-    storage.prepare(TOKENS, find_keys(TOKENS))
+    storage = prepare(ArrowStorage(tmp_path / "a.exp", compression="narrow"), TOKENS)
     put_tokens(storage, [[300, 40_000]] * 40)
     storage.close()
     (path,) = segments(storage.path)
@@ -707,8 +691,7 @@ def test_a_damaged_schema_of_a_segment_is_damage(tmp_path: Path) -> None:
 
 
 def test_a_write_that_failed_leaves_no_schema_of_other_widths(tmp_path: Path, monkeypatch: Any) -> None:
-    storage = ArrowStorage(tmp_path / "a.exp", compression="narrow")
-    storage.prepare(TOKENS, find_keys(TOKENS))
+    storage = prepare(ArrowStorage(tmp_path / "a.exp", compression="narrow"), TOKENS)
     real, writes = storage.disk.gate, []
 
     def full(act: str, path: Path) -> None:

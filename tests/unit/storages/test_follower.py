@@ -10,51 +10,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
-from tensordict import TensorDict
 
 import expstore
+from expstore.core import tuning
 from expstore.errors import CorruptionError, NotFoundError, NotReadyError, StateError
-from expstore.sql import sync
 from expstore.sql.sync import Catalog
 from expstore.storages import FollowerStorage
-from expstore.storages.columns import column_set, flat
+from expstore.storages.columns import column_set
+from tests.support.followed_stores import check_rows, contents, rows
 
 if TYPE_CHECKING:
     from expstore import TensorDictReplayBuffer
 
 pytestmark = pytest.mark.index
-
-
-def rows(count: int, start: int = 0, *, length: int = 10) -> TensorDict:
-    """Rows whose every value follows from their number; every `length`-th ends an episode."""
-    number = torch.arange(start, start + count)
-    ended = ((number + 1) % length == 0)[:, None]
-    return TensorDict(
-        {
-            "a": number,
-            "wide": (number[:, None] + torch.arange(200)).float(),
-            "next": {"reward": number[:, None].float(), "terminated": ended},
-        },
-        [count],
-    )
-
-
-def check_rows(batch: TensorDict, *, ahead: int = 1) -> None:
-    """Every field of every row fits its id."""
-    number = batch["id"] - ahead
-    assert torch.equal(batch["a"], number)
-    assert torch.equal(batch["wide"], (number[:, None] + torch.arange(200)).float())
-    assert torch.equal(batch["next", "reward"], number[:, None].float())
-
-
-def contents(path: Path) -> dict[str, tuple[int, int, bytes]]:
-    """Everything about a folder that writing to it would change."""
-    found = {}
-    for file in sorted(path.rglob("*")):
-        stat = file.stat()
-        data = file.read_bytes() if file.is_file() else b""
-        found[str(file.relative_to(path))] = (stat.st_mtime_ns, stat.st_size, data)
-    return found
 
 
 @pytest.fixture
@@ -126,12 +94,12 @@ def test_sql_waits_for_a_pause_of_the_writer(
 
         monkeypatch.setattr(Catalog, "_answer", change_under_it)
         if not pauses:
-            monkeypatch.setattr(sync, "_PATIENCE_SECONDS", 0.0)
+            monkeypatch.setattr(tuning, "QUERY_RETRY_SECONDS", 0.0)
             with pytest.raises(
                 StateError, match=r"while the query read them, 2 times in a row; ask for less"
             ):
                 follower.sql("SELECT min(a), max(a) FROM transitions")
-        monkeypatch.setattr(sync, "_PATIENCE_SECONDS", 60.0)
+        monkeypatch.setattr(tuning, "QUERY_RETRY_SECONDS", 60.0)
         assert follower.sql("SELECT min(a), max(a) FROM transitions").fetchone() == (10, 1007)
         assert len(asked) == 8
 
@@ -194,7 +162,7 @@ def test_a_store_without_rows(store_path: Path) -> None:
 
 
 def test_an_unbounded_store(store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flat, "SHARD_ROWS", 4096)
+    monkeypatch.setattr(tuning, "FLAT_SHARD_ROWS", 4096)
     with expstore.open(store_path) as rb:
         for start in range(0, 90_000, 10_000):
             rb.extend(rows(10_000, start))
@@ -251,7 +219,7 @@ def test_no_descriptor_stays_open(closed: Path) -> None:
 
 
 def test_shards_are_as_long_as_zarr_json_says(store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flat, "SHARD_ROWS", 4096)
+    monkeypatch.setattr(tuning, "FLAT_SHARD_ROWS", 4096)
     with expstore.open(store_path, capacity=9000) as rb:
         rb.extend(rows(9000))
     monkeypatch.undo()
@@ -266,7 +234,7 @@ def test_shards_are_as_long_as_zarr_json_says(store_path: Path, monkeypatch: pyt
 def test_a_damaged_shard_is_refused_and_the_rest_is_read(
     store_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
 ) -> None:
-    monkeypatch.setattr(flat, "SHARD_ROWS", 4096)
+    monkeypatch.setattr(tuning, "FLAT_SHARD_ROWS", 4096)
     with expstore.open(store_path, capacity=9000) as rb:
         rb.extend(rows(9000))
     file = store_path / "columns" / "wide" / "c" / "1" / "0"

@@ -20,14 +20,14 @@ from tensordict import TensorDict
 
 import expstore
 from expstore.buffers.rng import Draws
+from expstore.core import tuning
 from expstore.disk.files import Disk, ReadingDisk
 from expstore.errors import NotReadyError, StateError
-from expstore.sql import sync
-from expstore.storages import FollowerStorage, ZarrStorage, base, follower
+from expstore.storages import FollowerStorage, ZarrStorage
 from expstore.storages.engine.open_settings import Settings
-from expstore.storages.format import writer_probe
 from expstore.storages.format.control_page import StatePage
-from tests.unit.storages.test_follower import check_rows, contents, rows
+from tests.support.followed_stores import check_rows, contents, rows
+from tests.support.tuned import set_spare_slots
 
 if TYPE_CHECKING:
     from expstore import TensorDictReplayBuffer
@@ -47,7 +47,7 @@ def pair(
     store_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[TensorDictReplayBuffer, TensorDictReplayBuffer]]:
     """A writer of a ring of 50 rows and 16 spare slots, which holds 20, and its follower."""
-    monkeypatch.setattr(base, "spare_slots", lambda capacity, row_bytes: 16)
+    set_spare_slots(monkeypatch, 16)
     with expstore.open(store_path, capacity=50, batch_size=8, seed=1) as rb:
         rb.extend(rows(20))
         with expstore.open(store_path, mode="r", batch_size=8, seed=2) as seen:
@@ -232,7 +232,7 @@ def test_priorities_follow(pair: tuple[TensorDictReplayBuffer, TensorDictReplayB
 
 
 def test_an_unbounded_store_grows(store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("expstore.storages.columns.flat.SHARD_ROWS", 4096)
+    monkeypatch.setattr(tuning, "FLAT_SHARD_ROWS", 4096)
     with expstore.open(store_path) as rb:
         put(rb, rows(10))
         with expstore.open(store_path, mode="r", batch_size=300) as seen:
@@ -260,7 +260,7 @@ def test_rows_in_change_are_waited_for(
     pair: tuple[TensorDictReplayBuffer, TensorDictReplayBuffer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rb, seen = pair
-    monkeypatch.setattr(follower, "_CHANGE_SECONDS", 0.05)
+    monkeypatch.setattr(tuning, "CHANGE_SECONDS", 0.05)
     with rb.storage.changing(np.array([4, 7])):
         assert seen[3]["a"] == 3
         assert seen[8]["a"] == 8
@@ -276,7 +276,7 @@ def test_a_change_that_failed_is_not_shown(
     pair: tuple[TensorDictReplayBuffer, TensorDictReplayBuffer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rb, seen = pair
-    monkeypatch.setattr(follower, "_CHANGE_SECONDS", 0.05)
+    monkeypatch.setattr(tuning, "CHANGE_SECONDS", 0.05)
     with monkeypatch.context() as patch:
         patch.setattr(ZarrStorage, "_overwrite", lambda self, *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
@@ -325,11 +325,11 @@ def test_sql_that_is_overtaken_runs_again(
         return found
 
     monkeypatch.setattr(FollowerStorage, "views", views)
-    monkeypatch.setattr(sync, "_PATIENCE_SECONDS", 60.0)
+    monkeypatch.setattr(tuning, "QUERY_RETRY_SECONDS", 60.0)
     query = "SELECT count(*) FILTER (a <> _id - 1), max(_id) FROM transitions"
     assert seen.sql(query).fetchall() == [(0, rb.storage.last)]
     times[0] = 2
-    monkeypatch.setattr(sync, "_PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr(tuning, "QUERY_RETRY_SECONDS", 0.0)
     with pytest.raises(StateError, match="overwrote rows while the query read them, 2 times in a row"):
         seen.sql(query)
 
@@ -503,7 +503,7 @@ def test_after_a_power_cut_new_rows_have_their_first_priority(
 def test_after_a_power_cut_in_an_extend_longer_than_the_ring(
     store_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("expstore.storages.base.spare_slots", lambda capacity, row_bytes: 10)
+    set_spare_slots(monkeypatch, 10)
 
     def work() -> None:
         rb = expstore.open(store_path, capacity=4000)
@@ -579,7 +579,7 @@ def test_a_writer_out_of_sight_is_known_by_its_heartbeat(
         assert seen.stats()["live"]
     monkeypatch.undo()
     monkeypatch.setattr(Disk, "process_start", lambda self, pid: None)
-    monkeypatch.setattr(writer_probe, "_FRESH_SECONDS", 60.0)
+    monkeypatch.setattr(tuning, "HEARTBEAT_SECONDS", 60.0)
     with expstore.open(rb.storage.path, mode="r") as seen:  # type: ignore[attr-defined]
         assert not seen.stats()["live"]  # taken for dead
         put(rb, rows(5, 20))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import signal
@@ -30,6 +31,8 @@ from expstore.storages.format.manifest import MANIFEST, Manifest, _checksum
 from expstore.storages.memory import MemoryStorage
 from expstore.storages.zarr import ZarrStorage
 from expstore.writers.writers import RoundRobinWriter
+from tests.support.batches import closing_factory
+from tests.support.tuned import set_spare_slots
 
 SCHEMA = Schema([Field(("n",), "int64", ())])
 KEYS = find_keys(SCHEMA)
@@ -38,18 +41,15 @@ KEYS = find_keys(SCHEMA)
 @pytest.fixture(params=["memory", "zarr"])
 def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[..., Storage]]:
     """A factory of storages of both kinds."""
-    made: list[Storage] = []
+    names = itertools.count()
 
-    def factory(capacity: int | None = None, **options: Any) -> Storage:
+    def create(capacity: int | None = None, **options: Any) -> Storage:
         if request.param == "memory":
-            made.append(MemoryStorage(capacity, **options))
-        else:
-            made.append(ZarrStorage(tmp_path / f"{len(made)}.exp", capacity, **options))
-        return made[-1]
+            return MemoryStorage(capacity, **options)
+        return ZarrStorage(tmp_path / f"{next(names)}.exp", capacity, **options)
 
-    yield factory
-    for storage in made:
-        storage.close()
+    with closing_factory(create) as factory:
+        yield factory
 
 
 def kept_in(path: Path, *given: Any, **options: Any) -> contextlib.closing[ZarrStorage]:
@@ -235,7 +235,7 @@ def test_versions_keep_dims(make: Callable[..., Storage], tmp_path: Path, capaci
 def test_rows_are_given_up_by_whole_steps(
     make: Callable[..., Storage], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("expstore.storages.base.spare_slots", lambda capacity, row_bytes: 4)
+    set_spare_slots(monkeypatch, 4)
     storage = make(20, ndim=2)
     storage.prepare(SCHEMA, KEYS, (3,))
     assert (storage.capacity, storage.spare) == (21, 6)

@@ -16,44 +16,27 @@ from tensordict import TensorDict
 
 import expstore
 from expstore.buffers.tensordict import TensorDictReplayBuffer
-from expstore.storages import base
-from expstore.storages.columns import flat
-from expstore.storages.engine.open_settings import Settings
-from expstore.storages.format import chunk_encoding
+from expstore.core import tuning
 from expstore.storages.format.codecs import CODECS
 from expstore.storages.format.layout import ColumnLayout
-from expstore.storages.zarr import ZarrStorage
+from tests.support.batches import counted_frames, numbered_rows
+from tests.support.stores import extend_all, open_zarr
+from tests.support.tuned import set_spare_slots
+from tests.support.typed_rows import columns_of_every_dtype
 
 pytestmark = [pytest.mark.index, pytest.mark.usefixtures("no_syncs")]
 
-DTYPES = [
-    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
-    *(torch.uint16, torch.uint32, torch.uint64, torch.float16, torch.bfloat16, torch.float32, torch.float64),
-    torch.complex64,
-]
 
-
-def rows(first: int, count: int) -> TensorDict:
-    """Rows of every dtype and of several shapes, which follow from their number."""
-    number = torch.arange(first, first + count)
-    data = TensorDict(
-        {
-            "number": number,
-            "image": (number[:, None, None, None] + torch.arange(2 * 20 * 20).reshape(2, 20, 20)).to(
-                torch.uint8
-            ),
-            "next": {
-                "reward": number[:, None].float(),
-                "observation": number[:, None] * torch.tensor([1.0, -0.5, 0.25]),
-                "done": (number % 9 == 8)[:, None],
-            },
-        },
-        [count],
-    )
-    for dtype in DTYPES:
-        name = str(dtype).removeprefix("torch.")
-        data["all", name] = (number % 100).to(dtype)
-    return data
+def rows(count: int, start: int = 0) -> TensorDict:
+    """Return numbered rows of every dtype and of several shapes."""
+    number = torch.arange(start, start + count)
+    after = {
+        "reward": number[:, None].float(),
+        "observation": number[:, None] * torch.tensor([1.0, -0.5, 0.25]),
+        "done": (number % 9 == 8)[:, None],
+    }
+    image = counted_frames(number, 2, 20, 20)
+    return numbered_rows(count, start, image=image, next=after, all=columns_of_every_dtype)
 
 
 def as_numpy(tensor: torch.Tensor) -> np.ndarray:
@@ -99,14 +82,13 @@ def facts(rb: TensorDictReplayBuffer) -> tuple[dict[tuple[str, ...], np.ndarray]
 def test_zarr_and_tensorstore_read_a_closed_store(
     store_path: Path, monkeypatch: pytest.MonkeyPatch, capacity: int | None
 ) -> None:
-    monkeypatch.setattr(flat, "SHARD_ROWS", 4096)
-    monkeypatch.setattr(base, "spare_slots", lambda capacity, row_bytes: 500)
+    monkeypatch.setattr(tuning, "FLAT_SHARD_ROWS", 4096)
+    set_spare_slots(monkeypatch, 500)
     with expstore.open(store_path, capacity=capacity) as rb:
-        for first in range(0, 9000, 450):
-            rb.extend(rows(first, 450))
+        extend_all(rb, *(rows(450, first) for first in range(0, 9000, 450)))
         for number in range(9000, 9005):
-            rb.add(rows(number, 1)[0])
-        rb[[3, -1]] = rows(20_000, 2)
+            rb.add(rows(1, number)[0])
+        rb[[3, -1]] = rows(2, 20_000)
         rb.update_priority([5, 6], [4.0, 0.5])
         slots = rb.storage.slots
         held, ids = facts(rb)
@@ -117,11 +99,11 @@ def test_zarr_and_tensorstore_read_a_closed_store(
 
 def test_writes_to_an_open_store_show_after_a_flush(store_path: Path) -> None:
     with expstore.open(store_path, capacity=50) as rb:
-        rb.extend(rows(0, 5))
+        rb.extend(rows(5))
         rb.flush()
         found = zarr.open_array(store_path / "columns" / "number", mode="r")
         assert found[:5].tolist() == [0, 1, 2, 3, 4]
-        rb.add(rows(5, 1)[0])
+        rb.add(rows(1, 5)[0])
         rb.flush()
         assert found[:6].tolist() == [0, 1, 2, 3, 4, 5]
 
@@ -130,9 +112,9 @@ def test_a_killed_writers_shapes_are_made_good_at_opening(
     store_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A shard may be there before the array's shape says so."""
-    monkeypatch.setattr(flat, "SHARD_ROWS", 4096)
+    monkeypatch.setattr(tuning, "FLAT_SHARD_ROWS", 4096)
     with expstore.open(store_path) as rb:
-        rb.extend(rows(0, 5000))
+        rb.extend(rows(5000))
         held, ids = facts(rb)
     for key in (("number",), ("next", "reward"), ("_row", "id")):
         path = store_path.joinpath("columns", *key, "zarr.json")
@@ -146,7 +128,7 @@ def test_a_killed_writers_shapes_are_made_good_at_opening(
 
 def test_the_columns_say_what_they_are(store_path: Path) -> None:
     with expstore.open(store_path, capacity=50) as rb:
-        rb.extend(rows(0, 5))
+        rb.extend(rows(5))
         assert rb.schema is not None
         fields = {entry.key: entry for entry in rb.schema.fields}
     group = zarr.open_group(store_path / "columns", mode="r")
@@ -160,7 +142,7 @@ def test_the_columns_say_what_they_are(store_path: Path) -> None:
 
 def test_duckdb_opens_the_index_of_a_closed_store(store_path: Path) -> None:
     with expstore.open(store_path, capacity=50, meta={"env": "x"}) as rb:
-        rb.extend(rows(0, 70), source="arm")
+        rb.extend(rows(70), source="arm")
         rb.update_priority([0], 3.0)
         names = ("episodes", "fragments", "sources", "priorities", "meta")
         expected = {name: rb.sql(f"SELECT * FROM {name} ORDER BY ALL").fetchall() for name in names}
@@ -184,7 +166,7 @@ def test_an_analyst_who_holds_the_index_does_not_stop_the_writer(store_path: Pat
     import sys
 
     with expstore.open(store_path) as rb:
-        rb.extend(rows(0, 20))
+        rb.extend(rows(20))
         rb.sql("SELECT 1")
     hold = "import duckdb, sys; con = duckdb.connect(sys.argv[1], read_only=True); print(flush=True); input()"
     child = subprocess.Popen(
@@ -199,7 +181,7 @@ def test_an_analyst_who_holds_the_index_does_not_stop_the_writer(store_path: Pat
     with pytest.raises(expstore.LockedError, match="index.duckdb is open in .*close it there"):
         rb.sql("SELECT 1")
     rb.storage._cut(rb.storage._journal.sync_files()[-1])  # as when the journal is cut
-    rb.extend(rows(40, 3))
+    rb.extend(rows(3, 40))
     rb.flush()
     rb.sample()
     rb.close()
@@ -223,15 +205,13 @@ def test_zarr_and_tensorstore_read_packed_shards(
     store_path: Path, monkeypatch: pytest.MonkeyPatch, capacity: int | None, codec: str
 ) -> None:
     """Those that are full, whatever is being filled beside them."""
-    monkeypatch.setattr(chunk_encoding, "SHARD_ROWS", 64)
-    monkeypatch.setattr(chunk_encoding, "ENDLESS_SHARD_ROWS", 64)
+    monkeypatch.setattr(tuning, "PACKED_SHARD_ROWS", 64)
+    monkeypatch.setattr(tuning, "UNBOUNDED_PACKED_SHARD_ROWS", 64)
     packed = {"layout": "packed", "rows": 8, "codec": codec}
     names = ("image", "next.observation", "all.bfloat16", "all.bool", "all.complex64")
     layout = ColumnLayout(fields=dict.fromkeys(names, packed))
-    settings = Settings(flatten=True, seed=0, layout=layout)
-    with TensorDictReplayBuffer(storage=ZarrStorage(store_path, capacity, settings=settings)) as rb:
-        for first in range(0, 1000, 45):
-            rb.extend(rows(first, 45))
+    with open_zarr(store_path, capacity, layout=layout) as rb:
+        extend_all(rb, *(rows(45, first) for first in range(0, 1000, 45)))
         slots = rb.storage.slots
         held, ids = facts(rb)
     places = ids - 1 if slots is None else (ids - 1) % slots

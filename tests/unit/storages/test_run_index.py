@@ -7,18 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from tensordict import TensorDict
 
 import expstore
 from expstore import ReplayBuffer, TensorDictReplayBuffer
 from expstore.storages.memory import MemoryStorage
-
-
-def rows(trajectory: int, first: int, count: int) -> TensorDict:
-    """Rows of one trajectory; x is trajectory * 1000 + step."""
-    step = torch.arange(first, first + count)
-    return TensorDict({"x": trajectory * 1000 + step, "episode": torch.full((count,), trajectory)}, [count])
+from tests.support.batches import trajectory_rows
 
 
 def shown(rb: ReplayBuffer) -> list[list[int]]:
@@ -35,24 +28,24 @@ def shown(rb: ReplayBuffer) -> list[list[int]]:
 
 def test_runs_follow_episodes_whatever_comes_between() -> None:
     rb = ReplayBuffer(storage=MemoryStorage(10))
-    rb.extend(rows(1, 0, 3))
+    rb.extend(trajectory_rows(1, 3))
     assert shown(rb) == [[1000, 1001, 1002]]
-    rb.extend(rows(2, 0, 2))
-    rb.extend(rows(1, 3, 2))
+    rb.extend(trajectory_rows(2, 2))
+    rb.extend(trajectory_rows(1, 2, 3))
     assert shown(rb) == [[1000, 1001, 1002, 1003, 1004], [2000, 2001]]
-    rb.extend(rows(2, 2, 5))  # two rows too many for the ring
+    rb.extend(trajectory_rows(2, 5, 2))  # two rows too many for the ring
     assert shown(rb) == [[1002, 1003, 1004], [2000, 2001, 2002, 2003, 2004, 2005, 2006]]
     rb.empty()
     assert shown(rb) == []
-    rb.extend(rows(3, 0, 2))
+    rb.extend(trajectory_rows(3, 2))
     assert shown(rb) == [[3000, 3001]]
 
 
 def test_rows_are_located() -> None:
     rb = ReplayBuffer(storage=MemoryStorage(6))
     for first in (0, 2, 4):
-        rb.extend(rows(1, first, 2))
-        rb.extend(rows(2, first, 1))
+        rb.extend(trajectory_rows(1, 2, first))
+        rb.extend(trajectory_rows(2, 1, first))
     runs = rb.storage.runs
     with runs.lock:
         runs.look()
@@ -66,14 +59,14 @@ def test_rows_are_located() -> None:
 def test_who_asks_is_told_what_has_changed() -> None:
     rb = ReplayBuffer(storage=MemoryStorage(100))
     runs = rb.storage.runs
-    rb.extend(rows(1, 0, 3))
+    rb.extend(trajectory_rows(1, 3))
     runs.look()
     assert runs.changed_since(0) is None
     seen = runs.moves
     assert runs.changed_since(seen) is not None
-    rb.extend(rows(2, 0, 3))
+    rb.extend(trajectory_rows(2, 3))
     runs.look()
-    rb.extend(rows(1, 3, 1))
+    rb.extend(trajectory_rows(1, 1, 3))
     runs.look()
     changed = runs.changed_since(seen)
     assert changed is not None
@@ -82,7 +75,7 @@ def test_who_asks_is_told_what_has_changed() -> None:
     runs.look()
     assert runs.moves == moves
     for step in range(4, 104):
-        rb.extend(rows(1, step, 1))
+        rb.extend(trajectory_rows(1, 1, step))
         runs.look()
     assert runs.changed_since(seen) is None
 
@@ -90,11 +83,11 @@ def test_who_asks_is_told_what_has_changed() -> None:
 def test_runs_that_got_other_numbers_have_all_changed() -> None:
     rb = ReplayBuffer(storage=MemoryStorage(6))
     runs, renumbered = rb.storage.runs, 0
-    rb.extend(rows(1, 0, 3))
+    rb.extend(trajectory_rows(1, 3))
     runs.look()
     for number in range(2, 1500):
         seen, count = runs.moves, runs.table.count
-        rb.extend(rows(number, 0, 3))
+        rb.extend(trajectory_rows(number, 3))
         runs.look()
         fewer = runs.table.count < count  # those whose rows have left were forgotten
         assert (runs.changed_since(seen) is None) == fewer
@@ -105,26 +98,26 @@ def test_runs_that_got_other_numbers_have_all_changed() -> None:
 def test_a_store_on_disk_shows_the_same_after_any_end(store_path: Path) -> None:
     with expstore.open(store_path, capacity=20) as rb:
         for first in range(0, 12, 2):
-            rb.extend(rows(1, first, 2), source="a")
-            rb.extend(rows(1, first, 1), source="b")
+            rb.extend(trajectory_rows(1, 2, first), source="a")
+            rb.extend(trajectory_rows(1, 1, first), source="b")
         before = shown(rb)
         assert len(before) == 2
     with expstore.open(store_path) as rb:
         assert shown(rb) == before
         with expstore.open(store_path, mode="r") as follower:
             assert shown(follower) == before
-            rb.extend(rows(1, 12, 3), source="a")
+            rb.extend(trajectory_rows(1, 3, 12), source="a")
             rb.flush()  # few rows stand in the columns a little later
             assert shown(follower) == shown(rb) != before
         rb.dumps(store_path.with_name("versions"))
-        rb.extend(rows(7, 0, 5))
+        rb.extend(trajectory_rows(7, 5))
         rb.loads(store_path.with_name("versions"))
         assert shown(rb)[0][-1] == 1014
 
 
 def test_threads_may_look_while_one_writes() -> None:
     rb = TensorDictReplayBuffer(storage=MemoryStorage(500))
-    rb.extend(rows(1, 0, 5))
+    rb.extend(trajectory_rows(1, 5))
     stop, wrong = threading.Event(), list[Any]()
 
     def look() -> None:
@@ -140,7 +133,7 @@ def test_threads_may_look_while_one_writes() -> None:
     for thread in threads:
         thread.start()
     for number in range(400):
-        rb.extend(rows(1 + number % 3, 5 + 4 * (number // 3), 4))
+        rb.extend(trajectory_rows(1 + number % 3, 4, 5 + 4 * (number // 3)))
     stop.set()
     for thread in threads:
         thread.join()

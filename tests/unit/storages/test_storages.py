@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -10,9 +11,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from expstore.core.spare_slots import spare_slots
 from expstore.disk.files import Disk
 from expstore.episodes.table import EpisodeTable, Steps
 from expstore.errors import (
@@ -25,7 +27,7 @@ from expstore.errors import (
 from expstore.schema.field_roles import find_keys
 from expstore.schema.schema import Field, Schema
 from expstore.storages import base
-from expstore.storages.base import Storage, spare_slots
+from expstore.storages.base import Storage
 from expstore.storages.columns import column_set, flat
 from expstore.storages.engine.open_settings import Settings
 from expstore.storages.format.journal import Kind, read_journal
@@ -33,6 +35,9 @@ from expstore.storages.format.records import Mark
 from expstore.storages.memory import MemoryStorage
 from expstore.storages.zarr import ZarrStorage
 from expstore.writers.writers import RoundRobinWriter
+from tests.support.batches import closing_factory
+from tests.support.stores import prepare, window_ids
+from tests.support.tuned import set_spare_slots
 
 pytestmark = pytest.mark.usefixtures("no_syncs")
 
@@ -49,22 +54,16 @@ SCHEMA = Schema(
 @pytest.fixture(params=["memory", "zarr"])
 def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[..., Storage]]:
     """A factory of storages of both kinds."""
-    made: list[Storage] = []
+    names = itertools.count()
 
-    def factory(capacity: int | None = None, *, schema: Schema | None = SCHEMA, **options: Any) -> Storage:
-        storage: Storage
-        if request.param == "memory":
-            storage = MemoryStorage(capacity)
-        else:
-            storage = ZarrStorage(tmp_path / f"{len(made)}.exp", capacity, **options)
-        if schema is not None:
-            storage.prepare(schema, find_keys(schema))
-        made.append(storage)
-        return storage
+    def create(capacity: int | None = None, *, schema: Schema | None = SCHEMA, **options: Any) -> Storage:
+        path = tmp_path / f"{next(names)}.exp"
+        memory = request.param == "memory"
+        storage = MemoryStorage(capacity) if memory else ZarrStorage(path, capacity, **options)
+        return storage if schema is None else prepare(storage, schema)
 
-    yield factory
-    for storage in made:
-        storage.close()
+    with closing_factory(create) as factory:
+        yield factory
 
 
 def values_of(ids: np.ndarray, version: np.ndarray | int = 0) -> list[np.ndarray]:
@@ -94,10 +93,6 @@ def check(storage: Storage, ids: np.ndarray, version: np.ndarray | int = 0) -> N
         np.testing.assert_array_equal(found, expected)
 
 
-def window_ids(storage: Storage) -> np.ndarray:
-    return np.arange(storage.window.low + 1, storage.window.last + 1)
-
-
 # ---------------------------------------------------------------------------------------------------
 # Numbers.
 
@@ -121,7 +116,7 @@ def test_capacity_must_be_positive(capacity: int, tmp_path: Path) -> None:
 
 
 def test_ids_slots_and_indices(make: Callable[..., Storage], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(base, "spare_slots", lambda capacity, row_bytes: 3)
+    set_spare_slots(monkeypatch, 3)
     storage = make(10)
     for count in (4, 3, 3, 3, 3, 3, 3, 1):
         put(storage, count)
@@ -151,6 +146,8 @@ acts = st.one_of(
 
 
 @settings(max_examples=60)
+# A batch that is longer than the ring with all its slots.
+@example(plan=[("put", 1), ("put", 1), ("put", 5)], capacity=1, spare=2, on_disk=True)
 @given(
     plan=st.lists(acts, min_size=1, max_size=25),
     capacity=st.sampled_from([None, 1, 7, 20]),
@@ -165,7 +162,7 @@ def test_rows_against_a_model(
     on_disk: bool,
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(base, "spare_slots", lambda capacity, row_bytes: spare)
+        set_spare_slots(patch, spare)
         path = tmp_path_factory.mktemp("model") / "run.exp"
         storage: Storage = (
             ZarrStorage(path, capacity, segment_bytes=16_384) if on_disk else MemoryStorage(capacity)
@@ -225,7 +222,7 @@ def test_rows_against_a_model(
 def test_an_extend_longer_than_the_spare_leaves_the_newest(
     make: Callable[..., Storage], monkeypatch: pytest.MonkeyPatch, count: int
 ) -> None:
-    monkeypatch.setattr(base, "spare_slots", lambda capacity, row_bytes: 5)
+    set_spare_slots(monkeypatch, 5)
     storage = make(20)
     for _ in range(9):
         put(storage, 5)
@@ -242,7 +239,7 @@ def test_a_long_extend_gives_up_only_what_it_must(
     make: Callable[..., Storage], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While it is being written, the rows whose slots it takes are gone and all others can be read."""
-    monkeypatch.setattr(base, "spare_slots", lambda capacity, row_bytes: 5)
+    set_spare_slots(monkeypatch, 5)
     storage = make(20)
     put(storage, 5)
     for _ in range(4):
@@ -369,16 +366,10 @@ def test_keys_that_were_asked_for_must_be_there(options: dict[str, Any]) -> None
 # On disk: shards.
 
 
-@pytest.fixture
-def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flat, "SHARD_ROWS", 4096)
-
-
-@pytest.mark.usefixtures("small_shards")
+@pytest.mark.usefixtures("short_flat_shards")
 def test_an_unbounded_store_grows_over_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flat.Column, "_reserve", starts_with_two_shards(flat.Column._reserve))
-    storage = ZarrStorage(tmp_path / "run.exp")
-    storage.prepare(SCHEMA, find_keys(SCHEMA))
+    storage = prepare(ZarrStorage(tmp_path / "run.exp"), SCHEMA)
     for count in (4000, 200, 1, 5, 9000, 7, 4096, 3000):
         put(storage, count)
         ids = np.unique(np.linspace(1, storage.last, 500, dtype=np.int64))
@@ -401,11 +392,10 @@ def with_reopened(path: Path, act: Callable[[Storage], Any], *, size: int) -> No
     again.close()
 
 
-@pytest.mark.usefixtures("small_shards")
+@pytest.mark.usefixtures("short_flat_shards")
 def test_a_ring_of_several_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(base, "spare_slots", lambda capacity, row_bytes: 1000)
-    storage = ZarrStorage(tmp_path / "run.exp", 10_000)
-    storage.prepare(SCHEMA, find_keys(SCHEMA))
+    set_spare_slots(monkeypatch, 1000)
+    storage = prepare(ZarrStorage(tmp_path / "run.exp", 10_000), SCHEMA)
     for count in (4000, 900, 3, 300, 8000, 1, 900, 900, 12_000, 5, 1000, 1000):
         put(storage, count)
         check(storage, window_ids(storage)[:: 1 + len(storage) // 700])
@@ -416,15 +406,14 @@ def test_a_ring_of_several_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     with_reopened(tmp_path / "run.exp", lambda again: check(again, window_ids(again)), size=10_000)
 
 
-@pytest.mark.usefixtures("small_shards")
+@pytest.mark.usefixtures("short_flat_shards")
 @pytest.mark.parametrize("rows", [3, 700])
 def test_a_ring_that_is_emptied_before_all_its_shards_are_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: int
 ) -> None:
     """The ids jump over slots that have no shard yet."""
-    monkeypatch.setattr(base, "spare_slots", lambda capacity, row_bytes: 1000)
-    storage = ZarrStorage(tmp_path / "run.exp", 20_000)
-    storage.prepare(SCHEMA, find_keys(SCHEMA))
+    set_spare_slots(monkeypatch, 1000)
+    storage = prepare(ZarrStorage(tmp_path / "run.exp", 20_000), SCHEMA)
     put(storage, rows)
     storage.clear()
     storage.close()
@@ -438,11 +427,10 @@ def test_a_ring_that_is_emptied_before_all_its_shards_are_made(
     with_reopened(tmp_path / "run.exp", lambda it: check(it, window_ids(it)), size=rows + 2)
 
 
-@pytest.mark.usefixtures("small_shards")
+@pytest.mark.usefixtures("short_flat_shards")
 def test_a_lost_or_short_shard_is_damage(tmp_path: Path) -> None:
     path = tmp_path / "run.exp"
-    storage = ZarrStorage(path)
-    storage.prepare(SCHEMA, find_keys(SCHEMA))
+    storage = prepare(ZarrStorage(path), SCHEMA)
     put(storage, 9000)
     storage.close()
     shard = path / "columns" / "x" / "c" / "1" / "0"
@@ -459,11 +447,11 @@ def test_a_lost_or_short_shard_is_damage(tmp_path: Path) -> None:
     with_reopened(path, lambda again: check(again, window_ids(again)), size=9000)
 
 
-def test_a_wide_column_read_while_it_moves(tmp_path: Path, small_shards: None, monkeypatch: Any) -> None:
+@pytest.mark.usefixtures("short_flat_shards")
+def test_a_wide_column_read_while_it_moves(tmp_path: Path, monkeypatch: Any) -> None:
     """A reader that sees the old mapping must not make it the one that stays."""
     monkeypatch.setattr(flat.Column, "_reserve", starts_with_two_shards(flat.Column._reserve))
-    storage = ZarrStorage(tmp_path / "run.exp")
-    storage.prepare(SCHEMA, find_keys(SCHEMA))
+    storage = prepare(ZarrStorage(tmp_path / "run.exp"), SCHEMA)
     put(storage, 8000)
     assert storage.columns is not None
     wide = storage.columns.columns[2]
@@ -503,8 +491,7 @@ class Faulty(Disk):
 
 def faulty_storage(path: Path, capacity: int | None = 50) -> tuple[ZarrStorage, Faulty]:
     disk = Faulty()
-    storage = ZarrStorage(path, capacity, disk=disk)
-    storage.prepare(SCHEMA, find_keys(SCHEMA))
+    storage = prepare(ZarrStorage(path, capacity, disk=disk), SCHEMA)
     return storage, disk
 
 
@@ -548,8 +535,7 @@ def test_a_failed_sync_poisons_the_handle(tmp_path: Path) -> None:
 def test_only_who_reads_rows_that_are_kept_back_has_them_written(
     tmp_path: Path, capacity: int | None, before: int
 ) -> None:
-    storage = ZarrStorage(tmp_path / "run.exp", capacity)
-    storage.prepare(SCHEMA, find_keys(SCHEMA))
+    storage = prepare(ZarrStorage(tmp_path / "run.exp", capacity), SCHEMA)
     storage._keeper.stop()
     put(storage, before)
     storage.drain()
@@ -594,8 +580,7 @@ def test_an_interrupted_publish_is_taken_from_the_journal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int, times: int
 ) -> None:
     """Ctrl-C after the record is written and before memory knows: the rows are there, numbers go on."""
-    storage = ZarrStorage(tmp_path / "run.exp", 50)
-    storage.prepare(SCHEMA, find_keys(SCHEMA))
+    storage = prepare(ZarrStorage(tmp_path / "run.exp", 50), SCHEMA)
     put(storage, 20)
     storage.set_priorities(np.array([5]), np.array([3.0]))
     expected = 20
@@ -635,8 +620,7 @@ def test_no_mark_covers_what_an_interruption_left_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows whose publishing was interrupted are not yet synced: a sync must not call them so."""
-    storage = ZarrStorage(tmp_path / "run.exp", 50)
-    storage.prepare(SCHEMA, find_keys(SCHEMA))
+    storage = prepare(ZarrStorage(tmp_path / "run.exp", 50), SCHEMA)
     put(storage, 20)
 
     def interrupt(*args: Any, **options: Any) -> Any:
@@ -725,8 +709,7 @@ def test_rows_can_be_read_while_the_journal_is_read_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A mapping is shown to readers only when its files are in it; reading a hole would be SIGSEGV."""
-    storage = ZarrStorage(tmp_path / "run.exp", 50)
-    storage.prepare(SCHEMA, find_keys(SCHEMA))
+    storage = prepare(ZarrStorage(tmp_path / "run.exp", 50), SCHEMA)
     put(storage, 30)
     storage.sync()
     real = column_set.ColumnGroup.open_shards
@@ -760,8 +743,7 @@ def test_priorities_that_could_not_be_written_are_written_later(tmp_path: Path) 
 
 
 def test_an_interruption_does_not_lose_priorities_or_draws(tmp_path: Path) -> None:
-    storage = ZarrStorage(tmp_path / "run.exp", 50)
-    storage.prepare(SCHEMA, find_keys(SCHEMA))
+    storage = prepare(ZarrStorage(tmp_path / "run.exp", 50), SCHEMA)
     put(storage, 30)
     storage.sync()
     draws = [storage.next_draw() for _ in range(5)]
@@ -775,8 +757,7 @@ def test_an_interruption_does_not_lose_priorities_or_draws(tmp_path: Path) -> No
 
 
 def test_a_forked_child_reads_and_cannot_write(tmp_path: Path) -> None:
-    storage = ZarrStorage(tmp_path / "run.exp", 50)
-    storage.prepare(SCHEMA, find_keys(SCHEMA))
+    storage = prepare(ZarrStorage(tmp_path / "run.exp", 50), SCHEMA)
     put(storage, 20)
     put(storage, 2)  # kept back
     before = storage._state.get("draw")
@@ -813,9 +794,8 @@ def test_a_child_never_writes_rows_that_were_kept_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the time the child looks, the parent may have given their slots to newer rows."""
-    monkeypatch.setattr(base, "spare_slots", lambda capacity, row_bytes: 8)
-    storage = ZarrStorage(tmp_path / "run.exp", 8)
-    storage.prepare(SCHEMA, find_keys(SCHEMA))
+    set_spare_slots(monkeypatch, 8)
+    storage = prepare(ZarrStorage(tmp_path / "run.exp", 8), SCHEMA)
     put(storage, 8)
     storage.sync()
     put(storage, 2)
@@ -849,7 +829,7 @@ def test_a_child_never_writes_rows_that_were_kept_back(
 def test_samples_are_never_torn_while_the_ring_turns(
     make: Callable[..., Storage], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(base, "spare_slots", lambda capacity, row_bytes: 64)
+    set_spare_slots(monkeypatch, 64)
     storage = make(256)
     put(storage, 64)
     stop = threading.Event()
@@ -920,8 +900,7 @@ class SlowIndex:
 
 
 def test_extends_do_not_wait_for_the_index(tmp_path: Path) -> None:
-    storage = ZarrStorage(tmp_path / "a.exp", 1000)
-    storage.prepare(SCHEMA, find_keys(SCHEMA))
+    storage = prepare(ZarrStorage(tmp_path / "a.exp", 1000), SCHEMA)
     index = SlowIndex()
     storage.use_catalog(index)  # type: ignore[arg-type]
     put(storage, 10)

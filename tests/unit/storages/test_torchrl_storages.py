@@ -34,7 +34,9 @@ from expstore.storages import (
     ZarrStorage,
 )
 from tests.support import warm_processes
+from tests.support.batches import numbered_rows
 from tests.support.paths import ROOT
+from tests.support.stores import extend_all
 
 
 @pytest.fixture(autouse=True)
@@ -48,9 +50,7 @@ def own_temporary_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
 
 
 def filled(storage: Storage, rows: int = 5) -> ReplayBuffer:
-    rb = ReplayBuffer(storage=storage, batch_size=4)
-    rb.extend(TensorDict({"a": torch.arange(rows)}, [rows]))
-    return rb
+    return extend_all(ReplayBuffer(storage=storage, batch_size=4), numbered_rows(rows, key="a"))
 
 
 # ---------------------------------------------------------------------------------------------------

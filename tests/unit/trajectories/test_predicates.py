@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,34 +26,16 @@ from expstore import (
 )
 from expstore.errors import NotFoundError
 from expstore.storages.base import Storage
+from tests.support.batches import memory_buffer, whole_trajectories
 
 LENGTHS = (5, 3, 7)
 
 
-def steps(lengths: Any = LENGTHS, *, names: bool = True, ends: bool = True, first: int = 0) -> TensorDict:
-    """Trajectories number `first` and on; number i has reward i + 1 at each step."""
-    name = torch.cat([torch.full((n,), first + i) for i, n in enumerate(lengths)])
-    done = torch.zeros(len(name), 1, dtype=torch.bool)
-    done[torch.tensor(lengths).cumsum(0) - 1] = True
-    data = TensorDict(
-        {
-            "observation": torch.arange(len(name) * 2.0).reshape(-1, 2),
-            "action": name % 2,
-            "next": {"reward": name[:, None] + 1.0},
-        },
-        [len(name)],
-    )
-    if names:
-        data["collector", "traj_ids"] = name
-    if ends:
-        data["next", "done"] = done
-    return data
-
-
-def filled(lengths: Any = LENGTHS, *, capacity: int = 100, **more: Any) -> Any:
-    rb = TensorDictReplayBuffer(storage=MemoryStorage(capacity, seed=1), batch_size=4, **more)
-    rb.extend(steps(lengths))
-    return rb
+steps = partial(
+    whole_trajectories,
+    observation=lambda number: torch.stack([2.0 * number, 2.0 * number + 1], 1),
+    action=lambda number: number % 2,
+)
 
 
 def lengths_of(found: Any) -> list[int]:
@@ -63,7 +46,7 @@ def lengths_of(found: Any) -> list[int]:
 
 
 def test_entries_are_found_at_the_root_or_below_next() -> None:
-    one = Trajectory(steps((4,)))
+    one = Trajectory(steps(4))
     assert one.observation.shape == (4, 2)
     assert one.reward.shape == (4, 1)
     assert one.done[-1]
@@ -75,11 +58,11 @@ def test_entries_are_found_at_the_root_or_below_next() -> None:
     with pytest.raises(AttributeError, match="no entry 'pixels'"):
         _ = one.pixels
     with pytest.raises(ValueError, match="single batch dimension"):
-        Trajectory(steps((4,)).reshape(2, 2))
+        Trajectory(steps(4).reshape(2, 2))
 
 
 def test_parts_and_copies_are_trajectories() -> None:
-    one, two = Trajectory(steps((5,))), Trajectory(steps((3,)))
+    one, two = Trajectory(steps(5)), Trajectory(steps(3))
     for part, length in ((one[1:3], 2), (one.clone(), 5), (one.to("cpu"), 5)):
         assert isinstance(part, Trajectory)
         assert part.length == length
@@ -113,31 +96,34 @@ CONDITIONS = {
 @pytest.mark.parametrize("name", CONDITIONS)
 def test_conditions_hold_of_the_same_trajectories_as_in_torchrl(name: str) -> None:
     condition, expected = CONDITIONS[name]
-    assert lengths_of(filter_trajectories(steps(), condition(traj))) == expected
-    assert lengths_of(filled().query(condition(traj))) == expected
-    assert lengths_of(theirs.filter_trajectories(steps(), condition(theirs.traj))) == expected
+    assert lengths_of(filter_trajectories(steps(*LENGTHS), condition(traj))) == expected
+    assert lengths_of(memory_buffer(rows=steps(*LENGTHS)).query(condition(traj))) == expected
+    assert lengths_of(theirs.filter_trajectories(steps(*LENGTHS), condition(theirs.traj))) == expected
     assert condition(traj).required_keys() == condition(theirs.traj).required_keys()
 
 
 def test_expressions_compare_with_one_another() -> None:
     condition = traj.reward.sum() > traj.length
-    assert lengths_of(filter_trajectories(steps(), condition)) == [3, 7]
+    assert lengths_of(filter_trajectories(steps(*LENGTHS), condition)) == [3, 7]
     assert condition.required_keys() == {"reward"}
     assert repr(condition) == "TrajectoryPredicate((traj.reward.sum() > traj.length))"
 
 
 def test_a_field_of_flags_is_reduced_itself() -> None:
-    assert lengths_of(filter_trajectories(steps(), traj.done.any())) == [5, 3, 7]
-    assert filter_trajectories(steps(), traj.done.all()) == []
+    assert lengths_of(filter_trajectories(steps(*LENGTHS), traj.done.any())) == [5, 3, 7]
+    assert filter_trajectories(steps(*LENGTHS), traj.done.all()) == []
 
 
 def test_functions_of_a_trajectory_are_conditions() -> None:
-    assert lengths_of(filter_trajectories(steps(), lambda t: t.length == 3)) == [3]
-    assert lengths_of(filled().query(lambda t: t.length == 3)) == [3]
+    assert lengths_of(filter_trajectories(steps(*LENGTHS), lambda t: t.length == 3)) == [3]
+    assert lengths_of(memory_buffer(rows=steps(*LENGTHS)).query(lambda t: t.length == 3)) == [3]
 
 
 def test_what_is_no_condition() -> None:
-    for act in (filled().query, lambda condition: filter_trajectories(steps(), condition)):
+    for act in (
+        memory_buffer(rows=steps(*LENGTHS)).query,
+        lambda condition: filter_trajectories(steps(*LENGTHS), condition),
+    ):
         with pytest.raises(TypeError, match="any\\(\\) or .all\\(\\)"):
             act(traj.reward > 2.5)
         with pytest.raises(TypeError, match="made of traj, or a function"):
@@ -149,7 +135,7 @@ def test_what_is_no_condition() -> None:
     with pytest.raises(TypeError, match="both must be conditions"):
         _ = (traj.length > 3) & True
     with pytest.raises(KeyError, match="'pixels' not found in trajectory"):
-        filled().query(traj.pixels.sum() > 1)
+        memory_buffer(rows=steps(*LENGTHS)).query(traj.pixels.sum() > 1)
 
 
 # -- plain data ---------------------------------------------------------------------------------------
@@ -158,7 +144,7 @@ def test_what_is_no_condition() -> None:
 @pytest.mark.parametrize("names", [True, False])
 @pytest.mark.filterwarnings("ignore:No field names")
 def test_rows_are_parted_by_names_or_ends(names: bool) -> None:
-    data = steps(names=names)
+    data = steps(*LENGTHS, traj_key=("collector", "traj_ids") if names else None)
     data["next", "done"][-1] = False
     assert lengths_of(iter_trajectories(data)) == list(LENGTHS)
     assert list(iter_trajectories(data[:0])) == []
@@ -167,13 +153,13 @@ def test_rows_are_parted_by_names_or_ends(names: bool) -> None:
 def test_names_part_without_a_warning_and_ends_with_one() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        list(iter_trajectories(steps()))
+        list(iter_trajectories(steps(*LENGTHS)))
     with pytest.warns(UserWarning, match="end-of-episode"):
-        list(iter_trajectories(steps(names=False)))
+        list(iter_trajectories(steps(*LENGTHS, traj_key=None)))
 
 
 def test_every_end_counts() -> None:
-    data = steps((5, 3), names=False, ends=False)
+    data = steps(5, 3, ends=False, traj_key=None)
     flags = torch.zeros(8, 1, dtype=torch.bool)
     data["next", "terminated"], data["next", "truncated"] = flags.clone(), flags.clone()
     data["next", "terminated"][4] = data["next", "truncated"][7] = True
@@ -182,7 +168,7 @@ def test_every_end_counts() -> None:
 
 
 def test_the_field_of_names_can_be_said() -> None:
-    data = steps((4, 6), ends=False)
+    data = steps(4, 6, ends=False)
     data["mine"] = data.pop("collector")["traj_ids"]
     assert lengths_of(iter_trajectories(data, trajectory_key="mine")) == [4, 6]
     with pytest.raises(KeyError, match="trajectory_key 'other' not found"):
@@ -199,7 +185,7 @@ def test_the_field_of_names_can_be_said() -> None:
 
 
 def test_all_trajectories_come_whole_and_in_order() -> None:
-    rb = filled()
+    rb = memory_buffer(rows=steps(*LENGTHS))
     found = rb.query()
     assert lengths_of(found) == list(LENGTHS)
     assert all(isinstance(one, Trajectory) for one in found)
@@ -208,8 +194,8 @@ def test_all_trajectories_come_whole_and_in_order() -> None:
 
 
 def test_a_trajectory_is_followed_around_the_end_of_the_ring() -> None:
-    rb = filled((5, 3), capacity=10)
-    third = steps((4,), first=2)
+    rb = memory_buffer(10, rows=steps(5, 3))
+    third = steps(4, first=2)
     rb.extend(third)
     assert lengths_of(rb.query()) == [3, 3, 4]
     (found,) = rb.query(traj["collector", "traj_ids"].first() == 2)
@@ -218,7 +204,7 @@ def test_a_trajectory_is_followed_around_the_end_of_the_ring() -> None:
 
 def test_interleaved_trajectories_are_told_apart() -> None:
     rb = TensorDictReplayBuffer(storage=MemoryStorage(100, seed=1))
-    both = torch.stack([steps((6,)), steps((6,), first=1)], 1).reshape(-1)
+    both = torch.stack([steps(6), steps(6, first=1)], 1).reshape(-1)
     rb.extend(both)
     assert lengths_of(rb.query()) == [6, 6]
     assert lengths_of(rb.query(traj.reward.sum() == 12)) == [6]
@@ -236,7 +222,7 @@ def test_lanes_come_one_after_another() -> None:
 
 def test_the_field_of_names_can_be_said_to_a_buffer() -> None:
     rb = TensorDictReplayBuffer(storage=MemoryStorage(100, seed=1))
-    data = steps((4, 6), ends=False)
+    data = steps(4, 6, ends=False)
     data["mine"] = data.pop("collector")["traj_ids"]
     rb.extend(data)
     assert lengths_of(rb.query(trajectory_key="mine")) == [4, 6]
@@ -261,8 +247,8 @@ def test_rows_of_other_kinds_have_no_trajectories() -> None:
 
 def test_rows_that_are_objects_have_trajectories_if_they_are_tensordicts() -> None:
     rb = ReplayBuffer(storage=ListStorage(12), transform=Double("next", "reward"))
-    rb.extend(list(steps((5, 3)).unbind(0)))
-    rb.extend(list(steps((6,), first=2).unbind(0)))  # the first two rows have left
+    rb.extend(list(steps(5, 3).unbind(0)))
+    rb.extend(list(steps(6, first=2).unbind(0)))  # the first two rows have left
     assert lengths_of(rb.query()) == [3, 3, 6]
     assert lengths_of(rb.query(traj.reward.sum() > 11)) == [3, 6]
     assert rb.storage[0]["next", "reward"].item() == 3  # what is stored stays as it is
@@ -271,7 +257,7 @@ def test_rows_that_are_objects_have_trajectories_if_they_are_tensordicts() -> No
     with pytest.raises(TypeError, match="tensordict-backed"):
         other.query()
     pairs = ReplayBuffer(storage=ListStorage(4))
-    pairs.extend([steps((2,))])
+    pairs.extend([steps(2)])
     with pytest.raises(TypeError, match="single-transition"):
         pairs.query()
 
@@ -281,7 +267,7 @@ def test_a_condition_sees_what_a_function_of_the_trajectory_sees(tmp_path: Path,
     """Also where a field is a nested tensor or text, and where it stands at the root and below `next`."""
     words = [["a", "bb", "ccc"][n % 3] for n in range(15)]
     with expstore.open(tmp_path / "a.exp", storage="arrow", batch_size=4) as rb:
-        data = steps((5, 3, 7))
+        data = steps(5, 3, 7)
         data["score"] = torch.arange(15.0)
         data["next", "score"] = -data["score"]
         data["tokens"] = torch.nested.as_nested_tensor(
@@ -305,7 +291,7 @@ def test_a_condition_sees_what_a_function_of_the_trajectory_sees(tmp_path: Path,
         with pytest.raises(NotFoundError, match="'missing' not found"):
             rb.query(traj.missing.sum() > 1)
     rb = TensorDictReplayBuffer(storage=MemoryStorage(9))
-    rb.extend(steps().exclude(("next", "reward")))
+    rb.extend(steps(*LENGTHS).exclude(("next", "reward")))
     with pytest.raises(AttributeError, match="no entry 'reward'"):
         rb.query(traj.total_reward > 1)
 
@@ -316,7 +302,7 @@ def test_a_condition_is_asked_without_making_trajectories(monkeypatch: pytest.Mo
     monkeypatch.setattr(
         "expstore.trajectories.search.Trajectory", lambda data: made.append(data) or Trajectory(data)
     )
-    rb = filled()
+    rb = memory_buffer(rows=steps(*LENGTHS))
     for condition, count in (
         (traj.reward.sum() > 6, 1),
         (~(traj.reward.sum() > 6) & (traj.length > 1), 2),
@@ -328,7 +314,7 @@ def test_a_condition_is_asked_without_making_trajectories(monkeypatch: pytest.Mo
 
 
 def test_only_the_fields_that_are_named_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    rb = filled()
+    rb = memory_buffer(rows=steps(*LENGTHS))
     asked: list[tuple[str, ...]] = []
     read = Storage.read
 
@@ -364,14 +350,14 @@ class Double:
 
 
 def test_conditions_see_what_transforms_make() -> None:
-    rb = filled(transform=Double("next", "reward"))
+    rb = memory_buffer(rows=steps(*LENGTHS), transform=Double("next", "reward"))
     found = rb.query(traj.reward.sum() > 11)  # 5, 6 and 21 before
     assert lengths_of(found) == [3, 7]
     assert found[1].reward.sum() == 42
 
 
 def test_transforms_that_do_not_matter_are_left_out() -> None:
-    rb = filled(transform=Double("observation"))
+    rb = memory_buffer(rows=steps(*LENGTHS), transform=Double("observation"))
     (double,) = rb.transform
     assert rb.query(traj.reward.sum() > 100) == []
     assert double.calls == 0
@@ -383,19 +369,21 @@ def test_transforms_that_do_not_matter_are_left_out() -> None:
 
 
 def test_a_transform_of_which_nothing_is_known_is_done_first() -> None:
-    rb = filled(transform=lambda data: data.set("bonus", data["next", "reward"] + 1))
+    rb = memory_buffer(
+        rows=steps(*LENGTHS), transform=lambda data: data.set("bonus", data["next", "reward"] + 1)
+    )
     assert lengths_of(rb.query(traj.bonus.last() > 3)) == [7]
 
 
 def test_a_query_beside_a_fast_writer_never_mixes_rows() -> None:
     rb = TensorDictReplayBuffer(storage=MemoryStorage(64, seed=1))
-    rb.extend(steps((8,) * 8))
+    rb.extend(steps(*(8,) * 8))
     stop = threading.Event()
 
     def write() -> None:
         number = 8
         while not stop.is_set():
-            rb.extend(steps((8,), first=number))
+            rb.extend(steps(8, first=number))
             number += 1
 
     writer = threading.Thread(target=write)
@@ -412,7 +400,7 @@ def test_a_query_beside_a_fast_writer_never_mixes_rows() -> None:
 
 def test_a_store_on_disk_answers_after_a_restart(tmp_path: Path) -> None:
     with expstore.open(tmp_path / "run.exp", capacity=100) as rb:
-        rb.extend(steps())
+        rb.extend(steps(*LENGTHS))
     with expstore.open(tmp_path / "run.exp") as rb:
         assert lengths_of(rb.query(traj.length >= 5)) == [5, 7]
     with expstore.open(tmp_path / "run.exp", mode="r") as rb:

@@ -30,6 +30,7 @@ from expstore import (
 from expstore.storages.memory import MemoryStorage
 from expstore.transforms import Compose, StepTransform, StepView, compose
 from expstore.transforms.base import Overtaken
+from tests.support.batches import trajectory_rows
 
 X = ("x",)
 
@@ -65,18 +66,12 @@ class Once(StepTransform):
         return batch.set("before", torch.from_numpy(seen))
 
 
-def rows(trajectory: int, count: int, first: int = 0) -> TensorDict:
-    """Rows of one trajectory; x is trajectory * 1000 + step."""
-    step = torch.arange(first, first + count)
-    return TensorDict({"x": trajectory * 1000 + step, "episode": torch.full((count,), trajectory)}, [count])
-
-
 def interleaved(rb: Any, turns: int = 40, at: dict[int, int] | None = None) -> dict[int, int]:
     """Extend with rows of three trajectories that take turns, a few rows at a time."""
     at = {1: 0, 2: 0, 3: 0} if at is None else at
     for turn in range(turns):
         trajectory, count = 1 + turn % 3, 1 + turn % 4
-        rb.extend(rows(trajectory, count, at[trajectory]))
+        rb.extend(trajectory_rows(trajectory, count, at[trajectory]))
         at[trajectory] += count
     return at
 
@@ -130,7 +125,7 @@ def test_other_steps_are_found_wherever_they_lie(capacity: int | None) -> None:
 
 def test_offsets_may_be_of_each_row() -> None:
     rb = ReplayBuffer(storage=MemoryStorage(20))
-    rb.extend(rows(1, 10))
+    rb.extend(trajectory_rows(1, 10))
     view = StepView(rb.storage, np.array([3, 5]))
     found, valid = view.at(view.ids, np.array([[1], [-2]]))
     assert found.tolist() == [[4], [3]]
@@ -142,14 +137,14 @@ def test_offsets_may_be_of_each_row() -> None:
 
 def test_a_field_that_is_not_there_is_named() -> None:
     rb = ReplayBuffer(storage=MemoryStorage(20))
-    rb.extend(rows(1, 10))
+    rb.extend(trajectory_rows(1, 10))
     with pytest.raises(SchemaError, match="no field 'next.y'"):
         StepView(rb.storage, np.array([3])).read(np.array([3]), [("next", "y")])
 
 
 def test_rows_that_have_left_are_looked_for_no_further() -> None:
     rb = ReplayBuffer(storage=MemoryStorage(10))
-    rb.extend(rows(1, 30))
+    rb.extend(trajectory_rows(1, 30))
     for look in (lambda view: view.at(view.ids, [0]), lambda view: view.reach(view.ids)):
         view = StepView(rb.storage, np.array([3, 30]))
         with pytest.raises(Overtaken):
@@ -175,7 +170,7 @@ def test_rows_from_some_on() -> None:
 
 def test_a_row_given_up_between_parts_an_episode() -> None:
     rb = ReplayBuffer(storage=MemoryStorage(20))
-    rb.extend(rows(1, 10))
+    rb.extend(trajectory_rows(1, 10))
     rb.storage.retire(4)
     view = StepView(rb.storage, np.array([5, 9]))
     found, valid = view.at(view.ids, [-3, 0])
@@ -268,7 +263,7 @@ def test_steps_act_first_whatever_stands_before_them() -> None:
     rb.append_transform(lambda batch: batch.set("double", batch["before"] * 2))
     rb.append_transform(lambda batch: batch.set("x", batch["x"] + 5))
     rb.append_transform(Around())
-    rb.extend(rows(0, 10))
+    rb.extend(trajectory_rows(0, 10))
     batch = rb.sample()
     assert (batch["double"] == 2 * batch["before"]).all()
     batch["x"] -= 5
@@ -283,7 +278,7 @@ def test_collation_sees_what_steps_have_made() -> None:
         transform=Around(),
         collate_fn=lambda batch: batch.select("before"),
     )
-    rb.extend(rows(0, 10))
+    rb.extend(trajectory_rows(0, 10))
     assert set(rb.sample().keys()) == {"before"}
 
 
@@ -313,7 +308,7 @@ def test_there_is_no_look_without_a_step_transform(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(compose, "StepView", fail)
     rb = ReplayBuffer(storage=MemoryStorage(20), batch_size=4, transform=lambda batch: batch)
-    rb.extend(rows(1, 10))
+    rb.extend(trajectory_rows(1, 10))
     assert rb.sample().shape == (4,)
     assert rb[:].shape == (10,)
     assert len(rb.query(trajectory_key="episode")) == 1
@@ -326,13 +321,13 @@ def test_a_batch_is_drawn_again_when_a_row_beside_it_is_overwritten() -> None:
     storage = MemoryStorage(10, seed=3)
     # A row is read, and then that before it overwritten: the ring has no row to spare.
     rb = ReplayBuffer(storage=storage, batch_size=1)
-    rb.extend(rows(1, 10))
+    rb.extend(trajectory_rows(1, 10))
     spare = 0 if storage.slots is None else storage.slots - 10
 
     def overwrite(view: StepView) -> None:
         first = int(view.ids[0])
         count = first - 1 - (storage.last - 10) + spare  # all up to the one before it
-        rb.extend(rows(2, max(count, 0)))
+        rb.extend(trajectory_rows(2, max(count, 0)))
 
     once = Once(overwrite)
     rb.append_transform(once)
@@ -344,7 +339,7 @@ def test_a_batch_is_drawn_again_when_a_row_beside_it_is_overwritten() -> None:
 
 def test_a_batch_is_drawn_again_when_rows_were_changed() -> None:
     rb = ReplayBuffer(storage=MemoryStorage(10, seed=3), batch_size=2)
-    rb.extend(rows(1, 10))
+    rb.extend(trajectory_rows(1, 10))
 
     def change(view: StepView) -> None:
         rb.set_("x", torch.arange(10) + 5000)
@@ -363,10 +358,10 @@ def test_what_was_seen_ahead_of_time_is_still_there_when_it_is_handed_out() -> N
     rb = TensorDictReplayBuffer(
         storage=MemoryStorage(12, seed=4), transform=Around(), batch_size=1, prefetch=3
     )
-    rb.extend(rows(1, 12))
+    rb.extend(trajectory_rows(1, 12))
     first, there = 12, 0
     for _ in range(60):
-        rb.extend(rows(1, 1, first))
+        rb.extend(trajectory_rows(1, 1, first))
         first += 1
         batch = rb.sample()
         there += int(batch["there"][0, 0])
@@ -407,7 +402,7 @@ def test_what_is_drawn_while_looking_goes_on_after_a_restart(tmp_path: Path) -> 
 
 def test_rows_read_by_index_have_no_numbers_to_draw_by() -> None:
     rb = ReplayBuffer(storage=MemoryStorage(20), transform=Drawing())
-    rb.extend(rows(1, 5))
+    rb.extend(trajectory_rows(1, 5))
     assert rb[:]["goal"].tolist() == [-1] * 5
 
 
@@ -444,7 +439,7 @@ def test_it_is_not_inverted() -> None:
     with pytest.raises(ValueError, match="what is written has none yet"):
         rb.append_transform(Around(), invert=True)
     assert len(rb.transform) == 0
-    rb.extend(rows(1, 3))
+    rb.extend(trajectory_rows(1, 3))
     assert "before" not in rb[:]
 
 
@@ -457,7 +452,7 @@ def test_ensembles_send_it_to_their_members() -> None:
         with pytest.raises(ValueError, match="give it to the members"):
             add(Around())
     for member in members:
-        member.extend(rows(1, 5))
+        member.extend(trajectory_rows(1, 5))
         member.append_transform(Around())
     batch = ensemble.sample()
     check(batch, held(members[0]))
@@ -473,7 +468,7 @@ def test_rows_without_steps_are_refused() -> None:
     with pytest.raises(SchemaError, match="has steps of its own"):
         pieces.sample()
     objects = ReplayBuffer(storage=ListStorage(20), transform=Around(), batch_size=2)
-    objects.extend([rows(1, 3)[n] for n in range(3)])
+    objects.extend([trajectory_rows(1, 3)[n] for n in range(3)])
     for read in (objects.sample, objects.query, lambda: objects[:]):
         with pytest.raises(SchemaError, match="need fields with names"):
             read()
@@ -483,7 +478,7 @@ def test_a_store_that_keeps_the_best_rows_is_refused() -> None:
     rb = TensorDictReplayBuffer(
         storage=MemoryStorage(5), writer=TensorDictMaxValueWriter(rank_key="x"), transform=Around()
     )
-    rb.extend(rows(1, 8))
+    rb.extend(trajectory_rows(1, 8))
     with pytest.raises(StateError, match="give way to better ones"):
         rb[:]
 
@@ -494,7 +489,7 @@ def test_a_transform_that_returns_nothing_is_named() -> None:
             return None
 
     rb = ReplayBuffer(storage=MemoryStorage(5), transform=Nothing())
-    rb.extend(rows(1, 3))
+    rb.extend(trajectory_rows(1, 3))
     with pytest.raises(TypeError, match="returned None"):
         rb[:]
 
@@ -508,5 +503,5 @@ def test_a_chain_is_copied_with_its_steps() -> None:
 
 def test_stacks_are_looked_around_too() -> None:
     rb = ReplayBuffer(storage=MemoryStorage(20), transform=Around())
-    rb.extend(lazy_stack([rows(0, 4)[n] for n in range(4)]))
+    rb.extend(lazy_stack([trajectory_rows(0, 4)[n] for n in range(4)]))
     check(rb[:], held(rb))

@@ -24,6 +24,7 @@ from expstore import (
     ZarrStorage,
 )
 from expstore.errors import SchemaError
+from tests.support.batches import memory_buffer
 from tests.support.chi_square import chi_square, draws_needed, limit_of, one_off
 
 
@@ -105,15 +106,8 @@ def test_what_cannot_be_cropped_is_told() -> None:
 # -- in buffers ---------------------------------------------------------------------------------------
 
 
-def buffer(path: Path | None = None, **keywords: Any) -> Any:
-    storage = MemoryStorage(50, seed=7) if path is None else ZarrStorage(path, 50)
-    return TensorDictReplayBuffer(
-        storage=storage, batch_size=4, transform=RandomCropTensorDict(3), **keywords
-    )
-
-
 def test_rows_that_are_trajectories_are_cropped() -> None:
-    rb = buffer()
+    rb = memory_buffer(50, seed=7, batch_size=4, transform=RandomCropTensorDict(3))
     rb.extend(trajectories(20, 10))
     sample = rb.sample()
     assert sample.shape == (4, 3)
@@ -128,7 +122,11 @@ def test_stretches_follow_from_the_draw(tmp_path: Path, prefetch: int) -> None:
     def samples(rb: Any, count: int) -> list[list[list[int]]]:
         return [rb.sample()["x"].tolist() for _ in range(count)]
 
-    rb = buffer(tmp_path / "run.exp", prefetch=prefetch)
+    def opened() -> TensorDictReplayBuffer:
+        storage, crop = ZarrStorage(tmp_path / "run.exp", 50), RandomCropTensorDict(3)
+        return TensorDictReplayBuffer(storage=storage, batch_size=4, transform=crop, prefetch=prefetch)
+
+    rb = opened()
     rb.extend(trajectories(20, 10))
     state = rb.state_dict()
     wanted = samples(rb, 6)
@@ -137,13 +135,13 @@ def test_stretches_follow_from_the_draw(tmp_path: Path, prefetch: int) -> None:
     assert samples(rb, 3) == wanted[:3]
     assert rb[:2].shape == (2, 3)  # by torch's own numbers: no draw is used up
     rb.close()
-    rb = buffer(tmp_path / "run.exp", prefetch=prefetch)
+    rb = opened()
     assert samples(rb, 3) == wanted[3:]
     rb.close()
 
 
 def test_copies_go_on_with_the_next_stretches() -> None:
-    rb = buffer(generator=seeded(5))
+    rb = memory_buffer(50, seed=7, batch_size=4, transform=RandomCropTensorDict(3), generator=seeded(5))
     rb.extend(trajectories(20, 10))
     rb.sample()
     other = copy.deepcopy(rb)

@@ -44,9 +44,10 @@ from expstore.transforms import (
     StepTransform,
     StepView,
 )
+from tests.support.batches import memory_buffer
 from tests.support.case_selection import in_full, share
 from tests.support.slice_model import Row
-from tests.support.slice_stores import Scenario, World, scenarios, small_and_without_a_disk
+from tests.support.slice_stores import Scenario, World, scenarios, use_short_rings
 
 GAMMA = 0.9
 #: An example opens stores many times.
@@ -60,9 +61,12 @@ SAMPLERS: dict[str, Callable[[], Any]] = {
 }
 
 
+pytestmark = pytest.mark.usefixtures("no_syncs")
+
+
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    small_and_without_a_disk(monkeypatch)
+    use_short_rings(monkeypatch)
 
 
 # -- beside plain Python ----------------------------------------------------------------------------------
@@ -288,10 +292,7 @@ def counted(rows: int, *, ends: int = 0, **more: torch.Tensor) -> TensorDict:
 
 
 def buffer(transform: Any, rows: TensorDict | None = None, **options: Any) -> TensorDictReplayBuffer:
-    rb = TensorDictReplayBuffer(storage=MemoryStorage(100, seed=1), transform=transform, **options)
-    if rows is not None:
-        rb.extend(rows)
-    return rb
+    return memory_buffer(seed=1, transform=transform, rows=rows, **options)
 
 
 def test_what_is_stored_stays_and_n_steps_can_change() -> None:

@@ -19,24 +19,9 @@ from expstore.errors import SchemaError
 from expstore.schema.schema import DTYPES, OBJECT, Field, Schema
 from expstore.wire.codec import Codec, Decoder, Encoder, columns_of, meaning_of
 from expstore.wire.stream import frames_in, write_stream
+from tests.support.tensor_bits import bits, random_bits
 
 PLAIN = sorted(set(DTYPES) - {OBJECT})
-
-
-def values_of(dtype: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
-    """Any bits that a dtype can have."""
-    rng = np.random.default_rng(seed)
-    if dtype == "bool":
-        return torch.from_numpy(rng.integers(0, 2, shape).astype(bool))
-    kind = DTYPES[dtype]
-    data = rng.integers(0, 256, (*shape, kind.itemsize), dtype=np.uint8).view(kind).reshape(shape)
-    tensor = torch.from_numpy(np.ascontiguousarray(data))
-    return tensor.view(torch.bfloat16) if dtype == "bfloat16" else tensor
-
-
-def bits(tensor: torch.Tensor) -> bytes:
-    flat = tensor.contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
 
 
 @given(
@@ -47,7 +32,13 @@ def bits(tensor: torch.Tensor) -> bytes:
     way=st.sampled_from(["copied", "shared", "read"]),
 )
 def test_bits_come_back(dtype: str, shape: tuple[int, ...], count: int, seed: int, way: str) -> None:
-    data = TensorDict({"x": values_of(dtype, (count, *shape), seed), "id": torch.arange(count)}, [count])
+    data = TensorDict(
+        {
+            "x": random_bits(getattr(torch, dtype), (count, *shape), np.random.default_rng(seed)),
+            "id": torch.arange(count),
+        },
+        [count],
+    )
     memory = bytearray(write_stream(Encoder().encode(data)))
     if way == "read":
         told = Decoder().read(frames_in(memory)[0])
@@ -74,7 +65,8 @@ def test_messages_are_what_arrow_sends(kinds: list[Any], size: tuple[int, ...], 
     for number in range(3):
         data = TensorDict({"id": torch.arange(math.prod(size)).reshape(size) + number}, size)
         for place, (dtype, shape) in enumerate(kinds):
-            data["next", str(place)] = values_of(dtype, (*size, *shape), seed + number)
+            rng = np.random.default_rng(seed + number)
+            data["next", str(place)] = random_bits(getattr(torch, dtype), (*size, *shape), rng)
         message, batch = encoder.message(data), encoder.encode(data)
         assert message.schema.equals(batch.schema, check_metadata=True)
         assert bytes(message.data) == batch.serialize().to_pybytes()

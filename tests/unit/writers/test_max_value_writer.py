@@ -22,45 +22,30 @@ from tensordict import TensorDict
 import expstore
 from expstore import ListStorage, ReplayBuffer
 from expstore.buffers.tensordict import TensorDictReplayBuffer
+from expstore.core import tuning
 from expstore.core.values import Ranking
 from expstore.errors import NotFoundError, SchemaError, StateError
 from expstore.kernels.rank_tree import RankTree
 from expstore.samplers import ConsumingSampler, PrioritizedSampler
-from expstore.sql.sync import Catalog
-from expstore.storages.engine import replace
 from expstore.storages.memory import MemoryStorage
 from expstore.writers.writers import RoundRobinWriter, TensorDictMaxValueWriter
+from tests.support.batches import buffer_factory
 
-pytestmark = pytest.mark.usefixtures("no_syncs")
+pytestmark = pytest.mark.usefixtures("no_syncs", "no_index_on_close")
 
 Make = Callable[..., TensorDictReplayBuffer]
-
-
-@pytest.fixture(autouse=True)
-def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing here is about the index of a closed store."""
-    monkeypatch.setattr(Catalog, "close", Catalog.drop)
 
 
 @pytest.fixture(params=["memory", "zarr"])
 def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Make]:
     """A factory of buffers that keep the best rows, over both kinds of storage."""
-    made: list[TensorDictReplayBuffer] = []
+    with buffer_factory(request.param, tmp_path) as factory:
 
-    def factory(capacity: int | None, *, writer: Any = None, **options: Any) -> TensorDictReplayBuffer:
-        options["writer"] = TensorDictMaxValueWriter("score") if writer is None else writer
-        if request.param == "zarr":
-            rb = expstore.open(tmp_path / f"{len(made)}.exp", capacity=capacity, seed=3, **options)
-        else:
-            storage = MemoryStorage(capacity, seed=3)
-            storage.flatten = True
-            rb = TensorDictReplayBuffer(storage=storage, with_ids=True, **options)
-        made.append(rb)
-        return rb
+        def keeping_the_best(capacity: int | None, *, writer: Any = None, **options: Any) -> Any:
+            writer = TensorDictMaxValueWriter("score") if writer is None else writer
+            return factory(capacity, writer=writer, **options)
 
-    yield factory
-    for rb in made:
-        rb.close()
+        yield keeping_the_best
 
 
 def rows(scores: Iterable[float], first: int = 0) -> TensorDict:
@@ -362,7 +347,7 @@ def test_a_kill_leaves_rows_with_their_priorities(
     """Of rows that wait for their columns none has the priority of the row before it."""
     path = tmp_path / "best.exp"
     if not waits:
-        monkeypatch.setattr(replace, "WAITING_BYTES", 0)
+        monkeypatch.setattr(tuning, "REPLACED_ROWS_BYTES", 0)
 
     def life() -> None:
         rb = expstore.open(path, capacity=30, writer=TensorDictMaxValueWriter("score"))
@@ -451,7 +436,7 @@ def test_rows_are_whole_while_others_take_their_places(tmp_path: Path) -> None:
 
 
 def test_more_rows_than_may_wait_are_settled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replace, "WAITING_BYTES", 40_000)
+    monkeypatch.setattr(tuning, "REPLACED_ROWS_BYTES", 40_000)
     with expstore.open(tmp_path / "best.exp", capacity=100, writer=TensorDictMaxValueWriter("score")) as rb:
         rb.extend(rows(range(100)))
         for turn in range(20):

@@ -86,25 +86,11 @@ def gone(pid: int) -> bool:
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    import torch
-    from tensordict import TensorDict
+    from tests.support.batches import transitions
+    from tests.support.stores import build_store
 
     path: Path = tmp_path_factory.mktemp("sql") / "run.exp"
-    number = torch.arange(ROWS)
-    after = TensorDict(
-        {
-            "observation": number[:, None].float() + torch.arange(4) / 8,
-            "reward": number[:, None].float() / 4,
-            "terminated": (number % 50 == 49)[:, None],
-            "truncated": torch.zeros(ROWS, 1, dtype=torch.bool),
-        },
-        [ROWS],
-    )
-    with expstore.open(path, seed=0) as rb:
-        rb.extend(
-            TensorDict({"observation": after["observation"] - 1, "action": number % 3, "next": after}, [ROWS])
-        )
-    return path
+    return build_store(path, transitions(ROWS, episode_length=50), seed=0)
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,7 @@ import torch
 
 import expstore
 from expstore.buffers.tensordict import TensorDictReplayBuffer
+from expstore.core import tuning
 from expstore.disk import files
 from expstore.errors import CorruptionError
 from expstore.storages.columns.checksums import (
@@ -29,12 +30,14 @@ from expstore.storages.columns.checksums import (
     zeros_sum,
 )
 from expstore.storages.format.manifest import Manifest
-from tests.support.damaged_stores import BLOCK, batch, without_disk
+from tests.support.damaged_stores import BLOCK, batch
+
+pytestmark = pytest.mark.usefixtures("no_syncs")
 
 
 @pytest.fixture(autouse=True)
-def no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    without_disk(monkeypatch, shard_rows=2 * BLOCK)
+def shards_of_two_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning, "FLAT_SHARD_ROWS", 2 * BLOCK)
 
 
 def columns_of(path: Path) -> dict[str, np.ndarray[Any, Any]]:

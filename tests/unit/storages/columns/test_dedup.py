@@ -13,12 +13,12 @@ import zarr
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from expstore.core import tuning
 from expstore.core.values import cut_run
 from expstore.disk.files import Disk, File
 from expstore.errors import CorruptionError
+from expstore.schema.row_fields import ROW_FIELDS
 from expstore.schema.schema import Field
-from expstore.storages.base import ROW_FIELDS
-from expstore.storages.columns import dedup
 from expstore.storages.columns.checksums import BLOCK_ROWS, Checksums
 from expstore.storages.columns.column_set import ColumnGroup
 from expstore.storages.columns.column_set_writer import WritableColumns
@@ -112,8 +112,8 @@ class Rows:
 @pytest.fixture
 def no_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give back space byte by byte, and soon: a byte too much is a row that is lost."""
-    monkeypatch.setattr(dedup, "PAGE", 1)
-    monkeypatch.setattr(dedup, "GIVE_BACK_BYTES", 2 * WIDTH)
+    monkeypatch.setattr(tuning, "DEDUP_PAGE_BYTES", 1)
+    monkeypatch.setattr(tuning, "DEDUP_FREE_BYTES", 2 * WIDTH)
 
 
 @pytest.mark.usefixtures("no_pages")

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from expstore.core.values import cut_run
 from expstore.disk.files import Disk
 from expstore.errors import CorruptionError
+from expstore.schema.row_fields import ROW_FIELDS
 from expstore.schema.schema import Field
-from expstore.storages.base import ROW_FIELDS
 from expstore.storages.columns.column_set import ColumnGroup
 from expstore.storages.columns.column_set_writer import WritableColumns
 from expstore.storages.columns.dedup_finder import NextRows

@@ -21,6 +21,7 @@ from expstore.storages.engine.open_settings import Settings
 from expstore.storages.memory import MemoryStorage
 from expstore.storages.zarr import ZarrStorage
 from expstore.writers.writers import RoundRobinWriter
+from tests.support.stores import prepare
 
 SCHEMA = Schema([Field(("_data",), "object", ()), Field(("n",), "int64", ())])
 
@@ -36,8 +37,7 @@ def column(values: list[Any]) -> np.ndarray:
 
 
 def make(capacity: int | None = None, schema: Schema = SCHEMA) -> MemoryStorage:
-    storage = MemoryStorage(capacity, seed=0)
-    storage.prepare(schema, find_keys(schema))
+    storage = prepare(MemoryStorage(capacity, seed=0), schema)
     return storage
 
 

@@ -19,14 +19,15 @@ from tensordict import NonTensorStack, TensorDict
 import expstore
 from expstore import SchemaError, StateError, StorageError, TensorDictMaxValueWriter
 from expstore.cli.app import run
+from expstore.core import tuning
 from expstore.disk.files import Disk
 from expstore.maintenance import verify
 from expstore.sql.sandbox.pool import SqlLimits, SqlWorker
 from expstore.storages import base
 from expstore.storages.engine.archive import Archive
-from expstore.storages.format import chunk_encoding
 from expstore.storages.format.manifest import Manifest
 from tests.support.forks import in_child
+from tests.support.tuned import set_spare_slots
 
 pytestmark = pytest.mark.index
 
@@ -66,13 +67,8 @@ def options(kind: str) -> dict[str, Any]:
 @pytest.fixture(autouse=True)
 def short_spare(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a ring have few spare slots, so that they are needed all the time."""
-    own = base.spare_slots
-
-    def few(capacity: int | None, row_bytes: int) -> int:
-        return own(capacity, row_bytes) if capacity is None else SPARE
-
-    monkeypatch.setattr(base, "spare_slots", few)
-    monkeypatch.setattr(chunk_encoding, "REACH_ROWS", (4, 8))
+    monkeypatch.setattr(tuning, "SPARE_SLOTS", SPARE)
+    monkeypatch.setattr(tuning, "PACKED_LOOKBACK_ROWS", (4, 8))
 
 
 class World:
@@ -383,7 +379,7 @@ def test_a_batch_as_long_as_the_ring_is_synced_before_it_is_met(
     """Else a power cut takes it back, and the archive has rows that the ring does not know."""
     met: list[bool] = []
     own = Archive.meet
-    monkeypatch.setattr(base, "spare_slots", lambda capacity, row_bytes: 200)
+    set_spare_slots(monkeypatch, 200)
 
     def meet(archive: Archive, *given: Any) -> None:
         met.append(rb.storage._synced == rb.storage.last == 100 + count)

@@ -16,17 +16,18 @@ import expstore
 from expstore import SchemaError, StateError, TensorDictMaxValueWriter
 from expstore.buffers.tensordict import TensorDictReplayBuffer
 from expstore.cli import info
+from expstore.core import tuning
 from expstore.disk.files import Disk
 from expstore.maintenance import repair, verify
 from expstore.maintenance.disk_usage import store_size
-from expstore.storages import base
-from expstore.storages.columns import dedup, flat
-from expstore.storages.format import chunk_encoding, layout
+from expstore.storages.columns import flat
 from expstore.storages.format.layout import ColumnLayout
 from expstore.storages.format.manifest import Manifest
 from expstore.storages.memory import MemoryStorage
 from expstore.storages.zarr import ZarrStorage
 from tests.support.damaged_stores import Broken, flip, in_child, lost_ids
+from tests.support.stores import extend_all
+from tests.support.tuned import set_spare_slots
 from tests.support.two_lanes import CAPACITY, TwoLanes, after
 
 pytestmark = pytest.mark.usefixtures("no_syncs")
@@ -41,12 +42,12 @@ def short_rings(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def shorten(patch: pytest.MonkeyPatch) -> None:
     """Let narrow rows be shared in short rings, and their space be given back byte by byte."""
-    patch.setattr(chunk_encoding, "REACH_ROWS", (4, 8))
-    patch.setattr(base, "spare_slots", lambda capacity, row_bytes: 20)
-    patch.setattr(flat, "SHARD_ROWS", 4096)
-    patch.setattr(layout, "LENT_BYTES", 64)
-    patch.setattr(dedup, "PAGE", 1)
-    patch.setattr(dedup, "GIVE_BACK_BYTES", 256)
+    patch.setattr(tuning, "PACKED_LOOKBACK_ROWS", (4, 8))
+    set_spare_slots(patch, 20)
+    patch.setattr(tuning, "FLAT_SHARD_ROWS", 4096)
+    patch.setattr(tuning, "DEDUP_ROW_BYTES", 64)
+    patch.setattr(tuning, "DEDUP_PAGE_BYTES", 1)
+    patch.setattr(tuning, "DEDUP_FREE_BYTES", 256)
 
 
 def frames(numbers: Any) -> torch.Tensor:
@@ -59,12 +60,6 @@ def frames(numbers: Any) -> torch.Tensor:
 
 ROWS = TwoLanes(frames, SHARED)
 batch, buffer, right, numbers_in = ROWS.batch, ROWS.buffer, ROWS.right, ROWS.numbers_in
-
-
-def fill(path: Path, capacity: int | None = CAPACITY, rows: int = 150) -> None:
-    with buffer(path, capacity) as rb:
-        for first in range(0, rows, 20 if capacity == CAPACITY else 500):
-            rb.extend(batch(first, 20 if capacity == CAPACITY else 500)[: rows - first])
 
 
 def lent(rb: Any) -> list[int]:
@@ -250,18 +245,13 @@ def test_a_change_half_made_is_made_again(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_sql_reads_rows_where_they_lie(tmp_path: Path) -> None:
     with buffer(tmp_path / "a.exp") as rb:
-        fill_some(rb, 75)
+        extend_all(rb, *ROWS.parts(75))
         text = "SELECT number, frame, next.frame AS following FROM transitions ORDER BY number"
         data = rb.sql(text).fetchall()
         assert [row[0] for row in data] == list(range(15, 75))
         for number, frame, following in data:
             assert np.array_equal(frame, frames([number])[0])
             assert np.array_equal(following, frames(after([number]))[0])
-
-
-def fill_some(rb: Any, rows: int) -> None:
-    for first in range(0, rows, 20):
-        rb.extend(batch(first, min(20, rows - first)))
 
 
 # -- versions --------------------------------------------------------------------------------------
@@ -282,7 +272,7 @@ def fill_some(rb: Any, rows: int) -> None:
 def test_versions_hold_what_rows_lie_with(tmp_path: Path, capacity: int | None, rows: int) -> None:
     path, place = tmp_path / "a.exp", tmp_path / "backup"
     with buffer(path, capacity) as rb:
-        fill_some(rb, rows)
+        extend_all(rb, *ROWS.parts(rows))
         made = [(rb.dumps(place, keep=99).path, numbers_in(rb))]
         made.append((rb.dumps(place, keep=99).path, numbers_in(rb)))  # nothing has changed
         rb[[3]] = batch(10_000, 1)
@@ -315,7 +305,7 @@ def test_versions_hold_what_rows_lie_with(tmp_path: Path, capacity: int | None, 
 def test_a_version_is_taken_while_rows_are_added(tmp_path: Path) -> None:
     """Rows that lie with some that are no longer read are whole in it, and in no version after it."""
     with buffer(tmp_path / "a.exp") as rb:
-        fill_some(rb, 100)
+        extend_all(rb, *ROWS.parts(100))
         first = rb.dumps(tmp_path / "backup")
         rb.extend(batch(100, 2))
         second = rb.dumps(tmp_path / "backup")
@@ -337,8 +327,9 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("sound") / "sound.exp"
     with pytest.MonkeyPatch.context() as patch:
         shorten(patch)
-        patch.setattr(base, "spare_slots", lambda capacity, row_bytes: 4096)
-        fill(path, 5000, 12_000)
+        set_spare_slots(patch, 4096)
+        with buffer(path, 5000) as rb:
+            extend_all(rb, *ROWS.parts(12_000, 500))
     return path
 
 
@@ -424,7 +415,7 @@ def test_info_says_which_part_is_shared(tmp_path: Path, capsys: pytest.CaptureFi
 def test_a_field_that_shares_can_go_and_one_that_lends_stays(tmp_path: Path) -> None:
     path = tmp_path / "a.exp"
     with buffer(path) as rb:
-        fill_some(rb, 75)
+        extend_all(rb, *ROWS.parts(75))
         with pytest.raises(SchemaError, match=r"'frame' are kept with those of 'next\.frame'"):
             rb.drop_column(("next", "frame"))
         rb.add_column("more", fill=7, dtype="int64")
@@ -487,7 +478,7 @@ def test_a_contradiction_is_refused(tmp_path: Path) -> None:
 def test_rows_that_are_too_narrow_are_refused_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(layout, "LENT_BYTES", 129)
+    monkeypatch.setattr(tuning, "DEDUP_ROW_BYTES", 129)
     how = ColumnLayout(fields={"frame": {"layout": "flat", "share_next": True}})
     with buffer(tmp_path / "a.exp", layout=how) as rb:
         with pytest.raises(SchemaError, match="'frame': share_next=True .* of rows of 128 bytes .* need 129"):

@@ -13,16 +13,18 @@ from tensordict import TensorDict
 
 import expstore
 from expstore.buffers.tensordict import TensorDictReplayBuffer
+from expstore.core import tuning
 from expstore.disk.files import Disk
 from expstore.errors import SchemaError
 from expstore.maintenance import repair, verify
-from expstore.storages import base
-from expstore.storages.format import chunk_encoding
 from expstore.storages.format.chunk_file import scan_chunks
 from expstore.storages.format.layout import ColumnLayout
 from expstore.storages.memory import MemoryStorage
 from expstore.storages.zarr import ZarrStorage
 from tests.support.damaged_stores import Broken, flip, in_child, lost_ids
+from tests.support.framed_rows import half_noise_frames
+from tests.support.stores import extend_all
+from tests.support.tuned import set_spare_slots
 from tests.support.two_lanes import CAPACITY, TwoLanes
 
 pytestmark = pytest.mark.usefixtures("no_syncs")
@@ -37,29 +39,14 @@ def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def shorten(patch: pytest.MonkeyPatch) -> None:
     """Let stores have short shards and a short ring: 60 readable rows of 96."""
-    patch.setattr(chunk_encoding, "SHARD_ROWS", 32)
-    patch.setattr(chunk_encoding, "ENDLESS_SHARD_ROWS", 32)
-    patch.setattr(chunk_encoding, "REACH_ROWS", (4, 8))
-    patch.setattr(base, "spare_slots", lambda capacity, row_bytes: 20)
+    patch.setattr(tuning, "PACKED_SHARD_ROWS", 32)
+    patch.setattr(tuning, "UNBOUNDED_PACKED_SHARD_ROWS", 32)
+    patch.setattr(tuning, "PACKED_LOOKBACK_ROWS", (4, 8))
+    set_spare_slots(patch, 20)
 
 
-def frames(numbers: Any) -> torch.Tensor:
-    """Rows that follow from a running number; half of each is noise, half is flat."""
-    noise = [np.random.default_rng(int(n)).integers(0, 256, (4, 16), np.uint8) for n in numbers]
-    parts = [np.array(noise).reshape(-1, 4, 16), np.zeros((len(noise), 4, 16), np.uint8)]
-    return torch.from_numpy(np.concatenate(parts, axis=1))
-
-
-ROWS = TwoLanes(frames, ColumnLayout(fields=FIELDS))
+ROWS = TwoLanes(half_noise_frames, ColumnLayout(fields=FIELDS))
 batch, buffer, right, numbers_in = ROWS.batch, ROWS.buffer, ROWS.right, ROWS.numbers_in
-
-
-def fill(path: Path, capacity: int | None = CAPACITY, rows: int = 150) -> None:
-    with buffer(path, capacity) as rb:
-        for first in range(0, rows, 10):
-            rb.extend(batch(first, 10))
-            if first % 50 == 0:
-                rb.flush()
 
 
 def shared(path: Path) -> int:
@@ -163,7 +150,8 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("sound") / "sound.exp"
     with pytest.MonkeyPatch.context() as patch:
         shorten(patch)
-        fill(path)
+        with buffer(path) as rb:
+            extend_all(rb, *ROWS.parts(150, 10), flush_every=5)
     return path
 
 
@@ -266,7 +254,7 @@ def test_a_version_holds_older_rows_of_a_shard_that_is_being_filled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The oldest row that can be read is the first of its chunk, and lies with one of the chunk before."""
-    monkeypatch.setattr(chunk_encoding, "SHARD_ROWS", 64)
+    monkeypatch.setattr(tuning, "PACKED_SHARD_ROWS", 64)
     with buffer(tmp_path / "a.exp") as rb:
         for first in range(0, 100, 10):
             rb.extend(batch(first, 10))

@@ -246,8 +246,8 @@ def test_a_disk_that_hangs_is_not_waited_for(store_path: Path) -> None:
     code, said, _ = run(
         store_path,
         """
-from expstore.storages.engine import process_exit
-process_exit.GRACE_SECONDS = 0.2
+from expstore.core import tuning
+tuning.SIGTERM_SECONDS = 0.2
 rb = held(expstore.open(path, capacity=100))
 rb.storage.sync = lambda: (say("hangs"), time.sleep(60), say("never"))
 say("ready")

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import pickle
 import shutil
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,66 +15,27 @@ from tensordict import TensorDict
 import expstore
 from expstore.buffers.rng import Draws
 from expstore.buffers.tensordict import TensorDictReplayBuffer
+from expstore.core import tuning
 from expstore.maintenance import verify
-from expstore.storages.columns import flat
 from expstore.storages.memory import MemoryStorage
+from tests.support.batches import counted_frames, numbered_rows
+from tests.support.forks import collect_from_child
 
 pytestmark = [pytest.mark.index, pytest.mark.usefixtures("no_syncs")]
 
 SEED = 11
 
 
-def in_child(work: Callable[[Callable[[Any], None]], None]) -> list[Any]:
-    """Run `work` in a fork that is killed when it returns; return what it told."""
-    read_end, write_end = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.alarm(30)
-        torch.set_num_threads(1)  # OpenMP's threads were left behind in the parent
-        try:
-            os.close(read_end)
-
-            def tell(value: Any) -> None:
-                data = pickle.dumps(value)
-                os.write(write_end, len(data).to_bytes(8, "little") + data)
-
-            work(tell)
-        except BaseException as exc:
-            tell(exc)
-        os.kill(os.getpid(), signal.SIGKILL)
-    os.close(write_end)
-    with os.fdopen(read_end, "rb") as pipe:
-        data = pipe.read()
-    _, status = os.waitpid(pid, 0)
-    told = []
-    while data:
-        size = int.from_bytes(data[:8], "little")
-        told.append(pickle.loads(data[8 : 8 + size]))
-        data = data[8 + size :]
-    for value in told:
-        if isinstance(value, BaseException):
-            raise value
-    assert os.WTERMSIG(status) == signal.SIGKILL, "the child hung"
-    return told
-
-
 def batch(count: int, first: int, *, ends: dict[int, str] | None = None, lanes: int = 1) -> TensorDict:
     """Rows whose values follow from a running number; `ends` says which of them end, and how."""
     number = torch.arange(first, first + count * lanes)
     kinds = [(ends or {}).get(i, "") for i in number.tolist()]
-    data = TensorDict(
-        {
-            "number": number,
-            "wide": (number[:, None] * 7 + torch.arange(600)).to(torch.uint8),
-            "next": {
-                "reward": number[:, None].float() / 8,
-                "terminated": torch.tensor([kind == "t" for kind in kinds])[:, None],
-                "truncated": torch.tensor([kind == "T" for kind in kinds])[:, None],
-            },
-        },
-        [count * lanes],
-    )
+    after = {
+        "reward": number[:, None].float() / 8,
+        "terminated": torch.tensor([kind == "t" for kind in kinds])[:, None],
+        "truncated": torch.tensor([kind == "T" for kind in kinds])[:, None],
+    }
+    data = numbered_rows(count * lanes, first, wide=counted_frames(7 * number, 600), next=after)
     return data.reshape(lanes, count) if lanes > 1 else data
 
 
@@ -145,7 +103,7 @@ def first_life(path: Path, stop: str, asked: str, tell: Callable[[Any], None]) -
 @pytest.mark.parametrize("stop", ["close", "flush", "kill"])
 def test_nothing_changes_when_the_index_is_deleted(tmp_path: Path, stop: str, asked: str) -> None:
     path = tmp_path / "run.exp"
-    batches, (low, last, draw), before = in_child(lambda tell: first_life(path, stop, asked, tell))
+    batches, (low, last, draw), before = collect_from_child(lambda tell: first_life(path, stop, asked, tell))
     assert (low, last, draw) == (17, 77, 5)
     assert len(batches) == 5
     shutil.copytree(path, tmp_path / "bare.exp")
@@ -215,9 +173,9 @@ def test_an_index_that_is_lives_behind_gives_the_same_answers(
         rb = expstore.open(store_path)
         rb.extend(batch(rows, 100, ends={102: "t"}), source="arm")
 
-    in_child(first)
+    collect_from_child(first)
     for rows in more:
-        in_child(lambda tell, rows=rows: later(tell, rows))
+        collect_from_child(lambda tell, rows=rows: later(tell, rows))
     shutil.copytree(store_path, store_path.with_name("bare.exp"))
     drop_index(store_path.with_name("bare.exp"))
     with expstore.open(store_path) as rb, expstore.open(store_path.with_name("bare.exp")) as bare:
@@ -267,7 +225,7 @@ def test_many_lives_end_as_one_would(tmp_path: Path, capacity: int | None, rng: 
             if stop != "kill":
                 getattr(rb, stop)()
 
-        told = iter(in_child(live))
+        told = iter(collect_from_child(live))
         for data, source, _ in plan:
             assert next(told) == model.extend(data, source=source, return_ids=True).tolist()
             assert next(told) == drawn(model, draws)
@@ -337,7 +295,7 @@ def test_truncated_trajectories_go_on_over_a_restart(store_path: Path) -> None:
             if not kill:
                 rb.close()
 
-        in_child(life)
+        collect_from_child(life)
     with expstore.open(store_path) as rb:
         query = "SELECT episode_id, trajectory_id, length, status FROM episodes ORDER BY 1"
         found = [(1, 0, 4, "truncated"), (2, 1, 2, "terminated"), (3, 2, 2, "open"), (4, 1, 2, "terminated")]
@@ -362,7 +320,7 @@ def test_batches_go_on_after_any_stop(store_path: Path) -> None:
             if stop != "kill":
                 getattr(rb, stop)()
 
-        for ids, wanted, draw in in_child(life):
+        for ids, wanted, draw in collect_from_child(life):
             expected += 1
             assert draw == expected
             assert ids == wanted
@@ -380,7 +338,7 @@ def test_priorities_survive(store_path: Path) -> None:
             if stop != "kill":
                 getattr(rb, stop)()
 
-        in_child(life)
+        collect_from_child(life)
     with expstore.open(store_path) as rb:
         rb.add(batch(1, 0)[0])
         query = "SELECT _id, _priority FROM transitions WHERE _id % 500 < 2 ORDER BY 1"
@@ -393,7 +351,7 @@ def test_priorities_survive(store_path: Path) -> None:
 def test_an_unbounded_store_grows_over_shards_and_lives(
     store_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(flat, "SHARD_ROWS", 4096)
+    monkeypatch.setattr(tuning, "FLAT_SHARD_ROWS", 4096)
     for life in range(4):
 
         def grow(tell: Callable[[Any], None], life: int = life) -> None:
@@ -404,7 +362,7 @@ def test_an_unbounded_store_grows_over_shards_and_lives(
             if life % 2:
                 rb.close()
 
-        in_child(grow)
+        collect_from_child(grow)
     with expstore.open(store_path) as rb:
         assert len(rb) == 20_001
         number = rb["number"]
@@ -440,7 +398,7 @@ def test_one_line_says_what_was_recovered(store_path: Path) -> None:
         rb.flush()
         rb.extend(batch(7, 5))
 
-    in_child(life)
+    collect_from_child(life)
     with expstore.open(store_path) as rb:
         assert rb.recovered == (
             "the last writer did not close the store: 7 rows since the last sync kept, "

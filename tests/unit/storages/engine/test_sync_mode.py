@@ -19,30 +19,19 @@ from tensordict import TensorDict
 
 import expstore
 from expstore.buffers.tensordict import TensorDictReplayBuffer
+from expstore.core import tuning
 from expstore.disk.files import Disk
 from expstore.errors import StateError, StorageError
-from expstore.storages import base
-from expstore.storages.engine import checkpointer
 from expstore.storages.engine import store as store_module
 from expstore.storages.engine.open_settings import Settings
 from expstore.storages.indexing import find
 from expstore.storages.zarr import ZarrStorage
+from tests.support.stores import NoKeeper
+from tests.support.tuned import set_spare_slots
 
 pytestmark = pytest.mark.index
 
 MakeBatch = Callable[..., TensorDict]
-
-
-class NoKeeper:
-    """Stand in for the background thread."""
-
-    def __init__(self, storage: object) -> None: ...
-
-    def note(self) -> None: ...
-
-    def hurry(self) -> None: ...
-
-    def stop(self) -> None: ...
 
 
 class Watching(Disk):
@@ -144,7 +133,7 @@ def test_rows_come_back_from_the_journal_alone(
     mode: str,
 ) -> None:
     """Few rows, many, across the end of the ring, into a second shard; the other mode is the control."""
-    monkeypatch.setattr(base, "spare_slots", lambda capacity, row_bytes: 4000)
+    set_spare_slots(monkeypatch, 4000)
     rb = open_store(6000, durability=mode)
     start = 0
     for rows in (1, 8, 9, 3000, 500):
@@ -195,7 +184,7 @@ def test_a_long_batch_is_in_the_columns_before_its_record(
     make_batch: MakeBatch,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("expstore.storages.zarr.RIDING_BYTES", 10_000)
+    monkeypatch.setattr(tuning, "INLINE_BATCH_BYTES", 10_000)
     rb = open_store(5000)
     rb.extend(make_batch(3))
     rb.extend(make_batch(3))
@@ -243,7 +232,7 @@ def test_a_failed_fsync_publishes_nothing_and_poisons(
     monkeypatch: pytest.MonkeyPatch,
     rows: int,
 ) -> None:
-    monkeypatch.setattr("expstore.storages.zarr.RIDING_BYTES", 100_000)
+    monkeypatch.setattr(tuning, "INLINE_BATCH_BYTES", 100_000)
     rb = open_store(5000)
     rb.extend(make_batch(5))
 
@@ -335,7 +324,7 @@ def test_the_door_passes_it_on(store_path: Path, make_batch: MakeBatch) -> None:
 
 
 def test_riding_bytes_fit_into_a_segment() -> None:
-    assert checkpointer.RIDING_BYTES * 2 < store_module.SYNC_SEGMENT_BYTES
+    assert tuning.INLINE_BATCH_BYTES * 2 < store_module.SYNC_SEGMENT_BYTES
 
 
 def test_a_sync_that_fails_before_it_syncs_gives_back_what_it_took(

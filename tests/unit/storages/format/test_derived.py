@@ -23,18 +23,20 @@ from expstore import (
     StateError,
     TensorDictReplayBuffer,
 )
+from expstore.core import tuning
 from expstore.disk.files import Disk
 from expstore.exchange import export_zarr
 from expstore.maintenance import repair, verify
 from expstore.maintenance.disk_usage import store_size
 from expstore.schema.field_roles import find_keys
 from expstore.schema.schema import Field, Schema
-from expstore.storages import base, zarr
+from expstore.storages import zarr
 from expstore.storages.columns import column_set, flat
 from expstore.storages.format import layout
 from expstore.storages.format.derived import Implied, causes_of, implied_keys
 from expstore.storages.format.manifest import Manifest
 from tests.support.damaged_stores import flip
+from tests.support.tuned import set_spare_slots
 
 pytestmark = pytest.mark.usefixtures("no_syncs")
 
@@ -45,8 +47,8 @@ CAPACITY = 60
 
 @pytest.fixture(autouse=True)
 def short_rings(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(base, "spare_slots", lambda capacity, row_bytes: 20)
-    monkeypatch.setattr(flat, "SHARD_ROWS", 4096)
+    set_spare_slots(monkeypatch, 20)
+    monkeypatch.setattr(tuning, "FLAT_SHARD_ROWS", 4096)
 
 
 def batch(first: int, count: int, *, lawless: bool = False) -> TensorDict:

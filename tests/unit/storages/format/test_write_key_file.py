@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from expstore.core import idempotency
+from expstore.core import tuning
 from expstore.core.idempotency import ENTRY, KEPT_US, WriteKey
 from expstore.disk.files import Disk
 from expstore.storages.format.write_key_file import HEADER_BYTES, KEYS, KeyFile, count_keys
@@ -22,8 +22,8 @@ def key(number: int) -> WriteKey:
 @pytest.fixture
 def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A file of keys of which six are known, in a ring of nine."""
-    monkeypatch.setattr(idempotency, "KEPT_KEYS", 6)
-    monkeypatch.setattr(idempotency, "SLOTS", 9)
+    monkeypatch.setattr(tuning, "IDEMPOTENCY_KEYS", 6)
+    monkeypatch.setattr(tuning, "IDEMPOTENCY_SLOTS", 9)
     return tmp_path / KEYS
 
 

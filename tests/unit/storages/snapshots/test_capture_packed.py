@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 import zarr
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
@@ -17,16 +16,18 @@ from tensordict import TensorDict
 import expstore
 from expstore.buffers.replay_buffer import ReplayBuffer
 from expstore.buffers.tensordict import TensorDictReplayBuffer
+from expstore.core import tuning
 from expstore.disk.files import Disk
 from expstore.errors import CorruptionError, StateError
 from expstore.storages.engine.open_settings import Settings
-from expstore.storages.format import chunk_encoding
 from expstore.storages.format.layout import ColumnLayout
 from expstore.storages.memory import MemoryStorage
 from expstore.storages.snapshots.state_dict import content_of
 from expstore.storages.zarr import ZarrStorage
 from expstore.writers.writers import TensorDictMaxValueWriter
+from tests.support.batches import counted_frames, numbered_rows
 from tests.support.case_selection import in_full, share
+from tests.support.stores import open_zarr
 
 pytestmark = pytest.mark.usefixtures("no_syncs")
 
@@ -36,8 +37,8 @@ PACKED = ColumnLayout(fields={"frame": {"layout": "packed", "rows": 4}})
 @pytest.fixture(autouse=True)
 def short_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shards of four chunks."""
-    monkeypatch.setattr(chunk_encoding, "SHARD_ROWS", 16)
-    monkeypatch.setattr(chunk_encoding, "ENDLESS_SHARD_ROWS", 16)
+    monkeypatch.setattr(tuning, "PACKED_SHARD_ROWS", 16)
+    monkeypatch.setattr(tuning, "UNBOUNDED_PACKED_SHARD_ROWS", 16)
 
 
 @pytest.fixture
@@ -45,33 +46,25 @@ def place(tmp_path: Path) -> Path:
     return tmp_path / "backup"
 
 
-def make(
-    path: Path, capacity: int | None = None, layout: ColumnLayout = PACKED, disk: Disk | None = None
-) -> TensorDictReplayBuffer:
-    options = Settings(flatten=True, seed=0, layout=layout)
-    return TensorDictReplayBuffer(
-        storage=ZarrStorage(path, capacity, settings=options, disk=disk), batch_size=8
-    )
+def make(path: Path, capacity: int | None = None, layout: ColumnLayout = PACKED, **options: Any) -> Any:
+    return open_zarr(path, capacity, layout=layout, **options)
 
 
-def rows(start: int, count: int) -> TensorDict:
-    """Frames that follow from the rows' numbers."""
-    number = torch.arange(start, start + count)
-    frame = (number[:, None] * 7 + torch.arange(64)[None]).to(torch.uint8)
-    return TensorDict({"frame": frame, "number": number}, [count])
+def rows(count: int, start: int = 0) -> TensorDict:
+    return numbered_rows(count, start, frame=lambda number: counted_frames(7 * number, 64))
 
 
 def content(rb: ReplayBuffer) -> tuple[list[int], np.ndarray]:
     window = rb.storage.window
     ids = window.ids()
-    frame, number = rb.storage.read(ids) if ids.size else (np.zeros((0, 64)), np.zeros(0, int))
+    number, frame = rb.storage.read(ids) if ids.size else (np.zeros(0, int), np.zeros((0, 64)))
     return number.tolist(), np.asarray(frame)
 
 
 def holds(rb: ReplayBuffer, first: int, count: int) -> bool:
     number, frame = content(rb)
     return number == list(range(first, first + count)) and bool(
-        (frame == rows(first, count)["frame"].numpy()).all()
+        (frame == rows(count, first)["frame"].numpy()).all()
     )
 
 
@@ -89,11 +82,11 @@ def test_a_version_is_the_store_as_it_was(
 ) -> None:
     with make(tmp_path / "store", capacity) as rb:
         for start in range(0, count, 11):
-            rb.extend(rows(start, min(11, count - start)))
+            rb.extend(rows(min(11, count - start), start))
         first = max(0, count - (capacity or count))
         assert holds(rb, first, count - first)
         made = rb.dumps(place)
-        rb.extend(rows(count, 90))
+        rb.extend(rows(90, count))
         assert holds(rb, max(0, count + 90 - (capacity or 1000)), min(count + 90, capacity or 1000))
     assert made.rows == count - first
     with expstore.open(place) as old:
@@ -104,12 +97,12 @@ def test_a_version_is_the_store_as_it_was(
     ids = np.arange(first + 1, count + 1)
     slots = ids - 1 if capacity is None else (ids - 1) % group["_row/id"].shape[0]
     assert (group["_row/id"][:][slots] == ids).all()
-    assert (group["frame"][:][slots] == rows(first, count - first)["frame"].numpy()).all()
+    assert (group["frame"][:][slots] == rows(count - first, first)["frame"].numpy()).all()
 
 
 def test_finished_shards_are_the_stores_own_files(tmp_path: Path, place: Path) -> None:
     with make(tmp_path / "store") as rb:
-        rb.extend(rows(0, 70))
+        rb.extend(rows(70))
         one = rb.dumps(place)
         own = shards(tmp_path / "store")
         assert {name: own[name] for name in ("c.0.0", "c.1.0", "c.2.0", "c.3.0")}.items() <= shards(
@@ -117,7 +110,7 @@ def test_finished_shards_are_the_stores_own_files(tmp_path: Path, place: Path) -
         ).items()
         two = rb.dumps(place)  # and what is not finished is shared by versions
         assert shards(two.path) == shards(one.path)
-        rb.extend(rows(70, 12))
+        rb.extend(rows(12, 70))
         three = rb.dumps(place)
         assert shards(three.path)["c.4.0"] != shards(one.path)["c.4.0"]
         rb.flush()
@@ -130,7 +123,7 @@ def test_bytes_that_were_written_are_counted(tmp_path: Path, place: Path) -> Non
     new = []
     for path, layout in ((flat, ColumnLayout()), (packed, PACKED)):
         with make(path, layout=layout) as rb:
-            rb.extend(rows(0, 6400))
+            rb.extend(rows(6400))
             new.append(rb.dumps(place / path.name).new_bytes)
     frames = 8192 * 64
     assert new[0] - new[1] == pytest.approx(frames, rel=0.05)
@@ -145,8 +138,8 @@ class NoLinks(Disk):
 
 def test_where_there_are_no_links_all_is_copied(tmp_path: Path, place: Path) -> None:
     with make(tmp_path / "store", 40, disk=NoLinks()) as rb:
-        rb.extend(rows(0, 30))
-        rb.extend(rows(30, 37))
+        rb.extend(rows(30))
+        rb.extend(rows(37, 30))
         made = rb.dumps(place)
         assert not set(shards(made.path).values()) & set(shards(tmp_path / "store").values())
     with expstore.open(place) as old:
@@ -169,7 +162,7 @@ class Replacing(Disk):
 def test_a_shard_that_is_replaced_meanwhile_is_copied(tmp_path: Path, place: Path) -> None:
     disk = Replacing()
     with make(tmp_path / "store", disk=disk) as rb:
-        rb.extend(rows(0, 64))
+        rb.extend(rows(64))
         rb.flush()
         disk.victim = tmp_path / "store" / "columns" / "frame" / "c.1.0"
         made = rb.dumps(place)
@@ -196,11 +189,11 @@ class Meanwhile(Disk):
 def test_rows_that_come_meanwhile_are_not_in_the_version(tmp_path: Path, place: Path) -> None:
     disk = Meanwhile()
     with make(tmp_path / "store", disk=disk) as rb:
-        rb.extend(rows(0, 70))
+        rb.extend(rows(70))
 
         def go_on() -> None:
             for start in range(70, 150, 10):
-                rb.extend(rows(start, 10))
+                rb.extend(rows(10, start))
 
         disk.act = go_on
         made = rb.dumps(place)
@@ -225,16 +218,16 @@ def test_versions_are_put_back_whatever_the_layouts(
     tmp_path: Path, place: Path, own: str, other: str, before: int, capacity: int | None
 ) -> None:
     with make(tmp_path / "store", 40, LAYOUTS[other]) as rb:
-        rb.extend(rows(0, 30))
-        rb.extend(rows(30, 37))
+        rb.extend(rows(30))
+        rb.extend(rows(37, 30))
         rb.dumps(place)
     with make(tmp_path / "target", capacity, LAYOUTS[own]) as rb:
         if before:
-            rb.extend(rows(1000, before))
+            rb.extend(rows(before, 1000))
         rb.loads(place)
         assert holds(rb, 27, 40)
         assert bool(rb.storage.packed_now()) == (own == "packed")
-        rb.extend(rows(67, 25))
+        rb.extend(rows(25, 67))
     for _ in range(2):  # the second time what the first one left
         with make(tmp_path / "target", capacity, LAYOUTS[own]) as rb:
             first = 52 if capacity else 27
@@ -247,7 +240,7 @@ def test_versions_are_put_back_whatever_the_layouts(
 
 def test_a_version_comes_back_into_memory(tmp_path: Path, place: Path) -> None:
     with make(tmp_path / "store", 40) as rb:
-        rb.extend(rows(0, 67))
+        rb.extend(rows(67))
         rb.dumps(place)
     rb = TensorDictReplayBuffer(storage=MemoryStorage(40, seed=0), batch_size=8)
     rb.loads(place)
@@ -256,28 +249,28 @@ def test_a_version_comes_back_into_memory(tmp_path: Path, place: Path) -> None:
 
 def test_a_tag_keeps_packed_rows(tmp_path: Path) -> None:
     with make(tmp_path / "store", 40) as rb:
-        rb.extend(rows(0, 67))
+        rb.extend(rows(67))
         rb.tag("early")
-        rb.extend(rows(67, 100))
+        rb.extend(rows(100, 67))
     with expstore.open(tmp_path / "store", mode="r", version="early") as old:
         assert holds(old, 27, 40)
 
 
 def test_a_state_holds_packed_rows(tmp_path: Path) -> None:
     with make(tmp_path / "store", 40) as rb:
-        rb.extend(rows(0, 67))
+        rb.extend(rows(67))
         state = content_of(rb.storage)
-    assert (state["rows"]["frame"] == rows(27, 40)["frame"]).all()
+    assert (state["rows"]["frame"] == rows(40, 27)["frame"]).all()
 
 
 def test_the_best_rows_are_not_put_into_packed_fields(tmp_path: Path, place: Path) -> None:
     writer = TensorDictMaxValueWriter(rank_key="number")
     storage = ZarrStorage(tmp_path / "best", 20, settings=Settings(flatten=True, seed=0))
     with TensorDictReplayBuffer(storage=storage, writer=writer, batch_size=8) as rb:
-        rb.extend(rows(0, 30))
+        rb.extend(rows(30))
         rb.dumps(place)
     with make(tmp_path / "store", 40) as rb:
-        rb.extend(rows(500, 3))
+        rb.extend(rows(3, 500))
         with pytest.raises(StateError, match="cannot give way to better ones"):
             rb.loads(place)
         assert holds(rb, 500, 3)
@@ -286,7 +279,7 @@ def test_the_best_rows_are_not_put_into_packed_fields(tmp_path: Path, place: Pat
 @pytest.mark.parametrize("disk", [Disk, NoLinks])
 def test_damage_stays_damage(tmp_path: Path, place: Path, disk: type[Disk]) -> None:
     with make(tmp_path / "store") as rb:
-        rb.extend(rows(0, 64))
+        rb.extend(rows(64))
     path = tmp_path / "store" / "columns" / "frame" / "c.1.0"
     data = bytearray(path.read_bytes())
     data[100] ^= 1
@@ -297,10 +290,10 @@ def test_damage_stays_damage(tmp_path: Path, place: Path, disk: type[Disk]) -> N
         with pytest.raises(CorruptionError):
             old.storage.read(np.arange(17, 18))
         kept = np.r_[1:17, 21:65]
-        frame = rows(0, 64)["frame"].numpy()[kept - 1]
-        assert (old.storage.read(kept)[0] == frame).all()
+        frame = rows(64)["frame"].numpy()[kept - 1]
+        assert (old.storage.read(kept)[1] == frame).all()
     with make(tmp_path / "other") as rb:
-        rb.extend(rows(500, 3))
+        rb.extend(rows(3, 500))
         with pytest.raises(CorruptionError):
             rb.loads(place)
         assert holds(rb, 500, 3)
@@ -328,7 +321,7 @@ def test_lives_with_versions(
         for act, count in acts:
             if act == "extend":
                 first = next(serial) * 100
-                rb.extend(rows(first, count))
+                rb.extend(rows(count, first))
                 have = [*have, *range(first, first + count)]
                 have = have if capacity is None else have[-capacity:]
             elif act == "dump":
@@ -360,4 +353,4 @@ def check(rb: ReplayBuffer, wanted: list[int]) -> None:
     number, frame = content(rb)
     assert number == wanted
     if wanted:
-        assert (frame == np.concatenate([rows(n, 1)["frame"].numpy() for n in wanted])).all()
+        assert (frame == np.concatenate([rows(1, n)["frame"].numpy() for n in wanted])).all()

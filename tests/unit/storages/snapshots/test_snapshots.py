@@ -19,6 +19,7 @@ from tensordict import TensorDict
 import expstore
 from expstore.buffers.replay_buffer import ReplayBuffer
 from expstore.buffers.tensordict import TensorDictReplayBuffer
+from expstore.core import tuning
 from expstore.data.containers import form_of
 from expstore.disk.files import Disk
 from expstore.disk.writer_lock import WriterLock
@@ -145,7 +146,7 @@ def test_an_empty_store_has_versions(store_path: Path, place: Path, make_batch: 
 def test_shards_grow_where_there_would_be_too_many_files(
     store_path: Path, place: Path, make_batch: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(create, "MANY_FILES", 40)
+    monkeypatch.setattr(tuning, "SNAPSHOT_FILES", 40)
     with expstore.open(store_path, capacity=40_000) as rb:
         rb.extend(make_batch(30_000))
         rb.dumps(place)

@@ -23,6 +23,8 @@ from expstore.schema.field_roles import find_keys
 from expstore.schema.schema import Field, Schema
 from expstore.storages import LazyMemmapStorage, LazyTensorStorage, MemoryStorage, Storage, ZarrStorage
 from expstore.writers.writers import RoundRobinWriter
+from tests.support.batches import closing_factory, numbered_rows
+from tests.support.stores import prepare
 
 KINDS = [LazyTensorStorage, LazyMemmapStorage]
 
@@ -31,23 +33,15 @@ KINDS = [LazyTensorStorage, LazyMemmapStorage]
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Storage]]:
     """A factory of storages that are closed at the end."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    made: list[Storage] = []
-
-    def factory(kind: Callable[..., Storage], *given: Any, **options: Any) -> Storage:
-        made.append(kind(*given, **options))
-        return made[-1]
-
-    yield factory
-    for storage in made:
-        storage.close()
+    with closing_factory(lambda kind, *given, **options: kind(*given, **options)) as factory:
+        yield factory
 
 
 def batch(rows: int, start: int = 0) -> TensorDict:
     number = torch.arange(start, start + rows)
-    done = ((number + 1) % 4 == 0)[:, None]
-    after = TensorDict({"reward": number[:, None].float(), "done": done}, [rows])
-    return TensorDict(
-        {"a": number, "half": number.bfloat16(), "word": number.to(torch.uint16), "next": after}, [rows]
+    after = {"reward": number[:, None].float(), "done": ((number + 1) % 4 == 0)[:, None]}
+    return numbered_rows(
+        rows, start, key="a", half=number.bfloat16(), word=number.to(torch.uint16), next=after
     )
 
 
@@ -134,8 +128,7 @@ def test_objects_are_copied(make: Callable[..., Storage]) -> None:
     things: list[Any] = ["text", {"list": [1]}, TensorDict({"t": torch.arange(3)}), torch.arange(2)]
     column = np.empty(4, object)
     column[:] = things
-    first = make(MemoryStorage, 4)
-    first.prepare(schema, find_keys(schema))
+    first = prepare(make(MemoryStorage, 4), schema)
     RoundRobinWriter().write(first, [column], Steps(4), source=None, info="")
     state, second = first.state_dict(), make(MemoryStorage, 40)
     things[1]["list"].append(2)

@@ -15,12 +15,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from expstore.core import tuning
 from expstore.core.values import Array
 from expstore.disk.files import Disk, File
 from expstore.errors import CorruptionError, SchemaError, StateError, StorageError
 from expstore.kernels.blosc_encode import pack_chunks
 from expstore.schema.schema import Field
-from expstore.storages.columns.packed import writer
 from expstore.storages.columns.packed.open_chunk import PartialFile
 from expstore.storages.columns.packed.reader import PackedReader
 from expstore.storages.columns.packed.writer import PackedColumn
@@ -552,7 +552,7 @@ def test_frames_that_are_short_have_one_block(tmp_path: Path) -> None:
 
 
 def test_chunks_are_the_same_whoever_packs_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writer, "_TOGETHER", 3)
+    monkeypatch.setattr(tuning, "PACKED_CHUNKS_TOGETHER", 3)
     packing, rng = Packing("lz4hc", 4, 16), np.random.default_rng(1)
     runs = [rng.integers(0, 3, (count, WIDTH), np.uint8) for count in (1, 9, 4, 70, 3, 41)]
     found, calls = [], []

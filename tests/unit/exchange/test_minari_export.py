@@ -14,8 +14,9 @@ from tensordict import TensorDict
 
 import expstore
 from expstore.cli.app import run
+from expstore.core import tuning
 from expstore.errors import NotFoundError, SchemaError, StateError, StorageError
-from expstore.exchange import base, export_minari, import_minari
+from expstore.exchange import export_minari, import_minari
 from tests.support.buffer_bytes import held
 
 h5py = pytest.importorskip("h5py", reason="the extra expstore[h5] is not installed")
@@ -62,7 +63,7 @@ def make(path: Path, **settings: Any) -> expstore.TensorDictReplayBuffer:
 
 
 def test_minari_reads_what_the_store_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(base, "PIECE_ROWS", 4)
+    monkeypatch.setattr(tuning, "EXCHANGE_ROWS", 4)
     monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path / "root"))
     (tmp_path / "root/robots").mkdir(parents=True)
     specs = expstore.Composite(action=expstore.Categorical(4))
@@ -99,7 +100,7 @@ def test_minari_reads_what_the_store_holds(tmp_path: Path, monkeypatch: pytest.M
 @pytest.mark.some(1)
 @pytest.mark.parametrize("layout", ["flat", "auto"])
 def test_rows_come_back_as_they_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
-    monkeypatch.setattr(base, "PIECE_ROWS", 4)
+    monkeypatch.setattr(tuning, "EXCHANGE_ROWS", 4)
     with make(tmp_path / "run.exp", layout=layout, capacity=500) as rb:
         done = export_minari(rb, tmp_path / "out")
         assert json.loads((tmp_path / "out/data/metadata.json").read_text())["dataset_id"] == "out-v0"
@@ -213,7 +214,7 @@ def create(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, jpeg: bool = Fals
 def test_a_dataset_of_minari_becomes_a_store(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jpeg: bool
 ) -> None:
-    monkeypatch.setattr(base, "PIECE_ROWS", 4)
+    monkeypatch.setattr(tuning, "EXCHANGE_ROWS", 4)
     folder = create(tmp_path, monkeypatch, jpeg=jpeg)
     expected = list(minari.load_dataset("test/h-v0").iterate_episodes())
     done = import_minari(folder, tmp_path / "back.exp")
