@@ -40,10 +40,12 @@ test: .venv .venv/.loops  ## run the tests
 torture: .venv  ## kill it ten thousand times (an hour; what was cut short goes on)
 	$(BIN)/python -m tests.support.torture
 
-lint: .venv  ## check format, style and types
+lint: .venv  ## check format, style, imports, types and the shape of the code
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/lint-imports
 	$(BIN)/mypy --strict expstore api
+	$(BIN)/python -m tests.support.shape --check
 
 format: .venv  ## write the format, and the fixes that are safe
 	$(BIN)/ruff format .
@@ -69,5 +71,5 @@ profile: .venv/.bench  ## say where the time of sample, extend and add goes
 	@touch $@
 
 clean:  ## remove the environment, builds and caches; never ./runs
-	rm -rf .venv build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .torture
+	rm -rf .venv build dist .import_linter_cache .mypy_cache .pytest_cache .ruff_cache .hypothesis .torture
 	find api expstore benchmarks examples tests -name __pycache__ -type d -prune -exec rm -rf {} +

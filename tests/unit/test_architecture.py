@@ -1,0 +1,365 @@
+"""Rules about the source that import-linter and ruff cannot express.
+
+The tests read the source with `ast` and import nothing of expstore. import-linter (`[tool.importlinter]` in
+pyproject.toml) checks which package imports which, and ruff's `banned-api` finds imports of modules that
+touch files. The tables below are the rules: edit them in the commit that needs it.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import pytest
+
+from tests.support.paths import ROOT
+
+# ---------------------------------------------------------------------------------------------------
+# Libraries. Modules are named without `expstore.`; a package stands for everything in it.
+
+#: library -> the only packages that may import it.
+HOME_OF_LIBRARY: dict[str, set[str]] = {
+    "anyio": {"api"},
+    "duckdb": {"sql"},
+    "fastapi": {"api"},
+    "gymnasium": {"cli", "collectors", "specs"},
+    "h11": {"api"},
+    "h5py": {"exchange"},
+    "httpx": {"remote"},
+    "llvmlite": {"kernels"},
+    "numba": {"kernels"},
+    "numcodecs": {"kernels", "storages.format"},
+    "pandas": {"sql"},
+    "polars": {"sql"},
+    "pyarrow": {
+        "data",
+        "exchange",
+        "maintenance",
+        "schema",
+        "sql",
+        "storages.columns",
+        "storages.snapshots",
+        "testing",
+        "wire",
+    },
+    "pydantic": {"api"},
+    "rich": {"cli"},
+    "starlette": {"api"},
+    "torchrl": {"integrations", "specs"},
+    "typer": {"cli"},
+    "uvicorn": {"api"},
+    "zarr": {"exchange", "storages.format"},
+}
+
+#: Importing one of these takes seconds.
+SLOW_LIBRARIES = {"gymnasium", "tensordict", "torch", "torchrl"}
+
+#: Packages that import no slow library while they are imported, so that the command line and SQL start fast.
+FAST_PACKAGES = {
+    "cli",
+    "core",
+    "disk",
+    "episodes",
+    "errors",
+    "exchange",
+    "kernels",
+    "maintenance",
+    "schema",
+    "sql",
+    "storages",
+}
+
+# ---------------------------------------------------------------------------------------------------
+# Files.
+
+#: The only module that touches files.
+FILES_MODULE = "disk.files"
+
+FILE_LIBRARIES = {"fcntl", "fileinput", "glob", "mmap", "pickle", "shelve", "shutil", "tempfile"}
+
+#: The names of `os` that touch no file.
+OS_ALLOWED = {
+    "PathLike", "cpu_count", "environ", "fsdecode", "fsencode", "fspath", "get_terminal_size", "getpid",
+    "getppid", "kill", "linesep", "name", "path", "register_at_fork", "sched_getaffinity", "sep", "strerror",
+    "uname", "urandom",
+}  # fmt: skip
+OS_PATH_ALLOWED = {
+    "basename",
+    "commonpath",
+    "dirname",
+    "isabs",
+    "join",
+    "normpath",
+    "relpath",
+    "split",
+    "splitext",
+}
+
+#: Methods of pathlib.Path that touch files. `replace` is missing because str has it too.
+PATH_METHODS = {
+    "chmod", "exists", "glob", "hardlink_to", "is_dir", "is_file", "is_symlink", "iterdir", "lstat", "mkdir",
+    "open", "read_bytes", "read_text", "rename", "rglob", "rmdir", "samefile", "stat", "symlink_to", "touch",
+    "unlink", "walk", "write_bytes", "write_text",
+}  # fmt: skip
+
+#: Such a method is allowed on these names (a Disk, a file that a Disk opened, `expstore.open`), and on a
+#: class other than Path, as in `Index.open`.
+DISK_NAMES = {"_disk", "_file", "disk", "expstore", "file"}
+
+ARRAY_FILE_FUNCTIONS = {"fromfile", "load", "loadtxt", "memmap", "save", "savetxt", "savez"}
+
+#: module -> what it may do nevertheless, worded as in the messages.
+FILE_EXCEPTIONS: dict[str, set[str]] = {
+    "sql.sandbox.confine": {".open()"},  # libc.open with O_PATH names a folder for Landlock and reads nothing
+}
+
+# ---------------------------------------------------------------------------------------------------
+# The source.
+
+
+@dataclass(frozen=True)
+class Module:
+    """One file: its name without `expstore.` ("" is the package itself) and its syntax tree."""
+
+    name: str
+    tree: ast.Module
+
+    @functools.cached_property
+    def nodes(self) -> list[tuple[ast.AST, bool]]:
+        """Every node, and whether it runs when the module is imported."""
+        return list(walk(self.tree))
+
+    def is_in(self, packages: Iterable[str]) -> bool:
+        return any(self.name == package or self.name.startswith(f"{package}.") for package in packages)
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported name, in full."""
+
+    target: str
+    line: int
+    at_import: bool  # False in a function and under TYPE_CHECKING
+
+    @property
+    def library(self) -> str:
+        return self.target.partition(".")[0]
+
+
+def find_modules() -> dict[str, Module]:
+    """Return every module of expstore and api by name. `rglob` does not follow the link expstore/api."""
+    found = {}
+    for folder, prefix in (("expstore", ()), ("api", ("api",))):
+        for file in sorted((ROOT / folder).rglob("*.py")):
+            parts = (*prefix, *file.relative_to(ROOT / folder).with_suffix("").parts)
+            name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+            found[name] = Module(name, ast.parse(file.read_text(encoding="utf-8"), str(file)))
+    return found
+
+
+def walk(node: ast.AST, at_import: bool = True) -> Iterator[tuple[ast.AST, bool]]:
+    """Yield every node below this one, and whether it runs when the module is imported."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and ast.unparse(child.test).endswith("TYPE_CHECKING"):
+            for part in child.body:
+                yield part, False
+                yield from walk(part, False)
+            for part in child.orelse:
+                yield part, at_import
+                yield from walk(part, at_import)
+            continue
+        yield child, at_import
+        is_function = isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+        yield from walk(child, at_import and not is_function)
+
+
+def imports_of(module: Module) -> Iterator[Import]:
+    """Yield what import statements and `import_module("...")` name."""
+    for node, at_import in module.nodes:
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield Import(alias.name, node.lineno, at_import)
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            for alias in node.names:
+                yield Import(f"{node.module}.{alias.name}", node.lineno, at_import)
+        elif isinstance(node, ast.Call) and (target := module_in_string(node)):
+            yield Import(target, node.lineno, at_import)
+
+
+def module_in_string(call: ast.Call) -> str:
+    """Return what `import_module("...")` imports, "" for any other call."""
+    if last_name(call.func) in {"__import__", "import_module"} and call.args:
+        target = getattr(call.args[0], "value", None)
+        return target if isinstance(target, str) else ""
+    return ""
+
+
+def last_name(node: ast.expr) -> str:
+    """Return `c` of `a.b.c` and `a` of `a`, "" for anything else."""
+    return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
+
+
+# ---------------------------------------------------------------------------------------------------
+# The checks: each yields one message per violation.
+
+
+def check_libraries(module: Module) -> Iterator[str]:
+    """Find imports of a library outside its packages, and slow imports in fast packages."""
+    fast = module.name == "" or module.is_in(FAST_PACKAGES)
+    for item in imports_of(module):
+        where, homes = f"{module.name}:{item.line}", HOME_OF_LIBRARY.get(item.library)
+        if homes is not None and not module.is_in(homes):
+            yield f"{where}: imports {item.library}; only {', '.join(sorted(homes))} may"
+        if fast and item.at_import and item.library in SLOW_LIBRARIES:
+            yield f"{where}: imports {item.library} at import time; import it in the function that needs it"
+
+
+def check_strings(module: Module) -> Iterator[str]:
+    """Find modules of ours that are imported by a string, which import-linter does not see."""
+    for node, _ in module.nodes:
+        if isinstance(node, ast.Call) and module_in_string(node).partition(".")[0] == "expstore":
+            yield f"{module.name}:{node.lineno}: imports {module_in_string(node)} by a string; use `import`"
+
+
+def check_files(module: Module) -> Iterator[str]:
+    """Find operations on files outside the one module that does them."""
+    if module.name != FILES_MODULE:
+        for line, operation in file_operations(module):
+            if operation not in FILE_EXCEPTIONS.get(module.name, ()):
+                yield f"{module.name}:{line}: {operation} touches files; use the Disk of {FILES_MODULE}"
+
+
+def file_operations(module: Module) -> Iterator[tuple[int, str]]:
+    """Yield the line and the name of everything that looks like an operation on files."""
+    for item in imports_of(module):
+        library, _, name = item.target.partition(".")
+        if library in FILE_LIBRARIES:
+            yield item.line, library
+        elif library == "os" and name and name not in OS_ALLOWED:
+            yield item.line, item.target
+    for node, _ in module.nodes:
+        if isinstance(node, ast.Attribute):
+            owner, name = last_name(node.value), node.attr
+            if (
+                (owner == "os" and name not in OS_ALLOWED)
+                or (owner == "io" and name in {"FileIO", "open"})
+                or (owner in {"np", "numpy", "torch"} and name in ARRAY_FILE_FUNCTIONS)
+                or (ast.unparse(node.value) == "os.path" and name not in OS_PATH_ALLOWED)
+            ):
+                yield node.lineno, f"{ast.unparse(node.value)}.{name}"
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "open":
+            yield node.lineno, "open()"
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            owner, name = last_name(node.func.value), node.func.attr
+            is_class = owner[:1].isupper() and owner != "Path"
+            is_module = ast.unparse(node.func.value) in {"io", "os", "os.path"}  # reported above
+            if name in PATH_METHODS and owner not in DISK_NAMES and not is_class and not is_module:
+                yield node.lineno, f".{name}()"
+
+
+# ---------------------------------------------------------------------------------------------------
+# The tests.
+
+
+@pytest.fixture(scope="module")
+def modules() -> dict[str, Module]:
+    return find_modules()
+
+
+def assert_none(violations: Iterable[str]) -> None:
+    """Fail with one line per violation."""
+    found = list(violations)
+    assert not found, "\n" + "\n".join(found)
+
+
+def test_every_named_module_exists(modules: dict[str, Module]) -> None:
+    named = {FILES_MODULE, *FILE_EXCEPTIONS, *FAST_PACKAGES}.union(*HOME_OF_LIBRARY.values())
+    assert named <= set(modules)
+
+
+def test_every_file_exception_is_needed(modules: dict[str, Module]) -> None:
+    for name, operations in FILE_EXCEPTIONS.items():
+        assert operations <= {operation for _, operation in file_operations(modules[name])}
+
+
+def test_libraries_are_imported_by_their_packages_only(modules: dict[str, Module]) -> None:
+    assert_none(message for module in modules.values() for message in check_libraries(module))
+
+
+def test_only_the_disk_touches_files(modules: dict[str, Module]) -> None:
+    assert_none(message for module in modules.values() for message in check_files(module))
+
+
+def test_no_module_of_ours_is_imported_by_a_string(modules: dict[str, Module]) -> None:
+    assert_none(message for module in modules.values() for message in check_strings(module))
+
+
+# The checks must be able to fail.
+
+
+def module_of(name: str, source: str) -> Module:
+    return Module(name, ast.parse(source))
+
+
+@pytest.mark.parametrize(
+    ("name", "source"),
+    [
+        ("buffers.sampling", "import duckdb"),
+        ("storages.memory", "def f():\n    import zarr.storage"),
+        ("cli.serve", "import uvicorn"),
+        ("buffers.sampling", "import importlib\nimportlib.import_module('torchrl.data')"),
+        ("storages.format.journal", "try:\n    import torch\nexcept ImportError:\n    pass"),
+        ("storages.base", "class A:\n    from tensordict import TensorDict"),
+        ("", "import torch"),
+        ("apish", "import fastapi"),
+    ],
+)
+def test_a_misplaced_library_is_found(name: str, source: str) -> None:
+    assert len(list(check_libraries(module_of(name, source)))) == 1
+
+
+def test_torch_may_be_imported_late() -> None:
+    source = "if TYPE_CHECKING:\n    import torch\ndef f():\n    import torch"
+    assert list(check_libraries(module_of("storages.base", source))) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "open('x')",
+        "import os\nos.rename('a', 'b')",
+        "import os\nos.stat('a')",
+        "from os import unlink",
+        "import os\nos.path.exists('a')",
+        "import shutil",
+        "path.write_text('x')",
+        "(path / 'x').mkdir()",
+        "Path('x').open()",
+        "Path.mkdir(path)",
+        "self.path.unlink()",
+        "np.memmap('x')",
+    ],
+)
+def test_an_operation_on_files_is_found(source: str) -> None:
+    assert len(list(check_files(module_of("storages.format.journal", source)))) == 1
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "self._disk.rename(a, b)",
+        "disk.open(path)",
+        "Index.open(path)",
+        "import os\nos.getpid()",
+        "text.replace('a', 'b')",
+    ],
+)
+def test_other_calls_pass(source: str) -> None:
+    assert list(check_files(module_of("storages.format.journal", source))) == []
+
+
+def test_an_import_by_a_string_is_found() -> None:
+    source = "from importlib import import_module\nimport_module('expstore.sql.index')"
+    assert len(list(check_strings(module_of("storages.base", source)))) == 1
