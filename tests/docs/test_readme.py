@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
+import importlib.util
 import re
 import shlex
 from pathlib import Path
@@ -72,11 +75,102 @@ def test_its_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: 
         assert cli(*shlex.split(line)[1:]).code == 0, line
 
 
-def test_documents_name_what_is_there() -> None:
-    assert len((ROOT / "ARCHITECTURE.md").read_text().splitlines()) < 250
-    for path in (ROOT / "ARCHITECTURE.md", ROOT / "README.md", *sorted((ROOT / "docs").iterdir())):
-        text = path.read_text()
-        for name in re.findall(r"`((?:expstore|tests|benchmarks|examples|migrations|api)/[\w/.]+)`", text):
-            assert (ROOT / name).exists(), name
-        for link in re.findall(r"\]\(([^)#:]+)\)", text):
-            assert (path.parent / link).exists(), link
+# -- names in documents ------------------------------------------------------------------------------
+
+DOCUMENTS = [
+    *(ROOT / name for name in ("README.md", "ARCHITECTURE.md", "GUARANTEES.md")),
+    *(ROOT / folder / "README.md" for folder in ("migrations", "tests/fixtures")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
+#: A path is relative to one of these, or to its document.
+ROOTS = (ROOT, ROOT / "expstore")
+FOLDERS = [path.name for root in ROOTS for path in root.iterdir() if (path / "__init__.py").exists()]
+#: `file.py::Class.method`; backticks around a path of one of our folders; `expstore.module.name`.
+FILE = re.compile(r"(?<![\w/.])((?:[\w.-]+/)+\w+\.py|\w+\.py(?=::))(?:::(\w+(?:\.\w+)*))?")
+PATH = re.compile(rf"`((?:examples|migrations|docs|{'|'.join(FOLDERS)})/[\w/.-]*)`")
+DOTTED = re.compile(r"(?<![\w/.@-])((?:expstore|tests|benchmarks)(?:\.[A-Za-z_]\w*)+)(?![\w/-])")
+#: Files in a store.
+NOT_DOTTED = {"expstore.json"}
+
+
+def dead_names(text: str, folder: Path) -> list[str]:
+    """Return the paths and dotted names in a document that do not exist, and links that lead nowhere."""
+    dead = [link for link in re.findall(r"\]\(([^)#:]+)\)", text) if not (folder / link).exists()]
+    for path in PATH.findall(text):
+        if not any((root / path).exists() for root in (folder, *ROOTS)):
+            dead.append(path)
+    for path, name in FILE.findall(text):
+        files = [root / path for root in (folder, *ROOTS) if (root / path).is_file()]
+        if not files:
+            dead.append(path)
+        elif name and name not in names_in(files[0]):
+            dead.append(f"{path}::{name}")
+    dead += [name for name in DOTTED.findall(text) if name not in NOT_DOTTED and not resolves(name)]
+    return list(dict.fromkeys(dead))
+
+
+def names_in(file: Path) -> set[str]:
+    """Return the names that a file defines: `name`, `Class`, `Class.name`."""
+    found = set()
+    tree = ast.parse(file.read_text())
+    bodies = [("", tree.body), *((f"{n.name}.", n.body) for n in tree.body if isinstance(n, ast.ClassDef))]
+    for prefix, body in bodies:
+        for node in body:
+            if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+                found.add(prefix + node.name)
+            elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                found |= {prefix + target.id for target in targets if isinstance(target, ast.Name)}
+    return found
+
+
+def resolves(name: str) -> bool:
+    """Return whether a dotted name is a module or can be reached from one."""
+    parts = name.split(".")
+    for count in range(len(parts), 0, -1):
+        try:
+            spec = importlib.util.find_spec(".".join(parts[:count]))
+        except ModuleNotFoundError:  # a parent is no package
+            continue
+        if spec is not None:
+            if count == len(parts):
+                return True
+            found: object = importlib.import_module(".".join(parts[:count]))
+            for part in parts[count:]:
+                if not hasattr(found, part):
+                    return False
+                found = getattr(found, part)
+            return True
+    return False
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_documents_name_what_is_there(path: Path) -> None:
+    assert dead_names(path.read_text(), path.parent) == []
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "expstore/journal.py",
+        "`expstore/nowhere/`",
+        "`storages/nowhere`",
+        "storages/base.py::Nothing",
+        "storages/base.py::Storage.nothing",
+        "tests/conftest.py::nothing",
+        "expstore.door.open",
+        "expstore.storages.Nothing",
+        "`python -m tests.nothing`",
+        "[a page](nowhere.md)",
+    ],
+)
+def test_a_dead_name_is_found(name: str) -> None:
+    assert len(dead_names(f"See {name}.", ROOT)) == 1
+
+
+def test_other_names_pass() -> None:
+    text = (
+        "`storages/base.py::Storage.write`, expstore/storages/base.py, `api/routes/`, expstore.json,"
+        " `expstore.open`, expstore.schedulers, tests.support.paths, `journal/NNNNNN`, [x](README.md#x)"
+    )
+    assert dead_names(text, ROOT) == []
