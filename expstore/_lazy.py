@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import importlib.util
 import pkgutil
 import sys
 from collections.abc import Callable
@@ -18,39 +19,45 @@ __all__ = ["attach"]
 def attach(package: str) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
     """Return `__getattr__` and `__dir__` for a package: they load what its `__init__.pyi` imports.
 
-    `from expstore.buffers.rng import Draws as Draws` in the stub makes `Draws` a name of the package;
-    `from expstore.buffers import schedulers as schedulers` makes a module one.
+    What the stub imports from a module is a name of the package and of its `__all__`; what it imports from a
+    package is a module, and an attribute alone.
 
     Args:
         package: `__name__` of the package.
     """
     homes: dict[str, tuple[str, str]] = {}
 
-    def names() -> dict[str, tuple[str, str]]:
+    def read() -> dict[str, tuple[str, str]]:
         if not homes:
             stub = pkgutil.get_data(package, "__init__.pyi")
             assert stub is not None, f"the stub of {package} is missing"
             for node in ast.parse(stub).body:
-                if isinstance(node, ast.ImportFrom) and node.module != "__future__":
-                    module = node.module or package
-                    homes.update({alias.asname or alias.name: (module, alias.name) for alias in node.names})
+                if isinstance(node, ast.ImportFrom) and node.module:
+                    homes.update({item.asname or item.name: (node.module, item.name) for item in node.names})
         return homes
 
     def load(name: str) -> object:
-        if name == "__all__":
-            return sorted(names())
-        if name.startswith("__") or name not in names():
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        module, attribute = names()[name]
         value: object
-        if module != package and hasattr(importlib.import_module(module), attribute):
-            value = getattr(importlib.import_module(module), attribute)
+        if name == "__all__":
+            value = sorted(name for name, (home, _) in read().items() if not _is_package(home))
+        elif not name.startswith("__") and name in read():
+            home, attribute = read()[name]
+            if _is_package(home):
+                value = importlib.import_module(f"{home}.{attribute}")
+            else:
+                value = getattr(importlib.import_module(home), attribute)
         else:
-            value = importlib.import_module(f"{module}.{attribute}")
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
         setattr(sys.modules[package], name, value)
         return value
 
     def listed() -> list[str]:
-        return sorted({*vars(sys.modules[package]), *names()})
+        return sorted({*vars(sys.modules[package]), *read()})
 
     return load, listed
+
+
+def _is_package(name: str) -> bool:
+    """Return whether a module has modules in it; imports its parent at most."""
+    spec = importlib.util.find_spec(name)
+    return spec is not None and spec.submodule_search_locations is not None

@@ -9,6 +9,17 @@ from expstore.specs.bounded import Bounded, BoundedContinuous, BoundedDiscrete
 from expstore.specs.boxes import BinaryBox, Box, BoxList, CategoricalBox, ContinuousBox
 from expstore.specs.categorical import Categorical, OneHot
 from expstore.specs.composite import Composite
+from expstore.specs.former_names import (
+    BinaryDiscreteTensorSpec,
+    BoundedTensorSpec,
+    CompositeSpec,
+    DiscreteTensorSpec,
+    MultiDiscreteTensorSpec,
+    MultiOneHotDiscreteTensorSpec,
+    OneHotDiscreteTensorSpec,
+    UnboundedContinuousTensorSpec,
+    UnboundedDiscreteTensorSpec,
+)
 from expstore.specs.gymnasium_spaces import from_space, to_space
 from expstore.specs.json_text import from_text, to_text
 from expstore.specs.multi import MultiCategorical, MultiOneHot
@@ -16,17 +27,6 @@ from expstore.specs.non_tensor import Choice, NonTensor
 from expstore.specs.stacked import Stacked, StackedComposite
 from expstore.specs.torchrl_specs import from_env, from_torchrl, to_torchrl
 from expstore.specs.unbounded import Unbounded, UnboundedContinuous, UnboundedDiscrete
-
-#: Older names of the same classes.
-BinaryDiscreteTensorSpec = Binary
-BoundedTensorSpec = Bounded
-CompositeSpec = Composite
-DiscreteTensorSpec = Categorical
-MultiDiscreteTensorSpec = MultiCategorical
-MultiOneHotDiscreteTensorSpec = MultiOneHot
-OneHotDiscreteTensorSpec = OneHot
-UnboundedContinuousTensorSpec = UnboundedContinuous
-UnboundedDiscreteTensorSpec = UnboundedDiscrete
 
 __all__ = [
     "Binary",

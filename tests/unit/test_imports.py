@@ -5,6 +5,7 @@ Run with the other tests, each question in a fresh interpreter; it opens no stor
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
@@ -80,6 +81,17 @@ def test_public_names_are_sorted_and_unique() -> None:
 def test_every_public_name_resolves() -> None:
     assert [name for name in expstore.__all__ if getattr(expstore, name) is None] == []
     assert set(expstore.__all__) <= set(dir(expstore))
+
+
+@pytest.mark.parametrize(
+    "name", ["buffers", "collectors", "exchange", "schema", "storages", "trajectories", "writers"]
+)
+def test_every_name_of_a_lazy_package_resolves(name: str) -> None:
+    package = importlib.import_module(f"expstore.{name}")
+    assert [item for item in package.__all__ if getattr(package, item) is None] == []
+    assert set(package.__all__) <= set(dir(package))
+    with pytest.raises(AttributeError, match=f"'expstore.{name}' has no attribute 'no_such_name'"):
+        package.no_such_name  # noqa: B018
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:

@@ -90,8 +90,10 @@ def test_the_sdist_holds_each_folder_once(unpacked_sdist: Path) -> None:
         assert (unpacked_sdist / wanted).is_file()
     for file in ("api/__init__.py", "migrations/0001_initial.sql"):
         folder, name = file.split("/")
-        found = [path for path in unpacked_sdist.rglob(name) if path.parent.name == folder]
-        assert len(found) == 1
+        found = {path.relative_to(unpacked_sdist) for path in unpacked_sdist.rglob(name)}
+        assert {path for path in found if path.parent.name == folder and path.parts[0] != "tests"} == {
+            Path(file)
+        }
 
 
 def test_the_sdist_makes_the_same_wheel(unpacked_sdist: Path, wheel: Path, tmp_path: Path) -> None:

@@ -375,8 +375,8 @@ def test_changed_specs_agree(name: str, data: st.DataObject) -> None:
         return
     assert not isinstance(made, type), made
     if isinstance(expected, torchrl.MultiCategorical) and made.shape == () != expected.shape:
-        # The single element of a spec of shape (1,), which stays as it is there.
-        assert made.n == ours.nvec.item()
+        # A single element, of which TorchRL makes a spec of shape (1,).
+        assert made.n == expected.nvec.item()
         return
     lost = LOST.get(name) if getattr(expected, "mask", None) is None else None
     if name == "index_select" and recipe.name == "MultiCategorical":
