@@ -6,12 +6,10 @@ read the same stub. It imports nothing of expstore by itself.
 
 from __future__ import annotations
 
-import ast
 import importlib
-import importlib.util
-import pkgutil
 import sys
 from collections.abc import Callable
+from functools import cache
 
 __all__ = ["attach"]
 
@@ -25,16 +23,20 @@ def attach(package: str) -> tuple[Callable[[str], object], Callable[[], list[str
     Args:
         package: `__name__` of the package.
     """
-    homes: dict[str, tuple[str, str]] = {}
 
+    @cache
     def read() -> dict[str, tuple[str, str]]:
-        if not homes:
-            stub = pkgutil.get_data(package, "__init__.pyi")
-            assert stub is not None, f"the stub of {package} is missing"
-            for node in ast.parse(stub).body:
-                if isinstance(node, ast.ImportFrom) and node.module:
-                    homes.update({item.asname or item.name: (node.module, item.name) for item in node.names})
-        return homes
+        import ast  # here: importing a package stays as quick as it is without any name of it
+        import pkgutil
+
+        stub = pkgutil.get_data(package, "__init__.pyi")
+        assert stub is not None, f"the stub of {package} is missing"
+        return {
+            item.asname or item.name: (node.module, item.name)
+            for node in ast.parse(stub).body
+            if isinstance(node, ast.ImportFrom) and node.module
+            for item in node.names
+        }
 
     def load(name: str) -> object:
         value: object
@@ -59,5 +61,7 @@ def attach(package: str) -> tuple[Callable[[str], object], Callable[[], list[str
 
 def _is_package(name: str) -> bool:
     """Return whether a module has modules in it; imports its parent at most."""
-    spec = importlib.util.find_spec(name)
+    from importlib.util import find_spec
+
+    spec = find_spec(name)
     return spec is not None and spec.submodule_search_locations is not None
