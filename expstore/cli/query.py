@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import signal
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,9 @@ from expstore.storages.follower import FollowerStorage
 from expstore.storages.snapshots.catalog import store_meant
 
 __all__ = ["ask"]
+
+#: Seconds after which a Ctrl-C that another thread received is noticed.
+_LISTEN_SECONDS = 0.1
 
 
 def ask(paths: Sequence[Path], query: str, most: int | None) -> Result:
@@ -68,7 +71,11 @@ def _interruptibly(ask: Callable[[], Result]) -> Result:
     """Ask in a thread: while DuckDB works in this one it does not always hear of Ctrl-C."""
     pool = ThreadPoolExecutor(1)
     try:
-        return pool.submit(ask).result()
+        answer = pool.submit(ask)
+        while not answer.done():
+            # The system may deliver the signal to another thread, which does not wake this one.
+            wait([answer], _LISTEN_SECONDS)
+        return answer.result()
     except KeyboardInterrupt:
         # Python would wait for the thread; this is how programs end that do not catch Ctrl-C.
         signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -584,6 +584,29 @@ def test_ctrl_c_ends_a_long_query(store: Path) -> None:
         assert process.wait(timeout=30) in (-signal.SIGINT, 130)
 
 
+def test_ctrl_c_ends_a_query_whichever_thread_receives_it() -> None:
+    code = """
+import signal, sys, threading, time
+from expstore.cli import query
+
+def place():
+    frame = sys._current_frames()[threading.main_thread().ident]
+    return frame.f_code.co_name, frame.f_lasti
+
+def ask():
+    found, looks = None, 0
+    while looks < 1000:  # until the main thread stands still, in a wait
+        time.sleep(0)
+        found, looks = place(), looks + 1 if place() == found and found[0] == "wait" else 0
+    signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+    threading.Event().wait(300)
+
+query._interruptibly(ask)
+"""
+    done = subprocess.run([sys.executable, "-c", code], timeout=60, check=False)
+    assert done.returncode == -signal.SIGINT
+
+
 # -- time ------------------------------------------------------------------------------------------
 
 
