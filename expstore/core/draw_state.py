@@ -10,8 +10,8 @@ import base64
 import struct
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 __all__ = [
     "NO_PROGRESS",
@@ -20,7 +20,6 @@ __all__ = [
     "RandomnessSource",
     "from_bytes",
     "from_json",
-    "limits_of",
     "to_bytes",
     "to_json",
 ]
@@ -126,12 +125,6 @@ class DrawPosition:
 
     def _settle_draws(self) -> None:
         """Bring the number of the next draw to the disk, though it may be smaller than before."""
-
-
-def limits_of(base: Mapping[str, Any]) -> tuple[int, int]:
-    """Return what a base record says that a rate limiter has counted: once they did not say."""
-    sampled, settings = base.get("limits", (0, 0))
-    return sampled, settings
 
 
 def to_json(randomness: Randomness | None) -> list[int | str] | None:

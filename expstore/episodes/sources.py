@@ -6,15 +6,12 @@ Used by `expstore.episodes.table`. A lane's name cannot be a user's. It knows na
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Iterable
 
 from expstore.errors import SchemaError
 
-__all__ = ["lane_names", "modern_name", "modern_names"]
+__all__ = ["lane_names"]
 
 _LANE = re.compile(r".+//\d+")
-#: As stores were written that do not say how they call lanes; a user may have chosen such a name, too.
-_OLD_LANE = re.compile(r"(.+)/(\d+)")
 
 
 def lane_names(source: str | None, handle: str, lanes: int) -> list[str]:
@@ -39,18 +36,6 @@ def lane_names(source: str | None, handle: str, lanes: int) -> list[str]:
         )
     base = handle if source is None else source
     return [base, *[f"{base}//{lane}" for lane in range(1, lanes)]]
-
-
-def modern_name(name: str, known: Container[str]) -> str:
-    """Return what a source of an old store is called now: a lane, if the stream it is of is known."""
-    match = None if _LANE.fullmatch(name) else _OLD_LANE.fullmatch(name)
-    return f"{match[1]}//{match[2]}" if match and match[1] in known else name
-
-
-def modern_names(names: Iterable[tuple[str, int]]) -> dict[str, int]:
-    """Return an old store's sources by the names that they have now."""
-    former = dict(names)
-    return {modern_name(name, former): number for name, number in former.items()}
 
 
 def _is_name(source: object) -> bool:

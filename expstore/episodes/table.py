@@ -21,7 +21,7 @@ from expstore.episodes.dirty import Touched
 from expstore.episodes.fragments import Fragments, clip, cut_out, find_fragments, last_ids
 from expstore.episodes.log import LogEntry
 from expstore.episodes.segmentation import CUT, OPEN, TERMINATED, TRUNCATED, Piece, Steps, cut_batch, cut_lane
-from expstore.episodes.sources import lane_names, modern_name, modern_names
+from expstore.episodes.sources import lane_names
 
 __all__ = [
     "HAS_TRAJECTORY",
@@ -159,7 +159,6 @@ class EpisodeTable:
         self.next_source = 1
         self.named: dict[str, int] = {}
         self._unnamed: dict[str, int] = {}
-        self._old_names = False  # lanes are called as they were once
         self._low = 0  # what the last batch that was numbered could not read any more
         self._open: dict[tuple[int, int | None], Episode] = {}
         self._changed: dict[int, Episode] = {}
@@ -303,8 +302,6 @@ class EpisodeTable:
 
     def _add_source(self, number: int, name: str, named: bool) -> LogEntry:
         names = self.named if named else self._unnamed
-        if self._old_names:
-            name = modern_name(name, names)
         names[name] = number
         self.next_source = max(self.next_source, number + 1)
         entry = LogEntry(episode=0, source=number, text=name, named=named, generation=self.generation)
@@ -385,11 +382,9 @@ class EpisodeTable:
 
     def to_base(self) -> dict[str, Any]:
         """Return what a base record keeps: all that columns and episodes.log do not say."""
-        self._old_names = False  # an opening has read everything that was written before it
         return {
             "next_episode": self.next_episode,
             "next_source": self.next_source,
-            "lanes": "//",
             "named": self.named,
             "unnamed": self._unnamed,
             "open": [e.to_dict() for e in self._open.values()],
@@ -399,9 +394,7 @@ class EpisodeTable:
         """Take over what `to_base` returned."""
         self.next_episode = int(data["next_episode"])
         self.next_source = int(data["next_source"])
-        self._old_names = "lanes" not in data
-        names = modern_names if self._old_names else dict
-        self.named, self._unnamed = names(data["named"].items()), names(data["unnamed"].items())
+        self.named, self._unnamed = dict(data["named"]), dict(data["unnamed"])
         for values in data["open"]:
             episode = Episode(**values)
             self._open[episode.source, episode.trajectory] = episode

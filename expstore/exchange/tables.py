@@ -42,8 +42,8 @@ OWN: dict[str, Any] = {
 }
 #: Under this name the metadata say what the fields are.
 ABOUT = b"expstore"
-#: Where all fields have a fixed size it is 1.
-FORMAT = 2
+#: Of what the metadata say; files of a newer one are refused.
+FORMAT = 1
 #: Arrow's type of one value; two of them make a complex64.
 VALUES: dict[str, Any] = {
     name: pa.from_numpy_dtype(dtype) for name, dtype in DTYPES.items() if dtype.kind in "biuf"
@@ -113,8 +113,7 @@ def rows_schema(fields: Sequence[Field], about: Mapping[str, Any]) -> Any:
         | ({"arrow": f.arrow} if f.variable else {})
         for f in fields
     ]
-    written = FORMAT if any(entry.variable for entry in fields) else 1
-    facts = json.dumps({"format": written, "fields": kept, **about})
+    facts = json.dumps({"format": FORMAT, "fields": kept, **about})
     tree = _Tree([entry.key for entry in fields])
     return pa.schema([*own, *_nested_fields(tree.names, fields)], metadata={ABOUT: facts.encode()})
 

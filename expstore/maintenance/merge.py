@@ -385,7 +385,6 @@ class _Joined:
             "episodes": {
                 "next_episode": last.episode + last.episodes + 1,
                 "next_source": last.source + last.numbers["next_source"],
-                "lanes": first.numbers["lanes"],
                 "named": named,
                 "unnamed": {},
                 "open": [],

@@ -16,7 +16,7 @@ from expstore.sql.migrate import migrations, steps_in
 from expstore.sql.sync import Catalog
 from expstore.storages.engine.open_settings import Settings
 from expstore.storages.factory import open_storage
-from expstore.storages.format.manifest import FORMAT, Manifest
+from expstore.storages.format.manifest import FORMAT, MANIFEST, format_of
 
 __all__ = ["Upgrade", "upgrade"]
 
@@ -55,28 +55,32 @@ def upgrade(path: Path, *, dry_run: bool = False, disk: Disk | None = None) -> U
 
     Raises:
         NotFoundError: There is no store.
-        MigrationError: A newer version of the library made it.
+        MigrationError: It has a format that this version of the library cannot read.
         LockedError: Somebody has it open for writing, or the index open in another program.
         CorruptionError: It is damaged.
     """
     disk = disk or Disk()
-    manifest = Manifest.load(disk, path)  # refuses newer formats; older ones stay what they are
-    steps, index = migrations(), path / _INDEX
+    written, steps, index = format_of(disk, path), migrations(), path / _INDEX
     found = steps_in(index, steps) if disk.exists(index) else None
     acts: tuple[str, ...] = ()
+    if written < FORMAT:
+        acts = (f"{MANIFEST}: written again in format {FORMAT}",)
+    kept = None
     if found is not None and found < len(steps):
         kept = _free_name(disk, index)
         new = ", ".join(map(str, steps[found:]))
-        acts = (f"{_INDEX}: built anew with {new}; the old one is kept as {kept.name}",)
-        if not dry_run:
-            _rebuild(disk, path, kept)
-    return Upgrade(manifest.format, FORMAT, found, len(steps), acts)
+        acts = (*acts, f"{_INDEX}: built anew with {new}; the old one is kept as {kept.name}")
+    if acts and not dry_run:
+        _do(disk, path, kept)
+    return Upgrade(written, FORMAT, found, len(steps), acts)
 
 
-def _rebuild(disk: Disk, path: Path, kept: Path) -> None:
-    # Nobody else writes now.
+def _do(disk: Disk, path: Path, kept: Path | None) -> None:
+    # Nobody else writes now, and expstore.json is written again, as with every opening for writing.
     storage = open_storage(path, settings=Settings(on_sigterm="ignore"), disk=disk)
     try:
+        if kept is None:
+            return
         index = path / _INDEX
         names = [name for name in disk.names(path) if name.startswith(_INDEX) and ".old-" not in name]
         moved = [(path / name, path / (kept.name + name.removeprefix(_INDEX))) for name in names]

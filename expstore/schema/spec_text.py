@@ -18,7 +18,7 @@ from expstore.schema.schema import OBJECT, Schema
 
 __all__ = ["VERSION", "check_specs", "describe", "leaves_of", "pack_specs", "same_specs", "unpack_specs"]
 
-#: Of the form that `pack_specs` writes; `unpack_specs` reads it and older ones.
+#: Of the form that `pack_specs` writes; `unpack_specs` refuses newer ones.
 VERSION = 1
 
 _FEW, _WORDS = 4, 60  # how many specs `describe` names, and in how many characters each

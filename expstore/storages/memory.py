@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from expstore.core.buffer_pool import LEAST_BYTES, Recycled
-from expstore.core.draw_state import from_json, limits_of
+from expstore.core.draw_state import from_json
 from expstore.core.geometry import round_up
 from expstore.core.values import Array, IntArray, Key, Window, cut_run
 from expstore.episodes.log import LogEntry
@@ -206,7 +206,8 @@ class MemoryStorage(PortableStorage, VersionedStorage):
                 base = arrival.base(self.content)
                 self.write_count, self.max_priority = base["write_count"], base["max_priority"]
                 self._draw, self.horizon, self.retired = base["draw"], arrival.last, arrival.low
-                self.progress, self.limits = tuple(base["progress"]), limits_of(base)
+                self.progress = tuple(base["progress"])
+                self.limits = base["limits"][0], base["limits"][1]
                 self.unwatch_draws()
                 self.randomness = from_json(base["randomness"])
                 self._window = Window(arrival.low, arrival.last, arrival.manifest.gaps)

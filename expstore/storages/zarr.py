@@ -122,7 +122,6 @@ class ZarrStorage(ArchivingStorage):
             self.slots,
             reach=self.reach,
             compression=self.manifest.compression,
-            narrow=self.manifest.narrow,
             implied=implied,
         )
 

@@ -93,7 +93,6 @@ class WritableColumns(ColumnGroup):
         slots: How many rows a ring has; None: it grows.
         reach: How many rows before the oldest one that can be read stay as they are, in a ring.
         compression: Of rows without a fixed size: "narrow", "lz4" or "zstd"; None: none.
-        narrow: Whether their integers lie in as few bytes as they need.
         implied: As `ColumnGroup`.
     """
 
@@ -108,10 +107,9 @@ class WritableColumns(ColumnGroup):
         *,
         reach: int = 0,
         compression: str | None = None,
-        narrow: bool = False,
         implied: Collection[Key] = (),
     ) -> None:
-        self._compression, self._narrow = compression, narrow
+        self._compression = compression
         super().__init__(disk, folder, fields, slots, implied=implied)
         self._threads = ThreadPoolExecutor(WRITERS, thread_name_prefix="expstore-write")
         self._reach = reach
@@ -163,7 +161,6 @@ class WritableColumns(ColumnGroup):
             fields,
             self.slots,
             compression=self._compression,
-            narrow=self._narrow,
         )
 
     def _make(self, folder: Path, entry: Field, slots: int | None) -> Column:

@@ -289,7 +289,6 @@ def _new(capacity: int | None, settings: Settings) -> Manifest:
         generation=0,
         storage=settings.storage or STORAGES[0],
         compression=settings.compression,
-        narrow=settings.compression is not None,
         capacity=capacity,
         spare=0,
         seed=seed,

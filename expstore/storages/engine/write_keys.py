@@ -51,13 +51,13 @@ class KeyKeepingStorage(SyncedStorage):
 
     def _base_of_keys(self) -> dict[str, int]:
         """Return what a base record says of keys, by which a file that is lost is known."""
-        return {"write_keys": self.write_keys.number} if self.manifest.keyed else {}
+        return {"write_keys": self.write_keys.number}
 
     def _expect_key(self, rows: Rows) -> None:
         if rows.key is None:
             return
         if not self.manifest.keyed:
-            self._note_manifest(self.manifest.replace(keyed=True))  # older libraries would lose the keys
+            self._note_manifest(self.manifest.replace(keyed=True))  # from now on a lost file is damage
         keys = self.write_keys
         if 2 * keys.room < keys.spare:
             self._keeper.hurry()

@@ -18,7 +18,7 @@ __all__ = ["PAGE", "StatePage", "StateView"]
 
 PAGE = 4096
 _MAGIC = int.from_bytes(b"EXPSTATE", "little")
-_FORMAT = 2
+_FORMAT = 1
 # There stores are seen in the order in which they were made.
 _ORDERED = os.uname().machine in {"x86_64", "i686", "AMD64"}
 

@@ -115,7 +115,7 @@ def read_segment(path: Path, data: bytes) -> Segment | None:
     if first is None or first[0].kind is not Kind.BASE:
         return None
     record, salt, at = first
-    if len(data) < record.json().get("bytes", 0):
+    if len(data) < record.json()["bytes"]:
         raise CorruptionError(f"{path} has {len(data)} bytes, {record.json()['bytes']} are expected")
     records = [record]
     while (found := parse_record(data, at, salt)) is not None and found[0].sequence == records[
@@ -221,7 +221,7 @@ def segment_faults(disk: Disk, folder: Path) -> list[tuple[Path, int, str]]:
         rest = data[end:].lstrip(b"\0")
         if rest:
             faults.append((path, len(data) - len(rest), "what stands after the last record is none"))
-        if len(data) < base.json().get("bytes", 0):
+        if len(data) < base.json()["bytes"]:
             faults.append((path, len(data), f"it is cut off, {base.json()['bytes']} bytes are expected"))
         if base.json().get("opening"):
             break
@@ -232,7 +232,7 @@ def cut_off(disk: Disk, folder: Path, path: Path, at: int) -> None:
     """Forget what a segment holds from a byte on, and all segments after it; the names are synced."""
     data = disk.read_whole(path)
     base = parse_record(data, 0, None)
-    length = max(len(data), 0 if base is None else base[0].json().get("bytes", 0))
+    length = max(len(data), 0 if base is None else base[0].json()["bytes"])
     disk.write_whole(path, data[:at].ljust(length, b"\0"))
     for name in disk.names(folder):
         if name.isdigit() and int(name) > int(path.name):

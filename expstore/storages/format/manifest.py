@@ -10,6 +10,7 @@ import base64
 import dataclasses
 import json
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,19 +19,19 @@ import google_crc32c
 import numpy as np
 
 from expstore.core.id_set import NO_GAPS, Gaps
-from expstore.core.values import Key, Ranking, key_name, to_key
+from expstore.core.values import Key, Ranking, to_key
 from expstore.disk.files import Disk
 from expstore.errors import CorruptionError, MigrationError, NotFoundError, StateError
 from expstore.schema.schema import Schema
 
-__all__ = ["FORMAT", "MANIFEST", "Manifest", "check_target"]
+__all__ = ["FORMAT", "MANIFEST", "UPGRADES", "Manifest", "check_target", "format_of"]
 
-#: The newest format that this library knows; it opens this one and older ones. 1: the first. 2: fields came
-#: or went after the first rows, which older versions would not notice. 3: rows without a fixed size. 4: rows
-#: leave by a policy, or flat ones lie with others. 5: integers of rows without a fixed size lie in fewer
-#: bytes. 6: idempotency keys in a file that older versions would not keep up to date. 7: rows that leave go
-#: to an archive. 8: flags are kept where they do not follow from others.
-FORMAT = 8
+#: What is written. A library reads this format and those that `UPGRADES` leads here from; others it refuses.
+FORMAT = 1
+#: How older manifests are read: format -> what turns its JSON into that of the next format. Whoever raises
+#: `FORMAT` adds the step from the one before, and keeps a fixture of it (tests/fixtures/README.md). The next
+#: opening for writing saves what is read so.
+UPGRADES: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {}
 MANIFEST = "expstore.json"
 #: So many gaps are written as pairs that somebody can read.
 _LISTED = 64
@@ -63,7 +64,6 @@ class Manifest:
         reach: Slots beyond capacity and spare: rows of packed fields may lie with rows so far before them.
         column_set: How often fields came or went after the first rows; in every record that publishes rows.
         compression: Of rows without a fixed size: "narrow", "lz4" or "zstd"; None: none.
-        narrow: Whether their integers lie in as few bytes as they need; in all new stores with a compression.
         retain: Which rows stay, as `expstore.core.retention_policy` keeps it; {}: all of them.
         keyed: Whether rows were written under idempotency keys.
         archive: Where rows go that leave a ring, as seen from the store's folder; "": nowhere.
@@ -93,40 +93,10 @@ class Manifest:
     reach: int = 0
     column_set: int = 0
     compression: str | None = None
-    narrow: bool = False
     retain: dict[str, Any] = field(default_factory=dict)
     keyed: bool = False
     archive: str = ""
     implied: tuple[Key, ...] = ()
-
-    @property
-    def format(self) -> int:
-        """The oldest format that can say all this: what is written."""
-        if self.implied:
-            return FORMAT
-        if self.archive:
-            return 7
-        if self.keyed:
-            return 6
-        if self.narrow:
-            return 5
-        if self.retain or len(self.gaps) > _LISTED or self._lends:
-            return 4
-        if self.storage == "arrow":
-            return 3
-        return 2 if self.column_set else 1
-
-    @property
-    def _lends(self) -> bool:
-        """Whether rows of a flat field may lie with its next ones: older libraries read nothing there."""
-        fields = () if self.schema is None else self.schema.fields
-        kinds = {entry.key: (entry.dtype, entry.shape) for entry in fields}
-        for key, kind in kinds.items():
-            asked = {**self.layout, **self.layout.get("fields", {}).get(key_name(key), {})}
-            shares = asked.get("layout") == "flat" and asked.get("share_next")
-            if shares and kinds.get(("next", *key)) == kind:
-                return True
-        return False
 
     @property
     def slots(self) -> int | None:
@@ -143,11 +113,8 @@ class Manifest:
         data["schema"] = self.schema.to_json() if self.schema else None
         data["ranking"] = dataclasses.asdict(self.ranking) if self.ranking else None
         data["specs"] = json.loads(self.specs) if self.specs else None
-        data["format"] = self.format
+        data["format"] = FORMAT
         data["gaps"] = _pack_gaps(self.gaps)
-        for name in ("column_set", "narrow", "retain", "keyed", "archive", "implied"):
-            if not data[name]:
-                del data[name]
         data["crc32c"] = _checksum(data)
         return json.dumps(data, indent=1).encode()
 
@@ -161,7 +128,7 @@ class Manifest:
 
         Raises:
             NotFoundError: There is no store in this folder.
-            MigrationError: A newer version of the library made it.
+            MigrationError: It has a format that this version of the library cannot read.
             CorruptionError: The file is damaged.
         """
         path = folder / MANIFEST
@@ -178,35 +145,63 @@ class Manifest:
             name: What to call it in a message.
 
         Raises:
-            MigrationError: A newer version of the library made it.
+            MigrationError: It has a format that this version of the library cannot read.
             CorruptionError: It is damaged.
         """
-        try:
-            data = json.loads(packed)
-            checksum = data.pop("crc32c")
-            version = int(data["format"])
-        except (ValueError, KeyError, TypeError, AttributeError) as exc:
-            raise CorruptionError(f"{name} is damaged: {exc}") from exc
-        if checksum != _checksum(data):  # first: every format is to keep it, and a flipped bit is no format
-            raise CorruptionError(f"{name} is damaged: its checksum does not fit")
+        version, data = _parse(packed, name)
+        while version < FORMAT:
+            if version not in UPGRADES:
+                raise MigrationError(
+                    f"{name} has format {version}, which this library cannot read: it reads format {FORMAT}",
+                    hint="read the store with the expstore that made it, and export its rows",
+                )
+            data, version = UPGRADES[version](data), version + 1
         if version > FORMAT:
             raise MigrationError(
                 f"{name} has format {version}, this library knows formats up to {FORMAT}",
                 hint="install a newer expstore",
             )
-        del data["format"]
-        data["schema"] = Schema.from_json(data["schema"]) if data["schema"] else None
-        data["traj_key"] = to_key(data["traj_key"]) if data["traj_key"] else None
-        data["done_keys"] = tuple(map(to_key, data["done_keys"])) if data["done_keys"] else None
-        data["reward_key"] = to_key(data["reward_key"])
-        data["gaps"] = _unpack_gaps(data.get("gaps", []))
-        data["dims"] = tuple(map(int, data.get("dims", ())))
-        data["implied"] = tuple(map(to_key, data.get("implied", ())))
-        ranked = data.get("ranking")
-        data["ranking"] = Ranking(to_key(ranked["key"]), ranked["reduction"]) if ranked else None
-        specs = data.get("specs")
-        data["specs"] = json.dumps(specs, separators=(",", ":")) if specs else ""
-        return cls(**data)
+        try:
+            return cls(**_values_of(data))
+        except (ValueError, KeyError, TypeError) as exc:
+            raise CorruptionError(f"{name} is damaged: {exc!r}") from exc
+
+
+def format_of(disk: Disk, folder: Path) -> int:
+    """Return the format in which a store's manifest was written; errors as `Manifest.load`."""
+    path = folder / MANIFEST
+    Manifest.load(disk, folder)
+    return _parse(disk.read_whole(path), str(path))[0]
+
+
+def _parse(packed: bytes, name: str) -> tuple[int, dict[str, Any]]:
+    """Return the format of a manifest and its JSON, without what frames it."""
+    try:
+        data = json.loads(packed)
+        checksum = data.pop("crc32c")
+        version = int(data["format"])
+    except (ValueError, KeyError, TypeError, AttributeError) as exc:
+        raise CorruptionError(f"{name} is damaged: {exc}") from exc
+    if checksum != _checksum(data):  # first: every format is to keep it, and a flipped bit is no format
+        raise CorruptionError(f"{name} is damaged: its checksum does not fit")
+    del data["format"]
+    return version, data
+
+
+def _values_of(data: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a manifest from the JSON of the present format."""
+    ranked, specs = data["ranking"], data["specs"]
+    return data | {
+        "schema": Schema.from_json(data["schema"]) if data["schema"] else None,
+        "traj_key": to_key(data["traj_key"]) if data["traj_key"] else None,
+        "done_keys": tuple(map(to_key, data["done_keys"])) if data["done_keys"] else None,
+        "reward_key": to_key(data["reward_key"]),
+        "gaps": _unpack_gaps(data["gaps"]),
+        "dims": tuple(map(int, data["dims"])),
+        "implied": tuple(map(to_key, data["implied"])),
+        "ranking": Ranking(to_key(ranked["key"]), ranked["reduction"]) if ranked else None,
+        "specs": json.dumps(specs, separators=(",", ":")) if specs else "",
+    }
 
 
 def _pack_gaps(gaps: Gaps) -> Any:

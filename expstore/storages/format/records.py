@@ -180,7 +180,6 @@ class Mark:
     @classmethod
     def unpack(cls, body: bytes) -> Mark:
         """Read what `pack` returned."""
-        body = body.ljust(_MARK.size, b"\0")  # once marks held no progress
         sequence, last_id, log_length, draw, write_count, largest, flags, *progress = _MARK.unpack_from(body)
         limits, end = (0, 0), _MARK.size
         if flags & _LIMITED:
@@ -288,6 +287,6 @@ def fetch_body(disk: Disk, folder: Path, body: bytes) -> bytes:
     if not disk.exists(path):
         raise CorruptionError(f"{path} is missing, which holds a change that was not finished")
     shelved = disk.read_whole(path)
-    if len(body) > 16 and google_crc32c.value(shelved) != int.from_bytes(body[16:20], "little"):
+    if google_crc32c.value(shelved) != int.from_bytes(body[16:20], "little"):
         raise CorruptionError(f"{path} does not have its checksum")
     return shelved

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from expstore.core.draw_state import NO_PROGRESS, Randomness, from_json, limits_of
+from expstore.core.draw_state import Randomness, from_json
 from expstore.core.id_set import NO_GAPS, Gaps
 from expstore.core.values import IntArray, Window, cut_run
 from expstore.episodes.log import LogEntry, unpack_entry
@@ -123,15 +123,15 @@ def read_past(records: list[Record], gaps: Gaps) -> Past:
         last=base["last"],
         retired=base["retired"],
         draw=base["draw"],
-        progress=tuple(base.get("progress", NO_PROGRESS)),
+        progress=tuple(base["progress"]),
         max_priority=base["max_priority"],
         log_length=base["log_length"],
         synced=base["last"],
         clean=bool(rest) and rest[-1].kind is Kind.CLOSE,
         content=(base["content"][0], base["content"][1]),
         index_floor=(base["content"][0], base["content"][1]),
-        randomness=from_json(base.get("randomness")),
-        limits=limits_of(base),
+        randomness=from_json(base["randomness"]),
+        limits=(base["limits"][0], base["limits"][1]),
         gaps=gaps,
     )
     for place, record in enumerate(rest):

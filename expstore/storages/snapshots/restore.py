@@ -57,7 +57,7 @@ LOAD, ASIDE = "load", "load.tmp"
 _OLD = "old"
 #: What of expstore.json stays as a storage has it.
 _OWN = (
-    *("uuid", "created", "capacity", "ndim", "dims", "layout", "storage", "compression", "narrow", "keyed"),
+    *("uuid", "created", "capacity", "ndim", "dims", "layout", "storage", "compression", "keyed"),
     "archive",
 )
 #: Ids are not shifted further than this for the sake of slots: there are 2^63 of them.
@@ -455,7 +455,6 @@ def _build_columns(
         slots,
         reach=manifest.reach,
         compression=manifest.compression,
-        narrow=manifest.narrow,
         implied=manifest.implied,
     )
     try:

@@ -31,7 +31,10 @@ if TYPE_CHECKING:
 __all__ = ["Carried", "changed_by", "content_of", "read_state"]
 
 #: What `base` must say.
-_NUMBERS = {"draw", "episodes", "last", "max_priority", "progress", "randomness", "retired", "write_count"}
+_NUMBERS = {
+    *("draw", "episodes", "last", "limits", "max_priority", "progress", "randomness", "retired"),
+    "write_count",
+}
 _PARTS = {"manifest": str, "base": str, "log": object, "rows": object}
 
 

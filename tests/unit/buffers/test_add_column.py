@@ -198,7 +198,6 @@ def test_after_another_opening(store_path: Path) -> None:
         rb.add_column("deep", fill=0)
     assert verify(store_path) == []
     assert Manifest.load(Disk(), store_path).column_set == 5
-    assert Manifest.load(Disk(), store_path).format == 2
 
 
 def test_other_columns_are_not_touched(store_path: Path) -> None:
@@ -694,7 +693,6 @@ def test_loads_brings_the_fields_back(store_path: Path, tmp_path: Path) -> None:
         assert (rb["late"] == 7).all()
         with pytest.raises(SchemaError, match="holds other fields"):
             rb.loads(place, 1)
-    assert Manifest.load(Disk(), tmp_path / "other").format == 2
 
 
 def test_states_of_rows_in_ram() -> None:

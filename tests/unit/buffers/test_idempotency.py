@@ -296,13 +296,14 @@ def test_keys_are_known_after_a_kill_exactly_with_their_rows(tmp_path: Path, dur
     assert verify(path) == []
 
 
-def test_stores_without_keys_have_no_file_and_their_former_format(tmp_path: Path) -> None:
+def test_stores_without_keys_have_no_file(tmp_path: Path) -> None:
     with disk(tmp_path, 10) as rb:
         rb.extend(numbered_rows(3))
         rb.flush()
-        assert Manifest.load(Disk(), tmp_path / "run.exp").format == 1
+        assert not (tmp_path / "run.exp" / KEYS).exists()
+        assert not Manifest.load(Disk(), tmp_path / "run.exp").keyed
         rb.extend(numbered_rows(3), idempotency_key="a")
-        assert Manifest.load(Disk(), tmp_path / "run.exp").format == 6
+        assert Manifest.load(Disk(), tmp_path / "run.exp").keyed
     assert (tmp_path / "run.exp" / KEYS).exists()
     assert facts_of(tmp_path / "run.exp")["write_keys"] == 1
 

@@ -430,10 +430,10 @@ def test_a_policy_is_kept_and_replaced(store_path: Path) -> None:
         assert rb.retained == Retain(bytes=10**10, age=604_800)
     with expstore.open(store_path, retain={"bytes": "1MiB"}) as rb:
         assert rb.retained == Retain(bytes=1 << 20)
-    assert Manifest.load(Disk(), store_path).format == 4
+    assert Manifest.load(Disk(), store_path).retain == {"bytes": 1 << 20}
     with expstore.open(store_path, retain=Retain()) as rb:
         assert rb.retained is None
-    assert Manifest.load(Disk(), store_path).format == 1
+    assert Manifest.load(Disk(), store_path).retain == {}
     storage = ZarrStorage(store_path.with_name("b.exp"), retain={"age": 5})
     assert storage.manifest.retain == {"age": 5.0}
     storage.close()

@@ -1,8 +1,7 @@
-"""What streams and their lanes are called: no user's name is a lane's, and old stores go on."""
+"""What streams and their lanes are called: no user's name is a lane's."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -12,10 +11,9 @@ from tensordict import TensorDict
 
 import expstore
 from expstore.episodes.segmentation import TRUNCATED
-from expstore.episodes.sources import lane_names, modern_name, modern_names
+from expstore.episodes.sources import lane_names
 from expstore.episodes.table import EpisodeTable, Steps
 from expstore.errors import SchemaError
-from expstore.storages.format.journal import Kind
 from expstore.storages.memory import MemoryStorage
 
 
@@ -53,54 +51,6 @@ def test_a_stream_named_like_a_lane_is_its_own(store_path: Path) -> None:
         rb.extend(batch(4), source="a/1")
         rb.extend(batch(2, lanes=2), source="a")
         assert names_in(rb) == [("a", 5), ("a//1", 5), ("a/1", 4)]
-
-
-def test_names_of_old_stores() -> None:
-    assert modern_names([("a", 1), ("a/1", 2), ("a/2", 3), ("b/7", 4), ("a//3", 5)]) == {
-        "a": 1,
-        "a//1": 2,
-        "a//2": 3,
-        "b/7": 4,
-        "a//3": 5,
-    }
-    assert modern_name("b/1", {"a": 1}) == "b/1"
-
-
-@pytest.mark.parametrize("closed", [True, False])
-def test_an_old_store_opens_and_its_lanes_go_on(
-    store_path: Path, monkeypatch: pytest.MonkeyPatch, closed: bool
-) -> None:
-    """As it was written before lanes had names of their own: with "/", and nothing in the base says so."""
-    with monkeypatch.context() as old:
-        old.setattr(
-            "expstore.episodes.table.lane_names",
-            lambda source, handle, lanes: [f"{source}/{n}" if n else source for n in range(lanes)],
-        )
-        to_base = EpisodeTable.to_base
-        old.setattr(
-            EpisodeTable, "to_base", lambda self: {k: v for k, v in to_base(self).items() if k != "lanes"}
-        )
-        rb = expstore.open(store_path)
-        rb.extend(batch(3, lanes=2), source="a")
-        rb.extend(batch(4), source="b/9")
-        if closed:
-            rb.close()
-        else:  # its sources are in publish records behind the base
-            rb.storage.note_interruption()
-            rb.storage.close()
-    base = next((store_path / "journal").iterdir()).read_bytes()
-    assert base[24] == Kind.BASE
-    assert "lanes" not in json.loads(base[32 : 32 + int.from_bytes(base[:4], "little")])["episodes"]
-    with expstore.open(store_path) as rb:
-        rb.extend(batch(2, lanes=2), source="a")
-        rb.extend(batch(5), source="a/1")  # this is another one
-        rb.extend(batch(5), source="b/9")
-        lengths = [length for _, length in names_in(rb)]
-        assert lengths == [5, 5, 9, 5]
-    with expstore.open(store_path) as rb:
-        rb.extend(batch(1), source="a/1")
-        rb.extend(batch(1, lanes=2), source="a")
-        assert [length for _, length in names_in(rb)] == [6, 6, 9, 6]
 
 
 def test_a_truncated_episode_that_goes_on_is_not_forgotten_meanwhile() -> None:

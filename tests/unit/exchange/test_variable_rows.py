@@ -22,7 +22,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tensordict import TensorDict
 
 import expstore
 from expstore.cli.app import run
@@ -546,9 +545,9 @@ def test_what_others_did_to_an_export_is_seen(tmp_path: Path) -> None:
         assert str(rb.schema[("image", "data")]) == "int64[?]"
         assert rb[:]["next", "reward"].shape == (30,)
     about = json.loads(table.schema.metadata[b"expstore"])
-    assert about["format"] == 2
+    assert about["format"] == 1
     for change, words in (
-        ({"format": 3}, "in format 3, this version reads format 2"),
+        ({"format": 2}, "in format 2, this version reads format 1"),
         ({"fields": [{"key": ["x"], "dtype": "arrow", "shape": [], "arrow": "{}"}]}, "cannot be read"),
         ({"fields": 3}, "cannot be read"),
     ):
@@ -557,15 +556,6 @@ def test_what_others_did_to_an_export_is_seen(tmp_path: Path) -> None:
         with pytest.raises(SchemaError, match=words):
             import_parquet(tmp_path / "out", tmp_path / "back.exp")
     assert sorted(os.listdir(tmp_path)) == ["other.exp", "out", "plain.exp", "run.exp"]
-
-
-def test_rows_of_fixed_size_are_written_as_ever(tmp_path: Path) -> None:
-    """Former versions read them."""
-    with expstore.open(tmp_path / "run.exp") as rb:
-        rb.extend(TensorDict({"x": torch.arange(5)}, [5]))
-        export_parquet(rb, tmp_path / "out")
-    schema = pq.read_schema(tmp_path / "out/rows/00000.parquet")
-    assert json.loads(schema.metadata[b"expstore"])["format"] == 1
 
 
 def test_types_that_no_field_has_are_refused_by_name(tmp_path: Path) -> None:

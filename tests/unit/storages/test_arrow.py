@@ -603,7 +603,6 @@ def test_a_segment_begins_where_values_need_more_bytes(tmp_path: Path, packing: 
         rows += [values] * 40
         put_tokens(storage, rows[-40:])
     assert widths_in(storage.path) == ["uint8", "uint16", "int32"]
-    assert storage.manifest.format == 5
     follower = FollowerStorage(storage.path)
     mixed = np.array([1, 100, 280, 41, 161, 2, 240])
     for reader in (storage, follower):

@@ -41,7 +41,6 @@ class SegmentWriter(Segments):
         fields: As `Segments`.
         slots: As `Segments`.
         compression: "narrow", "lz4" or "zstd"; None: none.
-        narrow: Whether integers lie in as few bytes as the values of a segment need.
         generation: What batches are to say of who wrote them.
     """
 
@@ -53,12 +52,11 @@ class SegmentWriter(Segments):
         slots: int | None,
         *,
         compression: str | None = None,
-        narrow: bool = False,
         generation: int = 0,
     ) -> None:
         super().__init__(disk, folder, fields, slots)
         self.compression = None if compression == "narrow" else compression
-        self.narrow, self.generation = narrow, generation
+        self.narrow, self.generation = compression is not None, generation
         self._needed: Bounds | None = None  # what the rows of the newest segment are
         self._open: Segment | None = None
         self._torn = False  # whether a write has failed behind the end of the open segment

@@ -519,14 +519,6 @@ def test_a_store_that_was_made_without_goes_on_without(tmp_path: Path) -> None:
     assert not shares(path)
 
 
-def test_libraries_that_know_no_such_rows_refuse_the_store(tmp_path: Path) -> None:
-    """They would read holes: expstore.json has a format that they do not know."""
-    for name, shared in (("a.exp", True), ("b.exp", False)):
-        with expstore.open(tmp_path / name, layout="flat", share_next=shared) as rb:
-            rb.extend(batch(0, 20))
-        assert Manifest.load(Disk(), tmp_path / name).format == (4 if shared else 1)
-
-
 def test_rows_that_stay_outlive_those_with_which_they_lie(tmp_path: Path) -> None:
     """The space of next rows that have left stays taken as long as others, even later ones, may lie there."""
     length = 96  # three pages of rows

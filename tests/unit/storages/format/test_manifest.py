@@ -13,6 +13,7 @@ from expstore.core.values import Ranking
 from expstore.disk.files import Disk
 from expstore.errors import CorruptionError, MigrationError, NotFoundError
 from expstore.schema.schema import Field, Schema
+from expstore.storages.format import manifest
 from expstore.storages.format.manifest import MANIFEST, Manifest
 
 FULL = Manifest(
@@ -38,7 +39,6 @@ FULL = Manifest(
     layout={"layout": "packed", "fields": {"a": {"layout": "flat"}}},
     column_set=3,
     compression="zstd",
-    narrow=True,
     retain={"bytes": 10},
     keyed=True,
     archive="../old.exp",
@@ -80,11 +80,29 @@ def test_missing(tmp_path: Path) -> None:
 
 def test_newer_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(Manifest, "format", 9)
+        patch.setattr(manifest, "FORMAT", 9)
         FULL.save(Disk(), tmp_path)
     with pytest.raises(
-        MigrationError, match="has format 9, this library knows formats up to 8.*newer expstore"
+        MigrationError, match="has format 9, this library knows formats up to 1.*newer expstore"
     ):
+        Manifest.load(Disk(), tmp_path)
+
+
+def test_a_format_that_no_step_leads_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(manifest, "FORMAT", 0)
+        FULL.save(Disk(), tmp_path)
+    assert json.loads((tmp_path / MANIFEST).read_text())["format"] == 0
+    with pytest.raises(MigrationError, match="has format 0, which this library cannot read.*export its rows"):
+        Manifest.load(Disk(), tmp_path)
+
+
+def test_one_that_lacks_a_key_is_damaged(tmp_path: Path) -> None:
+    data = json.loads(FULL.pack())
+    del data["crc32c"], data["gaps"]
+    data["crc32c"] = manifest._checksum(data)
+    (tmp_path / MANIFEST).write_text(json.dumps(data))
+    with pytest.raises(CorruptionError, match="is damaged: .*gaps"):
         Manifest.load(Disk(), tmp_path)
 
 
