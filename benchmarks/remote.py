@@ -93,7 +93,7 @@ class Remote:
         effort = self.effort
         for workload in (effort.locomotion, effort.pixels):
             path = self.folder / f"{workload.name}.exp"
-            with expstore.open(path, capacity=workload.rows, seed=1, layout="flat", share_next=False) as rb:
+            with expstore.open(path, capacity=workload.rows, seed=1, layout="flat") as rb:
                 for start in range(0, workload.rows, workload.extend_rows):
                     rb.extend(workload.batch(workload.extend_rows, start=start, seed=start))
         measurements: dict[str, Callable[[str], Result]] = {

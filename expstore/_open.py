@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 __all__ = ["open"]
 
 #: What a new store is unless somebody says otherwise.
-_NEW = Settings(flatten=True, new_layout=ColumnLayout("auto", share_next=True))
+_NEW = Settings(flatten=True, new_layout=ColumnLayout("auto"))
 
 
 def open(
@@ -101,10 +101,9 @@ def open(
             per chunk, a power of two (16 MiB at most), and `codec`: "lz4hc" by default, "lz4", "zstd", "zlib"
             (all of blosc), "lz4hc-shuffle" and "zstd-shuffle" for floats, "gzip"; and, for zarr-python alone,
             "numcodecs.bz2" and "numcodecs.lzma", which are small and slow; and `share_next`.
-        share_next: Whether rows of a new store's fields are stored once, where they are the next ones,
-            `("next", name)`, of earlier rows; found by their bytes. As without it, True: of packed fields,
-            and of flat ones of at least 1 KiB per row, not where a writer keeps the best rows. False: all
-            rows are stored whole.
+        share_next: Whether rows of a new store's packed fields are stored once, where they are the next ones,
+            `("next", name)`, of earlier rows; found by their bytes. As without it, True. False: all rows are
+            stored whole, as those of flat fields always are.
         batch_size: Of `sample` and iteration.
         sampler: What makes up a batch; uniform by default.
         writer: Where rows go; by default the newest take the places of the oldest, or as the store was

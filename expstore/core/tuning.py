@@ -61,12 +61,6 @@ QUERY_RETRY_SECONDS = 2.0
 
 #: Rows of a shard of a flat column, at most.
 FLAT_SHARD_ROWS = 1 << 20
-#: Flat rows of at least this many bytes are deduplicated.
-DEDUP_ROW_BYTES = 1024
-#: Freed space of a deduplicated column is given back to the file system in pieces of at least so many bytes,
-DEDUP_FREE_BYTES = 1 << 20
-#: which begin and end at multiples of this.
-DEDUP_PAGE_BYTES = 4096
 
 # -- packed columns ---------------------------------------------------------------------------------------
 

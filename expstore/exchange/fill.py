@@ -343,7 +343,7 @@ def new_store(
         LockedError: Somebody else makes it just now.
     """
     check_target(disk, target)
-    how = ColumnLayout("auto", share_next=True)
+    how = ColumnLayout("auto")
     more = Settings(
         mode="x", storage=storage, flatten=True, new_layout=how, on_sigterm="ignore", **dict(settings or {})
     )

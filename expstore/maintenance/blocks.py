@@ -14,9 +14,8 @@ import google_crc32c
 import numpy as np
 
 from expstore.core.values import Array, key_name
-from expstore.disk.files import File
+from expstore.disk.files import Disk, File
 from expstore.errors import CorruptionError, StorageError
-from expstore.maintenance.dedup import check_shared, own_ids, read_shared, read_slots, sum_shared
 from expstore.maintenance.findings import Finding, Inspection, Progress, runs_of
 from expstore.maintenance.packed import PackedFiles
 from expstore.storages.columns.checksums import (
@@ -30,7 +29,6 @@ from expstore.storages.columns.checksums import (
     state_of,
     zeros_sum,
 )
-from expstore.storages.columns.dedup import SharedColumn
 from expstore.storages.columns.flat import Column
 from expstore.storages.columns.packed.reader import PackedReader
 from expstore.storages.format.paths import CHECKSUMS
@@ -75,8 +73,7 @@ def metadata_of(inspection: Inspection) -> dict[str, bytes]:
     packings = [column.packing if isinstance(column, PackedReader) else None for column in columns]
     attributes = {"expstore": {"capacity": inspection.manifest.capacity, "slots": inspection.slots}}
     fields = [column.entry for column in columns]
-    lent = {column.entry.key for column in group.shared.values()}
-    how: dict[str, Any] = {"separator": separator, "packings": packings, "lent": lent}
+    how: dict[str, Any] = {"separator": separator, "packings": packings}
     how["implied"] = inspection.manifest.implied
     return make_metadata(fields, shards, inspection.slots, attributes, **how)
 
@@ -172,7 +169,6 @@ def check_blocks(inspection: Inspection, unsettled: set[int], progress: Progress
         packed = inspection.columns[place]
         if isinstance(packed, PackedReader):
             _check_packed(inspection, packed, files)
-    check_shared(inspection)
     for column in inspection.columns[len(columns) :]:
         # What is counted has no shard before rows are handed out, or synced.
         due = needed if column is not inspection.sampled else needed - unsettled
@@ -307,12 +303,7 @@ def _check_shard(
                 continue
             start = (block - blocks[0]) * BLOCK_ROWS * column.row_bytes
             stop = start + BLOCK_ROWS * column.row_bytes
-            if isinstance(column, SharedColumn):
-                found = sum_shared(inspection.disk, column, block)
-                if found is None:
-                    continue  # nobody can say which rows lie here: that has a finding of its own
-            else:
-                found = _sum(file, start, stop)
+            found = _sum(file, start, stop)
             if state == SUMMED and found != int(entries[block]["sums"][place]):
                 kind, text = "payload", "does not have its checksum"
             elif state == NOTHING and len(states) and found != zeros_sum(stop - start):
@@ -329,10 +320,7 @@ def _note_shard(
     inspection: Inspection, column: Column, number: int, kind: str, text: str, first: int, count: int
 ) -> None:
     path = inspection.relative(column.shard_path(number))
-    named = inspection.ids_in(first, count)
-    if isinstance(column, SharedColumn):  # others lie elsewhere
-        named = own_ids(inspection, column, named)
-    ids = runs_of(named)
+    ids = runs_of(inspection.ids_in(first, count))
     where = f", slots {first} to {first + count - 1}{_of_ids(ids)}"
     inspection.note(
         Finding(
@@ -378,14 +366,29 @@ def read_column(inspection: Inspection, place: int, first_id: int, count: int) -
         while done < n:
             row = (slot + done) % column.rows
             rows = min(n - done, column.rows - row, max(1, _PIECE_BYTES // column.row_bytes))
-            values = (
-                read_shared(inspection.disk, column, slot + done, rows)
-                if isinstance(column, SharedColumn)
-                else read_slots(inspection.disk, column, slot + done, rows)
-            )
+            values = _read_slots(inspection.disk, column, slot + done, rows)
             if values is not None:
                 yield first_id + offset + done, values.reshape(-1)
             done += rows
+
+
+def _read_slots(disk: Disk, column: Column, slot: int, count: int) -> Array | None:
+    """Read a run of slots as they stand in the files; None: a shard is not whole. Shape `(count, ...)`."""
+    parts, done = [], 0
+    while done < count:
+        number, row = divmod(slot + done, column.rows)
+        rows = min(count - done, column.rows - row)
+        path = column.shard_path(number)
+        if disk.size(path) != column.file_bytes:
+            return None
+        file = disk.open(path, write=False)
+        try:
+            parts.append(file.read(row * column.row_bytes, rows * column.row_bytes))
+        finally:
+            file.close()
+        done += rows
+    values: Array = np.frombuffer(b"".join(parts), column.entry.numpy_dtype)
+    return values.reshape(count, *column.entry.shape)
 
 
 def _read_packed(

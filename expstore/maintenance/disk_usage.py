@@ -15,7 +15,6 @@ from expstore.disk.files import Disk
 from expstore.errors import StorageError
 from expstore.schema.row_fields import ROW_FIELDS
 from expstore.storages.columns.column_set import ColumnGroup
-from expstore.storages.columns.dedup import SharedColumn
 from expstore.storages.columns.flat import Column
 from expstore.storages.columns.packed.reader import PackedReader
 from expstore.storages.format.manifest import Manifest
@@ -90,7 +89,7 @@ def store_size(disk: Disk, path: Path, manifest: Manifest, held: int) -> StoreSi
         return StoreSize(disk.used(path), free, (), None, None, None)
     group = ColumnGroup(disk, path / COLUMNS, (*schema.fields, *ROW_FIELDS), slots, write=False)
     # Somebody may be making the first shards just now.
-    for column in group.arrays:
+    for column in group.columns:
         if not column.packed:
             column.look(held, due=False)
     used, means = _segment_sizes(disk, group)
@@ -128,13 +127,8 @@ def _field_size(disk: Disk, group: ColumnGroup, column: Column, held: int) -> Fi
         return FieldSize(None, None, None, None, used, None, None, entry.row_bytes)
     if not isinstance(column, PackedReader):
         # Where nothing was written, as for flags that are never set, rows take less.
-        row_bytes, shared = min(entry.row_bytes, used / held) if held else entry.row_bytes, None
-        if isinstance(column, SharedColumn):
-            row_bytes += column.distances.row_bytes
-            count = min(held, column.distances.ready)
-            with contextlib.suppress(StorageError):
-                shared = float((column.distances.copy(0, count) > 0).mean()) if count else None
-        return FieldSize("flat", None, "", None, used, None, shared, row_bytes)
+        row_bytes = min(entry.row_bytes, used / held) if held else entry.row_bytes
+        return FieldSize("flat", None, "", None, used, None, None, row_bytes)
     packing = column.packing
     ratio, shared = None, None
     with contextlib.suppress(StorageError):  # damaged, or a writer gives a file its name just now

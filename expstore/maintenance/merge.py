@@ -136,7 +136,7 @@ def merge(
             kinds = {run.storage.manifest.storage for run in runs}
             settings = Settings(
                 mode="x", storage="arrow" if "arrow" in kinds else None, on_sigterm="ignore",
-                layout=ask_layout(layout, fields), new_layout=ColumnLayout("auto", share_next=True),
+                layout=ask_layout(layout, fields), new_layout=ColumnLayout("auto"),
                 flatten=first.flatten, ndim=first.ndim, traj_key=first.traj_key, done_keys=first.done_keys,
                 reward_key=first.reward_key, meta={"merged": [run.facts() for run in runs]},
             )  # fmt: skip

@@ -15,7 +15,6 @@ from expstore.errors import StateError
 
 if TYPE_CHECKING:
     from expstore.storages.columns.arrow.capture import Held
-    from expstore.storages.columns.dedup import SharedColumn
     from expstore.storages.columns.packed.column import PackedRows
 
 __all__ = ["Hook", "Stateful"]
@@ -71,11 +70,6 @@ class Stateful:
 
     def segments_now(self, low: int) -> dict[tuple[int, ...], list[Held]]:
         """Return the segments that hold rows newer than `low`, and of which fields; the lock is held."""
-        return {}
-
-    @property
-    def shared_columns(self) -> Mapping[int, SharedColumn]:
-        """Flat fields of which rows may lie with the next ones, by place."""
         return {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

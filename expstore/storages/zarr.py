@@ -55,7 +55,7 @@ class ZarrStorage(ArchivingStorage):
         layout: As of `expstore.open`; None: as stored, "flat" for a new store.
         fields: As of `expstore.open`.
         retain: As of `expstore.open`.
-        share_next: As of `expstore.open`; None: as stored, of packed fields alone for a new store.
+        share_next: As of `expstore.open`; None: as stored, True for a new store.
         disk: Where files are touched.
         segment_bytes: Length of a journal segment; None: 4 MiB, or 64 MiB where records carry their rows.
 
@@ -97,8 +97,7 @@ class ZarrStorage(ArchivingStorage):
         self._touched = set()
         fields = (*schema.fields, *ROW_FIELDS)
         group = self._make_columns(fields, self.manifest.implied)
-        arrays = group.arrays
-        check_metadata(self.disk, group.folder, [c.entry for c in arrays], [c.rows for c in arrays])
+        check_metadata(self.disk, group.folder, fields, [column.rows for column in group.columns])
         group.open_shards()
         group.warm()
         with self._other_fields(schema):
@@ -170,7 +169,7 @@ class ZarrStorage(ArchivingStorage):
         if group is None or past.clean:
             return files, folders
         before = max(past.synced, self._window.low)
-        columns = list(group.arrays)
+        columns = list(group.columns)
         if self.sampled is not None:
             columns.append(self.sampled.column)
         if self.last > before:
@@ -199,7 +198,7 @@ class ZarrStorage(ArchivingStorage):
         if group is None or checksums is None:
             raise StateError("the store has no columns yet", hint="extend() it first")
         # Shards may be lost that the entries speak of.
-        limit = max(checksums.blocks * BLOCK_ROWS, *[c.ready for c in group.arrays if not c.packed])
+        limit = max(checksums.blocks * BLOCK_ROWS, *[c.ready for c in group.columns if not c.packed])
         schema = self.require_schema()
         touched = unsettled_blocks(
             past,
@@ -237,9 +236,8 @@ class ZarrStorage(ArchivingStorage):
         slots = self.slots
         attributes = {"expstore": {"capacity": self.capacity, "slots": slots}}
         packings = self.layout.packings(fields, slots, self.reach)
-        lent = self.layout.lent(fields, slots, self.reach)
         implied = implied_keys(schema.fields, keys, packings[: len(schema.fields)])
-        WritableColumns.create(self.disk, folder, fields, slots, pool, attributes, packings, lent, implied)
+        WritableColumns.create(self.disk, folder, fields, slots, pool, attributes, packings, implied)
         columns = self._make_columns(fields, implied)
         columns.warm()
         if self.checksums is not None:

@@ -47,8 +47,7 @@ SPARE = 40
 _SMALL = {"rows": 4}
 _PACKED = {"layout": "packed", **_SMALL}
 KINDS: dict[str, dict[str, Any]] = {
-    "flat": {"layout": "flat", "share_next": False},
-    "shared": {"layout": "flat", "share_next": True},
+    "flat": {"layout": "flat"},
     "packed": {
         "layout": "flat",
         "fields": {"pixels": _PACKED, "observation": _PACKED, "next.observation": _PACKED},
@@ -105,7 +104,6 @@ def _shrink() -> None:
     torch.set_num_threads(1)
     tuning.SPARE_SLOTS = tuning.UNBOUNDED_SPARE_ROWS = SPARE
     tuning.PACKED_SHARD_ROWS = tuning.UNBOUNDED_PACKED_SHARD_ROWS = 16
-    tuning.DEDUP_ROW_BYTES, tuning.DEDUP_PAGE_BYTES, tuning.DEDUP_FREE_BYTES = 1, 1, 8
     tuning.ARROW_SEGMENT_BYTES, tuning.ARROW_SEGMENT_BATCHES = 6000, 6
     tuning.JOURNAL_SEGMENT_BYTES = 8192
     store.Keeper = NoKeeper  # type: ignore[assignment,misc]

@@ -116,7 +116,7 @@ def open_store(
         "frame": {"layout": "packed", "rows": 4},
         "next.frame": {"layout": "packed", "rows": 2},
     }
-    layout = ColumnLayout(fields=packed) if spec.packed else ColumnLayout(share_next=spec.lent or None)
+    layout = ColumnLayout(fields=packed) if spec.packed else ColumnLayout()
     settings = Settings(flatten=True, seed=SEED, durability=spec.durability, layout=layout)
     if spec.archived:
         settings = dataclasses.replace(settings, archive=archive_of(path))
@@ -161,9 +161,6 @@ CONSTANTS = (
     (tuning, "PACKED_LOOKBACK_ROWS"),
     (tuning, "REPLACE_RECORD_BYTES"),
     (tuning, "MEMTABLE_BATCH_BYTES"),
-    (tuning, "DEDUP_ROW_BYTES"),
-    (tuning, "DEDUP_PAGE_BYTES"),
-    (tuning, "DEDUP_FREE_BYTES"),
     (tuning, "ARROW_SEGMENT_BYTES"),
     (tuning, "ARROW_SEGMENT_BATCHES"),
     (tuning, "ARROW_BATCH_BYTES"),
@@ -191,9 +188,6 @@ def fit_constants(spec: Spec) -> None:
         tuning.ARROW_COMPACTION_BATCHES = 4
     if spec.keyed:
         tuning.IDEMPOTENCY_KEYS, tuning.IDEMPOTENCY_SLOTS = 7, 12
-    if spec.lent:
-        tuning.PACKED_LOOKBACK_ROWS = 4, 8
-        tuning.DEDUP_ROW_BYTES, tuning.DEDUP_PAGE_BYTES, tuning.DEDUP_FREE_BYTES = 1, 8, 128
     tuning.REPLACE_RECORD_BYTES = spec.redo_bytes
     tuning.MEMTABLE_BATCH_BYTES = MEMTABLE_BATCH_BYTES if spec.tail else 0
 
@@ -205,8 +199,7 @@ def new_ledger(spec: Spec) -> Ledger:
     )
     spare = spare_slots(spec.capacity, row_bytes + base.ROW_BYTES) if spec.spare is None else spec.spare
     # So far from their own places, and a chunk, rows may lie.
-    reach = {"packed": 8 + 4, "lent": 8 + 1}["packed" if spec.packed else "lent"] if spec.follows else 0
-    return Ledger(spec, spare=spare, reach=0 if spec.capacity is None else reach)
+    return Ledger(spec, spare=spare, reach=8 + 4 if spec.packed and spec.capacity is not None else 0)
 
 
 def perform(rb: TensorDictReplayBuffer, state: Ledger, op: Op) -> None:

@@ -59,7 +59,6 @@ SPECS = {
         Spec("packed", 100, 40, frame=64, segment_bytes=4096, longest=120, packed=True),
         Spec("frames", None, None, frame=64, segment_bytes=4096, longest=60, packed=True),
         Spec("keyed", 60, 20, frame=64, segment_bytes=4096, longest=30, keyed=True),
-        Spec("lent", 100, 40, frame=64, segment_bytes=4096, longest=120, lent=True),
         Spec("best", 60, 20, frame=64, segment_bytes=4096, longest=90, overlong=False, best=True),
         Spec("flags", 60, 20, frame=64, segment_bytes=4096, longest=30, implied=True),
         Spec("ragged", 60, 20, frame=64, segment_bytes=4096, longest=60, ragged=True),
@@ -157,7 +156,7 @@ QUICK, QUICK_IF_SLOW = 2, 2
 SLOW = (
     "commit to the index", "close with an index", "new shard",
     "first packed rows", "long packed extend", "empty packed", "open few packed rows",
-    "open packed that was closed", "loads packed", "long lent extend", "few lent rows", "loads lent",
+    "open packed that was closed", "loads packed",
     "add a column to what grows", "add a column to counted rows", "add a column to few rows",
     "add a column to packed ones", "loads other fields",
     "new store with an archive", "long extend with an archive", "empty with an archive",
@@ -239,17 +238,11 @@ TEETH = {
         "packed recovery without sync",
         lambda at: power_cuts(240, 1, at, names=["packed", "frames"], first=4, stop=True),
     ),
-    "no copies for lent rows": Tooth(
-        "no copies for lent rows", lambda at: enumerate_gaps(at, names=["change lent rows"], stop=True)
-    ),
-    "copies in no record": Tooth(
-        "copies in no record", lambda at: power_cuts(240, 1, at, names=["lent", "lent wide"], stop=True)
-    ),
     "rows too far away": Tooth(
-        "rows too far away", lambda at: enumerate_gaps(at, names=["lent rows in a later turn"], stop=True)
+        "rows too far away", lambda at: enumerate_gaps(at, names=["packed rows in a later turn"], stop=True)
     ),
     "lenders without sync": Tooth(
-        "lenders without sync", lambda at: power_cuts(240, 1, at, names=["lent", "lent wide"], stop=True)
+        "lenders without sync", lambda at: power_cuts(240, 1, at, names=["packed", "frames"], stop=True)
     ),
     "late column without sync": Tooth(
         "late column without sync", lambda at: power_cuts(240, 1, at, names=["late", "late wide"], stop=True)

@@ -57,8 +57,6 @@ PACKED = Spec("packed", 24, 8, frame=64, lean=True, segment_bytes=4096, tail=Fal
 PACKED_NARROW = Spec("packed narrow", 24, 8, frame=64, lean=True, segment_bytes=1536, packed=True)
 RAGGED = Spec("ragged", 24, 8, frame=64, lean=True, segment_bytes=4096, tail=False, ragged=True)
 KEYED = Spec("keyed", 24, 8, frame=64, lean=True, segment_bytes=1536, keyed=True)
-LENT = Spec("lent", 24, 8, frame=64, lean=True, segment_bytes=4096, tail=False, lent=True)
-LENT_NARROW = Spec("lent narrow", 24, 8, frame=64, lean=True, segment_bytes=1536, lent=True)
 ARCHIVED = Spec("archived", 24, 8, frame=64, lean=True, segment_bytes=4096, archived=True)
 #: Rows ride in the journal.
 FLAGS = Spec("flags", 24, 8, frame=64, lean=True, segment_bytes=4096, implied=True)
@@ -181,6 +179,12 @@ PHASES = (
     ),
     Phase("open packed", PACKED, [*FEW, FLUSH, _extend(5), _extend(2)], part="open", must="write partial"),
     Phase(
+        "packed rows in a later turn",
+        PACKED,
+        [_extend(24), FLUSH, _extend(8), FLUSH, _extend(8, "a")],
+        [_extend(7), _extend(8, "a"), FLUSH, _extend(8)],
+    ),
+    Phase(
         "open packed in its second turn",
         PACKED,
         [_extend(24), FLUSH, _extend(8), FLUSH, _extend(7, "a"), _extend(8)],
@@ -252,38 +256,6 @@ PHASES = (
         LEAN,
         [*FEW, _add("late", 3, 5), _extend(6), _change(20, 25, 2), _drop("late")],
         part="open",
-    ),
-    Phase("lent rows", LENT, FEW, [_extend(6, "a"), _extend(8), FLUSH, _extend(3)]),
-    Phase(
-        "lent rows in a later turn",
-        LENT,
-        [_extend(24), FLUSH, _extend(8), FLUSH, _extend(8, "a")],
-        [_extend(7), _extend(8, "a"), FLUSH, _extend(8)],
-        must="punch",
-    ),
-    Phase(
-        "change lent rows",
-        LENT,
-        [_extend(24), FLUSH, _extend(8)],
-        [_change(12, 30, 1, 9), _extend(3), _change(13, 15, 2), _extend(4)],
-    ),
-    Phase("few lent rows", LENT_NARROW, FEW, [_extend(1), _change(19, 21, 1), _extend(2), FLUSH]),
-    Phase("long lent extend", LENT, [_extend(22)], [_extend(13), _extend(41, "a"), _extend(3)]),
-    Phase("open lent rows", LENT, [*FEW, FLUSH, _extend(5), _change(10, 22, 1, 4), _extend(2)], part="open"),
-    Phase("open few lent rows", LENT_NARROW, [*FEW, _extend(3), _extend(1), _extend(8)], part="open"),
-    Phase(
-        "dumps lent",
-        LENT,
-        [_extend(30), DUMPS, _extend(9)],
-        [*[DUMPS, _extend(5, "a")] * 2],
-        must="link zarr.json",
-    ),
-    Phase(
-        "loads lent",
-        LENT,
-        [_extend(30), DUMPS, _extend(9)],
-        [LOADS, _extend(5, "a")],
-        must="rename load",
     ),
     Phase(
         "first keys",

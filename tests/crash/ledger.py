@@ -63,7 +63,6 @@ class Spec:
     ragged: bool = False  # whether there are fields without a fixed size, in short segments
     compression: Literal["narrow", "lz4", "zstd"] | None = None  # of these
     keyed: bool = False  # whether rows are written under idempotency keys, of which few are known
-    lent: bool = False  # whether frames are flat, and lie with next ones where these have them already
     archived: bool = False  # whether what leaves the ring goes to an archive
     packed: bool = (
         False  # whether frames are packed, in chunks of a few rows and short shards; next ones, too
@@ -74,7 +73,7 @@ class Spec:
     @property
     def follows(self) -> bool:
         """Whether there are next frames."""
-        return self.packed or self.lent
+        return self.packed
 
 
 @dataclass(frozen=True)

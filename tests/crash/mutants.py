@@ -25,7 +25,6 @@ from expstore.storages.columns.sample_counts_column import SampledColumn
 from expstore.storages.engine import alter
 from expstore.storages.engine.archive import Archive
 from expstore.storages.engine.archive_before_evict import ArchivingStorage
-from expstore.storages.engine.dedup_columns import LendingStorage
 from expstore.storages.engine.packed_columns import PackableStorage
 from expstore.storages.engine.store import JournaledStorage
 from expstore.storages.engine.write_keys import KeyKeepingStorage
@@ -258,25 +257,6 @@ def break_late() -> None:
     alter._Building.sync = lambda self: None  # type: ignore[method-assign]
 
 
-def break_copies() -> None:
-    """Next rows are changed, and those that lie with them are left to it."""
-    LendingStorage._with_copies = lambda self, group, ids, places, columns: (ids, places, columns)  # type: ignore[method-assign]
-
-
-def break_copy_record() -> None:
-    """The copies are made, and the record has the change alone."""
-    copies = LendingStorage._with_copies
-
-    def apart(self: Any, group: Any, ids: Any, places: Any, columns: Any) -> Any:
-        every, wanted, values = copies(self, group, ids, places, columns)
-        for place, rows in zip(wanted, values, strict=True):
-            if place in group.shared and every is not ids:
-                group.columns[place].write_rows(self.slot_of(every), rows)
-        return ids, places, columns
-
-    LendingStorage._with_copies = apart  # type: ignore[method-assign]
-
-
 def break_flag_record() -> None:
     """What a flag follows from is recorded, and what is kept of the flag itself is only written."""
     record = JournaledStorage._record_change
@@ -391,8 +371,6 @@ BREAKS: dict[str, Callable[[], None]] = {
     "segments without sync": break_segment_syncs,
     "segments not cut": break_segment_cuts,
     "segments last": break_segments_first,
-    "no copies for lent rows": break_copies,
-    "copies in no record": break_copy_record,
     "flags in no record": break_flag_record,
     "rows too far away": break_reach,
     "lenders without sync": break_lenders,

@@ -60,7 +60,6 @@ SPECS = (
     Spec("chunks", 40, 12, frame=64, segment_bytes=4096, longest=14, lean=True, packed=True),
     Spec("late", 40, 12, frame=64, segment_bytes=4096, longest=12, lean=True, overlong=False, late=True),
     Spec("growing", None, 24, frame=64, segment_bytes=4096, longest=14, lean=True, packed=True),
-    Spec("lent", 40, 12, frame=64, segment_bytes=4096, longest=14, lean=True, lent=True),
     Spec("keyed", 40, 12, frame=64, segment_bytes=4096, longest=14, lean=True, keyed=True),
 )
 WEIGHTS = {

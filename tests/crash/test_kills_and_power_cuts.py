@@ -27,7 +27,6 @@ _KILLS_FIND = [
     "flags in no record",
     "displaced without a record",
     "raw rows in memory",
-    "no copies for lent rows",
     "keys in no record",
     "archived after",
 ]
@@ -137,10 +136,9 @@ def test_kills_find(reports: Reports, fault: str) -> None:
     begins with the count of the one that had its slot. notes without a record: what is noted about an
     episode is in no record of the journal. flags in no record: nor is what is kept of a flag if others change
     from which it follows. displaced without a record: nor is a row that takes the place of another. raw rows
-    in memory: rows of a packed chunk that is not full are not in any file. no copies for lent rows: next rows
-    are changed, and those that lie with them read the new ones. keys in no record: a write is made again when
-    it is tried again. archived after: what leaves goes to the archive when others may have its slots. The
-    others are told of in mutants.py.
+    in memory: rows of a packed chunk that is not full are not in any file. keys in no record: a write is made
+    again when it is tried again. archived after: what leaves goes to the archive when others may have its
+    slots. The others are told of in mutants.py.
     """
     assert reports[fault]["failures"]
 

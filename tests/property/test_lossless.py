@@ -38,14 +38,11 @@ _TORCH = {"bool": torch.bool, "bfloat16": torch.bfloat16, "complex64": torch.com
 
 @pytest.fixture(autouse=True, scope="module")
 def short_shards() -> Iterator[None]:
-    """Shards of 16 rows and little spare; narrow flat rows are shared, their space is given back at once."""
+    """Shards of 16 rows and little spare."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tuning, "PACKED_SHARD_ROWS", 16)
         patch.setattr(tuning, "UNBOUNDED_PACKED_SHARD_ROWS", 16)
         set_spare_slots(patch, 12)
-        patch.setattr(tuning, "DEDUP_ROW_BYTES", 1)
-        patch.setattr(tuning, "DEDUP_PAGE_BYTES", 1)
-        patch.setattr(tuning, "DEDUP_FREE_BYTES", 8)
         yield
 
 

@@ -224,9 +224,7 @@ class Life(stateful.RuleBasedStateMachine):
         late = {name: [held[id] for id in chosen] for name, (_, held) in after.late.items()}
         self.act(fatal, after, "put", index, rows, late)
 
-    @stateful.precondition(
-        lambda self: self.truth.rows and self.kind in ("flat", "shared", "memory", "arrow")
-    )
+    @stateful.precondition(lambda self: self.truth.rows and self.kind in ("flat", "memory", "arrow"))
     @stateful.rule(places=places, fatal=fatal)
     def patch(self, places: set[int], fatal: Fatal) -> None:
         after, chosen = self.truth.copy(), self.among(places)

@@ -1,4 +1,4 @@
-"""Rows with frames, for tests of packed and deduplicated columns."""
+"""Rows with frames, for tests of packed columns."""
 
 from __future__ import annotations
 

@@ -49,8 +49,8 @@ LIMITS = {
 #: only fall: after an improvement, `--record` lowers it, and removes it when the limit is met.
 CEILINGS: dict[str, int] = {
     "longest own inheritance chain of a buffer": 7,
-    "longest own inheritance chain of a storage": 15,
-    "public names of a storage": 142,
+    "longest own inheritance chain of a storage": 14,
+    "public names of a storage": 141,
     "attributes of an open store's object": 95,
     "attributes of a base class written by a class in another file": 113,
     "parameters of expstore.open": 32,
@@ -59,7 +59,7 @@ CEILINGS: dict[str, int] = {
     "files that a sample runs through": 25,
     "functions that an extend runs": 101,
     "files that an extend runs through": 38,
-    "phrases of the old prose": 1010,
+    "phrases of the old prose": 1003,
     "lines of README.md": 624,
 }
 

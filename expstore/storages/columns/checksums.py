@@ -23,7 +23,6 @@ from expstore.core.values import Array, IntArray
 from expstore.disk.files import Disk, File
 from expstore.errors import CorruptionError
 from expstore.storages.columns.column_set import ColumnGroup
-from expstore.storages.columns.dedup import SharedColumn
 from expstore.storages.columns.flat import CHUNK_ROWS, Column
 
 __all__ = [
@@ -290,26 +289,12 @@ def _sum_block(column: Column, block: int) -> int:
         return 0  # its chunks have checksums of their own
     if column.blank:
         return zeros_sum(size)  # a hole: reading it would fill memory with zeros
-    start, count = block * BLOCK_ROWS, BLOCK_ROWS
-    if isinstance(column, SharedColumn):
-        return _sum_shared(column, start, size)
-    rows: NDArray[np.uint8] = column.copy(start, count).reshape(-1).view(np.uint8)
+    rows: NDArray[np.uint8] = column.copy(block * BLOCK_ROWS, BLOCK_ROWS).reshape(-1).view(np.uint8)
     if size <= _PIECE_BYTES:
         crc: int = google_crc32c.value(rows)
         return crc
     crc = 0
     for start in range(0, size, _PIECE_BYTES):
         crc = google_crc32c.extend(crc, rows[start : start + _PIECE_BYTES])
-        time.sleep(0)
-    return crc
-
-
-def _sum_shared(column: SharedColumn, start: int, size: int) -> int:
-    """Return the crc32c of a block in which rows that lie elsewhere count as zeros."""
-    if column.distances.copy(start, BLOCK_ROWS).all():
-        return zeros_sum(size)
-    crc = 0
-    for part in column.parts_to_sum(start, BLOCK_ROWS):
-        crc = google_crc32c.extend(crc, part)
         time.sleep(0)
     return crc

@@ -1,7 +1,7 @@
 """All columns of a store: made, opened, looked at and read together.
 
 Used by `ZarrStorage`, followers and checks; `expstore.storages.columns.column_set_writer` adds writing. Which
-of them are packed, and of which rows may lie elsewhere, says each array's own zarr.json.
+of them are packed says each array's own zarr.json.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from expstore.disk.files import Disk, File
 from expstore.disk.filesystem import fills_holes
 from expstore.errors import StorageError
 from expstore.schema.schema import Field
-from expstore.storages.columns.dedup import SharedColumn
 from expstore.storages.columns.flat import REWRITE_BYTES, Column, shard_rows
 from expstore.storages.columns.packed.column import PackedRows
 from expstore.storages.columns.packed.reader import PackedReader
@@ -28,13 +27,7 @@ from expstore.storages.format.chunk_encoding import Packing
 from expstore.storages.format.chunk_file import ANY_TURN
 from expstore.storages.format.derived import Implied
 from expstore.storages.format.paths import SEGMENTS
-from expstore.storages.format.zarr_metadata import (
-    distance_field,
-    make_metadata,
-    read_layout,
-    read_packing,
-    read_sharing,
-)
+from expstore.storages.format.zarr_metadata import make_metadata, read_layout, read_packing
 
 if TYPE_CHECKING:
     from expstore.storages.columns.arrow.segments import Segments
@@ -95,21 +88,10 @@ class ColumnGroup:
         return SegmentReader(self._disk, self.folder.parent / SEGMENTS, fields, self.slots)
 
     def link_partners(self) -> None:
-        """Tell columns of which some rows lie with the next ones where these are; find implied flags."""
+        """Tell packed columns where the next ones are, with which rows may lie; find implied flags."""
         self.implied = Implied.of(self._implied, [column.entry for column in self.columns])
         #: Rows of the first one may lie with the second one: their places.
         self.pairs: dict[int, int] = {}
-        #: Flat ones of which rows may lie with the next ones, by place.
-        self.shared = {p: column for p, column in enumerate(self.columns) if isinstance(column, SharedColumn)}
-        #: Whatever lies in a Zarr array: columns, and those that say where rows of shared ones lie.
-        self.arrays: list[Column] = [*self.columns, *(c.distances for c in self.shared.values())]
-        keys = {column.entry.key: place for place, column in enumerate(self.columns)}
-        for place, shared in self.shared.items():
-            other = keys.get(("next", *shared.entry.key), place)
-            lender = self.columns[other]
-            kind = lender.entry.dtype, lender.entry.shape
-            if lender.viewed and kind == (shared.entry.dtype, shared.entry.shape):
-                shared.partner, self.pairs[place] = lender, other
         packed = {c.entry.key: (p, c) for p, c in enumerate(self.columns) if isinstance(c, PackedRows)}
         for key, (place, column) in packed.items():
             other, partner = packed.get(("next", *key), (-1, None))
@@ -134,7 +116,7 @@ class ColumnGroup:
         taken: dict[int, Array] = {}
         for place, other in self.pairs.items():
             column = self.columns[place]
-            if isinstance(column, (PackedRows, SharedColumn)) and place in places and other in places:
+            if isinstance(column, PackedRows) and place in places and other in places:
                 taken[place], taken[other] = column.take_pair(slots)
         apart = [place for place in places if place in self.segment_places]
         if self.segments is not None and apart:
@@ -146,16 +128,7 @@ class ColumnGroup:
     def _make(self, folder: Path, entry: Field, slots: int | None) -> Column:
         if entry.variable:
             return self._segment_column(folder, entry)
-        if entry.key[0] != "_row" and read_sharing(self._disk, folder):
-            distances = self._distances(folder, entry, slots)
-            return SharedColumn(self._disk, folder, entry, slots, distances, fills=self.fills)
         return Column(self._disk, folder, entry, slots, fills=self.fills)
-
-    def _distances(self, folder: Path, entry: Field, slots: int | None, *, write: bool = True) -> Column:
-        """Return the column that says where rows of a shared one lie."""
-        other = distance_field(entry.key)
-        make = self._make if write else self._find
-        return make(self.folder.joinpath(*other.key), other, slots)
 
     def _find(self, folder: Path, entry: Field, slots: int | None) -> Column:
         """Return a column for reading; one whose metadata cannot be read is damaged as a whole."""
@@ -166,18 +139,10 @@ class ColumnGroup:
             if packing is not None:
                 return PackedReader(self._disk, folder, entry, slots, packing)
             layout, fault = read_layout(self._disk, folder, entry), None
-            shares = entry.key[0] != "_row" and read_sharing(self._disk, folder)
         except StorageError as exc:
             layout, fault = None, exc.message
-            # Then the other column says what it was.
-            other = self.folder.joinpath(*distance_field(entry.key).key)
-            shares = entry.key[0] != "_row" and self._disk.exists(other)
         how: Any = {"layout": layout, "write": False, "fills": self.fills}
-        if shares:
-            distances = self._distances(folder, entry, slots, write=False)
-            column: Column = SharedColumn(self._disk, folder, entry, slots, distances, **how)
-        else:
-            column = Column(self._disk, folder, entry, slots, **how)
+        column = Column(self._disk, folder, entry, slots, **how)
         column.fault = fault
         return column
 
@@ -196,12 +161,9 @@ class ColumnGroup:
         pool: ThreadPoolExecutor | None,
         attributes: dict[str, Any],
         packings: Sequence[Packing | None] = (),
-        lent: Collection[Key] = (),
         implied: Collection[Key] = (),
     ) -> None:
         """Make the Zarr metadata of empty columns aside, sync it, and rename it in."""
-        packings = [*(packings or [None] * len(fields)), *[None] * len(lent)]
-        fields = [*fields, *map(distance_field, sorted(lent))]
         aside = folder.with_name(folder.name + ".tmp")
         disk.remove_tree(aside)
         disk.remove_tree(folder)
@@ -220,7 +182,7 @@ class ColumnGroup:
         fields = [entry for entry in fields if not entry.variable]
         rows = [shard_rows(entry.row_bytes, slots) for entry in fields]
         try:
-            how: dict[str, Any] = {"packings": packings, "lent": lent, "implied": implied}
+            how: dict[str, Any] = {"packings": packings, "implied": implied}
             made = make_metadata(fields, rows, slots, attributes, **how)
             for name, data in made.items():
                 path = aside / name
@@ -245,19 +207,19 @@ class ColumnGroup:
         """Open what is there."""
         if self.segments is not None:
             self.segments.open_all()
-        for column in self.arrays:
+        for column in self.columns:
             column.open_shards()
-        for column in self.arrays:
+        for column in self.columns:
             column.look_for_true()
-        self._ready = min(column.ready for column in self.arrays)
+        self._ready = min(column.ready for column in self.columns)
 
     def look(self, slots: int, *, due: bool = True) -> None:
         """Open, for reading only, what slots 0 to `slots` - 1 need; note what is damaged."""
         if self.segments is not None:
             self.segments.open_all()
-        for column in self.arrays:
+        for column in self.columns:
             column.look(slots, due=due)
-        self._ready = min(column.ready for column in self.arrays)
+        self._ready = min(column.ready for column in self.columns)
 
     def look_to(self, last: int) -> None:
         """Find the rows up to this id that are packed or in segments, beside who has written them."""
@@ -278,11 +240,11 @@ class ColumnGroup:
     @property
     def summed(self) -> list[Column]:
         """Columns that have checksums, in the order of these."""
-        return [*self.columns[:-1], *self.arrays[len(self.columns) :]]
+        return self.columns[:-1]
 
     @property
     def unviewed_places(self) -> frozenset[int]:
-        """Columns whose rows cannot be viewed: packed, in segments, some with others, or implied."""
+        """Columns whose rows cannot be viewed: packed, in segments, or implied."""
         unviewed = {place for place, column in enumerate(self.columns) if not column.viewed}
         return frozenset(unviewed | self.implied.places.keys())
 
@@ -320,18 +282,18 @@ class ColumnGroup:
 
     def do_without_threads(self) -> None:
         """Never copy rows with torch: a forked process lacks the threads that it may wait for."""
-        for column in self.arrays:
+        for column in self.columns:
             column.wide_row = column.row_bytes + 1
 
     @property
     def damaged(self) -> list[str]:
         """What is wrong with shards that cannot be read."""
-        return sorted({found for column in self.arrays for found in column.damaged.values()})
+        return sorted({found for column in self.columns for found in column.damaged.values()})
 
     def require(self, pieces: Iterable[tuple[int, int, int]]) -> None:
         """Check that these slots have a place; raise CorruptionError if not."""
         for slot, _, n in pieces:
-            for column in self.arrays:
+            for column in self.columns:
                 column.require(slot + n if n else 0)
 
     def require_rows(self, first_id: int, count: int) -> None:
@@ -379,11 +341,11 @@ class ColumnGroup:
         """Make shards so that slots 0 to `slots` - 1 have a place."""
         if slots <= self._ready:
             return
-        for column in self.arrays:
+        for column in self.columns:
             while column.ready < slots:
                 made = column.add_shard()  # takes a while, in which the set may be emptied
                 self.new_folders.update(made)
-        self._ready = min(column.ready for column in self.arrays)
+        self._ready = min(column.ready for column in self.columns)
 
     def checksum(self, first_id: int, count: int) -> int:
         """Return the crc32c that `write` returned for these rows, from what stands on disk; -1: none does."""
@@ -394,8 +356,6 @@ class ColumnGroup:
                 continue
             for slot, _, n in runs:
                 if slot + n > column.ready:
-                    return -1
-                if isinstance(column, SharedColumn) and not column.reaches(slot, n):
                     return -1
                 # What cannot be viewed is copied for it: piece by piece.
                 step = n if column.viewed else max(1, REWRITE_BYTES // column.row_bytes)
@@ -410,28 +370,26 @@ class ColumnGroup:
     def rewrite(self, pieces: Iterable[tuple[int, int, int]]) -> None:
         """Write rows again as they read, so that a sync brings them to the disk for sure."""
         for slot, _, n in pieces:
-            for column in self.arrays:
+            for column in self.columns:
                 if column.packed:
                     continue  # settling does it
                 step = max(1, REWRITE_BYTES // column.row_bytes)
-                parts = column.stored(slot, n) if isinstance(column, SharedColumn) else [(slot, n, True)]
-                for first, count, own in parts:
-                    for start in range(first, first + count if own else first, step):
-                        for file, at, row, rows in column.spans(start, min(step, first + count - start)):
-                            file.write(column.view[start + row : start + row + rows].copy(), at)
+                for start in range(slot, slot + n, step):
+                    for file, at, row, rows in column.spans(start, min(step, slot + n - start)):
+                        file.write(column.view[start + row : start + row + rows].copy(), at)
 
     def files_of(self, pieces: Iterable[tuple[int, int, int]]) -> set[File]:
         """Return the files that hold these slots, as far as they were ever written to."""
         return {
             file
             for slot, _, n in pieces
-            for column in self.arrays
+            for column in self.columns
             for file, _, _, _ in column.spans(slot, min(n, column.ready - slot))
         }
 
     def close(self) -> None:
         """Close all files."""
-        for column in self.arrays:
+        for column in self.columns:
             column.close()
         if self.segments is not None:
             self.segments.close()

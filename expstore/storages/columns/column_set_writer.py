@@ -144,7 +144,7 @@ class WritableColumns(ColumnGroup):
         twin.segment_places = tuple(p for p, column in enumerate(columns) if column.entry.variable)
         twin.link_partners()
         twin.row_bytes = sum(column.row_bytes for column in twin.columns)
-        twin._ready = min(column.ready for column in twin.arrays)
+        twin._ready = min(column.ready for column in twin.columns)
         twin._next_rows = {}
         twin._look_through()
         return twin
@@ -229,39 +229,6 @@ class WritableColumns(ColumnGroup):
             if place in now:
                 now[place].partner = now[other]
         return now
-
-    # -- flat columns of which rows may lie elsewhere ----------------------------------------------
-
-    def forget_next(self, places: Collection[int]) -> None:
-        """Let no later row lie with rows of these columns that are there: they are about to be changed."""
-        for place, other in self.pairs.items():
-            if other in places and place in self._next_rows:
-                self._next_rows[place].forget()
-
-    def _write_shared(
-        self, place: int, pieces: Sequence[tuple[int, int, int]], columns: Sequence[Array], numbers: IntArray
-    ) -> list[Future[None]]:
-        """Write what of a column does not lie with the next ones; return what other threads still write."""
-        column, known = self.shared[place], self._next_rows.get(place)
-        jobs: list[Future[None]] = []
-
-        def write(file: File, rows: Array, at: int) -> None:
-            each = max(1, WRITE_BYTES // column.row_bytes)
-            for start in range(0, len(rows), each):
-                part = rows[start : start + each]
-                self._write_some(file, part, at + start * column.row_bytes, jobs)
-
-        try:
-            for slot, offset, n in pieces:
-                first, rows = int(numbers[0, offset]) - 1, columns[place][offset : offset + n]
-                distances = np.zeros(n, np.int64)
-                if known is not None:
-                    distances = known.find(first, rows, columns[self.pairs[place]][offset : offset + n])
-                column.append(slot, rows, distances, write, again=self.place_behind(first)[0] > 0)
-        except BaseException:
-            _finish(jobs)
-            raise
-        return jobs
 
     # -- rows ------------------------------------------------------------------------------------
 
@@ -399,14 +366,7 @@ class WritableColumns(ColumnGroup):
                 if known is not None:
                     distances = known.find(first, rows, columns[self.pairs[place]][offset : offset + n])
                 packed.append(self.place_behind(first)[0], slot, rows, distances)
-        jobs: list[Future[None]] = []
-        try:
-            for place in self.shared:
-                jobs += self._write_shared(place, pieces, columns, numbers)
-            return jobs + self._write_viewed(pieces, arrays, blank, count)
-        except BaseException:
-            _finish(jobs)
-            raise
+        return self._write_viewed(pieces, arrays, blank, count)
 
     def _write_viewed(
         self,

@@ -74,11 +74,6 @@ class NextRows:
         self._told = place, found
         return found
 
-    def forget(self) -> None:
-        """Know nothing any more: what was told may have changed."""
-        self._begin(-1)
-        self._told = -1, np.empty(0, np.int64)
-
     def _told_before(self, place: int, rows: Bytes, next_rows: Bytes, found: IntArray) -> int:
         """Fill in what was found the last time, if the same rows come once more; return for how many."""
         first, before = self._told

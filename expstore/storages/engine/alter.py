@@ -20,7 +20,7 @@ from expstore.schema.schema import Field, Schema
 from expstore.storages.columns.checksums import Checksums
 from expstore.storages.columns.flat import Column
 from expstore.storages.engine.backfill import Filler, Reshaping, check_coming, check_going, places_without
-from expstore.storages.engine.dedup_columns import LendingStorage
+from expstore.storages.engine.packed_columns import PackableStorage
 from expstore.storages.folder import refuse_objects
 from expstore.storages.format.paths import CHECKSUMS, COLUMNS
 from expstore.storages.format.pending_swap import ASIDE, COLUMN, Plan, begin_late, commit_late, finish_late
@@ -30,7 +30,7 @@ from expstore.storages.new_field import Coming
 __all__ = ["ReshapableStorage"]
 
 
-class ReshapableStorage(LendingStorage):
+class ReshapableStorage(PackableStorage):
     """Let fields come and go.
 
     Threads: one field comes or goes at a time; others write and read meanwhile, and wait for the end of it.
@@ -125,14 +125,11 @@ class ReshapableStorage(LendingStorage):
                     )
             with self._one_act():
                 gone, rest = group.columns[place], places_without(len(group.columns), place)
-                gone_too = group.shared[place].distances if place in group.shared else None
-                summed = [n for n, c in enumerate(group.summed) if c is not gone and c is not gone_too]
+                summed = [n for n, c in enumerate(group.summed) if c is not gone]
                 begin_late(self.disk, self.path, plan, sums.rearranged(summed))
                 self._commit(plan, schema, specs, [group.columns[number] for number in rest])
-                for column in (gone, gone_too):
-                    if column is not None:
-                        self._touched -= set(column.files)
-                        column.close()
+                self._touched -= set(gone.files)
+                gone.close()
 
     def _plan(self, act: str, key: Key, others: Schema) -> Plan:
         return Plan.of("add" if act == "add" else "drop", key, others, self.manifest.column_set + 1)

@@ -218,8 +218,6 @@ class RetainingStorage(ReshapableStorage):
         files: set[File] = set()
         if group is None:
             return files
-        lenders = {other for place, other in group.pairs.items() if place in group.shared}
-        reach = max((reach_for(column.entry) for column in group.shared.values()), default=0)
         columns = list(group.columns)
         if self.sampled is not None:
             columns.append(self.sampled.column)
@@ -230,9 +228,7 @@ class RetainingStorage(ReshapableStorage):
                 near = dead.common(pages.widened(column.packing.rows + lent))
                 column.thin(dead, near, lent)
             elif place not in group.segment_places and not column.blank:
-                # Rows that stay, or are still to come, may lie with those right before them.
-                unread = dead.shortened(reach).common(pages) if place in lenders else pages
-                files |= _punch(column, unread)
+                files |= _punch(column, pages)
         return files
 
 

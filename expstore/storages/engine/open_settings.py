@@ -44,6 +44,8 @@ KeyLike = str | tuple[str, ...]
 #: Kinds of storage on disk, and how rows without a fixed size may be compressed.
 STORAGES = ("zarr", "arrow")
 COMPRESSIONS = ("narrow", "lz4", "zstd")
+#: What columns are where nobody has said.
+_FLAT = ColumnLayout("flat")
 #: What a folder may hold in which a store is only being made.
 _BEGINNINGS = {"LOCK", "STATE", "journal", "episodes.log", "PROBE.tmp", MANIFEST + ".tmp"}
 
@@ -123,6 +125,8 @@ def enter(
     if exists and settings.mode == "x":
         raise _exists(path)
     new = not exists or settings.mode == "w"
+    if new:
+        _new_layout(settings)  # refused before anything is made or moved
     _check_archive(disk, path, capacity, settings.archive or None, new=new)
     if exists and new:
         _move_aside(disk, path)
@@ -301,15 +305,20 @@ def _new(capacity: int | None, settings: Settings) -> Manifest:
         meta=settings.meta or {},
         specs=settings.specs,
         retain=settings.retain.to_json() if settings.retain else {},
-        layout=(settings.layout or ColumnLayout()).filled(settings.new_layout).to_json(),
+        layout=_new_layout(settings).to_json(),
     )
+
+
+def _new_layout(settings: Settings) -> ColumnLayout:
+    """Return how the columns of a new store are made; raise SchemaError if an option has no effect there."""
+    return (settings.layout or ColumnLayout()).filled(settings.new_layout).filled(_FLAT)
 
 
 def _layout(settings: Settings, manifest: Manifest) -> dict[str, Any] | None:
     """Return how columns would be made if that was done as asked for."""
     if settings.layout is None:
         return None
-    return settings.layout.filled(ColumnLayout(**manifest.layout)).to_json()
+    return settings.layout.filled(ColumnLayout(**manifest.layout)).filled(_FLAT).to_json()
 
 
 def _keys(names: Sequence[KeyLike] | None) -> tuple[Key, ...] | None:

@@ -88,7 +88,7 @@ class PackableStorage(DisplacingStorage):
         As far as rows may lie with the next ones, and a chunk: of those in whose places rows come a reader
         may find the newer ones alone.
         """
-        layout, reach = self.layout, self.layout.reach(schema.fields, capacity)
+        layout, reach = self.layout, self.layout.reach(schema.fields)
         each = layout.chunk_rows(schema.fields)
         if capacity is None or not (reach or layout.packs(schema.fields)):
             return 0

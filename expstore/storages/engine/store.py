@@ -71,7 +71,7 @@ class JournaledStorage(KeyKeepingStorage, VersionedStorage):
         layout: As of `expstore.open`; None: as stored, "flat" for a new store.
         fields: As of `expstore.open`.
         retain: As of `expstore.open`.
-        share_next: As of `expstore.open`; None: as stored, of packed fields alone for a new store.
+        share_next: As of `expstore.open`; None: as stored, True for a new store.
         disk: Where files are touched.
         segment_bytes: Length of a journal segment; None: 4 MiB, or 64 MiB where records carry their rows.
     """

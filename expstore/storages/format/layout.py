@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from expstore.core import tuning
 from expstore.core.values import Key, Ranking, key_name, to_key
 from expstore.errors import SchemaError
 from expstore.schema.field_roles import find_keys
@@ -47,12 +46,11 @@ class ColumnLayout:
             has said; columns are flat then.
         fields: The same for single fields, by name: their `layout`, `codec` (its `interop` says who reads
             it), `rows` per chunk and `share_next`.
-        share_next: Whether rows of a field are left out where the field's next rows, those of
-            `("next", name)`, have them already: of packed fields, and of flat ones of at least 1 KiB per
-            row. None: nobody has said; packed ones are then.
+        share_next: Whether rows of a packed field are left out where the field's next rows, those of
+            `("next", name)`, have them already. None: nobody has said; they are then.
 
     Raises:
-        SchemaError: There is no such layout, codec or option.
+        SchemaError: There is no such layout, codec or option, or an option has no effect.
     """
 
     layout: LayoutName | None = None
@@ -78,7 +76,7 @@ class ColumnLayout:
             shared = asked.get("share_next", self.share_next)
             if not isinstance(shared, bool | None):
                 raise SchemaError(f"{whose}share_next must be True or False, got {shared!r}")
-            if asked.get("layout") == "flat":
+            if name and asked.get("layout") == "flat":
                 _refuse_idle(whose, asked, packed=False, fault=None)
             rows = asked.get("rows", 1)
             whole = isinstance(rows, int) and not isinstance(rows, bool)
@@ -87,6 +85,8 @@ class ColumnLayout:
                     f"{whose}rows per chunk must be a power of two, got {rows!r}",
                     hint=f"use a whole number from 1 to {MOST_ROWS}, or leave rows out",
                 )
+        if self.share_next and self.layout == "flat" and not self._may_pack:
+            _refuse_idle("", {"share_next": True}, packed=False, fault=None)
 
     @classmethod
     def of(cls, stored: Mapping[str, Any], ranking: Ranking | None) -> ColumnLayout:
@@ -100,13 +100,13 @@ class ColumnLayout:
 
     def to_json(self) -> dict[str, Any]:
         """Return what expstore.json keeps: nothing of what is flat anyway."""
-        if self.layout in (None, "flat") and not self.fields and self.share_next is None:
+        if self.layout in (None, "flat") and not self.fields and self.share_next is not False:
             return {}
         kept: dict[str, Any] = {
             "layout": self.layout or "flat",
             "fields": {k: dict(v) for k, v in self.fields.items()},
         }
-        return kept if self.share_next is None else {**kept, "share_next": self.share_next}
+        return {**kept, "share_next": False} if self.share_next is False else kept
 
     def filled(self, other: ColumnLayout) -> ColumnLayout:
         """Return what this one says, and where it says nothing the other."""
@@ -162,11 +162,10 @@ class ColumnLayout:
         return "packed" in (self.layout, *(asked.get("layout") for asked in self.fields.values()))
 
     @property
-    def asks_lent(self) -> bool:
-        """Whether it asks for flat fields of which rows are left out, by name."""
-        return any(
-            asked.get("layout") == "flat" and asked.get("share_next") for asked in self.fields.values()
-        )
+    def _may_pack(self) -> bool:
+        """Whether fields can be packed, by name or by their width."""
+        asked = (self.layout, *(options.get("layout") for options in self.fields.values()))
+        return "packed" in asked or "auto" in asked
 
     def packings(self, fields: tuple[Field, ...], slots: int | None, reach: int) -> list[Packing | None]:
         """Return how fields are packed; None: one is flat.
@@ -179,60 +178,29 @@ class ColumnLayout:
         shared = self._shared(fields) if slots is None or reach else frozenset()
         return [self._packing(entry, slots, shares=entry.key in shared) for entry in fields]
 
-    def lent(self, fields: tuple[Field, ...], slots: int | None, reach: int) -> frozenset[Key]:
-        """Return the flat fields of which rows may lie with the next ones; as `packings`."""
-        shared = self._shared(fields) if slots is None or reach else frozenset()
-        return frozenset(e.key for e in fields if e.key in shared and self._packing(e, None) is None)
-
-    def reach(self, fields: tuple[Field, ...], capacity: int | None = None) -> int:
-        """Return how many rows behind the oldest one must stay for rows that lie with the next ones.
-
-        Args:
-            fields: All of a store.
-            capacity: Most readable rows. Of flat fields, whose slots take space even so, no more than a
-                quarter of them stay, or 16.
-        """
-        shared, most = self._shared(fields), max(16, (capacity or 0) // 4)
-        return max(
-            (
-                reach_for(entry) if self._packing(entry, None) else min(most, reach_for(entry))
-                for entry in fields
-                if entry.key in shared
-            ),
-            default=0,
-        )
+    def reach(self, fields: tuple[Field, ...]) -> int:
+        """Return how many rows behind the oldest one must stay for rows that lie with the next ones."""
+        shared = self._shared(fields)
+        return max((reach_for(entry) for entry in fields if entry.key in shared), default=0)
 
     def _shared(self, fields: tuple[Field, ...]) -> frozenset[Key]:
-        """Return the fields of which rows may lie with the next ones."""
+        """Return the packed fields of which rows may lie with the next ones."""
         found = set()
         for entry in fields:
-            usual = self._packing(entry, None) is not None
             asked = self.fields.get(key_name(entry.key), {}).get("share_next", self.share_next)
-            if (usual if asked is None else asked) and self._fault(entry, fields) is None:
+            packed = self._packing(entry, None) is not None
+            if packed and asked is not False and self._fault(entry, fields) is None:
                 found.add(entry.key)
         return frozenset(found)
 
     def _fault(self, entry: Field, fields: tuple[Field, ...]) -> str | None:
-        """Return why no rows of a field can lie with the next ones; None: some can."""
-        if entry.variable:
-            return "its rows have no fixed size, and it is neither packed nor flat"
-        packed = self._packing(entry, None) is not None
-        for other in fields:
-            if other.key == ("next", *entry.key) and (self._packing(other, None) is not None) is packed:
-                if (other.dtype, other.shape) != (entry.dtype, entry.shape):
-                    continue
-                if packed:
-                    return None
-                if entry.key[0] == "next":
-                    return "it is a next one itself"
-                if entry.row_bytes < tuning.DEDUP_ROW_BYTES:
-                    return (
-                        f"it is flat, and of rows of {entry.row_bytes} bytes that saves little and slows "
-                        f"reading: they need {tuning.DEDUP_ROW_BYTES}"
-                    )
-                return None
-        kind = "packed" if packed else "flat"
-        return f"it is {kind}, and among {kind} next ones has none of its dtype and shape"
+        """Return why no rows of a packed field can lie with the next ones; None: some can."""
+        kind = ("next", *entry.key), entry.dtype, entry.shape
+        if any(
+            (other.key, other.dtype, other.shape) == kind and self._packing(other, None) for other in fields
+        ):
+            return None
+        return "it is packed, and among packed next ones has none of its dtype and shape"
 
     def _packing(self, entry: Field, slots: int | None, *, shares: bool = False) -> Packing | None:
         own = self.fields.get(key_name(entry.key), {})
@@ -313,11 +281,12 @@ def _by_name(fields: Any) -> dict[str, dict[str, Any]]:
 
 def _refuse_idle(whose: str, asked: Mapping[str, Any], *, packed: bool, fault: str | None) -> None:
     """Raise SchemaError for an option that has no effect; `fault` is why rows cannot be shared."""
-    for option in ("codec", "rows"):
-        if option in asked and not packed:
+    for option in ("codec", "rows", "share_next"):
+        if asked.get(option) and not packed:
             raise SchemaError(
-                f"{whose}{option}={asked[option]!r} is of packed fields, and this one is flat",
-                hint=_anew(f"leave {option} out, or ask for 'layout': 'packed'"),
+                f"{whose}{option}={asked[option]!r} is of packed fields, and "
+                f"{'this one is' if whose else 'all of these are'} flat",
+                hint=_anew(f'leave {option} out, or ask for layout="packed"'),
             )
     if asked.get("share_next") and fault is not None:
         raise SchemaError(

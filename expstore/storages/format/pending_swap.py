@@ -23,7 +23,6 @@ from expstore.errors import CorruptionError, StateError
 from expstore.schema.schema import Schema
 from expstore.storages.format.manifest import MANIFEST, Manifest
 from expstore.storages.format.paths import CHECKSUMS, COLUMNS
-from expstore.storages.format.zarr_metadata import distance_field
 
 __all__ = ["ASIDE", "COLUMN", "LATE", "Plan", "begin_late", "commit_late", "finish_late", "sums_path"]
 
@@ -145,11 +144,6 @@ def finish_late(disk: Disk, path: Path) -> bool:
     if committed == (plan.act == "drop") and disk.exists(place):
         disk.rename(place, late / _OLD)
         disk.sync_dir(place.parent)
-    if committed and plan.act == "drop":  # what said where its rows lay
-        distances = path.joinpath(COLUMNS, *distance_field(plan.key).key)
-        if disk.exists(distances):
-            disk.remove_tree(distances)
-            disk.sync_dir(distances.parent)
     disk.sync_dir(path)
     disk.sync_dir(late)
     disk.rename(late, path / ASIDE)

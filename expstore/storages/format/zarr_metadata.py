@@ -26,12 +26,10 @@ __all__ = [
     "CHUNK_ROWS",
     "SEPARATOR",
     "Layout",
-    "distance_field",
     "grow_shape",
     "make_metadata",
     "read_layout",
     "read_packing",
-    "read_sharing",
     "shard_footer",
     "shard_name",
 ]
@@ -65,7 +63,6 @@ def make_metadata(
     *,
     separator: str = SEPARATOR,
     packings: Sequence[Packing | None] = (),
-    lent: Collection[Key] = (),
     implied: Collection[Key] = (),
 ) -> dict[str, bytes]:
     """Return the files of the Zarr v3 group: relative name -> bytes.
@@ -77,7 +74,6 @@ def make_metadata(
         attributes: Of the group.
         separator: What stands between the numbers in a shard's name; "." where an array is packed.
         packings: How each array is packed; None: it is not.
-        lent: The flat ones of which rows may lie with the next ones.
         implied: Flags of which is kept where they do not follow from others.
     """
     import zarr
@@ -87,7 +83,7 @@ def make_metadata(
     store = MemoryStore()
     group = zarr.create_group(store=store, attributes=attributes)
     for entry, shard, packing in zip(fields, rows, packings or [None] * len(fields), strict=True):
-        about = _about(entry, packing, lent=entry.key in lent) | _of_flag(entry, implied)
+        about = _about(entry, packing) | _of_flag(entry, implied)
         length = shard if packing is None else packing.shard
         group.create_array(
             entry.path,
@@ -112,18 +108,8 @@ def make_metadata(
     return sync(collect())
 
 
-def distance_field(key: Key) -> Field:
-    """Return the column that says how many rows before each of a flat field the next ones have it."""
-    return Field(("_row", "distance", *key), "uint16", ())
-
-
-def _about(entry: Field, packing: Packing | None, *, lent: bool) -> dict[str, Any]:
+def _about(entry: Field, packing: Packing | None) -> dict[str, Any]:
     """Return what an array says of itself beyond what Zarr knows."""
-    partner = "/".join(("next", *entry.key))
-    if packing is None and lent:
-        # Rows that other readers find as zeros, or as anything: earlier ones of that array have them.
-        shared = {"with": partner, "distances": distance_field(entry.key).path}
-        return {"dtype": entry.dtype, "shared": shared}
     if packing is None:
         return {"dtype": entry.dtype}
     # Files that other readers do not look for: the shard being filled, and the rows of its last chunk.
@@ -131,6 +117,7 @@ def _about(entry: Field, packing: Packing | None, *, lent: bool) -> dict[str, An
     about = {"dtype": entry.dtype, "layout": "packed", "beside": beside}
     if packing.shares:
         # Rows that other readers find as zeros: earlier ones of that array have them, see the tables.
+        partner = "/".join(("next", *entry.key))
         about["shared"] = {"with": partner, "table_bytes": packing.table_bytes}
     return about
 
@@ -225,20 +212,6 @@ def read_packing(disk: Disk, folder: Path, entry: Field) -> Packing | None:
     if not fits:
         raise CorruptionError(f"{path} does not describe a column of {entry}")
     return packing
-
-
-def read_sharing(disk: Disk, folder: Path) -> bool:
-    """Say whether rows of an array may lie with the next ones, and how far away each does in a column.
-
-    Raises:
-        CorruptionError: zarr.json cannot be read.
-    """
-    path = folder / "zarr.json"
-    try:
-        about = _read_json(disk, path)["attributes"].get("expstore", {})
-        return about.get("layout") != "packed" and "shared" in about
-    except (ValueError, KeyError, TypeError, AttributeError) as exc:
-        raise CorruptionError(f"{path} cannot be read: {exc}") from exc
 
 
 def read_layout(disk: Disk, folder: Path, entry: Field) -> Layout:

@@ -20,13 +20,11 @@ from expstore.episodes.fragments import clip
 from expstore.schema.row_fields import ROW_FIELDS
 from expstore.schema.schema import Field
 from expstore.storages.base import Storage
-from expstore.storages.columns.dedup_capture import SharedNow
 from expstore.storages.columns.packed.column import PackedRows
 from expstore.storages.columns.sample_counts import SAMPLED
 from expstore.storages.folder import FolderStorage
 from expstore.storages.format.derived import Implied
 from expstore.storages.format.manifest import Manifest
-from expstore.storages.format.zarr_metadata import distance_field
 from expstore.storages.snapshot_pin import Hold
 
 if TYPE_CHECKING:
@@ -48,7 +46,6 @@ class Frozen:
             that are `apart`.
         packed: These, by place.
         segments: Where fields without a fixed size are, and which they are, in a store on disk.
-        shared: Flat ones of which rows may lie with the next ones, by place.
         counted: Whether the last column is how often each row was handed out.
         log: The bytes of episodes.log.
         episodes: How many episodes have rows.
@@ -64,7 +61,6 @@ class Frozen:
     columns: Sequence[Sequence[Array]]
     packed: Mapping[int, PackedRows]
     segments: Mapping[tuple[int, ...], Sequence[Held]]
-    shared: Mapping[int, SharedNow]
     counted: bool
     log: bytes
     episodes: int
@@ -77,19 +73,10 @@ class Frozen:
         schema = self.manifest.schema
         if schema is None:
             return ()
-        distances = [distance_field(rows.entry.key) for rows in self.shared.values()]
-        return (
-            *schema.fields,
-            *ROW_FIELDS[:-1],
-            *distances,
-            ROW_FIELDS[-1],
-            *([SAMPLED] if self.counted else []),
-        )
+        return (*schema.fields, *ROW_FIELDS, *([SAMPLED] if self.counted else []))
 
     def parts(self, place: int) -> Sequence[Array]:
         """Return the values of a column, packed ones unpacked: an array per piece."""
-        if place in self.shared:
-            return self.shared[place].parts()
         if place in self.packed:
             return [self.packed[place].part(slot, n) for slot, _, n in self.pieces]
         implied = Implied.of(self.manifest.implied, self.fields)
@@ -175,7 +162,7 @@ def _freeze(storage: Storage) -> Frozen:
         places = range(len(storage.schema.fields) + len(ROW_FIELDS))
         packed, segments = storage.packed_now(), storage.segments_now(window.low)
         apart = {*packed, *(place for held in segments for place in held)}
-        flat = [place for place in places if place not in {*apart, *storage.shared_columns}]
+        flat = [place for place in places if place not in apart]
         found = dict(zip(flat, storage.kept_views(flat, window.low + 1, window.size), strict=True))
         columns = [found.get(place, []) for place in places]
         columns[-1] = [part.copy() for part in columns[-1]]  # priorities may be set while rows are copied
@@ -184,13 +171,6 @@ def _freeze(storage: Storage) -> Frozen:
     if sampled is not None:
         with storage.sampled_lock:
             columns.append([part.copy() for part in sampled.views(pieces)])
-    shared = {
-        place: SharedNow.of(column, pieces, window)
-        for place, column in (storage.shared_columns if storage.schema is not None else {}).items()
-    }
-    if storage.schema is not None:
-        behind = len(storage.schema.fields) + len(ROW_FIELDS) - 1
-        columns[behind:behind] = [list(rows.distances) for rows in shared.values()]
     live = clip(storage.episodes.fragments.rows, window.low)
     return Frozen(
         manifest=manifest_of(storage).replace(keyed=False),  # whoever writes to a copy is somebody else
@@ -200,7 +180,6 @@ def _freeze(storage: Storage) -> Frozen:
         columns=columns,
         packed=packed,
         segments=segments,
-        shared=shared,
         counted=sampled is not None,
         log=storage.log_bytes(),
         episodes=np.unique(live[0]).size,

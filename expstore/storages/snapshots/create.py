@@ -303,7 +303,7 @@ class _Copy:
                 return
         slots = self.state.manifest.slots
         attributes = {"expstore": {"capacity": self.state.manifest.capacity, "slots": slots}}
-        packings, lent = packings_of(self.state), {now.entry.key for now in self.state.shared.values()}
+        packings = packings_of(self.state)
         made = make_metadata(
             fields,
             [self.rows] * len(fields),
@@ -311,7 +311,6 @@ class _Copy:
             attributes,
             separator=SEPARATOR,
             packings=[packings[place] for place in arrays],
-            lent=lent,
             implied=self.state.manifest.implied,
         )
         for name, data in made.items():
@@ -338,9 +337,6 @@ class _Copy:
 
     def _parts(self, place: int, slot: int, count: int) -> Iterator[tuple[int, Array]]:
         """Yield what can be read of a run of slots, where it lies there: (offset in the run, rows)."""
-        if place in self.state.shared:
-            yield from self.state.shared[place].runs(slot, count)
-            return
         for (start, _, n), rows in zip(self.state.pieces, self.state.columns[place], strict=True):
             low, high = max(slot, start), min(slot + count, start + n)
             if low < high:
@@ -357,10 +353,6 @@ class _Copy:
         same = self._unchanged()
         done[:summed] = same & former.shared[:, None]
         done[list(self.state.apart)] = True  # these have files of their own
-        for number, (place, now) in enumerate(self.state.shared.items()):
-            # Some rows are whole here that were not in the version before, and are not in the store.
-            changed = now.shards(self.rows)
-            done[place, changed] = done[summed - len(self.state.shared) + number, changed] = False
         blocks = np.flatnonzero(np.repeat(same, self.rows // BLOCK_ROWS))
         self.sums["sums"][blocks] = former.sums["sums"][blocks]
         end = start_links(self.disk, self._links(former, done, range(summed)), self.build.pool)
@@ -430,11 +422,6 @@ class _Copy:
                 block = None if hole else self._block(place, slot, BLOCK_ROWS)
                 if block is None or (entry.dtype == "bool" and not block.any()):
                     crc = zeros_sum(BLOCK_ROWS * width)  # a hole reads as zeros
-                elif place in self.state.shared:
-                    for at, rows in self._parts(place, slot, BLOCK_ROWS):
-                        file.write(rows, (number * BLOCK_ROWS + at) * width)
-                        written += rows.nbytes
-                    crc = google_crc32c.value(block.reshape(-1).view(np.uint8))
                 else:
                     file.write(block, number * BLOCK_ROWS * width)
                     crc = google_crc32c.value(block.reshape(-1).view(np.uint8))

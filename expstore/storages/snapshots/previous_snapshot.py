@@ -20,7 +20,7 @@ from expstore.storages.columns.checksums import SUMMED, entry_dtype, read_entrie
 from expstore.storages.columns.sample_counts_column import has_sampled
 from expstore.storages.format.manifest import Manifest
 from expstore.storages.format.paths import CHECKSUMS, COLUMNS, ORIGIN
-from expstore.storages.format.zarr_metadata import Layout, distance_field, read_layout
+from expstore.storages.format.zarr_metadata import Layout, read_layout
 from expstore.storages.snapshots.capture import Frozen
 from expstore.storages.snapshots.capture_packed import same_packings
 
@@ -65,18 +65,13 @@ def find_former(disk: Disk, folder: Path, state: Frozen) -> Former | None:
     try:
         manifest = Manifest.load(disk, folder)
         users = () if manifest.schema is None else manifest.schema.fields
-        others = [(entry, distance_field(entry.key)) for entry in users]
-        lent = {entry: other for entry, other in others if disk.exists(folder / COLUMNS / other.path)}
-        fields = (*users, *ROW_FIELDS[:-1], *lent.values()) if users else ()
+        fields = (*users, *ROW_FIELDS[:-1]) if users else ()
         sums = read_entries(disk.read_whole(folder / CHECKSUMS), len(fields), folder / CHECKSUMS)
         origin = read_entries(disk.read_whole(folder / ORIGIN), len(fields), folder / ORIGIN)
         layout = read_layout(disk, folder / COLUMNS / ROW_FIELDS[0].path, ROW_FIELDS[0])
     except (StorageError, NotFoundError, MigrationError):
         return None  # it cannot be trusted, or was made before the first rows
-    lent_now = {now.entry for now in state.shared.values()}
     same = manifest.uuid == state.manifest.uuid and manifest.implied == state.manifest.implied
-    # A field that went and came again may lie otherwise than before.
-    same = same and all((entry in lent) == (entry in lent_now) for entry in users if entry in state.fields)
     same = same and (manifest.capacity, manifest.slots) == (state.manifest.capacity, state.manifest.slots)
     if not (same and same_packings(disk, folder / COLUMNS, state, set(fields))):
         return None

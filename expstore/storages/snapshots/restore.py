@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from expstore.core.geometry import round_up
-from expstore.core.values import Array, Key, cut_run, key_name
+from expstore.core.values import Array, cut_run, key_name
 from expstore.disk.bulk_files import sync_paths
 from expstore.disk.files import Disk
 from expstore.episodes.log import LogEntry, read_log
@@ -33,7 +33,6 @@ from expstore.storages.columns.column_set import ColumnGroup
 from expstore.storages.columns.column_set_writer import WritableColumns
 from expstore.storages.columns.flat import Column
 from expstore.storages.columns.sample_counts_column import SampledColumn, find_sampled
-from expstore.storages.format.chunk_encoding import Packing
 from expstore.storages.format.journal import ALIGN, Journal, Kind, read_journal
 from expstore.storages.format.layout import ColumnLayout, implied_of, layout_of
 from expstore.storages.format.manifest import MANIFEST, Manifest
@@ -446,8 +445,8 @@ def _build_columns(
     manifest = arrival.manifest
     fields, slots = (*schema.fields, *ROW_FIELDS), manifest.slots
     attributes = {"expstore": {"capacity": manifest.capacity, "slots": slots}}
-    how = _packings(manifest, schema)
-    ColumnGroup.create(disk, aside / COLUMNS, fields, slots, pool, attributes, *how, manifest.implied)
+    packings = layout_of(manifest).packings(fields, slots, manifest.reach)
+    ColumnGroup.create(disk, aside / COLUMNS, fields, slots, pool, attributes, packings, manifest.implied)
     group = WritableColumns(
         disk,
         aside / COLUMNS,
@@ -470,7 +469,7 @@ def _build_columns(
         finally:
             sums.close()
         group.name(group.take_packed()[1])  # all is synced below, before anybody finds these names
-        written = [file.path for column in group.arrays for file in column.files]
+        written = [file.path for column in group.columns for file in column.files]
         written += [path for _, column in group.packed for path in column.paths()]
         if group.segments is not None:
             group.segments.give_back()
@@ -479,12 +478,6 @@ def _build_columns(
         return [aside / CHECKSUMS, *written], group.new_folders
     finally:
         group.close()
-
-
-def _packings(manifest: Manifest, schema: Schema) -> tuple[list[Packing | None], frozenset[Key]]:
-    """Return how the columns are packed, and of which flat ones rows may lie elsewhere."""
-    layout, slots, fields = layout_of(manifest), manifest.slots, (*schema.fields, *ROW_FIELDS)
-    return layout.packings(fields, slots, manifest.reach), layout.lent(fields, slots, manifest.reach)
 
 
 def _build_sampled(

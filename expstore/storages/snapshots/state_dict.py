@@ -78,12 +78,7 @@ def changed_by(storage: Storage, hooks: Sequence[Hook]) -> bool:
 
 
 def _rows(state: Frozen) -> dict[str, Any]:
-    inner = {("_row", "distance")}  # where rows lie on a disk is not theirs
-    return {
-        key_name(entry.key): _join(entry, state.parts(place))
-        for place, entry in enumerate(state.fields)
-        if entry.key[:2] not in inner
-    }
+    return {key_name(entry.key): _join(entry, state.parts(place)) for place, entry in enumerate(state.fields)}
 
 
 def _tell(hook: Hook, state: Frozen) -> None:

@@ -32,7 +32,7 @@ from tests.support.tuned import set_spare_slots
 pytestmark = pytest.mark.index
 
 CAPACITY, SPARE = 60, 24
-KINDS = ("flat", "packed", "lent", "arrow", "texts")
+KINDS = ("flat", "packed", "arrow", "texts")
 
 
 def rows(ids: np.ndarray, versions: np.ndarray, kind: str) -> TensorDict:
@@ -56,9 +56,8 @@ def rows(ids: np.ndarray, versions: np.ndarray, kind: str) -> TensorDict:
 def options(kind: str) -> dict[str, Any]:
     """Return what makes a store of a kind."""
     return {
-        "flat": {"layout": "flat", "share_next": False},
+        "flat": {"layout": "flat"},
         "packed": {"layout": "auto", "fields": {"frame": {"layout": "packed", "rows": 4}}},
-        "lent": {"layout": "flat", "share_next": True},
         "arrow": {"storage": "arrow"},
         "texts": {"storage": "arrow", "compression": "lz4"},
     }[kind]

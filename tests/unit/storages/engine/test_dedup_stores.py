@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from tests.support.damaged_stores import Broken, flip, in_child, lost_ids
 from tests.support.framed_rows import half_noise_frames
 from tests.support.stores import extend_all
 from tests.support.tuned import set_spare_slots
-from tests.support.two_lanes import CAPACITY, TwoLanes
+from tests.support.two_lanes import CAPACITY, TwoLanes, after
 
 pytestmark = pytest.mark.usefixtures("no_syncs")
 
@@ -219,6 +220,72 @@ def test_share_next_can_be_left_out(tmp_path: Path) -> None:
     assert sizes[3] == sizes[0]
     with pytest.raises(SchemaError, match="True or False"):
         ColumnLayout(fields={"frame": {"share_next": "yes"}})
+
+
+def test_autoreset_and_lanes_are_found_by_their_bytes(tmp_path: Path) -> None:
+    """Eight lanes, time first, each of which begins anew at another step."""
+    lanes, steps = 8, 40
+    count = itertools.count()
+    now = [next(count) for _ in range(lanes)]
+    here, there = np.zeros((steps, lanes), np.int64), np.zeros((steps, lanes), np.int64)
+    for step, lane in itertools.product(range(steps), range(lanes)):
+        here[step, lane], there[step, lane] = now[lane], next(count)
+        now[lane] = next(count) if (step + lane) % 9 == 8 else int(there[step, lane])
+    both = {"frame": half_noise_frames(here.reshape(-1)).reshape(steps, lanes, 8, 16)}
+    both["next"] = {"frame": half_noise_frames(there.reshape(-1)).reshape(steps, lanes, 8, 16)}  # type: ignore[assignment]
+    data = TensorDict(both, [steps, lanes], names=["time", None])
+    with buffer(tmp_path / "a.exp", None) as rb:
+        rb.extend(data, source="lanes")
+        column = rb.storage.columns.columns[rb.storage.place_of(("frame",))]
+        alike = np.isin(here, there).sum()
+        assert (column.distances(np.arange(steps * lanes)) > 0).sum() == alike > 250
+        assert torch.equal(rb[:]["frame"], half_noise_frames(here.reshape(-1)))
+
+
+def test_a_field_that_shares_can_go_and_one_that_lends_stays(tmp_path: Path) -> None:
+    path = tmp_path / "a.exp"
+    with buffer(path) as rb:
+        extend_all(rb, *ROWS.parts(75))
+        with pytest.raises(SchemaError, match=r"'frame' are kept with those of 'next\.frame'"):
+            rb.drop_column(("next", "frame"))
+        rb.add_column("more", fill=7, dtype="int64")
+        assert numbers_in(rb) == list(range(15, 75))
+        rb.extend(batch(75, 5).set("more", torch.zeros(5, dtype=torch.int64)))
+        assert numbers_in(rb) == list(range(20, 80))
+        rb.drop_column("frame")
+        assert torch.equal(rb[:]["next", "frame"], half_noise_frames(after(rb[:]["number"])))
+    assert verify(path) == []
+    with buffer(path) as rb:
+        assert torch.equal(rb[:]["next", "frame"], half_noise_frames(after(rb[:]["number"])))
+
+
+def test_rows_that_stay_outlive_those_with_which_they_lie(tmp_path: Path) -> None:
+    """Next rows that have left stay as long as others, even later ones, may lie there."""
+    length = 24
+
+    def played(number: int) -> TensorDict:
+        numbers = np.arange(length * (number - 1), length * number)
+        done = torch.zeros(length, 1, dtype=torch.bool)
+        done[-1] = True
+        following = {"frame": half_noise_frames(numbers + 1), "done": done, "terminated": done}
+        return TensorDict({"frame": half_noise_frames(numbers), "next": following}, [length])
+
+    with buffer(tmp_path / "run.exp", None) as rb:
+        for number in range(1, 7):
+            rb.extend(played(number))
+        assert rb.storage.give_up(np.array([2, 4, 6])).rows == 3 * length
+        for number in (7, 8):
+            rb.extend(played(number))
+        rb.storage.give_up(np.array([7]))
+        kept = np.concatenate([np.arange(length * (n - 1), length * n) for n in (1, 3, 5, 8)])
+        for _ in range(2):
+            rows = rb[:]
+            assert (rows["frame"] == half_noise_frames(kept)).all()
+            assert (rows["next", "frame"] == half_noise_frames(kept + 1)).all()
+            rb.flush()
+    assert verify(tmp_path / "run.exp") == []
+    with expstore.open(tmp_path / "run.exp") as rb:
+        assert (rb[:]["frame"] == half_noise_frames(kept)).all()
 
 
 def test_frames_that_never_change_cost_no_store_in_a_power_cut(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from tensordict import TensorDict
 import expstore
 from expstore import SchemaError, StateError, TensorDictMaxValueWriter
 from expstore.storages.format.layout import ColumnLayout, ask_layout
+from expstore.storages.zarr import ZarrStorage
 
 
 def rows(count: int, start: int = 0) -> TensorDict:
@@ -135,6 +136,15 @@ def test_a_storage_takes_what_open_takes(tmp_path: Path, asked: dict[str, Any], 
         ({"fields": {("a", "b"): {}, "a.b": {}}}, "field 'a.b': it is in fields= twice"),
         ({"fields": {"frame": {"layout": "flat", "codec": "zstd"}}}, "codec='zstd' is of packed fields"),
         ({"fields": {"frame": {"layout": "flat", "rows": 4}}}, "rows=4 is of packed fields"),
+        (
+            {"fields": {"frame": {"layout": "flat", "share_next": True}}},
+            "field 'frame': share_next=True is of packed fields, and this one is flat; .*layout=\"packed\"",
+        ),
+        (
+            {"layout": "flat", "share_next": True},
+            '^share_next=True is of packed fields, and all of these are flat; .*layout="packed"',
+        ),
+        ({"layout": "flat", "fields": {"frame": {"layout": "flat"}}, "share_next": True}, "all of these are"),
     ],
 )
 def test_what_there_is_not_is_refused(tmp_path: Path, asked: dict[str, Any], match: str) -> None:
@@ -155,7 +165,6 @@ def test_what_there_is_not_is_refused(tmp_path: Path, asked: dict[str, Any], mat
         ({"fields": {"action": {"rows": 8}}}, "'action': rows=8 .* this one is flat"),
         ({"layout": "flat", "fields": {"frame": {"codec": "zstd"}}}, "'frame': codec='zstd' .* is flat"),
         ({"fields": {"action": {"share_next": True}}}, "share_next=True .* is flat"),
-        ({"fields": {"frame": {"layout": "flat", "share_next": True}}}, "share_next=True .* is flat"),
         ({"fields": {"next.frame": {"share_next": True}}}, "share_next=True .* has none of its dtype"),
         (
             {"fields": {"frame": {"share_next": True}, "next.frame": {"layout": "flat"}}},
@@ -217,6 +226,27 @@ def test_a_contradiction_is_told_in_the_words_of_the_arguments(tmp_path: Path) -
     stored = "made with layout='auto', fields={'frame': {'rows': 8}}, opened with layout='auto', fields={"
     with pytest.raises(StateError, match=stored):
         expstore.open(packed, fields={"frame": {"rows": 4}})
+
+
+def test_share_next_is_of_packed_fields(tmp_path: Path) -> None:
+    """Asked of all fields it is of those that are packed; where none can be it is refused."""
+    with pytest.raises(SchemaError, match="share_next=True is of packed fields, and all of these are flat"):
+        ZarrStorage(tmp_path / "a.exp", share_next=True)
+    assert not (tmp_path / "a.exp").exists()
+    expstore.open(tmp_path / "a.exp", layout="flat").close()
+    with pytest.raises(SchemaError, match="share_next=True is of packed fields"):
+        expstore.open(tmp_path / "a.exp", share_next=True)
+    packed = {"frame": {"layout": "packed"}, "next.frame": {"layout": "packed"}}
+    for name, asked in {"b.exp": {}, "c.exp": {"layout": "flat", "fields": packed}}.items():
+        with expstore.open(tmp_path / name, share_next=True, **asked) as rb:
+            rb.extend(rows(10))
+        expstore.open(tmp_path / name).close()
+        expstore.open(tmp_path / name, share_next=True).close()  # as without it
+        with pytest.raises(StateError, match="opened with layout='.*', share_next=False"):
+            expstore.open(tmp_path / name, share_next=False)
+    with pytest.raises(SchemaError, match="True or False"):
+        expstore.open(tmp_path / "d.exp", share_next="yes")  # type: ignore[arg-type]
+    assert not (tmp_path / "d.exp").exists()
 
 
 def test_nothing_asked_is_as_stored() -> None:
