@@ -74,7 +74,6 @@ def metadata_of(inspection: Inspection) -> dict[str, bytes]:
     attributes = {"expstore": {"capacity": inspection.manifest.capacity, "slots": inspection.slots}}
     fields = [column.entry for column in columns]
     how: dict[str, Any] = {"separator": separator, "packings": packings}
-    how["implied"] = inspection.manifest.implied
     return make_metadata(fields, shards, inspection.slots, attributes, **how)
 
 

@@ -83,7 +83,7 @@ def inspect(path: Path, *, disk: Disk | None = None, progress: Progress | None =
     _check_manifest(inspection)
     if manifest.schema is not None:
         fields = (*manifest.schema.fields, *ROW_FIELDS)
-        how: Any = {"write": False, "implied": manifest.implied}
+        how: Any = {"write": False}
         inspection.group = ColumnGroup(disk, path / COLUMNS, fields, manifest.slots, **how)
         if inspection.group.segments is not None:
             inspection.group.segments.open_all()

@@ -46,7 +46,6 @@ def relations_of(storage: Storage, window: Window) -> Relations:
     fields = len(schema.fields)
     unviewed = storage.unviewed_places | {n for n, entry in enumerate(schema.fields) if entry.variable}
     places = [place for place in range(fields + len(ROW_FIELDS)) if place not in unviewed]
-    implied = storage.implied_places
     found: dict[int, Any] = {}
     scattered = _Scattered(storage, window) if len(window.gaps) > _MANY_RUNS else None
     if scattered is None:
@@ -72,9 +71,8 @@ def relations_of(storage: Storage, window: Window) -> Relations:
             entry.dtype,
             entry.shape,
             (),
-            take=None if place in implied else _taking(storage, place, window),
+            take=_taking(storage, place, window),
             arrow=entry.arrow,
-            gather=_gathering(storage, place, window) if place in implied else None,
         )
         for place, entry in enumerate(schema.fields)
     ]
@@ -116,19 +114,6 @@ def history_of(storage: Storage, window: Window, beside: Beside) -> History:
 def _taking(storage: Storage, place: int, window: Window) -> Callable[[IntArray], Array]:
     """Return what copies rows of a column out, by their numbers, counted from 0 at the oldest."""
     return lambda numbers: storage.read(window.nth(numbers), [place])[0]
-
-
-def _gathering(storage: Storage, place: int, window: Window) -> Callable[[], list[Array]]:
-    """Return what puts a column together, in pieces, as `readable` views others: none is half changed."""
-
-    def gather() -> list[Array]:
-        found = []
-        for start in range(0, window.rows, _PIECE_ROWS):
-            ids = window.nth(np.arange(start, min(start + _PIECE_ROWS, window.rows)))
-            found.append(storage.read(ids, [place])[0])
-        return found
-
-    return gather
 
 
 class _Scattered:

@@ -608,10 +608,6 @@ class Storage(DrawPosition, Described, Grid, Indexed, Keyed, Stateful, ABC):
         Places from `len(schema.fields)` on are those of `ROW_FIELDS`.
         """
 
-    def kept_views(self, places: Sequence[int], first_id: int, count: int) -> list[list[Array]]:
-        """View columns as they are kept, which not all values are: of flags that follow from others."""
-        return self.views(places, first_id, count)
-
     @abstractmethod
     def _begin_sampled(self) -> None:
         """Make counts of 0 for all slots."""

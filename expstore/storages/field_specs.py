@@ -59,11 +59,6 @@ class Described:
         """Return where rows are that have left; None: nowhere."""
         return None
 
-    @property
-    def implied_places(self) -> frozenset[int]:
-        """Those of them that are flags which follow from others."""
-        return frozenset()
-
     @contextmanager
     def moving_places(self, moves: bool = True) -> Iterator[None]:
         """Let who reads fields by their places know that these are others afterwards, if they are."""

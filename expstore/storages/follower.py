@@ -446,13 +446,9 @@ class FollowerStorage(FolderStorage):
             raise StateError("the store has no rows yet", hint="wait until its writer has extended it")
         group = source.columns
         wanted = range(len(group.columns) - len(ROW_FIELDS)) if places is None else places
-
-        def take(needed: Sequence[int]) -> list[Array]:
-            if not source.overlay:
-                return group.take(slots, needed)
-            return [source.overlay.take(place, group.columns[place], slots) for place in needed]
-
-        return group.implied.values(wanted, take)
+        if not source.overlay:
+            return group.take(slots, wanted)
+        return [source.overlay.take(place, group.columns[place], slots) for place in wanted]
 
     @property
     def unviewed_places(self) -> frozenset[int]:
@@ -460,21 +456,8 @@ class FollowerStorage(FolderStorage):
         columns = self._source.columns
         return frozenset() if columns is None else columns.unviewed_places
 
-    @property
-    def implied_places(self) -> frozenset[int]:
-        """Flags that follow from others."""
-        columns = self._source.columns
-        return frozenset(() if columns is None else columns.implied.places)
-
     def views(self, places: Sequence[int], first_id: int, count: int) -> list[list[Array]]:
-        """View columns over a run of ids without copying; flags that follow from others are put together."""
-        columns = self._source.columns
-        if columns is None:
-            return [[] for _ in places]
-        return columns.implied.views(places, lambda needed: self.kept_views(needed, first_id, count))
-
-    def kept_views(self, places: Sequence[int], first_id: int, count: int) -> list[list[Array]]:
-        """View columns over a run of ids without copying, as they are kept."""
+        """View columns over a run of ids without copying."""
         source = self._source
         if source.columns is None:
             return [[] for _ in places]

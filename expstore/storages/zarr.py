@@ -15,7 +15,7 @@ import google_crc32c
 import numpy as np
 
 from expstore.core import tuning
-from expstore.core.values import Array, IntArray, Key
+from expstore.core.values import Array, IntArray
 from expstore.disk.files import File
 from expstore.errors import StateError, StorageError
 from expstore.schema.row_fields import ROW_FIELDS
@@ -28,7 +28,6 @@ from expstore.storages.columns.payload import payload_parts
 from expstore.storages.columns.sample_counts_column import SampledColumn, has_sampled
 from expstore.storages.engine.archive_before_evict import ArchivingStorage
 from expstore.storages.engine.delete import RetainingStorage
-from expstore.storages.format.derived import implied_keys
 from expstore.storages.format.paths import CHECKSUMS, COLUMNS
 from expstore.storages.format.zarr_metadata import check_metadata
 from expstore.storages.recovery.recover import Past, unsettled_blocks
@@ -96,7 +95,7 @@ class ZarrStorage(ArchivingStorage):
             return
         self._touched = set()
         fields = (*schema.fields, *ROW_FIELDS)
-        group = self._make_columns(fields, self.manifest.implied)
+        group = self._make_columns(fields)
         check_metadata(self.disk, group.folder, fields, [column.rows for column in group.columns])
         group.open_shards()
         group.warm()
@@ -113,7 +112,7 @@ class ZarrStorage(ArchivingStorage):
 
         return ArrowStorage(path, **options)
 
-    def _make_columns(self, fields: Sequence[Field], implied: Sequence[Key]) -> WritableColumns:
+    def _make_columns(self, fields: Sequence[Field]) -> WritableColumns:
         return WritableColumns(
             self.disk,
             self.path / COLUMNS,
@@ -121,7 +120,6 @@ class ZarrStorage(ArchivingStorage):
             self.slots,
             reach=self.reach,
             compression=self.manifest.compression,
-            implied=implied,
         )
 
     def _begin_sampled(self) -> None:
@@ -236,16 +234,15 @@ class ZarrStorage(ArchivingStorage):
         slots = self.slots
         attributes = {"expstore": {"capacity": self.capacity, "slots": slots}}
         packings = self.layout.packings(fields, slots, self.reach)
-        implied = implied_keys(schema.fields, keys, packings[: len(schema.fields)])
-        WritableColumns.create(self.disk, folder, fields, slots, pool, attributes, packings, implied)
-        columns = self._make_columns(fields, implied)
+        WritableColumns.create(self.disk, folder, fields, slots, pool, attributes, packings)
+        columns = self._make_columns(fields)
         columns.warm()
         if self.checksums is not None:
             self.checksums.close()
         self.disk.unlink(self.path / CHECKSUMS)  # of rows that a failed attempt never got
         self.checksums = Checksums(self.disk, self.path / CHECKSUMS, columns)
         numbers = {"capacity": self.capacity, "spare": self.spare, "reach": self.reach, "dims": self.dims}
-        manifest = self.manifest.replace(schema=schema, implied=implied, **numbers)
+        manifest = self.manifest.replace(schema=schema, **numbers)
         manifest.save(self.disk, self.path)
         self.manifest = manifest
         self.columns = columns
@@ -491,10 +488,6 @@ class ZarrStorage(ArchivingStorage):
             raise StateError("the store has no rows yet", hint="extend() it first")
         group = self.columns
         wanted = range(len(group.columns) - len(ROW_FIELDS)) if places is None else places
-        return group.implied.values(wanted, lambda needed: self._take_kept(group, slots, needed))
-
-    def _take_kept(self, group: WritableColumns, slots: IntArray, wanted: Sequence[int]) -> list[Array]:
-        """Copy rows out as they are kept."""
         if self._tail.count and self._tail.holds(slots, self.slots).any():
             try:
                 self.drain()
@@ -503,13 +496,7 @@ class ZarrStorage(ArchivingStorage):
         return self._taken(group, slots, wanted)
 
     def views(self, places: Sequence[int], first_id: int, count: int) -> list[list[Array]]:
-        """View columns over a run of ids without copying; flags that follow from others are put together."""
-        if self.columns is None:
-            return [[] for _ in places]
-        return self.columns.implied.views(places, lambda needed: self.kept_views(needed, first_id, count))
-
-    def kept_views(self, places: Sequence[int], first_id: int, count: int) -> list[list[Array]]:
-        """View columns over a run of ids without copying, as they are kept."""
+        """View columns over a run of ids without copying."""
         if self.columns is None:
             return [[] for _ in places]
         self.drain()

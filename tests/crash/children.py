@@ -219,12 +219,7 @@ def perform(rb: TensorDictReplayBuffer, state: Ledger, op: Op) -> None:
     elif op.kind == "change":
         index = op.ids - 1 if spec.capacity is None else (op.ids - 1) % spec.capacity
         data = facts.batch(spec, op, op.ids)
-        if spec.implied:
-            changed = {key: data[key] for key in data.keys(True, True) if "done" not in key}
-            done = rb.update_if_present(id=torch.from_numpy(op.ids), patch=changed)
-            expect(done.updated_count == op.ids.size, f"{done.updated_count} rows changed, not {op.ids.size}")
-        else:
-            rb[torch.from_numpy(index)] = data
+        rb[torch.from_numpy(index)] = data
     elif op.kind == "priority":
         count = rb.update_priority(id=op.ids, priority=op.priorities)
         expect(count == op.ids.size, f"{count} priorities set, expected {op.ids.size}")

@@ -60,7 +60,6 @@ SPECS = {
         Spec("frames", None, None, frame=64, segment_bytes=4096, longest=60, packed=True),
         Spec("keyed", 60, 20, frame=64, segment_bytes=4096, longest=30, keyed=True),
         Spec("best", 60, 20, frame=64, segment_bytes=4096, longest=90, overlong=False, best=True),
-        Spec("flags", 60, 20, frame=64, segment_bytes=4096, longest=30, implied=True),
         Spec("ragged", 60, 20, frame=64, segment_bytes=4096, longest=60, ragged=True),
         Spec("texts", None, None, frame=64, segment_bytes=4096, longest=60, ragged=True, compression="zstd"),
         Spec("tokens", 60, 20, frame=64, segment_bytes=4096, longest=60, ragged=True, compression="narrow"),
@@ -206,10 +205,6 @@ TEETH = {
     "counted after": Tooth("counted after", lambda at: enumerate_gaps(at, names=["count"], stop=True)),
     "counts of older rows": Tooth(
         "counts of older rows", lambda at: enumerate_gaps(at, names=["slots of counted rows"], stop=True)
-    ),
-    "flags in no record": Tooth(
-        "flags in no record",
-        lambda at: enumerate_gaps(at, names=["change what flags follow from"], stop=True),
     ),
     "notes without a record": Tooth(
         "notes without a record", lambda at: enumerate_gaps(at, names=["annotate"], stop=True)

@@ -58,8 +58,6 @@ PACKED_NARROW = Spec("packed narrow", 24, 8, frame=64, lean=True, segment_bytes=
 RAGGED = Spec("ragged", 24, 8, frame=64, lean=True, segment_bytes=4096, tail=False, ragged=True)
 KEYED = Spec("keyed", 24, 8, frame=64, lean=True, segment_bytes=1536, keyed=True)
 ARCHIVED = Spec("archived", 24, 8, frame=64, lean=True, segment_bytes=4096, archived=True)
-#: Rows ride in the journal.
-FLAGS = Spec("flags", 24, 8, frame=64, lean=True, segment_bytes=4096, implied=True)
 PACKED_GROWING = Spec("packed growing", None, 24, frame=64, lean=True, shard_rows=4096, packed=True)
 
 
@@ -206,12 +204,6 @@ PHASES = (
         [*FEW, DUMPS, _extend(9)],
         [LOADS, _extend(5, "a")],
         must="rename load",
-    ),
-    Phase(
-        "change what flags follow from",
-        FLAGS,
-        [_extend(30)],
-        [_change(8, 28, 1, 10), _extend(3), _change(12, 14, 2)],
     ),
     Phase("rows in segments", RAGGED, FEW, [_extend(6, "a"), _extend(8), FLUSH], tooth=True),
     Phase(

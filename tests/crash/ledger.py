@@ -68,8 +68,6 @@ class Spec:
         False  # whether frames are packed, in chunks of a few rows and short shards; next ones, too
     )
 
-    implied: bool = False  # whether done follows from two others, which changes leave behind
-
     @property
     def follows(self) -> bool:
         """Whether there are next frames."""
@@ -119,18 +117,6 @@ def values(spec: Spec, ids: Ints, versions: Ints) -> dict[tuple[str, ...], np.nd
     after = np.where(ids % 16 < 11, 1, np.where(ids % 16 < 14, 3, 1 << 20))
     following = {("next", "frame"): _frames(spec, ids + after, versions)} if spec.follows else {}
     terminated, truncated = _ends(ids)
-    if spec.implied:  # a row that was changed is done if it was before
-        top = () if spec.lean else ("next",)
-        following |= {
-            (*top, "done"): (terminated | truncated)[:, None],
-            (*top, "terminated"): (terminated ^ ((versions > 0) & (mixed % 3 == 0)))[:, None],
-            (*top, "truncated"): (truncated ^ ((versions > 0) & (mixed % 5 == 0)))[:, None],
-        }
-        terminated = following[*top, "terminated"][:, 0]
-        truncated = following[*top, "truncated"][:, 0]
-    if spec.lean and spec.implied:
-        observation = ((mixed[:, None] + np.arange(4) * 7) & 0xFFFFFF).astype(np.float32)
-        return following | {("observation",): observation, ("frame",): frame}
     if spec.lean:
         return following | {
             ("observation",): ((mixed[:, None] + np.arange(4) * 7) & 0xFFFFFF).astype(np.float32),
@@ -411,8 +397,7 @@ class Ledger:
         terminated, truncated = _ends(ids)
         rewards = _rewards(ids, np.zeros_like(ids))
         if self.spec.lean:  # "done" alone is an end, and nothing is a reward
-            if not self.spec.implied:
-                terminated, truncated = terminated | truncated, np.zeros_like(truncated)
+            terminated, truncated = terminated | truncated, np.zeros_like(truncated)
             rewards = np.zeros_like(rewards)
         steps = op.count // op.lanes
         for lane in range(op.lanes):
@@ -602,10 +587,6 @@ def _next(state: Ledger, rng: np.random.Generator, weights: Mapping[str, float])
     if kind == "change":
         some = ids[rng.random(ids.size) < rng.choice([0.01, 0.2])]
         some = some if some.size else ids[-1:]
-        if state.spec.implied:  # what stays as it was follows from the id under which a row came
-            some = some[state.origin[some] == some]
-            if not some.size:
-                return Op("flush", count=SAMPLE)
         return Op("change", ids=some, version=int(state.version.max()) + 1)
     if kind == "priority":
         some = rng.choice(ids, min(ids.size, 50), replace=False)

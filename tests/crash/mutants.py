@@ -257,17 +257,6 @@ def break_late() -> None:
     alter._Building.sync = lambda self: None  # type: ignore[method-assign]
 
 
-def break_flag_record() -> None:
-    """What a flag follows from is recorded, and what is kept of the flag itself is only written."""
-    record = JournaledStorage._record_change
-
-    def apart(self: Any, ids: Any, places: Any, columns: Any, *, replaces: bool) -> None:
-        kept = {p: c for p, c in zip(places, columns, strict=True) if p not in self.columns.implied.places}
-        record(self, ids, list(kept), list(kept.values()), replaces=replaces)
-
-    JournaledStorage._record_change = apart  # type: ignore[method-assign]
-
-
 def break_reach() -> None:
     """Rows lie with others that are overwritten before them."""
 
@@ -371,7 +360,6 @@ BREAKS: dict[str, Callable[[], None]] = {
     "segments without sync": break_segment_syncs,
     "segments not cut": break_segment_cuts,
     "segments last": break_segments_first,
-    "flags in no record": break_flag_record,
     "rows too far away": break_reach,
     "lenders without sync": break_lenders,
     "late column without sync": break_late,

@@ -71,7 +71,6 @@ POWER_SPECS = {
         Spec("frames", None, 60, frame=64, segment_bytes=8192, longest=60, lean=True, packed=True),
         Spec("kept", 60, 20, frame=64, segment_bytes=4096, longest=30, lean=True, dumped=True, packed=True),
         Spec("durable", 40, 16, frame=64, segment_bytes=4096, longest=24, durability="sync", packed=True),
-        Spec("flags", 24, 12, frame=64, segment_bytes=4096, longest=14, lean=True, dumped=True, implied=True),
         Spec("ragged", 24, 12, frame=64, segment_bytes=4096, longest=30, lean=True, ragged=True),
         Spec("texts", None, 60, frame=64, segment_bytes=8192, longest=60, ragged=True, compression="lz4"),
         Spec("told", 40, 16, frame=64, segment_bytes=4096, longest=24, durability="sync", ragged=True),

@@ -6,7 +6,7 @@ of them are packed says each array's own zarr.json.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ import google_crc32c
 import numpy as np
 
 from expstore.core import tuning
-from expstore.core.values import Array, IntArray, Key, cut_run
+from expstore.core.values import Array, IntArray, cut_run
 from expstore.disk.files import Disk, File
 from expstore.disk.filesystem import fills_holes
 from expstore.errors import StorageError
@@ -25,7 +25,6 @@ from expstore.storages.columns.packed.column import PackedRows
 from expstore.storages.columns.packed.reader import PackedReader
 from expstore.storages.format.chunk_encoding import Packing
 from expstore.storages.format.chunk_file import ANY_TURN
-from expstore.storages.format.derived import Implied
 from expstore.storages.format.paths import SEGMENTS
 from expstore.storages.format.zarr_metadata import make_metadata, read_layout, read_packing
 
@@ -50,7 +49,6 @@ class ColumnGroup:
         fields: The user's fields, then the row fields, priority last.
         slots: How many rows a ring has; None: it grows.
         write: Whether rows are written; see `Column`. Else shards are as long as zarr.json says.
-        implied: Flags of which is kept where they do not follow from others.
     """
 
     def __init__(
@@ -61,7 +59,6 @@ class ColumnGroup:
         slots: int | None,
         *,
         write: bool = True,
-        implied: Collection[Key] = (),
     ) -> None:
         self._disk = disk
         self.folder = folder
@@ -74,7 +71,6 @@ class ColumnGroup:
         make = self._make if write else self._find
         self.columns: list[Column] = [make(folder.joinpath(*entry.key), entry, slots) for entry in fields]
         self.new_folders: set[Path] = set()
-        self._implied = implied
         self._ready = 0
         self.link_partners()
         self.row_bytes = sum(column.row_bytes for column in self.columns)
@@ -88,8 +84,7 @@ class ColumnGroup:
         return SegmentReader(self._disk, self.folder.parent / SEGMENTS, fields, self.slots)
 
     def link_partners(self) -> None:
-        """Tell packed columns where the next ones are, with which rows may lie; find implied flags."""
-        self.implied = Implied.of(self._implied, [column.entry for column in self.columns])
+        """Tell packed columns where the next ones are, with which rows may lie."""
         #: Rows of the first one may lie with the second one: their places.
         self.pairs: dict[int, int] = {}
         packed = {c.entry.key: (p, c) for p, c in enumerate(self.columns) if isinstance(c, PackedRows)}
@@ -161,7 +156,6 @@ class ColumnGroup:
         pool: ThreadPoolExecutor | None,
         attributes: dict[str, Any],
         packings: Sequence[Packing | None] = (),
-        implied: Collection[Key] = (),
     ) -> None:
         """Make the Zarr metadata of empty columns aside, sync it, and rename it in."""
         aside = folder.with_name(folder.name + ".tmp")
@@ -182,8 +176,7 @@ class ColumnGroup:
         fields = [entry for entry in fields if not entry.variable]
         rows = [shard_rows(entry.row_bytes, slots) for entry in fields]
         try:
-            how: dict[str, Any] = {"packings": packings, "implied": implied}
-            made = make_metadata(fields, rows, slots, attributes, **how)
+            made = make_metadata(fields, rows, slots, attributes, packings=packings)
             for name, data in made.items():
                 path = aside / name
                 disk.make_dir(path.parent)
@@ -244,9 +237,8 @@ class ColumnGroup:
 
     @property
     def unviewed_places(self) -> frozenset[int]:
-        """Columns whose rows cannot be viewed: packed, in segments, or implied."""
-        unviewed = {place for place, column in enumerate(self.columns) if not column.viewed}
-        return frozenset(unviewed | self.implied.places.keys())
+        """Columns whose rows cannot be viewed: packed, or in segments."""
+        return frozenset(place for place, column in enumerate(self.columns) if not column.viewed)
 
     def place_behind(self, last: int) -> tuple[int, int]:
         """Return turn of the ring and slot of the row behind this one."""

@@ -7,7 +7,7 @@ several threads. It decides nothing about order: payload and record are the stor
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import google_crc32c
 import numpy as np
 
-from expstore.core.values import Array, IntArray, Key
+from expstore.core.values import Array, IntArray
 from expstore.disk.files import KEEP_GIL_BYTES, Disk, File, address_of
 from expstore.schema.schema import Field
 from expstore.storages.columns.column_set import ColumnGroup, add_batches
@@ -93,7 +93,6 @@ class WritableColumns(ColumnGroup):
         slots: How many rows a ring has; None: it grows.
         reach: How many rows before the oldest one that can be read stay as they are, in a ring.
         compression: Of rows without a fixed size: "narrow", "lz4" or "zstd"; None: none.
-        implied: As `ColumnGroup`.
     """
 
     segments: SegmentWriter | None
@@ -107,10 +106,9 @@ class WritableColumns(ColumnGroup):
         *,
         reach: int = 0,
         compression: str | None = None,
-        implied: Collection[Key] = (),
     ) -> None:
         self._compression = compression
-        super().__init__(disk, folder, fields, slots, implied=implied)
+        super().__init__(disk, folder, fields, slots)
         self._threads = ThreadPoolExecutor(WRITERS, thread_name_prefix="expstore-write")
         self._reach = reach
         self._next_rows: dict[int, NextRows] = {}
@@ -247,7 +245,6 @@ class WritableColumns(ColumnGroup):
             numbers: Ids, episodes, steps, times; C-contiguous. Shape `(4, n)`.
             priorities: Shape `(n,)`.
         """
-        columns = self.implied.kept(columns)
         for slot, _, n in pieces:
             self.ensure(slot + n)
         jobs = self._begin_writing(pieces, columns, numbers, priorities)

@@ -31,7 +31,7 @@ def payload_parts(group: ColumnGroup, columns: Sequence[Any], numbers: Array) ->
         columns: The values, one array per field. Shapes `(n, *row shape)`.
         numbers: Ids, episodes, steps, times. Shape `(4, n)`.
     """
-    apart, columns = group.segment_places, group.implied.kept(columns)
+    apart = group.segment_places
     parts = [b"" if place in apart else column.tobytes() for place, column in enumerate(columns)]
     parts += [values.tobytes() for values in numbers]
     if group.segments is not None:

@@ -65,11 +65,6 @@ class PackableStorage(DisplacingStorage):
         """Fields of which not all rows can be viewed."""
         return frozenset() if self.columns is None else self.columns.unviewed_places
 
-    @property
-    def implied_places(self) -> frozenset[int]:
-        """Flags that follow from others."""
-        return frozenset(() if self.columns is None else self.columns.implied.places)
-
     def spare_for(self, schema: Schema, capacity: int | None, lanes: int) -> int:
         """Return the number of spare slots: whole steps, and whole chunks.
 

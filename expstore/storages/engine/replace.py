@@ -96,10 +96,6 @@ class DisplacingStorage(JournaledStorage):
     def _change(
         self, ids: IntArray, places: Sequence[int], columns: Sequence[Array], *, replaces: bool
     ) -> None:
-        group = self.columns
-        if group is not None and group.implied:
-            slots = self.slot_of(ids)
-            places, columns = group.implied.changed(places, columns, lambda more: self._take(slots, more))
         size = sum(column.nbytes for column in columns)
         if (
             not replaces

@@ -12,11 +12,9 @@ from typing import Any, Literal
 
 from expstore.core.values import Key, Ranking, key_name, to_key
 from expstore.errors import SchemaError
-from expstore.schema.field_roles import find_keys
 from expstore.schema.schema import Field
 from expstore.storages.format.chunk_encoding import MOST_BYTES, MOST_ROWS, Packing, packing_for, reach_for
 from expstore.storages.format.codecs import CODECS, DEFAULT_CODEC
-from expstore.storages.format.derived import implied_keys
 from expstore.storages.format.manifest import Manifest
 
 __all__ = [
@@ -25,7 +23,6 @@ __all__ = [
     "ColumnLayout",
     "LayoutName",
     "ask_layout",
-    "implied_of",
     "layout_of",
 ]
 
@@ -232,17 +229,6 @@ def layout_of(manifest: Manifest) -> ColumnLayout:
     if slots is not None and slots % layout.chunk_rows(fields):
         return ColumnLayout()  # a store that kept the best rows till now: its slots are no whole chunks
     return layout
-
-
-def implied_of(manifest: Manifest) -> tuple[Key, ...]:
-    """Return of which flags is kept where they do not follow from others, in a store that is built anew."""
-    schema = manifest.schema
-    if schema is None:
-        return ()
-    ends, reward = manifest.done_keys, manifest.reward_key
-    keys = find_keys(schema, trajectory=manifest.traj_key, ends=ends, reward=reward)
-    packings = layout_of(manifest).packings(schema.fields, manifest.slots, manifest.reach)
-    return implied_keys(schema.fields, keys, packings)
 
 
 def ask_layout(

@@ -67,8 +67,6 @@ class Manifest:
         retain: Which rows stay, as `expstore.core.retention_policy` keeps it; {}: all of them.
         keyed: Whether rows were written under idempotency keys.
         archive: Where rows go that leave a ring, as seen from the store's folder; "": nowhere.
-        implied: Flags of which is kept where they do not follow from others, see
-            `expstore.storages.format.derived`.
     """
 
     uuid: str
@@ -96,7 +94,6 @@ class Manifest:
     retain: dict[str, Any] = field(default_factory=dict)
     keyed: bool = False
     archive: str = ""
-    implied: tuple[Key, ...] = ()
 
     @property
     def slots(self) -> int | None:
@@ -198,7 +195,6 @@ def _values_of(data: dict[str, Any]) -> dict[str, Any]:
         "reward_key": to_key(data["reward_key"]),
         "gaps": _unpack_gaps(data["gaps"]),
         "dims": tuple(map(int, data["dims"])),
-        "implied": tuple(map(to_key, data["implied"])),
         "ranking": Ranking(to_key(ranked["key"]), ranked["reduction"]) if ranked else None,
         "specs": json.dumps(specs, separators=(",", ":")) if specs else "",
     }

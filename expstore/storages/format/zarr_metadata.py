@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import errno
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,10 @@ from typing import Any
 import google_crc32c
 import numpy as np
 
-from expstore.core.values import Key
 from expstore.disk.files import Disk
 from expstore.errors import CorruptionError, StorageError
 from expstore.schema.schema import Field
 from expstore.storages.format.chunk_encoding import Packing
-from expstore.storages.format.derived import causes_of
 
 __all__ = [
     "CHUNK_ROWS",
@@ -63,7 +61,6 @@ def make_metadata(
     *,
     separator: str = SEPARATOR,
     packings: Sequence[Packing | None] = (),
-    implied: Collection[Key] = (),
 ) -> dict[str, bytes]:
     """Return the files of the Zarr v3 group: relative name -> bytes.
 
@@ -74,7 +71,6 @@ def make_metadata(
         attributes: Of the group.
         separator: What stands between the numbers in a shard's name; "." where an array is packed.
         packings: How each array is packed; None: it is not.
-        implied: Flags of which is kept where they do not follow from others.
     """
     import zarr
     from zarr.core.sync import sync
@@ -83,7 +79,7 @@ def make_metadata(
     store = MemoryStore()
     group = zarr.create_group(store=store, attributes=attributes)
     for entry, shard, packing in zip(fields, rows, packings or [None] * len(fields), strict=True):
-        about = _about(entry, packing) | _of_flag(entry, implied)
+        about = _about(entry, packing)
         length = shard if packing is None else packing.shard
         group.create_array(
             entry.path,
@@ -120,14 +116,6 @@ def _about(entry: Field, packing: Packing | None) -> dict[str, Any]:
         partner = "/".join(("next", *entry.key))
         about["shared"] = {"with": partner, "table_bytes": packing.table_bytes}
     return about
-
-
-def _of_flag(entry: Field, implied: Collection[Key]) -> dict[str, Any]:
-    """Return what the array of a flag says if it follows from others: how other readers find its values."""
-    if entry.key not in implied:
-        return {}
-    causes = ["/".join(key) for key in causes_of(entry.key)]
-    return {"implied": {"by": causes, "value": "this array XOR any of those"}}
 
 
 #: What Zarr may leave out where it is empty.

@@ -58,7 +58,7 @@ def open_columns(storage: FolderStorage) -> ColumnGroup | None:
     if schema is None:
         return None
     fields = (*schema.fields, *ROW_FIELDS)
-    how: Any = {"write": False, "implied": storage.manifest.implied}
+    how: Any = {"write": False}
     return ColumnGroup(storage.disk, storage.path / COLUMNS, fields, storage.slots, **how)
 
 

@@ -23,7 +23,6 @@ from expstore.storages.base import Storage
 from expstore.storages.columns.packed.column import PackedRows
 from expstore.storages.columns.sample_counts import SAMPLED
 from expstore.storages.folder import FolderStorage
-from expstore.storages.format.derived import Implied
 from expstore.storages.format.manifest import Manifest
 from expstore.storages.snapshot_pin import Hold
 
@@ -42,7 +41,7 @@ class Frozen:
         base: What a journal's base record keeps.
         window: The rows.
         pieces: Where they lie: (first slot, offset in the run, rows).
-        columns: Per column, in the order of `fields`, a view of each piece as it is kept; nothing of those
+        columns: Per column, in the order of `fields`, a view of each piece; nothing of those
             that are `apart`.
         packed: These, by place.
         segments: Where fields without a fixed size are, and which they are, in a store on disk.
@@ -79,8 +78,7 @@ class Frozen:
         """Return the values of a column, packed ones unpacked: an array per piece."""
         if place in self.packed:
             return [self.packed[place].part(slot, n) for slot, _, n in self.pieces]
-        implied = Implied.of(self.manifest.implied, self.fields)
-        return implied.views([place], lambda places: [list(self.columns[p]) for p in places])[0]
+        return self.columns[place]
 
     @property
     def apart(self) -> set[int]:
@@ -163,7 +161,7 @@ def _freeze(storage: Storage) -> Frozen:
         packed, segments = storage.packed_now(), storage.segments_now(window.low)
         apart = {*packed, *(place for held in segments for place in held)}
         flat = [place for place in places if place not in apart]
-        found = dict(zip(flat, storage.kept_views(flat, window.low + 1, window.size), strict=True))
+        found = dict(zip(flat, storage.views(flat, window.low + 1, window.size), strict=True))
         columns = [found.get(place, []) for place in places]
         columns[-1] = [part.copy() for part in columns[-1]]  # priorities may be set while rows are copied
     pieces = storage.pieces(window.low + 1, window.size)

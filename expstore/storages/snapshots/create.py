@@ -311,7 +311,6 @@ class _Copy:
             attributes,
             separator=SEPARATOR,
             packings=[packings[place] for place in arrays],
-            implied=self.state.manifest.implied,
         )
         for name, data in made.items():
             self.build.put(f"{COLUMNS}/{name}", data)

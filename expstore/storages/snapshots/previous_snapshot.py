@@ -71,7 +71,7 @@ def find_former(disk: Disk, folder: Path, state: Frozen) -> Former | None:
         layout = read_layout(disk, folder / COLUMNS / ROW_FIELDS[0].path, ROW_FIELDS[0])
     except (StorageError, NotFoundError, MigrationError):
         return None  # it cannot be trusted, or was made before the first rows
-    same = manifest.uuid == state.manifest.uuid and manifest.implied == state.manifest.implied
+    same = manifest.uuid == state.manifest.uuid
     same = same and (manifest.capacity, manifest.slots) == (state.manifest.capacity, state.manifest.slots)
     if not (same and same_packings(disk, folder / COLUMNS, state, set(fields))):
         return None

@@ -20,7 +20,6 @@ from expstore.errors import StateError
 from expstore.schema.ranking import rank_rows
 from expstore.schema.row_fields import ROW_FIELDS
 from expstore.storages.folder import FolderStorage
-from expstore.storages.format.layout import implied_of
 from expstore.storages.format.manifest import Manifest
 from expstore.storages.snapshots.capture import base_of, manifest_of
 from expstore.storages.snapshots.restore import STEP_BYTES, Arrival
@@ -204,5 +203,4 @@ def _manifest_for(storage: FolderStorage, own: Manifest, capacity: int | None) -
     if storage.schema is not None:
         spare = storage.spare_for(storage.schema, capacity, storage.lanes)
         reach = storage.reach_for(storage.schema, capacity, storage.lanes)
-    made = own.replace(generation=own.generation + 1, capacity=capacity, spare=spare, reach=reach)
-    return made.replace(implied=implied_of(made)) if own.implied else made
+    return own.replace(generation=own.generation + 1, capacity=capacity, spare=spare, reach=reach)

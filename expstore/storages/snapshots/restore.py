@@ -34,7 +34,7 @@ from expstore.storages.columns.column_set_writer import WritableColumns
 from expstore.storages.columns.flat import Column
 from expstore.storages.columns.sample_counts_column import SampledColumn, find_sampled
 from expstore.storages.format.journal import ALIGN, Journal, Kind, read_journal
-from expstore.storages.format.layout import ColumnLayout, implied_of, layout_of
+from expstore.storages.format.layout import ColumnLayout, layout_of
 from expstore.storages.format.manifest import MANIFEST, Manifest
 from expstore.storages.format.paths import CHECKSUMS, COLUMNS, JOURNAL, LOG, SEGMENTS
 from expstore.storages.snapshots.capture import manifest_of
@@ -155,10 +155,7 @@ class Content:
         """
         if self.columns is None:
             return []
-        columns = self.columns.columns
-        return self.columns.implied.values(
-            range(len(columns)), lambda places: self._parts([columns[p] for p in places], first_id, count)
-        )
+        return self._parts(self.columns.columns, first_id, count)
 
     def counts(self, first_id: int, count: int) -> Array:
         """Copy how often a run of rows was handed out. Shape `(count,)`, uint32.
@@ -199,7 +196,7 @@ def read_content(disk: Disk, folder: Path) -> Content:
     columns, sampled = None, None
     if manifest.schema is not None:
         fields = (*manifest.schema.fields, *ROW_FIELDS)
-        how: Any = {"write": False, "implied": manifest.implied}
+        how: Any = {"write": False}
         columns = ColumnGroup(disk, folder / COLUMNS, fields, manifest.slots, **how)
         last: int = base["last"]
         used = last if manifest.slots is None else min(last, manifest.slots)
@@ -247,11 +244,8 @@ class Arrival:
             schema=schema,
             specs=_fit_specs(content.manifest.specs, storage.specs, schema, storage.schema),
             column_set=max(own.column_set, content.manifest.column_set) + others,
-            implied=own.implied,
             **{name: getattr(own, name) for name in _OWN},
         )
-        if storage.schema is None or own.implied:  # else flags are kept as they always were there
-            self.manifest = self.manifest.replace(implied=implied_of(self.manifest))
         last = base["last"]
         self._low: int = content.low if own.capacity is None else max(content.low, last - own.capacity)
         self.count: int = last - self._low
@@ -446,7 +440,7 @@ def _build_columns(
     fields, slots = (*schema.fields, *ROW_FIELDS), manifest.slots
     attributes = {"expstore": {"capacity": manifest.capacity, "slots": slots}}
     packings = layout_of(manifest).packings(fields, slots, manifest.reach)
-    ColumnGroup.create(disk, aside / COLUMNS, fields, slots, pool, attributes, packings, manifest.implied)
+    ColumnGroup.create(disk, aside / COLUMNS, fields, slots, pool, attributes, packings)
     group = WritableColumns(
         disk,
         aside / COLUMNS,
@@ -454,7 +448,6 @@ def _build_columns(
         slots,
         reach=manifest.reach,
         compression=manifest.compression,
-        implied=manifest.implied,
     )
     try:
         group.ensure(ready)

@@ -227,3 +227,28 @@ def test_zarr_and_tensorstore_read_packed_shards(
         for found in found_by:
             assert np.asarray(found).dtype == held[key].dtype
             np.testing.assert_array_equal(np.asarray(found)[places[sealed]], held[key][sealed], err_msg=name)
+
+
+def test_done_is_stored_as_any_flag(tmp_path: Path) -> None:
+    """Others read it as it was given, beside the flags that it follows from; never set, it is a hole."""
+    number = torch.arange(40)
+    flags = {"terminated": number % 9 == 8, "truncated": number % 7 == 6}
+    given = flags | {"done": (flags["terminated"] | flags["truncated"]) & (number % 3 > 0)}
+    for name, after in {
+        "some": given,
+        "never": {key: torch.zeros_like(flag) for key, flag in given.items()},
+    }.items():
+        path = tmp_path / name
+        with expstore.open(path) as rb:
+            rb.extend(numbered_rows(40, next={key: flag[:, None] for key, flag in after.items()}))
+            rb[:5] = rb[:5].set(("next", "terminated"), torch.zeros(5, 1, dtype=torch.bool))
+            rb.flush()
+            group = rb.storage.columns
+            blank = {column.entry.key[-1] for column in group.columns if column.blank}
+            assert blank == (set(given) if name == "never" and not group.fills else set())
+            assert rb.sql('SELECT sum("next".done::INT) FROM transitions').fetchall() == [
+                (int(after["done"].sum()),)
+            ]
+        done = zarr.open_group(path / "columns", mode="r")["next/done"]
+        assert (done[:40, 0] == after["done"].numpy()).all()
+        assert done.attrs["expstore"] == {"dtype": "bool"}

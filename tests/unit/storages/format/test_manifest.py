@@ -42,7 +42,6 @@ FULL = Manifest(
     retain={"bytes": 10},
     keyed=True,
     archive="../old.exp",
-    implied=(("next", "done"),),
 )
 BARE = Manifest(uuid="a" * 32, generation=0, storage="zarr", capacity=None, spare=0, seed=0, created=0.0)
 
