@@ -99,8 +99,7 @@ def open(
             as they are. "flat": rows one behind another, which can be changed in place (`rb[i] =`).
         fields: The same for single fields, by name or key: a dict with `layout`, and of packed ones `rows`
             per chunk, a power of two (16 MiB at most), and `codec`: "lz4hc" by default, "lz4", "zstd", "zlib"
-            (all of blosc), "lz4hc-shuffle" and "zstd-shuffle" for floats, "gzip"; and, for zarr-python alone,
-            "numcodecs.bz2" and "numcodecs.lzma", which are small and slow; and `share_next`.
+            (all of blosc), "lz4hc-shuffle" and "zstd-shuffle" for floats, "gzip"; and `share_next`.
         share_next: Whether rows of a new store's packed fields are stored once, where they are the next ones,
             `("next", name)`, of earlier rows; found by their bytes. As without it, True. False: all rows are
             stored whole, as those of flat fields always are.

@@ -87,7 +87,6 @@ def _size_facts(size: FieldSize) -> dict[str, Any]:
     return {
         "layout": size.layout,
         "codec": size.codec,
-        "interop": size.interop,
         "chunk_rows": size.chunk_rows,
         "disk_bytes": size.disk_bytes,
         "million_rows_bytes": _million(size.row_bytes),
@@ -175,5 +174,4 @@ def _lies(field: dict[str, Any]) -> str:
         ratio += f", {field['shared']:.0%} shared"
     if field["layout"] != "packed":
         return f"{field['layout']}{ratio}" if field["layout"] else "damaged"
-    readers = f", interop: {field['interop']}" if field["interop"] else ""
-    return f"packed, {field['codec']}{ratio}{readers}"
+    return f"packed, {field['codec']}{ratio}"

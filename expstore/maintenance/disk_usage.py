@@ -32,7 +32,6 @@ class FieldSize:
     Args:
         layout: "flat" or "packed"; None: its zarr.json cannot be read.
         codec: Of what is packed, else None.
-        interop: Who can read it with other programs; "": every reader of Zarr v3; None: nobody.
         chunk_rows: How many rows are packed together; None: none are.
         disk_bytes: What its files take.
         compression: How many times more the rows in its chunks would take as they are; None: it has none, or
@@ -44,7 +43,6 @@ class FieldSize:
 
     layout: str | None
     codec: str | None
-    interop: str | None
     chunk_rows: int | None
     disk_bytes: int
     compression: float | None
@@ -94,7 +92,7 @@ def store_size(disk: Disk, path: Path, manifest: Manifest, held: int) -> StoreSi
             column.look(held, due=False)
     used, means = _segment_sizes(disk, group)
     sizes = [
-        FieldSize("segments", manifest.compression, "", None, used[place], None, None, means[place])
+        FieldSize("segments", manifest.compression, None, used[place], None, None, means[place])
         if place in used
         else _field_size(disk, group, column, held)
         for place, column in enumerate(group.columns)
@@ -124,11 +122,11 @@ def _field_size(disk: Disk, group: ColumnGroup, column: Column, held: int) -> Fi
     folder, entry = column.folder, column.entry
     used = disk.used(folder) if disk.exists(folder) else 0
     if column.fault is not None:
-        return FieldSize(None, None, None, None, used, None, None, entry.row_bytes)
+        return FieldSize(None, None, None, used, None, None, entry.row_bytes)
     if not isinstance(column, PackedReader):
         # Where nothing was written, as for flags that are never set, rows take less.
         row_bytes = min(entry.row_bytes, used / held) if held else entry.row_bytes
-        return FieldSize("flat", None, "", None, used, None, None, row_bytes)
+        return FieldSize("flat", None, None, used, None, None, row_bytes)
     packing = column.packing
     ratio, shared = None, None
     with contextlib.suppress(StorageError):  # damaged, or a writer gives a file its name just now
@@ -137,6 +135,6 @@ def _field_size(disk: Disk, group: ColumnGroup, column: Column, held: int) -> Fi
         if packing.shares and slots.size:
             shared = float((column.distances(np.sort(slots[:: -(-slots.size // _SAMPLE)])) > 0).mean())
     return FieldSize(
-        *("packed", packing.codec, packing.means.interop, packing.rows, used, ratio, shared),
+        *("packed", packing.codec, packing.rows, used, ratio, shared),
         entry.row_bytes / (ratio or 1),
     )

@@ -313,7 +313,6 @@ def test_info_in_json(cli: Cli, store: Path) -> None:
         "row_bytes": 20,
         "layout": "flat",
         "codec": None,
-        "interop": "",
         "chunk_rows": None,
         "compression": None,
         "shared": None,

@@ -59,8 +59,8 @@ CEILINGS: dict[str, int] = {
     "files that a sample runs through": 24,
     "functions that an extend runs": 100,
     "files that an extend runs through": 37,
-    "phrases of the old prose": 1000,
-    "lines of README.md": 623,
+    "phrases of the old prose": 999,
+    "lines of README.md": 622,
 }
 
 #: Phrases that plain technical English does not use.

@@ -15,13 +15,11 @@ import numpy as np
 from expstore.core.values import Array
 from expstore.errors import CorruptionError
 
-__all__ = ["CODECS", "DEFAULT_CODEC", "ONLY_ZARR_PYTHON", "Codec"]
+__all__ = ["CODECS", "DEFAULT_CODEC", "Codec"]
 
-#: What is said of codecs that are not of Zarr's core: TensorStore, for one, does not know them.
-ONLY_ZARR_PYTHON = "zarr-python only"
 _BLOSC_HEADER = 16
 #: Options that say how hard to try, and do not matter to who unpacks.
-_EFFORT = {"clevel", "level", "preset", "blocksize"}
+_EFFORT = {"clevel", "level", "blocksize"}
 
 
 @dataclass(frozen=True)
@@ -31,7 +29,6 @@ class Codec:
     Args:
         name: As in zarr.json.
         options: As there, its `configuration`.
-        interop: Who can read it; "": every reader of Zarr v3.
 
     Example:
         >>> codec = CODECS["lz4hc"]
@@ -41,7 +38,6 @@ class Codec:
 
     name: str
     options: Mapping[str, Any] = field(hash=False)
-    interop: str = ""
 
     @property
     def is_blosc(self) -> bool:
@@ -66,7 +62,7 @@ class Codec:
 
         if self.is_blosc:
             return self._blosc(0)
-        return numcodecs.get_codec({"id": self.name.removeprefix("numcodecs."), **self.options})
+        return numcodecs.get_codec({"id": self.name, **self.options})
 
     def _blosc(self, block: int) -> Any:
         import numcodecs
@@ -102,7 +98,7 @@ class Codec:
             return out
         try:
             found: Array = np.frombuffer(self._numcodec.decode(frame), np.uint8)
-        except Exception as exc:  # each codec has errors of its own
+        except Exception as exc:  # gzip raises several
             raise CorruptionError(f"a packed chunk cannot be unpacked: {exc}") from exc
         if found.size != size:
             raise CorruptionError(f"a packed chunk does not hold {size} bytes")
@@ -130,7 +126,8 @@ def _blosc(cname: str, level: int, shuffle: str = "noshuffle", typesize: int = 1
 
 
 DEFAULT_CODEC = "lz4hc"
-#: Those that end in shuffle take 4-byte numbers apart, byte by byte, as suits float32.
+#: Every reader of Zarr v3 knows them. Those that end in shuffle take 4-byte numbers apart, byte by byte, as
+#: suits float32.
 CODECS: dict[str, Codec] = {
     "lz4hc": _blosc("lz4hc", 5),
     "lz4": _blosc("lz4", 9),
@@ -139,6 +136,4 @@ CODECS: dict[str, Codec] = {
     "lz4hc-shuffle": _blosc("lz4hc", 5, "shuffle", 4),
     "zstd-shuffle": _blosc("zstd", 4, "shuffle", 4),
     "gzip": Codec("gzip", {"level": 5}),
-    "numcodecs.bz2": Codec("numcodecs.bz2", {"level": 9}, ONLY_ZARR_PYTHON),
-    "numcodecs.lzma": Codec("numcodecs.lzma", {"preset": 6}, ONLY_ZARR_PYTHON),
 }

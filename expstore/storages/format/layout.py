@@ -41,8 +41,8 @@ class ColumnLayout:
         layout: "flat": rows one behind another, read by a copy each, changed in place. "packed": chunks of
             a few rows, compressed, which stay as they are. "auto": packed from 1 KiB per row on. None: nobody
             has said; columns are flat then.
-        fields: The same for single fields, by name: their `layout`, `codec` (its `interop` says who reads
-            it), `rows` per chunk and `share_next`.
+        fields: The same for single fields, by name: their `layout`, `codec`, `rows` per chunk and
+            `share_next`.
         share_next: Whether rows of a packed field are left out where the field's next rows, those of
             `("next", name)`, have them already. None: nobody has said; they are then.
 

@@ -120,7 +120,7 @@ def test_a_storage_takes_what_open_takes(tmp_path: Path, asked: dict[str, Any], 
     ("asked", "match"),
     [
         ({"layout": "wide"}, "no layout 'wide'"),
-        ({"fields": {"frame": {"layout": "packed", "codec": "lzma"}}}, "no codec 'lzma'.*numcodecs.lzma"),
+        ({"fields": {"frame": {"layout": "packed", "codec": "lzma"}}}, "no codec 'lzma'; there are lz4hc, "),
         ({"fields": {"frame": {"layout": "auto", "chunk": 3}}}, "field 'frame': no option 'chunk'"),
         ({"fields": {"frame": {"rows": 3}}}, "power of two, got 3"),
         ({"fields": {"frame": {"rows": True}}}, "power of two, got True"),
