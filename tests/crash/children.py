@@ -65,6 +65,7 @@ from tests.crash.checks import (
 )
 from tests.crash.killing_disks import KillingDisk
 from tests.crash.ledger import SEED, Ledger, Op, Spec
+from tests.support.stores import NoIndex
 
 __all__ = [
     "CONSTANTS",
@@ -94,15 +95,6 @@ __all__ = [
 
 # What torch loads with the first one, which takes a second: the children are to find it there.
 torch.nested.nested_tensor([torch.zeros(1)], layout=torch.jagged).unbind()
-
-
-class _NoIndex:
-    """Stand in for the index, which is derived and slow to make."""
-
-    def keep_up(self) -> None: ...
-
-    def busy(self) -> bool:
-        return False
 
 
 # -- children --------------------------------------------------------------------------------------------
@@ -135,7 +127,7 @@ def open_store(
         writer=writer,
     )
     if not index:
-        kept.use_catalog(_NoIndex())
+        kept.use_catalog(NoIndex())
     return rb
 
 

@@ -7,6 +7,7 @@
 - `window_ids`: the ids of the rows that a storage holds.
 - `read_files`: the bytes of every file of a folder.
 - `NoKeeper`: stands in for the thread that writes checkpoints in the background.
+- `NoIndex`: stands in for the index.
 """
 
 from __future__ import annotations
@@ -25,7 +26,16 @@ from expstore.schema.schema import Schema
 from expstore.storages.engine.open_settings import Settings
 from expstore.storages.zarr import ZarrStorage
 
-__all__ = ["NoKeeper", "build_store", "extend_all", "open_zarr", "prepare", "read_files", "window_ids"]
+__all__ = [
+    "NoIndex",
+    "NoKeeper",
+    "build_store",
+    "extend_all",
+    "open_zarr",
+    "prepare",
+    "read_files",
+    "window_ids",
+]
 
 
 class NoKeeper:
@@ -35,6 +45,15 @@ class NoKeeper:
     def note(self) -> None: ...
     def hurry(self) -> None: ...
     def stop(self) -> None: ...
+
+
+class NoIndex:
+    """Stand in for the index, which is derived and slow to make."""
+
+    def keep_up(self) -> None: ...
+
+    def busy(self) -> bool:
+        return False
 
 
 def extend_all(rb: Any, *batches: TensorDict, flush_every: int = 0, **options: Any) -> Any:

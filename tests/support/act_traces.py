@@ -1,0 +1,297 @@
+"""Write down what a store does to its files, act by act, as lines of text that can be compared.
+
+`trace` runs one scripted life of a store (`tests/support/act_lives.py`) with everything pinned that differs
+between runs: clock, process id, host, start of the machine, random bytes, and the background threads, which
+do not run. The result is the same on every machine. `tests/support/golden.py` records it in
+`tests/golden/acts/`, and `tests/crash/test_act_traces.py` compares.
+
+A line is an act, the file relative to the store's folder, and what was done:
+
+    write    columns/action/c/0 64+80 1f0c7a2e      80 bytes at offset 64, and their crc32c
+    truncate journal/000001 4096                    the new length
+    rename   expstore.json <- expstore.json.tmp
+    STATE    . last=10                              a word that is stored into the STATE page
+    # extend(10)                                    what the script does next
+
+Files that are only read are not listed, nor are the files of the index, which DuckDB writes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import os
+import socket
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import google_crc32c
+
+from expstore.buffers.retention import Retention
+from expstore.buffers.tensordict import TensorDictReplayBuffer
+from expstore.core import tuning
+from expstore.disk.files import _failed
+from expstore.errors import ExpStoreError
+from expstore.storages.arrow import ArrowStorage
+from expstore.storages.engine import store
+from expstore.storages.engine.open_settings import Settings
+from expstore.storages.format.control_page import StatePage
+from expstore.storages.zarr import ZarrStorage
+from tests.crash.recording_disk import Event, RecordingDisk
+from tests.support.stores import NoIndex, NoKeeper
+
+__all__ = ["Life", "trace"]
+
+#: The moment at which every life begins, seconds since 1970; a step of the script takes a second.
+START = 1_700_000_000
+SEED = 11
+#: Words of the STATE page that differ between runs.
+_HIDDEN = {"heartbeat", "inode"}
+
+
+class _Host:
+    """The machine and process that a life runs on, as far as the library can tell."""
+
+    def __init__(self) -> None:
+        self.now = START
+        self.boot = 1
+        self._drawn = 0
+
+    def random_bytes(self, count: int) -> bytes:
+        """Return other bytes with every call, the same ones in every life."""
+        self._drawn += 1
+        return hashlib.shake_128(self._drawn.to_bytes(8, "big")).digest(count)
+
+    @contextlib.contextmanager
+    def pinned(self) -> Iterator[None]:
+        """Let the library see this machine, and do nothing in the background, for the block's length."""
+        with contextlib.ExitStack() as patches:
+            for owner, name, value in (
+                (time, "time", lambda: float(self.now)),
+                (time, "time_ns", lambda: self.now * 10**9),
+                (os, "getpid", lambda: 4242),
+                (os, "urandom", self.random_bytes),
+                (uuid, "uuid4", lambda: uuid.UUID(bytes=self.random_bytes(16), version=4)),
+                (socket, "gethostname", lambda: "host"),
+                (store, "Keeper", NoKeeper),
+                (Retention, "start", lambda retention: None),
+                (tuning, "INDEX_ON_CLOSE", False),
+            ):
+                patches.enter_context(patch.object(owner, name, value))
+            # Loops that are compiled may make other bytes (of a compressed chunk) than what stands in for
+            # them: they are there from the first row on, as in a store that has been open for a second.
+            for name, module in sorted(sys.modules.items()):
+                if name.startswith("expstore.") and "load_in_background" in vars(module):
+                    patches.enter_context(patch.object(module, "load_in_background", lambda load: load()))
+            yield
+
+
+class TracingDisk(RecordingDisk):
+    """Record the acts of one process, which may meet a fault, and which ends at some point.
+
+    Args:
+        host: The machine.
+        events: Where acts are noted.
+    """
+
+    def __init__(self, host: _Host, events: list[Event]) -> None:
+        super().__init__()
+        self.events = events
+        self._host = host
+        self._boot = host.boot
+        self._fault: tuple[str, str, int] | None = None
+        self.ended = False
+
+    def fail(self, act: str, name: str, code: int = errno.ENOSPC) -> None:
+        """Let the next act of this kind on a file whose path contains `name` fail."""
+        self._fault = (act, name, code)
+
+    def end(self) -> None:
+        """Let the process do nothing more to any file, as after a kill."""
+        self.ended, self.events = True, []
+
+    def gate(self, act: str, path: Path) -> None:
+        super().gate(act, path)
+        if self.ended:
+            raise _failed(act, path, OSError(errno.EIO, "the process has ended"))
+        if self._fault is not None and act == self._fault[0] and self._fault[1] in str(path):
+            code, self._fault = self._fault[2], None
+            self.events.append(Event("FAILS", path, data=act))
+            raise _failed(act, path, OSError(code, os.strerror(code)))
+        if act == "create":
+            self.events.append(Event("create", path))
+
+    def boot_id(self) -> bytes:
+        return self._boot.to_bytes(16, "big")
+
+    def mounts(self) -> str:
+        return ""  # on a file system in memory some files are written that are left out elsewhere
+
+
+class Life:
+    """What a script is given: a folder for its stores, and acts that the storage itself does not have.
+
+    Args:
+        folder: Where it makes stores.
+        host: The machine.
+    """
+
+    def __init__(self, folder: Path, host: _Host) -> None:
+        self.folder = folder
+        self.events: list[Event] = []
+        self._host = host
+        self._running: list[TensorDictReplayBuffer] = []
+        self.disk = TracingDisk(host, self.events)
+
+    @property
+    def path(self) -> Path:
+        """Where the store is."""
+        return self.folder / "run.exp"
+
+    def step(self, text: str) -> None:
+        """Note what comes next; a second goes by."""
+        self._host.now += 1
+        self.events.append(Event("step", data=text))
+
+    def open(
+        self,
+        capacity: int | None = None,
+        *,
+        arrow: bool = False,
+        segment_bytes: int = 1 << 16,
+        ndim: int | None = None,
+        compression: Any = None,
+        index: bool = False,
+        buffer: dict[str, Any] | None = None,
+        **settings: Any,
+    ) -> TensorDictReplayBuffer:
+        """Open the store, or make it.
+
+        Args:
+            capacity: Of a new store.
+            arrow: Whether it is an `ArrowStorage`.
+            segment_bytes: Length of a segment of its journal.
+            ndim: As of the storage.
+            compression: As of an `ArrowStorage`.
+            index: Whether it has an index; without one what needs it fails.
+            buffer: Further arguments of the buffer.
+            settings: Of `Settings`.
+        """
+        known = [] if capacity is None else [str(capacity)]
+        self.step(f"open({', '.join([*known, *sorted(settings)])})")
+        options: dict[str, Any] = {
+            "settings": Settings(flatten=ndim is None, seed=SEED, on_sigterm="ignore", **settings),
+            "ndim": ndim,
+            "disk": self.disk,
+            "segment_bytes": segment_bytes,
+        }
+        kept = (
+            ArrowStorage(self.path, capacity, compression=compression, **options)
+            if arrow
+            else ZarrStorage(self.path, capacity, **options)
+        )
+        rb = TensorDictReplayBuffer(storage=kept, batch_size=4, with_ids=True, **buffer or {})
+        if not index:
+            kept.use_catalog(NoIndex())
+        self._running.append(rb)
+        return rb
+
+    def close(self, rb: TensorDictReplayBuffer) -> None:
+        """Close a buffer."""
+        self.step("close()")
+        if isinstance(rb.storage.catalog, NoIndex):
+            rb.storage.close()
+        rb.close()
+        self._running.remove(rb)
+
+    def kill(self, *, power: bool = False) -> None:
+        """End the process as kill -9 does; with `power`, restart the machine, which loses nothing."""
+        self.disk.end()
+        for rb in self._running:
+            state = rb.storage.path / "STATE"
+            page = state.read_bytes()
+            with contextlib.suppress(ExpStoreError):
+                rb.storage.close()
+            with state.open("r+b") as file:  # the same file: the page knows its inode
+                file.write(page)
+        self._running.clear()
+        self._host.boot += power
+        self.disk = TracingDisk(self._host, self.events)
+        self.step("power cut" if power else "kill -9")
+
+    def lines(self) -> list[str]:
+        """Return the acts as text."""
+        return [line for event in self.events if (line := self._line(event))]
+
+    def _line(self, event: Event) -> str:
+        name = "" if event.path == Path() else self._name(event.path)
+        if event.act == "open" or event.path.name.startswith("index."):
+            return ""
+        if event.act == "step":
+            return f"# {event.data}"
+        text = f"{event.act:<8} {name}"
+        if event.act == "write":
+            return f"{text} {event.at}+{len(event.data)} {google_crc32c.value(event.data):08x}"
+        if event.act == "truncate":
+            return f"{text} {event.at}"
+        if event.act == "punch":
+            return f"{text} {event.at}+{event.data}"
+        if event.act in ("rename", "link"):
+            return f"{text} <- {self._name(event.data)}"
+        if event.act in ("STATE", "FAILS"):
+            return f"{text} {event.data}"
+        return text
+
+    def _name(self, path: Path) -> str:
+        return os.path.relpath(path, self.path)
+
+
+@contextlib.contextmanager
+def _state_words(life: Life) -> Iterator[None]:
+    """Note what is stored into STATE pages, for the block's length."""
+    init, claim, put, progress = StatePage.__init__, StatePage.claim, StatePage.set, StatePage.set_progress
+    places: dict[int, tuple[TracingDisk, Path]] = {}
+
+    def note(page: StatePage, text: str) -> None:
+        disk, path = places[id(page)]
+        disk.events.append(Event("STATE", path, data=text))
+
+    def traced_init(page: StatePage, disk: Any, path: Path, **options: Any) -> None:
+        places[id(page)] = disk, path.parent
+        init(page, disk, path, **options)
+
+    def traced_claim(page: StatePage, uuid: bytes, boot: bytes, **words: int) -> None:
+        note(page, f"claimed for {google_crc32c.value(uuid + boot):08x}")
+        claim(page, uuid, boot, **words)
+
+    def traced_set(page: StatePage, name: str, value: int) -> None:
+        note(page, f"{name}={'...' if value and name in _HIDDEN else value}")
+        put(page, name, value)
+
+    def traced_progress(page: StatePage, words: Any) -> None:
+        note(page, f"progress={','.join(map(str, words))}")
+        progress(page, words)
+
+    with (
+        patch.object(StatePage, "__init__", traced_init),
+        patch.object(StatePage, "claim", traced_claim),
+        patch.object(StatePage, "set", traced_set),
+        patch.object(StatePage, "set_progress", traced_progress),
+    ):
+        yield
+
+
+def trace(script: Callable[[Life], None], folder: Path) -> list[str]:
+    """Run a script on an empty folder; return what it did to files, a line per act."""
+    host = _Host()
+    life = Life(folder.resolve(), host)
+    with host.pinned(), _state_words(life):
+        script(life)
+        assert not life._running, "the script must close what it opens"
+    return life.lines()
