@@ -62,9 +62,11 @@ def _all() -> dict[str, dict[str, Callable[[Path], list[str]]]]:
     """Return what can be recorded: kind -> name -> what makes its lines in an empty folder."""
     from tests.support.act_lives import LIVES
     from tests.support.act_traces import trace
+    from tests.support.draw_sequences import SEQUENCES
 
     return {
         "acts": {name: lambda folder, life=life: trace(life, folder) for name, life in LIVES.items()},
+        "draws": SEQUENCES,
     }
 
 
