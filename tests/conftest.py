@@ -123,6 +123,14 @@ def no_index_on_close(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def checked_locks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let storages that are opened assert the order in which threads take their locks."""
+    from expstore.core import tuning
+
+    monkeypatch.setattr(tuning, "CHECK_LOCK_ORDER", True)
+
+
+@pytest.fixture
 def short_flat_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give flat columns shards of one block, so that small stores have several."""
     from expstore.core import tuning

@@ -51,7 +51,7 @@ class Retention:
 
     def __init__(self, storage: RetainingStorage, catalog: Catalog) -> None:
         self._storage, self._catalog = storage, catalog
-        self._turn = threading.Lock()
+        self._turn = storage.lock_order.ranked("retention", threading.Lock())
         self._filter: Filter | None = None
         self._told = ""  # of which trouble in the background
         self._ended = threading.Event()

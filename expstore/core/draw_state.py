@@ -13,6 +13,8 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from expstore.core.lock_order import LockOrder
+
 __all__ = [
     "NO_PROGRESS",
     "DrawPosition",
@@ -47,7 +49,8 @@ class DrawPosition:
 
     def __init__(self) -> None:
         self._draw = 0
-        self._draw_lock = threading.Lock()
+        self.lock_order = LockOrder()
+        self._draw_lock = self.lock_order.ranked("draw", threading.Lock())
         self.progress: tuple[int, ...] = NO_PROGRESS
         #: Rows handed out while a rate limiter counted them, and a number that stands for its settings.
         self.limits: tuple[int, int] = (0, 0)

@@ -37,6 +37,11 @@ IDEMPOTENCY_SLOTS = 1 << 17
 #: Whether closing a store brings its index up to date. Without it the first query after reopening does.
 INDEX_ON_CLOSE = True
 
+# -- checks for tests --------------------------------------------------------------------------------------
+
+#: Whether storages that are opened from now on assert the order in which their locks are taken.
+CHECK_LOCK_ORDER = False
+
 # -- background work --------------------------------------------------------------------------------------
 
 #: Seconds between two background checkpoints.

@@ -58,7 +58,7 @@ class Catalog:
     def __init__(self, storage: Storage, *, config: Mapping[str, str] | None = None) -> None:
         self._storage = storage
         self._config = config
-        self._lock = threading.RLock()
+        self._lock = storage.lock_order.ranked("catalog", threading.RLock())
         self._index: Index | None = None
         self._closed = False
         self._whole = False  # the next commit must hold everything

@@ -84,8 +84,9 @@ class Storage(DrawPosition, Described, Grid, Indexed, Keyed, Stateful, ABC):
         self.seed = 0
         self.flatten = False
         self.ranking: Ranking | None = None  # by what rows are ranked, if only the best stay
-        self.lock = threading.RLock()
-        self.turn = FairLock()  # of who extends; taken before the lock, which brief acts take without
+        self.lock = self.lock_order.ranked("storage", threading.RLock())
+        #: Of who extends; taken before the lock, which brief acts take without.
+        self.turn = self.lock_order.ranked("extend", FairLock())
         self.counters = Counters()
         self.episodes = EpisodeTable()
         self.runs = Runs(self)
@@ -108,18 +109,19 @@ class Storage(DrawPosition, Described, Grid, Indexed, Keyed, Stateful, ABC):
         self.upheavals = 0
         #: Moves when ids may stand for other rows than before.
         self.takeovers = 0
-        self.episode_lock = threading.Lock()  # held while episodes and window change
+        #: Held while episodes and window change.
+        self.episode_lock = self.lock_order.ranked("episodes", threading.Lock())
         self.content: tuple[int, int] = (0, 0)  # position of the last record that says something of rows
         self.index_floor: tuple[int, int] = (0, 0)  # an index older than this must be rebuilt
         self.index_path: Path | None = None
         self.uuid = "0" * 32
         self.disk = Disk()
-        self.hold = Hold()
+        self.hold = Hold(self.lock_order)
         self.write_keys = WriteKeys()
         #: How often each row was handed out; None: nobody has asked for it yet.
         self.sampled: Sampled | None = None
         #: Held while rows are drawn by the counts, and while they change.
-        self.sampled_lock = threading.RLock()
+        self.sampled_lock = self.lock_order.ranked("sampled", threading.RLock())
         self._counting = False  # whether it is kept from the first row on
 
     # -- what can be read ------------------------------------------------------------------------

@@ -61,7 +61,7 @@ class MemoryStorage(PortableStorage, VersionedStorage):
         self._columns: list[Array | Cells] = []
         self._recycled: defaultdict[int, Recycled] = defaultdict(Recycled)
         self._log: list[LogEntry] = []
-        self._reshaping = Reshaping()
+        self._reshaping = Reshaping(self.lock_order)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Let a copy, here or in another process, have the whole content and go on by itself."""

@@ -66,7 +66,9 @@ class Runs:
 
     def __init__(self, storage: Storage) -> None:
         # A follower's look may take the storage's lock, under which other threads look.
-        self.lock: threading.RLock = storage.lock if storage.follows else threading.RLock()
+        self.lock: threading.RLock = (
+            storage.lock if storage.follows else storage.lock_order.ranked("runs", threading.RLock())
+        )
         self._storage = weakref.ref(storage)
         self._window = Window(0, 0)
         self._table: RunTable | None = None

@@ -11,6 +11,8 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from expstore.core.lock_order import LockOrder
+
 __all__ = ["Hold"]
 
 
@@ -19,16 +21,20 @@ class Hold:
 
     Threads: one copies at a time, the next one waits; any number may wait for it. Processes: a forked
     child, in which nobody copies, never waits.
+
+    Args:
+        order: Of the storage's locks.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, order: LockOrder) -> None:
+        self._order = order
         self._begin()
 
     def _begin(self) -> None:
         #: The oldest id that must stay as it is; 0: none. Read without a lock.
         self.first = 0
-        self._moved = threading.Condition()
-        self._turn = threading.Lock()
+        self._moved = threading.Condition(self._order.ranked("hold", threading.Lock()))
+        self._turn = self._order.ranked("dump", threading.Lock())
         self._pid = os.getpid()
 
     @contextmanager

@@ -73,8 +73,8 @@ class ZarrStorage(ArchivingStorage):
     sampled: SampledColumn | None
 
     def _begin(self) -> None:
-        self._priority_lock = threading.Lock()
-        self._tail = Tail()
+        self._priority_lock = self.lock_order.ranked("priorities", threading.Lock())
+        self._tail = Tail(self.lock_order)
         self._touched: set[File] = set()
         self.columns: WritableColumns | None = None
         self.checksums: Checksums | None = None
@@ -87,7 +87,7 @@ class ZarrStorage(ArchivingStorage):
     # -- opening ---------------------------------------------------------------------------------
 
     def _open_columns(self) -> None:
-        self._tail = Tail()  # the journal has all rows of the former one
+        self._tail = Tail(self.lock_order)  # the journal has all rows of the former one
         self._half_written = self._waiting = self._settling = None  # and these changes
         self.sampled = None
         schema = self.manifest.schema

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from expstore.core.lock_order import LockOrder
 from expstore.core.values import Array, IntArray
 from expstore.storages.columns.payload import mix_rows
 
@@ -32,10 +33,13 @@ class Tail:
     """Hold consecutive rows until they are written to the columns.
 
     Threads: the writer adds, anybody drains. Crashes: what is in here is in the journal too.
+
+    Args:
+        order: Of the storage's locks.
     """
 
-    def __init__(self) -> None:
-        self.lock = threading.RLock()
+    def __init__(self, order: LockOrder) -> None:
+        self.lock = order.ranked("tail", threading.RLock())
         #: Id of its first row, and how many it has: one object, so that nobody sees half of a change.
         self.span = (0, 0)
         self._batches: list[list[bytes]] = []

@@ -40,7 +40,7 @@ class ReshapableStorage(PackableStorage):
     checksums: Checksums | None
 
     def _begin_reshaping(self) -> None:
-        self._reshaping = Reshaping()
+        self._reshaping = Reshaping(self.lock_order)
 
     def add_field(self, coming: Coming) -> None:
         """Have one more field; on the disk when this returns.

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from expstore.core.id_set import Gaps
+from expstore.core.lock_order import LockOrder
 from expstore.core.values import Array, IntArray, Key, Window, key_name
 from expstore.disk.files import Disk
 from expstore.episodes.fragments import find_fragments
@@ -94,13 +95,14 @@ class Archive:
 
     Args:
         storage: Where the rows are.
+        order: Of the locks of the ring.
         made: Whether it was made just now.
     """
 
-    def __init__(self, storage: RetainingStorage, *, made: bool = False) -> None:
+    def __init__(self, storage: RetainingStorage, order: LockOrder, *, made: bool = False) -> None:
         self.storage = storage
         self._made = made
-        self.turn = threading.Lock()
+        self.turn = order.ranked("archive", threading.Lock())
         self._takeovers = -1
         #: Rows of the ring up to this id are here, or never came, or were given up there.
         self.through = 0
@@ -115,6 +117,7 @@ class Archive:
         path: Path,
         ring: Manifest,
         *,
+        order: LockOrder,
         open_storage: Callable[..., RetainingStorage],
         segment_bytes: int | None = None,
     ) -> Archive:
@@ -124,6 +127,7 @@ class Archive:
             disk: Where files are touched.
             path: Its folder.
             ring: What the ring is.
+            order: Of its locks.
             open_storage: Opens the storage that the archive is, with the arguments of `ArrowStorage`.
             segment_bytes: Length of a segment of its journal; None: the library's own.
 
@@ -156,7 +160,7 @@ class Archive:
         storage.warns_if_forgotten = False
         unregister(storage)  # the ring closes it, before or after which nothing is lost
         try:
-            return cls(storage, made=made)
+            return cls(storage, order, made=made)
         except BaseException:
             storage.close()
             raise

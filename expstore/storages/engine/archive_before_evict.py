@@ -39,8 +39,8 @@ class ArchivingStorage(RetainingStorage):
 
     Threads: one brings rows to the archive at a time, beside who writes and reads; who extends waits only for
     rows whose slots it needs. Crashes: a slot is written to for another row when the one that was there is on
-    the disk of the archive; rows come to the archive once. Locks: the archive's `turn` comes behind the
-    storage's lock and before those of a sync.
+    the disk of the archive; rows come to the archive once. Locks: the archive's `turn` comes behind
+    those of a sync and of the counts, under which a storage that was interrupted is opened anew.
     """
 
     archive: Archive | None = None
@@ -74,6 +74,7 @@ class ArchivingStorage(RetainingStorage):
             self.disk,
             place,
             self.manifest,
+            order=self.lock_order,
             open_storage=self._open_archive_storage,
             segment_bytes=self.archive_segment_bytes,
         )

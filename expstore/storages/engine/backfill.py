@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import numpy as np
 
+from expstore.core.lock_order import LockOrder
 from expstore.core.values import Array, IntArray, Key, key_name
 from expstore.errors import SchemaError, StateError
 from expstore.schema.schema import DTYPES, OBJECT, Field
@@ -120,10 +121,14 @@ class Filler:
 
 
 class Reshaping:
-    """Let one field come or go at a time."""
+    """Let one field come or go at a time.
 
-    def __init__(self) -> None:
-        self._lock = threading.RLock()
+    Args:
+        order: Of the storage's locks.
+    """
+
+    def __init__(self, order: LockOrder) -> None:
+        self._lock = order.ranked("reshaping", threading.RLock())
         self._inside = False
 
     @contextmanager

@@ -64,9 +64,9 @@ class SyncedStorage(ShownStorage):
         self.durable = durable
         self._min_free = min_free
         self._room_id = 0 if min_free else _ENDLESS  # up to this id there was space when last looked
-        self._sync_lock = threading.Lock()
-        self._cutting = threading.Lock()
-        self._journal_lock = threading.Lock()
+        self._sync_lock = self.lock_order.ranked("sync", threading.Lock())
+        self._cutting = self.lock_order.ranked("cut", threading.Lock())
+        self._journal_lock = self.lock_order.ranked("journal", threading.Lock())
         self._failure: ExpStoreError | None = None
         self._half: int | None = None  # the last record before a change whose bytes are not all written
         self._half_in: File | None = None  # the segment of that change, if it may be the newest for long

@@ -28,13 +28,12 @@ class ShownStorage(FolderStorage):
 
     _state: StatePage
     _lock_file: WriterLock
-    _uuid: bytes
     _boot: bytes
 
     def _claim_state(self, sequence: int) -> None:
         """Start the page anew, when all that an opening does is done."""
         self._state.claim(
-            self._uuid,
+            bytes.fromhex(self.uuid),
             self._boot,
             generation=self.manifest.generation,
             sequence=sequence,

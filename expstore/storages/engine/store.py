@@ -107,7 +107,7 @@ class JournaledStorage(KeyKeepingStorage, VersionedStorage):
         self._kept_back = False  # whether the columns lack the rows that are being published
         self._begin()
         self._pool = ThreadPoolExecutor(8, thread_name_prefix="expstore-sync")
-        self._uuid, self._boot = bytes.fromhex(self.uuid), disk.boot_id()
+        self._boot = disk.boot_id()
         try:
             lost = manifest.schema is not None and self.disk.size(self.path / STATE) < PAGE
             self._state = StatePage(self.disk, self.path / STATE)
@@ -191,7 +191,7 @@ class JournaledStorage(KeyKeepingStorage, VersionedStorage):
     @property
     def same_boot(self) -> bool:
         """Whether STATE is this store's, of this start of the machine."""
-        return self._state.fits(self._uuid, self._boot, self.manifest.generation)
+        return self._state.fits(bytes.fromhex(self.uuid), self._boot, self.manifest.generation)
 
     def _finish_load(self) -> bool:
         """Move in a version's content that was left half way; say whether there was one."""
@@ -210,7 +210,7 @@ class JournaledStorage(KeyKeepingStorage, VersionedStorage):
         self._window = past.window(self.capacity)
         self._draw, self.progress = max(self._draw, past.draw), past.progress
         self.randomness, self.limits = past.randomness, past.limits
-        same_boot = self._state.fits(self._uuid, self._boot, self.manifest.generation)
+        same_boot = self.same_boot
         if same_boot and self._state.get("generation") >= past.base["generation"]:
             # Otherwise it is of what a load has replaced.
             self._draw = max(self._draw, self._state.get("draw"))

@@ -30,6 +30,8 @@ from expstore import (
     TensorDictReplayBuffer,
 )
 
+pytestmark = pytest.mark.usefixtures("checked_locks")
+
 CAPACITY, BATCH, SAMPLERS = 1000, 128, 4
 #: Bytes of the wide field: above 512, where rows are gathered in another way than below.
 WIDE = 2048

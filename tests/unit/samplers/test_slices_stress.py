@@ -23,6 +23,8 @@ from tensordict import TensorDict
 import expstore
 from expstore import PrioritizedSliceSampler, SliceSampler, SliceSamplerWithoutReplacement
 
+pytestmark = pytest.mark.usefixtures("checked_locks")
+
 CAPACITY, LANES, LENGTH, BATCH = 5000, 5, 8, 128
 #: Steps of an `extend`.
 LONGEST = 60

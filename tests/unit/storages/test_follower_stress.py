@@ -17,7 +17,7 @@ from tensordict import TensorDict
 
 from tests.support import store_processes
 
-pytestmark = pytest.mark.index
+pytestmark = [pytest.mark.index, pytest.mark.usefixtures("checked_locks")]
 
 
 def run(answers: Any, name: str, work: Callable[..., Any], *arguments: Any) -> None:

@@ -29,7 +29,7 @@ from expstore.storages.format.manifest import Manifest
 from tests.support.forks import in_child
 from tests.support.tuned import set_spare_slots
 
-pytestmark = pytest.mark.index
+pytestmark = [pytest.mark.index, pytest.mark.usefixtures("checked_locks")]
 
 CAPACITY, SPARE = 60, 24
 KINDS = ("flat", "packed", "arrow", "texts")

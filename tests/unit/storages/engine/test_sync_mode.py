@@ -29,7 +29,7 @@ from expstore.storages.zarr import ZarrStorage
 from tests.support.stores import NoKeeper
 from tests.support.tuned import set_spare_slots
 
-pytestmark = pytest.mark.index
+pytestmark = [pytest.mark.index, pytest.mark.usefixtures("checked_locks")]
 
 MakeBatch = Callable[..., TensorDict]
 

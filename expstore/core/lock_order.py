@@ -1,0 +1,116 @@
+"""The order in which the locks of one storage are taken, and a check of it for tests.
+
+Two threads that take two locks in opposite orders can deadlock. So the locks of a storage are ranked: a
+thread that holds one takes only locks behind it in `LOCK_ORDER`. With `tuning.CHECK_LOCK_ORDER` a storage
+wraps its locks to assert that; otherwise they are plain locks, and nothing is checked.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any, TypeVar, cast
+
+from expstore.core import tuning
+
+__all__ = ["LOCK_ORDER", "LockOrder", "LockOrderError"]
+
+_Lock = TypeVar("_Lock")
+
+#: The names of the locks of a storage, in the order in which they are taken.
+LOCK_ORDER = (
+    "retention",  # a policy is applied
+    "reshaping",  # a field is added or dropped
+    "dump",  # a snapshot is copied
+    "extend",  # `Storage.turn`
+    "storage",  # `Storage.lock`
+    "cut",  # the journal's oldest segments are removed; only tried, never waited for
+    "sync",
+    "catalog",
+    "sampled",
+    "archive",  # rows are copied to the archive, whose own locks come behind this one
+    "runs",  # the index of episodes' steps
+    "hold",  # which rows a snapshot still needs
+    "episodes",
+    "tail",
+    "priorities",
+    "draw",
+    "journal",
+)
+_RANKS = {name: rank for rank, name in enumerate(LOCK_ORDER)}
+
+
+class LockOrderError(AssertionError):
+    """A thread takes a lock while it holds one behind it in the order, which can deadlock."""
+
+
+class LockOrder:
+    """Rank the locks of one storage.
+
+    The order is checked per thread. Locks of another storage, such as an archive's, have an order of their
+    own. A lock that its thread takes again is not checked, nor is one that is tried without waiting.
+
+    Example:
+        >>> order = LockOrder()
+        >>> lock = order.ranked("storage", threading.RLock())
+        >>> with lock:
+        ...     pass
+    """
+
+    def __init__(self) -> None:
+        self._threads: threading.local | None = threading.local() if tuning.CHECK_LOCK_ORDER else None
+
+    def ranked(self, name: str, lock: _Lock) -> _Lock:
+        """Return a lock unchanged, or wrapped so that it checks the order.
+
+        Args:
+            name: Which one it is, of `LOCK_ORDER`.
+            lock: A lock, re-entrant or not, that is not held yet.
+        """
+        rank = _RANKS[name]
+        return lock if self._threads is None else cast(_Lock, _RankedLock(name, rank, lock, self._threads))
+
+
+class _RankedLock:
+    """Take a lock if that is in order."""
+
+    def __init__(self, name: str, rank: int, lock: Any, threads: threading.local) -> None:
+        self._name, self._rank, self._lock, self._threads = name, rank, lock, threads
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        """Take the lock; return whether it was to be had."""
+        if blocking:
+            self._check()
+        options = {"timeout": timeout} if timeout >= 0 else {}
+        taken = bool(self._lock.acquire(**options) if blocking else self._lock.acquire(blocking=False))
+        if taken:
+            self._held.append(self)
+        return taken
+
+    def release(self) -> None:
+        """Give the lock back."""
+        self._lock.release()
+        held = self._held
+        del held[len(held) - 1 - held[::-1].index(self)]
+
+    def __enter__(self) -> bool:
+        return self.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    @property
+    def _held(self) -> list[_RankedLock]:
+        """The locks that this thread holds, in the order in which it took them."""
+        held: list[_RankedLock] = self._threads.__dict__.setdefault("held", [])
+        return held
+
+    def _check(self) -> None:
+        held = self._held
+        if self in held:
+            return
+        behind = [other._name for other in held if other._rank >= self._rank]
+        if behind:
+            raise LockOrderError(
+                f"a thread that holds the lock {behind[0]!r} takes {self._name!r}; "
+                f"the order is {', '.join(LOCK_ORDER)}"
+            )
