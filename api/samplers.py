@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field
 import expstore
 from expstore import samplers
 from expstore.api.errors import Refusal
-from expstore.api.where_conditions import check_condition
+from expstore.api.where_conditions import check_condition, limit_condition
 from expstore.buffers.seeded_buffer import SeededReplayBuffer
 from expstore.buffers.tensordict import TensorDictReplayBuffer
 from expstore.core.rate_limiters import RateLimiter
@@ -192,10 +192,13 @@ class Drawers:
         path: Where the store lies.
         rb: It, opened.
         limiter: How fast rows come and go, which `rb` knows, too; None: as fast as they can.
+        seconds: How long one query of a condition may take.
     """
 
-    def __init__(self, path: Path, rb: TensorDictReplayBuffer, limiter: RateLimiter | None) -> None:
-        self._path, self._rb, self._limiter = path, rb, limiter
+    def __init__(
+        self, path: Path, rb: TensorDictReplayBuffer, limiter: RateLimiter | None, *, seconds: float
+    ) -> None:
+        self._path, self._rb, self._limiter, self._seconds = path, rb, limiter, seconds
         self._lock = Lock()
         self._kept: OrderedDict[tuple[str, str | None, int | None], TensorDictReplayBuffer] = OrderedDict()
         self._named: dict[str, tuple[Any, TensorDictReplayBuffer]] = {}
@@ -245,7 +248,7 @@ class Drawers:
         with self._lock:
             known = self._kept.get(key)
             if known is None:
-                sampler = spec.make(None if where is None else check_condition(where))
+                sampler = self._sampler(spec, where)
                 storage = self._rb.storage
                 known = (
                     TensorDictReplayBuffer(storage=storage, sampler=sampler, with_ids=True)
@@ -258,6 +261,11 @@ class Drawers:
                     oldest.sampler.detach()
             self._kept.move_to_end(key)
             return known
+
+    def _sampler(self, spec: Any, where: str | None) -> Sampler:
+        sampler: Sampler = spec.make(None if where is None else check_condition(where))
+        limit_condition(sampler, self._seconds)
+        return sampler
 
     # -- with names ------------------------------------------------------------------------------
 
@@ -278,7 +286,7 @@ class Drawers:
                 return
             if len(self._named) >= _KEPT:
                 raise StateError(f"there are {_KEPT} samplers with names", hint="DELETE one first")
-            sampler = spec.make(None if where is None else check_condition(where))
+            sampler = self._sampler(spec, where)
             self._named[name] = wanted, self._made(spec, sampler, seed)
 
     def _made(self, spec: Any, sampler: Sampler, seed: int | None) -> TensorDictReplayBuffer:

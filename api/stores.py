@@ -67,7 +67,7 @@ class Served:
         self.name, self.path, self.rb = name, path, rb
         self._sql: SqlWorker | None = None
         self._sql_lock = threading.Lock()
-        self.drawers = Drawers(path, rb, limiter)
+        self.drawers = Drawers(path, rb, limiter, seconds=settings.sql_seconds)
         self.encoder = Encoder(lambda: rb.schema)
         self.streams = CapacityLimiter(settings.concurrency)
         #: Whether the server is being shut down: nothing that has no end of its own goes on.

@@ -1,31 +1,51 @@
-"""Conditions of strangers: what `where=` may say, a small part of SQL without functions.
+"""Conditions of clients: what `where=` may say over HTTP, a small part of SQL without functions.
 
-Used by the sampling routes. The library evaluates conditions in the server's own process, so what cannot be
-bounded in time and space must not get there: no functions, casts, subqueries, or patterns.
+Used by the sampling routes. The library evaluates conditions in the server's own process, so they are
+checked against an allow-list: DuckDB parses the text, without executing it, and every node of the parsed tree
+must be one that takes time and memory in proportion to the rows it looks at.
 """
 
 from __future__ import annotations
 
-import re
+from typing import Any
 
 from expstore.api.errors import Refusal
+from expstore.samplers.base import Sampler
+from expstore.sql.expressions import ConditionLimits, parse_expression
 
-__all__ = ["check_condition"]
+__all__ = ["check_condition", "limit_condition"]
 
 _LENGTH = 1000
-_TOKEN = re.compile(
-    r"""\s*(?:
-      (?P<number>\d+(?:\.\d*)?(?:[eE][+-]?\d+)?|\.\d+)
-    | (?P<text>'(?:[^']|'')*')
-    | (?P<name>[A-Za-z_][A-Za-z0-9_]*|"(?:[^"]|"")+")
-    | (?P<sign><=|>=|<>|!=|[=<>+\-*/%(),.\[\]])
-    )""",
-    re.VERBOSE,
-)
-#: After these a bracket is no function's.
-_BEFORE_BRACKET = frozenset({"and", "or", "not", "in", "between"})
+#: Brackets within brackets, and nodes of the tree within nodes.
+_DEPTH = 50
+#: What a query of a condition may take; a batch of rows to look at is 32 MiB.
+_MEMORY = 256 << 20
+_ARITHMETIC = frozenset({"+", "-", "*", "/", "%"})
+_WHOLE = frozenset({"TINYINT", "SMALLINT", "INTEGER", "BIGINT", "HUGEINT"})
+#: Types of which SQL writes literals as casts of a text: DATE '2026-01-31'.
+_TIMES = frozenset({"DATE", "TIME", "TIMESTAMP"})
+#: Types of nodes whose children may be any expression, and where the children are.
+_ANY = {
+    "COMPARE_EQUAL": ("left", "right"),
+    "COMPARE_NOTEQUAL": ("left", "right"),
+    "COMPARE_LESSTHAN": ("left", "right"),
+    "COMPARE_GREATERTHAN": ("left", "right"),
+    "COMPARE_LESSTHANOREQUALTO": ("left", "right"),
+    "COMPARE_GREATERTHANOREQUALTO": ("left", "right"),
+    "COMPARE_DISTINCT_FROM": ("left", "right"),
+    "COMPARE_NOT_DISTINCT_FROM": ("left", "right"),
+    "COMPARE_BETWEEN": ("input", "lower", "upper"),
+    "CONJUNCTION_AND": ("children",),
+    "CONJUNCTION_OR": ("children",),
+    "OPERATOR_NOT": ("children",),
+    "OPERATOR_IS_NULL": ("children",),
+    "OPERATOR_IS_NOT_NULL": ("children",),
+    "COLUMN_REF": (),
+    "VALUE_CONSTANT": (),
+}
 _HINT = (
-    "compare fields, episode facts and numbers: = <> < <= > >= + - * / %, AND, OR, NOT, IN, BETWEEN, IS NULL"
+    "compare fields, their elements (x[1]), episode facts and literals: = <> < <= > >= + - * / %, AND, OR, "
+    "NOT, IN (literals), BETWEEN, IS NULL"
 )
 
 
@@ -33,29 +53,84 @@ def check_condition(text: str) -> str:
     """Return a condition that may be evaluated.
 
     Raises:
-        Refusal: 422: it is too long, or holds what it may not.
+        Refusal: 422: it is too long, nested too deeply, or has a part that is not allowed, which is named.
+        QueryError: It is not one SQL expression.
     """
     if len(text) > _LENGTH:
         raise Refusal(422, f"the condition has more than {_LENGTH} characters", kind="query")
-    at, before, depth = 0, "", 0
-    end = len(text.rstrip())
-    while at < end:
-        found = _TOKEN.match(text, at)
-        if found is None:
-            raise Refusal(
-                422, f"the condition cannot hold {text[at:].strip()[:1]!r}", kind="query", hint=_HINT
-            )
-        token = found[found.lastgroup or 0]
-        if token == "(" and (before.endswith('"') or _is_name(before)):
-            raise Refusal(422, f"the condition calls {before[:50]!r}", kind="query", hint=_HINT)
-        depth += {"(": 1, ")": -1}.get(token, 0)
-        if depth > 50:
-            raise Refusal(422, "the condition is nested too deeply", kind="query")
-        before, at = token, found.end()
-    if not before:
-        raise Refusal(422, "the condition is empty", kind="query", hint=_HINT)
+    depth = 0
+    for character in text:  # the parser drops brackets without a meaning, but descends into them
+        depth += (character in "([{") - (character in ")]}")
+        if depth > _DEPTH:
+            raise _too_deep()
+    waiting = [(parse_expression(text), 1)]
+    while waiting:
+        node, depth = waiting.pop()
+        if depth > _DEPTH:
+            raise _too_deep()
+        waiting += [(child, depth + 1) for child in _children(node)]
     return text
 
 
-def _is_name(token: str) -> bool:
-    return bool(re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", token)) and token.lower() not in _BEFORE_BRACKET
+def limit_condition(sampler: Sampler, seconds: float) -> None:
+    """Bound the time and memory of each query by which a sampler evaluates its condition."""
+    if sampler.filter is not None:
+        sampler.filter.limit(ConditionLimits(seconds=seconds, memory=_MEMORY))
+
+
+def _children(node: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the parts of a node that are still to be checked.
+
+    Raises:
+        Refusal: 422: the node is not allowed.
+    """
+    kind, children = node["type"], node.get("children") or []
+    if kind in _ANY:
+        found = [node[name] for name in _ANY[kind]]
+        return [child for part in found for child in (part if isinstance(part, list) else [part])]
+    if kind == "FUNCTION" and node["is_operator"] and node["function_name"] in _ARITHMETIC:
+        plain = not (node["schema"] or node["catalog"] or node["filter"] or node["distinct"])
+        if plain and len(children) <= 2 and not node["order_bys"]["orders"]:
+            return list(children)
+    if kind == "COMPARE_IN" and all(map(_is_literal, children[1:])):
+        return [children[0]]
+    if kind == "ARRAY_EXTRACT":
+        base, subscript = children
+        if base["type"] in ("COLUMN_REF", "ARRAY_EXTRACT") and _is_whole(subscript):
+            return [base]
+    if _is_literal(node):
+        return []
+    raise Refusal(422, f"the condition has {_name_of(node)}", kind="query", hint=_HINT)
+
+
+def _is_literal(node: dict[str, Any]) -> bool:
+    if node["type"] == "OPERATOR_CAST":
+        return node["cast_type"]["id"] in _TIMES and node["child"]["type"] == "VALUE_CONSTANT"
+    return bool(node["type"] == "VALUE_CONSTANT")
+
+
+def _is_whole(node: dict[str, Any]) -> bool:
+    return node["type"] == "VALUE_CONSTANT" and node["value"]["type"]["id"] in _WHOLE
+
+
+def _name_of(node: dict[str, Any]) -> str:
+    """Return what a node is called in messages."""
+    kind = node["type"]
+    if kind == "FUNCTION":
+        name = str(node["function_name"])[:50]
+        return f"the operator {name}" if node["is_operator"] else f"the function {name}()"
+    meaning = {
+        "ARRAY_EXTRACT": "a subscript that is no whole number, or is not behind a field",
+        "ARRAY_SLICE": "a slice",
+        "CASE_EXPR": "CASE",
+        "COMPARE_IN": "IN with something else than literals",
+        "LAMBDA": "a lambda",
+        "OPERATOR_CAST": "a cast (IS TRUE is one)",
+        "SUBQUERY": "a subquery",
+        "WINDOW_AGGREGATE": "a window function",
+    }.get(kind)
+    return f"{meaning}, {kind}" if meaning else str(kind)
+
+
+def _too_deep() -> Refusal:
+    return Refusal(422, f"the condition is nested more than {_DEPTH} levels deep", kind="query")

@@ -26,7 +26,7 @@ from expstore.storages.engine.backfill import unmoved
 
 if TYPE_CHECKING:
     from expstore.episodes.table import EpisodeTable
-    from expstore.sql.expressions import Needs
+    from expstore.sql.expressions import ConditionLimits, Needs
     from expstore.storages.base import Storage
 
 __all__ = ["Filter"]
@@ -136,6 +136,10 @@ class Filter:
         #: Moves when masses do.
         self.version = getattr(self, "version", 0) + 1
         self._moved: deque[tuple[int, IntArray | None]] = deque(maxlen=_KEPT)
+
+    def limit(self, limits: ConditionLimits) -> None:
+        """Bound what one query of the expressions may take: they are not trusted. Call it before `attach`."""
+        self._conditions.limit(limits)
 
     def fields(self, storage: Storage) -> frozenset[Key]:
         """Return the fields of a storage's rows that the expressions speak of."""
@@ -378,7 +382,7 @@ class Filter:
         return np.array(changed, np.int64)
 
     def _chunks(self, storage: Storage, ids: IntArray) -> Iterator[IntArray]:
-        rows = max(1024, min(_ROWS, _BYTES // self._bound(storage).row_bytes))
+        rows = max(1, min(_ROWS, _BYTES // self._bound(storage).row_bytes))
         for start in range(0, ids.size, rows):
             yield ids[start : start + rows]
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,7 +30,15 @@ from expstore.schema.schema import Schema
 from expstore.sql.index import CONFIG
 from expstore.sql.views import ROW_COLUMNS, Column, Relations, call_tops
 
-__all__ = ["FACTS", "Conditions", "Formula", "Needs", "table_of_facts"]
+__all__ = [
+    "FACTS",
+    "ConditionLimits",
+    "Conditions",
+    "Formula",
+    "Needs",
+    "parse_expression",
+    "table_of_facts",
+]
 
 #: What an expression may say of an episode.
 FACTS = (
@@ -94,6 +103,8 @@ _ROWS = ("_id", "_index", "_episode", "_step", "_time")
 
 #: What a row of a field without a fixed size is taken to have: a thousand tokens.
 _LOOSE_BYTES = 4096
+#: A query past its deadline is interrupted again and again: one that comes before DuckDB starts is lost.
+_INTERRUPT_SECONDS = 0.05
 
 Path = tuple[str, ...]
 
@@ -121,6 +132,19 @@ class Needs:
         return 24 + sum(_LOOSE_BYTES if entry.variable else entry.row_bytes for entry in fields)
 
 
+@dataclass(frozen=True, slots=True)
+class ConditionLimits:
+    """Bound what one query of an expression may take; one query looks at up to 131,072 rows.
+
+    Args:
+        seconds: After which it is interrupted.
+        memory: Bytes that DuckDB may take for it.
+    """
+
+    seconds: float
+    memory: int
+
+
 class Conditions:
     """Say which rows match `where`, and with which `weight`.
 
@@ -141,6 +165,8 @@ class Conditions:
 
     def __init__(self, where: str | None, weight: str | None) -> None:
         self.where, self.weight = where, weight
+        self._limits: ConditionLimits | None = None
+        self._operands: list[tuple[Path, int]] = []
         self._con: Any = None
         self._pid = 0
         self._parents: list[Any] = []
@@ -158,6 +184,13 @@ class Conditions:
 
     def __str__(self) -> str:
         return " and ".join(f"{option}={text!r}" for option, text in self._texts())
+
+    def limit(self, limits: ConditionLimits) -> None:
+        """Bound every query from now on: the expressions are not trusted."""
+        self._limits = limits
+        self._con, self._pid = None, 0  # the next one is opened with that memory
+        trees = [parse_expression(text) for _, text in self._texts()]
+        self._operands = sorted({operand for tree in trees for operand in _operands(tree)})
 
     # -- what a store has ------------------------------------------------------------------------
 
@@ -194,7 +227,18 @@ class Conditions:
                     raise QueryError(f"{option}= takes {wanted}, and {text!r} is of type {kind}")
                 if len(found.to_arrow_table()):
                     raise _refusal(text, "it says nothing of single rows")
+            self._check_operands(cursor, source)
         return needs
+
+    def _check_operands(self, cursor: duckdb.DuckDBPyConnection, source: str) -> None:
+        """Raise QueryError if arrays are added up: DuckDB appends them, which `memory_limit` does not count."""
+        for path, subscripts in self._operands:
+            operand = ".".join(_quoted(part) for part in path) + "[1]" * subscripts
+            if str(cursor.sql(f"SELECT {operand} FROM {source}").types[0]).endswith((")", "]")):
+                raise QueryError(
+                    f"{self} computes with {key_name(path)}, which has several values per row",
+                    hint=f"name one of them: {key_name(path)}{'[1]' * (subscripts + 1)}",
+                )
 
     # -- asking ----------------------------------------------------------------------------------
 
@@ -265,11 +309,11 @@ class Conditions:
     def _cursor(self, needs: Needs | None = None) -> Iterator[duckdb.DuckDBPyConnection]:
         if self._pid != os.getpid():
             self._parents.append(self._con)  # kept: its memory is the parent's to free
-            self._pid, self._con = os.getpid(), duckdb.connect(":memory:", config={**CONFIG, "threads": "1"})
-            self._con.execute("SET TimeZone = 'UTC'")
+            self._pid, self._con = os.getpid(), _connect(self._limits)
         cursor = self._con.cursor()
         try:
-            yield cursor
+            with contextlib.nullcontext() if self._limits is None else _deadline(cursor, self._limits):
+                yield cursor
         except duckdb.Error as exc:
             raise self._explain(exc, needs) from exc
         except RuntimeError as exc:
@@ -281,6 +325,8 @@ class Conditions:
 
     def _explain(self, exc: duckdb.Error, needs: Needs | None) -> QueryError:
         hint = ""
+        if isinstance(exc, duckdb.OutOfMemoryException):
+            return QueryError(f"{self} needs more memory than it may take", kind="memory")
         if needs is not None and isinstance(exc, duckdb.BinderException | duckdb.CatalogException):
             fields = ", ".join(key_name((needs.tops[key[0]], *key[1:])) for key in needs.schema.keys)
             facts = ", ".join(f"episode.{name}" for name in FACTS)
@@ -290,6 +336,46 @@ class Conditions:
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy needs; it makes its own database."""
         return {**self.__dict__, "_con": None, "_pid": 0, "_parents": []}
+
+
+def _connect(limits: ConditionLimits | None) -> duckdb.DuckDBPyConnection:
+    config = {**CONFIG, "threads": "1"}
+    if limits is not None:
+        config["memory_limit"] = f"{limits.memory >> 20}MiB"
+    con = duckdb.connect(":memory:", config=config)
+    con.execute("SET TimeZone = 'UTC'")
+    return con
+
+
+@contextlib.contextmanager
+def _deadline(cursor: duckdb.DuckDBPyConnection, limits: ConditionLimits) -> Iterator[None]:
+    """Interrupt what a cursor does after `limits.seconds`.
+
+    Raises:
+        QueryError: It was interrupted (kind "timeout").
+    """
+    done, late = threading.Event(), threading.Event()
+
+    def watch() -> None:
+        if not done.wait(limits.seconds):
+            late.set()
+            cursor.interrupt()
+            while not done.wait(_INTERRUPT_SECONDS):
+                cursor.interrupt()
+
+    thread = threading.Thread(target=watch, name="expstore-deadline", daemon=True)
+    thread.start()
+    try:
+        yield
+    except (duckdb.Error, RuntimeError) as exc:
+        if not late.is_set() or isinstance(exc, ExpStoreError):
+            raise
+        raise QueryError(
+            f"the condition took more than {limits.seconds:g} s", kind="timeout", hint="use a simpler one"
+        ) from exc
+    finally:
+        done.set()
+        thread.join()
 
 
 class Formula(Conditions):
@@ -417,6 +503,21 @@ def _with_episodes(facts: Sequence[str]) -> str:
     )
 
 
+def _quoted(name: str) -> str:
+    return '"' + name.replace('"', '""') + '"'
+
+
+def _operands(tree: dict[str, Any]) -> Iterator[tuple[Path, int]]:
+    """Yield the columns that arguments of functions and operators are, and how many subscripts each has."""
+    for node in _nodes(tree):
+        for operand in node["children"] if node["class"] == "FUNCTION" else ():
+            subscripts = 0
+            while operand["type"] == "ARRAY_EXTRACT":
+                operand, subscripts = operand["children"][0], subscripts + 1
+            if operand["class"] == "COLUMN_REF":
+                yield tuple(operand["column_names"]), subscripts
+
+
 def _meet(name: Path, path: Path) -> bool:
     """Say whether one of two paths goes on from the other."""
     return all(a == b for a, b in zip(name, path, strict=False))
@@ -440,9 +541,7 @@ def _read(cursor: duckdb.DuckDBPyConnection, option: str, text: str) -> set[Path
     """
     if not isinstance(text, str):
         raise TypeError(f"{option} must be a string of SQL, not {type(text).__name__}")
-    if "\0" in text:
-        raise _refusal(text, "it holds a character without a meaning")
-    bare, _ = _parsed(cursor, text, f"SELECT {text}\n"), _parsed(cursor, text, f"SELECT ({text}\n)")
+    bare = _only_expression(cursor, text)
     paths: set[Path] = set()
     called: set[str] = set()
     for node in _nodes(bare):
@@ -460,6 +559,24 @@ def _read(cursor: duckdb.DuckDBPyConnection, option: str, text: str) -> set[Path
     return paths
 
 
+def parse_expression(text: str) -> dict[str, Any]:
+    """Return the tree of one SQL expression as DuckDB's `json_serialize_sql` writes it; nothing is executed.
+
+    Raises:
+        QueryError: It is not one expression, or is nested too deeply.
+    """
+    with duckdb.connect(":memory:", config={**CONFIG, "threads": "1"}) as con:
+        return _only_expression(con, text)
+
+
+def _only_expression(cursor: duckdb.DuckDBPyConnection, text: str) -> dict[str, Any]:
+    """Return the tree of an expression that is one alone and one within brackets, as queries use it."""
+    if "\0" in text:
+        raise _refusal(text, "it holds a character without a meaning")
+    bare, _ = _parsed(cursor, text, f"SELECT {text}\n"), _parsed(cursor, text, f"SELECT ({text}\n)")
+    return bare
+
+
 def _parsed(cursor: duckdb.DuckDBPyConnection, text: str, sql: str) -> dict[str, Any]:
     """Return the tree of the one expression that a SELECT without anything else asks for."""
     try:
@@ -467,6 +584,8 @@ def _parsed(cursor: duckdb.DuckDBPyConnection, text: str, sql: str) -> dict[str,
         tree = json.loads(answer)
     except RecursionError as exc:
         raise QueryError("the expression is nested too deeply") from exc
+    except ValueError as exc:  # DuckDB writes whole numbers beyond its largest type as no JSON
+        raise QueryError(f"{text!r} has a number that DuckDB cannot read") from exc
     if tree["error"]:
         raise QueryError(f"{text!r} is no SQL expression: {tree['error_message']}")
     statements = tree["statements"]

@@ -15,8 +15,6 @@ from tensordict import TensorDict
 
 import expstore
 from expstore.api import Settings
-from expstore.api.errors import Refusal
-from expstore.api.where_conditions import check_condition
 from expstore.samplers import PrioritizedSampler, SliceSampler
 from expstore.wire.codec import Codec, meaning_of
 from tests.support.arrow_bodies import batch_of, post_rows, rows_of
@@ -162,16 +160,6 @@ def test_conditions(client: httpx.Client) -> None:
         assert refused.status_code == 422, (bad, refused.text)
     unknown = client.post(f"{RUN}/sample", json={"where": "speed > 1"})
     assert (unknown.status_code, unknown.json()["error"]["kind"]) == (422, "query")
-
-
-@pytest.mark.parametrize("good", ["a.b > -1.5e3", "x IN (1, 2)", "NOT (x IS NULL) AND y BETWEEN 1 AND (2)"])
-def test_conditions_that_may_be_said(good: str) -> None:
-    assert check_condition(good) == good
-
-
-def test_like_is_no_word_of_conditions() -> None:
-    with pytest.raises(Refusal, match="calls"):
-        check_condition("x LIKE ('%' || y)")
 
 
 def test_streams_are_whole_or_say_so(client: httpx.Client) -> None:
