@@ -42,6 +42,7 @@ KINDS: Mapping[str, int] = {
     "disk_full": 507,
     "timeout": 504,
     "busy": 503,
+    "sandbox": 500,
     "rate_limited": 429,
 }
 #: Statuses after which the same request may be sent again, and after how many seconds.

@@ -22,7 +22,7 @@ from typing import Any
 import pyarrow as pa
 
 from expstore.disk.files import Disk, File
-from expstore.errors import CorruptionError, ExpStoreError, QueryError
+from expstore.errors import CorruptionError, ExpStoreError, QueryError, StateError
 from expstore.sql.sandbox.confine import bound, bound_data, die_with_parent, restrict
 from expstore.sql.sandbox.pipes import PipeError, receive, send
 from expstore.sql.sync import Catalog
@@ -43,6 +43,8 @@ _FILES = 256
 _SYSTEM = (Path("/proc"), Path("/sys/fs/cgroup"), Path("/sys/devices/system/cpu"))
 #: DuckDB takes so many rows at a time, fewer where they are wide.
 _STEP_ROWS, _STEP_BYTES = 2048, 4 << 20
+#: What no statement causes: a file or a module that cannot be read, a mistake in this code.
+_FAULTS = (OSError, ImportError, AttributeError, NameError, AssertionError)
 #: What the index of a store takes in DuckDB's memory: twice its log, so much per fragment, and to begin with.
 _PER_FRAGMENT, _INDEX_BYTES = 128, 32 << 20
 
@@ -59,7 +61,8 @@ def main(told: Mapping[str, Any]) -> None:
     """Serve until the parent has gone.
 
     Args:
-        told: The store's `path`, the `memory` of a query in bytes, the `parent` process.
+        told: The store's `path`, the `memory` of a query in bytes, the `parent` process, and `code`: where
+            modules lie that the parent imports.
     """
     die_with_parent(told["parent"])
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
@@ -70,7 +73,8 @@ def main(told: Mapping[str, Any]) -> None:
     alone = len(Disk().names(Path("/proc/self/task"))) <= 1
     path, own = Path(told["path"]), Path(__file__).parent.parent.parent
     libraries = [Path(sysconfig.get_path(name)) for name in ("stdlib", "platlib", "purelib")]
-    places = [path, *_beside(path), *_SYSTEM, *libraries, own, own / "migrations"]
+    code = [*libraries, *map(Path, told["code"]), own, own / "migrations"]
+    places = [path, *_beside(path), *_SYSTEM, *code]
     confined = restrict(places) if alone else "no landlock: a library has started threads"
     # Not in the main thread: there the index would make a second one do the work, and wait for it.
     thread = threading.Thread(target=_serve, args=(path, told["memory"], confined))
@@ -277,6 +281,8 @@ def _as_ours(error: Exception) -> ExpStoreError:
         return QueryError(f"DuckDB failed at the query: {error.message}", kind="died")
     if isinstance(error, ExpStoreError):
         return error
+    if isinstance(error, _FAULTS):
+        return StateError(f"the process for SQL failed: {type(error).__name__}: {error}", kind="sandbox")
     return QueryError(
         f"{type(error).__name__}: {error}"
     )  # DuckDB's client and Arrow have errors of their own

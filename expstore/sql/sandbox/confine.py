@@ -10,6 +10,7 @@ import ctypes
 import os
 import resource
 import signal
+import stat
 import struct
 import sys
 from collections.abc import Iterable
@@ -43,7 +44,7 @@ def die_with_parent(parent: int) -> None:
 
 
 def restrict(readable: Iterable[Path]) -> str:
-    """Let this thread, and those that it starts, read below some folders and otherwise touch no file.
+    """Let this thread, and those that it starts, read some folders and files and otherwise touch no file.
 
     Nor can they run a program, gain rights, use the super-user's, or (where Landlock knows of it) reach the
     network or other processes. Call it before there are other threads: they would stay free.
@@ -89,15 +90,16 @@ def _lose_capabilities(libc: ctypes.CDLL) -> None:
 
 
 def _allow(libc: ctypes.CDLL, rules: int, path: Path) -> None:
-    """Add a folder to what may be read; one that is missing, or a file, needs no rule."""
-    folder = libc.open(os.fsencode(path / "."), _O_PATH | _O_CLOEXEC)
-    if folder < 0:
+    """Add a folder, or a file, to what may be read; one that is missing needs no rule."""
+    opened = libc.open(os.fsencode(path), _O_PATH | _O_CLOEXEC)
+    if opened < 0:
         return
     try:
-        rule = struct.pack("=Qi", _READ_FILE | _READ_DIR, folder)
+        acts = _READ_FILE | _READ_DIR if stat.S_ISDIR(os.fstat(opened).st_mode) else _READ_FILE
+        rule = struct.pack("=Qi", acts, opened)
         libc.syscall(_ADD_RULE, ctypes.c_int(rules), ctypes.c_int(_PATH_BENEATH), rule, ctypes.c_uint32(0))
     finally:
-        libc.close(folder)
+        libc.close(opened)
 
 
 def bound(*, files: int) -> None:

@@ -230,7 +230,8 @@ class _Child:
     def __init__(self, path: Path, limits: SqlLimits) -> None:
         package = str(Path(errors.__file__).parents[1])
         libraries = [package, *(entry for entry in sys.path if os.path.isabs(entry) and entry != package)]
-        told = {"path": str(path), "memory": limits.memory, "parent": os.getpid(), "libraries": libraries}
+        told = {"path": str(path), "memory": limits.memory, "parent": os.getpid(), "libraries": libraries,
+                "code": sorted(_code_places())}  # fmt: skip
         began = time.monotonic()
         self.pipe, theirs = socket.socketpair()
         try:
@@ -253,7 +254,9 @@ class _Child:
                 raise _raised(words)
         except (PipeError, TimeoutError) as exc:
             code = self.end()
-            raise StateError(f"the process for SQL has not started ({_ending(code)}): {exc}") from exc
+            raise StateError(
+                f"the process for SQL has not started ({_ending(code)}): {exc}", kind="sandbox"
+            ) from exc
         except BaseException:
             self.end()
             raise
@@ -282,6 +285,27 @@ class _Child:
         code: int = self.process.wait()
         self.pipe.close()
         return code
+
+
+def _code_places() -> set[str]:
+    """Return where code lies that this process imports, or may import: the child needs to read it, too.
+
+    Folders of `sys.path` count in which packages are installed, wherever these are (a `.pth`, PYTHONPATH,
+    --system-site-packages), but not others, such as the folder of a script. Of these the modules count that
+    were imported.
+    """
+    disk = Disk()
+    folders = [Path(entry) for entry in sys.path if os.path.isabs(entry) and disk.is_dir(Path(entry))]
+    found = {
+        str(folder)
+        for folder in folders
+        if any(name.endswith((".dist-info", ".egg-info")) for name in disk.names(folder))
+    }
+    for name, module in list(sys.modules.items()):
+        if "." not in name and name != "__main__":
+            file = getattr(module, "__file__", None)
+            found.update(map(str, getattr(module, "__path__", [file] if file else [])))
+    return {place for place in found if os.path.isabs(place)}
 
 
 @dataclass(slots=True)
@@ -340,7 +364,7 @@ class _Pool:
             except ExpStoreError as exc:
                 failure = exc
             except Exception as exc:
-                failure = StateError(f"the process for SQL cannot be started: {exc}")
+                failure = StateError(f"the process for SQL cannot be started: {exc}", kind="sandbox")
             with self._changed:
                 self._failure = failure
                 if child is not None:
