@@ -9,6 +9,7 @@ from __future__ import annotations
 import hmac
 import ipaddress
 import math
+import re
 import time
 from typing import Any
 from urllib.parse import urlsplit
@@ -23,6 +24,8 @@ from expstore.api.settings import Settings
 
 __all__ = ["Guard", "is_loopback"]
 
+#: A name or an address, IPv6 in brackets, and maybe a port (RFC 9110, section 7.2).
+_HOST = re.compile(r"(?P<name>\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(?::[0-9]{1,5})?")
 _LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]"})
 _SAME_SITE = frozenset({"same-origin", "none"})
 
@@ -106,9 +109,9 @@ class Guard:
 
 
 def _name_of(host: str) -> str:
-    """Return a Host header's name, without the port."""
-    name, _, port = host.rpartition(":")
-    return (name if name and not port.endswith("]") else host).lower()
+    """Return a Host header's name, without the port; "" where the header is not a name and a port."""
+    found = _HOST.fullmatch(host)
+    return found["name"].lower() if found else ""
 
 
 def _check_origin(headers: Any, host: str) -> None:

@@ -126,7 +126,7 @@ def to_json(batch: Any) -> list[list[Any]]:
 def _finite(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
-    if isinstance(value, list):
+    if isinstance(value, list) or type(value) is tuple:  # pairs of a map
         return [_finite(item) for item in value]
     if isinstance(value, dict):
         return {name: _finite(item) for name, item in value.items()}

@@ -229,8 +229,11 @@ class Updated(BaseModel):
 
 @router.post("/stores/{name}/priorities", responses=problems(408, 413, 415))
 async def priorities(store: Store, asked: Priorities) -> Updated:
-    """Set priorities of rows that are still there."""
+    """Set priorities of rows that are still there: one for each id."""
     ids = checked_ids(asked.ids)
+    if len(asked.priorities) != len(asked.ids):
+        raise Refusal(422, f"{len(asked.ids)} ids are given {len(asked.priorities)} priorities",
+                      hint="send one priority for each id")  # fmt: skip
     values = torch.tensor(asked.priorities, dtype=torch.float64)
     return Updated(updated=await store.run(lambda: store.rb.update_priority(id=ids, priority=values)))
 

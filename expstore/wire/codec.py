@@ -470,13 +470,38 @@ def join_columns(parts: Sequence[Any]) -> Any:
 
 
 def plain_columns(batch: Any) -> list[list[Any]]:
-    """Return the columns of a record batch as lists of Python's values."""
-    return [
-        column.to_numpy_ndarray().tolist()
-        if isinstance(column, pa.FixedShapeTensorArray)
-        else column.to_pylist()
-        for column in batch.columns
-    ]
+    """Return the columns of a record batch as lists of Python's values.
+
+    A date or a time that Python has not is a text.
+    """
+    return [_plain_column(column) for column in batch.columns]
+
+
+def _plain_column(column: Any) -> list[Any]:
+    if isinstance(column, pa.FixedShapeTensorArray):
+        found: list[Any] = column.to_numpy_ndarray().tolist()
+        return found
+    try:
+        return list(column.to_pylist())
+    except (OverflowError, ValueError):  # the year 290000, nanoseconds without pandas, members of one name
+        return [_plain_value(value) for value in column]
+
+
+def _plain_value(value: Any) -> Any:
+    """Return a scalar of Arrow's as a value of Python's."""
+    if not value.is_valid:
+        return None
+    if isinstance(value, pa.ListScalar | pa.LargeListScalar | pa.FixedSizeListScalar):
+        return [_plain_value(item) for item in value.values]
+    if isinstance(value, pa.StructScalar):
+        return {field.name: _plain_value(value[n]) for n, field in enumerate(value.type)}
+    if isinstance(value, pa.ExtensionScalar | pa.DictionaryScalar | pa.UnionScalar):
+        return _plain_value(value.value)
+    try:
+        return value.as_py()
+    except (OverflowError, ValueError):
+        unit = "D" if pa.types.is_date(value.type) else value.type.unit
+        return str(np.datetime64(value.value, unit)).replace("T", " ")
 
 
 def meaning_of(arrow_schema: Any, known: Codec | None = None) -> Coded:

@@ -178,6 +178,16 @@ def test_only_its_own_names_are_answered(opened: Serving) -> None:
         "10.0.0.1",
         "@",
         ":",
+        f"127.0.0.1:{port}@evil",
+        "127.0.0.1:evil",
+        "127.0.0.1:",
+        "127.0.0.1:1:2",
+        "127.0.0.1:123456",
+        "evil@127.0.0.1",
+        "localhost/evil:80",
+        "localhost evil",
+        "[::1]evil",
+        "[::1",
     )
     with httpx.Client(base_url=opened.url) as client:
         for host in good + bad:

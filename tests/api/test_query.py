@@ -14,6 +14,7 @@ import pyarrow as pa
 import pytest
 
 from expstore.api import Settings
+from expstore.sql.sandbox import pool
 from tests.support.arrow_bodies import ARROW, post_rows, rows_of
 from tests.support.servers import Serving
 
@@ -51,6 +52,28 @@ def test_episodes_are_listed(client: httpx.Client) -> None:
     whole = client.get(f"{RUN}/episodes", headers={"Accept": ARROW["Content-Type"]})
     assert pa.ipc.open_stream(whole.content).read_all()["length"].to_pylist() == [10, 10, 5, 10, 10]
     assert client.get(f"{RUN}/episodes", params={"status": "odd"}).status_code == 422
+
+
+def test_values_of_all_types_are_answered_as_json(client: httpx.Client) -> None:
+    post_rows(client, 1)
+    answer = client.post(f"{RUN}/sql", json={"query": "SELECT * FROM test_all_types()"})
+    assert answer.status_code == 200, answer.text
+    told = answer.json()
+    first = dict(zip(told["columns"], told["rows"][0], strict=True))
+    second = dict(zip(told["columns"], told["rows"][1], strict=True))
+    assert (first["timestamp"], second["date"]) == ("-290308-12-22 00:00:00.000000", "5881580-07-10")
+    assert second["date_array"][:2] == ["1970-01-01", "5881580-07-11"]
+    assert second["map"] == [["key1", "🦆🦆🦆🦆🦆🦆"], ["key2", "goose"]]
+    assert set(told["rows"][2]) == {None}
+
+
+def test_sql_that_the_server_cannot_answer_is_no_fault_of_the_client(
+    client: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    post_rows(client, 1)
+    monkeypatch.setattr(pool, "_BOOT", "raise SystemExit(3)")
+    answer = client.post(f"{RUN}/sql", json={"query": "SELECT 1"})
+    assert (answer.status_code, answer.json()["error"]["kind"]) == (500, "sandbox")
 
 
 def test_sql_reads_what_was_written_before_it_came(client: httpx.Client) -> None:

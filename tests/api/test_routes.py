@@ -88,3 +88,16 @@ def test_what_is_written_over_http_is_the_stores(client: httpx.Client, tmp_path:
     client.post("/v1/stores/run/flush")
     with expstore.open(tmp_path / "run.exp", mode="r") as rb:
         np.testing.assert_array_equal(rb[:]["action"], data["action"])
+
+
+def test_priorities_are_as_many_as_ids(client: httpx.Client, tmp_path: Path) -> None:
+    client.put("/v1/stores/run", json={"seed": 3}).raise_for_status()
+    client.post("/v1/stores/run/extend", content=body_of(batch_of(5)), headers=ARROW).raise_for_status()
+    good = client.post("/v1/stores/run/priorities", json={"ids": [1, 2], "priorities": [3.0, 4.0]})
+    assert good.json() == {"updated": 2}
+    for values in ([9.0], [9.0] * 3, []):
+        refused = client.post("/v1/stores/run/priorities", json={"ids": [1, 2], "priorities": values})
+        assert refused.status_code == 422
+        assert f"2 ids are given {len(values)} priorities" in refused.json()["error"]["message"]
+    told = client.post("/v1/stores/run/sql", json={"query": "SELECT priority FROM priorities ORDER BY id"})
+    assert [row[0] for row in told.json()["rows"]][:2] == [3.0, 4.0]
