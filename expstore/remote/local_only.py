@@ -28,6 +28,13 @@ _TRANSFORM = "transform the batches that come, or those that you send"
 _MANAGE = "do it where the store is, with expstore.open()"
 
 
+class _Elsewhere:
+    """Stand for the storage: TorchRL's collectors ask it for its device, and whether it has rows."""
+
+    initialized = True
+    device = None
+
+
 class LocalOnly:
     """Refuse what needs the rows at hand, or is for who manages the store.
 
@@ -65,5 +72,13 @@ class LocalOnly:
     query = _refused("query", "ask by sql(), then take each trajectory(episode_id)")
     to_torch_dataset = _refused("to_torch_dataset", "iterate over the buffer: batches are made ahead")
     refresh = synchronize = _refused("refresh", "ask: every answer is of the store as it is now")
-    share = client = start = shutdown = _refused("sharing", "connect() wherever the rows are wanted")
+    _storage = _Elsewhere()
+    #: Collectors of several processes ask it, and call `share` then.
+    shared = False
+    share = _refused(
+        "sharing",
+        "a collector of several processes cannot write over it yet: call extend() with the batches that it "
+        "yields, or let every process connect() and run a Collector",
+    )
+    client = start = shutdown = _refused("sharing", "connect() wherever the rows are wanted")
     is_alive = service_backend = property(_refused("sharing", "connect() wherever the rows are wanted"))

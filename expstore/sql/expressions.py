@@ -231,7 +231,7 @@ class Conditions:
         return needs
 
     def _check_operands(self, cursor: duckdb.DuckDBPyConnection, source: str) -> None:
-        """Raise QueryError if arrays are added up: DuckDB appends them, which `memory_limit` does not count."""
+        """Raise QueryError if arrays are added: DuckDB appends them, which `memory_limit` does not count."""
         for path, subscripts in self._operands:
             operand = ".".join(_quoted(part) for part in path) + "[1]" * subscripts
             if str(cursor.sql(f"SELECT {operand} FROM {source}").types[0]).endswith((")", "]")):

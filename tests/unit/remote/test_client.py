@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -37,6 +38,7 @@ from expstore.errors import (
 from expstore.remote.transport import Address
 from tests.support import warm_processes
 from tests.support.arrow_bodies import batch_of
+from tests.support.counting_env import Make
 from tests.support.servers import Serving
 from tests.support.tcp_proxy import Proxy
 
@@ -347,6 +349,25 @@ def test_what_needs_the_rows_at_hand_says_what_to_do(server: Serving, folder: Pa
         act(rb)
     assert caught.value.kind == "local_only"
     assert caught.value.hint
+
+
+def test_torchrls_collectors_of_several_processes_are_told_why_they_cannot_write(
+    server: Serving, name: str
+) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from torchrl.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
+    with connect(server, name) as rb:
+        for kind in (MultiSyncCollector, MultiAsyncCollector):
+            with pytest.raises(RemoteError, match="sharing") as caught:
+                kind([Make(0), Make(1)], None, frames_per_batch=10, total_frames=50, replay_buffer=rb)
+            assert caught.value.kind == "local_only"
+            assert "a collector of several processes" in caught.value.hint
+        collector = Collector(Make(0)(), None, frames_per_batch=10, total_frames=50, replay_buffer=rb)
+        for _ in collector:
+            pass
+        collector.shutdown()
+        assert len(rb) == 50
 
 
 def test_every_name_of_the_buffer_is_there() -> None:

@@ -671,3 +671,40 @@ def test_rows_are_taken_in_small_steps() -> None:
     assert sandbox_child._step(["BIGINT"]) == 2048
     assert sandbox_child._step(["UTINYINT[84][84]", "VARCHAR"]) == (4 << 20) // (84 * 84 * 8 + 8)
     assert sandbox_child._step(["FLOAT[100000000]"]) == 1
+
+
+OUTSIDE = """
+import sys
+from pathlib import Path
+from expstore.sql.sandbox.pool import SqlLimits, SqlWorker
+with SqlWorker(Path(sys.argv[1]), limits=SqlLimits(seconds=60)) as worker:
+    answer = worker.query("SELECT * FROM transitions")
+    print(answer.rows, worker.stats()["confined"])
+"""
+
+
+@pytest.mark.skipif(sys.prefix == sys.base_prefix, reason="packages lie in the interpreter's own folder")
+def test_packages_may_lie_outside_the_interpreters_folders(store: Path) -> None:
+    """As with a .pth, PYTHONPATH or --system-site-packages: sysconfig names other folders."""
+    python = getattr(sys, "_base_executable", sys.executable)
+    folders = [
+        str(Path(expstore.__file__).parents[1]),
+        *(entry for entry in sys.path if "-packages" in entry),
+    ]
+    found = subprocess.run(
+        [python, "-c", OUTSIDE, str(store)],
+        env={"PYTHONPATH": os.pathsep.join(folders), "PATH": os.environ["PATH"]},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.split()[0] == str(ROWS)
+
+
+@pytest.mark.parametrize("fault", [PermissionError("x.py"), ModuleNotFoundError("x"), AttributeError("x")])
+def test_a_fault_of_the_child_is_not_the_statements(fault: Exception) -> None:
+    told = sandbox_child._as_ours(fault)
+    assert isinstance(told, StateError)
+    assert told.kind == "sandbox"
+    assert isinstance(sandbox_child._as_ours(ValueError("no such type")), QueryError)
