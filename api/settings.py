@@ -29,6 +29,8 @@ class Settings:
         sql: Whether SQL may be asked.
         max_body: Bytes of a request's body.
         max_rows: Rows of a request, and of an answer that is no stream.
+        max_answer: Bytes of an answer, and of a batch of a stream; rows are counted before they are read, as
+            JSON by the most that their values may take.
         body_seconds: How long a body may take to come, and each part of it a tenth of that.
         head_seconds: How long the head of a request may take to come.
         idle_seconds: How long a connection may lie between two requests.
@@ -54,6 +56,7 @@ class Settings:
     sql: bool = True
     max_body: int = 256 * MiB
     max_rows: int = 1_000_000
+    max_answer: int = 256 * MiB
     body_seconds: float = 60.0
     head_seconds: float = 10.0
     idle_seconds: float = 60.0

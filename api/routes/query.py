@@ -16,15 +16,20 @@ from expstore.api.dependencies import ARROW_ANSWER, Limits, Store, problems
 from expstore.api.errors import Refusal
 from expstore.api.settings import Settings
 from expstore.api.stores import Served
+from expstore.buffers.read_limits import ReadLimit
 from expstore.wire.stream import batches_of, table_stream
 
 router = APIRouter(tags=["asking"])
+
+#: As JSON a result takes about so many times the bytes that it has as Arrow.
+_JSON_TIMES = 6
 
 
 @router.get("/stores/{name}/episodes", responses=ARROW_ANSWER | problems(406))
 async def episodes(
     request: Request,
     store: Store,
+    limits: Limits,
     after: Annotated[int, Query(ge=0, lt=1 << 63, description="Only those of higher ids.")] = 0,
     limit: Annotated[int, Query(ge=1, le=100_000)] = 1000,
     source: Annotated[str | None, Query(max_length=200)] = None,
@@ -41,7 +46,9 @@ async def episodes(
 
     def ask() -> Response:
         found = store.rb.episodes(" AND ".join(where), "episode_id", limit, params=params)
-        return _answer(table_stream(found.arrow()), kind)
+        table = found.arrow()
+        ReadLimit(limits.max_answer, text=kind == JSON).check_bytes(table.nbytes)
+        return _answer(table_stream(table), kind)
 
     return await store.run(ask)
 
@@ -71,7 +78,8 @@ def _check(limits: Settings) -> None:
 
 def _asked(store: Served, limits: Settings, asked: Question, kind: str) -> Response:
     rows = limits.sql_rows if asked.limit is None else min(asked.limit, limits.sql_rows)
-    found = store.sql.query(asked.query, asked.params, rows=rows)
+    size = limits.max_answer if kind == ARROW else limits.max_answer // _JSON_TIMES
+    found = store.sql.query(asked.query, asked.params, rows=rows, size=size)
     answer = _answer(found.data, kind)
     answer.headers["X-Truncated"] = "true" if found.truncated else "false"
     return answer

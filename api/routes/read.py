@@ -12,9 +12,10 @@ from fastapi import APIRouter, Path, Request
 from fastapi.responses import Response
 from pydantic import BaseModel, Field
 
-from expstore.api.bodies import accepted, compression_of
+from expstore.api.bodies import JSON, accepted, compression_of
 from expstore.api.dependencies import ARROW_ANSWER, Known, Limits, Store, problems
 from expstore.api.rows import answer_rows, checked_ids
+from expstore.buffers.read_limits import limit_reads
 
 router = APIRouter(tags=["reading"])
 
@@ -51,20 +52,24 @@ async def rows(request: Request, store: Store, limits: Limits, asked: Ids) -> Re
     ids = checked_ids(asked.ids)
 
     def read() -> Response:
-        return answer_rows(store.rb.by_id(ids), kind, compression, store.encoder)
+        with limit_reads(limits.max_answer, text=kind == JSON):
+            return answer_rows(store.rb.by_id(ids), kind, compression, store.encoder)
 
     return await store.run(read)
 
 
 @router.get("/stores/{name}/episodes/{episode}", responses=ARROW_ANSWER | problems(406))
 async def trajectory(
-    request: Request, store: Store, episode: Annotated[int, Path(ge=0, lt=1 << 63)]
+    request: Request, store: Store, limits: Limits, episode: Annotated[int, Path(ge=0, lt=1 << 63)]
 ) -> Response:
     """Read the rows of an episode that are still there, in the order of its steps."""
     kind, compression = accepted(request), compression_of(request)
-    return await store.run(
-        lambda: answer_rows(store.rb.trajectory(episode), kind, compression, store.encoder)
-    )
+
+    def read() -> Response:
+        with limit_reads(limits.max_answer, text=kind == JSON):
+            return answer_rows(store.rb.trajectory(episode), kind, compression, store.encoder)
+
+    return await store.run(read)
 
 
 @router.get("/stores/{name}/stats", responses=problems())

@@ -13,13 +13,14 @@ from fastapi import APIRouter, Path, Request
 from fastapi.responses import Response, StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field
 
-from expstore.api.bodies import ARROW, accepted, compression_of
+from expstore.api.bodies import ARROW, JSON, accepted, compression_of
 from expstore.api.dependencies import ARROW_ANSWER, Limits, Store, problems
 from expstore.api.errors import Refusal
 from expstore.api.rows import answer_rows
 from expstore.api.samplers import AnySpec, Spec
 from expstore.api.settings import Settings
 from expstore.api.stores import Served
+from expstore.buffers.read_limits import limit_reads
 from expstore.wire.codec import Encoder
 from expstore.wire.stream import StreamWriter
 
@@ -60,12 +61,14 @@ def _check(asked: Asked, limits: Settings) -> float:
     return min(asked.wait, limits.wait_seconds)
 
 
-def _drawing(store: Served, asked: Asked) -> Callable[[int], Any]:
+def _drawing(store: Served, asked: Asked, limits: Settings, kind: str) -> Callable[[int], Any]:
     """Return what draws: the first batch for 0, the one after it for 1."""
 
     def draw(number: int) -> Any:
         which = None if asked.draw is None else asked.draw + number
-        return store.drawers.draw(asked.sampler, asked.where, asked.seed, which, asked.batch_size)
+        with limit_reads(limits.max_answer, text=kind == JSON) as limit:
+            limit.check_count(store.rb.schema, asked.batch_size)  # before anything is drawn, or counted
+            return store.drawers.draw(asked.sampler, asked.where, asked.seed, which, asked.batch_size)
 
     return draw
 
@@ -74,16 +77,20 @@ def _drawing(store: Served, asked: Asked) -> Callable[[int], Any]:
 async def sample(request: Request, store: Store, limits: Limits, asked: Asked) -> Response:
     """Draw a batch."""
     kind, compression = accepted(request), compression_of(request)
-    seconds, draw = _check(asked, limits), _drawing(store, asked)
+    seconds, draw = _check(asked, limits), _drawing(store, asked, limits, kind)
     return await store.run_patiently(lambda: answer_rows(draw(0), kind, compression, store.encoder), seconds)
 
 
 @router.post("/stores/{name}/sample/stream", responses=ARROW_ANSWER | problems(406, 408, 413, 415))
 async def stream(request: Request, store: Store, limits: Limits, asked: AskedStream) -> Response:
-    """Draw one batch after another: an Arrow stream with a record batch for each."""
-    accepted(request, (ARROW,))
+    """Draw one batch after another: an Arrow stream with a record batch for each.
+
+    Each batch is bounded as an answer is, the stream is not.
+    """
+    kind = accepted(request, (ARROW,))
     seconds = _check(asked, limits)
-    parts = _Parts(asked, _drawing(store, asked), store.encoder, compression_of(request))
+    drawing = _drawing(store, asked, limits, kind)
+    parts = _Parts(asked, drawing, store.encoder, compression_of(request))
     if store.streams.available_tokens < 1:
         raise Refusal(503, f"too many streams are drawn from store {store.name!r}", hint="ask again later")
     first = await store.run_patiently(parts.next, seconds)  # what is wrong is said by the status

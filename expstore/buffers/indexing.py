@@ -15,6 +15,7 @@ import torch
 from tensordict import TensorDictBase, is_tensor_collection, lazy_stack
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from expstore.buffers.read_limits import READ_LIMIT
 from expstore.buffers.sampling import DrawingHandle
 from expstore.core.rate_limiters import RateLimiter
 from expstore.core.values import Array, IntArray, Key, Selection, key_name, to_key
@@ -278,6 +279,7 @@ class ShapingHandle(DrawingHandle):
                 raise NotFoundError(
                     f"there is no row with id {wanted[~held][0]}: the oldest is {first}, the newest {last}"
                 )
+            _check_limit(storage, wanted)
             return wanted
 
         ids, columns, view = self._transform.read(storage, locate)
@@ -286,7 +288,13 @@ class ShapingHandle(DrawingHandle):
 
     def _trajectory(self, episode_id: int) -> TensorDictBase:
         storage = self._storage
-        ids, columns, view = self._transform.read(storage, lambda: rows_of_episode(storage, episode_id))
+
+        def locate() -> IntArray:
+            ids = rows_of_episode(storage, episode_id)
+            _check_limit(storage, ids)
+            return ids
+
+        ids, columns, view = self._transform.read(storage, locate)
         batch = self._given(columns, (ids.size,), self._root(Selection(ids)), view=view)
         if isinstance(batch, TensorDictBase) and batch.batch_dims == 1:
             batch.names = ["time"]
@@ -420,3 +428,9 @@ def to_array(values: Any) -> Array:
     if isinstance(values, torch.Tensor):
         return values.detach().cpu().numpy()
     return np.asarray(values)
+
+
+def _check_limit(storage: Storage, ids: IntArray) -> None:
+    """Raise QueryError if these rows are more than this thread may read at once."""
+    if (limit := READ_LIMIT.get()) is not None:
+        limit.check(storage, ids)

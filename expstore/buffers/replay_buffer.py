@@ -27,6 +27,7 @@ from expstore.buffers.arguments import (
 )
 from expstore.buffers.domain_checks import NO_DOMAIN, asks_for_domain, check_domain
 from expstore.buffers.indexing import ShapingHandle, to_array
+from expstore.buffers.read_limits import READ_LIMIT
 from expstore.buffers.rng import Turn
 from expstore.buffers.sample_units import SampleUnit, check_unit
 from expstore.buffers.torch_dataset import RowKind, RowsDataset, SlicesDataset, make_dataset
@@ -326,6 +327,8 @@ class ReplayBuffer(Patching, LateFields, Direct):
                     selection = self._sampler.sample_again(storage, anchors, generator)
                 rows = selection if self._unit is None else self._unit.select(selection, storage)
                 if rows is not None:
+                    if (limit := READ_LIMIT.get()) is not None:
+                        limit.check(storage, rows.ids)
                     view = self._look(rows.ids, generator)
                     if view is None:
                         columns = storage.read(rows.ids)

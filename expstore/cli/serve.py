@@ -62,6 +62,7 @@ def serve(
     sql_seconds: Annotated[float, typer.Option(min=0.1, help="A statement's time.")] = 3.0,
     max_body: Annotated[int, typer.Option(min=1, help="Bytes of a request's body.")] = 256 << 20,
     max_rows: Annotated[int, typer.Option(min=1, help="Rows of a request.")] = 1_000_000,
+    max_answer: Annotated[int, typer.Option(min=1, help="Bytes of an answer.")] = 256 << 20,
     concurrency: Annotated[int, typer.Option(min=1, help="Requests at work at once, per store.")] = 64,
     rate: _Rate = None,
     min_size: Annotated[int, typer.Option(min=1, help="Rows before any is sampled.")] = 1,
@@ -78,7 +79,7 @@ def serve(
     settings = Settings(
         path=path, token=_token(token_file), read_token=_token(read_token_file), read_only=read_only,
         hosts=tuple(allow_host or ()), sql=not no_sql, sql_seconds=sql_seconds, max_body=max_body,
-        max_rows=max_rows, concurrency=concurrency, rate=rate, min_size=min_size,
+        max_rows=max_rows, max_answer=max_answer, concurrency=concurrency, rate=rate, min_size=min_size,
         samples_per_insert=samples_per_insert, error_buffer=error_buffer, shutdown_seconds=shutdown_seconds,
     )  # fmt: skip
     if access_log:

@@ -29,6 +29,7 @@ from expstore.disk.files import Disk
 from expstore.episodes.log import LogEntry
 from expstore.episodes.table import EpisodeTable
 from expstore.errors import NotFoundError, SchemaError, StateError
+from expstore.schema.arrow_sizes import row_sizes
 from expstore.schema.field_roles import REWARD, Keys, find_keys
 from expstore.schema.row_fields import ROW_BYTES, ROW_FIELDS
 from expstore.schema.schema import Schema
@@ -47,7 +48,10 @@ from expstore.storages.stats import Counters
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["REWARD", "Keys", "Rows", "Storage", "Watcher", "find_keys", "now_us"]
+__all__ = ["REWARD", "Keys", "Rows", "Storage", "Watcher", "find_keys", "now_us", "sizes_of_rows"]
+
+#: Rows of which the sizes are found at once by reading them.
+_SOME_ROWS = 64
 
 
 class Watcher(Protocol):
@@ -603,6 +607,16 @@ class Storage(DrawPosition, Described, Grid, Indexed, Keyed, Stateful, ABC):
     def _take(self, slots: IntArray, places: Sequence[int] | None) -> list[Array]:
         """Copy rows out by slot."""
 
+    def _sizes_of(self, ids: IntArray) -> IntArray:
+        """Return what `sizes_of_rows` does; a storage without offsets reads the rows, some at a time."""
+        places = [place for place, entry in enumerate(self.require_schema().fields) if entry.variable]
+        sizes = np.zeros(ids.size, np.int64)
+        for start in range(0, ids.size if places else 0, _SOME_ROWS):
+            some = slice(start, start + _SOME_ROWS)
+            for column in self.read(ids[some], places):
+                sizes[some] += row_sizes(column)
+        return sizes
+
     @abstractmethod
     def views(self, places: Sequence[int], first_id: int, count: int) -> list[list[Array]]:
         """View columns over a run of ids without copying: per field one or two arrays.
@@ -664,3 +678,16 @@ class Storage(DrawPosition, Described, Grid, Indexed, Keyed, Stateful, ABC):
         self, ids: IntArray, places: Sequence[int], columns: Sequence[Array], *, replaces: bool
     ) -> None:
         """Record new values of rows before they are written."""
+
+
+def sizes_of_rows(storage: Storage, ids: IntArray) -> IntArray:
+    """Return how many bytes the fields without a fixed size take in some rows, by their offsets.
+
+    Args:
+        storage: What holds them.
+        ids: Which rows; of one that has left it is 0. Shape `(n,)`.
+
+    Returns:
+        Shape `(n,)`, int64.
+    """
+    return storage._sizes_of(ids)

@@ -450,6 +450,12 @@ class FollowerStorage(FolderStorage):
             return group.take(slots, wanted)
         return [source.overlay.take(place, group.columns[place], slots) for place in wanted]
 
+    def _sizes_of(self, ids: IntArray) -> IntArray:
+        columns = self._source.columns
+        if columns is None or columns.segments is None:
+            return np.zeros(ids.size, np.int64)
+        return columns.segments.sizes(columns.segments.ids_of(self.slot_of(ids)))
+
     @property
     def unviewed_places(self) -> frozenset[int]:
         """Fields of which not all rows can be viewed."""

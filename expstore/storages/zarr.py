@@ -495,6 +495,18 @@ class ZarrStorage(ArchivingStorage):
                 return self._tail.take(group, slots, wanted, self.priorities)
         return self._taken(group, slots, wanted)
 
+    def _sizes_of(self, ids: IntArray) -> IntArray:
+        group = self.columns
+        if group is None or group.segments is None:
+            return np.zeros(ids.size, np.int64)
+        slots = self.slot_of(ids)
+        if self._tail.count and self._tail.holds(slots, self.slots).any():
+            try:
+                self.drain()
+            except StorageError:
+                return super()._sizes_of(ids)
+        return group.segments.sizes(group.segments.ids_of(slots))
+
     def views(self, places: Sequence[int], first_id: int, count: int) -> list[list[Array]]:
         """View columns over a run of ids without copying."""
         if self.columns is None:

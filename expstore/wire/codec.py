@@ -500,7 +500,7 @@ def _plain_value(value: Any) -> Any:
     try:
         return value.as_py()
     except (OverflowError, ValueError):
-        unit = "D" if pa.types.is_date(value.type) else value.type.unit
+        unit: Any = "D" if pa.types.is_date(value.type) else value.type.unit
         return str(np.datetime64(value.value, unit)).replace("T", " ")
 
 

@@ -153,6 +153,7 @@ class SqlWorker:
         params: Sequence[object] | Mapping[str, object] | None = None,
         *,
         rows: int | None = None,
+        size: int | None = None,
     ) -> Answer:
         """Run one SELECT.
 
@@ -160,6 +161,7 @@ class SqlWorker:
             sql: The statement.
             params: Values for `?` or `$1` (a sequence) or `$name` (a mapping); what JSON can carry.
             rows: Of the answer, if fewer are wanted than `limits.rows`.
+            size: Bytes of its rows, if fewer are wanted than `limits.bytes`.
 
         Raises:
             QueryError: It is not one SELECT that only reads, or DuckDB refuses it (kind "query"); it is too
@@ -172,6 +174,8 @@ class SqlWorker:
         request = self._request(sql, params)
         if rows is not None:
             request["rows"] = min(rows, self.limits.rows)
+        if size is not None:
+            request["bytes"] = min(size, self.limits.bytes)
         self._pool.check_open()
         if self._drain is not None:
             self._drain()

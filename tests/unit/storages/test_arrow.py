@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tensordict import NonTensorStack, TensorDict
 
 import expstore
 from expstore.core import tuning
@@ -17,10 +19,12 @@ from expstore.core.values import Ranking
 from expstore.episodes.table import Steps
 from expstore.errors import CorruptionError, SchemaError, StateError, StorageError
 from expstore.maintenance import repair, verify
+from expstore.schema.arrow_sizes import row_sizes
 from expstore.schema.arrow_types import ragged_text
 from expstore.schema.field_roles import find_keys
 from expstore.schema.schema import ARROW, Field, Schema
 from expstore.storages.arrow import ArrowStorage
+from expstore.storages.base import Storage, sizes_of_rows
 from expstore.storages.columns.arrow import writer
 from expstore.storages.engine.open_settings import Settings
 from expstore.storages.follower import FollowerStorage
@@ -762,3 +766,36 @@ def test_a_damaged_compressed_batch_is_not_unpacked(tmp_path: Path, packing: Any
     ):
         storage.read(np.array([1, header.first]), [2])
     storage.close()
+
+
+@pytest.mark.parametrize("compression", [None, "zstd", "lz4"])
+def test_sizes_of_rows_follow_from_offsets(tmp_path: Path, compression: Any) -> None:
+    """By the loops, by pyarrow, in a follower, and with rows that are in the journal alone, alike."""
+    rng = np.random.default_rng(3)
+    rows = 300
+    texts = ["x" * int(size) for size in rng.integers(0, 3000, rows)]
+    lists = [[["ab"] * int(size), []] for size in rng.integers(0, 20, rows)]
+    dicts = [{"a": text[:5], "b": [1, 2]} if number % 3 else None for number, text in enumerate(texts)]
+    with expstore.open(tmp_path / "run.exp", storage="arrow", compression=compression) as rb:
+        for start in range(0, rows, 7):
+            some = slice(start, min(start + 7, rows))
+            parts = {"text": texts, "lists": lists, "dicts": dicts}
+            data = {name: NonTensorStack(*values[some]) for name, values in parts.items()}
+            count = len(texts[some])
+            rb.extend(TensorDict({**data, "n": torch.arange(count)}, [count]))
+        storage: Any = rb.storage
+        ids = rng.integers(1, rows + 1, 500)
+        places = [storage.place_of((name,)) for name in parts]
+        wanted = sum(row_sizes(column) for column in storage.read(ids, places))
+        segments = storage.columns.segments
+        segments._load()
+        assert (sizes_of_rows(storage, ids) == wanted).all()
+        segments._loops = segments._unpacking = None
+        assert (sizes_of_rows(storage, ids) == wanted).all()
+        assert (Storage._sizes_of(storage, ids) == wanted).all()
+        assert sizes_of_rows(storage, ids[:0]).shape == (0,)
+        with expstore.open(tmp_path / "run.exp", mode="r") as reader:
+            assert (sizes_of_rows(reader.storage, ids) == wanted).all()
+    with expstore.ReplayBuffer(storage=MemoryStorage(10)) as ram:
+        ram.extend(TensorDict({"n": torch.arange(3)}, [3]))
+        assert sizes_of_rows(ram.storage, np.arange(1, 4)).tolist() == [0, 0, 0]

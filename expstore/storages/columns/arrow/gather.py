@@ -119,7 +119,13 @@ def _node_fits(node: _Node, lengths: IntArray, sizes: IntArray) -> bool:
 
 
 def unpack(
-    loops: Any, columns: Sequence[_Node], where: IntArray, sizes: IntArray, compressed: Array
+    loops: Any,
+    columns: Sequence[_Node],
+    where: IntArray,
+    sizes: IntArray,
+    compressed: Array,
+    *,
+    offsets_only: bool = False,
 ) -> tuple[IntArray, IntArray, Array]:
     """Unpack the buffers of some columns; return where all buffers are then, how long, and what holds them.
 
@@ -129,12 +135,13 @@ def unpack(
         where: Address of each buffer of each batch; 0: it is empty. Shape `(batches, buffers)`.
         sizes: Its length. Shape `(batches, buffers)`.
         compressed: Whether the batch's buffers are. Shape `(batches,)`.
+        offsets_only: Unpack the offsets of lists and texts alone.
 
     Raises:
         CorruptionError: A buffer is damaged.
     """
     wanted = np.zeros(where.shape, bool)
-    asked = np.array([buffer for column in columns for buffer in _buffers_of(column)], np.int64)
+    asked = np.array([buffer for column in columns for buffer in _buffers_of(column, offsets_only)], np.int64)
     wanted[np.ix_(np.flatnonzero(compressed), asked)] = True
     wanted &= sizes > 0
     sources, held = where[wanted], sizes[wanted]
@@ -152,11 +159,15 @@ def unpack(
     return where, sizes, room
 
 
-def _buffers_of(node: _Node) -> Iterator[int]:
-    own = 3 if node.text else 1 if isinstance(node.kind, (pa.StructType, pa.FixedSizeListType)) else 2
-    yield from range(node.buffer, node.buffer + own)
+def _buffers_of(node: _Node, offsets_only: bool) -> Iterator[int]:
+    fixed = isinstance(node.kind, (pa.StructType, pa.FixedSizeListType))
+    if not offsets_only:
+        own = 3 if node.text else 1 if fixed else 2
+        yield from range(node.buffer, node.buffer + own)
+    elif node.text or (node.inner and not fixed):
+        yield node.buffer + 1
     for part in node.inner:
-        yield from _buffers_of(part)
+        yield from _buffers_of(part, offsets_only)
 
 
 @dataclass(slots=True)
@@ -214,6 +225,48 @@ class Gather:
             SchemaError: The rows together are more than one Arrow array can hold.
         """
         return self._take(column, _Runs(batches, starts, lengths))
+
+    def sizes(self, column: _Node, batches: IntArray, starts: IntArray, lengths: IntArray) -> IntArray:
+        """Return how many bytes runs of rows take, by offsets alone. Shape `(n,)`.
+
+        Args and CorruptionError as `take`.
+        """
+        each: IntArray = lengths
+        if isinstance(column.kind, pa.StructType):
+            parts = [self.sizes(part, batches, starts, lengths) for part in column.inner]
+            return sum(parts, np.zeros(lengths.size, np.int64))
+        if isinstance(column.kind, pa.FixedSizeListType):
+            width = column.width
+            return self.sizes(column.inner[0], batches, starts * width, lengths * width)
+        if not (column.text or column.inner):
+            return each * max(1, column.width)
+        first, last = self._bounds(column, batches, starts, lengths)
+        inner = last - first if column.text else self.sizes(column.inner[0], batches, first, last - first)
+        return each * column.width + inner
+
+    def _bounds(
+        self, node: _Node, batches: IntArray, starts: IntArray, lengths: IntArray
+    ) -> tuple[IntArray, IntArray]:
+        """Return where the values begin that runs of lists hold, and where they end. Shapes `(n,)`."""
+        some = lengths > 0
+        sources = np.ascontiguousarray(self._where[batches[some], node.buffer + 1])
+        if (sources == 0).any():
+            raise CorruptionError("offsets of a batch are missing")
+        ones = np.ones(sources.size, np.int64)
+        found = []
+        for at in (starts[some], (starts + lengths)[some]):
+            out = np.empty(sources.size, f"i{node.width}")
+            self._loops.copy_runs(sources, np.ascontiguousarray(at), ones, node.width, address_of(out))
+            whole = np.zeros(lengths.size, np.int64)
+            whole[some] = out
+            found.append(whole)
+        first, last = found
+        wrong = (first < 0) | (last < first)
+        if not node.text:
+            wrong |= last > np.where(some, self._lengths[batches, node.inner[0].node], 0)
+        if wrong.any():
+            raise CorruptionError("offsets of a batch are damaged")
+        return first, last
 
     def _take(self, node: _Node, runs: _Runs) -> pa.Array:
         count = int(runs.lengths.sum())

@@ -22,6 +22,7 @@ from expstore.disk.files import Disk, File
 from expstore.disk.mapped_files import AddressRange
 from expstore.errors import CorruptionError
 from expstore.kernels.loader import compiling, load_in_background
+from expstore.schema.arrow_sizes import row_sizes
 from expstore.schema.arrow_types import to_type
 from expstore.schema.schema import Field
 from expstore.storages.columns.arrow.gather import Gather, Plan, unpack
@@ -487,6 +488,51 @@ class Segments:
     def _damaged(self, shown: _Shown, name: int) -> CorruptionError:
         first, last = shown.firsts[name], shown.lasts[name]
         return CorruptionError(f"the batch of rows {first} to {last} does not have its checksum")
+
+    def sizes(self, ids: IntArray) -> IntArray:
+        """Return how many bytes rows take, all fields together; none where a row is not here. Shapes `(n,)`.
+
+        Offsets are read, values are not.
+
+        Raises:
+            CorruptionError: Offsets are damaged.
+        """
+        shown = self._shown
+        batches, inside = self._find(shown, ids)
+        found = np.zeros(ids.size, np.int64)
+        there = np.flatnonzero(batches >= 0)
+        if not there.size:
+            return found
+        names, which = np.unique(batches[there], return_inverse=True)
+        inside, packed = inside[there], bool(shown.compressed[names].any())
+        if self._loops is None or (packed and self._unpacking is None):
+            found[there] = self._sizes_decoded(shown, names, which, inside)
+            return found
+        where, sizes, room = shown.where[names], shown.bytes[names], None
+        try:
+            if packed:
+                compressed, columns = shown.compressed[names], self.plan.columns
+                where, sizes, room = unpack(
+                    self._unpacking, columns, where, sizes, compressed, offsets_only=True
+                )
+            gather = Gather(self._loops, where, sizes, shown.lengths[names], shown.ways[names], self._codes)
+            ones = np.ones(inside.size, np.int64)
+            found[there] = sum(gather.sizes(column, which, inside, ones) for column in self.plan.columns)
+            del room  # until now its addresses were read
+        except CorruptionError as exc:
+            raise CorruptionError(f"rows of {self.folder} cannot be read: {exc.message}") from exc
+        return found
+
+    def _sizes_decoded(self, shown: _Shown, names: IntArray, which: IntArray, inside: IntArray) -> IntArray:
+        """Do the same where the loops are not there yet."""
+        found = np.zeros(inside.size, np.int64)
+        numbers = range(len(self.fields))
+        for at, name in enumerate(names.tolist()):
+            here = which == at
+            batch = self._decode(shown, name, numbers)
+            for column, number in zip(batch.columns, numbers, strict=True):
+                found[here] += row_sizes(self._own(column, number))[inside[here]]
+        return found
 
     def views(self, number: int, first_id: int, count: int) -> list[pa.Array]:
         """Return a run of rows, an array per batch; what has its own width is not copied.

@@ -1,0 +1,106 @@
+"""How many bytes one read of rows may return, counted before their values are read.
+
+Used by the HTTP layer, which bounds its answers. The bound belongs to what a thread does within a `with`
+block, since one buffer answers requests of several kinds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+import numpy as np
+
+from expstore.core.values import IntArray
+from expstore.errors import QueryError
+from expstore.schema.schema import Schema
+from expstore.storages.base import Storage, sizes_of_rows
+
+__all__ = ["READ_LIMIT", "ReadLimit", "limit_reads"]
+
+#: `index` and `id`, which come with the fields.
+_OWN_VALUES = 2
+_OWN_BYTES = 16
+#: As JSON a number takes at most so many characters, and a byte of a text, or of a list, so many.
+_NUMBER_CHARACTERS, _BYTE_CHARACTERS = 24, 6
+
+
+@dataclass(frozen=True, slots=True)
+class ReadLimit:
+    """Bound the bytes of rows.
+
+    Args:
+        size: Most bytes.
+        text: Whether they are counted as JSON; otherwise as Arrow has them.
+    """
+
+    size: int
+    text: bool = False
+
+    def row_bytes(self, schema: Schema) -> int:
+        """Return what the fields of fixed size take per row."""
+        if self.text:
+            return _NUMBER_CHARACTERS * (sum(entry.row_items for entry in schema.fields) + _OWN_VALUES)
+        wider = sum(entry.row_bytes for entry in schema.fields if entry.dtype == "bfloat16")
+        return schema.row_bytes + wider + _OWN_BYTES
+
+    def check_count(self, schema: Schema | None, count: int) -> None:
+        """Raise QueryError if so many rows take too much by the schema alone."""
+        each = 0 if schema is None else self.row_bytes(schema)
+        if count * each > self.size:
+            raise self._too_large(count, count * each, self.size // each)
+
+    def check(self, storage: Storage, ids: IntArray) -> None:
+        """Raise QueryError (kind "too_large") if these rows take too much. Shape `(n,)`."""
+        schema = storage.schema
+        if schema is None:
+            return
+        self.check_count(schema, ids.size)
+        if schema.variable:
+            sizes = sizes_of_rows(storage, ids) * (_BYTE_CHARACTERS if self.text else 1)
+            ends = np.cumsum(sizes + self.row_bytes(schema))
+            if ids.size and ends[-1] > self.size:
+                fitting = int(np.searchsorted(ends, self.size, side="right"))
+                raise self._too_large(ids.size, int(ends[-1]), fitting)
+
+    def check_bytes(self, size: int) -> None:
+        """Raise QueryError if an answer of so many bytes, as Arrow has them, is too large."""
+        size *= _BYTE_CHARACTERS if self.text else 1
+        if size > self.size:
+            raise QueryError(
+                f"the answer takes {size:,} bytes, and {self.size:,} are allowed",
+                kind="too_large",
+                hint="ask for less at once, or start the server with a larger --max-answer",
+            )
+
+    def _too_large(self, count: int, size: int, fitting: int) -> QueryError:
+        return QueryError(
+            f"{count:,} rows take {size:,} bytes, and an answer may take {self.size:,}: the largest "
+            f"batch_size that fits is {fitting}",
+            kind="too_large",
+            hint=f"ask for {fitting} rows at once, or start the server with a larger --max-answer"
+            if fitting
+            else "start the server with a larger --max-answer",
+        )
+
+
+#: What bounds the reads of this thread; None: nothing does.
+READ_LIMIT: ContextVar[ReadLimit | None] = ContextVar("expstore_read_limit", default=None)
+
+
+@contextmanager
+def limit_reads(size: int, *, text: bool = False) -> Iterator[ReadLimit]:
+    """Bound what one sample, `by_id` or `trajectory` of this thread may return.
+
+    Args:
+        size: Most bytes of it.
+        text: Whether it is to be JSON.
+    """
+    limit = ReadLimit(size, text)
+    token = READ_LIMIT.set(limit)
+    try:
+        yield limit
+    finally:
+        READ_LIMIT.reset(token)

@@ -1,0 +1,149 @@
+"""Answers are bounded by bytes, which are counted before rows are read."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import torch
+from tensordict import NonTensorStack, TensorDict
+
+import expstore
+from expstore.api import Settings
+from expstore.storages.columns.arrow.segments import Segments
+from tests.support.arrow_bodies import ARROW, rows_of
+from tests.support.servers import Serving, serving
+
+pytestmark = pytest.mark.index
+
+RUN = "/v1/stores/run"
+JSON = {"Accept": "application/json"}
+LIMIT = 100_000
+
+
+def resident(process: int) -> int:
+    status = Path(f"/proc/{process}/status").read_text()
+    return int(status.partition("VmHWM:")[2].split()[0]) << 10
+
+
+def largest_of(answer: httpx.Response) -> int:
+    """Return the largest batch size that a refusal names."""
+    assert (answer.status_code, answer.json()["error"]["kind"]) == (413, "too_large"), answer.text
+    found = re.search(r"largest batch_size that fits is (\d+)", answer.json()["error"]["message"])
+    assert found, answer.text
+    return int(found[1])
+
+
+def test_a_million_rows_of_100_kilobytes_are_refused_at_once(tmp_path: Path) -> None:
+    with expstore.open(tmp_path / "run.exp", capacity=100) as rb:
+        rb.extend(TensorDict({"x": torch.zeros(100, 25_600)}, [100]))
+    with serving(tmp_path) as (child, facts), expstore.connect(facts["listening"] + "/run") as rb:
+        assert len(rb.sample(8)) == 8
+        before = resident(child.pid)
+        with httpx.Client(base_url=facts["listening"]) as client:
+            for path in ("sample", "sample/stream"):
+                began = time.monotonic()
+                refused = client.post(f"{RUN}/{path}", json={"batch_size": 1_000_000})
+                assert time.monotonic() - began < 1
+                fitting = largest_of(refused)
+                assert fitting == (256 << 20) // (102_400 + 16)
+        with pytest.raises(expstore.ExpStoreError, match=f"largest batch_size that fits is {fitting}"):
+            rb.sample(1_000_000)
+        with pytest.raises(expstore.ExpStoreError, match="largest batch_size"):
+            rb.by_id(np.arange(1_000_000) % 100 + 1)
+        assert resident(child.pid) - before < 50 << 20
+        assert len(rb.sample(8)) == 8
+
+
+@pytest.fixture
+def client(tmp_path: Path) -> Iterator[httpx.Client]:
+    with expstore.open(tmp_path / "run.exp", seed=1) as rb:
+        rb.extend(TensorDict({"x": torch.zeros(500, 248)}, [500]))
+    with (
+        Serving(Settings(path=tmp_path, max_answer=LIMIT)) as server,
+        httpx.Client(base_url=server.url) as client,
+    ):
+        yield client
+
+
+def test_what_is_named_as_the_largest_fits(client: httpx.Client) -> None:
+    for asked in ({}, {"sampler": {"kind": "slices", "slice_len": 1}}, {"where": "x[1] = 0", "seed": 1}):
+        for path in ("sample", "sample/stream"):
+            body: dict[str, Any] = {**asked, **({"batches": 3} if "stream" in path else {})}
+            fitting = largest_of(client.post(f"{RUN}/{path}", json=body | {"batch_size": 1000}))
+            assert fitting == LIMIT // (4 * 248 + 16)
+            assert client.post(f"{RUN}/{path}", json=body | {"batch_size": fitting}).status_code == 200
+            assert (
+                largest_of(client.post(f"{RUN}/{path}", json=body | {"batch_size": fitting + 1})) == fitting
+            )
+    ids = list(range(1, 401))
+    fitting = largest_of(client.post(f"{RUN}/rows", json={"ids": ids}))
+    assert client.post(f"{RUN}/rows", json={"ids": ids[:fitting]}).status_code == 200
+    assert largest_of(client.get(f"{RUN}/episodes/1")) == fitting
+
+
+def test_json_is_counted_as_long_as_it_may_become(client: httpx.Client) -> None:
+    refused = client.post(f"{RUN}/sample", json={"batch_size": 50}, headers=JSON)
+    fitting = largest_of(refused)
+    assert fitting == LIMIT // (24 * 250)
+    answer = client.post(f"{RUN}/sample", json={"batch_size": fitting}, headers=JSON)
+    assert answer.status_code == 200
+    assert len(answer.content) <= LIMIT
+
+
+def test_a_refused_draw_does_not_count(client: httpx.Client) -> None:
+    spec = {"sampler": {"kind": "consuming"}}
+    client.put(f"{RUN}/samplers/once", json=spec).raise_for_status()
+    largest_of(client.post(f"{RUN}/sample", json={"sampler": "once", "batch_size": 500}))
+    found: list[int] = []
+    for _ in range(10):
+        answer = client.post(f"{RUN}/sample", json={"sampler": "once", "batch_size": 50})
+        found += rows_of(answer.content)["id"].tolist()
+    assert sorted(found) == list(range(1, 501))
+
+
+def test_rows_without_a_fixed_size_are_counted_by_their_offsets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths = [10, 30_000, 50, 45_000, 0, 70_000, 20]
+    texts = NonTensorStack(*["x" * length for length in lengths])
+    with expstore.open(tmp_path / "run.exp", storage="arrow") as rb:
+        rb.extend(TensorDict({"text": texts, "n": torch.arange(7)}, [7]))
+
+    def unread(*_: Any, **__: Any) -> Any:
+        raise AssertionError("values were read")
+
+    sizes = [16 + 8 + 4 + length for length in lengths]
+    settings = Settings(path=tmp_path, max_answer=LIMIT)
+    with Serving(settings) as server, httpx.Client(base_url=server.url) as client:
+        for ids in ([1, 2, 3, 4, 5, 6, 7], [6, 6], [2, 2, 2, 2], [7, 1, 6, 4]):
+            ends = np.cumsum([sizes[number - 1] for number in ids])
+            with monkeypatch.context() as patch:
+                patch.setattr(Segments, "take", unread)
+                refused = client.post(f"{RUN}/rows", json={"ids": ids})
+            assert largest_of(refused) == int((ends <= LIMIT).sum())
+        assert client.post(f"{RUN}/rows", json={"ids": [1, 2, 3, 4]}).status_code == 200
+        assert client.post(f"{RUN}/rows", json={"ids": [1, 2, 3, 4]}, headers=JSON).status_code == 413
+        assert largest_of(client.get(f"{RUN}/episodes/1")) == 5
+        assert client.post(f"{RUN}/sample", json={"batch_size": 2000}).status_code == 413
+
+
+def test_results_and_episodes_are_bounded(client: httpx.Client) -> None:
+    asked = {"query": "SELECT x FROM transitions"}
+    for headers in ({"Accept": ARROW["Content-Type"]}, JSON):
+        cut = client.post(f"{RUN}/sql", json=asked, headers=headers)
+        assert cut.headers["X-Truncated"] == "true"
+        assert len(cut.content) < LIMIT + 10_000
+    assert client.get(f"{RUN}/episodes").status_code == 200
+    with expstore.connect(str(client.base_url.join("/run"))) as rb:
+        row = TensorDict({"x": torch.zeros(1, 248)}, [1])
+        rb.extend(row, source="y", episode_info={"note": "x" * 20_000})
+    refused = client.get(f"{RUN}/episodes")
+    assert (refused.status_code, refused.json()["error"]["kind"]) == (413, "too_large")
+    assert client.get(f"{RUN}/episodes", headers={"Accept": ARROW["Content-Type"]}).status_code == 200
