@@ -12,7 +12,7 @@ import anyio.to_thread
 from fastapi import FastAPI
 
 import expstore
-from expstore.api import errors
+from expstore.api import docs_page, errors
 from expstore.api.auth import Guard
 from expstore.api.body_limits import Incoming
 from expstore.api.metrics import Metrics
@@ -49,11 +49,14 @@ def create_app(settings: Settings) -> FastAPI:
         version=expstore.__version__,
         description="Experience for reinforcement learning: write rows, sample batches, ask in SQL.",
         lifespan=lifespan,
+        docs_url=None,  # FastAPI's own pages load scripts from elsewhere
+        redoc_url=None,
         redirect_slashes=False,  # a name that ends with one is another name
     )
     metrics = Metrics()
     app.state.settings, app.state.stores, app.state.metrics = settings, stores, metrics
     errors.install(app)
+    docs_page.install(app)
     # The last is the outermost.
     app.add_middleware(Incoming, settings=settings)
     app.add_middleware(Guard, settings=settings)

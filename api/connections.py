@@ -17,6 +17,7 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from expstore.api.docs_page import BROWSER_HEADERS
 from expstore.api.errors import body_of
 from expstore.api.settings import Settings
 
@@ -164,6 +165,7 @@ class Connection(H11Protocol):
                 (b"content-type", b"application/json"),
                 (b"content-length", str(len(body)).encode()),
                 (b"connection", b"close"),
+                *((name.encode(), value.encode()) for name, value in BROWSER_HEADERS.items()),
             ]
             response = h11.Response(status_code=400, headers=headers, reason=b"Bad Request")
             for event in (response, h11.Data(data=body), h11.EndOfMessage()):

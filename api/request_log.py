@@ -18,6 +18,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from expstore.api.bodies import ROWS
+from expstore.api.docs_page import BROWSER_HEADERS
 from expstore.api.errors import Refusal, answer, refuse
 from expstore.api.metrics import Metrics
 from expstore.api.openapi import RouteTable
@@ -118,6 +119,8 @@ class _Request:
             self.status = message["status"]
             headers = MutableHeaders(scope=message)
             headers["X-Request-ID"] = self.scope["request_id"]
+            for name, value in BROWSER_HEADERS.items():
+                headers.setdefault(name, value)
             self.rows_out = int(headers.get(ROWS, 0))
         else:
             self.bytes_out += len(message.get("body", b""))

@@ -10,7 +10,6 @@ import ctypes
 import os
 import resource
 import signal
-import stat
 import struct
 import sys
 from collections.abc import Iterable
@@ -95,9 +94,11 @@ def _allow(libc: ctypes.CDLL, rules: int, path: Path) -> None:
     if opened < 0:
         return
     try:
-        acts = _READ_FILE | _READ_DIR if stat.S_ISDIR(os.fstat(opened).st_mode) else _READ_FILE
-        rule = struct.pack("=Qi", acts, opened)
-        libc.syscall(_ADD_RULE, ctypes.c_int(rules), ctypes.c_int(_PATH_BENEATH), rule, ctypes.c_uint32(0))
+        for acts in (_READ_FILE | _READ_DIR, _READ_FILE):  # the kernel refuses the first one for a file
+            rule = struct.pack("=Qi", acts, opened)
+            kind = ctypes.c_int(_PATH_BENEATH)
+            if not libc.syscall(_ADD_RULE, ctypes.c_int(rules), kind, rule, ctypes.c_uint32(0)):
+                break
     finally:
         libc.close(opened)
 
