@@ -281,7 +281,8 @@ def _as_ours(error: Exception) -> ExpStoreError:
         return QueryError(f"DuckDB failed at the query: {error.message}", kind="died")
     if isinstance(error, ExpStoreError):
         return error
-    if isinstance(error, _FAULTS):
+    # Arrow raises OSError without a number for what DuckDB says while its result is read.
+    if isinstance(error, _FAULTS) and not (isinstance(error, OSError) and error.errno is None):
         return StateError(f"the process for SQL failed: {type(error).__name__}: {error}", kind="sandbox")
     return QueryError(
         f"{type(error).__name__}: {error}"

@@ -702,9 +702,12 @@ def test_packages_may_lie_outside_the_interpreters_folders(store: Path) -> None:
     assert found.stdout.split()[0] == str(ROWS)
 
 
-@pytest.mark.parametrize("fault", [PermissionError("x.py"), ModuleNotFoundError("x"), AttributeError("x")])
+@pytest.mark.parametrize(
+    "fault", [PermissionError(13, "x.py"), ModuleNotFoundError("x"), AttributeError("x")]
+)
 def test_a_fault_of_the_child_is_not_the_statements(fault: Exception) -> None:
     told = sandbox_child._as_ours(fault)
     assert isinstance(told, StateError)
     assert told.kind == "sandbox"
-    assert isinstance(sandbox_child._as_ours(ValueError("no such type")), QueryError)
+    for statement in (ValueError("no such type"), OSError("Out of Memory Error: while Arrow reads")):
+        assert isinstance(sandbox_child._as_ours(statement), QueryError)
