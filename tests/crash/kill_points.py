@@ -199,6 +199,13 @@ PHASES = (
         must="link c.0.0",
     ),
     Phase(
+        "dumps packed in its second turn",
+        PACKED,
+        [_extend(24), FLUSH, _extend(8), DUMPS, _extend(7, "a")],
+        [DUMPS, _extend(5), DUMPS],
+        must="link c.0.0",
+    ),
+    Phase(
         "loads packed",
         PACKED,
         [*FEW, DUMPS, _extend(9)],
