@@ -29,10 +29,10 @@ def check_segments(inspection: Inspection) -> None:
         return
     lost: dict[Path, list[IntArray]] = {}
     for segment in segments.segments:
-        for number in range(len(segment.headers)):
-            if not segment.is_sound(number):
-                header = segment.headers[number]
-                lost.setdefault(segment.path, []).append(np.arange(header.first, header.last + 1))
+        with segments.reading(segment) as read:
+            for number, header in enumerate(segment.headers):
+                if not segment.is_sound(number, read):
+                    lost.setdefault(segment.path, []).append(np.arange(header.first, header.last + 1))
     for first, count in inspection.settled_runs():
         for start, rows in segments.missing(first, count) if count else ():
             path = _path_of(segments, start)
@@ -87,7 +87,8 @@ def mend_segments(disk: Disk, inspection: Inspection, lost: Runs) -> None:
     disk.make_dir(segments.folder)
     starts = [segment.first for segment in segments.segments]
     for number, segment in enumerate(segments.segments):
-        sound = [place for place in range(len(segment.headers)) if segment.is_sound(place)]
+        with segments.reading(segment) as read:
+            sound = [place for place in range(len(segment.headers)) if segment.is_sound(place, read)]
         end = starts[number + 1] if number + 1 < len(starts) else 1 << 62
         mine = _within(lost, segment.first, end - 1)
         if mine or len(sound) < len(segment.headers):

@@ -145,6 +145,55 @@ def test_a_disk_that_is_full_for_real(tmp_path: Path, mode: str, rows: int) -> N
     assert words[2:] == ["followed", words[1], "True"]
 
 
+HOLED = """
+import os, sys
+from pathlib import Path
+import torch
+from tensordict import NonTensorStack, TensorDict
+import expstore
+from expstore.core import tuning
+from expstore.maintenance import verify
+
+folder = sys.argv[1]
+store = os.path.join(folder, "run.exp")
+with expstore.open(store, storage="arrow", schema={"x": "int64", "words": str}) as rb:
+    for first in range(0, 40, 10):
+        words = NonTensorStack(*["w" * 4000] * 10)
+        rb.extend(TensorDict({"x": torch.arange(first, first + 10), "words": words}, [10]))
+(segment,) = [os.path.join(store, "segments", name) for name in os.listdir(os.path.join(store, "segments"))]
+size = os.path.getsize(segment)
+with open(segment, "r+b") as file:  # as a write leaves it that a full disk has ended early
+    data = file.read()
+    middle = size // 8192 * 4096
+    file.truncate(middle)
+    file.truncate(size)
+    end = -(-(middle + 4096) // 4096) * 4096
+    file.seek(end)
+    file.write(data[end:])
+assert os.stat(segment).st_blocks * 512 < size
+with open(os.path.join(folder, "ballast"), "wb", buffering=0) as out:
+    try:
+        while True:
+            out.write(bytes(4096))
+    except OSError:
+        pass
+found = verify(Path(store))
+print([(f.kind, f.ids) for f in found if "segments" in f.path])
+os._exit(0)
+"""
+
+
+def test_a_hole_in_a_segment_of_a_full_disk_is_a_finding(tmp_path: Path) -> None:
+    """Reading it through a map is SIGBUS there: `verify` and an opening use pread."""
+    (tmp_path / "holed.py").write_text(HOLED)
+    done = in_small_disk(
+        tmp_path,
+        [sys.executable, "-X", "faulthandler", str(tmp_path / "holed.py"), str(tmp_path / "disk")],
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "payload" in done.stdout
+
+
 # -- the user's limit ------------------------------------------------------------------------------------
 
 

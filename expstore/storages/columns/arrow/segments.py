@@ -6,10 +6,12 @@ opening reads the headers of its batches, and rows stay where they are. It chang
 
 from __future__ import annotations
 
+import bisect
 import ctypes
 import itertools
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,6 +34,8 @@ from expstore.storages.columns.arrow.ipc import END, Header, crc_of, read_header
 __all__ = ["Segment", "Segments"]
 
 SUFFIX = ".arrows"
+#: Copies bytes of a segment: offset, length.
+Read = Callable[[int, int], bytes]
 #: So many bytes are read at a time where a header is looked for.
 _HEADER_BYTES = 2048
 #: Where the next one is looked for behind a damaged one.
@@ -89,10 +93,10 @@ class Segment:
         self.offsets.append(at)
         self.end = at + header.size
 
-    def is_sound(self, number: int) -> bool:
-        """Say whether a batch has its checksum."""
+    def is_sound(self, number: int, read: Read) -> bool:
+        """Return whether a batch has its checksum; `read` is what `Segments.reading` yields."""
         header = self.headers[number]
-        data = self.read(self.offsets[number], header.size)
+        data = read(self.offsets[number], header.size)
         found = read_header(data)
         return found is not None and crc_of(data, found) == found.crc == header.crc
 
@@ -607,29 +611,48 @@ class Segments:
         if at < first_id + count:
             yield at, first_id + count - at
 
+    @contextmanager
+    def reading(self, segment: Segment) -> Iterator[Read]:
+        """Yield what copies bytes of a segment that may be damaged.
+
+        It reads with pread: a write that a full disk has ended early leaves a hole, and to read a hole
+        through a map of a full tmpfs is SIGBUS.
+        """
+        if not isinstance(segment.addresses, AddressRange):
+            yield segment.read  # it is in memory alone
+            return
+        file = self._disk.open(segment.path, write=False)
+        try:
+            yield lambda start, size: file.read(start, size)
+        finally:
+            file.close()
+
+    def sound_batches(self, first_id: int, count: int) -> Iterator[Header | None]:
+        """Yield the headers of the batches with rows of a run; None for one without its checksum."""
+        end = first_id + count
+        for place in range(_first_behind(self.segments, first_id), len(self.segments)):
+            segment = self.segments[place]
+            if segment.first >= end:
+                return
+            with self.reading(segment) as read:
+                for number in range(_first_behind(segment.headers, first_id), len(segment.headers)):
+                    if segment.headers[number].first >= end:
+                        return
+                    yield segment.headers[number] if segment.is_sound(number, read) else None
+
     def checksums(self, first_id: int, count: int) -> list[int] | None:
         """Return the checksums of the batches that make up a run of rows; None: it is not there whole."""
-        shown, at, found = self._shown, first_id, []
-        for name in self._names(shown, first_id, count):
-            data = ctypes.string_at(int(shown.at[name]), int(shown.sizes[name]))
-            header = read_header(data)
-            if header is None or header.first != at or crc_of(data, header) != header.crc:
+        at, found = first_id, []
+        for header in self.sound_batches(first_id, count):
+            if header is None or header.first != at:
                 return None
             found.append(header.crc)
             at = header.last + 1
         return found if at == first_id + count else None
 
     def is_whole(self, first_id: int, count: int) -> bool:
-        """Say whether no row of a run is missing, and their batches have their checksums."""
-        if not self.covers(first_id, count):
-            return False
-        shown = self._shown
-        for name in self._names(shown, first_id, count):
-            data = ctypes.string_at(int(shown.at[name]), int(shown.sizes[name]))
-            header = read_header(data)
-            if header is None or crc_of(data, header) != header.crc:
-                return False
-        return True
+        """Return whether no row of a run is missing, and their batches have their checksums."""
+        return self.covers(first_id, count) and None not in self.sound_batches(first_id, count)
 
     def close(self) -> None:
         """Close the files; what is mapped goes when nobody reads it any more."""
@@ -637,3 +660,8 @@ class Segments:
             if segment.file is not None:
                 segment.file.close()
                 segment.file = None
+
+
+def _first_behind(parts: Sequence[Segment | Header], first_id: int) -> int:
+    """Return the number of the first part that ends with a row or behind it."""
+    return bisect.bisect_left(parts, first_id, key=lambda part: part.last)

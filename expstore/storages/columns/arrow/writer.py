@@ -435,7 +435,8 @@ class SegmentWriter(Segments):
         """Say whether a segment has no damaged batch: what is written anew has a sum of its own."""
         if segment.path in self._unsound:
             return False
-        whole = all(segment.is_sound(number) for number in range(len(segment.headers)))
+        with self.reading(segment) as read:
+            whole = all(segment.is_sound(number, read) for number in range(len(segment.headers)))
         if not whole:
             self._unsound.add(segment.path)
         return whole
