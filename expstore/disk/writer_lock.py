@@ -1,7 +1,8 @@
 """LOCK: at most one writer per store, and a clear word about who it is.
 
-Used by storages when they open a store for writing. The lock is the kernel's (flock) and goes with the
-process; the file's text only explains.
+Used by storages when they open a store for writing. The lock is the kernel's (flock), on the store's folder
+and on LOCK, and goes with the process; the file's text only explains. The folder is locked because anybody
+can remove LOCK or put another file in its place.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from expstore.disk.files import Disk, File
-from expstore.errors import LockedError
+from expstore.errors import LockedError, StorageError
 
-__all__ = ["Owner", "WriterLock", "read_owner"]
+__all__ = ["Owner", "WriterLock", "is_locked", "read_owner"]
 
 _LOOKS, _LOOK_SECONDS = 4, 0.005
 #: So far may the clock have been set between a process's start and its taking the lock.
@@ -70,24 +71,30 @@ def _parse_owner(text: bytes) -> Owner | None:
 
 
 class WriterLock:
-    """Hold the right to write to a store.
+    """Hold the right to write to a store: the folder of a lock file, and the file.
 
-    After a fork the child closes its copy of the descriptor: closing leaves the parent's lock alone,
+    After a fork the child closes its copies of the descriptors: closing leaves the parent's locks alone,
     unlocking would not.
 
     Raises:
         LockedError: Somebody else holds it; the message names process, host and time.
+        StorageError: The file system cannot lock folders, or LOCK cannot be written.
     """
 
     def __init__(self, disk: Disk, path: Path) -> None:
-        self._file = disk.open(path, create=True)
+        # The folder comes first: who does not get it changes nothing.
+        self._folder = _open_folder(disk, path.parent)
+        self._file: File | None = None
         try:
-            if not _take(self._file):
-                raise _locked(path.parent, self._file.read(0, 4096))
+            if not _take(self._folder):
+                raise _locked(path.parent, _text_of(disk, path))
+            self._file = file = disk.open(path, create=True)
+            if not _take(file):
+                raise _locked(path.parent, file.read(0, 4096))
             self.owner = Owner(os.getpid(), socket.gethostname(), time.time())
-            self._file.write(json.dumps(asdict(self.owner)).encode().ljust(256), 0)
+            file.write(json.dumps(asdict(self.owner)).encode().ljust(256), 0)
         except BaseException:
-            self._file.close()  # and with it the lock, else nobody could try again
+            self._close()  # and with them the locks, else nobody could try again
             raise
         self.held = True
         _held.add(self)
@@ -96,15 +103,59 @@ class WriterLock:
         """Give the right back."""
         self.held = False
         _held.discard(self)
-        self._file.close()
+        self._close()
+
+    def _close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+        self._folder.close()
+
+
+def is_locked(disk: Disk, path: Path) -> bool:
+    """Return whether somebody holds a lock file or its folder; both are free again when this returns."""
+    if not disk.is_dir(path.parent):
+        return False
+    files = [_open_folder(disk, path.parent)]
+    try:
+        if disk.exists(path):
+            files.append(disk.open(path, write=False))
+        return not all(_lock(file) for file in files)
+    finally:
+        for file in files:
+            file.close()
+
+
+def _open_folder(disk: Disk, path: Path) -> File:
+    return disk.open(path, write=False)
 
 
 def _take(file: File) -> bool:
     for _ in range(_LOOKS):
-        if file.try_lock():
+        if _lock(file):
             return True
         time.sleep(_LOOK_SECONDS)  # somebody may only be looking whether it is free
     return False
+
+
+def _lock(file: File) -> bool:
+    try:
+        return file.try_lock()
+    except StorageError as exc:
+        error = StorageError(
+            f"{exc.message}: its file system does not lock files and folders",
+            kind="unsafe_filesystem",
+            hint="keep the store on a local disk",
+        )
+        error.errno = exc.errno
+        raise error from exc
+
+
+def _text_of(disk: Disk, path: Path) -> bytes:
+    """Return what LOCK says; nothing if it is not there."""
+    try:
+        return disk.read_whole(path)
+    except StorageError:
+        return b""
 
 
 def _locked(store: Path, text: bytes) -> LockedError:

@@ -6,12 +6,12 @@ that another process writes to, and one whose recovery is still to come, can be 
 
 from __future__ import annotations
 
-import json
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from expstore.disk.files import Disk
+from expstore.disk.writer_lock import is_locked, read_owner
 from expstore.episodes.table import STATUS
 from expstore.storages.follower import FollowerStorage
 from expstore.storages.format.manifest import Manifest
@@ -102,21 +102,10 @@ def survey(path: Path, *, disk: Disk | None = None) -> Survey:
 
 
 def find_writer(disk: Disk, path: Path) -> Writer | None:
-    """Return who holds a lock file; None: nobody does."""
-    if not disk.exists(path):
-        return None
-    text = b""
+    """Return who holds a lock file or its folder; None: nobody does."""
     for _ in range(_TRIES):
-        file = disk.open(path, write=False)
-        try:
-            if file.try_lock():
-                return None
-            text = file.read(0, 4096)
-        finally:
-            file.close()
+        if not is_locked(disk, path):
+            return None
         time.sleep(0.005)  # whoever has it may only be looking, too
-    try:
-        owner = json.loads(text)
-        return Writer(int(owner["pid"]), str(owner["host"]), float(owner["since"]))
-    except (ValueError, KeyError, TypeError):
-        return Writer()
+    owner = read_owner(disk, path)
+    return Writer() if owner is None else Writer(owner.pid, owner.host, owner.since)

@@ -13,15 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from expstore.disk.files import Disk
-from expstore.disk.writer_lock import WriterLock
+from expstore.disk.files import Disk, File, _failed
+from expstore.disk.writer_lock import WriterLock, is_locked
 from expstore.errors import LockedError, StateError, StorageError
 
 HOLD = """
 import sys
 from pathlib import Path
-from expstore.disk.files import Disk
-from expstore.disk.writer_lock import WriterLock
+from expstore.disk.files import Disk, File, _failed
+from expstore.disk.writer_lock import WriterLock, is_locked
 lock = WriterLock(Disk(), Path(sys.argv[1]))
 print("held", flush=True)
 sys.stdin.read()
@@ -135,3 +135,49 @@ def test_a_child_that_lives_on_does_not_keep_the_lock(tmp_path: Path) -> None:
     os.waitpid(pid, 0)
     os.close(to_parent)
     os.close(from_child)
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_lock_file_that_is_removed_or_replaced_lets_nobody_in(tmp_path: Path, replaced: bool) -> None:
+    lock, path = take(tmp_path), tmp_path / "LOCK"
+    path.unlink()
+    if replaced:
+        path.write_bytes(b"")
+    for _ in range(2):
+        with pytest.raises(LockedError, match=f"cannot open {tmp_path} for writing: another process"):
+            take(tmp_path)
+        assert is_locked(Disk(), path)
+        assert path.exists() == replaced  # who is refused changes nothing
+    lock.release()
+    assert not is_locked(Disk(), path)
+    take(tmp_path).release()
+
+
+def test_a_folder_that_moves_keeps_its_lock(tmp_path: Path) -> None:
+    (tmp_path / "old").mkdir()
+    lock = take(tmp_path / "old")
+    (tmp_path / "old").rename(tmp_path / "new")
+    with pytest.raises(LockedError):
+        take(tmp_path / "new")
+    (tmp_path / "old").mkdir()
+    take(tmp_path / "old").release()
+    lock.release()
+    take(tmp_path / "new").release()
+
+
+def test_a_file_system_that_cannot_lock_folders_is_refused(tmp_path: Path) -> None:
+    class Unlocking(Disk):
+        def open(self, path: Path, *, create: bool = False, write: bool = True) -> File:
+            file = super().open(path, create=create, write=write)
+            if path.is_dir():
+
+                def refuse() -> bool:
+                    raise _failed("lock", path, OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP)))
+
+                file.try_lock = refuse  # type: ignore[method-assign]
+            return file
+
+    with pytest.raises(StorageError, match="does not lock files and folders.*local disk") as caught:
+        WriterLock(Unlocking(), tmp_path / "LOCK")
+    assert (caught.value.kind, caught.value.errno) == ("unsafe_filesystem", errno.EOPNOTSUPP)
+    assert not (tmp_path / "LOCK").exists()

@@ -1,0 +1,127 @@
+"""Two processes that want to write to one store while LOCK is removed and replaced: never both at once.
+
+Each tells which ids were acknowledged to it; an id that was acknowledged twice is two rows in one place.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+import expstore
+from expstore.disk import writer_lock
+from expstore.errors import ExpStoreError, LockedError, StorageError
+
+pytestmark = pytest.mark.usefixtures("no_syncs")
+
+LIVES, EXTENDS, ROWS = 12, 4, 3
+
+
+def without_the_folder(lock: writer_lock.WriterLock) -> None:
+    """Break the rule: only LOCK is locked, which anybody can remove."""
+    lock._folder.close()
+
+
+def write_lives(path: Path, tell: Callable[[list[int]], None]) -> None:
+    """Open the store over and over, and tell of the ids that were acknowledged."""
+    lives = 0
+    while lives < LIVES:
+        tell([])
+        try:
+            rb = expstore.open(path, capacity=10_000)
+        except (LockedError, StorageError):  # LOCK may go while its text is read
+            continue
+        lives += 1
+        for _ in range(EXTENDS):
+            try:
+                rb.extend(TensorDict({"x": torch.zeros(ROWS)}, [ROWS]))
+            except ExpStoreError:
+                break  # only where two write at once
+            last = rb.storage.last
+            tell([last - 2, last - 1, last])
+        try:
+            rb.storage.close()
+        except ExpStoreError:
+            continue
+
+
+def replacements(path: Path) -> Iterator[None]:
+    """Remove LOCK, or put another file or that of a moment ago in its place, over and over."""
+    lock, former = path / "LOCK", path.with_name("former")
+    for number in itertools.count():
+        try:
+            if number % 3 == 0:
+                lock.unlink()
+            elif number % 3 == 1:
+                lock.replace(former)
+                lock.write_bytes(b"")
+            elif former.exists():
+                former.replace(lock)
+        except FileNotFoundError:
+            pass
+        yield
+
+
+def acknowledged(path: Path) -> Counter[int]:
+    """Let two processes write while LOCK comes and goes; return how often each id was acknowledged."""
+    with expstore.open(path, capacity=10_000) as rb:
+        rb.extend(TensorDict({"x": torch.zeros(1)}, [1]))
+    read_end, write_end = os.pipe()
+    children = []
+    for _ in range(2):
+        pid = os.fork()
+        if not pid:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(60)
+            torch.set_num_threads(1)
+            try:
+                write_lives(path, lambda ids: void(os.write(write_end, json.dumps(ids).encode() + b"\n")))
+                os._exit(0)
+            except BaseException as exc:
+                os.write(write_end, json.dumps(repr(exc)).encode() + b"\n")
+            os._exit(1)
+        children.append(pid)
+    os.close(write_end)
+    told, steps = [], replacements(path)
+    with os.fdopen(read_end) as pipe:
+        for line in pipe:  # LOCK goes, or another comes, whenever one of them has done something
+            told.append(json.loads(line))
+            next(steps)
+    for pid in children:
+        os.waitpid(pid, 0)
+    assert not [word for word in told if isinstance(word, str)], told[-2:]
+    return Counter(number for ids in told for number in ids)
+
+
+def void(_: object) -> None:
+    """Return nothing."""
+
+
+def test_no_id_is_acknowledged_twice_while_lock_comes_and_goes(store_path: Path) -> None:
+    counts = acknowledged(store_path)
+    assert set(counts.values()) == {1}
+    assert sorted(counts) == list(range(2, 2 + 2 * LIVES * EXTENDS * ROWS))
+    with expstore.open(store_path, mode="r") as rb:
+        assert rb.storage.last == max(counts)
+
+
+def test_a_lock_that_the_folder_does_not_back_is_found(
+    store_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take = writer_lock.WriterLock.__init__
+
+    def take_the_file(self: writer_lock.WriterLock, *given: object) -> None:
+        take(self, *given)  # type: ignore[arg-type]
+        without_the_folder(self)
+
+    monkeypatch.setattr(writer_lock.WriterLock, "__init__", take_the_file)
+    assert max(acknowledged(store_path).values()) > 1
