@@ -203,8 +203,8 @@ def _rewrite(
             act = f"{LOG} restored: {restored.summary}"
             if not dry_run:
                 disk.write_whole(file, restored.data)
-        elif finding.path == KEYS:
-            act = f"{KEYS} made anew"  # by the opening below
+        elif finding.path == KEYS or finding.kind == "state":
+            act = f"{finding.path} made anew"  # by the opening below
         if act is not None and act not in outcome.acts:
             outcome.acts.append(act)
     return blocks
@@ -269,6 +269,12 @@ def _cut_journal(disk: Disk, inspection: Inspection, outcome: Outcome, *, dry_ru
     """Cut the journal off where it is damaged, if what stands before tells a whole state."""
     folder = inspection.path / JOURNAL
     faults = segment_faults(disk, folder)
+    if not faults and _is_short(inspection):
+        outcome.acts.append(f"{STATE} made anew: it knew of records that the journal has lost")
+        if not dry_run:
+            disk.write_whole(inspection.path / REPAIR, b"")
+            disk.unlink(inspection.path / STATE)
+        return True
     if not faults:
         return False
     path, at, _ = min(faults, key=lambda fault: (int(fault[0].name), fault[1]))
@@ -281,6 +287,13 @@ def _cut_journal(disk: Disk, inspection: Inspection, outcome: Outcome, *, dry_ru
         disk.unlink(inspection.path / STATE)  # it knows of records that are gone then
         cut_off(disk, folder, path, at)
     return True
+
+
+def _is_short(inspection: Inspection) -> bool:
+    """Return whether the journal can be read, and ends before what STATE knows of."""
+    return inspection.past is not None and any(
+        finding.kind == "journal" and finding.fatal for finding in inspection.found
+    )
 
 
 def _open_again(disk: Disk, path: Path, outcome: Outcome, blocks: Iterable[int]) -> None:

@@ -27,12 +27,13 @@ from expstore.storages.columns.flat import Column
 from expstore.storages.columns.packed.column import PARTIAL
 from expstore.storages.columns.packed.reader import PackedReader
 from expstore.storages.columns.sample_counts_column import find_sampled
+from expstore.storages.format.control_page import PAGE, StatePage
 from expstore.storages.format.journal import Record, no_records, read_journal, segment_faults
 from expstore.storages.format.layout import ColumnLayout
 from expstore.storages.format.manifest import MANIFEST, Manifest
-from expstore.storages.format.paths import COLUMNS, JOURNAL, ORIGIN, REDO, REPAIR, VERSION
+from expstore.storages.format.paths import COLUMNS, JOURNAL, ORIGIN, REDO, REPAIR, STATE, VERSION
 from expstore.storages.format.records import Publish, Redo, fetch_body
-from expstore.storages.recovery.recover import read_past, unsettled_blocks
+from expstore.storages.recovery.recover import Past, lost_records, read_past, unsettled_blocks
 from expstore.storages.recovery.recover import verify as walk
 from expstore.storages.snapshots.catalog import Version
 
@@ -44,9 +45,9 @@ def verify(path: Path, *, disk: Disk | None = None, progress: Progress | None = 
 
     Checked are expstore.json, the journal, every block of 4096 rows of every column but `_row/priority` and
     `_row/sampled`, shard lengths and indexes, zarr.json, ids, episodes and steps, episodes.log, keys,
-    and the index. Not checked are priorities and how often rows were handed out (both are changed all the
-    time, and whatever they are may be so), STATE and LOCK. What an unclean stop leaves and the next opening
-    clears away is not found, but batches that it will drop are.
+    the index, and STATE of a store that was closed. Not checked are priorities and how often rows were handed
+    out (both are changed all the time, and whatever they are may be so), and LOCK. What an unclean stop
+    leaves and the next opening clears away is not found, but batches that it will drop are.
 
     Args:
         path: The store's folder.
@@ -192,6 +193,7 @@ def _check_journal(inspection: Inspection) -> set[int]:
 def _walk(inspection: Inspection, records: list[Record]) -> set[int]:
     manifest, group = inspection.manifest, inspection.group
     past = inspection.past = read_past(records, manifest.gaps)
+    _check_state(inspection, past)
     try:
         walk(past, lambda publish: bool(publish.payload) or _stands(inspection, publish), manifest.column_set)
     except CorruptionError as exc:
@@ -219,6 +221,27 @@ def _walk(inspection: Inspection, records: list[Record]) -> set[int]:
         text = exc.message.replace(f"{inspection.path}/", "")
         inspection.note(Finding(kind="journal", path=text.split(" ")[0], message=text))
         return set(range(limit // BLOCK_ROWS))
+
+
+def _check_state(inspection: Inspection, past: Past) -> None:
+    """Hold STATE, if there is one, against its checksum and the journal, as an opening does."""
+    disk, path = inspection.disk, inspection.path / STATE
+    if disk.exists(inspection.path / VERSION) or disk.size(path) < PAGE:
+        return
+    page = StatePage(disk, path, write=False)
+    try:
+        if past.clean and not page.intact:
+            text = f"{STATE} does not have its checksum; the next opening makes it anew from the journal"
+            inspection.note(Finding(kind="state", path=STATE, message=text))
+            return
+        manifest = inspection.manifest
+        fits = page.fits(bytes.fromhex(manifest.uuid), disk.boot_id(), manifest.generation)
+        lost = lost_records(page, past, fits=fits)
+        if lost:
+            text = f"{JOURNAL} {lost}"
+            inspection.note(Finding(kind="journal", path=JOURNAL, message=text, fatal=True))
+    finally:
+        page.close()
 
 
 def _reach_of(inspection: Inspection, column: Column) -> int:

@@ -72,7 +72,7 @@ class SyncedStorage(ShownStorage):
         self._half_in: File | None = None  # the segment of that change, if it may be the newest for long
         self._unsure = False
         self._synced = 0
-        self._marked = (-1, -1)
+        self._marked: tuple[object, ...] = ()  # what the last mark said, if nothing came after it
         self._set_back = False  # the number of the next draw is one that was before
 
     def prepare(self, schema: Schema, keys: Keys, dims: tuple[int, ...] = ()) -> None:
@@ -143,7 +143,7 @@ class SyncedStorage(ShownStorage):
     def _settle_draws(self) -> None:
         """Bring the number of the next draw to the disk, though it may be smaller than before."""
         with self._sync_lock:
-            self._set_back, self._marked = True, (-1, -1)
+            self._set_back, self._marked = True, ()
         self.sync()
 
     def _sync(self, enough: Callable[[], bool] | None) -> None:
@@ -188,7 +188,8 @@ class SyncedStorage(ShownStorage):
             files |= self._unsynced_logs()
             segments = journal.sync_files()
             rotated = journal.rotated
-        if not (files or folders or rotated) and self._marked == (mark.sequence, mark.draw):
+        said = (mark.draw, mark.progress, mark.limits)
+        if not (files or folders or rotated) and self._marked == (mark.sequence, *said):
             return None
         try:
             self._sum_columns(mark.sequence)
@@ -208,7 +209,7 @@ class SyncedStorage(ShownStorage):
         self.write_keys.settle()
         self._synced = mark.last_id
         self._set_back = self._set_back and not mark.set_back
-        self._marked = (sequence, mark.draw) if sequence == mark.sequence + 1 else (-1, -1)
+        self._marked = (sequence, *said) if sequence == mark.sequence + 1 else ()
         return segments[-1] if rotated and (half is None or half_in is segments[-1]) else None
 
     def _flush_logs(self) -> None:

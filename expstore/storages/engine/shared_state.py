@@ -6,16 +6,22 @@ is in `expstore.storages.follower` and in ARCHITECTURE.md. It never touches rows
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from expstore.core.values import IntArray
+from expstore.disk.files import Disk
 from expstore.disk.writer_lock import WriterLock
 from expstore.storages.folder import FolderStorage
 from expstore.storages.format.control_page import StatePage
+from expstore.storages.format.journal import Kind, read_journal
+from expstore.storages.format.paths import JOURNAL, STATE
 
 __all__ = ["ShownStorage"]
 
+_logger = logging.getLogger("expstore")
 _ALL_SLOTS = (0, 1 << 62)
 
 
@@ -52,10 +58,29 @@ class ShownStorage(FolderStorage):
         self._state.set_progress(self.progress)
         self._state.end_change()
 
-    def _leave_state(self) -> None:
-        """Say that nobody writes any more."""
+    def _enter_state(self) -> None:
+        """Remove the seal of the last close, before anything is changed; drop a page that does not fit it.
+
+        A seal that does not fit counts only where the journal ends with a close: then it holds all that the
+        page said. Otherwise the writer was killed, or the machine, and no checksum is expected.
+        """
+        state = self._state
+        if not state.intact and _is_closed(self.disk, self.path):
+            _logger.warning("%s does not have its checksum and is made anew", self.path / STATE)
+            state.discard()  # first: killed behind it, the next opening finds the same
+        state.unseal()
+
+    def _leave_state(self, closed: int = 0) -> None:
+        """Say that nobody writes any more.
+
+        Args:
+            closed: Number of the record of a clean close, which is on the disk; 0: there is none.
+        """
         if self._lock_file.held:
             self._state.set("heartbeat", 0)
+            if closed:
+                self._state.set("sequence", closed)
+                self._state.seal()
 
     def beat(self) -> None:
         """Show other processes that this one lives."""
@@ -64,15 +89,18 @@ class ShownStorage(FolderStorage):
     def _note_draw(self, draw: int) -> None:
         if self._lock_file.held:  # a forked child shares the page
             self._state.set("draw", draw)
+            self._state.unseal()  # while the store was being closed
 
     def _note_progress(self, progress: Sequence[int]) -> None:
         if self._lock_file.held:
             self._state.set_progress(progress)
+            self._state.unseal()
 
     def _note_limits(self, sampled: int, settings: int) -> None:
         if self._lock_file.held:
             self._state.set("sampled", sampled)
             self._state.set("limiter", settings)
+            self._state.unseal()
 
     def _note_horizon(self, horizon: int) -> None:
         self._state.set("horizon", horizon)
@@ -94,3 +122,9 @@ class ShownStorage(FolderStorage):
         """Tell readers that ids up to `last` are gone, and that no other id is there yet."""
         for name in ("retired", "horizon", "drained", "last"):  # no id may show that was never written
             self._state.set(name, last)
+
+
+def _is_closed(disk: Disk, path: Path) -> bool:
+    """Return whether the journal of a store ends with a close."""
+    records = read_journal(disk, path / JOURNAL)
+    return bool(records) and records[-1].kind is Kind.CLOSE

@@ -46,7 +46,7 @@ from expstore.storages.format.manifest import Manifest
 from expstore.storages.format.paths import JOURNAL, LOG, REDO, STATE
 from expstore.storages.format.pending_swap import finish_late
 from expstore.storages.format.records import Publish, Redo, shelve_body
-from expstore.storages.recovery.recover import Past, describe_past, read_past
+from expstore.storages.recovery.recover import Past, describe_past, lost_records, read_past
 from expstore.storages.snapshots.capture import base_of
 from expstore.storages.snapshots.restore import ContentLike, finish_load, read_content
 from expstore.storages.snapshots.snapshot_methods import VersionedStorage
@@ -111,6 +111,7 @@ class JournaledStorage(KeyKeepingStorage, VersionedStorage):
         try:
             lost = manifest.schema is not None and self.disk.size(self.path / STATE) < PAGE
             self._state = StatePage(self.disk, self.path / STATE)
+            self._enter_state()
             self._note_change(None)  # recovery may change rows that others are reading
             self._open(first=True)
             if lost:
@@ -170,7 +171,7 @@ class JournaledStorage(KeyKeepingStorage, VersionedStorage):
         self._claim_state(self._journal.sequence)
         self.upheavals += 1
         self.takeovers += 1
-        self._marked = (self._journal.sequence, self._draw)
+        self._marked = (self._journal.sequence, self._draw, self.progress, self.limits)
         self._synced = self.last
 
     def _read_past(self) -> Past | None:
@@ -182,10 +183,9 @@ class JournaledStorage(KeyKeepingStorage, VersionedStorage):
                 raise no_records(self.disk, folder)
             return None
         past = read_past(records, self.manifest.gaps)
-        known, last = self._state.get("sequence"), records[-1].sequence
-        # A record that was published outlives its writer; only the machine can lose it.
-        if self.same_boot and self._state.get("generation") == past.base["generation"] and known > last:
-            raise CorruptionError(f"{folder} ends with record {last}, though {known} was written")
+        lost = lost_records(self._state, past, fits=self.same_boot)
+        if lost:
+            raise CorruptionError(f"{folder} {lost}")
         return past
 
     @property
@@ -425,18 +425,20 @@ class JournaledStorage(KeyKeepingStorage, VersionedStorage):
         """Sync, note that all is well, and let others open the store."""
         if self._closed:
             return
+        closed = 0
         with self.lock:
             self._keeper.stop()
             try:
                 if self.can_write:
                     self._sync_for_good()
                     with self.episode_lock:
-                        self._append(Kind.CLOSE, b"{}")
+                        sequence = self._append(Kind.CLOSE, b"{}")
                         self._give_back()
                     self._sync_journal(self._journal.sync_files(), [])
+                    closed = sequence
             finally:
                 self._closed = True
-                self._leave_state()
+                self._leave_state(closed)
                 self._let_go()
 
     def leave(self) -> None:

@@ -1,7 +1,9 @@
 """The STATE page: the few numbers that must outlive the process but not the machine.
 
 The writer keeps it current with plain stores into a shared mapping; the next opening and readers in
-other processes look at it. It is never synced and never trusted across a restart of the machine.
+other processes look at it. It is never synced and never trusted across a restart of the machine. A clean
+close seals it with a checksum, which the next writer removes before it changes anything: a page without a
+seal was left by a writer that did not close the store, and has no checksum to fit.
 """
 
 from __future__ import annotations
@@ -11,6 +13,8 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
+
+import google_crc32c
 
 from expstore.disk.files import Disk
 
@@ -43,6 +47,9 @@ _WORDS = {
 }
 #: Two places for a sampler's progress, written in turn: a count, then four words.
 _PROGRESS = (24, 32)
+#: The seal: 0, or `_MARKED` and the crc32c of all other bytes of the page.
+_SEAL = 40
+_MARKED = 0x53454144 << 32
 _GENERATION, _HORIZON, _LAST, _CHANGE, _LAYOUT, _DRAINED, _RETIRED = (
     _WORDS[name] for name in ("generation", "horizon", "last", "change", "layout", "drained", "retired")
 )
@@ -126,6 +133,7 @@ class StatePage:
 
     def claim(self, uuid: bytes, boot: bytes, **words: int) -> None:
         """Start the page anew for a writer."""
+        self.unseal()
         self._words[0] = 0
         self._map[16:48] = uuid + boot
         for place in _PROGRESS:
@@ -159,6 +167,35 @@ class StatePage:
         self._words[_WORDS[name]] = value
         if not _ORDERED:
             self._fence()
+
+    @property
+    def sealed(self) -> bool:
+        """Whether a close has sealed the page and no writer has come since."""
+        return self._words[_SEAL] != 0
+
+    @property
+    def intact(self) -> bool:
+        """Whether the seal fits the page; True where there is none."""
+        return self._words[_SEAL] in (0, self._checksum())
+
+    def seal(self) -> None:
+        """Note the checksum of the page: the journal ends with a close, and nobody writes any more."""
+        self._words[_SEAL] = self._checksum()
+        if not self.intact:  # somebody has drawn a batch meanwhile
+            self.unseal()
+
+    def unseal(self) -> None:
+        """Remove the checksum: words are about to change, or have just changed."""
+        self._words[_SEAL] = 0
+
+    def discard(self) -> None:
+        """Let the page fit no store: its words are damaged. `claim` sets them anew."""
+        self._words[0] = 0
+
+    def _checksum(self) -> int:
+        place = 8 * _SEAL
+        crc = google_crc32c.value(self._map[:place])
+        return _MARKED | int(google_crc32c.extend(crc, self._map[place + 8 : PAGE]))
 
     def begin_change(self, low: int, high: int) -> None:
         """Tell readers that slots `low` to `high` are about to be changed in place."""

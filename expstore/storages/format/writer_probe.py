@@ -57,7 +57,7 @@ class Watch:
             unseen: It was at work though no such process could be seen: its heartbeat decides.
         """
         page = self._page
-        if page is None or page.get("inode") != page.inode:
+        if page is None or page.sealed or page.get("inode") != page.inode:
             return False
         beat, owner = page.get("heartbeat"), read_owner(self._disk, self._lock_path)
         if not beat or owner is None or owner.stamp != page.get("since"):

@@ -24,10 +24,12 @@ from expstore.storages.format.journal import Kind, Record
 from expstore.storages.format.records import Mark, Publish, Redo
 
 if TYPE_CHECKING:
-    pass
+    from expstore.storages.format.control_page import StatePage
 
 __all__ = [
     "Past",
+    "describe_past",
+    "lost_records",
     "pending_changes",
     "read_past",
     "retell",
@@ -141,6 +143,22 @@ def read_past(records: list[Record], gaps: Gaps) -> Past:
             past.settled = sum(r.sequence <= mark.sequence for r in rest[: place + 1])
             past.log_length, past.synced = mark.log_length, mark.last_id
     return past
+
+
+def lost_records(page: StatePage, past: Past, *, fits: bool) -> str | None:
+    """Return what is wrong with a journal that is shorter than STATE says; None: nothing.
+
+    A record that was published outlives its writer: only the machine can lose it. So does that of a close.
+
+    Args:
+        page: STATE.
+        past: What the journal says.
+        fits: Whether the page is of this store and this start of the machine.
+    """
+    known, last = page.get("sequence"), past.records[-1].sequence if past.records else past.sequence
+    if fits and page.get("generation") == past.base["generation"] and known > last:
+        return f"ends with record {last}, though {known} was written"
+    return None
 
 
 def verify(past: Past, whole: Callable[[Publish], bool], column_set: int | None = None) -> None:
