@@ -111,11 +111,11 @@ except expstore.StorageError as exc:
 """
 
 
-def in_small_disk(tmp_path: Path, *programs: list[str]) -> subprocess.CompletedProcess[str]:
-    """Run programs one after another, where `tmp_path`/disk is a file system of 4 MB."""
+def in_small_disk(tmp_path: Path, *programs: list[str], size: str = "4m") -> subprocess.CompletedProcess[str]:
+    """Run programs one after another, where `tmp_path`/disk is a small file system."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    script = f'mount -t tmpfs -o size=4m tmpfs {disk}; "$@" || exit $?'
+    script = f'mount -t tmpfs -o size={size} tmpfs {disk}; "$@" || exit $?'
     command = ["unshare", "-rm", "sh", "-ec", script, "sh", *programs[0]]
     if len(programs) > 1:
         (tmp_path / "second.sh").write_text("\n".join(" ".join(f"'{w}'" for w in p) for p in programs))
@@ -143,6 +143,77 @@ def test_a_disk_that_is_full_for_real(tmp_path: Path, mode: str, rows: int) -> N
     assert words[0] == "rows"
     assert int(words[1]) > 2 * rows
     assert words[2:] == ["followed", words[1], "True"]
+
+
+AGAIN = """
+import os, sys
+import torch
+from tensordict import TensorDict
+import expstore
+from expstore.core import tuning
+
+folder, mode = sys.argv[1:]
+store = os.path.join(folder, "run.exp")
+
+def batch(first, n):
+    ids = torch.arange(first, first + n)
+    return TensorDict({"x": ids, "pad": ids[:, None].expand(n, 30).contiguous()}, [n])
+
+def fill(name):
+    with open(os.path.join(folder, name), "wb", buffering=0) as out:
+        try:
+            while True:
+                out.write(bytes(4096))
+        except OSError:
+            pass
+
+tuning.PRIORITY_SECONDS = tuning.CHECKPOINT_SECONDS = 1000.0  # rows stay in the journal until it is full
+rb = expstore.open(store, durability=mode)
+rb.extend(batch(0, 3000))
+rb.flush()
+count = 3000
+fill("ballast")  # what is free then was reserved for records
+try:
+    while True:
+        rb.extend(batch(count, 5))
+        count += 5
+except expstore.StorageError as exc:
+    assert exc.kind == "disk_full", repr(exc)
+fill("ballast2")
+try:
+    rb.storage.close()  # without an index, which takes and gives space itself
+except expstore.StorageError as exc:
+    assert exc.kind == "disk_full", repr(exc)
+fill("ballast3")
+with expstore.open(store) as rb:
+    assert rb.recovered is not None  # it was not closed
+    assert torch.equal(rb[:]["x"], torch.arange(count)), (len(rb), count)
+    print("opened", flush=True)
+fill("ballast4")  # now nothing is reserved
+try:
+    expstore.open(store).close()
+except expstore.StorageError as exc:
+    assert exc.kind == "disk_full", repr(exc)
+    needed = int(exc.hint.removeprefix("opening the store takes about ").split()[0])
+    assert needed < 200_000, exc
+    size = os.path.getsize(os.path.join(folder, "ballast"))
+    os.truncate(os.path.join(folder, "ballast"), size - needed // 4096 * 4096)
+    with expstore.open(store) as rb:
+        assert len(rb) == count
+    print("told", flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("mode", ["process", "sync"])
+def test_a_close_that_failed_on_a_full_disk_keeps_nobody_out(tmp_path: Path, mode: str) -> None:
+    """The next opening takes the space that was reserved for records; without any it says what it needs."""
+    (tmp_path / "again.py").write_text(AGAIN)
+    disk = str(tmp_path / "disk")
+    command = [sys.executable, "-X", "faulthandler", str(tmp_path / "again.py"), disk, mode]
+    done = in_small_disk(tmp_path, command, size="16m")
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    assert done.stdout.split() == ["opened", "told"]
 
 
 HOLED = """

@@ -24,7 +24,8 @@ from expstore.core.values import Array, IntArray, Ranking
 from expstore.disk.files import Disk, File
 from expstore.episodes.log import EpisodeLog, LogEntry
 from expstore.episodes.table import EpisodeTable
-from expstore.errors import CorruptionError, ExpStoreError, StateError
+from expstore.errors import CorruptionError, ExpStoreError, StateError, StorageError
+from expstore.schema.row_fields import ROW_FIELDS
 from expstore.storages.base import Rows
 from expstore.storages.columns.column_set_writer import WritableColumns
 from expstore.storages.engine.background_checkpoints import Keeper
@@ -42,7 +43,7 @@ from expstore.storages.format.journal import (
     settle_journal,
 )
 from expstore.storages.format.layout import LayoutName, ask_layout
-from expstore.storages.format.manifest import Manifest
+from expstore.storages.format.manifest import MANIFEST, Manifest
 from expstore.storages.format.paths import JOURNAL, LOG, REDO, STATE
 from expstore.storages.format.pending_swap import finish_late
 from expstore.storages.format.records import Publish, Redo, shelve_body
@@ -113,7 +114,8 @@ class JournaledStorage(KeyKeepingStorage, VersionedStorage):
             self._state = StatePage(self.disk, self.path / STATE)
             self._enter_state()
             self._note_change(None)  # recovery may change rows that others are reading
-            self._open(first=True)
+            with self._saying_what_it_needs():
+                self._open(first=True)
             if lost:
                 _logger.warning("%s was missing or cut off and is made anew", self.path / STATE)
         except BaseException:
@@ -173,6 +175,26 @@ class JournaledStorage(KeyKeepingStorage, VersionedStorage):
         self.takeovers += 1
         self._marked = (self._journal.sequence, self._draw, self.progress, self.limits)
         self._synced = self.last
+
+    @contextlib.contextmanager
+    def _saying_what_it_needs(self) -> Iterator[None]:
+        """Add to the error of a full disk how much space an opening takes."""
+        try:
+            yield
+        except StorageError as exc:
+            if exc.kind == "disk_full":
+                exc.hint = f"opening the store takes about {self._opening_bytes()} bytes of free space"
+            raise
+
+    def _opening_bytes(self) -> int:
+        """Return about how many bytes an opening takes: expstore.json, a segment, what no mark covers."""
+        need = 4 * PAGE + 2 * self.disk.size(self.path / MANIFEST)
+        records = read_journal(self.disk, self.path / JOURNAL)
+        past = read_past(records, self.manifest.gaps) if records else None
+        if past is None or past.clean or self.manifest.schema is None:
+            return need
+        columns = len(self.manifest.schema.fields) + len(ROW_FIELDS)
+        return need + sum(len(r.body) for r in past.records[past.settled :]) + 2 * PAGE * columns
 
     def _read_past(self) -> Past | None:
         """Read the journal; None: there is none yet."""

@@ -34,6 +34,9 @@ __all__ = [
 ]
 
 ALIGN = 64
+_PAGE = 4096
+#: So many bytes of records even the shortest segment takes: a mark and a close, or another could be needed.
+_LEAST_ROOM = 1024
 #: Where every record is synced before the next one: longer, because beginning a segment costs three syncs.
 SYNC_SEGMENT_BYTES = 64 << 20
 
@@ -243,7 +246,8 @@ def cut_off(disk: Disk, folder: Path, path: Path, at: int) -> None:
 def settle_journal(disk: Disk, folder: Path) -> None:
     """Bring what stands in the segments to the disk, before anything is done in its name.
 
-    The bytes are written again: after a failed fsync the page cache may call lost ones clean.
+    The bytes are written again: after a failed fsync the page cache may call lost ones clean. Space that was
+    reserved for more records is given back, because on a full disk an opening has no other.
     """
     for name in disk.names(folder):
         if name.isdigit():
@@ -252,6 +256,7 @@ def settle_journal(disk: Disk, folder: Path) -> None:
             try:
                 file.write(data, 0)
                 file.sync()
+                file.release(-(-len(data) // _PAGE) * _PAGE, file.size() // _PAGE * _PAGE)
             finally:
                 file.close()
     disk.sync_dir(folder)
@@ -347,8 +352,9 @@ class Journal:
                 file.truncate(0)
             else:
                 return length
-        file.allocate(need)
-        return need
+        least = -(-(need + _LEAST_ROOM) // _PAGE) * _PAGE
+        file.allocate(least)
+        return least
 
     def fits(self, size: int) -> bool:
         """Say whether a record with a body of `size` bytes has room; two marks always have."""
