@@ -31,7 +31,8 @@ class Finding:
 
     Args:
         kind: Stable word: manifest, metadata, missing, length, footer, payload, unwritten, checksums,
-            journal, torn, episodes.log, keys, ids, episodes, index, repair, version or state.
+            journal, torn, episodes.log, keys, ids, episodes, index, repair, version, state or
+            archive.
         path: The file, relative to the store.
         message: One line.
         column: The field, as users read it.

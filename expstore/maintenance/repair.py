@@ -22,9 +22,10 @@ from expstore.maintenance.blocks import metadata_of
 from expstore.maintenance.episode_log import restore_log
 from expstore.maintenance.findings import Finding, Inspection, Progress
 from expstore.maintenance.packed import PackedFiles
-from expstore.maintenance.verify import inspect
+from expstore.maintenance.verify import archived, inspect, inspect_archive
 from expstore.sql.sync import Catalog
 from expstore.storages.columns.checksums import BLOCK_ROWS
+from expstore.storages.engine.archive import archive_path
 from expstore.storages.factory import open_storage
 from expstore.storages.format.journal import cut_off, segment_faults
 from expstore.storages.format.manifest import MANIFEST
@@ -126,6 +127,8 @@ def repair(
     if not dry_run:
         disk.unlink(path / REPAIR)
         disk.sync_dir(path)
+    _repair_archive(disk, inspection, outcome, drop_damaged=drop_damaged, dry_run=dry_run)
+    if not dry_run:
         _open_again(disk, path, outcome, blocks)
     return outcome
 
@@ -287,6 +290,24 @@ def _cut_journal(disk: Disk, inspection: Inspection, outcome: Outcome, *, dry_ru
         disk.unlink(inspection.path / STATE)  # it knows of records that are gone then
         cut_off(disk, folder, path, at)
     return True
+
+
+def _repair_archive(
+    disk: Disk, inspection: Inspection, outcome: Outcome, *, drop_damaged: bool, dry_run: bool
+) -> None:
+    """Repair the archive, with which the store is opened, if anything is wrong with it."""
+    found = inspect_archive(inspection)
+    whole = [finding for finding in found if finding.kind == "archive"]
+    outcome.left += whole
+    if found == whole:
+        return
+    noted = inspection.manifest.archive
+    done = repair(archive_path(inspection.path, noted), drop_damaged=drop_damaged, dry_run=dry_run, disk=disk)
+    outcome.acts += [f"in the archive {noted}: {act}" for act in done.acts]
+    if done.lost:
+        runs = ", ".join(f"{first} to {last}" for first, last in done.lost)
+        outcome.acts.append(f"in the archive {noted}: {done.lost_rows:,} rows given up: its ids {runs}")
+    outcome.left += [archived(finding, noted) for finding in done.left]
 
 
 def _is_short(inspection: Inspection) -> bool:

@@ -7,6 +7,7 @@ writes to the store it refuses.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from expstore.storages.columns.flat import Column
 from expstore.storages.columns.packed.column import PARTIAL
 from expstore.storages.columns.packed.reader import PackedReader
 from expstore.storages.columns.sample_counts_column import find_sampled
+from expstore.storages.engine.archive import archive_path, archive_trouble
 from expstore.storages.format.control_page import PAGE, StatePage
 from expstore.storages.format.journal import Record, no_records, read_journal, segment_faults
 from expstore.storages.format.layout import ColumnLayout
@@ -37,7 +39,7 @@ from expstore.storages.recovery.recover import Past, lost_records, read_past, un
 from expstore.storages.recovery.recover import verify as walk
 from expstore.storages.snapshots.catalog import Version
 
-__all__ = ["inspect", "verify"]
+__all__ = ["archived", "inspect", "inspect_archive", "verify"]
 
 
 def verify(path: Path, *, disk: Disk | None = None, progress: Progress | None = None) -> list[Finding]:
@@ -45,9 +47,10 @@ def verify(path: Path, *, disk: Disk | None = None, progress: Progress | None = 
 
     Checked are expstore.json, the journal, every block of 4096 rows of every column but `_row/priority` and
     `_row/sampled`, shard lengths and indexes, zarr.json, ids, episodes and steps, episodes.log, keys,
-    the index, and STATE of a store that was closed. Not checked are priorities and how often rows were handed
-    out (both are changed all the time, and whatever they are may be so), and LOCK. What an unclean stop
-    leaves and the next opening clears away is not found, but batches that it will drop are.
+    the index, STATE of a store that was closed, and all of that of its archive. Not checked are priorities
+    and how often rows were handed out (both are changed all the time, and whatever they are may be so), and
+    LOCK. What an unclean stop leaves and the next opening clears away is not found, but batches that it will
+    drop are.
 
     Args:
         path: The store's folder.
@@ -62,7 +65,33 @@ def verify(path: Path, *, disk: Disk | None = None, progress: Progress | None = 
         LockedError: Somebody has it open for writing.
         MigrationError: A newer version of the library made it.
     """
-    return inspect(path, disk=disk, progress=progress).found
+    inspection = inspect(path, disk=disk, progress=progress)
+    return [*inspection.found, *inspect_archive(inspection, progress)]
+
+
+def inspect_archive(inspection: Inspection, progress: Progress | None = None) -> list[Finding]:
+    """Do the same for the archive of a store, if it has one; none of it keeps the store from being read."""
+    noted, disk = inspection.manifest.archive, inspection.disk
+    if not noted:
+        return []
+    place = archive_path(inspection.path, noted)
+    if not disk.exists(place / MANIFEST):
+        text = f"the archive is not at {place}: open the store with archive= its path, or archive=False"
+        return [Finding(kind="archive", path=noted, message=text)]
+    found = inspect(place, disk=disk, progress=progress)
+    findings = [archived(finding, noted) for finding in found.found]
+    if not any(finding.kind == "manifest" for finding in found.found):
+        trouble = archive_trouble(place, found.manifest, inspection.manifest)
+        if trouble:
+            findings.append(Finding(kind="archive", path=noted, message=trouble))
+    return findings
+
+
+def archived(finding: Finding, noted: str) -> Finding:
+    """Return a finding of an archive as one of its store, whose ids are others."""
+    message = f"in the archive {noted}: {finding.message}"
+    path = f"{noted}/{finding.path}"
+    return replace(finding, path=path, message=message, slots=None, ids=(), fatal=False)
 
 
 def inspect(path: Path, *, disk: Disk | None = None, progress: Progress | None = None) -> Inspection:

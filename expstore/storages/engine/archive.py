@@ -43,6 +43,7 @@ __all__ = [
     "Going",
     "Left",
     "archive_path",
+    "archive_trouble",
     "archived_schema",
     "with_left",
 ]
@@ -139,10 +140,10 @@ class Archive:
         settings = Settings(on_sigterm="ignore")
         made = not disk.exists(path / MANIFEST)
         if not made:
-            owner = Manifest.load(disk, path).meta.get(_OF)
-            if owner != ring.uuid:
+            trouble = archive_trouble(path, Manifest.load(disk, path), ring)
+            if trouble:
                 raise StateError(
-                    f"{path} is {'the archive of another store' if owner else 'a store, and no archive'}",
+                    trouble,
                     kind="mismatch",
                     hint="give archive= a path at which there is nothing yet",
                 )
@@ -379,6 +380,14 @@ def archived_schema(schema: Schema) -> Schema:
 def archive_path(ring: Path, noted: str) -> Path:
     """Return where an archive lies that expstore.json notes as seen from the ring's folder."""
     return Path(os.path.normpath(ring.resolve() / noted))
+
+
+def archive_trouble(path: Path, found: Manifest, ring: Manifest) -> str | None:
+    """Return why a store is not the archive of a ring; None: it is."""
+    owner = found.meta.get(_OF)
+    if owner == ring.uuid:
+        return None
+    return f"{path} is {'the archive of another store' if owner else 'a store, and no archive'}"
 
 
 def newest_id(archive: Storage, window: Window) -> int:
