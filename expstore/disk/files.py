@@ -41,6 +41,11 @@ _SYNC_GROUPS = 4
 #: What a file system says that has no hard links, or none of this file.
 _CANNOT_LINK = {errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP, errno.EACCES, errno.ENOENT}
 _RANGE_WRITE = 2  # SYNC_FILE_RANGE_WRITE
+_KINDS = {errno.ENOSPC: "disk_full", errno.EDQUOT: "disk_full", errno.EROFS: "read_only"}
+_HINTS = {
+    "disk_full": "free space on this disk, then try again",
+    "read_only": "mount the file system for writing; open(mode='r') reads a store and writes nothing",
+}
 #: Acts whose failure leaves nobody knowing what is on the disk.
 _SYNCS = {"sync", "sync_dir"}
 
@@ -65,8 +70,8 @@ def _failed(act: str, path: Path, exc: OSError) -> StorageError:
     if isinstance(exc, StorageError):
         error = exc
     else:
-        kind = {errno.ENOSPC: "disk_full", errno.EDQUOT: "disk_full"}.get(exc.errno or 0, "storage")
-        hint = "free space on this disk, then try again" if kind == "disk_full" else ""
+        kind = _KINDS.get(exc.errno or 0, "storage")
+        hint = _HINTS.get(kind, "")
         error = StorageError(f"cannot {act} {path}: {exc.strerror or exc}", kind=kind, hint=hint)
         error.errno = exc.errno
     error.lost = act in _SYNCS
