@@ -123,7 +123,7 @@ def _token(path: Path | None) -> bytes | None:
     if path is None:
         return None
     disk = Disk()
-    token = disk.read_whole(path).strip()
+    token = disk.read_whole(path.resolve()).strip()  # secrets of Kubernetes are links
     if not token or any(byte <= 32 or byte >= 127 for byte in token):
         raise StateError(
             f"{path} holds no token", kind="token", hint="write one line of letters and digits into it"

@@ -14,11 +14,12 @@ import hashlib
 import mmap
 import os
 import shutil
+import stat
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -40,6 +41,7 @@ KEEP_GIL_BYTES = 256 * 1024
 _SYNC_GROUPS = 4
 #: What a file system says that has no hard links, or none of this file.
 _CANNOT_LINK = {errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP, errno.EACCES, errno.ENOENT}
+_CAREFULLY = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _RANGE_WRITE = 2  # SYNC_FILE_RANGE_WRITE
 _KINDS = {errno.ENOSPC: "disk_full", errno.EDQUOT: "disk_full", errno.EROFS: "read_only"}
 _HINTS = {
@@ -76,6 +78,38 @@ def _failed(act: str, path: Path, exc: OSError) -> StorageError:
         error.errno = exc.errno
     error.lost = act in _SYNCS
     return error
+
+
+def _irregular(path: Path) -> StorageError:
+    """Return the error for what is neither a file nor a folder."""
+    what = "a symbolic link" if path.is_symlink() else "neither a file nor a folder"
+    return StorageError(
+        f"{path} is {what}",
+        kind="not_regular",
+        hint="move the file itself to its place; only the store's own folder may be a link",
+    )
+
+
+def _open_regular(path: Path, flags: int) -> int:
+    """Return a descriptor of a file or folder; links are not followed, and pipes not waited for.
+
+    Raises:
+        OSError: As `os.open`; a StorageError if it is something else.
+    """
+    try:
+        fd = os.open(path, flags | _CAREFULLY, 0o644)
+    except OSError as exc:
+        if exc.errno in (errno.ELOOP, errno.ENXIO):  # a link; a pipe or a socket
+            raise _irregular(path) from exc
+        raise
+    if not _is_regular(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise _irregular(path)
+    return fd
+
+
+def _is_regular(mode: int) -> bool:
+    return stat.S_ISREG(mode) or stat.S_ISDIR(mode)
 
 
 def _system_error(code: int) -> OSError:
@@ -293,12 +327,16 @@ class Disk:
         """Be told what is about to be done to `path`; does nothing outside tests."""
 
     def open(self, path: Path, *, create: bool = False, write: bool = True) -> File:
-        """Open a file; with `create`, make it if it is missing."""
-        flags = (os.O_RDWR if write else os.O_RDONLY) | (os.O_CREAT if create else 0) | os.O_CLOEXEC
+        """Open a file, or a folder for reading; with `create`, make it if it is missing.
+
+        Raises:
+            StorageError: It cannot be opened, or is a link or something else.
+        """
+        flags = (os.O_RDWR if write else os.O_RDONLY) | (os.O_CREAT if create else 0)
         try:
             if create and not path.exists():
                 self.gate("create", path)
-            return File(self, path, os.open(path, flags, 0o644))
+            return File(self, path, _open_regular(path, flags))
         except OSError as exc:
             raise _failed("open", path, exc) from exc
 
@@ -464,14 +502,21 @@ class Disk:
     def read_whole(self, path: Path) -> bytes:
         """Return all bytes of a file."""
         try:
-            return path.read_bytes()
+            fd = _open_regular(path, os.O_RDONLY)
+            try:
+                parts = [os.read(fd, os.fstat(fd).st_size + 1)]
+                while parts[-1]:
+                    parts.append(os.read(fd, 1 << 20))
+            finally:
+                os.close(fd)
         except OSError as exc:
             raise _failed("read", path, exc) from exc
+        return parts[0] if len(parts) == 2 else b"".join(parts)
 
     def read_named(self, folder: File, name: str, size: int) -> bytes:
         """Return the bytes of a file in an open folder, of a longer one the first `size` + 1."""
         try:
-            fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC, dir_fd=folder.fd)
+            fd = os.open(name, os.O_RDONLY | _CAREFULLY, dir_fd=folder.fd)
             try:
                 return os.pread(fd, size + 1, 0)
             finally:
@@ -486,6 +531,28 @@ class Disk:
     def is_link(self, path: Path) -> bool:
         """Say whether this is a symbolic link."""
         return bool(self._look(path, path.is_symlink))
+
+    def follow_link(self, path: Path) -> Path:
+        """Return where a folder lies that may be a link: followed once, it cannot change any more."""
+        return path.resolve() if self.is_link(path) else path
+
+    def check_tree(self, root: Path, *, but: Collection[str] = ()) -> None:
+        """Raise StorageError unless all below a folder are regular files and folders, and no links.
+
+        Args:
+            root: The folder; it may be missing.
+            but: Names of folders in it that are not looked into.
+        """
+        folders = [str(root)]
+        while folders:
+            folder = folders.pop()
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder) as entries:
+                for entry in entries:
+                    if entry.is_dir(follow_symlinks=False):
+                        if entry.name not in but or folder != str(root):
+                            folders.append(entry.path)
+                    elif not entry.is_file(follow_symlinks=False) and os.path.lexists(entry.path):
+                        raise _irregular(Path(entry.path))
 
     def is_dir(self, path: Path) -> bool:
         """Say whether this is a folder."""

@@ -94,7 +94,7 @@ class WriterLock:
             self.owner = Owner(os.getpid(), socket.gethostname(), time.time())
             file.write(json.dumps(asdict(self.owner)).encode().ljust(256), 0)
         except BaseException:
-            self._close()  # and with them the locks, else nobody could try again
+            self._close()  # and with them the locks, else no later attempt could succeed
             raise
         self.held = True
         _held.add(self)
@@ -112,7 +112,7 @@ class WriterLock:
 
 
 def is_locked(disk: Disk, path: Path) -> bool:
-    """Return whether somebody holds a lock file or its folder; both are free again when this returns."""
+    """Return whether a lock file or its folder is locked; both are unlocked again when this returns."""
     if not disk.is_dir(path.parent):
         return False
     files = [_open_folder(disk, path.parent)]
@@ -126,7 +126,7 @@ def is_locked(disk: Disk, path: Path) -> bool:
 
 
 def _open_folder(disk: Disk, path: Path) -> File:
-    return disk.open(path, write=False)
+    return disk.open(disk.follow_link(path), write=False)
 
 
 def _take(file: File) -> bool:

@@ -129,7 +129,8 @@ class DiskFile(io.RawIOBase):
 
     def __init__(self, disk: Disk, path: Path, *, write: bool = False) -> None:
         super().__init__()
-        self._file: File = disk.open(path, create=write, write=write)
+        # What is read is the user's own, who may have linked it; a scrap that is written is ours.
+        self._file: File = disk.open(path if write else path.resolve(), create=write, write=write)
         self._writes, self._place = write, 0
         self.name = str(path)
         if write:

@@ -119,7 +119,7 @@ def _metadata(folder: Path) -> dict[str, Any]:
     if not disk.exists(path):
         raise NotFoundError(f"there is no Minari dataset in {folder}: it has no {METADATA}")
     try:
-        found = dict(json.loads(disk.read_whole(path)))
+        found = dict(json.loads(disk.read_whole(path.resolve())))
     except (ValueError, TypeError) as exc:
         raise StorageError(f"cannot read {path}: {exc}") from exc
     form = found.get("data_format", "hdf5")

@@ -102,7 +102,7 @@ def survey(path: Path, *, disk: Disk | None = None) -> Survey:
 
 
 def find_writer(disk: Disk, path: Path) -> Writer | None:
-    """Return who holds a lock file or its folder; None: nobody does."""
+    """Return who holds a lock file or its folder; None: both are free."""
     for _ in range(_TRIES):
         if not is_locked(disk, path):
             return None

@@ -90,6 +90,7 @@ def repair(
         StorageError: The disk failed; run it again.
     """
     disk = disk or Disk()
+    path = disk.follow_link(path)
     if disk.exists(path / VERSION):
         raise StateError(
             f"{path} is a version, which is only read",

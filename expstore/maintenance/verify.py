@@ -37,7 +37,7 @@ from expstore.storages.format.paths import COLUMNS, JOURNAL, ORIGIN, REDO, REPAI
 from expstore.storages.format.records import Publish, Redo, fetch_body
 from expstore.storages.recovery.recover import Past, lost_records, read_past, unsettled_blocks
 from expstore.storages.recovery.recover import verify as walk
-from expstore.storages.snapshots.catalog import Version
+from expstore.storages.snapshots.catalog import OWN_FOLDER, Version
 
 __all__ = ["archived", "inspect", "inspect_archive", "verify"]
 
@@ -97,6 +97,8 @@ def archived(finding: Finding, noted: str) -> Finding:
 def inspect(path: Path, *, disk: Disk | None = None, progress: Progress | None = None) -> Inspection:
     """Do as `verify`; return all that was learned."""
     disk = disk or ReadingDisk()
+    path = disk.follow_link(path)
+    disk.check_tree(path, but={OWN_FOLDER})
     _refuse_writer(disk, path)
     try:
         manifest = Manifest.load(disk, path)

@@ -32,6 +32,7 @@ def open_storage(
         CorruptionError: The store is damaged.
     """
     settings, _disk = settings or Settings(), ReadingDisk()
+    path = _disk.follow_link(path)
     kind = settings.storage
     if kind is None and settings.mode != "w" and _disk.exists(path / MANIFEST):
         kind = Manifest.load(_disk, path).storage

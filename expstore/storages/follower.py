@@ -148,7 +148,8 @@ class FollowerStorage(FolderStorage):
         disk: Disk | None = None,
         origin: Origin | None = None,
     ) -> None:
-        path, disk, settings = Path(path), disk or ReadingDisk(), settings or Settings(mode="r")
+        disk, settings = disk or ReadingDisk(), settings or Settings(mode="r")
+        path = disk.follow_link(Path(path))
         self._origin = origin or Origin(path, settings.seed)
         self.own_seed = settings.seed
         self._chronicle: Chronicle | None = None

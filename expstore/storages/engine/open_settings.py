@@ -33,6 +33,7 @@ from expstore.storages.format.layout import ColumnLayout
 from expstore.storages.format.manifest import MANIFEST, Manifest
 from expstore.storages.format.paths import REPAIR, VERSION
 from expstore.storages.format.pending_swap import finish_late
+from expstore.storages.snapshots.catalog import OWN_FOLDER
 from expstore.storages.snapshots.restore import finish_load
 
 __all__ = ["Settings", "enter", "look_up"]
@@ -46,6 +47,8 @@ STORAGES = ("zarr", "arrow")
 COMPRESSIONS = ("narrow", "lz4", "zstd")
 #: What columns are where nobody has said.
 _FLAT = ColumnLayout("flat")
+#: Each version is looked at when it is opened.
+_OTHER_STORES = {OWN_FOLDER}
 #: What a folder may hold in which a store is only being made.
 _BEGINNINGS = {"LOCK", "STATE", "journal", "episodes.log", "PROBE.tmp", MANIFEST + ".tmp"}
 
@@ -121,6 +124,7 @@ def enter(
         raise StateError(
             f"{path} is a version, which is only read", hint="open it with mode='r', or loads() it"
         )
+    disk.check_tree(path, but=_OTHER_STORES)
     exists = _look(disk, path)
     if exists and settings.mode == "x":
         raise _exists(path)
@@ -200,6 +204,7 @@ def look_up(disk: Disk, path: Path, capacity: int | None, settings: Settings) ->
         StateError: A setting contradicts the store.
     """
     capacity, settings = _plain(capacity, settings)
+    disk.check_tree(path, but=_OTHER_STORES)
     manifest = Manifest.load(disk, path)
     _compare(path, manifest, capacity, dataclasses.replace(settings, seed=None))
     _refuse_half_repaired(disk, path)

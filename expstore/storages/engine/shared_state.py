@@ -71,10 +71,10 @@ class ShownStorage(FolderStorage):
         state.unseal()
 
     def _leave_state(self, closed: int = 0) -> None:
-        """Say that nobody writes any more.
+        """Note that the writer is gone.
 
         Args:
-            closed: Number of the record of a clean close, which is on the disk; 0: there is none.
+            closed: Number of the record of a clean close, which is on the disk; 0: it did not close.
         """
         if self._lock_file.held:
             self._state.set("heartbeat", 0)
@@ -88,8 +88,7 @@ class ShownStorage(FolderStorage):
 
     def _note_draw(self, draw: int) -> None:
         if self._lock_file.held:  # a forked child shares the page
-            self._state.set("draw", draw)
-            self._state.unseal()  # while the store was being closed
+            self._state.note("draw", draw)
 
     def _note_progress(self, progress: Sequence[int]) -> None:
         if self._lock_file.held:
@@ -98,9 +97,8 @@ class ShownStorage(FolderStorage):
 
     def _note_limits(self, sampled: int, settings: int) -> None:
         if self._lock_file.held:
-            self._state.set("sampled", sampled)
-            self._state.set("limiter", settings)
-            self._state.unseal()
+            self._state.note("sampled", sampled)
+            self._state.note("limiter", settings)
 
     def _note_horizon(self, horizon: int) -> None:
         self._state.set("horizon", horizon)

@@ -93,7 +93,8 @@ class JournaledStorage(KeyKeepingStorage, VersionedStorage):
         disk: Disk | None = None,
         segment_bytes: int | None = None,
     ) -> None:
-        path, disk, settings = Path(path), disk or Disk(), (settings or Settings()).with_leaving(retain)
+        disk, settings = disk or Disk(), (settings or Settings()).with_leaving(retain)
+        path = disk.follow_link(Path(path))
         asked: dict[str, Any] = {"ndim": ndim, "layout": ask_layout(layout, fields, share_next)}
         settings = dataclasses.replace(settings, **{name: v for name, v in asked.items() if v is not None})
         durable = settings.durability == "sync"

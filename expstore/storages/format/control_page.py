@@ -175,13 +175,13 @@ class StatePage:
 
     @property
     def intact(self) -> bool:
-        """Whether the seal fits the page; True where there is none."""
+        """Whether the seal fits the page; True without a seal."""
         return self._words[_SEAL] in (0, self._checksum())
 
     def seal(self) -> None:
-        """Note the checksum of the page: the journal ends with a close, and nobody writes any more."""
+        """Note the checksum of the page: the journal ends with a close, and the writer is gone."""
         self._words[_SEAL] = self._checksum()
-        if not self.intact:  # somebody has drawn a batch meanwhile
+        if not self.intact:  # another thread has drawn a batch meanwhile
             self.unseal()
 
     def unseal(self) -> None:
@@ -196,6 +196,13 @@ class StatePage:
         place = 8 * _SEAL
         crc = google_crc32c.value(self._map[:place])
         return _MARKED | int(google_crc32c.extend(crc, self._map[place + 8 : PAGE]))
+
+    def note(self, name: str, value: int) -> None:
+        """Set a word that may change while the page is being sealed, and remove the seal."""
+        self._words[_WORDS[name]] = value
+        self._words[_SEAL] = 0
+        if not _ORDERED:
+            self._fence()
 
     def begin_change(self, low: int, high: int) -> None:
         """Tell readers that slots `low` to `high` are about to be changed in place."""
