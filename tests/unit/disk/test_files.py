@@ -16,7 +16,7 @@ import pytest
 
 from expstore.disk import files
 from expstore.disk.bulk_files import Links, read_all, remove_files, start_links
-from expstore.disk.files import KEEP_GIL_BYTES, Disk, address_of
+from expstore.disk.files import KEEP_GIL_BYTES, Disk, File, address_of
 from expstore.disk.mapped_files import AddressRange
 from expstore.errors import StorageError
 
@@ -71,7 +71,7 @@ def test_a_closed_file_refuses_and_names_the_path(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_has_a_kind_of_its_own() -> None:
-    file = Disk().open(Path("/dev/full"))
+    file = File(Disk(), Path("/dev/full"), os.open("/dev/full", os.O_RDWR))  # a store has no such files
     for data in (b"x", b"x" * (KEEP_GIL_BYTES + 1)):
         with pytest.raises(StorageError, match="No space left") as caught:
             file.write(data, 0)
