@@ -19,6 +19,7 @@ from expstore.core.values import Array, IntArray, Key, key_name
 from expstore.data.leaves import leaves_of, to_columns
 from expstore.data.nested_tensors import to_entry
 from expstore.data.variable_rows import UNKNOWN, columns_of, has_lazy, is_loose, leaves_of_rows, single_rows
+from expstore.episodes.row_facts import RowFacts
 from expstore.episodes.table import Steps
 from expstore.errors import SchemaError
 from expstore.schema.field_roles import Keys
@@ -286,13 +287,8 @@ class StepReader:
         def place(key: Key | None) -> int | None:
             return None if key is None else schema.place(key)
 
-        self._terminated, self._truncated = place(keys.terminated), place(keys.truncated)
-        self._done, self._start = place(keys.done), place(keys.start)
+        self._facts, self._start = RowFacts(schema, keys), place(keys.start)
         self._trajectory, self._mask = place(keys.trajectory), place(keys.mask)
-        self._reward = place(keys.reward)
-        if self._reward is not None and schema.fields[self._reward].numpy_dtype.kind not in "fiub":
-            self._reward = None
-        self._reward_bits = self._reward is not None and schema.fields[self._reward].dtype == "bfloat16"
         self._counts_steps = keys.start == ("step_count",)
 
     def read(self, columns: Sequence[Array], batch: Batch) -> Steps:
@@ -301,21 +297,11 @@ class StepReader:
         def column(place: int | None) -> Any:
             return None if place is None else columns[place].reshape(-1)
 
-        def flags(place: int | None) -> Any:
-            values = column(place)
-            return values if values is None or values.dtype == np.bool_ else values.astype(bool)
-
-        terminated, truncated, done = flags(self._terminated), flags(self._truncated), flags(self._done)
-        if done is not None:
-            # "done" alone does not say why; where it goes beyond the others the episode is over.
-            rest = done if truncated is None else done & ~truncated
-            terminated = rest if terminated is None else terminated | rest
+        terminated, truncated = self._facts.ends(columns)
         starts = column(self._start)
         if starts is not None:
-            starts = starts == 0 if self._counts_steps else flags(self._start)
-        trajectories, rewards = column(self._trajectory), column(self._reward)
-        if self._reward_bits:
-            rewards = (rewards.astype(np.uint32) << np.uint32(16)).view(np.float32)
+            starts = starts == 0 if self._counts_steps else starts.astype(np.bool_, copy=False)
+        trajectories = column(self._trajectory)
         return Steps(
             count=batch.count,
             lanes=batch.lanes,
@@ -324,7 +310,7 @@ class StepReader:
             terminated=terminated,
             truncated=truncated,
             starts=starts,
-            rewards=rewards,
+            rewards=self._facts.rewards(columns),
         )
 
     def transitions(self, columns: Sequence[Array]) -> Array | None:

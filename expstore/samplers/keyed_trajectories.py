@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from expstore.core.values import Array, IntArray, Key, Window, key_name
 from expstore.episodes.fragments import Fragments, find_fragments
+from expstore.episodes.row_facts import find_ends
 from expstore.errors import SchemaError
 from expstore.schema.schema import OBJECT
 from expstore.storages.run_index import Runs, Taken, as_names
@@ -122,10 +123,11 @@ class KeyedRuns(Runs):
         if ends is not None:
             self._flags = list(self._ends or ())
         else:
-            own = (keys.terminated, keys.done, keys.truncated, keys.start)
+            own = (keys.terminated, keys.truncated, keys.done, keys.start)
             self._own = [-1 if key is None else storage.place_of(key) for key in own]
             self._flags = [place for place in self._own if place >= 0]
         self._counts_steps = keys.start == ("step_count",)
+        self._reduction = keys.done_reduce
         self._forget()
 
     def _forget(self) -> None:
@@ -182,14 +184,15 @@ class KeyedRuns(Runs):
     def _cuts(self, columns: Sequence[Array], rows: int) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
         """Return which rows end a trajectory, and which begin one. Shapes `(rows,)`."""
         none = np.zeros(rows, np.bool_)
-        flags = [column.reshape(-1).astype(np.bool_) for column in columns]
         if self._ends is not None:
-            return np.logical_or.reduce(flags), none
-        found = dict(zip(self._flags, flags, strict=True))
-        terminated, done, truncated, start = (found.get(place, none) for place in self._own)
-        if self._own[3] >= 0 and self._counts_steps:
-            start = ~start
-        return terminated | (done & ~truncated), start
+            return np.logical_or.reduce([column.reshape(-1).astype(np.bool_) for column in columns]), none
+        found = dict(zip(self._flags, columns, strict=True))
+        *ends, start = (found.get(place) for place in self._own)
+        terminated, _ = find_ends(*ends, self._reduction)
+        starts = none if start is None else start.reshape(-1).astype(np.bool_)
+        if start is not None and self._counts_steps:
+            starts = ~starts
+        return none if terminated is None else terminated, starts
 
     def _add(
         self, first_id: int, names: IntArray, ends: NDArray[np.bool_], starts: NDArray[np.bool_]

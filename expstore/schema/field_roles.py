@@ -13,12 +13,15 @@ from expstore.core.values import Key, key_name
 from expstore.errors import SchemaError
 from expstore.schema.schema import OBJECT, Schema
 
-__all__ = ["REWARD", "Keys", "find_keys"]
+__all__ = ["DONE_REDUCTIONS", "REWARD", "REWARD_REDUCTIONS", "Keys", "find_keys"]
 
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """Name the fields that say what a row is to its episode; None where a store has none."""
+    """Name the fields that say what a row is to its episode; None where a store has none.
+
+    `reward_reduce` and `done_reduce` say how several values of a row become one; None: nobody has said.
+    """
 
     trajectory: Key | None = None
     terminated: Key | None = None
@@ -27,7 +30,13 @@ class Keys:
     start: Key | None = None
     reward: Key | None = None
     mask: Key | None = None
+    reward_reduce: str | None = None
+    done_reduce: str | None = None
 
+
+#: How several rewards, or several flags, of a row become one; the first is the default.
+REWARD_REDUCTIONS = ("sum", "mean", "min", "max")
+DONE_REDUCTIONS = ("any", "all")
 
 REWARD: Key = ("next", "reward")
 
@@ -38,46 +47,80 @@ def find_keys(
     trajectory: Key | None = None,
     ends: Sequence[Key] | None = None,
     reward: Key = REWARD,
+    reward_reduce: str | None = None,
+    done_reduce: str | None = None,
 ) -> Keys:
     """Find the fields that say what a row is to its episode.
 
-    Only fields with one value per row count. TorchRL's names serve unless others are asked for.
+    TorchRL's names are used unless others are given. A field found by its name has one value per row; rewards
+    and ends that are given, or reduced, may have several: one for each agent, say.
 
     Args:
         schema: The fields.
         trajectory: Field with the collector's trajectory ids.
         ends: Fields that end an episode, known by their last part: terminated, truncated, or another.
         reward: Field that is summed up.
+        reward_reduce: How several rewards of a row become one, see `REWARD_REDUCTIONS`.
+        done_reduce: How several flags of a row become one, see `DONE_REDUCTIONS`.
 
     Raises:
-        SchemaError: A key that was asked for is no field with one value per row.
+        SchemaError: A key that was given is no such field, or ends have different numbers of values.
     """
 
-    def usable(key: Key) -> bool:
-        return key in schema and schema[key].row_items == 1 and schema[key].dtype != OBJECT
+    def usable(key: Key, several: bool = False) -> bool:
+        if key not in schema or schema[key].dtype == OBJECT:
+            return False
+        items = schema[key].row_items
+        return (items > 0 and schema[key].numpy_dtype.kind in "fiub") if several else items == 1
 
-    def demand(key: Key | None) -> Key | None:
-        if key is not None and not usable(key):
-            raise SchemaError(f"{key_name(key)!r} is not a field with one value per row, as it must be here")
+    def demand(key: Key | None, several: bool = False) -> Key | None:
+        if key is not None and not usable(key, several):
+            wanted = "a field of numbers of a fixed size" if several else "a field with one value per row"
+            raise SchemaError(f"{key_name(key)!r} is not {wanted}, as it must be here")
         return key
 
-    def first(*keys: Key, integer: bool = False) -> Key | None:
-        return next((k for k in keys if usable(k) and (not integer or "int" in schema[k].dtype)), None)
+    def first(*keys: Key, integer: bool = False, several: bool = False) -> Key | None:
+        return next(
+            (k for k in keys if usable(k, several) and (not integer or "int" in schema[k].dtype)), None
+        )
 
     if ends is not None:
-        named = {key[-1]: demand(key) for key in ends}
+        named = {key[-1]: demand(key, several=True) for key in ends}
         terminated, truncated = named.pop("terminated", None), named.pop("truncated", None)
         done = next(iter(named.values()), None)
     else:
         # Root flags speak of the observation before the step; they count only where there is no "next".
         group: Key = ("next",) if any(key[0] == "next" for key in schema.keys) else ()
-        terminated, truncated, done = (first((*group, name)) for name in ("terminated", "truncated", "done"))
+        several = done_reduce is not None
+        terminated, truncated, done = (
+            first((*group, name), several=several) for name in ("terminated", "truncated", "done")
+        )
+    _check_alike(schema, [terminated, truncated, done])
+    several = reward_reduce is not None
+    if reward == REWARD:
+        rewarded = first(reward, ("reward",), several=several)
+    else:
+        rewarded = demand(reward, several=True)
+    if rewarded is not None and schema[rewarded].numpy_dtype.kind not in "fiub":
+        rewarded = None  # complex numbers
     return Keys(
         trajectory=demand(trajectory) or first(("collector", "traj_ids"), ("episode",), integer=True),
         terminated=terminated,
         truncated=truncated,
         done=done,
         start=first(("is_init",), ("step_count",)),
-        reward=first(reward, ("reward",)) if reward == REWARD else demand(reward),
+        reward=rewarded,
         mask=first(("collector", "mask")),
+        reward_reduce=reward_reduce,
+        done_reduce=done_reduce,
     )
+
+
+def _check_alike(schema: Schema, ends: Sequence[Key | None]) -> None:
+    """Raise SchemaError if ends with several values per row have different numbers of them."""
+    found = {key_name(key): schema[key].row_items for key in ends if key is not None}
+    if len(set(found.values()) - {1}) > 1:
+        raise SchemaError(
+            f"the fields that end episodes have different numbers of values per row: {found}",
+            hint="give done_keys= that have one flag per row, or one for each of the same agents",
+        )

@@ -21,6 +21,7 @@ from expstore.core.lock_order import LockOrder
 from expstore.core.values import Array, IntArray, Key, Window, key_name
 from expstore.disk.files import Disk
 from expstore.episodes.fragments import find_fragments
+from expstore.episodes.row_facts import RowFacts
 from expstore.episodes.segmentation import CUT, OPEN, TERMINATED, TRUNCATED
 from expstore.episodes.table import HAS_TRAJECTORY, LAST, NEW, Assignment, Segment
 from expstore.errors import SchemaError, StateError
@@ -319,19 +320,9 @@ class _Facts:
     """
 
     def __init__(self, columns: Sequence[Array], keys: Keys, schema: Schema) -> None:
-        def flags(key: Key | None) -> Array | None:
-            return None if key is None else columns[schema.place(key)].reshape(-1) != 0
-
-        self.terminated, self.truncated, done = map(flags, (keys.terminated, keys.truncated, keys.done))
-        if done is not None:
-            rest = done if self.truncated is None else done & ~self.truncated
-            self.terminated = rest if self.terminated is None else self.terminated | rest
-        self.rewards: Array | None = None
-        if keys.reward is not None:
-            values = columns[schema.place(keys.reward)].reshape(-1)
-            if schema[keys.reward].dtype == "bfloat16":
-                values = (values.astype(np.uint32) << np.uint32(16)).view(np.float32)
-            self.rewards = values.real.astype(np.float64)
+        facts = RowFacts(schema, keys)
+        self.terminated, self.truncated = facts.ends(columns)
+        self.rewards = facts.rewards(columns)
 
     def status(self, row: int) -> int:
         """Return how an episode stands behind a row."""

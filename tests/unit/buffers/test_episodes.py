@@ -20,6 +20,7 @@ from expstore import NotFoundError, QueryError, SchemaError, StateError
 from expstore.buffers.replay_buffer import ReplayBuffer
 from expstore.buffers.tensordict import TensorDictReplayBuffer
 from expstore.cli.app import run
+from expstore.samplers.keyed_trajectories import Trajectories
 from expstore.storages.memory import MemoryStorage
 from tests.support import warm_processes
 from tests.support.batches import steps
@@ -428,3 +429,55 @@ def test_facts_come_as_a_dict(info: Any) -> None:
     with pytest.raises(SchemaError, match="the info of episodes is a"):
         rb.extend(TensorDict({"x": torch.arange(3)}, [3]), episode_info=info)
     assert len(rb) == 0
+
+
+# -- which rows end an episode -----------------------------------------------------------------------
+
+
+def ended(*ends: str, number: int = 0) -> TensorDict:
+    """Rows of which the last one is done, by the flags that are named."""
+    made = steps(3, number)
+    for name in ("done", "terminated", "truncated"):
+        flags = torch.zeros(3, 1, dtype=torch.bool)
+        flags[-1] = name in ends
+        made["next", name] = flags
+    return made
+
+
+@pytest.mark.parametrize("kind", ["zarr", "memory"])
+def test_an_end_that_is_not_terminated_is_truncated(store_path: Path, kind: str) -> None:
+    if kind == "memory":
+        rb: Any = TensorDictReplayBuffer(storage=MemoryStorage(100), with_ids=True)
+    else:
+        rb = expstore.open(store_path)
+    with rb:
+        for number, ends in enumerate([("done",), ("done", "terminated"), ("done", "truncated")]):
+            rb.extend(ended(*ends, number=10 * number))
+        assert [row[0] for row in rb.sql("SELECT status FROM episodes ORDER BY episode_id")] == [
+            "truncated",
+            "terminated",
+            "truncated",
+        ]
+    if kind == "zarr":
+        (store_path / "index.duckdb").unlink()  # it is made again out of episodes.log
+        with expstore.open(store_path) as rb:
+            assert rb.episodes("status = 'truncated'").df()["episode_id"].tolist() == [1, 3]
+
+
+def test_done_alone_terminates(store_path: Path) -> None:
+    with expstore.open(store_path) as rb:
+        rb.extend(ended("done").exclude(("next", "terminated"), ("next", "truncated")))
+        assert rb.sql("SELECT status FROM episodes").fetchall() == [("terminated",)]
+
+
+def test_slices_by_another_field_do_not_end_where_an_episode_was_truncated(store_path: Path) -> None:
+    """As those of the store's own episodes do not: a row of the same trajectory may follow."""
+    with expstore.open(store_path) as rb:
+        for number, ends in enumerate([("done",), ("done", "terminated"), ()]):
+            data = ended(*ends, number=3 * number)
+            data["run"] = torch.full((3,), 7)
+            rb.extend(data, source="a")
+        runs = Trajectories(("run",)).of(rb.storage)
+        with runs.lock:
+            runs.look()
+            assert (runs.stop - runs.first).tolist() == [6, 3]

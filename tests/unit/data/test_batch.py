@@ -150,7 +150,15 @@ def test_ends_are_read_from_next() -> None:
         next__truncated=[[F], [F], [T], [F]],
         next__done=[[F], [T], [T], [T]],
     )
-    assert found == {"terminated": [F, T, F, T], "truncated": [F, F, T, F]}
+    assert found == {"terminated": [F, T, F, F], "truncated": [F, F, T, T]}
+
+
+def test_an_end_that_is_not_terminated_is_truncated() -> None:
+    found = steps(next__terminated=[F, T, F, F], next__done=[F, T, T, F])
+    assert found == {"terminated": [F, T, F, F], "truncated": [F, F, T, F]}
+    found = steps(next__terminated=[F, T, F, F], next__truncated=[F, F, F, T], next__done=[F, F, T, F])
+    assert found == {"terminated": [F, T, F, F], "truncated": [F, F, T, T]}
+    assert steps(next__terminated=[F, T, F, F]) == {"terminated": [F, T, F, F]}
 
 
 def test_done_alone_ends() -> None:

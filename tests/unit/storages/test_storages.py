@@ -353,13 +353,39 @@ def test_find_keys() -> None:
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{"trajectory": ("t",)}, {"ends": [("a",), ("t",)]}, {"reward": ("t",)}, {"trajectory": ("w",)}],
+    ("options", "message"),
+    [
+        ({"trajectory": ("t",)}, "'t' is not a field with one value per row"),
+        ({"trajectory": ("w",)}, "'w' is not a field with one value per row"),
+        ({"ends": [("a",), ("t",)]}, "'t' is not a field of numbers of a fixed size"),
+        ({"reward": ("t",)}, "'t' is not a field of numbers of a fixed size"),
+        ({"reward": ("c",)}, "'c' is not a field of numbers of a fixed size"),
+        (
+            {"ends": [("w",), ("truncated",)]},
+            r"different numbers of values per row: \{'truncated': 3, 'w': 2\}",
+        ),
+    ],
 )
-def test_keys_that_were_asked_for_must_be_there(options: dict[str, Any]) -> None:
-    schema = Schema([Field(("a",), "int64", ()), Field(("w",), "int64", (2,))])
-    with pytest.raises(SchemaError, match="'[tw]' is not a field with one value per row"):
+def test_keys_that_were_asked_for_must_be_there(options: dict[str, Any], message: str) -> None:
+    schema = Schema(
+        [
+            Field(("a",), "int64", ()),
+            Field(("w",), "int64", (2,)),
+            Field(("c",), "complex64", ()),
+            Field(("truncated",), "bool", (3,)),
+        ]
+    )
+    with pytest.raises(SchemaError, match=message):
         find_keys(schema, **options)
+
+
+def test_rewards_and_ends_of_several_agents_are_found_if_they_are_given() -> None:
+    schema = Schema([Field(("next", "done"), "bool", (3, 1)), Field(("next", "reward"), "float32", (3, 1))])
+    found = find_keys(schema)
+    assert found.done is found.reward is None
+    found = find_keys(schema, reward_reduce="sum", done_reduce="all")
+    assert (found.done, found.reward) == (("next", "done"), ("next", "reward"))
+    assert find_keys(schema, ends=[("next", "done")]).done == ("next", "done")
 
 
 # ---------------------------------------------------------------------------------------------------
