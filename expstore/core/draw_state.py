@@ -11,6 +11,7 @@ import struct
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from expstore.core.lock_order import LockOrder
@@ -18,6 +19,7 @@ from expstore.core.lock_order import LockOrder
 __all__ = [
     "NO_PROGRESS",
     "DrawPosition",
+    "DrawState",
     "Randomness",
     "RandomnessSource",
     "from_bytes",
@@ -41,6 +43,35 @@ class RandomnessSource(Protocol):
         """Return what a restart needs."""
 
 
+def _no_source() -> RandomnessSource | None:
+    return None
+
+
+@dataclass(slots=True)
+class DrawState:
+    """Hold where the draws from one content are.
+
+    An opening that fails never takes it back: a batch that was handed out meanwhile would come again.
+    Another content (`loads`) has another one, put in its place by one assignment.
+
+    Args:
+        number: Of the next draw; changed under `lock` alone.
+        progress: How far a sampler has come.
+        limits: Rows handed out while a rate limiter counted them, and a number that stands for its settings.
+        randomness: As of the last sync; None: draws follow from the seed.
+        source: Returns whose state is kept with the rows, if anyone's.
+        replaced: The content is no longer there; set where the next one is found, before it has draws.
+    """
+
+    number: int = 0
+    progress: tuple[int, ...] = NO_PROGRESS
+    limits: tuple[int, int] = (0, 0)
+    randomness: Randomness | None = None
+    source: Callable[[], RandomnessSource | None] = _no_source
+    replaced: bool = False
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
 class DrawPosition:
     """Count batches, and keep how far a sampler has come.
 
@@ -48,36 +79,57 @@ class DrawPosition:
     """
 
     def __init__(self) -> None:
-        self._draw = 0
         self.lock_order = LockOrder()
-        self._draw_lock = self.lock_order.ranked("draw", threading.Lock())
-        self.progress: tuple[int, ...] = NO_PROGRESS
-        #: Rows handed out while a rate limiter counted them, and a number that stands for its settings.
-        self.limits: tuple[int, int] = (0, 0)
-        self.randomness: Randomness | None = None  # as of the last sync; None: draws follow from the seed
-        self._randomness_source: Callable[[], RandomnessSource | None] = lambda: None
+        self.draws = self.new_draws()
+
+    def new_draws(
+        self,
+        number: int = 0,
+        progress: tuple[int, ...] = NO_PROGRESS,
+        limits: tuple[int, int] = (0, 0),
+        randomness: Randomness | None = None,
+    ) -> DrawState:
+        """Return where draws from a content begin; see `DrawState`."""
+        lock = self.lock_order.ranked("draw", threading.Lock())
+        return DrawState(number, progress, limits, randomness, lock=lock)
 
     @property
     def draw(self) -> int:
         """How many batches have been handed out."""
-        return self._draw
+        return self.draws.number
+
+    @property
+    def progress(self) -> tuple[int, ...]:
+        """How far a sampler has come, as it has noted."""
+        return self.draws.progress
+
+    @property
+    def limits(self) -> tuple[int, int]:
+        """Rows handed out while a rate limiter counted them, and a number that stands for its settings."""
+        return self.draws.limits
+
+    @property
+    def randomness(self) -> Randomness | None:
+        """The state of the user's generator as of the last sync; None: draws follow from the seed."""
+        return self.draws.randomness
 
     def next_draw(self) -> int:
         """Count a batch handed out and return its number, from 0."""
-        with self._draw_lock:
-            number = self._draw
-            self._draw = number + 1
+        draws = self.draws
+        with draws.lock:
+            number = draws.number
+            draws.number = number + 1
             self._note_draw(number + 1)
         return number
 
     def note_progress(self, progress: tuple[int, ...]) -> None:
         """Keep how far a sampler has come, for a restart: four numbers below 2^63, of its own meaning."""
-        self.progress = progress
+        self.draws.progress = progress
         self._note_progress(progress)
 
     def note_limits(self, sampled: int, settings: int) -> None:
         """Keep how many rows were handed out under a rate limiter's settings; (0, 0): there is none."""
-        self.limits = (sampled, settings)
+        self.draws.limits = (sampled, settings)
         self._note_limits(sampled, settings)
 
     def watch_draws(self, draws: RandomnessSource | None) -> None:
@@ -86,21 +138,22 @@ class DrawPosition:
         It is held weakly: a buffer that is forgotten is to go at once.
         """
         if draws is None:
-            self.randomness = None
+            self.draws.randomness = None
             self.unwatch_draws()
         else:
-            self._randomness_source = weakref.ref(draws)
+            self.draws.source = weakref.ref(draws)
 
     def unwatch_draws(self) -> None:
         """Keep what is kept: who drew until now drew from other content."""
-        self._randomness_source = lambda: None
+        self.draws.source = _no_source
 
     def note_randomness(self) -> Randomness | None:
         """Ask for the state of the user's generator, and return what a restart is to find."""
-        source = self._randomness_source()
+        draws = self.draws
+        source = draws.source()
         if source is not None:
-            self.randomness = source.state(self)
-        return self.randomness
+            draws.randomness = source.state(self)
+        return draws.randomness
 
     def set_draws(self, draw: int, progress: Sequence[int]) -> None:
         """Go on with another draw, also with an earlier one; a restart does so, too, when this returns.
@@ -109,8 +162,8 @@ class DrawPosition:
             draw: Its number.
             progress: How far the sampler was then.
         """
-        with self._draw_lock:
-            self._draw = draw
+        with self.draws.lock:
+            self.draws.number = draw
             self._note_draw(draw)
         self.note_progress(tuple(progress))
         self._settle_draws()

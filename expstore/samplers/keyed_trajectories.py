@@ -187,12 +187,12 @@ class KeyedRuns(Runs):
         if self._ends is not None:
             return np.logical_or.reduce([column.reshape(-1).astype(np.bool_) for column in columns]), none
         found = dict(zip(self._flags, columns, strict=True))
-        *ends, start = (found.get(place) for place in self._own)
-        terminated, _ = find_ends(*ends, self._reduction)
+        terminated, truncated, done, start = (found.get(place) for place in self._own)
+        ends, _ = find_ends(terminated, truncated, done, self._reduction)
         starts = none if start is None else start.reshape(-1).astype(np.bool_)
         if start is not None and self._counts_steps:
             starts = ~starts
-        return none if terminated is None else terminated, starts
+        return none if ends is None else ends, starts
 
     def _add(
         self, first_id: int, names: IntArray, ends: NDArray[np.bool_], starts: NDArray[np.bool_]

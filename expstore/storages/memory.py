@@ -205,11 +205,11 @@ class MemoryStorage(PortableStorage, VersionedStorage):
                 self.content = self.index_floor = (1, self.content[1] + 1)
                 base = arrival.base(self.content)
                 self.write_count, self.max_priority = base["write_count"], base["max_priority"]
-                self._draw, self.horizon, self.retired = base["draw"], arrival.last, arrival.low
-                self.progress = tuple(base["progress"])
-                self.limits = base["limits"][0], base["limits"][1]
-                self.unwatch_draws()
-                self.randomness = from_json(base["randomness"])
+                self.horizon, self.retired = arrival.last, arrival.low
+                limits = base["limits"][0], base["limits"][1]
+                self.draws = self.new_draws(
+                    base["draw"], tuple(base["progress"]), limits, from_json(base["randomness"])
+                )
                 self._window = Window(arrival.low, arrival.last, arrival.manifest.gaps)
                 self.takeovers += 1
 

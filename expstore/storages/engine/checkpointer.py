@@ -176,7 +176,7 @@ class SyncedStorage(ShownStorage):
                 sequence=journal.sequence if half is None else half,
                 last_id=self.last,
                 log_length=self._log.length,
-                draw=self._draw,
+                draw=self.draw,
                 progress=self.progress,
                 set_back=self._set_back,
                 randomness=randomness,

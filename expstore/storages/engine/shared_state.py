@@ -47,7 +47,7 @@ class ShownStorage(FolderStorage):
             retired=self.retired,
             drained=self.last,
             last=self.last,
-            draw=self._draw,
+            draw=self.draw,
             sampled=self.limits[0],
             limiter=self.limits[1],
             layout=self._state.get("layout") + 1,

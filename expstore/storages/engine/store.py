@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from expstore.core import tuning
+from expstore.core.draw_state import DrawState
 from expstore.core.retention_policy import Retain
 from expstore.core.values import Array, IntArray, Ranking
 from expstore.disk.files import Disk, File
@@ -147,6 +148,8 @@ class JournaledStorage(KeyKeepingStorage, VersionedStorage):
             self._log.append(take_over(past, self))
             self.content, self.index_floor = past.content, past.index_floor
             self._adopt(past)
+            if first or self.draws.replaced:  # otherwise only memory knows what was handed out
+                self.draws = self._draws_of(past)
             cut = self.episodes.cut_unnamed(past.sequence) if first else []
             self._log.append(cut)
         self._open_keys(past)
@@ -174,7 +177,7 @@ class JournaledStorage(KeyKeepingStorage, VersionedStorage):
         self._claim_state(self._journal.sequence)
         self.upheavals += 1
         self.takeovers += 1
-        self._marked = (self._journal.sequence, self._draw, self.progress, self.limits)
+        self._marked = (self._journal.sequence, self.draw, self.progress, self.limits)
         self._synced = self.last
 
     @contextlib.contextmanager
@@ -221,29 +224,31 @@ class JournaledStorage(KeyKeepingStorage, VersionedStorage):
         found = finish_load(self.disk, self.path)
         if finish_late(self.disk, self.path) or found:
             self.take_manifest(Manifest.load(self.disk, self.path))
-        if found:
-            self._draw = 0
-            self.unwatch_draws()
+        self.draws.replaced |= found
         return found
 
     def _adopt(self, past: Past) -> None:
-        """Take over numbers, window and priorities."""
+        """Take over window and priorities."""
         self.retired, self.max_priority = past.retired, past.max_priority
         self.horizon = past.last
         self._window = past.window(self.capacity)
-        self._draw, self.progress = max(self._draw, past.draw), past.progress
-        self.randomness, self.limits = past.randomness, past.limits
         same_boot = self.same_boot
-        if same_boot and self._state.get("generation") >= past.base["generation"]:
-            # Otherwise it is of what a load has replaced.
-            self._draw = max(self._draw, self._state.get("draw"))
-            self.progress = self._state.get_progress() or self.progress
-            self.limits = self._state.get("sampled"), self._state.get("limiter")
         if past.cut or not (same_boot or past.clean):
             # The index may hold what the journal has lost.
             for name in ("index.duckdb", "index.duckdb.wal"):
                 self.disk.unlink(self.path / name)
         self._adopt_priorities(past, whole=same_boot or past.clean)
+
+    def _draws_of(self, past: Past) -> DrawState:
+        """Return where the draws were, as the journal and STATE have it."""
+        draws = self.new_draws(past.draw, past.progress, past.limits, past.randomness)
+        state = self._state
+        if self.same_boot and state.get("generation") >= past.base["generation"]:
+            # Otherwise it is of what a load has replaced.
+            draws.number = max(draws.number, state.get("draw"))
+            draws.progress = state.get_progress() or draws.progress
+            draws.limits = state.get("sampled"), state.get("limiter")
+        return draws
 
     def _settle(self, past: Past | None) -> None:
         """Bring what recovery accepted to the disk, before a new base says that it is there."""
@@ -285,7 +290,7 @@ class JournaledStorage(KeyKeepingStorage, VersionedStorage):
             first_id=rows.first_id,
             count=rows.count,
             skipped=skipped,
-            draw=self._draw,
+            draw=self.draw,
             time=rows.time,
             checksum=checksum,
             priority=self.max_priority,

@@ -191,7 +191,7 @@ def test_a_generator_of_another_kind_is_refused(store_path: Path) -> None:
         fill(rb)
         drawn(rb, 5)
         rb.storage.watch_draws(None)
-        rb.storage.randomness = (5, bytes(16))
+        rb.storage.draws.randomness = (5, bytes(16))
     with pytest.raises(StateError, match="another kind of generator"):
         open_with(store_path, "random")
     open_with(store_path, "random", seed=None).close()

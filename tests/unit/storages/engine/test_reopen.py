@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,11 @@ import expstore
 from expstore.buffers.rng import Draws
 from expstore.buffers.tensordict import TensorDictReplayBuffer
 from expstore.core import tuning
+from expstore.errors import StorageError
 from expstore.maintenance import verify
+from expstore.storages.engine import store
 from expstore.storages.memory import MemoryStorage
+from expstore.storages.zarr import ZarrStorage
 from tests.support.batches import counted_frames, numbered_rows
 from tests.support.forks import collect_from_child
 
@@ -418,3 +422,117 @@ def test_the_index_is_let_go_of_though_the_last_sync_cuts_the_journal(store_path
         rb.extend(rows)
     rb.close()
     assert verify(store_path) == []
+
+
+STEPS = ["take_over", "_adopt", "_settle", "_claim_state"]
+
+
+def fail_reopening(
+    rb: TensorDictReplayBuffer, monkeypatch: pytest.MonkeyPatch, step: str, act: Callable[[], None]
+) -> None:
+    """Let the journal be read again twice, which fails at a step, before which another thread acts."""
+
+    def fail(*given: Any, **keywords: Any) -> Any:
+        acting = threading.Thread(target=act)
+        acting.start()
+        acting.join(60)
+        raise StorageError("not now")
+
+    rb.storage.note_interruption()
+    with monkeypatch.context() as patched:
+        patched.setattr(store if step == "take_over" else ZarrStorage, step, fail)
+        for _ in range(2):
+            with pytest.raises(StorageError, match="not now"):
+                rb.flush()
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_a_reopening_that_fails_takes_back_no_draw(
+    store_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    sampled, settings = [0], 77
+
+    def act() -> None:
+        sampled[0] += 4
+        rb.storage.next_draw()
+        rb.storage.note_progress((1, sampled[0], 0, 40))
+        rb.storage.note_limits(sampled[0], settings)
+
+    def kept() -> tuple[int, tuple[int, ...], tuple[int, int]]:
+        return rb.storage.draw, tuple(rb.storage.progress), rb.storage.limits
+
+    with expstore.open(store_path) as rb:
+        rb.extend(numbered_rows(40))
+        rb.flush()
+        act()
+        fail_reopening(rb, monkeypatch, step, act)
+        assert kept() == (3, (1, 12, 0, 40), (12, settings))
+        act()
+        rb.flush()
+        assert kept() == (4, (1, 16, 0, 40), (16, settings))
+    with expstore.open(store_path) as rb:
+        assert kept() == (4, (1, 16, 0, 40), (16, settings))
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["seed", "generator"])
+def test_batches_of_another_thread_never_come_twice_though_a_reopening_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: bool
+) -> None:
+    def opened(name: str) -> TensorDictReplayBuffer:
+        generator = torch.Generator().manual_seed(3) if given else None
+        return expstore.open(tmp_path / name, seed=5, batch_size=4, generator=generator)
+
+    with opened("calm.exp") as calm, opened("failing.exp") as rb:
+        for buffer in (calm, rb):
+            buffer.extend(numbered_rows(40))
+            buffer.flush()
+        found = [rb.sample()["number"].tolist()]
+        threads: list[threading.Thread] = []
+        drawn = threading.Event()
+        real = rb.storage.next_draw
+
+        def next_draw() -> int:
+            number = real()
+            drawn.set()
+            return number
+
+        def act() -> None:  # a batch waits for the rows until the reopening has failed, its number is taken
+            threads.append(threading.Thread(target=lambda: found.append(rb.sample()["number"].tolist())))
+            threads[-1].start()
+            assert drawn.wait(60)
+            drawn.clear()
+
+        monkeypatch.setattr(rb.storage, "next_draw", next_draw)
+        fail_reopening(rb, monkeypatch, "_settle", act)
+        for thread in threads:
+            thread.join(60)
+        found.append(rb.sample()["number"].tolist())
+        rb.flush()
+        found += [rb.sample()["number"].tolist() for _ in range(2)]
+        wanted = [calm.sample()["number"].tolist() for _ in range(6)]
+        assert sorted(found) == sorted(wanted)
+        assert found[3:] == wanted[3:]
+    with opened("calm.exp") as calm, opened("failing.exp") as rb:
+        assert rb.sample()["number"].tolist() == calm.sample()["number"].tolist()
+
+
+def test_a_load_that_fails_late_leaves_the_next_opening_the_draws_of_the_version(
+    store_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with expstore.open(store_path, seed=5, batch_size=4) as rb:
+        rb.extend(numbered_rows(40))
+        rb.sample()
+        rb.dumps(store_path.parent / "versions")
+        wanted = rb.sample()["number"].tolist()
+        rb.sample()
+
+        def fail(*given: Any, **keywords: Any) -> Any:
+            raise StorageError("not now")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(ZarrStorage, "_settle", fail)
+            with pytest.raises(StorageError, match="not now"):
+                rb.loads(store_path.parent / "versions")
+        rb.flush()
+        assert rb.storage.draw == 1
+        assert rb.sample()["number"].tolist() == wanted
