@@ -63,6 +63,8 @@ def open(
     traj_key: str | tuple[str, ...] | None = None,
     done_keys: Sequence[str | tuple[str, ...]] | None = None,
     reward_key: str | tuple[str, ...] | None = None,
+    reward_reduce: Literal["sum", "mean", "min", "max"] | None = None,
+    done_reduce: Literal["any", "all"] | None = None,
     meta: dict[str, Any] | None = None,
     durability: Durability = "process",
     min_free_bytes: int = 0,
@@ -118,8 +120,15 @@ def open(
         specs: What values the fields of a row have; of some of them. Kept with the schema. Rows with other
             fields, dtypes or shapes are refused; `extend(validate="domain")` asks for values, too.
         traj_key: Field with the collector's trajectory ids; found by TorchRL's names by default.
-        done_keys: Fields that end an episode; found by TorchRL's names by default.
-        reward_key: Field that is summed up to an episode's return; ("next", "reward") by default.
+        done_keys: Fields that end an episode, known by their last part: `terminated`, `truncated`, or another
+            one; found by TorchRL's names by default. Where rows have `terminated`, an end that is not
+            terminated is truncated.
+        reward_key: Field that is summed up to an episode's return; ("next", "reward") by default. It may have
+            several values per row, one per agent: `("next", "agents", "reward")`. Without such a field an
+            episode's return is NULL.
+        reward_reduce: How several rewards of a row become one: "sum" by default, "mean", "min" or "max".
+        done_reduce: When a row ends an episode if `done_keys` have several values per row: when "any" of them
+            is set (the default), or "all".
         meta: Your own facts, for a new store; what JSON can keep.
         durability: What an `extend` or `add` that returned survives: with "process" the end of the
             process at once and of the machine after the next sync (about a second, or `flush`); with
@@ -171,7 +180,8 @@ def open(
     settings = replace(
         _NEW, mode=mode, storage=storage, layout=ask_layout(layout, fields, share_next), seed=seed,
         compression=compression, schema=schema, specs=text, meta=meta, traj_key=traj_key, done_keys=done_keys,
-        reward_key=reward_key, durability=durability, min_free_bytes=min_free_bytes, on_sigterm=on_sigterm,
+        reward_key=reward_key, reward_reduce=reward_reduce, done_reduce=done_reduce, durability=durability,
+        min_free_bytes=min_free_bytes, on_sigterm=on_sigterm,
     ).with_leaving(retain, archive)  # fmt: skip
     return _in_buffer(
         _open_storage(path, capacity, settings), sampler=sampler, writer=writer, batch_size=batch_size,

@@ -24,6 +24,7 @@ _ENTRY = struct.Struct("<IIBBHiqqqqdqqqiI8x")
 _EPISODE, _SOURCE = 1, 2
 _HAS_TRAJECTORY = 1
 _NAMED = 2
+_NO_RETURN = 4
 
 
 @dataclass(slots=True)
@@ -36,7 +37,7 @@ class LogEntry:
         trajectory: The collector's trajectory id, or None.
         start: First row's time, microseconds since 1970.
         end: Last row's time.
-        ret: Sum of rewards.
+        ret: Sum of rewards; None: no row had one.
         length: How many rows the episode has had.
         last_id: Id of its last row.
         status: 0 open, 1 terminated, 2 truncated, 3 cut.
@@ -51,7 +52,7 @@ class LogEntry:
     trajectory: int | None = None
     start: int = 0
     end: int = 0
-    ret: float = 0.0
+    ret: float | None = None
     length: int = 0
     last_id: int = 0
     status: int = 0
@@ -65,6 +66,7 @@ class LogEntry:
         text = self.text.encode()
         text = text.ljust(max(size - _ENTRY.size, -(-len(text) // 8) * 8), b"\0")
         flags = (_HAS_TRAJECTORY if self.trajectory is not None else 0) | (_NAMED if self.named else 0)
+        flags |= _NO_RETURN if self.ret is None else 0
         head = _ENTRY.pack(
             _ENTRY.size + len(text),
             0,
@@ -76,7 +78,7 @@ class LogEntry:
             self.trajectory or 0,
             self.start,
             self.end,
-            self.ret,
+            0.0 if self.ret is None else self.ret,
             self.length,
             self.last_id,
             self.sequence,
@@ -117,7 +119,7 @@ def _unpack(data: bytes, at: int) -> tuple[LogEntry, int] | None:
         trajectory=trajectory if flags & _HAS_TRAJECTORY else None,
         start=start,
         end=end,
-        ret=ret,
+        ret=None if flags & _NO_RETURN else ret,
         length=length,
         last_id=last_id,
         status=status,

@@ -51,7 +51,7 @@ class Steps:
 
 
 _NO_FLAGS, _NO_INTS, _NO_FLOATS = np.empty(0, np.bool_), np.empty(0, np.int64), np.empty(0)
-#: lane, trajectory, begins an episode, row, count, stride, status, return
+#: lane, trajectory, begins an episode, row, count, stride, status, return (0.0 where rows have no reward)
 Piece = tuple[int, int | None, bool | None, int, int, int, int, float]
 
 

@@ -27,6 +27,7 @@ __all__ = [
     "HAS_TRAJECTORY",
     "LAST",
     "NEW",
+    "NO_REWARD",
     "STATUS",
     "Assignment",
     "Episode",
@@ -38,8 +39,8 @@ __all__ = [
 #: Status number -> word in SQL.
 STATUS = ("open", "terminated", "truncated", "cut")
 
-#: LAST: no row of the episode comes any more, whatever its status says.
-NEW, HAS_TRAJECTORY, LAST = 1, 2, 4
+#: LAST: no row of the episode comes any more, whatever its status says. NO_REWARD: rows have no reward.
+NEW, HAS_TRAJECTORY, LAST, NO_REWARD = 1, 2, 4, 8
 
 
 class Segment(NamedTuple):
@@ -113,14 +114,17 @@ _KEPT = ("episode", "source", "trajectory", "start", "end", "ret", "length", "la
 
 @dataclass(slots=True)
 class Episode:
-    """Hold the running state of an episode; `fragment` is the number of its newest fragment."""
+    """Hold the running state of an episode; `fragment` is the number of its newest fragment.
+
+    `ret` is None while no row had a reward.
+    """
 
     episode: int
     source: int
     trajectory: int | None
     start: int
     end: int = 0
-    ret: float = 0.0
+    ret: float | None = None
     length: int = 0
     last_id: int = 0
     status: int = OPEN
@@ -197,10 +201,11 @@ class EpisodeTable:
         segments: list[Segment] = []
         pending: dict[tuple[int, int | None], tuple[int, int, int] | None] = {}
         next_episode = self.next_episode
+        unrewarded = NO_REWARD if steps.rewards is None else 0
         for lane, trajectory, starts, row, count, stride, status, ret in pieces:
             key = (numbers[lane], trajectory)
             known = pending[key] if key in pending else self._continued(key, low)
-            flags = HAS_TRAJECTORY if trajectory is not None else 0
+            flags = (HAS_TRAJECTORY if trajectory is not None else 0) | unrewarded
             if known is None or starts:
                 known = (next_episode, 0, OPEN)
                 next_episode += 1
@@ -328,7 +333,8 @@ class EpisodeTable:
             episode.fragment, (episode.episode, segment.step, segment.rows, first, segment.stride)
         )
         episode.length += segment.rows
-        episode.ret += segment.ret
+        if not segment.flags & NO_REWARD:
+            episode.ret = (episode.ret or 0.0) + segment.ret
         episode.end = time
         episode.last_id = first + (segment.rows - 1) * segment.stride
         episode.status = segment.status

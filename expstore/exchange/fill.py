@@ -20,12 +20,12 @@ from expstore.core.values import Array, IntArray
 from expstore.disk.atomic_build import making
 from expstore.disk.files import Disk
 from expstore.episodes.fragments import find_fragments
+from expstore.episodes.row_facts import RowFacts
 from expstore.episodes.segmentation import OPEN, TERMINATED, TRUNCATED
 from expstore.episodes.sources import lane_names
-from expstore.episodes.table import HAS_TRAJECTORY, NEW, Assignment, Segment
+from expstore.episodes.table import HAS_TRAJECTORY, NEW, NO_REWARD, Assignment, Segment
 from expstore.errors import ExpStoreError
 from expstore.exchange.base import Imported, names_of
-from expstore.exchange.bfloat16 import widened
 from expstore.schema.row_selection import pick
 from expstore.schema.schema import Schema
 from expstore.sql.sync import Catalog
@@ -222,7 +222,9 @@ class Filler:
                     stride=stride,
                     ret=0.0 if rewards is None else float(np.sum(rewards[rows], dtype=np.float64)),
                     status=status,
-                    flags=(HAS_TRAJECTORY if known.trajectory is not None else 0) | (NEW if begins else 0),
+                    flags=(HAS_TRAJECTORY if known.trajectory is not None else 0)
+                    | (NEW if begins else 0)
+                    | (NO_REWARD if rewards is None else 0),
                 )
             )
             made.numbers[1, rows] = going.number
@@ -249,14 +251,7 @@ class Filler:
 
     def _rewards(self, columns: Sequence[Array]) -> Array | None:
         """Return what is summed up to returns. Shape `(n,)`."""
-        key = self._storage.keys.reward
-        if key is None:
-            return None
-        place = self.schema.place(key)
-        values = columns[place].reshape(-1)
-        if self.schema.fields[place].dtype == "bfloat16":
-            values = widened(values)
-        return values if values.dtype.kind in "fiub" else None
+        return RowFacts(self.schema, self._storage.keys).rewards(columns)
 
     def result(self, path: Path, notes: Sequence[str] = ()) -> Imported:
         """Say what was imported.
@@ -366,7 +361,7 @@ def _close_quietly(storage: ZarrStorage) -> None:
 
 def settings_of(about: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of a new store that an export has noted."""
-    names = ("meta", "traj_key", "done_keys", "reward_key")
+    names = ("meta", "traj_key", "done_keys", "reward_key", "reward_reduce", "done_reduce")
     return {name: _tupled(about[name]) for name in names if about.get(name) is not None}
 
 

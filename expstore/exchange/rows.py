@@ -274,9 +274,7 @@ class Rows:
             "capacity": storage.capacity,
             "meta": storage.meta(),
             "specs": specs if named else "",
-            "traj_key": manifest.traj_key if manifest else None,
-            "done_keys": manifest.done_keys if manifest else None,
-            "reward_key": manifest.reward_key if manifest else None,
+            **(manifest.key_settings if manifest else {}),
         }
 
     # -- reading -----------------------------------------------------------------------------------

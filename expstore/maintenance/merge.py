@@ -137,8 +137,8 @@ def merge(
             settings = Settings(
                 mode="x", storage="arrow" if "arrow" in kinds else None, on_sigterm="ignore",
                 layout=ask_layout(layout, fields), new_layout=ColumnLayout("auto"),
-                flatten=first.flatten, ndim=first.ndim, traj_key=first.traj_key, done_keys=first.done_keys,
-                reward_key=first.reward_key, meta={"merged": [run.facts() for run in runs]},
+                flatten=first.flatten, ndim=first.ndim, **first.key_settings,
+                meta={"merged": [run.facts() for run in runs]},
             )  # fmt: skip
             made = open_storage(folder / target.name, capacity, settings=settings, disk=disk)
             try:
@@ -197,8 +197,9 @@ def _check_alike(runs: Sequence[_Run]) -> None:
             if asked.get(key) != found.get(key):
                 here, there = found.get(key, "missing"), asked.get(key, "missing")
                 raise _unlike(run, first, f"field {key_name(key)}", here, there)
-        for name in ("dims", "flatten", "traj_key", "done_keys", "reward_key"):
-            here, there = getattr(run.storage.manifest, name), getattr(first.storage.manifest, name)
+        ours, theirs = run.storage.manifest, first.storage.manifest
+        for name in ("dims", "flatten", *ours.key_settings):
+            here, there = getattr(ours, name), getattr(theirs, name)
             if here != there:
                 raise _unlike(run, first, name, here, there)
         if first.schema.form != run.schema.form:

@@ -45,7 +45,7 @@ class Delta:
         sources: (number, name, whether the user named it, generation) of each new source.
         episodes: Columns of equal length, one row per new or changed episode: `episode_id`, `source`,
             `trajectory_id`, `start_time`, `end_time` (-1: still open), `length`, `last_id` (int64, times
-            in microseconds), `has_trajectory` (bool), `return` (float64), `status` (0 open,
+            in microseconds), `has_trajectory`, `has_return` (bool), `return` (float64), `status` (0 open,
             1 terminated, 2 truncated, 3 cut) and `info` (objects: JSON text or None).
         fragments: Columns of equal length, int64: `episode_id`, `first_step`, `length`, `first_id`,
             `stride`; one row per new or longer fragment.
@@ -252,6 +252,7 @@ def _episode_table(delta: Delta, live: IntArray) -> pa.Table:
         name: column if name == "info" else np.asarray(column) for name, column in delta.episodes.items()
     }
     unnamed, still_open = ~given["has_trajectory"].astype(bool), given["end_time"] < 0
+    unrewarded = ~given["has_return"].astype(bool)
     times = pa.timestamp("us")
     return pa.table(
         {
@@ -261,7 +262,7 @@ def _episode_table(delta: Delta, live: IntArray) -> pa.Table:
             "start_time": _column(given["start_time"], times),
             "end_time": _column(given["end_time"], times, missing=still_open),
             "length": _column(given["length"], pa.int64()),
-            "return": _column(given["return"], pa.float64()),
+            "return": _column(given["return"], pa.float64(), missing=unrewarded),
             "status": _column(given["status"], pa.uint8()),
             "live_rows": _column(live, pa.int64()),
             "last_id": _column(given["last_id"], pa.int64()),

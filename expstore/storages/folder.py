@@ -13,7 +13,7 @@ from expstore.core.values import key_name
 from expstore.disk.files import Disk
 from expstore.errors import SchemaError
 from expstore.schema.schema import Schema
-from expstore.storages.base import Keys, Storage, find_keys
+from expstore.storages.base import Keys, Storage
 from expstore.storages.format.manifest import Manifest
 from expstore.storages.format.paths import REDO
 from expstore.storages.format.records import Redo, fetch_body
@@ -61,8 +61,7 @@ class FolderStorage(Storage):
 
     def resolve_keys(self, schema: Schema) -> Keys:
         """Find the fields that say what a row is to its episode."""
-        wanted = self.manifest
-        return find_keys(schema, trajectory=wanted.traj_key, ends=wanted.done_keys, reward=wanted.reward_key)
+        return self.manifest.find_keys(schema)
 
     def meta(self) -> dict[str, Any]:
         """Return the user's own facts."""

@@ -21,7 +21,7 @@ from expstore.episodes.table import EpisodeTable
 from expstore.errors import StateError
 from expstore.schema.row_fields import ROW_FIELDS
 from expstore.schema.schema import Field, Schema
-from expstore.storages.base import Keys, Rows, find_keys
+from expstore.storages.base import Keys, Rows
 from expstore.storages.columns.sample_counts import Sampled
 from expstore.storages.engine.backfill import Filler, Reshaping, check_coming, check_going, places_without
 from expstore.storages.new_field import Coming
@@ -196,10 +196,7 @@ class MemoryStorage(PortableStorage, VersionedStorage):
                 self.take_grid(manifest.ndim, manifest.dims)
                 self.ranking, self.specs = manifest.ranking, manifest.specs
                 if manifest.schema is not None:
-                    ends, reward = manifest.done_keys, manifest.reward_key
-                    self.keys = find_keys(
-                        manifest.schema, trajectory=manifest.traj_key, ends=ends, reward=reward
-                    )
+                    self.keys = manifest.find_keys(manifest.schema)
                 self._columns, self.priorities, self.episodes = columns, priorities, table
                 self._log = [*arrival.entries(), *table.cut_unnamed(self.content[1])]
                 self.content = self.index_floor = (1, self.content[1] + 1)

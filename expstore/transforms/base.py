@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from expstore.core.values import Array, IntArray, Key, given_key, key_name, to_key
+from expstore.episodes.row_facts import find_ends
 from expstore.errors import SchemaError, StateError
 from expstore.schema.row_selection import in_shape
 from expstore.schema.schema import ARROW, OBJECT
@@ -224,7 +225,6 @@ class StepView:
             SchemaError: There is no such field, it has more than one value per row, or it is no flag.
         """
         own = self.storage.keys
-        keys = (own.done, own.terminated, own.truncated) if key == _DONE else (key,)
         schema = self.storage.require_schema()
         if key != _DONE and key in schema and schema[key].dtype not in ("bool", "uint8", "int8"):
             raise SchemaError(
@@ -232,10 +232,21 @@ class StepView:
                 hint="give another done_key, or store it as bool",
             )
         flags = np.zeros(ids.shape, np.bool_)
-        for column in self.read(ids, list(dict.fromkeys(key for key in keys if key is not None))):
+        if key != _DONE:
+            (column,) = self.read(ids, [key])
             if column.size != flags.size:
                 raise SchemaError(f"{key_name(key)!r} must be one flag per row", hint="give another done_key")
-            flags |= column.reshape(ids.shape).astype(np.bool_, copy=False)
+            return flags | column.reshape(ids.shape).astype(np.bool_, copy=False)
+        ends = (own.terminated, own.truncated, own.done)
+        named = [end for end in ends if end is not None]
+        found = {
+            end: column.reshape(ids.size, *schema[end].shape)
+            for end, column in zip(named, self.read(ids, named), strict=True)
+        }
+        terminated, truncated, done = (None if end is None else found[end] for end in ends)
+        for over in find_ends(terminated, truncated, done, own.done_reduce):
+            if over is not None:
+                flags |= over.reshape(ids.shape)
         return flags
 
     def columns(self, places: Sequence[int] | None = None) -> list[Array]:

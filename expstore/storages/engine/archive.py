@@ -23,7 +23,7 @@ from expstore.disk.files import Disk
 from expstore.episodes.fragments import find_fragments
 from expstore.episodes.row_facts import RowFacts
 from expstore.episodes.segmentation import CUT, OPEN, TERMINATED, TRUNCATED
-from expstore.episodes.table import HAS_TRAJECTORY, LAST, NEW, Assignment, Segment
+from expstore.episodes.table import HAS_TRAJECTORY, LAST, NEW, NO_REWARD, Assignment, Segment
 from expstore.errors import SchemaError, StateError
 from expstore.schema.field_roles import Keys
 from expstore.schema.schema import Field, Schema
@@ -155,7 +155,7 @@ class Archive:
                 layout=ColumnLayout(**ring.layout),
                 compression=ring.compression,
                 meta={_OF: ring.uuid},
-                **{name: getattr(ring, name) for name in ("traj_key", "done_keys", "reward_key")},
+                **ring.key_settings,
                 flatten=True,
             )
         storage = open_storage(path, settings=settings, disk=disk, segment_bytes=segment_bytes)
@@ -341,7 +341,7 @@ def _segments(left: Left, first: int, source: int, facts: _Facts, going: Going, 
     for episode, step, rows, start, stride in fragments.T.tolist():
         at = start - first
         worth = 0.0 if facts.rewards is None else float(facts.rewards[at :: max(1, stride)][:rows].sum())
-        flags = HAS_TRAJECTORY | (NEW if step == 0 else 0)
+        flags = HAS_TRAJECTORY | (NEW if step == 0 else 0) | (NO_REWARD if facts.rewards is None else 0)
         newest[episode] = len(found)
         found.append(Segment(episode, episode, step, source, at, rows, stride, worth, OPEN, flags))
     for episode in over & newest.keys():

@@ -25,6 +25,7 @@ from expstore.disk.files import Disk
 from expstore.disk.filesystem import probe
 from expstore.disk.writer_lock import WriterLock
 from expstore.errors import CorruptionError, SchemaError, StateError, StorageError
+from expstore.schema.field_roles import DONE_REDUCTIONS, REWARD_REDUCTIONS
 from expstore.schema.schema import Schema
 from expstore.schema.spec_text import check_specs, same_specs
 from expstore.storages.base import REWARD
@@ -49,6 +50,8 @@ COMPRESSIONS = ("narrow", "lz4", "zstd")
 _FLAT = ColumnLayout("flat")
 #: Each version is looked at when it is opened.
 _OTHER_STORES = {OWN_FOLDER}
+#: How several values of a row become one.
+_REDUCTIONS = {"reward_reduce": REWARD_REDUCTIONS, "done_reduce": DONE_REDUCTIONS}
 #: What a folder may hold in which a store is only being made.
 _BEGINNINGS = {"LOCK", "STATE", "journal", "episodes.log", "PROBE.tmp", MANIFEST + ".tmp"}
 
@@ -69,6 +72,8 @@ class Settings:
     traj_key: KeyLike | None = None
     done_keys: Sequence[KeyLike] | None = None
     reward_key: KeyLike | None = None
+    reward_reduce: str | None = None
+    done_reduce: str | None = None
     meta: dict[str, Any] | None = None
     flatten: bool = False
     schema: Schema | None = None
@@ -119,6 +124,9 @@ def enter(
     capacity, settings = _plain(capacity, dataclasses.replace(settings, storage=settings.storage or kind))
     if capacity is not None and capacity < 1:
         raise ValueError(f"capacity must be at least 1, got {capacity}")
+    for name, known in _REDUCTIONS.items():
+        if (value := getattr(settings, name)) not in (None, *known):
+            raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")
     _check_meta(settings.meta)
     if disk.exists(path / VERSION):
         raise StateError(
@@ -305,6 +313,8 @@ def _new(capacity: int | None, settings: Settings) -> Manifest:
         traj_key=None if settings.traj_key is None else to_key(settings.traj_key),
         done_keys=_keys(settings.done_keys),
         reward_key=REWARD if settings.reward_key is None else to_key(settings.reward_key),
+        reward_reduce=settings.reward_reduce or (None if settings.reward_key is None else "sum"),
+        done_reduce=settings.done_reduce,
         flatten=settings.flatten,
         ndim=settings.ndim or 1,
         meta=settings.meta or {},
@@ -339,6 +349,8 @@ def _compare(path: Path, manifest: Manifest, capacity: int | None, settings: Set
         "traj_key": None if settings.traj_key is None else to_key(settings.traj_key),
         "done_keys": _keys(settings.done_keys),
         "reward_key": None if settings.reward_key is None else to_key(settings.reward_key),
+        "reward_reduce": settings.reward_reduce,
+        "done_reduce": settings.done_reduce,
         "meta": settings.meta,
         "ndim": settings.ndim,
         "layout": _layout(settings, manifest),
@@ -348,6 +360,8 @@ def _compare(path: Path, manifest: Manifest, capacity: int | None, settings: Set
         raise StorageError(f"{path} has storage {manifest.storage!r}, which this version does not know")
     for name, value in asked.items():
         stored = getattr(manifest, name)
+        if name in _REDUCTIONS:
+            stored = stored or _REDUCTIONS[name][0]
         if value is not None and value != stored:
             if name == "layout":
                 raise StateError(

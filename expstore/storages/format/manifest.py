@@ -22,6 +22,7 @@ from expstore.core.id_set import NO_GAPS, Gaps
 from expstore.core.values import Key, Ranking, to_key
 from expstore.disk.files import Disk
 from expstore.errors import CorruptionError, MigrationError, NotFoundError, StateError
+from expstore.schema.field_roles import Keys, find_keys
 from expstore.schema.schema import Schema
 
 __all__ = ["FORMAT", "MANIFEST", "UPGRADES", "Manifest", "check_target", "format_of"]
@@ -53,6 +54,8 @@ class Manifest:
         traj_key: Field with the collector's trajectory ids, if any.
         done_keys: Fields that end an episode: terminated, truncated, done; those that exist count.
         reward_key: Field that is summed up to an episode's return.
+        reward_reduce: How several rewards of a row become one; None: nobody has named a reward.
+        done_reduce: How several flags of a row become one; None: as "any".
         flatten: Whether a batch's dims are all rows (else only the first one is).
         meta: The user's own facts.
         gaps: Rows that a repair or retention gave up, between others.
@@ -80,6 +83,8 @@ class Manifest:
     traj_key: Key | None = None
     done_keys: tuple[Key, ...] | None = None
     reward_key: Key = ("next", "reward")
+    reward_reduce: str | None = None
+    done_reduce: str | None = None
     flatten: bool = True
     meta: dict[str, Any] = field(default_factory=dict)
     gaps: Gaps = NO_GAPS
@@ -99,6 +104,32 @@ class Manifest:
     def slots(self) -> int | None:
         """How many rows the columns have room for; None for an unbounded store."""
         return None if self.capacity is None else self.capacity + self.spare + self.reach
+
+    @property
+    def key_settings(self) -> dict[str, Any]:
+        """What a new store is given that finds the same keys: keywords of `expstore.open`."""
+        return {
+            "traj_key": self.traj_key,
+            "done_keys": self.done_keys,
+            "reward_key": None if self.reward_reduce is None else self.reward_key,  # nobody has said
+            "reward_reduce": self.reward_reduce,
+            "done_reduce": self.done_reduce,
+        }
+
+    def find_keys(self, schema: Schema) -> Keys:
+        """Find the fields that say what a row is to its episode.
+
+        Raises:
+            SchemaError: A key that was given is no such field.
+        """
+        return find_keys(
+            schema,
+            trajectory=self.traj_key,
+            ends=self.done_keys,
+            reward=self.reward_key,
+            reward_reduce=self.reward_reduce,
+            done_reduce=self.done_reduce,
+        )
 
     def replace(self, **changes: Any) -> Manifest:
         """Return a copy with some settings changed."""

@@ -22,6 +22,7 @@ from expstore.buffers.tensordict import TensorDictReplayBuffer
 from expstore.cli.app import run
 from expstore.samplers.keyed_trajectories import Trajectories
 from expstore.storages.memory import MemoryStorage
+from expstore.transforms import StepView
 from tests.support import warm_processes
 from tests.support.batches import steps
 
@@ -481,3 +482,99 @@ def test_slices_by_another_field_do_not_end_where_an_episode_was_truncated(store
         with runs.lock:
             runs.look()
             assert (runs.stop - runs.first).tolist() == [6, 3]
+
+
+# -- several agents ----------------------------------------------------------------------------------
+
+AGENTS = ("next", "agents", "reward")
+REWARDS = torch.tensor([[[1.0], [2.0], [6.0]], [[0.5], [0.5], [2.0]]])
+
+
+def agents(*ends: str) -> TensorDict:
+    """Two rows of three agents, whose rewards are REWARDS; of the last row each agent's end is given."""
+    flags = {name: torch.zeros(2, 3, 1, dtype=torch.bool) for name in ("terminated", "truncated")}
+    for agent, end in enumerate(ends):
+        if end:
+            flags[end][-1, agent] = True
+    after = TensorDict({"reward": REWARDS, **flags}, [2, 3])
+    return TensorDict({"number": torch.arange(2), "next": TensorDict({"agents": after}, [2])}, [2])
+
+
+def test_without_a_reward_the_return_is_null(store_path: Path, tmp_path: Path) -> None:
+    with expstore.open(store_path, capacity=4, archive=tmp_path / "old.exp") as rb:
+        rb.extend(agents(), source="a")
+        assert rb.episodes().df()["return"].isna().tolist() == [True]
+        assert rb.sql('SELECT "return" FROM episodes').fetchall() == [(None,)]
+        rb.annotate(1, seen=True)
+        rb.extend(agents("terminated"), source="a")
+        for _ in range(4):
+            rb.extend(agents(), source="b")
+        rb.flush()
+        assert rb.sql('SELECT "return" FROM episodes').fetchall() == [(None,), (None,)]
+    (store_path / "index.duckdb").unlink()
+    with expstore.open(store_path) as rb:
+        assert rb.sql('SELECT "return" FROM episodes').fetchall() == [(None,), (None,)]
+    with TensorDictReplayBuffer(storage=MemoryStorage(10)) as rb:
+        rb.extend(agents())
+        assert rb.sql('SELECT "return" FROM episodes').fetchall() == [(None,)]
+
+
+@pytest.mark.parametrize(
+    ("reduction", "wanted"), [(None, 12.0), ("sum", 12.0), ("mean", 4.0), ("min", 1.5), ("max", 8.0)]
+)
+def test_rewards_of_several_agents_become_one(
+    store_path: Path, reduction: Any, wanted: float, tmp_path: Path
+) -> None:
+    with expstore.open(store_path, reward_key=AGENTS, reward_reduce=reduction) as rb:
+        rb.extend(agents(), source="a")
+        assert rb.sql('SELECT "return" FROM episodes').fetchall() == [(wanted,)]
+        rb.dumps(tmp_path / "versions")
+    with expstore.open(store_path) as rb:
+        rb.extend(agents(), source="a")
+        assert rb.sql('SELECT sum("return") FROM episodes').fetchall() == [(2 * wanted,)]
+    with pytest.raises(StateError, match="made with reward_reduce="):
+        expstore.open(store_path, reward_reduce="min" if reduction != "min" else "max")
+    expstore.open(store_path, reward_reduce=reduction or "sum").close()
+    expstore.merge([store_path], out=tmp_path / "merged.exp")
+    with TensorDictReplayBuffer(storage=MemoryStorage(10)) as rb:
+        rb.loads(tmp_path / "versions")
+        rb.extend(agents(), source="a")
+        assert rb.sql('SELECT sum("return") FROM episodes').fetchall() == [(2 * wanted,)]
+    with expstore.open(tmp_path / "merged.exp") as rb:
+        rb.extend(agents(), source="b")
+        assert rb.sql('SELECT sum("return") FROM episodes').fetchall() == [(3 * wanted,)]
+
+
+@pytest.mark.parametrize(
+    ("rule", "ends", "status"),
+    [
+        (None, ("", "", ""), "open"),
+        (None, ("terminated", "", ""), "terminated"),
+        ("any", ("", "truncated", ""), "truncated"),
+        ("any", ("terminated", "truncated", ""), "terminated"),
+        ("all", ("terminated", "truncated", ""), "open"),
+        ("all", ("terminated", "truncated", "truncated"), "truncated"),
+        ("all", ("terminated", "terminated", "terminated"), "terminated"),
+    ],
+)
+def test_an_episode_ends_when_any_or_all_agents_are_done(
+    store_path: Path, rule: Any, ends: tuple[str, ...], status: str
+) -> None:
+    keys = [("next", "agents", "terminated"), ("next", "agents", "truncated")]
+    with expstore.open(store_path, done_keys=keys, done_reduce=rule) as rb:
+        rb.extend(agents(*ends), source="a")
+        assert rb.sql("SELECT status FROM episodes").fetchall() == [(status,)]
+        assert StepView(rb.storage, np.array([1, 2])).ends(np.array([[1], [2]])).tolist() == [
+            [False],
+            [status != "open"],
+        ]
+    with pytest.raises(StateError, match="made with done_reduce="):
+        expstore.open(store_path, done_reduce="any" if rule == "all" else "all")
+
+
+def test_a_reduction_that_is_unknown_is_refused(store_path: Path) -> None:
+    with pytest.raises(ValueError, match="reward_reduce must be one of sum, mean, min, max, got 'median'"):
+        expstore.open(store_path, reward_reduce="median")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="done_reduce must be one of any, all, got 'most'"):
+        expstore.open(store_path, done_reduce="most")  # type: ignore[arg-type]
+    assert not store_path.exists()

@@ -64,6 +64,7 @@ def episode(
         "source": source,
         "trajectory_id": trajectory or 0,
         "has_trajectory": trajectory is not None,
+        "has_return": True,
         "start_time": number * 1_000_000,
         "end_time": -1 if status == "open" else number * 1_000_000 + length,
         "length": length,
@@ -77,6 +78,7 @@ def episode(
 def columns_of(rows: list[dict[str, Any]]) -> dict[str, np.ndarray]:
     kinds = {
         "has_trajectory": bool,
+        "has_return": bool,
         "return": np.float64,
         "status": np.uint8,
         "source": np.int32,
