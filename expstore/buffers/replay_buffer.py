@@ -508,11 +508,12 @@ class ReplayBuffer(Patching, LateFields, Direct):
         By id, a row that has left since it was sampled is skipped, never another one changed.
 
         Args:
-            index: Which rows, by index; -1 stands for none. Shape `(n,)`, or `(n, ndim)` or a tuple of `ndim`
-                where that is larger than 1; or give `id`.
+            index: Which rows, by index; -1 stands for none. Shape `(n,)`; `(..., ndim)`, or a tuple of `ndim`
+                tensors of any shape, where that is larger than 1; or give `id`.
             priority: Finite, not negative; one for all, or one or several each, of which the sampler's
-                reduction makes one. Shape `()` or `(n, ...)`.
-            id: Which rows, by id. Shape `(n,)`.
+                reduction makes one. Shape `()` or `(n, ...)`; where `ndim` is larger than 1 as many values as
+                rows are one each, in the order of `index`, whatever their shape: `(time, lane)`, say.
+            id: Which rows, by id. Any shape.
 
         Returns:
             How many were set.
@@ -523,8 +524,10 @@ class ReplayBuffer(Patching, LateFields, Direct):
         if (index is None) == (id is None) or priority is None:
             raise TypeError("update_priority takes a priority and either index or id")
         numbers = self._numbers(index) if id is None else to_array(id)
-        numbers = numbers.reshape(-1).astype(np.int64, copy=False)
         values = to_array(priority)
+        if values.size == numbers.size and (self._storage.ndim > 1 or values.shape == numbers.shape):
+            values = values.reshape(-1)
+        numbers = numbers.reshape(-1).astype(np.int64, copy=False)
         if values.dtype != np.float32 or values.ndim > 1:
             values = self._sampler.reduce(values.astype(np.float64, copy=False))
         if values.size not in (1, numbers.size):

@@ -221,11 +221,14 @@ class Sequence(SampleUnit):
                 return None
             window, valid = self._window(steps, runs.first[numbers], runs.stop[numbers] - 1)
             ids = runs.ids(np.repeat(numbers, total).reshape(window.shape), window)
+        index = storage.index_of(anchors.ids)
+        if storage.ndim > 1:
+            index = storage.unravel(index)
         place = np.arange(total)
         learning = (place >= self.burn_in) & (place < self.burn_in + self.length)
         info = {key: np.repeat(values, total, axis=0) for key, values in anchors.info.items()}
         info |= {
-            ("anchor_index",): np.repeat(storage.index_of(anchors.ids), total),
+            ("anchor_index",): np.repeat(index, total, axis=0),
             ("anchor_id",): np.repeat(anchors.ids, total),
             ("sequence_id",): np.repeat(np.arange(count), total),
             ("step_in_sequence",): np.tile(place, count),

@@ -145,7 +145,9 @@ class TensorDictReplayBuffer(ReplayBuffer):
                 rows = rows.reshape(rows.shape[0], -1)[:, 0]
         else:
             values = self._sampler.reduce(to_array(priority).astype(np.float64))
-            rows, priority = reduce_to_anchors(to_array(rows), values, to_array(data["validity_mask"]))
+            numbers = to_array(rows) if self._with_ids else self._numbers(rows)
+            anchors, priority = reduce_to_anchors(numbers, values, to_array(data["validity_mask"]))
+            rows = torch.from_numpy(anchors) if self._with_ids else self._indices(anchors)
         if self._with_ids:
             return self.update_priority(id=rows, priority=priority)
         return self.update_priority(rows, priority)

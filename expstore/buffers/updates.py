@@ -40,9 +40,9 @@ class ConditionalUpdateResult:
     """Say what `update_if_present` did with each of the rows that it was given.
 
     Args:
-        updated: Whether it was changed. Shape `(n,)`, bool.
+        updated: Whether it was changed. Shape that of the rows given, bool.
         version_rejected: Whether it is there and was left as it is because of its version; None where
-            versions were not compared. Shape `(n,)`, bool.
+            versions were not compared. The same shape, bool.
 
     Example:
         >>> result = rb.update_if_present(id=sample["id"], patch={"value": values})
@@ -157,18 +157,20 @@ class Patching:
         """Change fields of those rows that are still there; no other row is ever reached.
 
         Args:
-            index: Which rows, as samples say. Shape `(n,)`, or `(n, ndim)`.
-            generation: Their `index_generation`, which samples carry if the writer tracks it. Shape `(n,)`.
-            patch: New values by key. Shapes `(n, *row shape)`.
+            index: Which rows, as samples say. Shape `(n,)`, or `(..., ndim)` or a tuple of `ndim` where that
+                is larger than 1.
+            generation: Their `index_generation`, which samples carry if the writer tracks it. One per row.
+            patch: New values by key. Shapes `(n, *row shape)`; where `ndim` is larger than 1 the `n` rows may
+                have as many dims: `(time, lane, *row shape)`.
             version_key: A field with one number per row, which is set to `version`; only rows whose number
                 is not larger are changed.
             version: The version of this patch, one for all rows or one each. Shape `()` or `(n,)`.
             require_newer: Leave rows as they are whose version is the same, too.
-            id: Which rows, in the place of index and generation. Shape `(n,)`. Of a row that is named twice
+            id: Which rows, in the place of index and generation. Any shape. Of a row that is named twice
                 the highest version counts, else the last one.
 
         Returns:
-            What was done with each row.
+            What was done with each row, in the shape in which rows were given.
 
         Raises:
             NotFoundError: There is no such field (a KeyError).
@@ -187,13 +189,10 @@ class Patching:
                 raise StateError(
                     "Conditional updates require an initialized storage", hint="extend() it first"
                 )
-            ids = self._patched_ids(index, generation, id)
+            ids, shape = self._patched_ids(index, generation, id)
             if (version_key is None) != (version is None):
                 raise SchemaError("version_key and version must be provided together")
-            fields = {
-                key: self._fitted(key, value, (ids.size,), spread=False)
-                for key, value in leaves_of(patch).items()
-            }
+            fields = {key: self._patched(key, value, ids.size) for key, value in leaves_of(patch).items()}
             live = storage.window.holds(ids)
             rejected: Flags | None = None
             if version_key is not None:
@@ -203,7 +202,8 @@ class Patching:
                 live &= ~rejected
             self._apply(ids[live], {key: pick(values, live) for key, values in fields.items()})
         return ConditionalUpdateResult(
-            torch.from_numpy(live), None if rejected is None else torch.from_numpy(rejected)
+            torch.from_numpy(live.reshape(shape)),
+            None if rejected is None else torch.from_numpy(rejected.reshape(shape)),
         )
 
     def submit_update_if_present(
@@ -262,6 +262,13 @@ class Patching:
         columns = [pick(values, ids.size - 1 - last) for values in fields.values()]
         self._storage.change(names, [self._storage.place_of(key) for key in fields], columns)
 
+    def _patched(self, key: Key, value: Any, count: int) -> Array:
+        """Return the column of a patch of so many rows, which may be given in as many dims as make rows."""
+        dims, shape = self._storage.ndim, np.shape(value)
+        if dims > 1 and len(shape) >= dims and math.prod(shape[:dims]) == count:
+            value = value.reshape(count, *shape[dims:])
+        return self._fitted(key, value, (count,), spread=False)
+
     def _fitted(self, key: Key, value: Any, shape: tuple[int, ...], *, spread: bool = True) -> Array:
         """Return the column that values make for rows of this shape; with `spread` one for all is enough.
 
@@ -311,14 +318,19 @@ class Patching:
                 hint="give id=, or use RoundRobinWriter(track_generations=True)",
             )
 
-    def _patched_ids(self, index: Any, generation: Any, id: Any) -> IntArray:
-        """Return the ids of the rows that are meant, 0 for those that were never there. Shape `(n,)`."""
+    def _patched_ids(self, index: Any, generation: Any, id: Any) -> tuple[IntArray, tuple[int, ...]]:
+        """Return the ids of the rows that are meant, 0 for those that were never there; and the rows' shape.
+
+        Shape of the ids `(n,)`.
+        """
         if (index is None) != (generation is None) or (index is None) == (id is None):
             raise TypeError("update_if_present takes index and generation, or id")
         if id is not None:
-            return _whole_numbers(id).reshape(-1)
+            named = _whole_numbers(id)
+            return named.reshape(-1), named.shape or (1,)
         storage = self._storage
-        numbers = _whole_numbers(self._numbers(index)).reshape(-1)
+        given = _whole_numbers(self._numbers(index))
+        numbers = given.reshape(-1)
         generations = _whole_numbers(generation).reshape(-1)
         if numbers.size != generations.size:
             raise SchemaError(
@@ -330,7 +342,7 @@ class Patching:
         if storage.capacity is None:
             wrong |= generations > 0
         ids[wrong] = 0
-        return ids
+        return ids, given.shape or (1,)
 
     def _versions(self, key: Key, version: Any, count: int) -> Array:
         """Return the versions of a patch as the field keeps them. Shape `(count, *row shape)`."""

@@ -212,26 +212,24 @@ class Grid:
         """Return the indices of cells.
 
         Args:
-            places: Along each dim; negative ones count from the end of what is there. Shape `(n, ndim)`.
+            places: Along each dim; negative ones count from the end of what is there. Shape `(..., ndim)`.
 
         Returns:
-            Shape `(n,)`, int64.
+            Shape `(...)`, int64.
 
         Raises:
             NotFoundError: One lies outside the grid.
         """
-        if places.ndim != 2 or places.shape[1] != self.ndim:
+        if places.ndim < 2 or places.shape[-1] != self.ndim:
             raise NotFoundError(f"rows are found by {self.ndim} numbers each, got shape {places.shape}")
         shape = np.array(self.shape if len(self.dims) == self.ndim - 1 else (0,) * self.ndim)
         wrapped: IntArray = np.where(places < 0, places + shape, places).astype(np.int64)
         ends = shape.copy()
         ends[0] = self.max_size // self.lanes  # which of these are there, `ids_at` knows
-        wrong = ((wrapped < 0) | (wrapped >= ends)).any(axis=1)
+        wrong = ((wrapped < 0) | (wrapped >= ends)).any(axis=-1)
         if wrong.any():
-            raise NoRowError(
-                f"no row at {places[np.argmax(wrong)].tolist()}: the storage has shape {shape.tolist()}"
-            )
-        numbers: IntArray = wrapped[:, 0]
+            raise NoRowError(f"no row at {places[wrong][0].tolist()}: the storage has shape {shape.tolist()}")
+        numbers: IntArray = wrapped[..., 0]
         for dim, size in enumerate(self.dims, 1):
-            numbers = numbers * size + wrapped[:, dim]
+            numbers = numbers * size + wrapped[..., dim]
         return numbers

@@ -65,22 +65,25 @@ class Writer(ABC):
         """
         self._storage = weakref.ref(storage)
 
-    def generations_of(self, index: int | torch.Tensor) -> torch.Tensor:
+    def generations_of(self, index: int | torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:
         """Return how many rows had these places before the ones that are there; -1: there is none.
 
         A writer that does not track generations says -1 of all.
 
         Args:
-            index: Which places, as `extend` returns them. Shape `()`, `(n,)`, or `(n, ndim)`.
+            index: Which places, as `extend` returns them. Any shape; `(..., ndim)`, or a tuple of `ndim`
+                tensors of any shape, where that is larger than 1.
 
         Returns:
-            Shape `()` or `(n,)`, int64.
+            One number for each place, int64. Shape of `index`, without the last dim where `ndim` is larger
+            than 1.
         """
+        if isinstance(index, tuple):
+            index = torch.stack([torch.as_tensor(part) for part in index], -1)
         numbers = torch.as_tensor(index)
         storage = None if self._storage is None else self._storage()
         if storage is not None and storage.ndim > 1 and numbers.ndim > 1:
-            places = storage.ravel(numbers.cpu().numpy().reshape(-1, storage.ndim))
-            numbers = torch.from_numpy(places).to(numbers.device)
+            numbers = torch.from_numpy(storage.ravel(numbers.cpu().numpy())).to(numbers.device)
         if storage is None or not self.tracks_generations:
             return torch.full(numbers.shape, -1, dtype=torch.int64, device=numbers.device)
         found = storage.generations_at(numbers.cpu().numpy().astype(np.int64))

@@ -13,8 +13,9 @@ from tensordict import TensorDict
 
 import expstore
 from expstore import ConditionalUpdateResult
+from expstore.buffers.sample_units import Sequence
 from expstore.buffers.tensordict import TensorDictReplayBuffer
-from expstore.errors import NotFoundError, StateError
+from expstore.errors import NotFoundError, SchemaError, StateError
 from expstore.samplers import PrioritizedSampler
 from expstore.storages.memory import MemoryStorage
 from expstore.writers.writers import (
@@ -433,3 +434,84 @@ def _patched(rb: Any) -> list[Any]:
 
 def test_the_same_program_on_torchrl() -> None:
     assert _patched(_ours()) == _patched(_theirs())
+
+
+def test_cells_of_several_dims_keep_their_shape() -> None:
+    rb = TensorDictReplayBuffer(
+        storage=MemoryStorage(24, ndim=2),
+        sampler=PrioritizedSampler(24, 1.0, 1.0),
+        writer=RoundRobinWriter(track_generations=True),
+        batch_size=6,
+        dim_extend=0,
+    )
+    number = torch.arange(12).reshape(4, 3)
+    data = TensorDict({"n": number, "wide": torch.zeros(4, 3, 2), "version": number}, [4, 3])
+    index = rb.extend(data)
+    grid = index.reshape(4, 3, 2)
+    places = tuple(grid.unbind(-1))
+    values = 1.0 + number / 2
+
+    def priorities() -> list[float]:
+        found = rb.storage.priorities[:12].tolist()
+        rb.storage.set_priorities(rb.storage.window.ids(), np.full(12, 0.5, np.float32))
+        return found
+
+    ids = torch.arange(1, 13)
+    for asked in (
+        {"index": index, "priority": values},
+        {"index": grid, "priority": values},
+        {"index": places, "priority": values},
+        {"index": grid, "priority": values.flatten()},
+        {"id": ids, "priority": values},
+        {"id": ids.reshape(4, 3), "priority": values},
+    ):
+        assert rb.update_priority(**asked) == 12
+        assert priorities() == values.flatten().tolist()
+    for asked in (index, grid, places, tuple(index.unbind(-1))):
+        shape = asked[0].shape if isinstance(asked, tuple) else asked.shape[:-1]
+        assert torch.equal(rb.writer.generations_of(asked), torch.zeros(shape, dtype=torch.int64))
+    generation = torch.zeros(4, 3, dtype=torch.int64)
+    patch = {"n": number + 100, "wide": torch.ones(4, 3, 2)}
+    for rows, shape in (
+        ({"index": index, "generation": generation.flatten()}, (12,)),
+        ({"index": grid, "generation": generation}, (4, 3)),
+        ({"index": places, "generation": generation}, (4, 3)),
+        ({"id": ids}, (12,)),
+        ({"id": ids.reshape(4, 3)}, (4, 3)),
+    ):
+        patch = {"n": patch["n"] + 1, "wide": patch["wide"] + 1}
+        version = patch["n"].flatten()
+        found = rb.update_if_present(**rows, patch=patch, version_key="version", version=version)
+        assert found.updated.shape == shape
+        assert found.version_rejected is not None
+        assert found.version_rejected.shape == shape
+        assert torch.equal(rb[:]["n"], patch["n"])
+        assert torch.equal(rb[:]["wide"], patch["wide"])
+        assert torch.equal(rb[:]["version"].flatten(), version)
+    with pytest.raises(SchemaError, match="12 rows are given 6 priorities"):
+        rb.update_priority(index, torch.ones(6, 1))
+    with pytest.raises(SchemaError, match="shape mismatch"):
+        rb.update_if_present(id=ids, patch={"n": torch.zeros(3, 3, dtype=torch.int64)})
+
+
+def test_anchors_of_several_dims_are_found_by_as_many_numbers() -> None:
+    rb = TensorDictReplayBuffer(
+        storage=MemoryStorage(24, ndim=2),
+        sampler=PrioritizedSampler(24, 1.0, 1.0),
+        sample_unit=Sequence(2),
+        batch_size=4,
+        dim_extend=0,
+    )
+    number = torch.arange(12).reshape(4, 3)
+    rb.extend(TensorDict({"n": number}, [4, 3]))
+    batch = rb.sample()
+    assert batch["anchor_index"].shape == batch["index"].shape == (8, 2)
+    anchors = number[tuple(batch["anchor_index"].unbind(-1))]
+    assert torch.equal(anchors.reshape(4, 2)[:, 0], batch["n"].reshape(4, 2)[:, 0])
+    assert torch.equal(anchors, anchors.reshape(4, 2)[:, :1].expand(4, 2).flatten())
+    batch["td_error"] = 2.0 + batch["n"]
+    assert rb.update_tensordict_priority(batch) == len(set(anchors.tolist()))
+    valid = batch["validity_mask"]
+    for anchor in set(anchors.tolist()):
+        wanted = batch["td_error"][valid & (anchors == anchor)].max()
+        assert rb.storage.priorities[anchor] == wanted
