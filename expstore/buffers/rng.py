@@ -172,6 +172,10 @@ class GivenDraws(Draws):
                 draw, state = storage.draw, self._given.get_state()
             return draw, state.numpy().tobytes()
 
+    def state_now(self, storage: DrawPosition) -> torch.Tensor:
+        """Return the generator's state before the next batch that is handed out. Shape `(n,)`, uint8."""
+        return torch.frombuffer(bytearray(self.state(storage)[1]), dtype=torch.uint8)
+
 
 def set_state(generator: torch.Generator, state: torch.Tensor) -> None:
     """Set a generator's state. Shape `(n,)`, uint8.

@@ -98,7 +98,10 @@ class DrawingHandle(StoreHandle):
         """Return what a copy needs; one that has its rows in RAM goes on by a generator of its own."""
         state = super().__getstate__()
         if "_storage" in state and self._generator is not None:
-            state["_copied"] = self._generator.get_state(), str(self._generator.device)
+            given, draws = self._generator, self._draws
+            # Batches that are made ahead have moved the generator; the copy makes them itself.
+            now = draws.state_now(self._storage) if isinstance(draws, GivenDraws) else given.get_state()
+            state["_copied"] = now, str(given.device)
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -167,6 +170,12 @@ class DrawingHandle(StoreHandle):
             self._draws = GivenDraws(generator, self._storage, resume=False)
             self._storage.watch_draws(self._draws)
 
+    def _sampler_settings(self) -> dict[str, Any]:
+        return self._sampler.settings()
+
+    def _set_sampler(self, settings: Mapping[str, Any]) -> None:
+        self._sampler.set_settings(settings)
+
     def state_dict(self) -> dict[str, Any]:
         """Return what `load_state_dict` takes, under torchrl's names: of storages in RAM the rows, too.
 
@@ -175,7 +184,7 @@ class DrawingHandle(StoreHandle):
         storage, draws = self._storage, self.__dict__.get("_draws")  # to ask is not to draw
         generator = None
         if isinstance(draws, GivenDraws):
-            generator = torch.frombuffer(bytearray(draws.state(storage)[1]), dtype=torch.uint8)
+            generator = draws.state_now(storage)
         drawn = {"seed": storage.seed, "draw": storage.draw, "progress": list(storage.progress)}
         return {
             "_storage": storage.state_dict(),

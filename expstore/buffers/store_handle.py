@@ -227,7 +227,7 @@ class StoreHandle:
             >>> rb.dumps("backup")
             >>> expstore.open("backup").sample(32)
         """
-        return dump(self._storage, path, keep=keep)
+        return dump(self._storage, path, keep=keep, sampler=self._sampler_settings())
 
     def dump(self, path: str | Path, *, keep: int = 5) -> Version:
         """Do as `dumps`."""
@@ -252,14 +252,16 @@ class StoreHandle:
         folder = self._storage.path if isinstance(self._storage, FolderStorage) else None
         if path is None and folder is None:
             raise StateError("this store has no folder of its own", hint="say where: tag(name, path)")
-        return dump(self._storage, path or Path(folder or ".") / OWN_FOLDER, tag=name)
+        place = path or Path(folder or ".") / OWN_FOLDER
+        return dump(self._storage, place, tag=name, sampler=self._sampler_settings())
 
     def loads(self, path: str | Path, version: int | str | None = None) -> None:
         """Put a version's content in the place of this store's: all of it or, after any crash, nothing.
 
-        Rows, priorities, counts, episodes and seed are then the version's, and the next batches are those
-        that would have come; the capacity stays. Ids and episode ids go on above those of both (where there
-        never were rows they stay), indices are the same if the capacities are. Versions in the folder stay.
+        Rows, priorities, counts, episodes and seed are then the version's, and so are `alpha` and `beta` of a
+        sampler by priority; the next batches are those that would have come; the capacity stays. Ids and
+        episode ids go on above those of both (where there never were rows they stay), indices are the same if
+        the capacities are. Versions in the folder stay.
         Fields that came or went since a version of this very store was made are as they were then.
 
         Args:
@@ -273,8 +275,17 @@ class StoreHandle:
             StateError: The store is closed, or open for reading only.
         """
         storage = self._storage
-        storage.load_version(find_version(storage.disk, Path(path), version))
+        folder = find_version(storage.disk, Path(path), version)
+        storage.load_version(folder)
+        self._set_sampler(Version.load(storage.disk, folder).sampler)
         storage.tell_holders()
+
+    def _sampler_settings(self) -> dict[str, Any]:
+        """Return what a version keeps of the sampler."""
+        return {}
+
+    def _set_sampler(self, settings: Mapping[str, Any]) -> None:
+        """Set what a version has kept of the sampler."""
 
     def load(self, path: str | Path, version: int | str | None = None) -> None:
         """Do as `loads`."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import inspect
 from abc import ABCMeta, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -190,6 +190,13 @@ class Sampler(metaclass=SamplerKind):
 
     def rewind(self, storage: Storage) -> None:
         """Be told that selections made since the last one that was handed out will not be."""
+
+    def settings(self) -> dict[str, Any]:
+        """Return settings that a program changes while it runs, which versions keep; what JSON can keep."""
+        return {}
+
+    def set_settings(self, settings: Mapping[str, Any]) -> None:
+        """Take over what `settings` returned, perhaps of a sampler of another kind."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return what `load_state_dict` takes: settings, and what does not follow from the rows."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -194,10 +194,17 @@ class PrioritizedSampler(Sampler):
 
     # -- state -----------------------------------------------------------------------------------
 
+    def settings(self) -> dict[str, Any]:
+        """Return settings that a program changes while it runs, which versions keep."""
+        return {"alpha": self._alpha, "beta": self._beta}
+
+    def set_settings(self, settings: Mapping[str, Any]) -> None:
+        """Take over what `settings` returned, perhaps of a sampler of another kind."""
+        self.alpha, self.beta = settings.get("alpha", self._alpha), settings.get("beta", self._beta)
+
     def state_dict(self) -> dict[str, Any]:
         """Return what `load_state_dict` takes; priorities belong to the storage."""
-        settings = {"alpha": self._alpha, "beta": self._beta, "eps": self._eps, "reduction": self.reduction}
-        return settings | super().state_dict()
+        return self.settings() | {"eps": self._eps, "reduction": self.reduction} | super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over what `state_dict` returned."""

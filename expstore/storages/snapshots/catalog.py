@@ -11,7 +11,7 @@ import dataclasses
 import json
 import re
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +66,7 @@ class Version:
         new_bytes: How many bytes were written for it; the others it shares with the version before.
         disk_bytes: How many it takes on the disk, what it shares included; 0 where that was not looked up.
         path: Its folder.
+        sampler: Settings of the buffer's sampler that a program changes while it runs, as `loads` sets them.
     """
 
     number: int
@@ -76,6 +77,7 @@ class Version:
     new_bytes: int
     disk_bytes: int = 0
     path: Path = Path()
+    sampler: dict[str, Any] = field(default_factory=dict, hash=False)
 
     def pack(self) -> bytes:
         """Return the content of version.json."""

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import google_crc32c
 import numpy as np
@@ -65,7 +66,14 @@ _THREADS = 8
 BoolArray = NDArray[np.bool_]
 
 
-def dump(storage: Storage, path: str | Path, *, keep: int | None = None, tag: str | None = None) -> Version:
+def dump(
+    storage: Storage,
+    path: str | Path,
+    *,
+    keep: int | None = None,
+    tag: str | None = None,
+    sampler: Mapping[str, Any] | None = None,
+) -> Version:
     """Make a version of a storage.
 
     Args:
@@ -73,6 +81,7 @@ def dump(storage: Storage, path: str | Path, *, keep: int | None = None, tag: st
         path: The folder of versions; made if it is missing.
         keep: How many versions without a tag remain; None: all of them.
         tag: A name for this one.
+        sampler: Settings of a buffer's sampler that its `loads` restores; what JSON can keep.
 
     Raises:
         SnapshotError: The folder holds something else, the tag is taken or no name, or rows hold objects.
@@ -108,6 +117,7 @@ def dump(storage: Storage, path: str | Path, *, keep: int | None = None, tag: st
                 episodes=state.episodes,
                 new_bytes=build.new_bytes,
                 path=place / name,
+                sampler=dict(sampler or {}),
             )
             build.put(VERSION, version.pack())
             disk.put(current, name.encode())

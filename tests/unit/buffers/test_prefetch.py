@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import os
+import pickle
 import signal
 import threading
 from collections.abc import Callable
@@ -418,3 +420,15 @@ def test_pinned_batches_go_to_an_accelerator(prefetch: int) -> None:
         assert batch["number"].tolist() == numbers
     rb.close()
     pinned.close()
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda rb: pickle.loads(pickle.dumps(rb))])
+def test_a_copy_goes_on_by_the_generator_as_if_nothing_was_made_ahead(copied: Any) -> None:
+    generator = torch.Generator().manual_seed(5)
+    rb = TensorDictReplayBuffer(storage=MemoryStorage(100), batch_size=4, prefetch=2, generator=generator)
+    rb.extend(numbered_rows(50))
+    for _ in range(3):
+        rb.sample()
+    with copied(rb) as twin:
+        wanted = [rb.sample()["number"].tolist() for _ in range(5)]
+        assert [twin.sample()["number"].tolist() for _ in range(5)] == wanted

@@ -301,3 +301,28 @@ def test_a_reader_samples_by_the_priorities_on_the_disk(tmp_path: Path) -> None:
             reader.refresh()
             known = dict.fromkeys(range(10, 50), 1.0) | dict.fromkeys(range(50, 110), 3.0)
             expect_law(reader, known)
+
+
+def test_versions_keep_alpha_and_beta(tmp_path: Path) -> None:
+    with expstore.open(tmp_path / "a.exp", sampler=PrioritizedSampler(alpha=0.7, beta=0.4), seed=3) as rb:
+        rb.extend(numbered_rows(50))
+        rb.update_priority(id=np.arange(1, 51), priority=np.arange(1.0, 51.0))
+        rb.sampler.beta, rb.sampler.alpha = 0.9, 0.5  # as a schedule does
+        rb.dumps(tmp_path / "versions")
+        rb.tag("here")
+        wanted = rb.sample(8)
+    for path in (tmp_path / "versions", tmp_path / "a.exp"):
+        sampler = PrioritizedSampler(alpha=0.7, beta=0.4)
+        with TensorDictReplayBuffer(storage=MemoryStorage(50), sampler=sampler) as rb:
+            rb.loads(path)
+            assert (sampler.alpha, sampler.beta) == (0.5, 0.9)
+            found = rb.sample(8)
+            assert torch.equal(found["number"], wanted["number"])
+            assert torch.equal(found["priority_weight"], wanted["priority_weight"])
+    sampler = PrioritizedSampler(alpha=0.7, beta=0.4)
+    with TensorDictReplayBuffer(storage=MemoryStorage(50)) as rb:
+        rb.loads(tmp_path / "versions")  # a sampler that has no such settings
+        rb.dumps(tmp_path / "plain")
+    with TensorDictReplayBuffer(storage=MemoryStorage(50), sampler=sampler) as rb:
+        rb.loads(tmp_path / "plain")
+        assert (sampler.alpha, sampler.beta) == (0.7, 0.4)
