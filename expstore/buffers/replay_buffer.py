@@ -36,7 +36,7 @@ from expstore.buffers.updates import Patching
 from expstore.core.idempotency import WriteKey
 from expstore.core.rate_limiters import RateLimiter
 from expstore.core.values import Array, IntArray, Key, Selection
-from expstore.data.batch import Batch, Intake, StepReader
+from expstore.data.batch import Batch, Intake, StepReader, is_plain
 from expstore.episodes.annotations import pack_info
 from expstore.errors import SchemaError, StateError
 from expstore.samplers.base import Sampler
@@ -665,7 +665,7 @@ class ReplayBuffer(Patching, LateFields, Direct):
                 storage.note_limits(0, 0)  # what it had counted is not all any more
             self._reader, self._read_of = StepReader(schema, storage.keys), schema
             self._intake = None
-            if not schema.form and not schema.variable and storage.ndim == 1 and not self.dim_extend:
+            if is_plain(schema.form) and not schema.variable and storage.ndim == 1 and not self.dim_extend:
                 self._intake = Intake(schema)
         return schema, self._reader
 

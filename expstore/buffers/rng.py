@@ -110,8 +110,8 @@ class GivenDraws(Draws):
         self._ahead: deque[tuple[int, torch.Tensor]] = deque()  # numbers, and the states before each
         self._after: torch.Tensor | None = None  # the state after the newest of these
         super().__init__(0, _GIVEN)
-        if resume and storage.randomness is not None:
-            self._resume(storage, *storage.randomness)
+        if resume and storage.draws.randomness is not None:
+            self._resume(storage, *storage.draws.randomness)
         self._key = (given.initial_seed() & _MASK64, _GIVEN)
 
     def _resume(self, storage: DrawPosition, draw: int, state: bytes) -> None:

@@ -71,6 +71,13 @@ class DrawState:
     replaced: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)
 
+    def note_randomness(self, storage: DrawPosition) -> Randomness | None:
+        """Ask for the state of the user's generator, and return what a restart is to find."""
+        source = self.source()
+        if source is not None:
+            self.randomness = source.state(storage)
+        return self.randomness
+
 
 class DrawPosition:
     """Count batches, and keep how far a sampler has come.
@@ -108,11 +115,6 @@ class DrawPosition:
         """Rows handed out while a rate limiter counted them, and a number that stands for its settings."""
         return self.draws.limits
 
-    @property
-    def randomness(self) -> Randomness | None:
-        """The state of the user's generator as of the last sync; None: draws follow from the seed."""
-        return self.draws.randomness
-
     def next_draw(self) -> int:
         """Count a batch handed out and return its number, from 0."""
         draws = self.draws
@@ -138,22 +140,9 @@ class DrawPosition:
         It is held weakly: a buffer that is forgotten is to go at once.
         """
         if draws is None:
-            self.draws.randomness = None
-            self.unwatch_draws()
+            self.draws.randomness, self.draws.source = None, _no_source
         else:
             self.draws.source = weakref.ref(draws)
-
-    def unwatch_draws(self) -> None:
-        """Keep what is kept: who drew until now drew from other content."""
-        self.draws.source = _no_source
-
-    def note_randomness(self) -> Randomness | None:
-        """Ask for the state of the user's generator, and return what a restart is to find."""
-        draws = self.draws
-        source = draws.source()
-        if source is not None:
-            draws.randomness = source.state(self)
-        return draws.randomness
 
     def set_draws(self, draw: int, progress: Sequence[int]) -> None:
         """Go on with another draw, also with an earlier one; a restart does so, too, when this returns.

@@ -13,13 +13,21 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
+from tensordict import (
+    LazyStackedTensorDict,
+    NonTensorData,
+    NonTensorStack,
+    TensorDict,
+    TensorDictBase,
+    is_non_tensor,
+    is_tensor_collection,
+)
 
 from expstore.core.values import Array, IntArray, Key, key_name
 from expstore.data.leaves import leaves_of, to_columns
 from expstore.data.nested_tensors import to_entry
 from expstore.data.variable_rows import UNKNOWN, columns_of, has_lazy, is_loose, leaves_of_rows, single_rows
-from expstore.episodes.row_facts import RowFacts
+from expstore.episodes.segmentation import RowFacts
 from expstore.episodes.table import Steps
 from expstore.errors import SchemaError
 from expstore.schema.field_roles import Keys
@@ -32,6 +40,7 @@ __all__ = [
     "StepReader",
     "check_dims",
     "flatten",
+    "is_plain",
     "note_inner",
     "to_non_tensor",
 ]
@@ -177,8 +186,8 @@ def flatten(
             arrays = [array.reshape(count, *array.shape[dims:]) for array in arrays]
     if all_dims and dims > 1:
         lanes, lane_count = _lanes(data, shape)
-        return Batch(keys, dtypes, arrays, count, lanes, lane_count)
-    batch = Batch(keys, dtypes, arrays, count, form=note_inner(shape[dims:]))
+        return Batch(keys, dtypes, arrays, count, lanes, lane_count, form=note_inner((), data))
+    batch = Batch(keys, dtypes, arrays, count, form=note_inner(shape[dims:], data))
     return batch.in_lanes(shape[1 - single : dims]) if ndim > 1 else batch
 
 
@@ -201,9 +210,48 @@ def _check_inner(keys: list[Key], dtypes: list[str], inner: tuple[int, ...]) -> 
         )
 
 
-def note_inner(shape: tuple[int, ...]) -> str:
-    """Return the form of TensorDicts whose rows have batch dims of their own, of these sizes."""
-    return json.dumps({"batch_size": list(shape)}) if shape else ""
+def note_inner(shape: tuple[int, ...], data: TensorDictBase | None = None) -> str:
+    """Return the form of TensorDicts: batch dims that rows, or TensorDicts within them, have of their own.
+
+    Args:
+        shape: Sizes of the batch dims that rows have.
+        data: The batch; its dims' names, and those within it, are noted, too.
+    """
+    noted: dict[str, Any] = {"batch_size": list(shape)} if shape else {}
+    if data is not None:
+        names = _names_of(data)[data.batch_dims - len(shape) :]
+        if any(names):
+            noted["names"] = names
+        if nested := _nested_dims(data, (), data.batch_dims):
+            noted["nested"] = nested
+    return json.dumps(noted) if noted else ""
+
+
+def is_plain(form: str) -> bool:
+    """Return whether rows are TensorDicts without batch dims of their own."""
+    return not form or set(json.loads(form)) == {"nested"}
+
+
+def _names_of(data: Any) -> list[str | None]:
+    return list(data.names) if data._has_names() else [None] * data.batch_dims
+
+
+def _nested_dims(data: Any, path: Key, known: int) -> list[tuple[Key, list[int], list[str | None]]]:
+    """Return path, sizes and names of the dims that nested TensorDicts have beyond the first `known`."""
+    found: list[tuple[Key, list[int], list[str | None]]] = []
+    if isinstance(data, LazyStackedTensorDict):  # whose rows may differ in shape
+        known -= data.stack_dim < known
+        data = data.tensordicts[0] if data.tensordicts else TensorDict({})
+        return _nested_dims(data, path, known)
+    for name, value in data.items():
+        if isinstance(value, torch.Tensor) or is_non_tensor(value) or not is_tensor_collection(value):
+            continue
+        key = (*path, name)
+        sizes = list(value.batch_size[known:])
+        if sizes and -1 not in sizes:
+            found.append((key, sizes, _names_of(value)[known:]))
+        found += _nested_dims(value, key, known)
+    return found
 
 
 def check_dims(shape: tuple[int, ...], ndim: int, *, single: bool) -> None:
@@ -294,14 +342,12 @@ class StepReader:
     def read(self, columns: Sequence[Array], batch: Batch) -> Steps:
         """Return what the rows are. `columns` are in the schema's order."""
 
-        def column(place: int | None) -> Any:
-            return None if place is None else columns[place].reshape(-1)
-
-        terminated, truncated = self._facts.ends(columns)
-        starts = column(self._start)
-        if starts is not None:
+        terminated, truncated, rewards = self._facts.read(columns)
+        starts: Any = None
+        if self._start is not None:
+            starts = columns[self._start].reshape(-1)
             starts = starts == 0 if self._counts_steps else starts.astype(np.bool_, copy=False)
-        trajectories = column(self._trajectory)
+        trajectories = None if self._trajectory is None else columns[self._trajectory].reshape(-1)
         return Steps(
             count=batch.count,
             lanes=batch.lanes,
@@ -310,7 +356,7 @@ class StepReader:
             terminated=terminated,
             truncated=truncated,
             starts=starts,
-            rewards=self._facts.rewards(columns),
+            rewards=rewards,
         )
 
     def transitions(self, columns: Sequence[Array]) -> Array | None:
@@ -331,6 +377,7 @@ class _Tree:
 
     def __init__(self, schema: Schema) -> None:
         groups: dict[Key, int] = {(): 0}
+        self.paths: list[Key] = [()]  # of each group
         self.parents: list[tuple[int, str]] = []  # of each group but the root: its parent and name
         self.leaves: list[tuple[int, str]] = []  # of each field: its group and name
         for entry in schema.fields:
@@ -338,6 +385,7 @@ class _Tree:
                 path = entry.key[:depth]
                 if path not in groups:
                     groups[path] = len(groups)
+                    self.paths.append(path)
                     self.parents.append((groups[path[:-1]], path[-1]))
             self.leaves.append((groups[entry.key[:-1]], entry.key[-1]))
 
@@ -352,6 +400,7 @@ class Builder:
     def __init__(self, schema: Schema) -> None:
         tree = _Tree(schema)
         self._parents = tree.parents
+        self._dims = _group_dims(schema, tree)
         self._leaves = [
             (group, name, entry.dtype if entry.dtype in ("bfloat16", "object", ARROW) else "", entry.arrow)
             for (group, name), entry in zip(tree.leaves, schema.fields, strict=True)
@@ -362,6 +411,7 @@ class Builder:
         columns: Iterable[Array],
         size: torch.Size,
         root: dict[str, torch.Tensor],
+        names: Sequence[str | None] = (),
     ) -> TensorDict:
         """Return columns as a TensorDict that owns them.
 
@@ -369,6 +419,7 @@ class Builder:
             columns: In the schema's order. Shapes `(*size, *row shape)`.
             size: Its batch size.
             root: More tensors for its root.
+            names: Of its last dims.
         """
         groups: list[dict[str, Any]] = [{} for _ in range(len(self._parents) + 1)]
         for (group, name, special, arrow), column in zip(self._leaves, columns, strict=True):
@@ -381,9 +432,54 @@ class Builder:
         # than reading the rows.
         for number in range(len(self._parents), 0, -1):
             parent, name = self._parents[number - 1]
-            groups[parent][name] = TensorDict._new_unsafe(groups[number], size, device=None)
+            if self._dims is None:
+                groups[parent][name] = TensorDict._new_unsafe(groups[number], size, device=None)
+            else:
+                groups[parent][name] = _tensordict(groups[number], size, names, *self._dims[number])
+        if any(names):
+            return _tensordict(groups[0], size, names, (), ())
         batch: TensorDict = TensorDict._new_unsafe(groups[0], size, device=None)
         return batch
+
+
+#: Sizes and names of the dims that a group has beyond its root's.
+Dims = tuple[tuple[int, ...], tuple[str | None, ...]]
+
+
+def _group_dims(schema: Schema, tree: _Tree) -> list[Dims] | None:
+    """Return the dims that each group of fields has of its own; None: no group has any.
+
+    Where a field that came later does not have them, its group has those of its parent.
+    """
+    form = json.loads(schema.form or "{}")
+    noted = {tuple(path): (tuple(sizes), tuple(names)) for path, sizes, names in form.get("nested", ())}
+    if not noted:
+        return None
+    inner = len(form.get("batch_size", ()))
+    found: list[Dims] = [((), ())]
+    for path, (parent, _) in zip(tree.paths[1:], tree.parents, strict=True):
+        sizes, names = noted.get(path, found[parent])
+        shapes = [entry.shape[inner:] for entry in schema.fields if entry.key[: len(path)] == path]
+        fits = all(shape[: len(sizes)] == sizes for shape in shapes)
+        found.append((sizes, names) if fits else found[parent])
+    return found
+
+
+def _tensordict(
+    entries: dict[str, Any],
+    size: torch.Size,
+    names: Sequence[str | None],
+    sizes: tuple[int, ...],
+    own: tuple[str | None, ...],
+) -> TensorDict:
+    """Return a TensorDict with dims beyond its root's, of these sizes and names; nothing is validated."""
+    named = None
+    if any(names) or any(own):
+        named = [*[None] * (len(size) - len(names)), *names, *own]
+    made: TensorDict = TensorDict._new_unsafe(
+        entries, torch.Size((*size, *sizes)) if sizes else size, device=None, names=named
+    )
+    return made
 
 
 def _special(dtype: str, arrow: str, column: Any, size: torch.Size) -> Any:

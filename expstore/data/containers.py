@@ -242,8 +242,8 @@ def _loose_leaf(data: Any, single: bool) -> Any:
 
 
 def _note_kind(kind: type, form: str) -> str:
-    inner = json.loads(form)["batch_size"] if form else []
-    return json.dumps({"class": f"{kind.__module__}:{kind.__qualname__}", "batch_size": inner})
+    noted = {"class": f"{kind.__module__}:{kind.__qualname__}", "batch_size": []}
+    return json.dumps(noted | json.loads(form or "{}"))
 
 
 def stack(items: Sequence[Any], *, typed: bool = False) -> Any:
@@ -379,6 +379,7 @@ class _TensorDicts(Form):
 
     def __init__(self, schema: Schema, inner: tuple[int, ...]) -> None:
         self._builder, self._inner = Builder(schema), inner
+        self._names = tuple(json.loads(schema.form or "{}").get("names", ()))
         self._variable = bool(schema.variable)
 
     def build(
@@ -388,7 +389,7 @@ class _TensorDicts(Form):
             return self._stacked(columns, size, root)
         if self._inner and root:
             root = {key: self._spread(values, size) for key, values in root.items()}
-        return self._builder.build(columns, torch.Size((*size, *self._inner)), root)
+        return self._builder.build(columns, torch.Size((*size, *self._inner)), root, self._names)
 
     def _stacked(
         self, columns: Sequence[Any], size: Sequence[int], root: dict[str, torch.Tensor]

@@ -1,12 +1,12 @@
-"""Batches cut into pieces that lie in one episode each.
+"""Batches cut into pieces that lie in one episode each, and what rows say of ends and rewards.
 
-Used by `expstore.episodes.table`, which numbers them. It looks at one batch alone: it knows neither sources
-nor what came before.
+Used by `expstore.episodes.table`, which numbers the pieces, and by what reads steps out of columns. It looks
+at one batch alone: it knows neither sources nor what came before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -16,8 +16,21 @@ from numpy.typing import NDArray
 
 from expstore.core.values import Array, IntArray
 from expstore.episodes.fragments import cut_uneven
+from expstore.schema.field_roles import Keys
+from expstore.schema.schema import Schema
 
-__all__ = ["CUT", "OPEN", "TERMINATED", "TRUNCATED", "Piece", "Steps", "cut_batch", "cut_lane"]
+__all__ = [
+    "CUT",
+    "OPEN",
+    "TERMINATED",
+    "TRUNCATED",
+    "Piece",
+    "RowFacts",
+    "Steps",
+    "cut_batch",
+    "cut_lane",
+    "find_ends",
+]
 
 #: How an episode stands after a row.
 OPEN, TERMINATED, TRUNCATED, CUT = range(4)
@@ -125,3 +138,99 @@ def cut_batch(steps: Steps) -> tuple[list[Piece], IntArray | None]:
         strict=True,
     )
     return list(pieces), order
+
+
+def find_ends(
+    terminated: Array | None, truncated: Array | None, done: Array | None, reduction: str | None = None
+) -> tuple[BoolArray | None, BoolArray | None]:
+    """Return which rows terminate an episode and which truncate it.
+
+    Where rows say whether they terminate, every other end is a truncation: `done` is `terminated` or
+    `truncated`. Without such a field `done` terminates, unless `truncated` is set.
+
+    Args:
+        terminated: The field of that name. Shape `(n, *row shape)`, as the others; None: no such field.
+        truncated: The field of that name.
+        done: The field that says that there is an end, but not why.
+        reduction: How several values of a row, one per agent, become one: "any" (as None) or "all".
+
+    Returns:
+        Two arrays of shape `(n,)`; None: no row says so. Rows that are in both are terminated.
+    """
+    for column in (terminated, truncated, done):
+        if column is not None and column.size != len(column):
+            terminated, truncated, done = _ends_of_agents(terminated, truncated, done, reduction == "all")
+            break
+    if terminated is not None:
+        terminated = terminated.reshape(-1).astype(np.bool_, copy=False)
+    if truncated is not None:
+        truncated = truncated.reshape(-1).astype(np.bool_, copy=False)
+    if done is None:
+        return terminated, truncated
+    done = done.reshape(-1).astype(np.bool_, copy=False)
+    if terminated is None:
+        return (done if truncated is None else done & ~truncated), truncated
+    stopped = done & ~terminated
+    return terminated, stopped if truncated is None else truncated | stopped
+
+
+def _ends_of_agents(
+    terminated: Array | None, truncated: Array | None, done: Array | None, whole: bool
+) -> tuple[Array | None, Array | None, Array | None]:
+    """Return the same for whole rows: an end of any agent, or, if `whole`, only one of all of them."""
+    given: list[Any] = [
+        None if column is None else column.reshape(len(column), -1).astype(np.bool_)
+        for column in (terminated, truncated, done)
+    ]
+    if not whole:
+        ends, stops, rest = (None if flags is None else flags.any(axis=1) for flags in given)
+        return ends, stops, rest
+    ends, stops, _ = (None if flags is None else flags.all(axis=1) for flags in given)
+    known = [flags for flags in given if flags is not None]
+    over = known[0]
+    for flags in known[1:]:
+        over = over | flags  # some agents may have terminated, and the others been truncated
+    return ends, stops, over.all(axis=1)
+
+
+class RowFacts:
+    """Read ends and rewards of rows.
+
+    Args:
+        schema: Of the columns.
+        keys: Which fields say so.
+    """
+
+    def __init__(self, schema: Schema, keys: Keys) -> None:
+        ends = (keys.terminated, keys.truncated, keys.done)
+        self._ends = [-1 if key is None else schema.place(key) for key in ends]
+        self._reward = -1 if keys.reward is None else schema.place(keys.reward)
+        self._bits = keys.reward is not None and schema[keys.reward].dtype == "bfloat16"
+        self._keys = keys
+
+    def read(self, columns: Sequence[Array]) -> tuple[BoolArray | None, BoolArray | None, Array | None]:
+        """Return which rows terminate an episode, which truncate it, and what each adds to its return.
+
+        Args:
+            columns: In the schema's order.
+
+        Returns:
+            Arrays of shape `(n,)`; None: rows do not say so, or have no reward. Several rewards of a row are
+            made one.
+        """
+        terminated, truncated, done = self._ends
+        ends = find_ends(
+            columns[terminated] if terminated >= 0 else None,
+            columns[truncated] if truncated >= 0 else None,
+            columns[done] if done >= 0 else None,
+            self._keys.done_reduce,
+        )
+        if self._reward < 0:
+            return *ends, None
+        rewards = columns[self._reward]
+        if self._bits:
+            rewards = (rewards.astype(np.uint32) << np.uint32(16)).view(np.float32)
+        if rewards.size == len(rewards):
+            return *ends, rewards.reshape(-1)
+        several = rewards.reshape(len(rewards), -1).astype(np.float64)
+        return *ends, getattr(several, self._keys.reward_reduce or "sum")(axis=1)

@@ -20,8 +20,7 @@ from expstore.core.values import Array, IntArray
 from expstore.disk.atomic_build import making
 from expstore.disk.files import Disk
 from expstore.episodes.fragments import find_fragments
-from expstore.episodes.row_facts import RowFacts
-from expstore.episodes.segmentation import OPEN, TERMINATED, TRUNCATED
+from expstore.episodes.segmentation import OPEN, TERMINATED, TRUNCATED, RowFacts
 from expstore.episodes.sources import lane_names
 from expstore.episodes.table import HAS_TRAJECTORY, NEW, NO_REWARD, Assignment, Segment
 from expstore.errors import ExpStoreError
@@ -251,7 +250,7 @@ class Filler:
 
     def _rewards(self, columns: Sequence[Array]) -> Array | None:
         """Return what is summed up to returns. Shape `(n,)`."""
-        return RowFacts(self.schema, self._storage.keys).rewards(columns)
+        return RowFacts(self.schema, self._storage.keys).read(columns)[2]
 
     def result(self, path: Path, notes: Sequence[str] = ()) -> Imported:
         """Say what was imported.

@@ -7,6 +7,7 @@ until it is whole.
 from __future__ import annotations
 
 import dataclasses
+import json
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -202,11 +203,17 @@ def _check_alike(runs: Sequence[_Run]) -> None:
             here, there = getattr(ours, name), getattr(theirs, name)
             if here != there:
                 raise _unlike(run, first, name, here, there)
-        if first.schema.form != run.schema.form:
+        if _form_of(first.schema) != _form_of(run.schema):
             raise _unlike(run, first, "what a row is made into", run.schema.form, first.schema.form)
         specs = run.storage.specs, first.storage.specs
         if bool(specs[0]) != bool(specs[1]) or (specs[0] and not same_specs(*specs)):
             raise _unlike(run, first, "specs", specs[0] or "none", specs[1] or "none")
+
+
+def _form_of(schema: Schema) -> dict[str, Any]:
+    """Return what rows are made into, without the dims of TensorDicts within them, which say nothing else."""
+    form = json.loads(schema.form or "{}")
+    return {name: value for name, value in form.items() if name not in ("names", "nested")}
 
 
 def _unlike(run: _Run, first: _Run, what: str, here: object, there: object) -> SchemaError:

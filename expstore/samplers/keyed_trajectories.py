@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from expstore.core.values import Array, IntArray, Key, Window, key_name
 from expstore.episodes.fragments import Fragments, find_fragments
-from expstore.episodes.row_facts import find_ends
+from expstore.episodes.segmentation import find_ends
 from expstore.errors import SchemaError
 from expstore.schema.schema import OBJECT
 from expstore.storages.run_index import Runs, Taken, as_names

@@ -20,7 +20,7 @@ __all__ = ["DONE_REDUCTIONS", "REWARD", "REWARD_REDUCTIONS", "Keys", "find_keys"
 class Keys:
     """Name the fields that say what a row is to its episode; None where a store has none.
 
-    `reward_reduce` and `done_reduce` say how several values of a row become one; None: nobody has said.
+    `reward_reduce` and `done_reduce` say how several values of a row become one; None: by default.
     """
 
     trajectory: Key | None = None

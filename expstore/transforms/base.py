@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from expstore.core.values import Array, IntArray, Key, given_key, key_name, to_key
-from expstore.episodes.row_facts import find_ends
+from expstore.episodes.segmentation import find_ends
 from expstore.errors import SchemaError, StateError
 from expstore.schema.row_selection import in_shape
 from expstore.schema.schema import ARROW, OBJECT

@@ -21,8 +21,7 @@ from expstore.core.lock_order import LockOrder
 from expstore.core.values import Array, IntArray, Key, Window, key_name
 from expstore.disk.files import Disk
 from expstore.episodes.fragments import find_fragments
-from expstore.episodes.row_facts import RowFacts
-from expstore.episodes.segmentation import CUT, OPEN, TERMINATED, TRUNCATED
+from expstore.episodes.segmentation import CUT, OPEN, TERMINATED, TRUNCATED, RowFacts
 from expstore.episodes.table import HAS_TRAJECTORY, LAST, NEW, NO_REWARD, Assignment, Segment
 from expstore.errors import SchemaError, StateError
 from expstore.schema.field_roles import Keys
@@ -320,9 +319,7 @@ class _Facts:
     """
 
     def __init__(self, columns: Sequence[Array], keys: Keys, schema: Schema) -> None:
-        facts = RowFacts(schema, keys)
-        self.terminated, self.truncated = facts.ends(columns)
-        self.rewards = facts.rewards(columns)
+        self.terminated, self.truncated, self.rewards = RowFacts(schema, keys).read(columns)
 
     def status(self, row: int) -> int:
         """Return how an episode stands behind a row."""

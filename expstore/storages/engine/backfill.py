@@ -249,7 +249,7 @@ def inner_dims(form: str) -> tuple[int, ...] | None:
         form: As a schema has it.
     """
     data = json.loads(form or "{}")
-    if set(data) - {"batch_size"}:
+    if set(data) - {"batch_size", "names", "nested"}:
         return None
     return tuple(data.get("batch_size", ()))
 

@@ -164,7 +164,7 @@ class SyncedStorage(ShownStorage):
     def _sync_now(self) -> File | None:
         """Run a sync: columns, journal, mark, journal; return where to cut the journal."""
         self.flush_priorities()
-        randomness = self.note_randomness()
+        randomness = self.draws.note_randomness(self)
         with self.episode_lock:
             if self._unsure:
                 return None  # the journal may hold rows of which memory does not know
@@ -176,7 +176,7 @@ class SyncedStorage(ShownStorage):
                 sequence=journal.sequence if half is None else half,
                 last_id=self.last,
                 log_length=self._log.length,
-                draw=self.draw,
+                draw=self.draws.number,
                 progress=self.progress,
                 set_back=self._set_back,
                 randomness=randomness,

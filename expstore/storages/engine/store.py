@@ -290,7 +290,7 @@ class JournaledStorage(KeyKeepingStorage, VersionedStorage):
             first_id=rows.first_id,
             count=rows.count,
             skipped=skipped,
-            draw=self.draw,
+            draw=self.draws.number,
             time=rows.time,
             checksum=checksum,
             priority=self.max_priority,

@@ -54,7 +54,7 @@ class Manifest:
         traj_key: Field with the collector's trajectory ids, if any.
         done_keys: Fields that end an episode: terminated, truncated, done; those that exist count.
         reward_key: Field that is summed up to an episode's return.
-        reward_reduce: How several rewards of a row become one; None: nobody has named a reward.
+        reward_reduce: How several rewards of a row become one; None: no reward was given.
         done_reduce: How several flags of a row become one; None: as "any".
         flatten: Whether a batch's dims are all rows (else only the first one is).
         meta: The user's own facts.
@@ -111,7 +111,7 @@ class Manifest:
         return {
             "traj_key": self.traj_key,
             "done_keys": self.done_keys,
-            "reward_key": None if self.reward_reduce is None else self.reward_key,  # nobody has said
+            "reward_key": None if self.reward_reduce is None else self.reward_key,  # found by its name
             "reward_reduce": self.reward_reduce,
             "done_reduce": self.done_reduce,
         }

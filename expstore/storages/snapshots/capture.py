@@ -100,7 +100,7 @@ def base_of(storage: Storage) -> dict[str, Any]:
         "draw": storage.draw,
         "progress": storage.progress,
         "limits": storage.limits,
-        "randomness": to_json(storage.note_randomness()),
+        "randomness": to_json(storage.draws.note_randomness(storage)),
         "max_priority": storage.max_priority,
         "write_count": storage.write_count,
         "episodes": storage.episodes.to_base(),

@@ -177,7 +177,7 @@ def test_a_store_drawn_from_by_its_seed_forgets_the_generator(store_path: Path) 
     with open_with(store_path, "random", seed=None) as rb:
         pass  # nothing was drawn
     with open_with(store_path, "random", seed=4) as rb:
-        assert rb.storage.randomness is not None
+        assert rb.storage.draws.randomness is not None
     with open_with(store_path, "random", seed=None) as rb:
         drawn(rb, 1)
     with open_with(store_path, "random", seed=4) as rb:

@@ -380,7 +380,7 @@ def test_a_mark_says_what_was_counted_and_once_did_not(store_path: Path) -> None
         assert mark.limits == rb.storage.limits
         assert mark.limits[0] == 8
         assert mark.randomness is not None
-        assert mark.randomness == rb.storage.randomness
+        assert mark.randomness == rb.storage.draws.randomness
         assert mark.pack() == marks[-1].body
     plain = Mark(1, 2, 3, 4, 5, 1.0, (1, 2, 3, 4), True, (7, b"state"))
     assert Mark.unpack(plain.pack()) == plain

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torchrl.data as rl
 from tensordict import TensorDict
 
+import expstore
 from expstore.data.batch import Batch, Builder, StepReader, flatten
 from expstore.errors import SchemaError
 from expstore.schema.field_roles import find_keys
@@ -211,3 +214,80 @@ def test_rows_that_are_no_transitions() -> None:
         assert reader.transitions(columns) is None
     reader, columns, _ = read(episode=[[-1], [1], [2], [-1]])
     assert reader.transitions(columns).tolist() == [F, T, T, F]
+
+
+# ---------------------------------------------------------------------------------------------------
+# Dims of TensorDicts within the batch.
+
+
+def nested(*size: int, names: tuple[str | None, ...] = ()) -> TensorDict:
+    """A batch with TensorDicts in it that have dims of their own, named if those of the batch are."""
+
+    def inner(fields: dict[str, Any], more: list[int], named: list[str | None]) -> TensorDict:
+        return TensorDict(fields, [*size, *more], names=[*names, *named] if names else None)
+
+    count = int(np.prod(size))
+    deep = inner({"x": torch.arange(count * 6.0).reshape(*size, 3, 2)}, [3, 2], ["agent", None])
+    agents = inner({"reward": torch.zeros(*size, 3, 1), "deep": deep}, [3], ["agent"])
+    plain = inner({"y": torch.zeros(*size, 2)}, [], [])
+    return inner({"n": torch.arange(count).reshape(size), "agents": agents, "plain": plain}, [], [])
+
+
+def dims(data: Any) -> dict[Any, Any]:
+    found = {(): (tuple(data.batch_size), list(data.names))}
+    for key in ("agents", "plain", ("agents", "deep")):
+        found[key] = (tuple(data[key].batch_size), list(data[key].names))
+    return found
+
+
+@pytest.mark.parametrize("names", [(), ("time",)])
+def test_nested_dims_come_back_as_from_torchrl(tmp_path: Path, names: tuple[str | None, ...]) -> None:
+    theirs = rl.TensorDictReplayBuffer(storage=rl.LazyTensorStorage(20), batch_size=4)
+    theirs.extend(nested(6, names=names))
+    folder = tmp_path / "b.exp"
+    made = (
+        lambda: expstore.open(tmp_path / "a.exp", batch_size=4),
+        lambda: expstore.TensorDictReplayBuffer(
+            storage=expstore.LazyMemmapStorage(20, scratch_dir=folder, existsok=True),
+            batch_size=4,
+        ),
+    )
+    for make in made:
+        with make() as rb:
+            rb.extend(nested(6, names=names))
+            rb.extend(nested(2))  # the first batch has said it
+            rb.dumps(tmp_path / "versions")
+            if not names:
+                rb.add_column(("agents", "wide"), fill=0.0)  # a field that lacks the agents' dim
+                assert rb.sample()["agents"].batch_size == (4,)
+                rb.drop_column(("agents", "wide"))
+        with make() as rb:
+            for ours, wanted in ((rb.sample(), theirs.sample()), (rb[:6], theirs[:]), (rb[0], theirs[0])):
+                assert dims(ours) == dims(wanted)
+            assert torch.equal(rb[:6]["agents", "deep", "x"], theirs[:]["agents", "deep", "x"])
+            rb.extend(rb[:2])
+    with expstore.TensorDictReplayBuffer(storage=expstore.MemoryStorage(20), batch_size=4) as rb:
+        rb.loads(tmp_path / "versions")
+        assert dims(rb.sample()) == dims(theirs.sample())
+
+
+def test_dims_that_rows_have_themselves_keep_their_names() -> None:
+    theirs = rl.TensorDictReplayBuffer(storage=rl.LazyTensorStorage(20), batch_size=2)
+    ours = expstore.TensorDictReplayBuffer(storage=expstore.MemoryStorage(20), batch_size=2)
+    for rb in (theirs, ours):
+        rb.extend(nested(4, 3, names=("time", "step")))
+    assert dims(ours[:]) == dims(theirs[:])
+    assert dims(ours[1]) == dims(theirs[1])
+    assert dims(ours.sample().exclude("index", "id")) == dims(theirs.sample().exclude("index"))
+    assert dims(ours[:])["agents"] == ((4, 3, 3), [None, "step", "agent"])
+
+
+def test_rows_along_all_dims_keep_those_of_nested_tensordicts(tmp_path: Path) -> None:
+    with expstore.open(tmp_path / "a.exp", batch_size=5) as rb:
+        rb.extend(nested(2, 4, names=("env", "time")))
+        assert dims(rb.sample()) == {
+            (): ((5,), [None]),
+            "plain": ((5,), [None]),
+            "agents": ((5, 3), [None, "agent"]),
+            ("agents", "deep"): ((5, 3, 2), [None, "agent", None]),
+        }
