@@ -256,6 +256,7 @@ class Life:
 def _state_words(life: Life) -> Iterator[None]:
     """Note what is stored into STATE pages, for the block's length."""
     init, claim, put, progress = StatePage.__init__, StatePage.claim, StatePage.set, StatePage.set_progress
+    noted, seal, unseal = StatePage.note, StatePage.seal, StatePage.unseal
     places: dict[int, tuple[TracingDisk, Path]] = {}
 
     def note(page: StatePage, text: str) -> None:
@@ -274,6 +275,18 @@ def _state_words(life: Life) -> Iterator[None]:
         note(page, f"{name}={'...' if value and name in _HIDDEN else value}")
         put(page, name, value)
 
+    def traced_note(page: StatePage, name: str, value: int) -> None:
+        note(page, f"{name}={'...' if value and name in _HIDDEN else value}")
+        noted(page, name, value)
+
+    def traced_seal(page: StatePage) -> None:
+        note(page, "sealed")
+        seal(page)
+
+    def traced_unseal(page: StatePage) -> None:
+        note(page, "unsealed")
+        unseal(page)
+
     def traced_progress(page: StatePage, words: Any) -> None:
         note(page, f"progress={','.join(map(str, words))}")
         progress(page, words)
@@ -282,6 +295,9 @@ def _state_words(life: Life) -> Iterator[None]:
         patch.object(StatePage, "__init__", traced_init),
         patch.object(StatePage, "claim", traced_claim),
         patch.object(StatePage, "set", traced_set),
+        patch.object(StatePage, "note", traced_note),
+        patch.object(StatePage, "seal", traced_seal),
+        patch.object(StatePage, "unseal", traced_unseal),
         patch.object(StatePage, "set_progress", traced_progress),
     ):
         yield
