@@ -519,11 +519,11 @@ def test_many_gaps_cost_little(tmp_path: Path) -> None:
 def test_sql_over_many_gaps_views_each_column_once(store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No run is looked at by itself, but in a wide column that a query names; others are not looked at."""
     viewed: list[tuple[int, int]] = []
-    kept_views = ZarrStorage.kept_views
+    views = ZarrStorage.views
 
     def counted(storage: ZarrStorage, places: Any, first_id: int, count: int) -> Any:
         viewed.extend((place, count) for place in places)
-        return kept_views(storage, places, first_id, count)
+        return views(storage, places, first_id, count)
 
     with expstore.open(store_path, seed=1, layout="flat", sampler=ConsumingSampler(4)) as rb:
         rows = episode(1, 8000, wide=300)
@@ -535,7 +535,7 @@ def test_sql_over_many_gaps_views_each_column_once(store_path: Path, monkeypatch
         live = np.setdiff1d(np.arange(1, 1001), np.arange(2, 1000, 2))
         ids = (live[:, None] * 8 - 7 + np.arange(8)).ravel()
         assert len(rb.storage.window.gaps) == 499
-        monkeypatch.setattr(ZarrStorage, "kept_views", counted)
+        monkeypatch.setattr(ZarrStorage, "views", counted)
         asked = {
             "SELECT count(*) FROM transitions": [(ids.size,)],
             "SELECT sum(number) FROM transitions": [(8 * live.sum(),)],
